@@ -1,0 +1,57 @@
+"""Every error that kvtier raises or returns, named by what the caller can do next.
+
+A `BlockError` is both: a value in a batch's outcomes (one bad chunk does not cost its siblings) and an exception where
+one chunk was asked for alone.
+"""
+
+
+class KVTierError(Exception):
+    """Everything kvtier raises on purpose."""
+
+
+class ConfigError(KVTierError):
+    """A configuration that cannot be used: mend the field that the message names."""
+
+
+class TraceError(KVTierError):
+    """A trace that cannot be read: mend the line that the message names."""
+
+
+class EngineClosed(KVTierError):
+    """The manager was shut down: this call is a bug of the caller's, or came too late."""
+
+
+class RunnerDied(KVTierError):
+    """The runner could not be started, or ended and was not replaced: the tiers are gone, the primary still serves."""
+
+
+class BackendError(KVTierError):
+    """A whole call of a tier failed: nothing is known of any of its chunks."""
+
+
+class BackendClosed(BackendError):
+    """The tier was closed before this call: a bug of the caller's."""
+
+
+class BackendUnavailable(BackendError):
+    """The tier cannot be reached now: retry later."""
+
+
+class BlockError(KVTierError):
+    """One chunk of a batch did not move."""
+
+
+class BlockMissing(BlockError):
+    """The tier does not have the chunk: recompute it."""
+
+
+class BlockCorrupt(BlockError):
+    """What the tier has under this key is not what was stored: delete it, recompute."""
+
+
+class NoSpace(BlockError):
+    """The tier has no room for the chunk: evict, or skip it."""
+
+
+class TransferFailed(BlockError):
+    """The chunk's transfer failed or ran out of time: retry later; what is stored is untouched."""

@@ -1,0 +1,49 @@
+"""The contract of an eviction policy: which resident key goes next. Pure, synchronous, without clock or I/O.
+
+Keys come in prefix order, head first, and a policy takes them tail first, so that a prefix outlives its continuation.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+
+class Policy(ABC, Generic[K]):
+    """Order among the resident keys of one cache of at most `capacity` keys.
+
+    The owner decides what is resident: it makes room before it inserts, never inserts a resident key, and never
+    touches, ranks or removes an absent one.
+    """
+
+    @abstractmethod
+    def __init__(self, capacity: int) -> None:
+        """Start empty. `capacity` (at least 1): the most keys that will ever be resident at once."""
+
+    @abstractmethod
+    def insert(self, keys: Sequence[K]) -> None:
+        """Make the keys resident, tail first."""
+
+    @abstractmethod
+    def touch(self, keys: Sequence[K]) -> None:
+        """Count one access to each of these resident keys, tail first."""
+
+    @abstractmethod
+    def rank(self, keys: Sequence[K]) -> None:
+        """Renew the recency of these resident keys, tail first, without counting an access.
+
+        Called when a request ends, with all its keys, so that pieces that came at different steps end in prefix
+        order. A policy that does not order by recency ignores it.
+        """
+
+    @abstractmethod
+    def evict(self, count: int, keep: Callable[[K], bool], incoming: Sequence[K] = ()) -> list[K] | None:
+        """Choose `count` resident keys for which `keep` is false, forget and return them; None, all kept, if fewer.
+
+        `incoming`: the keys that the room is for, inserted next if this succeeds; a policy with ghosts adapts to them.
+        """
+
+    @abstractmethod
+    def remove(self, keys: Sequence[K]) -> None:
+        """Forget these resident keys for a reason other than room: a failed store, a reset. They leave no ghosts."""
