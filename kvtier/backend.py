@@ -84,7 +84,7 @@ class Backend(ABC):
     @classmethod
     @abstractmethod
     async def open(cls, options: msgspec.Struct, context: TierContext) -> Self:
-        """Open the tier on the running event loop; raise `ConfigError` or `BackendUnavailable`, leaving nothing behind."""
+        """Open the tier on the running loop. Raises `ConfigError` or `BackendUnavailable`, and then leaves nothing."""
 
     @abstractmethod
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
