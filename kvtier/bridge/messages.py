@@ -1,0 +1,230 @@
+"""What crosses the bridge: actions to a runner, messages back. Plain data, packed.
+
+Keys travel as one bytes object and rows as packed u32: a list of bytes objects takes fifteen times as long to decode.
+Messages name an action by its id and its chunks by their index, never by key: the ledger knows what it asked for.
+"""
+
+from array import array
+from collections.abc import Sequence
+from enum import IntEnum
+
+import msgspec
+
+from kvtier.errors import BlockCorrupt, BlockError, BlockMissing, NoSpace
+from kvtier.keys import OffloadKey
+
+
+class Code(IntEnum):
+    """Why a chunk did not move, in one byte."""
+
+    MISSING = 1
+    CORRUPT = 2
+    NO_SPACE = 3
+    FAILED = 4  # This transfer failed.
+    UNAVAILABLE = 5  # The whole call failed.
+    DEADLINE = 6  # It ran out of time; its rows are still lent.
+    REFUSED = 7  # It never started: the bridge or the queue was full, or the runner was gone.
+
+
+def code_of(error: BlockError) -> Code:
+    match error:
+        case BlockMissing():
+            return Code.MISSING
+        case BlockCorrupt():
+            return Code.CORRUPT
+        case NoSpace():
+            return Code.NO_SPACE
+        case _:
+            return Code.FAILED
+
+
+class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
+    """Keys one after the other. `length` is that of every key, or 0 and then `lengths` has each one's (u32)."""
+
+    joined: bytes
+    length: int
+    lengths: bytes = b""
+
+
+def pack_keys(keys: Sequence[OffloadKey]) -> PackedKeys:
+    joined = b"".join(keys)
+    if not keys:
+        return PackedKeys(joined, 0)
+    sizes = set(map(len, keys))
+    if len(sizes) == 1 and 0 not in sizes:
+        return PackedKeys(joined, sizes.pop())
+    return PackedKeys(joined, 0, array("I", map(len, keys)).tobytes())
+
+
+def unpack_keys(packed: PackedKeys) -> list[OffloadKey]:
+    joined, length = packed.joined, packed.length
+    if length:
+        return [OffloadKey(joined[start : start + length]) for start in range(0, len(joined), length)]
+    keys: list[OffloadKey] = []
+    start = 0
+    for size in array("I", packed.lengths):
+        keys.append(OffloadKey(joined[start : start + size]))
+        start += size
+    return keys
+
+
+def pack_rows(rows: Sequence[int]) -> bytes:
+    return array("I", rows).tobytes()
+
+
+def unpack_rows(packed: bytes) -> "array[int]":
+    return array("I", packed)
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Tagged by its class's name."""
+
+
+# Actions: owner → runner.
+
+
+class Promote(_Message, frozen=True, tag="P"):
+    """Load chunks from a tier into rows."""
+
+    id: int
+    tier: int
+    keys: PackedKeys
+    rows: bytes
+
+
+class Cascade(_Message, frozen=True, tag="C"):
+    """Store the chunks in rows to a tier."""
+
+    id: int
+    tier: int
+    keys: PackedKeys
+    rows: bytes
+
+
+class Probe(_Message, frozen=True, tag="Q"):
+    """Ask a tier which keys it has."""
+
+    id: int
+    tier: int
+    keys: PackedKeys
+
+
+class Delete(_Message, frozen=True, tag="D"):
+    """Have a tier forget keys."""
+
+    id: int
+    tier: int
+    keys: PackedKeys
+
+
+class Acknowledge(_Message, frozen=True, tag="K"):
+    """The last inventory batch of a tier has been applied: send the next."""
+
+    tier: int
+
+
+Action = Promote | Cascade | Probe | Delete | Acknowledge
+
+
+# Messages: runner → owner.
+
+
+class Finished(_Message, frozen=True, tag="f"):
+    """An action's outcome: the chunks at `failed` (packed u32) did not move, for the reasons in `codes` (a byte each).
+
+    `lent`: its rows are still in use; `Returned` follows when they are not.
+    """
+
+    id: int
+    failed: bytes
+    codes: bytes
+    seconds: float
+    lent: bool = False
+
+
+class Returned(_Message, frozen=True, tag="r"):
+    """Nothing uses the rows of this action any more."""
+
+    id: int
+
+
+class Answered(_Message, frozen=True, tag="a"):
+    """A probe's answer: one byte a key, 1 if the tier has it; empty if the tier could not say."""
+
+    id: int
+    present: bytes
+    seconds: float
+
+
+class Found(_Message, frozen=True, tag="+"):
+    """Inventory: the tier holds these keys."""
+
+    tier: int
+    keys: PackedKeys
+
+
+class Gone(_Message, frozen=True, tag="-"):
+    """Inventory: the tier holds these keys no more."""
+
+    tier: int
+    keys: PackedKeys
+
+
+class Scanned(_Message, frozen=True, tag="s"):
+    """Inventory: everything that was there at the start has been reported."""
+
+    tier: int
+    complete: bool
+
+
+class TierUsage(_Message, frozen=True, tag="u"):
+    """How full a tier is, sent about once a second while that changes."""
+
+    tier: int
+    chunks: int
+    used_bytes: int
+    capacity_bytes: int | None
+
+
+class Opened(_Message, frozen=True, tag="o"):
+    """Every tier is open: the runner takes actions."""
+
+
+class OpenFailed(_Message, frozen=True, tag="x"):
+    """The tiers could not be opened; `config` says that the configuration is to blame."""
+
+    reason: str
+    config: bool
+
+
+class Beat(_Message, frozen=True, tag="b"):
+    """The runner's loop is alive."""
+
+
+class Closed(_Message, frozen=True, tag="c"):
+    """The runner has closed its tiers; `abandoned` transfers were left behind."""
+
+    abandoned: int
+
+
+# What a bridge itself reports of its runner; these never travel.
+
+
+class RunnerLost(_Message, frozen=True, tag="l"):
+    """The runner takes no more actions and sends no more outcomes; what it was lent may still be in use."""
+
+    reason: str
+
+
+class RunnerGone(_Message, frozen=True, tag="g"):
+    """The lost runner's process has ended: nothing it was lent is in use."""
+
+
+class RunnerBack(_Message, frozen=True, tag="n"):
+    """A new runner has opened the tiers."""
+
+
+Message = (
+    Finished | Returned | Answered | Found | Gone | Scanned | TierUsage | Opened | OpenFailed | Beat | Closed
+)
+LocalMessage = RunnerLost | RunnerGone | RunnerBack

@@ -1,0 +1,113 @@
+"""What bounds a tier: bytes and chunks under way in one direction, and a circuit breaker for the tier as a whole."""
+
+import asyncio
+from collections import deque
+from enum import Enum
+
+
+class BreakerState(Enum):
+    CLOSED = "closed"  # The tier is used.
+    OPEN = "open"  # It failed too often: not used until the cool-down is over.
+    HALF_OPEN = "half_open"  # A few chunks are let through: their outcome decides.
+
+
+class Breaker:
+    """Keeps an engine from asking a tier that only fails; pure, with the time as an argument.
+
+    Closed → open after `failures_max` failed transfers in a row; open → half-open after `cooldown_s` seconds; then
+    `trial_chunks` chunks may pass, and the first outcome closes or opens it again. A trial without any outcome within
+    another `cooldown_s` is renewed, since what was let through may never have been sent.
+    """
+
+    def __init__(self, failures_max: int, cooldown_s: float, trial_chunks: int) -> None:
+        self.state = BreakerState.CLOSED
+        self.opened = 0  # How often it opened: a counter for metrics.
+        self._failures_max = failures_max
+        self._cooldown_s = cooldown_s
+        self._trial_chunks = trial_chunks
+        self._failures = 0
+        self._until = 0.0
+        self._trial_left = 0
+
+    def admits(self, now: float) -> bool:
+        """Say whether one more chunk may be sent; in a trial, count it."""
+        if self.state is BreakerState.CLOSED:
+            return True
+        if now >= self._until:
+            self.state = BreakerState.HALF_OPEN
+            self._trial_left = self._trial_chunks
+            self._until = now + self._cooldown_s
+        if self.state is BreakerState.OPEN or self._trial_left == 0:
+            return False
+        self._trial_left -= 1
+        return True
+
+    def succeeded(self) -> None:
+        self.state = BreakerState.CLOSED
+        self._failures = 0
+
+    def failed(self, now: float) -> None:
+        self._failures += 1
+        if self.state is BreakerState.HALF_OPEN or (
+            self.state is BreakerState.CLOSED and self._failures >= self._failures_max
+        ):
+            self.state = BreakerState.OPEN
+            self.opened += 1
+            self._until = now + self._cooldown_s
+
+
+class Budget:
+    """Bytes and chunks that may be under way at once, given out in order of asking.
+
+    What alone exceeds the budget passes when nothing else is under way, so that nothing waits for ever.
+    """
+
+    def __init__(self, bytes_max: int, chunks_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._chunks_max = chunks_max
+        self.bytes_used = 0
+        self.chunks_used = 0
+        self._waiting: deque[tuple[int, int, asyncio.Future[None]]] = deque()
+
+    async def acquire(self, size_bytes: int, chunks: int) -> None:
+        """Wait for a share of the budget. A cancelled call holds nothing."""
+        if not self._waiting and self._fits(size_bytes, chunks):
+            self._take(size_bytes, chunks)
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append((size_bytes, chunks, turn))
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if turn.done() and not turn.cancelled():
+                self.release(size_bytes, chunks)  # The share arrived in the tick in which the waiter was cancelled.
+            else:
+                self._admit()  # Whoever waited behind this one may fit now.
+            raise
+
+    def release(self, size_bytes: int, chunks: int) -> None:
+        self.bytes_used -= size_bytes
+        self.chunks_used -= chunks
+        assert self.bytes_used >= 0 and self.chunks_used >= 0, (self.bytes_used, self.chunks_used)
+        self._admit()
+
+    def _fits(self, size_bytes: int, chunks: int) -> bool:
+        if self.chunks_used == 0:
+            return True
+        return self.bytes_used + size_bytes <= self._bytes_max and self.chunks_used + chunks <= self._chunks_max
+
+    def _take(self, size_bytes: int, chunks: int) -> None:
+        self.bytes_used += size_bytes
+        self.chunks_used += chunks
+
+    def _admit(self) -> None:
+        while self._waiting:
+            size_bytes, chunks, turn = self._waiting[0]
+            if turn.done():  # Cancelled while it waited.
+                self._waiting.popleft()
+            elif self._fits(size_bytes, chunks):
+                self._waiting.popleft()
+                self._take(size_bytes, chunks)
+                turn.set_result(None)
+            else:
+                return
