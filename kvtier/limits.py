@@ -30,30 +30,36 @@ class Breaker:
         self._trial_left = 0
 
     def admits(self, now: float) -> bool:
-        """Say whether one more chunk may be sent; in a trial, count it."""
+        """Say whether a chunk may be sent now; whoever sends one calls `take`."""
         if self.state is BreakerState.CLOSED:
             return True
         if now >= self._until:
             self.state = BreakerState.HALF_OPEN
             self._trial_left = self._trial_chunks
             self._until = now + self._cooldown_s
-        if self.state is BreakerState.OPEN or self._trial_left == 0:
-            return False
-        self._trial_left -= 1
-        return True
+        return self.state is BreakerState.HALF_OPEN and self._trial_left > 0
+
+    def take(self) -> None:
+        """Count a chunk that is sent against the trial, if there is one."""
+        if self.state is BreakerState.HALF_OPEN:
+            self._trial_left -= 1
 
     def succeeded(self) -> None:
         self.state = BreakerState.CLOSED
         self._failures = 0
+
+    def trip(self, now: float) -> None:
+        """Open at once: the tier did not even come back in time for a reset."""
+        self.state = BreakerState.OPEN
+        self.opened += 1
+        self._until = now + self._cooldown_s
 
     def failed(self, now: float) -> None:
         self._failures += 1
         if self.state is BreakerState.HALF_OPEN or (
             self.state is BreakerState.CLOSED and self._failures >= self._failures_max
         ):
-            self.state = BreakerState.OPEN
-            self.opened += 1
-            self._until = now + self._cooldown_s
+            self.trip(now)
 
 
 class Budget:
@@ -88,7 +94,8 @@ class Budget:
     def release(self, size_bytes: int, chunks: int) -> None:
         self.bytes_used -= size_bytes
         self.chunks_used -= chunks
-        assert self.bytes_used >= 0 and self.chunks_used >= 0, (self.bytes_used, self.chunks_used)
+        assert self.bytes_used >= 0, self.bytes_used
+        assert self.chunks_used >= 0, self.chunks_used
         self._admit()
 
     def _fits(self, size_bytes: int, chunks: int) -> bool:

@@ -75,7 +75,7 @@ class Primary:
         return published
 
     def abandon(self, key: OffloadKey, *, lent: bool) -> int | None:
-        """Forget a filling key whose chunk did not come; its row is quarantined while `lent`, else free once unpinned."""
+        """Forget a filling key whose chunk did not come; its row is quarantined if `lent`, else free once unpinned."""
         row = self.filling.pop(key, None)
         if row is None:
             return None
@@ -134,7 +134,7 @@ class Primary:
         self.step += 1
 
     def clear(self, lent: Mapping[int, int]) -> list[OffloadKey]:
-        """Forget every key, drop every pin; quarantine exactly the rows in `lent` (row -> borrowers). Return what was ready."""
+        """Forget every key and pin; quarantine just the rows in `lent` (row -> borrowers). Return what was ready."""
         gone = list(self.ready)
         resident = gone + list(self.filling)
         self._policy.remove(resident)

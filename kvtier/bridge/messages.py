@@ -7,6 +7,7 @@ Messages name an action by its id and its chunks by their index, never by key: t
 from array import array
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import NamedTuple
 
 import msgspec
 
@@ -23,7 +24,8 @@ class Code(IntEnum):
     FAILED = 4  # This transfer failed.
     UNAVAILABLE = 5  # The whole call failed.
     DEADLINE = 6  # It ran out of time; its rows are still lent.
-    REFUSED = 7  # It never started: the bridge or the queue was full, or the runner was gone.
+    REFUSED = 7  # It never started: the bridge was full, or there was no runner.
+    LOST = 8  # Its runner died; its rows are lent until the process is known to have ended.
 
 
 def code_of(error: BlockError) -> Code:
@@ -207,24 +209,27 @@ class Closed(_Message, frozen=True, tag="c"):
     abandoned: int
 
 
-# What a bridge itself reports of its runner; these never travel.
+# What a bridge itself reports of its runner; these never travel. An epoch counts a bridge's runners from 0.
 
 
-class RunnerLost(_Message, frozen=True, tag="l"):
-    """The runner takes no more actions and sends no more outcomes; what it was lent may still be in use."""
+class RunnerLost(NamedTuple):
+    """This runner takes no more actions and sends no more outcomes; what it was lent may still be in use."""
 
+    epoch: int
     reason: str
 
 
-class RunnerGone(_Message, frozen=True, tag="g"):
-    """The lost runner's process has ended: nothing it was lent is in use."""
+class RunnerGone(NamedTuple):
+    """The process of a lost runner has ended: nothing that it was lent is in use."""
+
+    epoch: int
 
 
-class RunnerBack(_Message, frozen=True, tag="n"):
-    """A new runner has opened the tiers."""
+class RunnerBack(NamedTuple):
+    """A new runner has opened the tiers and takes actions."""
+
+    epoch: int
 
 
-Message = (
-    Finished | Returned | Answered | Found | Gone | Scanned | TierUsage | Opened | OpenFailed | Beat | Closed
-)
+Message = Finished | Returned | Answered | Found | Gone | Scanned | TierUsage | Opened | OpenFailed | Beat | Closed
 LocalMessage = RunnerLost | RunnerGone | RunnerBack

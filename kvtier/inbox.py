@@ -1,0 +1,218 @@
+"""What comes back from the tiers, and what it changes: rows, whereabouts, breakers, counters, events."""
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from kvtier.bridge.messages import (
+    Acknowledge,
+    Action,
+    Answered,
+    Code,
+    Finished,
+    Found,
+    Gone,
+    Message,
+    Returned,
+    Scanned,
+    TierUsage,
+    unpack_keys,
+    unpack_rows,
+)
+from kvtier.events import Event, EventKind, EventLog
+from kvtier.keys import OffloadKey
+from kvtier.outbox import Outbox
+from kvtier.primary import Primary
+from kvtier.request import Leases
+from kvtier.tier import Tier, Whereabouts
+from kvtier.transfers import Kind, Transfer, Transfers
+
+TIER_AT_FAULT = frozenset({Code.FAILED, Code.UNAVAILABLE, Code.DEADLINE})
+NOT_TRIED = frozenset({Code.REFUSED, Code.LOST})  # Says nothing of the tier, nor of the chunk.
+
+
+class Inbox:
+    """Applies the runner's messages, each in one synchronous step."""
+
+    def __init__(
+        self,
+        primary: Primary,
+        leases: Leases,
+        tiers: Sequence[Tier],
+        where: Whereabouts,
+        transfers: Transfers,
+        outbox: Outbox,
+        events: EventLog | None,
+    ) -> None:
+        self._primary = primary
+        self._leases = leases
+        self._tiers = tiers
+        self._where = where
+        self._transfers = transfers
+        self._outbox = outbox
+        self._events = events
+
+    def apply(self, message: Message, now: float) -> None:
+        """Apply one message; one about a transfer that is not under way any more is ignored."""
+        match message:
+            case Finished():
+                codes = map(Code, message.codes)
+                failed = dict(zip(unpack_rows(message.failed), codes, strict=True))
+                self._settle(message.id, failed, now, lent=message.lent)
+            case Returned():
+                self._transfers.take_back(message.id)
+            case Answered():
+                self._learn(message, now)
+            case Found():
+                self._found(self._tiers[message.tier], unpack_keys(message.keys))
+            case Gone():
+                self._gone(self._tiers[message.tier], unpack_keys(message.keys))
+            case Scanned():
+                tier = self._tiers[message.tier]
+                tier.authoritative = tier.reports = message.complete
+            case TierUsage():
+                tier = self._tiers[message.tier]
+                tier.chunks, tier.used_bytes = message.chunks, message.used_bytes
+                tier.capacity_bytes = message.capacity_bytes
+            case _:
+                pass  # The rest is between the bridge and its runner.
+
+    def refuse(self, actions: Iterable[Action], now: float) -> None:
+        """Settle actions that never left: nothing was lent, nothing moved."""
+        for action in actions:
+            if isinstance(action, Acknowledge):
+                self._outbox.acknowledge(self._tiers[action.tier])
+            else:
+                self._settle_whole(action.id, Code.REFUSED, now, lent=False)
+
+    def lose(self, now: float) -> None:
+        """Settle all that a lost runner had; its rows stay lent until `gone`.
+
+        What tiers were known to hold stays known: where that is no longer true, a load answers so, once. What is not
+        known is asked until a new runner has scanned.
+        """
+        for id_, transfer in list(self._transfers.under_way.items()):
+            self._settle_whole(id_, Code.LOST, now, lent=bool(transfer.rows))
+        for tier in self._tiers:
+            tier.authoritative = False
+
+    def gone(self, epoch: int) -> None:
+        """Take back what a lost runner was lent: its process has ended."""
+        for id_ in self._transfers.overdue_of(epoch):
+            self._transfers.take_back(id_)
+
+    def _settle_whole(self, id_: int, code: Code, now: float, *, lent: bool) -> None:
+        chunks = len(self._transfers.under_way[id_].keys)
+        self._settle(id_, dict.fromkeys(range(chunks), code), now, lent=lent)
+
+    def _settle(self, id_: int, failed: Mapping[int, Code], now: float, *, lent: bool) -> None:
+        transfer = self._transfers.settle(id_, lent=lent)
+        if transfer is None:
+            return
+        keys = transfer.keys
+        moved = [key for index, key in enumerate(keys) if index not in failed] if failed else keys
+        self._judge(transfer, failed, now)
+        match transfer.kind:
+            case Kind.PROMOTION:
+                self._settle_promotion(transfer, moved, failed, now, lent=lent)
+            case Kind.CASCADE:
+                self._settle_cascade(transfer, moved, now, lent=lent)
+            case Kind.PROBE:
+                for key in keys:
+                    transfer.tier.asking.discard(key)
+                    transfer.tier.believe(key, present=False, now=now)
+            case Kind.DELETE:
+                pass
+
+    def _judge(self, transfer: Transfer, failed: Mapping[int, Code], now: float) -> None:
+        """Count failures and tell the breaker: a transfer of which anything was the tier's fault is a failed one."""
+        tier, by_code = transfer.tier, _by_code(failed)
+        for code, indices in by_code.items():
+            tier.counters.fail(code.name.lower(), len(indices))
+            if self._events is not None:
+                keys = [transfer.keys[index] for index in indices]
+                self._events.add(Event(EventKind.FAILED, tier.spec.name, keys, code.name.lower()))
+        if not TIER_AT_FAULT.isdisjoint(by_code):
+            tier.counters.transfers_failed += 1
+            tier.breaker.failed(now)
+        elif NOT_TRIED.isdisjoint(by_code):
+            tier.breaker.succeeded()
+
+    def _settle_promotion(
+        self,
+        transfer: Transfer,
+        moved: Sequence[OffloadKey],
+        failed: Mapping[int, Code],
+        now: float,
+        *,
+        lent: bool,
+    ) -> None:
+        tier, request = transfer.tier, transfer.request
+        tier.loading -= len(transfer.keys)
+        tier.counters.loaded += len(moved)
+        published = self._primary.publish(moved)
+        self._stored("cpu", published)
+        for index, code in failed.items():
+            key = transfer.keys[index]
+            self._leases.end_row(transfer.rows[index])
+            self._primary.abandon(key, lent=lent)
+            if request is not None:
+                request.give_up(key)
+            if code not in NOT_TRIED:
+                tier.believe(key, present=False, now=now)
+            if code in (Code.MISSING, Code.CORRUPT):
+                self._where.remove(tier, (key,))
+
+    def _settle_cascade(
+        self,
+        transfer: Transfer,
+        moved: Sequence[OffloadKey],
+        now: float,
+        *,
+        lent: bool,
+    ) -> None:
+        tier = transfer.tier
+        tier.storing.difference_update(transfer.keys)
+        tier.counters.stored += len(moved)
+        if tier.reports:
+            self._where.add(tier, moved)
+        for key in moved:
+            if tier.reports:
+                tier.forget_answer(key)
+            else:
+                tier.believe(key, present=True, now=now)
+        self._stored(tier.spec.name, moved)
+        if not lent:
+            self._transfers.unpin_cascade(transfer.rows)
+
+    def _learn(self, message: Answered, now: float) -> None:
+        """Take a probe's answers; without any, the keys count as absent for as long as an answer is believed."""
+        transfer = self._transfers.settle(message.id, lent=False)
+        if transfer is None:
+            return
+        tier, present = transfer.tier, message.present
+        if not present:
+            tier.breaker.failed(now)
+        for index, key in enumerate(transfer.keys):
+            tier.asking.discard(key)
+            tier.believe(key, present=bool(present and present[index]), now=now)
+
+    def _found(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
+        self._where.add(tier, keys)
+        self._stored(tier.spec.name, keys)
+        self._outbox.acknowledge(tier)
+
+    def _gone(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
+        self._where.remove(tier, keys)
+        if self._events is not None:
+            self._events.add(Event(EventKind.REMOVED, tier.spec.name, keys))
+        self._outbox.acknowledge(tier)
+
+    def _stored(self, tier_name: str, keys: Sequence[OffloadKey]) -> None:
+        if keys and self._events is not None:
+            self._events.add(Event(EventKind.STORED, tier_name, keys))
+
+
+def _by_code(failed: Mapping[int, Code]) -> dict[Code, list[int]]:
+    indices: dict[Code, list[int]] = {}
+    for index, code in failed.items():
+        indices.setdefault(code, []).append(index)
+    return indices

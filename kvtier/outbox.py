@@ -1,0 +1,139 @@
+"""What goes to the tiers at the end of a step: promotions, cascades, probes and deletes, in batches, loads first.
+
+Rows are reserved or pinned when something is queued, not when it is sent, so that nothing of it can be evicted in
+between. What exceeds a limit is dropped here and counted, with the reason.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from kvtier.bridge.messages import Acknowledge, Action, Cascade, Delete, Probe, Promote, pack_keys, pack_rows
+from kvtier.keys import OffloadKey
+from kvtier.primary import Primary
+from kvtier.request import Request
+from kvtier.tier import Tier, Whereabouts
+from kvtier.transfers import Kind, Transfers
+
+
+class Outbox:
+    """Queues of one step, and `flush`, which turns them into actions of at most `action_chunks` chunks."""
+
+    def __init__(
+        self,
+        primary: Primary,
+        tiers: Sequence[Tier],
+        where: Whereabouts,
+        transfers: Transfers,
+        *,
+        cascade_rows_max: int,
+        action_chunks: int,
+    ) -> None:
+        self._primary = primary
+        self._tiers = tiers
+        self._where = where
+        self._transfers = transfers
+        self._cascade_rows_max = cascade_rows_max
+        self._action_chunks = action_chunks
+        self._promotions: dict[tuple[Tier, Request], list[OffloadKey]] = {}
+        self._cascades: dict[Tier, list[OffloadKey]] = {}
+        self._deletes: dict[Tier, list[OffloadKey]] = {}
+        self._acknowledgements: list[Action] = []
+
+    def promote(self, key: OffloadKey, tier: Tier, request: Request) -> None:
+        """Queue a load into the row that is reserved for the key: one batch for each tier and request."""
+        self._promotions.setdefault((tier, request), []).append(key)
+        tier.counters.promoted += 1
+        tier.breaker.take()
+
+    def cascade(self, keys: Iterable[OffloadKey], tier: Tier, now: float) -> None:
+        """Queue stores of ready keys that the tier neither has nor is getting."""
+        mask, bit, storing = self._where.mask, tier.bit, tier.storing
+        queue = self._cascades.setdefault(tier, [])
+        for key in keys:
+            if mask.get(key, 0) & bit or key in storing:
+                continue
+            row = self._primary.ready[key]
+            reason = self._refusal(row, tier, now)
+            if reason:
+                tier.counters.drop(reason, 1)
+                continue
+            storing.add(key)
+            self._transfers.pin_cascade(row)
+            tier.breaker.take()
+            queue.append(key)
+
+    def delete(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
+        self._deletes.setdefault(tier, []).extend(keys)
+
+    def acknowledge(self, tier: Tier) -> None:
+        """Have the runner send the tier's next inventory batch."""
+        self._acknowledgements.append(Acknowledge(tier.index))
+
+    @property
+    def slice_chunks(self) -> int:
+        """The most chunks that can cascade at once without a drop when nothing is under way."""
+        return min([self._action_chunks, self._cascade_rows_max, *(tier.spec.store_chunks_max for tier in self._tiers)])
+
+    def room(self, chunks: int) -> bool:
+        """Say whether so many chunks (at most `slice_chunks`) can cascade now without exceeding a limit."""
+        return len(self._transfers.cascade_rows) + chunks <= self._cascade_rows_max and all(
+            len(tier.storing) + chunks <= tier.spec.store_chunks_max for tier in self._tiers
+        )
+
+    @property
+    def empty(self) -> bool:
+        return not (self._promotions or any(self._cascades.values()) or self._deletes)
+
+    def flush(self) -> list[Action]:
+        """Turn what was queued into actions."""
+        actions, self._acknowledgements = self._acknowledgements, []
+        actions.extend(self._probes())
+        actions.extend(self._loads())
+        actions.extend(self._stores())
+        for tier, queued in self._deletes.items():
+            for keys in self._batches(queued):
+                actions.append(Delete(self._transfers.send(Kind.DELETE, tier, keys, ()), tier.index, pack_keys(keys)))
+        self._deletes.clear()
+        return actions
+
+    def clear(self) -> None:
+        """Forget promotions and cascades: the primary is about to drop every key and pin."""
+        for tier, keys in self._cascades.items():
+            tier.storing.difference_update(keys)
+        self._promotions.clear()
+        self._cascades.clear()
+
+    def _refusal(self, row: int, tier: Tier, now: float) -> str:
+        """Name the limit that a cascade of this row would exceed; empty if none."""
+        if len(tier.storing) >= tier.spec.store_chunks_max:
+            return "budget"
+        cascading = self._transfers.cascade_rows
+        if row not in cascading and len(cascading) >= self._cascade_rows_max:
+            return "pinned"
+        return "" if tier.breaker.admits(now) else "breaker"
+
+    def _probes(self) -> Iterator[Action]:
+        for tier in self._tiers:
+            queued, tier.to_ask = tier.to_ask, []
+            for keys in self._batches(queued):
+                yield Probe(self._transfers.send(Kind.PROBE, tier, keys, ()), tier.index, pack_keys(keys))
+
+    def _loads(self) -> Iterator[Action]:
+        for (tier, request), queued in self._promotions.items():
+            tier.loading += len(queued)
+            for keys in self._batches(queued):
+                rows = [self._primary.filling[key] for key in keys]
+                id_ = self._transfers.send(Kind.PROMOTION, tier, keys, rows, request)
+                yield Promote(id_, tier.index, pack_keys(keys), pack_rows(rows))
+        self._promotions.clear()
+
+    def _stores(self) -> Iterator[Action]:
+        for tier, queued in self._cascades.items():
+            for keys in self._batches(queued):
+                rows = [self._primary.ready[key] for key in keys]
+                id_ = self._transfers.send(Kind.CASCADE, tier, keys, rows)
+                yield Cascade(id_, tier.index, pack_keys(keys), pack_rows(rows))
+        self._cascades.clear()
+
+    def _batches(self, keys: list[OffloadKey]) -> Iterator[list[OffloadKey]]:
+        size = self._action_chunks
+        return (keys[start : start + size] for start in range(0, len(keys), size))

@@ -1,0 +1,114 @@
+"""What the ledger keeps for one request, and the leases that keep a waiting request's rows from being evicted."""
+
+from collections.abc import Sequence
+
+from kvtier.keys import OffloadKey
+from kvtier.primary import Primary
+from kvtier.tier import TierMatcher, TierSpec
+
+PROMOTIONS_MAX = 2  # Of one key for one request: the second may follow an eviction; a third would be a loop.
+
+
+class Request:
+    """One request, from `on_new_request` until it has finished and its last store has completed."""
+
+    __slots__ = (
+        "finished",
+        "hits",
+        "id",
+        "leased",
+        "matchers",
+        "missed",
+        "promotions",
+        "sources",
+        "storing",
+        "used",
+        "waits",
+    )
+
+    def __init__(self, request_id: str, matchers: Sequence[TierMatcher] | None = None) -> None:
+        self.id = request_id
+        self.matchers = matchers  # None: every tier.
+        self.used: dict[OffloadKey, None] = {}  # Keys whose one access was counted, in prefix order.
+        self.hits: list[int] = []  # Rows answered HIT or HIT_PENDING in this step.
+        self.waits = False  # One of them was HIT_PENDING.
+        self.leased: set[int] = set()
+        self.promotions: dict[OffloadKey, int] = {}
+        self.sources: dict[OffloadKey, int] = {}  # Key -> index of the tier that it was promoted from.
+        self.missed: set[OffloadKey] = set()
+        self.storing = 0  # Keys reserved and not completed.
+        self.finished = False
+
+    def allows(self, spec: TierSpec) -> bool:
+        return self.matchers is None or any(matcher.matches(spec) for matcher in self.matchers)
+
+    def give_up(self, key: OffloadKey) -> None:
+        """Never promote this key for this request again."""
+        self.promotions[key] = PROMOTIONS_MAX
+
+
+class Leases:
+    """Pins with a deadline, one per (row, request), on at most `rows_max` rows together."""
+
+    def __init__(self, primary: Primary, rows_max: int, lease_s: float) -> None:
+        self.rows_max = rows_max
+        self._primary = primary
+        self._lease_s = lease_s
+        self._holders: dict[int, list[Request]] = {}
+        self._deadlines: dict[Request, float] = {}  # In order of deadline: every lease is equally long.
+
+    @property
+    def rows(self) -> int:
+        return len(self._holders)
+
+    def take(self, row: int, request: Request, now: float) -> bool:
+        """Lease a row to a request; False if the share is used up."""
+        if row in request.leased:
+            return True
+        holders = self._holders.get(row)
+        if holders is None:
+            if len(self._holders) >= self.rows_max:
+                return False
+            self._holders[row] = [request]
+        else:
+            holders.append(request)
+        request.leased.add(row)
+        self._primary.pin((row,))
+        self._deadlines.setdefault(request, now + self._lease_s)
+        return True
+
+    def end(self, row: int, request: Request) -> None:
+        """End one lease, if there is one."""
+        if row not in request.leased:
+            return
+        request.leased.discard(row)
+        holders = self._holders[row]
+        holders.remove(request)
+        if not holders:
+            del self._holders[row]
+        if not request.leased:
+            self._deadlines.pop(request, None)
+        self._primary.unpin((row,))
+
+    def end_all(self, request: Request) -> None:
+        for row in tuple(request.leased):
+            self.end(row, request)
+
+    def end_row(self, row: int) -> None:
+        """End every lease of a row whose chunk did not come."""
+        for request in tuple(self._holders.get(row, ())):
+            self.end(row, request)
+
+    def expire(self, now: float) -> None:
+        while self._deadlines:
+            request, deadline = next(iter(self._deadlines.items()))
+            if deadline > now:
+                return
+            self.end_all(request)
+
+    def clear(self) -> None:
+        """Forget all leases without unpinning: the primary has dropped every pin."""
+        for request in self._deadlines:
+            request.leased.clear()
+        self._holders.clear()
+        self._deadlines.clear()

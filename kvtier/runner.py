@@ -1,0 +1,240 @@
+"""Runs actions on backends within limits: owns the event loop's tasks, the backends and their budgets.
+
+The runner decides nothing. It finds rows in its own mapping of the region, lends them to a backend for one call, and
+posts what came of it. **A deadline never cancels**: a call that runs out of time is reported as such, and what it was
+lent is reported as returned when it has really ended.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from kvtier.backend import Added, Backend, Inventory, Measured, Outcome, Read, Removed, ScanDone, Write
+from kvtier.bridge.messages import (
+    Acknowledge,
+    Action,
+    Answered,
+    Cascade,
+    Code,
+    Delete,
+    Finished,
+    Found,
+    Gone,
+    Message,
+    Probe,
+    Promote,
+    Returned,
+    Scanned,
+    TierUsage,
+    code_of,
+    pack_keys,
+    pack_rows,
+    unpack_keys,
+    unpack_rows,
+)
+from kvtier.errors import BackendError
+from kvtier.limits import Budget
+from kvtier.region import Region
+
+USAGE_EVERY_S = 1.0  # A gauge for people; more often only costs messages.
+
+logger = logging.getLogger(__name__)
+
+Call = Callable[[], Coroutine[Any, Any, Sequence[Outcome]]]
+
+
+class RunnerTier(NamedTuple):
+    """One open tier with its limits."""
+
+    name: str
+    backend: Backend
+    deadline_s: float
+    loads: Budget
+    stores: Budget
+
+
+class Runner:
+    """One engine's tasks. All methods belong to the loop that it was made on."""
+
+    def __init__(self, tiers: Sequence[RunnerTier], region: Region, post: Callable[[Message], None]) -> None:
+        self._tiers = tiers
+        self._region = region
+        self._post = post
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._watchers: list[asyncio.Task[None]] = []
+        self._acknowledged = [asyncio.Event() for _ in tiers]
+        self._usage_at = [float("-inf")] * len(tiers)
+
+    def start(self) -> None:
+        """Begin to report what the tiers hold."""
+        self._watchers = [asyncio.ensure_future(self._watch(index)) for index in range(len(self._tiers))]
+
+    def submit(self, actions: Iterable[Action]) -> None:
+        """Start a task for each action. Never waits."""
+        for action in actions:
+            match action:
+                case Promote():
+                    self._spawn(self._promote(action))
+                case Cascade():
+                    self._spawn(self._cascade(action))
+                case Probe():
+                    self._spawn(self._probe(action))
+                case Delete():
+                    self._spawn(self._delete(action))
+                case Acknowledge():
+                    self._acknowledged[action.tier].set()
+
+    async def aclose(self, deadline_s: float) -> int:
+        """Close the tiers, wait at most `deadline_s` for what is under way, and return how much was left behind."""
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        closings = [tier.backend.aclose(deadline_s) for tier in self._tiers]
+        results = await asyncio.gather(*closings, return_exceptions=True)
+        for tier, result in zip(self._tiers, results, strict=True):
+            if isinstance(result, BaseException):
+                logger.error("tier %s could not be closed", tier.name, exc_info=result)
+        if self._tasks:  # A call that has ended leaves its task a loop's turn or two from its end.
+            await asyncio.wait(self._tasks, timeout=deadline_s)
+        return len(self._tasks)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _promote(self, action: Promote) -> None:
+        tier = self._tiers[action.tier]
+        rows = map(self._region.row, unpack_rows(action.rows))
+        reads = [Read(key, row) for key, row in zip(unpack_keys(action.keys), rows, strict=True)]
+        await self._transfer(action, len(reads), tier.loads, partial(tier.backend.load, reads))
+
+    async def _cascade(self, action: Cascade) -> None:
+        tier = self._tiers[action.tier]
+        rows = map(self._region.row, unpack_rows(action.rows))
+        writes = [Write(key, row) for key, row in zip(unpack_keys(action.keys), rows, strict=True)]
+        await self._transfer(action, len(writes), tier.stores, partial(tier.backend.store, writes))
+
+    async def _transfer(self, action: Promote | Cascade, chunks: int, budget: Budget, call: Call) -> None:
+        """Wait for budget, then for the call, each at most the tier's deadline, and post what came of it."""
+        tier = self._tiers[action.tier]
+        begun = asyncio.get_running_loop().time()
+        size_bytes = chunks * self._region.row_bytes
+        if not await _in_time(budget.acquire(size_bytes, chunks), tier.deadline_s):
+            self._post(_finished(action.id, _all(Code.DEADLINE, chunks), begun))
+            return
+        task = asyncio.ensure_future(call())
+        done, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
+        budget.release(size_bytes, chunks)
+        if done:
+            self._post(_finished(action.id, _outcome(task, chunks, tier.name), begun))
+        else:
+            logger.warning("tier %s: %d chunks ran out of time (%g s)", tier.name, chunks, tier.deadline_s)
+            self._post(_finished(action.id, _all(Code.DEADLINE, chunks), begun, lent=True))
+            await asyncio.wait({task})
+            _outcome(task, chunks, tier.name)
+            self._post(Returned(action.id))
+        self._report_usage(action.tier)
+
+    async def _probe(self, action: Probe) -> None:
+        """Ask; a tier that does not say in time is waited for all the same, so that its task is not lost."""
+        tier, keys = self._tiers[action.tier], unpack_keys(action.keys)
+        begun = asyncio.get_running_loop().time()
+        task = asyncio.ensure_future(tier.backend.probe(keys))
+        done, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
+        present = b""
+        if done and _completed(task, tier.name) and len(task.result()) == len(keys):
+            present = bytes(map(bool, task.result()))
+        self._post(Answered(action.id, present, asyncio.get_running_loop().time() - begun))
+        if not done:
+            await asyncio.wait({task})
+            _completed(task, tier.name)
+
+    async def _delete(self, action: Delete) -> None:
+        tier, keys = self._tiers[action.tier], unpack_keys(action.keys)
+        begun = asyncio.get_running_loop().time()
+        task = asyncio.ensure_future(tier.backend.delete(keys))
+        done, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
+        failed = {} if done and _completed(task, tier.name) else _all(Code.UNAVAILABLE, len(keys))
+        self._post(_finished(action.id, failed, begun))
+        if not done:
+            await asyncio.wait({task})
+            _completed(task, tier.name)
+        self._report_usage(action.tier)
+
+    async def _watch(self, index: int) -> None:
+        """Pass on what a tier says of its contents, one unacknowledged batch at a time."""
+        backend = self._tiers[index].backend
+        if not isinstance(backend, Inventory):
+            self._post(Scanned(index, complete=False))
+            return
+        try:
+            async for event in backend.watch():
+                match event:
+                    case Added():
+                        self._post(Found(index, pack_keys(event.keys)))
+                    case Removed():
+                        self._post(Gone(index, pack_keys(event.keys)))
+                    case ScanDone():
+                        self._report_usage(index)
+                        self._post(Scanned(index, event.complete))
+                        continue
+                self._report_usage(index)
+                await self._acknowledged[index].wait()
+                self._acknowledged[index].clear()
+        except Exception:  # The supervisor's edge: a tier that cannot list its contents is asked instead.
+            logger.exception("tier %s: its inventory failed; from now on it is asked", self._tiers[index].name)
+            self._post(Scanned(index, complete=False))
+
+    def _report_usage(self, index: int) -> None:
+        """Say how full a tier is, at most once in `USAGE_EVERY_S`."""
+        backend, now = self._tiers[index].backend, asyncio.get_running_loop().time()
+        if isinstance(backend, Measured) and now - self._usage_at[index] >= USAGE_EVERY_S:
+            self._usage_at[index] = now
+            self._post(TierUsage(index, *backend.occupancy()))
+
+
+async def _in_time(work: Coroutine[Any, Any, None], deadline_s: float) -> bool:
+    try:
+        async with asyncio.timeout(deadline_s):
+            await work
+    except TimeoutError:
+        return False
+    return True
+
+
+def _completed(task: "asyncio.Task[Any]", name: str) -> bool:
+    """Say whether an ended call returned; log it if not."""
+    if task.cancelled():
+        logger.error("tier %s: its call was cancelled from within", name)
+        return False
+    error = task.exception()
+    if error is None:
+        return True
+    if isinstance(error, BackendError):
+        logger.warning("tier %s: %s", name, error)
+    else:  # The supervisor's edge: a bug in a tier costs its hits, not the engine.
+        logger.error("tier %s: its call raised what no tier may raise", name, exc_info=error)
+    return False
+
+
+def _outcome(task: "asyncio.Task[Sequence[Outcome]]", chunks: int, name: str) -> dict[int, Code]:
+    """Return index → code of the chunks that did not move."""
+    if not _completed(task, name):
+        return _all(Code.UNAVAILABLE, chunks)
+    outcomes = task.result()
+    if len(outcomes) != chunks:
+        logger.error("tier %s: %d outcomes for %d chunks", name, len(outcomes), chunks)
+        return _all(Code.FAILED, chunks)
+    return {index: code_of(outcome) for index, outcome in enumerate(outcomes) if outcome is not None}
+
+
+def _all(code: Code, chunks: int) -> dict[int, Code]:
+    return dict.fromkeys(range(chunks), code)
+
+
+def _finished(id_: int, failed: dict[int, Code], begun: float, *, lent: bool = False) -> Finished:
+    seconds = asyncio.get_running_loop().time() - begun
+    return Finished(id_, pack_rows(list(failed)), bytes(failed.values()), seconds, lent)

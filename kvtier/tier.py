@@ -1,0 +1,150 @@
+"""What the ledger knows of one secondary tier: its health, its answers, what is under way, and what was counted.
+
+Where keys are is kept once for all tiers, as a bit mask a key (`Whereabouts`): a dictionary a tier would cost each
+chunk another hundred bytes.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvtier.keys import OffloadKey
+from kvtier.limits import Breaker
+
+ANSWERS_MAX = 65_536  # Of each kind a tier: about 10 MB; older ones are asked again.
+
+
+class TierSpec(NamedTuple):
+    """What the owner must know of a tier to decide for it."""
+
+    name: str
+    deadline_s: float
+    load_chunks_max: int  # Under way at once.
+    store_chunks_max: int
+    answer_ttl_s: float
+    breaker_failures: int
+    breaker_cooldown_s: float
+    trial_chunks: int
+    request_level: bool = False
+    medium: str | None = None
+    locality: str | None = None
+
+
+class TierMatcher(NamedTuple):
+    """Tiers of a medium, of a locality, or both; None matches any, and a tier that does not say is matched by all."""
+
+    medium: str | None = None
+    locality: str | None = None
+
+    def matches(self, spec: TierSpec) -> bool:
+        medium = self.medium is None or spec.medium is None or self.medium == spec.medium
+        locality = self.locality is None or spec.locality is None or self.locality == spec.locality
+        return medium and locality
+
+
+class TierCounters:
+    """Totals since the start; chunks unless a name says otherwise."""
+
+    __slots__ = (
+        "dropped",
+        "failures",
+        "hits",
+        "loaded",
+        "misses",
+        "promoted",
+        "stored",
+        "transfers_failed",
+    )
+
+    def __init__(self) -> None:
+        self.hits = 0  # Loaded by the request whose look-up promoted them from here.
+        self.misses = 0  # Looked up here and not had, once a request and key.
+        self.promoted = 0  # Sent for.
+        self.loaded = 0  # Came.
+        self.stored = 0
+        self.transfers_failed = 0
+        self.failures: dict[str, int] = {}  # Chunks by code's name.
+        self.dropped: dict[str, int] = {}  # Cascaded chunks that were never sent, by reason.
+
+    def drop(self, reason: str, chunks: int) -> None:
+        self.dropped[reason] = self.dropped.get(reason, 0) + chunks
+
+    def fail(self, code: str, chunks: int) -> None:
+        self.failures[code] = self.failures.get(code, 0) + chunks
+
+
+class Tier:
+    """One tier as the ledger sees it."""
+
+    def __init__(self, index: int, spec: TierSpec) -> None:
+        self.index = index
+        self.bit = 1 << index
+        self.spec = spec
+        self.breaker = Breaker(spec.breaker_failures, spec.breaker_cooldown_s, spec.trial_chunks)
+        self.counters = TierCounters()
+        self.authoritative = False  # What is not known to be here is absent.
+        self.reports = True  # It says what it removes, so that what is known stays true. False once it said otherwise.
+        self.loading = 0  # Chunks under way.
+        self.storing: set[OffloadKey] = set()  # Queued or under way.
+        self.asking: set[OffloadKey] = set()  # Asked or about to be.
+        self.to_ask: list[OffloadKey] = []
+        self.chunks = 0
+        self.used_bytes = 0
+        self.capacity_bytes: int | None = None
+        self._present_until: dict[OffloadKey, float] = {}
+        self._absent_until: dict[OffloadKey, float] = {}
+
+    def answer(self, key: OffloadKey, known: bool, now: float) -> bool | None:
+        """Say whether the tier has the key; None if it must be asked."""
+        if self._absent_until and self._absent_until.get(key, 0.0) > now:
+            return False
+        if known:
+            return True
+        if self.authoritative:
+            return False
+        return True if self._present_until.get(key, 0.0) > now else None
+
+    def believe(self, key: OffloadKey, *, present: bool, now: float) -> None:
+        """Remember an answer for as long as answers are believed; it overrides the last one."""
+        fresh, stale = self._present_until, self._absent_until
+        if not present:
+            fresh, stale = stale, fresh
+        stale.pop(key, None)
+        fresh.pop(key, None)  # So that the order of insertion is the order of age.
+        fresh[key] = now + self.spec.answer_ttl_s
+        if len(fresh) > ANSWERS_MAX:
+            del fresh[next(iter(fresh))]
+
+    def forget_answer(self, key: OffloadKey) -> None:
+        self._absent_until.pop(key, None)
+        self._present_until.pop(key, None)
+
+    def ask(self, key: OffloadKey) -> None:
+        """Have the key asked for at the end of the step, unless it is being asked."""
+        if key not in self.asking:
+            self.asking.add(key)
+            self.to_ask.append(key)
+
+
+class Whereabouts:
+    """Which tiers are known to hold a key."""
+
+    def __init__(self) -> None:
+        self.mask: dict[OffloadKey, int] = {}
+
+    def add(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
+        mask, bit = self.mask, tier.bit
+        for key in keys:
+            mask[key] = mask.get(key, 0) | bit
+
+    def remove(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
+        mask, bit = self.mask, tier.bit
+        for key in keys:
+            left = mask.get(key, 0) & ~bit
+            if left:
+                mask[key] = left
+            else:
+                mask.pop(key, None)
+
+    def forget(self, tier: Tier) -> None:
+        """Forget everything about one tier: a new runner will report it anew."""
+        self.remove(tier, [key for key, bits in self.mask.items() if bits & tier.bit])
