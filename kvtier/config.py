@@ -1,0 +1,198 @@
+"""The engine's configuration: every number with its unit and reason, all of it checked before anything is allocated.
+
+It is plain data: what was read from a file is sent to the runner's process as it is, and decoded there again.
+"""
+
+import json
+import os
+import tomllib
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec.structs import force_setattr, replace
+
+from kvtier.errors import ConfigError
+from kvtier.fields import Checked, decode, struct_fields
+from kvtier.namespace import Namespace
+from kvtier.registry import backend_class
+from kvtier.units import Count, Duration, PositiveDuration, PositiveSize, Share, Size
+
+__all__ = [
+    "Checked",
+    "Count",
+    "Duration",
+    "EngineConfig",
+    "EngineLimits",
+    "PositiveDuration",
+    "PositiveSize",
+    "Share",
+    "Size",
+    "TierConfig",
+    "TierLimits",
+    "decode",
+    "load_config",
+    "tier_options",
+]
+
+ROW_ALIGN_BYTES = 4_096  # What direct I/O, page tables and mappings all agree on.
+PRIMARY_NAME = "cpu"  # What the primary is called where tiers are told apart by name.
+ROWS_MAX = (1 << 32) - 1  # Row numbers travel between processes as 32-bit integers.
+
+Text = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class TierLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What one tier may take of time, memory and patience."""
+
+    deadline_s: PositiveDuration = 30.0  # For a whole batch: 16 MiB at 1 MB/s take half of it. Later is a failure.
+    load_bytes_in_flight: PositiveSize = 256 << 20  # A tenth of a second at 2.5 GB/s; more only adds latency.
+    store_bytes_in_flight: PositiveSize = 256 << 20  # Apart from loads, so that a flood of stores delays none.
+    load_chunks_in_flight: Count = 4_096  # Bounds bookkeeping where chunks are small: about a megabyte of it.
+    store_chunks_in_flight: Count = 4_096
+    breaker_failures: Count = 5  # In a row. Fewer would open on a hiccup, more would wait for as many deadlines.
+    breaker_cooldown_s: Duration = 5.0  # Until one call is let through to try: a restarted server takes seconds.
+    answer_ttl_s: Duration = 10.0  # How long a probe's answer is believed; others may store and delete meanwhile.
+
+
+class EngineLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What the engine may take of the primary, and how long it waits."""
+
+    cascade_share: Share = 0.5  # Of rows pinned by cascades; beyond it they are dropped, so slow tiers stop no store.
+    lease_share: Share = 0.5  # Of rows leased to waiting requests; the rest can always be evicted for running ones.
+    lease_s: Duration = 10.0  # A request that waits longer than this is not about to run.
+    action_chunks: Count = 64  # In one call to a tier: enough to fill its lanes, few enough to free rows early.
+    queued_actions: Count = 1_024  # Towards the runner: some seconds of work. Beyond it a tier is not keeping up.
+    quarantine_share: Share = 0.1  # Of rows stuck in hung transfers; beyond it the runner's process is replaced.
+    heartbeat_s: PositiveDuration = 2.0  # The runner's loop answers in milliseconds; silence this long is a hang.
+    close_s: Duration = 10.0  # For closing and resetting: then what has not ended is left behind, and said so.
+    events: Count = 65_536  # Kept until taken, the oldest dropped first: 4 MB of them.
+
+
+class TierConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One secondary tier, written flat: every key that is no field here is one of the backend's own options."""
+
+    rest: ClassVar[str | None] = "options"
+
+    type: Text  # As `kvtier.registry` knows it.
+    name: str = ""  # In metrics and messages; empty becomes "<index>:<type>".
+    limits: TierLimits = TierLimits()
+    request_level: bool = False  # It gets all of a request's chunks, those that were present already, too.
+    medium: Literal["CPU", "STORAGE"] | None = None  # For requests that choose their tiers; None matches any choice.
+    locality: Literal["LOCAL", "REMOTE"] | None = None
+    options: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+    """Of builtin types, as they were given; `tier_options` decodes them."""
+
+
+class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A whole engine. The names are vLLM's own where the meaning is the same."""
+
+    cpu_bytes_to_use: PositiveSize  # Memory of the primary, for all workers together.
+    chunk_bytes: PositiveSize  # What is stored under one key, of all workers together.
+    eviction_policy: Text = "lru"
+    secondary_tiers: tuple[TierConfig, ...] = ()
+    runner: Literal["inline", "thread", "process"] = "thread"
+    namespace: Namespace = Namespace(model_name="default")
+    limits: EngineLimits = EngineLimits()
+    events: bool = False  # Whether stored, removed and failed chunks are reported.
+
+    def __post_init__(self) -> None:
+        """Check what no field can check alone; name the tiers, and tell the namespace how long a row is."""
+        super().__post_init__()
+        if not 1 <= self.rows <= ROWS_MAX:
+            raise ConfigError(
+                f"cpu_bytes_to_use: {self.cpu_bytes_to_use:,} bytes given, which hold {self.rows:,} rows of "
+                f"{self.row_bytes:,}; at least 1 row and at most {ROWS_MAX:,} accepted"
+            )
+        if self.namespace.row_bytes not in (None, self.row_bytes):
+            raise ConfigError(
+                f"namespace.row_bytes: {self.namespace.row_bytes:,} given, but chunk_bytes makes rows of "
+                f"{self.row_bytes:,}"
+            )
+        force_setattr(self, "namespace", replace(self.namespace, row_bytes=self.row_bytes))
+        force_setattr(self, "secondary_tiers", _named(self.secondary_tiers))
+        for index, tier in enumerate(self.secondary_tiers):
+            for field in ("load_bytes_in_flight", "store_bytes_in_flight"):
+                if getattr(tier.limits, field) < self.row_bytes:
+                    raise ConfigError(
+                        f"secondary_tiers[{index}].limits.{field}: {getattr(tier.limits, field):,} bytes given, at "
+                        f"least one row of {self.row_bytes:,} accepted: nothing could ever move"
+                    )
+
+    @property
+    def row_bytes(self) -> int:
+        """Length of a row: a chunk, padded so that it can be read and written directly."""
+        return -(-self.chunk_bytes // ROW_ALIGN_BYTES) * ROW_ALIGN_BYTES
+
+    @property
+    def rows(self) -> int:
+        """How many rows the primary has: as many as fit."""
+        return self.cpu_bytes_to_use // self.row_bytes
+
+
+def tier_options(tier: TierConfig, where: str) -> msgspec.Struct:
+    """Decode a tier's own options against its backend, which this imports.
+
+    `where` is the tier's path, such as `secondary_tiers[1]`. Raises `ConfigError`.
+    """
+    try:
+        options = backend_class(tier.type).Options
+    except ConfigError as error:
+        raise ConfigError(f"{where}.type: {error}") from error
+    common = struct_fields(TierConfig).keys() - {"options"}
+    if taken := sorted(common & struct_fields(options).keys()):
+        raise ConfigError(f"{where}.type: {tier.type!r} has options named like fields of every tier: {taken}")
+    return decode(options, tier.options, where, siblings=common)
+
+
+def load_config(path: str | os.PathLike[str]) -> EngineConfig:
+    """Read an engine's configuration from a `.toml` or `.json` file; `ConfigError` names the file and the place in it.
+
+    Tiers' own options are decoded by `tier_options`, not here.
+    """
+    name = os.fspath(path)
+    try:
+        return decode(EngineConfig, _parsed(name))
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}") from error
+    except RecursionError as error:
+        raise ConfigError(f"{name}: is nested too deeply") from error
+
+
+def _parsed(name: str) -> object:
+    """Read a file as untyped data."""
+    if not name.endswith((".toml", ".json")):
+        raise ConfigError("the file's name ends neither in .toml nor in .json")
+    try:
+        with open(name, encoding="utf-8") as file:
+            text = file.read()
+        return tomllib.loads(text) if name.endswith(".toml") else _json(text)
+    except OSError as error:
+        raise ConfigError(f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"is not UTF-8 at byte {error.start:,}") from error
+    except ValueError as error:  # Both parsers say at which line.
+        raise ConfigError(f"is malformed: {error}") from error
+
+
+def _json(text: str) -> object:
+    return json.loads(text, object_pairs_hook=_without_repeats)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"given twice: {', '.join(sorted({key for key in keys if keys.count(key) > 1}))}")
+    return table
+
+
+def _named(tiers: tuple[TierConfig, ...]) -> tuple[TierConfig, ...]:
+    """Give every tier a name of its own, in metrics, events and messages."""
+    named = tuple(tier if tier.name else replace(tier, name=f"{index}:{tier.type}") for index, tier in enumerate(tiers))
+    names = [PRIMARY_NAME, *(tier.name for tier in named)]
+    for index, tier in enumerate(named):
+        if tier.name in names[: index + 1]:
+            raise ConfigError(
+                f"secondary_tiers[{index}].name: {tier.name!r} is another tier's name; a new one accepted"
+            )
+    return named
