@@ -1,6 +1,7 @@
 """The contract of an eviction policy: which resident key goes next. Pure, synchronous, without clock or I/O.
 
 Keys come in prefix order, head first, and a policy takes them tail first, so that a prefix outlives its continuation.
+Policies run on an engine's scheduler thread, between two steps: every method costs a fraction of a microsecond a key.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +15,7 @@ class Policy(ABC, Generic[K]):
     """Order among the resident keys of one cache of at most `capacity` keys.
 
     The owner decides what is resident: it makes room before it inserts, never inserts a resident key, and never
-    touches, ranks or removes an absent one.
+    touches, ranks or removes an absent one. No batch names a key twice. The same calls give the same victims.
     """
 
     @abstractmethod
@@ -39,7 +40,14 @@ class Policy(ABC, Generic[K]):
 
     @abstractmethod
     def evict(self, count: int, keep: Callable[[K], bool], incoming: Sequence[K] = ()) -> list[K] | None:
-        """Choose `count` resident keys for which `keep` is false, forget and return them; None, all kept, if fewer.
+        """Choose `count` resident keys for which `keep` is false, forget and return them; None if there are fewer.
+
+        None leaves everything as it was, and costs a look at every resident key: an owner that counts what it keeps
+        need not ask.
+
+        `keep` is asked at most a few times for a key, coldest first. What it keeps costs one look a call, not one a
+        victim; a policy may count being kept at the cold end as being in use and renew the key, so that a row pinned
+        for long is not passed over again in every call.
 
         `incoming`: the keys that the room is for, inserted next if this succeeds; a policy with ghosts adapts to them.
         """

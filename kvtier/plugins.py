@@ -1,0 +1,72 @@
+"""Classes by name: built in, named by an installed distribution, or written out as `module:Class`.
+
+A class is imported when it is first asked for: what a plug-in needs may not be installed.
+"""
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint, entry_points
+
+from kvtier.errors import ConfigError
+
+
+def known_names(built_in: Mapping[str, str], group: str) -> tuple[str, ...]:
+    """Return the names that stand for a class, sorted: the built-in ones and those of an entry-point group."""
+    return tuple(sorted({*built_in, *entry_points(group=group).names}))
+
+
+def find_class(kind: str, name: str, built_in: Mapping[str, str], group: str) -> object:
+    """Return what `name` stands for: a key of `built_in` (its value is `module:Class`), an entry point, `module:Class`.
+
+    A built-in name always means the built-in class. `kind` is what messages call it, e.g. "policy". Raises
+    `ConfigError` if there is none, or if its module or what that needs is not installed. Any other error comes out of
+    the module as it was raised: it is a bug there. The caller checks what kind of class it is.
+    """
+    return _imported(kind, name, _target(kind, name, built_in, group))
+
+
+def _target(kind: str, name: str, built_in: Mapping[str, str], group: str) -> str:
+    if name in built_in:
+        return built_in[name]
+    if ":" in name:
+        return name
+    found = {point.value: point for point in entry_points(group=group, name=name)}
+    if not found:
+        known = known_names(built_in, group)
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ConfigError(f'{name!r} is no {kind}; {hint}Known: {", ".join(known)}, or "module:Class"')
+    if len(found) > 1:
+        claims = ", ".join(sorted(f"{value} ({_distribution(point)})" for value, point in found.items()))
+        raise ConfigError(f"{kind} {name!r} is claimed by {claims}: write out the one that is meant")
+    return next(iter(found))
+
+
+def _distribution(point: EntryPoint) -> str:
+    return point.dist.name if point.dist is not None else "unknown distribution"
+
+
+def _imported(kind: str, name: str, target: str) -> object:
+    module_name, _, qualified_name = target.partition(":")
+    parts = [*module_name.split("."), *qualified_name.split(".")]
+    if not all(part.isidentifier() for part in parts):
+        raise ConfigError(f'{kind} {name!r} is not of the form "module:Class"')
+    try:
+        found: object = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        if f"{module_name}.".startswith(f"{missing}."):
+            raise ConfigError(f"{kind} {name!r}: there is no module {missing!r} to import") from error
+        if missing.partition(".")[0] == parts[0]:  # The plug-in's own package lacks one of its modules: a bug.
+            raise
+        raise ConfigError(
+            f"{kind} {name!r} needs the module {missing!r}, which is not installed: install what provides it"
+        ) from error
+    except ImportError as error:  # For example a dependency's shared library, or a version without a name.
+        raise ConfigError(f"{kind} {name!r} cannot be imported: {error}") from error
+    for part in qualified_name.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"{kind} {name!r}: module {module_name!r} has no {qualified_name!r}")
+        found = getattr(found, part)
+    return found
