@@ -1,0 +1,184 @@
+"""The dummy tier: chunks in memory, a device's time, and a device's faults, all from one seed.
+
+Bytes move in one piece at the moment when a call's last transfer ends, stores and loads alike: an engine that gives a
+lent row to somebody else before that is found out by wrong bytes. With no latency and no limit to its bandwidth a call
+never sleeps, and costs a copy and a checksum.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Annotated, ClassVar, Self
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from kvtier.backend import (
+    Abandoned,
+    Backend,
+    Durability,
+    InventoryEvent,
+    Occupancy,
+    Outcome,
+    Read,
+    TierContext,
+    Write,
+)
+from kvtier.calls import Calls
+from kvtier.config import Checked, Count, Duration, PositiveSize, Size
+from kvtier.errors import BlockCorrupt, BlockMissing, NoSpace, TransferFailed
+from kvtier.keys import OffloadKey, make_offload_key
+from kvtier_backends.dummy.device import Device
+from kvtier_backends.dummy.inventory import Report
+from kvtier_backends.dummy.store import open_store
+
+Rate = Annotated[float, msgspec.Meta(ge=0, le=1)]
+"""How many of all, 0 to 1."""
+
+
+class DummyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A device's figures. The defaults are memory's own: no waiting, no faults, no limit."""
+
+    latency_s: Duration = 0.0  # From a transfer's start to its first byte; also what probing or deleting a batch takes.
+    bandwidth_bytes_per_s: PositiveSize | None = None  # Of the whole device, loads and stores together; None: no limit.
+    concurrency: Count = 64  # Transfers under way at the same time; more wait their turn. An SSD's queue is as deep.
+    failure_rate: Rate = 0.0  # Of chunks in loads and stores: answered TransferFailed, and nothing moves.
+    corruption_rate: Rate = 0.0  # Of chunks stored: one bit of what is kept is flipped, and found when it is loaded.
+    capacity_bytes: Size | None = None  # Least recently used chunks make room; None: no limit.
+    store: str | None = None  # Name of a store that outlives the tier, within the process; None: one of its own.
+    shared: bool = False  # Others have the store open in this namespace, too: what is reported is then not everything.
+    seed: int = 0  # Of failures and corruption, together with the tier's name.
+
+
+class DummyBackend(Backend):
+    """A tier in memory with a device's speed and faults. Offers `Inventory` and `Measured`."""
+
+    durability: ClassVar[Durability] = Durability.PROCESS
+    Options = DummyOptions
+
+    def __init__(self, options: DummyOptions, context: TierContext) -> None:
+        """Open the tier at once, without waiting. Raises `ConfigError` if the named store is not to be had."""
+        self._options = options
+        self._context = context
+        self._random = random.Random(f"{options.seed} {context.name}")
+        self._device = Device(
+            latency_s=options.latency_s,
+            bandwidth_bytes_per_s=options.bandwidth_bytes_per_s,
+            slots=options.concurrency,
+        )
+        self._calls = Calls(context.name)
+        self._report = Report(self._holds, complete=not options.shared)
+        self._store = open_store(options.store, options.capacity_bytes)
+        namespace = context.mapper.name(make_offload_key(b""))  # The one name that stands for all names beside it.
+        self._store.enter(namespace, self._lost, shared=options.shared)
+
+    @classmethod
+    async def open(cls, options: msgspec.Struct, context: TierContext) -> Self:
+        assert isinstance(options, DummyOptions)
+        return cls(options, context)
+
+    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        with self._calls.one():
+            await self._take_time([0])
+            return [self._holds(key) for key in keys]
+
+    async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+        with self._calls.one():
+            self._check_lengths(read.into for read in reads)
+            names = [self._context.mapper.name(read.key) for read in reads]
+            failed = self._draw(self._options.failure_rate, len(reads))
+            await self._take_time(self._context.row_bytes * (name in self._store.chunks) for name in names)
+            self._store.touch(names)
+            return [self._load(*each) for each in zip(reads, names, failed, strict=True)]
+
+    def _load(self, read: Read, name: str, failed: bool) -> Outcome:
+        chunk = self._store.chunks.get(name)
+        if failed:
+            return TransferFailed(f"{read.key.hex()}: the device failed to read it (failure_rate)")
+        if chunk is None or len(chunk.block) != len(read.into):
+            return BlockMissing(f"{read.key.hex()}: not in tier {self._context.name}")
+        if not chunk.sound():
+            self._store.lose(name)
+            return BlockCorrupt(f"{read.key.hex()}: checksum mismatch in tier {self._context.name}")
+        read.into[:] = chunk.block
+        return None
+
+    async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+        with self._calls.one():
+            self._check_lengths(write.block for write in writes)
+            names = [self._context.mapper.name(write.key) for write in writes]
+            failed = self._draw(self._options.failure_rate, len(writes))
+            rotten = self._draw(self._options.corruption_rate, len(writes))
+            await self._take_time(len(write.block) for write in writes)
+            keep = set(names)
+            outcomes = [self._keep(*each, keep) for each in zip(writes, names, failed, rotten, strict=True)]
+            self._store.touch(names)
+            return outcomes
+
+    def _keep(self, write: Write, name: str, failed: bool, rotten: bool, keep: set[str]) -> Outcome:
+        if failed:
+            return TransferFailed(f"{write.key.hex()}: the device failed to write it (failure_rate)")
+        block = bytes(write.block)
+        checksum = xxh3_64_intdigest(block)
+        if not self._store.put(name, self._rot(block) if rotten else block, checksum, keep):
+            return NoSpace(
+                f"{write.key.hex()}: {len(block):,} bytes into tier {self._context.name}, "
+                f"{self._store.used_bytes:,} of {self._store.capacity_bytes:,} bytes used"
+            )
+        return None
+
+    def _rot(self, block: bytes) -> bytes:
+        bit = self._random.randrange(len(block) * 8)
+        damaged = bytearray(block)
+        damaged[bit // 8] ^= 1 << bit % 8
+        return bytes(damaged)
+
+    async def delete(self, keys: Sequence[OffloadKey]) -> None:
+        with self._calls.one():
+            await self._take_time([0])
+            for key in keys:
+                self._store.delete(self._context.mapper.name(key))
+
+    async def aclose(self, deadline_s: float) -> Abandoned:
+        self._report.end()
+        abandoned = await self._calls.close(deadline_s)
+        self._store.leave(self._lost)
+        return abandoned
+
+    def watch(self) -> AsyncIterator[InventoryEvent]:
+        return self._report.watch(self._keys)
+
+    def occupancy(self) -> Occupancy:
+        return Occupancy(len(self._store.chunks), self._store.used_bytes, self._store.capacity_bytes)
+
+    def _holds(self, key: OffloadKey) -> bool:
+        return self._context.mapper.name(key) in self._store.chunks
+
+    def _keys(self) -> list[OffloadKey]:
+        keys = map(self._context.mapper.key, self._store.chunks)
+        return [key for key in keys if key is not None]
+
+    def _lost(self, name: str) -> None:
+        key = self._context.mapper.key(name)
+        if key is not None:  # Else another namespace's.
+            self._report.lose(key)
+
+    async def _take_time(self, sizes_bytes: Iterable[int]) -> None:
+        """Wait until the device has done transfers of these sizes; its time is spent even if we are cancelled."""
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        ends_at = self._device.book(now, sizes_bytes)
+        if ends_at > now:
+            await asyncio.sleep(ends_at - now)
+
+    def _draw(self, rate: float, count: int) -> list[bool]:
+        """Draw for each of so many chunks whether it is one of those that the rate means."""
+        return [self._random.random() < rate for _ in range(count)] if rate else [False] * count
+
+    def _check_lengths(self, buffers: Iterable[memoryview]) -> None:
+        for buffer in buffers:
+            if buffer.nbytes != self._context.row_bytes:
+                raise ValueError(
+                    f"tier {self._context.name}: a buffer of {buffer.nbytes:,} bytes, rows have "
+                    f"{self._context.row_bytes:,}"
+                )

@@ -1,0 +1,222 @@
+"""Any tier with faults on top: by rates from a seed, or call by call by a script.
+
+With no faults the wrapper is transparent, and passes every suite that the inner tier passes. A buffer whose chunk is
+made to fail is written over, because the contract calls it undefined: whoever believes it is found out. By
+configuration, for an engine whose tiers live in another process:
+
+    type = "kvtier.testing.faults:FaultyBackend"
+    inner = { type = "dummy", latency_s = "1ms" }
+    faults = { unavailable = 0.01, hang = 0.001 }
+    script = { load = ["hang", "none", "missing"] }
+    seed = 7
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Any, ClassVar, Literal, Self, TypeVar
+
+import msgspec
+
+from kvtier.backend import (
+    Abandoned,
+    Backend,
+    Durability,
+    Inventory,
+    InventoryEvent,
+    Measured,
+    Occupancy,
+    Outcome,
+    Read,
+    TierContext,
+    Write,
+)
+from kvtier.calls import Calls
+from kvtier.config import Checked, TierConfig, tier_options
+from kvtier.errors import (
+    BackendUnavailable,
+    BlockCorrupt,
+    BlockError,
+    BlockMissing,
+    ConfigError,
+    NoSpace,
+    TransferFailed,
+)
+from kvtier.keys import OffloadKey
+from kvtier.registry import backend_class
+from kvtier.testing.dice import Dice, Fault, Faults, Kind, Operation, Throw
+
+T = TypeVar("T")
+
+FAULTLESS = Faults()
+UNDEFINED = b"\xdb"  # What fills a buffer whose chunk is made to fail.
+
+ERRORS: dict[Kind, type[BlockError]] = {
+    "failed": TransferFailed,
+    "missing": BlockMissing,
+    "corrupt": BlockCorrupt,
+    "no_space": NoSpace,
+}
+
+__all__ = ["Fault", "Faults", "FaultyBackend", "FaultyOptions"]
+
+
+class FaultyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An inner tier, and what goes wrong with it."""
+
+    inner: dict[str, Any]  # Its `type` and its own options.
+    faults: Faults = FAULTLESS
+    script: dict[Operation, tuple[Kind | Literal["none"], ...]] = msgspec.field(
+        default_factory=dict[Operation, tuple[Kind | Literal["none"], ...]]
+    )
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the inner tier's options and the script, too."""
+        super().__post_init__()
+        self.inner_options()
+        try:
+            self.play(Dice(self.faults, self.seed))
+        except ValueError as error:
+            raise ConfigError(f"script: {error}") from error
+
+    def inner_options(self) -> tuple[type[Backend], msgspec.Struct]:
+        """Return the inner tier's class and its decoded options; `ConfigError` names what is wrong with them."""
+        given = dict(self.inner)
+        tier = TierConfig(type=given.pop("type", ""), options=given)
+        return backend_class(tier.type), tier_options(tier, "inner")
+
+    def play(self, dice: Dice) -> None:
+        """Hand the script to the dice."""
+        for operation, kinds in self.script.items():
+            dice.script(operation, [None if kind == "none" else Fault(kind) for kind in kinds])
+
+
+class FaultyBackend(Backend):
+    """A tier that fails as it is told. Offers `Inventory` and `Measured` where the inner tier does."""
+
+    durability: ClassVar[Durability] = Durability.PROCESS  # The least; an instance promises what its inner tier does.
+    Options = FaultyOptions
+    watch: Callable[[], AsyncIterator[InventoryEvent]]
+    occupancy: Callable[[], Occupancy]
+
+    def __init__(self, inner: Backend, faults: Faults = FAULTLESS, seed: int = 0) -> None:
+        """Take over an open tier, which is closed with this one."""
+        self.met: Counter[Kind] = Counter()
+        """How many calls or chunks met each fault."""
+        self.hanging = 0
+        """How many calls hang now."""
+        self._inner = inner
+        self._dice = Dice(faults, seed)
+        self._calls = Calls(f"faulty {type(inner).__name__}")
+        self._gate = asyncio.Event()
+        self._hanging_changed = asyncio.Event()
+        # On the instance, so that isinstance(…, Inventory) says of the wrapper what it says of the inner tier: a
+        # method of the class would claim it for all, and from Python 3.12 on it does not ask __getattr__.
+        vars(self)["durability"] = inner.durability
+        if isinstance(inner, Inventory):
+            self.watch = inner.watch
+        if isinstance(inner, Measured):
+            self.occupancy = inner.occupancy
+
+    @classmethod
+    async def open(cls, options: msgspec.Struct, context: TierContext) -> Self:
+        assert isinstance(options, FaultyOptions)
+        inner_class, inner_options = options.inner_options()
+        faulty = cls(await inner_class.open(inner_options, context), options.faults, options.seed)
+        options.play(faulty._dice)
+        return faulty
+
+    def script(self, operation: Operation, *faults: Fault | Kind | None) -> None:
+        """Say what happens to the next calls of an operation, one each, before the rates decide again.
+
+        A kind by its name is met by the whole call or by all its chunks; None is a call without any fault.
+        """
+        self._dice.script(operation, [Fault(fault) if isinstance(fault, str) else fault for fault in faults])
+
+    def release(self) -> None:
+        """Let all calls that hang now go on."""
+        self._gate.set()
+        self._gate = asyncio.Event()
+
+    async def until_hanging(self, calls: int) -> None:
+        """Wait until at least so many calls hang."""
+        while self.hanging < calls:
+            self._hanging_changed.clear()
+            await self._hanging_changed.wait()
+
+    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        with self._calls.one():
+            return await self._meet(self._throw("probe", keys), lambda: self._inner.probe(keys))
+
+    async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+        keys = [read.key for read in reads]
+        with self._calls.one():
+            throw = self._throw("load", keys)
+            sound = [read for read, kind in zip(reads, throw.of_chunks, strict=True) if kind is None]
+            outcomes = await self._meet(throw, lambda: self._inner.load(sound))
+            for read, kind in zip(reads, throw.of_chunks, strict=True):
+                if kind is not None:
+                    read.into[:] = UNDEFINED * len(read.into)
+            return _merged(keys, throw.of_chunks, outcomes)
+
+    async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+        keys = [write.key for write in writes]
+        with self._calls.one():
+            throw = self._throw("store", keys)
+            sound = [write for write, kind in zip(writes, throw.of_chunks, strict=True) if kind is None]
+            outcomes = await self._meet(throw, lambda: self._inner.store(sound))
+            return _merged(keys, throw.of_chunks, outcomes)
+
+    async def delete(self, keys: Sequence[OffloadKey]) -> None:
+        with self._calls.one():
+            await self._meet(self._throw("delete", keys), lambda: self._inner.delete(keys))
+
+    async def aclose(self, deadline_s: float) -> Abandoned:
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + deadline_s
+        ours = await self._calls.close(deadline_s)
+        inner = await self._inner.aclose(max(0.0, ends_at - loop.time()))
+        return max(ours, inner)  # A call that is under way in the inner tier is one of ours.
+
+    def _throw(self, operation: Operation, keys: Sequence[OffloadKey]) -> Throw:
+        throw = self._dice.throw(operation, keys)
+        self.met.update(throw.of_call)
+        self.met.update(kind for kind in throw.of_chunks if kind is not None)
+        return throw
+
+    async def _meet(self, throw: Throw, call: Callable[[], Awaitable[T]]) -> T:
+        """Let what was thrown happen around a call of the inner tier.
+
+        A cancelled wait ends at once: the inner tier has not been called, and nobody else touches the buffers.
+        """
+        if throw.delay_s:
+            await asyncio.sleep(throw.delay_s)
+        if "hang" in throw.of_call:
+            await self._hang()
+        if "unavailable" in throw.of_call:
+            raise BackendUnavailable("the tier cannot be reached (a fault)")
+        result = await call()
+        if "late_unavailable" in throw.of_call:
+            raise BackendUnavailable("the tier was lost before it answered (a fault)")
+        return result
+
+    async def _hang(self) -> None:
+        self.hanging += 1
+        self._hanging_changed.set()
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._dice.faults.hang_s):
+                    await self._gate.wait()
+        finally:
+            self.hanging -= 1
+
+
+def _merged(keys: Sequence[OffloadKey], kinds: Sequence[Kind | None], outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
+    """Put the faults in their places among the inner tier's outcomes."""
+    rest = iter(outcomes)
+    return [
+        next(rest) if kind is None else ERRORS[kind](f"{key.hex()}: {kind} (a fault)")
+        for key, kind in zip(keys, kinds, strict=True)
+    ]
