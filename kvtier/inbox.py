@@ -1,6 +1,6 @@
 """What comes back from the tiers, and what it changes: rows, whereabouts, breakers, counters, events."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvtier.bridge.messages import (
     Acknowledge,
@@ -17,6 +17,7 @@ from kvtier.bridge.messages import (
     unpack_keys,
     unpack_rows,
 )
+from kvtier.config import PRIMARY_NAME
 from kvtier.events import Event, EventKind, EventLog
 from kvtier.keys import OffloadKey
 from kvtier.outbox import Outbox
@@ -27,6 +28,9 @@ from kvtier.transfers import Kind, Transfer, Transfers
 
 TIER_AT_FAULT = frozenset({Code.FAILED, Code.UNAVAILABLE, Code.DEADLINE})
 NOT_TRIED = frozenset({Code.REFUSED, Code.LOST})  # Says nothing of the tier, nor of the chunk.
+
+
+Observe = Callable[[str, str, float], None]  # A tier's name, an operation, and the seconds that it took.
 
 
 class Inbox:
@@ -41,6 +45,7 @@ class Inbox:
         transfers: Transfers,
         outbox: Outbox,
         events: EventLog | None,
+        observe: Observe | None,
     ) -> None:
         self._primary = primary
         self._leases = leases
@@ -49,17 +54,20 @@ class Inbox:
         self._transfers = transfers
         self._outbox = outbox
         self._events = events
+        self._observe = observe
 
     def apply(self, message: Message, now: float) -> None:
         """Apply one message; one about a transfer that is not under way any more is ignored."""
         match message:
             case Finished():
+                self._time(message)
                 codes = map(Code, message.codes)
                 failed = dict(zip(unpack_rows(message.failed), codes, strict=True))
                 self._settle(message.id, failed, now, lent=message.lent)
             case Returned():
                 self._transfers.take_back(message.id)
             case Answered():
+                self._time(message)
                 self._learn(message, now)
             case Found():
                 self._found(self._tiers[message.tier], unpack_keys(message.keys))
@@ -94,10 +102,21 @@ class Inbox:
         for tier in self._tiers:
             tier.authoritative = False
 
+    def give_up(self, now: float) -> None:
+        """Settle what did not end within a reset's deadline, and take its tiers out of use for a while."""
+        for id_, transfer in list(self._transfers.under_way.items()):
+            self._settle_whole(id_, Code.DEADLINE, now, lent=bool(transfer.rows))
+            transfer.tier.breaker.trip(now)
+
     def gone(self, epoch: int) -> None:
         """Take back what a lost runner was lent: its process has ended."""
         for id_ in self._transfers.overdue_of(epoch):
             self._transfers.take_back(id_)
+
+    def _time(self, message: Finished | Answered) -> None:
+        transfer = self._transfers.under_way.get(message.id)
+        if transfer is not None and self._observe is not None:
+            self._observe(transfer.tier.spec.name, transfer.kind.value, message.seconds)
 
     def _settle_whole(self, id_: int, code: Code, now: float, *, lent: bool) -> None:
         chunks = len(self._transfers.under_way[id_].keys)
@@ -105,7 +124,9 @@ class Inbox:
 
     def _settle(self, id_: int, failed: Mapping[int, Code], now: float, *, lent: bool) -> None:
         transfer = self._transfers.settle(id_, lent=lent)
-        if transfer is None:
+        if transfer is None:  # Given up at a reset; that it has ended now is all there is to know.
+            if not lent:
+                self._transfers.take_back(id_)
             return
         keys = transfer.keys
         moved = [key for index, key in enumerate(keys) if index not in failed] if failed else keys
@@ -149,7 +170,7 @@ class Inbox:
         tier.loading -= len(transfer.keys)
         tier.counters.loaded += len(moved)
         published = self._primary.publish(moved)
-        self._stored("cpu", published)
+        self._stored(PRIMARY_NAME, published)
         for index, code in failed.items():
             key = transfer.keys[index]
             self._leases.end_row(transfer.rows[index])

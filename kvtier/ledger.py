@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from kvtier.bridge.messages import Action, Message
+from kvtier.bridge.messages import Action, LocalMessage, Message, RunnerBack, RunnerGone, RunnerLost
+from kvtier.config import PRIMARY_NAME
 from kvtier.events import Event, EventKind, EventLog
-from kvtier.inbox import Inbox
+from kvtier.inbox import Inbox, Observe
 from kvtier.keys import OffloadKey
 from kvtier.outbox import Outbox
 from kvtier.policies.base import Policy
@@ -19,8 +20,6 @@ from kvtier.primary import Primary
 from kvtier.request import PROMOTIONS_MAX, Leases, Request
 from kvtier.tier import Tier, TierMatcher, TierSpec, Whereabouts
 from kvtier.transfers import Transfers
-
-PRIMARY_NAME = "cpu"  # The primary's name in events and metrics.
 
 
 class LookupResult(Enum):
@@ -75,6 +74,7 @@ class Ledger:
         tiers: Sequence[TierSpec],
         limits: LedgerLimits,
         events: EventLog | None = None,
+        observe: Observe | None = None,
     ) -> None:
         self.primary = Primary(rows, policy)
         self.tiers = [Tier(index, spec) for index, spec in enumerate(tiers)]
@@ -89,7 +89,9 @@ class Ledger:
             cascade_rows_max=limits.cascade_rows_max,
             action_chunks=limits.action_chunks,
         )
-        self.inbox = Inbox(self.primary, self.leases, self.tiers, self.where, self.transfers, self.outbox, events)
+        self.inbox = Inbox(
+            self.primary, self.leases, self.tiers, self.where, self.transfers, self.outbox, events, observe
+        )
         self.counters = LedgerCounters()
         self.promoting = True  # False between a reset and the engine's word that its workers have flushed.
         self._events = events
@@ -105,8 +107,21 @@ class Ledger:
         self._now = now
         self.leases.expire(now)
 
-    def apply(self, message: Message) -> None:
-        self.inbox.apply(message, self._now)
+    def apply(self, message: Message | LocalMessage) -> None:
+        """Settle what a message says was done."""
+        match message:
+            case RunnerLost():
+                self.inbox.lose(self._now)
+            case RunnerGone():
+                self.inbox.gone(message.epoch)
+            case RunnerBack():
+                self.transfers.epoch = message.epoch
+            case _:
+                self.inbox.apply(message, self._now)
+
+    def refuse(self, actions: Sequence[Action]) -> None:
+        """Settle actions that the bridge did not take."""
+        self.inbox.refuse(actions, self._now)
 
     def end_step(self) -> list[Action]:
         """Lease the rows of requests that wait, let go of other rows answered HIT, and return what is to be done."""
@@ -257,7 +272,7 @@ class Ledger:
         return StorePlan(absent, [filling[key] for key in absent], evicted)
 
     def complete_store(self, keys: Sequence[OffloadKey], request: Request, *, success: bool = True) -> None:
-        """Make keys of a `StorePlan`, all or some, loadable and have them cascade; with `success` false, forget them."""
+        """Make keys of a `StorePlan`, all or some, loadable, and have them cascade; without `success`, forget them."""
         request.storing -= len(keys)
         if not success:
             for key in keys:
@@ -288,8 +303,9 @@ class Ledger:
         return held
 
     def reset(self) -> None:
-        """Clear the primary; the tiers keep what they have. Nothing may be under way ."""
+        """Clear the primary; the tiers keep what they have. What is still under way is given up, its rows stay lent."""
         self.outbox.clear()
+        self.inbox.give_up(self._now)
         self.leases.clear()
         self._parked.clear()
         for request in self._looking:

@@ -17,9 +17,7 @@ class TierSpec(NamedTuple):
     """What the owner must know of a tier to decide for it."""
 
     name: str
-    deadline_s: float
-    load_chunks_max: int  # Under way at once.
-    store_chunks_max: int
+    store_chunks_max: int  # Queued or under way at once.
     answer_ttl_s: float
     breaker_failures: int
     breaker_cooldown_s: float

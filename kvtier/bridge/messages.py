@@ -125,6 +125,12 @@ class Acknowledge(_Message, frozen=True, tag="K"):
     tier: int
 
 
+class Close(_Message, frozen=True, tag="Z"):
+    """Close the tiers within the deadline and end. Only a bridge sends it."""
+
+    deadline_s: float
+
+
 Action = Promote | Cascade | Probe | Delete | Acknowledge
 
 

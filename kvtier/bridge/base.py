@@ -1,0 +1,48 @@
+"""Where a runner lives, as its owner sees it: actions go out, messages come in, and neither ever waits."""
+
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+from kvtier.bridge.messages import Action, LocalMessage, Message
+
+
+class Bridge(ABC):
+    """The owner's end. All methods belong to the owner's thread; `mailbox` is filled from wherever the runner lives."""
+
+    def __init__(self) -> None:
+        self.mailbox: deque[Message | LocalMessage] = deque()
+        self.notify: Callable[[], None] | None = None  # Called after messages came, from any thread; must not block.
+        self._arrived = threading.Event()
+
+    @abstractmethod
+    def send(self, actions: Sequence[Action]) -> Sequence[Action]:
+        """Hand actions to the runner, with one wake-up; return those that it cannot take. Never waits."""
+
+    @abstractmethod
+    def admit(self, epoch: int) -> None:
+        """Send to the runner of this epoch from now on: the owner has settled everything of the one before.
+
+        Until the owner says so nothing is sent to a new runner, or what it is lent would be settled with the old one's.
+        """
+
+    @abstractmethod
+    def replace(self) -> bool:
+        """Kill the runner and start another one; False where it cannot be killed."""
+
+    @abstractmethod
+    def close(self, deadline_s: float) -> int:
+        """Close the tiers and end the runner; return how many transfers were left behind. Blocks; idempotent."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until messages came since the last `wait`, or the time is over."""
+        came = self._arrived.wait(timeout_s)
+        self._arrived.clear()
+        return came
+
+    def _deliver(self, messages: Iterable[Message | LocalMessage]) -> None:
+        self.mailbox.extend(messages)
+        self._arrived.set()
+        if self.notify is not None:
+            self.notify()

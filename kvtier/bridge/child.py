@@ -1,0 +1,110 @@
+"""The runner's own process: `python -m kvtier.bridge.child SOCKET_FD REGION_FD`.
+
+It imports no torch and never forks, so it starts in well under a second and holds nothing of the engine's. It ends
+when its socket does: an owner that is killed leaves no process behind.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from asyncio import StreamReader, StreamWriter
+
+import msgspec
+import uvloop
+
+from kvtier.bridge.messages import Action, Beat, Close, Closed, Message, Opened, OpenFailed
+from kvtier.bridge.wire import actions_of, frame, read_frame
+from kvtier.config import EngineConfig
+from kvtier.errors import ConfigError, KVTierError
+from kvtier.opening import open_tiers
+from kvtier.region import Region
+from kvtier.runner import Runner
+
+ORPHAN_S = 0.5  # For writes under way to finish or be cleaned up when the owner is gone; who waits longer is a leak.
+
+
+class Owner:
+    """The way back: messages of one turn of the loop leave in one frame."""
+
+    def __init__(self, writer: StreamWriter) -> None:
+        self._writer = writer
+        self._waiting: list[Message] = []
+
+    def post(self, message: Message) -> None:
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self.flush)
+        self._waiting.append(message)
+
+    def flush(self) -> None:
+        if self._waiting and not self._writer.is_closing():
+            self._writer.write(frame(self._waiting))
+        self._waiting = []
+
+    async def drain(self) -> None:
+        self.flush()
+        try:
+            await self._writer.drain()
+            self._writer.close()
+            await self._writer.wait_closed()
+        except OSError:
+            pass  # The owner is gone: nobody listens.
+
+
+async def serve(owner_socket: socket.socket, region_fd: int) -> None:
+    """Open the tiers, run what comes, close them when told to, or when the owner is gone."""
+    reader, writer = await asyncio.open_unix_connection(sock=owner_socket, limit=1 << 20)
+    owner = Owner(writer)
+    first = await read_frame(reader)
+    if first is None:
+        return
+    config = msgspec.msgpack.decode(first, type=EngineConfig)
+    region = Region.attach(region_fd, config.rows, config.row_bytes)
+    try:
+        tiers = await open_tiers(config)
+    except KVTierError as error:
+        owner.post(OpenFailed(str(error), config=isinstance(error, ConfigError)))
+        await owner.drain()
+        return
+    runner = Runner(tiers, region, owner.post)
+    owner.post(Opened())
+    runner.start()
+    beating = asyncio.ensure_future(_beat(owner, config.limits.heartbeat_s / 2))
+    deadline_s = await _take(reader, runner)
+    abandoned = await runner.aclose(deadline_s)
+    beating.cancel()
+    owner.post(Closed(abandoned))
+    await owner.drain()
+
+
+async def _take(reader: StreamReader, runner: Runner) -> float:
+    """Submit actions until it is time to close; return the deadline for that."""
+    while (body := await read_frame(reader)) is not None:
+        actions: list[Action] = []
+        for action in actions_of(body):
+            if isinstance(action, Close):
+                return action.deadline_s
+            actions.append(action)
+        runner.submit(actions)
+    return ORPHAN_S
+
+
+async def _beat(owner: Owner, every_s: float) -> None:
+    while True:
+        owner.post(Beat())
+        await asyncio.sleep(every_s)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal's Ctrl-C is the owner's to handle.
+    logging.basicConfig(level=logging.WARNING, format="kvtier runner %(process)d: %(levelname)s %(name)s: %(message)s")
+    socket_fd, region_fd = map(int, sys.argv[1:3])
+    uvloop.run(serve(socket.socket(fileno=socket_fd), region_fd))
+    logging.shutdown()
+    os._exit(0)  # A hung lane must not hold up the end.
+
+
+if __name__ == "__main__":
+    main()

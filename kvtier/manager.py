@@ -1,0 +1,314 @@
+"""TieringOffloadingManager: the engine's two faces over one ledger, and its beginning and end.
+
+The step protocol (`kvtier.stepping`) is for engines that must never wait. The asyncio face, here, waits: `put` for room
+and for the tiers' budgets, `fetch` for chunks that are on their way. Both may be used by one program, on one thread.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from itertools import count
+from types import TracebackType
+from typing import Self
+
+from kvtier.bridge.base import Bridge
+from kvtier.bridge.inline import InlineBridge
+from kvtier.bridge.process import ProcessBridge
+from kvtier.bridge.thread import ThreadBridge
+from kvtier.config import EngineConfig, tier_options
+from kvtier.errors import EngineClosed
+from kvtier.inbox import Observe
+from kvtier.keys import OffloadKey
+from kvtier.ledger import LookupResult, StorePlan
+from kvtier.opening import open_tiers
+from kvtier.policies.named import policy_class
+from kvtier.region import Region
+from kvtier.request import Request
+from kvtier.stepping import SteppedManager
+
+Chunk = bytes | bytearray | memoryview
+
+
+class TieringOffloadingManager(SteppedManager):
+    """Tiers chunks over a primary in host memory and any number of secondary tiers.
+
+    `start` is for synchronous engines, `open` for asyncio programs. A chunk is `config.chunk_bytes` long.
+    """
+
+    _loop: asyncio.AbstractEventLoop | None = None
+    _progress: "asyncio.Future[None] | None" = None
+    _pumping = False
+    _holders = 0  # Calls of the asyncio face that hold rows now.
+
+    @classmethod
+    def start(cls, config: EngineConfig, *, observer: Observe | None = None) -> Self:
+        """Start an engine with its runner in a thread or a process; blocks until its tiers are open.
+
+        Raises:
+            ConfigError: the configuration cannot be used; nothing was left behind.
+            BackendUnavailable: a tier cannot be opened now.
+        """
+        if config.runner == "inline":
+            raise ValueError("an inline runner needs a running event loop: await TieringOffloadingManager.open(config)")
+        _check(config)
+        region = _region(config)
+        bridge_class = ThreadBridge if config.runner == "thread" else ProcessBridge
+        try:
+            bridge = bridge_class(config, region)
+        except BaseException:
+            region.close()
+            raise
+        return cls(config, region, bridge, observer=observer)
+
+    @classmethod
+    async def open(cls, config: EngineConfig, *, observer: Observe | None = None) -> Self:
+        """Start an engine for this event loop, wherever its runner lives. Raises as `start` does."""
+        loop = asyncio.get_running_loop()
+        if config.runner == "inline":
+            _check(config)
+            region = _region(config)
+            try:
+                bridge: Bridge = InlineBridge(await open_tiers(config), region)
+            except BaseException:
+                region.close()
+                raise
+            manager = cls(config, region, bridge, clock=loop.time, observer=observer)
+        else:
+            manager = await loop.run_in_executor(None, lambda: cls.start(config, observer=observer))
+        manager.attach(loop)
+        return manager
+
+    # The asyncio face.
+
+    async def put(self, keys: Sequence[OffloadKey], chunks: Sequence[Chunk], *, request_id: str | None = None) -> int:
+        """Store `chunks[i]` under `keys[i]`, in prefix order; return how many leading keys are in the primary now.
+
+        Waits for room in the primary and for budget of the tiers, so nothing is dropped on the way to them. Fewer than
+        all are stored only if the primary cannot hold more. Keys that are present keep their chunk. Without a
+        `request_id` the call is a request of its own.
+
+        A cancelled call has stored some leading part. ValueError for a chunk of the wrong length: nothing was stored.
+        Do not wait for it while the same task holds rows of `fetch`: that room it would wait for.
+        """
+        self._check_chunks(keys, chunks)
+        async with self._one(request_id) as request:
+            plan = await self._reserve(keys[: self.config.rows], request)
+            position = dict(zip(keys, range(len(keys)), strict=True)) if plan.keys else {}
+            await self._fill(plan, [chunks[position[key]] for key in plan.keys], request)
+            stored = 0
+            while stored < len(keys) and self.ledger.primary.row(keys[stored]) is not None:
+                stored += 1
+            return stored
+
+    @asynccontextmanager
+    async def fetch(
+        self, keys: Sequence[OffloadKey], *, request_id: str | None = None
+    ) -> AsyncIterator[Sequence[memoryview]]:
+        """Have the longest leading run of `keys` that is anywhere brought into the primary, and lend it.
+
+        Gives read-only views, one a key and each `chunk_bytes` long, valid inside the `async with` and released after
+        it. A run longer than the primary can hold gives its leading part. What fails on its way ends the run before
+        it; nothing raises for it.
+        """
+        async with self._one(request_id) as request:
+            rows, found = await self._arrive(keys, request)
+            self._holders += 1
+            size = self.config.chunk_bytes
+            views = [self.region.row(row)[:size].toreadonly() for row in rows]
+            try:
+                yield views
+            finally:
+                for view in views:
+                    view.release()
+                self._holders -= 1
+                self.ledger.complete_load(found)
+                self._stir()
+
+    async def delete(self, keys: Sequence[OffloadKey]) -> None:
+        """Forget keys in the primary and in every tier; waits for whoever holds their rows."""
+        self._check_open()
+        held: Sequence[OffloadKey] = keys
+        while held := self.ledger.delete(held):
+            await self._next_progress()
+        await self.drained()
+
+    async def drained(self, deadline_s: float | None = None) -> bool:
+        """Wait until nothing is under way; False if the deadline came first."""
+        try:
+            async with asyncio.timeout(self._deadline(deadline_s)):
+                self.end_step()
+                while self.ledger.pending:
+                    await self._next_progress()
+        except TimeoutError:
+            return False
+        return True
+
+    async def areset(self, deadline_s: float | None = None) -> bool:
+        """Clear the primary as `reset` does, after the rows that are lent by `fetch` and `put` have come back."""
+        self._check_open()
+        self.ledger.promoting = False
+        while self._holders:
+            await self._next_progress()
+        await self.drained(deadline_s)
+        clean = self._reset()
+        self.on_reset_flushed()
+        self._stir()
+        return clean
+
+    async def aclose(self, deadline_s: float | None = None) -> int:
+        """Shut down as `shutdown` does, without blocking the loop."""
+        if self._closed:
+            return 0
+        await self.drained(deadline_s)
+        self._closed = True
+        seconds = self._deadline(deadline_s)
+        if isinstance(self._bridge, InlineBridge):
+            abandoned = await self._bridge.aclose(seconds)
+        else:
+            abandoned = await asyncio.get_running_loop().run_in_executor(None, self._bridge.close, seconds)
+        self._stir()
+        return self._free(abandoned)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Use the asyncio face on this loop; `open` does so by itself."""
+        self._loop = loop
+        self._ids = count()
+        self._bridge.notify = self._wake
+        self._wake()
+
+    # How the face waits.
+
+    def _wake(self) -> None:
+        """Have the loop take what came; from any thread."""
+        if not self._pumping and self._loop is not None:
+            self._pumping = True
+            try:
+                self._loop.call_soon_threadsafe(self._pump)
+            except RuntimeError:  # The loop is closed, and with it all who wait.
+                self._loop = None
+
+    def _pump(self) -> None:
+        self._pumping = False  # First: what comes from here on wakes anew.
+        self.end_step()
+        self._stir()
+
+    def _stir(self) -> None:
+        """Let everybody who waits look again."""
+        progress, self._progress = self._progress, None
+        if progress is not None and not progress.done():
+            progress.set_result(None)
+
+    async def _next_progress(self) -> None:
+        """Send what was decided, and wait until something came back or was given back."""
+        self.end_step()
+        self._check_open()
+        if self._progress is None:
+            self._progress = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._progress)
+
+    @asynccontextmanager
+    async def _one(self, request_id: str | None) -> AsyncIterator[Request]:
+        """Give the caller's request, or one for this call alone."""
+        self._check_open()
+        if request_id is not None:
+            yield self._requests[request_id]
+            return
+        own = f"#{next(self._ids)}"
+        self.on_new_request(own)
+        try:
+            yield self._requests[own]
+        finally:
+            self.on_request_finished(own)
+            self.end_step()
+
+    async def _arrive(self, keys: Sequence[OffloadKey], request: Request) -> tuple[list[int], Sequence[OffloadKey]]:
+        """Wait until the leading run of keys is in the primary, and pin it."""
+        while True:
+            self._receive()
+            hits, waits = 0, False
+            for key in keys:
+                result = self.ledger.lookup(key, request)
+                if result is LookupResult.MISS:
+                    break
+                if result is not LookupResult.HIT:
+                    waits = True  # And look on, so that the rest sets out, too.
+                elif not waits:
+                    hits += 1
+            if not waits:
+                found = keys[:hits]
+                rows = self.ledger.prepare_load(found, request)
+                self.end_step()
+                return rows, found
+            await self._next_progress()
+
+    async def _reserve(self, keys: Sequence[OffloadKey], request: Request) -> StorePlan:
+        """Wait for room for the keys, or for as many leading ones as there can be room for."""
+        while True:
+            self._receive()
+            if not any(key in self.ledger.primary.filling for key in keys):
+                plan = self.ledger.prepare_store(keys, request)
+                if plan is not None:
+                    return plan
+                if not self._holders and not self.ledger.pending:
+                    keys = keys[: len(keys) // 2]  # Nobody will give rows back: some are lost to hung transfers.
+                    continue
+            await self._next_progress()
+
+    async def _fill(self, plan: StorePlan, chunks: Sequence[Chunk], request: Request) -> None:
+        """Write the chunks, and have them cascade in slices that exceed no limit."""
+        self._holders += 1
+        done = 0
+        try:
+            while done < len(plan.keys):
+                end = min(done + self.ledger.outbox.slice_chunks, len(plan.keys))
+                while not self.ledger.outbox.room(end - done):
+                    await self._next_progress()
+                for row, chunk in zip(plan.rows[done:end], chunks[done:end], strict=True):
+                    self.region.row(row)[: self.config.chunk_bytes] = chunk
+                self.ledger.complete_store(plan.keys[done:end], request)
+                done = end
+                self.end_step()
+        finally:
+            self._holders -= 1
+            if done < len(plan.keys):
+                self.ledger.complete_store(plan.keys[done:], request, success=False)
+            self._stir()
+
+    def _check_chunks(self, keys: Sequence[OffloadKey], chunks: Sequence[Chunk]) -> None:
+        if len(keys) != len(chunks):
+            raise ValueError(f"{len(keys)} keys but {len(chunks)} chunks")
+        for key, chunk in zip(keys, chunks, strict=True):
+            if len(chunk) != self.config.chunk_bytes:
+                raise ValueError(f"{key.hex()}: a chunk of {len(chunk):,} bytes, not {self.config.chunk_bytes:,}")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosed("the engine was shut down")
+
+
+def _check(config: EngineConfig) -> None:
+    """Report every mistake that can be known before anything is allocated."""
+    policy_class(config.eviction_policy)
+    for index, tier in enumerate(config.secondary_tiers):
+        tier_options(tier, f"secondary_tiers[{index}]")
+
+
+def _region(config: EngineConfig) -> Region:
+    make: Callable[[int, int], Region] = Region.memfd if config.runner == "process" else Region.private
+    return make(config.rows, config.row_bytes)

@@ -1,0 +1,37 @@
+"""Opens the tiers of a configuration, all or none."""
+
+import asyncio
+
+from kvtier.backend import TierContext
+from kvtier.config import EngineConfig, TierConfig, tier_options
+from kvtier.limits import Budget
+from kvtier.namespace import FileMapper
+from kvtier.registry import backend_class
+from kvtier.runner import RunnerTier
+
+
+async def open_tiers(config: EngineConfig) -> list[RunnerTier]:
+    """Open every tier on the running loop. If one fails, those before it are closed and its error is raised."""
+    mapper = FileMapper(config.namespace)
+    opened: list[RunnerTier] = []
+    try:
+        for index, tier in enumerate(config.secondary_tiers):
+            opened.append(await _open_tier(index, tier, mapper, config.row_bytes))
+    except BaseException:
+        closings = [tier.backend.aclose(config.limits.close_s) for tier in opened]
+        await asyncio.shield(asyncio.gather(*closings, return_exceptions=True))
+        raise
+    return opened
+
+
+async def _open_tier(index: int, tier: TierConfig, mapper: FileMapper, row_bytes: int) -> RunnerTier:
+    options = tier_options(tier, f"secondary_tiers[{index}]")
+    backend = await backend_class(tier.type).open(options, TierContext(tier.name, mapper, row_bytes))
+    limits = tier.limits
+    return RunnerTier(
+        tier.name,
+        backend,
+        limits.deadline_s,
+        Budget(limits.load_bytes_in_flight, limits.load_chunks_in_flight),
+        Budget(limits.store_bytes_in_flight, limits.store_chunks_in_flight),
+    )
