@@ -5,7 +5,7 @@ and for the tiers' budgets, `fetch` for chunks that are on their way. Both may b
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
 from types import TracebackType
@@ -103,7 +103,7 @@ class TieringOffloadingManager(SteppedManager):
     @asynccontextmanager
     async def fetch(
         self, keys: Sequence[OffloadKey], *, request_id: str | None = None
-    ) -> AsyncIterator[Sequence[memoryview]]:
+    ) -> AsyncGenerator[Sequence[memoryview]]:
         """Have the longest leading run of `keys` that is anywhere brought into the primary, and lend it.
 
         Gives read-only views, one a key and each `chunk_bytes` long, valid inside the `async with` and released after
@@ -223,7 +223,7 @@ class TieringOffloadingManager(SteppedManager):
         await asyncio.shield(self._progress)
 
     @asynccontextmanager
-    async def _one(self, request_id: str | None) -> AsyncIterator[Request]:
+    async def _one(self, request_id: str | None) -> AsyncGenerator[Request]:
         """Give the caller's request, or one for this call alone."""
         self._check_open()
         if request_id is not None:
