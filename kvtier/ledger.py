@@ -94,6 +94,7 @@ class Ledger:
         )
         self.counters = LedgerCounters()
         self.promoting = True  # False between a reset and the engine's word that its workers have flushed.
+        self.runner_up = True
         self._events = events
         self._now = 0.0
         self._looking: list[Request] = []  # Requests with hits in this step.
@@ -111,10 +112,12 @@ class Ledger:
         """Settle what a message says was done."""
         match message:
             case RunnerLost():
+                self.runner_up = False
                 self.inbox.lose(self._now)
             case RunnerGone():
                 self.inbox.gone(message.epoch)
             case RunnerBack():
+                self.runner_up = True
                 self.transfers.epoch = message.epoch
             case _:
                 self.inbox.apply(message, self._now)
@@ -169,7 +172,7 @@ class Ledger:
         row = self.primary.filling.get(key)
         if row is not None:
             return self._wait_for(row, request)
-        if not self.promoting or request.promotions.get(key, 0) >= PROMOTIONS_MAX:
+        if not (self.promoting and self.runner_up) or request.promotions.get(key, 0) >= PROMOTIONS_MAX:
             return self._miss(key, request, ())
         mask = self.where.mask.get(key, 0)
         asked: list[Tier] = []
@@ -286,8 +289,12 @@ class Ledger:
         if published and self._events is not None:
             self._events.add(Event(EventKind.STORED, PRIMARY_NAME, published))
         for tier in self.tiers:
-            if request.matchers is None or request.allows(tier.spec):
+            if not request.allows(tier.spec):
+                continue
+            if self.runner_up:
                 self.outbox.cascade(published, tier, self._now)
+            else:
+                tier.counters.drop("runner", len(published))
 
     # The whole.
 

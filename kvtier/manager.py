@@ -167,7 +167,8 @@ class TieringOffloadingManager(SteppedManager):
         else:
             abandoned = await asyncio.get_running_loop().run_in_executor(None, self._bridge.close, seconds)
         self._stir()
-        return self._free(abandoned)
+        self._free()
+        return abandoned
 
     async def __aenter__(self) -> Self:
         return self

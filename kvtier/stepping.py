@@ -180,7 +180,9 @@ class SteppedManager:
             return 0
         self.drain(deadline_s)
         self._closed = True
-        return self._free(self._bridge.close(self._deadline(deadline_s)))
+        abandoned = self._bridge.close(self._deadline(deadline_s))
+        self._free()
+        return abandoned
 
     def _reset(self) -> bool:
         clean = not self.ledger.transfers.under_way
@@ -189,12 +191,10 @@ class SteppedManager:
             request.storing = 0
         return clean
 
-    def _free(self, abandoned: int) -> int:
-        """Give the rows' memory back, unless something may still use it."""
+    def _free(self) -> None:
+        """Give the rows' memory back; what is still lent keeps it until it lets go."""
         self._requests.clear()
-        if not abandoned:
-            self.region.close()
-        return abandoned
+        self.region.close()
 
     def _deadline(self, deadline_s: float | None) -> float:
         return self.config.limits.close_s if deadline_s is None else deadline_s
