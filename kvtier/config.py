@@ -15,7 +15,7 @@ from kvtier.errors import ConfigError
 from kvtier.fields import Checked, decode, struct_fields
 from kvtier.namespace import Namespace
 from kvtier.registry import backend_class
-from kvtier.units import Count, Duration, PositiveDuration, PositiveSize, Share, Size
+from kvtier.units import Count, Duration, Index, PositiveDuration, PositiveSize, Share, Size
 
 __all__ = [
     "Checked",
@@ -23,6 +23,7 @@ __all__ = [
     "Duration",
     "EngineConfig",
     "EngineLimits",
+    "Index",
     "PositiveDuration",
     "PositiveSize",
     "Share",
@@ -192,7 +193,5 @@ def _named(tiers: tuple[TierConfig, ...]) -> tuple[TierConfig, ...]:
     names = [PRIMARY_NAME, *(tier.name for tier in named)]
     for index, tier in enumerate(named):
         if tier.name in names[: index + 1]:
-            raise ConfigError(
-                f"secondary_tiers[{index}].name: {tier.name!r} is another tier's name; a new one accepted"
-            )
+            raise ConfigError(f"secondary_tiers[{index}].name: {tier.name!r} given, a name of its own accepted")
     return named

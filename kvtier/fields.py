@@ -7,6 +7,7 @@ the whole at once, but its messages leave out what would be accepted, and the ke
 import difflib
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 from functools import cache
 from types import NoneType, UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
@@ -185,6 +186,10 @@ def _is_struct(bare: Any) -> TypeGuard[type[msgspec.Struct]]:
     return isinstance(bare, type) and issubclass(bare, msgspec.Struct)
 
 
+def _is_enum(bare: Any) -> TypeGuard[type[Enum]]:
+    return isinstance(bare, type) and issubclass(bare, Enum)
+
+
 def _is_table(given: object) -> TypeGuard[Mapping[Any, Any]]:
     return isinstance(given, Mapping)
 
@@ -231,7 +236,9 @@ def _accepted(kind: Any) -> str:
     if _is_struct(bare) or origin is dict:
         return "a table of fields"
     if origin in (tuple, list):
-        return f"a list, each element {_accepted(arguments[0])}" if arguments else "a list"
+        return f"a list{_bounds(kind)}" + (f", each element {_accepted(arguments[0])}" if arguments else "")
+    if _is_enum(bare):
+        return " or ".join(repr(member.value) for member in bare)
     names = {str: "text", int: "an integer", float: "a number", bool: "true or false", NoneType: "nothing"}
     return names.get(bare, getattr(bare, "__name__", str(bare))) + _bounds(kind)
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from kvtier.errors import ConfigError
 from kvtier.fields import Checked
 from kvtier.keys import GROUP_BYTES, OffloadKey
-from kvtier.units import Count, PositiveSize
+from kvtier.units import Count, Index, PositiveSize
 
 Attention = Literal["full_attention", "sliding_window", "chunked_local", "mla", "mamba", "other"]
 
@@ -47,7 +47,7 @@ class Namespace(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     pp_size: Count = 1
     pcp_size: Count = 1
     dcp_size: Count = 1
-    rank: int = 0
+    rank: Index = 0
     dtype: str = "bfloat16"  # Of the KV cache, which need not be the model's.
     kv_cache_groups: tuple[Group, ...] = ()
     inference_engine: str = "vllm"
@@ -78,8 +78,6 @@ class Namespace(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
             raise ConfigError("model_name: '' given, a name accepted: without one, two models would share their chunks")
         if "\0" in self.model_name:
             raise ConfigError(f"model_name: {self.model_name!r} given, a name without NUL bytes accepted")
-        if self.rank < 0:
-            raise ConfigError(f"rank: {self.rank} given, an integer of at least 0 accepted")
         name_bytes = len(f"{_safe(self.model_name)}_{'0' * DIGEST_CHARACTERS}_r{self.rank}".encode())
         if name_bytes > NAME_BYTES_MAX:
             raise ConfigError(

@@ -42,16 +42,21 @@ def _target(type_name: str) -> str:
         return _BUILT_IN[type_name]
     if ":" in type_name:
         return type_name
-    found = {point.value: point for point in entry_points(group=ENTRY_POINT_GROUP, name=type_name)}
+    found = {_class_of(point): point for point in entry_points(group=ENTRY_POINT_GROUP, name=type_name)}
     if not found:
         known = known_types()
         close = difflib.get_close_matches(type_name, known, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(f'{type_name!r} is no tier type; {hint}Known: {", ".join(known)}, or "module:Class"')
     if len(found) > 1:
-        claims = ", ".join(sorted(f"{value} ({_distribution(point)})" for value, point in found.items()))
+        claims = ", ".join(sorted(f"{target} ({_distribution(point)})" for target, point in found.items()))
         raise ConfigError(f"tier type {type_name!r} is claimed by {claims}: write out the one that is meant")
     return next(iter(found))
+
+
+def _class_of(point: EntryPoint) -> str:
+    """Return an entry point's `module:Class`, without spaces and the extras that old build tools append."""
+    return "".join(point.value.partition("[")[0].split())
 
 
 def _distribution(point: EntryPoint) -> str:

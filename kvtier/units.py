@@ -79,6 +79,9 @@ Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
 """How many of something, at least one."""
 
+Index = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+"""Which one of several, from zero."""
+
 
 def unit_of(meta: msgspec.Meta) -> Unit | None:
     """Return how text is read for an annotation of this module; None for any other."""
