@@ -1,0 +1,134 @@
+"""An LLM engine's KV cache, tiered over host memory, file systems and slower tiers: kvtier's public names.
+
+Each is imported when it is first used: `import kvtier` alone costs next to nothing, and loads neither a tier nor torch.
+"""
+
+TYPE_CHECKING = False  # As type checkers know it by name; importing `typing` would take longer than all the rest.
+if TYPE_CHECKING:
+    from kvtier.backend import (
+        Abandoned,
+        Added,
+        Backend,
+        Durability,
+        Inventory,
+        InventoryEvent,
+        Measured,
+        Occupancy,
+        Outcome,
+        Read,
+        Removed,
+        ScanDone,
+        TierContext,
+        Write,
+    )
+    from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits, decode, load_config
+    from kvtier.errors import (
+        BackendClosed,
+        BackendError,
+        BackendUnavailable,
+        BlockCorrupt,
+        BlockError,
+        BlockMissing,
+        ConfigError,
+        EngineClosed,
+        KVTierError,
+        NoSpace,
+        RunnerDied,
+        TraceError,
+        TransferFailed,
+    )
+    from kvtier.events import Event, EventKind
+    from kvtier.keys import OffloadKey, chunk_hash, group_index, make_offload_key
+    from kvtier.ledger import LookupResult, StorePlan
+    from kvtier.manager import TieringOffloadingManager
+    from kvtier.namespace import FileMapper, Group, Namespace
+    from kvtier.policies.base import Policy
+    from kvtier.tier import TierMatcher
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Abandoned",
+    "Added",
+    "Backend",
+    "BackendClosed",
+    "BackendError",
+    "BackendUnavailable",
+    "BlockCorrupt",
+    "BlockError",
+    "BlockMissing",
+    "ConfigError",
+    "Durability",
+    "EngineClosed",
+    "EngineConfig",
+    "EngineLimits",
+    "Event",
+    "EventKind",
+    "FileMapper",
+    "Group",
+    "Inventory",
+    "InventoryEvent",
+    "KVTierError",
+    "LookupResult",
+    "Measured",
+    "Namespace",
+    "NoSpace",
+    "Occupancy",
+    "OffloadKey",
+    "Outcome",
+    "Policy",
+    "Read",
+    "Removed",
+    "RunnerDied",
+    "ScanDone",
+    "StorePlan",
+    "TierConfig",
+    "TierContext",
+    "TierLimits",
+    "TierMatcher",
+    "TieringOffloadingManager",
+    "TraceError",
+    "TransferFailed",
+    "Write",
+    "__version__",
+    "chunk_hash",
+    "decode",
+    "group_index",
+    "load_config",
+    "make_offload_key",
+]
+
+_NAMES_BY_MODULE = {
+    "kvtier.backend": (
+        "Abandoned Added Backend Durability Inventory InventoryEvent Measured Occupancy Outcome Read Removed ScanDone "
+        "TierContext Write"
+    ),
+    "kvtier.config": "EngineConfig EngineLimits TierConfig TierLimits decode load_config",
+    "kvtier.errors": (
+        "BackendClosed BackendError BackendUnavailable BlockCorrupt BlockError BlockMissing ConfigError EngineClosed "
+        "KVTierError NoSpace RunnerDied TraceError TransferFailed"
+    ),
+    "kvtier.events": "Event EventKind",
+    "kvtier.keys": "OffloadKey chunk_hash group_index make_offload_key",
+    "kvtier.ledger": "LookupResult StorePlan",
+    "kvtier.manager": "TieringOffloadingManager",
+    "kvtier.namespace": "FileMapper Group Namespace",
+    "kvtier.policies.base": "Policy",
+    "kvtier.tier": "TierMatcher",
+}
+
+
+if not TYPE_CHECKING:  # Type checkers would take every name for one that there is.
+
+    def __getattr__(name: str) -> object:
+        for module_name, names in _NAMES_BY_MODULE.items():
+            if name in names.split():
+                from importlib import import_module
+
+                globals()[name] = getattr(import_module(module_name), name)
+                return globals()[name]
+        raise AttributeError(f"module 'kvtier' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
