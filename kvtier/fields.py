@@ -6,21 +6,18 @@ the whole at once, but its messages leave out what would be accepted, and the ke
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from enum import Enum
+from collections.abc import Iterable
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, TypeGuard, TypeVar, Union, get_args, get_origin
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin
 
 import msgspec
 from msgspec.structs import FieldInfo, force_setattr
 
+from kvtier.annotations import accepted, is_list, is_struct, is_table, shown, unwrapped
 from kvtier.errors import ConfigError
-from kvtier.units import Unit, unit_of
 
 S = TypeVar("S", bound=msgspec.Struct)
-
-SHOWN_CHARACTERS_MAX = 80  # Of a given value in a message: enough to find it, and it stays on the line.
 
 
 class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -70,7 +67,7 @@ def _struct(cls: type[S], given: object, path: str, siblings: tuple[str, ...] = 
         if field.required and name not in table:
             close = difflib.get_close_matches(name, set(_table(given, path)) - fields.keys(), n=1)
             hint = f" (did you mean it by {close[0]!r}?)" if close else ""
-            raise ConfigError(f"{_join(path, name)}: missing, {_accepted(field.type)} required{hint}")
+            raise ConfigError(f"{_join(path, name)}: missing, {accepted(field.type)} required{hint}")
     rest = _rest(cls)  # Its keys were written beside the fields, so that is where a message places them.
     paths = {key: path if key == rest else _join(path, key) for key in table}
     values = {fields[key].name: _value(fields[key].type, value, paths[key]) for key, value in table.items()}
@@ -103,10 +100,10 @@ def _rest(cls: type[msgspec.Struct]) -> str | None:
 
 def _value(kind: Any, given: Any, path: str) -> Any:
     """Make a value of the annotation `kind`, or say at `path` what is wrong with it."""
-    bare, unit = _unwrapped(kind)
+    bare, unit = unwrapped(kind)
     if get_origin(bare) in (Union, UnionType):
         return _one_of(bare, given, path)
-    if _is_struct(bare):
+    if is_struct(bare):
         return _struct(bare, given, path)
     if bare is Any:
         return _plain(given, path)
@@ -137,65 +134,40 @@ def _one_of(union: Any, given: Any, path: str) -> Any:
 def _elements(bare: Any, given: Any, path: str) -> Any:
     """Make the elements of a list, a tuple or a dict one by one, so that a mistake in one of them has its own path."""
     origin, arguments = get_origin(bare), get_args(bare)
-    if _is_list(given) and (origin is list or (origin is tuple and arguments[1:] == (...,))):
+    if is_list(given) and (origin is list or (origin is tuple and arguments[1:] == (...,))):
         return [_value(arguments[0], element, f"{path}[{index}]") for index, element in enumerate(given)]
-    if _is_table(given) and origin is dict and arguments[0] is str:
+    if is_table(given) and origin is dict and arguments[0] is str:
         return {key: _value(arguments[1], value, _join(path, key)) for key, value in _table(given, path).items()}
     return given
 
 
 def _plain(given: Any, path: str) -> Any:
     """Make a value of builtin types that JSON and msgpack can carry to another process."""
-    if _is_table(given):
+    if is_table(given):
         return {key: _plain(value, _join(path, key)) for key, value in _table(given, path).items()}
-    if _is_list(given):
+    if is_list(given):
         return [_plain(element, f"{path}[{index}]") for index, element in enumerate(given)]
     if given is None or isinstance(given, bool):
         return given
     if isinstance(given, int) and not -(1 << 63) <= given < 1 << 64:
-        raise ConfigError(f"{path}: {_shown(given)} given, an integer of at most 64 bits accepted")
+        raise ConfigError(f"{path}: {shown(given)} given, an integer of at most 64 bits accepted")
     if isinstance(given, float) and not math.isfinite(given):
-        raise ConfigError(f"{path}: {_shown(given)} given, a finite number accepted")
+        raise ConfigError(f"{path}: {shown(given)} given, a finite number accepted")
     if isinstance(given, str) and not given.isascii() and any("\ud800" <= letter <= "\udfff" for letter in given):
-        raise ConfigError(f"{path}: {_shown(given)} given, text that UTF-8 can encode accepted")
+        raise ConfigError(f"{path}: {shown(given)} given, text that UTF-8 can encode accepted")
     if not isinstance(given, int | float | str):
-        raise ConfigError(f"{path}: {_shown(given)} given, text, a number, true, false, a list or a table accepted")
+        raise ConfigError(f"{path}: {shown(given)} given, text, a number, true, false, a list or a table accepted")
     return given
 
 
 def _table(given: object, path: str) -> dict[str, Any]:
-    if not _is_table(given):
-        raise ConfigError(f"{path + ': ' if path else ''}{_shown(given)} given, a table of fields accepted")
+    if not is_table(given):
+        raise ConfigError(f"{path + ': ' if path else ''}{shown(given)} given, a table of fields accepted")
     for key in given:
         if not isinstance(key, str):
-            raise ConfigError(f"{_join(path, str(key))}: {_shown(key)} given as a field's name, text accepted")
+            raise ConfigError(f"{_join(path, str(key))}: {shown(key)} given as a field's name, text accepted")
         _plain(key, _join(path, repr(key)))
     return dict(given)
-
-
-def _unwrapped(kind: Any) -> tuple[Any, Unit | None]:
-    """Take the annotation's metadata off, and return the unit that it names, if any."""
-    if get_origin(kind) is not Annotated:
-        return kind, None
-    bare, *metadata = get_args(kind)
-    units = [unit for meta in metadata if isinstance(meta, msgspec.Meta) and (unit := unit_of(meta)) is not None]
-    return bare, units[-1] if units else None
-
-
-def _is_struct(bare: Any) -> TypeGuard[type[msgspec.Struct]]:
-    return isinstance(bare, type) and issubclass(bare, msgspec.Struct)
-
-
-def _is_enum(bare: Any) -> TypeGuard[type[Enum]]:
-    return isinstance(bare, type) and issubclass(bare, Enum)
-
-
-def _is_table(given: object) -> TypeGuard[Mapping[Any, Any]]:
-    return isinstance(given, Mapping)
-
-
-def _is_list(given: object) -> TypeGuard[Sequence[Any]]:
-    return isinstance(given, list | tuple)
 
 
 def _join(path: str, key: str) -> str:
@@ -203,63 +175,10 @@ def _join(path: str, key: str) -> str:
 
 
 def _refusal(path: str, given: object, kind: Any) -> str:
-    return f"{path}: {_shown(given)} given, {_accepted(kind)} accepted"
+    return f"{path}: {shown(given)} given, {accepted(kind)} accepted"
 
 
 def _unknown(path: str, key: str, known: list[str]) -> str:
     close = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{path}: no such field; {hint}Known here: {', '.join(sorted(known))}"
-
-
-def _shown(given: object) -> str:
-    if _is_table(given):
-        return "a table"
-    if _is_list(given):
-        return "a list"
-    if isinstance(given, bool | NoneType):
-        return {True: "true", False: "false", None: "nothing"}[given]
-    text = repr(given)
-    return text if len(text) <= SHOWN_CHARACTERS_MAX else text[: SHOWN_CHARACTERS_MAX - 1] + "…"
-
-
-def _accepted(kind: Any) -> str:
-    """Say in words what an annotation takes."""
-    bare, unit = _unwrapped(kind)
-    origin, arguments = get_origin(bare), get_args(bare)
-    if unit is not None:
-        return f"{unit.accepted}{_bounds(kind)}"
-    if origin in (Union, UnionType):
-        return " or ".join(_accepted(member) for member in arguments)
-    if origin is Literal:
-        return " or ".join(repr(choice) for choice in arguments)
-    if _is_struct(bare) or origin is dict:
-        return "a table of fields"
-    if origin in (tuple, list):
-        return f"a list{_bounds(kind)}" + (f", each element {_accepted(arguments[0])}" if arguments else "")
-    if _is_enum(bare):
-        return " or ".join(repr(member.value) for member in bare)
-    names = {str: "text", int: "an integer", float: "a number", bool: "true or false", NoneType: "nothing"}
-    return names.get(bare, getattr(bare, "__name__", str(bare))) + _bounds(kind)
-
-
-def _bounds(kind: Any) -> str:
-    """Say between which limits an annotated number, text or list must lie."""
-    metas = [meta for meta in get_args(kind)[1:] if isinstance(meta, msgspec.Meta)]
-    words = {
-        "ge": "at least",
-        "gt": "more than",
-        "le": "at most",
-        "lt": "less than",
-        "multiple_of": "a multiple of",
-        "min_length": "of length at least",
-        "max_length": "of length at most",
-        "pattern": "matching",
-    }
-    found = [
-        f"{word} {limit:,}" if isinstance(limit, int | float) else f"{word} {limit}"
-        for meta in metas
-        for name, word in words.items()
-        if (limit := getattr(meta, name)) is not None
-    ]
-    return f", {' and '.join(found)}" if found else ""

@@ -123,6 +123,7 @@ MISTAKES: list[tuple[object, str]] = [
     ({"share": float("nan")}, "share: nan given, a number, more than 0"),
     ({"count": 0}, "count: 0 given, an integer, at least 1 and at most 2,147,483,647 accepted"),
     ({"count": 1.0}, "count: 1.0 given, an integer"),
+    ({"count": 10**5_000}, "count: an integer of 16,610 bits given, an integer, at least 1"),
     ({"count": True}, "count: true given, an integer"),
     ({"count": "3"}, "count: '3' given, an integer"),
     ({"flag": 1}, "flag: 1 given, true or false accepted"),
