@@ -2,6 +2,7 @@ import asyncio
 import random
 import threading
 import time
+from functools import partial
 
 import pytest
 
@@ -111,23 +112,25 @@ def test_a_sleep_for_ever_is_a_deadlock():
         virtual_time.run(asyncio.sleep(float("inf")))
 
 
-def test_polling_for_ever_is_a_deadlock(monkeypatch):
+def test_polling_for_ever_is_a_deadlock():
     async def poll():
         while True:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
-    monkeypatch.setattr(virtual_time, "ITERATIONS_AT_ONE_MOMENT_MAX", 1_000)
-    with pytest.raises(Deadlock, match="something polls"):
-        virtual_time.run(poll())
+    with (
+        pytest.raises(Deadlock, match="something polls"),
+        asyncio.Runner(loop_factory=partial(VirtualTimeLoop, iterations_at_one_moment_max=1_000)) as runner,
+    ):
+        runner.run(poll())
 
 
-def test_polling_while_time_moves_is_none(monkeypatch):
+def test_polling_while_time_moves_is_none():
     async def poll():
         for _ in range(5_000):
             await asyncio.sleep(0.001)
 
-    monkeypatch.setattr(virtual_time, "ITERATIONS_AT_ONE_MOMENT_MAX", 1_000)
-    virtual_time.run(poll())
+    with asyncio.Runner(loop_factory=partial(VirtualTimeLoop, iterations_at_one_moment_max=1_000)) as runner:
+        runner.run(poll())
 
 
 def test_a_thread_is_refused():

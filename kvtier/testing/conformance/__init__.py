@@ -1,0 +1,61 @@
+"""The promises of `kvtier.backend`, as tests that any tier can be held to.
+
+Subclass what your tier offers, in a module that pytest collects, and give it open, empty tiers:
+
+    from kvtier.testing.conformance import BackendConformance, tier_context
+
+    class TestMyTier(BackendConformance):
+        @pytest_asyncio.fixture
+        async def backend(self, tmp_path):
+            tier = await MyTier.open(MyOptions(root=str(tmp_path)), tier_context(self.chunk_bytes))
+            yield tier
+            await tier.aclose(deadline_s=10)
+
+- `BackendConformance`: every tier.
+- `DurableBackendConformance`: tiers that keep chunks when they are closed. Fixture `reopen`: an async function without
+  arguments that closes the open tier, if there is one, opens one over what it left, and returns it.
+- `NamespacedConformance`: tiers that two models can share. Fixture `neighbour`: a tier over the storage of `backend`,
+  opened with `tier_context(self.chunk_bytes, model_name="other")`.
+- `InventoryConformance`, `MeasuredConformance`: tiers that offer `Inventory`, `Measured`.
+- `BoundedConformance`: tiers that offer `Measured` and have a capacity. Fixture `small`: a tier with room for
+  `room_chunks` chunks; `backend` is not needed.
+
+Every test opens its tier anew: fixtures have function scope. `chunk_bytes` (16,384) is the length of a row and may be
+overridden in the class, as may `settle_s`, how long a test gives a thread that should be gone to show itself.
+
+Needs pytest, pytest-asyncio (in either mode) and blockbuster: the extra `kvtier[test]`. It needs no network, no root,
+and no fixture of kvtier's own. Chunks identify themselves in every 32 bytes, so a failed comparison says whose bytes
+were found where.
+"""
+
+import pytest
+
+# Before they are imported, or third parties would see bare AssertionErrors.
+pytest.register_assert_rewrite(
+    *(
+        f"{__name__}.{module}"
+        for module in (
+            *("lender", "promises", "roundtrip", "batches", "deleting", "concurrency", "cancellation", "manners"),
+            *("ending", "suite", "durable", "namespaces", "inventory", "measured", "bounded"),
+        )
+    )
+)
+
+from kvtier.testing.conformance.bounded import BoundedConformance  # noqa: E402
+from kvtier.testing.conformance.durable import DurableBackendConformance  # noqa: E402
+from kvtier.testing.conformance.inventory import InventoryConformance  # noqa: E402
+from kvtier.testing.conformance.lender import Lender, tier_context  # noqa: E402
+from kvtier.testing.conformance.measured import MeasuredConformance  # noqa: E402
+from kvtier.testing.conformance.namespaces import NamespacedConformance  # noqa: E402
+from kvtier.testing.conformance.suite import BackendConformance  # noqa: E402
+
+__all__ = [
+    "BackendConformance",
+    "BoundedConformance",
+    "DurableBackendConformance",
+    "InventoryConformance",
+    "Lender",
+    "MeasuredConformance",
+    "NamespacedConformance",
+    "tier_context",
+]

@@ -1,0 +1,142 @@
+"""What the suites lend to a tier: page-aligned rows between guards, holding chunks that say whose they are."""
+
+import mmap
+from collections.abc import Sequence
+from functools import lru_cache
+from hashlib import blake2b
+
+from kvtier.backend import Backend, Outcome, Read, TierContext, Write
+from kvtier.keys import OffloadKey, make_offload_key
+from kvtier.namespace import FileMapper, Namespace
+
+PART_BYTES = 32  # Of a chunk: 24 that only its key and version have, and 8 that say which part it is.
+GUARD = b"\x5a"
+FRESH = b"\xa5"  # What a row is full of before anything is loaded into it.
+
+
+def tier_context(chunk_bytes: int, *, name: str = "0:tested", model_name: str = "conformance") -> TierContext:
+    """Make what a tier under test is opened with."""
+    return TierContext(name, FileMapper(Namespace(model_name=model_name)), chunk_bytes)
+
+
+def key_of(number: int, group: int = 0) -> OffloadKey:
+    """Make a key as an engine makes them: 32 bytes of hash, and a group."""
+    return make_offload_key(blake2b(number.to_bytes(8, "big"), digest_size=32).digest(), group)
+
+
+def keys_of(count: int, start: int = 0) -> list[OffloadKey]:
+    return [key_of(number) for number in range(start, start + count)]
+
+
+def label(key: OffloadKey, version: int = 0) -> str:
+    """Name the chunk that `chunk` makes."""
+    return f"{key.hex()} v{version}"
+
+
+@lru_cache(maxsize=512)
+def chunk(key: OffloadKey, version: int, size_bytes: int) -> bytes:
+    """Make a chunk whose every part differs from every part of every other chunk."""
+    tag = _tag(key, version)
+    parts = b"".join(tag + index.to_bytes(8, "big") for index in range(-(-size_bytes // PART_BYTES)))
+    return parts[:size_bytes]
+
+
+def _tag(key: OffloadKey, version: int) -> bytes:
+    return blake2b(version.to_bytes(8, "big") + key, digest_size=PART_BYTES - 8).digest()
+
+
+class Lender:
+    """Owns rows as the primary does: lends them, looks at them, and wants them back."""
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self.chunk_bytes = chunk_bytes
+        self._lent: list[tuple[mmap.mmap, list[slice]]] = []
+        self._labels_of_tags: dict[bytes, str] = {}
+        self._labels_of_chunks: dict[bytes, str] = {FRESH * chunk_bytes: "untouched"}
+
+    def rows(self, count: int, size_bytes: int | None = None) -> list[memoryview]:
+        """Map rows, one chunk long if not told otherwise, with guards around each. Nothing here keeps the views."""
+        length = self.chunk_bytes if size_bytes is None else size_bytes
+        guard_bytes = self.chunk_bytes
+        stride = guard_bytes + -(-length // mmap.PAGESIZE) * mmap.PAGESIZE
+        mapping = mmap.mmap(-1, count * stride + guard_bytes)
+        mapping[:] = GUARD * len(mapping)
+        places = [slice(guard_bytes + index * stride, guard_bytes + index * stride + length) for index in range(count)]
+        self._lent.append((mapping, places))
+        whole = memoryview(mapping)
+        for place in places:
+            whole[place] = FRESH * length
+        return [whole[place] for place in places]
+
+    def writes(self, keys: Sequence[OffloadKey], version: int = 0) -> list[Write]:
+        """Lend rows that hold these keys' chunks."""
+        writes = [Write(key, row) for key, row in zip(keys, self.rows(len(keys)), strict=True)]
+        for key, block in writes:
+            block[:] = self.chunk(key, version)
+        return writes
+
+    def reads(self, keys: Sequence[OffloadKey]) -> list[Read]:
+        """Lend rows to load these keys' chunks into."""
+        return [Read(key, row) for key, row in zip(keys, self.rows(len(keys)), strict=True)]
+
+    def chunk(self, key: OffloadKey, version: int = 0) -> bytes:
+        """Make a chunk, and know it again."""
+        block = chunk(key, version, self.chunk_bytes)
+        self._labels_of_tags[_tag(key, version)] = self._labels_of_chunks[block] = label(key, version)
+        return block
+
+    def identify(self, row: memoryview) -> str:
+        """Name the chunk that a row holds, all of it; or say which bytes are whose."""
+        found = bytes(row)
+        if found in self._labels_of_chunks:
+            return self._labels_of_chunks[found]
+        whose = [self._whose(found, start) for start in range(0, len(found), PART_BYTES)]
+        changes = [0, *(index for index in range(1, len(whose)) if whose[index] != whose[index - 1])]
+        return "no chunk: " + ", ".join(f"from byte {index * PART_BYTES:,} {whose[index]}" for index in changes[:8])
+
+    def _whose(self, found: bytes, start: int) -> str:
+        part = found[start : start + PART_BYTES]
+        name = self._labels_of_tags.get(part[: PART_BYTES - 8])
+        if name is not None and part[PART_BYTES - 8 :] == (start // PART_BYTES).to_bytes(8, "big"):
+            return name
+        if part == FRESH * len(part):
+            return "untouched"
+        return f"{name}, but another part" if name is not None else f"unknown bytes {part[:4].hex()}…"
+
+    def told(self, reads: Sequence[Read], outcomes: Sequence[Outcome]) -> list[str]:
+        """Name for each read the chunk that came, or the error that was its outcome."""
+        assert len(outcomes) == len(reads), "one outcome for each place of the batch"
+        return [
+            self.identify(read.into) if outcome is None else type(outcome).__name__
+            for read, outcome in zip(reads, outcomes, strict=True)
+        ]
+
+    async def keep(self, backend: Backend, keys: Sequence[OffloadKey], version: int = 0) -> None:
+        """Store these keys' chunks, and insist that all of them were."""
+        outcomes = await backend.store(self.writes(keys, version))
+        assert list(outcomes) == [None] * len(keys)
+
+    async def recall(self, backend: Backend, keys: Sequence[OffloadKey]) -> list[str]:
+        """Load these keys, and name what came."""
+        reads = self.reads(keys)
+        return self.told(reads, await backend.load(reads))
+
+    def guards_are_intact(self) -> bool:
+        """Say whether nothing was written outside of the rows."""
+        for mapping, places in self._lent:
+            ends = [0, *(place.stop for place in places)]
+            starts = [*(place.start for place in places), len(mapping)]
+            for end, start in zip(ends, starts, strict=True):
+                if mapping[end:start] != GUARD * (start - end):
+                    return False
+        return True
+
+    def take_back(self) -> bool:
+        """Unmap all rows; False if somebody still has a view of one."""
+        try:
+            while self._lent:
+                self._lent[-1][0].close()
+                self._lent.pop()
+        except BufferError:
+            return False
+        return True
