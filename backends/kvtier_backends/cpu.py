@@ -1,0 +1,115 @@
+"""The primary's host memory as a worker needs it: torch views of a region's rows, pinned for the GPU's copy engines.
+
+The one part of host memory that knows torch, and injected where it is needed: only workers, which copy to and from a
+GPU, make one and pin; an engine's owner and its runner see the same rows as bytes and never touch CUDA.
+"""
+
+import ctypes
+import logging
+import os
+from types import TracebackType
+from typing import Protocol, Self, SupportsInt, cast
+
+import torch
+
+from kvtier.region import Region, RowLayout
+
+PIN_SLICE_BYTES = 4 << 30  # Drivers limit one registration, and a second of work is undone if it fails.
+_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of this process.
+
+logger = logging.getLogger(__name__)
+
+
+class HostRegister(Protocol):
+    """The part of the CUDA runtime that pins memory, as `torch.cuda.cudart()` has it; each call returns a cudaError."""
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int, /) -> SupportsInt: ...  # noqa: N802
+    def cudaHostUnregister(self, address: int, /) -> SupportsInt: ...  # noqa: N802
+
+
+def cuda_runtime() -> HostRegister | None:
+    """Return what pins memory here, initialising CUDA; None where there is no CUDA device."""
+    if not torch.cuda.is_available():
+        return None
+    return cast("HostRegister", torch.cuda.cudart())  # type: ignore[no-untyped-call]
+
+
+class CpuMemory:
+    """Views of a region's rows as torch.int8 tensors, zero-copy, each of which keeps the memory mapped.
+
+    With `pin_with` (a worker passes `cuda_runtime()`) the rows are pinned; where that fails they are not, which is
+    logged and makes copies slower, not wrong.
+    """
+
+    def __init__(
+        self, region: Region, *, pin_with: HostRegister | None = None, pin_slice_bytes: int = PIN_SLICE_BYTES
+    ) -> None:
+        self.rows = torch.frombuffer(region.view, dtype=torch.int8).view(region.rows, region.row_bytes)
+        self._pin_with = pin_with
+        self._pinned: list[int] = []  # Addresses, one for each slice.
+        if pin_with is not None:
+            self._pin(pin_with, pin_slice_bytes)
+
+    @property
+    def pinned(self) -> bool:
+        return bool(self._pinned)
+
+    def row(self, index: int) -> torch.Tensor:
+        """Return one row, of shape (row_bytes,)."""
+        return self.rows[index]
+
+    def slots(self, layout: RowLayout, worker: int) -> torch.Tensor:
+        """Return a worker's slot of every row, of shape (rows, slot_bytes) and strides (row_bytes, 1)."""
+        assert layout.row_bytes == self.rows.shape[1], layout
+        return self.rows[:, layout.slot(worker)]
+
+    def close(self) -> None:
+        """Unpin the memory and let go of it. No copy may be under way. May be called again."""
+        if self._pin_with is not None:
+            self._unpin(self._pin_with)
+        self.rows = self.rows.new_empty((0, self.rows.shape[1]))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _pin(self, runtime: HostRegister, slice_bytes: int) -> None:
+        """Register the rows, slice by slice; undo all of it if one is refused."""
+        count, row_bytes = self.rows.shape
+        slice_rows = max(1, slice_bytes // row_bytes)  # Whole rows: a copy must not reach over two registrations.
+        for first in range(0, count, slice_rows):
+            part = self.rows[first : first + slice_rows]
+            code = int(runtime.cudaHostRegister(part.data_ptr(), part.numel(), _REGISTER_PORTABLE))
+            if code:
+                _forget_last_error()
+                reason = "Host memory stays unpinned, its copies slow: cudaHostRegister failed with %d at row %d of %d"
+                logger.warning(reason, code, first, count)
+                self._unpin(runtime)
+                return
+            self._pinned.append(part.data_ptr())
+
+    def _unpin(self, runtime: HostRegister) -> None:
+        while self._pinned:
+            code = int(runtime.cudaHostUnregister(self._pinned.pop()))
+            if code:
+                _forget_last_error()
+                logger.warning("cudaHostUnregister failed with error %d", code)
+
+
+def _forget_last_error() -> None:
+    """Clear what a failed call leaves in the CUDA runtime, where torch's next kernel launch would take it for its own.
+
+    torch does not offer the call, so it is made in the library that torch has loaded.
+    """
+    if torch.version.cuda is None:
+        return
+    try:
+        runtime = ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}", mode=os.RTLD_NOLOAD)
+    except OSError:
+        logger.debug("No shared CUDA runtime is loaded; its last error stays")
+    else:
+        runtime.cudaGetLastError()

@@ -1,0 +1,69 @@
+"""Real processes beside the test's own, real descriptors counted, and a name in real shared memory."""
+
+import os
+import shutil
+import subprocess
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+
+import kvtier
+
+Spawn = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def spawn() -> Iterator[Spawn]:
+    """Start `python -c script *args` with pipes, `pass_fds` kept open; whatever still runs at the end is killed."""
+    environment = os.environ | {"PYTHONPATH": str(Path(kvtier.__file__).parents[1])}
+
+    def start(script: str, *args: object, pass_fds: tuple[int, ...] = ()) -> "subprocess.Popen[str]":
+        command = [sys.executable, "-c", script, *map(str, args)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(command, env=environment, pass_fds=pass_fds, **pipes)
+        at_end.callback(_end, process)
+        return process
+
+    with ExitStack() as at_end:
+        yield start
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    with closing(process.stdin), closing(process.stdout):
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def shm_path() -> Iterator[str]:
+    """A path in a directory of the test's own in /dev/shm. What a test leaves there is removed, and fails the test."""
+    if not os.path.isdir("/dev/shm"):
+        pytest.skip("there is no /dev/shm")
+    directory = f"/dev/shm/kvtier-test-{uuid.uuid4().hex}"
+    os.mkdir(directory)
+    yield f"{directory}/region"
+    left = os.listdir(directory)
+    shutil.rmtree(directory)
+    assert not left
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of 1 MiB of memory."""
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)]
+    if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs is not permitted here")
+    yield tmp_path
+    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+
+
+@pytest.fixture
+def no_descriptor_left() -> Iterator[None]:
+    """Fail the test if it ends with a file descriptor more or less than it began with."""
+    before = set(os.listdir("/proc/self/fd"))
+    yield
+    assert set(os.listdir("/proc/self/fd")) == before
