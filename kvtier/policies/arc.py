@@ -15,7 +15,7 @@ from kvtier.policies.base import K, Policy
 class ARC(Policy[K]):
     """Keeps keys used once and keys used again in an order each; `capacity` ghosts of both say which deserves more.
 
-    What is kept at the cold end of an order is renewed there: it is in use.
+    What is kept at the cold end of an order is renewed in it: it is in use.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -55,8 +55,8 @@ class ARC(Policy[K]):
 
     def evict(self, count: int, keep: Callable[[K], bool], incoming: Sequence[K] = ()) -> list[K] | None:
         once, again = self._once, self._again
-        target, once_incoming = self._rebalanced(incoming)
-        once_surplus = max(0, math.ceil(len(once) + once_incoming - target))
+        target = self._rebalanced(incoming)
+        once_surplus = max(0, math.ceil(len(once) - target))
         once_victims = list(islice(filterfalse(keep, once), min(once_surplus, count)))
         again_victims = list(islice(filterfalse(keep, again), count - len(once_victims)))
         if len(once_victims) + len(again_victims) < count:  # Too few of one sort may go: the other makes up for it.
@@ -73,18 +73,16 @@ class ARC(Policy[K]):
         for key in keys:
             del (again if key in again else once)[key]
 
-    def _rebalanced(self, incoming: Sequence[K]) -> tuple[float, int]:
-        """Return what the target becomes with these keys, and how many of them will be used for the first time."""
-        target, once_incoming = self._once_target, 0
+    def _rebalanced(self, incoming: Sequence[K]) -> float:
+        """Return what the target becomes when these keys come: each ghost says that its sort was evicted too early."""
+        target = self._once_target
         once_ghosts, again_ghosts = self._once_ghosts, self._again_ghosts
         for key in incoming:
             if key in once_ghosts:
                 target = min(self._capacity, target + max(1.0, len(again_ghosts) / len(once_ghosts)))
             elif key in again_ghosts:
                 target = max(0.0, target - max(1.0, len(once_ghosts) / len(again_ghosts)))
-            else:
-                once_incoming += 1
-        return target, once_incoming
+        return target
 
     def _trim_ghosts(self) -> None:
         """Hold the paper's bounds: |T1| + |B1| <= capacity, and all four together <= twice the capacity."""

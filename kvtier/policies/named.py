@@ -1,7 +1,7 @@
 """Policies by name: built in, named by an installed distribution, or written out as `module:Class`."""
 
 import inspect
-from typing import Any, cast
+from typing import Any, TypeGuard
 
 from kvtier.errors import ConfigError
 from kvtier.plugins import find_class, known_names
@@ -30,10 +30,13 @@ def policy_class(name: str) -> type[Policy[Any]]:
     what that needs is not installed, and if it is no complete `Policy`.
     """
     found = find_class("policy", name, _BUILT_IN, ENTRY_POINT_GROUP)
-    if not (isinstance(found, type) and issubclass(found, Policy)):
+    if not _is_policy(found):
         raise ConfigError(f"policy {name!r}: {found!r} is no subclass of kvtier.policies.base.Policy")
-    policy = cast("type[Policy[Any]]", found)
-    if inspect.isabstract(policy):
-        lacking = ", ".join(sorted(policy.__abstractmethods__))
-        raise ConfigError(f"policy {name!r}: {policy.__name__} does not implement {lacking}")
-    return policy
+    if inspect.isabstract(found):
+        lacking = ", ".join(sorted(found.__abstractmethods__))
+        raise ConfigError(f"policy {name!r}: {found.__name__} does not implement {lacking}")
+    return found
+
+
+def _is_policy(found: object) -> TypeGuard[type[Policy[Any]]]:
+    return isinstance(found, type) and issubclass(found, Policy)

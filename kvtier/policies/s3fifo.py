@@ -16,7 +16,10 @@ _USES_FOR_MAIN = 2
 
 
 class S3FIFO(Policy[K]):
-    """Evicts from probation while that is over its share, else from main. What is kept in its turn counts as used."""
+    """Evicts from probation while that is over its share, else from main.
+
+    What is kept goes round its queue again; so, while all of probation is kept, a call looks at each of its keys once.
+    """
 
     def __init__(self, capacity: int) -> None:
         self._small_share = max(1, capacity // 10)
@@ -46,18 +49,19 @@ class S3FIFO(Policy[K]):
         pass
 
     def evict(self, count: int, keep: Callable[[K], bool], incoming: Sequence[K] = ()) -> list[K] | None:
-        evictable = islice(filterfalse(keep, chain(self._small, self._main)), count)
+        evictable = islice(filterfalse(keep, chain(self._main, self._small)), count)
         if sum(1 for _ in evictable) < count:
             return None
         victims: list[K] = []
-        main_is_kept = False
+        small_is_kept = main_is_kept = False
         while len(victims) < count:
-            if self._small and (main_is_kept or len(self._small) >= self._small_share):
-                victims += self._leave_probation(keep)
+            if main_is_kept or (len(self._small) >= self._small_share and not small_is_kept):
+                victim = self._small_victim(keep)
+                small_is_kept, main_is_kept = not victim, False  # Main may have got new keys.
             else:
                 victim = self._main_victim(keep)
-                victims += victim
                 main_is_kept = not victim
+            victims += victim
         return victims
 
     def remove(self, keys: Sequence[K]) -> None:
@@ -65,29 +69,36 @@ class S3FIFO(Policy[K]):
         for key in keys:
             del (small if key in small else main)[key]
 
-    def _leave_probation(self, keep: Callable[[K], bool]) -> list[K]:
-        """Take the oldest key off probation: to main if it was used or is kept, else it is returned, now a ghost."""
-        key, uses = self._small.popitem(last=False)
-        if uses >= _USES_FOR_MAIN or keep(key):
-            self._main[key] = 0
-            return []
-        self._ghosts[key] = None
-        if len(self._ghosts) > self._ghosts_max:
-            self._ghosts.popitem(last=False)
-        return [key]
+    def _small_victim(self, keep: Callable[[K], bool]) -> list[K]:
+        """Move on from probation, used keys to main, until one can go; that becomes a ghost. None if all are kept."""
+        small, ghosts = self._small, self._ghosts
+        kept_in_a_row = 0
+        while kept_in_a_row < len(small):
+            key, uses = small.popitem(last=False)
+            if uses >= _USES_FOR_MAIN:
+                self._main[key] = 0
+            elif keep(key):
+                small[key] = uses
+                kept_in_a_row += 1
+            else:
+                ghosts[key] = None
+                if len(ghosts) > self._ghosts_max:
+                    ghosts.popitem(last=False)
+                return [key]
+        return []
 
     def _main_victim(self, keep: Callable[[K], bool]) -> list[K]:
-        """Take the first key from main that is neither kept nor has second chances left; none if all are kept."""
+        """Go round main, each key spending a use, until one without uses can go. None if all are kept."""
         main = self._main
         kept_in_a_row = 0
         while kept_in_a_row < len(main):
             key, uses = main.popitem(last=False)
-            if keep(key):
-                main[key] = uses
-                kept_in_a_row += 1
-            elif uses:
+            if uses:
                 main[key] = uses - 1
                 kept_in_a_row = 0
+            elif keep(key):
+                main[key] = 0
+                kept_in_a_row += 1
             else:
                 return [key]
         return []

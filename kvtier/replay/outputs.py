@@ -1,0 +1,53 @@
+"""Files that commands write: refused before the work if they cannot be written, whole or not there after it."""
+
+import os
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from typing import BinaryIO
+
+from kvtier.errors import ConfigError
+
+
+def check_writable(option: str, path: str | os.PathLike[str]) -> None:
+    """Raise `ConfigError`, naming the command's option, if `replacing` could not write there. Leaves nothing behind."""
+    try:
+        if os.path.isdir(path):
+            raise IsADirectoryError(None, "it is a directory")
+        if not _is_special(path):
+            aside = _aside(path)
+            os.close(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            os.unlink(aside)
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {os.fspath(path)}: {error.strerror}; expected a file that can be written"
+        ) from error
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Generator[BinaryIO, None, None]:
+    """Give a file to write that takes the place of `path` when the block ends; if it raises, `path` stays as it was.
+
+    A link stays one: what it leads to is replaced. What is no regular file (a pipe, `/dev/stdout`) is written directly.
+    """
+    if _is_special(path):
+        with open(path, "wb") as file:
+            yield file
+        return
+    aside = _aside(path)
+    try:
+        with open(aside, "wb") as file:
+            yield file
+        os.replace(aside, os.path.realpath(path))
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(aside)
+
+
+def _is_special(path: str | os.PathLike[str]) -> bool:
+    return os.path.exists(path) and not os.path.isfile(path)
+
+
+def _aside(path: str | os.PathLike[str]) -> str:
+    """Return a name beside the file that is really meant, so that a rename can put it in place."""
+    folder, name = os.path.split(os.path.realpath(path))
+    return os.path.join(folder, f".{name}.{os.getpid()}.tmp")

@@ -1,0 +1,94 @@
+"""Hit ratios of eviction policies over a trace, cache size by cache size: no engine, no bytes, no time.
+
+The model: a request's hits are its longest resident leading run. Then all of its blocks, or as many as the cache holds,
+are used and stored: room is made first, never at the cost of a block of the request itself; what is there is touched
+and what is missing inserted, tail first. Nothing takes time, and the cache starts cold. The classes that decide are the
+engine's own, so an engine with a primary alone has exactly these hits, request by request.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import filterfalse, takewhile
+from typing import Any, NamedTuple
+
+from kvtier.errors import ConfigError
+from kvtier.policies.base import Policy
+from kvtier.policies.named import known_policies, policy_class
+from kvtier.replay.opt import opt_hits
+from kvtier.replay.traces import Request
+
+OPT = "opt"
+
+Simulation = Callable[[Iterable[Request], int], Iterator[int]]
+"""From requests and a cache's capacity in blocks to each request's hits."""
+
+
+class Extent(NamedTuple):
+    """How much there is in a trace."""
+
+    requests: int
+    block_references: int
+    unique_blocks: int
+    best_hits: int  # Of a cache that keeps everything.
+
+    def capacity(self, share: float) -> int:
+        """Return the size of a cache that holds this share of the unique blocks: rounded, at least one."""
+        return max(1, round(share * self.unique_blocks))
+
+
+def measure(requests: Iterable[Request]) -> Extent:
+    """Read all requests once and count what is in them."""
+    seen: set[int] = set()
+    count = references = best_hits = 0
+    for request in requests:
+        count += 1
+        references += len(request.hash_ids)
+        best_hits += _leading_run(request.hash_ids, seen)
+        seen.update(request.hash_ids)
+    return Extent(count, references, len(seen), best_hits)
+
+
+def known_simulations() -> tuple[str, ...]:
+    """Return the names that `simulation` knows without an import."""
+    return (*known_policies(), OPT)
+
+
+def simulation(name: str) -> Simulation:
+    """Return how a policy is simulated: `opt`, or what `policy_class` knows. Raises `ConfigError` for anything else."""
+    if name == OPT:
+        return opt_hits
+    try:
+        return partial(_simulate, policy_class(name))
+    except ConfigError as error:
+        raise ConfigError(f'{error}; "{OPT}" is the best that any could do') from error
+
+
+def policy_hits(requests: Iterable[Request], policy: Policy[int], capacity: int) -> Iterator[int]:
+    """Give each request's hits under a policy that was made for `capacity` blocks and is still empty."""
+    resident: set[int] = set()
+    for request in requests:
+        yield _leading_run(request.hash_ids, resident)
+        used = request.hash_ids[:capacity]
+        offered = frozenset(used)
+        if len(offered) < len(used):  # Prefix-chained blocks cannot come twice, but not every trace is well made.
+            used = tuple(dict.fromkeys(used))
+        missing = list(filterfalse(resident.__contains__, used))
+        present = list(filter(resident.__contains__, used)) if missing else used
+        excess = len(resident) + len(missing) - capacity
+        if excess > 0:
+            victims = policy.evict(excess, offered.__contains__, missing)
+            assert victims is not None  # At most `capacity` blocks are offered, and all others may go.
+            resident.difference_update(victims)
+        resident.update(missing)
+        policy.insert(missing)
+        policy.touch(present)
+        policy.rank(used)
+
+
+def _simulate(cls: type[Policy[Any]], requests: Iterable[Request], capacity: int) -> Iterator[int]:
+    return policy_hits(requests, cls(capacity), capacity)
+
+
+def _leading_run(blocks: tuple[int, ...], resident: set[int]) -> int:
+    """Return how many blocks from the first on are resident."""
+    return len(list(takewhile(resident.__contains__, blocks)))

@@ -1,0 +1,13 @@
+"""Every built-in policy, one after the other."""
+
+from typing import Any
+
+import pytest
+
+from kvtier.policies import Policy
+from kvtier.policies.named import policy_class
+
+
+@pytest.fixture(params=["arc", "fifo", "lfu", "lru", "s3fifo"])
+def policy_type(request: pytest.FixtureRequest) -> type[Policy[Any]]:
+    return policy_class(request.param)

@@ -1,0 +1,241 @@
+"""The contract of a policy, tried on every built-in one against a set, a twin and, for two of them, a naive model."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import ClassVar
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvtier.policies import Policy
+from kvtier.policies.arc import ARC
+from kvtier.policies.fifo import FIFO
+from kvtier.policies.lfu import LFU
+from kvtier.policies.lru import LRU
+from kvtier.policies.s3fifo import S3FIFO
+
+CAPACITY = 12
+some_keys = st.lists(st.integers(0, 40), unique=True, max_size=CAPACITY)
+kept_keys = st.frozensets(st.integers(0, 40))
+
+
+def none_kept(key: int) -> bool:
+    return False
+
+
+class NaiveFIFO(Policy[int]):
+    """The keys in the order in which they go."""
+
+    def __init__(self, capacity: int) -> None:
+        self.order: list[int] = []
+
+    def insert(self, keys: Sequence[int]) -> None:
+        self.order += reversed(keys)
+
+    def touch(self, keys: Sequence[int]) -> None:
+        pass
+
+    def rank(self, keys: Sequence[int]) -> None:
+        pass
+
+    def evict(self, count: int, keep: Callable[[int], bool], incoming: Sequence[int] = ()) -> list[int] | None:
+        victims = [key for key in self.order if not keep(key)][:count]
+        if len(victims) < count:
+            return None
+        self.remove(victims)
+        return victims
+
+    def remove(self, keys: Sequence[int]) -> None:
+        self.order = [key for key in self.order if key not in keys]
+
+
+class NaiveLRU(NaiveFIFO):
+    """Renews what is used, and what is kept at the cold end when room was made."""
+
+    def touch(self, keys: Sequence[int]) -> None:
+        self.remove(keys)
+        self.insert(keys)
+
+    rank = touch
+
+    def evict(self, count: int, keep: Callable[[int], bool], incoming: Sequence[int] = ()) -> list[int] | None:
+        victims = super().evict(count, keep)
+        if victims is not None:
+            passed_over = next((place for place, key in enumerate(self.order) if not keep(key)), 0)
+            self.order = self.order[passed_over:] + self.order[:passed_over]
+        return victims
+
+
+class PolicyMachine(RuleBasedStateMachine):
+    """Any calls that an owner may make. Every policy in `peers` must answer alike."""
+
+    types: ClassVar[tuple[Callable[[int], Policy[int]], ...]]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peers = [make(CAPACITY) for make in (*self.types, self.types[0])]
+        self.resident: set[int] = set()
+
+    @rule(keys=some_keys)
+    def insert(self, keys: list[int]) -> None:
+        self.do_insert([key for key in keys if key not in self.resident][: CAPACITY - len(self.resident)])
+
+    @rule(keys=some_keys)
+    def touch(self, keys: list[int]) -> None:
+        for peer in self.peers:
+            peer.touch([key for key in keys if key in self.resident])
+
+    @rule(keys=some_keys)
+    def rank(self, keys: list[int]) -> None:
+        for peer in self.peers:
+            peer.rank([key for key in keys if key in self.resident])
+
+    @rule(keys=some_keys)
+    def remove(self, keys: list[int]) -> None:
+        present = [key for key in keys if key in self.resident]
+        for peer in self.peers:
+            peer.remove(present)
+        self.resident.difference_update(present)
+
+    @rule(count=st.integers(0, CAPACITY + 1), kept=kept_keys)
+    def evict(self, count: int, kept: frozenset[int]) -> None:
+        self.do_evict(count, kept, ())
+
+    @rule(keys=some_keys, kept=kept_keys)
+    def make_room_and_insert(self, keys: list[int], kept: frozenset[int]) -> None:
+        incoming = [key for key in keys if key not in self.resident]
+        excess = max(0, len(self.resident) + len(incoming) - CAPACITY)
+        if self.do_evict(excess, kept | set(keys), incoming):
+            self.do_insert(incoming)
+
+    @invariant()
+    def what_could_be_evicted_is_what_is_resident(self) -> None:
+        for peer in self.peers:
+            assert sorted(drained(peer)) == sorted(self.resident)
+
+    def do_insert(self, keys: list[int]) -> None:
+        for peer in self.peers:
+            peer.insert(keys)
+        self.resident.update(keys)
+
+    def do_evict(self, count: int, kept: frozenset[int], incoming: Sequence[int]) -> bool:
+        before = [drained(peer) for peer in self.peers]
+        answers = [peer.evict(count, kept.__contains__, incoming) for peer in self.peers]
+        victims = answers[0]
+        assert answers == [victims] * len(self.peers)
+        if victims is None:
+            assert len(self.resident - kept) < count
+            assert [drained(peer) for peer in self.peers] == before
+            return False
+        assert len(victims) == len(set(victims)) == count
+        assert self.resident - kept >= set(victims)
+        self.resident.difference_update(victims)
+        return True
+
+
+def drained(policy: Policy[int]) -> list[int]:
+    """Return all keys of a policy in the order in which they would go one by one, and leave it as it is."""
+    policy = copy.deepcopy(policy)
+    order: list[int] = []
+    while victims := policy.evict(1, none_kept):
+        order += victims
+    return order
+
+
+class FIFOMachine(PolicyMachine):
+    types = (FIFO, NaiveFIFO)
+
+
+class LRUMachine(PolicyMachine):
+    types = (LRU, NaiveLRU)
+
+
+class ARCMachine(PolicyMachine):
+    types = (ARC,)
+
+
+class S3FIFOMachine(PolicyMachine):
+    types = (S3FIFO,)
+
+
+class LFUMachine(PolicyMachine):
+    types = (LFU,)
+
+
+TestFIFO = FIFOMachine.TestCase
+TestLRU = LRUMachine.TestCase
+TestARC = ARCMachine.TestCase
+TestS3FIFO = S3FIFOMachine.TestCase
+TestLFU = LFUMachine.TestCase
+
+
+def test_a_prefix_outlives_its_continuation(policy_type: type[Policy[str]]) -> None:
+    policy = policy_type(4)
+    policy.insert(["head", "middle", "tail"])
+    policy.touch(["head", "middle", "tail"])
+    assert drained(policy) == ["tail", "middle", "head"]
+
+
+@pytest.mark.parametrize("policy_type", [ARC, LFU, LRU])  # The others do not order by recency.
+def test_pieces_that_came_apart_are_ranked_in_prefix_order(policy_type: type[Policy[str]]) -> None:
+    policy = policy_type(4)
+    policy.insert(["head"])
+    policy.insert(["middle"])
+    policy.insert(["tail"])
+    policy.rank(["head", "middle", "tail"])
+    assert drained(policy) == ["tail", "middle", "head"]
+
+
+@pytest.mark.parametrize("policy_type", [ARC, LFU, S3FIFO])  # The others do not count accesses.
+def test_ranking_counts_no_access(policy_type: type[Policy[int]]) -> None:
+    policy = policy_type(20)
+    policy.insert([1, 2])
+    for _ in range(3):
+        policy.touch([1])
+    for _ in range(9):
+        policy.rank([2])
+    assert drained(policy) == [2, 1]
+
+
+def test_a_removed_key_leaves_no_trace(policy_type: type[Policy[int]]) -> None:
+    fresh, used = policy_type(4), policy_type(4)
+    used.insert([1, 2, 3])
+    used.touch([1, 2])
+    used.remove([3, 1, 2])
+    for policy in (fresh, used):
+        policy.insert([1, 2, 3])
+        policy.touch([3])
+        policy.insert([4])
+    assert drained(used) == drained(fresh)
+
+
+def test_a_cache_of_one_key_works(policy_type: type[Policy[int]]) -> None:
+    policy = policy_type(1)
+    for key in (1, 2, 1, 1, 2):
+        policy.insert([key])
+        policy.touch([key])
+        policy.rank([key])
+        assert policy.evict(1, {key}.__contains__) is None
+        assert policy.evict(1, none_kept, [key + 1]) == [key]
+
+
+def test_what_is_kept_at_the_cold_end_costs_one_look_a_call(policy_type: type[Policy[int]]) -> None:
+    """A tenth of the cache is pinned where victims are looked for; 200 batches make room meanwhile."""
+    pinned, batch, batches = 1_000, 8, 200
+    policy = policy_type(10 * pinned)
+    policy.insert(range(10 * pinned))
+    looks = 0
+
+    def keep(key: int) -> bool:
+        nonlocal looks
+        looks += 1
+        return key >= 9 * pinned
+
+    for number in range(batches):
+        incoming = range((10 + number) * 10 * pinned, (10 + number) * 10 * pinned + batch)
+        assert policy.evict(batch, keep, incoming) is not None
+        policy.insert(incoming)
+    assert looks <= batches * (pinned + 4 * batch)
+    if policy_type in (ARC, LRU):
+        assert looks <= 3 * pinned + batches * 4 * batch

@@ -1,0 +1,87 @@
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.policies.arc import ARC
+from kvtier.policies.fifo import FIFO
+from kvtier.policies.lfu import LFU
+from kvtier.policies.lru import LRU
+from kvtier.policies.named import known_policies, policy_class
+from kvtier.policies.s3fifo import S3FIFO
+
+OWN_POLICY = """
+from kvtier.policies.fifo import FIFO
+from kvtier.policies.base import Policy
+
+class Own(FIFO):
+    pass
+
+class Half(Policy):
+    def insert(self, keys):
+        pass
+
+def not_a_class():
+    pass
+"""
+
+
+@pytest.fixture
+def own_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Install a distribution that brings policies of its own; return the name of its module."""
+    (tmp_path / "own_policies.py").write_text(OWN_POLICY)
+    dist_info = tmp_path / "own-1.0.dist-info"
+    dist_info.mkdir()
+    (dist_info / "METADATA").write_text("Metadata-Version: 2.1\nName: own\nVersion: 1.0\n")
+    (dist_info / "entry_points.txt").write_text(
+        "[kvtier.policies]\nown = own_policies:Own\nlru = own_policies:Own\ngone = own_policies:Gone\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "own_policies", raising=False)
+    return "own_policies"
+
+
+def test_the_built_in_policies_are_found_by_name() -> None:
+    found = {name: policy_class(name) for name in ("arc", "fifo", "lfu", "lru", "s3fifo")}
+    assert found == {"arc": ARC, "fifo": FIFO, "lfu": LFU, "lru": LRU, "s3fifo": S3FIFO}
+
+
+def test_a_policy_of_ones_own_is_found_by_module_and_class(own_policies: str) -> None:
+    assert policy_class(f"{own_policies}:Own").__name__ == "Own"
+
+
+def test_a_distribution_brings_policies_and_takes_no_built_in_name(own_policies: str) -> None:
+    assert policy_class("own").__name__ == "Own"
+    assert policy_class("lru") is LRU
+    assert {"own", "lru"} <= set(known_policies())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lrru", "'lrru' is no policy; did you mean 'lru'? Known: arc, fifo, gone, lfu, lru, own, s3fifo"),
+        ("", "'' is no policy; Known: arc"),
+        ("gone", "module 'own_policies' has no 'Gone'"),
+        ("own_policies:Gone", "module 'own_policies' has no 'Gone'"),
+        ("own_policies:", 'not of the form "module:Class"'),
+        ("no_such_module:Own", "there is no module 'no_such_module'"),
+        ("own_policies:not_a_class", "is no subclass of kvtier.policies.base.Policy"),
+        ("builtins:int", "is no subclass of kvtier.policies.base.Policy"),
+        ("own_policies:Half", "Half does not implement __init__, evict, rank, remove, touch"),
+    ],
+)
+def test_a_policy_that_cannot_be_had_is_refused_by_name(own_policies: str, name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        policy_class(name)
+
+
+def test_importing_the_policies_imports_nothing_heavy() -> None:
+    script = (
+        "import sys, kvtier.policies; "
+        "print([name for name in ('torch', 'numpy', 'msgspec', 'importlib.metadata') if name in sys.modules])"
+    )
+    answer = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert answer.stdout == "[]\n"
