@@ -26,6 +26,8 @@ from kvtier.region import Region
 from kvtier.request import Request
 from kvtier.stepping import SteppedManager
 
+ON_LOOP_BYTES_MAX = 64 << 20  # Of memory to prepare without a thread: some milliseconds' worth.
+
 Chunk = bytes | bytearray | memoryview
 
 
@@ -66,7 +68,10 @@ class TieringOffloadingManager(SteppedManager):
         loop = asyncio.get_running_loop()
         if config.runner == "inline":
             _check(config)
-            region = _region(config)
+            if config.rows * config.row_bytes > ON_LOOP_BYTES_MAX:
+                region = await loop.run_in_executor(None, _region, config)
+            else:
+                region = _region(config)
             try:
                 bridge: Bridge = InlineBridge(await open_tiers(config), region)
             except BaseException:
