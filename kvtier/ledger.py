@@ -130,11 +130,8 @@ class Ledger:
         """Lease the rows of requests that wait, let go of other rows answered HIT, and return what is to be done."""
         for request in self._looking:
             if request.waits:
-                for row in request.hits:
-                    if not self.leases.take(row, request, self._now):
-                        break
-                request.waits = False
-            request.hits.clear()
+                self._lease_hits(request)
+            request.forget_hits()
         self._looking.clear()
         self.primary.end_step()
         if self._parked:
@@ -149,6 +146,7 @@ class Ledger:
     def finish(self, request: Request) -> None:
         """Rank the request's keys anew, tail first, and end its leases. Loads and completions may still follow."""
         request.finished = True
+        request.forget_hits()
         self.leases.end_all(request)
         ready, filling = self.primary.ready, self.primary.filling
         self.primary.rank([key for key in request.used if key in ready or key in filling])
@@ -165,13 +163,12 @@ class Ledger:
         hits = request.hits
         if not hits:
             self._looking.append(request)
-        hits.append(row)
+        hits.append(key)
         return HIT
 
     def _lookup_absent(self, key: OffloadKey, request: Request) -> LookupResult:
-        row = self.primary.filling.get(key)
-        if row is not None:
-            return self._wait_for(row, request)
+        if key in self.primary.filling:
+            return self._wait_for(key, request)
         if not (self.promoting and self.runner_up) or request.promotions.get(key, 0) >= PROMOTIONS_MAX:
             return self._miss(key, request, ())
         mask = self.where.mask.get(key, 0)
@@ -192,26 +189,40 @@ class Ledger:
             tier.ask(key)
         return RETRY
 
-    def _wait_for(self, row: int, request: Request) -> LookupResult:
+    def _wait_for(self, key: OffloadKey, request: Request) -> LookupResult:
         if not request.hits:
             self._looking.append(request)
-        request.hits.append(row)
+        request.hits.append(key)
         request.waits = True
         return HIT_PENDING
 
     def _promote(self, key: OffloadKey, tier: Tier, request: Request) -> LookupResult:
-        """Reserve and lease a row for a key that a tier has; without one it is a miss, never a wait."""
-        evicted = None if self.leases.rows >= self.leases.rows_max else self.primary.reserve((key,))
+        """Reserve and lease a row for a key that a tier has; without one it is a miss, never a wait.
+
+        What the request found before is leased first: a prefix that exceeds the share keeps its leading part.
+        """
+        evicted = self.primary.reserve((key,)) if self.leases.room(self._rows_found(request), 1) else None
         if evicted is None:
             self.counters.promotions_refused += 1
             return self._miss(key, request, ())
         self._removed(evicted)
-        row = self.primary.filling[key]
-        self.leases.take(row, request, self._now)
+        self._lease_hits(request)
+        self.leases.take(self.primary.filling[key], request, self._now)
         request.promotions[key] = request.promotions.get(key, 0) + 1
         request.sources[key] = tier.index
         self.outbox.promote(key, tier, request)
-        return self._wait_for(row, request)
+        return self._wait_for(key, request)
+
+    def _rows_found(self, request: Request) -> list[int]:
+        """Return the rows of what the request found in this step and has not leased; what failed since has none."""
+        rows = map(self.primary.row, request.hits[request.held :])
+        return [row for row in rows if row is not None]
+
+    def _lease_hits(self, request: Request) -> None:
+        for row in self._rows_found(request):
+            if not self.leases.take(row, request, self._now):
+                break
+        request.held = len(request.hits)
 
     def _miss(self, key: OffloadKey, request: Request, asked: Sequence[Tier]) -> LookupResult:
         if key not in request.missed:
@@ -316,8 +327,7 @@ class Ledger:
         self.leases.clear()
         self._parked.clear()
         for request in self._looking:
-            request.hits.clear()
-            request.waits = False
+            request.forget_hits()
         self._looking.clear()
         self._removed(self.primary.clear(self.transfers.clear()))
         self.promoting = False

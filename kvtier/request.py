@@ -1,6 +1,6 @@
 """What the ledger keeps for one request, and the leases that keep a waiting request's rows from being evicted."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from kvtier.keys import OffloadKey
 from kvtier.primary import Primary
@@ -14,6 +14,7 @@ class Request:
 
     __slots__ = (
         "finished",
+        "held",
         "hits",
         "id",
         "leased",
@@ -30,7 +31,8 @@ class Request:
         self.id = request_id
         self.matchers = matchers  # None: every tier.
         self.used: dict[OffloadKey, None] = {}  # Keys whose one access was counted, in prefix order.
-        self.hits: list[int] = []  # Rows answered HIT or HIT_PENDING in this step.
+        self.hits: list[OffloadKey] = []  # Keys answered HIT or HIT_PENDING in this step.
+        self.held = 0  # How many of them, from the first on, are leased.
         self.waits = False  # One of them was HIT_PENDING.
         self.leased: set[int] = set()
         self.promotions: dict[OffloadKey, int] = {}
@@ -41,6 +43,12 @@ class Request:
 
     def allows(self, spec: TierSpec) -> bool:
         return self.matchers is None or any(matcher.matches(spec) for matcher in self.matchers)
+
+    def forget_hits(self) -> None:
+        """Begin a step with nothing looked up."""
+        self.hits.clear()
+        self.held = 0
+        self.waits = False
 
     def give_up(self, key: OffloadKey) -> None:
         """Never promote this key for this request again."""
@@ -60,6 +68,10 @@ class Leases:
     @property
     def rows(self) -> int:
         return len(self._holders)
+
+    def room(self, rows: Iterable[int], more: int) -> bool:
+        """Say whether these rows, leased or not, and so many others fit into the share."""
+        return len(self._holders) + len(set(rows) - self._holders.keys()) + more <= self.rows_max
 
     def take(self, row: int, request: Request, now: float) -> bool:
         """Lease a row to a request; False if the share is used up."""
