@@ -1,0 +1,67 @@
+"""What importing kvtier loads, and what it does not."""
+
+import ast
+import importlib
+import inspect
+import os
+import subprocess
+import sys
+
+import pytest
+
+import kvtier
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def modules_after(statements: str) -> set[str]:
+    """Return what an interpreter has loaded after running the statements, beyond what it had before."""
+    program = f"import sys; before = set(sys.modules)\n{statements}\nprint(*set(sys.modules) - before)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((ROOT, os.path.join(ROOT, "backends")))}
+    command = [sys.executable, "-P", "-c", program]
+    return set(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout.split())
+
+
+def loaded_of(packages: set[str], modules: set[str]) -> set[str]:
+    return packages & {module.partition(".")[0] for module in modules}
+
+
+def test_importing_kvtier_loads_nothing_else() -> None:
+    assert modules_after("import kvtier") == {"kvtier"}
+
+
+def test_using_every_public_name_loads_neither_torch_nor_a_backend() -> None:
+    modules = modules_after("import kvtier\nfor name in kvtier.__all__: getattr(kvtier, name)")
+    assert "kvtier.manager" in modules
+    assert loaded_of({"torch", "kvtier_backends", "rich", "typer", "matplotlib", "pytest"}, modules) == set()
+
+
+def test_a_runners_process_loads_neither_torch_nor_what_is_for_people() -> None:
+    modules = modules_after("import kvtier.bridge.child")
+    assert loaded_of({"torch", "numpy", "rich", "typer", "matplotlib", "pytest", "multiprocessing"}, modules) == set()
+
+
+@pytest.mark.parametrize("backend", ["dummy", "fs"])
+def test_a_backend_loads_no_torch(backend: str) -> None:
+    assert loaded_of({"torch"}, modules_after(f"import kvtier_backends.{backend}")) == set()
+
+
+def test_every_public_name_is_what_its_module_says() -> None:
+    tree = ast.parse(inspect.getsource(kvtier))
+    checked = {
+        (statement.module, alias.name)
+        for block in tree.body
+        if isinstance(block, ast.If)
+        for statement in block.body
+        if isinstance(statement, ast.ImportFrom) and statement.module is not None
+        for alias in statement.names
+    }
+    assert sorted(name for _, name in checked) == sorted(set(kvtier.__all__) - {"__version__"})
+    for module_name, name in checked:
+        assert getattr(kvtier, name) is getattr(importlib.import_module(module_name), name), name
+    assert set(kvtier.__all__) <= set(dir(kvtier))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="'kvtier' has no attribute 'nonsense'"):
+        kvtier.nonsense  # type: ignore[attr-defined]  # noqa: B018

@@ -1,0 +1,101 @@
+"""What is published: the wheel that an installer builds from the source distribution."""
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the source distribution, unpacked."""
+    folder = tmp_path_factory.mktemp("sdist")
+    build("sdist", ROOT, folder)
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as members:
+        members.extractall(folder, filter="data")
+    (source,) = (path for path in folder.iterdir() if path.is_dir())
+    return source
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the wheel that the source distribution builds, unpacked: what lands in site-packages."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build("wheel", sdist, folder)
+    (archive,) = folder.glob("*.whl")
+    site = folder / "site"
+    with zipfile.ZipFile(archive) as members:
+        members.extractall(site)
+    return site
+
+
+def build(target: str, source: Path, folder: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(folder)]
+    built = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+
+
+def modules_below(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
+
+
+def in_wheel(wheel: Path, program: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Run a program that finds the wheel before anything that is installed here."""
+    command = [sys.executable, "-P", "-c", program, *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(wheel)}
+    return subprocess.run(command, cwd=wheel.parent, env=environment, capture_output=True, text=True)
+
+
+def test_the_wheel_holds_the_engine_and_its_tiers_and_nothing_else(wheel: Path) -> None:
+    (information,) = wheel.glob("*.dist-info")
+    assert {path.name for path in wheel.iterdir()} == {"kvtier", "kvtier_backends", information.name}
+    assert modules_below(wheel / "kvtier") == modules_below(ROOT / "kvtier")
+    assert modules_below(wheel / "kvtier_backends") == modules_below(ROOT / "backends" / "kvtier_backends")
+
+
+def test_the_wheel_says_that_it_is_typed_and_under_which_licence(wheel: Path) -> None:
+    assert (wheel / "kvtier" / "py.typed").is_file()
+    assert (wheel / "kvtier_backends" / "py.typed").is_file()
+    (licence,) = wheel.glob("*.dist-info/licenses/LICENSE")
+    assert "Apache License" in licence.read_text()
+
+
+def test_the_source_distribution_brings_no_tests_and_no_workspace(sdist: Path) -> None:
+    assert {path.name for path in sdist.iterdir()} == {
+        ".gitignore",  # hatchling adds it, so that what is built from here is what is built from a checkout.
+        "CHANGELOG.md",
+        "LICENSE",
+        "PKG-INFO",
+        "README.md",
+        "backends",
+        "kvtier",
+        "pyproject.toml",
+    }
+
+
+def test_the_wheel_imports_its_own_files(wheel: Path) -> None:
+    ran = in_wheel(wheel, "import kvtier.manager, kvtier_backends.fs as fs; print(kvtier.__file__, fs.__file__)")
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.split() == [
+        str(wheel / "kvtier" / "__init__.py"),
+        str(wheel / "kvtier_backends" / "fs" / "__init__.py"),
+    ]
+
+
+def test_the_wheels_command_runs(wheel: Path) -> None:
+    program = """
+from importlib.metadata import distribution
+(point,) = [point for point in distribution("kvtier").entry_points if point.group == "console_scripts"]
+assert point.name == "kvtier", point
+point.load()()
+"""
+    ran = in_wheel(wheel, program, "--help")
+    assert ran.returncode == 0, ran.stderr
+    assert "replay" in ran.stdout
