@@ -81,7 +81,8 @@ class Outbox:
 
     @property
     def empty(self) -> bool:
-        return not (self._promotions or any(self._cascades.values()) or self._deletes)
+        asking = any(tier.to_ask for tier in self._tiers)
+        return not (self._promotions or any(self._cascades.values()) or self._deletes or asking)
 
     def flush(self) -> list[Action]:
         """Turn what was queued into actions."""

@@ -51,8 +51,9 @@ class Request:
         self.waits = False
 
     def give_up(self, key: OffloadKey) -> None:
-        """Never promote this key for this request again."""
+        """Never promote this key for this request again: it did not come."""
         self.promotions[key] = PROMOTIONS_MAX
+        self.sources.pop(key, None)
 
 
 class Leases:
