@@ -147,6 +147,9 @@ class Inbox:
         """Count failures and tell the breaker: a transfer of which anything was the tier's fault is a failed one."""
         tier, by_code = transfer.tier, _by_code(failed)
         for code, indices in by_code.items():
+            if code is Code.REFUSED and transfer.kind is Kind.CASCADE:
+                tier.counters.drop("bridge", len(indices))
+                continue
             tier.counters.fail(code.name.lower(), len(indices))
             if self._events is not None:
                 keys = [transfer.keys[index] for index in indices]

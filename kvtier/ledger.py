@@ -246,7 +246,7 @@ class Ledger:
             for row in rows:
                 self.leases.end(row, request)
         self._count_hits(keys, request)
-        self._access(keys, request)
+        self._access(keys, keys, request)
         return rows
 
     def complete_load(self, keys: Sequence[OffloadKey]) -> None:
@@ -257,7 +257,8 @@ class Ledger:
     def touch(self, keys: Sequence[OffloadKey], request: Request) -> None:
         """Count an access to those of the keys that are present, once a request."""
         ready, filling = self.primary.ready, self.primary.filling
-        self._access([key for key in keys if key in ready or key in filling], request)
+        present = [key for key in keys if key in ready or key in filling]
+        self._access(present, present, request)
 
     # Storing: engine → primary.
 
@@ -276,13 +277,10 @@ class Ledger:
             return None
         if evicted:
             self._removed(evicted)
-        if present:
-            self._access(present, request)
-            if self._request_level:
-                self._offer_present(present, request)
-        if absent:
-            request.storing += len(absent)
-            request.used.update(dict.fromkeys(keys))
+        self._access(present, keys, request)
+        if present and self._request_level:
+            self._offer_present(present, request)
+        request.storing += len(absent)
         return StorePlan(absent, [filling[key] for key in absent], evicted)
 
     def complete_store(self, keys: Sequence[OffloadKey], request: Request, *, success: bool = True) -> None:
@@ -310,14 +308,15 @@ class Ledger:
     # The whole.
 
     def delete(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Forget keys in every tier, and in the primary where nothing holds them; return those that are still held."""
-        held = [key for key in keys if self.primary.row(key) is not None and not self.primary.discard(key)]
-        self._removed([key for key in keys if self.primary.row(key) is None])
+        """Forget keys in the primary and in every tier, but for those that something holds: these are returned."""
+        self._removed([key for key in keys if self.primary.discard(key)])
+        held = [key for key in keys if self.primary.row(key) is not None]
+        gone = [key for key in keys if self.primary.row(key) is None]
         for tier in self.tiers:
-            self.where.remove(tier, keys)
-            for key in keys:
+            self.where.remove(tier, gone)
+            for key in gone:
                 tier.forget_answer(key)
-            self.outbox.delete(keys, tier)
+            self.outbox.delete(gone, tier)
         return held
 
     def reset(self) -> None:
@@ -337,12 +336,13 @@ class Ledger:
         """Something is queued or under way within its deadline: the engine should go on stepping."""
         return bool(self.transfers.under_way) or not self.outbox.empty
 
-    def _access(self, keys: Sequence[OffloadKey], request: Request) -> None:
+    def _access(self, present: Sequence[OffloadKey], keys: Sequence[OffloadKey], request: Request) -> None:
+        """Note that a request uses `keys`, in prefix order; count an access to those that are present, once."""
         used = request.used
-        fresh = [key for key in keys if key not in used]
+        fresh = [key for key in present if key not in used]
+        used.update(dict.fromkeys(keys))
         if fresh:
-            used.update(dict.fromkeys(fresh))
-            self.primary.touch(fresh)
+            self.primary.touch(list(dict.fromkeys(fresh)))
 
     def _count_hits(self, keys: Sequence[OffloadKey], request: Request) -> None:
         if not request.sources:

@@ -1,0 +1,255 @@
+"""From the primary into the tiers: each chunk once, each drop counted with its reason."""
+
+import pytest
+
+from kvtier.bridge.messages import Cascade, Code, Delete, Probe, Promote, unpack_keys, unpack_rows
+from kvtier.events import Event, EventKind
+from kvtier.ledger import LookupResult
+from kvtier.tier import TierMatcher
+
+HIT, PENDING, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS
+
+
+def cascades(actions):
+    return sorted((action.tier, unpack_keys(action.keys)) for action in actions if isinstance(action, Cascade))
+
+
+def test_a_store_that_is_complete_cascades_to_every_tier(bench):
+    engine = bench(tiers=2)
+    request = engine.request()
+    engine.ledger.prepare_store(engine.keys("ab"), request)
+    assert engine.step() == []
+    engine.ledger.complete_store(engine.keys("ab"), request)
+    sent = engine.step()
+    assert cascades(sent) == [(0, engine.keys("ab")), (1, engine.keys("ab"))]
+    assert all(list(unpack_rows(action.rows)) == [engine.row("a"), engine.row("b")] for action in sent)
+
+
+def test_a_row_may_go_when_its_last_cascade_is_done(bench):
+    engine = bench(rows=1, tiers=2)
+    engine.store("a")
+    first, second = engine.step()
+    engine.finish(first)
+    assert engine.store("x") is None
+    engine.fail(second, Code.UNAVAILABLE)
+    assert engine.store("x").evicted == engine.keys("a")
+
+
+def test_a_chunk_cascades_to_the_tiers_that_its_request_allows(bench):
+    engine = bench(tiers=[bench.spec("disk"), bench.spec("peer", locality="REMOTE")])
+    engine.store("a", engine.request("r", [TierMatcher(locality="LOCAL")]))
+    assert cascades(engine.step()) == [(0, engine.keys("a"))]
+
+
+def test_what_a_tier_has_or_is_getting_is_not_sent_to_it_again(bench):
+    engine = bench(rows=2, tiers=[bench.spec(request_level=True)])
+    engine.holds("b")
+    engine.store("a", engine.request("first"))
+    engine.store("ab", engine.request("second"))
+    sent = engine.step()
+    assert cascades(sent) == [(0, engine.keys("a"))]
+    engine.store("a", engine.request("third"))
+    assert engine.step() == []
+    engine.finish_all(sent)
+    engine.store("a", engine.request("fourth"))
+    assert engine.step() == []
+
+
+def test_what_a_tier_lost_is_sent_to_it_again(bench):
+    engine = bench(rows=1)
+    engine.holds("a")
+    engine.knows_all()
+    engine.lookup("a", request := engine.request())
+    (load,) = engine.step()
+    engine.fail(load, Code.MISSING)
+    engine.store("a", request)
+    assert cascades(engine.step()) == [(0, engine.keys("a"))]
+
+
+def test_request_level_tiers_get_what_was_present_before(bench):
+    engine = bench(tiers=[bench.spec("plain"), bench.spec("whole", request_level=True)])
+    engine.stored_alone("a")
+    engine.store("ab")
+    assert cascades(engine.step()) == [(0, engine.keys("b")), (1, engine.keys("ab"))]
+
+
+def test_request_level_tiers_get_what_was_on_its_way_once_it_has_come(bench):
+    engine = bench(tiers=[bench.spec("plain"), bench.spec("whole", request_level=True)])
+    engine.holds("a", tier=0)
+    engine.lookup("a")
+    (load,) = engine.step()
+    writer = engine.request("writer", [TierMatcher(medium="CPU")])
+    engine.ledger.prepare_store(engine.keys("b"), writer)
+    assert engine.store("ab") is not None
+    assert engine.step() == []
+    engine.finish(load)
+    assert cascades(engine.step()) == [(1, engine.keys("a"))]
+    engine.ledger.complete_store(engine.keys("b"), writer)
+    assert cascades(engine.step()) == [(1, engine.keys("b"))]
+
+
+def test_request_level_tiers_do_not_wait_for_what_never_came(bench):
+    engine = bench(tiers=[bench.spec("plain"), bench.spec("whole", request_level=True)])
+    engine.holds("a", tier=0)
+    engine.lookup("a")
+    (load,) = engine.step()
+    engine.store("a")
+    engine.fail(load, Code.MISSING)
+    assert engine.step() == []
+    assert engine.settled()
+
+
+def test_request_level_tiers_are_filtered_like_all_others(bench):
+    engine = bench(tiers=[bench.spec("whole", request_level=True)])
+    engine.stored_alone("a")
+    engine.store("a", engine.request("r", []))
+    assert engine.step() == []
+
+
+def test_loads_leave_before_stores_and_probes_before_both(bench):
+    engine = bench(tiers=2)
+    engine.holds("b")
+    engine.store("a")
+    engine.lookup("bc")
+    engine.ledger.delete(engine.keys("d"))
+    kinds = [type(action) for action in engine.step()]
+    assert kinds == [Probe, Probe, Promote, Cascade, Cascade, Delete, Delete]
+
+
+def test_a_step_cascades_in_batches_that_an_action_may_move(bench):
+    engine = bench(action_chunks=2)
+    engine.store("abc")
+    assert cascades(engine.step()) == [(0, engine.keys("ab")), (0, engine.keys("c"))]
+
+
+def test_keys_of_differing_lengths_travel_together(bench):
+    engine = bench()
+    keys = [b"", b"/", b"..", b"k" * 36, b"\xff" * 36, b"a", b"A"]
+    request = engine.request()
+    engine.ledger.complete_store(engine.ledger.prepare_store(keys, request).keys, request)
+    (store,) = engine.step()
+    assert unpack_keys(store.keys) == keys
+
+
+def test_beyond_a_tiers_budget_cascades_are_dropped_and_counted(bench):
+    engine = bench(tiers=[bench.spec("slow", store_chunks_max=2), bench.spec("fast")])
+    engine.store("abc")
+    sent = engine.step()
+    assert cascades(sent) == [(0, engine.keys("ab")), (1, engine.keys("abc"))]
+    slow, fast = engine.ledger.tiers
+    assert (slow.counters.dropped, fast.counters.dropped) == ({"budget": 1}, {})
+    engine.finish_all(sent)
+    assert engine.settled()
+    engine.store("d")
+    assert cascades(engine.step()) == [(0, engine.keys("d")), (1, engine.keys("d"))]
+
+
+def test_beyond_the_cascades_share_of_the_primary_they_are_dropped_so_that_stores_go_on(bench):
+    engine = bench(rows=4, tiers=2, cascade_rows_max=2)
+    engine.store("abc")
+    sent = engine.step()
+    assert cascades(sent) == [(0, engine.keys("ab")), (1, engine.keys("ab"))]
+    assert [tier.counters.dropped for tier in engine.ledger.tiers] == [{"pinned": 1}] * 2
+    assert engine.store("xy").evicted == engine.keys("c")
+    engine.finish_all(sent)
+    assert engine.settled()
+
+
+def test_a_tier_behind_an_open_breaker_is_sent_nothing_and_then_a_few_to_try_it(bench):
+    engine = bench(rows=20, tiers=[bench.spec(breaker_failures=1, breaker_cooldown_s=5.0, trial_chunks=2)])
+    engine.store("a")
+    engine.fail(*engine.step(), Code.UNAVAILABLE)
+    engine.store("b")
+    (tier,) = engine.ledger.tiers
+    assert engine.step(seconds=5.0) == []
+    assert tier.counters.dropped == {"breaker": 1}
+    engine.store("cde")
+    (trial,) = engine.step()
+    assert unpack_keys(trial.keys) == engine.keys("cd")
+    assert tier.counters.dropped == {"breaker": 2}
+    engine.finish(trial)
+    engine.store("fgh")
+    assert cascades(engine.step()) == [(0, engine.keys("fgh"))]
+
+
+def test_what_the_bridge_does_not_take_is_dropped_and_counted(bench):
+    engine = bench(rows=4)
+    engine.holds("x")
+    engine.store("ab")
+    engine.lookup("x", request := engine.request())
+    engine.lookup("y")
+    engine.ledger.refuse(engine.step())
+    (tier,) = engine.ledger.tiers
+    assert tier.counters.dropped == {"bridge": 2}
+    assert tier.counters.failures == {"refused": 2}  # The load and the probe.
+    assert tier.counters.transfers_failed == 0
+    assert engine.lookup("x", request) == [MISS]
+    assert engine.settled()
+
+
+def test_an_acknowledgement_that_the_bridge_does_not_take_is_sent_again(bench):
+    engine = bench()
+    engine.holds("a")
+    engine.ledger.refuse(engine.ledger.end_step())
+    engine.step()
+    assert engine.acknowledged == [0]
+
+
+def test_a_chunk_that_did_not_reach_a_tier_is_not_looked_for_there(bench):
+    engine = bench(rows=2)
+    engine.knows_all()
+    engine.store("ab")
+    (store,) = engine.step()
+    engine.finish(store, {0: Code.NO_SPACE})
+    (tier,) = engine.ledger.tiers
+    assert (tier.counters.stored, tier.counters.failures) == (1, {"no_space": 1})
+    engine.stored_alone("xy")
+    assert engine.lookup("ab") == [MISS, PENDING]
+
+
+def test_what_a_tier_stored_is_an_event_of_the_tier(bench):
+    engine = bench()
+    engine.store("ab")
+    (store,) = engine.step()
+    engine.finish(store, {1: Code.FAILED})
+    assert engine.events.take()[1:] == [
+        Event(EventKind.FAILED, "tier0", engine.keys("b"), "failed"),
+        Event(EventKind.STORED, "tier0", engine.keys("a")),
+    ]
+    assert engine.observed == [("tier0", "store", 0.25)]
+
+
+def test_a_cascade_that_ran_out_of_time_keeps_its_row_readable_and_pinned(bench):
+    engine = bench(rows=1)
+    engine.store("a")
+    (store,) = engine.step()
+    engine.fail(store, Code.DEADLINE, lent=True)
+    assert not engine.ledger.pending
+    assert engine.lookup("a") == [HIT]
+    engine.step()
+    assert engine.store("x") is None
+    engine.give_back(store)
+    assert engine.store("x").evicted == engine.keys("a")
+
+
+def test_room_for_a_slice_is_what_can_cascade_without_a_drop(bench):
+    engine = bench(rows=8, tiers=[bench.spec(store_chunks_max=3)], cascade_rows_max=4, action_chunks=64)
+    outbox = engine.ledger.outbox
+    assert outbox.slice_chunks == 3
+    assert outbox.room(3)
+    engine.store("a")
+    assert outbox.room(2)
+    assert not outbox.room(3)
+
+
+@pytest.mark.parametrize("code", list(Code))
+def test_each_reason_why_a_chunk_did_not_move_is_counted_by_its_name(bench, code):
+    engine = bench()
+    engine.store("a")
+    (store,) = engine.step()
+    engine.fail(store, code)
+    (tier,) = engine.ledger.tiers
+    assert (tier.counters.failures | tier.counters.dropped) == {
+        "bridge" if code is Code.REFUSED else code.name.lower(): 1
+    }
+    assert tier.counters.transfers_failed == (code in (Code.FAILED, Code.UNAVAILABLE, Code.DEADLINE))
