@@ -74,7 +74,7 @@ class Dice:
         """
         for fault in faults:
             if fault is not None and fault.kind not in (*OF_CALLS, *OF_CHUNKS[operation]):
-                raise ValueError(f"{fault.kind!r} is no fault of a {operation}")
+                raise ValueError(f"{operation}: {fault.kind!r} is no fault of a {operation}")
         self._scripts[operation].extend(faults)
 
     def throw(self, operation: Operation, keys: Sequence[OffloadKey]) -> Throw:
@@ -87,7 +87,7 @@ class Dice:
             return Throw(frozenset(), 0.0, [None] * len(keys))
         kind = fault.kind
         if kind in OF_CALLS:
-            return Throw(frozenset((kind,)), self.faults.delay_s, [None] * len(keys))
+            return Throw(frozenset((kind,)), self.faults.delay_s if kind == "delay" else 0.0, [None] * len(keys))
         return Throw(frozenset(), 0.0, [kind if fault.keys is None or key in fault.keys else None for key in keys])
 
     def _random_throw(self, operation: Operation, keys: Sequence[OffloadKey]) -> Throw:

@@ -15,7 +15,7 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import msgspec
 
@@ -45,9 +45,12 @@ from kvtier.errors import (
 )
 from kvtier.keys import OffloadKey
 from kvtier.registry import backend_class
-from kvtier.testing.dice import Dice, Fault, Faults, Kind, Operation, Throw
+from kvtier.testing.dice import OF_CHUNKS, Dice, Fault, Faults, Kind, Operation, Throw
 
 T = TypeVar("T")
+
+Text = Annotated[str, msgspec.Meta(min_length=1)]
+Scripted = Kind | Literal["none"]
 
 FAULTLESS = Faults()
 UNDEFINED = b"\xdb"  # What fills a buffer whose chunk is made to fail.
@@ -62,35 +65,53 @@ ERRORS: dict[Kind, type[BlockError]] = {
 __all__ = ["Fault", "Faults", "FaultyBackend", "FaultyOptions"]
 
 
+class InnerTier(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The tier inside: its type and, beside it, its own options."""
+
+    rest: ClassVar[str | None] = "options"
+
+    type: Text
+    options: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+
+
+class Script(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What happens to the first calls of each operation, one after the other."""
+
+    probe: tuple[Scripted, ...] = ()
+    load: tuple[Scripted, ...] = ()
+    store: tuple[Scripted, ...] = ()
+    delete: tuple[Scripted, ...] = ()
+
+
 class FaultyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """An inner tier, and what goes wrong with it."""
 
-    inner: dict[str, Any]  # Its `type` and its own options.
+    inner: InnerTier
     faults: Faults = FAULTLESS
-    script: dict[Operation, tuple[Kind | Literal["none"], ...]] = msgspec.field(
-        default_factory=dict[Operation, tuple[Kind | Literal["none"], ...]]
-    )
+    script: Script = Script()
     seed: int = 0
 
     def __post_init__(self) -> None:
-        """Check the inner tier's options and the script, too."""
+        """Check the inner tier's own options and the script, too."""
         super().__post_init__()
-        self.inner_options()
+        self.inner_tier()
         try:
-            self.play(Dice(self.faults, self.seed))
+            self.dice()
         except ValueError as error:
-            raise ConfigError(f"script: {error}") from error
+            raise ConfigError(f"script.{error}") from error
 
-    def inner_options(self) -> tuple[type[Backend], msgspec.Struct]:
-        """Return the inner tier's class and its decoded options; `ConfigError` names what is wrong with them."""
-        given = dict(self.inner)
-        tier = TierConfig(type=given.pop("type", ""), options=given)
-        return backend_class(tier.type), tier_options(tier, "inner")
+    def inner_tier(self) -> tuple[type[Backend], msgspec.Struct]:
+        """Return the inner tier's class and its options; `ConfigError` names what is wrong with them."""
+        options = tier_options(TierConfig(type=self.inner.type, options=self.inner.options), "inner")
+        return backend_class(self.inner.type), options
 
-    def play(self, dice: Dice) -> None:
-        """Hand the script to the dice."""
-        for operation, kinds in self.script.items():
+    def dice(self) -> Dice:
+        """Make dice that know the script; `ValueError` if it cannot be followed."""
+        dice = Dice(self.faults, self.seed)
+        for operation in OF_CHUNKS:
+            kinds: tuple[Scripted, ...] = getattr(self.script, operation)
             dice.script(operation, [None if kind == "none" else Fault(kind) for kind in kinds])
+        return dice
 
 
 class FaultyBackend(Backend):
@@ -101,14 +122,14 @@ class FaultyBackend(Backend):
     watch: Callable[[], AsyncIterator[InventoryEvent]]
     occupancy: Callable[[], Occupancy]
 
-    def __init__(self, inner: Backend, faults: Faults = FAULTLESS, seed: int = 0) -> None:
-        """Take over an open tier, which is closed with this one."""
+    def __init__(self, inner: Backend, faults: Faults = FAULTLESS, seed: int = 0, *, dice: Dice | None = None) -> None:
+        """Take over an open tier, which is closed with this one. `dice` are thrown instead of new ones."""
         self.met: Counter[Kind] = Counter()
         """How many calls or chunks met each fault."""
         self.hanging = 0
         """How many calls hang now."""
         self._inner = inner
-        self._dice = Dice(faults, seed)
+        self._dice = Dice(faults, seed) if dice is None else dice
         self._calls = Calls(f"faulty {type(inner).__name__}")
         self._gate = asyncio.Event()
         self._hanging_changed = asyncio.Event()
@@ -123,10 +144,8 @@ class FaultyBackend(Backend):
     @classmethod
     async def open(cls, options: msgspec.Struct, context: TierContext) -> Self:
         assert isinstance(options, FaultyOptions)
-        inner_class, inner_options = options.inner_options()
-        faulty = cls(await inner_class.open(inner_options, context), options.faults, options.seed)
-        options.play(faulty._dice)
-        return faulty
+        inner_class, inner_options = options.inner_tier()
+        return cls(await inner_class.open(inner_options, context), dice=options.dice())
 
     def script(self, operation: Operation, *faults: Fault | Kind | None) -> None:
         """Say what happens to the next calls of an operation, one each, before the rates decide again.

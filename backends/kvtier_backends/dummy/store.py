@@ -101,9 +101,8 @@ def open_store(name: str | None, capacity_bytes: int | None) -> Store:
         return Store(capacity_bytes)
     store = _named.setdefault(name, Store(capacity_bytes))
     if store.capacity_bytes != capacity_bytes:
-        raise ConfigError(
-            f"capacity_bytes: {capacity_bytes} given, {store.capacity_bytes} as at its first opening accepted"
-        )
+        given, first = (f"{size:,}" if size is not None else "none" for size in (capacity_bytes, store.capacity_bytes))
+        raise ConfigError(f"capacity_bytes: {given} given, {first} as at the store's first opening accepted")
     return store
 
 

@@ -57,5 +57,5 @@ class DurableBackendConformance(Promises):
         store = await begun(backend.store(lender.writes(keys)))
         await backend.aclose(0)
         told = await lender.recall(await reopen(), keys)
-        assert all(chunk in (label(key), "BlockMissing") for key, chunk in zip(keys, told, strict=True)), told
         await ended(store)
+        assert all(chunk in (label(key), "BlockMissing") for key, chunk in zip(keys, told, strict=True)), told

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from typing import ClassVar
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, Added, Backend, Inventory, InventoryEvent, Removed, ScanDone, Write
@@ -103,10 +104,13 @@ class Follower:
 
     async def until(self, true: Callable[[], bool]) -> None:
         """Wait until something is true that the next events make so; a report that falls silent is a failure."""
-        async with asyncio.timeout(PATIENCE_S):
-            while not true():
-                self._heard.clear()
-                await self._heard.wait()
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while not true():
+                    self._heard.clear()
+                    await self._heard.wait()
+        except TimeoutError:
+            raise AssertionError(f"the report fell silent after {self.events}, with more to come") from None
 
 
 def _watch(backend: Backend) -> AsyncIterator[InventoryEvent]:
@@ -117,12 +121,13 @@ def _watch(backend: Backend) -> AsyncIterator[InventoryEvent]:
 async def _scan(events: AsyncIterator[InventoryEvent]) -> list[InventoryEvent]:
     """Collect events up to `ScanDone`."""
     seen: list[InventoryEvent] = []
-    async with asyncio.timeout(PATIENCE_S):
-        async for event in events:
-            seen.append(event)
-            if isinstance(event, ScanDone):
-                return seen
-    raise AssertionError("the report ended without ScanDone")
+    with suppress(TimeoutError):
+        async with asyncio.timeout(PATIENCE_S):
+            async for event in events:
+                seen.append(event)
+                if isinstance(event, ScanDone):
+                    return seen
+    raise AssertionError(f"no ScanDone after {seen}")
 
 
 def _added(events: list[InventoryEvent]) -> set[OffloadKey]:

@@ -29,8 +29,9 @@ def keys_of(count: int, start: int = 0) -> list[OffloadKey]:
 
 
 def label(key: OffloadKey, version: int = 0) -> str:
-    """Name the chunk that `chunk` makes."""
-    return f"{key.hex()} v{version}"
+    """Name the chunk that `chunk` makes, shortly and like no other."""
+    digits = key.hex()
+    return f"{digits if len(digits) <= 24 else f'{digits[:12]}…{digits[-8:]} ({len(key)} bytes)'} v{version}"
 
 
 @lru_cache(maxsize=512)

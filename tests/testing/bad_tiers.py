@@ -1,0 +1,964 @@
+"""Tiers that break one promise each: what the conformance suite must reject.
+
+One long page, because it is a catalogue: each class is honest but for the few lines that are its point, and says which
+promises those break. `test_conformance_rejects.py` runs these promises, and no others, against it.
+"""
+
+import asyncio
+import ctypes
+import os
+import time
+from itertools import count
+from typing import ClassVar
+
+import pytest
+from msgspec.structs import replace
+
+from kvtier.backend import Abandoned, Added, Read, Removed, ScanDone, Write
+from kvtier.errors import BackendClosed, BackendUnavailable, BlockMissing, NoSpace
+from kvtier.testing.conformance import (
+    BackendConformance,
+    BoundedConformance,
+    DurableBackendConformance,
+    InventoryConformance,
+    MeasuredConformance,
+    NamespacedConformance,
+    tier_context,
+)
+from kvtier_backends.dummy import DummyBackend, DummyOptions, forget_store
+
+
+class Tier(DummyBackend):
+    """Honest: breaks nothing."""
+
+    breaks: ClassVar[tuple[str, ...]] = ()
+    real_time: ClassVar[bool] = False
+    opened_before = 0  # How many tiers were open over the same storage before this one.
+
+    def __init__(self, options, context):
+        super().__init__(options, context)
+        self.context = context
+
+
+# What goes in comes out.
+
+
+class Forgets(Tier):
+    breaks = ("test_what_was_stored_is_loaded_bit_for_bit",)
+
+    async def store(self, writes):
+        return [None] * len(writes)
+
+
+class FlipsABit(Tier):
+    breaks = ("test_what_was_stored_is_loaded_bit_for_bit",)
+
+    async def load(self, reads):
+        outcomes = await super().load(reads)
+        for _, into in reads:
+            into[-1] ^= 1
+        return outcomes
+
+
+class UsesUp(Tier):
+    breaks = ("test_what_was_loaded_can_be_loaded_again",)
+
+    async def load(self, reads):
+        outcomes = await super().load(reads)
+        await super().delete([read.key for read in reads])
+        return outcomes
+
+
+class MakesUp(Tier):
+    breaks = ("test_what_was_never_stored_is_missing",)
+
+    async def load(self, reads):
+        await super().load(reads)
+        return [None] * len(reads)
+
+
+class Guesses(Tier):
+    breaks = ("test_a_probe_says_what_a_load_would_find",)
+
+    async def probe(self, keys):
+        return [True] * len(keys)
+
+
+class KeepsTheFirst(Tier):
+    breaks = ("test_the_last_store_of_a_key_counts",)
+
+    async def store(self, writes):
+        present = await self.probe([write.key for write in writes])
+        await super().store([write for write, there in zip(writes, present, strict=True) if not there])
+        return [None] * len(writes)
+
+
+class Renames(Tier):
+    """Base of tiers that take several keys for one."""
+
+    def name(self, key):
+        return key
+
+    async def probe(self, keys):
+        return await super().probe([self.name(key) for key in keys])
+
+    async def load(self, reads):
+        return await super().load([Read(self.name(read.key), read.into) for read in reads])
+
+    async def store(self, writes):
+        return await super().store([Write(self.name(write.key), write.block) for write in writes])
+
+    async def delete(self, keys):
+        await super().delete([self.name(key) for key in keys])
+
+
+class NamesByText(Renames):
+    breaks = ("test_an_odd_key_is_a_key_like_any_other",)
+
+    def name(self, key):
+        return key.decode("ascii").encode()
+
+
+class FoldsCase(Renames):
+    breaks = ("test_keys_that_look_alike_are_different_chunks",)
+
+    def name(self, key):
+        return key.lower()
+
+
+class NamesByTheFirstHalf(Renames):
+    breaks = ("test_keys_that_look_alike_are_different_chunks",)
+
+    def name(self, key):
+        return key[:16] + key[-4:]
+
+
+class IgnoresGroups(Renames):
+    breaks = ("test_keys_that_look_alike_are_different_chunks", "test_deleting_takes_nothing_else")
+
+    def name(self, key):
+        return key[:-4] + bytes(4)
+
+
+class SkipsZeros(Tier):
+    breaks = ("test_any_bytes_come_back",)
+
+    async def store(self, writes):
+        await super().store([write for write in writes if any(write.block)])
+        return [None] * len(writes)
+
+
+class SaysNothing(Tier):
+    breaks = ("test_a_tier_says_what_it_promises_and_takes",)
+    durability = "safe"
+
+
+# Batches.
+
+
+class RefusesEmptyBatches(Tier):
+    breaks = ("test_an_empty_batch_is_answered_with_nothing",)
+
+    async def load(self, reads):
+        if not reads:
+            raise ValueError("nothing to load")
+        return await super().load(reads)
+
+
+class AnswersOutOfOrder(Tier):
+    breaks = ("test_outcomes_come_in_the_order_of_the_batch",)
+
+    async def load(self, reads):
+        return sorted(await super().load(reads), key=lambda outcome: outcome is not None)
+
+
+class RaisesForOne(Tier):
+    breaks = ("test_a_missing_chunk_costs_its_neighbours_nothing",)
+
+    async def load(self, reads):
+        outcomes = await super().load(reads)
+        for outcome in filter(None, outcomes):
+            raise outcome
+        return outcomes
+
+
+class ForgetsDuplicates(Tier):
+    breaks = (
+        "test_a_key_twice_in_a_load_fills_both_buffers",
+        "test_a_key_twice_in_a_store_leaves_one_whole_chunk",
+        "test_a_key_twice_in_a_probe_or_a_delete_is_nothing_special",
+    )
+
+    async def probe(self, keys):
+        return await super().probe(list(dict.fromkeys(keys)))
+
+    async def load(self, reads):
+        return await super().load(list({read.key: read for read in reads}.values()))
+
+    async def store(self, writes):
+        return await super().store(list({write.key: write for write in writes}.values()))
+
+
+class FillsOneOfTwo(Tier):
+    breaks = ("test_a_key_twice_in_a_load_fills_both_buffers",)
+
+    async def load(self, reads):
+        outcomes = await super().load(list({read.key: read for read in reads}.values()))
+        by_key = dict(zip(dict.fromkeys(read.key for read in reads), outcomes, strict=True))
+        return [by_key[read.key] for read in reads]
+
+
+class TakesTheFirstOfMany(Tier):
+    breaks = ("test_a_large_batch_moves_as_a_small_one_does",)
+
+    async def store(self, writes):
+        return await super().store(writes[:256]) + [None] * len(writes[256:])
+
+
+class TakesAnyLength(Tier):
+    breaks = (
+        "test_a_load_into_a_buffer_of_the_wrong_length_is_refused",
+        "test_a_store_from_a_buffer_of_the_wrong_length_is_refused",
+    )
+
+    def row(self, block=b""):
+        return memoryview(bytearray(bytes(block).ljust(self.context.row_bytes, b"\0")[: self.context.row_bytes]))
+
+    async def load(self, reads):
+        rows = [self.row() for _ in reads]
+        outcomes = await super().load([Read(read.key, row) for read, row in zip(reads, rows, strict=True)])
+        for read, row in zip(reads, rows, strict=True):
+            read.into[: len(row)] = row[: len(read.into)]
+        return outcomes
+
+    async def store(self, writes):
+        return await super().store([Write(write.key, self.row(write.block)) for write in writes])
+
+
+class WantsLists(Tier):
+    breaks = ("test_a_batch_is_any_sequence",)
+
+    async def load(self, reads):
+        return await super().load([*reads[:1]] + reads[1:])  # noqa: RUF005
+
+
+# Deleting.
+
+
+class DeletesNothing(Tier):
+    breaks = ("test_what_was_deleted_is_missing",)
+
+    async def delete(self, keys):
+        pass
+
+
+class DeletesTheWholeHash(Tier):
+    breaks = ("test_deleting_takes_nothing_else",)
+
+    async def delete(self, keys):
+        await super().delete([key[:-1] + bytes([group]) for key in keys for group in range(4)])
+
+
+class RefusesUnknownKeys(Tier):
+    breaks = ("test_unknown_keys_are_ignored",)
+
+    async def delete(self, keys):
+        if not all(await self.probe(keys)):
+            raise KeyError(keys)
+        await super().delete(keys)
+
+
+class RemembersTheDead(Tier):
+    breaks = ("test_a_deleted_key_can_be_stored_again",)
+    dead = frozenset()
+
+    async def delete(self, keys):
+        self.dead |= set(keys)
+        await super().delete(keys)
+
+    async def store(self, writes):
+        await super().store([write for write in writes if write.key not in self.dead])
+        return [None] * len(writes)
+
+
+# Concurrency.
+
+
+class TakesOneCallAtATime(Tier):
+    breaks = ("test_stores_at_once_all_arrive",)
+    busy = False
+
+    async def store(self, writes):
+        if self.busy:
+            raise BackendUnavailable("busy")
+        self.busy = True
+        try:
+            return await super().store(writes)
+        finally:
+            self.busy = False
+
+
+class InPlace(Tier):
+    """Base of tiers that change what they hold where it lies, in steps."""
+
+    def __init__(self, options, context):
+        super().__init__(options, context)
+        self.shelf = {}
+        self.turns = count()
+
+    async def probe(self, keys):
+        return [key in self.shelf for key in keys]
+
+    async def load(self, reads):
+        await asyncio.sleep(0.0005)
+        return [self.load_one(*read) for read in reads]
+
+    def load_one(self, key, into):
+        if key not in self.shelf:
+            return BlockMissing(key.hex())
+        into[:] = self.shelf[key]
+        return None
+
+    async def store(self, writes):
+        half = self.context.row_bytes // 2
+        for key, block in writes:
+            self.shelf.setdefault(key, bytearray(block))[:half] = block[:half]
+        await asyncio.sleep(0.001 * (3 - next(self.turns) % 3))
+        for key, block in writes:
+            self.shelf.setdefault(key, bytearray(block))[half:] = block[half:]
+        return [None] * len(writes)
+
+    async def delete(self, keys):
+        for key in keys:
+            self.shelf.pop(key, None)
+
+
+class TearsChunks(InPlace):
+    breaks = (
+        "test_of_stores_of_one_key_at_once_one_whole_chunk_wins",
+        "test_a_load_beside_a_store_is_old_or_new_or_missing",
+        "test_in_a_throng_every_chunk_is_whole",
+    )
+
+
+class DeletesInPieces(InPlace):
+    breaks = ("test_a_load_beside_a_delete_is_whole_or_missing",)
+
+    async def delete(self, keys):
+        for key in keys:
+            self.shelf.get(key, bytearray(1))[:1] = b"\0"
+        await asyncio.sleep(0.002)
+        await super().delete(keys)
+
+
+class LoadsAKeyOnce(Tier):
+    breaks = ("test_one_chunk_goes_into_many_buffers_at_once",)
+
+    def __init__(self, options, context):
+        super().__init__(options, context)
+        self.loading = set()
+
+    async def load(self, reads):
+        if self.loading.issuperset(read.key for read in reads):
+            return [None] * len(reads)
+        self.loading |= {read.key for read in reads}
+        outcomes = await super().load(reads)
+        self.loading.clear()
+        return outcomes
+
+
+class SharesOneBuffer(Tier):
+    breaks = ("test_in_a_throng_every_chunk_is_whole",)
+
+    async def load(self, reads):
+        self.scratch = memoryview(bytearray(self.context.row_bytes))
+        outcomes = []
+        for key, into in reads:
+            outcomes += await super().load([Read(key, self.scratch)])
+            await asyncio.sleep(0.001)
+            into[:] = self.scratch
+        return outcomes
+
+
+# Cancellation.
+
+
+class AbandonsThreads(InPlace):
+    """The mistake that `kvtier.lend` exists for: a cancelled `to_thread` returns while its thread goes on."""
+
+    breaks = (
+        "test_a_cancelled_load_leaves_its_buffers_alone",
+        "test_a_cancelled_store_leaves_its_buffers_alone",
+        "test_a_call_cancelled_again_and_again_still_waits",
+    )
+    real_time = True
+
+    async def load(self, reads):
+        return await asyncio.to_thread(self.slowly, self.load_one, reads)
+
+    async def store(self, writes):
+        return await asyncio.to_thread(self.slowly, self.store_one, writes)
+
+    def store_one(self, key, block):
+        self.shelf[key] = bytearray(block)
+
+    def slowly(self, move, chunks):
+        outcomes = []
+        for chunk in chunks:
+            time.sleep(0.0005)
+            outcomes.append(move(*chunk))
+        return outcomes
+
+
+class WaitsOnce(Tier):
+    breaks = ("test_a_call_cancelled_again_and_again_still_waits",)
+
+    async def load(self, reads):
+        call = asyncio.ensure_future(super().load(reads))
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            await asyncio.shield(call)
+            raise
+
+
+class SwallowsCancellation(Tier):
+    breaks = ("test_a_cancelled_load_leaves_its_buffers_alone", "test_a_cancelled_store_leaves_its_buffers_alone")
+
+    async def load(self, reads):
+        try:
+            return await super().load(reads)
+        except asyncio.CancelledError:
+            return [BlockMissing("cancelled")] * len(reads)
+
+    async def store(self, writes):
+        try:
+            return await super().store(writes)
+        except asyncio.CancelledError:
+            return [NoSpace("cancelled")] * len(writes)
+
+
+class LeavesItsLock(Tier):
+    breaks = (
+        "test_a_cancelled_delete_has_deleted_each_key_or_not",
+        "test_a_cancelled_probe_leaves_a_tier_that_works",
+    )
+
+    def __init__(self, options, context):
+        super().__init__(options, context)
+        self.lock = asyncio.Lock()
+
+    async def probe(self, keys):
+        await self.lock.acquire()
+        present = await super().probe(keys)
+        self.lock.release()
+        return present
+
+    async def delete(self, keys):
+        await self.lock.acquire()
+        await super().delete(keys)
+        self.lock.release()
+
+    async def load(self, reads):
+        async with self.lock:
+            return await super().load(reads)
+
+
+class JoinsCalls(Tier):
+    """Two loads at once become one, and whoever cancels one cancels both."""
+
+    breaks = ("test_a_cancelled_call_costs_the_others_nothing",)
+    joined = None
+
+    async def load(self, reads):
+        if self.joined is None or self.joined[0].done():
+            self.joined = asyncio.ensure_future(super().load(reads)), reads
+        call, first = self.joined
+        outcomes = await call
+        for read, other in zip(reads, first, strict=True):
+            read.into[:] = other.into
+        return outcomes
+
+
+class NeverForgetsACall(Tier):
+    breaks = ("test_a_tier_ends_as_usual_after_cancelled_calls",)
+    under_way = 0
+
+    async def store(self, writes):
+        self.under_way += 1
+        outcomes = await super().store(writes)
+        self.under_way -= 1
+        return outcomes
+
+    async def aclose(self, deadline_s):
+        await super().aclose(deadline_s)
+        return Abandoned(self.under_way)
+
+
+# Good manners.
+
+
+class SleepsOnTheLoop(Tier):
+    breaks = ("test_no_call_blocks_the_loop",)
+
+    async def probe(self, keys):
+        time.sleep(0.001)  # noqa: ASYNC251
+        return await super().probe(keys)
+
+
+class WritesOnTheLoop(Tier):
+    breaks = ("test_no_call_blocks_the_loop",)
+
+    async def store(self, writes):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.pwritev(null, [write.block for write in writes], 0)
+        os.close(null)
+        return await super().store(writes)
+
+
+class Scribbles(Tier):
+    breaks = ("test_a_store_changes_nothing_in_the_buffers",)
+
+    async def store(self, writes):
+        outcomes = await super().store(writes)
+        for _, block in writes:
+            block[0] ^= 0xFF
+        return outcomes
+
+
+class KeepsTheLendersBuffer(InPlace):
+    breaks = ("test_what_is_stored_is_a_copy", "test_no_buffer_is_kept")
+
+    async def store(self, writes):
+        self.shelf.update(writes)
+        return [None] * len(writes)
+
+
+class KeepsTheBorrowersBuffer(Tier):
+    breaks = ("test_what_is_loaded_is_a_copy", "test_no_buffer_is_kept")
+
+    def __init__(self, options, context):
+        super().__init__(options, context)
+        self.recent = {}
+
+    async def load(self, reads):
+        if self.recent.keys() >= {read.key for read in reads}:
+            for key, into in reads:
+                into[:] = self.recent[key]
+            return [None] * len(reads)
+        outcomes = await super().load(reads)
+        self.recent.update(reads)
+        return outcomes
+
+
+class WritesBesideTheRow(Tier):
+    breaks = ("test_nothing_beside_the_lent_rows_is_written",)
+
+    async def load(self, reads):
+        outcomes = await super().load(reads)
+        for _, into in reads:
+            ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(into)) + len(into), 0, 1)
+        return outcomes
+
+
+class RemembersItsLastCall(Tier):
+    breaks = ("test_no_buffer_is_kept",)
+
+    async def store(self, writes):
+        self.last = writes
+        return await super().store(writes)
+
+
+# The end.
+
+
+class NeverCloses(Tier):
+    breaks = ("test_a_closed_tier_refuses_every_call",)
+
+    async def aclose(self, deadline_s):
+        return Abandoned(0)
+
+
+class ClosesOnce(Tier):
+    breaks = ("test_closing_again_is_no_error",)
+    closed = False
+
+    async def aclose(self, deadline_s):
+        if self.closed:
+            raise BackendClosed("closed already")
+        self.closed = True
+        return await super().aclose(deadline_s)
+
+
+class CancelsWhatIsUnderWay(Tier):
+    breaks = ("test_what_is_under_way_is_waited_for",)
+
+    def __init__(self, options, context):
+        super().__init__(options, context)
+        self.under_way = set()
+
+    async def store(self, writes):
+        self.under_way.add(asyncio.current_task())
+        return await super().store(writes)
+
+    async def aclose(self, deadline_s):
+        for task in self.under_way:
+            task.cancel()
+        return await super().aclose(deadline_s)
+
+
+class ClosesAfterWaiting(Tier):
+    breaks = ("test_new_calls_are_refused_while_closing_waits", "test_a_cancelled_close_can_be_called_again")
+    under_way = 0
+
+    async def store(self, writes):
+        self.under_way += 1
+        try:
+            return await super().store(writes)
+        finally:
+            self.under_way -= 1
+
+    async def aclose(self, deadline_s):
+        while self.under_way:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        return await super().aclose(deadline_s)
+
+
+class HidesWhatItLeaves(Tier):
+    breaks = ("test_closing_without_patience_says_what_it_leaves",)
+
+    async def aclose(self, deadline_s):
+        await super().aclose(deadline_s)
+        return Abandoned(0)
+
+
+# Durability.
+
+
+class Volatile(Tier):
+    breaks = ("test_chunks_outlive_the_tier",)
+
+    async def aclose(self, deadline_s):
+        forget_store("suite")
+        return await super().aclose(deadline_s)
+
+
+class ReadsNamesBackWrongly(Renames):
+    breaks = ("test_odd_keys_outlive_the_tier",)
+
+    def name(self, key):
+        return key if not self.opened_before else key.lower()
+
+
+class ReplaysTheFirstStore(Tier):
+    breaks = ("test_the_last_store_is_the_one_that_lasts",)
+
+    async def store(self, writes):
+        present = await self.probe([b"first" + write.key for write in writes])
+        firsts = [
+            Write(b"first" + key, block) for (key, block), there in zip(writes, present, strict=True) if not there
+        ]
+        await super().store(firsts)
+        return await super().store(writes)
+
+    async def load(self, reads):
+        return await super().load([Read(b"first" + key if self.opened_before else key, into) for key, into in reads])
+
+
+class BringsBackTheDead(Tier):
+    breaks = ("test_what_was_deleted_stays_deleted",)
+
+    def __init__(self, options, context):
+        super().__init__(options, context)
+        self.hidden = set()
+
+    async def delete(self, keys):
+        self.hidden |= set(keys)
+
+    async def load(self, reads):
+        outcomes = await super().load(reads)
+        return [BlockMissing("") if key in self.hidden else out for (key, _), out in zip(reads, outcomes, strict=True)]
+
+
+class StoresInTwoSteps(Tier):
+    breaks = ("test_a_store_cut_short_leaves_whole_chunks",)
+
+    async def store(self, writes):
+        halves = [bytearray(write.block) for write in writes]
+        for half in halves:
+            half[len(half) // 2 :] = bytes(len(half) // 2)
+        await super().store([Write(write.key, memoryview(half)) for write, half in zip(writes, halves, strict=True)])
+        return await super().store(writes)
+
+
+# Namespaces.
+
+
+class IgnoresNamespaces(Tier):
+    breaks = ("test_namespaces_share_no_chunk", "test_deleting_stays_in_its_namespace")
+
+    def __init__(self, options, context):
+        same = tier_context(context.row_bytes).mapper
+        super().__init__(replace(options, shared=True), context._replace(mapper=same))
+
+
+# Inventory.
+
+
+class ReportsTheDead(Tier):
+    breaks = ("test_what_is_there_is_reported_before_the_scan_is_done",)
+
+    def __init__(self, options, context):
+        super().__init__(options, context)
+        self.dead = []
+
+    async def delete(self, keys):
+        self.dead += keys
+        await super().delete(keys)
+
+    async def watch(self):
+        yield Added(self.dead)
+        async for event in super().watch():
+            yield event
+
+
+class ReportsNothing(Tier):
+    breaks = ("test_what_is_there_is_reported_before_the_scan_is_done",)
+
+    async def watch(self):
+        async for event in super().watch():
+            if not isinstance(event, Added):
+                yield event
+
+
+class SaysNothingWhenEmpty(Tier):
+    breaks = ("test_an_empty_tier_reports_that_the_scan_is_done",)
+
+    async def watch(self):
+        before = None
+        async for event in super().watch():
+            if not isinstance(event, ScanDone) or before is not None:
+                yield event
+            before = event
+
+
+class ReportsAllAtOnce(Tier):
+    breaks = ("test_reports_come_in_batches",)
+
+    async def watch(self):
+        keys = []
+        async for event in super().watch():
+            if isinstance(event, Added):
+                keys += event.keys
+                continue
+            if isinstance(event, ScanDone):
+                yield Added(keys)
+            yield event
+
+
+class ReportsForEver(Tier):
+    breaks = ("test_the_report_ends_with_the_tier",)
+
+    async def watch(self):
+        async for event in super().watch():
+            yield event
+        await asyncio.Event().wait()
+
+
+class ReportsWhatItWasTold(Tier):
+    breaks = ("test_what_is_there_is_not_reported_as_removed",)
+
+    def __init__(self, options, context):
+        super().__init__(options, context)
+        self.deleted = asyncio.Queue()
+
+    async def delete(self, keys):
+        await super().delete(keys)
+        self.deleted.put_nowait(keys)
+
+    async def watch(self):
+        async for event in super().watch():
+            yield event
+            if isinstance(event, ScanDone):
+                break
+        while True:
+            keys = await self.deleted.get()
+            await asyncio.sleep(0.005)
+            yield Removed(keys)
+
+
+class DiesWithItsListener(Tier):
+    breaks = ("test_a_consumer_may_go_away",)
+
+    async def watch(self):
+        try:
+            async for event in super().watch():
+                yield event
+        finally:
+            await self.aclose(0)
+
+
+# Occupancy.
+
+
+class StartsFull(Tier):
+    breaks = ("test_an_empty_tier_holds_nothing",)
+
+    def occupancy(self):
+        return super().occupancy()._replace(used_bytes=4_096)
+
+
+class CountsStores(Tier):
+    breaks = ("test_every_chunk_is_counted_once",)
+    stored = 0
+
+    async def store(self, writes):
+        self.stored += len(writes)
+        return await super().store(writes)
+
+    def occupancy(self):
+        return super().occupancy()._replace(chunks=self.stored)
+
+
+class NeverShrinks(Tier):
+    breaks = ("test_what_was_deleted_uses_nothing",)
+    most = 0
+
+    def occupancy(self):
+        now = super().occupancy()
+        self.most = max(self.most, now.used_bytes)
+        return now._replace(used_bytes=self.most)
+
+
+class CountsMisses(Tier):
+    breaks = ("test_loading_and_probing_change_nothing",)
+    missed = 0
+
+    async def load(self, reads):
+        outcomes = await super().load(reads)
+        self.missed += len(outcomes) - outcomes.count(None)
+        return outcomes
+
+    def occupancy(self):
+        now = super().occupancy()
+        return now._replace(chunks=now.chunks + self.missed)
+
+
+# Capacity.
+
+
+class Overflows(Tier):
+    breaks = ("test_the_capacity_is_never_exceeded",)
+
+    def __init__(self, options, context):
+        super().__init__(replace(options, capacity_bytes=None), context)
+        self.capacity_bytes = options.capacity_bytes
+
+    def occupancy(self):
+        return super().occupancy()._replace(capacity_bytes=self.capacity_bytes)
+
+
+class RefusesWhenFull(Tier):
+    breaks = ("test_the_newest_chunks_are_there",)
+
+    async def store(self, writes):
+        now = self.occupancy()
+        if now.used_bytes == now.capacity_bytes:
+            return [NoSpace("full")] * len(writes)
+        return await super().store(writes)
+
+
+class FailsTheBatchForOne(Tier):
+    breaks = ("test_a_batch_that_does_not_fit_is_stored_in_part",)
+
+    async def store(self, writes):
+        outcomes = await super().store(writes)
+        for outcome in filter(None, outcomes):
+            raise outcome
+        return outcomes
+
+
+class LeaksRoom(Tier):
+    breaks = ("test_deleting_makes_room",)
+
+    def occupancy(self):
+        now = super().occupancy()
+        return now._replace(used_bytes=now.used_bytes + 64) if self.leaked else now
+
+    leaked = False
+
+    async def delete(self, keys):
+        self.leaked = True
+        await super().delete(keys)
+
+
+class TakesASecondPlace(Tier):
+    breaks = ("test_storing_again_takes_no_second_place",)
+
+    async def store(self, writes):
+        await super().store([Write(b"new" + write.key, write.block) for write in writes])
+        outcomes = await super().store(writes)
+        await super().delete([b"new" + write.key for write in writes])
+        return outcomes
+
+
+class EvictsInSilence(Tier):
+    breaks = ("test_what_went_for_room_is_reported",)
+
+    async def watch(self):
+        async for event in super().watch():
+            if not isinstance(event, Removed):
+                yield event
+
+
+class Everything(
+    BackendConformance,
+    DurableBackendConformance,
+    NamespacedConformance,
+    InventoryConformance,
+    MeasuredConformance,
+    BoundedConformance,
+):
+    """All promises, made by a device in a named store that is slow enough for calls to meet."""
+
+    chunk_bytes = 4_096
+    tier: ClassVar[type[Tier]]
+
+    def open(self, model_name="conformance", **options):
+        options = DummyOptions(**{"latency_s": 0.001, "store": "suite", **options})
+        return self.tier(options, tier_context(self.chunk_bytes, model_name=model_name))
+
+    @pytest.fixture
+    async def reopen(self):
+        forget_store("suite")
+        opened = []
+
+        async def reopen():
+            if opened:
+                await opened[-1].aclose(10)
+            opened.append(self.open())
+            opened[-1].opened_before = len(opened) - 1
+            return opened[-1]
+
+        return reopen
+
+    @pytest.fixture
+    async def backend(self, reopen):
+        return await reopen()
+
+    @pytest.fixture
+    async def neighbour(self, backend):
+        return self.open(model_name="other")
+
+    @pytest.fixture
+    async def small(self):
+        return self.open(store=None, capacity_bytes=self.room_chunks * self.chunk_bytes)
+
+
+def all_tiers(base: type[Tier] = Tier) -> list[type[Tier]]:
+    return [base, *(tier for subclass in base.__subclasses__() for tier in all_tiers(subclass))]
+
+
+for _tier in all_tiers():
+    _suite = type(f"Test{_tier.__name__}", (Everything,), {"tier": _tier, "__module__": __name__})
+    globals()[_suite.__name__] = _suite if _tier.real_time else pytest.mark.virtual_time(_suite)

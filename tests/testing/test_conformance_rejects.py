@@ -1,0 +1,54 @@
+"""The conformance suite is tested, too: each promise is broken by a tier that it then rejects."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+BAD_TIERS = Path(__file__).with_name("bad_tiers.py")
+
+spec = importlib.util.spec_from_file_location("bad_tiers", BAD_TIERS)
+bad_tiers = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(bad_tiers)
+
+PROMISES = [name for name in dir(bad_tiers.Everything) if name.startswith("test_")]
+REJECTIONS = [(tier.__name__, promise) for tier in bad_tiers.all_tiers() for promise in tier.breaks]
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory) -> dict[tuple[str, str], list[str]]:
+    """Run all promises against the honest tier, and against each other one those that it breaks: how did they fail."""
+    report = tmp_path_factory.mktemp("rejects") / "report.xml"
+    wanted = [*(("Tier", promise) for promise in PROMISES), *REJECTIONS]
+    nodes = [f"{BAD_TIERS}::Test{tier}::{promise}" for tier, promise in wanted]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junit-xml={report}", *nodes]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 1, ended.stdout + ended.stderr
+    found = {pair: [] for pair in wanted}
+    for case in ET.parse(report).iter("testcase"):
+        pair = case.get("classname").rpartition(".Test")[2], case.get("name").partition("[")[0]
+        found[pair] += [failure.text for failure in case if failure.tag in ("failure", "error")]
+    return found
+
+
+@pytest.mark.parametrize(("tier", "promise"), REJECTIONS)
+def test_a_tier_that_breaks_a_promise_is_rejected(failures, tier, promise):
+    assert failures[tier, promise]
+
+
+def test_an_honest_tier_is_not(failures):
+    assert {promise: failures["Tier", promise] for promise in PROMISES if failures["Tier", promise]} == {}
+
+
+def test_every_promise_is_broken_by_somebody():
+    assert {promise for _, promise in REJECTIONS} == set(PROMISES)
+
+
+def test_a_rejection_says_whose_bytes_were_found(failures):
+    (story,) = failures["TearsChunks", "test_of_stores_of_one_key_at_once_one_whole_chunk_wins"]
+    assert "no chunk: from byte 0 " in story
+    (story,) = failures["Forgets", "test_what_was_stored_is_loaded_bit_for_bit"]
+    assert "assert ['BlockMissin" in story

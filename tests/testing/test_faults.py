@@ -1,0 +1,296 @@
+import asyncio
+
+import pytest
+
+from kvtier.backend import Abandoned, Backend, Durability, Inventory, Measured, Occupancy, Read
+from kvtier.config import decode
+from kvtier.errors import BackendClosed, BackendUnavailable, BlockMissing, ConfigError, NoSpace
+from kvtier.registry import backend_class
+from kvtier.testing import virtual_time
+from kvtier.testing.conformance import (
+    BackendConformance,
+    BoundedConformance,
+    InventoryConformance,
+    Lender,
+    MeasuredConformance,
+    tier_context,
+)
+from kvtier.testing.conformance.lender import key_of, keys_of, label
+from kvtier.testing.faults import Fault, Faults, FaultyBackend
+from kvtier_backends.dummy import DummyBackend, DummyOptions
+
+pytestmark = pytest.mark.virtual_time
+
+ROW_BYTES = 4_096
+TYPE = "kvtier.testing.faults:FaultyBackend"
+
+
+class WithoutFaults(BackendConformance, InventoryConformance, MeasuredConformance, BoundedConformance):
+    chunk_bytes = ROW_BYTES
+    device = DummyOptions()
+    faults = Faults()
+
+    @pytest.fixture
+    async def backend(self):
+        tier = FaultyBackend(DummyBackend(self.device, tier_context(ROW_BYTES)), self.faults)
+        yield tier
+        await tier.aclose(10)
+
+    @pytest.fixture
+    async def small(self):
+        options = DummyOptions(capacity_bytes=self.room_chunks * ROW_BYTES)
+        return FaultyBackend(DummyBackend(options, tier_context(ROW_BYTES)), self.faults)
+
+
+class TestAroundAnInstantTier(WithoutFaults):
+    """The whole suite, as if there were no wrapper."""
+
+
+class TestAroundADevice(WithoutFaults):
+    device = DummyOptions(latency_s=0.001, concurrency=4)
+
+
+class TestWithDelays(WithoutFaults):
+    """Being late breaks no promise."""
+
+    faults = Faults(delay=1, delay_s=0.01)
+
+
+class Plain(Backend):
+    """A tier that neither says what it holds nor how full it is, which is nothing, for ever."""
+
+    durability = Durability.POWER
+    Options = DummyOptions
+
+    @classmethod
+    async def open(cls, options, context):
+        return cls()
+
+    async def probe(self, keys):
+        return [False] * len(keys)
+
+    async def load(self, reads):
+        return [BlockMissing("")] * len(reads)
+
+    async def store(self, writes):
+        return [NoSpace("")] * len(writes)
+
+    async def delete(self, keys):
+        pass
+
+    async def aclose(self, deadline_s):
+        return Abandoned(0)
+
+
+@pytest.fixture
+def lender():
+    return Lender(ROW_BYTES)
+
+
+@pytest.fixture
+def faulty():
+    return FaultyBackend(DummyBackend(DummyOptions(), tier_context(ROW_BYTES)))
+
+
+def tier(seed=0, script=None, **faults) -> FaultyBackend:
+    faulty = FaultyBackend(DummyBackend(DummyOptions(), tier_context(ROW_BYTES)), Faults(**faults), seed)
+    for operation, kinds in (script or {}).items():
+        faulty.script(operation, *kinds)
+    return faulty
+
+
+async def test_a_wrapper_offers_what_its_inner_tier_offers(faulty):
+    assert isinstance(faulty, Inventory)
+    assert isinstance(faulty, Measured)
+    assert faulty.occupancy() == Occupancy(0, 0, None)
+    bare = FaultyBackend(Plain())
+    assert not isinstance(bare, Inventory)
+    assert not isinstance(bare, Measured)
+
+
+async def test_a_wrapper_promises_what_its_inner_tier_promises(faulty):
+    assert faulty.durability is Durability.PROCESS
+    assert FaultyBackend(Plain()).durability is Durability.POWER
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"), [("failed", "TransferFailed"), ("missing", "BlockMissing"), ("corrupt", "BlockCorrupt")]
+)
+async def test_chunks_that_are_made_to_fail_cost_their_neighbours_nothing(faulty, lender, kind, error):
+    keys = keys_of(4)
+    await lender.keep(faulty, keys)
+    faulty.script("load", Fault(kind, keys=frozenset(keys[1:3])))
+    assert await lender.recall(faulty, keys) == [label(keys[0]), error, error, label(keys[3])]
+    assert await lender.recall(faulty, keys) == [label(key) for key in keys]
+    assert faulty.met == {kind: 2}
+
+
+async def test_the_buffer_of_a_failed_chunk_is_written_over(faulty, lender):
+    await lender.keep(faulty, [key_of(1)])
+    reads = lender.writes([key_of(1)])
+    faulty.script("load", "failed")
+    await faulty.load([Read(*reads[0])])
+    assert bytes(reads[0].block) == b"\xdb" * ROW_BYTES
+
+
+@pytest.mark.parametrize(("kind", "error"), [("failed", "TransferFailed"), ("no_space", "NoSpace")])
+async def test_a_store_that_is_made_to_fail_leaves_the_old_chunk(faulty, lender, kind, error):
+    await lender.keep(faulty, [key_of(1)])
+    faulty.script("store", kind)
+    outcomes = await faulty.store(lender.writes([key_of(1)], version=1))
+    assert [type(outcome).__name__ for outcome in outcomes] == [error]
+    assert await lender.recall(faulty, [key_of(1)]) == [label(key_of(1))]
+
+
+async def test_an_unavailable_tier_does_nothing_and_a_late_one_all(faulty, lender):
+    faulty.script("store", "unavailable", "late_unavailable")
+    for key in keys_of(2):
+        with pytest.raises(BackendUnavailable):
+            await faulty.store(lender.writes([key]))
+    assert await lender.recall(faulty, keys_of(2)) == ["BlockMissing", label(key_of(1))]
+
+
+@pytest.mark.parametrize("operation", ["probe", "load", "store", "delete"])
+async def test_every_operation_can_be_unavailable(lender, operation):
+    batch = {"load": lender.reads, "store": lender.writes}.get(operation, list)(keys_of(2))
+    with pytest.raises(BackendUnavailable):
+        await getattr(tier(unavailable=1), operation)(batch)
+
+
+async def test_a_delay_is_waited_out(faulty, lender):
+    faulty.script("load", "delay", None)
+    await lender.recall(faulty, keys_of(2))
+    assert asyncio.get_running_loop().time() == 1.0
+    await lender.recall(faulty, keys_of(2))
+    assert asyncio.get_running_loop().time() == 1.0
+
+
+async def test_a_hung_call_goes_on_when_it_is_released(faulty, lender):
+    await lender.keep(faulty, [key_of(1)])
+    faulty.script("load", "hang", "hang")
+    hung = [asyncio.create_task(lender.recall(faulty, [key_of(1)])) for _ in range(2)]
+    await faulty.until_hanging(2)
+    assert await lender.recall(faulty, [key_of(1)]) == [label(key_of(1))]
+    assert not any(call.done() for call in hung)
+    faulty.release()
+    assert await asyncio.gather(*hung) == [[label(key_of(1))]] * 2
+    assert faulty.hanging == 0
+
+
+async def test_a_hung_call_that_is_cancelled_ends(faulty, lender):
+    faulty.script("store", "hang")
+    hung = asyncio.create_task(lender.keep(faulty, [key_of(1)]))
+    await faulty.until_hanging(1)
+    hung.cancel()
+    await asyncio.wait({hung})
+    assert hung.cancelled()
+    assert faulty.hanging == 0
+    assert await lender.recall(faulty, [key_of(1)]) == ["BlockMissing"]
+
+
+async def test_a_hang_may_end_by_itself(lender):
+    faulty = tier(hang=1, hang_s=60)
+    await lender.keep(faulty, [key_of(1)])
+    assert asyncio.get_running_loop().time() == 60
+
+
+async def test_closing_leaves_what_hangs_and_says_so(faulty, lender):
+    faulty.script("store", "hang", "hang")
+    hung = [asyncio.create_task(faulty.store(lender.writes([key]))) for key in keys_of(2)]
+    await faulty.until_hanging(2)
+    assert await faulty.aclose(5) == Abandoned(2)
+    assert asyncio.get_running_loop().time() == 5
+    with pytest.raises(BackendClosed):
+        await faulty.probe([])
+    faulty.release()
+    for call in hung:
+        with pytest.raises(BackendClosed):
+            await call
+    assert await faulty.aclose(5) == Abandoned(0)
+
+
+async def throng(faulty: FaultyBackend) -> list[str]:
+    """Do a lot at once; tell what came of it, and when."""
+    lender, loop, story = Lender(ROW_BYTES), asyncio.get_running_loop(), []
+
+    async def act(number: int) -> None:
+        keys = keys_of(4, start=number % 7)
+        try:
+            if number % 3:
+                outcomes = [type(outcome).__name__ for outcome in await faulty.store(lender.writes(keys, number))]
+            else:
+                outcomes = await lender.recall(faulty, keys)
+        except BackendUnavailable as error:
+            outcomes = [str(error)]
+        story.append(f"{loop.time()} {number} {outcomes}")
+
+    await asyncio.gather(*map(act, range(60)))
+    return [*story, str(sorted(faulty.met.items()))]
+
+
+FAULTS = {
+    "unavailable": 0.1,
+    "late_unavailable": 0.1,
+    "delay": 0.5,
+    "hang": 0.1,
+    "hang_s": 3,
+    "failed": 0.1,
+    "missing": 0.1,
+    "corrupt": 0.1,
+    "no_space": 0.1,
+}
+
+
+def test_the_same_seed_tells_the_same_story():
+    stories = [virtual_time.run(throng(tier(seed, **FAULTS))) for seed in (1, 1, 2)]
+    assert stories[0] == stories[1] != stories[2]
+
+
+def test_rates_are_met():
+    faulty = tier(5, failed=0.5, missing=0.5)
+    lender = Lender(ROW_BYTES)
+    virtual_time.run(lender.recall(faulty, keys_of(1_000)))
+    assert 450 < faulty.met["failed"] < 550
+    assert 200 < faulty.met["missing"] < 300
+
+
+async def test_a_faulty_tier_is_opened_by_configuration(lender):
+    given = {
+        "inner": {"type": "dummy", "latency_s": "2s"},
+        "faults": {"hang": 0.0, "delay_s": "1min"},
+        "script": {"load": ["delay", "none", "missing"]},
+        "seed": 3,
+    }
+    options = decode(backend_class(TYPE).Options, given)
+    faulty = await backend_class(TYPE).open(options, tier_context(ROW_BYTES))
+    loop = asyncio.get_running_loop()
+    await lender.keep(faulty, [key_of(1)])
+    times = [loop.time()]
+    for expected in (label(key_of(1)), label(key_of(1)), "BlockMissing", label(key_of(1))):
+        assert await lender.recall(faulty, [key_of(1)]) == [expected]
+        times.append(loop.time())
+    assert times == [2, 64, 66, 66, 68]
+
+
+@pytest.mark.parametrize(
+    ("given", "path"),
+    [
+        ({}, "inner"),
+        ({"inner": {}}, "inner.type"),
+        ({"inner": {"type": "dumy"}}, "inner.type"),
+        ({"inner": {"type": "dummy", "latency": 1}}, "inner.latency"),
+        ({"inner": {"type": "dummy"}, "faults": {"hang": 2}}, "faults.hang"),
+        ({"inner": {"type": "dummy"}, "faults": {"explode": 1}}, "faults.explode"),
+        ({"inner": {"type": "dummy"}, "script": {"load": ["no_space"]}}, "script"),
+        ({"inner": {"type": "dummy"}, "script": {"lode": ["hang"]}}, "script"),
+        ({"inner": {"type": "dummy"}, "script": {"load": ["hung"]}}, r"script\.load"),
+    ],
+)
+def test_a_mistake_in_the_configuration_is_named(given, path):
+    with pytest.raises(ConfigError, match=f"^tiers.{path}"):
+        decode(backend_class(TYPE).Options, given, "tiers")
+
+
+def test_a_script_takes_only_faults_of_its_operation(faulty):
+    with pytest.raises(ValueError, match="'corrupt' is no fault of a store"):
+        faulty.script("store", "corrupt")
