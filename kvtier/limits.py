@@ -50,8 +50,8 @@ class Breaker:
 
     def trip(self, now: float) -> None:
         """Open at once: the tier did not even come back in time for a reset."""
+        self.opened += self.state is not BreakerState.OPEN
         self.state = BreakerState.OPEN
-        self.opened += 1
         self._until = now + self._cooldown_s
 
     def failed(self, now: float) -> None:

@@ -99,7 +99,8 @@ class Transfers:
 
     @property
     def rows_overdue(self) -> int:
-        return sum(len(transfer.rows) for transfer in self.overdue.values())
+        """Rows that the present runner is late with; for what a dead one still holds its successor is not to blame."""
+        return sum(len(transfer.rows) for transfer in self.overdue.values() if transfer.epoch == self.epoch)
 
     def clear(self) -> Counter[int]:
         """Forget every pin and return the rows still lent, row -> borrowers. Nothing may be under way."""

@@ -132,11 +132,9 @@ def test_all_tiers_that_do_not_know_are_asked_at_once(bench):
 
 
 def test_a_request_is_served_by_the_tiers_that_it_allows(bench):
-    specs = [
-        bench.spec("disk", medium="STORAGE", locality="LOCAL"),
-        bench.spec("peer", medium="CPU", locality="REMOTE"),
-    ]
-    engine = bench(tiers=specs)
+    disk = bench.spec("disk", medium="STORAGE", locality="LOCAL")
+    peer = bench.spec("peer", medium="CPU", locality="REMOTE")
+    engine = bench(tiers=[disk, peer])
     for tier in (0, 1):
         engine.knows_all(tier)
     engine.holds("a", tier=0)
