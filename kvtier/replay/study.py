@@ -35,6 +35,10 @@ class Extent(NamedTuple):
         """Return the size of a cache that holds this share of the unique blocks: rounded, at least one."""
         return max(1, round(share * self.unique_blocks))
 
+    def hit_ratio(self, hits: int) -> float:
+        """Return which part of the references these hits are; 0 if there are none."""
+        return hits / self.block_references if self.block_references else 0.0
+
 
 def measure(requests: Iterable[Request]) -> Extent:
     """Read all requests once and count what is in them."""
