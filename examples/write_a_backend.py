@@ -1,0 +1,115 @@
+"""Write a backend in 60 lines: chunks as rows of an SQLite database.
+
+What every tier has to do is here: name chunks through the namespace, answer for each chunk by itself, verify what it
+gives back, do blocking work on a lane of its own (a cancelled call comes back when the lane is done with its buffers),
+and end in time. `tests/testing/test_example_backend.py` holds it to the contract; in a configuration it is
+`type = "write_a_backend:SqliteBackend"`, with this folder on the Python path.
+"""
+
+import asyncio
+import os
+import sqlite3
+import tempfile
+from contextlib import closing
+
+from xxhash import xxh3_64_digest
+
+from kvtier.backend import Abandoned, Backend, Durability, Read, TierContext, Write
+from kvtier.config import Checked
+from kvtier.errors import BackendUnavailable, BlockCorrupt, BlockMissing
+from kvtier.keys import make_offload_key
+from kvtier.lend import Lanes, in_thread
+from kvtier.namespace import FileMapper, Namespace
+
+TABLE = "CREATE TABLE IF NOT EXISTS chunks (name TEXT PRIMARY KEY, block BLOB, checksum BLOB) WITHOUT ROWID"
+
+
+class SqliteOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    path: str  # Of the database, which is made if it is not there.
+
+
+class SqliteBackend(Backend):
+    durability = Durability.HOST  # The journal outlives a killed process; without fsync it is lost with the power.
+    Options = SqliteOptions
+
+    def __init__(self, path: str, context: TierContext) -> None:
+        self.path, self.context = path, context
+        self.lanes = Lanes(1, context.name)  # One: SQLite lets one call write at a time.
+
+    @classmethod
+    async def open(cls, options, context):
+        tier = cls(options.path, context)
+        await tier.run(TABLE, [()])
+        return tier
+
+    async def run(self, statement, batch):
+        """Run a statement for each of a batch's parameters on the lane, all in one transaction."""
+        return await in_thread(self.lanes, self.run_here, statement, batch)
+
+    def run_here(self, statement, batch):
+        try:
+            with closing(sqlite3.connect(self.path)) as database, database:
+                database.execute("PRAGMA synchronous = OFF")
+                return [database.execute(statement, parameters).fetchone() for parameters in batch]
+        except sqlite3.Error as error:
+            raise BackendUnavailable(f"{self.path}: {error}") from error
+
+    async def probe(self, keys):
+        rows = await self.run("SELECT 1 FROM chunks WHERE name = ?", [(self.context.mapper.name(key),) for key in keys])
+        return [row is not None for row in rows]
+
+    async def load(self, reads):
+        self.check(read.into for read in reads)
+        return await in_thread(self.lanes, self.load_here, reads)
+
+    def load_here(self, reads):
+        names = [(self.context.mapper.name(read.key),) for read in reads]
+        rows = self.run_here("SELECT block, checksum FROM chunks WHERE name = ?", names)
+        return [self.fill(read, row) for read, row in zip(reads, rows, strict=True)]
+
+    def fill(self, read: Read, row: tuple[bytes, bytes] | None):
+        if row is None:
+            return BlockMissing(f"{read.key.hex()}: not in {self.path}")
+        if len(row[0]) != len(read.into) or xxh3_64_digest(row[0]) != row[1]:
+            return BlockCorrupt(f"{read.key.hex()}: not in {self.path} as it was stored")
+        read.into[:] = row[0]
+        return None
+
+    async def store(self, writes):
+        self.check(write.block for write in writes)
+        await in_thread(self.lanes, self.store_here, writes)
+        return [None] * len(writes)
+
+    def store_here(self, writes):
+        rows = [(self.context.mapper.name(key), block, xxh3_64_digest(block)) for key, block in writes]
+        self.run_here("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?)", rows)
+
+    async def delete(self, keys):
+        await self.run("DELETE FROM chunks WHERE name = ?", [(self.context.mapper.name(key),) for key in keys])
+
+    async def aclose(self, deadline_s):
+        return Abandoned(await self.lanes.aclose(deadline_s))
+
+    def check(self, buffers):
+        for buffer in buffers:
+            if len(buffer) != self.context.row_bytes:
+                raise ValueError(f"a buffer of {len(buffer):,} bytes, rows have {self.context.row_bytes:,}")
+
+
+async def main() -> None:
+    """Store two chunks, close the tier, open it again, and ask for three."""
+    keys = [make_offload_key(name) for name in (b"one", b"two", b"three")]
+    context = TierContext("0:sqlite", FileMapper(Namespace(model_name="example")), row_bytes=4_096)
+    with tempfile.TemporaryDirectory() as folder:
+        options = SqliteOptions(path=os.path.join(folder, "chunks.db"))
+        tier = await SqliteBackend.open(options, context)
+        print("stored:", await tier.store([Write(key, memoryview(os.urandom(4_096))) for key in keys[:2]]))
+        await tier.aclose(deadline_s=10)
+        tier = await SqliteBackend.open(options, context)
+        print("probed:", await tier.probe(keys))
+        print("loaded:", await tier.load([Read(key, memoryview(bytearray(4_096))) for key in keys]))
+        await tier.aclose(deadline_s=10)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

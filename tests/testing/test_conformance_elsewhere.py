@@ -1,0 +1,45 @@
+"""The suite in somebody else's project: other settings, no conftest of ours, assertions that explain themselves."""
+
+import subprocess
+import sys
+
+SETTINGS = """
+[pytest]
+asyncio_mode = strict
+filterwarnings = error
+"""
+TESTS = """
+import pytest_asyncio
+from kvtier.testing.conformance import BackendConformance, tier_context
+from kvtier_backends.dummy import DummyBackend, DummyOptions
+
+class Forgets(DummyBackend):
+    async def store(self, writes):
+        return [None] * len(writes)
+
+class TestGood(BackendConformance):
+    @pytest_asyncio.fixture
+    async def backend(self):
+        yield DummyBackend(DummyOptions(), tier_context(self.chunk_bytes))
+
+class TestBad(BackendConformance):
+    chunk_bytes = 4_096
+
+    @pytest_asyncio.fixture
+    async def backend(self):
+        yield Forgets(DummyOptions(), tier_context(self.chunk_bytes))
+"""
+
+
+def run(folder, *options) -> subprocess.CompletedProcess[str]:
+    (folder / "pytest.ini").write_text(SETTINGS)
+    (folder / "test_theirs.py").write_text(TESTS)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+
+
+def test_the_suite_runs_in_strict_mode_and_explains_its_assertions(tmp_path):
+    ended = run(tmp_path, "-k", "TestGood or test_a_probe_says")
+    assert "1 failed" in ended.stdout
+    assert "FAILED test_theirs.py::TestBad::test_a_probe_says_what_a_load_would_find" in ended.stdout
+    assert "At index 0 diff: False != True" in ended.stdout
