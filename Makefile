@@ -44,7 +44,7 @@ types: $(INSTALLED)  ## check types, with mypy and with pyright
 	$(BIN)/pyright
 
 docs: $(INSTALLED)  ## build the documentation into site/
-	$(BIN)/mkdocs build --strict --config-file .mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .mkdocs.yml
 
 bench: $(INSTALLED)  ## run the benchmarks (tests/benchmarks)
 	$(BIN)/pytest --benchmark-only tests/benchmarks
