@@ -11,14 +11,16 @@ from kvtier.testing.conformance import (
     BackendConformance,
     BoundedConformance,
     DurableBackendConformance,
+    Follower,
     InventoryConformance,
     Lender,
     MeasuredConformance,
     NamespacedConformance,
+    key_of,
+    keys_of,
+    label,
     tier_context,
 )
-from kvtier.testing.conformance.inventory import Follower
-from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.dummy import DummyBackend, DummyOptions, forget_store
 
 DEVICE = DummyOptions(latency_s=0.001, bandwidth_bytes_per_s=200_000_000, concurrency=4)
