@@ -139,11 +139,11 @@ def test_the_large_trace_has_the_hit_ratio_that_others_found(traces: Path, exten
 
 
 @pytest.mark.skipif("KVTIER_ALL_TRACES" not in os.environ, reason="takes minutes; KVTIER_ALL_TRACES=1 runs it")
+@pytest.mark.parametrize("policy", POLICIES)
 def test_the_large_trace_has_all_the_hit_ratios_that_others_found(
-    traces: Path, extent_of: Callable[[str], Extent]
+    traces: Path, extent_of: Callable[[str], Extent], policy: str
 ) -> None:
-    for policy in POLICIES:
-        assert_reference_ratios(traces, AGENTIC, policy, extent_of(AGENTIC), SIZES)
+    assert_reference_ratios(traces, AGENTIC, policy, extent_of(AGENTIC), SIZES)
 
 
 def test_ageing_makes_lfu_follow_what_changes(traces: Path, extent_of: Callable[[str], Extent]) -> None:
