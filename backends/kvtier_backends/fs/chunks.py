@@ -49,7 +49,7 @@ class LoadShare:
     reads: Sequence[Read]
     measure: bool  # Whether to say how much room the files take: for keys that the index does not know.
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
-    allocated_bytes: list[int] = field(default_factory=list[int])  # 0: not loaded, or not measured.
+    allocated_bytes: list[int | None] = field(default_factory=list[int | None])  # None: not loaded, or not measured.
     gone: int = 0  # Failures that say that the whole file system is away.
 
 
@@ -59,7 +59,7 @@ class StoreShare:
 
     writes: Sequence[Write]
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
-    allocated_bytes: list[int] = field(default_factory=list[int])  # 0: not stored.
+    allocated_bytes: list[int | None] = field(default_factory=list[int | None])  # None: not stored.
     gone: int = 0
 
 
@@ -81,7 +81,7 @@ class Chunks:
     def load(self, share: LoadShare) -> None:
         with self._pages.one() as page:
             for read in share.reads:
-                allocated_bytes = 0
+                allocated_bytes: int | None = None
                 try:
                     with self._files.open(read.key) as chunk:
                         outcome = self._fill(chunk, read, page)
@@ -104,7 +104,7 @@ class Chunks:
                     allocated_bytes = self._files.write(key, [block, page[:FOOTER_BYTES]])
                 except OSError as error:
                     share.gone += error.errno in _GONE
-                    share.allocated_bytes.append(0)
+                    share.allocated_bytes.append(None)
                     share.outcomes.append(_failure(key, error))
                 else:
                     share.allocated_bytes.append(allocated_bytes)
