@@ -30,6 +30,8 @@ SHARE_BYTES_MAX = (
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _GONE = {errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH}
 
+_COUNTED = {Discarded.QUARANTINED: "quarantined", Discarded.LEFT: "corrupt_left"}
+
 
 def share_chunks(row_bytes: int) -> int:
     """Return how many chunks of this length a lane is sent at most in one hop."""
@@ -79,6 +81,7 @@ class Chunks:
         self._pages = Pages(lanes, 2 * FOOTER_BYTES)
 
     def load(self, share: LoadShare) -> None:
+        """Fill the share's buffers; none but a `None` outcome says that one holds its chunk."""
         with self._pages.one() as page:
             for read in share.reads:
                 allocated_bytes: int | None = None
@@ -96,6 +99,7 @@ class Chunks:
                 share.outcomes.append(outcome)
 
     def store(self, share: StoreShare) -> None:
+        """Store the share's chunks, each wholly or not at all."""
         with self._pages.one() as page:
             for key, block in share.writes:
                 footer = Footer(key, len(block), payload_checksum(block), self._fingerprint)
@@ -149,13 +153,8 @@ class Chunks:
         if fault is None:
             return None
         self._tally.corrupt(fault)
-        match chunk.discard(fault):
-            case Discarded.QUARANTINED:
-                self._tally.count("quarantined")
-            case Discarded.LEFT:
-                self._tally.count("corrupt_left")
-            case _:
-                pass
+        if counter := _COUNTED.get(chunk.discard(fault)):
+            self._tally.count(counter)
         return BlockCorrupt(f"{key.hex()}: {fault}: a file of {file_bytes:,} bytes for a row of {self._row_bytes:,}")
 
 
