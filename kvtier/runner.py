@@ -34,7 +34,7 @@ from kvtier.bridge.messages import (
     unpack_keys,
     unpack_rows,
 )
-from kvtier.errors import BackendError
+from kvtier.errors import BackendClosed, BackendError
 from kvtier.limits import Budget
 from kvtier.region import Region
 
@@ -231,7 +231,9 @@ def _completed(task: "asyncio.Task[Any]", name: str) -> bool:
     error = task.exception()
     if error is None:
         return True
-    if isinstance(error, BackendError):
+    if isinstance(error, BackendClosed):  # It is we who close: what was still queued is given up, and nobody's fault.
+        logger.info("tier %s: %s", name, error)
+    elif isinstance(error, BackendError):
         logger.warning("tier %s: %s", name, error)
     else:  # The supervisor's edge: a bug in a tier costs its hits, not the engine.
         logger.error("tier %s: its call raised what no tier may raise", name, exc_info=error)

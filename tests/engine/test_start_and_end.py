@@ -127,7 +127,7 @@ def test_a_successor_that_was_never_admitted_ends_with_the_rest(bridge):
 
 async def test_calls_that_the_closing_cuts_off_alarm_nobody(caplog):
     """A tier with a queue answers so to whatever is in it when it is closed: there may be thousands."""
-    engine = await TieringOffloadingManager.open(describe(8, {"type": f"{RUDE}:GivesUpItsQueue"}))
+    engine = await TieringOffloadingManager.open(describe(16, {"type": f"{RUDE}:GivesUpItsQueue"}))
     await put(engine, range(8))
     await engine.aclose(0.1)
     assert engine.ledger.tiers[0].counters.failures == {"unavailable": 8}
