@@ -1,6 +1,6 @@
 """What to copy: an engine's blocks and the primary's rows, brought together page by page."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -63,6 +63,13 @@ def pages_of(group: GroupBlocks, blocks_per_chunk: int, *, num_blocks: int, num_
     _require_within("row", rows, num_rows)
     place = np.arange(skipped, skipped + len(blocks))
     return Pages(blocks, rows[place // blocks_per_chunk], place % blocks_per_chunk)
+
+
+def repeated(places: Indices, repeats: Iterable[tuple[int, int]]) -> Indices:
+    """Return where all repeats are, (count, stride) each, outermost first, of things at these places."""
+    for count, stride in repeats:
+        places = (places[:, None] + np.arange(count) * stride).ravel()
+    return places
 
 
 def _require_within(what: str, indices: Indices, count: int) -> None:

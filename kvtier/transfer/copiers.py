@@ -1,5 +1,6 @@
 """How bytes move between the engine's memory and the primary: what each device offers, behind one small protocol."""
 
+from collections import defaultdict
 from collections.abc import Callable, Collection
 from typing import Protocol
 
@@ -8,7 +9,7 @@ import torch
 from kvtier.transfer.blocks import Pages
 from kvtier.transfer.jobs import Job, Kind
 from kvtier.transfer.pieces import Piece
-from kvtier.transfer.strided import Strided, strided
+from kvtier.transfer.strided import Strided, copy_alike, strided
 
 Finish = Callable[[], None]
 """Blocks until a copy has ended; raises `RuntimeError` if it failed."""
@@ -42,17 +43,21 @@ class StridedCopies:
     def __init__(
         self, pieces: tuple[tuple[Piece, ...], ...], slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int
     ) -> None:
-        self._groups: list[list[Strided]] = [
-            [strided(piece, slots, blocks_per_chunk, num_blocks) for piece in group] for group in pieces
+        self._groups = [
+            _alike([strided(piece, slots, blocks_per_chunk, num_blocks) for piece in group]) for group in pieces
         ]
 
     def copy(self, kind: Kind, groups: tuple[Pages, ...]) -> None:
-        for copies, pages in zip(self._groups, groups, strict=True):
-            for one in copies:
-                if kind is Kind.STORE:
-                    one.store(pages)
-                else:
-                    one.load(pages)
+        for group, pages in zip(self._groups, groups, strict=True):
+            for pieces in group:
+                copy_alike(kind, pieces, pages)
+
+
+def _alike(pieces: list[Strided]) -> list[list[Strided]]:
+    kinds = defaultdict[tuple[object, ...], list[Strided]](list)
+    for piece in pieces:
+        kinds[piece.alike].append(piece)
+    return list(kinds.values())
 
 
 class HostCopier:

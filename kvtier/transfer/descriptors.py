@@ -1,25 +1,22 @@
-"""Addresses for a copy engine: where from, where to, how many bytes; neighbours joined."""
+"""Indices for a copy engine: where from, where to, how many bytes; neighbours joined."""
 
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from kvtier.layout.memory import storage_of
-from kvtier.transfer.blocks import Pages
+from kvtier.transfer.blocks import Indices, Pages, repeated
 from kvtier.transfer.jobs import Kind
 from kvtier.transfer.pieces import Piece
-
-Addresses = npt.NDArray[np.int64]
 
 
 class Descriptors(NamedTuple):
     """Copy i moves `sizes[i]` bytes from `sources[i]` to `targets[i]`. No two share bytes of their targets."""
 
-    sources: Addresses
-    targets: Addresses
-    sizes: Addresses
+    sources: Indices
+    targets: Indices
+    sizes: Indices
 
 
 def descriptors(
@@ -30,7 +27,7 @@ def descriptors(
     blocks_per_chunk: int,
 ) -> Descriptors:
     """Return the copies of a transfer between the caches and the slots of all rows, (rows, slot_bytes) int8."""
-    local, host, sizes = list[Addresses](), list[Addresses](), list[Addresses]()
+    local, host, sizes = list[Indices](), list[Indices](), list[Indices]()
     for group, pages in zip(pieces, groups, strict=True):
         for piece in group:
             moved = pages
@@ -49,7 +46,7 @@ def descriptors(
     return joined(sources, targets, np.concatenate(sizes or [_NONE]))
 
 
-def joined(sources: Addresses, targets: Addresses, sizes: Addresses) -> Descriptors:
+def joined(sources: Indices, targets: Indices, sizes: Indices) -> Descriptors:
     """Order copies by their targets, and make one of those that follow each other on both sides."""
     order = np.argsort(targets, kind="stable")
     sources, targets, sizes = sources[order], targets[order], sizes[order]
@@ -59,10 +56,3 @@ def joined(sources: Addresses, targets: Addresses, sizes: Addresses) -> Descript
 
 
 _NONE = np.empty(0, dtype=np.int64)
-
-
-def repeated(addresses: Addresses, repeats: list[tuple[int, int]]) -> Addresses:
-    """Return the addresses of all repeats, outermost first, of things at these addresses."""
-    for count, stride in repeats:
-        addresses = (addresses[:, None] + np.arange(count) * stride).ravel()
-    return addresses

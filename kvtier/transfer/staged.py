@@ -9,11 +9,11 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from kvtier.transfer.blocks import Mask, Pages
-from kvtier.transfer.descriptors import Addresses, Descriptors, joined, repeated
+from kvtier.transfer.blocks import Indices, Mask, Pages, repeated
+from kvtier.transfer.descriptors import Descriptors, joined
 from kvtier.transfer.jobs import Job, Kind
 from kvtier.transfer.pieces import Piece
-from kvtier.transfer.strided import Strided, strided
+from kvtier.transfer.strided import Strided, copy_alike, strided
 
 BUFFER_BYTES_MAX = 64 << 20  # A few milliseconds of a PCIe link; taken from the memory that caches could have.
 
@@ -58,7 +58,8 @@ class StagedCopies:
 
     def _store(self, group: list[tuple[Piece, Strided]], some: Pages, buffered: Pages) -> None:
         for piece, gather in group:
-            gather.store(buffered.only(self._turn(piece, some)))
+            moved = buffered.only(self._turn(piece, some))
+            copy_alike(Kind.STORE, [gather], moved)
         copies = self._whole(group, some, buffered, stores=True)
         into, out_of = _bytes_of(self._slots), _bytes_of(self._buffer)
         for source, target, size in zip(*(column.tolist() for column in copies), strict=True):
@@ -70,11 +71,11 @@ class StagedCopies:
         for target, source, size in zip(*(column.tolist() for column in copies), strict=True):
             into[target : target + size].copy_(out_of[source : source + size], non_blocking=True)
         for _, scatter in group:
-            scatter.load(buffered)
+            copy_alike(Kind.LOAD, [scatter], buffered)
 
     def _whole(self, group: list[tuple[Piece, Strided]], some: Pages, buffered: Pages, *, stores: bool) -> Descriptors:
         """Return the copies from the buffer to the slots, as offsets into each: whole chunks where pages make them."""
-        in_buffer, in_slots, sizes = list[Addresses](), list[Addresses](), list[Addresses]()
+        in_buffer, in_slots, sizes = list[Indices](), list[Indices](), list[Indices]()
         for piece, _ in group:
             turn = self._turn(piece, some) if stores else np.ones(len(some.rows), dtype=bool)
             repeats = [(repeat.times, repeat.host) for repeat in piece.repeats]

@@ -1,35 +1,66 @@
-"""Copies between pages and chunks by index, as torch sees them: each side one strided tensor, its first axis the pages.
+"""Copies between pages and chunks by index: each side one strided array, its first axis the pages.
 
-Bytes are moved in the widest elements that all strides allow: torch moves an element at a time where an index decides.
-Measured on two cores (memcpy 21 to 25 GB/s): `index_select` into pages at equal distances 22 to 30 GB/s at any page
-size, `index_copy_` from such pages 22 to 28; where neither side has them, both through a megabyte that stays in the
-cache, 14 to 16 GB/s at 16 KiB, 20 at 64 KiB and above. What was slower: `_foreach_copy_` over views of pages (5 GB/s at
-16 KiB, 11 at 64), advanced indexing of bytes (2.7) and of 8-byte elements (13), numpy's `take` and assignment (11 to
-17), `process_vm_readv` (6), and two passes without a cache between them (3).
+On the host one thread does it. torch's own threads would wait for each other, and for cores that the model computes on:
+beside busy neighbours, their copies took 2 to 20 times as long as a memcpy. Measured alone, memcpy 24 GB/s, at 16, 64
+and 256 KiB a page: numpy's assignment from pages at equal distances 25, 28 and 29; a memmove for each page 12, 19 and
+23; through a buffer that stays in the cache 10, 17 and 20, best for smaller fragments. What was slower: one-threaded
+`index_copy_` from equal distances (16, 20, 22) and through a buffer (9, 12, 14), `_foreach_copy_` over views of pages
+(5, 11, 18), `process_vm_readv` (6), indexing of single bytes (3).
 """
 
-from collections.abc import Iterator
-from math import gcd
-from typing import NamedTuple
+import ctypes
+from collections import deque
+from collections.abc import Sequence
+from itertools import repeat
+from math import gcd, prod
+from typing import Any, NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvtier.layout.memory import offset_bytes, view_of
-from kvtier.transfer.blocks import Indices, Pages
+from kvtier.transfer.blocks import Indices, Pages, repeated
+from kvtier.transfer.jobs import Kind
 from kvtier.transfer.pieces import Piece
+from kvtier.transfer.runs import Runs, runs_of
 
-TILE_BYTES = 1 << 20  # A part of a core's cache; larger gains nothing, smaller leaves torch's threads unused.
-RUN_BYTES_MIN = 1 << 19  # A call costs 4 us: below, one pass with a call a run loses to two passes over tiles.
+Items = npt.NDArray[Any]  # Of numpy.void: bytes that are moved together, and never looked at.
+
+RUN_BYTES_MIN = 1 << 18  # An assignment costs 2 us more than a memmove: below, runs are too short to be worth it.
+MEMMOVE_BYTES_MIN = 1 << 14  # A call costs 0.5 us: below, two passes through the cache take less.
+TILE_BYTES = 1 << 19  # Stays in a core's cache, and below what torch divides among threads (32,768 elements).
+CALL_BYTES_MAX = 1 << 22  # 0.2 ms for which a copy keeps the GIL beyond the interpreter's switch interval.
 
 _ELEMENTS = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8)  # Copied, never computed with.
+_TILE_ELEMENTS_MAX = 32_767
+
+_memmove = ctypes.PyDLL(None).memmove  # Keeps the GIL: asked back for each page, it may cost milliseconds every time.
+_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove.restype = None
 
 
 class Side(NamedTuple):
     """Pages at multiples of a step: more of them than there are, as the step may be a part of a page."""
 
     pages: torch.Tensor  # (steps, *repeats, elements)
+    items: Items | None  # The same, its elements as one; None: not in host memory.
     period: int | None  # Steps from row to row; None: its pages have no rows.
+
+    @classmethod
+    def over(cls, pages: torch.Tensor, period: int | None = None) -> Self:
+        if pages.device.type != "cpu":
+            return cls(pages, None, period)
+        elements = pages.numpy()
+        return cls(pages, elements.view(f"V{elements.shape[-1] * elements.itemsize}")[..., 0], period)
+
+
+class Moves(NamedTuple):
+    """Which pages go where."""
+
+    from_pages: Indices
+    to_pages: Indices
+    runs: Runs  # Of the pages that are copied from.
 
 
 class Strided(NamedTuple):
@@ -43,14 +74,23 @@ class Strided(NamedTuple):
     writers: int
     writer_index: int
 
-    def store(self, pages: Pages) -> None:
-        """Copy the blocks that are this worker's turn into their rows."""
-        turn = pages.written_by(self.blocks_per_chunk, self.writers, self.writer_index)
-        copy_pages(self.local, turn.blocks, self.host, self._host_index(turn))
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """What pieces have in common whose pages move alike: all but where they lie."""
+        shapes = [(side.pages.dtype, side.pages.shape, side.pages.stride()) for side in (self.local, self.host)]
+        return (*shapes, self.row_steps, self.page_steps, self.writers, self.writer_index)
 
-    def load(self, pages: Pages) -> None:
-        """Copy rows into their blocks."""
-        copy_pages(self.host, self._host_index(pages), self.local, pages.blocks)
+    def moves(self, kind: Kind, pages: Pages) -> Moves:
+        """Return which pages go where: of a store, those that are this worker's turn."""
+        if kind is Kind.STORE:
+            turn = pages.written_by(self.blocks_per_chunk, self.writers, self.writer_index)
+            return Moves(turn.blocks, self._host_index(turn), runs_of(turn.blocks))
+        index = self._host_index(pages)
+        return Moves(index, pages.blocks, runs_of(index, self.host.period))
+
+    def sides(self, kind: Kind) -> tuple[Side, Side]:
+        """Return where pages come from, and where they go."""
+        return (self.local, self.host) if kind is Kind.STORE else (self.host, self.local)
 
     def _host_index(self, pages: Pages) -> Indices:
         return pages.rows * self.row_steps + pages.positions * self.page_steps
@@ -69,8 +109,8 @@ def strided(piece: Piece, slots: torch.Tensor, blocks_per_chunk: int, num_blocks
     host_strides = (step_bytes, *(repeat.host for repeat in piece.repeats))
     size = piece.size_bytes // element.itemsize
     return Strided(
-        Side(_view(piece.memory, element, piece.local, (num_blocks, *counts, size), local_strides), None),
-        Side(_view(slots, element, host, (steps, *counts, size), host_strides), row_steps),
+        Side.over(_view(piece.memory, element, piece.local, (num_blocks, *counts, size), local_strides)),
+        Side.over(_view(slots, element, host, (steps, *counts, size), host_strides), row_steps),
         row_steps,
         page_steps,
         blocks_per_chunk,
@@ -92,71 +132,75 @@ def _view(
     return view_of(memory, element, shape, strides, offset)
 
 
-class _Runs(NamedTuple):
-    """An order of the pages, and where it has runs at equal distances."""
+def copy_alike(kind: Kind, pieces: Sequence[Strided], pages: Pages) -> None:
+    """Copy the pages of pieces that are alike, in as few passes and calls as the pages' places allow.
 
-    order: Indices
-    step: int
-    starts: Indices
-    stops: Indices
-
-
-def copy_pages(source: Side, from_pages: Indices, target: Side, to_pages: Indices) -> None:
-    """Do `target[to_pages] = source[from_pages]`, in one pass where either side has long runs, in tiles elsewhere."""
-    if not len(from_pages):
+    On a device it is done on the current stream.
+    """
+    moves = pieces[0].moves(kind, pages)
+    sides = [piece.sides(kind) for piece in pieces]
+    source = sides[0][0]
+    if not len(moves.from_pages):
         return
-    page_bytes = source.pages[0].numel() * source.pages.element_size()
-    into = _runs(to_pages, target.period)
-    out_of = _runs(from_pages, source.period)
-    fewest = into if len(into.starts) <= len(out_of.starts) else out_of
-    if len(from_pages) * page_bytes < len(fewest.starts) * RUN_BYTES_MIN:
-        _copy_tiles(source.pages, from_pages, target.pages, to_pages, max(1, TILE_BYTES // page_bytes))
-    elif fewest is into:
-        chosen = torch.as_tensor(from_pages[into.order], device=source.pages.device)
-        for start, stop, out in _run_views(target.pages, to_pages, into):
-            torch.index_select(source.pages, 0, chosen[start:stop], out=out)
+    if source.items is None:
+        for each in sides:
+            _on_device(*each, moves)
+        return
+    page_bytes = source.items.itemsize * prod(source.items.shape[1:])
+    if len(moves.from_pages) * page_bytes >= len(moves.runs.starts) * RUN_BYTES_MIN:
+        for each in sides:
+            _assign_runs(*each, moves, max(1, CALL_BYTES_MAX // page_bytes))
+    elif source.items.itemsize >= MEMMOVE_BYTES_MIN:
+        _move_items(sides, moves)
     else:
-        chosen = torch.as_tensor(to_pages[out_of.order], device=target.pages.device)
-        for start, stop, run in _run_views(source.pages, from_pages, out_of):
-            target.pages.index_copy_(0, chosen[start:stop], run)
+        for each in sides:
+            _through_tiles(*each, moves)
 
 
-def _copy_tiles(
-    source: torch.Tensor, from_pages: Indices, target: torch.Tensor, to_pages: Indices, tile_pages: int
-) -> None:
-    tile = source.new_empty((min(tile_pages, len(from_pages)), *source.shape[1:]))
-    chosen = torch.as_tensor(from_pages, device=source.device)
-    wanted = torch.as_tensor(to_pages, device=target.device)
-    for first in range(0, len(from_pages), tile_pages):
+def _on_device(source: Side, target: Side, moves: Moves) -> None:
+    chosen = torch.as_tensor(moves.from_pages, device=source.pages.device)
+    wanted = torch.as_tensor(moves.to_pages, device=target.pages.device)
+    target.pages.index_copy_(0, wanted, source.pages.index_select(0, chosen))
+
+
+def _assign_runs(source: Side, target: Side, moves: Moves, call_pages: int) -> None:
+    assert source.items is not None
+    assert target.items is not None
+    step = moves.runs.step
+    wanted = moves.to_pages[moves.runs.order]
+    for start, stop, first in moves.runs.parts(moves.from_pages, call_pages):
+        target.items[wanted[start:stop]] = source.items[first : first + (stop - start - 1) * step + 1 : step]
+
+
+def _move_items(sides: list[tuple[Side, Side]], moves: Moves) -> None:
+    items = sides[0][0].items
+    assert items is not None
+    from_where = _addresses([source for source, _ in sides], moves.from_pages)
+    to_where = _addresses([target for _, target in sides], moves.to_pages)
+    call_items = max(1, CALL_BYTES_MAX // items.itemsize)
+    for first in range(0, len(from_where), call_items):
+        part = slice(first, first + call_items)
+        deque(map(_memmove, to_where[part], from_where[part], repeat(items.itemsize)), maxlen=0)  # A loop in C.
+
+
+def _addresses(sides: list[Side], indices: Indices) -> list[int]:
+    """Return where items of these pages are, side by side of those that are alike, repeats last."""
+    items = sides[0].items
+    assert items is not None
+    firsts = np.array([side.pages.data_ptr() for side in sides])
+    places: Indices = (firsts[:, None] + indices * items.strides[0]).ravel()
+    found: list[int] = repeated(places, zip(items.shape[1:], items.strides[1:], strict=True)).tolist()
+    return found
+
+
+def _through_tiles(source: Side, target: Side, moves: Moves) -> None:
+    page_elements = source.pages[0].numel()
+    tile_pages = max(1, min(TILE_BYTES // source.pages.element_size(), _TILE_ELEMENTS_MAX) // page_elements)
+    tile = Side.over(source.pages.new_empty((min(tile_pages, len(moves.from_pages)), *source.pages.shape[1:])))
+    assert tile.items is not None
+    assert target.items is not None
+    chosen = torch.as_tensor(moves.from_pages)
+    for first in range(0, len(moves.from_pages), tile_pages):
         some = chosen[first : first + tile_pages]
-        part = tile[: len(some)]
-        torch.index_select(source, 0, some, out=part)
-        target.index_copy_(0, wanted[first : first + tile_pages], part)
-
-
-def _runs(indices: Indices, period: int | None) -> _Runs:
-    """Return the order with the fewest runs: ascending or, where chunks have several pages, position by position."""
-    runs = _runs_in(indices, np.argsort(indices, kind="stable"))
-    if period is None or len(runs.starts) == 1:
-        return runs
-    other = _runs_in(indices, np.lexsort((indices, indices % period)))
-    return other if len(other.starts) < len(runs.starts) else runs
-
-
-def _runs_in(indices: Indices, order: Indices) -> _Runs:
-    distances = np.diff(indices[order])
-    if not len(distances):
-        return _Runs(order, 1, np.array([0]), np.array([len(order)]))
-    values, counts = np.unique(distances, return_counts=True)
-    step = max(1, int(values[counts.argmax()]))
-    breaks = np.flatnonzero(distances != step) + 1
-    return _Runs(order, step, np.concatenate(([0], breaks)), np.concatenate((breaks, [len(order)])))
-
-
-def _run_views(pages: torch.Tensor, indices: Indices, runs: _Runs) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yield where each run begins and ends in the order, and its pages."""
-    firsts = indices[runs.order[runs.starts]]
-    strides = (runs.step * pages.stride(0), *pages.stride()[1:])
-    for start, stop, first in zip(runs.starts.tolist(), runs.stops.tolist(), firsts.tolist(), strict=True):
-        offset = pages.storage_offset() + first * pages.stride(0)
-        yield start, stop, pages.as_strided((stop - start, *pages.shape[1:]), strides, offset)
+        torch.index_select(source.pages, 0, some, out=tile.pages[: len(some)])
+        target.items[moves.to_pages[first : first + tile_pages]] = tile.items[: len(some)]
