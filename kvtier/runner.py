@@ -78,6 +78,8 @@ class Runner:
         self._watchers: list[asyncio.Task[None]] = []
         self._acknowledged = [asyncio.Event() for _ in tiers]
         self._usage_at = [float("-inf")] * len(tiers)
+        self._usage_due: dict[int, asyncio.TimerHandle] = {}
+        self._closing = False
 
     def start(self) -> None:
         """Begin to report what the tiers hold."""
@@ -102,6 +104,9 @@ class Runner:
         """Close the tiers, wait at most `deadline_s` for what is under way, and return how much was left behind."""
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + deadline_s
+        self._closing = True
+        for due in self._usage_due.values():
+            due.cancel()
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
@@ -206,11 +211,19 @@ class Runner:
             self._post(Scanned(index, complete=False))
 
     def _report_usage(self, index: int) -> None:
-        """Say how full a tier is, at most once in `USAGE_EVERY_S`."""
-        backend, now = self._tiers[index].backend, self._clock()
-        if isinstance(backend, Measured) and now - self._usage_at[index] >= USAGE_EVERY_S:
-            self._usage_at[index] = now
-            self._post(TierUsage(index, *backend.occupancy()))
+        """Say how full a tier is, at most once in `USAGE_EVERY_S`: now, or when that is over."""
+        if self._closing or index in self._usage_due or not isinstance(self._tiers[index].backend, Measured):
+            return
+        loop = asyncio.get_running_loop()
+        due_at = max(loop.time(), self._usage_at[index] + USAGE_EVERY_S)
+        self._usage_due[index] = loop.call_at(due_at, self._post_usage, index)
+
+    def _post_usage(self, index: int) -> None:
+        del self._usage_due[index]
+        backend = self._tiers[index].backend
+        assert isinstance(backend, Measured)
+        self._usage_at[index] = asyncio.get_running_loop().time()
+        self._post(TierUsage(index, *backend.occupancy()))
 
 
 async def _in_time(work: Coroutine[Any, Any, None], deadline_s: float) -> bool:

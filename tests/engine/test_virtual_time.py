@@ -93,6 +93,20 @@ async def test_a_lease_that_nobody_uses_ends(open_engine):
     assert engine.ledger.leases.rows == 0
 
 
+@pytest.mark.virtual_time
+async def test_how_full_a_tier_is_is_told_about_once_a_second_and_at_last(open_engine):
+    engine = await open_engine(8, {"type": "dummy", "latency_s": 0.1})
+    (tier,) = engine.ledger.tiers
+    told = []
+    for number in range(30):
+        await put(engine, [number])
+        await engine.drained()
+        told.append(tier.chunks)
+    assert len(set(told)) <= 5
+    await asyncio.sleep(1)
+    assert (tier.chunks, tier.used_bytes) == (30, 30 * CHUNK_BYTES)
+
+
 # The simulation: clients, tiers and faults that follow from a seed.
 
 
