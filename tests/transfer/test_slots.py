@@ -10,7 +10,7 @@ from kvtier.transfer import slot_layout
 
 
 def caches(*groups: dict[int, int]) -> CanonicalKVCaches:
-    """Two tensors with pages of 64 and 32 bytes; groups by tensor and what of its pages they use, in one of 3 workers."""
+    """Tensors with pages of 64 and 32 bytes; groups by tensor and what of its pages they use, in one of 3 workers."""
     parallel = ParallelConfig(tp_size=3)
     return CanonicalKVCaches(
         (torch.zeros((4, 64), dtype=torch.int8), torch.zeros((4, 32), dtype=torch.int8)),
