@@ -145,7 +145,3 @@ class Whereabouts:
                 mask[key] = left
             else:
                 mask.pop(key, None)
-
-    def forget(self, tier: Tier) -> None:
-        """Forget everything about one tier: a new runner will report it anew."""
-        self.remove(tier, [key for key, bits in self.mask.items() if bits & tier.bit])
