@@ -180,6 +180,8 @@ class Ledger:
                 continue
             asked.append(tier)
             answer = tier.answer(key, bool(mask & tier.bit), self._now)
+            if answer is None and (tier.index, key) in request.asked and key not in tier.asking:
+                answer = tier.last_answer(key)  # A request asks once: else answers older than a step keep it waiting.
             if answer:
                 return self._promote(key, tier, request)
             if answer is None:
@@ -188,6 +190,7 @@ class Ledger:
             return self._miss(key, request, asked)
         for tier in silent:
             tier.ask(key)
+            request.asked.add((tier.index, key))
         return RETRY
 
     def _wait_for(self, key: OffloadKey, request: Request) -> LookupResult:

@@ -13,6 +13,7 @@ class Request:
     """One request, from `on_new_request` until it has finished and its last store has completed."""
 
     __slots__ = (
+        "asked",
         "finished",
         "held",
         "hits",
@@ -38,6 +39,7 @@ class Request:
         self.promotions: dict[OffloadKey, int] = {}
         self.sources: dict[OffloadKey, int] = {}  # Key -> index of the tier that it was promoted from.
         self.missed: set[OffloadKey] = set()
+        self.asked: set[tuple[int, OffloadKey]] = set()  # Tiers, by index, that were asked for a key on its behalf.
         self.storing = 0  # Keys reserved and not completed.
         self.finished = False
 

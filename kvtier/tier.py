@@ -101,6 +101,10 @@ class Tier:
             return False
         return True if self._present_until.get(key, 0.0) > now else None
 
+    def last_answer(self, key: OffloadKey) -> bool:
+        """Say what the last answer was, however old; what is not remembered counts as absent."""
+        return key in self._present_until
+
     def believe(self, key: OffloadKey, *, present: bool, now: float) -> None:
         """Remember an answer for as long as answers are believed; it overrides the last one."""
         fresh, stale = self._present_until, self._absent_until

@@ -158,6 +158,9 @@ def _faults(dice: random.Random, deadline_s: float) -> dict[str, Any]:
 
 def _life(dice: random.Random, documents: Sequence[Sequence[OffloadKey]], ending: Ending, number: int) -> Life:
     programs = [(_habits(dice), _matchers(dice)) for _ in range(dice.choice((0, 1, 2, 3)))]
+    scheduled = dice.choice((0, 2, 8)) if programs else 8
+    if scheduled:  # Whoever steps an engine resets it, and nobody beside it.
+        programs = [(habits._replace(weights=(*habits.weights[:3], 0)), chosen) for habits, chosen in programs]
     prompts = [
         Prompt(
             f"life {number}, prompt {index}",
@@ -165,7 +168,7 @@ def _life(dice: random.Random, documents: Sequence[Sequence[OffloadKey]], ending
             dice.uniform(0, 3),
             _matchers(dice),
         )
-        for index in range(dice.choice((0, 2, 8)) if programs else 8)
+        for index in range(scheduled)
     ]
     pace = Pace(
         step_s=dice.choice((0.02, 0.2)),
@@ -175,7 +178,7 @@ def _life(dice: random.Random, documents: Sequence[Sequence[OffloadKey]], ending
         decode_s=dice.choice((0.0, 0.5)),
         failed_stores=dice.choice((0.0, 0.0, 0.3)),
     )
-    resets_s = [dice.uniform(0, 4)] if dice.random() < 0.2 else []
+    resets_s = [dice.uniform(0, 4)] if scheduled and dice.random() < 0.2 else []
     return Life(programs, prompts, pace, resets_s, ending, dice.uniform(0, 6))
 
 
