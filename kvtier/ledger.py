@@ -316,8 +316,12 @@ class Ledger:
     # The whole.
 
     def delete(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Forget keys in the primary and in every tier, but for those that something holds: these are returned."""
-        self._removed([key for key in keys if self.primary.discard(key)])
+        """Forget keys in the primary and in every tier, but for those that something holds: these are returned.
+
+        What only a hung store holds is forgotten, too; its row stays lent, and the store, if it ends, may come after.
+        """
+        lost, ready = self.transfers.pins_overdue(), self.primary.ready
+        self._removed([key for key in keys if key in ready and self.primary.discard(key, lost[ready[key]])])
         held = [key for key in keys if self.primary.row(key) is not None]
         gone = [key for key in keys if self.primary.row(key) is None]
         for tier in self.tiers:

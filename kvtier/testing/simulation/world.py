@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from kvtier.config import TierLimits
 from kvtier.errors import KVTierError
 from kvtier.keys import OffloadKey
 from kvtier.testing.simulation.audit import AuditedManager, audit_quiet
@@ -22,11 +23,11 @@ from kvtier.testing.simulation.programs import Program
 from kvtier.testing.simulation.scenario import Life, Scenario, Subject, book_name, draw
 from kvtier.testing.simulation.scheduler import Scheduler
 from kvtier.testing.simulation.witness import open_book, witnesses
-from kvtier.testing.virtual_time import VirtualTimeError, VirtualTimeLoop
+from kvtier.testing.virtual_time import VirtualTimeError, VirtualTimeLoop, place
 
 PATIENCE_S = 2_000.0  # Of virtual time: a life in which anybody still waits after that has a request that never ends.
 SETTLING_S = 30.0  # Longer than any answer is believed and any breaker cools down.
-FETCH_CHUNKS = 8
+PATIENT = TierLimits(deadline_s=PATIENCE_S)  # A device as slow as it likes may show what it has.
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +126,7 @@ class _World:
             done, left = await asyncio.wait(users, timeout=patience_s, return_when=asyncio.FIRST_EXCEPTION)
             _raise_first(done)
             if life.ending == "calm":
-                assert not left, f"a request never ends: {[task.get_coro() for task in left]}"
+                assert not left, f"never ends: {', '.join(place(task.get_coro()) for task in left)}"
                 await self._calm_down(engine)
             elif life.ending == "close":
                 await self._close(engine, users)
@@ -151,8 +152,10 @@ class _World:
 
     async def _calm_down(self, engine: AuditedManager) -> None:
         """Let nothing fail any more, wait until all is at rest, and hold the engine to account."""
-        for index in range(len(self._books)):
-            witnesses(book_name(self._scenario.seed, index))[-1].calm()
+        for _ in range(int(SETTLING_S)):
+            for index in range(len(self._books)):
+                witnesses(book_name(self._scenario.seed, index))[-1].calm()  # Again: a delayed call may hang later.
+            await asyncio.sleep(1.0)
         assert await engine.drained(PATIENCE_S), "what is under way never ends"
         await asyncio.sleep(SETTLING_S)
         engine.end_step()
@@ -237,8 +240,8 @@ class _World:
         options = {key: value for key, value in inner.items() if key != "type"}
         return replace(
             self._scenario.config,
-            secondary_tiers=(replace(tier, type=inner["type"], options=options),),
-            limits=replace(self._scenario.config.limits),
+            secondary_tiers=(replace(tier, type=inner["type"], options=options, limits=PATIENT),),
+            limits=replace(self._scenario.config.limits, close_s=PATIENCE_S),
         )
 
 
