@@ -196,10 +196,12 @@ class Inbox:
         tier = transfer.tier
         tier.storing.difference_update(transfer.keys)
         tier.counters.stored += len(moved)
+        crossed = tier.crossed.intersection(transfer.keys)
+        tier.crossed -= crossed
         if tier.reports:
-            self._where.add(tier, moved)
+            self._where.add(tier, [key for key in moved if key not in crossed])
         for key in moved:
-            if tier.reports:
+            if tier.reports and key not in crossed:  # What crossed is believed for a while, and a load will tell.
                 tier.forget_answer(key)
             else:
                 tier.believe(key, present=True, now=now)
@@ -226,6 +228,7 @@ class Inbox:
 
     def _gone(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
         self._where.remove(tier, keys)
+        tier.crossed.update(tier.storing.intersection(keys))
         if self._events is not None:
             self._events.add(Event(EventKind.REMOVED, tier.spec.name, keys))
         self._outbox.acknowledge(tier)

@@ -83,6 +83,7 @@ class Tier:
         self.reports = True  # It says what it removes, so that what is known stays true. False once it said otherwise.
         self.loading = 0  # Chunks under way.
         self.storing: set[OffloadKey] = set()  # Queued or under way.
+        self.crossed: set[OffloadKey] = set()  # Of those, what was reported gone meanwhile: before it came, or after?
         self.asking: set[OffloadKey] = set()  # Asked or about to be.
         self.to_ask: list[OffloadKey] = []
         self.chunks = 0

@@ -8,7 +8,7 @@ one moment between two calls, so `AuditedManager` makes them whenever a step end
 # pyright: reportPrivateUsage=false
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvtier.ledger import Ledger
 from kvtier.manager import TieringOffloadingManager
@@ -20,12 +20,19 @@ class AuditedManager(TieringOffloadingManager):
     """An engine that audits itself at the end of every step."""
 
     audits = 0
+    on_give_up: Callable[[], None] = staticmethod(lambda: None)  # Called when a reset waits no longer.
 
     def end_step(self) -> None:
         super().end_step()
         if not self._closed:
             self.audits += 1
             audit(self.ledger)
+
+    def _reset(self) -> bool:
+        clean = super()._reset()
+        if not clean:
+            self.on_give_up()
+        return clean
 
 
 def audit(ledger: Ledger) -> None:
@@ -120,6 +127,7 @@ def _audit_tier(ledger: Ledger, tier: Tier) -> None:
     storing += ledger.outbox._cascades.get(tier, ())
     assert len(storing) == len(set(storing)), f"tier {name}: a chunk is stored twice at once"
     assert set(storing) == tier.storing, f"tier {name}: {len(storing)} chunks storing, {len(tier.storing)} noted"
+    assert tier.crossed <= tier.storing, f"tier {name}: crossed by what is not stored"
     assert len(storing) <= tier.spec.store_chunks_max, f"tier {name}: more chunks storing than may be"
     asking = [key for sent in _under_way(ledger, Kind.PROBE) if sent.tier is tier for key in sent.keys] + tier.to_ask
     assert len(asking) == len(set(asking)), f"tier {name}: a key is asked for twice at once"

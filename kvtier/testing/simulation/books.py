@@ -45,6 +45,10 @@ class Book:
         if truth is not None:
             self.truth[key] = truth
 
+    def give_up(self) -> None:
+        """Note that the engine does not wait any more for what is under way."""
+        self._crossed.update(self._under_way)
+
     def report(self, keys: Iterable[OffloadKey], truth: Truth) -> None:
         """Note what the tier reports unasked."""
         for key in keys:

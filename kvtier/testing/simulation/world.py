@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from kvtier.config import TierLimits
-from kvtier.errors import KVTierError
+from kvtier.errors import BackendError, KVTierError
 from kvtier.keys import OffloadKey
 from kvtier.testing.simulation.audit import AuditedManager, audit_quiet
 from kvtier.testing.simulation.books import Book, Truth, chunk_of
@@ -105,7 +105,7 @@ class _World:
         errors: list[BaseException] = []
         with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
             loop = runner.get_loop()
-            loop.set_exception_handler(lambda _, context: errors.append(_error_of(context)))
+            loop.set_exception_handler(lambda _, context: errors.extend(_errors_of(context)))
             try:
                 runner.run(work)
             finally:
@@ -120,6 +120,7 @@ class _World:
 
     async def _life(self, life: Life, number: int) -> None:
         engine = await AuditedManager.open(self._scenario.config)
+        engine.on_give_up = lambda: [book.give_up() for book in self._books]
         try:
             users = self._users(engine, life, number)
             patience_s = PATIENCE_S if life.ending == "calm" else life.ends_s
@@ -252,6 +253,9 @@ def _raise_first(tasks: Iterable["asyncio.Task[Any]"]) -> None:
             raise error
 
 
-def _error_of(context: dict[str, Any]) -> BaseException:
+def _errors_of(context: dict[str, Any]) -> list[BaseException]:
+    """Give what a loop's callback raised, but for a tier's failure that nobody heard of because of a crash."""
     error = context.get("exception")
-    return error if isinstance(error, BaseException) else AssertionError(str(context.get("message")))
+    if isinstance(error, BackendError):
+        return []
+    return [error if isinstance(error, BaseException) else AssertionError(str(context.get("message")))]
