@@ -201,7 +201,9 @@ class Inbox:
         if tier.reports:
             self._where.add(tier, [key for key in moved if key not in crossed])
         for key in moved:
-            if tier.reports and key not in crossed:  # What crossed is believed for a while, and a load will tell.
+            if key in crossed:
+                tier.doubt(key)
+            elif tier.reports:
                 tier.forget_answer(key)
             else:
                 tier.believe(key, present=True, now=now)
@@ -228,6 +230,8 @@ class Inbox:
 
     def _gone(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
         self._where.remove(tier, keys)
+        for key in keys:
+            tier.forget_answer(key)
         tier.crossed.update(tier.storing.intersection(keys))
         if self._events is not None:
             self._events.add(Event(EventKind.REMOVED, tier.spec.name, keys))

@@ -91,6 +91,7 @@ class Tier:
         self.capacity_bytes: int | None = None
         self._present_until: dict[OffloadKey, float] = {}
         self._absent_until: dict[OffloadKey, float] = {}
+        self._unsure: dict[OffloadKey, None] = {}  # Asked for even though the tier reports what it holds.
 
     def answer(self, key: OffloadKey, known: bool, now: float) -> bool | None:
         """Say whether the tier has the key; None if it must be asked."""
@@ -98,7 +99,7 @@ class Tier:
             return False
         if known:
             return True
-        if self.authoritative:
+        if self.authoritative and key not in self._unsure:
             return False
         return True if self._present_until.get(key, 0.0) > now else None
 
@@ -117,7 +118,14 @@ class Tier:
         if len(fresh) > ANSWERS_MAX:
             del fresh[next(iter(fresh))]
 
+    def doubt(self, key: OffloadKey) -> None:
+        """Have the key asked for from now on, until it is stored again or known to be gone."""
+        self._unsure[key] = None
+        if len(self._unsure) > ANSWERS_MAX:
+            del self._unsure[next(iter(self._unsure))]
+
     def forget_answer(self, key: OffloadKey) -> None:
+        self._unsure.pop(key, None)
         self._absent_until.pop(key, None)
         self._present_until.pop(key, None)
 
