@@ -44,10 +44,12 @@ def audit(ledger: Ledger) -> None:
         _audit_tier(ledger, tier)
 
 
-def audit_quiet(ledger: Ledger) -> None:
+def audit_quiet(engine: TieringOffloadingManager) -> None:
     """Raise AssertionError for whatever an engine keeps though nothing is under way and nobody uses it."""
+    ledger = engine.ledger
     audit(ledger)
     primary, transfers = ledger.primary, ledger.transfers
+    assert not engine._requests, f"requests never forgotten: {list(engine._requests)}"
     assert not ledger.rows_in_use, f"{ledger.rows_in_use} rows in use by nobody"
     assert not any(primary._pins), f"pins left: {primary._pins}"
     assert not ledger.leases.rows, f"{ledger.leases.rows} rows leased to nobody"

@@ -59,6 +59,7 @@ class Program:
                 self._counts["requests told that the engine closed"] += 1
                 return
             self._counts["operations"] += 1
+        self._finish()
 
     async def _do(self, work: Coroutine[Any, Any, None], cancelled_after_s: float | None) -> None:
         if cancelled_after_s is None:

@@ -6,7 +6,6 @@ from typing import Any, Literal, NamedTuple
 
 from kvtier.config import EngineConfig, decode
 from kvtier.keys import OffloadKey, make_offload_key
-from kvtier.policies.named import known_policies
 from kvtier.testing.simulation.programs import Habits
 from kvtier.testing.simulation.scheduler import Pace, Prompt
 from kvtier.testing.simulation.witness import WITNESS
@@ -14,6 +13,7 @@ from kvtier.tier import TierMatcher
 
 ROW_BYTES = 4_096
 DOCUMENT_CHUNKS_MAX = 9
+POLICIES = ("arc", "fifo", "lfu", "lru", "s3fifo")  # Listed here: what is installed beside kvtier changes no seed.
 
 Ending = Literal["crash", "close", "calm"]
 """How a life ends: everything stops at once; the engine is closed in mid-use; everybody finishes, nothing fails."""
@@ -24,6 +24,7 @@ class Subject(NamedTuple):
 
     tier: dict[str, Any] | None = None  # A tier's type and options, as in a configuration.
     policy: str | None = None
+    durable: bool = False  # The tier keeps its chunks when it is closed and opened again; kvtier's own does.
 
 
 class Life(NamedTuple):
@@ -42,6 +43,7 @@ class Scenario(NamedTuple):
 
     seed: int
     config: EngineConfig
+    durable: bool
     strict: Sequence[bool]  # Of each tier: what it said is stored must be there at the end.
     documents: Sequence[Sequence[OffloadKey]]
     lives: Sequence[Life]
@@ -51,7 +53,7 @@ def draw(seed: int, subject: Subject) -> Scenario:
     """Decide everything from the seed."""
     dice = random.Random(seed)
     documents = _documents(dice)
-    policy = subject.policy or dice.choice([name for name in known_policies() if ":" not in name])
+    drawn_policy = dice.choice(POLICIES)
     tiers = [_tier(dice, seed, index, subject) for index in range(dice.choice((0, 1, 1, 1, 2, 2, 3)))]
     chunk_bytes = dice.choice((ROW_BYTES, 3_000))
     for tier in tiers:
@@ -59,7 +61,7 @@ def draw(seed: int, subject: Subject) -> Scenario:
     described = {
         "cpu_bytes_to_use": dice.choice((1, 2, 4, 8, 12, 20)) * ROW_BYTES,
         "chunk_bytes": chunk_bytes,
-        "eviction_policy": policy,
+        "eviction_policy": subject.policy or drawn_policy,
         "runner": "inline",
         "secondary_tiers": tiers,
         "limits": {
@@ -75,7 +77,8 @@ def draw(seed: int, subject: Subject) -> Scenario:
     return Scenario(
         seed,
         decode(EngineConfig, described, where=f"seed {seed}"),
-        [subject.tier is None and not _forgets(tier) for tier in tiers],
+        subject.tier is None or subject.durable,
+        [subject.tier is not None or not _forgets(tier["inner"]) for tier in tiers],
         documents,
         [_life(dice, documents, ending, number) for number, ending in enumerate(endings)],
     )
@@ -104,12 +107,13 @@ def _tier(dice: random.Random, seed: int, index: int, subject: Subject) -> dict[
         "breaker_cooldown_s": dice.choice((0.0, 1.0)),
         "answer_ttl_s": dice.choice((0.0, 0.5, 5.0)),
     }
+    device = _device(dice, seed, index)  # Drawn in any case: a seed is the same story but for its subject.
     return {
         "type": WITNESS,
         "name": f"tier{index}",
         "book": book_name(seed, index),
         "deadline_s": deadline_s,
-        "inner": subject.tier or _device(dice, seed, index),
+        "inner": device if subject.tier is None else subject.tier,
         "faults": _faults(dice, deadline_s),
         "seed": seed,
         "limits": limits,
@@ -138,10 +142,9 @@ def _device(dice: random.Random, seed: int, index: int) -> dict[str, Any]:
     }
 
 
-def _forgets(tier: dict[str, Any]) -> bool:
+def _forgets(device: dict[str, Any]) -> bool:
     """Say whether a device may lose what it said it had stored, by its own figures."""
-    inner = tier["inner"]
-    return inner["capacity_bytes"] is not None or inner["corruption_rate"] > 0
+    return device["capacity_bytes"] is not None or device["corruption_rate"] > 0
 
 
 def _faults(dice: random.Random, deadline_s: float) -> dict[str, Any]:
