@@ -6,7 +6,7 @@ thread sleeps in open(2) until somebody opens the other end, as it would on a mo
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Annotated
 
 import msgspec
@@ -48,10 +48,8 @@ class HungMount(FsBackend):
 
 
 def pass_gate(path: str) -> None:
-    try:
+    with suppress(FileNotFoundError):
         os.close(os.open(path, os.O_RDONLY))
-    except FileNotFoundError:
-        pass
 
 
 @contextmanager

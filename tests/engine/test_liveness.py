@@ -225,7 +225,9 @@ async def test_a_tier_slower_than_the_stores_drops_cascades_and_says_how_many(op
     assert tier.counters.stored + tier.counters.dropped["budget"] == 100
     assert tier.counters.stored >= 12
     assert engine.ledger.counters.stores_refused == 0
-    assert sample(engine, "kvtier_tier_dropped_total", tier=tier.spec.name, reason="budget") == 100 - tier.counters.stored
+    assert (
+        sample(engine, "kvtier_tier_dropped_total", tier=tier.spec.name, reason="budget") == 100 - tier.counters.stored
+    )
 
 
 @pytest.mark.virtual_time

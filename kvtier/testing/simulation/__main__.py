@@ -4,15 +4,11 @@ Exit status 1 if a seed failed, with the command that shows it again; 130 after 
 """
 
 import json
-import logging
 import os
-import signal
 import time
-from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -22,20 +18,10 @@ from rich.table import Table
 from kvtier.errors import ConfigError
 from kvtier.policies.named import policy_class
 from kvtier.registry import backend_class
+from kvtier.testing.simulation.many import Tally, quiet, tallies
 from kvtier.testing.simulation.scenario import Subject
-from kvtier.testing.simulation.world import SimulationFailed, simulate
 
-SEEDS_A_JOB = 50  # About a second's work: the bar moves, and a job costs nothing beside it.
 FAILURES_SHOWN = 20
-
-
-class Tally(NamedTuple):
-    """What some seeds came to."""
-
-    seeds: int
-    counts: Counter[str]
-    virtual_s: float
-    failures: list[str]
 
 
 def main(
@@ -74,66 +60,21 @@ def _subject(tier: str, policy: str, *, durable: bool) -> Subject:
 
 def _run(seeds: range, jobs: int, subject: Subject) -> tuple[Tally, bool]:
     """Run the seeds in processes; what was done before a Ctrl-C counts."""
-    total = Tally(0, Counter(), 0.0, [])
+    total = Tally()
     columns = (TextColumn("seeds"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with (
         Progress(*columns, console=Console(stderr=True), transient=True) as progress,
-        ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_quiet) as pool,
+        ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=quiet) as pool,
     ):
         bar = progress.add_task("", total=len(seeds))
         try:
-            for tally in _tallies(pool, seeds, 2 * jobs, subject):
-                total = _sum(total, tally)
+            for tally in tallies(pool, seeds, 2 * jobs, subject):
+                total.add(tally)
                 progress.advance(bar, tally.seeds)
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
             return total, True
     return total, False
-
-
-def _tallies(pool: ProcessPoolExecutor, seeds: range, queued: int, subject: Subject) -> Iterator[Tally]:
-    """Give the tallies as they come, with few jobs queued: a Ctrl-C need not wait for many."""
-    batches = iter(seeds[start : start + SEEDS_A_JOB] for start in range(0, len(seeds), SEEDS_A_JOB))
-    running: set[Future[Tally]] = set()
-    while True:
-        for batch in batches:
-            running.add(pool.submit(run_seeds, batch, subject))
-            if len(running) >= queued:
-                break
-        if not running:
-            return
-        done, running = wait(running, return_when=FIRST_COMPLETED)
-        for future in done:
-            yield future.result()
-
-
-def _quiet() -> None:
-    """Leave Ctrl-C to the parent, and faults that were asked for out of the logs."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.disable(logging.CRITICAL)
-
-
-def run_seeds(seeds: range, subject: Subject) -> Tally:
-    """Run some seeds, each to its end, whatever became of the one before."""
-    tally = Tally(0, Counter(), 0.0, [])
-    for seed in seeds:
-        try:
-            verdict = simulate(seed, subject)
-            one = Tally(1, verdict.counts, verdict.virtual_s, [])
-        except SimulationFailed as error:
-            one = Tally(1, Counter(), 0.0, [str(error)])
-        tally = _sum(tally, one)
-    return tally
-
-
-def _sum(left: Tally, right: Tally) -> Tally:
-    left.counts.update(right.counts)
-    return Tally(
-        left.seeds + right.seeds,
-        left.counts,
-        left.virtual_s + right.virtual_s,
-        left.failures + right.failures,
-    )
 
 
 def _figures(tally: Tally, seconds: float) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def draw(seed: int, subject: Subject) -> Scenario:
     for tier in tiers:
         tier["chunk_bytes"] = chunk_bytes
     described = {
-        "cpu_bytes_to_use": dice.choice((1, 2, 4, 8, 12, 20)) * ROW_BYTES,
+        "cpu_bytes_to_use": dice.choice((1, 2, 3, 4, 6, 8, 12)) * ROW_BYTES,
         "chunk_bytes": chunk_bytes,
         "eviction_policy": subject.policy or drawn_policy,
         "runner": "inline",
@@ -89,7 +89,7 @@ def _documents(dice: random.Random) -> list[list[OffloadKey]]:
     shared = dice.randint(0, 3)
     return [
         [_key(0 if index < shared else document, index) for index in range(dice.randint(1, DOCUMENT_CHUNKS_MAX))]
-        for document in range(1, dice.randint(2, 6))
+        for document in range(1, dice.randint(3, 8))
     ]
 
 
@@ -148,7 +148,7 @@ def _forgets(device: dict[str, Any]) -> bool:
 
 
 def _faults(dice: random.Random, deadline_s: float) -> dict[str, Any]:
-    """Choose what goes wrong with a tier, and how often; with some nothing does, with some hardly anything goes right."""
+    """Choose what goes wrong with a tier, and how often: anything from nothing to nearly all."""
     if dice.random() < 0.25:
         return {}
     often = dice.choice((0.02, 0.1, 0.4))
@@ -187,8 +187,8 @@ def _life(dice: random.Random, documents: Sequence[Sequence[OffloadKey]], ending
 
 def _habits(dice: random.Random) -> Habits:
     return Habits(
-        operations=dice.randint(3, 12),
-        weights=(10, 10, dice.choice((0, 2)), dice.choice((0, 0, 1))),
+        operations=dice.randint(3, 16),
+        weights=(10, 20, dice.choice((0, 2)), dice.choice((0, 0, 1))),
         cancels=dice.choice((0.0, 0.1, 0.5)),
         hold_s=dice.choice((0.0, 0.5)),
         pause_s=dice.choice((0.0, 0.05, 0.5)),

@@ -95,11 +95,11 @@ class Scheduler:
 
     def _schedule(self) -> None:
         """Let those run whose prefix is there, in order of arrival; who waits for a promotion lets others pass."""
-        waiting: list[_Run] = []
-        for run in self._waiting:
-            if len(self._running) >= self._pace.running_max or not self._look(run):
-                waiting.append(run)
-        self._waiting = waiting
+        self._waiting = [run for run in self._waiting if self._full or not self._look(run)]
+
+    @property
+    def _full(self) -> bool:
+        return len(self._running) >= self._pace.running_max
 
     def _look(self, run: "_Run") -> bool:
         run.looks += 1

@@ -178,7 +178,9 @@ class _World:
             for key, truth in book.truth.items():
                 believed = tier.answer(key, bool(ledger.where.mask.get(key, 0) & tier.bit), now)
                 wrong = (truth is Truth.PRESENT and believed is False) or (truth is Truth.GONE and believed is True)
-                assert not wrong, f"{key.hex()} in {tier.spec.name} is {truth.value}, and the engine believes {believed}"
+                assert not wrong, (
+                    f"{key.hex()} in {tier.spec.name} is {truth.value}, and the engine believes {believed}"
+                )
 
     async def _close(self, engine: AuditedManager, users: Sequence["asyncio.Task[Any]"]) -> None:
         """Close the engine while programs use it: within its time, and nobody is left waiting."""
