@@ -275,7 +275,7 @@ class TieringOffloadingManager(SteppedManager):
         """Give the caller's request, or one for this call alone."""
         self._check_open()
         if request_id is not None:
-            yield self._requests[request_id]
+            yield self._known(request_id)
             return
         own = f"#{next(self._ids)}"
         self.on_new_request(own)

@@ -84,7 +84,7 @@ class Tier:
         self.loading = 0  # Chunks under way.
         self.storing: set[OffloadKey] = set()  # Queued or under way.
         self.crossed: set[OffloadKey] = set()  # Of those, what was reported gone meanwhile: before it came, or after?
-        self.asking: set[OffloadKey] = set()  # Asked or about to be.
+        self.asking: set[OffloadKey] = set()  # Asked or about to be, and nothing newer was heard of them since.
         self.to_ask: list[OffloadKey] = []
         self.chunks = 0
         self.used_bytes = 0
@@ -108,7 +108,8 @@ class Tier:
         return key in self._present_until
 
     def believe(self, key: OffloadKey, *, present: bool, now: float) -> None:
-        """Remember an answer for as long as answers are believed; it overrides the last one."""
+        """Remember an answer for as long as answers are believed; it overrides the last one, and one on its way."""
+        self.asking.discard(key)
         fresh, stale = self._present_until, self._absent_until
         if not present:
             fresh, stale = stale, fresh
@@ -125,6 +126,8 @@ class Tier:
             del self._unsure[next(iter(self._unsure))]
 
     def forget_answer(self, key: OffloadKey) -> None:
+        """Something newer is known than the last answer, and than one on its way."""
+        self.asking.discard(key)
         self._unsure.pop(key, None)
         self._absent_until.pop(key, None)
         self._present_until.pop(key, None)

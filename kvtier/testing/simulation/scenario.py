@@ -105,7 +105,7 @@ def _tier(dice: random.Random, seed: int, index: int, subject: Subject) -> dict[
         "store_chunks_in_flight": dice.choice((2, 4_096)),
         "breaker_failures": dice.choice((1, 3)),
         "breaker_cooldown_s": dice.choice((0.0, 1.0)),
-        "answer_ttl_s": dice.choice((0.0, 0.5, 5.0)),
+        "answer_ttl_s": dice.choice((0.001, 0.5, 5.0)),
     }
     device = _device(dice, seed, index)  # Drawn in any case: a seed is the same story but for its subject.
     return {
