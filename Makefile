@@ -5,7 +5,7 @@ SHELL := bash
 MAKEFLAGS += --no-builtin-rules
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types docs simulate bench clean
+.PHONY: help setup demo test lint types docs simulate soak bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -51,6 +51,9 @@ docs: $(INSTALLED)  ## build the documentation into site/
 
 simulate: $(INSTALLED)  ## run SEEDS simulated engines under faults, from seed FIRST on, and say what they met
 	$(BIN)/python -m kvtier.testing.simulation --seeds $(SEEDS) --first $(FIRST)
+
+soak: $(INSTALLED)  ## run an hour of a busy engine in virtual time: occupancy, memory, and hits beside the prediction
+	$(BIN)/python -m tests.benchmarks.soak
 
 bench: $(INSTALLED)  ## run the benchmarks (tests/benchmarks)
 	$(BIN)/pytest --benchmark-only tests/benchmarks

@@ -73,7 +73,8 @@ def draw(seed: int, subject: Subject) -> Scenario:
         },
         "events": dice.random() < 0.3,
     }
-    endings: list[Ending] = ["calm", *dice.choices(("crash", "close"), (3, 1), k=dice.choice((0, 0, 1, 2)))][::-1]  # type: ignore[list-item]
+    fatal: tuple[Ending, ...] = ("crash", "crash", "crash", "close")
+    endings: list[Ending] = [*dice.choices(fatal, k=dice.choice((0, 0, 1, 2))), "calm"]
     return Scenario(
         seed,
         decode(EngineConfig, described, where=f"seed {seed}"),

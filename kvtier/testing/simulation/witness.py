@@ -53,6 +53,7 @@ class Witness(Backend):
 
     def __init__(self, inner: Backend, options: WitnessOptions) -> None:
         self.book = _open_books[options.book]
+        self._inner = inner
         self._dice = options.dice()
         self._faulty = FaultyBackend(inner, dice=self._dice)
         self._options = options
@@ -180,11 +181,11 @@ class Witness(Backend):
     def _check(self, key: OffloadKey, row: memoryview, what: str) -> None:
         size_bytes = self._options.chunk_bytes
         self.book.counts[f"bytes {what}"] += size_bytes
-        if row[:size_bytes] != chunk_of(key, size_bytes):
+        if bytes(row[:size_bytes]) != chunk_of(key, size_bytes):
             self.book.wrong(f"{key.hex()}: what was {what} is not its chunk")
 
     def _check_capacity(self) -> None:
-        occupancy = self._faulty.occupancy() if isinstance(self._faulty, Measured) else None
+        occupancy = self._inner.occupancy() if isinstance(self._inner, Measured) else None
         if occupancy and occupancy.capacity_bytes is not None and occupancy.used_bytes > occupancy.capacity_bytes:
             self.book.wrong(f"{occupancy.used_bytes:,} bytes in a tier of {occupancy.capacity_bytes:,}")
 

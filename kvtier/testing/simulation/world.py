@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from kvtier.config import TierLimits
+from kvtier.config import EngineConfig, TierLimits
 from kvtier.errors import BackendError, KVTierError
 from kvtier.keys import OffloadKey
 from kvtier.testing.simulation.audit import AuditedManager, audit_quiet
@@ -127,7 +127,7 @@ class _World:
 
     async def _life(self, life: Life, number: int) -> None:
         engine = await AuditedManager.open(self._scenario.config)
-        engine.on_give_up = lambda: [book.give_up() for book in self._books]
+        engine.on_give_up = self._give_up
         try:
             users = self._users(engine, life, number)
             patience_s = PATIENCE_S if life.ending == "calm" else life.ends_s
@@ -156,7 +156,7 @@ class _World:
             )
             for index, (habits, matchers) in enumerate(life.habits)
         ]
-        return [asyncio.create_task(user.run()) for user in (scheduler, *programs)]
+        return [asyncio.create_task(scheduler.run()), *(asyncio.create_task(program.run()) for program in programs)]
 
     async def _calm_down(self, engine: AuditedManager) -> None:
         """Let nothing fail any more, wait until all is at rest, and hold the engine to account."""
@@ -218,6 +218,10 @@ class _World:
                 await witness.aclose(0)
                 witness.count_faults()
 
+    def _give_up(self) -> None:
+        for book in self._books:
+            book.give_up()
+
     # What must be true at the end.
 
     async def _after(self, index: int, book: Book) -> None:
@@ -246,7 +250,7 @@ class _World:
     def _all_keys(self) -> list[OffloadKey]:
         return sorted({key for document in self._scenario.documents for key in document})
 
-    def _sound_config(self, index: int) -> Any:
+    def _sound_config(self, index: int) -> EngineConfig:
         """Describe an engine over one of the tiers, with nothing that fails."""
         tier = self._scenario.config.secondary_tiers[index]
         inner = tier.options["inner"]
