@@ -35,7 +35,7 @@ demo: $(INSTALLED)  ## replay a generated workload with real bytes; figures and 
 	@echo "The figures are in $(DEMO)/replay.json, the picture in $(DEMO)/replay.png."
 
 test: $(INSTALLED)  ## run the tests
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 lint: $(INSTALLED)  ## check style, formatting and the direction of imports
 	$(BIN)/ruff check

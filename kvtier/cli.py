@@ -13,6 +13,7 @@ import typer
 from kvtier.errors import KVTierError
 
 EXIT_REFUSED = 2  # As for a wrong option: mend the call, then try again.
+EXIT_INTERRUPTED = 130  # As shells have it: 128 and the number of the signal.
 
 
 class Command(NamedTuple):
@@ -41,6 +42,8 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     except KVTierError as error:
         typer.echo(f"kvtier: {error}", err=True)
         sys.exit(EXIT_REFUSED)
+    except KeyboardInterrupt:  # While the command's module was imported; later ones are typer's.
+        sys.exit(EXIT_INTERRUPTED)
     sys.exit(0)
 
 

@@ -196,6 +196,14 @@ def test_an_interrupt_ends_the_command_with_130_and_nothing_half_made(tmp_path: 
     assert sorted(os.listdir(tmp_path)) == ["long.jsonl"]
 
 
+def test_an_interrupt_before_the_command_has_begun_ends_it_with_130_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: str) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvtier.cli.import_module", interrupted)
+    assert run("policies") == 130
+
+
 def wait_until_open(pid: int, path: Path) -> None:
     """Return once a process has a file open."""
     while True:

@@ -15,7 +15,7 @@ from kvtier.replay.traces import Request
 
 CONCURRENCY = 8
 OPEN_BYTES_MAX = 256 << 20  # Made for all open requests together, beside the primary.
-INTERRUPTED_CLOSE_S = 0.2  # Twice this, for transfers and for the tiers: whoever interrupts waits for a second at most.
+INTERRUPTED_CLOSE_S = 0.1  # Twice this, for transfers and for the tiers: whoever interrupts waits for a second at most.
 
 
 class Replay:

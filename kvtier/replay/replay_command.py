@@ -21,7 +21,7 @@ from kvtier.replay.virtual import Prefill
 from kvtier.replay.workload import GENERATED, GeneratedTrace, Workload
 
 EXIT_WRONG = 1
-EXIT_INTERRUPTED = 130
+EXIT_INTERRUPTED = 130  # As shells have it: 128 and the number of the signal.
 
 Draw = Callable[[Job, Report], None]
 

@@ -13,6 +13,7 @@ from kvtier.replay.report import Quantiles, Report
 from kvtier.replay.scratch import Scratch
 from kvtier.replay.tally import Tally
 
+REMOVAL_WAIT_S = 60.0  # Two hundred thousand files take twenty seconds of a disk that has nothing else to do.
 STEPS_MAX = 1_000  # Of the bar: more would not be seen.
 
 
@@ -43,11 +44,14 @@ def replay_bar(tally: Tally, requests: int) -> Generator[Callable[[], None]]:
 
 @contextmanager
 def temporary_directory() -> Generator[str]:
-    """Give a directory that is removed at the end; after an error or Ctrl-C, at once or in the background."""
+    """Give a directory that is removed at the end: while one waits, or in the background if that takes long."""
+    console = Console(stderr=True)
     with Scratch() as scratch:
         yield scratch.path
-        with Console(stderr=True).status(f"removing {scratch.path}"):
-            scratch.remove(None)
+        with console.status(f"removing {scratch.path}"):
+            removed = scratch.remove(REMOVAL_WAIT_S)
+        if not removed:
+            console.print(f"{scratch.path} is being removed in the background", highlight=False, soft_wrap=True)
 
 
 def print_report(report: Report) -> None:

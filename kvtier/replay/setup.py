@@ -11,13 +11,14 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from kvtier.config import EngineConfig, TierConfig
+from kvtier.config import EngineConfig, TierConfig, TierLimits
 from kvtier.errors import ConfigError
 from kvtier.replay.study import Extent
 
 CHUNK_BYTES = 16 << 10
 PRIMARY_SHARE = 0.05  # Of the trace's unique blocks: small, so that much of what returns comes from the tier below.
 PRIMARY_ROWS_MIN = 512  # Twice the longest prompt of 128 Ki tokens: half of the rows at most wait for a tier.
+STORE_CHUNKS = 256  # Keeps the lanes busy. What waits pins its row: more would take the primary away from hits.
 FILE_OVERHEAD_BYTES = 8 << 10  # A chunk's footer and, with vLLM's naming, the directory that is nearly its own.
 
 
@@ -27,7 +28,7 @@ def default_config(extent: Extent) -> EngineConfig:
         cpu_bytes_to_use=primary_rows(extent) * CHUNK_BYTES,
         chunk_bytes=CHUNK_BYTES,
         runner="process",
-        secondary_tiers=(TierConfig(type="fs"),),
+        secondary_tiers=(TierConfig(type="fs", limits=TierLimits(store_chunks_in_flight=STORE_CHUNKS)),),
     )
 
 
