@@ -7,7 +7,7 @@ from tests.benchmarks.soak import SETTLED, soak
 
 @pytest.fixture(scope="module")
 def run():
-    return soak(requests=600, seed=1)
+    return soak(requests=1_000, block_tokens=1_024)
 
 
 def test_hits_are_what_the_policy_study_predicts(run):
