@@ -72,6 +72,11 @@ class Leases:
     def rows(self) -> int:
         return len(self._holders)
 
+    @property
+    def ends_at(self) -> float | None:
+        """When the next request's leases end by themselves; None if there are none."""
+        return next(iter(self._deadlines.values()), None)
+
     def room(self, rows: Iterable[int], more: int) -> bool:
         """Say whether these rows, leased or not, and so many others fit into the share."""
         return len(self._holders) + len(set(rows) - self._holders.keys()) + more <= self.rows_max

@@ -251,3 +251,17 @@ async def test_a_delete_does_not_wait_for_a_hung_store(open_engine):
         await engine.delete([key(1)])
     assert await found(engine, [1]) == 0
     assert await put(engine, [2, 3]) == 1  # The hung store's row is lent still.
+
+
+async def test_seed_22829_a_delete_waits_for_a_forgotten_request_no_longer_than_its_lease(open_engine):
+    engine = await open_engine(2, SLOW, limits={"lease_s": 10})
+    await put(engine, [1])
+    await engine.areset()
+    engine.on_new_request("forgotten")
+    fetching = asyncio.ensure_future(engine.fetch([key(1)], request_id="forgotten").__aenter__())
+    await asyncio.sleep(0.5)
+    fetching.cancel()
+    begun = asyncio.get_running_loop().time()
+    async with asyncio.timeout(60):
+        await engine.delete([key(1)])
+    assert asyncio.get_running_loop().time() - begun <= 12
