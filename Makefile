@@ -5,12 +5,14 @@ SHELL := bash
 MAKEFLAGS += --no-builtin-rules
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types docs bench clean
+.PHONY: help setup demo test lint types docs simulate soak bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 DEMO := demo
+SEEDS := 10000
+FIRST := 0
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(call usable,$(name))))
 
 # A name only counts if it runs: version managers leave names on the path that do not.
@@ -46,6 +48,12 @@ types: $(INSTALLED)  ## check types, with mypy and with pyright
 
 docs: $(INSTALLED)  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .mkdocs.yml
+
+simulate: $(INSTALLED)  ## run SEEDS simulated engines under faults, from seed FIRST on, and say what they met
+	$(BIN)/python -m kvtier.testing.simulation --seeds $(SEEDS) --first $(FIRST)
+
+soak: $(INSTALLED)  ## run an hour of a busy engine in virtual time: occupancy, memory, and hits beside the prediction
+	$(BIN)/python -m tests.benchmarks.soak
 
 bench: $(INSTALLED)  ## run the benchmarks (tests/benchmarks)
 	$(BIN)/pytest --benchmark-only tests/benchmarks

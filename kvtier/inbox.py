@@ -194,10 +194,14 @@ class Inbox:
         tier = transfer.tier
         tier.storing.difference_update(transfer.keys)
         tier.counters.stored += len(moved)
+        crossed = tier.crossed.intersection(transfer.keys)
+        tier.crossed -= crossed
         if tier.reports:
-            self._where.add(tier, moved)
+            self._where.add(tier, [key for key in moved if key not in crossed])
         for key in moved:
-            if tier.reports:
+            if key in crossed:
+                tier.doubt(key)
+            elif tier.reports:
                 tier.forget_answer(key)
             else:
                 tier.believe(key, present=True, now=now)
@@ -235,6 +239,7 @@ class Inbox:
         self._where.remove(tier, keys)
         for key in keys:
             tier.forget_answer(key)
+        tier.crossed.update(tier.storing.intersection(keys))
         if self._events is not None:
             self._events.add(Event(EventKind.REMOVED, tier.spec.name, keys))
         self._outbox.acknowledge(tier)

@@ -180,6 +180,8 @@ class Ledger:
                 continue
             asked.append(tier)
             answer = tier.answer(key, bool(mask & tier.bit), self._now)
+            if answer is None and (tier.index, key) in request.asked and key not in tier.asking:
+                answer = tier.last_answer(key)  # A request asks once: else answers older than a step keep it waiting.
             if answer:
                 return self._promote(key, tier, request)
             if answer is None:
@@ -188,6 +190,7 @@ class Ledger:
             return self._miss(key, request, asked)
         for tier in silent:
             tier.ask(key)
+            request.asked.add((tier.index, key))
         return RETRY
 
     def _wait_for(self, key: OffloadKey, request: Request) -> LookupResult:
@@ -313,8 +316,12 @@ class Ledger:
     # The whole.
 
     def delete(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Forget keys in the primary and in every tier, but for those that something holds: these are returned."""
-        self._removed([key for key in keys if self.primary.discard(key)])
+        """Forget keys in the primary and in every tier, but for those that something holds: these are returned.
+
+        What only a hung store holds is forgotten, too; its row stays lent, and the store, if it ends, may come after.
+        """
+        lost, ready = self.transfers.pins_overdue(), self.primary.ready
+        self._removed([key for key in keys if key in ready and self.primary.discard(key, lost[ready[key]])])
         held = [key for key in keys if self.primary.row(key) is not None]
         gone = [key for key in keys if self.primary.row(key) is None]
         for tier in self.tiers:

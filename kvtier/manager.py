@@ -239,6 +239,12 @@ class TieringOffloadingManager(SteppedManager):
         super().on_request_finished(request_id)
         self._stir()
 
+    def _receive(self) -> None:
+        leased = self.ledger.leases.rows
+        super()._receive()
+        if self.ledger.leases.rows < leased:  # Some may have run out, and whoever waits for their rows is not told else.
+            self._wake()
+
     # How the face waits.
 
     def _wake(self) -> None:
@@ -262,12 +268,13 @@ class TieringOffloadingManager(SteppedManager):
             progress.set_result(None)
 
     async def _next_progress(self) -> None:
-        """Send what was decided, and wait until something came back or was given back."""
+        """Send what was decided, and wait until something came back, was given back, or a lease is over."""
         self.end_step()
         self._check_open()
         if self._progress is None:
             self._progress = asyncio.get_running_loop().create_future()
-        await asyncio.shield(self._progress)
+        ends_at = self.ledger.leases.ends_at
+        await asyncio.wait((self._progress,), timeout=None if ends_at is None else ends_at - self._clock())
         self._check_open()
 
     @asynccontextmanager

@@ -100,6 +100,7 @@ class Outbox:
         """Forget promotions and cascades: the primary is about to drop every key and pin."""
         for tier, keys in self._cascades.items():
             tier.storing.difference_update(keys)
+            tier.crossed.difference_update(keys)
         self._promotions.clear()
         self._cascades.clear()
 

@@ -87,15 +87,19 @@ class Primary:
             self._free.append(row)
         return row
 
-    def discard(self, key: OffloadKey) -> bool:
-        """Forget a ready key that nothing holds; say whether it could be done."""
+    def discard(self, key: OffloadKey, lost_pins: int = 0) -> bool:
+        """Forget a ready key that nothing holds; say whether it could be done.
+
+        `lost_pins` of its row belong to nobody who will say when; its row is free when they have gone, too.
+        """
         row = self.ready.get(key)
-        if row is None or self._pins[row]:
+        if row is None or self._pins[row] > lost_pins:
             return False
         del self.ready[key]
         self._policy.remove((key,))
         self._keys[row] = None
-        self._free.append(row)
+        if self._pins[row] == 0:
+            self._free.append(row)
         return True
 
     def release(self, row: int) -> None:

@@ -13,6 +13,7 @@ class Request:
     """One request, from `on_new_request` until it has finished and its last store has completed."""
 
     __slots__ = (
+        "asked",
         "finished",
         "held",
         "hits",
@@ -38,6 +39,7 @@ class Request:
         self.promotions: dict[OffloadKey, int] = {}
         self.sources: dict[OffloadKey, int] = {}  # Key -> index of the tier that it was promoted from.
         self.missed: set[OffloadKey] = set()
+        self.asked: set[tuple[int, OffloadKey]] = set()  # Tiers, by index, that were asked for a key on its behalf.
         self.storing = 0  # Keys reserved and not completed.
         self.finished = False
 
@@ -69,6 +71,11 @@ class Leases:
     @property
     def rows(self) -> int:
         return len(self._holders)
+
+    @property
+    def ends_at(self) -> float | None:
+        """When the next request's leases end by themselves; None if there are none."""
+        return next(iter(self._deadlines.values()), None)
 
     def room(self, rows: Iterable[int], more: int) -> bool:
         """Say whether these rows, leased or not, and so many others fit into the share."""

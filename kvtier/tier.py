@@ -83,6 +83,7 @@ class Tier:
         self.reports = True  # It says what it removes, so that what is known stays true. False once it said otherwise.
         self.loading = 0  # Chunks under way.
         self.storing: set[OffloadKey] = set()  # Queued or under way.
+        self.crossed: set[OffloadKey] = set()  # Of those, what was reported gone meanwhile: before it came, or after?
         self.asking: set[OffloadKey] = set()  # Asked or about to be, and nothing newer was heard of them since.
         self.to_ask: list[OffloadKey] = []
         self.chunks = 0
@@ -90,6 +91,7 @@ class Tier:
         self.capacity_bytes: int | None = None
         self._present_until: dict[OffloadKey, float] = {}
         self._absent_until: dict[OffloadKey, float] = {}
+        self._unsure: dict[OffloadKey, None] = {}  # Asked for even though the tier reports what it holds.
 
     def answer(self, key: OffloadKey, known: bool, now: float) -> bool | None:
         """Say whether the tier has the key; None if it must be asked."""
@@ -97,9 +99,13 @@ class Tier:
             return False
         if known:
             return True
-        if self.authoritative:
+        if self.authoritative and key not in self._unsure:
             return False
         return True if self._present_until.get(key, 0.0) > now else None
+
+    def last_answer(self, key: OffloadKey) -> bool:
+        """Say what the last answer was, however old; what is not remembered counts as absent."""
+        return key in self._present_until
 
     def believe(self, key: OffloadKey, *, present: bool, now: float) -> None:
         """Remember an answer for as long as answers are believed; it overrides the last one, and one on its way."""
@@ -113,9 +119,16 @@ class Tier:
         if len(fresh) > ANSWERS_MAX:
             del fresh[next(iter(fresh))]
 
+    def doubt(self, key: OffloadKey) -> None:
+        """Have the key asked for from now on, until it is stored again or known to be gone."""
+        self._unsure[key] = None
+        if len(self._unsure) > ANSWERS_MAX:
+            del self._unsure[next(iter(self._unsure))]
+
     def forget_answer(self, key: OffloadKey) -> None:
         """Something newer is known than the last answer, and than one on its way."""
         self.asking.discard(key)
+        self._unsure.pop(key, None)
         self._absent_until.pop(key, None)
         self._present_until.pop(key, None)
 

@@ -97,6 +97,14 @@ class Transfers:
             if self.cascade_rows[row] == 0:
                 del self.cascade_rows[row]
 
+    def pins_overdue(self) -> Counter[int]:
+        """Count by row the pins of cascades that ran out of time: nobody knows when these go."""
+        pins: Counter[int] = Counter()
+        for transfer in self.overdue.values():
+            if transfer.kind is Kind.CASCADE and not transfer.forgotten:
+                pins.update(transfer.rows)
+        return pins
+
     @property
     def rows_overdue(self) -> int:
         """Rows that the present runner is late with; for what a dead one still holds its successor is not to blame."""

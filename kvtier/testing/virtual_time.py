@@ -131,7 +131,7 @@ class VirtualTimeLoop(BareLoop):
         """Say what happened, when, and where every task waits."""
         tasks = sorted(asyncio.all_tasks(self), key=hash)
         lines = [f"{what}, at {self._now_s:,.6f} s; {len(tasks)} task(s) wait:"]
-        lines += [f"  {task.get_name()} {_place(task.get_coro())}" for task in tasks]
+        lines += [f"  {task.get_name()} {place(task.get_coro())}" for task in tasks]
         lines += [f"  (refused a call_soon_threadsafe from thread {name!r})" for name in self._threads_refused]
         return "\n".join(lines)
 
@@ -237,7 +237,7 @@ def _stop_its_loop(future: asyncio.Future[Any]) -> None:
         future.get_loop().stop()  # The other two have ended run_forever by themselves.
 
 
-def _place(coroutine: Any) -> str:
+def place(coroutine: Any) -> str:
     """Say where a coroutine waits: the innermost frame that Python knows of."""
     frame = None
     while coroutine is not None:

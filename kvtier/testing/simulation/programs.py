@@ -1,0 +1,123 @@
+"""Asyncio programs that use one engine at once: they put, fetch, hold, cancel, delete and reset, as their seed says."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple
+
+from kvtier.errors import EngineClosed
+from kvtier.keys import OffloadKey
+from kvtier.manager import TieringOffloadingManager
+from kvtier.testing.simulation.books import chunk_of
+from kvtier.tier import TierMatcher
+
+
+class Habits(NamedTuple):
+    """What a program does, how often, and how long it takes."""
+
+    operations: int
+    weights: tuple[int, int, int, int]  # Of put, fetch, delete, reset.
+    cancels: float  # Share of operations that are cancelled half-way.
+    hold_s: float  # The longest that it keeps what it fetched.
+    pause_s: float  # The longest between two operations.
+
+
+class Program:
+    """One of them. `documents` are prefix chains; it uses leading parts of them."""
+
+    def __init__(
+        self,
+        engine: TieringOffloadingManager,
+        documents: Sequence[Sequence[OffloadKey]],
+        matchers: Sequence[TierMatcher] | None,
+        habits: Habits,
+        seed: str,
+        counts: Counter[str],
+    ) -> None:
+        self._engine = engine
+        self._documents = documents
+        self._matchers = matchers
+        self._habits = habits
+        self._name = seed
+        self._random = random.Random(seed)
+        self._counts = counts
+        self._number = 0
+
+    async def run(self) -> None:
+        """Do everything, or as much as can be done before the engine is closed."""
+        operations: list[Callable[[], Coroutine[Any, Any, None]]] = [self._put, self._fetch, self._delete, self._reset]
+        for _ in range(self._habits.operations):
+            await asyncio.sleep(self._random.uniform(0, self._habits.pause_s))
+            (operation,) = self._random.choices(operations, self._habits.weights)
+            cancelled_after_s = None
+            if self._random.random() < self._habits.cancels:
+                cancelled_after_s = self._random.choice((0.0, self._random.uniform(0, 1.0)))
+            try:
+                await self._do(operation(), cancelled_after_s)
+            except EngineClosed:
+                self._counts["requests told that the engine closed"] += 1
+                return
+            self._counts["operations"] += 1
+        self._finish()
+
+    async def _do(self, work: Coroutine[Any, Any, None], cancelled_after_s: float | None) -> None:
+        if cancelled_after_s is None:
+            await work
+            return
+        task = asyncio.ensure_future(work)
+        await asyncio.wait({task}, timeout=cancelled_after_s)
+        if not task.done():
+            self._counts["cancelled"] += 1
+            task.cancel()
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.result()
+
+    async def _put(self) -> None:
+        keys, size_bytes = self._some_keys(), self._engine.config.chunk_bytes
+        put = await self._engine.put(keys, [chunk_of(key, size_bytes) for key in keys], request_id=self._begin())
+        self._finish()
+        assert 0 <= put <= len(keys)
+        self._counts["chunks put"] += put
+
+    async def _fetch(self) -> None:
+        keys = self._some_keys()
+        async with self._engine.fetch(keys, request_id=self._begin()) as rows:
+            self._compare(keys, rows)
+            await asyncio.sleep(self._random.uniform(0, self._habits.hold_s))
+            self._compare(keys, rows)
+            self._counts["chunks fetched"] += len(rows)
+        self._finish()
+
+    async def _delete(self) -> None:
+        await self._engine.delete(self._some_keys()[-2:])
+
+    async def _reset(self) -> None:
+        await self._engine.areset()
+        self._counts["resets"] += 1
+
+    def _begin(self) -> str | None:
+        """Begin a request of the program's own, or (None) leave that to the engine."""
+        self._finish()  # What a cancelled operation left.
+        if self._matchers is None:
+            return None
+        self._number += 1
+        self._engine.on_new_request(self._request_id, self._matchers)
+        return self._request_id
+
+    def _finish(self) -> None:
+        self._engine.on_request_finished(self._request_id)
+
+    @property
+    def _request_id(self) -> str:
+        return f"{self._name} {self._number}"
+
+    def _some_keys(self) -> Sequence[OffloadKey]:
+        document = self._random.choice(self._documents)
+        return document[: self._random.randint(1, len(document))]
+
+    def _compare(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:
+        for key, row in zip(keys, rows, strict=False):
+            self._counts["bytes fetched"] += len(row)
+            assert row == chunk_of(key, self._engine.config.chunk_bytes), f"wrong bytes: {key.hex()}"

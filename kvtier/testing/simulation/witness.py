@@ -1,0 +1,220 @@
+"""A tier with a witness at its door: every buffer that comes in and every word that goes out is held to account.
+
+It stands between the engine and a tier that fails by seed, and notices what neither would: a row that is lent twice,
+a chunk that is not its key's, a row that changes while it is stored, more bytes than there is capacity.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Generator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar, Self
+
+import msgspec
+import numpy as np
+
+from kvtier.backend import (
+    Abandoned,
+    Added,
+    Backend,
+    Durability,
+    Inventory,
+    InventoryEvent,
+    Measured,
+    Outcome,
+    Read,
+    Removed,
+    TierContext,
+    Write,
+)
+from kvtier.errors import BackendError, BlockCorrupt, BlockMissing
+from kvtier.keys import OffloadKey
+from kvtier.testing.faults import FAULTLESS, FaultyBackend, FaultyOptions
+from kvtier.testing.simulation.books import Book, Truth, chunk_of
+
+WITNESS = "kvtier.testing.simulation.witness:Witness"
+
+_open_books: dict[str, Book] = {}
+
+
+class WitnessOptions(FaultyOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A faulty tier's, and what the witness must know."""
+
+    book: str  # Its name among the open ones.
+    chunk_bytes: int
+    deadline_s: float  # The engine's own for this tier: what comes later it does not hear.
+
+
+class Witness(Backend):
+    """Offers `Inventory` and `Measured` where the inner tier does."""
+
+    durability: ClassVar[Durability] = Durability.PROCESS
+    Options = WitnessOptions
+
+    def __init__(self, inner: Backend, options: WitnessOptions) -> None:
+        self.book = _open_books[options.book]
+        self._inner = inner
+        self._dice = options.dice()
+        self._faulty = FaultyBackend(inner, dice=self._dice)
+        self._options = options
+        self._writing: Counter[int] = Counter()  # Addresses of buffers that a load may fill.
+        self._reading: Counter[int] = Counter()
+        vars(self)["durability"] = inner.durability
+        if isinstance(inner, Inventory):
+            self.watch = self._watch
+        if isinstance(inner, Measured):
+            self.occupancy = inner.occupancy
+        witnesses(options.book).append(self)
+
+    @classmethod
+    async def open(cls, options: msgspec.Struct, context: TierContext) -> Self:
+        assert isinstance(options, WitnessOptions)
+        inner_class, inner_options = options.inner_tier()
+        return cls(await inner_class.open(inner_options, context), options)
+
+    def calm(self) -> None:
+        """Let nothing fail from now on, and what hangs go on."""
+        self._dice.faults = FAULTLESS
+        self._faulty.release()
+
+    def count_faults(self) -> None:
+        """Add the faults that were met to the book's counts; once, at the end."""
+        self.book.counts.update({f"fault:{kind}": count for kind, count in self._faulty.met.items()})
+
+    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        self.book.counts["probes"] += 1
+        with self._honest("probe"):
+            return await self._faulty.probe(keys)
+
+    async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+        keys = [read.key for read in reads]
+        outcomes: Sequence[Outcome] = ()
+        addresses = [_address(read.into) for read in reads]
+        begun = self._begin("loads", keys)
+        try:
+            with self._lent(self._writing, addresses, keys), self._honest("load"):
+                outcomes = await self._faulty.load(reads)
+            for read, outcome in zip(reads, outcomes, strict=True):
+                if outcome is None:
+                    self._check(read.key, read.into, "loaded")
+            return outcomes
+        finally:
+            self._end(begun, keys, [_loaded(outcome) for outcome in outcomes])
+
+    async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+        keys = [write.key for write in writes]
+        outcomes: Sequence[Outcome] = ()
+        addresses = [_address(write.block) for write in writes]
+        begun = self._begin("stores", keys)
+        try:
+            with self._lent(self._reading, addresses, keys), self._honest("store"):
+                for write in writes:
+                    self._check(write.key, write.block, "to be stored")
+                outcomes = await self._faulty.store(writes)
+            for write in writes:
+                self._check(write.key, write.block, "just stored")
+            self._check_capacity()
+            return outcomes
+        finally:
+            self._end(begun, keys, [Truth.PRESENT if outcome is None else None for outcome in outcomes])
+
+    async def delete(self, keys: Sequence[OffloadKey]) -> None:
+        truths: list[Truth] = []
+        begun = self._begin("deletes", keys)
+        try:
+            with self._honest("delete"):
+                await self._faulty.delete(keys)
+            truths = [Truth.GONE] * len(keys)
+        finally:
+            self._end(begun, keys, truths)
+
+    async def aclose(self, deadline_s: float) -> Abandoned:
+        return await self._faulty.aclose(deadline_s)
+
+    async def _watch(self) -> AsyncIterator[InventoryEvent]:
+        async for event in self._faulty.watch():
+            if isinstance(event, Added):
+                self.book.report(event.keys, Truth.PRESENT)
+            elif isinstance(event, Removed):
+                self.book.report(event.keys, Truth.GONE)
+            yield event
+
+    # What is held to account.
+
+    def _begin(self, what: str, keys: Sequence[OffloadKey]) -> float:
+        self.book.counts[what] += 1
+        self.book.counts[f"chunks in {what}"] += len(keys)
+        self.book.begin(keys)
+        return asyncio.get_running_loop().time()
+
+    def _end(self, begun: float, keys: Sequence[OffloadKey], truths: Sequence[Truth | None]) -> None:
+        """Enter what a call said of its keys; nothing (it raised, or was cancelled) or too late leaves a doubt."""
+        late = asyncio.get_running_loop().time() - begun >= self._options.deadline_s
+        known = truths if len(truths) == len(keys) and not late else [Truth.DOUBTFUL] * len(keys)
+        for key, truth in zip(keys, known, strict=True):
+            self.book.end(key, truth)
+
+    @contextmanager
+    def _lent(self, kind: Counter[int], addresses: Sequence[int], keys: Sequence[OffloadKey]) -> Generator[None]:
+        """Keep account of who uses which row: one writer alone, or any number of readers."""
+        for address, key in zip(addresses, keys, strict=True):
+            kind[address] += 1
+            if self._writing[address] and self._writing[address] + self._reading[address] > 1:
+                self.book.wrong(f"{key.hex()}: its row is lent to a load and to somebody else at once")
+        try:
+            yield
+        finally:
+            for address in addresses:
+                kind[address] -= 1
+
+    @contextmanager
+    def _honest(self, operation: str) -> Generator[None]:
+        """Write down what no tier may raise; else a runner would count it as the tier's fault, and go on."""
+        try:
+            yield
+        except (BackendError, asyncio.CancelledError):
+            raise
+        except BaseException as error:
+            self.book.wrong(f"{operation} raised {error!r}")
+            raise
+
+    def _check(self, key: OffloadKey, row: memoryview, what: str) -> None:
+        size_bytes = self._options.chunk_bytes
+        self.book.counts[f"bytes {what}"] += size_bytes
+        if bytes(row[:size_bytes]) != chunk_of(key, size_bytes):
+            self.book.wrong(f"{key.hex()}: what was {what} is not its chunk")
+
+    def _check_capacity(self) -> None:
+        occupancy = self._inner.occupancy() if isinstance(self._inner, Measured) else None
+        if occupancy and occupancy.capacity_bytes is not None and occupancy.used_bytes > occupancy.capacity_bytes:
+            self.book.wrong(f"{occupancy.used_bytes:,} bytes in a tier of {occupancy.capacity_bytes:,}")
+
+
+@contextmanager
+def open_book(name: str) -> Generator[Book]:
+    """Keep a book under a name, for tiers whose configuration names it."""
+    book = _open_books[name] = Book()
+    _witnesses[name] = []
+    try:
+        yield book
+    finally:
+        del _open_books[name], _witnesses[name]
+
+
+_witnesses: dict[str, list[Witness]] = {}
+
+
+def witnesses(book_name: str) -> list[Witness]:
+    """Return the witnesses that were opened over a book, one for each life."""
+    return _witnesses[book_name]
+
+
+def _address(buffer: memoryview) -> int:
+    address: int = np.frombuffer(buffer, np.uint8).__array_interface__["data"][0]
+    return address
+
+
+def _loaded(outcome: Outcome) -> Truth | None:
+    if outcome is None:
+        return Truth.PRESENT
+    return Truth.GONE if isinstance(outcome, BlockMissing | BlockCorrupt) else None

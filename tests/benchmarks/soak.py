@@ -1,0 +1,145 @@
+"""An hour of a busy engine in virtual time: occupancy and memory stay flat, and hits are what the study predicts.
+
+    .venv/bin/python -m tests.benchmarks.soak [REQUESTS] [SEED]
+
+A generated workload at its own arrival times (12,000 requests are an hour), every request a task of its own that
+fetches its prefix, compares each byte and puts the rest, over a primary and a tier that together hold a twentieth of
+what is written. The prediction is `kvtier policies`' LRU at the size of the tier: the primary's chunks are in it, too.
+"""
+
+import asyncio
+import gc
+import sys
+import tracemalloc
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from kvtier.config import EngineConfig, decode
+from kvtier.keys import OffloadKey, make_offload_key
+from kvtier.manager import TieringOffloadingManager
+from kvtier.policies.lru import LRU
+from kvtier.replay.study import measure, policy_hits
+from kvtier.replay.traces import Request
+from kvtier.replay.workload import Workload, generate
+from kvtier.testing import virtual_time
+from kvtier.testing.simulation.audit import audit, audit_quiet
+from kvtier.testing.simulation.books import chunk_of
+
+CHUNK_BYTES = 4_096
+TIER_SHARE, PRIMARY_SHARE = 1 / 20, 1 / 100  # Of the unique blocks.
+SAMPLES = 20
+SETTLED = SAMPLES // 4  # Samples that are passed over: the tier is filling.
+
+
+class Sample(NamedTuple):
+    """The engine in mid-use."""
+
+    at_s: float
+    tier_bytes: int
+    rows_ready: int
+    known_keys: int  # That the ledger has an entry for.
+    memory_bytes: int
+
+
+class Soak(NamedTuple):
+    """What a run came to."""
+
+    hit_ratio: float
+    predicted: float
+    capacity_bytes: int
+    rows: int
+    hours: float
+    samples: list[Sample]
+
+    @property
+    def memory_growth(self) -> float:
+        """By which part memory grew from when the tier was full to the end."""
+        settled = [sample.memory_bytes for sample in self.samples[SETTLED:]]
+        return settled[-1] / settled[0] - 1
+
+
+def soak(requests: int, seed: int = 0, block_tokens: int = 512) -> Soak:
+    """Run the workload to its end in virtual time. AssertionError for a wrong byte or anything left behind."""
+    workload = list(generate(Workload(requests=requests, seed=seed, block_tokens=block_tokens)))
+    extent = measure(workload)
+    capacity, rows = extent.capacity(TIER_SHARE), extent.capacity(PRIMARY_SHARE)
+    predicted = extent.hit_ratio(sum(policy_hits(workload, LRU(capacity), capacity)))
+    tracemalloc.start()
+    try:
+        return virtual_time.run(_run(workload, rows, capacity, predicted))
+    finally:
+        tracemalloc.stop()
+
+
+async def _run(workload: Sequence[Request], rows: int, capacity: int, predicted: float) -> Soak:
+    config = {
+        "cpu_bytes_to_use": rows * CHUNK_BYTES,
+        "chunk_bytes": CHUNK_BYTES,
+        "runner": "inline",
+        "secondary_tiers": [
+            {
+                "type": "dummy",
+                "latency_s": 0.0005,
+                "bandwidth_bytes_per_s": 20_000 * CHUNK_BYTES,
+                "capacity_bytes": capacity * CHUNK_BYTES,
+            }
+        ],
+    }
+    loop = asyncio.get_running_loop()
+    hits = references = 0
+    samples: list[Sample] = []
+    async with await TieringOffloadingManager.open(decode(EngineConfig, config, where="soak")) as engine:
+
+        async def serve(request: Request) -> None:
+            nonlocal hits, references
+            keys = [_key(block) for block in request.hash_ids]
+            async with engine.fetch(keys) as views:
+                for key, view in zip(keys, views, strict=False):
+                    assert view == chunk_of(key, CHUNK_BYTES), f"wrong bytes: {key.hex()}"
+                hits, references = hits + len(views), references + len(keys)
+            await engine.put(keys, [chunk_of(key, CHUNK_BYTES) for key in keys])
+
+        every = max(1, len(workload) // SAMPLES)
+        async with asyncio.TaskGroup() as tasks:
+            for number, request in enumerate(workload, 1):
+                await asyncio.sleep(max(0.0, request.timestamp_ms / 1e3 - loop.time()))
+                tasks.create_task(serve(request))
+                if number % every == 0:
+                    samples.append(_sample(engine))
+        hours = loop.time() / 3_600
+        assert await engine.drained(3_600)
+        await asyncio.sleep(60)
+        engine.end_step()
+        audit_quiet(engine)
+    return Soak(hits / references, predicted, capacity * CHUNK_BYTES, rows, hours, samples)
+
+
+def _sample(engine: TieringOffloadingManager) -> Sample:
+    audit(engine.ledger)
+    gc.collect()
+    (tier,) = engine.ledger.tiers
+    return Sample(
+        asyncio.get_running_loop().time(),
+        tier.used_bytes,
+        len(engine.ledger.primary.ready),
+        len(engine.ledger.where.mask),
+        tracemalloc.get_traced_memory()[0],
+    )
+
+
+def _key(block: int) -> OffloadKey:
+    return make_offload_key(block.to_bytes(8, "big") * 4)
+
+
+def main() -> None:
+    result = soak(*map(int, sys.argv[1:3] or ["12000"]))
+    print(f"{result.hours:.2f} h of virtual time; hit ratio {result.hit_ratio:.4f}, predicted {result.predicted:.4f}")
+    print(f"tier of {result.capacity_bytes:,} bytes, primary of {result.rows:,} rows")
+    print("hours  tier bytes  rows ready  known keys  memory MB")
+    for at_s, tier_bytes, rows_ready, known_keys, memory_bytes in result.samples:
+        print(f"{at_s / 3_600:5.2f} {tier_bytes:11,} {rows_ready:11,} {known_keys:11,} {memory_bytes / 1e6:10.2f}")
+    print(f"memory grew by {100 * result.memory_growth:.2f} % once the tier was full")
+
+
+if __name__ == "__main__":
+    main()

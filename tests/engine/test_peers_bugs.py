@@ -1,0 +1,267 @@
+"""Bugs that other tiered caches have had, each as a promise that this engine keeps."""
+
+import asyncio
+
+import pytest
+
+from kvtier.ledger import LookupResult
+from kvtier.policies.lru import LRU
+from kvtier_backends.dummy import forget_store
+from tests.engine.kit import FAULTY, at_rest, chunk, found, key, put
+
+pytestmark = pytest.mark.virtual_time
+
+HIT, PENDING, MISS, RETRY = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.RETRY
+
+SLOW = {"type": "dummy", "latency_s": 1.0}
+BUILT_IN = ("arc", "fifo", "lfu", "lru", "s3fifo")
+
+
+class Miser(LRU):
+    """A policy that never evicts: it keeps what it has and lets nothing else in."""
+
+    def evict(self, count, keep, incoming=()):
+        return None
+
+
+def scripted(**script):
+    return {"type": FAULTY, "inner": {"type": "dummy"}, "script": script}
+
+
+# Insertion with recency zero: what just came is the first to go, and a promoted chunk is evicted before it is used.
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+async def test_what_was_promoted_is_not_the_next_victim(open_engine, policy):
+    engine = await open_engine(4, SLOW, eviction_policy=policy)
+    await put(engine, [1])
+    await put(engine, range(10, 14))
+    await engine.drained()
+    engine.on_new_request("waiting")
+    assert engine.lookup(key(1), "waiting") is PENDING
+    await engine.drained()
+    await put(engine, [20])
+    assert engine.lookup(key(1), "waiting") is HIT
+
+
+@pytest.mark.parametrize("policy", ["lru", "fifo", "arc"])
+async def test_what_was_just_stored_outlives_what_was_stored_before(open_engine, policy):
+    engine = await open_engine(4, eviction_policy=policy)
+    for number in range(6):
+        await put(engine, [number])
+    assert [await found(engine, [number]) for number in range(6)] == [0, 0, 1, 1, 1, 1]
+
+
+# A cached "present" for a chunk that is gone: looked up, promoted, not there, looked up again, for ever.
+
+
+async def test_a_chunk_that_is_gone_is_promoted_once_and_then_a_miss(open_engine):
+    engine = await open_engine(2, scripted(load=["missing"]))
+    await put(engine, [1])
+    await put(engine, [2, 3])
+    await engine.drained()
+    engine.on_new_request("waiting")
+    assert engine.lookup(key(1), "waiting") is PENDING
+    await engine.drained()
+    assert [engine.lookup(key(1), "waiting") for _ in range(3)] == [MISS] * 3
+    engine.on_new_request("next")
+    assert engine.lookup(key(1), "next") is MISS
+    assert engine.ledger.tiers[0].counters.promoted == 1
+
+
+async def test_a_tier_that_always_says_present_and_never_has_it_ends_no_request_in_a_loop(open_engine):
+    engine = await open_engine(2, {"type": FAULTY, "inner": {"type": "dummy"}, "faults": {"missing": 1.0}})
+    for round_ in range(5):
+        await put(engine, [1])
+        await put(engine, [10 + 2 * round_, 11 + 2 * round_])
+        await engine.drained()
+        assert await found(engine, [1]) == 0
+    assert engine.ledger.tiers[0].counters.promoted == 5
+
+
+# A policy that never evicts: nothing finds room, and nothing may wait for it.
+
+
+async def test_a_policy_that_never_evicts_stops_no_request(open_engine):
+    engine = await open_engine(2, SLOW, eviction_policy=f"{__name__}:Miser")
+    async with asyncio.timeout(60):
+        assert await put(engine, [1, 2]) == 2
+        assert await put(engine, [3, 4]) == 0
+        assert await found(engine, [1, 2]) == 2
+        assert await found(engine, [3, 4]) == 0
+    assert await at_rest(engine)
+
+
+async def test_a_policy_that_never_evicts_is_a_miss_for_what_a_tier_has(open_engine):
+    disk = {"type": "dummy", "store": "miser"}
+    first = await open_engine(2, disk)
+    await put(first, [1, 2])
+    await first.aclose()
+    engine = await open_engine(1, disk, eviction_policy=f"{__name__}:Miser")
+    await asyncio.sleep(1)
+    assert await found(engine, [1, 2]) == 1  # The one row took the head; the rest is a miss, not a wait.
+    assert engine.ledger.counters.promotions_refused
+    await engine.aclose()
+    forget_store("miser")
+
+
+# Evicting a prefix's head before its tail: what is left of it is of no use to anybody.
+
+
+@pytest.mark.parametrize("policy", BUILT_IN)
+async def test_a_prefix_loses_its_tail_first(open_engine, policy):
+    engine = await open_engine(8, eviction_policy=policy)
+    await put(engine, range(6))
+    for number in range(10, 14):
+        await put(engine, [number])
+    left = [number for number in range(6) if key(number) in engine.ledger.primary.ready]
+    assert left == list(range(len(left)))
+
+
+async def test_a_prefix_that_came_in_pieces_loses_its_tail_first(open_engine):
+    engine = await open_engine(8)
+    engine.on_new_request("long")
+    for piece in (range(2), range(2, 4), range(4, 6)):
+        plan = engine.prepare_store([key(number) for number in piece], "long")
+        engine.complete_store(plan.keys, "long")
+        engine.end_step()
+    engine.on_request_finished("long")
+    for number in range(10, 15):
+        await put(engine, [number])
+    left = [number for number in range(6) if key(number) in engine.ledger.primary.ready]
+    assert left == [0, 1, 2]
+
+
+# A failed store that stays visible: it is promised, and it is not there.
+
+
+@pytest.mark.parametrize("failure", ["failed", "no_space", "unavailable"])
+async def test_a_store_that_failed_in_a_tier_is_not_looked_for_there(open_engine, failure):
+    engine = await open_engine(2, scripted(store=[failure]))
+    await put(engine, [1])
+    await engine.drained()
+    await put(engine, [2, 3])
+    engine.on_new_request("next")
+    assert engine.lookup(key(1), "next") is MISS
+    assert engine.ledger.tiers[0].counters.promoted == 0
+
+
+async def test_a_store_that_failed_in_the_primary_is_neither_found_nor_sent_on(open_engine):
+    engine = await open_engine(2, SLOW)
+    engine.on_new_request("failing")
+    plan = engine.prepare_store([key(1), key(2)], "failing")
+    for number, row in zip((1, 2), plan.rows, strict=True):
+        engine.region.row(row)[:] = chunk(number)
+    engine.complete_store(plan.keys[:1], "failing")
+    engine.complete_store(plan.keys[1:], "failing", success=False)
+    await engine.drained()
+    assert await found(engine, [1, 2]) == 1
+    assert engine.ledger.tiers[0].counters.stored == 1
+
+
+# A cached "absent" that outlives a later store: the chunk is there, and nobody looks.
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_an_absence_that_was_believed_ends_with_the_next_store(open_engine, shared):
+    tier = {"type": "dummy", "shared": shared, "limits": {"answer_ttl_s": "1d"}}
+    engine = await open_engine(2, tier)
+    assert await found(engine, [1]) == 0  # Asked for, and absent for a day.
+    await put(engine, [1])
+    await put(engine, [2, 3])
+    assert await found(engine, [1]) == 1
+
+
+async def test_an_absence_that_a_failed_load_left_ends_with_the_next_store(open_engine):
+    tier = scripted(load=["missing"]) | {"limits": {"answer_ttl_s": "1d"}}
+    engine = await open_engine(2, tier)
+    await put(engine, [1])
+    await put(engine, [2, 3])
+    assert await found(engine, [1]) == 0
+    await put(engine, [1])
+    await put(engine, [2, 3])
+    assert await found(engine, [1]) == 1
+
+
+async def test_what_another_engine_stores_is_seen_when_the_answer_has_aged(open_engine):
+    disk = {"type": "dummy", "store": "two engines", "shared": True, "limits": {"answer_ttl_s": 10}}
+    ours, theirs = await open_engine(2, disk), await open_engine(2, disk)
+    assert await found(ours, [1]) == 0
+    await put(theirs, [1])
+    await theirs.drained()
+    assert await found(ours, [1]) == 0
+    await asyncio.sleep(10)
+    assert await found(ours, [1]) == 1
+    forget_store("two engines")
+
+
+@pytest.mark.parametrize("answer_ttl_s", [1e-6, 0.01])
+async def test_an_answer_that_ages_within_a_step_still_answers_who_asked(open_engine, answer_ttl_s):
+    disk = {"type": "dummy", "latency_s": 0.001, "shared": True, "limits": {"answer_ttl_s": answer_ttl_s}}
+    engine = await open_engine(2, disk)
+    await put(engine, [1])
+    await put(engine, [2, 3])
+    await engine.drained()
+    await asyncio.sleep(1)
+    engine.on_new_request("stepping")
+    answers = []
+    for _ in range(5):
+        answers.append((engine.lookup(key(1), "stepping"), engine.lookup(key(9), "stepping")))
+        engine.end_step()
+        await asyncio.sleep(0.05)
+    assert answers == [(RETRY, RETRY), (PENDING, MISS), *[(HIT, MISS)] * 3]
+
+
+# An asynchronous load with the staging full: the load waits for rows that only loads give back.
+
+
+async def test_a_load_with_every_row_waiting_for_a_load_is_a_miss(open_engine):
+    engine = await open_engine(2, SLOW, limits={"lease_share": 1.0})
+    await put(engine, [1, 2])
+    await put(engine, [3, 4])
+    await engine.drained()
+    await put(engine, [5, 6])
+    await engine.drained()
+    engine.on_new_request("first")
+    engine.on_new_request("second")
+    assert [engine.lookup(key(number), "first") for number in (1, 2)] == [PENDING, PENDING]
+    assert engine.lookup(key(3), "second") is MISS
+    await engine.drained()
+    assert [engine.lookup(key(number), "first") for number in (1, 2)] == [HIT, HIT]
+
+
+async def test_loads_of_more_than_there_is_room_for_all_end(open_engine):
+    engine = await open_engine(4, SLOW)
+    for first in range(0, 40, 4):
+        await put(engine, range(first, first + 4))
+    async with asyncio.timeout(100):
+        counts = await asyncio.gather(*(found(engine, range(first, first + 4)) for first in range(0, 40, 4)))
+    assert sum(counts) >= 2
+    assert await at_rest(engine)
+
+
+# A delete that waits for a mount that hangs.
+
+
+async def test_a_delete_does_not_wait_for_a_hung_store(open_engine):
+    tier = {"type": FAULTY, "inner": {"type": "dummy"}, "script": {"store": ["hang"]}, "limits": {"deadline_s": 5}}
+    engine = await open_engine(2, tier)
+    await put(engine, [1])
+    async with asyncio.timeout(60):
+        await engine.delete([key(1)])
+    assert await found(engine, [1]) == 0
+    assert await put(engine, [2, 3]) == 1  # The hung store's row is lent still.
+
+
+async def test_seed_22829_a_delete_waits_for_a_forgotten_request_no_longer_than_its_lease(open_engine):
+    engine = await open_engine(2, SLOW, limits={"lease_s": 10})
+    await put(engine, [1])
+    await engine.areset()
+    engine.on_new_request("forgotten")
+    fetching = asyncio.ensure_future(engine.fetch([key(1)], request_id="forgotten").__aenter__())
+    await asyncio.sleep(0.5)
+    fetching.cancel()
+    begun = asyncio.get_running_loop().time()
+    async with asyncio.timeout(60):
+        await engine.delete([key(1)])
+    assert asyncio.get_running_loop().time() - begun <= 12

@@ -1,0 +1,127 @@
+"""Two hundred requests wait for a tier, over a primary that holds a tenth of them: the queue moves, and in order.
+
+The engine is a model (`kvtier.testing.simulation.scheduler`) in virtual time: a step of 20 ms, sixteen requests at a
+time, so many chunks computed a step. Without leases, waiting requests evict each other's prefixes: what a tier loaded
+for one goes to make room for the next.
+"""
+
+import asyncio
+from typing import NamedTuple
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.testing import virtual_time
+from kvtier.testing.simulation.audit import AuditedManager, audit_quiet
+from kvtier.testing.simulation.books import chunk_of
+from kvtier.testing.simulation.scheduler import Pace, Prompt, Scheduler, Served
+from tests.engine.kit import CHUNK_BYTES, describe, key
+
+pytestmark = pytest.mark.virtual_time
+
+REQUESTS, CHUNKS_A_REQUEST = 200, 20
+ROWS = REQUESTS * CHUNKS_A_REQUEST // 10
+PACE = Pace(step_s=0.02, running_max=16, prefill_chunks=2, decode_s=0.2)
+PROMPTS = [
+    Prompt(str(request), [key(request * 1_000 + index) for index in range(CHUNKS_A_REQUEST)])
+    for request in range(REQUESTS)
+]
+
+
+class Run(NamedTuple):
+    served: list[Served]
+    seconds: float
+    hits: int
+    promoted: int
+
+
+async def serve(rows=ROWS, lease_share=0.5, lease_s=10.0, chunks_per_s=200, prompts=PROMPTS, pace=PACE):
+    """Have the tier hold everything, then serve all prompts at once."""
+    device = {"type": "dummy", "latency_s": 0.001, "bandwidth_bytes_per_s": chunks_per_s * CHUNK_BYTES}
+    limits = {"lease_share": lease_share, "lease_s": lease_s}
+    async with await AuditedManager.open(describe(rows, device, limits=limits)) as engine:
+        for prompt in prompts:
+            await engine.put(prompt.keys, [chunk_of(key, CHUNK_BYTES) for key in prompt.keys])
+        await engine.areset(10_000)
+        begun = asyncio.get_running_loop().time()
+        served = await Scheduler(engine, prompts, pace).run()
+        seconds = asyncio.get_running_loop().time() - begun
+        await asyncio.sleep(60)
+        engine.end_step()
+        audit_quiet(engine)
+        (tier,) = engine.ledger.tiers
+        return Run(served, seconds, sum(one.hits for one in served), tier.counters.promoted)
+
+
+@pytest.fixture(scope="module")
+def leased():
+    return virtual_time.run(serve())
+
+
+@pytest.fixture(scope="module")
+def unleased():
+    return virtual_time.run(serve(lease_s=0.0, lease_share=1.0))
+
+
+def test_every_request_is_served_and_no_promotion_is_in_vain(leased):
+    assert sorted(int(one.id) for one in leased.served) == list(range(REQUESTS))
+    assert leased.hits == leased.promoted > REQUESTS * CHUNKS_A_REQUEST / 2
+
+
+def test_leases_are_what_keeps_waiting_requests_from_each_other(leased, unleased):
+    assert leased.hits > 2 * unleased.hits
+    assert leased.promoted < unleased.promoted
+    assert leased.seconds < unleased.seconds
+
+
+def test_a_promotion_beyond_the_share_is_computed_so_a_slow_tier_does_not_set_the_pace(leased):
+    loading_all_s = REQUESTS * CHUNKS_A_REQUEST / 200
+    computing_all_s = REQUESTS * CHUNKS_A_REQUEST / (PACE.prefill_chunks / PACE.step_s)
+    assert leased.seconds < loading_all_s < computing_all_s
+
+
+def test_who_came_first_does_not_wait_longest(leased):
+    waits = {int(one.id): one.waited_s for one in leased.served}
+    first, last = (max(waits[request] for request in half) for half in (range(100), range(100, 200)))
+    assert first < last
+
+
+def test_even_without_leases_no_request_looks_for_ever(unleased):
+    assert len(unleased.served) == REQUESTS
+    assert unleased.promoted <= 2 * REQUESTS * CHUNKS_A_REQUEST
+
+
+@pytest.mark.parametrize("rows", [1, 7, 19])
+async def test_a_primary_smaller_than_any_request_serves_them_all(rows):
+    run = await serve(rows=rows, prompts=PROMPTS[:20])
+    assert len(run.served) == 20
+    assert run.hits == run.promoted
+
+
+async def test_a_prefix_that_exceeds_the_share_gives_its_leading_part():
+    run = await serve(rows=20, lease_share=0.5, prompts=PROMPTS[:1])
+    assert [one.hits for one in run.served] == [10]
+
+
+async def test_one_prefix_for_all_is_loaded_once():
+    shared = PROMPTS[0].keys
+    run = await serve(prompts=[Prompt(str(request), shared) for request in range(REQUESTS)])
+    assert (run.promoted, run.hits) == (CHUNKS_A_REQUEST, REQUESTS * CHUNKS_A_REQUEST)
+
+
+async def test_a_tier_that_fails_every_load_costs_its_hits_and_no_progress():
+    inner = {"type": "dummy", "latency_s": 0.001}
+    faulty = {"type": "kvtier.testing.faults:FaultyBackend", "inner": inner, "faults": {"missing": 1.0}}
+    limits = {"lease_share": 0.5}
+    async with await AuditedManager.open(describe(ROWS, faulty, limits=limits)) as engine:
+        for prompt in PROMPTS:
+            await engine.put(prompt.keys, [chunk_of(key, CHUNK_BYTES) for key in prompt.keys])
+        await engine.areset(10_000)
+        served = await Scheduler(engine, PROMPTS, PACE._replace(prefill_chunks=64)).run()
+        assert len(served) == REQUESTS
+        assert max(one.looks for one in served) < 100
+
+
+def test_a_share_of_nothing_is_no_configuration():
+    with pytest.raises(ConfigError, match="lease_share"):
+        describe(ROWS, limits={"lease_share": 0.0})
