@@ -76,6 +76,7 @@ class TestFsInMemoryWithEveryOptionTheOtherWay(Suites):
     def options(self, root: str) -> FsOptions:
         return FsOptions(
             root=root,
+            naming="flat",
             io="buffered",
             fsync=True,
             corrupt="quarantine",

@@ -23,6 +23,7 @@ from kvtier.backend import (
 from kvtier.errors import BackendClosed, BackendUnavailable, BlockCorrupt, BlockMissing
 from kvtier.keys import GROUP_BYTES, OffloadKey
 from kvtier.lend import Lanes, in_threads
+from kvtier.namespace import FileMapper
 from kvtier_backends.fs.chunks import Chunks, LoadShare, StoreShare, share_chunks, share_out
 from kvtier_backends.fs.counters import FsCounters, Tally
 from kvtier_backends.fs.files import ChunkFiles
@@ -51,6 +52,7 @@ class FsBackend(Backend):
         A root that is missing is made if its parent is there.
         """
         assert isinstance(options, FsOptions), options
+        context = context._replace(mapper=FileMapper(context.mapper.namespace, options.naming))
         folder = Folder(options, context.mapper)
         tally = Tally()
         scan_lane = Lanes(1, f"kvtier-{context.name}-scan")

@@ -14,7 +14,6 @@ from contextlib import ExitStack, suppress
 from typing import Literal
 
 from kvtier.errors import BackendUnavailable, ConfigError
-from kvtier.keys import GROUP_BYTES, OffloadKey
 from kvtier.namespace import FileMapper
 from kvtier_backends.fs.attempts import Writer, attempt_name
 from kvtier_backends.fs.options import FsOptions
@@ -39,7 +38,7 @@ class Folder:
     def __init__(self, options: FsOptions, mapper: FileMapper) -> None:
         """Touch nothing yet."""
         self.root_fd = -1
-        self.chunks = mapper.name(OffloadKey(bytes(GROUP_BYTES))).partition("/")[0]  # The same for every key.
+        self.chunks = mapper.chunks_folder
         self.quarantine = f"{mapper.folder}/{QUARANTINE}" if options.corrupt == "quarantine" else None
         self.quarantined = 0  # Files there when it was opened.
         self.direct = False

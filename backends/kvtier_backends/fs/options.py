@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from kvtier.config import Checked
+from kvtier.naming import NamingKind
 
 LANES_MAX = 64  # A device that needs more requests at once than this needs another way of asking, not more threads.
 
@@ -16,6 +17,9 @@ class FsOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     root: Annotated[str, msgspec.Meta(min_length=1)]
     """Its parent must exist. A directory is one engine's own; others may read it."""
+
+    naming: NamingKind = "vllm"
+    """How files are named: as vLLM does, which makes almost a directory a file, or `flat`, in 4,096 directories."""
 
     io: Literal["auto", "direct", "buffered"] = "auto"
     """`direct` keeps chunks out of the page cache; `auto` uses it where the file system allows."""
