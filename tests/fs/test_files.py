@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.namespace import FileMapper
-from kvtier_backends.fs.attempts import Writer, attempt_name
+from kvtier_backends.fs.attempts import Writer, attempt_name, read_attempt
 from kvtier_backends.fs.files import ChunkFiles
 from kvtier_backends.fs.folder import Folder
 
@@ -246,11 +246,16 @@ def test_with_fsync_the_file_its_folder_and_new_folders_parents_are_synced(
 def test_attempts_have_names_of_their_own_that_say_whose_they_are() -> None:
     writer = Writer.this_process()
     assert writer.pid == os.getpid()
-    assert Path("/proc/sys/kernel/random/boot_id").read_text().startswith(writer.boot)
     assert writer == Writer.this_process()
     names = [attempt_name(writer) for _ in range(100)]
     assert len(set(names)) == 100
     assert all(name.startswith(f".{writer.boot}-{writer.pid}-{writer.started}-") for name in names)
+    assert {read_attempt(name) for name in names} == {writer}
+
+
+@pytest.mark.parametrize("name", ["", ".tmp", "chunk.bin", ".0-1-2-3.tmp", "a.bin_123.tmp", ".01234567-1-2-3.tmp.bin"])
+def test_other_names_are_no_attempts(name: str) -> None:
+    assert read_attempt(name) is None
 
 
 def test_an_attempt_is_never_taken_for_a_chunk(mapper: FileMapper) -> None:

@@ -18,6 +18,8 @@ class FsCounters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     quarantined: int = 0  # Of those; the others were deleted, but for:
     corrupt_left: int = 0  # Could not be moved or deleted.
     scan_skipped: int = 0  # Files found at the start that no load would take: a wrong length, or refused.
+    scan_swept: int = 0  # Temporaries of dead processes, removed.
+    scan_others: int = 0  # Folders of other namespaces, left alone.
     scan_failed: int = 0  # Folders that could not be read: the tier then goes on asking the file system.
 
 

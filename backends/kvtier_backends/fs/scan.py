@@ -7,32 +7,44 @@ queue. No buffer is lent, so a cancelled scan need not wait for its thread.
 import logging
 import os
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 from kvtier.backend import INVENTORY_BATCH_KEYS
 from kvtier.namespace import FileMapper
+from kvtier.naming import read_folder
 from kvtier_backends.fs.files import SECTOR_BYTES
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.index import Held
+from kvtier_backends.fs.sweep import Sweep
 
 logger = logging.getLogger(__name__)
 
+NAMED_MAX = 8  # Neighbours in the log; a line must stay one.
 DEPTH_MAX = 8  # Folders within folders. Names have three; a loop of bind mounts would have no end.
 
 
 class Scan:
     """One walk over a namespace's files. Blocks; one thread at a time."""
 
-    def __init__(self, folder: Folder, mapper: FileMapper, takes: Callable[[int], bool]) -> None:
-        """`takes`: whether a load would take a file of this length; others are left out."""
+    def __init__(self, folder: Folder, mapper: FileMapper, takes: Callable[[int], bool], *, now_s: float) -> None:
+        """`takes`: whether a load would take a file of this length; others are left out. `now_s`: since the epoch."""
         self.skipped = 0
         """Files of ours by name, that no load would take."""
         self.failed = 0
         """Folders that could not be read."""
+        self.others = 0
+        """Folders of other namespaces, or of ours named otherwise: left alone."""
+        self._sweep = Sweep(folder.root_fd, folder.writer, now_s)
         self._root = folder.root_fd
         self._mapper = mapper
         self._takes = takes
         self._stopped = False
-        self._chunks = self._walk(folder.chunks, DEPTH_MAX)
+        self._chunks = chain(self._look_around(folder.chunks), self._walk(folder.chunks, DEPTH_MAX))
+
+    @property
+    def swept(self) -> int:
+        """Temporaries of dead processes that were removed."""
+        return self._sweep.removed
 
     def next_batch(self) -> list[Held]:
         """Return the next chunks; an empty list at the end."""
@@ -46,6 +58,32 @@ class Scan:
     def stop(self) -> None:
         """Have the walk end soon, from any thread."""
         self._stopped = True
+
+    def _look_around(self, chunks_folder: str) -> Iterator[Held]:
+        """Sweep what is beside the chunks, and say what is left alone. Finds no chunks."""
+        try:
+            for name in self._names(self._mapper.folder):
+                self._sweep(self._mapper.folder, name)
+            others = [name for name in self._names(".") if name != chunks_folder and read_folder(name)]
+        except OSError as error:
+            logger.warning("%s: what is beside its chunks cannot be listed: %s", chunks_folder, error.strerror)
+            return
+        self.others = len(others)
+        if others:
+            logger.info(
+                "%s has %d neighbours, left alone: %s",
+                chunks_folder,
+                len(others),
+                ", ".join(sorted(others)[:NAMED_MAX]),
+            )
+        yield from ()
+
+    def _names(self, folder: str) -> list[str]:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root)
+        try:
+            return os.listdir(fd)
+        finally:
+            os.close(fd)
 
     def _walk(self, folder: str, depth: int) -> Iterator[Held]:
         try:
@@ -72,6 +110,8 @@ class Scan:
                         break
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.name)
+                    elif self._sweep(folder, entry.name):
+                        continue
                     elif (chunk := self._chunk(folder, entry)) is not None:
                         chunks.append(chunk)
         finally:
