@@ -1,6 +1,7 @@
 """A tier on a file system, the asynchronous shell: it checks, splits batches over lanes, and indexes what became."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from itertools import chain
@@ -24,6 +25,7 @@ from kvtier.errors import BackendClosed, BackendUnavailable, BlockCorrupt, Block
 from kvtier.keys import GROUP_BYTES, OffloadKey
 from kvtier.lend import Lanes, in_threads
 from kvtier.namespace import FileMapper
+from kvtier.policies.named import policy_class
 from kvtier_backends.fs.chunks import Chunks, LoadShare, StoreShare, share_chunks, share_out
 from kvtier_backends.fs.counters import FsCounters, Tally
 from kvtier_backends.fs.files import ChunkFiles
@@ -73,7 +75,7 @@ class FsBackend(Backend):
         self._share_chunks = share_chunks(context.row_bytes)
         self._folder = folder
         self._tally = tally
-        self._index = Index()
+        self._index = Index(policy_class("lru")(1 << 31))
         self._chunks = Chunks(
             ChunkFiles(folder, context.mapper, fsync=options.fsync),
             tally,
@@ -89,7 +91,7 @@ class FsBackend(Backend):
         self._scan_lane = scan_lane
         self._closed = False
         self._news = asyncio.Event()  # Something for the inventory's consumer, or the end.
-        self._scan = Scan(folder, context.mapper, self._chunks.takes)
+        self._scan = Scan(folder, context.mapper, self._chunks.takes, now_s=time.time())
         self._scanning = asyncio.create_task(self._run_scan(), name=f"kvtier-{context.name}-scan")
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
@@ -229,5 +231,7 @@ class FsBackend(Backend):
             self._news.set()
         self._tally.count("scan_skipped", self._scan.skipped)
         self._tally.count("scan_failed", self._scan.failed)
+        self._tally.count("scan_swept", self._scan.swept)
+        self._tally.count("scan_others", self._scan.others)
         self._index.scan_ended(complete=self._scan.failed == 0)
         self._news.set()
