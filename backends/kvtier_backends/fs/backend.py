@@ -25,6 +25,7 @@ from kvtier.errors import BackendClosed, BackendUnavailable, BlockCorrupt, Block
 from kvtier.keys import GROUP_BYTES, OffloadKey
 from kvtier.lend import Lanes, in_threads
 from kvtier.namespace import FileMapper
+from kvtier.policies.named import policy_class
 from kvtier_backends.fs.chunks import Chunks, LoadShare, StoreShare, share_chunks, share_out
 from kvtier_backends.fs.counters import FsCounters, Tally
 from kvtier_backends.fs.files import ChunkFiles
@@ -74,7 +75,7 @@ class FsBackend(Backend):
         self._share_chunks = share_chunks(context.row_bytes)
         self._folder = folder
         self._tally = tally
-        self._index = Index()
+        self._index = Index(policy_class("lru")(1 << 31))
         self._chunks = Chunks(
             ChunkFiles(folder, context.mapper, fsync=options.fsync),
             tally,

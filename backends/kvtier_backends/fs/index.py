@@ -1,21 +1,24 @@
 """What the directory holds, as far as the tier knows: plain memory, owned by the loop's thread.
 
-Answers probes without a system call, knows how full the directory is and which chunk was used last, and keeps what an
+Answers probes without a system call, knows how full the directory is and which chunk goes next, and keeps what an
 inventory's consumer has not heard yet. It errs on the side of "there": a load corrects that, while a chunk that is
 wrongly taken for absent is lost until the next start.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, Added, InventoryEvent, Removed, ScanDone
 from kvtier.keys import OffloadKey
+from kvtier.policies.base import Policy
+from kvtier_backends.fs.order import Keep, Order
 
 SECTOR_BYTES = 512
 # A chunk's entry is one integer, its age above its sectors, to stay near 200 bytes a chunk, key and order included: 60
 # bits fit the smallest object that holds more than 30.
 _SECTOR_BITS = 24  # 8 GiB.
+_SECTORS = (1 << _SECTOR_BITS) - 1
 
 
 class Held(NamedTuple):
@@ -23,18 +26,22 @@ class Held(NamedTuple):
 
     key: OffloadKey
     allocated_bytes: int
+    used_at_ns: int = 0  # By the file's mtime, which is set to the chunk's last use.
+    loadable: bool = True  # False: a file of ours by name that no load would take. It takes room all the same.
 
 
 class Index:
-    """Keys in the order of their last use, oldest first."""
+    """Keys, the room that they take, and whether they were used since the start."""
 
-    def __init__(self) -> None:
-        """Know nothing: every key may be there."""
+    def __init__(self, policy: Policy[OffloadKey], clock_ns: Callable[[], int] | None = None) -> None:
+        """Know nothing: every key may be there. `clock_ns` is for who asks what was not used for long."""
         self.used_bytes = 0
         self.authoritative = False
         """Whether a key that is not in here is absent."""
-        self._entries: OrderedDict[OffloadKey, int] = OrderedDict()
-        self._age = 0
+        self._entries: dict[OffloadKey, int] = {}  # Those used since the start in the order of their last use.
+        self._unloadable: dict[OffloadKey, int] = {}  # In bytes.
+        self._age = 1  # Age 0: from before the start, and not used since.
+        self._order = Order(policy, self._is_idle, clock_ns)
         self._scanning = True
         self._removed_in_scan: set[OffloadKey] = set()
         self._report = 0
@@ -49,9 +56,21 @@ class Index:
     def __contains__(self, key: OffloadKey) -> bool:
         return key in self._entries
 
-    def oldest_first(self) -> Iterable[OffloadKey]:
-        """Yield the keys by their last use."""
-        return iter(self._entries)
+    def oldest_first(self) -> list[Held]:
+        """Return all chunks that a load would likely find, by their last use; that of those used since the start is 0.
+
+        Takes half a microsecond a chunk: not for a thread that others wait for.
+        """
+        idle = [
+            Held(key, self.taken_bytes(key), used_at_ns)
+            for used_at_ns, key in self._order.idle_oldest_first()
+            if key in self._entries
+        ]
+        return idle + [Held(key, self.taken_bytes(key)) for key in self._entries if self._is_live(key)]
+
+    def taken_bytes(self, key: OffloadKey) -> int:
+        """Return the room that a key's file takes, whether or not a load would take it; 0 if none is known."""
+        return self._unloadable.get(key, 0) or (self._entries.get(key, 0) & _SECTORS) * SECTOR_BYTES
 
     def mark(self) -> int:
         """Return the time, in calls: what is stored from now on is not removed by who began to look before."""
@@ -59,19 +78,36 @@ class Index:
         return self._age
 
     def stored(self, chunk: Held) -> None:
-        """Note a chunk that a store of ours has put in place."""
-        key, allocated_bytes = chunk
+        """Note a chunk that a store of ours has put in place: for the order, a use."""
+        key, sectors = chunk.key, chunk.allocated_bytes // SECTOR_BYTES
+        assert sectors <= _SECTORS, chunk.allocated_bytes
         self._removed_in_scan.discard(key)
-        self._forget(key)
-        sectors = allocated_bytes // SECTOR_BYTES
-        assert sectors < 1 << _SECTOR_BITS, allocated_bytes
+        (self._order.touch if self._is_live(key) else self._order.insert)(key)
+        self._drop(key)
         self._entries[key] = self._age << _SECTOR_BITS | sectors
-        self.used_bytes += allocated_bytes
+        self.used_bytes += chunk.allocated_bytes
 
     def used(self, key: OffloadKey) -> None:
-        """Make a key the last used one, if it is known."""
-        if key in self._entries:
-            self._entries.move_to_end(key)
+        """Note that a chunk was used, if it is known."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        if entry >> _SECTOR_BITS:
+            self._order.touch(key)
+        else:
+            entry |= 1 << _SECTOR_BITS
+            self._order.insert(key)
+        del self._entries[key]  # So that their order is that of their last use.
+        self._entries[key] = entry
+
+    def rank(self, keys: Iterable[OffloadKey]) -> None:
+        """Renew the recency of those keys, in prefix order, that are known: used together, the head is the newest."""
+        for key in reversed(known := [key for key in dict.fromkeys(keys) if key in self._entries]):
+            if self._is_live(key):
+                self._entries[key] = self._entries.pop(key)
+            else:
+                self.used(key)
+        self._order.rank(known)
 
     def found(self, chunk: Held) -> None:
         """Note a chunk that is there without a store call having said so; the consumer hears of it."""
@@ -85,11 +121,18 @@ class Index:
             self._added.append(key)
 
     def scanned(self, chunks: Sequence[Held]) -> None:
-        """Note what the scan has seen, but for what was removed since it may have looked."""
+        """Note what the scan has seen, but for what is known, or was removed since it may have looked."""
         for chunk in chunks:
-            if chunk.key not in self._removed_in_scan and chunk.key not in self._entries:
-                self.found(chunk)
-                self._entries.move_to_end(chunk.key, last=False)  # Whatever was used since the start is newer.
+            key = chunk.key
+            if key in self._removed_in_scan or key in self._entries or key in self._unloadable:
+                continue
+            if chunk.loadable:
+                self._entries[key] = chunk.allocated_bytes // SECTOR_BYTES  # Its age is 0.
+                self.report(key)
+            else:
+                self._unloadable[key] = chunk.allocated_bytes
+            self.used_bytes += chunk.allocated_bytes
+            self._order.found(key, chunk.used_at_ns)
 
     def scan_ended(self, *, complete: bool) -> None:
         """Note that the scan is over; `complete`: that nothing was left out."""
@@ -104,7 +147,9 @@ class Index:
             return  # Stored again since: the file may be there.
         if self._scanning:
             self._removed_in_scan.add(key)
-        self._forget(key)
+        if self._is_live(key):
+            self._order.remove(key)
+        self._drop(key)
 
     def lost(self, key: OffloadKey, mark: int) -> None:
         """Note that a load that began at `mark` has not found a chunk, or not a whole one; the consumer hears of it."""
@@ -112,6 +157,14 @@ class Index:
         self.removed(key, mark)
         if self._reporting and known and key not in self._entries:
             self._lost.append(key)
+
+    def victims(self, count: int, keep: Keep, kept: int, incoming: Sequence[OffloadKey] = ()) -> list[Held]:
+        """Choose up to `count` files that go for room, and forget them; the consumer hears of it. See `Order`."""
+        return [self._evict(key) for key in self._order.victims(count, keep, kept, incoming)]
+
+    def unused_since(self, before_ns: int, keep: Keep) -> list[Held]:
+        """Choose the files that go because their last use was before that time, likewise."""
+        return [self._evict(key) for key in self._order.unused_since(before_ns, keep)]
 
     def begin_report(self) -> int:
         """Start from what is there now: a consumer has come, and knows nothing. Returns the report's number."""
@@ -144,10 +197,26 @@ class Index:
                 return Removed(keys)
         return None
 
-    def _forget(self, key: OffloadKey) -> None:
-        entry = self._entries.pop(key, None)
-        if entry is not None:
-            self.used_bytes -= (entry & ((1 << _SECTOR_BITS) - 1)) * SECTOR_BYTES
+    def _is_live(self, key: OffloadKey) -> bool:
+        return self._entries.get(key, 0) >> _SECTOR_BITS > 0
+
+    def _is_idle(self, key: OffloadKey) -> bool:
+        entry = self._entries.get(key)
+        return key in self._unloadable if entry is None else not entry >> _SECTOR_BITS
+
+    def _evict(self, key: OffloadKey) -> Held:
+        taken_bytes, loadable = self.taken_bytes(key), key in self._entries
+        if self._scanning:
+            self._removed_in_scan.add(key)
+        if self._reporting and loadable:
+            self._lost.append(key)
+        self._drop(key)
+        return Held(key, taken_bytes, loadable=loadable)
+
+    def _drop(self, key: OffloadKey) -> None:
+        self.used_bytes -= self.taken_bytes(key)
+        self._entries.pop(key, None)
+        self._unloadable.pop(key, None)
 
 
 def _take(keys: deque[OffloadKey]) -> list[OffloadKey]:
