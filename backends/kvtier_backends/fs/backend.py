@@ -26,6 +26,7 @@ from kvtier.keys import GROUP_BYTES, OffloadKey
 from kvtier.lend import Lanes, in_threads
 from kvtier.namespace import FileMapper
 from kvtier.policies.named import policy_class
+from kvtier_backends.fs.checkpoint import Checkpoint
 from kvtier_backends.fs.chunks import Chunks, LoadShare, StoreShare, share_chunks, share_out
 from kvtier_backends.fs.counters import FsCounters, Tally
 from kvtier_backends.fs.files import ChunkFiles
@@ -38,6 +39,9 @@ PROBES_MAX = 512  # Calls without bytes, in one hop: half a millisecond of a loc
 
 _open = aiofiles.os.wrap(Folder.open)
 _loadable = aiofiles.os.wrap(Chunks.loadable)
+_write = aiofiles.os.wrap(Checkpoint.write)
+_next_recalled = aiofiles.os.wrap(Scan.next_recalled)
+_next_vanished = aiofiles.os.wrap(Scan.next_vanished)
 _next_batch = aiofiles.os.wrap(Scan.next_batch)
 
 
@@ -91,8 +95,13 @@ class FsBackend(Backend):
         self._scan_lane = scan_lane
         self._closed = False
         self._news = asyncio.Event()  # Something for the inventory's consumer, or the end.
-        self._scan = Scan(folder, context.mapper, self._chunks.takes, now_s=time.time())
+        self._checkpoint = Checkpoint(folder, context.mapper, tally, context.row_bytes)
+        self._checkpoint_s = options.checkpoint_s
+        self._recalled = False  # Before that, the last checkpoint is better than one of what is known.
+        recalled = self._checkpoint.read() if self._checkpoint_s else iter(())
+        self._scan = Scan(folder, context.mapper, self._chunks.takes, recalled, now_s=time.time())
         self._scanning = asyncio.create_task(self._run_scan(), name=f"kvtier-{context.name}-scan")
+        self._checkpointing = asyncio.create_task(self._run_checkpoints(), name=f"kvtier-{context.name}-checkpoints")
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         self._check_open()
@@ -155,13 +164,19 @@ class FsBackend(Backend):
         self._news.set()
         self._scan.stop()
         self._scanning.cancel()
-        lanes = self._load_lanes, self._store_lanes, self._scan_lane
-        loads, stores, scans = await asyncio.gather(*(each.aclose(deadline_s) for each in lanes))
+        self._checkpointing.cancel()
+        ends_at = asyncio.get_running_loop().time() + deadline_s
+        lanes = self._load_lanes, self._store_lanes
+        loads, stores = await asyncio.gather(*(each.aclose(deadline_s) for each in lanes))
+        left_s = max(0.0, ends_at - asyncio.get_running_loop().time())
+        self._write_last_checkpoint(left_s)
+        scans = await self._scan_lane.aclose(left_s)
         if not loads + stores + scans:
             self._folder.close()
-        await asyncio.wait({self._scanning})
-        if not self._scanning.cancelled():
-            self._scanning.result()  # Raises what was wrong with it, if anything was.
+        for task in (self._scanning, self._checkpointing):
+            await asyncio.wait({task})
+            if not task.cancelled():
+                task.result()  # Raises what was wrong with it, if anything was.
         return Abandoned(loads + stores)
 
     async def watch(self) -> AsyncIterator[InventoryEvent]:
@@ -225,10 +240,29 @@ class FsBackend(Backend):
             raise BackendUnavailable(f"{self._name}: the file system is away: {outcomes[-1]}")
         return outcomes
 
+    def _write_last_checkpoint(self, left_s: float) -> None:
+        """Queue it on the scan's lane, behind a scan that is being stopped; only the first closing can."""
+        wanted, self._recalled = self._recalled, False
+        if wanted and self._checkpoint_s and left_s:
+            self._scan_lane.submit(self._checkpoint.write, self._index.snapshot(), time.time_ns())
+
+    async def _run_checkpoints(self) -> None:
+        while self._checkpoint_s:
+            await asyncio.sleep(self._checkpoint_s)
+            if self._recalled:
+                snapshot = self._index.snapshot()
+                await _write(self._checkpoint, snapshot, time.time_ns(), executor=self._scan_lane)
+
     async def _run_scan(self) -> None:
+        while batch := await _next_recalled(self._scan, executor=self._scan_lane):
+            self._index.scanned(batch)
+            self._news.set()
+        self._recalled = True
         while batch := await _next_batch(self._scan, executor=self._scan_lane):
             self._index.scanned(batch)
             self._news.set()
+        while gone := await _next_vanished(self._scan, executor=self._scan_lane):
+            self._index.vanished(gone)
         self._tally.count("scan_skipped", self._scan.skipped)
         self._tally.count("scan_failed", self._scan.failed)
         self._tally.count("scan_swept", self._scan.swept)

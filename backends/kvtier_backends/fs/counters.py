@@ -20,6 +20,10 @@ class FsCounters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     scan_skipped: int = 0  # Files found at the start that no load would take: a wrong length, or refused.
     scan_swept: int = 0  # Temporaries of dead processes, removed.
     scan_others: int = 0  # Folders of other namespaces, left alone.
+    checkpoint_chunks: int = 0  # Chunks that the last life's checkpoint named.
+    checkpoints_ignored: int = 0  # Torn, of another version or namespace.
+    checkpoints_written: int = 0
+    checkpoints_failed: int = 0
     scan_failed: int = 0  # Folders that could not be read: the tier then goes on asking the file system.
 
 

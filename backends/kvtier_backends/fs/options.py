@@ -6,6 +6,7 @@ import msgspec
 
 from kvtier.config import Checked
 from kvtier.naming import NamingKind
+from kvtier.units import Duration
 
 LANES_MAX = 64  # A device that needs more requests at once than this needs another way of asking, not more threads.
 
@@ -38,3 +39,6 @@ class FsOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     corrupt: Literal["delete", "quarantine"] = "delete"
     """What becomes of a file that is not what it should be: `quarantine` keeps some of them to be looked at."""
+
+    checkpoint_s: Duration = 1_800.0
+    """How often the index is written down, besides at the end: a start that has it answers at once. 0: never."""
