@@ -152,6 +152,9 @@ class Chunks:
         fault = whole if isinstance(whole, Fault) else judge_chunk(into, page[:FOOTER_BYTES], key, self._fingerprint)
         if fault is None:
             return None
+        if fault is Fault.VERSION:
+            self._tally.count("other_version")
+            return BlockMissing(f"{key.hex()}: a file of a later format; left alone")
         self._tally.corrupt(fault)
         if counter := _COUNTED.get(chunk.discard(fault)):
             self._tally.count(counter)

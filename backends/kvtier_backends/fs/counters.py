@@ -14,6 +14,7 @@ class FsCounters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     buffered_fallback: int = 0  # 1 if direct I/O was wanted and refused.
     unverified_accepted: int = 0  # Loads of files without a footer.
     unverified_refused: int = 0
+    other_version: int = 0  # Loads of files of a later format, which are left alone.
     corrupt: dict[str, int] = {}  # Files, by `Fault`.
     quarantined: int = 0  # Of those; the others were deleted, but for:
     corrupt_left: int = 0  # Could not be moved or deleted.
