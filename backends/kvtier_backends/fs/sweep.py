@@ -40,6 +40,10 @@ class Sweep:
             logger.debug("%s: cannot be swept: %s", path, error.strerror)
         return True
 
+    def is_own(self, name: str) -> bool:
+        """Say whether a name is that of a temporary of this process."""
+        return read_attempt(name) == self._here
+
     def _is_abandoned(self, writer: Writer, path: str) -> bool:
         if writer.boot != self._here.boot:
             return os.stat(path, dir_fd=self._root, follow_symlinks=False).st_mtime < self._old_s
