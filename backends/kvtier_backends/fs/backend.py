@@ -21,21 +21,27 @@ from kvtier.backend import (
     TierContext,
     Write,
 )
-from kvtier.errors import BackendClosed, BackendUnavailable, BlockCorrupt, BlockMissing
+from kvtier.calls import Calls
+from kvtier.errors import BackendClosed, BackendUnavailable
 from kvtier.keys import GROUP_BYTES, OffloadKey
 from kvtier.lend import Lanes, in_threads
 from kvtier.namespace import FileMapper
 from kvtier.policies.named import policy_class
+from kvtier_backends.fs.capacity import Capacity
 from kvtier_backends.fs.checkpoint import Checkpoint
-from kvtier_backends.fs.chunks import Chunks, LoadShare, StoreShare, share_chunks, share_out
+from kvtier_backends.fs.chunks import Chunks, share_out
 from kvtier_backends.fs.counters import FsCounters, Tally
+from kvtier_backends.fs.eviction import Eviction
 from kvtier_backends.fs.files import ChunkFiles
 from kvtier_backends.fs.folder import Folder
-from kvtier_backends.fs.index import Held, Index
+from kvtier_backends.fs.index import Index
+from kvtier_backends.fs.loading import Loading
 from kvtier_backends.fs.options import FsOptions
 from kvtier_backends.fs.scan import Scan
+from kvtier_backends.fs.storing import Storing, sizes_of
 
 PROBES_MAX = 512  # Calls without bytes, in one hop: half a millisecond of a local file system's time.
+SCAN_PATIENCE_S = 0.5  # Stores wait so long for the scan of a small directory, rather than be refused for its sake.
 
 _open = aiofiles.os.wrap(Folder.open)
 _loadable = aiofiles.os.wrap(Chunks.loadable)
@@ -76,10 +82,21 @@ class FsBackend(Backend):
         """Use `open` instead."""
         self._name = context.name
         self._row_bytes = context.row_bytes
-        self._share_chunks = share_chunks(context.row_bytes)
+        self._stores = Calls(context.name)
         self._folder = folder
         self._tally = tally
-        self._index = Index(policy_class("lru")(1 << 31))
+        sizes = sizes_of(context.row_bytes, folder)
+        limit_bytes = min(options.capacity_bytes or folder.disk.size_bytes, folder.disk.size_bytes)
+        policy = policy_class(options.eviction_policy)(max(1, limit_bytes // context.row_bytes))
+        self._index = Index(policy, None if options.ttl_s is None else time.time_ns)
+        self._checkpoint = Checkpoint(folder, context.mapper, tally, context.row_bytes)
+        self._capacity = Capacity(
+            (self._index, folder.sizes, self._checkpoint),
+            folder.disk,
+            limit_bytes=options.capacity_bytes,
+            low_water=options.low_water,
+            min_free_bytes=options.min_free_bytes,
+        )
         self._chunks = Chunks(
             ChunkFiles(folder, context.mapper, fsync=options.fsync),
             tally,
@@ -93,14 +110,46 @@ class FsBackend(Backend):
         self._load_lanes = Lanes(options.load_lanes, f"kvtier-{context.name}-load")
         self._store_lanes = Lanes(options.store_lanes, f"kvtier-{context.name}-store")
         self._scan_lane = scan_lane
+        self._evict_lane = Lanes(1, f"kvtier-{context.name}-evict")
+        self._eviction = Eviction(
+            self._index,
+            self._capacity,
+            self._chunks,
+            tally,
+            lane=self._evict_lane,
+            store_lanes=self._store_lanes,
+            ttl_s=options.ttl_s,
+            clock_ns=time.time_ns,
+        )
+        self._loading = Loading(
+            self._eviction,
+            self._capacity,
+            self._index,
+            self._chunks,
+            lanes=self._load_lanes,
+            share_chunks=sizes.share_chunks,
+            clock_ns=time.time_ns,
+        )
+        self._storing = Storing(
+            self._eviction,
+            None,
+            self._index,
+            self._chunks,
+            tally,
+            lanes=self._store_lanes,
+            sizes=sizes,
+            clock_ns=time.time_ns,
+        )
         self._closed = False
         self._news = asyncio.Event()  # Something for the inventory's consumer, or the end.
-        self._checkpoint = Checkpoint(folder, context.mapper, tally, context.row_bytes)
         self._checkpoint_s = options.checkpoint_s
         self._recalled = False  # Before that, the last checkpoint is better than one of what is known.
         recalled = self._checkpoint.read() if self._checkpoint_s else iter(())
+        self._patient_until = time.monotonic() + SCAN_PATIENCE_S
         self._scan = Scan(folder, context.mapper, self._chunks.takes, recalled, now_s=time.time())
+        self._eviction.changed = self._news.set
         self._scanning = asyncio.create_task(self._run_scan(), name=f"kvtier-{context.name}-scan")
+        self._evicting = asyncio.create_task(self._eviction.run(), name=f"kvtier-{context.name}-evict")
         self._checkpointing = asyncio.create_task(self._run_checkpoints(), name=f"kvtier-{context.name}-checkpoints")
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
@@ -117,28 +166,14 @@ class FsBackend(Backend):
     async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
         self._check_open()
         self._check_batch(reads)
-        mark = self._index.mark()
-        shares = [
-            LoadShare(part, measure=any(read.key not in self._index for read in part))
-            for part in share_out(reads, self._load_lanes.count, self._share_chunks)
-        ]
-        try:
-            await in_threads(self._load_lanes, [partial(self._chunks.load, share) for share in shares])
-        finally:
-            self._note_loaded(shares, mark)
-        return self._outcomes(shares)
+        return self._answered(*await self._loading(reads))
 
     async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
-        self._check_open()
-        self._check_batch(writes)
-        shares = [StoreShare(part) for part in share_out(writes, self._store_lanes.count, self._share_chunks)]
-        told = False
-        try:
-            await in_threads(self._store_lanes, [partial(self._chunks.store, share) for share in shares])
-            told = True
-        finally:
-            self._note_stored(shares, told=told)
-        return self._outcomes(shares)
+        with self._stores.one():
+            self._check_batch(writes)
+            if not self._scanning.done():
+                await asyncio.wait({self._scanning}, timeout=max(0.0, self._patient_until - time.monotonic()))
+            return self._answered(*await self._storing(writes))
 
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
         self._check_open()
@@ -163,18 +198,20 @@ class FsBackend(Backend):
         self._closed = True
         self._news.set()
         self._scan.stop()
-        self._scanning.cancel()
-        self._checkpointing.cancel()
-        ends_at = asyncio.get_running_loop().time() + deadline_s
-        lanes = self._load_lanes, self._store_lanes
-        loads, stores = await asyncio.gather(*(each.aclose(deadline_s) for each in lanes))
-        left_s = max(0.0, ends_at - asyncio.get_running_loop().time())
-        self._write_last_checkpoint(left_s)
-        scans = await self._scan_lane.aclose(left_s)
-        if not loads + stores + scans:
+        background = self._scanning, self._evicting, self._checkpointing
+        for task in background:
+            task.cancel()
+        self._eviction.stamp_before_end()
+        ends_at = time.monotonic() + deadline_s
+        await self._stores.close(deadline_s)  # Their lanes are open until then: a store may need several hops.
+        lanes = self._load_lanes, self._store_lanes, self._evict_lane
+        loads, stores, evictions = await asyncio.gather(*(each.aclose(_left_s(ends_at)) for each in lanes))
+        self._write_last_checkpoint(_left_s(ends_at))
+        scans = await self._scan_lane.aclose(_left_s(ends_at))
+        if not loads + stores + evictions + scans:
             self._folder.close()
-        for task in (self._scanning, self._checkpointing):
-            await asyncio.wait({task})
+        await asyncio.wait(background)
+        for task in background:
             if not task.cancelled():
                 task.result()  # Raises what was wrong with it, if anything was.
         return Abandoned(loads + stores)
@@ -194,7 +231,13 @@ class FsBackend(Backend):
 
     def occupancy(self) -> Occupancy:
         """See `Measured`. While the directory is being scanned, it covers what was found so far."""
-        return Occupancy(len(self._index), self._index.used_bytes, capacity_bytes=None)
+        used_bytes = self._index.used_bytes + self._capacity.leaving_bytes
+        return Occupancy(len(self._index), used_bytes, self._capacity.limit_bytes)
+
+    def rank(self, keys: Sequence[OffloadKey]) -> None:
+        """Renew the recency of a request's chunks, in prefix order, when it is over: its head goes last."""
+        self._index.rank(keys)
+        self._eviction.used(keys)
 
     def counters(self) -> FsCounters:
         """Return what was counted since the tier was opened."""
@@ -212,60 +255,55 @@ class FsBackend(Backend):
             if len(key) < GROUP_BYTES:
                 raise ValueError(f"{key.hex()}: a key of {len(key)} bytes, at least {GROUP_BYTES} expected")
 
-    def _note_loaded(self, shares: Sequence[LoadShare], mark: int) -> None:
-        # Tail first, here and below: a prefix outlives its continuation.
-        for share in reversed(shares):
-            done = list(zip(share.reads, share.outcomes, share.allocated_bytes, strict=False))
-            for read, outcome, allocated_bytes in reversed(done):
-                if isinstance(outcome, BlockMissing | BlockCorrupt):
-                    self._index.lost(read.key, mark)
-                elif outcome is None and read.key in self._index:
-                    self._index.used(read.key)
-                elif allocated_bytes is not None:
-                    self._index.found(Held(read.key, allocated_bytes))
-        self._news.set()
-
-    def _note_stored(self, shares: Sequence[StoreShare], *, told: bool) -> None:
-        for share in reversed(shares):
-            for write, allocated_bytes in reversed(list(zip(share.writes, share.allocated_bytes, strict=False))):
-                if allocated_bytes is not None:  # It may be 0: not every file system counts blocks.
-                    self._index.stored(Held(write.key, allocated_bytes))
-                    if not told:
-                        self._index.report(write.key)
-        self._news.set()
-
-    def _outcomes(self, shares: Sequence[LoadShare] | Sequence[StoreShare]) -> list[Outcome]:
-        outcomes = [outcome for share in shares for outcome in share.outcomes]
-        if outcomes and sum(share.gone for share in shares) == len(outcomes):
+    def _answered(self, outcomes: list[Outcome], gone: int) -> list[Outcome]:
+        if outcomes and gone == len(outcomes):
             raise BackendUnavailable(f"{self._name}: the file system is away: {outcomes[-1]}")
         return outcomes
 
     def _write_last_checkpoint(self, left_s: float) -> None:
         """Queue it on the scan's lane, behind a scan that is being stopped; only the first closing can."""
         wanted, self._recalled = self._recalled, False
-        if wanted and self._checkpoint_s and left_s:
+        if wanted and self._checkpoint_s and left_s and self._reserved_for_checkpoint():
             self._scan_lane.submit(self._checkpoint.write, self._index.snapshot(), time.time_ns())
 
     async def _run_checkpoints(self) -> None:
         while self._checkpoint_s:
             await asyncio.sleep(self._checkpoint_s)
-            if self._recalled:
+            if self._recalled and (reserved_bytes := self._reserved_for_checkpoint()):
                 snapshot = self._index.snapshot()
-                await _write(self._checkpoint, snapshot, time.time_ns(), executor=self._scan_lane)
+                try:
+                    await _write(self._checkpoint, snapshot, time.time_ns(), executor=self._scan_lane)
+                finally:
+                    self._capacity.release(reserved_bytes)
+
+    def _reserved_for_checkpoint(self) -> int:
+        """Reserve room for a checkpoint beside the last one; 0 if there is none: chunks go first."""
+        wanted_bytes = self._checkpoint.bytes_worst(len(self._index))
+        granted_bytes = self._capacity.reserve(wanted_bytes)
+        if granted_bytes == wanted_bytes:
+            return granted_bytes
+        self._capacity.release(granted_bytes)
+        self._tally.count("checkpoints_failed")
+        return 0
 
     async def _run_scan(self) -> None:
         while batch := await _next_recalled(self._scan, executor=self._scan_lane):
-            self._index.scanned(batch)
-            self._news.set()
+            self._eviction.scanned(batch)
         self._recalled = True
         while batch := await _next_batch(self._scan, executor=self._scan_lane):
-            self._index.scanned(batch)
-            self._news.set()
+            self._eviction.scanned(batch)
         while gone := await _next_vanished(self._scan, executor=self._scan_lane):
             self._index.vanished(gone)
         self._tally.count("scan_skipped", self._scan.skipped)
         self._tally.count("scan_failed", self._scan.failed)
         self._tally.count("scan_swept", self._scan.swept)
         self._tally.count("scan_others", self._scan.others)
+        self._capacity.other_bytes += self._scan.other_bytes
+        self._folder.sizes.scan_ended()
         self._index.scan_ended(complete=self._scan.failed == 0)
+        self._eviction.scan_ended()
         self._news.set()
+
+
+def _left_s(ends_at: float) -> float:
+    return max(0.0, ends_at - time.monotonic())

@@ -19,9 +19,10 @@ from kvtier.backend import INVENTORY_BATCH_KEYS
 from kvtier.keys import OffloadKey
 from kvtier.namespace import FileMapper
 from kvtier_backends.fs.counters import Tally
-from kvtier_backends.fs.folder import Folder
+from kvtier_backends.fs.folder import ALIGN_BYTES, Folder
+from kvtier_backends.fs.folder_sizes import SECTOR_BYTES
 from kvtier_backends.fs.footer import SLICE_BYTES
-from kvtier_backends.fs.index import SECTOR_BYTES, Held, Snapshot
+from kvtier_backends.fs.index import Held, Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +45,21 @@ class Checkpoint:
         self._fingerprint = mapper.fingerprint
         self._row_bytes = row_bytes
         self._tally = tally
+        self.used_bytes = 0
+        """What it takes more of the disk than it did at the start."""
+
+    def bytes_worst(self, chunks: int) -> int:
+        """Return the most that a checkpoint of so many chunks takes of the disk."""
+        size_bytes = _HEAD.size + chunks * _record(KEY_BYTES_MAX).size + _CHECKSUM.size
+        return (min(size_bytes, BYTES_MAX) // ALIGN_BYTES + 2) * ALIGN_BYTES  # Its last block, and its extents'.
 
     def write(self, snapshot: Snapshot, now_ns: int) -> None:
         """Put a checkpoint in place of the last one, whole or not at all; a failure is logged and counted."""
         chunks = [chunk for chunk in snapshot.newest_first(now_ns) if len(chunk.key) <= KEY_BYTES_MAX]
         try:
+            before_bytes = self._folder.taken_bytes(self._name)
             self._folder.publish(self._name, self._written(chunks))
+            self.used_bytes += self._folder.taken_bytes(self._name) - before_bytes
         except OSError as error:
             self._tally.count("checkpoints_failed")
             logger.warning("%s: the checkpoint cannot be written: %s", self._name, error.strerror)

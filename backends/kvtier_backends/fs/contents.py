@@ -22,8 +22,8 @@ from kvtier_backends.fs.attempts import SUFFIX, Writer, attempt_name
 from kvtier_backends.fs.discard import take_aside
 from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.folder import CONFIG_BYTES_MAX, QUARANTINE
+from kvtier_backends.fs.folder_sizes import taken_bytes
 from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, read_footer
-from kvtier_backends.fs.index import SECTOR_BYTES
 from kvtier_backends.fs.sweep import Sweep
 from kvtier_backends.fs.verify import Whole, judge_length
 
@@ -148,8 +148,7 @@ class FsContents:
             status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
             if kind is Kind.TEMPORARY and self._sweep.is_abandoned(os.path.basename(name), status.st_mtime):
                 kind = Kind.LEFTOVER
-            taken_bytes = status.st_blocks * SECTOR_BYTES
-            yield StoredFile(kind, name, key, status.st_size, taken_bytes, status.st_mtime_ns, status.st_ino)
+            yield StoredFile(kind, name, key, status.st_size, taken_bytes(status), status.st_mtime_ns, status.st_ino)
 
     def _judge(self, place: Place, file: StoredFile, fd: int, size_bytes: int) -> Finding:
         footer = _footer_at_end(fd, size_bytes)

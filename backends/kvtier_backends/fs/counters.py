@@ -25,6 +25,11 @@ class FsCounters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     checkpoints_ignored: int = 0  # Torn, of another version or namespace.
     checkpoints_written: int = 0
     checkpoints_failed: int = 0
+    evicted: int = 0  # Files that went for room.
+    expired: int = 0  # Files that went because they were not used for `ttl_s`.
+    evictions_failed: int = 0  # Files that could not be removed, and take room still.
+    refused: dict[str, int] = {}  # Chunks without room, by reason: `capacity`, `write_budget`.
+    disk_full: int = 0  # Chunks that the file system had no room for, whatever the limit says.
     scan_failed: int = 0  # Folders that could not be read: the tier then goes on asking the file system.
 
 
@@ -36,6 +41,7 @@ class Tally:
         self._lock = threading.Lock()
         self._totals: Counter[str] = Counter()
         self._corrupt: Counter[str] = Counter()
+        self._refused: Counter[str] = Counter()
 
     def count(self, what: str, times: int = 1) -> None:
         """Add to the counter of this name in `FsCounters`."""
@@ -47,7 +53,13 @@ class Tally:
         with self._lock:
             self._corrupt[fault.value] += 1
 
+    def refuse(self, reason: str, chunks: int) -> None:
+        """Count chunks that were not stored for want of room."""
+        if chunks:
+            with self._lock:
+                self._refused[reason] += chunks
+
     def totals(self) -> FsCounters:
         """Return what was counted so far."""
         with self._lock:
-            return FsCounters(**self._totals, corrupt=dict(self._corrupt))
+            return FsCounters(**self._totals, corrupt=dict(self._corrupt), refused=dict(self._refused))

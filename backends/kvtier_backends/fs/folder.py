@@ -16,6 +16,8 @@ from typing import Literal
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.namespace import FileMapper
 from kvtier_backends.fs.attempts import Writer, attempt_name
+from kvtier_backends.fs.disk import Disk
+from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, FolderSizes, taken_bytes
 from kvtier_backends.fs.options import FsOptions
 
 logger = logging.getLogger(__name__)
@@ -33,7 +35,9 @@ class Folder:
     """An open root, and where this namespace's files are in it."""
 
     writer: Writer
-    """Who we are in the names of unfinished files; there from `open` on."""
+    """Who we are in the names of unfinished files; there from `open` on, as are the next two."""
+    sizes: FolderSizes
+    disk: Disk
 
     def __init__(self, options: FsOptions, mapper: FileMapper) -> None:
         """Touch nothing yet."""
@@ -57,12 +61,14 @@ class Folder:
                 self._make_root(root, undo)
                 self.root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
                 undo.callback(self.close)
+                self.disk = Disk(self.root_fd)
                 for name in filter(None, (self._mapper.folder, self.chunks, self.quarantine)):
                     self._make(name, undo)
                 self._settle_config(undo)
                 if self.quarantine:
                     self.quarantined = self._entries(self.quarantine)
                 self.direct = self._try_io(self._options.io)
+                self.sizes = FolderSizes(self._new_folder_bytes())
                 undo.pop_all()
         except OSError as error:
             if error.errno in _OURS_TO_MEND:
@@ -85,6 +91,13 @@ class Folder:
             return None
         with open(fd, "rb") as file:
             return file.read(bytes_max)
+
+    def taken_bytes(self, name: str) -> int:
+        """Return what a file takes of the disk; 0 if there is none."""
+        try:
+            return taken_bytes(os.stat(name, dir_fd=self.root_fd))
+        except FileNotFoundError:
+            return 0
 
     def publish(self, name: str, pieces: Iterable[bytes]) -> None:
         """Put a file of these bytes beside the chunks, in place of what was there, whole or not at all."""
@@ -114,6 +127,20 @@ class Folder:
             return len(os.listdir(fd))
         finally:
             os.close(fd)
+
+    def _new_folder_bytes(self) -> int:
+        """Return what an empty directory takes."""
+        name = f"{self._mapper.folder}/{attempt_name(self.writer)}"
+        try:
+            os.mkdir(name, dir_fd=self.root_fd)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return self.disk.block_bytes
+            raise
+        try:
+            return os.stat(name, dir_fd=self.root_fd).st_blocks * SECTOR_BYTES
+        finally:
+            _quietly(os.rmdir, name, dir_fd=self.root_fd)
 
     def _settle_config(self, undo: ExitStack) -> None:
         """Leave the names' meaning beside the chunks, as vLLM does, or see that what is there says the same."""

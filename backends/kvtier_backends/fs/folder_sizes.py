@@ -6,8 +6,15 @@ directory's are remembered, so that a million directories of one block each take
 
 import os
 import threading
+from collections.abc import Generator
+from contextlib import contextmanager
 
 SECTOR_BYTES = 512  # The unit of st_blocks, whatever the file system's own.
+
+
+def taken_bytes(status: os.stat_result) -> int:
+    """Return what a file takes on the disk: its blocks, or its length where they are counted late or never."""
+    return max(status.st_blocks, -(-status.st_size // SECTOR_BYTES)) * SECTOR_BYTES
 
 
 class FolderSizes:
@@ -17,21 +24,35 @@ class FolderSizes:
         """`new_bytes`: what an empty directory takes there."""
         self.new_bytes = new_bytes
         self.used_bytes = 0
+        self.scanned_bytes = 0
+        """Of those, what the scan has found."""
         self._other: dict[str, int] = {}
         self._seen: set[str] | None = set()  # While the scan runs: it must not count again what a store has counted.
         self._lock = threading.Lock()
 
-    def made(self, name: str, status: os.stat_result) -> None:
-        """Count a directory that was made just now."""
-        self._settle(name, status, known=False)
+    @contextmanager
+    def making(self, name: str) -> Generator[None]:
+        """Count a directory that is made in the block, from before it is there."""
+        with self._lock:
+            self.used_bytes += self.new_bytes
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self.used_bytes -= self.new_bytes
+            raise
+        with self._lock:
+            self._other.pop(name, None)
+            if self._seen is not None:
+                self._seen.add(name)
 
     def looked_at(self, name: str, status: os.stat_result) -> None:
         """Count what a directory has grown by since it was last looked at."""
-        self._settle(name, status, known=True)
+        self._settle(name, status)
 
     def scanned(self, name: str, status: os.stat_result) -> None:
         """Count a directory that the scan has come to."""
-        self._settle(name, status, known=self._seen is None)
+        self.scanned_bytes += self._settle(name, status)
 
     def removed(self, name: str) -> None:
         """Give back what a directory took."""
@@ -48,15 +69,16 @@ class FolderSizes:
         with self._lock:
             self._seen = None
 
-    def _settle(self, name: str, status: os.stat_result, *, known: bool) -> None:
+    def _settle(self, name: str, status: os.stat_result) -> int:
         taken = status.st_blocks * SECTOR_BYTES
         with self._lock:
-            if self._seen is not None:
-                known = name in self._seen
+            before = self._other.get(name, self.new_bytes)
+            if self._seen is not None and name not in self._seen:
                 self._seen.add(name)
-            before = self._other.get(name, self.new_bytes) if known else 0
+                before = 0
             self.used_bytes += taken - before
             if taken == self.new_bytes:
                 self._other.pop(name, None)
             else:
                 self._other[name] = taken
+            return taken - before

@@ -12,13 +12,18 @@ from typing import NamedTuple
 from kvtier.backend import INVENTORY_BATCH_KEYS, Added, InventoryEvent, Removed, ScanDone
 from kvtier.keys import OffloadKey
 from kvtier.policies.base import Policy
+from kvtier_backends.fs.folder_sizes import SECTOR_BYTES
 from kvtier_backends.fs.order import Keep, Order
 
-SECTOR_BYTES = 512
-# A chunk's entry is one integer, its age above its sectors, to stay near 200 bytes a chunk, key and order included: 60
-# bits fit the smallest object that holds more than 30.
+# A chunk's entry is one integer, to stay near 300 bytes a chunk, key and order included: its age, the minute that its
+# file's time says, and its sectors.
 _SECTOR_BITS = 24  # 8 GiB.
+_MINUTE_BITS = 24  # 31 years.
+_AGE_BIT = _SECTOR_BITS + _MINUTE_BITS
 _SECTORS = (1 << _SECTOR_BITS) - 1
+_MINUTES = (1 << _MINUTE_BITS) - 1
+_MINUTE_NS = 60_000_000_000
+REFRESH_MINUTES = 60  # A file's time is set to its last use at most so often.
 
 
 class Held(NamedTuple):
@@ -50,6 +55,11 @@ class Index:
         self._lost: deque[OffloadKey] = deque()
         self._scan_reported = False
 
+    @property
+    def files(self) -> int:
+        """How many files of chunks' names there are, whether or not a load would take them."""
+        return len(self._entries) + len(self._unloadable)
+
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -71,12 +81,11 @@ class Index:
 
     def stored(self, chunk: Held) -> None:
         """Note a chunk that a store of ours has put in place: for the order, a use."""
-        key, sectors = chunk.key, chunk.allocated_bytes // SECTOR_BYTES
-        assert sectors <= _SECTORS, chunk.allocated_bytes
+        key = chunk.key
         self._removed_in_scan.discard(key)
         (self._order.touch if self._is_live(key) else self._order.insert)(key)
         self._drop(key)
-        self._entries[key] = self._age << _SECTOR_BITS | sectors
+        self._entries[key] = _entry(self._age, chunk)
         self.used_bytes += chunk.allocated_bytes
 
     def used(self, key: OffloadKey) -> None:
@@ -84,10 +93,10 @@ class Index:
         entry = self._entries.get(key)
         if entry is None:
             return
-        if entry >> _SECTOR_BITS:
+        if entry >> _AGE_BIT:
             self._order.touch(key)
         else:
-            entry |= 1 << _SECTOR_BITS
+            entry |= 1 << _AGE_BIT
             self._order.insert(key)
         del self._entries[key]  # So that their order is that of their last use.
         self._entries[key] = entry
@@ -112,8 +121,23 @@ class Index:
         if self._reporting:
             self._added.append(key)
 
-    def scanned(self, chunks: Sequence[Held]) -> None:
-        """Note what a checkpoint names or the scan has seen, but for what was stored, used or removed meanwhile."""
+    def refresh_due(self, key: OffloadKey, now_ns: int) -> bool:
+        """Say whether a file's time should be set to now; asked once, it counts as done."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return False
+        minute = _minute(now_ns)
+        if minute - (entry >> _SECTOR_BITS & _MINUTES) < REFRESH_MINUTES:
+            return False
+        self._entries[key] = entry >> _AGE_BIT << _AGE_BIT | minute << _SECTOR_BITS | entry & _SECTORS
+        return True
+
+    def scanned(self, chunks: Sequence[Held]) -> int:
+        """Note what a checkpoint names or the scan has seen, but for what was stored, used or removed meanwhile.
+
+        Returns how much room that takes which was not known of.
+        """
+        before_bytes = self.used_bytes
         for chunk in chunks:
             key = chunk.key
             if key in self._removed_in_scan or key in self._unloadable or self._is_live(key):
@@ -122,12 +146,13 @@ class Index:
                 self._correct(chunk)
                 continue
             if chunk.loadable:
-                self._entries[key] = chunk.allocated_bytes // SECTOR_BYTES  # Its age is 0.
+                self._entries[key] = _entry(0, chunk)
                 self.report(key)
             else:
                 self._unloadable[key] = chunk.allocated_bytes
             self.used_bytes += chunk.allocated_bytes
             self._order.found(key, chunk.used_at_ns)
+        return self.used_bytes - before_bytes
 
     def vanished(self, keys: Iterable[OffloadKey]) -> None:
         """Note that the scan has not seen what a checkpoint named; the consumer hears of it."""
@@ -146,7 +171,7 @@ class Index:
     def removed(self, key: OffloadKey, mark: int) -> None:
         """Note that a call of ours that began at `mark` has removed a chunk."""
         entry = self._entries.get(key)
-        if entry is not None and entry >> _SECTOR_BITS >= mark:
+        if entry is not None and entry >> _AGE_BIT >= mark:
             return  # Stored again since: the file may be there.
         if self._scanning:
             self._removed_in_scan.add(key)
@@ -168,6 +193,15 @@ class Index:
     def unused_since(self, before_ns: int, keep: Keep) -> list[Held]:
         """Choose the files that go because their last use was before that time, likewise."""
         return [self._evict(key) for key in self._order.unused_since(before_ns, keep)]
+
+    def stays(self, chunk: Held) -> None:
+        """Note that a file that was to go for room is there still."""
+        if chunk.loadable:
+            self.found(chunk)
+        elif chunk.key not in self._entries:
+            self._unloadable[chunk.key] = chunk.allocated_bytes
+            self.used_bytes += chunk.allocated_bytes
+            self._order.found(chunk.key, chunk.used_at_ns)
 
     def begin_report(self) -> int:
         """Start from what is there now: a consumer has come, and knows nothing. Returns the report's number."""
@@ -201,18 +235,18 @@ class Index:
         return None
 
     def _is_live(self, key: OffloadKey) -> bool:
-        return self._entries.get(key, 0) >> _SECTOR_BITS > 0
+        return self._entries.get(key, 0) >> _AGE_BIT > 0
 
     def _is_idle(self, key: OffloadKey) -> bool:
         entry = self._entries.get(key)
-        return key in self._unloadable if entry is None else not entry >> _SECTOR_BITS
+        return key in self._unloadable if entry is None else not entry >> _AGE_BIT
 
     def _correct(self, chunk: Held) -> None:
         """Have a chunk that a checkpoint named take what the scan has seen that it takes."""
         self._drop(chunk.key)
         self.used_bytes += chunk.allocated_bytes
         if chunk.loadable:
-            self._entries[chunk.key] = chunk.allocated_bytes // SECTOR_BYTES
+            self._entries[chunk.key] = _entry(0, chunk)
             return
         self._unloadable[chunk.key] = chunk.allocated_bytes
         if self._reporting:
@@ -245,14 +279,23 @@ class Snapshot(NamedTuple):
 
         Where no clock has noted the time of a use, it is one just before `now_ns`, in the right order.
         """
-        live = [(key, entry) for key, entry in reversed(self.entries.items()) if entry >> _SECTOR_BITS]
-        idle = sorted(
-            {entry for entry in self.idle if not self.entries.get(entry[1], 1 << _SECTOR_BITS) >> _SECTOR_BITS}
-        )
+        live = [(key, entry) for key, entry in reversed(self.entries.items()) if entry >> _AGE_BIT]
+        idle = sorted({entry for entry in self.idle if not self.entries.get(entry[1], 1 << _AGE_BIT) >> _AGE_BIT})
         return [
             Held(key, (entry & _SECTORS) * SECTOR_BYTES, self.used_at_ns.get(key, now_ns - place))
             for place, (key, entry) in enumerate(live)
-        ] + [Held(key, self.entries[key] * SECTOR_BYTES, used_at_ns) for used_at_ns, key in reversed(idle)]
+        ] + [Held(key, (self.entries[key] & _SECTORS) * SECTOR_BYTES, used_at_ns) for used_at_ns, key in reversed(idle)]
+
+
+def _entry(age: int, chunk: Held) -> int:
+    sectors = chunk.allocated_bytes // SECTOR_BYTES
+    assert sectors <= _SECTORS, chunk.allocated_bytes
+    return age << _AGE_BIT | _minute(chunk.used_at_ns) << _SECTOR_BITS | sectors
+
+
+def _minute(time_ns: int) -> int:
+    """Return a time in minutes, which come round after 31 years."""
+    return time_ns // _MINUTE_NS & _MINUTES
 
 
 def _take(keys: deque[OffloadKey]) -> list[OffloadKey]:

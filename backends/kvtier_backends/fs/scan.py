@@ -13,8 +13,8 @@ from kvtier.backend import INVENTORY_BATCH_KEYS
 from kvtier.keys import OffloadKey
 from kvtier.namespace import FileMapper
 from kvtier.naming import read_folder
-from kvtier_backends.fs.files import SECTOR_BYTES
 from kvtier_backends.fs.folder import Folder
+from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, taken_bytes
 from kvtier_backends.fs.index import Held
 from kvtier_backends.fs.sweep import Sweep
 
@@ -36,10 +36,12 @@ class Scan:
         *,
         now_s: float,
     ) -> None:
-        """`takes`: whether a load would take a file of this length; others are left out.
+        """`takes`: whether a load would take a file of this length.
 
         `recalled`: what a checkpoint says, to be looked for; `now_s`: the time, since the epoch.
         """
+        self.other_bytes = 0
+        """What is taken by files that are no chunks."""
         self.skipped = 0
         """Files of ours by name, that no load would take."""
         self.failed = 0
@@ -48,6 +50,7 @@ class Scan:
         """Folders of other namespaces, or of ours named otherwise: left alone."""
         self._sweep = Sweep(folder.root_fd, folder.writer, now_s)
         self._root = folder.root_fd
+        self._sizes = folder.sizes
         self._mapper = mapper
         self._takes = takes
         self._stopped = False
@@ -90,6 +93,7 @@ class Scan:
         try:
             for name in self._names(self._mapper.folder):
                 self._sweep(self._mapper.folder, name)
+            self.other_bytes += self._measure(self._mapper.folder)
             others = [name for name in self._names(".") if name != chunks_folder and read_folder(name)]
         except OSError as error:
             logger.warning("%s: what is beside its chunks cannot be listed: %s", chunks_folder, error.strerror)
@@ -130,30 +134,47 @@ class Scan:
         chunks: list[Held] = []
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root)
         try:
+            self._sizes.scanned(folder, os.fstat(fd))
             with os.scandir(fd) as entries:
                 for entry in entries:
                     if self._stopped:
                         break
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.name)
-                    elif self._sweep(folder, entry.name):
-                        continue
-                    elif (chunk := self._chunk(folder, entry)) is not None:
+                    elif (chunk := self._file(folder, entry)) is not None:
                         chunks.append(chunk)
         finally:
             os.close(fd)
         return ([] if self._stopped else folders), chunks
 
-    def _chunk(self, folder: str, entry: "os.DirEntry[str]") -> Held | None:
-        key = self._mapper.key(f"{folder}/{entry.name}")
-        if key is None:
-            return None
+    def _file(self, folder: str, entry: "os.DirEntry[str]") -> Held | None:
+        """Return what a file of a chunk's name takes; what any other takes is added up."""
+        temporary = self._sweep(folder, entry.name)
+        key = None if temporary else self._mapper.key(f"{folder}/{entry.name}")
         try:
             status = entry.stat(follow_symlinks=False)
         except FileNotFoundError:
             return None
-        if not self._takes(status.st_size):
-            self.skipped += 1
+        if key is None:
+            if not (temporary and self._sweep.is_own(entry.name)):  # What we write now has been reserved.
+                self.other_bytes += taken_bytes(status)
             return None
         self._unseen.discard(key)
-        return Held(key, status.st_blocks * SECTOR_BYTES)
+        loadable = self._takes(status.st_size)
+        self.skipped += not loadable
+        return Held(key, taken_bytes(status), status.st_mtime_ns, loadable)
+
+    def _measure(self, folder: str) -> int:
+        """Return what a folder and all that is in it takes, but for what we are writing."""
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root)
+        try:
+            total = os.fstat(fd).st_blocks * SECTOR_BYTES
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        total += self._measure(f"{folder}/{entry.name}")
+                    elif not self._sweep.is_own(entry.name):
+                        total += taken_bytes(entry.stat(follow_symlinks=False))
+        finally:
+            os.close(fd)
+        return total

@@ -40,6 +40,10 @@ class Sweep:
             logger.debug("%s: cannot be swept: %s", path, error.strerror)
         return True
 
+    def is_own(self, name: str) -> bool:
+        """Say whether a name is that of a temporary of this process."""
+        return read_attempt(name) == self._here
+
     def is_abandoned(self, name: str, changed_s: float) -> bool:
         """Say whether nobody is writing a temporary of this name, which may be another program's."""
         writer = read_attempt(name)
