@@ -187,9 +187,10 @@ class FsBackend(Backend):
             )
             note = self._index.removed
         finally:
+            self._eviction.stored(-sum(map(self._index.taken_bytes, removed)))
             for key in removed:
                 note(key, mark)
-            self._news.set()
+            self._eviction.changed()
         for error in filter(None, errors):
             left = len(keys) - len(removed)
             raise BackendUnavailable(f"{self._name}: {left} of {len(keys)} files could not be removed") from error

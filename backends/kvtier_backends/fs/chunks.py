@@ -15,8 +15,9 @@ from kvtier.keys import OffloadKey
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.discard import Discarded
 from kvtier_backends.fs.faults import Fault
-from kvtier_backends.fs.files import ChunkFiles, OpenChunk
+from kvtier_backends.fs.files import ChunkFiles, Found, OpenChunk
 from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, payload_checksum, write_footer
+from kvtier_backends.fs.index import Held, is_later
 from kvtier_backends.fs.pages import Pages
 from kvtier_backends.fs.verify import Whole, judge_chunk, judge_length
 
@@ -128,6 +129,22 @@ class Chunks:
             else:
                 removed.append(key)
         return last
+
+    def evict(self, victims: Sequence[Held], gone: dict[OffloadKey, int], used: list[Held], *, check: bool) -> None:
+        """Remove victims, and note what each has given back; with `check` spare those that others have used since."""
+        for victim in victims:
+            try:
+                found = self._files.look(victim.key) if check else Found(victim.allocated_bytes, victim.used_at_ns)
+                if found is None:
+                    gone[victim.key] = 0
+                elif is_later(found.used_at_ns, victim.used_at_ns):
+                    used.append(victim._replace(allocated_bytes=found.allocated_bytes, used_at_ns=found.used_at_ns))
+                elif self._files.remove(victim.key):
+                    gone[victim.key] = found.allocated_bytes
+                else:
+                    gone[victim.key] = 0 if check else victim.allocated_bytes
+            except OSError:
+                continue  # It is there still, and the caller counts it so.
 
     def stamp(self, used_at_ns: Mapping[OffloadKey, int]) -> None:
         """Have files say when they were used."""

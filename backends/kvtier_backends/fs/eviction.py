@@ -24,6 +24,16 @@ STAMP_EVERY_S = 10.0  # Uses are collected for so long before files' times are s
 STAMPS_MAX = 4_096  # Or until there are so many.
 
 
+class Removal:
+    """What a lane has removed so far, whoever waits for it."""
+
+    def __init__(self) -> None:
+        self.gone: dict[OffloadKey, int] = {}
+        """What each file has given back."""
+        self.used: list[Held] = []
+        """What was spared, because another process has used it since."""
+
+
 class Eviction:
     """One tier's. Belongs to the loop's thread, and removes in lanes."""
 
@@ -80,21 +90,23 @@ class Eviction:
 
     async def reserve(self, wanted_bytes: int, least_bytes: int, incoming: Sequence[OffloadKey]) -> int:
         """Promise room, as much of what is wanted as there is or can be made; less than `least_bytes` is of no use."""
-        capacity = self._capacity
-        if capacity.limit_bytes is not None and least_bytes > capacity.limit_bytes:
+        limit_bytes = self._capacity.limit_bytes
+        if limit_bytes is not None and least_bytes > limit_bytes:
             return 0
-        granted_bytes = capacity.reserve(wanted_bytes)
+        granted_bytes = await self._promise(wanted_bytes)
         try:
             for _ in range(ROUNDS_MAX):
                 short_bytes = wanted_bytes - granted_bytes
                 if short_bytes <= 0 or not (victims := self._choose(short_bytes, incoming)):
                     break
-                gone_bytes = await self._remove_for_store(victims)
-                granted_bytes += capacity.exchange(gone_bytes, short_bytes)
+                granted_bytes += await self._exchange(victims, short_bytes)
         except BaseException:
-            capacity.release(granted_bytes)
+            self.release(granted_bytes)
             raise
         return granted_bytes
+
+    def stored(self, added_bytes: int) -> None:
+        """Hear what a store or a delete has added to what is used."""
 
     def release(self, reserved_bytes: int) -> None:
         """Take a promise back: what was stored has been counted."""
@@ -105,7 +117,7 @@ class Eviction:
     async def make_room_on_disk(self, wanted_bytes: int, incoming: Sequence[OffloadKey]) -> int:
         """Remove files because the disk is full, whatever the limit says; return how much went."""
         victims = self._choose(wanted_bytes, incoming)
-        return await self._remove_for_store(victims) if victims else 0
+        return await self._remove(victims) if victims else 0
 
     def used(self, keys: Sequence[OffloadKey]) -> None:
         """Have the files' times say that they were used now, in prefix order, if they have not said so for an hour."""
@@ -160,8 +172,17 @@ class Eviction:
             pauses.append(max(self._ttl_s / 16, 0.01))
         return min(pauses)
 
+    async def _promise(self, wanted_bytes: int) -> int:
+        return self._capacity.reserve(wanted_bytes)
+
+    async def _exchange(self, victims: Sequence[Held], wanted_bytes: int) -> int:
+        return self._capacity.exchange(await self._remove(victims), wanted_bytes)
+
+    async def _surplus_bytes(self) -> int:
+        return self._capacity.surplus_bytes()
+
     async def _remove_surplus(self) -> None:
-        while self._scanned and (surplus_bytes := self._capacity.surplus_bytes()) > 0:
+        while self._scanned and (surplus_bytes := await self._surplus_bytes()) > 0:
             victims = self._choose(surplus_bytes, (), BATCH_FILES)
             if not victims or not await self._remove_behind(victims):
                 return  # Nothing may go, or nothing can be removed: not again before something has changed.
@@ -199,39 +220,41 @@ class Eviction:
         self._capacity.leaving_bytes += sum(victim.allocated_bytes for victim in victims)
         self.changed()
 
-    async def _remove_for_store(self, victims: Sequence[Held]) -> int:
-        removed: list[OffloadKey] = []
-        parts = share_out([victim.key for victim in victims], self._store_lanes.count, BATCH_FILES)
-        gone_bytes = 0
+    async def _remove(self, victims: Sequence[Held]) -> int:
+        """Remove in the stores' lanes, for a store that waits for it; return how much went."""
+        parts = share_out(victims, self._store_lanes.count, BATCH_FILES)
+        removal = Removal()
         try:
-            await in_threads(self._store_lanes, [partial(self._chunks.remove, part, removed) for part in parts])
+            await in_threads(self._store_lanes, [partial(self._evict, part, removal) for part in parts])
         finally:
-            gone_bytes = self._end(victims, removed)
+            gone_bytes = self._end(victims, removal)
         return gone_bytes
 
     async def _remove_behind(self, victims: Sequence[Held]) -> int:
-        removed: list[OffloadKey] = []
-        call = partial(self._chunks.remove, [victim.key for victim in victims], removed)
+        """Remove in the background's lane; return how much went."""
+        removal = Removal()
         try:
             # No buffer is lent: a tier that closes need not wait for the thread.
-            await asyncio.get_running_loop().run_in_executor(self._lane, call)
+            await asyncio.get_running_loop().run_in_executor(self._lane, self._evict, victims, removal)
         finally:
-            gone_bytes = self._end(victims, removed)
+            gone_bytes = self._end(victims, removal)
         return gone_bytes
 
-    def _end(self, victims: Sequence[Held], removed: Sequence[OffloadKey]) -> int:
+    def _evict(self, victims: Sequence[Held], removal: "Removal") -> None:
+        """Remove files. Blocks, in a lane."""
+        self._chunks.evict(victims, removal.gone, removal.used, check=False)
+
+    def _end(self, victims: Sequence[Held], removal: "Removal") -> int:
         """Note what is gone; what could not be removed is there still, and takes room."""
-        gone = set(removed)
-        gone_bytes = 0
+        spared = {chunk.key for chunk in removal.used}
         for victim in victims:
             self._capacity.leaving_bytes -= victim.allocated_bytes
-            if victim.key in gone:
-                gone_bytes += victim.allocated_bytes
-            else:
+            if victim.key not in removal.gone and victim.key not in spared:
                 self._index.stays(victim)
                 self._tally.count("evictions_failed")
+        self._index.scanned(removal.used)
         self._leaving.difference_update(victim.key for victim in victims)
-        gone_event, self._gone = self._gone, asyncio.Event()
-        gone_event.set()
+        gone, self._gone = self._gone, asyncio.Event()
+        gone.set()
         self.changed()
-        return gone_bytes
+        return sum(removal.gone.values())

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from kvtier.keys import OffloadKey
 from kvtier.namespace import FileMapper
@@ -20,6 +20,13 @@ from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.folder_sizes import taken_bytes
 
 CREATE_ATTEMPTS = 8  # Someone may remove a folder between its making and its use, but not for ever.
+
+
+class Found(NamedTuple):
+    """What can be seen of a file without opening it."""
+
+    allocated_bytes: int
+    used_at_ns: int
 
 
 class ChunkFiles:
@@ -70,11 +77,14 @@ class ChunkFiles:
         self._look_at(parent)
         return allocated_bytes
 
-    def remove(self, key: OffloadKey) -> None:
-        """Remove a chunk's file, if there is one, and the folders that it leaves empty."""
-        with suppress(FileNotFoundError, NotADirectoryError):
+    def remove(self, key: OffloadKey) -> bool:
+        """Remove a chunk's file and the folders that it leaves empty; False if there was none."""
+        try:
             os.unlink(self._mapper.name(key), dir_fd=self._root)
-            self.tidy(key)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        self.tidy(key)
+        return True
 
     def tidy(self, key: OffloadKey) -> None:
         """Remove the folders above a file that is gone, as far as they are empty: they take room, too."""
@@ -92,8 +102,17 @@ class ChunkFiles:
 
     def length(self, key: OffloadKey) -> int | None:
         """Return the length of a chunk's file in bytes; None if there is none."""
+        status = self._stat(key)
+        return status and status.st_size
+
+    def look(self, key: OffloadKey) -> "Found | None":
+        """Return what a chunk's file takes, and when it was used; None if there is none."""
+        status = self._stat(key)
+        return status and Found(taken_bytes(status), status.st_mtime_ns)
+
+    def _stat(self, key: OffloadKey) -> os.stat_result | None:
         try:
-            return os.stat(self._mapper.name(key), dir_fd=self._root).st_size
+            return os.stat(self._mapper.name(key), dir_fd=self._root)
         except (FileNotFoundError, NotADirectoryError):
             return None
 

@@ -254,12 +254,13 @@ class Index:
 
     def _evict(self, key: OffloadKey) -> Held:
         taken_bytes, loadable = self.taken_bytes(key), key in self._entries
+        used_at_ns = (self._entries.get(key, 0) >> _SECTOR_BITS & _MINUTES) * _MINUTE_NS
         if self._scanning:
             self._removed_in_scan.add(key)
         if self._reporting and loadable:
             self._lost.append(key)
         self._drop(key)
-        return Held(key, taken_bytes, loadable=loadable)
+        return Held(key, taken_bytes, used_at_ns, loadable)
 
     def _drop(self, key: OffloadKey) -> None:
         self.used_bytes -= self.taken_bytes(key)
@@ -296,6 +297,11 @@ def _entry(age: int, chunk: Held) -> int:
 def _minute(time_ns: int) -> int:
     """Return a time in minutes, which come round after 31 years."""
     return time_ns // _MINUTE_NS & _MINUTES
+
+
+def is_later(time_ns: int, known_ns: int) -> bool:
+    """Say whether a file's time is a later minute than the one that was known of it."""
+    return 0 < (_minute(time_ns) - _minute(known_ns) & _MINUTES) < 1 << (_MINUTE_BITS - 1)
 
 
 def _take(keys: deque[OffloadKey]) -> list[OffloadKey]:

@@ -31,6 +31,8 @@ class Room(Protocol):
 
     async def reserve(self, wanted_bytes: int, least_bytes: int, incoming: Sequence[OffloadKey]) -> int: ...
 
+    def stored(self, added_bytes: int) -> None: ...
+
     def release(self, reserved_bytes: int) -> None: ...
 
     async def make_room_on_disk(self, wanted_bytes: int, incoming: Sequence[OffloadKey]) -> int: ...
@@ -126,6 +128,7 @@ class Storing:
             places = list(enumerate(zip(share.writes, share.allocated_bytes, strict=False)))
             for place, (write, allocated_bytes) in reversed(places):
                 if allocated_bytes is not None:
+                    self._room.stored(allocated_bytes - self._index.taken_bytes(write.key))
                     self._index.stored(Held(write.key, allocated_bytes, share.used_at_ns - place))
                     if not told:
                         self._index.report(write.key)
