@@ -28,6 +28,7 @@ from kvtier.lend import Lanes, in_threads
 from kvtier.namespace import FileMapper
 from kvtier.policies.named import policy_class
 from kvtier_backends.fs.capacity import Capacity
+from kvtier_backends.fs.checkpoint import Checkpoint
 from kvtier_backends.fs.chunks import Chunks, share_out
 from kvtier_backends.fs.counters import FsCounters, Tally
 from kvtier_backends.fs.eviction import Eviction
@@ -44,6 +45,9 @@ SCAN_PATIENCE_S = 0.5  # Stores wait so long for the scan of a small directory, 
 
 _open = aiofiles.os.wrap(Folder.open)
 _loadable = aiofiles.os.wrap(Chunks.loadable)
+_write = aiofiles.os.wrap(Checkpoint.write)
+_next_recalled = aiofiles.os.wrap(Scan.next_recalled)
+_next_vanished = aiofiles.os.wrap(Scan.next_vanished)
 _next_batch = aiofiles.os.wrap(Scan.next_batch)
 
 
@@ -138,10 +142,15 @@ class FsBackend(Backend):
         self._closed = False
         self._news = asyncio.Event()  # Something for the inventory's consumer, or the end.
         self._patient_until = time.monotonic() + SCAN_PATIENCE_S
-        self._scan = Scan(folder, context.mapper, self._chunks.takes, now_s=time.time())
+        self._checkpoint = Checkpoint(folder, context.mapper, tally, context.row_bytes)
+        self._checkpoint_s = options.checkpoint_s
+        self._recalled = False  # Before that, the last checkpoint is better than one of what is known.
+        recalled = self._checkpoint.read() if self._checkpoint_s else iter(())
+        self._scan = Scan(folder, context.mapper, self._chunks.takes, recalled, now_s=time.time())
         self._eviction.changed = self._news.set
         self._scanning = asyncio.create_task(self._run_scan(), name=f"kvtier-{context.name}-scan")
         self._evicting = asyncio.create_task(self._eviction.run(), name=f"kvtier-{context.name}-evict")
+        self._checkpointing = asyncio.create_task(self._run_checkpoints(), name=f"kvtier-{context.name}-checkpoints")
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         self._check_open()
@@ -190,15 +199,17 @@ class FsBackend(Backend):
         self._closed = True
         self._news.set()
         self._scan.stop()
-        background = self._scanning, self._evicting
+        background = self._scanning, self._evicting, self._checkpointing
         for task in background:
             task.cancel()
         self._eviction.stamp_before_end()
         ends_at = time.monotonic() + deadline_s
         await self._stores.close(deadline_s)  # Their lanes are open until then: a store may need several hops.
-        deadline_s = max(0.0, ends_at - time.monotonic())
-        lanes = self._load_lanes, self._store_lanes, self._scan_lane, self._evict_lane
-        loads, stores, *others = await asyncio.gather(*(each.aclose(deadline_s) for each in lanes))
+        lanes = self._load_lanes, self._store_lanes
+        loads, stores = await asyncio.gather(*(each.aclose(max(0.0, ends_at - time.monotonic())) for each in lanes))
+        self._write_last_checkpoint(max(0.0, ends_at - time.monotonic()))
+        lanes = self._scan_lane, self._evict_lane
+        others = await asyncio.gather(*(each.aclose(max(0.0, ends_at - time.monotonic())) for each in lanes))
         if not loads + stores + sum(others):
             self._folder.close()
         await asyncio.wait(background)
@@ -251,9 +262,28 @@ class FsBackend(Backend):
             raise BackendUnavailable(f"{self._name}: the file system is away: {outcomes[-1]}")
         return outcomes
 
+    def _write_last_checkpoint(self, left_s: float) -> None:
+        """Queue it on the scan's lane, behind a scan that is being stopped; only the first closing can."""
+        wanted, self._recalled = self._recalled, False
+        if wanted and self._checkpoint_s and left_s:
+            self._scan_lane.submit(self._checkpoint.write, self._index.snapshot(), time.time_ns())
+
+    async def _run_checkpoints(self) -> None:
+        while self._checkpoint_s:
+            await asyncio.sleep(self._checkpoint_s)
+            if self._recalled:
+                snapshot = self._index.snapshot()
+                await _write(self._checkpoint, snapshot, time.time_ns(), executor=self._scan_lane)
+
     async def _run_scan(self) -> None:
+        while batch := await _next_recalled(self._scan, executor=self._scan_lane):
+            self._index.scanned(batch)
+            self._eviction.changed()
+        self._recalled = True
         while batch := await _next_batch(self._scan, executor=self._scan_lane):
             self._eviction.scanned(batch)
+        while gone := await _next_vanished(self._scan, executor=self._scan_lane):
+            self._index.vanished(gone)
         self._tally.count("scan_skipped", self._scan.skipped)
         self._tally.count("scan_failed", self._scan.failed)
         self._tally.count("scan_swept", self._scan.swept)

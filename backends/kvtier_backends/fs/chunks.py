@@ -136,13 +136,11 @@ class Chunks:
             try:
                 found = self._files.look(victim.key) if check else Found(victim.allocated_bytes, victim.used_at_ns)
                 if found is None:
-                    gone[victim.key] = 0
+                    gone[victim.key] = 0  # Whoever removed it has had the room.
                 elif is_later(found.used_at_ns, victim.used_at_ns):
                     used.append(victim._replace(allocated_bytes=found.allocated_bytes, used_at_ns=found.used_at_ns))
-                elif self._files.remove(victim.key):
-                    gone[victim.key] = found.allocated_bytes
                 else:
-                    gone[victim.key] = 0 if check else victim.allocated_bytes
+                    gone[victim.key] = found.allocated_bytes if self._files.remove(victim.key) else 0
             except OSError:
                 continue  # It is there still, and the caller counts it so.
 
@@ -177,6 +175,9 @@ class Chunks:
         fault = whole if isinstance(whole, Fault) else judge_chunk(into, page[:FOOTER_BYTES], key, self._fingerprint)
         if fault is None:
             return None
+        if fault is Fault.VERSION:
+            self._tally.count("other_version")
+            return BlockMissing(f"{key.hex()}: a file of a later format; left alone")
         self._tally.corrupt(fault)
         discarded = chunk.discard(fault)
         if counter := _COUNTED.get(discarded):

@@ -14,6 +14,7 @@ class FsCounters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     buffered_fallback: int = 0  # 1 if direct I/O was wanted and refused.
     unverified_accepted: int = 0  # Loads of files without a footer.
     unverified_refused: int = 0
+    other_version: int = 0  # Loads of files of a later format, which are left alone.
     corrupt: dict[str, int] = {}  # Files, by `Fault`.
     quarantined: int = 0  # Of those; the others were deleted, but for:
     corrupt_left: int = 0  # Could not be moved or deleted.
@@ -25,6 +26,10 @@ class FsCounters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     evictions_failed: int = 0  # Files that could not be removed, and take room still.
     refused: dict[str, int] = {}  # Chunks without room, by reason: `capacity`, `write_budget`.
     disk_full: int = 0  # Chunks that the file system had no room for, whatever the limit says.
+    checkpoint_chunks: int = 0  # Chunks that the last life's checkpoint named.
+    checkpoints_ignored: int = 0  # Torn, of another version or namespace.
+    checkpoints_written: int = 0
+    checkpoints_failed: int = 0
     scan_failed: int = 0  # Folders that could not be read: the tier then goes on asking the file system.
 
 

@@ -9,7 +9,7 @@ import json
 import logging
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from typing import Literal
 
@@ -83,6 +83,27 @@ class Folder:
             os.close(self.root_fd)
             self.root_fd = -1
 
+    def read(self, name: str, bytes_max: int) -> bytes | None:
+        """Return the first bytes of a small file; None if there is none."""
+        try:
+            fd = os.open(name, os.O_RDONLY, dir_fd=self.root_fd)
+        except FileNotFoundError:
+            return None
+        with open(fd, "rb") as file:
+            return file.read(bytes_max)
+
+    def publish(self, name: str, pieces: Iterable[bytes]) -> None:
+        """Put a file of these bytes beside the chunks, in place of what was there, whole or not at all."""
+        temporary = f"{self._mapper.folder}/{attempt_name(self.writer)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        try:
+            with open(os.open(temporary, flags, 0o644, dir_fd=self.root_fd), "wb") as file:
+                file.writelines(pieces)
+            os.rename(temporary, name, src_dir_fd=self.root_fd, dst_dir_fd=self.root_fd)
+        except BaseException:
+            _quietly(os.unlink, temporary, dir_fd=self.root_fd)
+            raise
+
     def _make_root(self, root: str, undo: ExitStack) -> None:
         with suppress(FileExistsError):
             os.mkdir(root)
@@ -117,41 +138,22 @@ class Folder:
     def _settle_config(self, undo: ExitStack) -> None:
         """Leave the names' meaning beside the chunks, as vLLM does, or see that what is there says the same."""
         name, ours = self._mapper.config_name, self._mapper.config_bytes
-        there = self._read_config(name)
+        there = self.read(name, CONFIG_BYTES_MAX)
         if there is None:
-            self._publish(name, ours)
+            self.publish(name, [ours])
             undo.callback(_quietly, os.unlink, name, dir_fd=self.root_fd)
             return
         try:
             same = json.loads(there) == json.loads(ours)
         except ValueError:  # vLLM writes in place: this may be the half that a killed one left.
             logger.warning("%s/%s: not JSON; written anew", self._options.root, name)
-            self._publish(name, ours)
+            self.publish(name, [ours])
             return
         if not same:
             raise ConfigError(
                 f"root: {self._options.root!r} given, a directory whose {name} is this namespace's accepted: "
                 "this one's fields are others"
             )
-
-    def _read_config(self, name: str) -> bytes | None:
-        try:
-            fd = os.open(name, os.O_RDONLY, dir_fd=self.root_fd)
-        except FileNotFoundError:
-            return None
-        with open(fd, "rb") as file:
-            return file.read(CONFIG_BYTES_MAX)
-
-    def _publish(self, name: str, content: bytes) -> None:
-        temporary = f"{self._mapper.folder}/{attempt_name(self.writer)}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        try:
-            with open(os.open(temporary, flags, 0o644, dir_fd=self.root_fd), "wb") as file:
-                file.write(content)
-            os.rename(temporary, name, src_dir_fd=self.root_fd, dst_dir_fd=self.root_fd)
-        except BaseException:
-            _quietly(os.unlink, temporary, dir_fd=self.root_fd)
-            raise
 
     def _try_io(self, mode: Literal["auto", "direct", "buffered"]) -> bool:
         """Write and read two pages the way that chunks will be; return whether directly."""

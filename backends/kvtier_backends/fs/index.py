@@ -66,17 +66,9 @@ class Index:
     def __contains__(self, key: OffloadKey) -> bool:
         return key in self._entries
 
-    def oldest_first(self) -> list[Held]:
-        """Return all chunks that a load would likely find, by their last use; that of those used since the start is 0.
-
-        Takes half a microsecond a chunk: not for a thread that others wait for.
-        """
-        idle = [
-            Held(key, self.taken_bytes(key), used_at_ns)
-            for used_at_ns, key in self._order.idle_oldest_first()
-            if key in self._entries
-        ]
-        return idle + [Held(key, self.taken_bytes(key)) for key in self._entries if self._is_live(key)]
+    def snapshot(self) -> "Snapshot":
+        """Return what is there now, for another thread to put in order: 20 ms a million chunks."""
+        return Snapshot(dict(self._entries), *self._order.snapshot())
 
     def taken_bytes(self, key: OffloadKey) -> int:
         """Return the room that a key's file takes, whether or not a load would take it; 0 if none is known."""
@@ -141,14 +133,18 @@ class Index:
         return True
 
     def scanned(self, chunks: Sequence[Held]) -> int:
-        """Note what the scan has seen, but for what is known, or was removed since it may have looked.
+        """Note what a checkpoint names or the scan has seen, but for what was stored, used or removed meanwhile.
 
-        Returns how much room that takes which was not known of.
+        Returns how much room that takes which it noted.
         """
-        before_bytes = self.used_bytes
+        noted_bytes = 0
         for chunk in chunks:
             key = chunk.key
-            if key in self._removed_in_scan or key in self._entries or key in self._unloadable:
+            if key in self._removed_in_scan or key in self._unloadable or self._is_live(key):
+                continue
+            noted_bytes += chunk.allocated_bytes
+            if key in self._entries:
+                self._correct(chunk)
                 continue
             if chunk.loadable:
                 self._entries[key] = _entry(0, chunk)
@@ -157,7 +153,15 @@ class Index:
                 self._unloadable[key] = chunk.allocated_bytes
             self.used_bytes += chunk.allocated_bytes
             self._order.found(key, chunk.used_at_ns)
-        return self.used_bytes - before_bytes
+        return noted_bytes
+
+    def vanished(self, keys: Iterable[OffloadKey]) -> None:
+        """Note that the scan has not seen what a checkpoint named; the consumer hears of it."""
+        for key in keys:
+            if key in self._entries and not self._is_live(key):
+                self._drop(key)
+                if self._reporting:
+                    self._lost.append(key)
 
     def scan_ended(self, *, complete: bool) -> None:
         """Note that the scan is over; `complete`: that nothing was left out."""
@@ -238,6 +242,17 @@ class Index:
         entry = self._entries.get(key)
         return key in self._unloadable if entry is None else not entry >> _AGE_BIT
 
+    def _correct(self, chunk: Held) -> None:
+        """Have a chunk that a checkpoint named take what the scan has seen that it takes."""
+        self._drop(chunk.key)
+        self.used_bytes += chunk.allocated_bytes
+        if chunk.loadable:
+            self._entries[chunk.key] = _entry(0, chunk)
+            return
+        self._unloadable[chunk.key] = chunk.allocated_bytes
+        if self._reporting:
+            self._lost.append(chunk.key)
+
     def _evict(self, key: OffloadKey) -> Held:
         taken_bytes, loadable = self.taken_bytes(key), key in self._entries
         used_at_ns = (self._entries.get(key, 0) >> _SECTOR_BITS & _MINUTES) * _MINUTE_NS
@@ -268,6 +283,26 @@ def _minute(time_ns: int) -> int:
 def is_later(time_ns: int, known_ns: int) -> bool:
     """Say whether a file's time is a later minute than the one that was known of it."""
     return 0 < (_minute(time_ns) - _minute(known_ns) & _MINUTES) < 1 << (_MINUTE_BITS - 1)
+
+
+class Snapshot(NamedTuple):
+    """An index at one moment."""
+
+    entries: dict[OffloadKey, int]
+    idle: list[tuple[int, OffloadKey]]
+    used_at_ns: dict[OffloadKey, int]
+
+    def newest_first(self, now_ns: int) -> list[Held]:
+        """Return the chunks that a load would likely find, by their last use. Takes a microsecond a chunk.
+
+        Where no clock has noted the time of a use, it is one just before `now_ns`, in the right order.
+        """
+        live = [(key, entry) for key, entry in reversed(self.entries.items()) if entry >> _AGE_BIT]
+        idle = sorted({entry for entry in self.idle if not self.entries.get(entry[1], 1 << _AGE_BIT) >> _AGE_BIT})
+        return [
+            Held(key, (entry & _SECTORS) * SECTOR_BYTES, self.used_at_ns.get(key, now_ns - place))
+            for place, (key, entry) in enumerate(live)
+        ] + [Held(key, (self.entries[key] & _SECTORS) * SECTOR_BYTES, used_at_ns) for used_at_ns, key in reversed(idle)]
 
 
 def _take(keys: deque[OffloadKey]) -> list[OffloadKey]:

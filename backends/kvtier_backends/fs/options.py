@@ -8,7 +8,7 @@ from kvtier.config import Checked
 from kvtier.errors import ConfigError
 from kvtier.naming import NamingKind
 from kvtier.policies.named import policy_class
-from kvtier.units import PositiveDuration, PositiveSize, Share, Size
+from kvtier.units import Duration, PositiveDuration, PositiveSize, Share, Size
 
 LANES_MAX = 64  # A device that needs more requests at once than this needs another way of asking, not more threads.
 
@@ -62,6 +62,9 @@ class FsOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     corrupt: Literal["delete", "quarantine"] = "delete"
     """What becomes of a file that is not what it should be: `quarantine` keeps some of them to be looked at."""
+
+    checkpoint_s: Duration = 1_800.0
+    """How often the index is written down, besides at the end: a start that has it answers at once. 0: never."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be had together."""

@@ -83,9 +83,9 @@ class Order:
                 self._live -= 1
         return chosen
 
-    def idle_oldest_first(self) -> list[tuple[int, OffloadKey]]:
-        """Return what is idle, and when it was used last."""
-        return sorted({entry for entry in self._idle if self._is_idle(entry[1])})
+    def snapshot(self) -> tuple[list[tuple[int, OffloadKey]], dict[OffloadKey, int]]:
+        """Return, in no order, the last use of what was idle at some time, and of what is not if there is a clock."""
+        return list(self._idle), dict(self._used_at_ns)
 
     def _note_use(self, key: OffloadKey) -> None:
         if self._clock_ns is not None:

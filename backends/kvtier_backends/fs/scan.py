@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 
 from kvtier.backend import INVENTORY_BATCH_KEYS
+from kvtier.keys import OffloadKey
 from kvtier.namespace import FileMapper
 from kvtier.naming import read_folder
 from kvtier_backends.fs.folder import Folder
@@ -26,8 +27,19 @@ DEPTH_MAX = 8  # Folders within folders. Names have three; a loop of bind mounts
 class Scan:
     """One walk over a namespace's files. Blocks; one thread at a time."""
 
-    def __init__(self, folder: Folder, mapper: FileMapper, takes: Callable[[int], bool], *, now_s: float) -> None:
-        """`takes`: whether a load would take a file of this length. `now_s`: since the epoch."""
+    def __init__(
+        self,
+        folder: Folder,
+        mapper: FileMapper,
+        takes: Callable[[int], bool],
+        recalled: Iterator[list[Held]],
+        *,
+        now_s: float,
+    ) -> None:
+        """`takes`: whether a load would take a file of this length.
+
+        `recalled`: what a checkpoint says, to be looked for; `now_s`: the time, since the epoch.
+        """
         self.other_bytes = 0
         """What is taken by files that are no chunks."""
         self.skipped = 0
@@ -42,12 +54,26 @@ class Scan:
         self._mapper = mapper
         self._takes = takes
         self._stopped = False
+        self._recalled = recalled
+        self._unseen: set[OffloadKey] = set()  # What was recalled and has not been found yet.
         self._chunks = chain(self._look_around(folder.chunks), self._walk(folder.chunks, DEPTH_MAX))
 
     @property
     def swept(self) -> int:
         """Temporaries of dead processes that were removed."""
         return self._sweep.removed
+
+    def next_recalled(self) -> list[Held]:
+        """Return the next chunks that the checkpoint names; an empty list at the end."""
+        batch = next(self._recalled, None) or []
+        self._unseen.update(chunk.key for chunk in batch)
+        return batch
+
+    def next_vanished(self) -> list[OffloadKey]:
+        """Return, when all batches have been, the next chunks that were recalled and are not there."""
+        if self.failed or self._stopped:
+            return []  # They may be where it could not look.
+        return [self._unseen.pop() for _ in range(min(len(self._unseen), INVENTORY_BATCH_KEYS))]
 
     def next_batch(self) -> list[Held]:
         """Return the next chunks; an empty list at the end."""
@@ -135,6 +161,7 @@ class Scan:
             return None
         loadable = self._takes(status.st_size)
         self.skipped += not loadable
+        self._unseen.discard(key)
         return Held(key, taken_bytes(status), status.st_mtime_ns, loadable)
 
     def _measure(self, folder: str) -> int:

@@ -28,12 +28,12 @@ class Sweep:
 
     def __call__(self, folder: str, name: str) -> bool:
         """Remove a file if it is an abandoned temporary; say whether it is a temporary at all."""
-        writer = read_attempt(name)
-        if writer is None:
+        if read_attempt(name) is None:
             return False
         path = f"{folder}/{name}"
         try:
-            if self._is_abandoned(writer, path):
+            status = os.stat(path, dir_fd=self._root, follow_symlinks=False)
+            if self.is_abandoned(name, status.st_mtime):
                 os.unlink(path, dir_fd=self._root)
                 self.removed += 1
         except OSError as error:  # Mostly: its writer has just ended, well or not.
@@ -44,9 +44,11 @@ class Sweep:
         """Say whether a name is that of a temporary of this process."""
         return read_attempt(name) == self._here
 
-    def _is_abandoned(self, writer: Writer, path: str) -> bool:
-        if writer.boot != self._here.boot:
-            return os.stat(path, dir_fd=self._root, follow_symlinks=False).st_mtime < self._old_s
+    def is_abandoned(self, name: str, changed_s: float) -> bool:
+        """Say whether nobody is writing a temporary of this name, which may be another program's."""
+        writer = read_attempt(name)
+        if writer is None or writer.boot != self._here.boot:
+            return changed_s < self._old_s
         if writer not in self._alive:
             self._alive[writer] = started_at(writer.pid) == writer.started
         return not self._alive[writer]
