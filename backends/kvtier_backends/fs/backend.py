@@ -89,9 +89,8 @@ class FsBackend(Backend):
         limit_bytes = min(options.capacity_bytes or folder.disk.size_bytes, folder.disk.size_bytes)
         policy = policy_class(options.eviction_policy)(max(1, limit_bytes // context.row_bytes))
         self._index = Index(policy, None if options.ttl_s is None else time.time_ns)
-        self._checkpoint = Checkpoint(folder, context.mapper, tally, context.row_bytes)
         self._capacity = Capacity(
-            (self._index, folder.sizes, self._checkpoint),
+            (self._index, folder.sizes),
             folder.disk,
             limit_bytes=options.capacity_bytes,
             low_water=options.low_water,
@@ -142,10 +141,11 @@ class FsBackend(Backend):
         )
         self._closed = False
         self._news = asyncio.Event()  # Something for the inventory's consumer, or the end.
+        self._patient_until = time.monotonic() + SCAN_PATIENCE_S
+        self._checkpoint = Checkpoint(folder, context.mapper, tally, context.row_bytes)
         self._checkpoint_s = options.checkpoint_s
         self._recalled = False  # Before that, the last checkpoint is better than one of what is known.
         recalled = self._checkpoint.read() if self._checkpoint_s else iter(())
-        self._patient_until = time.monotonic() + SCAN_PATIENCE_S
         self._scan = Scan(folder, context.mapper, self._chunks.takes, recalled, now_s=time.time())
         self._eviction.changed = self._news.set
         self._scanning = asyncio.create_task(self._run_scan(), name=f"kvtier-{context.name}-scan")
@@ -205,11 +205,12 @@ class FsBackend(Backend):
         self._eviction.stamp_before_end()
         ends_at = time.monotonic() + deadline_s
         await self._stores.close(deadline_s)  # Their lanes are open until then: a store may need several hops.
-        lanes = self._load_lanes, self._store_lanes, self._evict_lane
-        loads, stores, evictions = await asyncio.gather(*(each.aclose(_left_s(ends_at)) for each in lanes))
-        self._write_last_checkpoint(_left_s(ends_at))
-        scans = await self._scan_lane.aclose(_left_s(ends_at))
-        if not loads + stores + evictions + scans:
+        lanes = self._load_lanes, self._store_lanes
+        loads, stores = await asyncio.gather(*(each.aclose(max(0.0, ends_at - time.monotonic())) for each in lanes))
+        self._write_last_checkpoint(max(0.0, ends_at - time.monotonic()))
+        lanes = self._scan_lane, self._evict_lane
+        others = await asyncio.gather(*(each.aclose(max(0.0, ends_at - time.monotonic())) for each in lanes))
+        if not loads + stores + sum(others):
             self._folder.close()
         await asyncio.wait(background)
         for task in background:
@@ -264,32 +265,20 @@ class FsBackend(Backend):
     def _write_last_checkpoint(self, left_s: float) -> None:
         """Queue it on the scan's lane, behind a scan that is being stopped; only the first closing can."""
         wanted, self._recalled = self._recalled, False
-        if wanted and self._checkpoint_s and left_s and self._reserved_for_checkpoint():
+        if wanted and self._checkpoint_s and left_s:
             self._scan_lane.submit(self._checkpoint.write, self._index.snapshot(), time.time_ns())
 
     async def _run_checkpoints(self) -> None:
         while self._checkpoint_s:
             await asyncio.sleep(self._checkpoint_s)
-            if self._recalled and (reserved_bytes := self._reserved_for_checkpoint()):
+            if self._recalled:
                 snapshot = self._index.snapshot()
-                try:
-                    await _write(self._checkpoint, snapshot, time.time_ns(), executor=self._scan_lane)
-                finally:
-                    self._capacity.release(reserved_bytes)
-
-    def _reserved_for_checkpoint(self) -> int:
-        """Reserve room for a checkpoint beside the last one; 0 if there is none: chunks go first."""
-        wanted_bytes = self._checkpoint.bytes_worst(len(self._index))
-        granted_bytes = self._capacity.reserve(wanted_bytes)
-        if granted_bytes == wanted_bytes:
-            return granted_bytes
-        self._capacity.release(granted_bytes)
-        self._tally.count("checkpoints_failed")
-        return 0
+                await _write(self._checkpoint, snapshot, time.time_ns(), executor=self._scan_lane)
 
     async def _run_scan(self) -> None:
         while batch := await _next_recalled(self._scan, executor=self._scan_lane):
-            self._eviction.scanned(batch)
+            self._index.scanned(batch)
+            self._eviction.changed()
         self._recalled = True
         while batch := await _next_batch(self._scan, executor=self._scan_lane):
             self._eviction.scanned(batch)
@@ -304,7 +293,3 @@ class FsBackend(Backend):
         self._index.scan_ended(complete=self._scan.failed == 0)
         self._eviction.scan_ended()
         self._news.set()
-
-
-def _left_s(ends_at: float) -> float:
-    return max(0.0, ends_at - time.monotonic())

@@ -136,13 +136,11 @@ class Chunks:
             try:
                 found = self._files.look(victim.key) if check else Found(victim.allocated_bytes, victim.used_at_ns)
                 if found is None:
-                    gone[victim.key] = 0
+                    gone[victim.key] = 0  # Whoever removed it has had the room.
                 elif is_later(found.used_at_ns, victim.used_at_ns):
                     used.append(victim._replace(allocated_bytes=found.allocated_bytes, used_at_ns=found.used_at_ns))
-                elif self._files.remove(victim.key):
-                    gone[victim.key] = found.allocated_bytes
                 else:
-                    gone[victim.key] = 0 if check else victim.allocated_bytes
+                    gone[victim.key] = found.allocated_bytes if self._files.remove(victim.key) else 0
             except OSError:
                 continue  # It is there still, and the caller counts it so.
 

@@ -21,15 +21,15 @@ class FsCounters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     scan_skipped: int = 0  # Files found at the start that no load would take: a wrong length, or refused.
     scan_swept: int = 0  # Temporaries of dead processes, removed.
     scan_others: int = 0  # Folders of other namespaces, left alone.
-    checkpoint_chunks: int = 0  # Chunks that the last life's checkpoint named.
-    checkpoints_ignored: int = 0  # Torn, of another version or namespace.
-    checkpoints_written: int = 0
-    checkpoints_failed: int = 0
     evicted: int = 0  # Files that went for room.
     expired: int = 0  # Files that went because they were not used for `ttl_s`.
     evictions_failed: int = 0  # Files that could not be removed, and take room still.
     refused: dict[str, int] = {}  # Chunks without room, by reason: `capacity`, `write_budget`.
     disk_full: int = 0  # Chunks that the file system had no room for, whatever the limit says.
+    checkpoint_chunks: int = 0  # Chunks that the last life's checkpoint named.
+    checkpoints_ignored: int = 0  # Torn, of another version or namespace.
+    checkpoints_written: int = 0
+    checkpoints_failed: int = 0
     scan_failed: int = 0  # Folders that could not be read: the tier then goes on asking the file system.
 
 

@@ -100,6 +100,8 @@ class Eviction:
                 if short_bytes <= 0 or not (victims := self._choose(short_bytes, incoming)):
                     break
                 granted_bytes += await self._exchange(victims, short_bytes)
+                if granted_bytes < wanted_bytes:  # Files that were gone already had left their room to all.
+                    granted_bytes += await self._promise(wanted_bytes - granted_bytes)
         except BaseException:
             self.release(granted_bytes)
             raise
@@ -117,7 +119,9 @@ class Eviction:
     async def make_room_on_disk(self, wanted_bytes: int, incoming: Sequence[OffloadKey]) -> int:
         """Remove files because the disk is full, whatever the limit says; return how much went."""
         victims = self._choose(wanted_bytes, incoming)
-        return await self._remove(victims) if victims else 0
+        gone_bytes = await self._remove(victims) if victims else 0
+        self.stored(-gone_bytes)
+        return gone_bytes
 
     def used(self, keys: Sequence[OffloadKey]) -> None:
         """Have the files' times say that they were used now, in prefix order, if they have not said so for an hour."""

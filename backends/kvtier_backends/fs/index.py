@@ -135,13 +135,14 @@ class Index:
     def scanned(self, chunks: Sequence[Held]) -> int:
         """Note what a checkpoint names or the scan has seen, but for what was stored, used or removed meanwhile.
 
-        Returns how much room that takes which was not known of.
+        Returns how much room that takes which it noted.
         """
-        before_bytes = self.used_bytes
+        noted_bytes = 0
         for chunk in chunks:
             key = chunk.key
             if key in self._removed_in_scan or key in self._unloadable or self._is_live(key):
                 continue
+            noted_bytes += chunk.allocated_bytes
             if key in self._entries:
                 self._correct(chunk)
                 continue
@@ -152,7 +153,7 @@ class Index:
                 self._unloadable[key] = chunk.allocated_bytes
             self.used_bytes += chunk.allocated_bytes
             self._order.found(key, chunk.used_at_ns)
-        return self.used_bytes - before_bytes
+        return noted_bytes
 
     def vanished(self, keys: Iterable[OffloadKey]) -> None:
         """Note that the scan has not seen what a checkpoint named; the consumer hears of it."""
@@ -268,6 +269,22 @@ class Index:
         self._unloadable.pop(key, None)
 
 
+def _entry(age: int, chunk: Held) -> int:
+    sectors = chunk.allocated_bytes // SECTOR_BYTES
+    assert sectors <= _SECTORS, chunk.allocated_bytes
+    return age << _AGE_BIT | _minute(chunk.used_at_ns) << _SECTOR_BITS | sectors
+
+
+def _minute(time_ns: int) -> int:
+    """Return a time in minutes, which come round after 31 years."""
+    return time_ns // _MINUTE_NS & _MINUTES
+
+
+def is_later(time_ns: int, known_ns: int) -> bool:
+    """Say whether a file's time is a later minute than the one that was known of it."""
+    return 0 < (_minute(time_ns) - _minute(known_ns) & _MINUTES) < 1 << (_MINUTE_BITS - 1)
+
+
 class Snapshot(NamedTuple):
     """An index at one moment."""
 
@@ -286,22 +303,6 @@ class Snapshot(NamedTuple):
             Held(key, (entry & _SECTORS) * SECTOR_BYTES, self.used_at_ns.get(key, now_ns - place))
             for place, (key, entry) in enumerate(live)
         ] + [Held(key, (self.entries[key] & _SECTORS) * SECTOR_BYTES, used_at_ns) for used_at_ns, key in reversed(idle)]
-
-
-def _entry(age: int, chunk: Held) -> int:
-    sectors = chunk.allocated_bytes // SECTOR_BYTES
-    assert sectors <= _SECTORS, chunk.allocated_bytes
-    return age << _AGE_BIT | _minute(chunk.used_at_ns) << _SECTOR_BITS | sectors
-
-
-def _minute(time_ns: int) -> int:
-    """Return a time in minutes, which come round after 31 years."""
-    return time_ns // _MINUTE_NS & _MINUTES
-
-
-def is_later(time_ns: int, known_ns: int) -> bool:
-    """Say whether a file's time is a later minute than the one that was known of it."""
-    return 0 < (_minute(time_ns) - _minute(known_ns) & _MINUTES) < 1 << (_MINUTE_BITS - 1)
 
 
 def _take(keys: deque[OffloadKey]) -> list[OffloadKey]:

@@ -159,9 +159,9 @@ class Scan:
             if not (temporary and self._sweep.is_own(entry.name)):  # What we write now has been reserved.
                 self.other_bytes += taken_bytes(status)
             return None
-        self._unseen.discard(key)
         loadable = self._takes(status.st_size)
         self.skipped += not loadable
+        self._unseen.discard(key)
         return Held(key, taken_bytes(status), status.st_mtime_ns, loadable)
 
     def _measure(self, folder: str) -> int:
