@@ -5,7 +5,7 @@ SHELL := bash
 MAKEFLAGS += --no-builtin-rules
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types docs bench clean
+.PHONY: help setup demo test crash lint types docs bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -33,6 +33,9 @@ demo: $(INSTALLED)  ## replay a generated workload with real bytes; figures and 
 
 test: $(INSTALLED)  ## run the tests
 	$(BIN)/pytest
+
+crash: $(INSTALLED)  ## kill writers and cut off disks, ROUNDS times each (300); cutting off needs root
+	KVTIER_CRASH_ROUNDS=$(or $(ROUNDS),300) KVTIER_POWER_ROUNDS=$(or $(ROUNDS),300) $(BIN)/pytest tests/fs/test_crash.py
 
 lint: $(INSTALLED)  ## check style, formatting and the direction of imports
 	$(BIN)/ruff check
