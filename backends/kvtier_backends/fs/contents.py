@@ -22,8 +22,8 @@ from kvtier_backends.fs.attempts import SUFFIX, Writer, attempt_name
 from kvtier_backends.fs.discard import take_aside
 from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.folder import CONFIG_BYTES_MAX, QUARANTINE
+from kvtier_backends.fs.folder_sizes import SECTOR_BYTES
 from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, read_footer
-from kvtier_backends.fs.index import SECTOR_BYTES
 from kvtier_backends.fs.sweep import Sweep
 from kvtier_backends.fs.verify import Whole, judge_length
 
