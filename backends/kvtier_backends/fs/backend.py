@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import ClassVar, Self
@@ -27,8 +28,8 @@ from kvtier.keys import GROUP_BYTES, OffloadKey
 from kvtier.lend import Lanes, in_threads
 from kvtier.namespace import FileMapper
 from kvtier.policies.named import policy_class
+from kvtier_backends.fs.books import Books, open_books
 from kvtier_backends.fs.capacity import Capacity
-from kvtier_backends.fs.checkpoint import Checkpoint
 from kvtier_backends.fs.chunks import Chunks, share_out
 from kvtier_backends.fs.counters import FsCounters, Tally
 from kvtier_backends.fs.eviction import Eviction
@@ -36,19 +37,16 @@ from kvtier_backends.fs.files import ChunkFiles
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.index import Index
 from kvtier_backends.fs.loading import Loading
+from kvtier_backends.fs.looking import Looking
 from kvtier_backends.fs.options import FsOptions
-from kvtier_backends.fs.scan import Scan
+from kvtier_backends.fs.shared import SharedEviction
 from kvtier_backends.fs.storing import Storing, sizes_of
 
 PROBES_MAX = 512  # Calls without bytes, in one hop: half a millisecond of a local file system's time.
 SCAN_PATIENCE_S = 0.5  # Stores wait so long for the scan of a small directory, rather than be refused for its sake.
 
-_open = aiofiles.os.wrap(Folder.open)
+_open = aiofiles.os.wrap(open_books)
 _loadable = aiofiles.os.wrap(Chunks.loadable)
-_write = aiofiles.os.wrap(Checkpoint.write)
-_next_recalled = aiofiles.os.wrap(Scan.next_recalled)
-_next_vanished = aiofiles.os.wrap(Scan.next_vanished)
-_next_batch = aiofiles.os.wrap(Scan.next_batch)
 
 
 class FsBackend(Backend):
@@ -69,15 +67,21 @@ class FsBackend(Backend):
         tally = Tally()
         scan_lane = Lanes(1, f"kvtier-{context.name}-scan")
         try:
-            await _open(folder, executor=scan_lane)
-            return cls(options, context, folder, tally, scan_lane)
+            books = await _open(folder, context, options, executor=scan_lane)
+            return cls(options, context, folder, books, tally, scan_lane)
         except BaseException:
             scan_lane.submit(folder.close)  # When the lane comes to it: a cancelled call's thread may still be at it.
             scan_lane.shutdown(wait=False)
             raise
 
     def __init__(
-        self, options: FsOptions, context: TierContext, folder: Folder, tally: Tally, scan_lane: Lanes
+        self,
+        options: FsOptions,
+        context: TierContext,
+        folder: Folder,
+        books: Books,
+        tally: Tally,
+        scan_lane: Lanes,
     ) -> None:
         """Use `open` instead."""
         self._name = context.name
@@ -110,7 +114,9 @@ class FsBackend(Backend):
         self._store_lanes = Lanes(options.store_lanes, f"kvtier-{context.name}-store")
         self._scan_lane = scan_lane
         self._evict_lane = Lanes(1, f"kvtier-{context.name}-evict")
-        self._eviction = Eviction(
+        self._shared = options.shared
+        self._books = books
+        self._eviction = (SharedEviction if options.shared else Eviction)(
             self._index,
             self._capacity,
             self._chunks,
@@ -120,6 +126,11 @@ class FsBackend(Backend):
             ttl_s=options.ttl_s,
             clock_ns=time.time_ns,
         )
+        if isinstance(self._eviction, SharedEviction):
+            assert books.ledger is not None
+            self._eviction.share(books.ledger, folder.sizes)
+        if books.write_budget is not None:
+            books.write_budget.use(self._store_lanes)
         self._loading = Loading(
             self._eviction,
             self._capacity,
@@ -131,7 +142,7 @@ class FsBackend(Backend):
         )
         self._storing = Storing(
             self._eviction,
-            None,
+            books.write_budget,
             self._index,
             self._chunks,
             tally,
@@ -142,19 +153,27 @@ class FsBackend(Backend):
         self._closed = False
         self._news = asyncio.Event()  # Something for the inventory's consumer, or the end.
         self._patient_until = time.monotonic() + SCAN_PATIENCE_S
-        self._checkpoint = Checkpoint(folder, context.mapper, tally, context.row_bytes)
-        self._checkpoint_s = options.checkpoint_s
-        self._recalled = False  # Before that, the last checkpoint is better than one of what is known.
-        recalled = self._checkpoint.read() if self._checkpoint_s else iter(())
-        self._scan = Scan(folder, context.mapper, self._chunks.takes, recalled, now_s=time.time())
+        self._looking = Looking(
+            folder,
+            context.mapper,
+            self._chunks.takes,
+            self._index,
+            self._capacity,
+            self._eviction,
+            tally,
+            lane=scan_lane,
+            row_bytes=context.row_bytes,
+            checkpoint_s=0 if options.shared else options.checkpoint_s,
+        )
         self._eviction.changed = self._news.set
-        self._scanning = asyncio.create_task(self._run_scan(), name=f"kvtier-{context.name}-scan")
-        self._evicting = asyncio.create_task(self._eviction.run(), name=f"kvtier-{context.name}-evict")
-        self._checkpointing = asyncio.create_task(self._run_checkpoints(), name=f"kvtier-{context.name}-checkpoints")
+        self._background = [
+            asyncio.create_task(work(), name=f"kvtier-{context.name}-{work.__name__}")
+            for work in (self._looking.run, self._looking.run_checkpoints, self._eviction.run)
+        ]
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         self._check_open()
-        answers = [key in self._index for key in keys]
+        answers = [not self._shared and key in self._index for key in keys]  # Others remove files, too.
         if self._index.authoritative or all(answers):
             return answers
         unknown = [key for key, known in zip(keys, answers, strict=True) if not known]
@@ -171,8 +190,8 @@ class FsBackend(Backend):
     async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
         with self._stores.one():
             self._check_batch(writes)
-            if not self._scanning.done():
-                await asyncio.wait({self._scanning}, timeout=max(0.0, self._patient_until - time.monotonic()))
+            if not self._looking.done.is_set():
+                await self._look_is_done()
             return self._answered(*await self._storing(writes))
 
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
@@ -198,22 +217,22 @@ class FsBackend(Backend):
     async def aclose(self, deadline_s: float) -> Abandoned:
         self._closed = True
         self._news.set()
-        self._scan.stop()
-        background = self._scanning, self._evicting, self._checkpointing
-        for task in background:
+        self._looking.stop()
+        for task in self._background:
             task.cancel()
         self._eviction.stamp_before_end()
         ends_at = time.monotonic() + deadline_s
         await self._stores.close(deadline_s)  # Their lanes are open until then: a store may need several hops.
         lanes = self._load_lanes, self._store_lanes
         loads, stores = await asyncio.gather(*(each.aclose(max(0.0, ends_at - time.monotonic())) for each in lanes))
-        self._write_last_checkpoint(max(0.0, ends_at - time.monotonic()))
+        self._looking.write_last_checkpoint(max(0.0, ends_at - time.monotonic()))
         lanes = self._scan_lane, self._evict_lane
         others = await asyncio.gather(*(each.aclose(max(0.0, ends_at - time.monotonic())) for each in lanes))
         if not loads + stores + sum(others):
+            self._books.close()
             self._folder.close()
-        await asyncio.wait(background)
-        for task in background:
+        await asyncio.wait(self._background)
+        for task in self._background:
             if not task.cancelled():
                 task.result()  # Raises what was wrong with it, if anything was.
         return Abandoned(loads + stores)
@@ -257,39 +276,12 @@ class FsBackend(Backend):
             if len(key) < GROUP_BYTES:
                 raise ValueError(f"{key.hex()}: a key of {len(key)} bytes, at least {GROUP_BYTES} expected")
 
+    async def _look_is_done(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, self._patient_until - time.monotonic())):
+                await self._looking.done.wait()
+
     def _answered(self, outcomes: list[Outcome], gone: int) -> list[Outcome]:
         if outcomes and gone == len(outcomes):
             raise BackendUnavailable(f"{self._name}: the file system is away: {outcomes[-1]}")
         return outcomes
-
-    def _write_last_checkpoint(self, left_s: float) -> None:
-        """Queue it on the scan's lane, behind a scan that is being stopped; only the first closing can."""
-        wanted, self._recalled = self._recalled, False
-        if wanted and self._checkpoint_s and left_s:
-            self._scan_lane.submit(self._checkpoint.write, self._index.snapshot(), time.time_ns())
-
-    async def _run_checkpoints(self) -> None:
-        while self._checkpoint_s:
-            await asyncio.sleep(self._checkpoint_s)
-            if self._recalled:
-                snapshot = self._index.snapshot()
-                await _write(self._checkpoint, snapshot, time.time_ns(), executor=self._scan_lane)
-
-    async def _run_scan(self) -> None:
-        while batch := await _next_recalled(self._scan, executor=self._scan_lane):
-            self._index.scanned(batch)
-            self._eviction.changed()
-        self._recalled = True
-        while batch := await _next_batch(self._scan, executor=self._scan_lane):
-            self._eviction.scanned(batch)
-        while gone := await _next_vanished(self._scan, executor=self._scan_lane):
-            self._index.vanished(gone)
-        self._tally.count("scan_skipped", self._scan.skipped)
-        self._tally.count("scan_failed", self._scan.failed)
-        self._tally.count("scan_swept", self._scan.swept)
-        self._tally.count("scan_others", self._scan.others)
-        self._capacity.other_bytes += self._scan.other_bytes
-        self._folder.sizes.scan_ended()
-        self._index.scan_ended(complete=self._scan.failed == 0)
-        self._eviction.scan_ended()
-        self._news.set()

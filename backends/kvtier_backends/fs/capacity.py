@@ -81,13 +81,17 @@ class Capacity:
 
     def surplus_bytes(self) -> int:
         """Return what should go before stores have to wait for it: down to the low-water mark, from halfway to it."""
+        return self.surplus_of(self.used_bytes - self.leaving_bytes, self.reserved_bytes)
+
+    def surplus_of(self, used_bytes: int, reserved_bytes: int) -> int:
+        """Return likewise what should go if so much is used and promised."""
         surplus = 0
         if self.limit_bytes is not None:
             low = int(self.limit_bytes * self._low_water)
             high = (self.limit_bytes + low) // 2
-            taken = self.used_bytes - self.leaving_bytes + self.reserved_bytes
+            taken = used_bytes + reserved_bytes
             surplus = taken - low if taken > high else 0
         if self._min_free_bytes:
-            lacking = self._min_free_bytes + self.reserved_bytes - self._disk.free_bytes - self.leaving_bytes
+            lacking = self._min_free_bytes + reserved_bytes - self._disk.free_bytes - self.leaving_bytes
             surplus = max(surplus, lacking)
         return surplus

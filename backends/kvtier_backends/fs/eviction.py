@@ -148,6 +148,7 @@ class Eviction:
         self._scanned = True
         self._capacity.unseen_bytes = 0
         self.check()
+        self.changed()
 
     async def run(self) -> None:
         """Work in the background until cancelled."""

@@ -5,7 +5,7 @@ of its slot for as long as it lives: the kernel, or the file server, lets go of 
 had promised counts as written, since some of it may be; a later count of the directory corrects that. So whatever is
 not known for sure is counted as used, and the limit holds.
 
-The page: magic 8, version u32, flags u32, boot 8, used u64, added u64, removed u64, slots 64 × u64, zeros, XXH3-64 of
+The page: magic 8, version u32, flags u32, boot 8, used u64, added u64, removed u64, 64 slots of 8, zeros, XXH3-64 of
 all before it; little-endian.
 """
 
@@ -119,7 +119,7 @@ class LedgerFile:
             return page.used_bytes, sum(page.reserved_bytes)
 
     def begin_count(self) -> Count:
-        """Note where the page stands before the directory is looked through: what the dead had promised is seen then."""
+        """Note where the page stands before the directory is looked through; what the dead have left is seen then."""
         with self._page() as page:
             self._reap(page)
             return Count(page.added_bytes, page.removed_bytes)

@@ -40,6 +40,8 @@ class Scan:
 
         `recalled`: what a checkpoint says, to be looked for; `now_s`: the time, since the epoch.
         """
+        self.seen_bytes = 0
+        """What is taken by all that it has seen."""
         self.other_bytes = 0
         """What is taken by files that are no chunks."""
         self.skipped = 0
@@ -93,7 +95,9 @@ class Scan:
         try:
             for name in self._names(self._mapper.folder):
                 self._sweep(self._mapper.folder, name)
-            self.other_bytes += self._measure(self._mapper.folder)
+            beside_bytes = self._measure(self._mapper.folder)
+            self.other_bytes += beside_bytes
+            self.seen_bytes += beside_bytes
             others = [name for name in self._names(".") if name != chunks_folder and read_folder(name)]
         except OSError as error:
             logger.warning("%s: what is beside its chunks cannot be listed: %s", chunks_folder, error.strerror)
@@ -134,7 +138,9 @@ class Scan:
         chunks: list[Held] = []
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root)
         try:
-            self._sizes.scanned(folder, os.fstat(fd))
+            status = os.fstat(fd)
+            self._sizes.scanned(folder, status)
+            self.seen_bytes += status.st_blocks * SECTOR_BYTES
             with os.scandir(fd) as entries:
                 for entry in entries:
                     if self._stopped:
@@ -155,6 +161,7 @@ class Scan:
             status = entry.stat(follow_symlinks=False)
         except FileNotFoundError:
             return None
+        self.seen_bytes += taken_bytes(status)
         if key is None:
             if not (temporary and self._sweep.is_own(entry.name)):  # What we write now has been reserved.
                 self.other_bytes += taken_bytes(status)

@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from kvtier.errors import BackendClosed
 from kvtier.lend import in_thread
+from kvtier.units import SIZE_BYTES_MAX
 from kvtier_backends.fs.eviction import Eviction, Removal
 from kvtier_backends.fs.folder_sizes import FolderSizes
 from kvtier_backends.fs.index import Held
@@ -34,7 +35,8 @@ class SharedEviction(Eviction):
         self._untold_bytes = 0
         self._folders_told_bytes = 0
         self._looked_at_ns = 0  # When the last look through the directory began.
-        self.look_wanted = asyncio.Event()
+        self._looking_since_ns = 0
+        self._look_wanted = asyncio.Event()
 
     def stored(self, added_bytes: int) -> None:
         self._untold_bytes += added_bytes
@@ -55,13 +57,19 @@ class SharedEviction(Eviction):
         """Note that a look through the directory begins: what is stored from now on may be missed."""
         self._looking_since_ns = self._clock_ns()
 
+    async def until_look_is_wanted(self, most_s: float) -> None:
+        """Wait until what is known is not enough, or it is old."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                await self._look_wanted.wait()
+        self._look_wanted.clear()
+
     def scan_ended(self) -> None:
         self._looked_at_ns = self._looking_since_ns
         super().scan_ended()
 
     async def _promise(self, wanted_bytes: int) -> int:
-        limit_bytes = self._capacity.limit_bytes
-        assert limit_bytes is not None
+        limit_bytes = SIZE_BYTES_MAX if self._capacity.limit_bytes is None else self._capacity.limit_bytes
         lanes = self._store_lanes
         promise = _Promise()
         try:
@@ -97,7 +105,7 @@ class SharedEviction(Eviction):
 
     def _begin(self, victims: Sequence[Held]) -> None:
         if any(victim.used_at_ns >= self._looked_at_ns for victim in victims):
-            self.look_wanted.set()
+            self._look_wanted.set()
         super()._begin(victims)
 
     def _news_bytes(self) -> int:
