@@ -37,7 +37,7 @@ test: $(INSTALLED)  ## run the tests
 
 crash: $(INSTALLED)  ## kill writers and cut off disks, ROUNDS times each (300); cutting off needs root
 	KVTIER_CRASH_ROUNDS=$(or $(ROUNDS),300) KVTIER_POWER_ROUNDS=$(or $(ROUNDS),300) \
-		$(BIN)/pytest tests/fs/test_crash.py --log-cli-level=INFO
+		$(BIN)/pytest tests/fs/test_crash.py --log-cli-level=INFO -o faulthandler_timeout=0
 
 lint: $(INSTALLED)  ## check style, formatting and the direction of imports
 	$(BIN)/ruff check

@@ -31,7 +31,7 @@ from kvtier.policies.named import policy_class
 from kvtier_backends.fs.books import Books, open_books
 from kvtier_backends.fs.capacity import Capacity
 from kvtier_backends.fs.chunks import Chunks, share_out
-from kvtier_backends.fs.counters import FsCounters, Tally
+from kvtier_backends.fs.counters import FsCounters, Tally, by_name
 from kvtier_backends.fs.eviction import Eviction
 from kvtier_backends.fs.files import ChunkFiles
 from kvtier_backends.fs.folder import Folder
@@ -259,6 +259,10 @@ class FsBackend(Backend):
         """Renew the recency of a request's chunks, in prefix order, when it is over: its head goes last."""
         self._index.rank(keys)
         self._eviction.used(keys)
+
+    def counts(self) -> dict[str, int]:
+        """See `Counted`."""
+        return by_name(self._tally.totals())
 
     def counters(self) -> FsCounters:
         """Return what was counted since the tier was opened."""

@@ -33,6 +33,16 @@ class FsCounters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     scan_failed: int = 0  # Folders that could not be read: the tier then goes on asking the file system.
 
 
+def by_name(counters: FsCounters) -> dict[str, int]:
+    """Return the totals with those by kind as names of their own, such as `corrupt_payload`."""
+    named: dict[str, int] = {}
+    for name, value in msgspec.structs.asdict(counters).items():
+        named |= (
+            {f"{name}_{kind}": total for kind, total in value.items()} if isinstance(value, dict) else {name: value}
+        )
+    return named
+
+
 class Tally:
     """Counts on behalf of any thread."""
 
