@@ -86,12 +86,7 @@ class SteppedManager:
         """Say where one key is, and have it on its way if a tier has it. A HIT holds until `end_step`."""
         if self._bridge.mailbox:
             self._receive()
-        try:
-            request = self._requests[request_id]
-        except KeyError:
-            self._check_open()
-            raise LookupError(f"request {request_id!r} is unknown: call on_new_request first") from None
-        return self.ledger.lookup(key, request)
+        return self.ledger.lookup(key, self._known(request_id))
 
     def prepare_load(self, keys: Sequence[OffloadKey], request_id: str) -> list[int]:
         """Pin the rows of keys that were HIT in this step and return them, in order; LookupError for any other key."""
@@ -165,10 +160,13 @@ class SteppedManager:
         self._check_open()
         until = time.monotonic() + self._deadline(deadline_s)
         self.ledger.outbox.clear()
-        while self.ledger.transfers.under_way and (left := until - time.monotonic()) > 0:
-            self._bridge.wait(left)
-            self._receive()
-        return self._reset()
+        try:
+            while self.ledger.transfers.under_way and (left := until - time.monotonic()) > 0:
+                self._bridge.wait(left)
+                self._receive()
+        finally:  # Interrupted, too: what was queued has been forgotten, and its rows with it.
+            clean = self._reset()
+        return clean
 
     def on_reset_flushed(self) -> None:
         """Say that the engine's workers no longer touch rows of before the reset: tiers may fill them again."""
@@ -203,6 +201,14 @@ class SteppedManager:
 
     def _deadline(self, deadline_s: float | None) -> float:
         return self.config.limits.close_s if deadline_s is None else deadline_s
+
+    def _known(self, request_id: str) -> Request:
+        """Return a request that has begun and not finished."""
+        try:
+            return self._requests[request_id]
+        except KeyError:
+            self._check_open()
+            raise LookupError(f"request {request_id!r} is unknown: call on_new_request first") from None
 
     def _request(self, request_id: str) -> Request:
         """Return the request; one that is over is treated as one without a past. `EngineClosed` after shutdown."""

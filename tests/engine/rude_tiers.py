@@ -6,7 +6,7 @@ import time
 import msgspec
 
 from kvtier.backend import Abandoned
-from kvtier.errors import BackendUnavailable
+from kvtier.errors import BackendClosed, BackendUnavailable
 from kvtier.lend import Lanes, in_thread
 from kvtier_backends.dummy import DummyBackend
 
@@ -26,6 +26,19 @@ class Broken(DummyBackend):
 class NeverCloses(DummyBackend):
     async def aclose(self, deadline_s):
         await asyncio.Event().wait()
+
+
+class GivesUpItsQueue(DummyBackend):
+    """Not rude at all: stores wait for a turn, which never comes before the tier is closed."""
+
+    async def store(self, writes):
+        self.closing = asyncio.Event()
+        await self.closing.wait()
+        raise BackendClosed("closed before the call's turn came")
+
+    async def aclose(self, deadline_s):
+        self.closing.set()
+        return await super().aclose(deadline_s)
 
 
 class FailsToClose(DummyBackend):
@@ -97,3 +110,9 @@ class HangsInAThread(DummyBackend):
     async def aclose(self, deadline_s):
         await super().aclose(0)
         return Abandoned(await self._lanes.aclose(deadline_s))
+
+
+class HangsAtOpening(DummyBackend):
+    @classmethod
+    async def open(cls, options: msgspec.Struct, context):
+        return await in_thread(Lanes(1, "hung"), time.sleep, 3_600)

@@ -12,7 +12,7 @@ from kvtier.bridge.process import ProcessBridge
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.manager import TieringOffloadingManager
 from kvtier.region import Region
-from tests.engine.kit import CHUNK_BYTES, PATIENCE_S, children, describe, key
+from tests.engine.kit import CHUNK_BYTES, PATIENCE_S, children, describe, key, put
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -123,3 +123,12 @@ def test_a_successor_that_was_never_admitted_ends_with_the_rest(bridge):
             break
         bridge.wait(0.01)
     assert not children()
+
+
+async def test_calls_that_the_closing_cuts_off_alarm_nobody(caplog):
+    """A tier with a queue answers so to whatever is in it when it is closed: there may be thousands."""
+    engine = await TieringOffloadingManager.open(describe(16, {"type": f"{RUDE}:GivesUpItsQueue"}))
+    await put(engine, range(8))
+    await engine.aclose(0.1)
+    assert engine.ledger.tiers[0].counters.failures == {"unavailable": 8}
+    assert caplog.messages == []
