@@ -61,6 +61,20 @@ class Capacity:
             room.append(self._disk.free_bytes - self._min_free_bytes - self.reserved_bytes)
         return min(room, default=None)
 
+    @property
+    def watches_disk(self) -> bool:
+        """Whether it matters what others leave free."""
+        return self._min_free_bytes > 0
+
+    def look(self) -> None:
+        """See what is free on the disk. Blocks; any thread may call."""
+        self._disk.look()
+
+    def wrote(self, added_bytes: int) -> None:
+        """Hear of what was written since anybody has looked, or just before: then it counts twice until the next."""
+        if self.watches_disk:
+            self._disk.free_bytes -= max(0, added_bytes)
+
     def reserve(self, wanted_bytes: int) -> int:
         """Promise as much of that as is free, and return how much it was."""
         free_bytes = self.free_bytes()

@@ -12,7 +12,7 @@ from functools import partial
 
 from kvtier.errors import BackendClosed
 from kvtier.keys import OffloadKey
-from kvtier.lend import Lanes, in_threads
+from kvtier.lend import Lanes, in_thread, in_threads
 from kvtier_backends.fs.capacity import Capacity
 from kvtier_backends.fs.chunks import Chunks, share_out
 from kvtier_backends.fs.counters import Tally
@@ -93,6 +93,8 @@ class Eviction:
         limit_bytes = self._capacity.limit_bytes
         if limit_bytes is not None and least_bytes > limit_bytes:
             return 0
+        if self._capacity.watches_disk:
+            await in_thread(self._store_lanes, self._capacity.look)
         granted_bytes = await self._promise(wanted_bytes)
         try:
             for _ in range(ROUNDS_MAX):
@@ -108,7 +110,8 @@ class Eviction:
         return granted_bytes
 
     def stored(self, added_bytes: int) -> None:
-        """Hear what a store or a delete has added to what is used."""
+        """Hear what a store or a delete has added to what is used; the index counts it."""
+        self._capacity.wrote(added_bytes)
 
     def release(self, reserved_bytes: int) -> None:
         """Take a promise back: what was stored has been counted."""
@@ -257,7 +260,8 @@ class Eviction:
             if victim.key not in removal.gone and victim.key not in spared:
                 self._index.stays(victim)
                 self._tally.count("evictions_failed")
-        self._index.scanned(removal.used)
+        for chunk in removal.used:
+            self._index.stays(chunk)
         self._leaving.difference_update(victim.key for victim in victims)
         gone, self._gone = self._gone, asyncio.Event()
         gone.set()

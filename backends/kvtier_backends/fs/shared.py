@@ -39,6 +39,7 @@ class SharedEviction(Eviction):
         self._look_wanted = asyncio.Event()
 
     def stored(self, added_bytes: int) -> None:
+        super().stored(added_bytes)
         self._untold_bytes += added_bytes
 
     def release(self, reserved_bytes: int) -> None:
