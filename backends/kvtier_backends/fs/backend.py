@@ -30,6 +30,7 @@ from kvtier.namespace import FileMapper
 from kvtier.policies.named import policy_class
 from kvtier_backends.fs.books import Books, open_books
 from kvtier_backends.fs.capacity import Capacity
+from kvtier_backends.fs.checkpoint import Checkpoint
 from kvtier_backends.fs.chunks import Chunks, share_out
 from kvtier_backends.fs.counters import FsCounters, Tally, by_name
 from kvtier_backends.fs.eviction import Eviction
@@ -93,8 +94,9 @@ class FsBackend(Backend):
         limit_bytes = min(options.capacity_bytes or folder.disk.size_bytes, folder.disk.size_bytes)
         policy = policy_class(options.eviction_policy)(max(1, limit_bytes // context.row_bytes))
         self._index = Index(policy, None if options.ttl_s is None else time.time_ns)
+        checkpoint = Checkpoint(folder, context.mapper, tally, context.row_bytes)
         self._capacity = Capacity(
-            (self._index, folder.sizes),
+            (self._index, folder.sizes, checkpoint),
             folder.disk,
             limit_bytes=options.capacity_bytes,
             low_water=options.low_water,
@@ -162,7 +164,7 @@ class FsBackend(Backend):
             self._eviction,
             tally,
             lane=scan_lane,
-            row_bytes=context.row_bytes,
+            checkpoint=checkpoint,
             checkpoint_s=0 if options.shared else options.checkpoint_s,
         )
         self._eviction.changed = self._news.set

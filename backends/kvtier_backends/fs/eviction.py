@@ -150,7 +150,7 @@ class Eviction:
         """From now on it is known what is there: what is too much goes at once."""
         self._scanned = True
         self._capacity.unseen_bytes = 0
-        self.check()
+        self._wake.set()
         self.changed()
 
     async def run(self) -> None:

@@ -47,7 +47,7 @@ class Looking:
         tally: Tally,
         *,
         lane: Lanes,
-        row_bytes: int,
+        checkpoint: Checkpoint,
         checkpoint_s: float,
     ) -> None:
         """`takes`: whether a load would take a file of this length."""
@@ -61,7 +61,7 @@ class Looking:
         self._eviction = eviction
         self._tally = tally
         self._lane = lane
-        self._checkpoint = Checkpoint(folder, mapper, tally, row_bytes)
+        self._checkpoint = checkpoint
         self._checkpoint_s = checkpoint_s
         self._recalled = False  # Before that, the last checkpoint is better than one of what is known.
         self._scan = self._new_scan(recall=checkpoint_s > 0)
@@ -91,14 +91,27 @@ class Looking:
         """Write down what is known every so often."""
         while self._checkpoint_s:
             await asyncio.sleep(self._checkpoint_s)
-            if self._recalled:
-                await _write(self._checkpoint, self._index.snapshot(), time.time_ns(), executor=self._lane)
+            if self._recalled and (room_bytes := self._room_for_checkpoint()) is not None:
+                try:
+                    await _write(self._checkpoint, self._index.snapshot(), time.time_ns(), executor=self._lane)
+                finally:
+                    self._capacity.release(room_bytes)
 
     def write_last_checkpoint(self, left_s: float) -> None:
         """Queue it on the lane, behind a scan that is being stopped; only the first closing can."""
         wanted, self._recalled = self._recalled, False
-        if wanted and self._checkpoint_s and left_s:
+        if wanted and self._checkpoint_s and left_s and self._room_for_checkpoint() is not None:
             self._lane.submit(self._checkpoint.write, self._index.snapshot(), time.time_ns())
+
+    def _room_for_checkpoint(self) -> int | None:
+        """Promise room for a checkpoint of what is known; None if there is none, and the last one will have to do."""
+        wanted_bytes = self._checkpoint.bytes_worst(len(self._index))
+        granted_bytes = self._capacity.reserve(wanted_bytes)
+        if granted_bytes == wanted_bytes:
+            return wanted_bytes
+        self._capacity.release(granted_bytes)
+        self._tally.count("checkpoints_failed")
+        return None
 
     def _new_scan(self, *, recall: bool) -> Scan:
         recalled = self._checkpoint.read() if recall else iter(())
