@@ -64,8 +64,8 @@ def checkpoint(open_folder: Callable[..., Folder], mapper: FileMapper, row_bytes
 
 def snapshot(chunks: list[Held]) -> Snapshot:
     """Return an index in which these chunks were found at the start."""
-    entries = {chunk.key: chunk.allocated_bytes // 512 for chunk in chunks}
-    return Snapshot(entries, [(chunk.used_at_ns, chunk.key) for chunk in chunks], {})
+    entries = [chunk.allocated_bytes // 512 for chunk in chunks]
+    return Snapshot([chunk.key for chunk in chunks], entries, [(chunk.used_at_ns, chunk.key) for chunk in chunks], {})
 
 
 def read(checkpoint: Checkpoint) -> list[Held]:
@@ -406,7 +406,7 @@ mapper = FileMapper(Namespace(model_name="org/model"))
 folder = Folder(FsOptions(root=sys.argv[1]), mapper)
 folder.open()
 os.rename = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
-Checkpoint(folder, mapper, Tally(), {row_bytes}).write(Snapshot({{}}, [], {{}}), 0)
+Checkpoint(folder, mapper, Tally(), {row_bytes}).write(Snapshot([], [], [], {{}}), 0)
 """
     command = [sys.executable, "-c", program, str(root)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

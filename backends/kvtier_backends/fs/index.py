@@ -67,8 +67,8 @@ class Index:
         return key in self._entries
 
     def snapshot(self) -> "Snapshot":
-        """Return what is there now, for another thread to put in order: 20 ms a million chunks."""
-        return Snapshot(dict(self._entries), *self._order.snapshot())
+        """Return what is there now, for another thread to put in order: some 30 ms a million chunks."""
+        return Snapshot(list(self._entries), list(self._entries.values()), *self._order.snapshot())
 
     def taken_bytes(self, key: OffloadKey) -> int:
         """Return the room that a key's file takes, whether or not a load would take it; 0 if none is known."""
@@ -288,21 +288,28 @@ def is_later(time_ns: int, known_ns: int) -> bool:
 class Snapshot(NamedTuple):
     """An index at one moment."""
 
-    entries: dict[OffloadKey, int]
+    keys: list[OffloadKey]
+    entries: list[int]
     idle: list[tuple[int, OffloadKey]]
     used_at_ns: dict[OffloadKey, int]
 
     def newest_first(self, now_ns: int) -> list[Held]:
-        """Return the chunks that a load would likely find, by their last use. Takes a microsecond a chunk.
+        """Return the chunks that a load would likely find, by their last use. Takes some microseconds a chunk.
 
         Where no clock has noted the time of a use, it is one just before `now_ns`, in the right order.
         """
-        live = [(key, entry) for key, entry in reversed(self.entries.items()) if entry >> _AGE_BIT]
-        idle = sorted({entry for entry in self.idle if not self.entries.get(entry[1], 1 << _AGE_BIT) >> _AGE_BIT})
+        live: list[tuple[OffloadKey, int]] = []
+        unused: dict[OffloadKey, int] = {}
+        for key, entry in zip(reversed(self.keys), reversed(self.entries), strict=True):
+            if entry >> _AGE_BIT:
+                live.append((key, entry))
+            else:
+                unused[key] = entry
+        idle = sorted({entry for entry in self.idle if entry[1] in unused}, reverse=True)
         return [
             Held(key, (entry & _SECTORS) * SECTOR_BYTES, self.used_at_ns.get(key, now_ns - place))
             for place, (key, entry) in enumerate(live)
-        ] + [Held(key, (self.entries[key] & _SECTORS) * SECTOR_BYTES, used_at_ns) for used_at_ns, key in reversed(idle)]
+        ] + [Held(key, (unused[key] & _SECTORS) * SECTOR_BYTES, used_at_ns) for used_at_ns, key in idle]
 
 
 def _take(keys: deque[OffloadKey]) -> list[OffloadKey]:
