@@ -176,7 +176,7 @@ class Ledger:
         asked: list[Tier] = []
         silent: list[Tier] = []
         for tier in self.tiers:
-            if not request.allows(tier.spec) or not tier.breaker.admits(self._now):
+            if not request.allows(tier.spec) or not tier.admits(self._now):
                 continue
             asked.append(tier)
             answer = tier.answer(key, bool(mask & tier.bit), self._now)

@@ -111,7 +111,9 @@ class Outbox:
         cascading = self._transfers.cascade_rows
         if row not in cascading and len(cascading) >= self._cascade_rows_max:
             return "pinned"
-        return "" if tier.breaker.admits(now) else "breaker"
+        if tier.admits(now):
+            return ""
+        return "overdue" if tier.overdue_rows >= tier.spec.overdue_rows_max else "breaker"
 
     def _probes(self) -> Iterator[Action]:
         for tier in self._tiers:

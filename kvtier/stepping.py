@@ -241,7 +241,7 @@ class SteppedManager:
         if (
             transfers.overdue
             and transfers.epoch > self._replaced
-            and transfers.rows_overdue > self.config.limits.quarantine_share * self.config.rows
+            and transfers.rows_overdue >= _share(self.config.limits.quarantine_share, self.config.rows)
             and self._bridge.replace()
         ):
             self._replaced = transfers.epoch
@@ -272,6 +272,7 @@ def ledger_of(config: EngineConfig, events: EventLog | None, observe: Observe) -
             breaker_failures=tier.limits.breaker_failures,
             breaker_cooldown_s=tier.limits.breaker_cooldown_s,
             trial_chunks=limits.action_chunks,
+            overdue_rows_max=_share(limits.quarantine_share, rows),
             request_level=tier.request_level,
             medium=tier.medium,
             locality=tier.locality,

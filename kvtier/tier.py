@@ -22,6 +22,7 @@ class TierSpec(NamedTuple):
     breaker_failures: int
     breaker_cooldown_s: float
     trial_chunks: int
+    overdue_rows_max: int = 1 << 32  # That its hung transfers may hold; by default as many as there can be.
     request_level: bool = False
     medium: str | None = None
     locality: str | None = None
@@ -87,6 +88,7 @@ class Tier:
         self.counters = TierCounters()
         self.authoritative = False  # What is not known to be here is absent.
         self.reports = True  # It says what it removes, so that what is known stays true. False once it said otherwise.
+        self.overdue_rows = 0  # Lent to transfers that ran out of time.
         self.loading = 0  # Chunks under way.
         self.storing: set[OffloadKey] = set()  # Queued or under way.
         self.crossed: set[OffloadKey] = set()  # Of those, what was reported gone meanwhile: before it came, or after?
@@ -98,6 +100,13 @@ class Tier:
         self._present_until: dict[OffloadKey, float] = {}
         self._absent_until: dict[OffloadKey, float] = {}
         self._unsure: dict[OffloadKey, None] = {}  # Asked for even though the tier reports what it holds.
+
+    def admits(self, now: float) -> bool:
+        """Say whether a chunk may be sent to the tier, or from it, now.
+
+        A breaker lets a few through with every trial; what hangs keeps its rows, so these are bounded for themselves.
+        """
+        return self.overdue_rows < self.spec.overdue_rows_max and self.breaker.admits(now)
 
     def answer(self, key: OffloadKey, known: bool, now: float) -> bool | None:
         """Say whether the tier has the key; None if it must be asked."""

@@ -70,6 +70,7 @@ class Transfers:
         transfer = self.under_way.pop(id_, None)
         if transfer is not None and lent:
             self.overdue[id_] = transfer
+            transfer.tier.overdue_rows += len(transfer.rows)
         return transfer
 
     def take_back(self, id_: int) -> None:
@@ -77,6 +78,7 @@ class Transfers:
         transfer = self.overdue.pop(id_, None)
         if transfer is None:
             return
+        transfer.tier.overdue_rows -= len(transfer.rows)
         if transfer.forgotten or transfer.kind is Kind.PROMOTION:
             for row in transfer.rows:
                 self._primary.release(row)

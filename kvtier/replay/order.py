@@ -2,6 +2,7 @@
 
 A request whose prefix an earlier open one is about to compute waits for that one; all others go on. Without it the
 hits of a replay would depend on how many requests are open: those that look before a chunk is stored would miss it.
+What no tier has lost is found as it would be one by one; what was lost, two that look at once may both compute.
 """
 
 import asyncio

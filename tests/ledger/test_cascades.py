@@ -253,3 +253,31 @@ def test_each_reason_why_a_chunk_did_not_move_is_counted_by_its_name(bench, code
         "bridge" if code is Code.REFUSED else code.name.lower(): 1
     }
     assert tier.counters.transfers_failed == (code in (Code.FAILED, Code.UNAVAILABLE, Code.DEADLINE))
+
+
+def test_a_tier_whose_hung_stores_hold_too_many_rows_is_sent_no_more_until_some_come_back(bench):
+    """Or one hung tier takes the whole share of cascades, a few rows with every trial, and starves the healthy ones."""
+    engine = bench(rows=8, tiers=[bench.spec("hung", overdue_rows_max=2), bench.spec("well")], cascade_rows_max=4)
+    engine.store("ab")
+    hung, well = engine.step()
+    engine.finish(well)
+    engine.fail(hung, Code.DEADLINE, lent=True)
+    engine.store("cdef")
+    assert cascades(engine.step()) == [(1, engine.keys("cd"))]
+    assert engine.ledger.tiers[0].counters.dropped == {"overdue": 4}
+    assert engine.ledger.tiers[1].counters.dropped == {"pinned": 2}
+    engine.give_back(hung)
+    engine.store("gh")
+    assert (0, engine.keys("gh")) in cascades(engine.step())
+
+
+def test_a_tier_whose_hung_loads_hold_too_many_rows_is_not_loaded_from_until_some_come_back(bench):
+    engine = bench(tiers=[bench.spec(overdue_rows_max=1, answer_ttl_s=0.1)])
+    engine.holds("ab")
+    engine.knows_all()
+    assert engine.lookup("a") == [PENDING]
+    (load,) = engine.step()
+    engine.fail(load, Code.DEADLINE, lent=True)
+    assert engine.lookup("b") == [MISS]
+    engine.give_back(load)
+    assert engine.lookup("b") == [PENDING]
