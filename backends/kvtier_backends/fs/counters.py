@@ -35,12 +35,9 @@ class FsCounters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 def by_name(counters: FsCounters) -> dict[str, int]:
     """Return the totals with those by kind as names of their own, such as `corrupt_payload`."""
-    named: dict[str, int] = {}
-    for name, value in msgspec.structs.asdict(counters).items():
-        named |= (
-            {f"{name}_{kind}": total for kind, total in value.items()} if isinstance(value, dict) else {name: value}
-        )
-    return named
+    totals = msgspec.structs.asdict(counters)
+    kinds: dict[str, dict[str, int]] = {name: totals.pop(name) for name in ("corrupt", "refused")}
+    return totals | {f"{name}_{kind}": total for name, by in kinds.items() for kind, total in by.items()}
 
 
 class Tally:
