@@ -242,7 +242,7 @@ class TieringOffloadingManager(SteppedManager):
     def _receive(self) -> None:
         leased = self.ledger.leases.rows
         super()._receive()
-        if self.ledger.leases.rows < leased:  # Some may have run out, and whoever waits for their rows is not told else.
+        if self.ledger.leases.rows < leased:  # Perhaps run out: nobody else tells who waits for their rows.
             self._wake()
 
     # How the face waits.
