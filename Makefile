@@ -5,7 +5,7 @@ SHELL := bash
 MAKEFLAGS += --no-builtin-rules
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types docs simulate soak bench clean
+.PHONY: help setup demo test crash lint types docs simulate soak disksoak bench clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -37,6 +37,10 @@ demo: $(INSTALLED)  ## replay a generated workload with real bytes; figures and 
 test: $(INSTALLED)  ## run the tests
 	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
+crash: $(INSTALLED)  ## kill writers and cut off disks, ROUNDS times each (300); cutting off needs root
+	KVTIER_CRASH_ROUNDS=$(or $(ROUNDS),300) KVTIER_POWER_ROUNDS=$(or $(ROUNDS),300) \
+		$(BIN)/pytest tests/fs/test_crash.py --log-cli-level=INFO -o faulthandler_timeout=0
+
 lint: $(INSTALLED)  ## check style, formatting and the direction of imports
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -57,6 +61,9 @@ soak: $(INSTALLED)  ## run an hour of a busy engine in virtual time: occupancy, 
 
 bench: $(INSTALLED)  ## run the benchmarks (tests/benchmarks)
 	$(BIN)/pytest --benchmark-only tests/benchmarks
+
+disksoak: $(INSTALLED)  ## fill DIR, a directory that is emptied, for SOAK_S seconds (600) with room for a twentieth of what is written
+	KVTIER_SOAK_S=$(or $(SOAK_S),600) KVTIER_SOAK_REQUESTS=3000 $(BIN)/pytest -s tests/fs/test_soak.py --basetemp=$(or $(DIR),$(DEMO)/soak)
 
 clean:  ## remove everything that these commands made
 	rm -rf $(VENV) $(DEMO) site dist .benchmarks .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

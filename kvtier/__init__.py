@@ -33,7 +33,6 @@ if TYPE_CHECKING:
         EngineClosed,
         KVTierError,
         NoSpace,
-        RunnerDied,
         TraceError,
         TransferFailed,
     )
@@ -79,7 +78,6 @@ __all__ = [
     "Policy",
     "Read",
     "Removed",
-    "RunnerDied",
     "ScanDone",
     "StorePlan",
     "TierConfig",
@@ -106,7 +104,7 @@ _NAMES_BY_MODULE = {
     "kvtier.config": "EngineConfig EngineLimits TierConfig TierLimits decode load_config",
     "kvtier.errors": (
         "BackendClosed BackendError BackendUnavailable BlockCorrupt BlockError BlockMissing ConfigError EngineClosed "
-        "KVTierError NoSpace RunnerDied TraceError TransferFailed"
+        "KVTierError NoSpace TraceError TransferFailed"
     ),
     "kvtier.events": "Event EventKind",
     "kvtier.keys": "OffloadKey chunk_hash group_index make_offload_key",

@@ -6,7 +6,7 @@ it holds, how full it is) is a small protocol of its own. `kvtier.testing.confor
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from enum import Enum
 from typing import ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
@@ -161,3 +161,12 @@ class Measured(Protocol):
     """A tier that knows how full it is, from memory, without a call to the device."""
 
     def occupancy(self) -> Occupancy: ...
+
+
+@runtime_checkable
+class Counted(Protocol):
+    """A tier that counts what a user should hear of, such as corrupt chunks by their kind."""
+
+    def counts(self) -> Mapping[str, int]:
+        """Return totals since the tier was opened, by name, from memory; a name that is missing counts as zero."""
+        ...

@@ -28,6 +28,10 @@ COMMANDS = {
     "policies": Command(
         "kvtier.replay.policies_command", "policies", "Compare eviction policies by their hit ratios over a trace."
     ),
+    "verify": Command("kvtier.tools.verify_command", "verify", "Check every chunk in a tier's directory."),
+    "du": Command("kvtier.tools.du_command", "du", "Show what each namespace in a tier's directory takes."),
+    "ls": Command("kvtier.tools.ls_command", "ls", "List the chunks in a tier's directory."),
+    "prune": Command("kvtier.tools.prune_command", "prune", "Remove chunks from a tier's directory."),
     "replay": Command(
         "kvtier.replay.replay_command", "replay", "Replay a trace through a whole engine, byte for byte."
     ),

@@ -21,10 +21,6 @@ class EngineClosed(KVTierError):
     """The manager was shut down: this call is a bug of the caller's, or came too late."""
 
 
-class RunnerDied(KVTierError):
-    """The runner could not be started, or ended and was not replaced: the tiers are gone, the primary still serves."""
-
-
 class BackendError(KVTierError):
     """A whole call of a tier failed: nothing is known of any of its chunks."""
 

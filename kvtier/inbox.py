@@ -80,6 +80,7 @@ class Inbox:
                 tier = self._tiers[message.tier]
                 tier.chunks, tier.used_bytes = message.chunks, message.used_bytes
                 tier.capacity_bytes = message.capacity_bytes
+                tier.counters.note(message.counts)
             case _:
                 pass  # The rest is between the bridge and its runner.
 

@@ -105,8 +105,8 @@ class TieringOffloadingManager(SteppedManager):
         """Store `chunks[i]` under `keys[i]`, in prefix order; return how many leading keys are in the primary now.
 
         Waits for room in the primary and for budget of the tiers, so nothing is dropped for the lack of it, unless
-        transfers hang: these nobody waits for. Fewer than all are stored only if the primary cannot hold more. Keys that are present keep their chunk. Without a
-        `request_id` the call is a request of its own.
+        transfers hang: these nobody waits for. Fewer than all are stored only if the primary cannot hold more. Keys
+        that are present keep their chunk. Without a `request_id` the call is a request of its own.
 
         A cancelled call has stored some leading part. ValueError for a chunk of the wrong length: nothing was stored.
         Do not wait for it while the same task holds rows of `fetch`: that room it would wait for.
@@ -242,7 +242,7 @@ class TieringOffloadingManager(SteppedManager):
     def _receive(self) -> None:
         leased = self.ledger.leases.rows
         super()._receive()
-        if self.ledger.leases.rows < leased:  # Perhaps run out: nobody else tells who waits for their rows.
+        if self.ledger.leases.rows < leased:  # Some may have run out: whoever waits for their rows looks again.
             self._wake()
 
     # How the face waits.

@@ -109,13 +109,17 @@ class Metrics(Collector):
         labels = ("tier", "reason")
         dropped = CounterMetricFamily("kvtier_tier_dropped", "Chunks that were never sent to the tier.", labels=labels)
         failed = CounterMetricFamily("kvtier_tier_failed", "Chunks that did not move.", labels=labels)
+        noted = CounterMetricFamily("kvtier_tier_noted", "What the tier itself has counted.", labels=("tier", "what"))
         for tier in self._ledger.tiers:
+            for what, times in tier.counters.noted.items():
+                noted.add_metric((tier.spec.name, what), times)
             for reason, chunks in tier.counters.dropped.items():
                 dropped.add_metric((tier.spec.name, reason), chunks)
             for reason, chunks in tier.counters.failures.items():
                 failed.add_metric((tier.spec.name, reason), chunks)
         yield dropped
         yield failed
+        yield noted
 
     def _gauge(self, name: str, help_text: str, values: dict[Tier, int]) -> Metric:
         gauge = GaugeMetricFamily(f"kvtier_tier_{name}", help_text, labels=("tier",))

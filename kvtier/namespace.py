@@ -8,12 +8,12 @@ keeps beside a chunk and compares before it believes it.
 
 import hashlib
 import json
-import re
 from typing import Any, Literal
 
 from kvtier.errors import ConfigError
 from kvtier.fields import Checked
 from kvtier.keys import GROUP_BYTES, OffloadKey
+from kvtier.naming import NAMINGS, NamingKind
 from kvtier.units import Count, Index, PositiveSize
 
 Attention = Literal["full_attention", "sliding_window", "chunked_local", "mla", "mamba", "other"]
@@ -85,27 +85,16 @@ class Namespace(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
             )
 
 
-# A name after its prefix. The first folder is missing or empty if the hash is.
-_WITHIN_PREFIX = re.compile(r"(?:([0-9a-f]{1,3})/|/?)([0-9a-f]{0,2})_g(0|[1-9][0-9]{0,9})/([0-9a-f]*)\.bin")
-
-
-def _group_part(group: bytes) -> str:
-    return f"_g{int.from_bytes(group, 'big')}/"
-
-
-# A name is made for every chunk that is stored; models have few groups, and a look-up takes a third of the time off.
-_GROUP_PARTS = {(part := index.to_bytes(GROUP_BYTES, "big")): _group_part(part) for index in range(32)}
-
-
 class FileMapper:
     """Chunks' names in one namespace, and back.
 
     Names are relative, `/`-separated and cannot leave the folder that they are put in. Each key has one name.
     """
 
-    def __init__(self, namespace: Namespace) -> None:
-        """Work out everything that does not depend on the key."""
+    def __init__(self, namespace: Namespace, naming: NamingKind = "vllm") -> None:
+        """Work out everything that does not depend on the key. A tier may choose `flat` names for its files."""
         self.namespace = namespace
+        self.naming = naming
         self.why = refusal(namespace)
         """Why parallel sizes stay apart, for a log; empty where they share."""
         self.parallel_agnostic = not self.why
@@ -121,27 +110,31 @@ class FileMapper:
         """The text under `config_name`: what the folder's digest is over, for whoever looks at it."""
         self.fingerprint = hashlib.sha256(_canonical(_facts(namespace, fields, rank))).digest()
         """32 bytes over everything known that decides what a chunk's bytes mean."""
-        self._prefix = f"{self.folder}_r{rank}/"
+        self._naming = NAMINGS[naming]
+        self.chunks_folder = f"{self.folder}_r{rank}{self._naming.suffix}"
+        """Where the chunks are: the first part of every name."""
+        self._prefix = f"{self.chunks_folder}/"
+        if (name_bytes := len(self.chunks_folder.encode())) > NAME_BYTES_MAX:
+            raise ConfigError(
+                f"model_name: makes a folder's name of {name_bytes} bytes, at most {NAME_BYTES_MAX} accepted"
+            )
 
     def name(self, key: OffloadKey) -> str:
-        """Return a chunk's name, `<folder>_r<rank>/<hhh>/<hh>_g<group>/<hash hex>.bin`; ValueError if it is no key."""
+        """Return a chunk's name; ValueError if it is no key.
+
+        vLLM's is `<folder>_r<rank>/<hhh>/<hh>_g<group>/<hash hex>.bin`, the flat one
+        `<folder>_r<rank>_flat/<hhh>/<hash hex>_g<group>.bin`.
+        """
         if len(key) < GROUP_BYTES:
             raise ValueError(f"a key of {len(key)} bytes has no group: {key.hex()!r}")
-        digits = key[:-GROUP_BYTES].hex()
-        group = key[-GROUP_BYTES:]
-        return f"{self._prefix}{digits[:3]}/{digits[3:5]}{_GROUP_PARTS.get(group) or _group_part(group)}{digits}.bin"
+        return self._prefix + self._naming.name(key)
 
     def key(self, name: str) -> OffloadKey | None:
         """Return the key whose name this is; None for anything else: a temporary, another namespace's, a stranger.
 
         The empty hash has an empty folder in its name, and is known without it, too, as a listing shows it.
         """
-        if not name.startswith(self._prefix) or (match := _WITHIN_PREFIX.fullmatch(name, len(self._prefix))) is None:
-            return None
-        upper, lower, group, digits = match.groups("")
-        if upper != digits[:3] or lower != digits[3:5] or len(digits) % 2 or int(group) >= 1 << (8 * GROUP_BYTES):
-            return None
-        return OffloadKey(bytes.fromhex(digits) + int(group).to_bytes(GROUP_BYTES, "big"))
+        return self._naming.key(name[len(self._prefix) :]) if name.startswith(self._prefix) else None
 
 
 def refusal(namespace: Namespace) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from kvtier.backend import Added, Backend, Inventory, Measured, Outcome, Read, Removed, ScanDone, Write
+from kvtier.backend import Added, Backend, Counted, Inventory, Measured, Outcome, Read, Removed, ScanDone, Write
 from kvtier.bridge.messages import (
     Acknowledge,
     Action,
@@ -77,6 +77,7 @@ class Runner:
         self._tasks: set[asyncio.Task[None]] = set()
         self._watchers: list[asyncio.Task[None]] = []
         self._acknowledged = [asyncio.Event() for _ in tiers]
+        self._counts: list[dict[str, int]] = [{} for _ in tiers]
         self._usage_at = [float("-inf")] * len(tiers)
         self._usage_due: dict[int, asyncio.TimerHandle] = {}
         self._closing = False
@@ -223,7 +224,16 @@ class Runner:
         backend = self._tiers[index].backend
         assert isinstance(backend, Measured)
         self._usage_at[index] = asyncio.get_running_loop().time()
-        self._post(TierUsage(index, *backend.occupancy()))
+        self._post(TierUsage(index, *backend.occupancy(), self._counted(index)))
+
+    def _counted(self, index: int) -> dict[str, int]:
+        """Return what a tier has counted since it was last asked: the owner's totals outlive this runner."""
+        backend = self._tiers[index].backend
+        if not isinstance(backend, Counted):
+            return {}
+        before, totals = self._counts[index], dict(backend.counts())
+        self._counts[index] = totals
+        return {name: total - before.get(name, 0) for name, total in totals.items() if total != before.get(name, 0)}
 
 
 async def _in_time(work: Coroutine[Any, Any, None], deadline_s: float) -> bool:

@@ -4,7 +4,7 @@ Where keys are is kept once for all tiers, as a bit mask a key (`Whereabouts`): 
 chunk another hundred bytes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvtier.keys import OffloadKey
@@ -48,6 +48,7 @@ class TierCounters:
         "hits",
         "loaded",
         "misses",
+        "noted",
         "promoted",
         "stored",
         "transfers_failed",
@@ -61,7 +62,12 @@ class TierCounters:
         self.stored = 0
         self.transfers_failed = 0
         self.failures: dict[str, int] = {}  # Chunks by code's name.
+        self.noted: dict[str, int] = {}  # What the tier itself has counted, by name.
         self.dropped: dict[str, int] = {}  # Cascaded chunks that were never sent, by reason.
+
+    def note(self, counts: Mapping[str, int]) -> None:
+        for name, times in counts.items():
+            self.noted[name] = self.noted.get(name, 0) + times
 
     def drop(self, reason: str, chunks: int) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + chunks
@@ -158,7 +164,3 @@ class Whereabouts:
                 mask[key] = left
             else:
                 mask.pop(key, None)
-
-    def forget(self, tier: Tier) -> None:
-        """Forget everything about one tier: a new runner will report it anew."""
-        self.remove(tier, [key for key, bits in self.mask.items() if bits & tier.bit])

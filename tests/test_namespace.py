@@ -15,6 +15,7 @@ from kvtier.config import decode
 from kvtier.errors import ConfigError
 from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.namespace import FileMapper, Group, Namespace
+from kvtier.naming import NAMINGS, NamingKind, read_folder
 
 ASCENDING = make_offload_key(bytes(range(32)), 0)
 ONES = make_offload_key(b"\xff" * 32, 7)
@@ -186,6 +187,7 @@ NAMESPACES = st.builds(
     parallel_agnostic=st.booleans(),
     is_parallelism_agnostic=st.sampled_from([None, True, False]),
 )
+NAMING = st.sampled_from(sorted(NAMINGS))
 KEYS = st.builds(make_offload_key, st.binary(max_size=40), st.integers(0, 2**32 - 1))
 
 
@@ -229,23 +231,67 @@ def test_names_follow_from_the_fields_alone(namespace: Namespace, key: OffloadKe
 
 
 @given(namespace=NAMESPACES, key=KEYS)
-def test_a_name_gives_back_its_key(namespace: Namespace, key: OffloadKey) -> None:
-    mapper = FileMapper(namespace)
+def test_flat_names_follow_from_the_fields_alone(namespace: Namespace, key: OffloadKey) -> None:
+    mapper, vllms = FileMapper(namespace, "flat"), FileMapper(namespace)
+    rank = 0 if mapper.parallel_agnostic else namespace.rank
+    digits, group = key[:-4].hex(), int.from_bytes(key[-4:], "big")
+    assert (mapper.folder, mapper.config_bytes, mapper.fingerprint) == (
+        vllms.folder,
+        vllms.config_bytes,
+        vllms.fingerprint,
+    )
+    assert mapper.name(key) == f"{mapper.folder}_r{rank}_flat/{(digits + '000')[:3]}/{digits}_g{group}.bin"
+
+
+def test_flat_names_need_4096_folders_at_most() -> None:
+    mapper = FileMapper(Namespace(model_name="default"), "flat")
+    hashes = (hashlib.sha256(number.to_bytes(4, "big")).digest() for number in range(50_000))
+    folders = {os.path.dirname(mapper.name(make_offload_key(digest))) for digest in hashes}
+    assert len(folders) == 4_096
+
+
+@given(namespace=NAMESPACES, key=KEYS, naming=NAMING)
+def test_a_folder_of_chunks_is_known_by_its_name(namespace: Namespace, key: OffloadKey, naming: NamingKind) -> None:
+    mapper = FileMapper(namespace, naming)
+    rank = 0 if mapper.parallel_agnostic else namespace.rank
+    folder, _, name = mapper.name(key).partition("/")
+    assert folder == mapper.chunks_folder
+    assert read_folder(folder) == (mapper.folder, rank, naming)
+    assert NAMINGS[naming].key(name) == key
+
+
+@pytest.mark.parametrize("name", ["", "lost+found", "m_e58d9229ebb8", "m_e58d9229ebb8_r", "m_e58d9229ebb8_r00", "_r0"])
+def test_other_folders_are_no_folders_of_chunks(name: str) -> None:
+    assert read_folder(name) is None
+
+
+@given(namespace=NAMESPACES, key=KEYS)
+def test_names_of_one_kind_are_none_of_the_other(namespace: Namespace, key: OffloadKey) -> None:
+    vllms, flat = FileMapper(namespace), FileMapper(namespace, "flat")
+    assert vllms.key(flat.name(key)) is None
+    assert flat.key(vllms.name(key)) is None
+
+
+@given(namespace=NAMESPACES, key=KEYS, naming=NAMING)
+def test_a_name_gives_back_its_key(namespace: Namespace, key: OffloadKey, naming: NamingKind) -> None:
+    mapper = FileMapper(namespace, naming)
     assert mapper.key(mapper.name(key)) == key
     assert mapper.key(os.path.normpath(mapper.name(key))) == key  # As a walk through directories sees it.
 
 
-@given(namespace=NAMESPACES, one=KEYS, other=KEYS)
-def test_two_keys_never_share_a_name(namespace: Namespace, one: OffloadKey, other: OffloadKey) -> None:
-    mapper = FileMapper(namespace)
+@given(namespace=NAMESPACES, one=KEYS, other=KEYS, naming=NAMING)
+def test_two_keys_never_share_a_name(
+    namespace: Namespace, one: OffloadKey, other: OffloadKey, naming: NamingKind
+) -> None:
+    mapper = FileMapper(namespace, naming)
     assert (mapper.name(one) == mapper.name(other)) == (one == other)
 
 
-@given(namespace=NAMESPACES, key=KEYS, place=st.integers(0), letter=st.characters())
+@given(namespace=NAMESPACES, key=KEYS, place=st.integers(0), letter=st.characters(), naming=NAMING)
 def test_a_name_with_a_letter_changed_is_no_name_of_the_same_key(
-    namespace: Namespace, key: OffloadKey, place: int, letter: str
+    namespace: Namespace, key: OffloadKey, place: int, letter: str, naming: NamingKind
 ) -> None:
-    mapper = FileMapper(namespace)
+    mapper = FileMapper(namespace, naming)
     name = mapper.name(key)
     place %= len(name)
     changed = name[:place] + letter + name[place + 1 :]
@@ -253,9 +299,11 @@ def test_a_name_with_a_letter_changed_is_no_name_of_the_same_key(
     assert found is None or changed in (mapper.name(found), os.path.normpath(mapper.name(found)))
 
 
-@given(namespace=NAMESPACES, key=KEYS)
-def test_a_name_stays_in_the_folder_that_it_is_put_in(namespace: Namespace, key: OffloadKey) -> None:
-    mapper = FileMapper(namespace)
+@given(namespace=NAMESPACES, key=KEYS, naming=NAMING)
+def test_a_name_stays_in_the_folder_that_it_is_put_in(
+    namespace: Namespace, key: OffloadKey, naming: NamingKind
+) -> None:
+    mapper = FileMapper(namespace, naming)
     for name in (mapper.name(key), mapper.config_name):
         assert not name.startswith("/")
         assert not {".", ".."} & set(name.split("/"))
@@ -346,6 +394,12 @@ def test_a_namespace_that_cannot_be_named_is_refused_by_its_field(fields: dict[s
     with pytest.raises(ConfigError) as decoded:
         decode(Namespace, fields, where="namespace")
     assert str(decoded.value).startswith(f"namespace.{message}")
+
+
+def test_a_model_name_too_long_for_a_flat_folder_is_refused() -> None:
+    assert len(FileMapper(Namespace(model_name="m" * 234), "flat").chunks_folder) == 255
+    with pytest.raises(ConfigError, match=r"^model_name: makes a folder's name of 256 bytes"):
+        FileMapper(Namespace(model_name="m" * 235), "flat")
 
 
 def test_the_longest_model_name_still_makes_a_folder(tmp_path: Path) -> None:

@@ -192,6 +192,7 @@ class TierUsage(_Message, frozen=True, tag="u"):
     chunks: int
     used_bytes: int
     capacity_bytes: int | None
+    counts: dict[str, int] = {}  # What it has counted itself since it last said so, by name.
 
 
 class Opened(_Message, frozen=True, tag="o"):

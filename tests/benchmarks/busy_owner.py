@@ -2,8 +2,8 @@
 
     .venv/bin/python tests/benchmarks/busy_owner.py [DIR]
 
-64 MiB a round, O_DIRECT where DIR has it, each case in turn; prints MB/s (median and spread of the rounds) and, for each
-runner, the share of its idle rate that is left when the engine's thread never stops computing.
+64 MiB a round, O_DIRECT where DIR has it, each case in turn; prints MB/s (median and spread of the rounds) and, for
+each runner, the share of its idle rate that is left when the engine's thread never stops computing.
 """
 
 import statistics
@@ -95,8 +95,8 @@ def main() -> None:
     median = {case: statistics.median(values[1:]) for case, values in rates.items()}
     for (runner, name), values in rates.items():
         share = median[runner, name] / median[runner, "idle"]
-        print(f"{runner:8} {name:5} {median[runner, name]:7,.0f} MB/s ({min(values[1:]):,.0f} to {max(values[1:]):,.0f})"
-              f"  {share:.2f} of idle")  # fmt: skip
+        spread = f"{min(values[1:]):,.0f} to {max(values[1:]):,.0f}"
+        print(f"{runner:8} {name:5} {median[runner, name]:7,.0f} MB/s ({spread})  {share:.2f} of idle")
 
 
 if __name__ == "__main__":

@@ -73,25 +73,24 @@ async def test_a_tier_without_space_drops_what_it_cannot_hold(open_engine, runne
 
 
 async def test_a_hung_load_is_a_miss_when_its_time_is_up_and_its_rows_come_back_when_it_does(open_engine, runner):
-    tier = faulty({"load": ["hang"]}, {"deadline_s": 0.05}, hang_s=0.5)
-    engine = await open_engine(4, tier, runner=runner)
+    tier = faulty({"load": ["hang"]}, {"deadline_s": 0.05}, hang_s=0.3)
+    engine = await open_engine(4, tier, runner=runner, limits={"quarantine_share": 1.0})
     await put(engine, [1])
     assert await engine.areset()
     assert await found(engine, [1]) == 0
-    assert len(engine.ledger.primary.quarantined) == 1
+    assert engine.ledger.tiers[0].counters.failures == {"deadline": 1}
     assert await put(engine, [2, 3, 4]) == 3
-    assert await found(engine, [2, 3, 4]) == 3
-    assert await put(engine, [5, 6, 7, 8]) < 4 or not engine.ledger.primary.quarantined
+    assert await found(engine, [2, 3]) == 2
     await until(lambda: settled(engine), engine)
     assert await put(engine, [5, 6, 7, 8]) == 4
 
 
-async def test_a_hung_store_keeps_its_rows_until_it_gives_them_back(open_engine, runner):
-    tier = faulty({"store": ["hang"]}, {"deadline_s": 0.05}, hang_s=0.5)
+async def test_a_hung_store_keeps_its_rows_readable_until_it_gives_them_back(open_engine, runner):
+    tier = faulty({"store": ["hang"]}, {"deadline_s": 0.05}, hang_s=0.3)
     engine = await open_engine(2, tier, runner=runner, limits={"quarantine_share": 1.0})
     await put(engine, [1])
     await engine.drained()
-    assert engine.ledger.transfers.overdue
+    assert engine.ledger.tiers[0].counters.failures == {"deadline": 1}
     assert await found(engine, [1]) == 1
     await until(lambda: settled(engine), engine)
     assert await put(engine, [2, 3]) == 2
@@ -107,7 +106,7 @@ async def test_a_hung_probe_is_a_miss_when_its_time_is_up(open_engine, runner, t
 
 
 async def test_a_hung_deletion_holds_nobody_up_for_longer_than_its_time(open_engine, runner):
-    engine = await open_engine(4, faulty({"delete": ["hang"]}, {"deadline_s": 0.05}, hang_s=0.2), runner=runner)
+    engine = await open_engine(4, faulty({"delete": ["hang"]}, {"deadline_s": 0.05}, hang_s=0.5), runner=runner)
     await put(engine, [1])
     await engine.delete([key(1)])
     assert engine.ledger.tiers[0].counters.failures == {"unavailable": 1}
@@ -165,21 +164,20 @@ def test_shutting_down_with_a_hung_tier_is_bounded_and_says_what_it_left(runner)
 
 
 @pytest.mark.parametrize("runner", ["thread", "process"])
-def test_a_reset_with_a_hung_tier_is_bounded_and_takes_the_tier_out_of_use(start_engine, runner):
-    engine = start_engine(
-        4,
-        faulty({"store": ["hang"]}, {"deadline_s": 1_000, "breaker_cooldown_s": 1_000}, hang_s=0.5),
-        runner=runner,
-    )
-    engine.on_new_request("r")
-    plan = engine.prepare_store([key(1)], "r")
-    engine.region.row(plan.rows[0])[:] = chunk(1)
-    engine.complete_store(plan.keys, "r")
-    engine.end_step()
-    assert not engine.reset(deadline_s=0.05)
-    assert engine.lookup(key(1), "r") is LookupResult.MISS
-    engine.on_reset_flushed()
-    assert engine.prepare_store([key(number) for number in range(4)], "r") is None
-    assert engine.prepare_store([key(number) for number in range(3)], "r") is not None
-    engine.complete_store([key(number) for number in range(3)], "r")
-    assert engine.ledger.tiers[0].counters.dropped == {"breaker": 3}
+def test_a_reset_with_a_hung_tier_is_bounded_and_takes_the_tier_out_of_use(runner):
+    hung = faulty({"store": ["hang"]}, {"deadline_s": 1_000, "breaker_cooldown_s": 1_000})
+    config = describe(4, hung, runner=runner, limits={"quarantine_share": 1.0})
+    with TieringOffloadingManager.start(config) as engine:
+        engine.on_new_request("r")
+        plan = engine.prepare_store([key(1)], "r")
+        engine.region.row(plan.rows[0])[:] = chunk(1)
+        engine.complete_store(plan.keys, "r")
+        engine.end_step()
+        assert not engine.reset(deadline_s=0.05)
+        assert engine.lookup(key(1), "r") is LookupResult.MISS
+        engine.on_reset_flushed()
+        assert engine.prepare_store([key(number) for number in range(4)], "r") is None
+        assert engine.prepare_store([key(number) for number in range(3)], "r") is not None
+        engine.complete_store([key(number) for number in range(3)], "r")
+        assert engine.ledger.tiers[0].counters.dropped == {"breaker": 3}
+        assert engine.shutdown(deadline_s=0.1) == 1

@@ -117,7 +117,7 @@ async def test_a_runner_that_holds_few_rows_is_left_alone(open_engine, disk):
         8, hung | {"faults": {"hang_s": 0.5}}, runner="process", limits={"quarantine_share": 0.5}
     )
     await put(engine, [1, 2])
-    await until(lambda: engine.ledger.transfers.overdue, engine)
+    await until(lambda: engine.ledger.tiers[0].counters.failures, engine)
     await until(lambda: settled(engine), engine)
     assert engine.runners_lost == 0
 

@@ -106,7 +106,7 @@ def test_work_is_pending_until_it_has_come_back(start_engine, runner):
 
 def test_a_drain_gives_up_at_its_deadline(start_engine, runner):
     engine = start_engine(
-        4, {"type": FAULTY, "inner": DUMMY, "script": {"store": ["hang"]}, "faults": {"hang_s": 0.3}}, runner=runner
+        4, {"type": FAULTY, "inner": DUMMY, "script": {"store": ["hang"]}, "faults": {"hang_s": 1.0}}, runner=runner
     )
     engine.on_new_request("r")
     store(engine, [1], "r")

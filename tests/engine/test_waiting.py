@@ -71,6 +71,20 @@ async def test_put_stores_what_there_is_room_for_when_hung_loads_hold_the_rest(o
     assert await found(engine, range(10, 14)) == 2
 
 
+async def test_rows_of_a_hung_load_are_nobodys_until_it_ends(open_engine):
+    engine = await open_engine(2, faulty(deadline_s=1, hang_s=5, load=["hang"]))
+    await put(engine, [1])
+    assert await engine.areset()
+    assert await found(engine, [1]) == 0
+    assert (now(), len(engine.ledger.primary.quarantined)) == (1.0, 1)
+    assert await put(engine, [2, 3]) == 1
+    await asyncio.sleep(3.9)
+    assert len(engine.ledger.primary.quarantined) == 1
+    await asyncio.sleep(0.2)
+    assert len(engine.ledger.primary.quarantined) == 0
+    assert await put(engine, [4, 5]) == 2
+
+
 async def test_fetch_waits_for_a_store_of_the_step_protocol(open_engine):
     engine = await open_engine(4)
     engine.on_new_request("stepping")

@@ -1,9 +1,15 @@
 """What tests of the file tier stand on: a namespace, lent rows, tiers that are closed again, and small file systems."""
 
+import asyncio
 import gc
+import json
 import os
+import signal
 import subprocess
+import sys
+from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -16,6 +22,7 @@ from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.folder import Folder
 
 ROW_BYTES = 8_192
+WRITER_DEADLINE_S = 30.0
 
 OpenTier = Callable[..., Awaitable[FsBackend]]
 Mount = Callable[[str, str], Path]
@@ -100,3 +107,101 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
     yield mount
     for path in mounted:
         subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.fixture
+def taken_bytes() -> Callable[[Path], int]:
+    return _taken_bytes
+
+
+def _taken_bytes(root: Path) -> int:
+    """Return what a tier's folders take, directories and all, as the file system counts it."""
+    total = -os.lstat(root).st_blocks
+    for folder, _, files in os.walk(root):
+        for name in [".", *files]:
+            with suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(folder, name)).st_blocks
+    return total * 512
+
+
+class Writer:
+    """A process that hammers a directory, and can be stopped, looked at and killed."""
+
+    def __init__(self, launcher: Process) -> None:
+        self._launcher = launcher
+        self.pid = 0
+        self.done = [0, 0, 0, 0]
+        self.wrong: list[str] = []
+
+    async def begin(self, seed: int) -> None:
+        assert self._launcher.stdin is not None
+        self._launcher.stdin.write(b"%d\n" % seed)
+        self.done = [0, 0, 0, 0]
+        await self._until("child")
+
+    async def works(self) -> None:
+        """Wait until it has stored something since it began."""
+        stored = self.done[0]
+        async with asyncio.timeout(WRITER_DEADLINE_S):
+            while self.done[0] <= stored:
+                self._hear(await self._line())
+
+    async def stop(self) -> None:
+        os.kill(self.pid, signal.SIGSTOP)
+        await self._until("stopped")
+
+    def go_on(self) -> None:
+        os.kill(self.pid, signal.SIGCONT)
+
+    async def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+        await self._until("dead")
+        self.pid = 0
+
+    async def end(self) -> None:
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+        self._launcher.kill()
+        await self._launcher.wait()
+
+    async def _until(self, word: str) -> None:
+        async with asyncio.timeout(WRITER_DEADLINE_S):
+            while not (line := await self._line()).startswith(word):
+                self._hear(line)
+        if word == "child":
+            self.pid = int(line.split()[1])
+
+    async def _line(self) -> str:
+        assert self._launcher.stdout is not None
+        line = (await self._launcher.stdout.readline()).decode().strip()
+        assert line, "the launcher ended"
+        return line
+
+    def _hear(self, line: str) -> None:
+        if line.startswith("wrong"):
+            self.wrong.append(line)
+        elif line[0].isdigit():
+            self.done = [int(word) for word in line.split()]
+
+
+StartWriter = Callable[..., Awaitable["Writer"]]
+
+
+@pytest.fixture
+async def start_writer(root: Path) -> AsyncIterator[StartWriter]:
+    writers: list[Writer] = []
+
+    async def start_writer(keys: int, **options: object) -> Writer:
+        asked = {"row_bytes": ROW_BYTES, "keys": keys, "options": {"root": str(root), **options}}
+        launcher = await asyncio.create_subprocess_exec(
+            *(sys.executable, os.path.join(os.path.dirname(__file__), "capacity_writer.py"), json.dumps(asked)),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        writers.append(Writer(launcher))
+        return writers[-1]
+
+    yield start_writer
+    for writer in writers:
+        await writer.end()

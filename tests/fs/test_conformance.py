@@ -5,8 +5,10 @@ import tempfile
 
 import pytest
 
+from kvtier.policies.named import known_policies
 from kvtier.testing.conformance import (
     BackendConformance,
+    BoundedConformance,
     DurableBackendConformance,
     InventoryConformance,
     MeasuredConformance,
@@ -64,6 +66,21 @@ class TestFs(Suites):
     """As it comes."""
 
 
+@pytest.mark.parametrize("policy", known_policies())
+class TestFsWithinACapacity(BoundedConformance):
+    """With every policy. Room for 16 chunks and their folders, and for 8 more that are being written."""
+
+    chunk_bytes = 65_536
+
+    @pytest.fixture
+    async def small(self, tmp_path, policy: str):
+        room_bytes = 24 * (self.chunk_bytes + 4_096 + 4 * 4_096)
+        options = FsOptions(root=str(tmp_path), capacity_bytes=room_bytes, eviction_policy=policy)
+        tier = await FsBackend.open(options, tier_context(self.chunk_bytes))
+        yield tier
+        await tier.aclose(10)
+
+
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="there is no file system in memory")
 class TestFsInMemoryWithEveryOptionTheOtherWay(Suites):
     """In memory, because thousands of fsyncs take a disk minutes."""
@@ -76,6 +93,7 @@ class TestFsInMemoryWithEveryOptionTheOtherWay(Suites):
     def options(self, root: str) -> FsOptions:
         return FsOptions(
             root=root,
+            naming="flat",
             io="buffered",
             fsync=True,
             corrupt="quarantine",

@@ -2,12 +2,14 @@
 
 import itertools
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
 
 from kvtier.backend import Added, Removed, ScanDone, TierContext
 from kvtier.errors import BlockCorrupt, BlockMissing
@@ -93,6 +95,24 @@ async def test_a_file_cut_off_anywhere_is_a_miss(open_tier, lender: Lender, path
     expected = "BlockMissing" if length == row_bytes else "BlockCorrupt"  # Then it looks like one of vLLM's: refused.
     assert await lender.recall(tier, [KEY]) == [expected]
     assert await tier.aclose(10) == (0,)
+
+
+async def test_a_file_of_a_later_format_is_a_miss_and_left_alone(
+    open_tier, lender: Lender, path_of, row_bytes: int
+) -> None:
+    tier = await open_tier(corrupt="delete")
+    await lender.keep(tier, keys_of(2))
+    page = bytearray(path_of(KEY).read_bytes()[row_bytes:])
+    struct.pack_into("<I", page, 8, 2)
+    struct.pack_into("<Q", page, FOOTER_BYTES - 8, xxh3_64_intdigest(page[:-8]))
+    overwrite(path_of(KEY), row_bytes, bytes(page))
+    later = path_of(KEY).read_bytes()
+    assert await lender.recall(tier, keys_of(2)) == [label(key_of(0)), "BlockMissing"]
+    assert path_of(KEY).read_bytes() == later
+    assert tier.counters().corrupt == {}
+    assert tier.counters().other_version == 1
+    await lender.keep(tier, [KEY])
+    assert await lender.recall(tier, [KEY]) == [label(KEY)]
 
 
 async def test_swapped_files_are_misses(open_tier, lender: Lender, path_of) -> None:

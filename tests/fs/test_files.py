@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.namespace import FileMapper
-from kvtier_backends.fs.attempts import Writer, attempt_name
+from kvtier_backends.fs.attempts import Writer, attempt_name, read_attempt
 from kvtier_backends.fs.files import ChunkFiles
 from kvtier_backends.fs.folder import Folder
 
@@ -45,22 +45,22 @@ def everything_in(root: Path) -> list[str]:
 
 
 def test_a_file_holds_the_buffers_one_after_the_other(files: ChunkFiles, path: Path, buffers: list[memoryview]) -> None:
-    allocated_bytes = files.write(KEY, buffers)
+    allocated_bytes = files.write(KEY, buffers, 0)
     assert path.read_bytes() == content(buffers)
     assert allocated_bytes == path.stat().st_blocks * 512 > 0
     assert files.length(KEY) == ROW_BYTES + 4_096
 
 
 def test_writing_again_replaces(files: ChunkFiles, path: Path, buffers: list[memoryview]) -> None:
-    files.write(KEY, buffers)
+    files.write(KEY, buffers, 0)
     buffers[0][:] = b"2" * ROW_BYTES
-    files.write(KEY, buffers)
+    files.write(KEY, buffers, 0)
     assert path.read_bytes() == content(buffers)
 
 
 def test_removing_what_is_not_there_is_nothing(files: ChunkFiles, path: Path, buffers: list[memoryview]) -> None:
     files.remove(KEY)
-    files.write(KEY, buffers)
+    files.write(KEY, buffers, 0)
     files.remove(KEY)
     files.remove(KEY)
     assert files.length(KEY) is None
@@ -79,7 +79,7 @@ def test_short_writes_are_gone_on_with(
     files = ChunkFiles(open_folder(io="buffered"), mapper, fsync=False)
     write = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda fd, rest, at: write(fd, [rest[0][:step]], at))
-    files.write(KEY, buffers)
+    files.write(KEY, buffers, 0)
     assert path.read_bytes() == content(buffers)
 
 
@@ -92,7 +92,7 @@ def test_short_reads_are_gone_on_with(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     files = ChunkFiles(open_folder(io="buffered"), mapper, fsync=False)
-    files.write(KEY, buffers)
+    files.write(KEY, buffers, 0)
     read = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, rest, at: read(fd, [rest[0][:step]], at))
     into = [memoryview(bytearray(ROW_BYTES)), memoryview(bytearray(8_192))]
@@ -115,7 +115,7 @@ def test_a_device_that_takes_no_more_is_an_error(
 ) -> None:
     monkeypatch.setattr(os, "pwritev", lambda fd, rest, at: 0)
     with pytest.raises(OSError, match="wrote 0 of 20480 bytes"):
-        files.write(KEY, buffers)
+        files.write(KEY, buffers, 0)
     assert not path.exists()
 
 
@@ -132,7 +132,7 @@ def test_a_failed_write_leaves_what_was_there_and_nothing_else(
 ) -> None:
     before = content(buffers)
     if there:
-        files.write(KEY, buffers)
+        files.write(KEY, buffers, 0)
     kept = everything_in(root)
 
     def fail(*args: object, **kwargs: object) -> None:
@@ -142,7 +142,7 @@ def test_a_failed_write_leaves_what_was_there_and_nothing_else(
         patch.setattr(os, call, fail)
         buffers[0][:] = b"2" * ROW_BYTES
         with pytest.raises(OSError, match="full"):
-            files.write(KEY, buffers)
+            files.write(KEY, buffers, 0)
     assert everything_in(root) == kept
     assert not there or path.read_bytes() == before
 
@@ -150,7 +150,7 @@ def test_a_failed_write_leaves_what_was_there_and_nothing_else(
 def test_readers_see_the_old_file_until_the_new_one_is_whole(
     files: ChunkFiles, path: Path, buffers: list[memoryview], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files.write(KEY, buffers)
+    files.write(KEY, buffers, 0)
     before, rename = content(buffers), os.rename
     seen: list[bytes] = []
 
@@ -160,7 +160,7 @@ def test_readers_see_the_old_file_until_the_new_one_is_whole(
 
     monkeypatch.setattr(os, "rename", look_and_rename)
     buffers[0][:] = b"2" * ROW_BYTES
-    files.write(KEY, buffers)
+    files.write(KEY, buffers, 0)
     assert seen == [before]
 
 
@@ -175,10 +175,10 @@ def test_folders_are_made_only_when_they_are_missing(
         mkdir(name, **kwargs)
 
     monkeypatch.setattr(os, "mkdir", count)
-    files.write(KEY, buffers)
+    files.write(KEY, buffers, 0)
     assert made
     made.clear()
-    files.write(KEY, buffers)
+    files.write(KEY, buffers, 0)
     assert made == []
 
 
@@ -194,7 +194,7 @@ def test_a_folder_that_vanishes_is_made_again(
             os.rmdir(name, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "mkdir", make_and_lose)
-    files.write(KEY, buffers)
+    files.write(KEY, buffers, 0)
     assert path.read_bytes() == content(buffers)
 
 
@@ -210,7 +210,7 @@ def test_folders_that_vanish_for_ever_are_an_error(
 
     monkeypatch.setattr(os, "mkdir", make_and_lose)
     with pytest.raises(OSError, match="vanish"):
-        files.write(KEY, buffers)
+        files.write(KEY, buffers, 0)
 
 
 def test_a_temporary_name_that_is_taken_is_left_to_its_owner(
@@ -221,7 +221,7 @@ def test_a_temporary_name_that_is_taken_is_left_to_its_owner(
     path.parent.mkdir(parents=True)
     other = path.with_name(".1.tmp")
     other.write_bytes(b"another's")
-    files.write(KEY, buffers)
+    files.write(KEY, buffers, 0)
     assert path.read_bytes() == content(buffers)
     assert other.read_bytes() == b"another's"
 
@@ -238,7 +238,7 @@ def test_with_fsync_the_file_its_folder_and_new_folders_parents_are_synced(
         fsync(fd)
 
     monkeypatch.setattr(os, "fsync", note)
-    files.write(KEY, buffers)
+    files.write(KEY, buffers, 0)
     kinds = [("tmp" if name.endswith(".tmp") else Path(name).name) for name in synced]
     assert kinds == [mapper.name(KEY).split("/")[0], "6b6", "tmp", "b6_g0"]
 
@@ -246,11 +246,16 @@ def test_with_fsync_the_file_its_folder_and_new_folders_parents_are_synced(
 def test_attempts_have_names_of_their_own_that_say_whose_they_are() -> None:
     writer = Writer.this_process()
     assert writer.pid == os.getpid()
-    assert Path("/proc/sys/kernel/random/boot_id").read_text().startswith(writer.boot)
     assert writer == Writer.this_process()
     names = [attempt_name(writer) for _ in range(100)]
     assert len(set(names)) == 100
     assert all(name.startswith(f".{writer.boot}-{writer.pid}-{writer.started}-") for name in names)
+    assert {read_attempt(name) for name in names} == {writer}
+
+
+@pytest.mark.parametrize("name", ["", ".tmp", "chunk.bin", ".0-1-2-3.tmp", "a.bin_123.tmp", ".01234567-1-2-3.tmp.bin"])
+def test_other_names_are_no_attempts(name: str) -> None:
+    assert read_attempt(name) is None
 
 
 def test_an_attempt_is_never_taken_for_a_chunk(mapper: FileMapper) -> None:

@@ -54,7 +54,12 @@ async def test_a_full_disk_still_serves_what_is_on_it(
     await first.aclose(10)
     again = await open_tier(root=str(root))
     assert await lender.recall(again, kept) == [label(key) for key in kept]
-    assert isinstance((await again.store(lender.writes([keys[-1]])))[0], NoSpace)
+    await lender.keep(again, [keys[-1]])  # In place of what was used longest ago.
+    assert await lender.recall(again, [keys[-1]]) == [label(keys[-1])]
+    told = await lender.recall(again, kept)
+    assert "BlockMissing" in told
+    assert set(told) <= {"BlockMissing", *map(label, kept)}
+    assert again.counters().disk_full > 0
 
 
 def fill(path: Path) -> None:

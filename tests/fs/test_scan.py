@@ -169,7 +169,7 @@ async def test_an_index_that_is_whole_answers_without_a_system_call(
 async def test_a_folder_that_cannot_be_read_leaves_the_tier_asking(
     open_tier, lender: Lender, path_of: Callable[[OffloadKey], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = await open_tier()
+    before = await open_tier(checkpoint_s=0)
     await lender.keep(before, keys_of(2))
     await before.aclose(DEADLINE_S)
     hidden, listing = path_of(key_of(0)).parent.name, os.open

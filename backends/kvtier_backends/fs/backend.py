@@ -1,7 +1,9 @@
 """A tier on a file system, the asynchronous shell: it checks, splits batches over lanes, and indexes what became."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from typing import ClassVar, Self
@@ -20,22 +22,32 @@ from kvtier.backend import (
     TierContext,
     Write,
 )
-from kvtier.errors import BackendClosed, BackendUnavailable, BlockCorrupt, BlockMissing
+from kvtier.calls import Calls
+from kvtier.errors import BackendClosed, BackendUnavailable
 from kvtier.keys import GROUP_BYTES, OffloadKey
 from kvtier.lend import Lanes, in_threads
-from kvtier_backends.fs.chunks import Chunks, LoadShare, StoreShare, share_chunks, share_out
-from kvtier_backends.fs.counters import FsCounters, Tally
+from kvtier.namespace import FileMapper
+from kvtier.policies.named import policy_class
+from kvtier_backends.fs.books import Books, open_books
+from kvtier_backends.fs.capacity import Capacity
+from kvtier_backends.fs.checkpoint import Checkpoint
+from kvtier_backends.fs.chunks import Chunks, share_out
+from kvtier_backends.fs.counters import FsCounters, Tally, by_name
+from kvtier_backends.fs.eviction import Eviction
 from kvtier_backends.fs.files import ChunkFiles
 from kvtier_backends.fs.folder import Folder
-from kvtier_backends.fs.index import Held, Index
+from kvtier_backends.fs.index import Index
+from kvtier_backends.fs.loading import Loading
+from kvtier_backends.fs.looking import Looking
 from kvtier_backends.fs.options import FsOptions
-from kvtier_backends.fs.scan import Scan
+from kvtier_backends.fs.shared import SharedEviction
+from kvtier_backends.fs.storing import Storing, sizes_of
 
 PROBES_MAX = 512  # Calls without bytes, in one hop: half a millisecond of a local file system's time.
+SCAN_PATIENCE_S = 0.5  # Stores wait so long for the scan of a small directory, rather than be refused for its sake.
 
-_open = aiofiles.os.wrap(Folder.open)
+_open = aiofiles.os.wrap(open_books)
 _loadable = aiofiles.os.wrap(Chunks.loadable)
-_next_batch = aiofiles.os.wrap(Scan.next_batch)
 
 
 class FsBackend(Backend):
@@ -51,27 +63,45 @@ class FsBackend(Backend):
         A root that is missing is made if its parent is there.
         """
         assert isinstance(options, FsOptions), options
+        context = context._replace(mapper=FileMapper(context.mapper.namespace, options.naming))
         folder = Folder(options, context.mapper)
         tally = Tally()
         scan_lane = Lanes(1, f"kvtier-{context.name}-scan")
         try:
-            await _open(folder, executor=scan_lane)
-            return cls(options, context, folder, tally, scan_lane)
+            books = await _open(folder, context, options, executor=scan_lane)
+            return cls(options, context, folder, books, tally, scan_lane)
         except BaseException:
             scan_lane.submit(folder.close)  # When the lane comes to it: a cancelled call's thread may still be at it.
             scan_lane.shutdown(wait=False)
             raise
 
     def __init__(
-        self, options: FsOptions, context: TierContext, folder: Folder, tally: Tally, scan_lane: Lanes
+        self,
+        options: FsOptions,
+        context: TierContext,
+        folder: Folder,
+        books: Books,
+        tally: Tally,
+        scan_lane: Lanes,
     ) -> None:
         """Use `open` instead."""
         self._name = context.name
         self._row_bytes = context.row_bytes
-        self._share_chunks = share_chunks(context.row_bytes)
+        self._stores = Calls(context.name)
         self._folder = folder
         self._tally = tally
-        self._index = Index()
+        sizes = sizes_of(context.row_bytes, folder)
+        limit_bytes = min(options.capacity_bytes or folder.disk.size_bytes, folder.disk.size_bytes)
+        policy = policy_class(options.eviction_policy)(max(1, limit_bytes // context.row_bytes))
+        self._index = Index(policy, None if options.ttl_s is None else time.time_ns)
+        checkpoint = Checkpoint(folder, context.mapper, tally, context.row_bytes)
+        self._capacity = Capacity(
+            (self._index, folder.sizes, checkpoint),
+            folder.disk,
+            limit_bytes=options.capacity_bytes,
+            low_water=options.low_water,
+            min_free_bytes=options.min_free_bytes,
+        )
         self._chunks = Chunks(
             ChunkFiles(folder, context.mapper, fsync=options.fsync),
             tally,
@@ -85,14 +115,67 @@ class FsBackend(Backend):
         self._load_lanes = Lanes(options.load_lanes, f"kvtier-{context.name}-load")
         self._store_lanes = Lanes(options.store_lanes, f"kvtier-{context.name}-store")
         self._scan_lane = scan_lane
+        self._evict_lane = Lanes(1, f"kvtier-{context.name}-evict")
+        self._shared = options.shared
+        self._books = books
+        self._eviction = (SharedEviction if options.shared else Eviction)(
+            self._index,
+            self._capacity,
+            self._chunks,
+            tally,
+            lane=self._evict_lane,
+            store_lanes=self._store_lanes,
+            ttl_s=options.ttl_s,
+            clock_ns=time.time_ns,
+        )
+        if isinstance(self._eviction, SharedEviction):
+            assert books.ledger is not None
+            self._eviction.share(books.ledger, folder.sizes)
+        if books.write_budget is not None:
+            books.write_budget.use(self._store_lanes)
+        self._loading = Loading(
+            self._eviction,
+            self._capacity,
+            self._index,
+            self._chunks,
+            lanes=self._load_lanes,
+            share_chunks=sizes.share_chunks,
+            clock_ns=time.time_ns,
+        )
+        self._storing = Storing(
+            self._eviction,
+            books.write_budget,
+            self._index,
+            self._chunks,
+            tally,
+            lanes=self._store_lanes,
+            sizes=sizes,
+            clock_ns=time.time_ns,
+        )
         self._closed = False
         self._news = asyncio.Event()  # Something for the inventory's consumer, or the end.
-        self._scan = Scan(folder, context.mapper, self._chunks.takes)
-        self._scanning = asyncio.create_task(self._run_scan(), name=f"kvtier-{context.name}-scan")
+        self._patient_until = time.monotonic() + SCAN_PATIENCE_S
+        self._looking = Looking(
+            folder,
+            context.mapper,
+            self._chunks.takes,
+            self._index,
+            self._capacity,
+            self._eviction,
+            tally,
+            lane=scan_lane,
+            checkpoint=checkpoint,
+            checkpoint_s=0 if options.shared else options.checkpoint_s,
+        )
+        self._eviction.changed = self._news.set
+        self._background = [
+            asyncio.create_task(work(), name=f"kvtier-{context.name}-{work.__name__}")
+            for work in (self._looking.run, self._looking.run_checkpoints, self._eviction.run)
+        ]
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         self._check_open()
-        answers = [key in self._index for key in keys]
+        answers = [not self._shared and key in self._index for key in keys]  # Others remove files, too.
         if self._index.authoritative or all(answers):
             return answers
         unknown = [key for key, known in zip(keys, answers, strict=True) if not known]
@@ -104,28 +187,14 @@ class FsBackend(Backend):
     async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
         self._check_open()
         self._check_batch(reads)
-        mark = self._index.mark()
-        shares = [
-            LoadShare(part, measure=any(read.key not in self._index for read in part))
-            for part in share_out(reads, self._load_lanes.count, self._share_chunks)
-        ]
-        try:
-            await in_threads(self._load_lanes, [partial(self._chunks.load, share) for share in shares])
-        finally:
-            self._note_loaded(shares, mark)
-        return self._outcomes(shares)
+        return self._answered(*await self._loading(reads))
 
     async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
-        self._check_open()
-        self._check_batch(writes)
-        shares = [StoreShare(part) for part in share_out(writes, self._store_lanes.count, self._share_chunks)]
-        told = False
-        try:
-            await in_threads(self._store_lanes, [partial(self._chunks.store, share) for share in shares])
-            told = True
-        finally:
-            self._note_stored(shares, told=told)
-        return self._outcomes(shares)
+        with self._stores.one():
+            self._check_batch(writes)
+            if not self._looking.done.is_set():
+                await self._look_is_done()
+            return self._answered(*await self._storing(writes))
 
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
         self._check_open()
@@ -139,9 +208,10 @@ class FsBackend(Backend):
             )
             note = self._index.removed
         finally:
+            self._eviction.stored(-sum(map(self._index.taken_bytes, removed)))
             for key in removed:
                 note(key, mark)
-            self._news.set()
+            self._eviction.changed()
         for error in filter(None, errors):
             left = len(keys) - len(removed)
             raise BackendUnavailable(f"{self._name}: {left} of {len(keys)} files could not be removed") from error
@@ -149,15 +219,24 @@ class FsBackend(Backend):
     async def aclose(self, deadline_s: float) -> Abandoned:
         self._closed = True
         self._news.set()
-        self._scan.stop()
-        self._scanning.cancel()
-        lanes = self._load_lanes, self._store_lanes, self._scan_lane
-        loads, stores, scans = await asyncio.gather(*(each.aclose(deadline_s) for each in lanes))
-        if not loads + stores + scans:
+        self._looking.stop()
+        for task in self._background:
+            task.cancel()
+        self._eviction.stamp_before_end()
+        ends_at = time.monotonic() + deadline_s
+        await self._stores.close(deadline_s)  # Their lanes are open until then: a store may need several hops.
+        lanes = self._load_lanes, self._store_lanes
+        loads, stores = await asyncio.gather(*(each.aclose(max(0.0, ends_at - time.monotonic())) for each in lanes))
+        self._looking.write_last_checkpoint(max(0.0, ends_at - time.monotonic()))
+        lanes = self._scan_lane, self._evict_lane
+        others = await asyncio.gather(*(each.aclose(max(0.0, ends_at - time.monotonic())) for each in lanes))
+        if not loads + stores + sum(others):
+            self._books.close()
             self._folder.close()
-        await asyncio.wait({self._scanning})
-        if not self._scanning.cancelled():
-            self._scanning.result()  # Raises what was wrong with it, if anything was.
+        await asyncio.wait(self._background)
+        for task in self._background:
+            if not task.cancelled():
+                task.result()  # Raises what was wrong with it, if anything was.
         return Abandoned(loads + stores)
 
     async def watch(self) -> AsyncIterator[InventoryEvent]:
@@ -175,7 +254,17 @@ class FsBackend(Backend):
 
     def occupancy(self) -> Occupancy:
         """See `Measured`. While the directory is being scanned, it covers what was found so far."""
-        return Occupancy(len(self._index), self._index.used_bytes, capacity_bytes=None)
+        used_bytes = self._index.used_bytes + self._capacity.leaving_bytes
+        return Occupancy(len(self._index), used_bytes, self._capacity.limit_bytes)
+
+    def rank(self, keys: Sequence[OffloadKey]) -> None:
+        """Renew the recency of a request's chunks, in prefix order, when it is over: its head goes last."""
+        self._index.rank(keys)
+        self._eviction.used(keys)
+
+    def counts(self) -> dict[str, int]:
+        """See `Counted`."""
+        return by_name(self._tally.totals())
 
     def counters(self) -> FsCounters:
         """Return what was counted since the tier was opened."""
@@ -193,39 +282,12 @@ class FsBackend(Backend):
             if len(key) < GROUP_BYTES:
                 raise ValueError(f"{key.hex()}: a key of {len(key)} bytes, at least {GROUP_BYTES} expected")
 
-    def _note_loaded(self, shares: Sequence[LoadShare], mark: int) -> None:
-        # Tail first, here and below: a prefix outlives its continuation.
-        for share in reversed(shares):
-            done = list(zip(share.reads, share.outcomes, share.allocated_bytes, strict=False))
-            for read, outcome, allocated_bytes in reversed(done):
-                if isinstance(outcome, BlockMissing | BlockCorrupt):
-                    self._index.lost(read.key, mark)
-                elif outcome is None and read.key in self._index:
-                    self._index.used(read.key)
-                elif allocated_bytes is not None:
-                    self._index.found(Held(read.key, allocated_bytes))
-        self._news.set()
+    async def _look_is_done(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, self._patient_until - time.monotonic())):
+                await self._looking.done.wait()
 
-    def _note_stored(self, shares: Sequence[StoreShare], *, told: bool) -> None:
-        for share in reversed(shares):
-            for write, allocated_bytes in reversed(list(zip(share.writes, share.allocated_bytes, strict=False))):
-                if allocated_bytes is not None:  # It may be 0: not every file system counts blocks.
-                    self._index.stored(Held(write.key, allocated_bytes))
-                    if not told:
-                        self._index.report(write.key)
-        self._news.set()
-
-    def _outcomes(self, shares: Sequence[LoadShare] | Sequence[StoreShare]) -> list[Outcome]:
-        outcomes = [outcome for share in shares for outcome in share.outcomes]
-        if outcomes and sum(share.gone for share in shares) == len(outcomes):
+    def _answered(self, outcomes: list[Outcome], gone: int) -> list[Outcome]:
+        if outcomes and gone == len(outcomes):
             raise BackendUnavailable(f"{self._name}: the file system is away: {outcomes[-1]}")
         return outcomes
-
-    async def _run_scan(self) -> None:
-        while batch := await _next_batch(self._scan, executor=self._scan_lane):
-            self._index.scanned(batch)
-            self._news.set()
-        self._tally.count("scan_skipped", self._scan.skipped)
-        self._tally.count("scan_failed", self._scan.failed)
-        self._index.scan_ended(complete=self._scan.failed == 0)
-        self._news.set()

@@ -5,7 +5,7 @@ share, chunk by chunk: the call that lent the buffers may be cancelled, and its 
 """
 
 import errno
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -15,8 +15,9 @@ from kvtier.keys import OffloadKey
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.discard import Discarded
 from kvtier_backends.fs.faults import Fault
-from kvtier_backends.fs.files import ChunkFiles, OpenChunk
+from kvtier_backends.fs.files import ChunkFiles, Found, OpenChunk
 from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, payload_checksum, write_footer
+from kvtier_backends.fs.index import Held, is_later
 from kvtier_backends.fs.pages import Pages
 from kvtier_backends.fs.verify import Whole, judge_chunk, judge_length
 
@@ -52,6 +53,7 @@ class LoadShare:
     measure: bool  # Whether to say how much room the files take: for keys that the index does not know.
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
     allocated_bytes: list[int | None] = field(default_factory=list[int | None])  # None: not loaded, or not measured.
+    kept_bytes: int = 0  # Of corrupt files that are there still: quarantined, or not to be moved.
     gone: int = 0  # Failures that say that the whole file system is away.
 
 
@@ -60,6 +62,7 @@ class StoreShare:
     """Writes of one hop, and what became of those that were come to, in order."""
 
     writes: Sequence[Write]
+    used_at_ns: int  # The head's time; each of the others is a little older, so that it goes before the head.
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
     allocated_bytes: list[int | None] = field(default_factory=list[int | None])  # None: not stored.
     gone: int = 0
@@ -87,7 +90,7 @@ class Chunks:
                 allocated_bytes: int | None = None
                 try:
                     with self._files.open(read.key) as chunk:
-                        outcome = self._fill(chunk, read, page)
+                        outcome = self._fill(chunk, read, page, share)
                         if share.measure and outcome is None:
                             allocated_bytes = chunk.allocated_bytes()
                 except (FileNotFoundError, NotADirectoryError):
@@ -101,11 +104,12 @@ class Chunks:
     def store(self, share: StoreShare) -> None:
         """Store the share's chunks, each wholly or not at all."""
         with self._pages.one() as page:
-            for key, block in share.writes:
+            for place, (key, block) in enumerate(share.writes):
                 footer = Footer(key, len(block), payload_checksum(block), self._fingerprint)
                 try:
                     write_footer(page[:FOOTER_BYTES], footer)
-                    allocated_bytes = self._files.write(key, [block, page[:FOOTER_BYTES]])
+                    buffers = [block, page[:FOOTER_BYTES]]
+                    allocated_bytes = self._files.write(key, buffers, share.used_at_ns - place)
                 except OSError as error:
                     share.gone += error.errno in _GONE
                     share.allocated_bytes.append(None)
@@ -126,6 +130,25 @@ class Chunks:
                 removed.append(key)
         return last
 
+    def evict(self, victims: Sequence[Held], gone: dict[OffloadKey, int], used: list[Held], *, check: bool) -> None:
+        """Remove victims, and note what each has given back; with `check` spare those that others have used since."""
+        for victim in victims:
+            try:
+                found = self._files.look(victim.key) if check else Found(victim.allocated_bytes, victim.used_at_ns)
+                if found is None:
+                    gone[victim.key] = 0  # Whoever removed it has had the room.
+                elif is_later(found.used_at_ns, victim.used_at_ns):
+                    used.append(victim._replace(allocated_bytes=found.allocated_bytes, used_at_ns=found.used_at_ns))
+                else:
+                    gone[victim.key] = found.allocated_bytes if self._files.remove(victim.key) else 0
+            except OSError:
+                continue  # It is there still, and the caller counts it so.
+
+    def stamp(self, used_at_ns: Mapping[OffloadKey, int]) -> None:
+        """Have files say when they were used."""
+        for key, time_ns in used_at_ns.items():
+            self._files.stamp(key, time_ns)
+
     def loadable(self, keys: Sequence[OffloadKey]) -> list[bool]:
         """Ask the file system for each key whether a load would likely find it."""
         return [self._loadable(key) for key in keys]
@@ -142,7 +165,7 @@ class Chunks:
             return False
         return length is not None and self.takes(length)
 
-    def _fill(self, chunk: OpenChunk, read: Read, page: memoryview) -> Outcome:
+    def _fill(self, chunk: OpenChunk, read: Read, page: memoryview, share: LoadShare) -> Outcome:
         key, into = read
         file_bytes = chunk.read([into, page], self._row_bytes + FOOTER_BYTES)
         whole = judge_length(file_bytes, self._row_bytes)
@@ -152,9 +175,15 @@ class Chunks:
         fault = whole if isinstance(whole, Fault) else judge_chunk(into, page[:FOOTER_BYTES], key, self._fingerprint)
         if fault is None:
             return None
+        if fault is Fault.VERSION:
+            self._tally.count("other_version")
+            return BlockMissing(f"{key.hex()}: a file of a later format; left alone")
         self._tally.corrupt(fault)
-        if counter := _COUNTED.get(chunk.discard(fault)):
+        discarded = chunk.discard(fault)
+        if counter := _COUNTED.get(discarded):
             self._tally.count(counter)
+            share.kept_bytes += chunk.allocated_bytes()
+        self._files.tidy(key)
         return BlockCorrupt(f"{key.hex()}: {fault}: a file of {file_bytes:,} bytes for a row of {self._row_bytes:,}")
 
 

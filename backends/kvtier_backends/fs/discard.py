@@ -47,13 +47,13 @@ class Discard:
             stem = os.path.basename(name).removesuffix(".bin")[:NAME_CHARACTERS_MAX]
             kept = f"{self._quarantine}/{stem}.{fault}{attempt_name(self._writer)}"
             with suppress(OSError):  # Such as a user's tidying away the folder. Then it is deleted.
-                if not self._take(name, fd, kept):
+                if not take_aside(self._root, name, os.fstat(fd), kept):
                     return Discarded.REPLACED
                 self._log(fault, f"{name}: corrupt ({fault}); moved to {kept}")
                 return Discarded.QUARANTINED
         aside = f"{os.path.dirname(name)}/{attempt_name(self._writer)}"
         try:
-            if not self._take(name, fd, aside):
+            if not take_aside(self._root, name, os.fstat(fd), aside):
                 return Discarded.REPLACED
             os.unlink(aside, dir_fd=self._root)
         except FileNotFoundError:
@@ -64,21 +64,21 @@ class Discard:
         self._log(fault, f"{name}: corrupt ({fault}); deleted")
         return Discarded.DELETED
 
-    def _take(self, name: str, fd: int, aside: str) -> bool:
-        """Rename the file that is open as `fd`; False if the name is another file's by now, which keeps it."""
-        mine = os.fstat(fd)
-        if not os.path.samestat(os.stat(name, dir_fd=self._root), mine):
-            return False
-        os.rename(name, aside, src_dir_fd=self._root, dst_dir_fd=self._root)
-        if os.path.samestat(os.stat(aside, dir_fd=self._root), mine):
-            return True
-        with suppress(FileExistsError):  # Newer still: that one stays.
-            os.link(aside, name, src_dir_fd=self._root, dst_dir_fd=self._root)
-        os.unlink(aside, dir_fd=self._root)
-        return False
-
     def _log(self, fault: Fault, line: str) -> None:
         """Warn once of each kind: a whole directory may be corrupt, and all of it is counted."""
         level = logging.DEBUG if fault in self._warned else logging.WARNING
         self._warned.add(fault)
         logger.log(level, line)
+
+
+def take_aside(root_fd: int, name: str, file: os.stat_result, aside: str) -> bool:
+    """Rename this file; False if the name is another file's by now, which keeps it."""
+    if not os.path.samestat(os.stat(name, dir_fd=root_fd), file):
+        return False
+    os.rename(name, aside, src_dir_fd=root_fd, dst_dir_fd=root_fd)
+    if os.path.samestat(os.stat(aside, dir_fd=root_fd), file):
+        return True
+    with suppress(FileExistsError):  # Newer still: that one stays.
+        os.link(aside, name, src_dir_fd=root_fd, dst_dir_fd=root_fd)
+    os.unlink(aside, dir_fd=root_fd)
+    return False

@@ -11,7 +11,7 @@ class Fault(StrEnum):
     ZEROED = "zeroed"  # No footer but zeros: a power cut between a file's length and its bytes.
     FOREIGN = "foreign"  # No footer of ours.
     FOOTER = "footer"  # A footer of ours, damaged.
-    VERSION = "version"  # A footer of a format that this version does not know.
+    VERSION = "version"  # A footer of a format that this version does not know: not corrupt, and left alone.
     SWAPPED = "swapped"  # Another key's chunk.
     NAMESPACE = "namespace"  # The key's chunk of another model, layout or row length.
     PAYLOAD = "payload"  # The bytes are not those that were stored.

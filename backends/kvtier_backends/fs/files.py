@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import NamedTuple, Self
 
 from kvtier.keys import OffloadKey
 from kvtier.namespace import FileMapper
@@ -17,9 +17,16 @@ from kvtier_backends.fs.attempts import attempt_name
 from kvtier_backends.fs.discard import Discard, Discarded
 from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.folder import Folder
+from kvtier_backends.fs.folder_sizes import taken_bytes
 
-SECTOR_BYTES = 512  # The unit of st_blocks, whatever the file system's own.
 CREATE_ATTEMPTS = 8  # Someone may remove a folder between its making and its use, but not for ever.
+
+
+class Found(NamedTuple):
+    """What can be seen of a file without opening it."""
+
+    allocated_bytes: int
+    used_at_ns: int
 
 
 class ChunkFiles:
@@ -31,6 +38,8 @@ class ChunkFiles:
         self._mapper = mapper
         self._writer = folder.writer
         self._fsync = fsync
+        self._sizes = folder.sizes
+        self._chunks = folder.chunks
         self._direct = os.O_DIRECT if folder.direct else 0
         self._discard = Discard(folder)
 
@@ -39,9 +48,10 @@ class ChunkFiles:
         name = self._mapper.name(key)
         return OpenChunk(name, os.open(name, os.O_RDONLY | self._direct, dir_fd=self._root), self._discard)
 
-    def write(self, key: OffloadKey, buffers: Sequence[memoryview]) -> int:
+    def write(self, key: OffloadKey, buffers: Sequence[memoryview], used_at_ns: int) -> int:
         """Put a file of these bytes in place of what was there, and return the bytes that it takes on the disk.
 
+        `used_at_ns` becomes its time: what orders files after a restart.
         Until it has returned, readers find what was there before; a failure leaves that. (But for a failed sync of
         the folder: then the new file may be in place, whole.)
         """
@@ -51,9 +61,10 @@ class ChunkFiles:
         try:
             try:
                 _write_all(fd, buffers)
+                os.utime(fd, ns=(used_at_ns, used_at_ns))
                 if self._fsync:
                     os.fsync(fd)
-                allocated_bytes = os.fstat(fd).st_blocks * SECTOR_BYTES
+                allocated_bytes = taken_bytes(os.fstat(fd))
             finally:
                 os.close(fd)  # Network file systems report a full disk here.
             # rename last: a reader sees the old chunk or the new one, never half of each.
@@ -63,17 +74,45 @@ class ChunkFiles:
             raise
         if self._fsync:
             self._sync(parent)
+        self._look_at(parent)
         return allocated_bytes
 
-    def remove(self, key: OffloadKey) -> None:
-        """Remove a chunk's file, if there is one."""
-        with suppress(FileNotFoundError, NotADirectoryError):
+    def remove(self, key: OffloadKey) -> bool:
+        """Remove a chunk's file and the folders that it leaves empty; False if there was none."""
+        try:
             os.unlink(self._mapper.name(key), dir_fd=self._root)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        self.tidy(key)
+        return True
+
+    def tidy(self, key: OffloadKey) -> None:
+        """Remove the folders above a file that is gone, as far as they are empty: they take room, too."""
+        folder = os.path.dirname(self._mapper.name(key))
+        with suppress(OSError):  # Mostly because it is not empty.
+            while folder != self._chunks:
+                os.rmdir(folder, dir_fd=self._root)
+                self._sizes.removed(folder)
+                folder = os.path.dirname(folder)
+
+    def stamp(self, key: OffloadKey, used_at_ns: int) -> None:
+        """Have a chunk's file, if there is one, say that it was used then."""
+        with suppress(OSError):  # It is a hint, for after a restart.
+            os.utime(self._mapper.name(key), ns=(used_at_ns, used_at_ns), dir_fd=self._root)
 
     def length(self, key: OffloadKey) -> int | None:
         """Return the length of a chunk's file in bytes; None if there is none."""
+        status = self._stat(key)
+        return status and status.st_size
+
+    def look(self, key: OffloadKey) -> "Found | None":
+        """Return what a chunk's file takes, and when it was used; None if there is none."""
+        status = self._stat(key)
+        return status and Found(taken_bytes(status), status.st_mtime_ns)
+
+    def _stat(self, key: OffloadKey) -> os.stat_result | None:
         try:
-            return os.stat(self._mapper.name(key), dir_fd=self._root).st_size
+            return os.stat(self._mapper.name(key), dir_fd=self._root)
         except (FileNotFoundError, NotADirectoryError):
             return None
 
@@ -99,7 +138,7 @@ class ChunkFiles:
     def _make(self, folder: str) -> None:
         parent = os.path.dirname(folder)
         try:
-            os.mkdir(folder, dir_fd=self._root)
+            self._mkdir(folder)
         except FileExistsError:
             return
         except FileNotFoundError:
@@ -107,9 +146,19 @@ class ChunkFiles:
                 raise  # The root itself is gone.
             self._make(parent)
             with suppress(FileExistsError):
-                os.mkdir(folder, dir_fd=self._root)
+                self._mkdir(folder)
+        self._look_at(folder)
+        self._look_at(parent)
         if self._fsync:
             self._sync(parent or ".")
+
+    def _mkdir(self, folder: str) -> None:
+        with self._sizes.making(folder):
+            os.mkdir(folder, dir_fd=self._root)
+
+    def _look_at(self, folder: str) -> None:
+        with suppress(FileNotFoundError):
+            self._sizes.looked_at(folder, os.stat(folder, dir_fd=self._root))
 
     def _sync(self, folder: str) -> None:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root)
@@ -149,7 +198,7 @@ class OpenChunk:
 
     def allocated_bytes(self) -> int:
         """Return the bytes that the file takes on the disk."""
-        return os.fstat(self._fd).st_blocks * SECTOR_BYTES
+        return taken_bytes(os.fstat(self._fd))
 
     def discard(self, fault: Fault) -> Discarded:
         """Take this very file out of the way, not one that has replaced it meanwhile."""

@@ -9,14 +9,15 @@ import json
 import logging
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from typing import Literal
 
 from kvtier.errors import BackendUnavailable, ConfigError
-from kvtier.keys import GROUP_BYTES, OffloadKey
 from kvtier.namespace import FileMapper
 from kvtier_backends.fs.attempts import Writer, attempt_name
+from kvtier_backends.fs.disk import Disk
+from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, FolderSizes, taken_bytes
 from kvtier_backends.fs.options import FsOptions
 
 logger = logging.getLogger(__name__)
@@ -34,12 +35,14 @@ class Folder:
     """An open root, and where this namespace's files are in it."""
 
     writer: Writer
-    """Who we are in the names of unfinished files; there from `open` on."""
+    """Who we are in the names of unfinished files; there from `open` on, as are the next two."""
+    sizes: FolderSizes
+    disk: Disk
 
     def __init__(self, options: FsOptions, mapper: FileMapper) -> None:
         """Touch nothing yet."""
         self.root_fd = -1
-        self.chunks = mapper.name(OffloadKey(bytes(GROUP_BYTES))).partition("/")[0]  # The same for every key.
+        self.chunks = mapper.chunks_folder
         self.quarantine = f"{mapper.folder}/{QUARANTINE}" if options.corrupt == "quarantine" else None
         self.quarantined = 0  # Files there when it was opened.
         self.direct = False
@@ -58,12 +61,14 @@ class Folder:
                 self._make_root(root, undo)
                 self.root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
                 undo.callback(self.close)
+                self.disk = Disk(self.root_fd)
                 for name in filter(None, (self._mapper.folder, self.chunks, self.quarantine)):
                     self._make(name, undo)
                 self._settle_config(undo)
                 if self.quarantine:
                     self.quarantined = self._entries(self.quarantine)
                 self.direct = self._try_io(self._options.io)
+                self.sizes = FolderSizes(self._new_folder_bytes())
                 undo.pop_all()
         except OSError as error:
             if error.errno in _OURS_TO_MEND:
@@ -77,6 +82,34 @@ class Folder:
         if self.root_fd >= 0:
             os.close(self.root_fd)
             self.root_fd = -1
+
+    def read(self, name: str, bytes_max: int) -> bytes | None:
+        """Return the first bytes of a small file; None if there is none."""
+        try:
+            fd = os.open(name, os.O_RDONLY, dir_fd=self.root_fd)
+        except FileNotFoundError:
+            return None
+        with open(fd, "rb") as file:
+            return file.read(bytes_max)
+
+    def taken_bytes(self, name: str) -> int:
+        """Return what a file takes of the disk; 0 if there is none."""
+        try:
+            return taken_bytes(os.stat(name, dir_fd=self.root_fd))
+        except FileNotFoundError:
+            return 0
+
+    def publish(self, name: str, pieces: Iterable[bytes]) -> None:
+        """Put a file of these bytes beside the chunks, in place of what was there, whole or not at all."""
+        temporary = f"{self._mapper.folder}/{attempt_name(self.writer)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        try:
+            with open(os.open(temporary, flags, 0o644, dir_fd=self.root_fd), "wb") as file:
+                file.writelines(pieces)
+            os.rename(temporary, name, src_dir_fd=self.root_fd, dst_dir_fd=self.root_fd)
+        except BaseException:
+            _quietly(os.unlink, temporary, dir_fd=self.root_fd)
+            raise
 
     def _make_root(self, root: str, undo: ExitStack) -> None:
         with suppress(FileExistsError):
@@ -95,44 +128,39 @@ class Folder:
         finally:
             os.close(fd)
 
+    def _new_folder_bytes(self) -> int:
+        """Return what an empty directory takes."""
+        name = f"{self._mapper.folder}/{attempt_name(self.writer)}"
+        try:
+            os.mkdir(name, dir_fd=self.root_fd)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return self.disk.block_bytes
+            raise
+        try:
+            return os.stat(name, dir_fd=self.root_fd).st_blocks * SECTOR_BYTES
+        finally:
+            _quietly(os.rmdir, name, dir_fd=self.root_fd)
+
     def _settle_config(self, undo: ExitStack) -> None:
         """Leave the names' meaning beside the chunks, as vLLM does, or see that what is there says the same."""
         name, ours = self._mapper.config_name, self._mapper.config_bytes
-        there = self._read_config(name)
+        there = self.read(name, CONFIG_BYTES_MAX)
         if there is None:
-            self._publish(name, ours)
+            self.publish(name, [ours])
             undo.callback(_quietly, os.unlink, name, dir_fd=self.root_fd)
             return
         try:
             same = json.loads(there) == json.loads(ours)
         except ValueError:  # vLLM writes in place: this may be the half that a killed one left.
             logger.warning("%s/%s: not JSON; written anew", self._options.root, name)
-            self._publish(name, ours)
+            self.publish(name, [ours])
             return
         if not same:
             raise ConfigError(
                 f"root: {self._options.root!r} given, a directory whose {name} is this namespace's accepted: "
                 "this one's fields are others"
             )
-
-    def _read_config(self, name: str) -> bytes | None:
-        try:
-            fd = os.open(name, os.O_RDONLY, dir_fd=self.root_fd)
-        except FileNotFoundError:
-            return None
-        with open(fd, "rb") as file:
-            return file.read(CONFIG_BYTES_MAX)
-
-    def _publish(self, name: str, content: bytes) -> None:
-        temporary = f"{self._mapper.folder}/{attempt_name(self.writer)}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        try:
-            with open(os.open(temporary, flags, 0o644, dir_fd=self.root_fd), "wb") as file:
-                file.write(content)
-            os.rename(temporary, name, src_dir_fd=self.root_fd, dst_dir_fd=self.root_fd)
-        except BaseException:
-            _quietly(os.unlink, temporary, dir_fd=self.root_fd)
-            raise
 
     def _try_io(self, mode: Literal["auto", "direct", "buffered"]) -> bool:
         """Write and read two pages the way that chunks will be; return whether directly."""

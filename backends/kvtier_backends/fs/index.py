@@ -1,21 +1,29 @@
 """What the directory holds, as far as the tier knows: plain memory, owned by the loop's thread.
 
-Answers probes without a system call, knows how full the directory is and which chunk was used last, and keeps what an
+Answers probes without a system call, knows how full the directory is and which chunk goes next, and keeps what an
 inventory's consumer has not heard yet. It errs on the side of "there": a load corrects that, while a chunk that is
 wrongly taken for absent is lost until the next start.
 """
 
-from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, Added, InventoryEvent, Removed, ScanDone
 from kvtier.keys import OffloadKey
+from kvtier.policies.base import Policy
+from kvtier_backends.fs.folder_sizes import SECTOR_BYTES
+from kvtier_backends.fs.order import Keep, Order
 
-SECTOR_BYTES = 512
-# A chunk's entry is one integer, its age above its sectors, to stay near 200 bytes a chunk, key and order included: 60
-# bits fit the smallest object that holds more than 30.
+# A chunk's entry is one integer, to stay near 300 bytes a chunk, key and order included: its age, the minute that its
+# file's time says, and its sectors.
 _SECTOR_BITS = 24  # 8 GiB.
+_MINUTE_BITS = 24  # 31 years.
+_AGE_BIT = _SECTOR_BITS + _MINUTE_BITS
+_SECTORS = (1 << _SECTOR_BITS) - 1
+_MINUTES = (1 << _MINUTE_BITS) - 1
+_MINUTE_NS = 60_000_000_000
+REFRESH_MINUTES = 60  # A file's time is set to its last use at most so often.
 
 
 class Held(NamedTuple):
@@ -23,18 +31,22 @@ class Held(NamedTuple):
 
     key: OffloadKey
     allocated_bytes: int
+    used_at_ns: int = 0  # By the file's mtime, which is set to the chunk's last use.
+    loadable: bool = True  # False: a file of ours by name that no load would take. It takes room all the same.
 
 
 class Index:
-    """Keys in the order of their last use, oldest first."""
+    """Keys, the room that they take, and whether they were used since the start."""
 
-    def __init__(self) -> None:
-        """Know nothing: every key may be there."""
+    def __init__(self, policy: Policy[OffloadKey], clock_ns: Callable[[], int] | None = None) -> None:
+        """Know nothing: every key may be there. `clock_ns` is for who asks what was not used for long."""
         self.used_bytes = 0
         self.authoritative = False
         """Whether a key that is not in here is absent."""
-        self._entries: OrderedDict[OffloadKey, int] = OrderedDict()
-        self._age = 0
+        self._entries: dict[OffloadKey, int] = {}  # Those used since the start in the order of their last use.
+        self._unloadable: dict[OffloadKey, int] = {}  # In bytes.
+        self._age = 1  # Age 0: from before the start, and not used since.
+        self._order = Order(policy, self._is_idle, clock_ns)
         self._scanning = True
         self._removed_in_scan: set[OffloadKey] = set()
         self._report = 0
@@ -43,15 +55,24 @@ class Index:
         self._lost: deque[OffloadKey] = deque()
         self._scan_reported = False
 
+    @property
+    def files(self) -> int:
+        """How many files of chunks' names there are, whether or not a load would take them."""
+        return len(self._entries) + len(self._unloadable)
+
     def __len__(self) -> int:
         return len(self._entries)
 
     def __contains__(self, key: OffloadKey) -> bool:
         return key in self._entries
 
-    def oldest_first(self) -> Iterable[OffloadKey]:
-        """Yield the keys by their last use."""
-        return iter(self._entries)
+    def snapshot(self) -> "Snapshot":
+        """Return what is there now, for another thread to put in order: some 30 ms a million chunks."""
+        return Snapshot(list(self._entries), list(self._entries.values()), *self._order.snapshot())
+
+    def taken_bytes(self, key: OffloadKey) -> int:
+        """Return the room that a key's file takes, whether or not a load would take it; 0 if none is known."""
+        return self._unloadable.get(key, 0) or (self._entries.get(key, 0) & _SECTORS) * SECTOR_BYTES
 
     def mark(self) -> int:
         """Return the time, in calls: what is stored from now on is not removed by who began to look before."""
@@ -59,19 +80,35 @@ class Index:
         return self._age
 
     def stored(self, chunk: Held) -> None:
-        """Note a chunk that a store of ours has put in place."""
-        key, allocated_bytes = chunk
+        """Note a chunk that a store of ours has put in place: for the order, a use."""
+        key = chunk.key
         self._removed_in_scan.discard(key)
-        self._forget(key)
-        sectors = allocated_bytes // SECTOR_BYTES
-        assert sectors < 1 << _SECTOR_BITS, allocated_bytes
-        self._entries[key] = self._age << _SECTOR_BITS | sectors
-        self.used_bytes += allocated_bytes
+        (self._order.touch if self._is_live(key) else self._order.insert)(key)
+        self._drop(key)
+        self._entries[key] = _entry(self._age, chunk)
+        self.used_bytes += chunk.allocated_bytes
 
     def used(self, key: OffloadKey) -> None:
-        """Make a key the last used one, if it is known."""
-        if key in self._entries:
-            self._entries.move_to_end(key)
+        """Note that a chunk was used, if it is known."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return
+        if entry >> _AGE_BIT:
+            self._order.touch(key)
+        else:
+            entry |= 1 << _AGE_BIT
+            self._order.insert(key)
+        del self._entries[key]  # So that their order is that of their last use.
+        self._entries[key] = entry
+
+    def rank(self, keys: Iterable[OffloadKey]) -> None:
+        """Renew the recency of those keys, in prefix order, that are known: used together, the head is the newest."""
+        for key in reversed(known := [key for key in dict.fromkeys(keys) if key in self._entries]):
+            if self._is_live(key):
+                self._entries[key] = self._entries.pop(key)
+            else:
+                self.used(key)
+        self._order.rank(known)
 
     def found(self, chunk: Held) -> None:
         """Note a chunk that is there without a store call having said so; the consumer hears of it."""
@@ -84,12 +121,47 @@ class Index:
         if self._reporting:
             self._added.append(key)
 
-    def scanned(self, chunks: Sequence[Held]) -> None:
-        """Note what the scan has seen, but for what was removed since it may have looked."""
+    def refresh_due(self, key: OffloadKey, now_ns: int) -> bool:
+        """Say whether a file's time should be set to now; asked once, it counts as done."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return False
+        minute = _minute(now_ns)
+        if minute - (entry >> _SECTOR_BITS & _MINUTES) < REFRESH_MINUTES:
+            return False
+        self._entries[key] = entry >> _AGE_BIT << _AGE_BIT | minute << _SECTOR_BITS | entry & _SECTORS
+        return True
+
+    def scanned(self, chunks: Sequence[Held]) -> int:
+        """Note what a checkpoint names or the scan has seen, but for what was stored, used or removed meanwhile.
+
+        Returns how much room that takes which it noted.
+        """
+        noted_bytes = 0
         for chunk in chunks:
-            if chunk.key not in self._removed_in_scan and chunk.key not in self._entries:
-                self.found(chunk)
-                self._entries.move_to_end(chunk.key, last=False)  # Whatever was used since the start is newer.
+            key = chunk.key
+            if key in self._removed_in_scan or key in self._unloadable or self._is_live(key):
+                continue
+            noted_bytes += chunk.allocated_bytes
+            if key in self._entries:
+                self._correct(chunk)
+                continue
+            if chunk.loadable:
+                self._entries[key] = _entry(0, chunk)
+                self.report(key)
+            else:
+                self._unloadable[key] = chunk.allocated_bytes
+            self.used_bytes += chunk.allocated_bytes
+            self._order.found(key, chunk.used_at_ns)
+        return noted_bytes
+
+    def vanished(self, keys: Iterable[OffloadKey]) -> None:
+        """Note that the scan has not seen what a checkpoint named; the consumer hears of it."""
+        for key in keys:
+            if key in self._entries and not self._is_live(key):
+                self._drop(key)
+                if self._reporting:
+                    self._lost.append(key)
 
     def scan_ended(self, *, complete: bool) -> None:
         """Note that the scan is over; `complete`: that nothing was left out."""
@@ -100,11 +172,13 @@ class Index:
     def removed(self, key: OffloadKey, mark: int) -> None:
         """Note that a call of ours that began at `mark` has removed a chunk."""
         entry = self._entries.get(key)
-        if entry is not None and entry >> _SECTOR_BITS >= mark:
+        if entry is not None and entry >> _AGE_BIT >= mark:
             return  # Stored again since: the file may be there.
         if self._scanning:
             self._removed_in_scan.add(key)
-        self._forget(key)
+        if self._is_live(key):
+            self._order.remove(key)
+        self._drop(key)
 
     def lost(self, key: OffloadKey, mark: int) -> None:
         """Note that a load that began at `mark` has not found a chunk, or not a whole one; the consumer hears of it."""
@@ -112,6 +186,23 @@ class Index:
         self.removed(key, mark)
         if self._reporting and known and key not in self._entries:
             self._lost.append(key)
+
+    def victims(self, count: int, keep: Keep, kept: int, incoming: Sequence[OffloadKey] = ()) -> list[Held]:
+        """Choose up to `count` files that go for room, and forget them; the consumer hears of it. See `Order`."""
+        return [self._evict(key) for key in self._order.victims(count, keep, kept, incoming)]
+
+    def unused_since(self, before_ns: int, keep: Keep) -> list[Held]:
+        """Choose the files that go because their last use was before that time, likewise."""
+        return [self._evict(key) for key in self._order.unused_since(before_ns, keep)]
+
+    def stays(self, chunk: Held) -> None:
+        """Note that a file that was to go for room is there still."""
+        if chunk.loadable:
+            self.found(chunk)
+        elif chunk.key not in self._entries:
+            self._unloadable[chunk.key] = chunk.allocated_bytes
+            self.used_bytes += chunk.allocated_bytes
+            self._order.found(chunk.key, chunk.used_at_ns)
 
     def begin_report(self) -> int:
         """Start from what is there now: a consumer has come, and knows nothing. Returns the report's number."""
@@ -144,10 +235,81 @@ class Index:
                 return Removed(keys)
         return None
 
-    def _forget(self, key: OffloadKey) -> None:
-        entry = self._entries.pop(key, None)
-        if entry is not None:
-            self.used_bytes -= (entry & ((1 << _SECTOR_BITS) - 1)) * SECTOR_BYTES
+    def _is_live(self, key: OffloadKey) -> bool:
+        return self._entries.get(key, 0) >> _AGE_BIT > 0
+
+    def _is_idle(self, key: OffloadKey) -> bool:
+        entry = self._entries.get(key)
+        return key in self._unloadable if entry is None else not entry >> _AGE_BIT
+
+    def _correct(self, chunk: Held) -> None:
+        """Have a chunk that a checkpoint named take what the scan has seen that it takes."""
+        self._drop(chunk.key)
+        self.used_bytes += chunk.allocated_bytes
+        if chunk.loadable:
+            self._entries[chunk.key] = _entry(0, chunk)
+            return
+        self._unloadable[chunk.key] = chunk.allocated_bytes
+        if self._reporting:
+            self._lost.append(chunk.key)
+
+    def _evict(self, key: OffloadKey) -> Held:
+        taken_bytes, loadable = self.taken_bytes(key), key in self._entries
+        used_at_ns = (self._entries.get(key, 0) >> _SECTOR_BITS & _MINUTES) * _MINUTE_NS
+        if self._scanning:
+            self._removed_in_scan.add(key)
+        if self._reporting and loadable:
+            self._lost.append(key)
+        self._drop(key)
+        return Held(key, taken_bytes, used_at_ns, loadable)
+
+    def _drop(self, key: OffloadKey) -> None:
+        self.used_bytes -= self.taken_bytes(key)
+        self._entries.pop(key, None)
+        self._unloadable.pop(key, None)
+
+
+def _entry(age: int, chunk: Held) -> int:
+    sectors = chunk.allocated_bytes // SECTOR_BYTES
+    assert sectors <= _SECTORS, chunk.allocated_bytes
+    return age << _AGE_BIT | _minute(chunk.used_at_ns) << _SECTOR_BITS | sectors
+
+
+def _minute(time_ns: int) -> int:
+    """Return a time in minutes, which come round after 31 years."""
+    return time_ns // _MINUTE_NS & _MINUTES
+
+
+def is_later(time_ns: int, known_ns: int) -> bool:
+    """Say whether a file's time is a later minute than the one that was known of it."""
+    return 0 < (_minute(time_ns) - _minute(known_ns) & _MINUTES) < 1 << (_MINUTE_BITS - 1)
+
+
+class Snapshot(NamedTuple):
+    """An index at one moment."""
+
+    keys: list[OffloadKey]
+    entries: list[int]
+    idle: list[tuple[int, OffloadKey]]
+    used_at_ns: dict[OffloadKey, int]
+
+    def newest_first(self, now_ns: int) -> list[Held]:
+        """Return the chunks that a load would likely find, by their last use. Takes some microseconds a chunk.
+
+        Where no clock has noted the time of a use, it is one just before `now_ns`, in the right order.
+        """
+        live: list[tuple[OffloadKey, int]] = []
+        unused: dict[OffloadKey, int] = {}
+        for key, entry in zip(reversed(self.keys), reversed(self.entries), strict=True):
+            if entry >> _AGE_BIT:
+                live.append((key, entry))
+            else:
+                unused[key] = entry
+        idle = sorted({entry for entry in self.idle if entry[1] in unused}, reverse=True)
+        return [
+            Held(key, (entry & _SECTORS) * SECTOR_BYTES, self.used_at_ns.get(key, now_ns - place))
+            for place, (key, entry) in enumerate(live)
+        ] + [Held(key, (unused[key] & _SECTORS) * SECTOR_BYTES, used_at_ns) for used_at_ns, key in idle]
 
 
 def _take(keys: deque[OffloadKey]) -> list[OffloadKey]:

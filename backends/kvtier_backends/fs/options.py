@@ -5,6 +5,10 @@ from typing import Annotated, Literal
 import msgspec
 
 from kvtier.config import Checked
+from kvtier.errors import ConfigError
+from kvtier.naming import NamingKind
+from kvtier.policies.named import policy_class
+from kvtier.units import Duration, PositiveDuration, PositiveSize, Share, Size
 
 LANES_MAX = 64  # A device that needs more requests at once than this needs another way of asking, not more threads.
 
@@ -16,6 +20,30 @@ class FsOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     root: Annotated[str, msgspec.Meta(min_length=1)]
     """Its parent must exist. A directory is one engine's own; others may read it."""
+
+    naming: NamingKind = "vllm"
+    """How files are named: as vLLM does, which makes almost a directory a file, or `flat`, in 4,096 directories."""
+
+    capacity_bytes: PositiveSize | None = None
+    """What the tier's folders may take on the disk, at every moment; nothing: as much as there is."""
+
+    eviction_policy: str = "lru"
+    """Which chunks go for room: as for the primary. `shared` takes `lru` only."""
+
+    low_water: Share = 0.95
+    """Part of the capacity down to which chunks are evicted in the background, before stores have to wait for it."""
+
+    min_free_bytes: Size = 0
+    """What is left of the file system for others; chunks go when it is less."""
+
+    ttl_s: PositiveDuration | None = None
+    """Chunks that were not used for so long are removed."""
+
+    write_budget_bytes_per_day: PositiveSize | None = None
+    """What may be written in any 24 hours, for the sake of flash; beyond it nothing is stored."""
+
+    shared: bool = False
+    """Whether other processes use the directory, too; all of them say so, with one `capacity_bytes` between them."""
 
     io: Literal["auto", "direct", "buffered"] = "auto"
     """`direct` keeps chunks out of the page cache; `auto` uses it where the file system allows."""
@@ -34,3 +62,16 @@ class FsOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     corrupt: Literal["delete", "quarantine"] = "delete"
     """What becomes of a file that is not what it should be: `quarantine` keeps some of them to be looked at."""
+
+    checkpoint_s: Duration = 1_800.0
+    """How often the index is written down, besides at the end: a start that has it answers at once. 0: never."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be had together."""
+        super().__post_init__()
+        policy_class(self.eviction_policy)
+        if self.shared and self.eviction_policy != "lru":
+            raise ConfigError(
+                f"eviction_policy: {self.eviction_policy!r} given, 'lru' accepted with shared = true: "
+                "all that processes know of each other's use is when a file was used last"
+            )

@@ -7,32 +7,75 @@ queue. No buffer is lent, so a cancelled scan need not wait for its thread.
 import logging
 import os
 from collections.abc import Callable, Iterator
+from itertools import chain
 
 from kvtier.backend import INVENTORY_BATCH_KEYS
+from kvtier.keys import OffloadKey
 from kvtier.namespace import FileMapper
-from kvtier_backends.fs.files import SECTOR_BYTES
+from kvtier.naming import read_folder
 from kvtier_backends.fs.folder import Folder
+from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, taken_bytes
 from kvtier_backends.fs.index import Held
+from kvtier_backends.fs.sweep import Sweep
 
 logger = logging.getLogger(__name__)
 
+NAMED_MAX = 8  # Neighbours in the log; a line must stay one.
 DEPTH_MAX = 8  # Folders within folders. Names have three; a loop of bind mounts would have no end.
 
 
 class Scan:
     """One walk over a namespace's files. Blocks; one thread at a time."""
 
-    def __init__(self, folder: Folder, mapper: FileMapper, takes: Callable[[int], bool]) -> None:
-        """`takes`: whether a load would take a file of this length; others are left out."""
+    def __init__(
+        self,
+        folder: Folder,
+        mapper: FileMapper,
+        takes: Callable[[int], bool],
+        recalled: Iterator[list[Held]],
+        *,
+        now_s: float,
+    ) -> None:
+        """`takes`: whether a load would take a file of this length.
+
+        `recalled`: what a checkpoint says, to be looked for; `now_s`: the time, since the epoch.
+        """
+        self.seen_bytes = 0
+        """What is taken by all that it has seen."""
+        self.other_bytes = 0
+        """What is taken by files that are no chunks."""
         self.skipped = 0
         """Files of ours by name, that no load would take."""
         self.failed = 0
         """Folders that could not be read."""
+        self.others = 0
+        """Folders of other namespaces, or of ours named otherwise: left alone."""
+        self._sweep = Sweep(folder.root_fd, folder.writer, now_s)
         self._root = folder.root_fd
+        self._sizes = folder.sizes
         self._mapper = mapper
         self._takes = takes
         self._stopped = False
-        self._chunks = self._walk(folder.chunks, DEPTH_MAX)
+        self._recalled = recalled
+        self._unseen: set[OffloadKey] = set()  # What was recalled and has not been found yet.
+        self._chunks = chain(self._look_around(folder.chunks), self._walk(folder.chunks, DEPTH_MAX))
+
+    @property
+    def swept(self) -> int:
+        """Temporaries of dead processes that were removed."""
+        return self._sweep.removed
+
+    def next_recalled(self) -> list[Held]:
+        """Return the next chunks that the checkpoint names; an empty list at the end."""
+        batch = next(self._recalled, None) or []
+        self._unseen.update(chunk.key for chunk in batch)
+        return batch
+
+    def next_vanished(self) -> list[OffloadKey]:
+        """Return, when all batches have been, the next chunks that were recalled and are not there."""
+        if self.failed or self._stopped:
+            return []  # They may be where it could not look.
+        return [self._unseen.pop() for _ in range(min(len(self._unseen), INVENTORY_BATCH_KEYS))]
 
     def next_batch(self) -> list[Held]:
         """Return the next chunks; an empty list at the end."""
@@ -46,6 +89,35 @@ class Scan:
     def stop(self) -> None:
         """Have the walk end soon, from any thread."""
         self._stopped = True
+
+    def _look_around(self, chunks_folder: str) -> Iterator[Held]:
+        """Sweep what is beside the chunks, and say what is left alone. Finds no chunks."""
+        try:
+            for name in self._names(self._mapper.folder):
+                self._sweep(self._mapper.folder, name)
+            beside_bytes = self._measure(self._mapper.folder)
+            self.other_bytes += beside_bytes
+            self.seen_bytes += beside_bytes
+            others = [name for name in self._names(".") if name != chunks_folder and read_folder(name)]
+        except OSError as error:
+            logger.warning("%s: what is beside its chunks cannot be listed: %s", chunks_folder, error.strerror)
+            return
+        self.others = len(others)
+        if others:
+            logger.info(
+                "%s has %d neighbours, left alone: %s",
+                chunks_folder,
+                len(others),
+                ", ".join(sorted(others)[:NAMED_MAX]),
+            )
+        yield from ()
+
+    def _names(self, folder: str) -> list[str]:
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root)
+        try:
+            return os.listdir(fd)
+        finally:
+            os.close(fd)
 
     def _walk(self, folder: str, depth: int) -> Iterator[Held]:
         try:
@@ -66,27 +138,50 @@ class Scan:
         chunks: list[Held] = []
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root)
         try:
+            status = os.fstat(fd)
+            self._sizes.scanned(folder, status)
+            self.seen_bytes += status.st_blocks * SECTOR_BYTES
             with os.scandir(fd) as entries:
                 for entry in entries:
                     if self._stopped:
                         break
                     if entry.is_dir(follow_symlinks=False):
                         folders.append(entry.name)
-                    elif (chunk := self._chunk(folder, entry)) is not None:
+                    elif (chunk := self._file(folder, entry)) is not None:
                         chunks.append(chunk)
         finally:
             os.close(fd)
         return ([] if self._stopped else folders), chunks
 
-    def _chunk(self, folder: str, entry: "os.DirEntry[str]") -> Held | None:
-        key = self._mapper.key(f"{folder}/{entry.name}")
-        if key is None:
-            return None
+    def _file(self, folder: str, entry: "os.DirEntry[str]") -> Held | None:
+        """Return what a file of a chunk's name takes; what any other takes is added up."""
+        temporary = self._sweep(folder, entry.name)
+        key = None if temporary else self._mapper.key(f"{folder}/{entry.name}")
         try:
             status = entry.stat(follow_symlinks=False)
         except FileNotFoundError:
             return None
-        if not self._takes(status.st_size):
-            self.skipped += 1
+        self.seen_bytes += taken_bytes(status)
+        if key is None:
+            if not (temporary and self._sweep.is_own(entry.name)):  # What we write now has been reserved.
+                self.other_bytes += taken_bytes(status)
             return None
-        return Held(key, status.st_blocks * SECTOR_BYTES)
+        loadable = self._takes(status.st_size)
+        self.skipped += not loadable
+        self._unseen.discard(key)
+        return Held(key, taken_bytes(status), status.st_mtime_ns, loadable)
+
+    def _measure(self, folder: str) -> int:
+        """Return what a folder and all that is in it takes, but for what we are writing."""
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root)
+        try:
+            total = os.fstat(fd).st_blocks * SECTOR_BYTES
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    if entry.is_dir(follow_symlinks=False):
+                        total += self._measure(f"{folder}/{entry.name}")
+                    elif not self._sweep.is_own(entry.name):
+                        total += taken_bytes(entry.stat(follow_symlinks=False))
+        finally:
+            os.close(fd)
+        return total

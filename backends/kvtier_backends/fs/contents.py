@@ -1,0 +1,216 @@
+"""The tier's directory as people's commands see it: every namespace in it, with nothing known but what lies there.
+
+An engine may be using it. A chunk is published by a rename, so that an open file is whole whatever happens to its name;
+a file is removed only if its name is still its own.
+"""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import islice
+from typing import Self
+
+from xxhash import xxh3_64
+
+from kvtier.contents import Finding, Kind, Place, State, StoredFile
+from kvtier.errors import ConfigError
+from kvtier.keys import OffloadKey
+from kvtier.naming import NAMINGS, Naming, read_folder
+from kvtier_backends.fs.attempts import SUFFIX, Writer, attempt_name
+from kvtier_backends.fs.discard import take_aside
+from kvtier_backends.fs.faults import Fault
+from kvtier_backends.fs.folder import CONFIG_BYTES_MAX, QUARANTINE
+from kvtier_backends.fs.folder_sizes import taken_bytes
+from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, read_footer
+from kvtier_backends.fs.sweep import Sweep
+from kvtier_backends.fs.verify import Whole, judge_length
+
+SLICE_BYTES = 1 << 20
+DEPTH_MAX = 8  # Folders within folders, as for the scan.
+ROW_SEARCH_FILES_MAX = 1_000  # A directory with so many files before the first good footer is vLLM's.
+
+
+class FsContents:
+    """A root and the namespaces in it."""
+
+    @classmethod
+    def open(cls, root: str) -> Self:
+        return cls(root)
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        try:
+            self._fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise ConfigError(f"{root}: {error.strerror}; a tier's directory accepted") from error
+        self._writer = Writer.this_process()
+        self._sweep = Sweep(self._fd, self._writer, time.time())
+        self._row_bytes: dict[str, int | None] = {}
+        names = self._listed(".")
+        self._folders = {name: found for name in sorted(names) if (found := read_folder(name)) is not None}
+        if names and not self._folders:
+            os.close(self._fd)
+            raise ConfigError(f"{root}: holds no chunks; the directory that a tier has as its root accepted")
+
+    def places(self) -> list[Place]:
+        return [Place(name, self._model(found.folder)) for name, found in self._folders.items()]
+
+    def parts(self, place: Place) -> list[str]:
+        below = [f"{place.name}/{name}" for name in sorted(self._listed(place.name))]
+        shared = f"{self._folders[place.name].folder}/{QUARANTINE}"
+        first = next(name for name, found in self._folders.items() if found.folder == self._folders[place.name].folder)
+        return [*below, shared] if place.name == first else below
+
+    def files(self, place: Place, part: str) -> Iterator[StoredFile]:
+        if part.endswith(f"/{QUARANTINE}"):
+            for entry in self._listed(part):
+                yield from self._file(Kind.LEFTOVER, f"{part}/{entry}")
+            return
+        yield from self._walk(part, len(place.name) + 1, NAMINGS[self._folders[place.name].naming], DEPTH_MAX)
+
+    def check(self, place: Place, file: StoredFile) -> Finding:
+        try:
+            fd = os.open(file.name, os.O_RDONLY, dir_fd=self._fd)
+        except FileNotFoundError:
+            return Finding(State.GONE)
+        except OSError as error:
+            raise self._refused(file.name, error) from error
+        try:
+            status = os.fstat(fd)
+            if status.st_ino != file.identity:
+                return Finding(State.GONE)
+            return self._judge(place, file, fd, status.st_size)
+        except OSError as error:
+            raise self._refused(file.name, error) from error
+        finally:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # A look at everything must not push out what is used.
+            os.close(fd)
+
+    def remove(self, file: StoredFile) -> bool:
+        folder = os.path.dirname(file.name)
+        aside = f"{folder}/{attempt_name(self._writer)}"
+        try:
+            status = os.stat(file.name, dir_fd=self._fd, follow_symlinks=False)
+            if status.st_ino != file.identity or not take_aside(self._fd, file.name, status, aside):
+                return False
+            os.unlink(aside, dir_fd=self._fd)
+        except FileNotFoundError:
+            return False
+        except OSError as error:
+            raise self._refused(file.name, error) from error
+        with suppress(OSError):  # Mostly: it holds others. A tier that finds its folder missing makes it again.
+            while folder.count("/"):
+                os.rmdir(folder, dir_fd=self._fd)
+                folder = os.path.dirname(folder)
+        return True
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def _model(self, folder: str) -> str:
+        try:
+            with open(os.open(f"{folder}/config.json", os.O_RDONLY, dir_fd=self._fd), "rb") as file:
+                return str(json.loads(file.read(CONFIG_BYTES_MAX))["model_name"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
+
+    def _listed(self, name: str) -> dict[str, bool]:
+        """Return a folder's names, and whether each is a folder; nothing if it is gone, or none."""
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._fd)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except OSError as error:
+            raise self._refused(name, error) from error
+        try:
+            with os.scandir(fd) as entries:
+                return {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
+        finally:
+            os.close(fd)
+
+    def _walk(self, folder: str, skip: int, naming: Naming, depth: int) -> Iterator[StoredFile]:
+        """Yield the chunks and temporaries below a folder; `skip`: characters before the name within the namespace."""
+        for entry, is_folder in self._listed(folder).items():
+            name = f"{folder}/{entry}"
+            if is_folder:
+                if depth:
+                    yield from self._walk(name, skip, naming, depth - 1)
+            elif (key := naming.key(name[skip:])) is not None:
+                yield from self._file(Kind.CHUNK, name, key)
+            elif entry.endswith(SUFFIX):
+                yield from self._file(Kind.TEMPORARY, name)
+
+    def _file(self, kind: Kind, name: str, key: OffloadKey | None = None) -> Iterator[StoredFile]:
+        """Yield the file, unless it is gone by now."""
+        with suppress(FileNotFoundError):
+            status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
+            if kind is Kind.TEMPORARY and self._sweep.is_abandoned(os.path.basename(name), status.st_mtime):
+                kind = Kind.LEFTOVER
+            yield StoredFile(kind, name, key, status.st_size, taken_bytes(status), status.st_mtime_ns, status.st_ino)
+
+    def _judge(self, place: Place, file: StoredFile, fd: int, size_bytes: int) -> Finding:
+        footer = _footer_at_end(fd, size_bytes)
+        if footer is Fault.VERSION:
+            return Finding(State.UNVERIFIED)
+        if isinstance(footer, Fault):
+            return self._judge_without_footer(place, footer, size_bytes)
+        if footer.key != file.key:
+            return Finding(State.CORRUPT, Fault.SWAPPED)
+        if (whole := judge_length(size_bytes, footer.payload_bytes)) is not Whole.FOOTED:
+            return Finding(State.CORRUPT, whole.value)
+        if _checksum(fd, footer.payload_bytes) != footer.payload_checksum:
+            return Finding(State.CORRUPT, Fault.PAYLOAD)
+        return Finding(State.WHOLE)
+
+    def _judge_without_footer(self, place: Place, fault: Fault, size_bytes: int) -> Finding:
+        """Tell vLLM's files, which end with their rows, from damaged ones by the length of the rows of others."""
+        row_bytes = self._rows_of(place)
+        if row_bytes is None:
+            whole = bool(size_bytes) and size_bytes % FOOTER_BYTES == 0
+            return Finding(State.UNVERIFIED) if whole else Finding(State.CORRUPT, Fault.TRUNCATED)
+        match judge_length(size_bytes, row_bytes):
+            case Whole.BARE:
+                return Finding(State.UNVERIFIED)
+            case Whole.FOOTED:
+                return Finding(State.CORRUPT, fault)
+            case length:
+                return Finding(State.CORRUPT, length)
+
+    def _rows_of(self, place: Place) -> int | None:
+        """Return how long a namespace's rows are, by the first good footer; None if there is none to be found."""
+        if place.name not in self._row_bytes:
+            chunks = (file for part in self.parts(place) for file in self.files(place, part) if file.key is not None)
+            searched = (self._row_of(file.name) for file in islice(chunks, ROW_SEARCH_FILES_MAX))
+            self._row_bytes[place.name] = next((row_bytes for row_bytes in searched if row_bytes), None)
+        return self._row_bytes[place.name]
+
+    def _row_of(self, name: str) -> int | None:
+        with suppress(OSError):
+            fd = os.open(name, os.O_RDONLY, dir_fd=self._fd)
+            try:
+                size_bytes = os.fstat(fd).st_size
+                footer = _footer_at_end(fd, size_bytes)
+            finally:
+                os.close(fd)
+            if isinstance(footer, Footer) and judge_length(size_bytes, footer.payload_bytes) is Whole.FOOTED:
+                return footer.payload_bytes
+        return None
+
+    def _refused(self, name: str, error: OSError) -> ConfigError:
+        return ConfigError(f"{os.path.join(self._root, name)}: {error.strerror}")
+
+
+def _footer_at_end(fd: int, size_bytes: int) -> Footer | Fault:
+    """Read a file's last page; what is shorter than one has no footer."""
+    page = os.pread(fd, FOOTER_BYTES, max(0, size_bytes - FOOTER_BYTES))
+    return read_footer(memoryview(page)) if len(page) == FOOTER_BYTES else Fault.TRUNCATED
+
+
+def _checksum(fd: int, payload_bytes: int) -> int:
+    total, at = xxh3_64(), 0
+    while at < payload_bytes and (piece := os.pread(fd, min(SLICE_BYTES, payload_bytes - at), at)):
+        total.update(piece)
+        at += len(piece)
+    return total.intdigest()

@@ -1,0 +1,70 @@
+"""What a load does: reads in lanes of its own, and has noted what turned out to be there, to be used, or to be gone."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvtier.backend import Outcome, Read
+from kvtier.errors import BlockCorrupt, BlockMissing
+from kvtier.keys import OffloadKey
+from kvtier.lend import Lanes, in_threads
+from kvtier_backends.fs.capacity import Capacity
+from kvtier_backends.fs.chunks import Chunks, LoadShare, share_out
+from kvtier_backends.fs.eviction import Eviction
+from kvtier_backends.fs.index import Held, Index
+
+
+class Loading:
+    """Loads batches of one tier. Belongs to the loop's thread."""
+
+    def __init__(
+        self,
+        eviction: Eviction,
+        capacity: Capacity,
+        index: Index,
+        chunks: Chunks,
+        *,
+        lanes: Lanes,
+        share_chunks: int,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        """Read in these lanes, each of which is sent at most `share_chunks` in one hop."""
+        self._eviction = eviction
+        self._capacity = capacity
+        self._index = index
+        self._chunks = chunks
+        self._lanes = lanes
+        self._share_chunks = share_chunks
+        self._clock_ns = clock_ns
+
+    async def __call__(self, reads: Sequence[Read]) -> tuple[list[Outcome], int]:
+        """Load the chunks; return the outcomes, and how many say that the file system is away."""
+        mark = self._index.mark()
+        shares = [
+            LoadShare(part, measure=any(read.key not in self._index for read in part))
+            for part in share_out(reads, self._lanes.count, self._share_chunks)
+        ]
+        with self._eviction.in_use([read.key for read in reads]):
+            try:
+                await in_threads(self._lanes, [partial(self._chunks.load, share) for share in shares])
+            finally:
+                self._note(shares, mark)
+        return [outcome for share in shares for outcome in share.outcomes], sum(share.gone for share in shares)
+
+    def _note(self, shares: Sequence[LoadShare], mark: int) -> None:
+        used: list[OffloadKey] = []
+        for share in reversed(shares):  # Tail first: a prefix outlives its continuation.
+            self._capacity.other_bytes += share.kept_bytes
+            done = list(zip(share.reads, share.outcomes, share.allocated_bytes, strict=False))
+            for read, outcome, allocated_bytes in reversed(done):
+                key = read.key
+                # One that was never known may have a file all the same: one that is refused, and takes room.
+                if isinstance(outcome, BlockCorrupt) or (isinstance(outcome, BlockMissing) and key in self._index):
+                    self._index.lost(key, mark)
+                elif outcome is None and key in self._index:
+                    self._index.used(key)
+                    used.append(key)
+                elif allocated_bytes is not None and not self._eviction.is_leaving(key):
+                    self._index.found(Held(key, allocated_bytes, self._clock_ns()))
+        self._eviction.used(used[::-1])
+        self._eviction.check()
+        self._eviction.changed()

@@ -1,0 +1,135 @@
+"""One directory, several processes, one budget: each evicts for all, what a page that they share says is too much.
+
+A process knows what it has stored, used and seen. What others have stored since it last looked through the directory
+is newer than that look; so as long as what would go was used before it, nothing older can be unknown. Else it looks
+again. Whether others have used a file is what its time says, which is asked for right before it is removed.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+
+from kvtier.errors import BackendClosed
+from kvtier.lend import in_thread
+from kvtier.units import SIZE_BYTES_MAX
+from kvtier_backends.fs.eviction import Eviction, Removal
+from kvtier_backends.fs.folder_sizes import FolderSizes
+from kvtier_backends.fs.index import Held
+from kvtier_backends.fs.ledger_file import LedgerFile
+
+logger = logging.getLogger(__name__)
+
+
+class SharedEviction(Eviction):
+    """Promises room from the shared page, and evicts what no process has used for longest."""
+
+    ledger: LedgerFile
+    sizes: FolderSizes
+
+    def share(self, ledger: LedgerFile, sizes: FolderSizes) -> None:
+        """Use this page, and have it told of what folders take."""
+        self.ledger = ledger
+        self.sizes = sizes
+        self._untold_bytes = 0
+        self._folders_told_bytes = 0
+        self._looked_at_ns = 0  # When the last look through the directory began.
+        self._looking_since_ns = 0
+        self._look_wanted = asyncio.Event()
+
+    def stored(self, added_bytes: int) -> None:
+        super().stored(added_bytes)
+        self._untold_bytes += added_bytes
+
+    def release(self, reserved_bytes: int) -> None:
+        """Take a promise back behind the store's: until the page says so, it counts as promised."""
+        with suppress(BackendClosed):  # Then the slot is given up, and what was promised counts as written.
+            told = self._store_lanes.submit(self.ledger.settle, reserved_bytes, self._news_bytes())
+            told.add_done_callback(_log_failure)
+        self._wake.set()
+        self.changed()
+
+    def check(self) -> None:
+        """See behind the calls what the page says."""
+        self._wake.set()
+
+    def look_began(self) -> None:
+        """Note that a look through the directory begins: what is stored from now on may be missed."""
+        self._looking_since_ns = self._clock_ns()
+
+    async def until_look_is_wanted(self, most_s: float) -> None:
+        """Wait until what is known is not enough, or it is old."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(most_s):
+                await self._look_wanted.wait()
+        self._look_wanted.clear()
+
+    def scan_ended(self) -> None:
+        self._looked_at_ns = self._looking_since_ns
+        super().scan_ended()
+
+    async def _promise(self, wanted_bytes: int) -> int:
+        limit_bytes = SIZE_BYTES_MAX if self._capacity.limit_bytes is None else self._capacity.limit_bytes
+        lanes = self._store_lanes
+        promise = _Promise()
+        try:
+            await in_thread(lanes, promise.take, self.ledger, wanted_bytes, limit_bytes)
+        except BaseException:
+            self.release(promise.granted_bytes)
+            raise
+        return promise.granted_bytes
+
+    async def _exchange(self, victims: Sequence[Held], wanted_bytes: int) -> int:
+        gone_bytes = await self._remove(victims)
+        promise = _Promise()
+        try:
+            await in_thread(self._store_lanes, promise.exchange, self.ledger, gone_bytes, wanted_bytes)
+        except BaseException:
+            self.release(promise.granted_bytes)
+            raise
+        return promise.granted_bytes
+
+    async def _surplus_bytes(self) -> int:
+        taken = await asyncio.get_running_loop().run_in_executor(self._lane, self.ledger.taken)
+        return self._capacity.surplus_of(*taken)
+
+    async def _remove_behind(self, victims: Sequence[Held]) -> int:
+        gone_bytes = await super()._remove_behind(victims)
+        self.stored(-gone_bytes)
+        await asyncio.get_running_loop().run_in_executor(self._lane, self.ledger.settle, 0, self._news_bytes())
+        return gone_bytes
+
+    def _evict(self, victims: Sequence[Held], removal: Removal) -> None:
+        with self.ledger.evicting():
+            self._chunks.evict(victims, removal.gone, removal.used, check=True)
+
+    def _begin(self, victims: Sequence[Held]) -> None:
+        if any(victim.used_at_ns >= self._looked_at_ns for victim in victims):
+            self._look_wanted.set()
+        super()._begin(victims)
+
+    def _news_bytes(self) -> int:
+        folders_bytes = self.sizes.used_bytes - self.sizes.scanned_bytes
+        news_bytes = self._untold_bytes + folders_bytes - self._folders_told_bytes
+        self._untold_bytes = 0
+        self._folders_told_bytes = folders_bytes
+        return news_bytes
+
+
+class _Promise:
+    """What the page has granted, known also to whoever is cancelled while a lane asks it."""
+
+    def __init__(self) -> None:
+        self.granted_bytes = 0
+
+    def take(self, ledger: LedgerFile, wanted_bytes: int, limit_bytes: int) -> None:
+        self.granted_bytes = ledger.reserve(wanted_bytes, limit_bytes)
+
+    def exchange(self, ledger: LedgerFile, gone_bytes: int, wanted_bytes: int) -> None:
+        self.granted_bytes = ledger.exchange(gone_bytes, wanted_bytes)
+
+
+def _log_failure(told: "Future[None]") -> None:
+    if error := told.exception():
+        logger.warning("the shared ledger was not told of a store: %s", error)

@@ -1,0 +1,81 @@
+"""Directories as file tiers leave them, and commands run over them."""
+
+import asyncio
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.backend import TierContext
+from kvtier.cli import main
+from kvtier.keys import OffloadKey
+from kvtier.namespace import FileMapper, Namespace
+from kvtier.testing.conformance import Lender
+from kvtier_backends.fs import FsBackend, FsOptions
+
+ROW_BYTES = 8_192
+
+Store = Callable[..., list[Path]]
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A tier's directory; empty."""
+    path = tmp_path / "tier"
+    path.mkdir()
+    return path
+
+
+@pytest.fixture
+def store(root: Path) -> Store:
+    """Have a tier keep these chunks, and return their files."""
+
+    async def work(keys: Sequence[OffloadKey], model: str, rank: int, naming: str, row_bytes: int) -> list[Path]:
+        mapper = FileMapper(Namespace(model_name=model, rank=rank))
+        options = FsOptions(root=str(root), naming=naming)  # type: ignore[arg-type]
+        tier = await FsBackend.open(options, TierContext("0:fs", mapper, row_bytes))
+        await Lender(row_bytes).keep(tier, keys)
+        assert await tier.aclose(10) == (0,)
+        named = FileMapper(mapper.namespace, naming)  # type: ignore[arg-type]
+        return [root / named.name(key) for key in keys]
+
+    def store(
+        keys: Sequence[OffloadKey],
+        *,
+        model: str = "org/model",
+        rank: int = 0,
+        naming: str = "vllm",
+        row_bytes: int = ROW_BYTES,
+    ) -> list[Path]:
+        return asyncio.run(work(keys, model, rank, naming, row_bytes))
+
+    return store
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command in this process; return its exit status and what it wrote to stdout."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def run(*args: object) -> tuple[int, str]:
+        with pytest.raises(SystemExit) as end:
+            main([str(arg) for arg in args])
+        assert isinstance(end.value.code, int)
+        return end.value.code, capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def run_json(run: Run) -> Callable[..., Any]:
+    """Run a command with --json, and return what it wrote."""
+
+    def run_json(*args: object) -> Any:
+        status, out = run(*args, "--json")
+        assert status == 0
+        return json.loads(out)
+
+    return run_json

@@ -1,0 +1,173 @@
+"""`kvtier prune` removes what it is told to and nothing else, and nothing at all without --yes."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from kvtier.backend import ScanDone, TierContext
+from kvtier.cli import main
+from kvtier.namespace import FileMapper, Namespace
+from kvtier.testing.conformance import Lender
+from kvtier.testing.conformance.lender import key_of, keys_of, label
+from kvtier_backends.fs import FsBackend, FsOptions
+from kvtier_backends.fs.attempts import Writer, attempt_name
+from kvtier_backends.fs.contents import FsContents
+
+DAY_S = 86_400
+CHUNK_BYTES = 12_288
+
+
+def age(path: Path, days: float) -> None:
+    used_at = time.time() - days * DAY_S
+    os.utime(path, (used_at, used_at))
+
+
+def left(paths: list[Path]) -> list[bool]:
+    return [path.exists() for path in paths]
+
+
+def namespace_of(path: Path, root: Path) -> str:
+    return path.relative_to(root).parts[0]
+
+
+def test_without_yes_it_only_says_what_would_go(store, run, run_json, root: Path) -> None:
+    files = store(keys_of(3))
+    age(files[0], 10)
+    report = run_json("prune", root, "--older-than", "7d")
+    assert report == {"files": 1, "bytes": CHUNK_BYTES, "removed": False}
+    assert run("prune", root, "--older-than", "7d") == (
+        0,
+        "1 files of 12.0 KiB would be removed; add --yes to remove them\n",
+    )
+    assert left(files) == [True] * 3
+
+
+def test_chunks_go_by_the_time_since_their_last_use(store, run_json, root: Path) -> None:
+    files = store(keys_of(4))
+    for path, days in zip(files, (0, 6.9, 7.1, 100), strict=True):
+        age(path, days)
+    report = run_json("prune", root, "--older-than", "7d", "--yes")
+    assert report == {"files": 2, "bytes": 2 * CHUNK_BYTES, "removed": True}
+    assert left(files) == [True, True, False, False]
+
+
+@pytest.mark.parametrize(("size", "kept"), [("0", 0), ("12287B", 0), ("12KiB", 1), ("40 kB", 3), ("1GiB", 5)])
+def test_the_longest_unused_go_until_the_rest_fits(store, run_json, root: Path, size: str, kept: int) -> None:
+    files = store(keys_of(5))
+    for days, path in enumerate(files):
+        age(path, days + 1)
+    size = "0B" if size == "0" else size
+    report = run_json("prune", root, "--to-size", size, "--yes")
+    assert report["files"] == 5 - kept
+    assert left(files) == [True] * kept + [False] * (5 - kept)
+
+
+def test_corrupt_chunks_go(store, run_json, root: Path) -> None:
+    files = store(keys_of(4))
+    os.truncate(files[0], 100)
+    os.truncate(files[1], 8_192)  # It may be a good one of vLLM's.
+    report = run_json("prune", root, "--corrupt", "--yes")
+    assert report["files"] == 1
+    assert left(files) == [False, True, True, True]
+
+
+def test_a_namespace_goes_as_a_whole_and_others_stay(store, run_json, root: Path) -> None:
+    ours, theirs = store(keys_of(3)), store(keys_of(2), model="other")
+    (theirs[0].parent / attempt_name(Writer.this_process()._replace(started=1))).write_bytes(b"left")
+    report = run_json("prune", root, "--namespace", namespace_of(theirs[0], root), "--yes")
+    assert report["files"] == 3
+    assert left(ours) == [True] * 3
+    assert not any((root / namespace_of(theirs[0], root)).iterdir())
+
+
+def test_rules_are_of_one_namespace_if_one_is_named(store, run_json, root: Path) -> None:
+    ours, theirs = store(keys_of(2)), store(keys_of(2), model="other")
+    for path in ours + theirs:
+        age(path, 10)
+    run_json("prune", root, "--namespace", namespace_of(ours[0], root), "--older-than", "1d", "--yes")
+    assert left(ours + theirs) == [False, False, True, True]
+
+
+def test_leftovers_go_and_what_is_under_way_stays(store, run_json, root: Path) -> None:
+    (path,) = store([key_of(0)])
+    here = Writer.this_process()
+    live, dead = (path.parent / attempt_name(writer) for writer in (here, here._replace(started=1)))
+    old = path.with_name(f"{path.name}_123.tmp")
+    young = path.with_name(f"{path.name}_456.tmp")
+    folder = next(folder for folder in root.iterdir() if (folder / "config.json").exists())
+    (folder / "quarantine").mkdir()
+    bad = folder / "quarantine" / "bad.zeroed.01234567-1-2-3.tmp"
+    for each in (live, dead, old, young, bad):
+        each.write_bytes(b"half")
+    age(old, 1)
+    report = run_json("prune", root, "--leftovers", "--yes")
+    assert report["files"] == 3
+    assert left([path, live, young]) == [True] * 3
+    assert left([dead, old, bad]) == [False] * 3
+
+
+def test_empty_folders_go_and_the_tier_makes_them_again(store, run_json, root: Path) -> None:
+    files = store(keys_of(2))
+    age(files[0], 10)
+    run_json("prune", root, "--older-than", "1d", "--yes")
+    assert not files[0].parent.parent.exists()
+    assert files[1].exists()
+    store([key_of(0)])
+    assert files[0].exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "nothing says what to remove"),
+        (["--yes"], "nothing says what to remove"),
+        (["--older-than", "soon"], "--older-than 'soon': expected a time such as 90min or 7d"),
+        (["--older-than", "7"], "--older-than '7': expected"),
+        (["--to-size", "much"], "--to-size 'much': expected a size such as 100GiB"),
+    ],
+)
+def test_a_call_that_makes_no_sense_is_refused(
+    store, root: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    files = store(keys_of(2))
+    with pytest.raises(SystemExit) as end:
+        main(["prune", str(root), *options])
+    assert end.value.code == 2
+    assert capsys.readouterr().err.startswith(f"kvtier: {message}")
+    assert left(files) == [True, True]
+
+
+def test_a_chunk_that_was_stored_anew_meanwhile_stays(store, root: Path) -> None:
+    """Between the listing and the removal, a tier has put a new file in place."""
+    (path,) = store([key_of(0)])
+    contents = FsContents.open(str(root))
+    (place,) = contents.places()
+    (listed,) = [file for part in contents.parts(place) for file in contents.files(place, part)]
+    store([key_of(0)])
+    assert not contents.remove(listed)
+    assert path.exists()
+    (listed,) = [file for part in contents.parts(place) for file in contents.files(place, part)]
+    path.unlink()
+    assert not contents.remove(listed)
+    contents.close()
+
+
+async def test_an_engine_misses_what_was_removed_and_can_store_it_again(root: Path, run) -> None:
+    mapper, lender = FileMapper(Namespace(model_name="org/model")), Lender(8_192)
+    tier = await FsBackend.open(FsOptions(root=str(root)), TierContext("0:fs", mapper, 8_192))
+    await lender.keep(tier, keys_of(4))
+    async for event in tier.watch():
+        if isinstance(event, ScanDone):
+            break
+    for number in (0, 1):
+        age(root / mapper.name(key_of(number)), 10)
+    assert (await asyncio.to_thread(run, "prune", root, "--older-than", "1d", "--yes"))[0] == 0
+    expected = ["BlockMissing", "BlockMissing", label(key_of(2)), label(key_of(3))]
+    assert await lender.recall(tier, keys_of(4)) == expected
+    assert list(await tier.probe(keys_of(4))) == [False, False, True, True]
+    await lender.keep(tier, keys_of(2), version=1)
+    assert await lender.recall(tier, keys_of(2)) == [label(key_of(0), 1), label(key_of(1), 1)]
+    assert await tier.aclose(10) == (0,)

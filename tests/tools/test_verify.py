@@ -1,0 +1,204 @@
+"""`kvtier verify` finds every damage by its kind, without knowing an engine's configuration, and changes nothing."""
+
+import asyncio
+import json
+import os
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from xxhash import xxh3_64_intdigest
+
+from kvtier.backend import TierContext
+from kvtier.cli import main
+from kvtier.namespace import FileMapper, Namespace
+from kvtier.testing.conformance import Lender
+from kvtier.testing.conformance.lender import key_of, keys_of
+from kvtier_backends.fs import FsBackend, FsOptions
+from kvtier_backends.fs.footer import FOOTER_BYTES
+
+ROW_BYTES = 8_192
+Damage = Callable[[Path], None]
+
+
+def overwrite(at: int, content: bytes) -> Damage:
+    def damage(path: Path) -> None:
+        with path.open("r+b") as file:
+            file.seek(at)
+            file.write(content)
+
+    return damage
+
+
+def truncate(length: int) -> Damage:
+    return lambda path: os.truncate(path, length)
+
+
+def zero(path: Path) -> None:
+    path.write_bytes(bytes(ROW_BYTES + FOOTER_BYTES))
+
+
+def make_later(path: Path) -> None:
+    page = bytearray(path.read_bytes()[ROW_BYTES:])
+    struct.pack_into("<I", page, 8, 2)
+    struct.pack_into("<Q", page, FOOTER_BYTES - 8, xxh3_64_intdigest(page[:-8]))
+    overwrite(ROW_BYTES, bytes(page))(path)
+
+
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "empty": (truncate(0), "truncated"),
+    "a page": (truncate(4_096), "truncated"),
+    "a byte less than a row": (truncate(ROW_BYTES - 1), "truncated"),
+    "a byte less than a footer": (truncate(ROW_BYTES + FOOTER_BYTES - 1), "truncated"),
+    "a byte too long": (truncate(ROW_BYTES + FOOTER_BYTES + 1), "overlong"),
+    "a page too long": (truncate(ROW_BYTES + 2 * FOOTER_BYTES), "overlong"),
+    "all zeros": (zero, "zeroed"),
+    "a zeroed footer": (overwrite(ROW_BYTES, bytes(FOOTER_BYTES)), "zeroed"),
+    "a stranger": (overwrite(ROW_BYTES, b"PK\3\4" * 1_024), "foreign"),
+    "a damaged footer": (overwrite(ROW_BYTES + 70, b"\xff"), "footer"),
+    "a flipped bit": (overwrite(5, b"?"), "payload"),
+    "a zeroed page": (overwrite(4_096, bytes(4_096)), "payload"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+@pytest.mark.parametrize("naming", ["vllm", "flat"])
+def test_damage_is_found_by_its_kind(store, run, root: Path, kind: str, naming: str) -> None:
+    files = store(keys_of(4), naming=naming)
+    damage, fault = DAMAGES[kind]
+    damage(files[1])
+    before = [path.read_bytes() for path in files]
+    status, out = run("verify", root, "--json")
+    assert status == 1
+    assert json.loads(out) == {"checked": 4, "corrupt": {fault: 1}, "unverified": 0}
+    assert [path.read_bytes() for path in files] == before
+
+
+def test_swapped_files_are_found(store, run, root: Path) -> None:
+    one, other, _ = store(keys_of(3))
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+    status, out = run("verify", root, "--json")
+    assert (status, json.loads(out)) == (1, {"checked": 3, "corrupt": {"swapped": 2}, "unverified": 0})
+
+
+def test_all_kinds_are_counted_and_named(store, run, root: Path) -> None:
+    files = store(keys_of(6))
+    truncate(10)(files[0])
+    truncate(20)(files[1])
+    zero(files[2])
+    status, out = run("verify", root)
+    assert status == 1
+    assert "6 chunks checked, 3 corrupt (truncated 2, zeroed 1), 0 without anything to verify them by" in out
+    assert all(path.name in out.replace("\n", "") for path in files[:3])
+
+
+def test_whole_directories_pass(store, run, root: Path) -> None:
+    store(keys_of(3))
+    store(keys_of(3), model="other", row_bytes=4_096)
+    store(keys_of(3), rank=1, naming="flat")
+    assert run("verify", root) == (0, "9 chunks checked, 0 corrupt, 0 without anything to verify them by\n")
+
+
+def test_an_empty_directory_passes(run, root: Path) -> None:
+    status, out = run("verify", root, "--json")
+    assert (status, json.loads(out)) == (0, {"checked": 0, "corrupt": {}, "unverified": 0})
+
+
+def test_vllms_files_and_later_formats_are_not_verified_and_not_corrupt(store, run, root: Path) -> None:
+    """A row and nothing else, beside chunks of kvtier's and in a directory of vLLM's own."""
+    files = store(keys_of(4))
+    truncate(ROW_BYTES)(files[0])
+    make_later(files[1])
+    for path in store(keys_of(3), model="vllms"):
+        truncate(ROW_BYTES)(path)
+    status, out = run("verify", root, "--json")
+    assert (status, json.loads(out)) == (0, {"checked": 7, "corrupt": {}, "unverified": 5})
+
+
+def test_a_file_of_vllms_that_is_cut_off_is_corrupt(store, run, root: Path) -> None:
+    files = store(keys_of(3))
+    for path, length in zip(files, (ROW_BYTES, 100, 0), strict=True):
+        truncate(length)(path)
+    status, out = run("verify", root, "--json")
+    assert (status, json.loads(out)) == (1, {"checked": 3, "corrupt": {"truncated": 2}, "unverified": 1})
+
+
+def test_rows_of_two_lengths_in_one_namespace_are_each_judged_by_themselves(store, run, root: Path) -> None:
+    store(keys_of(2))
+    store(keys_of(4)[2:], row_bytes=4 * ROW_BYTES)
+    assert run("verify", root)[0] == 0
+
+
+def test_one_namespace_can_be_chosen(store, run, root: Path) -> None:
+    good, bad = store([key_of(0)]), store([key_of(1)], model="other")
+    truncate(3)(bad[0])
+    name = good[0].relative_to(root).parts[0]
+    assert run("verify", root, "--namespace", name)[0] == 0
+    assert run("verify", root)[0] == 1
+
+
+def test_temporaries_and_quarantined_files_are_no_chunks(store, run, root: Path) -> None:
+    (path,) = store([key_of(0)])
+    (path.parent / ".01234567-1-2-3.tmp").write_bytes(b"half")
+    folder = next(folder for folder in root.iterdir() if (folder / "config.json").exists())
+    (folder / "quarantine").mkdir()
+    (folder / "quarantine" / "bad.zeroed.01234567-1-2-3.tmp").write_bytes(b"bad")
+    assert run("verify", root)[0] == 0
+
+
+@pytest.mark.parametrize("command", ["verify", "du", "ls", "prune"])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda root: root / "missing", "No such file or directory"),
+        (lambda root: ((root / "file").write_bytes(b"") and None) or root / "file", "Not a directory"),
+        (lambda root: (root / "photos").mkdir() or root, "holds no chunks"),
+    ],
+)
+def test_what_is_no_directory_of_a_tier_is_refused(
+    root: Path, capsys: pytest.CaptureFixture[str], run, command: str, make: Callable[[Path], Path], message: str
+) -> None:
+    options = ["--leftovers"] if command == "prune" else []
+    with pytest.raises(SystemExit) as end:
+        main([command, str(make(root)), *options])
+    shown = capsys.readouterr()
+    assert end.value.code == 2
+    assert shown.err.startswith(f"kvtier: {root}")
+    assert message in shown.err
+    assert shown.out == ""
+
+
+def test_an_unknown_namespace_is_refused(store, capsys: pytest.CaptureFixture[str], root: Path) -> None:
+    name = store([key_of(0)])[0].relative_to(root).parts[0]
+    with pytest.raises(SystemExit) as end:
+        main(["verify", str(root), "--namespace", "nonsense"])
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"kvtier: --namespace 'nonsense': not in the directory, which holds: {name}\n"
+
+
+async def test_an_engine_that_stores_and_deletes_meanwhile_is_no_corruption(root: Path, run) -> None:
+    """Chunks are published by a rename: what is read is one or the other, never half of each."""
+    mapper, lender = FileMapper(Namespace(model_name="org/model")), Lender(ROW_BYTES)
+    tier = await FsBackend.open(FsOptions(root=str(root)), TierContext("0:fs", mapper, ROW_BYTES))
+    await lender.keep(tier, keys_of(60))
+    stop = asyncio.Event()
+
+    async def churn() -> None:
+        version = 1
+        while not stop.is_set():
+            await lender.keep(tier, keys_of(60), version=version)
+            await tier.delete(keys_of(20, start=20))
+            version += 1
+
+    churning = asyncio.create_task(churn())
+    for _ in range(5):
+        status, out = await asyncio.to_thread(run, "verify", root, "--json")
+        found = json.loads(out)
+        assert (status, found["corrupt"], found["unverified"]) == (0, {}, 0)
+        assert found["checked"] >= 1
+    stop.set()
+    await churning
+    assert await tier.aclose(10) == (0,)
