@@ -174,8 +174,7 @@ class ProcessBridge(Bridge):
         try:
             child = self._start_child(epoch)
         except OSError as error:
-            self._failure = OpenFailed(f"the runner's process cannot be started: {error}", config=False)
-            logger.error("%s", self._failure.reason)  # No bug of ours: a traceback tells nothing more.
+            self._fail(OpenFailed(f"the runner's process cannot be started: {error}", config=False))
             return False
         opened = self._listen(child)
         self._lose(child, announced=opened)
@@ -242,8 +241,7 @@ class ProcessBridge(Bridge):
                         self._deliver((RunnerBack(child.epoch),))
                     self._started.set()
                 case OpenFailed():
-                    self._failure = message
-                    logger.error("runner %d: %s", child.process.pid, message.reason)
+                    self._fail(message)
                 case Closed():
                     self._abandoned = message.abandoned
                 case Beat():
@@ -253,6 +251,12 @@ class ProcessBridge(Bridge):
         if rest:
             self._deliver(rest)
         return opened
+
+    def _fail(self, failure: OpenFailed) -> None:
+        """Keep the reason for whoever waits for the start; later nobody does, and it is logged."""
+        self._failure = failure
+        if self._started.is_set():
+            logger.error("no new runner: %s", failure.reason)
 
     def _lose(self, child: _Child, *, announced: bool) -> None:
         """Tell the owner that a runner is lost, and have a thread of its own tell when its process has ended."""

@@ -39,6 +39,12 @@ async def test_an_engine_whose_tier_cannot_be_reached_leaves_nothing(runner):
         await TieringOffloadingManager.open(describe(4, DUMMY, {"type": f"{RUDE}:Unreachable"}, runner=runner))
 
 
+async def test_why_an_engine_cannot_be_opened_is_raised_and_not_logged_as_well(runner, caplog):
+    with pytest.raises(BackendUnavailable, match="not today"):
+        await TieringOffloadingManager.open(describe(4, DUMMY, {"type": f"{RUDE}:Unreachable"}, runner=runner))
+    assert caplog.messages == []
+
+
 async def test_an_engine_whose_tier_breaks_its_contract_as_it_opens_leaves_nothing(runner):
     with pytest.raises((OSError, BackendUnavailable)):
         await TieringOffloadingManager.open(describe(4, DUMMY, {"type": f"{RUDE}:Broken"}, runner=runner))
