@@ -18,6 +18,14 @@ from kvtier.replay.study import measure
 from kvtier.replay.traces import Request, Trace, write_trace
 
 KVTIER = [sys.executable, "-c", "from kvtier.cli import main; main()"]
+WITHOUT_PRIVILEGE = """
+import ctypes, os, sys
+CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, PR_CAPBSET_DROP = 1, 2, 24
+for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):  # Or the superuser may write everywhere.
+    ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+UNPRIVILEGED = [sys.executable, "-c", WITHOUT_PRIVILEGE]
 SMALL = 'cpu_bytes_to_use = "{rows}"\nchunk_bytes = "4KiB"\nrunner = "inline"\n'
 
 
@@ -308,18 +316,20 @@ def test_an_absurd_size_is_refused_before_anything_is_allocated(
     assert os.listdir(temporary) == []
 
 
-@pytest.mark.parametrize("option", ["--fs", "root"])
-def test_a_directory_without_permission_is_refused(
-    trace: str, tmp_path: Path, temporary: Path, capsys: pytest.CaptureFixture[str], option: str
-) -> None:
+@pytest.mark.parametrize("option", ["--fs", "root", "--json", "--plot"])
+def test_a_directory_without_permission_is_refused(trace: str, tmp_path: Path, temporary: Path, option: str) -> None:
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o500)
-    if os.access(locked, os.W_OK):
-        pytest.skip("this user may write everywhere")
     config = config_file(tmp_path, f'[[secondary_tiers]]\ntype = "fs"\nroot = "{locked}"')
-    args = ["--fs", str(locked)] if option == "--fs" else ["--config", config]
-    assert run("replay", trace, *args) == 2
-    check_refusal(capsys, str(locked))
+    given = {"--fs": ["--fs", locked], "root": ["--config", config]}.get(option, [option, locked / "out.png"])
+    command = [*UNPRIVILEGED, *KVTIER[1:], "replay", trace, *map(str, given)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stdout == ""
+    assert ended.stderr.startswith("kvtier: ")
+    assert str(locked) in ended.stderr
+    assert ended.stderr.endswith("Permission denied\n") or "Permission denied; expected a file" in ended.stderr
+    assert ended.stderr.count("\n") == 1
     assert os.listdir(locked) == []
     assert os.listdir(temporary) == []
 
