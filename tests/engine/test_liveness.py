@@ -36,7 +36,7 @@ def gates(tmp_path):
 
 @pytest.fixture
 def mount(tmp_path, gates):
-    limits = {"deadline_s": DEADLINE_S, "breaker_failures": 2, "breaker_cooldown_s": 0.2}
+    limits = {"deadline_s": DEADLINE_S, "breaker_failures": 2, "breaker_cooldown_s": COOLDOWN_S}
     return {"type": HUNG_MOUNT, "root": str(tmp_path / "tier"), "gates": gates, "limits": limits}
 
 
@@ -121,11 +121,11 @@ async def test_the_breaker_opens_tries_and_closes_and_the_metrics_say_so(open_en
         assert states() == {"closed": 0.0, "open": 1.0, "half_open": 0.0}
         assert await found(engine, [2]) == 0  # At once: nobody asks.
         assert sample(engine, "kvtier_tier_promoted_total", tier=name) == 2
-        await asyncio.sleep(0.3)  # The cool-down of 0.2 s has passed; it still hangs.
+        await asyncio.sleep(1.1 * COOLDOWN_S)  # It still hangs.
         await found(engine, [2])
         assert states() == {"closed": 0.0, "open": 1.0, "half_open": 0.0}
         assert sample(engine, "kvtier_tier_failed_total", tier=name, reason="deadline") == 3
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(1.1 * COOLDOWN_S)
     assert tier.breaker.admits(asyncio.get_running_loop().time() + 1e6)
     assert states() == {"closed": 0.0, "open": 0.0, "half_open": 1.0}
     assert await found(engine, [3]) == 1
@@ -140,7 +140,7 @@ async def test_a_runner_with_too_many_hung_rows_is_replaced_and_they_come_back(o
         assert await found(engine, range(3)) == 0
         await until(lambda: engine.runners_lost == 1 and not engine.ledger.primary.quarantined, engine)
     await until(lambda: engine.ledger.runner_up, engine)
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(1.1 * COOLDOWN_S)
     assert await found(engine, [3]) == 1
 
 
