@@ -17,6 +17,7 @@ from tests.engine.hung_mount import release, shut
 from tests.engine.kit import FAULTY, PATIENCE_S, at_rest, describe, found, key, put, until
 
 DEADLINE_S = 0.3
+COOLDOWN_S = 1.0  # Longer than a busy machine takes for the few calls that must come before its end.
 HUNG_MOUNT = "tests.engine.hung_mount:HungMount"
 
 
