@@ -79,7 +79,7 @@ async def start(root: str, naming: str, chunks: int, checkpoint_s: float) -> dic
 
 async def known_to(tier: FsBackend, chunks: int, begun: float) -> float:
     """Return when the tier's memory had all chunks, to a hundredth of a second."""
-    while tier.occupancy().chunks < chunks:  # noqa: ASYNC110  # The tier does not say when.
+    while tier.occupancy().chunks < chunks:  # The tier does not say when.
         await asyncio.sleep(0.01)
     return time.perf_counter() - begun
 

@@ -1,6 +1,6 @@
-"""Never more on the disk than the capacity says: measured by the file system's own count, at any moment, after any kill.
+"""Never more on the disk than the capacity says: by the file system's own count, at any moment, after any kill.
 
-`KVTIER_CAPACITY_LOOKS` sets how often the directory is looked at, `KVTIER_CAPACITY_KILLS` how many processes are killed.
+`KVTIER_CAPACITY_LOOKS` sets how often the directory is looked at, `KVTIER_CAPACITY_KILLS` how many processes die.
 """
 
 import asyncio

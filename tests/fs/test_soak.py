@@ -136,8 +136,9 @@ def summary(soak: Soak, capacity_bytes: int, predicted: float, held: int) -> str
     written = soak.stored * FILE_BYTES
     return (
         f"\n{soak.requests:,} requests, {soak.references:,} blocks; {written / 1e9:.2f} GB written into "
-        f"{capacity_bytes / 1e6:.1f} MB (1/{written / capacity_bytes:.0f}); taken {min(soak.taken) / capacity_bytes:.3f} "
-        f"to {max(soak.taken) / capacity_bytes:.3f} of it, {held:,} chunks; hit ratio {soak.hits / soak.references:.4f}, "
+        f"{capacity_bytes / 1e6:.1f} MB (1/{written / capacity_bytes:.0f}); "
+        f"taken {min(soak.taken) / capacity_bytes:.3f} to {max(soak.taken) / capacity_bytes:.3f} of it, "
+        f"{held:,} chunks; hit ratio {soak.hits / soak.references:.4f}, "
         f"predicted {predicted:.4f}; memory {soak.memory[0] / 1e6:.1f} to {max(soak.memory) / 1e6:.1f} MB; "
         f"{soak.refused:,} refused"
     )

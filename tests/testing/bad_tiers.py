@@ -630,7 +630,7 @@ class ClosesAfterWaiting(Tier):
             self.under_way -= 1
 
     async def aclose(self, deadline_s):
-        while self.under_way:  # noqa: ASYNC110
+        while self.under_way:
             await asyncio.sleep(0.001)
         return await super().aclose(deadline_s)
 

@@ -114,7 +114,7 @@ def test_a_sleep_for_ever_is_a_deadlock():
 
 def test_polling_for_ever_is_a_deadlock():
     async def poll():
-        while True:  # noqa: ASYNC110
+        while True:
             await asyncio.sleep(0)
 
     with (
