@@ -221,6 +221,7 @@ class TieringOffloadingManager(SteppedManager):
         """Use the asyncio face on this loop; `open` does so by itself."""
         self._loop = loop
         self._ids = count()
+        self._turn = asyncio.Lock()  # To cascade, in order of asking: or a long put would starve among short ones.
         self._resets = asyncio.Lock()
         self._bridge.notify = self._wake
         self._wake()
@@ -335,8 +336,10 @@ class TieringOffloadingManager(SteppedManager):
         try:
             while done < len(plan.keys):
                 end = min(done + self.ledger.outbox.slice_chunks, len(plan.keys))
-                while self.ledger.pending and not self.ledger.outbox.room(end - done):
-                    await self._next_progress()
+                async with self._turn:
+                    self._check_open()
+                    while self.ledger.pending and not self.ledger.outbox.room(end - done):
+                        await self._next_progress()
                 for row, chunk in zip(plan.rows[done:end], chunks[done:end], strict=True):
                     self.region.row(row)[: self.config.chunk_bytes] = chunk
                 self.ledger.complete_store(plan.keys[done:end], request)

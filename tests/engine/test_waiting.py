@@ -40,6 +40,24 @@ async def test_put_waits_for_the_tiers_so_that_nothing_is_dropped(open_engine):
     assert (tier.counters.stored, tier.counters.dropped) == (12, {})
 
 
+async def test_a_long_put_has_its_turn_among_many_short_ones(open_engine):
+    one_at_a_time = {**SLOW, "concurrency": 1, "limits": {"store_chunks_in_flight": 4}}
+    engine = await open_engine(200, one_at_a_time)
+    ended = []
+
+    async def put_in_turn(name, numbers):
+        await put(engine, numbers)
+        ended.append(name)
+
+    async with asyncio.TaskGroup() as tasks:
+        for number in range(10):
+            tasks.create_task(put_in_turn(number, [number]))
+        tasks.create_task(put_in_turn("long", range(100, 104)))
+        for number in range(10, 60):
+            tasks.create_task(put_in_turn(number, [number]))
+    assert ended == [*range(10), "long", *range(10, 60)]
+
+
 async def test_put_waits_for_rows_that_a_fetch_holds(open_engine):
     engine = await open_engine(2)
     await put(engine, [1, 2])
