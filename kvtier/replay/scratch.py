@@ -11,7 +11,7 @@ import tempfile
 from types import TracebackType
 from typing import Self
 
-INTERRUPTED_WAIT_S = 0.2  # Enough for what a short run left; a part of the second in which Ctrl-C is to be obeyed.
+INTERRUPTED_WAIT_S = 0.1  # Enough for what a short run left; a part of the second in which Ctrl-C is to be obeyed.
 
 SWEEPER = """
 import os, shutil, sys, time
