@@ -38,6 +38,7 @@ class Metrics(Collector):
 
     def __init__(self, ledger: Ledger, row_bytes: int) -> None:
         self.registry = CollectorRegistry()
+        self.runners_lost = 0  # Counted by the manager: the ledger also settles a runner that was closed as it should.
         self._ledger = ledger
         self._row_bytes = row_bytes
         latency = Histogram(
@@ -67,6 +68,7 @@ class Metrics(Collector):
         for name, help_text in PRIMARY_COUNTERS.items():
             yield CounterMetricFamily(f"kvtier_primary_{name}", help_text, getattr(ledger.counters, name))
         yield CounterMetricFamily("kvtier_primary_evictions", "Chunks evicted for room.", primary.evictions)
+        yield CounterMetricFamily("kvtier_runners_lost", "Runners that ended too early.", self.runners_lost)
         rows = GaugeMetricFamily("kvtier_primary_rows", "Rows by state.", labels=("state",))
         rows.add_metric(("ready",), len(primary.ready))
         rows.add_metric(("filling",), len(primary.filling))

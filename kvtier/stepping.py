@@ -50,13 +50,17 @@ class SteppedManager:
         self._requests: dict[str, Request] = {}
         self._closed = False
         self._replaced = -1  # The last epoch that was replaced for its quarantined rows.
-        self.runners_lost = 0
         self.ledger.begin_step(clock())
 
     @property
     def metrics(self) -> CollectorRegistry:
         """A Prometheus registry with everything that this engine counts."""
         return self._metrics.registry
+
+    @property
+    def runners_lost(self) -> int:
+        """How many runners ended, or were killed, before they were closed."""
+        return self._metrics.runners_lost
 
     # Requests.
 
@@ -233,7 +237,7 @@ class SteppedManager:
             if isinstance(message, RunnerBack):
                 self._bridge.admit(message.epoch)
             elif isinstance(message, RunnerLost):
-                self.runners_lost += 1
+                self._metrics.runners_lost += 1
 
     def _watch_quarantine(self) -> None:
         """Have the runner replaced when hung transfers hold more rows than we can spare."""
