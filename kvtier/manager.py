@@ -26,6 +26,7 @@ from kvtier.region import Region
 from kvtier.request import Request
 from kvtier.stepping import SteppedManager
 
+LEASES_EVERY_S = 0.05  # At most so often leases are looked at: a request that waits renews its own in every step.
 ON_LOOP_BYTES_MAX = 64 << 20  # Of memory to prepare without a thread: some milliseconds' worth.
 
 Chunk = bytes | bytearray | memoryview
@@ -147,7 +148,7 @@ class TieringOffloadingManager(SteppedManager):
         self._check_open()
         held: Sequence[OffloadKey] = keys
         while held := self.ledger.delete(held):
-            await self._next_progress()
+            await self._next_progress(for_rows=True)
         await self.drained()
 
     async def drained(self, deadline_s: float | None = None) -> bool:
@@ -240,12 +241,6 @@ class TieringOffloadingManager(SteppedManager):
         super().on_request_finished(request_id)
         self._stir()
 
-    def _receive(self) -> None:
-        leased = self.ledger.leases.rows
-        super()._receive()
-        if self.ledger.leases.rows < leased:  # Some may have run out: whoever waits for their rows looks again.
-            self._wake()
-
     # How the face waits.
 
     def _wake(self) -> None:
@@ -268,15 +263,23 @@ class TieringOffloadingManager(SteppedManager):
         if progress is not None and not progress.done():
             progress.set_result(None)
 
-    async def _next_progress(self) -> None:
-        """Send what was decided, and wait until something came back, was given back, or a lease is over."""
+    async def _next_progress(self, *, for_rows: bool = False) -> None:
+        """Send what was decided, and wait until something came back or was given back.
+
+        Who waits `for_rows` also looks again when leases run out: nobody gives these back.
+        """
+        leased = self.ledger.leases.rows
         self.end_step()
         self._check_open()
+        if for_rows and self.ledger.leases.rows < leased:
+            return
         if self._progress is None:
             self._progress = asyncio.get_running_loop().create_future()
-        ends_at = self.ledger.leases.ends_at
-        await asyncio.wait((self._progress,), timeout=None if ends_at is None else ends_at - self._clock())
+        ends_at = self.ledger.leases.ends_at if for_rows else None
+        timeout_s = None if ends_at is None else max(LEASES_EVERY_S, ends_at - self._clock())
+        await asyncio.wait((self._progress,), timeout=timeout_s)
         self._check_open()
+        self._receive()
 
     @asynccontextmanager
     async def _one(self, request_id: str | None) -> AsyncGenerator[Request]:
@@ -328,7 +331,7 @@ class TieringOffloadingManager(SteppedManager):
                 if not self.ledger.rows_in_use and not self.ledger.pending:
                     keys = keys[: len(keys) // 2]  # Nobody will give rows back: some are lost to hung transfers.
                     continue
-            await self._next_progress()
+            await self._next_progress(for_rows=True)
 
     async def _fill(self, plan: StorePlan, chunks: Sequence[Chunk], request: Request) -> None:
         """Write the chunks, and have them cascade in slices that exceed no limit, unless what does is stuck."""
