@@ -19,10 +19,10 @@ from kvtier.backend import INVENTORY_BATCH_KEYS
 from kvtier.keys import OffloadKey
 from kvtier.namespace import FileMapper
 from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.entries import Held, Snapshot
 from kvtier_backends.fs.folder import ALIGN_BYTES, Folder
 from kvtier_backends.fs.folder_sizes import SECTOR_BYTES
 from kvtier_backends.fs.footer import SLICE_BYTES
-from kvtier_backends.fs.index import Held, Snapshot
 
 logger = logging.getLogger(__name__)
 
