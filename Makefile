@@ -55,7 +55,7 @@ bench: $(INSTALLED)  ## run the benchmarks (tests/benchmarks)
 	$(BIN)/pytest --benchmark-only tests/benchmarks
 
 soak: $(INSTALLED)  ## fill DIR, a directory that is emptied, for SOAK_S seconds (600) with room for a twentieth of what is written
-	KVTIER_SOAK_S=$(or $(SOAK_S),600) KVTIER_SOAK_REQUESTS=3000 $(BIN)/pytest -s tests/fs/test_soak.py --basetemp=$(or $(DIR),$(DEMO)/soak)
+	KVTIER_SOAK_S=$(or $(SOAK_S),600) KVTIER_SOAK_REQUESTS=3000 $(BIN)/pytest tests/fs/test_soak.py --log-cli-level=INFO -o faulthandler_timeout=0 --basetemp=$(or $(DIR),$(DEMO)/soak)
 
 clean:  ## remove everything that these commands made
 	rm -rf $(VENV) $(DEMO) site dist .benchmarks .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
