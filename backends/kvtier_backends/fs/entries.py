@@ -1,5 +1,7 @@
 """What is known of a file, packed: a million of them must not take a gigabyte."""
 
+from collections.abc import Iterator
+from operator import itemgetter
 from typing import NamedTuple
 
 from kvtier.keys import OffloadKey
@@ -48,20 +50,18 @@ class Snapshot(NamedTuple):
     idle: list[tuple[int, OffloadKey]]
     used_at_ns: dict[OffloadKey, int]
 
-    def newest_first(self, now_ns: int) -> list[Held]:
-        """Return the chunks that a load would likely find, by their last use. Takes some microseconds a chunk.
+    def newest_first(self, now_ns: int) -> Iterator[Held]:
+        """Yield the chunks that a load would likely find, by their last use. Takes about a microsecond a chunk.
 
         Where no clock has noted the time of a use, it is one just before `now_ns`, in the right order.
         """
-        live: list[tuple[OffloadKey, int]] = []
         unused: dict[OffloadKey, int] = {}
-        for key, entry in zip(reversed(self.keys), reversed(self.entries), strict=True):
+        for place, (key, entry) in enumerate(zip(reversed(self.keys), reversed(self.entries), strict=True)):
             if entry >> AGE_BIT:
-                live.append((key, entry))
+                yield Held(key, (entry & SECTORS) * SECTOR_BYTES, self.used_at_ns.get(key, now_ns - place))
             else:
                 unused[key] = entry
-        idle = sorted({entry for entry in self.idle if entry[1] in unused}, reverse=True)
-        return [
-            Held(key, (entry & SECTORS) * SECTOR_BYTES, self.used_at_ns.get(key, now_ns - place))
-            for place, (key, entry) in enumerate(live)
-        ] + [Held(key, (unused[key] & SECTORS) * SECTOR_BYTES, used_at_ns) for used_at_ns, key in idle]
+        for used_at_ns, key in sorted(self.idle, key=itemgetter(0), reverse=True):
+            idle = unused.pop(key, None)  # None: it was used since, removed, or stands here twice.
+            if idle is not None:
+                yield Held(key, (idle & SECTORS) * SECTOR_BYTES, used_at_ns)
