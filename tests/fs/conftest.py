@@ -110,6 +110,33 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
 
 
 @pytest.fixture
+def mount_image(tmp_path: Path) -> Iterator[Callable[[str, int], Path]]:
+    """Make and mount a small file system in a file; skips where that is not allowed."""
+    mounted: list[Path] = []
+
+    def mount_image(kind: str, size_bytes: int) -> Path:
+        if os.geteuid() != 0:
+            pytest.skip("mounting a file system needs root")
+        image, path = tmp_path / f"{len(mounted)}.img", tmp_path / f"{kind}-image-{len(mounted)}"
+        image.write_bytes(b"")
+        os.truncate(image, size_bytes)
+        path.mkdir()
+        for command in ([f"mkfs.{kind}", "-q", str(image)], ["mount", "-o", "loop", str(image), str(path)]):
+            try:
+                done = subprocess.run(command, capture_output=True, check=False)
+            except FileNotFoundError:
+                pytest.skip(f"there is no {command[0]}")
+            if done.returncode:
+                pytest.skip(f"{command[0]}: {done.stderr.decode().strip()}")
+        mounted.append(path)
+        return path
+
+    yield mount_image
+    for path in mounted:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+@pytest.fixture
 def taken_bytes() -> Callable[[Path], int]:
     return _taken_bytes
 

@@ -1,6 +1,6 @@
-"""Never more on the disk than the capacity says: by the file system's own count, at any moment, after any kill.
+"""Never more on the disk than the capacity says, by the file system's own count: at any moment, after any kill.
 
-`KVTIER_CAPACITY_LOOKS` sets how often the directory is looked at, `KVTIER_CAPACITY_KILLS` how many processes die.
+`KVTIER_CAPACITY_LOOKS` sets how often it is looked at, `KVTIER_CAPACITY_KILLS` how many processes are killed.
 """
 
 import asyncio
@@ -87,10 +87,14 @@ async def test_too_much_at_the_start_goes_at_once(
     await first.aclose(DEADLINE_S)
     assert taken_bytes(root) > CAPACITY_BYTES
     tier = await open_tier(capacity_bytes=CAPACITY_BYTES)
-    async with asyncio.timeout(DEADLINE_S):
-        while taken_bytes(root) > CAPACITY_BYTES:
-            await asyncio.sleep(0.001)
+    await until(lambda: taken_bytes(root) <= CAPACITY_BYTES)
     assert (await lender.recall(tier, keys[:8]))[:4] == [label(key) for key in keys[:4]]
+
+
+async def until(true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        while not true():  # noqa: ASYNC110  # A disk tells nobody that a file is gone.
+            await asyncio.sleep(0.001)
 
 
 async def test_a_chunk_larger_than_the_capacity_is_no_space_and_costs_nothing(open_tier, lender: Lender) -> None:
@@ -113,9 +117,7 @@ async def test_vllms_own_files_count_and_go_alike(
         os.utime(path, (1, 1))
     tier = await open_tier(capacity_bytes=CAPACITY_BYTES, unverified="refuse")
     await lender.keep(tier, keys_of(8))
-    async with asyncio.timeout(DEADLINE_S):
-        while taken_bytes(root) > CAPACITY_BYTES:
-            await asyncio.sleep(0.001)
+    await until(lambda: taken_bytes(root) <= CAPACITY_BYTES)
     assert await lender.recall(tier, keys_of(8)) == [label(key) for key in keys_of(8)]
 
 

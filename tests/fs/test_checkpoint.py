@@ -24,8 +24,8 @@ from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.checkpoint import KEY_BYTES_MAX, Checkpoint
 from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.entries import Held, Snapshot
 from kvtier_backends.fs.folder import Folder
-from kvtier_backends.fs.index import Held, Snapshot
 
 DEADLINE_S = 20.0
 NOW_NS = 1_700_000_000_000_000_000
@@ -401,7 +401,7 @@ from kvtier_backends.fs import FsOptions
 from kvtier_backends.fs.checkpoint import Checkpoint
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.folder import Folder
-from kvtier_backends.fs.index import Snapshot
+from kvtier_backends.fs.entries import Snapshot
 mapper = FileMapper(Namespace(model_name="org/model"))
 folder = Folder(FsOptions(root=sys.argv[1]), mapper)
 folder.open()

@@ -101,3 +101,16 @@ class TestFsInMemoryWithEveryOptionTheOtherWay(Suites):
             load_lanes=1,
             store_lanes=1,
         )
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="there is no file system in memory")
+class TestFsShared(Suites):
+    """As one of several processes would be."""
+
+    @pytest.fixture
+    def root(self):
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
+            yield root
+
+    def options(self, root: str) -> FsOptions:
+        return FsOptions(root=root, shared=True, capacity_bytes="1GiB", naming="flat")

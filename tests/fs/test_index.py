@@ -7,7 +7,8 @@ import pytest
 from kvtier.backend import INVENTORY_BATCH_KEYS, Added, InventoryEvent, Removed, ScanDone
 from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.policies.lru import LRU
-from kvtier_backends.fs.index import Held, Index
+from kvtier_backends.fs.entries import Held
+from kvtier_backends.fs.index import Index
 
 A, B, C, D = (make_offload_key(name * 32) for name in (b"a", b"b", b"c", b"d"))
 

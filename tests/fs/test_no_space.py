@@ -65,3 +65,31 @@ async def test_a_full_disk_still_serves_what_is_on_it(
 def fill(path: Path) -> None:
     with path.open("wb", buffering=0) as file:
         assert file.write(bytes(1 << 20)) < 1 << 20
+
+
+async def test_a_small_ext4_full_of_others_files_goes_on_at_the_cost_of_the_oldest(
+    open_tier, lender: Lender, mount_image: Callable[[str, int], Path]
+) -> None:
+    """No limit is set: it is the disk that is full, blocks of directories and all."""
+    root = mount_image("ext4", 4 << 20)
+    tier = await open_tier(root=str(root / "tier"))
+    for start in range(0, 600, 6):
+        keys = keys_of(6, start)
+        outcomes = await tier.store(lender.writes(keys))
+        kept = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is None]
+        assert kept
+        assert await lender.recall(tier, kept) == [label(key) for key in kept]
+    assert temporaries(root) == []
+    assert tier.counters().evicted > 0
+    assert tier.counters().disk_full > 0
+
+
+async def test_a_limit_larger_than_its_disk_is_a_full_disk_and_no_more(
+    open_tier, lender: Lender, mount: Callable[[str, str], Path]
+) -> None:
+    root = mount("tmpfs", "size=512k")
+    tier = await open_tier(root=str(root), capacity_bytes="1GiB")
+    for start in range(0, 200, 4):
+        keys = keys_of(4, start)
+        await lender.keep(tier, keys)
+        assert await lender.recall(tier, keys) == [label(key) for key in keys]

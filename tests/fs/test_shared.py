@@ -96,9 +96,7 @@ async def test_each_sees_what_the_others_store_and_delete(open_tier, lender: Len
 async def test_what_another_has_used_is_spared(open_tier, lender: Lender, path_of) -> None:
     capacity_bytes = 24 * (8_192 + 4_096 + 16_384)
     one = await open_tier(shared=True, capacity_bytes=capacity_bytes)
-    async with asyncio.timeout(DEADLINE_S):
-        while not (await one.store(lender.writes(keys_of(4)))).count(None):
-            await asyncio.sleep(0.01)
+    await lender.keep(one, keys_of(4))
     os.utime(path_of(keys_of(1)[0]), (2e9, 2e9))  # As another does that has used it.
     for start in range(100, 144, 4):
         await one.store(lender.writes(keys_of(4, start)))

@@ -5,6 +5,7 @@ A few seconds as it comes. At full size, on the disk that is to be tried:
     make disksoak DIR=/mnt/nvme/soak SOAK_S=600
 """
 
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ from kvtier.replay.study import policy_hits
 from kvtier.replay.traces import Request
 from kvtier.replay.workload import Workload, generate
 from kvtier_backends.fs import FsBackend, FsOptions
+
+logger = logging.getLogger(__name__)
 
 SOAK_S = float(os.environ.get("KVTIER_SOAK_S", "2"))
 REQUESTS = int(os.environ.get("KVTIER_SOAK_REQUESTS", "150"))  # After which another workload follows.
@@ -124,7 +127,7 @@ async def test_room_and_memory_stay_flat_and_hits_are_as_predicted(
     assert await tier.aclose(30) == (0,)
     held = round(sum(soak.chunks) / len(soak.chunks))
     predicted = sum(policy_hits(asked, LRU(held), held)) / soak.references
-    print(summary(soak, capacity_bytes, predicted, held))
+    logger.info(summary(soak, capacity_bytes, predicted, held))
     assert max(soak.taken) <= capacity_bytes
     assert min(soak.taken) > 0.8 * capacity_bytes
     assert abs(soak.hits / soak.references - predicted) < 0.01
@@ -134,11 +137,10 @@ async def test_room_and_memory_stay_flat_and_hits_are_as_predicted(
 
 def summary(soak: Soak, capacity_bytes: int, predicted: float, held: int) -> str:
     written = soak.stored * FILE_BYTES
+    least, most = min(soak.taken) / capacity_bytes, max(soak.taken) / capacity_bytes
     return (
-        f"\n{soak.requests:,} requests, {soak.references:,} blocks; {written / 1e9:.2f} GB written into "
-        f"{capacity_bytes / 1e6:.1f} MB (1/{written / capacity_bytes:.0f}); "
-        f"taken {min(soak.taken) / capacity_bytes:.3f} to {max(soak.taken) / capacity_bytes:.3f} of it, "
-        f"{held:,} chunks; hit ratio {soak.hits / soak.references:.4f}, "
-        f"predicted {predicted:.4f}; memory {soak.memory[0] / 1e6:.1f} to {max(soak.memory) / 1e6:.1f} MB; "
-        f"{soak.refused:,} refused"
+        f"{soak.requests:,} requests, {soak.references:,} blocks; {written / 1e9:.2f} GB written into "
+        f"{capacity_bytes / 1e6:.1f} MB (1/{written / capacity_bytes:.0f}); taken {least:.3f} to {most:.3f} of it, "
+        f"{held:,} chunks; hit ratio {soak.hits / soak.references:.4f}, predicted {predicted:.4f}; "
+        f"memory {soak.memory[0] / 1e6:.1f} to {max(soak.memory) / 1e6:.1f} MB; {soak.refused:,} refused"
     )

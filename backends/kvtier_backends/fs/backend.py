@@ -27,21 +27,12 @@ from kvtier.errors import BackendClosed, BackendUnavailable
 from kvtier.keys import GROUP_BYTES, OffloadKey
 from kvtier.lend import Lanes, in_threads
 from kvtier.namespace import FileMapper
-from kvtier.policies.named import policy_class
 from kvtier_backends.fs.books import Books, open_books
-from kvtier_backends.fs.capacity import Capacity
-from kvtier_backends.fs.checkpoint import Checkpoint
 from kvtier_backends.fs.chunks import Chunks, share_out
 from kvtier_backends.fs.counters import FsCounters, Tally, by_name
-from kvtier_backends.fs.eviction import Eviction
-from kvtier_backends.fs.files import ChunkFiles
 from kvtier_backends.fs.folder import Folder
-from kvtier_backends.fs.index import Index
-from kvtier_backends.fs.loading import Loading
-from kvtier_backends.fs.looking import Looking
 from kvtier_backends.fs.options import FsOptions
-from kvtier_backends.fs.shared import SharedEviction
-from kvtier_backends.fs.storing import Storing, sizes_of
+from kvtier_backends.fs.parts import assemble, start_lanes
 
 PROBES_MAX = 512  # Calls without bytes, in one hop: half a millisecond of a local file system's time.
 SCAN_PATIENCE_S = 0.5  # Stores wait so long for the scan of a small directory, rather than be refused for its sake.
@@ -90,83 +81,18 @@ class FsBackend(Backend):
         self._stores = Calls(context.name)
         self._folder = folder
         self._tally = tally
-        sizes = sizes_of(context.row_bytes, folder)
-        limit_bytes = min(options.capacity_bytes or folder.disk.size_bytes, folder.disk.size_bytes)
-        policy = policy_class(options.eviction_policy)(max(1, limit_bytes // context.row_bytes))
-        self._index = Index(policy, None if options.ttl_s is None else time.time_ns)
-        checkpoint = Checkpoint(folder, context.mapper, tally, context.row_bytes)
-        self._capacity = Capacity(
-            (self._index, folder.sizes, checkpoint),
-            folder.disk,
-            limit_bytes=options.capacity_bytes,
-            low_water=options.low_water,
-            min_free_bytes=options.min_free_bytes,
-        )
-        self._chunks = Chunks(
-            ChunkFiles(folder, context.mapper, fsync=options.fsync),
-            tally,
-            lanes=options.load_lanes + options.store_lanes,
-            row_bytes=context.row_bytes,
-            fingerprint=context.mapper.fingerprint,
-            accept_bare=options.unverified == "accept",
-        )
         if options.io == "auto" and not folder.direct:
             tally.count("buffered_fallback")
-        self._load_lanes = Lanes(options.load_lanes, f"kvtier-{context.name}-load")
-        self._store_lanes = Lanes(options.store_lanes, f"kvtier-{context.name}-store")
-        self._scan_lane = scan_lane
-        self._evict_lane = Lanes(1, f"kvtier-{context.name}-evict")
         self._shared = options.shared
         self._books = books
-        self._eviction = (SharedEviction if options.shared else Eviction)(
-            self._index,
-            self._capacity,
-            self._chunks,
-            tally,
-            lane=self._evict_lane,
-            store_lanes=self._store_lanes,
-            ttl_s=options.ttl_s,
-            clock_ns=time.time_ns,
-        )
-        if isinstance(self._eviction, SharedEviction):
-            assert books.ledger is not None
-            self._eviction.share(books.ledger, folder.sizes)
-        if books.write_budget is not None:
-            books.write_budget.use(self._store_lanes)
-        self._loading = Loading(
-            self._eviction,
-            self._capacity,
-            self._index,
-            self._chunks,
-            lanes=self._load_lanes,
-            share_chunks=sizes.share_chunks,
-            clock_ns=time.time_ns,
-        )
-        self._storing = Storing(
-            self._eviction,
-            books.write_budget,
-            self._index,
-            self._chunks,
-            tally,
-            lanes=self._store_lanes,
-            sizes=sizes,
-            clock_ns=time.time_ns,
-        )
+        self._lanes = start_lanes(options, context.name, scan_lane)
+        parts = assemble(options, context, folder, books, tally, self._lanes)
+        self._index, self._capacity, self._chunks = parts.index, parts.capacity, parts.chunks
+        self._eviction, self._looking = parts.eviction, parts.looking
+        self._loading, self._storing = parts.loading, parts.storing
         self._closed = False
         self._news = asyncio.Event()  # Something for the inventory's consumer, or the end.
         self._patient_until = time.monotonic() + SCAN_PATIENCE_S
-        self._looking = Looking(
-            folder,
-            context.mapper,
-            self._chunks.takes,
-            self._index,
-            self._capacity,
-            self._eviction,
-            tally,
-            lane=scan_lane,
-            checkpoint=checkpoint,
-            checkpoint_s=0 if options.shared else options.checkpoint_s,
-        )
         self._eviction.changed = self._news.set
         self._background = [
             asyncio.create_task(work(), name=f"kvtier-{context.name}-{work.__name__}")
@@ -179,8 +105,8 @@ class FsBackend(Backend):
         if self._index.authoritative or all(answers):
             return answers
         unknown = [key for key, known in zip(keys, answers, strict=True) if not known]
-        shares = share_out(unknown, self._load_lanes.count, PROBES_MAX)
-        asked = await asyncio.gather(*(_loadable(self._chunks, share, executor=self._load_lanes) for share in shares))
+        shares = share_out(unknown, self._lanes.load.count, PROBES_MAX)
+        asked = await asyncio.gather(*(_loadable(self._chunks, share, executor=self._lanes.load) for share in shares))
         told = chain.from_iterable(asked)
         return [known or next(told) for known in answers]
 
@@ -199,12 +125,12 @@ class FsBackend(Backend):
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
         self._check_open()
         mark = self._index.mark()
-        parts = share_out(keys, self._store_lanes.count, PROBES_MAX)
+        parts = share_out(keys, self._lanes.store.count, PROBES_MAX)
         removed: list[OffloadKey] = []
         note = self._index.lost
         try:
             errors = await in_threads(
-                self._store_lanes, [partial(self._chunks.remove, part, removed) for part in parts]
+                self._lanes.store, [partial(self._chunks.remove, part, removed) for part in parts]
             )
             note = self._index.removed
         finally:
@@ -219,16 +145,16 @@ class FsBackend(Backend):
     async def aclose(self, deadline_s: float) -> Abandoned:
         self._closed = True
         self._news.set()
+        ends_at = time.monotonic() + deadline_s
+        await self._stores.close(deadline_s)  # A store may need several hops, and the first look to be over.
         self._looking.stop()
         for task in self._background:
             task.cancel()
-        self._eviction.stamp_before_end()
-        ends_at = time.monotonic() + deadline_s
-        await self._stores.close(deadline_s)  # Their lanes are open until then: a store may need several hops.
-        lanes = self._load_lanes, self._store_lanes
+        self._eviction.stamps.write_before_end()
+        lanes = self._lanes.load, self._lanes.store
         loads, stores = await asyncio.gather(*(each.aclose(max(0.0, ends_at - time.monotonic())) for each in lanes))
         self._looking.write_last_checkpoint(max(0.0, ends_at - time.monotonic()))
-        lanes = self._scan_lane, self._evict_lane
+        lanes = self._lanes.scan, self._lanes.evict
         others = await asyncio.gather(*(each.aclose(max(0.0, ends_at - time.monotonic())) for each in lanes))
         if not loads + stores + sum(others):
             self._books.close()
@@ -254,8 +180,7 @@ class FsBackend(Backend):
 
     def occupancy(self) -> Occupancy:
         """See `Measured`. While the directory is being scanned, it covers what was found so far."""
-        used_bytes = self._index.used_bytes + self._capacity.leaving_bytes
-        return Occupancy(len(self._index), used_bytes, self._capacity.limit_bytes)
+        return Occupancy(len(self._index), self._eviction.used_bytes(), self._capacity.limit_bytes)
 
     def rank(self, keys: Sequence[OffloadKey]) -> None:
         """Renew the recency of a request's chunks, in prefix order, when it is over: its head goes last."""

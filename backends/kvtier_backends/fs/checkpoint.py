@@ -3,9 +3,9 @@
 A head start and never the truth: what it names is looked for like everything else, so that a torn one, an old one or
 none costs time and nothing else. The newest chunk comes first, being the one that is asked for soonest.
 
-Little-endian: magic 8, version u32, longest key u32, chunks u64, row length u64, namespace fingerprint 32; for each
-chunk the length of its key u8, the key padded to the longest, its sectors of 512 bytes u32, its last use in ns since
-the epoch u64; XXH3-64 of all that, u64.
+Little-endian: magic 8, version u32, longest key u32, row length u64, namespace fingerprint 32; for each chunk the
+length of its key u8, the key padded to the longest, its sectors of 512 bytes u32, its last use in ns since the epoch
+u64; XXH3-64 of all that, u64.
 """
 
 import logging
@@ -19,10 +19,10 @@ from kvtier.backend import INVENTORY_BATCH_KEYS
 from kvtier.keys import OffloadKey
 from kvtier.namespace import FileMapper
 from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.entries import Held, Snapshot
 from kvtier_backends.fs.folder import ALIGN_BYTES, Folder
 from kvtier_backends.fs.folder_sizes import SECTOR_BYTES
 from kvtier_backends.fs.footer import SLICE_BYTES
-from kvtier_backends.fs.index import Held, Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ VERSION = 1
 BYTES_MAX = 512 << 20  # Ten million chunks of 32-byte hashes. The oldest of more are left to the scan.
 KEY_BYTES_MAX = 68  # Hashes of 64 bytes. Chunks with longer ones are left to the scan.
 
-_HEAD = struct.Struct("<8sIIQQ32s")
+_HEAD = struct.Struct("<8sIIQ32s")
 _CHECKSUM = struct.Struct("<Q")
 
 
@@ -55,10 +55,9 @@ class Checkpoint:
 
     def write(self, snapshot: Snapshot, now_ns: int) -> None:
         """Put a checkpoint in place of the last one, whole or not at all; a failure is logged and counted."""
-        chunks = [chunk for chunk in snapshot.newest_first(now_ns) if len(chunk.key) <= KEY_BYTES_MAX]
         try:
             before_bytes = self._folder.taken_bytes(self._name)
-            self._folder.publish(self._name, self._written(chunks))
+            self._folder.publish(self._name, self._written(snapshot, now_ns))
             self.used_bytes += self._folder.taken_bytes(self._name) - before_bytes
         except OSError as error:
             self._tally.count("checkpoints_failed")
@@ -87,19 +86,19 @@ class Checkpoint:
             self._tally.count("checkpoint_chunks", len(batch))
             yield batch
 
-    def _written(self, chunks: list[Held]) -> Iterator[bytes]:
-        longest = max((len(chunk.key) for chunk in chunks), default=0)
-        record = _record(longest)
-        del chunks[(BYTES_MAX - _HEAD.size - _CHECKSUM.size) // record.size :]
-        total = xxh3_64()
-        head = _HEAD.pack(MAGIC, VERSION, longest, len(chunks), self._row_bytes, self._fingerprint)
+    def _written(self, snapshot: Snapshot, now_ns: int) -> Iterator[bytes]:
+        longest = max((len(key) for key in snapshot.keys if len(key) <= KEY_BYTES_MAX), default=0)
+        total, head = xxh3_64(), _HEAD.pack(MAGIC, VERSION, longest, self._row_bytes, self._fingerprint)
         total.update(head)
         yield head
-        for start in range(0, len(chunks), INVENTORY_BATCH_KEYS):
-            part = b"".join(
-                record.pack(len(chunk.key), chunk.key, chunk.allocated_bytes // SECTOR_BYTES, chunk.used_at_ns)
-                for chunk in islice(chunks, start, start + INVENTORY_BATCH_KEYS)
-            )
+        record = _record(longest)
+        records = (
+            record.pack(len(key), key, allocated_bytes // SECTOR_BYTES, used_at_ns)
+            for key, allocated_bytes, used_at_ns, _ in snapshot.newest_first(now_ns)
+            if len(key) <= KEY_BYTES_MAX
+        )
+        kept = islice(records, (BYTES_MAX - _HEAD.size - _CHECKSUM.size) // record.size)
+        while part := b"".join(islice(kept, INVENTORY_BATCH_KEYS)):
             total.update(part)
             yield part
         yield _CHECKSUM.pack(total.intdigest())
@@ -108,11 +107,11 @@ class Checkpoint:
         """Return how a chunk is written in a checkpoint; None if this is not one of ours, whole."""
         if len(content) < _HEAD.size + _CHECKSUM.size:
             return None
-        magic, version, longest, chunks, row_bytes, fingerprint = _HEAD.unpack_from(content)
+        magic, version, longest, row_bytes, fingerprint = _HEAD.unpack_from(content)
         if (magic, version, row_bytes, fingerprint) != (MAGIC, VERSION, self._row_bytes, self._fingerprint):
             return None
         record = _record(longest) if longest <= KEY_BYTES_MAX else None
-        if record is None or len(content) != _HEAD.size + chunks * record.size + _CHECKSUM.size:
+        if record is None or (len(content) - _HEAD.size - _CHECKSUM.size) % record.size:
             return None
         total, end = xxh3_64(), len(content) - _CHECKSUM.size
         for start in range(0, end, SLICE_BYTES):

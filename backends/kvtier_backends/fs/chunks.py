@@ -14,10 +14,10 @@ from kvtier.errors import BlockCorrupt, BlockError, BlockMissing, NoSpace, Trans
 from kvtier.keys import OffloadKey
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.discard import Discarded
+from kvtier_backends.fs.entries import Held, is_later
 from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.files import ChunkFiles, Found, OpenChunk
 from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, payload_checksum, write_footer
-from kvtier_backends.fs.index import Held, is_later
 from kvtier_backends.fs.pages import Pages
 from kvtier_backends.fs.verify import Whole, judge_chunk, judge_length
 

@@ -10,18 +10,18 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 
-from kvtier.errors import BackendClosed
 from kvtier.keys import OffloadKey
 from kvtier.lend import Lanes, in_thread, in_threads
 from kvtier_backends.fs.capacity import Capacity
 from kvtier_backends.fs.chunks import Chunks, share_out
 from kvtier_backends.fs.counters import Tally
-from kvtier_backends.fs.index import Held, Index
+from kvtier_backends.fs.entries import Held
+from kvtier_backends.fs.index import Index
+from kvtier_backends.fs.stamps import Stamps
 
 BATCH_FILES = 64  # Removed in one hop in the background: a few milliseconds, and then another look.
 ROUNDS_MAX = 3  # A store looks for room so often: files may be gone already, or be hard to remove.
 STAMP_EVERY_S = 10.0  # Uses are collected for so long before files' times are set.
-STAMPS_MAX = 4_096  # Or until there are so many.
 
 
 class Removal:
@@ -62,7 +62,7 @@ class Eviction:
         self._leaving: set[OffloadKey] = set()
         self._gone = asyncio.Event()  # Replaced each time that some are.
         self._wake = asyncio.Event()
-        self._stamps: dict[OffloadKey, int] = {}
+        self.stamps = Stamps(index, chunks, lane, clock_ns)
         self._scanned = False
         self.changed: Callable[[], None] = lambda: None
         """Called when there is news for the inventory."""
@@ -78,6 +78,10 @@ class Eviction:
             for key in keys:
                 if not self._busy[key]:
                     del self._busy[key]
+
+    def used_bytes(self) -> int:
+        """Return what chunks take, those included that are being removed."""
+        return self._index.used_bytes + self._capacity.leaving_bytes
 
     def is_leaving(self, key: OffloadKey) -> bool:
         """Say whether a key's file is just being removed for room."""
@@ -127,12 +131,8 @@ class Eviction:
         return gone_bytes
 
     def used(self, keys: Sequence[OffloadKey]) -> None:
-        """Have the files' times say that they were used now, in prefix order, if they have not said so for an hour."""
-        now_ns = self._clock_ns()
-        for place, key in enumerate(keys):
-            if self._index.refresh_due(key, now_ns):
-                self._stamps[key] = now_ns - place  # The head is the newest, also after a restart.
-        if len(self._stamps) >= STAMPS_MAX:
+        """Have it written down, behind, that files were used now, in prefix order."""
+        if self.stamps.used(keys):
             self._wake.set()
 
     def check(self) -> None:
@@ -162,17 +162,7 @@ class Eviction:
             self._wake.clear()
             await self._remove_surplus()
             await self._remove_expired()
-            await self._write_stamps()
-
-    def stamp_before_end(self) -> None:
-        """Have the times set that are still to be set, before the lane ends."""
-        with suppress(BackendClosed):  # Closed before.
-            self._lane.submit(self._chunks.stamp, self._stamps)
-
-    async def _write_stamps(self) -> None:
-        stamps, self._stamps = self._stamps, {}
-        if stamps:
-            await asyncio.get_running_loop().run_in_executor(self._lane, self._chunks.stamp, stamps)
+            await self.stamps.write()
 
     def _pause_s(self) -> float:
         pauses = [STAMP_EVERY_S]

@@ -7,32 +7,25 @@ wrongly taken for absent is lost until the next start.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, Added, InventoryEvent, Removed, ScanDone
 from kvtier.keys import OffloadKey
 from kvtier.policies.base import Policy
+from kvtier_backends.fs.entries import (
+    AGE_BIT,
+    MINUTE_NS,
+    MINUTES,
+    SECTOR_BITS,
+    SECTORS,
+    Held,
+    Snapshot,
+    entry_of,
+    minute_of,
+)
 from kvtier_backends.fs.folder_sizes import SECTOR_BYTES
 from kvtier_backends.fs.order import Keep, Order
 
-# A chunk's entry is one integer, to stay near 300 bytes a chunk, key and order included: its age, the minute that its
-# file's time says, and its sectors.
-_SECTOR_BITS = 24  # 8 GiB.
-_MINUTE_BITS = 24  # 31 years.
-_AGE_BIT = _SECTOR_BITS + _MINUTE_BITS
-_SECTORS = (1 << _SECTOR_BITS) - 1
-_MINUTES = (1 << _MINUTE_BITS) - 1
-_MINUTE_NS = 60_000_000_000
 REFRESH_MINUTES = 60  # A file's time is set to its last use at most so often.
-
-
-class Held(NamedTuple):
-    """A chunk that is on the disk, and the room that it takes."""
-
-    key: OffloadKey
-    allocated_bytes: int
-    used_at_ns: int = 0  # By the file's mtime, which is set to the chunk's last use.
-    loadable: bool = True  # False: a file of ours by name that no load would take. It takes room all the same.
 
 
 class Index:
@@ -72,7 +65,7 @@ class Index:
 
     def taken_bytes(self, key: OffloadKey) -> int:
         """Return the room that a key's file takes, whether or not a load would take it; 0 if none is known."""
-        return self._unloadable.get(key, 0) or (self._entries.get(key, 0) & _SECTORS) * SECTOR_BYTES
+        return self._unloadable.get(key, 0) or (self._entries.get(key, 0) & SECTORS) * SECTOR_BYTES
 
     def mark(self) -> int:
         """Return the time, in calls: what is stored from now on is not removed by who began to look before."""
@@ -85,7 +78,7 @@ class Index:
         self._removed_in_scan.discard(key)
         (self._order.touch if self._is_live(key) else self._order.insert)(key)
         self._drop(key)
-        self._entries[key] = _entry(self._age, chunk)
+        self._entries[key] = entry_of(self._age, chunk)
         self.used_bytes += chunk.allocated_bytes
 
     def used(self, key: OffloadKey) -> None:
@@ -93,10 +86,10 @@ class Index:
         entry = self._entries.get(key)
         if entry is None:
             return
-        if entry >> _AGE_BIT:
+        if entry >> AGE_BIT:
             self._order.touch(key)
         else:
-            entry |= 1 << _AGE_BIT
+            entry |= 1 << AGE_BIT
             self._order.insert(key)
         del self._entries[key]  # So that their order is that of their last use.
         self._entries[key] = entry
@@ -126,10 +119,10 @@ class Index:
         entry = self._entries.get(key)
         if entry is None:
             return False
-        minute = _minute(now_ns)
-        if minute - (entry >> _SECTOR_BITS & _MINUTES) < REFRESH_MINUTES:
+        minute = minute_of(now_ns)
+        if minute - (entry >> SECTOR_BITS & MINUTES) < REFRESH_MINUTES:
             return False
-        self._entries[key] = entry >> _AGE_BIT << _AGE_BIT | minute << _SECTOR_BITS | entry & _SECTORS
+        self._entries[key] = entry >> AGE_BIT << AGE_BIT | minute << SECTOR_BITS | entry & SECTORS
         return True
 
     def scanned(self, chunks: Sequence[Held]) -> int:
@@ -147,7 +140,7 @@ class Index:
                 self._correct(chunk)
                 continue
             if chunk.loadable:
-                self._entries[key] = _entry(0, chunk)
+                self._entries[key] = entry_of(0, chunk)
                 self.report(key)
             else:
                 self._unloadable[key] = chunk.allocated_bytes
@@ -172,7 +165,7 @@ class Index:
     def removed(self, key: OffloadKey, mark: int) -> None:
         """Note that a call of ours that began at `mark` has removed a chunk."""
         entry = self._entries.get(key)
-        if entry is not None and entry >> _AGE_BIT >= mark:
+        if entry is not None and entry >> AGE_BIT >= mark:
             return  # Stored again since: the file may be there.
         if self._scanning:
             self._removed_in_scan.add(key)
@@ -236,18 +229,18 @@ class Index:
         return None
 
     def _is_live(self, key: OffloadKey) -> bool:
-        return self._entries.get(key, 0) >> _AGE_BIT > 0
+        return self._entries.get(key, 0) >> AGE_BIT > 0
 
     def _is_idle(self, key: OffloadKey) -> bool:
         entry = self._entries.get(key)
-        return key in self._unloadable if entry is None else not entry >> _AGE_BIT
+        return key in self._unloadable if entry is None else not entry >> AGE_BIT
 
     def _correct(self, chunk: Held) -> None:
         """Have a chunk that a checkpoint named take what the scan has seen that it takes."""
         self._drop(chunk.key)
         self.used_bytes += chunk.allocated_bytes
         if chunk.loadable:
-            self._entries[chunk.key] = _entry(0, chunk)
+            self._entries[chunk.key] = entry_of(0, chunk)
             return
         self._unloadable[chunk.key] = chunk.allocated_bytes
         if self._reporting:
@@ -255,7 +248,7 @@ class Index:
 
     def _evict(self, key: OffloadKey) -> Held:
         taken_bytes, loadable = self.taken_bytes(key), key in self._entries
-        used_at_ns = (self._entries.get(key, 0) >> _SECTOR_BITS & _MINUTES) * _MINUTE_NS
+        used_at_ns = (self._entries.get(key, 0) >> SECTOR_BITS & MINUTES) * MINUTE_NS
         if self._scanning:
             self._removed_in_scan.add(key)
         if self._reporting and loadable:
@@ -267,49 +260,6 @@ class Index:
         self.used_bytes -= self.taken_bytes(key)
         self._entries.pop(key, None)
         self._unloadable.pop(key, None)
-
-
-def _entry(age: int, chunk: Held) -> int:
-    sectors = chunk.allocated_bytes // SECTOR_BYTES
-    assert sectors <= _SECTORS, chunk.allocated_bytes
-    return age << _AGE_BIT | _minute(chunk.used_at_ns) << _SECTOR_BITS | sectors
-
-
-def _minute(time_ns: int) -> int:
-    """Return a time in minutes, which come round after 31 years."""
-    return time_ns // _MINUTE_NS & _MINUTES
-
-
-def is_later(time_ns: int, known_ns: int) -> bool:
-    """Say whether a file's time is a later minute than the one that was known of it."""
-    return 0 < (_minute(time_ns) - _minute(known_ns) & _MINUTES) < 1 << (_MINUTE_BITS - 1)
-
-
-class Snapshot(NamedTuple):
-    """An index at one moment."""
-
-    keys: list[OffloadKey]
-    entries: list[int]
-    idle: list[tuple[int, OffloadKey]]
-    used_at_ns: dict[OffloadKey, int]
-
-    def newest_first(self, now_ns: int) -> list[Held]:
-        """Return the chunks that a load would likely find, by their last use. Takes some microseconds a chunk.
-
-        Where no clock has noted the time of a use, it is one just before `now_ns`, in the right order.
-        """
-        live: list[tuple[OffloadKey, int]] = []
-        unused: dict[OffloadKey, int] = {}
-        for key, entry in zip(reversed(self.keys), reversed(self.entries), strict=True):
-            if entry >> _AGE_BIT:
-                live.append((key, entry))
-            else:
-                unused[key] = entry
-        idle = sorted({entry for entry in self.idle if entry[1] in unused}, reverse=True)
-        return [
-            Held(key, (entry & _SECTORS) * SECTOR_BYTES, self.used_at_ns.get(key, now_ns - place))
-            for place, (key, entry) in enumerate(live)
-        ] + [Held(key, (unused[key] & _SECTORS) * SECTOR_BYTES, used_at_ns) for used_at_ns, key in idle]
 
 
 def _take(keys: deque[OffloadKey]) -> list[OffloadKey]:

@@ -9,8 +9,9 @@ from kvtier.keys import OffloadKey
 from kvtier.lend import Lanes, in_threads
 from kvtier_backends.fs.capacity import Capacity
 from kvtier_backends.fs.chunks import Chunks, LoadShare, share_out
+from kvtier_backends.fs.entries import Held
 from kvtier_backends.fs.eviction import Eviction
-from kvtier_backends.fs.index import Held, Index
+from kvtier_backends.fs.index import Index
 
 
 class Loading:

@@ -13,9 +13,9 @@ from kvtier.backend import INVENTORY_BATCH_KEYS
 from kvtier.keys import OffloadKey
 from kvtier.namespace import FileMapper
 from kvtier.naming import read_folder
+from kvtier_backends.fs.entries import Held
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, taken_bytes
-from kvtier_backends.fs.index import Held
 from kvtier_backends.fs.sweep import Sweep
 
 logger = logging.getLogger(__name__)

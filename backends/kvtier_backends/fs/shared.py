@@ -14,9 +14,9 @@ from contextlib import suppress
 from kvtier.errors import BackendClosed
 from kvtier.lend import in_thread
 from kvtier.units import SIZE_BYTES_MAX
+from kvtier_backends.fs.entries import Held
 from kvtier_backends.fs.eviction import Eviction, Removal
 from kvtier_backends.fs.folder_sizes import FolderSizes
-from kvtier_backends.fs.index import Held
 from kvtier_backends.fs.ledger_file import LedgerFile
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,11 @@ class SharedEviction(Eviction):
     def check(self) -> None:
         """See behind the calls what the page says."""
         self._wake.set()
+
+    def used_bytes(self) -> int:
+        """Return what known chunks take. Others may have removed some of them, so that it might be more than fits."""
+        used_bytes, limit_bytes = super().used_bytes(), self._capacity.limit_bytes
+        return used_bytes if limit_bytes is None else min(used_bytes, limit_bytes)
 
     def look_began(self) -> None:
         """Note that a look through the directory begins: what is stored from now on may be missed."""

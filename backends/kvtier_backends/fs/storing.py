@@ -17,9 +17,10 @@ from kvtier.lend import Lanes, in_threads
 from kvtier_backends.fs.capacity import chunk_bytes_worst
 from kvtier_backends.fs.chunks import Chunks, StoreShare, share_chunks, share_out
 from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.entries import Held
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.footer import FOOTER_BYTES
-from kvtier_backends.fs.index import Held, Index
+from kvtier_backends.fs.index import Index
 
 
 class Room(Protocol):

@@ -1,0 +1,112 @@
+"""What a file tier is made of, put together: nothing here decides anything, and nothing runs yet."""
+
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvtier.backend import TierContext
+from kvtier.lend import Lanes
+from kvtier.policies.named import policy_class
+from kvtier_backends.fs.books import Books
+from kvtier_backends.fs.capacity import Capacity
+from kvtier_backends.fs.checkpoint import Checkpoint
+from kvtier_backends.fs.chunks import Chunks
+from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.eviction import Eviction
+from kvtier_backends.fs.files import ChunkFiles
+from kvtier_backends.fs.folder import Folder
+from kvtier_backends.fs.index import Index
+from kvtier_backends.fs.loading import Loading
+from kvtier_backends.fs.looking import Looking
+from kvtier_backends.fs.options import FsOptions
+from kvtier_backends.fs.shared import SharedEviction
+from kvtier_backends.fs.storing import Storing, sizes_of
+
+
+class TierLanes(NamedTuple):
+    """A tier's threads, by what they may be held up by."""
+
+    load: Lanes
+    store: Lanes
+    scan: Lanes
+    evict: Lanes
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the tier's methods call."""
+
+    index: Index
+    capacity: Capacity
+    chunks: Chunks
+    eviction: Eviction
+    loading: Loading
+    storing: Storing
+    looking: Looking
+
+
+def start_lanes(options: FsOptions, name: str, scan: Lanes) -> TierLanes:
+    """Start the threads that are not there yet."""
+    load = Lanes(options.load_lanes, f"kvtier-{name}-load")
+    store = Lanes(options.store_lanes, f"kvtier-{name}-store")
+    return TierLanes(load, store, scan, Lanes(1, f"kvtier-{name}-evict"))
+
+
+def assemble(
+    options: FsOptions, context: TierContext, folder: Folder, books: Books, tally: Tally, lanes: TierLanes
+) -> Parts:
+    """Make a tier's parts over an opened folder, on the running loop."""
+    clock_ns, sizes = time.time_ns, sizes_of(context.row_bytes, folder)
+    limit_bytes = min(options.capacity_bytes or folder.disk.size_bytes, folder.disk.size_bytes)
+    policy = policy_class(options.eviction_policy)(max(1, limit_bytes // context.row_bytes))
+    index = Index(policy, None if options.ttl_s is None else clock_ns)
+    checkpoint = Checkpoint(folder, context.mapper, tally, context.row_bytes)
+    capacity = Capacity(
+        (index, folder.sizes, checkpoint),
+        folder.disk,
+        limit_bytes=options.capacity_bytes,
+        low_water=options.low_water,
+        min_free_bytes=options.min_free_bytes,
+    )
+    chunks = Chunks(
+        ChunkFiles(folder, context.mapper, fsync=options.fsync),
+        tally,
+        lanes=options.load_lanes + options.store_lanes,
+        row_bytes=context.row_bytes,
+        fingerprint=context.mapper.fingerprint,
+        accept_bare=options.unverified == "accept",
+    )
+    eviction = (SharedEviction if options.shared else Eviction)(
+        index,
+        capacity,
+        chunks,
+        tally,
+        lane=lanes.evict,
+        store_lanes=lanes.store,
+        ttl_s=options.ttl_s,
+        clock_ns=clock_ns,
+    )
+    if isinstance(eviction, SharedEviction):
+        assert books.ledger is not None
+        eviction.share(books.ledger, folder.sizes)
+    if books.write_budget is not None:
+        books.write_budget.use(lanes.store)
+    loading = Loading(
+        eviction, capacity, index, chunks, lanes=lanes.load, share_chunks=sizes.share_chunks, clock_ns=clock_ns
+    )
+    storing = Storing(
+        eviction, books.write_budget, index, chunks, tally, lanes=lanes.store, sizes=sizes, clock_ns=clock_ns
+    )
+    looking = Looking(
+        folder,
+        context.mapper,
+        chunks.takes,
+        index,
+        capacity,
+        eviction,
+        tally,
+        lane=lanes.scan,
+        checkpoint=checkpoint,
+        checkpoint_s=0 if options.shared else options.checkpoint_s,
+    )
+    return Parts(index, capacity, chunks, eviction, loading, storing, looking)
