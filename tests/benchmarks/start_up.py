@@ -6,8 +6,8 @@ DIR must have room: with vLLM's names, 1,000,000 files make 644,000 directories,
 are as long as a tier's, but sparse, for a start reads none. Each start is a process of its own; as root, the kernel's
 caches are dropped before it (`cold`), unless `--warm`.
 
-Prints one JSON object a start: seconds until the tier is open, until the first look-up is answered, until the tier knows
-of all chunks and until the scan is done; what its process's memory grew by; how long closing takes.
+Prints one JSON object a start: seconds until the tier is open, until the first look-up is answered, until the tier
+knows of all chunks and until the scan is done; what its process's memory grew by; how long closing takes.
 """
 
 import argparse

@@ -93,7 +93,7 @@ async def test_too_much_at_the_start_goes_at_once(
 
 async def until(true: Callable[[], bool]) -> None:
     async with asyncio.timeout(DEADLINE_S):
-        while not true():  # noqa: ASYNC110  # A disk tells nobody that a file is gone.
+        while not true():  # A disk tells nobody that a file is gone.
             await asyncio.sleep(0.001)
 
 
