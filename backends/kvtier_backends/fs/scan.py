@@ -75,7 +75,10 @@ class Scan:
         """Return, when all batches have been, the next chunks that were recalled and are not there."""
         if self.failed or self._stopped:
             return []  # They may be where it could not look.
-        return [self._unseen.pop() for _ in range(min(len(self._unseen), INVENTORY_BATCH_KEYS))]
+        vanished = [self._unseen.pop() for _ in range(min(len(self._unseen), INVENTORY_BATCH_KEYS))]
+        if not vanished:
+            self._unseen = set()  # What is empty by now has room for all that was recalled.
+        return vanished
 
     def next_batch(self) -> list[Held]:
         """Return the next chunks; an empty list at the end."""
