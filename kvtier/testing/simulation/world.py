@@ -81,6 +81,7 @@ class _World:
     def live(self) -> None:
         for number, life in enumerate(self._scenario.lives):
             self._restart()
+            self._doubt_what_may_be_forgotten()
             self._run(self._life(life, number))
             for book in self._books:
                 assert not book.violations, "; ".join(book.violations)
@@ -122,6 +123,12 @@ class _World:
         if not self._scenario.durable:
             for book in self._books:
                 book.truth.clear()
+
+    def _doubt_what_may_be_forgotten(self) -> None:
+        """Expect what a tier may evict by its own rules to be reported anew: it may have, with nobody watching."""
+        for book, strict in zip(self._books, self._scenario.strict, strict=True):
+            if not strict:
+                book.report(book.keys(Truth.PRESENT), Truth.DOUBTFUL)
 
     # One life.
 
