@@ -95,6 +95,7 @@ class Ledger:
         self.counters = LedgerCounters()
         self.promoting = True  # False between a reset and the engine's word that its workers have flushed.
         self.runner_up = True
+        self.rows_in_use = 0  # Given to the engine to read or write, and not yet given back.
         self._events = events
         self._now = 0.0
         self._looking: list[Request] = []  # Requests with hits in this step.
@@ -247,6 +248,7 @@ class Ledger:
         except KeyError as error:
             raise LookupError(f"prepare_load of {error.args[0].hex()}, which this step's lookup did not find") from None
         self.primary.pin(rows)
+        self.rows_in_use += len(rows)
         if request.leased:
             for row in rows:
                 self.leases.end(row, request)
@@ -258,6 +260,7 @@ class Ledger:
         """Drop the pins of one `prepare_load`."""
         ready = self.primary.ready
         self.primary.unpin([ready[key] for key in keys])
+        self.rows_in_use -= len(keys)
 
     def touch(self, keys: Sequence[OffloadKey], request: Request) -> None:
         """Count an access to those of the keys that are present, once a request."""
@@ -286,11 +289,13 @@ class Ledger:
         if present and self._request_level:
             self._offer_present(present, request)
         request.storing += len(absent)
+        self.rows_in_use += len(absent)
         return StorePlan(absent, [filling[key] for key in absent], evicted)
 
     def complete_store(self, keys: Sequence[OffloadKey], request: Request, *, success: bool = True) -> None:
         """Make keys of a `StorePlan`, all or some, loadable, and have them cascade; without `success`, forget them."""
         request.storing -= len(keys)
+        self.rows_in_use -= len(keys)
         if not success:
             for key in keys:
                 row = self.primary.filling.get(key)
@@ -334,6 +339,7 @@ class Ledger:
             request.forget_hits()
         self._looking.clear()
         self._removed(self.primary.clear(self.transfers.clear()))
+        self.rows_in_use = 0
         self.promoting = False
 
     @property

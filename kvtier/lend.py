@@ -148,16 +148,18 @@ class _Job(Future[T]):
         self._call: Callable[[], T] | None = call
 
     def run(self) -> None:
-        call, self._call = self._call, None  # A buffer is lent no longer than the call lasts.
+        call, self._call = self._call, None
         assert call is not None
         if not self.set_running_or_notify_cancel():
             return
         try:
             result = call()
         except BaseException as error:  # noqa: BLE001  # Carried to the task that waits, never swallowed.
+            del call
             self.set_exception(error)
             del self  # Else the error's traceback would hold the job that holds the error.
         else:
+            del call  # Before anybody hears that it is over: a buffer is lent no longer than the call lasts.
             self.set_result(result)
 
     def drop(self) -> None:

@@ -16,10 +16,10 @@ from kvtier.bridge.inline import InlineBridge
 from kvtier.bridge.process import ProcessBridge
 from kvtier.bridge.thread import ThreadBridge
 from kvtier.config import EngineConfig, tier_options
-from kvtier.errors import EngineClosed
 from kvtier.inbox import Observe
 from kvtier.keys import OffloadKey
 from kvtier.ledger import LookupResult, StorePlan
+from kvtier.lend import Lanes, in_thread
 from kvtier.opening import open_tiers
 from kvtier.policies.named import policy_class
 from kvtier.region import Region
@@ -40,7 +40,8 @@ class TieringOffloadingManager(SteppedManager):
     _loop: asyncio.AbstractEventLoop | None = None
     _progress: "asyncio.Future[None] | None" = None
     _pumping = False
-    _holders = 0  # Calls of the asyncio face that hold rows now.
+    _clearing = False  # A reset has waited for all rows in use: until it is done nobody gets any.
+    _closing: "asyncio.Task[int] | None" = None
 
     @classmethod
     def start(
@@ -90,9 +91,24 @@ class TieringOffloadingManager(SteppedManager):
                 raise
             manager = cls(config, region, bridge, clock=loop.time, observer=observer)
         else:
-            manager = await loop.run_in_executor(None, lambda: cls.start(config, observer=observer))
+            manager = await cls._started(config, observer)
         manager.attach(loop)
         return manager
+
+    @classmethod
+    async def _started(cls, config: EngineConfig, observer: Observe | None) -> Self:
+        """Run `start` in a thread; a cancelled call waits for it, and leaves nothing of what it started."""
+        started: list[Self] = []
+        lanes = Lanes(1, "kvtier-start")
+        try:
+            await in_thread(lanes, lambda: started.append(cls.start(config, observer=observer)))
+        except asyncio.CancelledError:
+            for manager in started:
+                await in_thread(lanes, manager.shutdown, 0.0)
+            raise
+        finally:
+            lanes.shutdown(wait=False)
+        return started[0]
 
     # The asyncio face.
 
@@ -128,7 +144,6 @@ class TieringOffloadingManager(SteppedManager):
         """
         async with self._one(request_id) as request:
             rows, found = await self._arrive(keys, request)
-            self._holders += 1
             size = self.config.chunk_bytes
             views = [self.region.row(row)[:size].toreadonly() for row in rows]
             try:
@@ -136,9 +151,7 @@ class TieringOffloadingManager(SteppedManager):
             finally:
                 for view in views:
                     view.release()
-                self._holders -= 1
-                self.ledger.complete_load(found)
-                self._stir()
+                self.complete_load(found, request.id)
 
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
         """Forget keys in the primary and in every tier; waits for whoever holds their rows."""
@@ -160,29 +173,42 @@ class TieringOffloadingManager(SteppedManager):
         return True
 
     async def areset(self, deadline_s: float | None = None) -> bool:
-        """Clear the primary as `reset` does, after the rows that are lent by `fetch` and `put` have come back."""
+        """Clear the primary as `reset` does, after all rows in use have come back; the deadline begins then.
+
+        Nothing is promoted meanwhile, and from the deadline's beginning on `put` and `fetch` wait for the end. A
+        cancelled call has changed nothing.
+        """
         self._check_open()
-        self.ledger.promoting = False
-        while self._holders:
-            await self._next_progress()
-        await self.drained(deadline_s)
-        clean = self._reset()
-        self.on_reset_flushed()
-        self._stir()
-        return clean
+        async with self._resets:
+            try:
+                self.ledger.promoting = False
+                while self.ledger.rows_in_use:
+                    await self._next_progress()
+                self._clearing = True
+                await self.drained(deadline_s)
+                return self._reset()
+            finally:
+                self._clearing = False
+                self.on_reset_flushed()
+                self._stir()
 
     async def aclose(self, deadline_s: float | None = None) -> int:
-        """Shut down as `shutdown` does, without blocking the loop."""
-        if self._closed:
-            return 0
+        """Shut down as `shutdown` does, without blocking the loop. Once begun it goes on, even if cancelled."""
+        if self._closing is None:
+            if self._closed:
+                return 0
+            self._closing = asyncio.ensure_future(self._close(deadline_s))
+        return await asyncio.shield(self._closing)
+
+    async def _close(self, deadline_s: float | None) -> int:
         await self.drained(deadline_s)
         self._closed = True
+        self._stir()
         seconds = self._deadline(deadline_s)
         if isinstance(self._bridge, InlineBridge):
             abandoned = await self._bridge.aclose(seconds)
         else:
             abandoned = await asyncio.get_running_loop().run_in_executor(None, self._bridge.close, seconds)
-        self._stir()
         self._free()
         return abandoned
 
@@ -206,8 +232,23 @@ class TieringOffloadingManager(SteppedManager):
         """Use the asyncio face on this loop; `open` does so by itself."""
         self._loop = loop
         self._ids = count()
+        self._resets = asyncio.Lock()
         self._bridge.notify = self._wake
         self._wake()
+
+    # What the step protocol gives back, the asyncio face may be waiting for.
+
+    def complete_load(self, keys: Sequence[OffloadKey], request_id: str) -> None:
+        super().complete_load(keys, request_id)
+        self._stir()
+
+    def complete_store(self, keys: Sequence[OffloadKey], request_id: str, *, success: bool = True) -> None:
+        super().complete_store(keys, request_id, success=success)
+        self._stir()
+
+    def on_request_finished(self, request_id: str) -> None:
+        super().on_request_finished(request_id)
+        self._stir()
 
     # How the face waits.
 
@@ -238,6 +279,7 @@ class TieringOffloadingManager(SteppedManager):
         if self._progress is None:
             self._progress = asyncio.get_running_loop().create_future()
         await asyncio.shield(self._progress)
+        self._check_open()
 
     @asynccontextmanager
     async def _one(self, request_id: str | None) -> AsyncGenerator[Request]:
@@ -257,6 +299,8 @@ class TieringOffloadingManager(SteppedManager):
     async def _arrive(self, keys: Sequence[OffloadKey], request: Request) -> tuple[list[int], Sequence[OffloadKey]]:
         """Wait until the leading run of keys is in the primary, and pin it."""
         while True:
+            while self._clearing:
+                await self._next_progress()
             self._receive()
             hits, waits = 0, False
             for key in keys:
@@ -277,24 +321,25 @@ class TieringOffloadingManager(SteppedManager):
     async def _reserve(self, keys: Sequence[OffloadKey], request: Request) -> StorePlan:
         """Wait for room for the keys, or for as many leading ones as there can be room for."""
         while True:
+            while self._clearing:
+                await self._next_progress()
             self._receive()
             if not any(key in self.ledger.primary.filling for key in keys):
                 plan = self.ledger.prepare_store(keys, request)
                 if plan is not None:
                     return plan
-                if not self._holders and not self.ledger.pending:
+                if not self.ledger.rows_in_use and not self.ledger.pending:
                     keys = keys[: len(keys) // 2]  # Nobody will give rows back: some are lost to hung transfers.
                     continue
             await self._next_progress()
 
     async def _fill(self, plan: StorePlan, chunks: Sequence[Chunk], request: Request) -> None:
-        """Write the chunks, and have them cascade in slices that exceed no limit."""
-        self._holders += 1
+        """Write the chunks, and have them cascade in slices that exceed no limit, unless what does is stuck."""
         done = 0
         try:
             while done < len(plan.keys):
                 end = min(done + self.ledger.outbox.slice_chunks, len(plan.keys))
-                while not self.ledger.outbox.room(end - done):
+                while self.ledger.pending and not self.ledger.outbox.room(end - done):
                     await self._next_progress()
                 for row, chunk in zip(plan.rows[done:end], chunks[done:end], strict=True):
                     self.region.row(row)[: self.config.chunk_bytes] = chunk
@@ -302,7 +347,6 @@ class TieringOffloadingManager(SteppedManager):
                 done = end
                 self.end_step()
         finally:
-            self._holders -= 1
             if done < len(plan.keys):
                 self.ledger.complete_store(plan.keys[done:], request, success=False)
             self._stir()
@@ -313,10 +357,6 @@ class TieringOffloadingManager(SteppedManager):
         for key, chunk in zip(keys, chunks, strict=True):
             if len(chunk) != self.config.chunk_bytes:
                 raise ValueError(f"{key.hex()}: a chunk of {len(chunk):,} bytes, not {self.config.chunk_bytes:,}")
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineClosed("the engine was shut down")
 
 
 def _check(config: EngineConfig) -> None:

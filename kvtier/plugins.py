@@ -31,16 +31,21 @@ def _target(kind: str, name: str, built_in: Mapping[str, str], group: str) -> st
         return built_in[name]
     if ":" in name:
         return name
-    found = {point.value: point for point in entry_points(group=group, name=name)}
+    found = {_class_of(point): point for point in entry_points(group=group, name=name)}
     if not found:
         known = known_names(built_in, group)
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ConfigError(f'{name!r} is no {kind}; {hint}Known: {", ".join(known)}, or "module:Class"')
     if len(found) > 1:
-        claims = ", ".join(sorted(f"{value} ({_distribution(point)})" for value, point in found.items()))
+        claims = ", ".join(sorted(f"{target} ({_distribution(point)})" for target, point in found.items()))
         raise ConfigError(f"{kind} {name!r} is claimed by {claims}: write out the one that is meant")
     return next(iter(found))
+
+
+def _class_of(point: EntryPoint) -> str:
+    """Return an entry point's `module:Class`, without spaces and the extras that old build tools append."""
+    return "".join(point.value.partition("[")[0].split())
 
 
 def _distribution(point: EntryPoint) -> str:

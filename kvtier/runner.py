@@ -38,6 +38,7 @@ from kvtier.errors import BackendError
 from kvtier.limits import Budget
 from kvtier.region import Region
 
+TURNS_S = 0.05  # A call that has ended leaves its task a few turns of the loop from its own end.
 USAGE_EVERY_S = 1.0  # A gauge for people; more often only costs messages.
 
 logger = logging.getLogger(__name__)
@@ -88,6 +89,8 @@ class Runner:
 
     async def aclose(self, deadline_s: float) -> int:
         """Close the tiers, wait at most `deadline_s` for what is under way, and return how much was left behind."""
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + deadline_s
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
@@ -96,8 +99,8 @@ class Runner:
         for tier, result in zip(self._tiers, results, strict=True):
             if isinstance(result, BaseException):
                 logger.error("tier %s could not be closed", tier.name, exc_info=result)
-        if self._tasks:  # A call that has ended leaves its task a loop's turn or two from its end.
-            await asyncio.wait(self._tasks, timeout=deadline_s)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=max(TURNS_S, ends_at - loop.time()))
         return len(self._tasks)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

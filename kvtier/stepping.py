@@ -79,8 +79,7 @@ class SteppedManager:
         Returns whether a tier wants all of the request's chunks, those that are present already, too.
         Raises `EngineClosed` after shutdown, and ValueError if the id is in use.
         """
-        if self._closed:
-            raise EngineClosed(f"request {request_id!r} came after shutdown")
+        self._check_open()
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} is known already: finish it first, or choose another id")
         self._receive()
@@ -103,6 +102,7 @@ class SteppedManager:
         try:
             request = self._requests[request_id]
         except KeyError:
+            self._check_open()
             raise LookupError(f"request {request_id!r} is unknown: call on_new_request first") from None
         return self.ledger.lookup(key, request)
 
@@ -135,18 +135,20 @@ class SteppedManager:
 
     def complete_store(self, keys: Sequence[OffloadKey], request_id: str, *, success: bool = True) -> None:
         """Make written rows loadable, and have them cascade; with `success` false, give them up."""
+        if self._closed:
+            return
         request = self._request(request_id)
         self.ledger.complete_store(keys, request, success=success)
         self._forget(request)
 
     def end_step(self) -> None:
-        """Send what this step decided, and take what has come back."""
+        """Take what has come back, and send what this step and that decided."""
+        self._receive()
         actions = self.ledger.end_step()
         if actions:
             refused = self._bridge.send(actions)
             if refused:
                 self.ledger.refuse(refused)
-        self._receive()
         self._watch_quarantine()
 
     def take_events(self) -> list[Event]:
@@ -179,6 +181,7 @@ class SteppedManager:
         the answer is False. Nothing is promoted until `on_reset_flushed`. No completion of an earlier load or store
         may follow.
         """
+        self._check_open()
         until = time.monotonic() + self._deadline(deadline_s)
         self.ledger.outbox.clear()
         while self.ledger.transfers.under_way and (left := until - time.monotonic()) > 0:
@@ -198,7 +201,6 @@ class SteppedManager:
         if self._closed:
             return 0
         self.drain(deadline_s)
-        self._closed = True
         abandoned = self._bridge.close(self._deadline(deadline_s))
         self._free()
         return abandoned
@@ -212,7 +214,10 @@ class SteppedManager:
         return clean
 
     def _free(self) -> None:
-        """Give the rows' memory back; what is still lent keeps it until it lets go."""
+        """Take the last outcomes and give the rows' memory back; what is still lent keeps it until it lets go."""
+        self._closed = True
+        self._receive()
+        self.ledger.apply(RunnerLost(self.ledger.transfers.epoch, "the engine was shut down"))
         self._requests.clear()
         self.region.close()
 
@@ -220,8 +225,13 @@ class SteppedManager:
         return self.config.limits.close_s if deadline_s is None else deadline_s
 
     def _request(self, request_id: str) -> Request:
-        """Return the request; one that is over is treated as one without a past."""
+        """Return the request; one that is over is treated as one without a past. `EngineClosed` after shutdown."""
+        self._check_open()
         return self._requests.get(request_id) or self.ledger.new_request(request_id)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineClosed("the engine was shut down")
 
     def _forget(self, request: Request) -> None:
         if request.finished and request.storing <= 0:

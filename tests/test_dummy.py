@@ -1,7 +1,10 @@
 import asyncio
+import math
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtier.backend import Occupancy, Read, Write
 from kvtier.config import decode
@@ -11,15 +14,18 @@ from kvtier.testing.conformance import (
     BackendConformance,
     BoundedConformance,
     DurableBackendConformance,
+    Follower,
     InventoryConformance,
     Lender,
     MeasuredConformance,
     NamespacedConformance,
+    key_of,
+    keys_of,
+    label,
     tier_context,
 )
-from kvtier.testing.conformance.inventory import Follower
-from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.dummy import DummyBackend, DummyOptions, forget_store
+from kvtier_backends.dummy.device import Device
 
 DEVICE = DummyOptions(latency_s=0.001, bandwidth_bytes_per_s=200_000_000, concurrency=4)
 
@@ -186,6 +192,28 @@ class TestTime:
         await asyncio.wait({call})
         await lender.keep(tier, keys_of(1))
         assert now() == 9
+
+
+@given(
+    latency_s=st.sampled_from([0.0, 0.5, 3.0]),
+    seconds_per_chunk=st.sampled_from([0.0, 0.25, 2.0]),
+    slots=st.integers(1, 5),
+    calls=st.lists(st.tuples(st.sampled_from([0.0, 0.1, 10.0]), st.integers(0, 12)), max_size=8),
+)
+def test_a_device_is_never_faster_than_its_figures(latency_s, seconds_per_chunk, slots, calls):
+    bandwidth_bytes_per_s = ROW_BYTES / seconds_per_chunk if seconds_per_chunk else None
+    device = Device(latency_s=latency_s, bandwidth_bytes_per_s=bandwidth_bytes_per_s, slots=slots)
+    begun_at, booked, time_s = None, 0, 0.0
+    for pause_s, chunks in calls:
+        time_s += pause_s
+        begun_at = time_s if begun_at is None else begun_at
+        booked += chunks
+        ends_at = device.book(time_s, [ROW_BYTES] * chunks)
+        alone_s = math.ceil(chunks / slots) * latency_s
+        assert ends_at >= time_s + max(alone_s, chunks * seconds_per_chunk) - 1e-9
+        if chunks:
+            assert ends_at <= begun_at + sum(p for p, _ in calls) + booked * (latency_s + seconds_per_chunk) + 1e-9
+            assert ends_at >= begun_at + (latency_s if booked else 0.0) + booked * seconds_per_chunk - 1e-9
 
 
 class TestRoom:

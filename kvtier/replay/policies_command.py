@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from kvtier.errors import ConfigError
 from kvtier.replay.outputs import check_writable, replacing
@@ -61,7 +62,7 @@ def policies(
             file.write(json.dumps(ratios, indent=1).encode() + b"\n")
     if draw is not None:
         draw(title, extent, shares, ratios)
-    Console().print(_table(title, extent, shares, ratios))
+    _show(title, extent, shares, ratios)
 
 
 def _listed(option: str, text: str) -> list[str]:
@@ -119,17 +120,17 @@ def _watched(hits: Iterable[int], advance: Callable[[int], None]) -> Iterator[in
             advance(_PROGRESS_REQUESTS)
 
 
-def _table(title: str, extent: Extent, shares: Mapping[str, float], ratios: Ratios) -> Table:
-    table = Table(
-        title=f"Hit ratios, {title}",
-        caption=(
-            f"{extent.requests:,} requests, {extent.block_references:,} block references, "
-            f"{extent.unique_blocks:,} unique;\nbest possible hit ratio {extent.hit_ratio(extent.best_hits):.4f}"
-        ),
-    )
+def _show(title: str, extent: Extent, shares: Mapping[str, float], ratios: Ratios) -> None:
+    table = Table(title=Text(f"Hit ratios, {title}"))
     table.add_column("cache size: share\nin blocks")
     for size, share in shares.items():
         table.add_column(f"{size}\n{extent.capacity(share):,}", justify="right")
     for name, row in ratios.items():
-        table.add_row(name, *(f"{ratio:.4f}" for ratio in row.values()))
-    return table
+        table.add_row(Text(name), *(f"{ratio:.4f}" for ratio in row.values()))
+    console = Console()
+    console.print(table)
+    console.out(
+        f"{extent.requests:,} requests, {extent.block_references:,} block references, "
+        f"{extent.unique_blocks:,} unique blocks; best possible hit ratio {extent.hit_ratio(extent.best_hits):.4f}",
+        highlight=False,
+    )

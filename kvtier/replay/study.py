@@ -64,7 +64,9 @@ def simulation(name: str) -> Simulation:
     try:
         return partial(_simulate, policy_class(name))
     except ConfigError as error:
-        raise ConfigError(f'{error}; "{OPT}" is the best that any could do') from error
+        if ":" in name:
+            raise
+        raise ConfigError(f"{error}; or {OPT!r}, the best that any could do") from error
 
 
 def policy_hits(requests: Iterable[Request], policy: Policy[int], capacity: int) -> Iterator[int]:

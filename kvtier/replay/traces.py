@@ -154,9 +154,9 @@ def _lines(path: str) -> Iterator[tuple[int, bytes]]:
 
 def _content(path: str) -> Iterator[bytes]:
     """Give the file's text in pieces, decompressed, without a byte-order mark."""
+    if not stat.S_ISREG(os.stat(path).st_mode):  # Asked before opening, because opening a pipe waits for its writer.
+        raise OSError("it is no regular file, and a trace is read more than once")
     with open(path, "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError("it is no regular file, and a trace is read more than once")
         first = file.read(_READ_BYTES)
         pieces = chain((first,), iter(partial(file.read, _READ_BYTES), b""))
         new_stream = _decompressor(first)

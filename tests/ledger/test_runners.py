@@ -131,3 +131,17 @@ def test_a_probe_that_was_lost_is_a_miss_and_is_asked_again_later(bench):
     assert engine.lookup("a") == [MISS]
     engine.step(seconds=10.0)
     assert engine.lookup("a") == [RETRY]
+
+
+def test_while_there_is_no_runner_a_look_up_misses_at_once_and_stores_stay_in_the_primary(bench):
+    engine = bench()
+    engine.holds("a")
+    lose(engine)
+    assert engine.lookup("ab") == [MISS, MISS]
+    engine.store("c")
+    assert engine.step() == []
+    assert engine.lookup("c") == [HIT]
+    (tier,) = engine.ledger.tiers
+    assert tier.counters.dropped == {"runner": 1}
+    engine.ledger.apply(RunnerBack(1))
+    assert engine.lookup("a") == [PENDING]

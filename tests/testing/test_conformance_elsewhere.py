@@ -6,6 +6,7 @@ import sys
 SETTINGS = """
 [pytest]
 asyncio_mode = strict
+asyncio_default_fixture_loop_scope = function
 filterwarnings = error
 """
 TESTS = """

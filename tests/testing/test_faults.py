@@ -13,9 +13,11 @@ from kvtier.testing.conformance import (
     InventoryConformance,
     Lender,
     MeasuredConformance,
+    key_of,
+    keys_of,
+    label,
     tier_context,
 )
-from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier.testing.faults import Fault, Faults, FaultyBackend
 from kvtier_backends.dummy import DummyBackend, DummyOptions
 

@@ -23,6 +23,9 @@ Subclass what your tier offers, in a module that pytest collects, and give it op
 Every test opens its tier anew: fixtures have function scope. `chunk_bytes` (16,384) is the length of a row and may be
 overridden in the class, as may `settle_s`, how long a test gives a thread that should be gone to show itself.
 
+For a tier's own tests, `Lender` lends rows and makes, stores, loads and names chunks (`keys_of`, `label`), and
+`Follower` listens to a tier's report.
+
 Needs pytest, pytest-asyncio (in either mode) and blockbuster: the extra `kvtier[test]`. It needs no network, no root,
 and no fixture of kvtier's own. Chunks identify themselves in every 32 bytes, so a failed comparison says whose bytes
 were found where.
@@ -43,8 +46,8 @@ pytest.register_assert_rewrite(
 
 from kvtier.testing.conformance.bounded import BoundedConformance  # noqa: E402
 from kvtier.testing.conformance.durable import DurableBackendConformance  # noqa: E402
-from kvtier.testing.conformance.inventory import InventoryConformance  # noqa: E402
-from kvtier.testing.conformance.lender import Lender, tier_context  # noqa: E402
+from kvtier.testing.conformance.inventory import Follower, InventoryConformance  # noqa: E402
+from kvtier.testing.conformance.lender import Lender, key_of, keys_of, label, tier_context  # noqa: E402
 from kvtier.testing.conformance.measured import MeasuredConformance  # noqa: E402
 from kvtier.testing.conformance.namespaces import NamespacedConformance  # noqa: E402
 from kvtier.testing.conformance.suite import BackendConformance  # noqa: E402
@@ -53,9 +56,13 @@ __all__ = [
     "BackendConformance",
     "BoundedConformance",
     "DurableBackendConformance",
+    "Follower",
     "InventoryConformance",
     "Lender",
     "MeasuredConformance",
     "NamespacedConformance",
+    "key_of",
+    "keys_of",
+    "label",
     "tier_context",
 ]

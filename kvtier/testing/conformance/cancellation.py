@@ -6,6 +6,7 @@ looks again, and again after a while.
 """
 
 import asyncio
+import random
 from collections.abc import Coroutine
 from typing import Any
 
@@ -113,6 +114,26 @@ class Cancellation(Promises):
         assert load.result() == [label(key) for key in keys]
         assert store.result() is None
         assert await lender.recall(backend, others) == [label(key) for key in others]
+
+    async def test_in_a_throng_of_cancelled_calls_every_chunk_is_whole(self, backend: Backend, lender: Lender) -> None:
+        """Calls on the same few keys, each cancelled somewhere: no buffer is touched later, and no chunk is torn."""
+        rng = random.Random(0)
+        keys = keys_of(6)
+        await lender.keep(backend, keys)
+
+        async def act(turn: int) -> None:
+            some = rng.sample(keys, 3)
+            writes, reads = lender.writes(some, turn), lender.reads(some)
+            if turn % 7 == 0:
+                call: Coroutine[Any, Any, Any] = backend.delete(some)
+            else:
+                call = backend.load(reads) if turn % 2 else backend.store(writes)
+            await _cancel(call, after=rng.randrange(8))
+            await self.look_later(lender, [*(write.block for write in writes), *(read.into for read in reads)])
+
+        await asyncio.gather(*map(act, range(42)))
+        for key, told in zip(keys, await lender.recall(backend, keys), strict=True):
+            assert told in {"BlockMissing", *(label(key, turn) for turn in range(42))}
 
     async def test_a_tier_ends_as_usual_after_cancelled_calls(self, backend: Backend, lender: Lender) -> None:
         """A cancelled call that has raised is no call under way."""

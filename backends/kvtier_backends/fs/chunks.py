@@ -1,0 +1,165 @@
+"""What one hop to a lane does: a lane's worth of chunks, each verified and answered for by itself.
+
+A hop costs as much as reading a small chunk, so a lane is sent with many. What a share has done is written down in the
+share, chunk by chunk: the call that lent the buffers may be cancelled, and its result lost.
+"""
+
+import errno
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from kvtier.backend import Outcome, Read, Write
+from kvtier.errors import BlockCorrupt, BlockError, BlockMissing, NoSpace, TransferFailed
+from kvtier.keys import OffloadKey
+from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.discard import Discarded
+from kvtier_backends.fs.faults import Fault
+from kvtier_backends.fs.files import ChunkFiles, OpenChunk
+from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, payload_checksum, write_footer
+from kvtier_backends.fs.pages import Pages
+from kvtier_backends.fs.verify import Whole, judge_chunk, judge_length
+
+T = TypeVar("T")
+
+SHARE_CHUNKS_MAX = 32  # Beyond that, a hop is under 2 % of the time that small chunks take.
+SHARE_BYTES_MAX = (
+    16 << 20
+)  # Large chunks are spread over the lanes, and a cancelled call waits no longer than this takes.
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_GONE = {errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH}
+
+
+def share_chunks(row_bytes: int) -> int:
+    """Return how many chunks of this length a lane is sent at most in one hop."""
+    return min(SHARE_CHUNKS_MAX, max(1, SHARE_BYTES_MAX // row_bytes))
+
+
+def share_out(batch: Sequence[T], lanes: int, most: int) -> list[Sequence[T]]:
+    """Split a batch into pieces of at most so many for the lanes to work on side by side."""
+    size = max(1, min(most, -(-len(batch) // lanes)))
+    return [batch[start : start + size] for start in range(0, len(batch), size)]
+
+
+@dataclass(slots=True)
+class LoadShare:
+    """Reads of one hop, and what became of those that were come to, in order."""
+
+    reads: Sequence[Read]
+    measure: bool  # Whether to say how much room the files take: for keys that the index does not know.
+    outcomes: list[Outcome] = field(default_factory=list[Outcome])
+    allocated_bytes: list[int] = field(default_factory=list[int])  # 0: not loaded, or not measured.
+    gone: int = 0  # Failures that say that the whole file system is away.
+
+
+@dataclass(slots=True)
+class StoreShare:
+    """Writes of one hop, and what became of those that were come to, in order."""
+
+    writes: Sequence[Write]
+    outcomes: list[Outcome] = field(default_factory=list[Outcome])
+    allocated_bytes: list[int] = field(default_factory=list[int])  # 0: not stored.
+    gone: int = 0
+
+
+class Chunks:
+    """Loads and stores shares. Blocks; as many threads may call at once as there are pages."""
+
+    def __init__(
+        self, files: ChunkFiles, tally: Tally, *, lanes: int, row_bytes: int, fingerprint: bytes, accept_bare: bool
+    ) -> None:
+        """`accept_bare`: whether to take files without a footer, unverified."""
+        self._files = files
+        self._tally = tally
+        self._row_bytes = row_bytes
+        self._fingerprint = fingerprint
+        self._accept_bare = accept_bare
+        # A load's second page stays empty unless the file is too long: no call is needed to ask for its length.
+        self._pages = Pages(lanes, 2 * FOOTER_BYTES)
+
+    def load(self, share: LoadShare) -> None:
+        with self._pages.one() as page:
+            for read in share.reads:
+                allocated_bytes = 0
+                try:
+                    with self._files.open(read.key) as chunk:
+                        outcome = self._fill(chunk, read, page)
+                        if share.measure and outcome is None:
+                            allocated_bytes = chunk.allocated_bytes()
+                except (FileNotFoundError, NotADirectoryError):
+                    outcome = BlockMissing(f"{read.key.hex()}: no file")
+                except OSError as error:
+                    outcome = _failure(read.key, error)
+                    share.gone += error.errno in _GONE
+                share.allocated_bytes.append(allocated_bytes)
+                share.outcomes.append(outcome)
+
+    def store(self, share: StoreShare) -> None:
+        with self._pages.one() as page:
+            for key, block in share.writes:
+                footer = Footer(key, len(block), payload_checksum(block), self._fingerprint)
+                try:
+                    write_footer(page[:FOOTER_BYTES], footer)
+                    allocated_bytes = self._files.write(key, [block, page[:FOOTER_BYTES]])
+                except OSError as error:
+                    share.gone += error.errno in _GONE
+                    share.allocated_bytes.append(0)
+                    share.outcomes.append(_failure(key, error))
+                else:
+                    share.allocated_bytes.append(allocated_bytes)
+                    share.outcomes.append(None)
+
+    def remove(self, keys: Sequence[OffloadKey], removed: list[OffloadKey]) -> OSError | None:
+        """Remove the keys' files, note each one that is surely gone, and return the last error of the others."""
+        last: OSError | None = None
+        for key in keys:
+            try:
+                self._files.remove(key)
+            except OSError as error:
+                last = error
+            else:
+                removed.append(key)
+        return last
+
+    def loadable(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Ask the file system for each key whether a load would likely find it."""
+        return [self._loadable(key) for key in keys]
+
+    def takes(self, file_bytes: int) -> bool:
+        """Say whether a load would take a file of this length, if its bytes are right."""
+        whole = judge_length(file_bytes, self._row_bytes)
+        return whole is Whole.FOOTED or (whole is Whole.BARE and self._accept_bare)
+
+    def _loadable(self, key: OffloadKey) -> bool:
+        try:
+            length = self._files.length(key)
+        except OSError:
+            return False
+        return length is not None and self.takes(length)
+
+    def _fill(self, chunk: OpenChunk, read: Read, page: memoryview) -> Outcome:
+        key, into = read
+        file_bytes = chunk.read([into, page], self._row_bytes + FOOTER_BYTES)
+        whole = judge_length(file_bytes, self._row_bytes)
+        if whole is Whole.BARE:
+            self._tally.count("unverified_accepted" if self._accept_bare else "unverified_refused")
+            return None if self._accept_bare else BlockMissing(f"{key.hex()}: a file without a footer; refused")
+        fault = whole if isinstance(whole, Fault) else judge_chunk(into, page[:FOOTER_BYTES], key, self._fingerprint)
+        if fault is None:
+            return None
+        self._tally.corrupt(fault)
+        match chunk.discard(fault):
+            case Discarded.QUARANTINED:
+                self._tally.count("quarantined")
+            case Discarded.LEFT:
+                self._tally.count("corrupt_left")
+            case _:
+                pass
+        return BlockCorrupt(f"{key.hex()}: {fault}: a file of {file_bytes:,} bytes for a row of {self._row_bytes:,}")
+
+
+def _failure(key: OffloadKey, error: OSError) -> BlockError:
+    # A value without a traceback: one would keep the frames, and in them the lent buffers, alive.
+    kind = NoSpace if error.errno in _FULL else TransferFailed
+    return kind(f"{key.hex()}: {error.strerror or error}")

@@ -1,0 +1,189 @@
+"""The tier's place in its root: made, checked and tried before the first chunk.
+
+Everything is reached through a descriptor of the root, never through its path again: where a mount goes away underfoot,
+the path would lead to the empty directory below it, and chunks would fill the wrong disk.
+"""
+
+import errno
+import json
+import logging
+import mmap
+import os
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from typing import Literal
+
+from kvtier.errors import BackendUnavailable, ConfigError
+from kvtier.keys import GROUP_BYTES, OffloadKey
+from kvtier.namespace import FileMapper
+from kvtier_backends.fs.attempts import Writer, attempt_name
+from kvtier_backends.fs.options import FsOptions
+
+logger = logging.getLogger(__name__)
+
+ALIGN_BYTES = 4_096  # Of rows and footers; direct I/O is tried at this and nothing coarser.
+CONFIG_BYTES_MAX = 1 << 20  # Thousands of layer names; anything longer is another program's file.
+
+QUARANTINE = "quarantine"
+
+_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP}  # How file systems say that they have no direct I/O.
+_OURS_TO_MEND = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENAMETOOLONG}
+
+
+class Folder:
+    """An open root, and where this namespace's files are in it."""
+
+    def __init__(self, options: FsOptions, mapper: FileMapper) -> None:
+        """Touch nothing yet."""
+        self.root_fd = -1
+        self.writer = Writer.this_process()
+        self.chunks = mapper.name(OffloadKey(bytes(GROUP_BYTES))).partition("/")[0]  # The same for every key.
+        self.quarantine = f"{mapper.folder}/{QUARANTINE}" if options.corrupt == "quarantine" else None
+        self.quarantined = 0  # Files there when it was opened.
+        self.direct = False
+        self._options = options
+        self._mapper = mapper
+
+    def open(self) -> None:
+        """Make what is missing, and find out how files can be written. Blocks.
+
+        Raises `ConfigError` for what the user can mend and `BackendUnavailable` for the rest, and then leaves nothing.
+        """
+        root = self._options.root
+        try:
+            with ExitStack() as undo:
+                self._make_root(root, undo)
+                self.root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+                undo.callback(self.close)
+                for name in filter(None, (self._mapper.folder, self.chunks, self.quarantine)):
+                    self._make(name, undo)
+                self._settle_config(undo)
+                if self.quarantine:
+                    self.quarantined = self._entries(self.quarantine)
+                self.direct = self._try_io(self._options.io)
+                undo.pop_all()
+        except OSError as error:
+            if error.errno in _OURS_TO_MEND:
+                raise ConfigError(
+                    f"root: {root!r} given, a directory to write to accepted: {error.strerror}"
+                ) from error
+            raise BackendUnavailable(f"{root}: {error.strerror}") from error
+
+    def close(self) -> None:
+        """Let go of the root; idempotent. No thread may be using it: its number would be another file's."""
+        if self.root_fd >= 0:
+            os.close(self.root_fd)
+            self.root_fd = -1
+
+    def _make_root(self, root: str, undo: ExitStack) -> None:
+        with suppress(FileExistsError):
+            os.mkdir(root)
+            undo.callback(_quietly, os.rmdir, root)
+
+    def _make(self, name: str, undo: ExitStack) -> None:
+        with suppress(FileExistsError):
+            os.mkdir(name, dir_fd=self.root_fd)
+            undo.callback(_quietly, os.rmdir, name, dir_fd=self.root_fd)
+
+    def _entries(self, name: str) -> int:
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.root_fd)
+        try:
+            return len(os.listdir(fd))
+        finally:
+            os.close(fd)
+
+    def _settle_config(self, undo: ExitStack) -> None:
+        """Leave the names' meaning beside the chunks, as vLLM does, or see that what is there says the same."""
+        name, ours = self._mapper.config_name, self._mapper.config_bytes
+        there = self._read_config(name)
+        if there is None:
+            self._publish(name, ours)
+            undo.callback(_quietly, os.unlink, name, dir_fd=self.root_fd)
+            return
+        try:
+            same = json.loads(there) == json.loads(ours)
+        except ValueError:  # vLLM writes in place: this may be the half that a killed one left.
+            logger.warning("%s/%s: not JSON; written anew", self._options.root, name)
+            self._publish(name, ours)
+            return
+        if not same:
+            raise ConfigError(
+                f"root: {self._options.root!r} given, a directory whose {name} is this namespace's accepted: "
+                "this one's fields are others"
+            )
+
+    def _read_config(self, name: str) -> bytes | None:
+        try:
+            fd = os.open(name, os.O_RDONLY, dir_fd=self.root_fd)
+        except FileNotFoundError:
+            return None
+        with open(fd, "rb") as file:
+            return file.read(CONFIG_BYTES_MAX)
+
+    def _publish(self, name: str, content: bytes) -> None:
+        temporary = f"{self._mapper.folder}/{attempt_name(self.writer)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        try:
+            with open(os.open(temporary, flags, 0o644, dir_fd=self.root_fd), "wb") as file:
+                file.write(content)
+            os.rename(temporary, name, src_dir_fd=self.root_fd, dst_dir_fd=self.root_fd)
+        except BaseException:
+            _quietly(os.unlink, temporary, dir_fd=self.root_fd)
+            raise
+
+    def _try_io(self, mode: Literal["auto", "direct", "buffered"]) -> bool:
+        """Write and read two pages the way that chunks will be; return whether directly."""
+        if mode != "buffered" and self._trial(os.O_DIRECT):
+            return True
+        if mode == "direct":
+            raise ConfigError(f"io: 'direct' given, 'auto' or 'buffered' accepted: {self._options.root} refuses it")
+        if not self._trial(0):
+            raise BackendUnavailable(f"{self._options.root}: what is written there does not come back")
+        if mode == "auto":
+            logger.warning("%s: no direct I/O there; chunks go through the page cache", self._options.root)
+        return False
+
+    def _trial(self, flag: int) -> bool:
+        name = f"{self._mapper.folder}/{attempt_name(self.writer)}"
+        try:
+            with ExitStack() as stack:
+                stack.callback(_quietly, os.unlink, name, dir_fd=self.root_fd)
+                # Linux makes the file before it refuses the flag.
+                fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flag, 0o644, dir_fd=self.root_fd)
+                stack.callback(os.close, fd)
+                return _come_back(fd)
+        except OSError as error:
+            if flag and error.errno in _REFUSED:
+                return False
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return self._readable(flag)
+            raise
+
+    def _readable(self, flag: int) -> bool:
+        """Try reading alone: a full disk still serves what is on it."""
+        try:
+            fd = os.open(self._mapper.config_name, os.O_RDONLY | flag, dir_fd=self.root_fd)
+            try:
+                return os.preadv(fd, [mmap.mmap(-1, ALIGN_BYTES)], 0) > 0
+            finally:
+                os.close(fd)
+        except OSError as error:
+            if flag and error.errno in _REFUSED:
+                return False
+            raise
+
+
+def _come_back(fd: int) -> bool:
+    """Say whether two pages written in one call are read back in one."""
+    written, read = (memoryview(mmap.mmap(-1, 2 * ALIGN_BYTES)) for _ in range(2))
+    written[:] = bytes(range(256)) * (len(written) // 256)
+    halves = slice(None, ALIGN_BYTES), slice(ALIGN_BYTES, None)
+    sent = os.pwritev(fd, [written[half] for half in halves], 0)
+    received = os.preadv(fd, [read[half] for half in halves], 0)
+    return sent == received == len(written) and read == written
+
+
+def _quietly(call: Callable[..., None], *args: str, **kwargs: int) -> None:
+    """Clean up as far as it goes: the error that led here is the one to report."""
+    with suppress(OSError):
+        call(*args, **kwargs)

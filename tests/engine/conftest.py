@@ -1,0 +1,84 @@
+"""Whole engines with real tiers, wherever their runner lives; each test ends without anything left behind."""
+
+import gc
+import os
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack
+from typing import Any
+
+import pytest
+import uvloop
+
+from kvtier.manager import TieringOffloadingManager
+from tests.engine.kit import PATIENCE_S, children, describe
+
+# libuv makes its two descriptors for signals with a process's first loop, and keeps them.
+uvloop.new_event_loop().close()
+
+
+def held() -> dict[str, set[Any]]:
+    """Name what an engine must give back: threads, processes, descriptors, shared memory."""
+    return {
+        "threads": {thread for thread in threading.enumerate() if not thread.name.startswith("asyncio")},
+        "processes": children(),
+        "descriptors": set(os.listdir("/proc/self/fd")),
+        "shared memory": set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set(),
+    }
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """Fail the test if it ends with a thread, process, descriptor or shared memory that it began without."""
+    gc.collect()
+    before = held()
+    yield
+
+    def left() -> dict[str, set[Any]]:
+        gc.collect()
+        return {what: extra for what, now in held().items() if (extra := now - before[what])}
+
+    deadline = threading.Event()
+    for _ in range(int(PATIENCE_S / 0.01)):
+        if not left():
+            return
+        deadline.wait(0.01)
+    assert not left()
+
+
+@pytest.fixture(params=["inline", "thread", "process"])
+def runner(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+Open = Callable[..., Awaitable[TieringOffloadingManager]]
+
+
+@pytest.fixture
+async def open_engine(nothing_left: None) -> AsyncIterator[Open]:
+    """Open an engine as `describe` does; it is closed at the end, which must leave nothing."""
+    async with AsyncExitStack() as at_end:
+
+        async def open_engine(rows: int = 8, *tiers: dict[str, Any], **fields: Any) -> TieringOffloadingManager:
+            return await at_end.enter_async_context(
+                await TieringOffloadingManager.open(describe(rows, *tiers, **fields))
+            )
+
+        yield open_engine
+
+
+Start = Callable[..., TieringOffloadingManager]
+
+
+@pytest.fixture
+def start_engine(nothing_left: None) -> Iterator[Start]:
+    """Start an engine for a synchronous owner; it is shut down at the end, which must leave nothing."""
+    started: list[TieringOffloadingManager] = []
+
+    def start_engine(rows: int = 8, *tiers: dict[str, Any], **fields: Any) -> TieringOffloadingManager:
+        started.append(TieringOffloadingManager.start(describe(rows, *tiers, **fields)))
+        return started[-1]
+
+    yield start_engine
+    for engine in started:
+        engine.shutdown()

@@ -1,0 +1,85 @@
+"""What tests of whole engines have in common: keys and chunks that tell whose they are, and how to wait."""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from kvtier.config import EngineConfig, decode
+from kvtier.keys import OffloadKey, make_offload_key
+from kvtier.manager import TieringOffloadingManager
+
+CHUNK_BYTES = 4_096
+PATIENCE_S = 20.0  # For what must happen: a machine under load may take its time.
+
+FAULTY = "kvtier.testing.faults:FaultyBackend"
+
+
+def key(number: int) -> OffloadKey:
+    return make_offload_key(number.to_bytes(8, "big") * 4)
+
+
+def chunk(number: int) -> bytes:
+    """Give a chunk that says in each of its parts whose it is."""
+    return number.to_bytes(8, "big") * (CHUNK_BYTES // 8)
+
+
+def describe(rows: int = 8, *tiers: dict[str, Any], runner: str = "inline", **fields: Any) -> EngineConfig:
+    """Describe an engine of so many rows; without a tier given it has none."""
+    described = {
+        "cpu_bytes_to_use": rows * CHUNK_BYTES,
+        "chunk_bytes": CHUNK_BYTES,
+        "runner": runner,
+        "secondary_tiers": tiers,
+    }
+    return decode(EngineConfig, described | fields, where="the test's")
+
+
+async def put(engine: TieringOffloadingManager, numbers: Iterable[int]) -> int:
+    numbers = list(numbers)
+    return await engine.put([key(number) for number in numbers], [chunk(number) for number in numbers])
+
+
+async def found(engine: TieringOffloadingManager, numbers: Iterable[int]) -> int:
+    """Fetch, hold every byte against what was put, and return how many leading chunks came."""
+    numbers = list(numbers)
+    async with engine.fetch([key(number) for number in numbers]) as rows:
+        assert [bytes(row) for row in rows] == [chunk(number) for number in numbers[: len(rows)]]
+        return len(rows)
+
+
+async def until(condition: Callable[[], object], engine: TieringOffloadingManager | None = None) -> None:
+    """Wait until a condition holds; an engine given is kept stepping."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            if engine is not None:
+                engine.end_step()
+            await asyncio.sleep(0.002)
+
+
+def settled(engine: TieringOffloadingManager) -> bool:
+    """Say whether no row is pinned, leased, filling, lent or lost, and nothing is under way."""
+    ledger, primary = engine.ledger, engine.ledger.primary
+    return (
+        not any(map(primary.pinned, range(primary.rows)))
+        and not (ledger.pending or ledger.transfers.overdue or ledger.transfers.cascade_rows)
+        and not (ledger.leases.rows or primary.filling or primary.quarantined)
+        and primary.rows_free + len(primary.ready) == primary.rows
+        and all(not (tier.loading or tier.storing or tier.asking) for tier in ledger.tiers)
+    )
+
+
+async def at_rest(engine: TieringOffloadingManager) -> bool:
+    """Wait for what is under way, and say whether nothing was left."""
+    return await engine.drained() and settled(engine)
+
+
+def children() -> set[int]:
+    """Name the processes that this one started and that have not ended."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            found |= set(map(int, (task / "children").read_text().split()))
+        except OSError:
+            continue  # The thread has ended.
+    return found

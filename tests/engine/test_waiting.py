@@ -1,0 +1,355 @@
+"""The asyncio face: who waits for what, that nobody waits for ever, and what a cancelled call leaves."""
+
+import asyncio
+
+import pytest
+
+from kvtier.errors import EngineClosed
+from kvtier.ledger import LookupResult
+from kvtier.manager import TieringOffloadingManager
+from kvtier_backends.dummy import forget_store
+from tests.engine.kit import FAULTY, at_rest, chunk, describe, found, key, put
+
+pytestmark = pytest.mark.virtual_time
+
+SLOW = {"type": "dummy", "latency_s": 1.0}
+
+
+def faulty(deadline_s=10.0, hang_s=None, **script):
+    """Describe a tier that does what the script says, call by call, and afterwards works."""
+    faults = {} if hang_s is None else {"faults": {"hang_s": hang_s}}
+    return {
+        "type": FAULTY,
+        "inner": {"type": "dummy"},
+        "script": script,
+        "limits": {"deadline_s": deadline_s},
+        **faults,
+    }
+
+
+def now():
+    return asyncio.get_running_loop().time()
+
+
+async def test_put_waits_for_the_tiers_so_that_nothing_is_dropped(open_engine):
+    engine = await open_engine(4, SLOW)
+    for first in range(0, 12, 2):
+        assert await put(engine, range(first, first + 2)) == 2
+    assert await engine.drained()
+    (tier,) = engine.ledger.tiers
+    assert (tier.counters.stored, tier.counters.dropped) == (12, {})
+
+
+async def test_put_waits_for_rows_that_a_fetch_holds(open_engine):
+    engine = await open_engine(2)
+    await put(engine, [1, 2])
+    async with engine.fetch([key(1), key(2)]):
+        putting = asyncio.ensure_future(put(engine, [3, 4]))
+        await asyncio.sleep(100)
+        assert not putting.done()
+    assert await putting == 2
+
+
+async def test_put_does_not_wait_for_rows_that_hung_cascades_hold(open_engine):
+    engine = await open_engine(8, faulty(deadline_s=5, store=["hang"]))
+    await put(engine, range(4))
+    assert await engine.drained()
+    assert now() == 5.0
+    assert await put(engine, range(4, 8)) == 4
+    (tier,) = engine.ledger.tiers
+    assert tier.counters.dropped == {"pinned": 4}
+    assert await found(engine, range(4)) == 4
+
+
+async def test_put_stores_what_there_is_room_for_when_hung_loads_hold_the_rest(open_engine):
+    engine = await open_engine(4, faulty(load=["hang"]))
+    await put(engine, [1, 2])
+    await put(engine, [3, 4, 5, 6])
+    await engine.drained()
+    assert await found(engine, [1, 2]) == 0
+    assert await put(engine, range(10, 14)) == 2
+    assert await found(engine, range(10, 14)) == 2
+
+
+async def test_fetch_waits_for_a_store_of_the_step_protocol(open_engine):
+    engine = await open_engine(4)
+    engine.on_new_request("stepping")
+    plan = engine.prepare_store([key(1)], "stepping")
+    fetching = asyncio.ensure_future(found(engine, [1]))
+    await asyncio.sleep(1)
+    engine.region.row(plan.rows[0])[:] = chunk(1)
+    engine.complete_store(plan.keys, "stepping")
+    engine.end_step()
+    assert await fetching == 1
+
+
+async def test_fetch_ends_its_run_where_a_store_of_the_step_protocol_fails(open_engine):
+    engine = await open_engine(4)
+    await put(engine, [1])
+    engine.on_new_request("stepping")
+    plan = engine.prepare_store([key(2)], "stepping")
+    fetching = asyncio.ensure_future(found(engine, [1, 2]))
+    await asyncio.sleep(1)
+    engine.complete_store(plan.keys, "stepping", success=False)
+    assert await fetching == 1
+
+
+async def test_put_waits_for_a_load_of_the_step_protocol(open_engine):
+    engine = await open_engine(1)
+    await put(engine, [1])
+    engine.on_new_request("stepping")
+    assert engine.lookup(key(1), "stepping") is LookupResult.HIT
+    engine.prepare_load([key(1)], "stepping")
+    engine.end_step()
+    putting = asyncio.ensure_future(put(engine, [2]))
+    await asyncio.sleep(1)
+    engine.complete_load([key(1)], "stepping")
+    assert await putting == 1
+
+
+async def test_two_fetches_of_one_chunk_wait_for_one_load(open_engine):
+    engine = await open_engine(4, SLOW)
+    await put(engine, [1])
+    await put(engine, [2, 3, 4, 5])
+    await engine.drained()
+    begun = now()
+    assert await asyncio.gather(found(engine, [1]), found(engine, [1])) == [1, 1]
+    assert now() == begun + 1.0
+    (tier,) = engine.ledger.tiers
+    assert tier.counters.promoted == 1
+
+
+async def test_a_reset_waits_for_rows_in_use(open_engine):
+    engine = await open_engine(4)
+    await put(engine, [1])
+    async with engine.fetch([key(1)]) as rows:
+        resetting = asyncio.ensure_future(engine.areset(deadline_s=5))
+        await asyncio.sleep(1)
+        async with engine.fetch([key(1)]) as more:
+            await asyncio.sleep(10)
+            assert not resetting.done()
+            assert bytes(rows[0]) == bytes(more[0]) == chunk(1)
+    assert await resetting
+    assert await found(engine, [1]) == 0
+
+
+async def test_what_comes_while_a_reset_waits_for_a_slow_tier_waits_for_the_reset(open_engine):
+    engine = await open_engine(4, faulty(deadline_s=100, hang_s=50, store=["hang"]))
+    await put(engine, [1])
+    resetting = asyncio.ensure_future(engine.areset(deadline_s=5))
+    await asyncio.sleep(1)
+    calls = [asyncio.ensure_future(found(engine, [1])), asyncio.ensure_future(put(engine, [2, 3, 4]))]
+    await asyncio.sleep(3)
+    assert not any(call.done() for call in calls)
+    assert not await resetting
+    assert await asyncio.gather(*calls) == [0, 3]
+    assert await found(engine, [2, 3, 4]) == 3
+
+
+async def test_two_resets_at_once_are_made_one_after_the_other(open_engine):
+    engine = await open_engine(4, SLOW)
+    await put(engine, [1])
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(engine.areset())
+        tasks.create_task(engine.areset())
+        await asyncio.sleep(0.5)
+        tasks.create_task(put(engine, [2]))
+    assert await found(engine, [1, 2]) == 2
+    assert await at_rest(engine)
+
+
+async def test_a_cancelled_reset_leaves_an_engine_that_promotes(open_engine):
+    engine = await open_engine(2, faulty(hang_s=5, store=["hang"]))
+    await put(engine, [1])
+    resetting = asyncio.ensure_future(engine.areset())
+    await asyncio.sleep(1)
+    resetting.cancel()
+    await asyncio.wait([resetting])
+    assert resetting.cancelled()
+    await put(engine, [2, 3])
+    assert await found(engine, [1]) == 1
+
+
+async def test_a_reset_clears_the_primary_and_the_tiers_keep_their_chunks(open_engine):
+    engine = await open_engine(4, SLOW)
+    await put(engine, [1, 2])
+    assert await engine.areset()
+    assert engine.ledger.primary.rows_free == 4
+    assert await found(engine, [1, 2]) == 2
+
+
+async def test_a_reset_while_busy_ends_every_call_with_right_bytes(open_engine):
+    engine = await open_engine(8, SLOW)
+
+    async def use(first):
+        for turn in range(10):
+            await put(engine, range(first + turn, first + turn + 3))
+            await found(engine, range(first + turn, first + turn + 3))
+
+    async with asyncio.TaskGroup() as tasks:
+        for first in range(0, 30, 5):
+            tasks.create_task(use(first))
+        for _ in range(5):
+            await asyncio.sleep(3)
+            await engine.areset()
+    assert await at_rest(engine)
+
+
+async def test_who_waits_when_the_engine_closes_is_told_so():
+    tier = faulty(deadline_s=100, load=["hang"], store=["none", "hang"])
+    engine = await TieringOffloadingManager.open(describe(4, tier))
+    await put(engine, [1])
+    await engine.drained()
+    await engine.areset()
+    fetching = asyncio.ensure_future(found(engine, [1]))
+    await asyncio.sleep(1)
+    stuck = asyncio.ensure_future(put(engine, [2, 3]))
+    await asyncio.sleep(1)
+    waiting = asyncio.ensure_future(put(engine, [4, 5]))
+    await asyncio.sleep(1)
+    assert await engine.aclose(deadline_s=5) == 2
+    results = await asyncio.gather(fetching, stuck, waiting, return_exceptions=True)
+    assert [type(result) for result in results] == [EngineClosed, int, EngineClosed]
+
+
+async def test_closing_takes_its_deadline_and_once_more_for_the_tiers():
+    engine = await TieringOffloadingManager.open(describe(4, faulty(deadline_s=100, store=["hang"])))
+    await put(engine, [1])
+    assert await engine.aclose(deadline_s=5) == 1
+    assert 10 <= now() < 10.5
+
+
+async def test_what_was_fetched_stays_readable_while_the_engine_closes():
+    engine = await TieringOffloadingManager.open(describe(4))
+    await put(engine, [1])
+    async with engine.fetch([key(1)]) as rows:
+        await engine.aclose()
+        assert bytes(rows[0]) == chunk(1)
+
+
+async def test_after_closing_every_call_says_so():
+    engine = await TieringOffloadingManager.open(describe(4, SLOW))
+    await put(engine, [1])
+    engine.on_new_request("late")
+    await engine.aclose()
+    for call in (
+        lambda: put(engine, [1]),
+        lambda: found(engine, [1]),
+        lambda: engine.delete([key(1)]),
+        engine.areset,
+    ):
+        with pytest.raises(EngineClosed):
+            await call()
+    for step in (
+        lambda: engine.on_new_request("later"),
+        lambda: engine.lookup(key(1), "late"),
+        lambda: engine.prepare_load([key(1)], "late"),
+        lambda: engine.prepare_store([key(2)], "late"),
+        lambda: engine.touch([key(1)], "late"),
+        engine.reset,
+    ):
+        with pytest.raises(EngineClosed):
+            step()
+
+
+async def test_after_closing_what_may_come_late_does_no_harm():
+    engine = await TieringOffloadingManager.open(describe(4, faulty(deadline_s=100, store=["hang"]), events=True))
+    engine.on_new_request("late")
+    plan = engine.prepare_store([key(1), key(2)], "late")
+    engine.complete_store([key(1)], "late")
+    await engine.aclose(deadline_s=1)
+    engine.complete_store([key(2)], "late")
+    assert plan.keys == [key(1), key(2)]
+    engine.on_request_finished("late")
+    engine.end_step()
+    assert not engine.has_pending_work()
+    assert engine.take_events()
+    assert await engine.aclose() == 1
+
+
+async def test_closing_twice_at_once_closes_once():
+    engine = await TieringOffloadingManager.open(describe(4, SLOW))
+    await put(engine, [1])
+    assert await asyncio.gather(engine.aclose(), engine.aclose()) == [0, 0]
+
+
+async def test_a_cancelled_closing_goes_on():
+    engine = await TieringOffloadingManager.open(describe(4, SLOW))
+    await put(engine, [1])
+    closing = asyncio.ensure_future(engine.aclose())
+    await asyncio.sleep(0.5)
+    closing.cancel()
+    await asyncio.wait([closing])
+    assert await engine.aclose() == 0
+    assert now() == 1.0
+
+
+async def test_an_inline_engine_cannot_be_shut_down_without_its_loop_but_it_can_be_closed_then():
+    engine = await TieringOffloadingManager.open(describe(4, SLOW))
+    await put(engine, [1])
+    await engine.drained()
+    with pytest.raises(RuntimeError, match="aclose"):
+        engine.shutdown()
+    assert await found(engine, [1]) == 1
+    assert await engine.aclose() == 0
+    with pytest.raises(EngineClosed):
+        await put(engine, [2])
+
+
+async def test_wrong_chunks_are_refused_before_anything_is_stored(open_engine):
+    engine = await open_engine(4)
+    with pytest.raises(ValueError, match="4,095 bytes, not 4,096"):
+        await engine.put([key(1), key(2)], [chunk(1), chunk(2)[1:]])
+    with pytest.raises(ValueError, match="2 keys but 1 chunks"):
+        await engine.put([key(1), key(2)], [chunk(1)])
+    assert engine.ledger.primary.rows_free == 4
+
+
+async def test_a_cancelled_fetch_leaves_no_pin(open_engine):
+    engine = await open_engine(4, SLOW)
+    await put(engine, [1])
+    await put(engine, [2, 3, 4, 5])
+    await engine.drained()
+    fetching = asyncio.ensure_future(found(engine, [1, 2]))
+    await asyncio.sleep(0.5)
+    fetching.cancel()
+    await asyncio.wait([fetching])
+    assert await at_rest(engine)
+
+
+async def test_a_cancelled_put_has_stored_a_leading_part(open_engine):
+    engine = await open_engine(8, SLOW)
+    putting = asyncio.ensure_future(put(engine, range(8)))
+    await asyncio.sleep(0.5)
+    putting.cancel()
+    await asyncio.wait([putting])
+    assert await at_rest(engine)
+    stored = await found(engine, range(8))
+    assert 0 < stored < 8
+    assert stored == len(engine.ledger.primary.ready)
+
+
+@pytest.mark.parametrize("after", range(12))
+async def test_calls_cancelled_at_any_moment_leave_nothing_pinned(open_engine, after):
+    engine = await open_engine(6, SLOW)
+    await put(engine, range(20, 23))
+    numbers = [range(first, first + 4) for first in (0, 2, 20)]
+    calls = [asyncio.ensure_future(call(engine, each)) for each in numbers for call in (put, found)]
+    for _ in range(after):
+        await asyncio.sleep(0.25)
+    for call in calls:
+        call.cancel()
+    await asyncio.wait(calls)
+    assert await at_rest(engine)
+
+
+async def test_a_scan_goes_on_while_nobody_calls(open_engine):
+    disk = {"type": "dummy", "store": "scanned"}
+    first = await open_engine(5_000, disk)
+    await put(first, range(5_000))
+    await first.aclose()
+    again = await open_engine(2, disk)
+    await asyncio.sleep(1)
+    assert len(again.ledger.where.mask) == 5_000
+    assert again.ledger.tiers[0].authoritative
+    forget_store("scanned")

@@ -1,0 +1,258 @@
+"""Bytes reach a file wholly, under a name of their own until they have, whatever the system calls do."""
+
+import errno
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier.keys import OffloadKey, make_offload_key
+from kvtier.namespace import FileMapper
+from kvtier_backends.fs.attempts import Writer, attempt_name
+from kvtier_backends.fs.files import ChunkFiles
+from kvtier_backends.fs.folder import Folder
+
+KEY = make_offload_key(b"k" * 32)
+ROW_BYTES = 16_384
+
+
+@pytest.fixture
+def files(open_folder: Callable[..., Folder], mapper: FileMapper) -> ChunkFiles:
+    return ChunkFiles(open_folder(), mapper, fsync=False)
+
+
+@pytest.fixture
+def path(path_of: Callable[[OffloadKey], Path]) -> Path:
+    return path_of(KEY)
+
+
+@pytest.fixture
+def buffers() -> list[memoryview]:
+    row, page = memoryview(mmap.mmap(-1, ROW_BYTES)), memoryview(mmap.mmap(-1, 4_096))
+    row[:] = bytes(range(256)) * (ROW_BYTES // 256)
+    page[:] = b"footer.." * 512
+    return [row, page]
+
+
+def content(buffers: list[memoryview]) -> bytes:
+    return b"".join(buffers)
+
+
+def everything_in(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def test_a_file_holds_the_buffers_one_after_the_other(files: ChunkFiles, path: Path, buffers: list[memoryview]) -> None:
+    allocated_bytes = files.write(KEY, buffers)
+    assert path.read_bytes() == content(buffers)
+    assert allocated_bytes == path.stat().st_blocks * 512 > 0
+    assert files.length(KEY) == ROW_BYTES + 4_096
+
+
+def test_writing_again_replaces(files: ChunkFiles, path: Path, buffers: list[memoryview]) -> None:
+    files.write(KEY, buffers)
+    buffers[0][:] = b"2" * ROW_BYTES
+    files.write(KEY, buffers)
+    assert path.read_bytes() == content(buffers)
+
+
+def test_removing_what_is_not_there_is_nothing(files: ChunkFiles, path: Path, buffers: list[memoryview]) -> None:
+    files.remove(KEY)
+    files.write(KEY, buffers)
+    files.remove(KEY)
+    files.remove(KEY)
+    assert files.length(KEY) is None
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("step", [1, 4_096, 12_288, ROW_BYTES])
+def test_short_writes_are_gone_on_with(
+    open_folder: Callable[..., Folder],
+    mapper: FileMapper,
+    path: Path,
+    buffers: list[memoryview],
+    step: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files = ChunkFiles(open_folder(io="buffered"), mapper, fsync=False)
+    write = os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda fd, rest, at: write(fd, [rest[0][:step]], at))
+    files.write(KEY, buffers)
+    assert path.read_bytes() == content(buffers)
+
+
+@pytest.mark.parametrize("step", [1_000, 4_096, 12_288, ROW_BYTES])
+def test_short_reads_are_gone_on_with(
+    open_folder: Callable[..., Folder],
+    mapper: FileMapper,
+    buffers: list[memoryview],
+    step: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    files = ChunkFiles(open_folder(io="buffered"), mapper, fsync=False)
+    files.write(KEY, buffers)
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, rest, at: read(fd, [rest[0][:step]], at))
+    into = [memoryview(bytearray(ROW_BYTES)), memoryview(bytearray(8_192))]
+    with files.open(KEY) as chunk:
+        assert chunk.read(into, ROW_BYTES + 4_096) == ROW_BYTES + 4_096
+    assert content(into)[: ROW_BYTES + 4_096] == content(buffers)
+
+
+@pytest.mark.parametrize("file_bytes", [0, 5, ROW_BYTES - 1, ROW_BYTES, ROW_BYTES + 5_000, ROW_BYTES + 50_000])
+def test_the_end_of_a_file_is_found_wherever_it_is(files: ChunkFiles, path: Path, file_bytes: int) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"x" * file_bytes)
+    into = [memoryview(mmap.mmap(-1, ROW_BYTES)), memoryview(mmap.mmap(-1, 8_192))]
+    with files.open(KEY) as chunk:
+        assert chunk.read(into, ROW_BYTES + 4_096) == min(file_bytes, ROW_BYTES + 8_192)
+
+
+def test_a_device_that_takes_no_more_is_an_error(
+    files: ChunkFiles, path: Path, buffers: list[memoryview], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "pwritev", lambda fd, rest, at: 0)
+    with pytest.raises(OSError, match="wrote 0 of 20480 bytes"):
+        files.write(KEY, buffers)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("call", ["pwritev", "fstat", "rename"])
+@pytest.mark.parametrize("there", [False, True])
+def test_a_failed_write_leaves_what_was_there_and_nothing_else(
+    files: ChunkFiles,
+    root: Path,
+    path: Path,
+    buffers: list[memoryview],
+    call: str,
+    there: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = content(buffers)
+    if there:
+        files.write(KEY, buffers)
+    kept = everything_in(root)
+
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        buffers[0][:] = b"2" * ROW_BYTES
+        with pytest.raises(OSError, match="full"):
+            files.write(KEY, buffers)
+    assert everything_in(root) == kept
+    assert not there or path.read_bytes() == before
+
+
+def test_readers_see_the_old_file_until_the_new_one_is_whole(
+    files: ChunkFiles, path: Path, buffers: list[memoryview], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files.write(KEY, buffers)
+    before, rename = content(buffers), os.rename
+    seen: list[bytes] = []
+
+    def look_and_rename(*args: str, **kwargs: int) -> None:
+        seen.append(path.read_bytes())
+        rename(*args, **kwargs)
+
+    monkeypatch.setattr(os, "rename", look_and_rename)
+    buffers[0][:] = b"2" * ROW_BYTES
+    files.write(KEY, buffers)
+    assert seen == [before]
+
+
+def test_folders_are_made_only_when_they_are_missing(
+    files: ChunkFiles, buffers: list[memoryview], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    mkdir = os.mkdir
+
+    def count(name: str, **kwargs: int) -> None:
+        made.append(name)
+        mkdir(name, **kwargs)
+
+    monkeypatch.setattr(os, "mkdir", count)
+    files.write(KEY, buffers)
+    assert made
+    made.clear()
+    files.write(KEY, buffers)
+    assert made == []
+
+
+def test_a_folder_that_vanishes_is_made_again(
+    files: ChunkFiles, path: Path, buffers: list[memoryview], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir, left = os.mkdir, [3]
+
+    def make_and_lose(name: str, *, dir_fd: int) -> None:
+        mkdir(name, dir_fd=dir_fd)
+        if name.count("/") == 2 and left[0]:
+            left[0] -= 1
+            os.rmdir(name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "mkdir", make_and_lose)
+    files.write(KEY, buffers)
+    assert path.read_bytes() == content(buffers)
+
+
+def test_folders_that_vanish_for_ever_are_an_error(
+    files: ChunkFiles, buffers: list[memoryview], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mkdir = os.mkdir
+
+    def make_and_lose(name: str, *, dir_fd: int) -> None:
+        mkdir(name, dir_fd=dir_fd)
+        if name.count("/") == 2:
+            os.rmdir(name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "mkdir", make_and_lose)
+    with pytest.raises(OSError, match="vanish"):
+        files.write(KEY, buffers)
+
+
+def test_a_temporary_name_that_is_taken_is_left_to_its_owner(
+    files: ChunkFiles, path: Path, buffers: list[memoryview], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = iter([".1.tmp", ".1.tmp", ".2.tmp"])
+    monkeypatch.setattr("kvtier_backends.fs.files.attempt_name", lambda writer: next(names))
+    path.parent.mkdir(parents=True)
+    other = path.with_name(".1.tmp")
+    other.write_bytes(b"another's")
+    files.write(KEY, buffers)
+    assert path.read_bytes() == content(buffers)
+    assert other.read_bytes() == b"another's"
+
+
+def test_with_fsync_the_file_its_folder_and_new_folders_parents_are_synced(
+    open_folder: Callable[..., Folder], mapper: FileMapper, buffers: list[memoryview], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = ChunkFiles(open_folder(), mapper, fsync=True)
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def note(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", note)
+    files.write(KEY, buffers)
+    kinds = [("tmp" if name.endswith(".tmp") else Path(name).name) for name in synced]
+    assert kinds == [mapper.name(KEY).split("/")[0], "6b6", "tmp", "b6_g0"]
+
+
+def test_attempts_have_names_of_their_own_that_say_whose_they_are() -> None:
+    writer = Writer.this_process()
+    assert writer.pid == os.getpid()
+    assert Path("/proc/sys/kernel/random/boot_id").read_text().startswith(writer.boot)
+    assert writer == Writer.this_process()
+    names = [attempt_name(writer) for _ in range(100)]
+    assert len(set(names)) == 100
+    assert all(name.startswith(f".{writer.boot}-{writer.pid}-{writer.started}-") for name in names)
+
+
+def test_an_attempt_is_never_taken_for_a_chunk(mapper: FileMapper) -> None:
+    folder = os.path.dirname(mapper.name(KEY))
+    assert mapper.key(f"{folder}/{attempt_name(Writer.this_process())}") is None
