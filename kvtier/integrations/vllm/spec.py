@@ -81,7 +81,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         """Join the rows that scheduler and workers of this engine share; each takes a part of the pre-faulting."""
         config: EngineConfig = self._engine_config
         return Region.shared(
-            f"{self._options.shared_memory_dir}/kvtier-{self.config.engine_id.replace('/', '_')}",
+            f"{self._options.shared_memory_dir}/kvtier-vllm-{self.config.engine_id.replace('/', '_')}",
             config.rows,
             config.row_bytes,
             participant=participant,
