@@ -29,7 +29,8 @@ $(INSTALLED): pyproject.toml .constraints.txt
 
 demo: $(INSTALLED)  ## replay a generated workload with real bytes; figures and a picture land in demo/
 	mkdir -p $(DEMO)
-	$(BIN)/kvtier replay generated --fs $(DEMO)/tier --json $(DEMO)/replay.json --plot $(DEMO)/replay.png
+	$(BIN)/kvtier replay generated --json $(DEMO)/replay.json --plot $(DEMO)/replay.png
+	@echo "The figures are in $(DEMO)/replay.json, the picture in $(DEMO)/replay.png."
 
 test: $(INSTALLED)  ## run the tests
 	$(BIN)/pytest

@@ -27,6 +27,9 @@ COMMANDS = {
     "policies": Command(
         "kvtier.replay.policies_command", "policies", "Compare eviction policies by their hit ratios over a trace."
     ),
+    "replay": Command(
+        "kvtier.replay.replay_command", "replay", "Replay a trace through a whole engine, byte for byte."
+    ),
 }
 
 

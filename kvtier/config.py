@@ -52,7 +52,7 @@ class TierLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True)
     store_chunks_in_flight: Count = 4_096
     breaker_failures: Count = 5  # In a row. Fewer would open on a hiccup, more would wait for as many deadlines.
     breaker_cooldown_s: Duration = 5.0  # Until one call is let through to try: a restarted server takes seconds.
-    answer_ttl_s: Duration = 10.0  # How long a probe's answer is believed; others may store and delete meanwhile.
+    answer_ttl_s: PositiveDuration = 10.0  # Of a probe: others store and delete. Not 0: asking would never end.
 
 
 class EngineLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):

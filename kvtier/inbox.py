@@ -137,9 +137,7 @@ class Inbox:
             case Kind.CASCADE:
                 self._settle_cascade(transfer, moved, now, lent=lent)
             case Kind.PROBE:
-                for key in keys:
-                    transfer.tier.asking.discard(key)
-                    transfer.tier.believe(key, present=False, now=now)
+                self._believe(transfer, b"", now)
             case Kind.DELETE:
                 pass
 
@@ -208,24 +206,35 @@ class Inbox:
             self._transfers.unpin_cascade(transfer.rows)
 
     def _learn(self, message: Answered, now: float) -> None:
-        """Take a probe's answers; without any, the keys count as absent for as long as an answer is believed."""
+        """Take a probe's answers."""
         transfer = self._transfers.settle(message.id, lent=False)
         if transfer is None:
             return
-        tier, present = transfer.tier, message.present
-        if not present:
-            tier.breaker.failed(now)
-        for index, key in enumerate(transfer.keys):
-            tier.asking.discard(key)
-            tier.believe(key, present=bool(present and present[index]), now=now)
+        if not message.present:
+            transfer.tier.breaker.failed(now)
+        self._believe(transfer, message.present, now)
+
+    def _believe(self, probe: Transfer, present: bytes, now: float) -> None:
+        """Believe answers, but for keys that were stored, deleted or found since they were asked for.
+
+        Without any, the keys count as absent for as long as an answer is believed.
+        """
+        tier = probe.tier
+        for index, key in enumerate(probe.keys):
+            if key in tier.asking:
+                tier.believe(key, present=bool(present and present[index]), now=now)
 
     def _found(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
         self._where.add(tier, keys)
+        for key in keys:
+            tier.forget_answer(key)
         self._stored(tier.spec.name, keys)
         self._outbox.acknowledge(tier)
 
     def _gone(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
         self._where.remove(tier, keys)
+        for key in keys:
+            tier.forget_answer(key)
         if self._events is not None:
             self._events.add(Event(EventKind.REMOVED, tier.spec.name, keys))
         self._outbox.acknowledge(tier)

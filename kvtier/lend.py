@@ -103,7 +103,7 @@ class Lanes(Executor):
                     await _when_ended(jobs).wait()
         finally:
             self.shutdown(wait=False, cancel_futures=True)
-        return len({job.whole for job in jobs if job.running()})
+        return len({job.whole for job in jobs if not job.done()})  # A lane may have taken one it has not begun yet.
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Refuse new calls and let the threads go, as an `Executor` does; `aclose` is for use on a loop.

@@ -7,9 +7,9 @@ lent is reported as returned when it has really ended.
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from kvtier.backend import Added, Backend, Inventory, Measured, Outcome, Read, Removed, ScanDone, Write
 from kvtier.bridge.messages import (
@@ -34,7 +34,7 @@ from kvtier.bridge.messages import (
     unpack_keys,
     unpack_rows,
 )
-from kvtier.errors import BackendError
+from kvtier.errors import BackendClosed, BackendError
 from kvtier.limits import Budget
 from kvtier.region import Region
 
@@ -43,7 +43,9 @@ USAGE_EVERY_S = 1.0  # A gauge for people; more often only costs messages.
 
 logger = logging.getLogger(__name__)
 
-Call = Callable[[], Coroutine[Any, Any, Sequence[Outcome]]]
+T = TypeVar("T")
+
+Call = Callable[[], Awaitable[Sequence[Outcome]]]
 
 
 class RunnerTier(NamedTuple):
@@ -94,11 +96,14 @@ class Runner:
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
-        closings = [tier.backend.aclose(deadline_s) for tier in self._tiers]
-        results = await asyncio.gather(*closings, return_exceptions=True)
-        for tier, result in zip(self._tiers, results, strict=True):
-            if isinstance(result, BaseException):
-                logger.error("tier %s could not be closed", tier.name, exc_info=result)
+        closings = [asyncio.ensure_future(_awaited(partial(tier.backend.aclose, deadline_s))) for tier in self._tiers]
+        if closings:
+            await asyncio.wait(closings, timeout=deadline_s + TURNS_S)
+        for tier, closing in zip(self._tiers, closings, strict=True):
+            if not closing.done():
+                logger.error("tier %s does not close", tier.name)
+            else:
+                _completed(closing, tier.name)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=max(TURNS_S, ends_at - loop.time()))
         return len(self._tasks)
@@ -128,7 +133,7 @@ class Runner:
         if not await _in_time(budget.acquire(size_bytes, chunks), tier.deadline_s):
             self._post(_finished(action.id, _all(Code.DEADLINE, chunks), begun))
             return
-        task = asyncio.ensure_future(call())
+        task = asyncio.ensure_future(_listed(call))
         done, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
         budget.release(size_bytes, chunks)
         if done:
@@ -145,7 +150,7 @@ class Runner:
         """Ask; a tier that does not say in time is waited for all the same, so that its task is not lost."""
         tier, keys = self._tiers[action.tier], unpack_keys(action.keys)
         begun = asyncio.get_running_loop().time()
-        task = asyncio.ensure_future(tier.backend.probe(keys))
+        task = asyncio.ensure_future(_listed(partial(tier.backend.probe, keys)))
         done, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
         present = b""
         if done and _completed(task, tier.name) and len(task.result()) == len(keys):
@@ -158,7 +163,7 @@ class Runner:
     async def _delete(self, action: Delete) -> None:
         tier, keys = self._tiers[action.tier], unpack_keys(action.keys)
         begun = asyncio.get_running_loop().time()
-        task = asyncio.ensure_future(tier.backend.delete(keys))
+        task = asyncio.ensure_future(_awaited(partial(tier.backend.delete, keys)))
         done, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
         failed = {} if done and _completed(task, tier.name) else _all(Code.UNAVAILABLE, len(keys))
         self._post(_finished(action.id, failed, begun))
@@ -208,6 +213,16 @@ async def _in_time(work: Coroutine[Any, Any, None], deadline_s: float) -> bool:
     return True
 
 
+async def _awaited(call: Callable[[], Awaitable[object]]) -> None:
+    """Call a tier: whatever is wrong with it, even before there is anything to wait for, is the task's failure."""
+    await call()
+
+
+async def _listed(call: Callable[[], Awaitable[Sequence[T]]]) -> list[T]:
+    """Call a tier likewise, and take its answer."""
+    return list(await call())
+
+
 def _completed(task: "asyncio.Task[Any]", name: str) -> bool:
     """Say whether an ended call returned; log it if not."""
     if task.cancelled():
@@ -216,7 +231,9 @@ def _completed(task: "asyncio.Task[Any]", name: str) -> bool:
     error = task.exception()
     if error is None:
         return True
-    if isinstance(error, BackendError):
+    if isinstance(error, BackendClosed):  # It is we who close: what was still queued is given up, and nobody's fault.
+        logger.info("tier %s: %s", name, error)
+    elif isinstance(error, BackendError):
         logger.warning("tier %s: %s", name, error)
     else:  # The supervisor's edge: a bug in a tier costs its hits, not the engine.
         logger.error("tier %s: its call raised what no tier may raise", name, exc_info=error)

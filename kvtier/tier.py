@@ -83,7 +83,7 @@ class Tier:
         self.reports = True  # It says what it removes, so that what is known stays true. False once it said otherwise.
         self.loading = 0  # Chunks under way.
         self.storing: set[OffloadKey] = set()  # Queued or under way.
-        self.asking: set[OffloadKey] = set()  # Asked or about to be.
+        self.asking: set[OffloadKey] = set()  # Asked or about to be, and nothing newer was heard of them since.
         self.to_ask: list[OffloadKey] = []
         self.chunks = 0
         self.used_bytes = 0
@@ -102,7 +102,8 @@ class Tier:
         return True if self._present_until.get(key, 0.0) > now else None
 
     def believe(self, key: OffloadKey, *, present: bool, now: float) -> None:
-        """Remember an answer for as long as answers are believed; it overrides the last one."""
+        """Remember an answer for as long as answers are believed; it overrides the last one, and one on its way."""
+        self.asking.discard(key)
         fresh, stale = self._present_until, self._absent_until
         if not present:
             fresh, stale = stale, fresh
@@ -113,6 +114,8 @@ class Tier:
             del fresh[next(iter(fresh))]
 
     def forget_answer(self, key: OffloadKey) -> None:
+        """Something newer is known than the last answer, and than one on its way."""
+        self.asking.discard(key)
         self._absent_until.pop(key, None)
         self._present_until.pop(key, None)
 

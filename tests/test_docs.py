@@ -19,11 +19,13 @@ from typing import Any, NamedTuple
 
 import msgspec
 import pytest
+import typer
 from markdown_it import MarkdownIt
 from prometheus_client import CollectorRegistry
 
 import kvtier.errors
 from kvtier.bridge.messages import Code
+from kvtier.cli import COMMANDS, command_line
 from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits, decode, tier_options
 from kvtier.events import EventKind
 from kvtier.fields import struct_fields
@@ -32,6 +34,8 @@ from kvtier.manager import TieringOffloadingManager
 from kvtier.namespace import Group, Namespace
 from kvtier.policies.named import known_policies
 from kvtier.registry import backend_class, known_types
+from kvtier.replay.report import Report
+from kvtier.replay.setup import rooted
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -94,9 +98,9 @@ def run_shell(block: Block, folder: Path) -> None:
 
 
 def decode_configuration(block: Block, table: dict[str, Any]) -> None:
-    """Decode a configuration as an engine would; what a fragment leaves out is made up."""
+    """Decode a configuration as a replay would; what a fragment leaves out is made up."""
     config = decode(EngineConfig, {"cpu_bytes_to_use": "1GiB", "chunk_bytes": "1MiB", **table}, where=block.where)
-    for index, tier in enumerate(config.secondary_tiers):
+    for index, tier in enumerate(rooted(config, "tier", override=False).secondary_tiers):
         if ":" not in tier.type:
             tier_options(tier, f"{block.where} secondary_tiers[{index}]")
 
@@ -133,6 +137,13 @@ def test_a_page_only_names_commands_that_make_has() -> None:
         assert {first or second for first, second in named} <= rules, page
 
 
+def test_every_test_that_a_page_names_is_there() -> None:
+    modules = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "kvtier" / "testing").rglob("*.py")]
+    there = {name for module in modules for name in re.findall(r"def (test_\w+)", module.read_text())}
+    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
+    assert named - there == set()
+
+
 # What the reference says there is, and what there is.
 
 
@@ -141,8 +152,8 @@ def rows_of(page: str, heading: str) -> dict[str, list[str]]:
     text = (DOCS / "reference" / page).read_text()
     section = re.search(rf"^## {re.escape(heading)}$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
     assert section, f"{page} has no section {heading!r}"
-    lines = [line for line in section[1].splitlines() if line.startswith("|")]
-    cells = [[cell.strip().replace(r"\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
+    lines = [line for line in section[1].splitlines() if line.startswith("| `")]
+    cells = [[cell.strip().replace(r"\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
     return {row[0].strip("`"): row[1:] for row in cells}
 
 
@@ -215,6 +226,20 @@ def test_the_metrics_page_names_every_metric_with_its_kind_and_labels() -> None:
 
 def labels_of(samples: list[Any]) -> set[str]:
     return {label for sample in samples for label in sample.labels} - {"le"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_command_line_page_names_every_option_with_its_default(name: str) -> None:
+    command = typer.main.get_command(command_line([name])).commands[name]
+    options = {option.opts[0]: option.default for option in command.params if option.opts[0].startswith("--")}
+    written = {option: cells[0].strip("`") for option, cells in rows_of("cli.md", f"kvtier {name}").items()}
+    found = {option: "none" if default is None else str(default) for option, default in options.items()}
+    assert {option: default for option, default in written.items() if option.startswith("--")} == found
+
+
+def test_the_command_line_page_names_every_field_of_a_report() -> None:
+    written = rows_of("cli.md", "kvtier replay")
+    assert [name for name in written if not name.startswith("-")] == list(struct_fields(Report))
 
 
 def test_the_api_page_leads_to_things_that_there_are() -> None:

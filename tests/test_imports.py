@@ -64,4 +64,4 @@ def test_every_public_name_is_what_its_module_says() -> None:
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="'kvtier' has no attribute 'nonsense'"):
-        kvtier.nonsense  # type: ignore[attr-defined]  # noqa: B018
+        kvtier.nonsense  # noqa: B018

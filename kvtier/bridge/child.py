@@ -101,9 +101,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal's Ctrl-C is the owner's to handle.
     logging.basicConfig(level=logging.WARNING, format="kvtier runner %(process)d: %(levelname)s %(name)s: %(message)s")
     socket_fd, region_fd = map(int, sys.argv[1:3])
-    uvloop.run(serve(socket.socket(fileno=socket_fd), region_fd))
+    loop = uvloop.new_event_loop()
+    asyncio.set_event_loop(loop)
+    loop.run_until_complete(serve(socket.socket(fileno=socket_fd), region_fd))
     logging.shutdown()
-    os._exit(0)  # A hung lane must not hold up the end.
+    os._exit(0)  # At once: ending the loop in order would wait for calls that hang in a lane.
 
 
 if __name__ == "__main__":

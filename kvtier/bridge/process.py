@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from typing import NamedTuple
 
 import msgspec
@@ -75,11 +76,14 @@ class ProcessBridge(Bridge):
         self._failure: OpenFailed | None = None
         self._supervisor = threading.Thread(target=self._supervise, name="kvtier-supervisor", daemon=True)
         self._supervisor.start()
-        self._started.wait()
-        if self._failure is not None:
+        try:
+            self._started.wait()
+            if self._failure is not None:
+                raise (ConfigError if self._failure.config else BackendUnavailable)(self._failure.reason)
+        except BaseException:  # An interrupt, too: who is not there cannot be closed.
             self.close(0)
-            raise (ConfigError if self._failure.config else BackendUnavailable)(self._failure.reason)
-        self._child = self._ready
+            raise
+        self.admit(0)
 
     @property
     def pid(self) -> int | None:
@@ -153,9 +157,7 @@ class ProcessBridge(Bridge):
     def _supervise(self) -> None:
         epoch, failures = 0, 0
         while not self._closing:
-            child = self._start_child(epoch)
-            opened = self._listen(child)
-            self._lose(child, announced=opened)
+            opened = self._run_child(epoch)
             if not self._started.is_set():
                 self._failure = self._failure or OpenFailed(
                     "the runner's process ended before it was open", config=False
@@ -167,16 +169,31 @@ class ProcessBridge(Bridge):
             if failures and not self._closing:
                 self._pause(RESTART_S[min(failures, len(RESTART_S) - 1)])
 
+    def _run_child(self, epoch: int) -> bool:
+        """Have one runner from its start to its end; say whether it got as far as open tiers."""
+        try:
+            child = self._start_child(epoch)
+        except OSError as error:
+            self._failure = OpenFailed(f"the runner's process cannot be started: {error}", config=False)
+            logger.error("%s", self._failure.reason)  # No bug of ours: a traceback tells nothing more.
+            return False
+        opened = self._listen(child)
+        self._lose(child, announced=opened)
+        return opened
+
     def _start_child(self, epoch: int) -> _Child:
         ours, theirs = socket.socketpair()
-        with theirs:
+        with theirs, ExitStack() as unless_started:
+            unless_started.callback(ours.close)
             process = subprocess.Popen(  # noqa: S603  # Our own module, with numbers for arguments.
                 [sys.executable, "-P", "-m", "kvtier.bridge.child", str(theirs.fileno()), str(self._region_fd)],
                 pass_fds=(theirs.fileno(), self._region_fd),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             )
-        ours.sendall(framed(msgspec.msgpack.encode(self._config)))
+            unless_started.pop_all()
+        with suppress(OSError):  # It has ended already: its socket says so to whoever listens.
+            ours.sendall(framed(msgspec.msgpack.encode(self._config)))
         return _Child(epoch, process, ours)
 
     def _listen(self, child: _Child) -> bool:
@@ -209,7 +226,7 @@ class ProcessBridge(Bridge):
                 logger.error("runner %d: no heartbeat for %.1f s: killed", child.process.pid, silence_s)
                 child.process.kill()
                 return opened
-            if self._closing and not opened:
+            if self._closing and self._child is not child:  # Nobody could tell it to close.
                 child.process.kill()
 
     def _hear(self, child: _Child, messages: Sequence[Message]) -> bool:
@@ -242,6 +259,8 @@ class ProcessBridge(Bridge):
         with self._lock:
             if self._child is child:
                 self._child = None
+            if self._ready is child:
+                self._ready = None
             self._unsent.clear()
             self._actions_unsent = 0
         child.socket.close()

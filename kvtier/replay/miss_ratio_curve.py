@@ -3,23 +3,12 @@
 # matplotlib leaves the types of its keyword arguments out:
 # pyright: reportUnknownMemberType=false
 
-import os
 from collections.abc import Mapping
 
 from matplotlib.figure import Figure
 
-from kvtier.errors import ConfigError
-from kvtier.replay.outputs import replacing
+from kvtier.replay.outputs import picture_format, replacing
 from kvtier.replay.study import Extent
-
-
-def picture_format(path: str) -> str:
-    """Return the format that a file's name asks for. Raises `ConfigError` for one that cannot be drawn."""
-    suffix = os.path.splitext(path)[1].removeprefix(".").lower()
-    known = Figure().canvas.get_supported_filetypes()
-    if suffix not in known:
-        raise ConfigError(f"--plot {path}: expected a name that ends in one of {', '.join(sorted(known))}")
-    return suffix
 
 
 def write_miss_ratio_curve(

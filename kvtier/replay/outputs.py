@@ -23,6 +23,23 @@ def check_writable(option: str, path: str | os.PathLike[str]) -> None:
         ) from error
 
 
+def check_picture(option: str, path: str) -> None:
+    """Raise `ConfigError`, naming the command's option, if no picture could be drawn there. Leaves nothing behind."""
+    check_writable(option, path)
+    try:
+        from matplotlib.figure import Figure  # An extra: most machines that serve have no use for pictures.
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{option} {path}: {error.name} is not installed; pip install 'kvtier[report]'") from error
+    known = Figure().canvas.get_supported_filetypes()
+    if picture_format(path) not in known:
+        raise ConfigError(f"{option} {path}: expected a name that ends in one of {', '.join(sorted(known))}")
+
+
+def picture_format(path: str) -> str:
+    """Return the format that a file's name asks for."""
+    return os.path.splitext(path)[1].removeprefix(".").lower()
+
+
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Generator[BinaryIO, None, None]:
     """Give a file to write that takes the place of `path` when the block ends; if it raises, `path` stays as it was.

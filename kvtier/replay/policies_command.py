@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.errors import ConfigError
-from kvtier.replay.outputs import check_writable, replacing
+from kvtier.replay.outputs import check_picture, check_writable, replacing
 from kvtier.replay.study import Extent, Simulation, measure, simulation
 from kvtier.replay.traces import Trace
 from kvtier.replay.workload import GENERATED, GeneratedTrace, open_trace
@@ -85,12 +85,9 @@ def _share(size: str) -> float:
 
 def _drawing(path: str) -> Callable[[str, Extent, Mapping[str, float], Ratios], None]:
     """Return what draws the picture, after making sure that it can."""
-    check_writable("--plot", path)
-    try:
-        from kvtier.replay.miss_ratio_curve import picture_format, write_miss_ratio_curve
-    except ModuleNotFoundError as error:  # Pictures are an extra: most machines that serve have no use for them.
-        raise ConfigError(f"--plot {path}: {error.name} is not installed; pip install 'kvtier[report]'") from error
-    picture_format(path)
+    check_picture("--plot", path)
+    from kvtier.replay.miss_ratio_curve import write_miss_ratio_curve
+
     return partial(write_miss_ratio_curve, path)
 
 

@@ -23,7 +23,7 @@ def held() -> dict[str, set[Any]]:
         "threads": {thread for thread in threading.enumerate() if not thread.name.startswith("asyncio")},
         "processes": children(),
         "descriptors": set(os.listdir("/proc/self/fd")),
-        "shared memory": set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set(),
+        "shared memory": {name for name in os.listdir("/dev/shm") if "kvtier" in name},
     }
 
 

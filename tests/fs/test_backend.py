@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from blockbuster import blockbuster_ctx
 
 from kvtier.backend import Added, Durability, Inventory, Measured, Occupancy, Removed, ScanDone, TierContext, Write
 from kvtier.errors import BackendClosed, BackendUnavailable, BlockMissing, ConfigError, TransferFailed
@@ -79,6 +80,12 @@ def is_empty(root: Path) -> bool:
     return next(root.iterdir(), None) is None
 
 
+def holds(root: Path) -> bool:
+    """Say whether this process has the directory open."""
+    held = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
+    return str(root) in [os.readlink(fd) for fd in held if os.path.lexists(fd)]
+
+
 def is_gone(root: Path) -> bool:
     return not root.exists()
 
@@ -106,6 +113,30 @@ async def test_a_bad_root_is_refused_and_leaves_no_thread(tmp_path: Path, mapper
         if thread.name.startswith("kvtier-0:fs"):
             await asyncio.to_thread(thread.join, DEADLINE_S)
             assert not thread.is_alive()
+
+
+async def test_opening_and_closing_do_not_block_the_loop(open_tier) -> None:
+    with blockbuster_ctx():
+        tier = await open_tier(corrupt="quarantine")
+        await tier.aclose(DEADLINE_S)
+
+
+async def test_opening_on_a_mount_that_hangs_can_be_given_up(
+    mapper: FileMapper, root: Path, row_bytes: int, stick: Callable[[str], Stuck]
+) -> None:
+    """No buffer is lent yet, so nobody need wait for the thread; it cleans up after itself."""
+    stuck = stick("pwritev")
+    opening = asyncio.create_task(FsBackend.open(FsOptions(root=str(root)), TierContext("hung", mapper, row_bytes)))
+    await stuck.wait_entered()
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert holds(root)
+    stuck.opened.set()
+    for thread in threading.enumerate():
+        if thread.name.startswith("kvtier-hung"):
+            await asyncio.to_thread(thread.join, DEADLINE_S)
+    assert not holds(root)
 
 
 @pytest.mark.parametrize(
@@ -264,21 +295,16 @@ async def test_a_descriptor_is_not_given_up_under_a_thread_that_uses_it(
     open_tier, lender: Lender, stick: Callable[[str], Stuck], root: Path
 ) -> None:
     """Its number would be another file's, and the thread would go on there."""
-
-    def holds_root() -> bool:
-        held = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-        return str(root) in [os.readlink(fd) for fd in held if os.path.lexists(fd)]
-
     tier = await open_tier()
     stuck = stick("pwritev")
     store = asyncio.create_task(tier.store(lender.writes([key_of(0)])))
     await stuck.wait_entered()
     await tier.aclose(0)
-    assert holds_root()
+    assert holds(root)
     stuck.opened.set()
     assert list(await store) == [None]
     await tier.aclose(DEADLINE_S)
-    assert not holds_root()
+    assert not holds(root)
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.EMFILE, errno.EACCES])
@@ -367,14 +393,20 @@ async def test_an_unmount_underfoot_is_no_exception(open_tier, lender: Lender, m
     run("mount", "-t", "tmpfs", "none", str(root))  # For the fixture to unmount.
 
 
-async def test_where_direct_io_is_refused_the_tier_works_and_counts_it(
+async def test_where_direct_io_is_refused_and_blocks_are_not_counted_the_tier_works(
     open_tier, lender: Lender, mount, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tier = await open_tier(root=str(mount("ramfs", "size=1m")))
+    root = str(mount("ramfs", "size=1m"))
+    tier = await open_tier(root=root)
     await lender.keep(tier, keys_of(5))
+    assert list(await tier.probe(keys_of(6))) == [True] * 5 + [False]
     assert await lender.recall(tier, keys_of(5)) == [label(key) for key in keys_of(5)]
     assert tier.counters().buffered_fallback == 1
-    assert any(record.levelno == logging.WARNING for record in caplog.records)
+    assert [record.levelno for record in caplog.records if "no direct I/O" in record.getMessage()] == [logging.WARNING]
+    again = await open_tier(root=root)
+    report = again.watch()
+    assert set((await anext(report)).keys) == set(keys_of(5))
+    await report.aclose()
 
 
 async def test_memory_file_systems_work(open_tier, lender: Lender, mount) -> None:

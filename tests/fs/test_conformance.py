@@ -1,5 +1,8 @@
 """The file tier keeps the contract, as it comes and with every option the other way."""
 
+import os
+import tempfile
+
 import pytest
 
 from kvtier.testing.conformance import (
@@ -28,13 +31,17 @@ class Suites(
         return FsOptions(root=root)
 
     @pytest.fixture
-    async def reopen(self, tmp_path):
+    def root(self, tmp_path):
+        return str(tmp_path)
+
+    @pytest.fixture
+    async def reopen(self, root):
         opened = []
 
         async def reopen():
             if opened:
                 await opened[-1].aclose(10)
-            opened.append(await FsBackend.open(self.options(str(tmp_path)), tier_context(self.chunk_bytes)))
+            opened.append(await FsBackend.open(self.options(root), tier_context(self.chunk_bytes)))
             return opened[-1]
 
         yield reopen
@@ -46,9 +53,9 @@ class Suites(
         return await reopen()
 
     @pytest.fixture
-    async def neighbour(self, backend, tmp_path):
+    async def neighbour(self, backend, root):
         context = tier_context(self.chunk_bytes, model_name="other")
-        tier = await FsBackend.open(self.options(str(tmp_path)), context)
+        tier = await FsBackend.open(self.options(root), context)
         yield tier
         await tier.aclose(10)
 
@@ -57,7 +64,15 @@ class TestFs(Suites):
     """As it comes."""
 
 
-class TestFsWithEveryOptionTheOtherWay(Suites):
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="there is no file system in memory")
+class TestFsInMemoryWithEveryOptionTheOtherWay(Suites):
+    """In memory, because thousands of fsyncs take a disk minutes."""
+
+    @pytest.fixture
+    def root(self):
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
+            yield root
+
     def options(self, root: str) -> FsOptions:
         return FsOptions(
             root=root,

@@ -56,6 +56,13 @@ def test_keys_stand_in_the_order_of_their_last_use(index: Index) -> None:
     assert list(index.oldest_first()) == [C, A, B]
 
 
+def test_what_the_scan_finds_is_older_than_what_was_used_since_the_start(index: Index) -> None:
+    index.stored(Held(A, 512))
+    index.found(Held(B, 512))
+    index.scanned([Held(B, 512), Held(C, 512)])
+    assert list(index.oldest_first()) == [C, A, B]
+
+
 def test_a_removal_does_not_reach_what_was_stored_after_it_began(index: Index) -> None:
     index.stored(Held(A, 512))
     began = index.mark()
@@ -92,7 +99,7 @@ def test_a_report_begins_with_what_is_there(index: Index) -> None:
     index.begin_report()
     index.scanned([Held(B, 512), Held(C, 512)])
     index.scan_ended(complete=True)
-    assert events(index) == [Added([A, B, C]), ScanDone(complete=True)]
+    assert events(index) == [Added([B, A, C]), ScanDone(complete=True)]
 
 
 def test_a_later_consumer_hears_everything_again(index: Index) -> None:

@@ -205,3 +205,24 @@ def test_a_late_outcome_of_a_probe_that_is_not_known_any_more_changes_nothing(be
     assert engine.lookup("a") == [MISS]
     engine.fail(probe, Code.FAILED)
     assert engine.settled()
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_an_answer_that_is_older_than_a_store_of_ours_is_not_believed(bench, complete):
+    engine = bench()
+    engine.lookup("a")
+    (probe,) = engine.step()
+    engine.knows_all(complete=complete)
+    engine.store("a")
+    engine.finish_all(engine.step())
+    engine.answer(probe, False)
+    engine.ledger.primary.discard(*engine.keys("a"))
+    assert engine.lookup("a") == [PENDING]
+
+
+def test_what_a_tier_reports_outlives_an_older_answer(bench):
+    engine = bench()
+    engine.lookup("a")
+    engine.answer(*engine.step(), False)
+    engine.holds("a")
+    assert engine.lookup("a") == [PENDING]

@@ -22,7 +22,7 @@ from kvtier.backend import (
 )
 from kvtier.errors import BackendClosed, BackendUnavailable, BlockCorrupt, BlockMissing
 from kvtier.keys import GROUP_BYTES, OffloadKey
-from kvtier.lend import Lanes, in_thread, in_threads
+from kvtier.lend import Lanes, in_threads
 from kvtier_backends.fs.chunks import Chunks, LoadShare, StoreShare, share_chunks, share_out
 from kvtier_backends.fs.counters import FsCounters, Tally
 from kvtier_backends.fs.files import ChunkFiles
@@ -33,6 +33,7 @@ from kvtier_backends.fs.scan import Scan
 
 PROBES_MAX = 512  # Calls without bytes, in one hop: half a millisecond of a local file system's time.
 
+_open = aiofiles.os.wrap(Folder.open)
 _loadable = aiofiles.os.wrap(Chunks.loadable)
 _next_batch = aiofiles.os.wrap(Scan.next_batch)
 
@@ -54,11 +55,11 @@ class FsBackend(Backend):
         tally = Tally()
         scan_lane = Lanes(1, f"kvtier-{context.name}-scan")
         try:
-            await in_thread(scan_lane, folder.open)
+            await _open(folder, executor=scan_lane)
             return cls(options, context, folder, tally, scan_lane)
         except BaseException:
+            scan_lane.submit(folder.close)  # When the lane comes to it: a cancelled call's thread may still be at it.
             scan_lane.shutdown(wait=False)
-            folder.close()
             raise
 
     def __init__(
@@ -201,14 +202,14 @@ class FsBackend(Backend):
                     self._index.lost(read.key, mark)
                 elif outcome is None and read.key in self._index:
                     self._index.used(read.key)
-                elif allocated_bytes:
+                elif allocated_bytes is not None:
                     self._index.found(Held(read.key, allocated_bytes))
         self._news.set()
 
     def _note_stored(self, shares: Sequence[StoreShare], *, told: bool) -> None:
         for share in reversed(shares):
             for write, allocated_bytes in reversed(list(zip(share.writes, share.allocated_bytes, strict=False))):
-                if allocated_bytes:
+                if allocated_bytes is not None:  # It may be 0: not every file system counts blocks.
                     self._index.stored(Held(write.key, allocated_bytes))
                     if not told:
                         self._index.report(write.key)

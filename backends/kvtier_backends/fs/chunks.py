@@ -30,6 +30,8 @@ SHARE_BYTES_MAX = (
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _GONE = {errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH}
 
+_COUNTED = {Discarded.QUARANTINED: "quarantined", Discarded.LEFT: "corrupt_left"}
+
 
 def share_chunks(row_bytes: int) -> int:
     """Return how many chunks of this length a lane is sent at most in one hop."""
@@ -49,7 +51,7 @@ class LoadShare:
     reads: Sequence[Read]
     measure: bool  # Whether to say how much room the files take: for keys that the index does not know.
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
-    allocated_bytes: list[int] = field(default_factory=list[int])  # 0: not loaded, or not measured.
+    allocated_bytes: list[int | None] = field(default_factory=list[int | None])  # None: not loaded, or not measured.
     gone: int = 0  # Failures that say that the whole file system is away.
 
 
@@ -59,7 +61,7 @@ class StoreShare:
 
     writes: Sequence[Write]
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
-    allocated_bytes: list[int] = field(default_factory=list[int])  # 0: not stored.
+    allocated_bytes: list[int | None] = field(default_factory=list[int | None])  # None: not stored.
     gone: int = 0
 
 
@@ -79,9 +81,10 @@ class Chunks:
         self._pages = Pages(lanes, 2 * FOOTER_BYTES)
 
     def load(self, share: LoadShare) -> None:
+        """Fill the share's buffers; none but a `None` outcome says that one holds its chunk."""
         with self._pages.one() as page:
             for read in share.reads:
-                allocated_bytes = 0
+                allocated_bytes: int | None = None
                 try:
                     with self._files.open(read.key) as chunk:
                         outcome = self._fill(chunk, read, page)
@@ -96,6 +99,7 @@ class Chunks:
                 share.outcomes.append(outcome)
 
     def store(self, share: StoreShare) -> None:
+        """Store the share's chunks, each wholly or not at all."""
         with self._pages.one() as page:
             for key, block in share.writes:
                 footer = Footer(key, len(block), payload_checksum(block), self._fingerprint)
@@ -104,7 +108,7 @@ class Chunks:
                     allocated_bytes = self._files.write(key, [block, page[:FOOTER_BYTES]])
                 except OSError as error:
                     share.gone += error.errno in _GONE
-                    share.allocated_bytes.append(0)
+                    share.allocated_bytes.append(None)
                     share.outcomes.append(_failure(key, error))
                 else:
                     share.allocated_bytes.append(allocated_bytes)
@@ -149,13 +153,8 @@ class Chunks:
         if fault is None:
             return None
         self._tally.corrupt(fault)
-        match chunk.discard(fault):
-            case Discarded.QUARANTINED:
-                self._tally.count("quarantined")
-            case Discarded.LEFT:
-                self._tally.count("corrupt_left")
-            case _:
-                pass
+        if counter := _COUNTED.get(chunk.discard(fault)):
+            self._tally.count(counter)
         return BlockCorrupt(f"{key.hex()}: {fault}: a file of {file_bytes:,} bytes for a row of {self._row_bytes:,}")
 
 

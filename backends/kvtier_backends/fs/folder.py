@@ -33,10 +33,12 @@ _OURS_TO_MEND = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.E
 class Folder:
     """An open root, and where this namespace's files are in it."""
 
+    writer: Writer
+    """Who we are in the names of unfinished files; there from `open` on."""
+
     def __init__(self, options: FsOptions, mapper: FileMapper) -> None:
         """Touch nothing yet."""
         self.root_fd = -1
-        self.writer = Writer.this_process()
         self.chunks = mapper.name(OffloadKey(bytes(GROUP_BYTES))).partition("/")[0]  # The same for every key.
         self.quarantine = f"{mapper.folder}/{QUARANTINE}" if options.corrupt == "quarantine" else None
         self.quarantined = 0  # Files there when it was opened.
@@ -49,6 +51,7 @@ class Folder:
 
         Raises `ConfigError` for what the user can mend and `BackendUnavailable` for the rest, and then leaves nothing.
         """
+        self.writer = Writer.this_process()
         root = self._options.root
         try:
             with ExitStack() as undo:

@@ -63,7 +63,9 @@ class Index:
         key, allocated_bytes = chunk
         self._removed_in_scan.discard(key)
         self._forget(key)
-        self._entries[key] = self._age << _SECTOR_BITS | allocated_bytes // SECTOR_BYTES
+        sectors = allocated_bytes // SECTOR_BYTES
+        assert sectors < 1 << _SECTOR_BITS, allocated_bytes
+        self._entries[key] = self._age << _SECTOR_BITS | sectors
         self.used_bytes += allocated_bytes
 
     def used(self, key: OffloadKey) -> None:
@@ -85,8 +87,9 @@ class Index:
     def scanned(self, chunks: Sequence[Held]) -> None:
         """Note what the scan has seen, but for what was removed since it may have looked."""
         for chunk in chunks:
-            if chunk.key not in self._removed_in_scan:
+            if chunk.key not in self._removed_in_scan and chunk.key not in self._entries:
                 self.found(chunk)
+                self._entries.move_to_end(chunk.key, last=False)  # Whatever was used since the start is newer.
 
     def scan_ended(self, *, complete: bool) -> None:
         """Note that the scan is over; `complete`: that nothing was left out."""

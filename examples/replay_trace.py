@@ -1,0 +1,45 @@
+"""How much of a workload's KV cache comes back, and from where? Replay it through an engine, byte for byte.
+
+    python examples/replay_trace.py [TRACE]
+
+TRACE is a file in Mooncake's format; without one, a workload is generated. `kvtier replay` does the same and more; from
+a program, requests can be anything that has block ids, and the figures can be read while they grow.
+"""
+
+import asyncio
+import sys
+import tempfile
+
+from kvtier import EngineConfig, TierConfig
+from kvtier.replay.chunks import ChunkSource
+from kvtier.replay.replay import Replay
+from kvtier.replay.study import measure
+from kvtier.replay.tally import Tally
+from kvtier.replay.workload import open_trace
+
+CHUNK_BYTES = 16 << 10
+PRIMARY_SHARE = 0.05  # Of the trace's unique blocks; the disk has room for all.
+REQUESTS = 200
+
+
+async def main(trace_name: str = "generated") -> None:
+    trace = open_trace(trace_name, limit=REQUESTS)
+    extent = measure(trace)
+    with tempfile.TemporaryDirectory() as directory:
+        config = EngineConfig(
+            cpu_bytes_to_use=extent.capacity(PRIMARY_SHARE) * CHUNK_BYTES,
+            chunk_bytes=CHUNK_BYTES,
+            secondary_tiers=(TierConfig(type="fs", options={"root": directory}),),
+        )
+        replay = Replay(trace, config, ChunkSource(CHUNK_BYTES), Tally(extent.requests))
+        tally = await replay.run()
+
+    print(f"{tally.requests:,} requests, {tally.chunk_references:,} chunks, {tally.wrong_chunks:,} of them wrong")
+    for name, totals in tally.samples[-1].tiers.items():
+        print(f"{name:>10}  hit ratio {extent.hit_ratio(totals.hits):.4f}  {totals.stored:,} chunks stored")
+    print(f"{'together':>10}  hit ratio {tally.hit_ratio:.4f}")
+    print(f"{'at best':>10}  hit ratio {extent.hit_ratio(extent.best_hits):.4f}")
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

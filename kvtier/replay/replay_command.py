@@ -1,0 +1,141 @@
+"""`kvtier replay`: a trace through a whole engine, with real bytes or in virtual time; a table, JSON and a picture."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvtier.errors import ConfigError
+from kvtier.replay.outputs import check_picture, check_writable, replacing
+from kvtier.replay.replay import CONCURRENCY
+from kvtier.replay.replay_jobs import Job, Options, real_job, virtual_job
+from kvtier.replay.replay_screen import print_report, replay_bar, temporary_directory
+from kvtier.replay.report import Report, make_report, report_json
+from kvtier.replay.study import Extent, measure
+from kvtier.replay.traces import Trace
+from kvtier.replay.virtual import Prefill
+from kvtier.replay.workload import GENERATED, GeneratedTrace, Workload
+
+EXIT_WRONG = 1
+EXIT_INTERRUPTED = 130
+
+Draw = Callable[[Job, Report], None]
+
+
+def replay(
+    trace: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRACE",
+            help=f"A file in Mooncake's format (.jsonl, .jsonl.gz, .jsonl.zst); {GENERATED!r} is a made-up workload.",
+        ),
+    ] = GENERATED,
+    config: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="The engine, in TOML or JSON; else a primary of 5 % of the unique blocks over an fs tier.",
+        ),
+    ] = None,
+    fs: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where fs tiers keep their chunks, whatever the configuration says; they stay there. "
+            "Without it, tiers that have no root get a temporary directory.",
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Replay at most this many requests.")] = None,
+    json_path: Annotated[str | None, typer.Option("--json", metavar="OUT", help="Write the report there.")] = None,
+    plot_path: Annotated[
+        str | None,
+        typer.Option("--plot", metavar="OUT", help="Draw hits and throughput over time there: .png, .pdf or .svg."),
+    ] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Requests open at once.")] = CONCURRENCY,
+    seed: Annotated[int, typer.Option(min=0, help="Of the chunks' bytes and of the generated workload.")] = 0,
+    virtual_time: Annotated[
+        bool,
+        typer.Option(
+            "--virtual-time", help="Replay at the trace's own times against models of the tiers; report first tokens."
+        ),
+    ] = False,
+    prefill_tokens_per_s: Annotated[
+        float, typer.Option(min=1.0, help="Prefill speed of one server, in virtual time.")
+    ] = Prefill().tokens_per_s,
+    slots: Annotated[int, typer.Option(min=1, help="Servers that prefill, in virtual time.")] = Prefill().slots,
+) -> None:
+    """Replay a trace through a whole engine, and compare every chunk that comes back with what was stored.
+
+    Exits with 1 if any byte was wrong. Ctrl-C ends the replay with a report of what was done.
+    """
+    if virtual_time and fs is not None:
+        raise ConfigError(f"--fs {fs}: nothing is written in virtual time; one of both options accepted")
+    draw = _outputs(json_path, plot_path)
+    requests = _trace(trace, limit, seed)
+    options = Options(
+        requests, _measured(requests), config, fs, seed, concurrency, Prefill(prefill_tokens_per_s, slots)
+    )
+    with ExitStack() as stack:
+        job = (
+            virtual_job(options)
+            if virtual_time
+            else real_job(options, lambda: stack.enter_context(temporary_directory()))
+        )
+        report = _run(job, options)
+        if json_path is not None:
+            with replacing(json_path) as file:
+                file.write(report_json(report))
+        if draw is not None and not report.interrupted:  # Drawing takes a second, and that long nobody waits.
+            draw(job, report)
+        print_report(report)
+        if report.interrupted:
+            raise typer.Exit(EXIT_INTERRUPTED)
+    if report.wrong_chunks:
+        raise typer.Exit(EXIT_WRONG)
+
+
+def _outputs(json_path: str | None, plot_path: str | None) -> Draw | None:
+    """Make sure that what is to be written can be; return what draws."""
+    if json_path is not None:
+        check_writable("--json", json_path)
+    if plot_path is None:
+        return None
+    check_picture("--plot", plot_path)
+    from kvtier.replay.replay_picture import write_replay_picture
+
+    return lambda job, report: write_replay_picture(plot_path, report, job.replay.tally.samples, job.row_bytes)
+
+
+def _trace(name: str, limit: int | None, seed: int) -> Trace | GeneratedTrace:
+    return GeneratedTrace(Workload(seed=seed), limit=limit) if name == GENERATED else Trace(name, limit=limit)
+
+
+def _measured(requests: Trace | GeneratedTrace) -> Extent:
+    """Read the whole trace once: its size is needed, and a bad line is to be found before anything is made."""
+    with Console(stderr=True).status(f"reading {os.path.basename(requests.path)}"):
+        return measure(requests)
+
+
+def _run(job: Job, options: Options) -> Report:
+    """Run to the end or to Ctrl-C, and sum up what was done."""
+    replay, requests = job.replay, options.extent.requests
+    interrupted = False
+    try:
+        with asyncio.Runner(loop_factory=job.loop_factory) as runner, replay_bar(replay.tally, requests) as progress:
+            runner.run(replay.run(progress))
+    except KeyboardInterrupt:  # The replay was cancelled first, and has closed its engine.
+        interrupted = True
+    return make_report(
+        replay.tally,
+        trace=os.path.basename(options.requests.path),
+        seed=options.seed,
+        best_hit_ratio=options.extent.hit_ratio(options.extent.best_hits),
+        row_bytes=job.row_bytes,
+        engine=job.engine,
+        interrupted=interrupted,
+        ttft_s=replay.times_to_first_token_s,
+    )

@@ -1,0 +1,96 @@
+"""Which engine a replay runs, and in which directories its fs tiers keep their chunks.
+
+A configuration that leaves an fs tier's `root` out gets a temporary one: so one file can serve every machine, and no
+replay writes where nobody asked it to.
+"""
+
+import os
+from collections.abc import Mapping
+from shutil import disk_usage
+from typing import Any
+
+from msgspec.structs import replace
+
+from kvtier.config import EngineConfig, TierConfig
+from kvtier.errors import ConfigError
+from kvtier.replay.study import Extent
+
+CHUNK_BYTES = 16 << 10
+PRIMARY_SHARE = 0.05  # Of the trace's unique blocks: small, so that much of what returns comes from the tier below.
+PRIMARY_ROWS_MIN = 512  # Twice the longest prompt of 128 Ki tokens: half of the rows at most wait for a tier.
+FILE_OVERHEAD_BYTES = 8 << 10  # A chunk's footer and, with vLLM's naming, the directory that is nearly its own.
+
+
+def default_config(extent: Extent) -> EngineConfig:
+    """Put a small primary over one fs tier, with the runner in a process."""
+    return EngineConfig(
+        cpu_bytes_to_use=primary_rows(extent) * CHUNK_BYTES,
+        chunk_bytes=CHUNK_BYTES,
+        runner="process",
+        secondary_tiers=(TierConfig(type="fs"),),
+    )
+
+
+def primary_rows(extent: Extent) -> int:
+    """Return the size of a small primary for a trace."""
+    return max(PRIMARY_ROWS_MIN, extent.capacity(PRIMARY_SHARE))
+
+
+def check_directory(what: str, path: str) -> None:
+    """Raise `ConfigError` if there is no such directory: a mistyped path must not become one."""
+    if not os.path.isdir(path):
+        raise ConfigError(f"{what} {path!r}: no such directory; one that is there accepted")
+
+
+def check_roots(config: EngineConfig) -> None:
+    """Raise `ConfigError` if an fs tier's own root is not there."""
+    for index, tier in enumerate(config.secondary_tiers):
+        root = tier.options.get("root")
+        if _is_fs(tier) and isinstance(root, str):
+            check_directory(f"secondary_tiers[{index}].root", root)
+
+
+def without_root(config: EngineConfig) -> bool:
+    """Say whether an fs tier has yet to be told where to keep its chunks."""
+    return any(_is_fs(tier) and "root" not in tier.options for tier in config.secondary_tiers)
+
+
+def rooted(config: EngineConfig, directory: str, *, override: bool) -> EngineConfig:
+    """Have fs tiers keep their chunks in a directory: all of them, or those without a root of their own.
+
+    A configuration's only fs tier gets the directory itself; of several, each gets a folder in it that is named by the
+    tier's place in the configuration.
+    """
+    tiers = config.secondary_tiers
+    alone = sum(map(_is_fs, tiers)) == 1
+    if override and not any(map(_is_fs, tiers)):
+        raise ConfigError(f"--fs {directory}: the configuration has no tier of type fs")
+    return replace(
+        config,
+        secondary_tiers=tuple(
+            _with(tier, {"root": directory if alone else os.path.join(directory, str(index))})
+            if _is_fs(tier) and (override or "root" not in tier.options)
+            else tier
+            for index, tier in enumerate(tiers)
+        ),
+    )
+
+
+def check_room(config: EngineConfig, extent: Extent, directory: str) -> None:
+    """Raise `ConfigError` if the trace's chunks would fill the disk of a directory that nobody chose."""
+    copies = sum(map(_is_fs, config.secondary_tiers))
+    needed = copies * extent.unique_blocks * (config.row_bytes + FILE_OVERHEAD_BYTES)
+    free = disk_usage(directory).free
+    if needed > free:
+        raise ConfigError(
+            f"{directory}: the trace's chunks take about {needed:,} bytes, {free:,} are free; a directory elsewhere "
+            "(--fs DIR), or fewer requests (--limit N), accepted"
+        )
+
+
+def _is_fs(tier: TierConfig) -> bool:
+    return tier.type == "fs"
+
+
+def _with(tier: TierConfig, options: Mapping[str, Any]) -> TierConfig:
+    return replace(tier, options={**tier.options, **options})

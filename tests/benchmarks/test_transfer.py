@@ -1,0 +1,25 @@
+"""Transfers between caches and rows; `make bench` runs it. `extra_info` has their parts of a plain memcpy's speed."""
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from tests.benchmarks.transfer_rates import Case, copies, speeds
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layers", [1, 80])
+@pytest.mark.parametrize("page_kib", [16, 64, 256, 2_048])
+@pytest.mark.parametrize("way", ["store", "load"])
+def test_move_pages_from_and_to_anywhere(
+    benchmark: BenchmarkFixture, way: str, page_kib: int, layers: int, device: str
+) -> None:
+    case = Case(page_kib << 10, layers, device=device)
+    benchmark.extra_info["part_of_memcpy_speed"] = getattr(speeds(case), way)
+    with copies(case) as each:
+        benchmark.pedantic(getattr(each, way), rounds=5, warmup_rounds=1)

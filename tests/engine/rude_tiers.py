@@ -1,0 +1,112 @@
+"""Tiers that break their contract: what they do may cost their hits, never the engine."""
+
+import asyncio
+import time
+
+import msgspec
+
+from kvtier.backend import Abandoned
+from kvtier.errors import BackendClosed, BackendUnavailable
+from kvtier.lend import Lanes, in_thread
+from kvtier_backends.dummy import DummyBackend
+
+
+class Unreachable(DummyBackend):
+    @classmethod
+    async def open(cls, options: msgspec.Struct, context):
+        raise BackendUnavailable("not today")
+
+
+class Broken(DummyBackend):
+    @classmethod
+    async def open(cls, options: msgspec.Struct, context):
+        raise OSError("of a kind that no tier may raise")
+
+
+class NeverCloses(DummyBackend):
+    async def aclose(self, deadline_s):
+        await asyncio.Event().wait()
+
+
+class GivesUpItsQueue(DummyBackend):
+    """Not rude at all: stores wait for a turn, which never comes before the tier is closed."""
+
+    async def store(self, writes):
+        self.closing = asyncio.Event()
+        await self.closing.wait()
+        raise BackendClosed("closed before the call's turn came")
+
+    async def aclose(self, deadline_s):
+        self.closing.set()
+        return await super().aclose(deadline_s)
+
+
+class FailsToClose(DummyBackend):
+    async def aclose(self, deadline_s):
+        raise OSError("of a kind that no tier may raise")
+
+
+class AnswersNothing(DummyBackend):
+    """Forgets to return."""
+
+    async def probe(self, keys):
+        await super().probe(keys)
+
+    async def load(self, reads):
+        await super().load(reads)
+
+    async def store(self, writes):
+        await super().store(writes)
+
+
+class AnswersTooLittle(DummyBackend):
+    async def probe(self, keys):
+        return (await super().probe(keys))[1:]
+
+    async def load(self, reads):
+        return (await super().load(reads))[1:]
+
+    async def store(self, writes):
+        return (await super().store(writes))[1:]
+
+
+class Raises(DummyBackend):
+    """Raises what no tier may raise, even before there is anything to wait for."""
+
+    def probe(self, keys):
+        raise ZeroDivisionError
+
+    def load(self, reads):
+        raise ZeroDivisionError
+
+    async def store(self, writes):
+        raise ZeroDivisionError
+
+    def delete(self, keys):
+        raise ZeroDivisionError
+
+
+class Cancels(DummyBackend):
+    """Cancels itself."""
+
+    async def load(self, reads):
+        raise asyncio.CancelledError
+
+    async def store(self, writes):
+        raise asyncio.CancelledError
+
+
+class HangsInAThread(DummyBackend):
+    """Its stores hang in a thread, which nothing can end but the end of the process."""
+
+    def __init__(self, options, context):
+        super().__init__(options, context)
+        self._lanes = Lanes(1, "hung")
+
+    async def store(self, writes):
+        await in_thread(self._lanes, time.sleep, 3_600)
+        return await super().store(writes)
+
+    async def aclose(self, deadline_s):
+        await super().aclose(0)
+        return Abandoned(await self._lanes.aclose(deadline_s))

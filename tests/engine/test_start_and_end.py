@@ -1,0 +1,134 @@
+"""Engines that do not come to be, or end badly, leave nothing: no thread, process, descriptor or shared memory."""
+
+import asyncio
+import os
+import signal
+import sys
+
+import pytest
+
+from kvtier.bridge.messages import Probe, RunnerBack, RunnerLost, pack_keys
+from kvtier.bridge.process import ProcessBridge
+from kvtier.errors import BackendUnavailable, ConfigError
+from kvtier.manager import TieringOffloadingManager
+from kvtier.region import Region
+from tests.engine.kit import CHUNK_BYTES, PATIENCE_S, children, describe, key, put
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+DUMMY = {"type": "dummy"}
+RUDE = "tests.engine.rude_tiers"
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"secondary_tiers": [DUMMY, {"type": "dummy", "latency": 1}]}, r"secondary_tiers\[1\].*latency"),
+        ({"secondary_tiers": [{"type": "dumy"}]}, r"secondary_tiers\[0\].type.*'dumy'"),
+        ({"eviction_policy": "lur"}, "lur"),
+        ({"secondary_tiers": [DUMMY, {"type": "fs", "root": "/nowhere/at/all"}]}, "/nowhere/at/all"),
+    ],
+)
+async def test_an_engine_that_cannot_be_configured_leaves_nothing(runner, fields, error):
+    with pytest.raises(ConfigError, match=error):
+        await TieringOffloadingManager.open(describe(4, runner=runner, **fields))
+
+
+async def test_an_engine_whose_tier_cannot_be_reached_leaves_nothing(runner):
+    with pytest.raises(BackendUnavailable, match="not today"):
+        await TieringOffloadingManager.open(describe(4, DUMMY, {"type": f"{RUDE}:Unreachable"}, runner=runner))
+
+
+async def test_an_engine_whose_tier_breaks_its_contract_as_it_opens_leaves_nothing(runner):
+    with pytest.raises((OSError, BackendUnavailable)):
+        await TieringOffloadingManager.open(describe(4, DUMMY, {"type": f"{RUDE}:Broken"}, runner=runner))
+
+
+async def test_an_engine_too_large_for_the_machine_leaves_nothing(runner):
+    with pytest.raises(ConfigError, match="free"):
+        await TieringOffloadingManager.open(describe(runner=runner, cpu_bytes_to_use="100TiB", chunk_bytes="1GiB"))
+
+
+@pytest.mark.parametrize("interpreter", ["/nowhere/python", "/bin/false"])
+def test_a_runner_that_cannot_be_started_is_said_to_be_unavailable(monkeypatch, interpreter):
+    monkeypatch.setattr(sys, "executable", interpreter)
+    with pytest.raises(BackendUnavailable, match="process"):
+        TieringOffloadingManager.start(describe(4, DUMMY, runner="process"))
+
+
+@pytest.mark.parametrize("runner", ["thread", "process"])
+@pytest.mark.parametrize("after_s", [0, 0.001, 0.01, 0.03, 0.1, 0.2])
+async def test_an_opening_that_is_cancelled_leaves_nothing(runner, after_s):
+    opening = asyncio.ensure_future(TieringOffloadingManager.open(describe(4, DUMMY, runner=runner)))
+    await asyncio.sleep(after_s)
+    if opening.cancel():
+        await asyncio.wait([opening])
+        assert opening.cancelled()
+    else:
+        await opening.result().aclose()
+
+
+async def test_an_inline_engine_needs_a_loop():
+    with pytest.raises(ValueError, match="open"):
+        TieringOffloadingManager.start(describe(4))
+
+
+def sent(bridge):
+    """Say whether the runner takes an action."""
+    return not bridge.send([Probe(1, 0, pack_keys([key(1)]))])
+
+
+@pytest.fixture
+def bridge():
+    """A process runner whose owner has not looked at what came yet."""
+    with Region.memfd(4, CHUNK_BYTES) as region:
+        bridge = ProcessBridge(describe(4, DUMMY, runner="process"), region)
+        yield bridge
+        bridge.close(1)
+
+
+def kill_runner(bridge, until):
+    """Kill the runner that is up, and wait until the bridge says so, or that its successor is open."""
+    came = len(bridge.mailbox)
+    (runner,) = children()
+    os.kill(runner, signal.SIGKILL)
+    for _ in range(1_000):
+        if any(isinstance(message, until) for message in list(bridge.mailbox)[came:]):
+            return
+        bridge.wait(PATIENCE_S / 1_000)
+    raise AssertionError(f"no {until}")
+
+
+def test_a_successor_gets_nothing_before_its_owner_knows_of_it(bridge):
+    assert sent(bridge)
+    kill_runner(bridge, until=RunnerBack)
+    assert not sent(bridge)
+    bridge.admit(1)
+    assert sent(bridge)
+
+
+def test_a_successor_that_has_died_meanwhile_is_not_admitted(bridge, monkeypatch):
+    kill_runner(bridge, until=RunnerBack)
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    kill_runner(bridge, until=RunnerLost)
+    bridge.admit(1)
+    assert not sent(bridge)
+
+
+def test_a_successor_that_was_never_admitted_ends_with_the_rest(bridge):
+    kill_runner(bridge, until=RunnerBack)
+    bridge.close(0.5)
+    for _ in range(1_000):
+        if not children():
+            break
+        bridge.wait(0.01)
+    assert not children()
+
+
+async def test_calls_that_the_closing_cuts_off_alarm_nobody(caplog):
+    """A tier with a queue answers so to whatever is in it when it is closed: there may be thousands."""
+    engine = await TieringOffloadingManager.open(describe(16, {"type": f"{RUDE}:GivesUpItsQueue"}))
+    await put(engine, range(8))
+    await engine.aclose(0.1)
+    assert engine.ledger.tiers[0].counters.failures == {"unavailable": 8}
+    assert caplog.messages == []

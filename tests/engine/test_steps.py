@@ -1,0 +1,242 @@
+"""The step protocol, as a synchronous engine drives it: nothing waits, and everything arrives in the end."""
+
+import time
+
+import pytest
+
+from kvtier.events import Event, EventKind
+from kvtier.ledger import LookupResult
+from kvtier.tier import TierMatcher
+from tests.engine.kit import FAULTY, PATIENCE_S, chunk, key, settled
+
+HIT, PENDING, MISS, RETRY = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.RETRY
+DUMMY = {"type": "dummy"}
+
+
+@pytest.fixture(params=["thread", "process"])
+def runner(request):
+    return request.param
+
+
+def store(engine, numbers, request_id):
+    """Store as an engine does; say whether there was room."""
+    plan = engine.prepare_store([key(number) for number in numbers], request_id)
+    if plan is None:
+        return False
+    of = {key(number): number for number in numbers}
+    for each, row in zip(plan.keys, plan.rows, strict=True):
+        engine.region.row(row)[:] = chunk(of[each])
+    engine.complete_store(plan.keys, request_id)
+    return True
+
+
+def prefix(engine, numbers, request_id):
+    """Step until the request's leading run is known and ready; return its length."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        results = [engine.lookup(key(number), request_id) for number in numbers]
+        run = results.index(MISS) if MISS in results else len(results)
+        if results[:run] == [HIT] * run:
+            return run
+        assert time.monotonic() < deadline, results
+        engine.end_step()
+
+
+def load(engine, numbers, request_id):
+    """Load as an engine does, and hold every byte against what was stored."""
+    keys = [key(number) for number in numbers]
+    rows = engine.prepare_load(keys, request_id)
+    assert [bytes(engine.region.row(row)) for row in rows] == [chunk(number) for number in numbers]
+    engine.complete_load(keys, request_id)
+
+
+def serve(engine, numbers, request_id):
+    """Serve one request from beginning to end; return how many chunks it need not compute."""
+    engine.on_new_request(request_id)
+    run = prefix(engine, numbers, request_id)
+    load(engine, numbers[:run], request_id)
+    store(engine, numbers[run:], request_id)
+    engine.end_step()
+    engine.on_request_finished(request_id)
+    return run
+
+
+def test_requests_that_come_again_are_served_from_a_tier(start_engine, runner, tmp_path):
+    engine = start_engine(16, {"type": "fs", "root": str(tmp_path / "tier")}, runner=runner)
+    conversations = [list(range(first, first + 6)) for first in range(0, 48, 6)]
+    for numbers in conversations:
+        assert serve(engine, numbers, f"first {numbers[0]}") == 0
+        assert engine.drain()  # Or cascades would be dropped: a step never waits.
+    assert [serve(engine, numbers, f"again {numbers[0]}") for numbers in conversations] == [6] * 8
+    assert engine.drain()
+    assert settled(engine)
+    (tier,) = engine.ledger.tiers
+    assert tier.counters.stored == 48
+    assert engine.ledger.counters.hits + tier.counters.hits == 48
+
+
+def test_work_is_pending_until_it_has_come_back(start_engine, runner):
+    engine = start_engine(4, DUMMY, runner=runner)
+    assert not engine.has_pending_work()
+    engine.on_new_request("r")
+    store(engine, [1], "r")
+    assert engine.has_pending_work()
+    assert engine.drain()
+    assert not engine.has_pending_work()
+
+
+def test_a_drain_gives_up_at_its_deadline(start_engine, runner):
+    engine = start_engine(
+        4, {"type": FAULTY, "inner": DUMMY, "script": {"store": ["hang"]}, "faults": {"hang_s": 0.3}}, runner=runner
+    )
+    engine.on_new_request("r")
+    store(engine, [1], "r")
+    assert not engine.drain(deadline_s=0.01)
+    assert engine.drain()
+
+
+def test_what_happened_is_told_in_order_and_once(start_engine, runner):
+    engine = start_engine(1, DUMMY, runner=runner, events=True)
+    engine.on_new_request("r")
+    store(engine, [1], "r")
+    assert engine.drain()
+    store(engine, [2], "r")
+    assert engine.drain()
+    assert engine.take_events() == [
+        Event(EventKind.STORED, "cpu", [key(1)]),
+        Event(EventKind.STORED, "0:dummy", [key(1)]),
+        Event(EventKind.REMOVED, "cpu", [key(1)]),
+        Event(EventKind.STORED, "cpu", [key(2)]),
+        Event(EventKind.STORED, "0:dummy", [key(2)]),
+    ]
+    assert engine.take_events() == []
+
+
+def test_nothing_is_told_unless_asked_for(start_engine, runner):
+    engine = start_engine(1, DUMMY, runner=runner)
+    engine.on_new_request("r")
+    store(engine, [1], "r")
+    engine.drain()
+    assert engine.take_events() == []
+
+
+def test_a_store_may_complete_after_its_request_has_finished(start_engine, runner):
+    remote = {"type": "dummy", "locality": "REMOTE"}
+    engine = start_engine(4, DUMMY | {"locality": "LOCAL"}, remote, runner=runner)
+    engine.on_new_request("r", [TierMatcher(locality="REMOTE")])
+    plan = engine.prepare_store([key(1), key(2)], "r")
+    for number, row in zip((1, 2), plan.rows, strict=True):
+        engine.region.row(row)[:] = chunk(number)
+    engine.complete_store([key(1)], "r")
+    engine.on_request_finished("r")
+    engine.end_step()
+    engine.complete_store([key(2)], "r")
+    assert engine.drain()
+    assert [tier.counters.stored for tier in engine.ledger.tiers] == [0, 2]
+    assert settled(engine)
+    engine.on_new_request("r")
+
+
+def test_what_follows_a_finished_request_is_done_all_the_same(start_engine, runner):
+    engine = start_engine(4, runner=runner)
+    engine.on_new_request("r")
+    store(engine, [1, 2], "r")
+    assert engine.lookup(key(1), "r") is HIT
+    engine.on_request_finished("r")
+    load(engine, [1], "r")
+    assert store(engine, [3], "r")
+    engine.touch([key(1)], "r")
+    engine.on_request_finished("r")
+    assert settled(engine)
+
+
+def test_a_request_must_be_known_and_only_once(start_engine, runner):
+    engine = start_engine(4, runner=runner)
+    with pytest.raises(LookupError, match="'r' is unknown"):
+        engine.lookup(key(1), "r")
+    engine.on_new_request("r")
+    with pytest.raises(ValueError, match="'r' is known already"):
+        engine.on_new_request("r")
+
+
+def test_a_new_request_is_told_whether_a_tier_wants_all_of_it(start_engine, runner):
+    whole = {"type": "dummy", "request_level": True, "medium": "CPU"}
+    engine = start_engine(4, {"type": "dummy", "medium": "STORAGE"}, whole, runner=runner)
+    assert engine.on_new_request("any")
+    assert not engine.on_new_request("storage", [TierMatcher(medium="STORAGE")])
+    store(engine, [1], "storage")
+    engine.drain()
+    assert [tier.counters.stored for tier in engine.ledger.tiers] == [1, 0]
+    store(engine, [1, 2], "any")
+    engine.drain()
+    assert [tier.counters.stored for tier in engine.ledger.tiers] == [2, 2]
+
+
+def test_a_reset_clears_the_primary_and_promotes_again_once_the_workers_have_flushed(start_engine, runner):
+    engine = start_engine(8, DUMMY, runner=runner)
+    assert serve(engine, [1, 2], "first") == 0
+    assert engine.reset()
+    assert serve(engine, [1, 2, 3], "flushing") == 0
+    assert engine.reset()
+    engine.on_reset_flushed()
+    assert serve(engine, [1, 2, 3], "again") == 3
+
+
+def test_a_reset_in_the_middle_of_a_load_leaves_no_row_lost(start_engine, runner):
+    slow = {"type": "dummy", "latency_s": "20ms"}
+    engine = start_engine(4, slow, runner=runner)
+    serve(engine, [1, 2], "first")
+    assert engine.drain()
+    assert engine.reset()
+    engine.on_reset_flushed()
+    engine.on_new_request("again")
+    assert engine.lookup(key(1), "again") is PENDING
+    engine.end_step()
+    assert engine.lookup(key(2), "again") is PENDING  # Decided, but not sent.
+    assert engine.reset()
+    engine.on_reset_flushed()
+    assert settled(engine)
+    assert prefix(engine, [1, 2], "again") == 2
+
+
+def test_a_tier_that_others_use_is_asked(start_engine, runner):
+    engine = start_engine(4, {"type": "dummy", "store": f"shared by {runner}", "shared": True}, runner=runner)
+    engine.on_new_request("first")
+    assert engine.lookup(key(1), "first") is RETRY
+    assert prefix(engine, [1], "first") == 0
+    store(engine, [1], "first")
+    assert engine.drain()
+    assert engine.reset()
+    engine.on_reset_flushed()
+    engine.on_new_request("again")
+    assert prefix(engine, [1], "again") == 1
+    load(engine, [1], "again")
+
+
+def test_a_step_that_the_bridge_cannot_take_is_dropped_and_counted(start_engine):
+    engine = start_engine(8, DUMMY, runner="process", limits={"queued_actions": 1, "action_chunks": 1})
+    engine.on_new_request("r")
+    store(engine, [1, 2, 3], "r")
+    engine.end_step()
+    (tier,) = engine.ledger.tiers
+    assert tier.counters.dropped == {"bridge": 3}
+    assert settled(engine)
+    store(engine, [4], "r")
+    assert engine.drain()
+    assert tier.counters.stored == 1
+
+
+def test_more_than_the_socket_takes_at_once_arrives_in_the_end(start_engine):
+    engine = start_engine(
+        4_096,
+        DUMMY | {"limits": {"store_chunks_in_flight": 100_000}},
+        runner="process",
+        limits={"queued_actions": 100_000, "cascade_share": 1.0, "action_chunks": 1},
+    )
+    engine.on_new_request("r")
+    assert store(engine, range(4_000), "r")  # Some 300 KB of actions in one frame.
+    engine.end_step()
+    assert engine.drain()
+    (tier,) = engine.ledger.tiers
+    assert (tier.counters.stored, tier.counters.dropped) == (4_000, {})
+    assert settled(engine)

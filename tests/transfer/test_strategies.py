@@ -1,0 +1,203 @@
+"""Every way to copy moves the same bytes: by index, by addresses as a copy engine gets them, and through a buffer."""
+
+import ctypes
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvtier.layout import CanonicalKVCaches, ParallelConfig, canonical_kv_caches
+from kvtier.transfer import cuda, staged, strided
+from kvtier.transfer.blocks import GroupBlocks, Pages, pages_of
+from kvtier.transfer.copiers import StridedCopies
+from kvtier.transfer.descriptors import Descriptors, descriptors, joined
+from kvtier.transfer.jobs import Job, Kind
+from kvtier.transfer.pieces import Piece, pieces_of
+from kvtier.transfer.slots import slot_layout
+from tests.transfer.models import Model, fill, models, requests, storages
+
+NUM_ROWS = 7
+
+Move = Callable[[Kind, tuple[Pages, ...]], None]
+Pieces = tuple[tuple[Piece, ...], ...]
+
+
+def by_index(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
+    return StridedCopies(pieces, slots, blocks_per_chunk, num_blocks).copy
+
+
+def by_address(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
+    def move(kind: Kind, groups: tuple[Pages, ...]) -> None:
+        copies = descriptors(pieces, slots, kind, groups, blocks_per_chunk)
+        for source, target, size in zip(*(column.tolist() for column in copies), strict=True):
+            ctypes.memmove(target, source, size)
+
+    return move
+
+
+def through_a_buffer(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
+    copies = staged.StagedCopies(pieces, slots, blocks_per_chunk, num_blocks)
+    return lambda kind, groups: copies(Job(1, kind, groups, size_bytes=0, begun=0.0))
+
+
+@pytest.fixture(params=[by_address, through_a_buffer], ids=lambda strategy: strategy.__name__)
+def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Move]:
+    monkeypatch.setattr(staged, "BUFFER_BYTES_MAX", 1_000)  # So that a request needs the buffer several times.
+    monkeypatch.setattr(strided, "RUN_BYTES_MIN", 100)  # So that each way is taken by some models.
+    monkeypatch.setattr(strided, "MEMMOVE_BYTES_MIN", 64)
+    return request.param
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(model=models(), data=st.data(), canonical_rows=st.booleans(), rank=st.integers(0, 3))
+def test_each_strategy_moves_what_copies_by_index_move(
+    model: Model, data: st.DataObject, canonical_rows: bool, rank: int, strategy: Callable[..., Move]
+) -> None:
+    layers, caches = model.allocate("cpu")
+    caches = in_a_group_of_four(model, layers, caches, rank)
+    layout = slot_layout(caches, model.blocks_per_chunk, canonical=canonical_rows)
+    slots = torch.empty((NUM_ROWS, layout.slot_bytes + 24), dtype=torch.int8)[:, 8 : 8 + layout.slot_bytes]
+    groups = data.draw(requests(model.config, model.blocks_per_chunk, NUM_ROWS))
+    pages = tuple(
+        pages_of(group, model.blocks_per_chunk, num_blocks=caches.num_blocks, num_rows=NUM_ROWS) for group in groups
+    )
+    pieces = pieces_of(caches, layout)
+    for kind in (Kind.STORE, Kind.LOAD):
+        assert moved(by_index, kind, pages, pieces, slots, model, layers) == moved(
+            strategy, kind, pages, pieces, slots, model, layers
+        )
+
+
+def in_a_group_of_four(model: Model, layers: dict, caches: CanonicalKVCaches, rank: int) -> CanonicalKVCaches:
+    """Four workers take turns with latent pages; the other pages are each one's own."""
+    parallel = ParallelConfig(tp_size=4, rank=rank)
+    return canonical_kv_caches(model.config, layers, model.axes, parallel=parallel)
+
+
+def moved(
+    strategy: Callable[..., Move],
+    kind: Kind,
+    pages: tuple[Pages, ...],
+    pieces: Pieces,
+    slots: torch.Tensor,
+    model: Model,
+    layers: dict,
+) -> list[bytes]:
+    for seed, memory in enumerate(storages(layers).values()):
+        fill(memory, seed)
+    rows = slots._base
+    fill(rows, 50)
+    strategy(pieces, slots, model.blocks_per_chunk, model.config.num_blocks)(kind, pages)
+    return [memory.numpy().tobytes() for memory in (*storages(layers).values(), rows)]
+
+
+@pytest.mark.parametrize("scattered", ["blocks", "rows", "both", "neither"])
+@pytest.mark.parametrize("blocks_per_chunk", [1, 3])
+def test_runs_are_assigned_and_scattered_pages_moved_one_by_one_or_in_tiles(
+    scattered: str, blocks_per_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes are the same whichever way is taken: the limits between them are moved so that each is."""
+    chunks, page_bytes = 8, 64
+    count = chunks * blocks_per_chunk
+    random = np.random.default_rng(7)
+    blocks = random.permutation(count) if scattered in ("blocks", "both") else np.arange(count)
+    rows = random.permutation(2 * chunks)[:chunks] if scattered in ("rows", "both") else np.arange(3, 3 + chunks)
+    cache = torch.empty((count, page_bytes), dtype=torch.int8)
+    fill(cache, 1)
+    for run_bytes_min, memmove_bytes_min in ((1 << 40, 1 << 40), (1 << 40, 0), (0, 0), (4 * page_bytes, 1 << 40)):
+        monkeypatch.setattr(strided, "RUN_BYTES_MIN", run_bytes_min)
+        monkeypatch.setattr(strided, "MEMMOVE_BYTES_MIN", memmove_bytes_min)
+        monkeypatch.setattr(strided, "TILE_BYTES", 200)
+        monkeypatch.setattr(strided, "CALL_BYTES_MAX", 300)
+        slots = torch.zeros((2 * chunks, blocks_per_chunk * page_bytes), dtype=torch.int8)
+        piece = Piece(cache, 0, page_bytes, 0, page_bytes, page_bytes, ())
+        pages = pages_of(GroupBlocks(blocks, rows), blocks_per_chunk, num_blocks=len(cache), num_rows=len(slots))
+        one = strided.strided(piece, slots, blocks_per_chunk, len(cache))
+        strided.copy_alike(Kind.STORE, [one], pages)
+        expected = torch.zeros_like(slots)
+        expected[rows] = cache[blocks].view(chunks, -1)
+        assert torch.equal(slots, expected)
+        before = cache.clone()
+        fill(cache, 2)
+        strided.copy_alike(Kind.LOAD, [one], pages)
+        assert torch.equal(cache, before)
+
+
+def test_neighbours_on_both_sides_are_one_copy() -> None:
+    columns = ([300, 100, 110, 500], [30, 10, 20, 40], [10, 10, 10, 10])
+    copies = joined(*(np.array(column) for column in columns))
+    assert [column.tolist() for column in copies] == [[100, 300, 500], [10, 30, 40], [20, 10, 10]]
+
+
+def test_layers_of_one_allocation_are_one_piece() -> None:
+    memory = torch.zeros((40, 6, 64), dtype=torch.int8)
+    caches = CanonicalKVCaches(tuple(memory.unbind(0)), ((),))
+    from kvtier.layout import DataRef
+    from kvtier.layout.mapping import own_part
+
+    refs = tuple(DataRef(layer, 64, (str(layer),), own_part(64, ParallelConfig())) for layer in range(40))
+    (pieces,) = pieces_of(caches._replace(groups=(refs,)), slot_layout(caches, 2))
+    assert [piece.repeats for piece in pieces] == [((40, 6 * 64, 2 * 64),)]
+
+
+def test_pieces_at_uneven_distances_stay_apart() -> None:
+    memory = torch.zeros(1_000, dtype=torch.int8)
+    starts = [0, 64, 128, 300, 200]  # Three at one distance; then on, and back again.
+    pieces = [Piece(memory, start, 8, start, 8, 8, ()) for start in starts]
+    from kvtier.transfer.pieces import _merged
+
+    assert [(piece.local, piece.page_bytes) for piece in _merged(pieces)] == [(0, 24), (300, 8), (200, 8)]
+
+
+class FakeRuntime:
+    """What cuda-python's runtime module offers, on host memory; it notes its calls."""
+
+    class cudaMemcpyAttributes:  # noqa: N801
+        srcAccessOrder: int  # noqa: N815
+
+    cudaMemcpySrcAccessOrder = int  # noqa: N815
+
+    def __init__(self, answer: int = 0) -> None:
+        self.answer = answer
+        self.calls: list[tuple[int, int, int]] = []
+
+    def cudaMemcpyBatchAsync(  # noqa: N802
+        self,
+        targets: list,
+        sources: list,
+        sizes: list,
+        count: int,
+        attributes: list,
+        starts: list,
+        kinds: int,
+        stream: int,
+    ) -> tuple[int]:
+        assert (starts, kinds, len(attributes)) == ([0], 1, 1)
+        self.calls.append((count, attributes[0].srcAccessOrder, stream))
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            ctypes.memmove(target, source, size)
+        return (self.answer,)
+
+
+def test_batched_copies_are_handed_over_as_cuda_python_takes_them() -> None:
+    source, target = torch.arange(64, dtype=torch.int8), torch.zeros(64, dtype=torch.int8)
+    starts = np.array([0, 16, 40])
+    copies = Descriptors(source.data_ptr() + starts, target.data_ptr() + starts, np.array([8, 8, 24]))
+    runtime = FakeRuntime()
+    copy = cuda._through(runtime)
+    copy(copies, 77, False)
+    copy(copies, 77, True)
+    assert runtime.calls == [(3, 1, 77), (3, 3, 77)]  # In stream order; at any time.
+    kept = [index for start, end in ((0, 8), (16, 24), (40, 64)) for index in range(start, end)]
+    assert target[kept].tolist() == kept
+    assert all(later > earlier for earlier, later in pairwise(kept))
+
+
+def test_a_refused_batch_is_an_error_with_cudas_answer() -> None:
+    copies = Descriptors(*(np.empty(0, dtype=np.int64) for _ in range(3)))
+    with pytest.raises(RuntimeError, match=r"cudaMemcpyBatchAsync of 0 copies: \(35,\)"):
+        cuda._through(FakeRuntime(answer=35))(copies, 0, False)
