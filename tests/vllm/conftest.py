@@ -58,8 +58,8 @@ def disk(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     """Whatever a test starts is gone when it ends: shared memory, runners' processes."""
-    from tests.vllm.leftovers import leftovers
+    from tests.vllm.leftovers import leftovers, wait_until_gone
 
     before = leftovers()
     yield
-    assert leftovers() - before == set()
+    assert wait_until_gone(before) == set()

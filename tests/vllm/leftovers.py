@@ -10,9 +10,9 @@ def shared_memory() -> set[str]:
     return {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if name.startswith(("kvtier-vllm-", "vllm_offload_"))}
 
 
-def runners() -> set[str]:
-    """Name the runners' processes of this user."""
-    found = set()
+def runners() -> set[int]:
+    """Return the process ids of this process's runners, and of those that nobody owns any more."""
+    found: set[int] = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             with open(f"/proc/{pid}/cmdline", "rb") as file:
@@ -22,13 +22,13 @@ def runners() -> set[str]:
         except OSError:  # It ended while we looked.
             continue
         if b"kvtier.bridge.child" in command and parent in (str(os.getpid()), "1"):
-            found.add(f"runner {pid}")
+            found.add(int(pid))
     return found
 
 
 def leftovers() -> set[str]:
-    """Name what is there now, after having given it time to go."""
-    return shared_memory() | runners()
+    """Name what is there now."""
+    return shared_memory() | {f"runner {pid}" for pid in runners()}
 
 
 def wait_until_gone(before: set[str]) -> set[str]:
