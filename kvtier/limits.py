@@ -21,7 +21,7 @@ class Breaker:
 
     def __init__(self, failures_max: int, cooldown_s: float, trial_chunks: int) -> None:
         self.state = BreakerState.CLOSED
-        self.opened = 0  # How often it opened: a counter for metrics.
+        self.opened = 0  # How often it opened.
         self._failures_max = failures_max
         self._cooldown_s = cooldown_s
         self._trial_chunks = trial_chunks

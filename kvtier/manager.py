@@ -115,8 +115,8 @@ class TieringOffloadingManager(SteppedManager):
     async def put(self, keys: Sequence[OffloadKey], chunks: Sequence[Chunk], *, request_id: str | None = None) -> int:
         """Store `chunks[i]` under `keys[i]`, in prefix order; return how many leading keys are in the primary now.
 
-        Waits for room in the primary and for budget of the tiers, so nothing is dropped on the way to them. Fewer than
-        all are stored only if the primary cannot hold more. Keys that are present keep their chunk. Without a
+        Waits for room in the primary and for budget of the tiers, so nothing is dropped for the lack of it, unless
+        transfers hang: these nobody waits for. Fewer than all are stored only if the primary cannot hold more. Keys that are present keep their chunk. Without a
         `request_id` the call is a request of its own.
 
         A cancelled call has stored some leading part. ValueError for a chunk of the wrong length: nothing was stored.
@@ -286,7 +286,7 @@ class TieringOffloadingManager(SteppedManager):
         """Give the caller's request, or one for this call alone."""
         self._check_open()
         if request_id is not None:
-            yield self._requests[request_id]
+            yield self._known(request_id)
             return
         own = f"#{next(self._ids)}"
         self.on_new_request(own)

@@ -100,6 +100,10 @@ class Metrics(Collector):
             for state in BreakerState:
                 breaker.add_metric((tier.spec.name, state.value), float(tier.breaker.state is state))
         yield breaker
+        opened = CounterMetricFamily("kvtier_tier_breaker_opened", "How often the breaker opened.", labels=("tier",))
+        for tier in tiers:
+            opened.add_metric((tier.spec.name,), tier.breaker.opened)
+        yield opened
 
     def _by_reason(self) -> Iterator[Metric]:
         labels = ("tier", "reason")

@@ -7,6 +7,7 @@ lent is reported as returned when it has really ended.
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -61,14 +62,24 @@ class RunnerTier(NamedTuple):
 class Runner:
     """One engine's tasks. All methods belong to the loop that it was made on."""
 
-    def __init__(self, tiers: Sequence[RunnerTier], region: Region, post: Callable[[Message], None]) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[RunnerTier],
+        region: Region,
+        post: Callable[[Message], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Take open tiers; `clock` times transfers (uvloop's own has milliseconds only)."""
         self._tiers = tiers
         self._region = region
         self._post = post
+        self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
         self._watchers: list[asyncio.Task[None]] = []
         self._acknowledged = [asyncio.Event() for _ in tiers]
         self._usage_at = [float("-inf")] * len(tiers)
+        self._usage_due: dict[int, asyncio.TimerHandle] = {}
+        self._closing = False
 
     def start(self) -> None:
         """Begin to report what the tiers hold."""
@@ -93,6 +104,9 @@ class Runner:
         """Close the tiers, wait at most `deadline_s` for what is under way, and return how much was left behind."""
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + deadline_s
+        self._closing = True
+        for due in self._usage_due.values():
+            due.cancel()
         for watcher in self._watchers:
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
@@ -128,19 +142,19 @@ class Runner:
     async def _transfer(self, action: Promote | Cascade, chunks: int, budget: Budget, call: Call) -> None:
         """Wait for budget, then for the call, each at most the tier's deadline, and post what came of it."""
         tier = self._tiers[action.tier]
-        begun = asyncio.get_running_loop().time()
+        begun = self._clock()
         size_bytes = chunks * self._region.row_bytes
         if not await _in_time(budget.acquire(size_bytes, chunks), tier.deadline_s):
-            self._post(_finished(action.id, _all(Code.DEADLINE, chunks), begun))
+            self._post(_finished(action.id, _all(Code.DEADLINE, chunks), self._clock() - begun))
             return
         task = asyncio.ensure_future(_listed(call))
         done, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
         budget.release(size_bytes, chunks)
         if done:
-            self._post(_finished(action.id, _outcome(task, chunks, tier.name), begun))
+            self._post(_finished(action.id, _outcome(task, chunks, tier.name), self._clock() - begun))
         else:
             logger.warning("tier %s: %d chunks ran out of time (%g s)", tier.name, chunks, tier.deadline_s)
-            self._post(_finished(action.id, _all(Code.DEADLINE, chunks), begun, lent=True))
+            self._post(_finished(action.id, _all(Code.DEADLINE, chunks), self._clock() - begun, lent=True))
             await asyncio.wait({task})
             _outcome(task, chunks, tier.name)
             self._post(Returned(action.id))
@@ -149,24 +163,24 @@ class Runner:
     async def _probe(self, action: Probe) -> None:
         """Ask; a tier that does not say in time is waited for all the same, so that its task is not lost."""
         tier, keys = self._tiers[action.tier], unpack_keys(action.keys)
-        begun = asyncio.get_running_loop().time()
+        begun = self._clock()
         task = asyncio.ensure_future(_listed(partial(tier.backend.probe, keys)))
         done, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
         present = b""
         if done and _completed(task, tier.name) and len(task.result()) == len(keys):
             present = bytes(map(bool, task.result()))
-        self._post(Answered(action.id, present, asyncio.get_running_loop().time() - begun))
+        self._post(Answered(action.id, present, self._clock() - begun))
         if not done:
             await asyncio.wait({task})
             _completed(task, tier.name)
 
     async def _delete(self, action: Delete) -> None:
         tier, keys = self._tiers[action.tier], unpack_keys(action.keys)
-        begun = asyncio.get_running_loop().time()
+        begun = self._clock()
         task = asyncio.ensure_future(_awaited(partial(tier.backend.delete, keys)))
         done, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
         failed = {} if done and _completed(task, tier.name) else _all(Code.UNAVAILABLE, len(keys))
-        self._post(_finished(action.id, failed, begun))
+        self._post(_finished(action.id, failed, self._clock() - begun))
         if not done:
             await asyncio.wait({task})
             _completed(task, tier.name)
@@ -197,11 +211,19 @@ class Runner:
             self._post(Scanned(index, complete=False))
 
     def _report_usage(self, index: int) -> None:
-        """Say how full a tier is, at most once in `USAGE_EVERY_S`."""
-        backend, now = self._tiers[index].backend, asyncio.get_running_loop().time()
-        if isinstance(backend, Measured) and now - self._usage_at[index] >= USAGE_EVERY_S:
-            self._usage_at[index] = now
-            self._post(TierUsage(index, *backend.occupancy()))
+        """Say how full a tier is, at most once in `USAGE_EVERY_S`: now, or when that is over."""
+        if self._closing or index in self._usage_due or not isinstance(self._tiers[index].backend, Measured):
+            return
+        loop = asyncio.get_running_loop()
+        due_at = max(loop.time(), self._usage_at[index] + USAGE_EVERY_S)
+        self._usage_due[index] = loop.call_at(due_at, self._post_usage, index)
+
+    def _post_usage(self, index: int) -> None:
+        del self._usage_due[index]
+        backend = self._tiers[index].backend
+        assert isinstance(backend, Measured)
+        self._usage_at[index] = asyncio.get_running_loop().time()
+        self._post(TierUsage(index, *backend.occupancy()))
 
 
 async def _in_time(work: Coroutine[Any, Any, None], deadline_s: float) -> bool:
@@ -255,6 +277,5 @@ def _all(code: Code, chunks: int) -> dict[int, Code]:
     return dict.fromkeys(range(chunks), code)
 
 
-def _finished(id_: int, failed: dict[int, Code], begun: float, *, lent: bool = False) -> Finished:
-    seconds = asyncio.get_running_loop().time() - begun
+def _finished(id_: int, failed: dict[int, Code], seconds: float, *, lent: bool = False) -> Finished:
     return Finished(id_, pack_rows(list(failed)), bytes(failed.values()), seconds, lent)

@@ -99,12 +99,7 @@ class SteppedManager:
         """Say where one key is, and have it on its way if a tier has it. A HIT holds until `end_step`."""
         if self._bridge.mailbox:
             self._receive()
-        try:
-            request = self._requests[request_id]
-        except KeyError:
-            self._check_open()
-            raise LookupError(f"request {request_id!r} is unknown: call on_new_request first") from None
-        return self.ledger.lookup(key, request)
+        return self.ledger.lookup(key, self._known(request_id))
 
     def source(self, key: OffloadKey, request_id: str) -> TierSpec | None:
         """Return the tier from which this request had a key promoted; None if it found it in the primary."""
@@ -184,10 +179,13 @@ class SteppedManager:
         self._check_open()
         until = time.monotonic() + self._deadline(deadline_s)
         self.ledger.outbox.clear()
-        while self.ledger.transfers.under_way and (left := until - time.monotonic()) > 0:
-            self._bridge.wait(left)
-            self._receive()
-        return self._reset()
+        try:
+            while self.ledger.transfers.under_way and (left := until - time.monotonic()) > 0:
+                self._bridge.wait(left)
+                self._receive()
+        finally:  # Interrupted, too: what was queued has been forgotten, and its rows with it.
+            clean = self._reset()
+        return clean
 
     def on_reset_flushed(self) -> None:
         """Say that the engine's workers no longer touch rows of before the reset: tiers may fill them again."""
@@ -223,6 +221,14 @@ class SteppedManager:
 
     def _deadline(self, deadline_s: float | None) -> float:
         return self.config.limits.close_s if deadline_s is None else deadline_s
+
+    def _known(self, request_id: str) -> Request:
+        """Return a request that has begun and not finished."""
+        try:
+            return self._requests[request_id]
+        except KeyError:
+            self._check_open()
+            raise LookupError(f"request {request_id!r} is unknown: call on_new_request first") from None
 
     def _request(self, request_id: str) -> Request:
         """Return the request; one that is over is treated as one without a past. `EngineClosed` after shutdown."""

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 from asyncio import StreamReader, StreamWriter
+from collections.abc import Awaitable
 
 import msgspec
 import uvloop
@@ -62,8 +63,13 @@ async def serve(owner_socket: socket.socket, region_fd: int) -> None:
         return
     config = msgspec.msgpack.decode(first, type=EngineConfig)
     region = Region.attach(region_fd, config.rows, config.row_bytes)
+    opening = asyncio.ensure_future(open_tiers(config))
+    coming = asyncio.ensure_future(read_frame(reader))  # The end, if it comes while a tier hangs in opening.
+    await asyncio.wait({opening, coming}, return_when=asyncio.FIRST_COMPLETED)
+    if not opening.done():
+        return
     try:
-        tiers = await open_tiers(config)
+        tiers = opening.result()
     except KVTierError as error:
         owner.post(OpenFailed(str(error), config=isinstance(error, ConfigError)))
         await owner.drain()
@@ -72,22 +78,24 @@ async def serve(owner_socket: socket.socket, region_fd: int) -> None:
     owner.post(Opened())
     runner.start()
     beating = asyncio.ensure_future(_beat(owner, config.limits.heartbeat_s / 2))
-    deadline_s = await _take(reader, runner)
+    deadline_s = await _take(coming, reader, runner)
     abandoned = await runner.aclose(deadline_s)
     beating.cancel()
     owner.post(Closed(abandoned))
     await owner.drain()
 
 
-async def _take(reader: StreamReader, runner: Runner) -> float:
+async def _take(coming: Awaitable[bytes | None], reader: StreamReader, runner: Runner) -> float:
     """Submit actions until it is time to close; return the deadline for that."""
-    while (body := await read_frame(reader)) is not None:
+    body = await coming
+    while body is not None:
         actions: list[Action] = []
         for action in actions_of(body):
             if isinstance(action, Close):
                 return action.deadline_s
             actions.append(action)
         runner.submit(actions)
+        body = await read_frame(reader)
     return ORPHAN_S
 
 

@@ -14,7 +14,8 @@ class InlineBridge(Bridge):
 
     def __init__(self, tiers: Sequence[RunnerTier], region: Region) -> None:
         super().__init__()
-        self._runner = Runner(tiers, region, lambda message: self._deliver((message,)))
+        clock = asyncio.get_running_loop().time  # In virtual time, too.
+        self._runner = Runner(tiers, region, lambda message: self._deliver((message,)), clock)
         self._runner.start()
         self._closing: asyncio.Task[int] | None = None
 

@@ -124,7 +124,13 @@ class _Finder:
                     f"{layer}: shape {tuple(cache.shape)} given, {blocks} blocks as axis {axis} "
                     f"of {self._axes[layer].shape} accepted"
                 )
-        return block_runs(layer, cache, axis, self._config.num_blocks)
+        runs = block_runs(layer, cache, axis, self._config.num_blocks)
+        if len(runs) > 2 * getattr(group.spec_of(layer), "num_kv_heads", 1):  # Keys and values of each head.
+            raise ConfigError(
+                f"{layer}: stride {cache.stride(axis)} of axis {axis}, its blocks, parts them into {len(runs)} pieces "
+                f"of {runs[0].extent_bytes:,} bytes (strides {tuple(cache.stride())}): only a copy could join them"
+            )
+        return runs
 
     def _states_run(self, layer: str, states: Sequence[torch.Tensor]) -> BlockRun:
         """Return the one run of pages that hold all states of a layer."""
@@ -149,6 +155,8 @@ class _Finder:
         return block_runs(layer, state, 0, self._config.num_blocks)
 
     def _pages(self, layer: str, storage: torch.Tensor, run: BlockRun, page_bytes: int, part: int) -> _Pages:
+        if self._config.num_blocks == 1:  # A single block's stride says nothing; layers that share it must agree.
+            run = run._replace(stride_bytes=max(page_bytes, run.extent_bytes))
         packed = self._config.num_blocks > 1 and run.stride_bytes > max(page_bytes, run.extent_bytes)
         if run.gap and not packed:
             raise ConfigError(f"{layer}: {run.gap}: only a copy could close the gap")

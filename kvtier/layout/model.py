@@ -15,7 +15,7 @@ from kvtier.layout.specs import LayerSpec, MambaSpec, UniformSpecs
 
 
 class KVCacheTensor(msgspec.Struct, frozen=True, kw_only=True):
-    """One allocation, of `num_blocks` pages, and the layers that use it: at most one of each group."""
+    """One allocation and the layers that use it: one of each group over the other or, packed, all of them in rows."""
 
     size_bytes: int
     shared_by: tuple[str, ...]

@@ -136,6 +136,11 @@ class Jobs:
             self._waiters[job_id] = _Waiter(loop, future)
         try:
             return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():  # Told in the tick of the cancel: nobody has heard.
+                with self._changed:
+                    self._results[job_id] = future.result()
+            raise
         finally:
             with self._changed:
                 self._waiters.pop(job_id, None)

@@ -2,9 +2,9 @@
 
     .venv/bin/python tests/benchmarks/transfer_rates.py [cpu | cuda]
 
-Writes how fast transfers are as parts of the memcpy's speed, the best of a few rounds in turn. On the CPU it is CPU time
-that counts, of all threads: neighbours on a busy machine then do not. On a CUDA device it is time on the clock, the
-memcpy is of pinned memory, and a copy for each page is there to compare with, too. Blocks and rows lie in order, blocks
+Writes how fast transfers are as parts of the memcpy's speed, the best of a few rounds in turn. On the CPU it is CPU
+time that counts, of all threads: neighbours on a busy machine then do not. On a CUDA device it is time on the clock,
+the memcpy is of pinned memory, and a copy for each page is there to compare with. Blocks and rows lie in order, blocks
 anywhere, or both anywhere; each layer has an allocation of its own, which is the hardest case.
 """
 
@@ -59,7 +59,7 @@ class Copies(NamedTuple):
     store: Callable[[], None]
     load: Callable[[], None]
     memcpy: Callable[[], None]
-    page_by_page: Callable[[], None]
+    page_by_page: Callable[[], None]  # On a CUDA device: torch's threads would blur what the CPU's others take.
 
 
 class Speeds(NamedTuple):
@@ -99,7 +99,7 @@ def copies(case: Case) -> Iterator[Copies]:
             lambda: see_through(worker.submit_store),
             lambda: see_through(worker.submit_load),
             plain_copy(case),
-            page_by_page(caches, memory.rows, blocks, rows),
+            page_by_page(caches, memory.rows, blocks, rows) if case.device == "cuda" else plain_copy(case),
         )
 
 
@@ -140,8 +140,7 @@ def page_by_page(
             place = slice(number * page_bytes, (number + 1) * page_bytes)
             for block, row in zip(blocks.tolist(), rows.tolist(), strict=True):
                 slots[row, place].copy_(tensor[block], non_blocking=True)
-        if caches.tensors[0].is_cuda:
-            torch.cuda.synchronize()
+        torch.cuda.synchronize()
 
     return copy
 
@@ -161,12 +160,12 @@ def speeds(case: Case, rounds: int = ROUNDS) -> Speeds:
 
 
 def main(device: str) -> None:
-    sys.stdout.write("parts of a plain memcpy's speed: store, load (a copy for each page)\n")
+    sys.stdout.write("parts of a plain memcpy's speed: store, load, on a CUDA device a copy for each page\n")
     for page_bytes in PAGE_SIZES:
         for layers in LAYERS:
             found = [speeds(Case(page_bytes, layers, place, device)) for place in PLACES]
             cells = [
-                f"{place} {each.store:.2f} {each.load:.2f} ({each.page_by_page:.2f})"
+                f"{place} {each.store:.2f} {each.load:.2f}" + f" {each.page_by_page:.2f}" * (device == "cuda")
                 for place, each in zip(PLACES, found, strict=True)
             ]
             rate = max(each.memcpy_bytes_per_s for each in found) / 1e9

@@ -35,14 +35,14 @@ def nothing_left() -> Iterator[None]:
     yield
 
     def left() -> dict[str, set[Any]]:
-        gc.collect()
         return {what: extra for what, now in held().items() if (extra := now - before[what])}
 
-    deadline = threading.Event()
+    pause = threading.Event()
     for _ in range(int(PATIENCE_S / 0.01)):
         if not left():
             return
-        deadline.wait(0.01)
+        gc.collect()
+        pause.wait(0.01)
     assert not left()
 
 

@@ -1,6 +1,7 @@
 """What tests of whole engines have in common: keys and chunks that tell whose they are, and how to wait."""
 
 import asyncio
+import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.manager import TieringOffloadingManager
 
 CHUNK_BYTES = 4_096
-PATIENCE_S = 20.0  # For what must happen: a machine under load may take its time.
+PATIENCE_S = 60.0  # For what must happen: a machine under load may take its time.
 
 FAULTY = "kvtier.testing.faults:FaultyBackend"
 
@@ -72,6 +73,31 @@ def settled(engine: TieringOffloadingManager) -> bool:
 async def at_rest(engine: TieringOffloadingManager) -> bool:
     """Wait for what is under way, and say whether nothing was left."""
     return await engine.drained() and settled(engine)
+
+
+async def client(
+    engine: TieringOffloadingManager, dice: random.Random, done: list[int], *, think_s: float = 1.0
+) -> None:
+    """Serve some requests with shared prefixes: fetch, hold every byte against what it must be, compute the rest."""
+    for _ in range(6):
+        first = dice.choice([0, 0, 100, 200])
+        numbers = range(first, first + dice.randrange(1, 8))
+        run = await found(engine, numbers)
+        await asyncio.sleep(dice.choice([0, 0.01, 1.0]) * think_s)
+        await put(engine, numbers[run:])
+        if dice.random() < 0.1:
+            await engine.delete([key(number) for number in numbers[-2:]])
+        done.append(run)
+
+
+async def impatient(engine: TieringOffloadingManager, dice: random.Random, done: list[int], *, wait_s: float) -> None:
+    """Be a client that is cancelled at some moment."""
+    task = asyncio.ensure_future(client(engine, dice, []))
+    await asyncio.sleep(dice.uniform(0, wait_s))
+    task.cancel()
+    await asyncio.wait([task])
+    assert task.cancelled() or not task.exception()
+    done.append(0)
 
 
 def children() -> set[int]:

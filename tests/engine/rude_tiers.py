@@ -110,3 +110,9 @@ class HangsInAThread(DummyBackend):
     async def aclose(self, deadline_s):
         await super().aclose(0)
         return Abandoned(await self._lanes.aclose(deadline_s))
+
+
+class HangsAtOpening(DummyBackend):
+    @classmethod
+    async def open(cls, options: msgspec.Struct, context):
+        return await in_thread(Lanes(1, "hung"), time.sleep, 3_600)

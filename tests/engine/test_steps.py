@@ -1,6 +1,9 @@
 """The step protocol, as a synchronous engine drives it: nothing waits, and everything arrives in the end."""
 
+import signal
+import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -16,6 +19,22 @@ DUMMY = {"type": "dummy"}
 @pytest.fixture(params=["thread", "process"])
 def runner(request):
     return request.param
+
+
+@pytest.fixture
+def interrupted():
+    """Interrupt the main thread as Ctrl-C does."""
+
+    @contextmanager
+    def interrupted(after_s):
+        timer = threading.Timer(after_s, signal.raise_signal, (signal.SIGINT,))
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.join()
+
+    return interrupted
 
 
 def store(engine, numbers, request_id):
@@ -197,6 +216,22 @@ def test_a_reset_in_the_middle_of_a_load_leaves_no_row_lost(start_engine, runner
     engine.on_reset_flushed()
     assert settled(engine)
     assert prefix(engine, [1, 2], "again") == 2
+
+
+def test_a_reset_that_is_interrupted_is_a_reset_all_the_same(start_engine, runner, interrupted):
+    slow = {"type": "dummy", "latency_s": 0.5}
+    engine = start_engine(4, slow, runner=runner, limits={"cascade_share": 1.0})
+    engine.on_new_request("r")
+    store(engine, [1, 2], "r")
+    engine.end_step()
+    store(engine, [3], "r")
+    with pytest.raises(KeyboardInterrupt), interrupted(after_s=0.05):
+        engine.reset()
+    assert engine.ledger.primary.rows_free == 2
+    deadline = time.monotonic() + PATIENCE_S
+    while not settled(engine):
+        assert time.monotonic() < deadline
+        engine.end_step()
 
 
 def test_a_tier_that_others_use_is_asked(start_engine, runner):

@@ -9,7 +9,7 @@ from kvtier.config import EngineConfig
 from kvtier.errors import EngineClosed
 from kvtier.manager import TieringOffloadingManager
 from kvtier.testing.virtual_time import run
-from tests.engine.kit import CHUNK_BYTES, FAULTY, describe, found, key, put, settled
+from tests.engine.kit import CHUNK_BYTES, FAULTY, client, describe, found, impatient, key, put, settled
 
 SEEDS = range(200)
 
@@ -93,6 +93,20 @@ async def test_a_lease_that_nobody_uses_ends(open_engine):
     assert engine.ledger.leases.rows == 0
 
 
+@pytest.mark.virtual_time
+async def test_how_full_a_tier_is_is_told_about_once_a_second_and_at_last(open_engine):
+    engine = await open_engine(8, {"type": "dummy", "latency_s": 0.1})
+    (tier,) = engine.ledger.tiers
+    told = []
+    for number in range(30):
+        await put(engine, [number])
+        await engine.drained()
+        told.append(tier.chunks)
+    assert len(set(told)) <= 5
+    await asyncio.sleep(1)
+    assert (tier.chunks, tier.used_bytes) == (30, 30 * CHUNK_BYTES)
+
+
 # The simulation: clients, tiers and faults that follow from a seed.
 
 
@@ -138,29 +152,6 @@ def tier(dice: random.Random, index: int) -> dict[str, object]:
     }
 
 
-async def client(engine: TieringOffloadingManager, dice: random.Random, done: list[int]) -> None:
-    """Serve some requests with shared prefixes: fetch, hold every byte against what it must be, compute the rest."""
-    for _ in range(6):
-        first = dice.choice([0, 0, 100, 200])
-        numbers = range(first, first + dice.randrange(1, 8))
-        run = await found(engine, numbers)
-        await asyncio.sleep(dice.choice([0, 0.01, 1.0]))
-        await put(engine, numbers[run:])
-        if dice.random() < 0.1:
-            await engine.delete([key(number) for number in numbers[-2:]])
-        done.append(run)
-
-
-async def impatient(engine: TieringOffloadingManager, dice: random.Random, done: list[int]) -> None:
-    """Be a client that is cancelled at some moment."""
-    task = asyncio.ensure_future(client(engine, dice, []))
-    await asyncio.sleep(dice.uniform(0, 5))
-    task.cancel()
-    await asyncio.wait([task])
-    assert task.cancelled() or not task.exception()
-    done.append(0)
-
-
 async def simulate(seed: int) -> list[object]:
     """Run an engine under faults to its end; give what can be told of it."""
     dice = random.Random(seed)
@@ -170,7 +161,7 @@ async def simulate(seed: int) -> list[object]:
         for number in range(5):
             clients.create_task(client(engine, random.Random(f"{seed} {number}"), done))
         for number in range(2):
-            clients.create_task(impatient(engine, random.Random(f"{seed} impatient {number}"), done))
+            clients.create_task(impatient(engine, random.Random(f"{seed} impatient {number}"), done, wait_s=5.0))
         if dice.random() < 0.3:
             await asyncio.sleep(dice.uniform(0, 5))
             await engine.areset(deadline_s=dice.choice([0.1, 10.0]))

@@ -296,6 +296,19 @@ async def test_an_inline_engine_cannot_be_shut_down_without_its_loop_but_it_can_
         await put(engine, [2])
 
 
+async def test_calls_may_belong_to_a_request_of_the_callers(open_engine):
+    engine = await open_engine(4, SLOW)
+    with pytest.raises(LookupError, match="'r' is unknown: call on_new_request"):
+        await engine.put([key(1)], [chunk(1)], request_id="r")
+    engine.on_new_request("r", [])
+    assert await engine.put([key(1)], [chunk(1)], request_id="r") == 1
+    async with engine.fetch([key(1)], request_id="r") as rows:
+        assert [bytes(row) for row in rows] == [chunk(1)]
+    engine.on_request_finished("r")
+    assert engine.ledger.tiers[0].counters.stored == 0
+    assert await at_rest(engine)
+
+
 async def test_wrong_chunks_are_refused_before_anything_is_stored(open_engine):
     engine = await open_engine(4)
     with pytest.raises(ValueError, match="4,095 bytes, not 4,096"):

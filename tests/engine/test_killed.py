@@ -1,0 +1,277 @@
+"""Processes killed, stopped and interrupted: no wrong byte, nothing left behind, and the engine goes on."""
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from kvtier.manager import TieringOffloadingManager
+from tests.engine.kit import (
+    FAULTY,
+    PATIENCE_S,
+    at_rest,
+    children,
+    describe,
+    found,
+    put,
+    settled,
+    until,
+)
+
+
+@pytest.fixture
+def disk(tmp_path):
+    return {"type": "fs", "root": str(tmp_path / "tier"), "load_lanes": 1, "store_lanes": 1}
+
+
+def slow(disk, **changes):
+    """Describe a tier on disk whose calls take a moment, so that they can be interrupted."""
+    return {"type": FAULTY, "inner": disk, "faults": {"delay": 1.0, "delay_s": 0.03}} | changes
+
+
+async def kill(engine, how=signal.SIGKILL):
+    """Kill the runner that is up."""
+    (runner,) = children()
+    lost = engine.runners_lost
+    os.kill(runner, how)
+    await until(lambda: engine.runners_lost > lost, engine)
+
+
+async def until_serving(engine, number):
+    """Wait until a chunk that only the tier has comes."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not await found(engine, [number]):
+            await engine.drained()
+
+
+async def test_a_runner_killed_in_mid_transfer_costs_hits_and_no_byte(open_engine, disk):
+    engine = await open_engine(16, slow(disk), runner="process", limits={"action_chunks": 2})
+    for first in range(0, 48, 8):
+        assert await put(engine, range(first, first + 8)) == 8
+    assert await engine.drained()
+    dice = random.Random(10)
+    (tier,) = engine.ledger.tiers
+    for turn in range(10):
+        calls = [asyncio.ensure_future(found(engine, range(first, first + 4))) for first in range(0, 48, 12)]
+        calls += [asyncio.ensure_future(put(engine, range(100 + 4 * turn, 104 + 4 * turn)))]
+        await until(lambda: tier.loading or all(call.done() for call in calls))  # noqa: B023  # Asked at once.
+        await asyncio.sleep(dice.uniform(0, 0.01))
+        await kill(engine)
+        await asyncio.gather(*calls)
+        await engine.areset()
+        await until_serving(engine, 0)
+    assert engine.runners_lost == 10
+    assert tier.counters.failures["lost"] > 0
+    await until(lambda: settled(engine), engine)
+    assert [await found(engine, range(first, first + 8)) for first in range(0, 48, 8)] == [8] * 6
+
+
+async def test_what_a_killed_runner_kept_in_memory_is_a_miss(open_engine):
+    engine = await open_engine(4, {"type": "dummy"}, runner="process")
+    await put(engine, [1, 2])
+    await put(engine, [3, 4, 5, 6])
+    assert await engine.drained()
+    await kill(engine)
+    assert await found(engine, [1]) == 0
+    assert await found(engine, [3, 4]) == 2
+    assert await put(engine, [1, 2]) == 2
+    async with asyncio.timeout(PATIENCE_S):
+        number = 100
+        while not engine.ledger.tiers[0].counters.stored > 6:
+            await put(engine, [number])
+            await engine.drained()
+            number += 1
+    assert await at_rest(engine)
+
+
+async def test_a_runner_that_hangs_is_replaced_for_its_silence(open_engine, disk):
+    engine = await open_engine(4, disk, runner="process", limits={"heartbeat_s": 0.5})
+    await put(engine, [1])
+    await put(engine, [2, 3, 4, 5])
+    assert await engine.drained()
+    await kill(engine, signal.SIGSTOP)
+    await until_serving(engine, 1)
+    await until(lambda: settled(engine), engine)
+
+
+async def test_a_runner_that_holds_too_many_rows_is_replaced_and_its_rows_come_back(open_engine, disk):
+    hung = {"type": FAULTY, "inner": disk, "script": {"store": ["hang"]}, "limits": {"deadline_s": 0.05}}
+    engine = await open_engine(8, hung, runner="process", limits={"quarantine_share": 0.2})
+    await put(engine, [1, 2])
+    await until(lambda: engine.runners_lost == 1, engine)
+    await until(lambda: settled(engine), engine)
+    assert await found(engine, [1, 2]) == 2
+    assert await put(engine, range(10, 18)) == 8
+
+
+async def test_a_runner_that_holds_few_rows_is_left_alone(open_engine, disk):
+    hung = {"type": FAULTY, "inner": disk, "script": {"store": ["hang"]}, "limits": {"deadline_s": 0.05}}
+    engine = await open_engine(
+        8, hung | {"faults": {"hang_s": 0.5}}, runner="process", limits={"quarantine_share": 0.5}
+    )
+    await put(engine, [1, 2])
+    await until(lambda: engine.ledger.transfers.overdue, engine)
+    await until(lambda: settled(engine), engine)
+    assert engine.runners_lost == 0
+
+
+async def test_while_no_runner_can_be_started_the_primary_serves_and_the_tier_comes_back(open_engine, tmp_path):
+    mount = tmp_path / "mount"
+    mount.mkdir()
+    engine = await open_engine(4, {"type": "fs", "root": str(mount / "tier")}, runner="process")
+    await put(engine, [1])
+    await put(engine, [2, 3, 4, 5])
+    assert await engine.drained()
+    mount.rename(tmp_path / "away")
+    await kill(engine)
+    assert await found(engine, [2, 3, 4]) == 3
+    assert await found(engine, [1]) == 0
+    assert await put(engine, [6]) == 1
+    assert engine.ledger.tiers[0].counters.dropped == {"runner": 1}
+    (tmp_path / "away").rename(mount)
+    await until_serving(engine, 1)
+
+
+# Owners that are killed or interrupted.
+
+OWNER = """
+import signal, sys
+from tests.engine.kit import children, chunk, describe, key
+from kvtier.manager import TieringOffloadingManager
+
+def store(numbers):
+    engine.on_new_request(f"{numbers}")
+    plan = engine.prepare_store([key(number) for number in numbers], f"{numbers}")
+    for number, row in zip(numbers, plan.rows):
+        engine.region.row(row)[:] = chunk(number)
+    engine.complete_store(plan.keys, f"{numbers}")
+    engine.end_step()
+    engine.on_request_finished(f"{numbers}")
+
+tier = eval(sys.argv[1])
+if sys.argv[2] == "opening":
+    print("opening", flush=True)
+engine = TieringOffloadingManager.start(describe(64, tier, runner="process"))
+if sys.argv[2] == "stores":
+    print(*children(), flush=True)
+    for number in range(0, 1 << 30, 8):
+        store(range(number, number + 8))
+        while not engine.ledger.outbox.room(8):
+            engine.drain(0.01)
+if sys.argv[2] == "waits":
+    store(range(8))
+    try:
+        print(*children(), flush=True)
+        signal.pause()
+    except KeyboardInterrupt:
+        store(range(8, 16))
+        engine.drain()
+        print(engine.ledger.tiers[0].counters.stored, engine.runners_lost, flush=True)
+    engine.shutdown()
+"""
+
+
+@pytest.fixture
+def owner():
+    """Start an owner with a runner in a process group of their own; both are killed at the end."""
+    started = []
+
+    def start(tier, does):
+        owner = subprocess.Popen(
+            [sys.executable, "-c", OWNER, repr(tier), does],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+            start_new_session=True,
+        )
+        started.append(owner)
+        return owner
+
+    yield start
+    for owner in started:
+        with suppress(ProcessLookupError):
+            os.killpg(owner.pid, signal.SIGKILL)
+        owner.wait()
+        owner.stdout.close()
+
+
+def processes(group):
+    """Name the living processes of a group."""
+    living = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, process_group = stat.read_text().rpartition(")")[2].split()[:3]
+        except OSError:
+            continue  # It has just ended.
+        if int(process_group) == group and state not in "ZX":
+            living.add(int(stat.parent.name))
+    return living
+
+
+def gone(group):
+    """Wait until every process of a group has ended."""
+    ends = time.monotonic() + PATIENCE_S
+    while living := processes(group):
+        assert time.monotonic() < ends, living
+        time.sleep(0.01)
+    return True
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_owner_that_is_killed_leaves_no_process_and_no_temporary(owner, disk, seed):
+    killed = owner(disk, "stores")
+    assert killed.stdout.readline().strip()
+    time.sleep(random.Random(seed).uniform(0, 0.2))  # At some moment, not for something.
+    killed.kill()
+    killed.wait()
+    assert gone(killed.pid)
+    files = [path for path in Path(disk["root"]).rglob("*") if path.is_file()]
+    assert {path.suffix for path in files} <= {".bin", ".json"}
+
+
+@pytest.mark.parametrize(("tier", "does"), [("HangsInAThread", "stores"), ("HangsAtOpening", "opening")])
+def test_a_runner_that_hangs_does_not_outlive_its_owner(owner, tier, does):
+    killed = owner({"type": f"tests.engine.rude_tiers:{tier}"}, does)
+    assert killed.stdout.readline().strip()
+    deadline = time.monotonic() + PATIENCE_S
+    while len(processes(killed.pid)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    time.sleep(0.3)  # So that it hangs; if it does not yet, the test is only easier.
+    killed.kill()
+    killed.wait()
+    assert gone(killed.pid)
+
+
+def test_what_a_killed_owner_was_told_was_stored_is_there_for_the_next_one(owner, disk):
+    killed = owner(disk, "waits")
+    assert killed.stdout.readline().strip()
+    deadline = time.monotonic() + PATIENCE_S
+    while len(list(Path(disk["root"]).rglob("*.bin"))) < 8:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    killed.kill()
+    killed.wait()
+    assert gone(killed.pid)
+
+    async def look() -> int:
+        async with await TieringOffloadingManager.open(describe(64, disk)) as engine:
+            return await found(engine, range(9))
+
+    assert asyncio.run(look()) == 8
+
+
+def test_an_interrupt_is_the_owners_to_handle(owner, disk):
+    interrupted = owner(disk, "waits")
+    assert interrupted.stdout.readline().strip()
+    os.killpg(interrupted.pid, signal.SIGINT)
+    assert interrupted.stdout.readline().split() == ["16", "0"]
+    assert interrupted.wait(PATIENCE_S) == 0
+    assert gone(interrupted.pid)
