@@ -7,9 +7,8 @@ from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingWorker
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from kvtier.integrations.vllm.pages import page_copies
 from kvtier.integrations.vllm.rows import RowPlan
-from kvtier.integrations.vllm.worker import CpuWorker
+from kvtier.integrations.vllm.worker import VllmWorker
 
 
 class TieringOnCpu(TieringOffloadingSpec):
@@ -31,9 +30,7 @@ class TieringOnCpu(TieringOffloadingSpec):
             copies = 1 if self.replicated_layout else parallel.world_size
             plan = RowPlan(self.cpu_page_size_per_worker, copies, self.config.canonical_layout, rank)
             rows = region.base_tensor.view(self.num_chunks, -1)
-            self._worker = CpuWorker(
-                page_copies(kv_caches, rows, plan, self.blocks_per_chunk), self.blocks_per_chunk, region.cleanup
-            )
+            self._worker = VllmWorker(kv_caches, rows, plan, self.blocks_per_chunk, region.cleanup)
         return self._worker
 
 

@@ -1,99 +1,105 @@
-"""A worker's side: copies between rows and the KV cache that vLLM registered.
+"""A worker's side: kvtier's transfers between rows and KV cache, as vLLM submits, polls and awaits them."""
 
-On the CPU platform both are host memory, and a copy is done when it is submitted: vLLM submits loads before the forward
-pass that reads them, and stores after the one that wrote them.
-"""
-
-import time
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-import torch
 from typing_extensions import override
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
-    CanonicalKVCaches,
     GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingWorker,
     TransferResult,
 )
+from vllm.v1.kv_offload.base import CanonicalKVCaches as VllmKVCaches
 
-from kvtier.integrations.vllm.pages import Copy, Places, page_copies
+from kvtier.integrations.vllm.caches import canonical_caches
 from kvtier.integrations.vllm.rows import RowPlan
 from kvtier.region import Region
-from kvtier_backends.cpu import CpuMemory
+from kvtier.transfer import GroupBlocks, TransferWorker
+from kvtier_backends.cpu import CpuMemory, cuda_runtime
+
+if TYPE_CHECKING:
+    import torch
 
 
-def make_worker(
-    kv_caches: CanonicalKVCaches, region: Region, plan: RowPlan, blocks_per_chunk: int
-) -> OffloadingWorker:
-    """Make the worker for the device that the KV cache is on; it owns the region from now on."""
-    memory = CpuMemory(region)
+def make_worker(kv_caches: VllmKVCaches, region: Region, plan: RowPlan, blocks_per_chunk: int) -> OffloadingWorker:
+    """Make the worker for the device that the KV cache is on; it owns the region from now on.
+
+    The rows are pinned where that device is a CUDA one.
+    """
+    memory = CpuMemory(region, pin_with=cuda_runtime() if kv_caches.tensors[0].tensor.is_cuda else None)
 
     def release() -> None:
         memory.close()
         region.close()
 
-    return CpuWorker(page_copies(kv_caches, memory.rows, plan, blocks_per_chunk), blocks_per_chunk, release)
+    return VllmWorker(kv_caches, memory.rows, plan, blocks_per_chunk, release)
 
 
-class CpuWorker(OffloadingWorker):
-    """Copies at once, on the caller's thread."""
+class VllmWorker(OffloadingWorker):
+    """Transfers of one worker. vLLM takes no failure for an answer, so a failed one is raised: see `get_finished`."""
 
-    def __init__(self, copies: list[list[Copy]], blocks_per_chunk: int, release: Callable[[], None]) -> None:
-        """`copies` are each KV-cache group's; `release` gives the rows back, at the end."""
-        self._copies = copies
+    def __init__(
+        self,
+        kv_caches: VllmKVCaches,
+        rows: "torch.Tensor",
+        plan: RowPlan,
+        blocks_per_chunk: int,
+        release: Callable[[], None],
+    ) -> None:
+        """`rows` is (rows, row_bytes), int8; `release` gives it back, when nothing copies any more."""
+        slots = rows if plan.canonical else rows[:, plan.slot_start : plan.slot_start + plan.worker_chunk_bytes]
+        self._transfers = TransferWorker(
+            canonical_caches(kv_caches), slots, blocks_per_chunk=blocks_per_chunk, canonical=plan.canonical
+        )
         self._blocks_per_chunk = blocks_per_chunk
         self._release = release
-        self._finished: list[TransferResult] = []
 
     @override
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        return self._transfer(job_id, src_spec, dst_spec, Copy.store)
+        self._transfers.submit_store(job_id, list(self._groups(src_spec, dst_spec)))
+        return True
 
     @override
     def submit_load(
-        self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,  # vLLM 0.33's; loads never queue behind stores.
     ) -> bool:
-        return self._transfer(job_id, dst_spec, src_spec, Copy.load)
+        self._transfers.submit_load(job_id, list(self._groups(dst_spec, src_spec)))
+        return True
 
     @override
     def get_finished(self) -> list[TransferResult]:
-        finished, self._finished = self._finished, []
-        return finished
+        """Return what has ended. Raises `TransferFailed` for a copy that failed.
+
+        A block that was not loaded, or a row that was not stored, must not be taken for one that was; vLLM 0.32 and
+        0.33 have no way to be told so, and stop at an assertion. This says what happened.
+        """
+        results = self._transfers.poll()
+        for result in results:
+            if result.error is not None:
+                raise result.error
+        return [TransferResult(result.job_id, True, result.size_bytes, result.seconds) for result in results]
 
     @override
     def wait(self, job_ids: set[int]) -> None:
-        """Nothing is ever under way."""
+        self._transfers.wait(job_ids)
 
     @override
     def shutdown(self) -> None:
-        self._copies.clear()  # They hold views of the rows.
+        self._transfers.close()
         self._release()
 
-    def _transfer(
-        self, job_id: int, blocks: GPULoadStoreSpec, rows: LoadStoreSpec, copy: Callable[[Copy, Places], int]
-    ) -> bool:
-        """Copy a job's blocks, group by group; never fails but by a bug, since vLLM takes no failure for an answer."""
+    def _groups(self, blocks: GPULoadStoreSpec, rows: LoadStoreSpec) -> Iterator[GroupBlocks]:
+        """Part a job's blocks and rows into groups: a group's first chunk may begin before its first block."""
         assert isinstance(rows, BlockIDsLoadStoreSpec), rows
-        begun = time.perf_counter()
-        size_bytes = 0
-        for places, copies in zip(self._places(blocks, rows), self._copies, strict=True):
-            if len(places.blocks):
-                size_bytes += sum(copy(each, places) for each in copies)
-        seconds = time.perf_counter() - begun
-        self._finished.append(TransferResult(job_id, True, size_bytes, seconds))
-        return True
-
-    def _places(self, blocks: GPULoadStoreSpec, rows: BlockIDsLoadStoreSpec) -> Iterator[Places]:
-        """Pair blocks with pages of rows: group by group, each beginning in the middle of a row where its chunk does."""
-        pages_a_row = self._blocks_per_chunk
-        block_ids, row_ids = torch.from_numpy(blocks.block_ids), torch.from_numpy(rows.block_ids)
         block, row = 0, 0
         for count, first in zip(blocks.group_sizes, blocks.block_indices, strict=True):
-            page = torch.arange(count) + first % pages_a_row
-            row_of = torch.div(page, pages_a_row, rounding_mode="floor")
-            yield Places(block_ids[block : block + count].long(), row_ids[row + row_of].long(), page % pages_a_row)
-            block += count
-            row += -(-(count + first % pages_a_row) // pages_a_row) if count else 0
-        assert (block, row) == (len(block_ids), len(row_ids)), "blocks and rows do not match"
+            chunks = -(-(count + first % self._blocks_per_chunk) // self._blocks_per_chunk) if count else 0
+            yield GroupBlocks(blocks.block_ids[block : block + count], rows.block_ids[row : row + chunks], first)
+            block, row = block + count, row + chunks
+        assert row == len(rows.block_ids), f"{len(rows.block_ids)} rows for blocks of {row} chunks"
