@@ -20,7 +20,13 @@ class Media:
 
     def source(self, tier: TierSpec | None) -> CacheHitSource:
         """Say where a hit came from: the primary if no tier is given."""
-        return _SOURCES[Medium.CPU if tier is None else _medium(tier)]
+        return _SOURCES[Medium.CPU if tier is None else self.medium(tier)]
+
+    def medium(self, tier: TierSpec) -> Medium:
+        return Medium.STORAGE if tier.medium is None else Medium(tier.medium)
+
+    def locality(self, tier: TierSpec) -> Locality | None:
+        return None if tier.locality is None else Locality(tier.locality)
 
     def event(self, event: Event) -> OffloadingEvent:
         """Translate a stored or removed event."""
@@ -28,12 +34,11 @@ class Media:
         if event.tier == PRIMARY_NAME:
             return OffloadingEvent(list(event.keys), Medium.CPU, removed)
         tier = self._tiers[event.tier]
-        locality = None if tier.spec.locality is None else Locality(tier.spec.locality)
         return OffloadingEvent(
             list(event.keys),
-            _medium(tier.spec),
+            self.medium(tier.spec),
             removed,
-            locality=locality,
+            locality=self.locality(tier.spec),
             ownership=event.tier,
             removal_expected=tier.reports,  # Else vLLM would keep the chunk's description for ever.
         )
@@ -43,6 +48,3 @@ def offloading_events(events: Iterable[Event], media: Media) -> Iterator[Offload
     """Translate events; failures stay kvtier's own, since nothing that was announced became untrue."""
     return (media.event(event) for event in events if event.kind is not EventKind.FAILED)
 
-
-def _medium(tier: TierSpec) -> Medium:
-    return Medium.STORAGE if tier.medium is None else Medium(tier.medium)

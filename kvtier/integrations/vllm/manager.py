@@ -26,7 +26,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.integrations.vllm.events import Media, offloading_events
 from kvtier.integrations.vllm.facts import config_info
-from kvtier.integrations.vllm.stats import Stats, TransferTimes
+from kvtier.integrations.vllm.stats import Stats, TransferTimes, engine_counters, engine_gauges
 from kvtier.keys import OffloadKey as Key
 from kvtier.ledger import LookupResult as Found
 from kvtier.manager import TieringOffloadingManager
@@ -52,7 +52,7 @@ class VllmManager(OffloadingManager):
         """Take over an engine, whose observer `times` is; `shutdown` ends it."""
         self.engine = engine
         self._media = Media(engine.ledger.tiers)
-        self._stats = Stats(engine, times)
+        self._stats = Stats(lambda: engine_counters(engine), lambda: engine_gauges(engine), times)
         self._flush = _Flush()
 
     # Requests.

@@ -1,14 +1,16 @@
 """What a user may write into `kv_connector_extra_config`, and the engine's configuration that follows from it."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from kvtier.config import Checked, EngineConfig, EngineLimits, PositiveSize, TierConfig
+from kvtier.backend import Durability
+from kvtier.config import Checked, EngineConfig, EngineLimits, PositiveSize, TierConfig, TierLimits
 from kvtier.fields import decode
 from kvtier.integrations.vllm.rows import RowPlan
 from kvtier.namespace import Namespace
+from kvtier.registry import backend_class
 
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -63,10 +65,63 @@ def engine_config(options: VllmOptions, plan: RowPlan, namespace: Namespace, *, 
         "cpu_bytes_to_use": options.cpu_bytes_to_use,
         "chunk_bytes": plan.chunk_bytes,
         "eviction_policy": options.eviction_policy,
-        "secondary_tiers": options.secondary_tiers,
+        "secondary_tiers": tuple(map(_with_medium, options.secondary_tiers)),
         "runner": options.runner,
         "namespace": namespace,
         "limits": options.limits,
         "events": events,
     }
     return decode(EngineConfig, given, WHERE)
+
+
+class SecondaryOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One kvtier tier behind vLLM's own manager: every key that is no field here is the tier's own."""
+
+    rest: ClassVar[str | None] = "options"
+
+    backend: Text
+    """The tier's type, as `kvtier.registry` knows it."""
+
+    name: str = ""
+    limits: TierLimits = TierLimits()
+    request_level: bool = False
+    medium: Literal["CPU", "STORAGE"] | None = None
+    locality: Literal["LOCAL", "REMOTE"] | None = None
+    runner: Literal["process", "thread"] = "process"
+    enable_kv_events: bool = False
+    interop: Literal["vllm"] | None = None
+    revision: Text | None = None
+    options: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+
+
+def read_secondary_options(given: Mapping[str, Any]) -> SecondaryOptions:
+    """Decode a tier's configuration, without vLLM's own fields; `ConfigError` names what is wrong in it."""
+    return decode(SecondaryOptions, dict(given), "secondary_tiers[]")
+
+
+def secondary_config(options: SecondaryOptions, namespace: Namespace, *, rows: int, row_bytes: int) -> EngineConfig:
+    """Return the configuration of a runner with one tier, over rows that are vLLM's."""
+    tier = TierConfig(
+        type=options.backend,
+        name=options.name or f"kvtier:{options.backend}",
+        limits=options.limits,
+        request_level=options.request_level,
+        medium=options.medium,
+        locality=options.locality,
+        options=options.options,
+    )
+    return EngineConfig(
+        cpu_bytes_to_use=rows * row_bytes,
+        chunk_bytes=row_bytes,
+        secondary_tiers=(_with_medium(tier),),
+        runner=options.runner,
+        namespace=namespace,
+    )
+
+
+def _with_medium(tier: TierConfig) -> TierConfig:
+    """Name the medium of a tier that does not: vLLM's requests may choose by it, and its events carry it."""
+    if tier.medium is not None:
+        return tier
+    memory = backend_class(tier.type).durability is Durability.PROCESS
+    return msgspec.structs.replace(tier, medium="CPU" if memory else "STORAGE")

@@ -4,7 +4,7 @@ vLLM carries observations, not totals: counters leave as what was added since th
 It asks once a step, so that nothing here may cost more than some dozen comparisons.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -37,6 +37,7 @@ _COUNTERS: dict[str, tuple[str, Labels]] = {
     "kvtier_runners_lost": ("Runner processes that ended or hung, and were replaced.", ()),
     "kvtier_events_dropped": ("Events that nobody took in time.", ()),
     **{f"kvtier_tier_{name}": (text, ("tier",)) for name, text in TIER_COUNTERS.items()},
+    "kvtier_tier_breaker_opened": ("How often the breaker opened.", ("tier",)),
     "kvtier_tier_bytes": ("Bytes moved.", ("tier", "operation")),
     "kvtier_tier_dropped": ("Chunks that were never sent to the tier.", ("tier", "reason")),
     "kvtier_tier_failed": ("Chunks that did not move.", ("tier", "reason")),
@@ -83,22 +84,25 @@ class TransferTimes:
 
 
 class Stats:
-    """One engine's observations since the last `take`."""
+    """Observations since the last `take`, of what the two readers read."""
 
-    def __init__(self, engine: TieringOffloadingManager, times: "TransferTimes") -> None:
-        self._engine = engine
+    def __init__(
+        self, counters: Callable[[], Iterator[Reading]], gauges: Callable[[], Iterator[Reading]], times: TransferTimes
+    ) -> None:
+        self._counters = counters
+        self._gauges = gauges
         self._times = times
         self._last: dict[tuple[str, Labels], float] = {}
 
     def take(self) -> OffloadingConnectorStats | None:
         """Return what has changed; None if nothing has."""
         stats = OffloadingConnectorStats()
-        for name, labels, value in _counters(self._engine):
+        for name, labels, value in self._counters():
             added = value - self._last.get((name, labels), 0)
             if added:
                 self._last[name, labels] = value
                 stats.increase_counter(name, added, labels)
-        for name, labels, value in _gauges(self._engine):
+        for name, labels, value in self._gauges():
             if self._last.get((name, labels)) != value:
                 self._last[name, labels] = value
                 stats.set_gauge(name, value, labels)
@@ -107,7 +111,7 @@ class Stats:
         return None if stats.is_empty() else stats
 
 
-def _counters(engine: TieringOffloadingManager) -> Iterator[Reading]:
+def engine_counters(engine: TieringOffloadingManager) -> Iterator[Reading]:
     ledger = engine.ledger
     for name in PRIMARY_COUNTERS:
         yield Reading(f"kvtier_primary_{name}", (), getattr(ledger.counters, name))
@@ -115,22 +119,23 @@ def _counters(engine: TieringOffloadingManager) -> Iterator[Reading]:
     yield Reading("kvtier_runners_lost", (), engine.runners_lost)
     yield Reading("kvtier_events_dropped", (), engine.events_dropped)
     for tier in ledger.tiers:
-        yield from _tier_counters(tier, engine.config.row_bytes)
+        yield from tier_counters(tier, engine.config.row_bytes)
 
 
-def _tier_counters(tier: Tier, row_bytes: int) -> Iterator[Reading]:
+def tier_counters(tier: Tier, row_bytes: int) -> Iterator[Reading]:
     label, counters = tier.spec.name, tier.counters
     for name in TIER_COUNTERS:
         yield Reading(f"kvtier_tier_{name}", (label,), getattr(counters, name))
     yield Reading("kvtier_tier_bytes", (label, "load"), counters.loaded * row_bytes)
     yield Reading("kvtier_tier_bytes", (label, "store"), counters.stored * row_bytes)
+    yield Reading("kvtier_tier_breaker_opened", (label,), tier.breaker.opened)
     for reason, chunks in counters.dropped.items():
         yield Reading("kvtier_tier_dropped", (label, reason), chunks)
     for reason, chunks in counters.failures.items():
         yield Reading("kvtier_tier_failed", (label, reason), chunks)
 
 
-def _gauges(engine: TieringOffloadingManager) -> Iterator[Reading]:
+def engine_gauges(engine: TieringOffloadingManager) -> Iterator[Reading]:
     ledger, primary = engine.ledger, engine.ledger.primary
     rows = {
         "ready": len(primary.ready),
@@ -143,12 +148,16 @@ def _gauges(engine: TieringOffloadingManager) -> Iterator[Reading]:
     for state, count in rows.items():
         yield Reading("kvtier_primary_rows", (state,), count)
     for tier in ledger.tiers:
-        label = (tier.spec.name,)
-        yield Reading("kvtier_tier_loading", label, tier.loading)
-        yield Reading("kvtier_tier_storing", label, len(tier.storing))
-        yield Reading("kvtier_tier_chunks", label, tier.chunks)
-        yield Reading("kvtier_tier_used_bytes", label, tier.used_bytes)
-        if tier.capacity_bytes is not None:
-            yield Reading("kvtier_tier_capacity_bytes", label, tier.capacity_bytes)
-        for state in BreakerState:
-            yield Reading("kvtier_tier_breaker", (*label, state.value), float(tier.breaker.state is state))
+        yield from tier_gauges(tier)
+
+
+def tier_gauges(tier: Tier) -> Iterator[Reading]:
+    label = (tier.spec.name,)
+    yield Reading("kvtier_tier_loading", label, tier.loading)
+    yield Reading("kvtier_tier_storing", label, len(tier.storing))
+    yield Reading("kvtier_tier_chunks", label, tier.chunks)
+    yield Reading("kvtier_tier_used_bytes", label, tier.used_bytes)
+    if tier.capacity_bytes is not None:
+        yield Reading("kvtier_tier_capacity_bytes", label, tier.capacity_bytes)
+    for state in BreakerState:
+        yield Reading("kvtier_tier_breaker", (*label, state.value), float(tier.breaker.state is state))
