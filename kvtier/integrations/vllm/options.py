@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from kvtier.backend import Durability
-from kvtier.config import Checked, EngineConfig, EngineLimits, PositiveSize, TierConfig, TierLimits
+from kvtier.config import Checked, EngineConfig, EngineLimits, PositiveSize, TierConfig, TierLimits, tier_options
 from kvtier.fields import decode
 from kvtier.integrations.vllm.rows import RowPlan
 from kvtier.namespace import Namespace
@@ -65,7 +65,9 @@ def engine_config(options: VllmOptions, plan: RowPlan, namespace: Namespace, *, 
         "cpu_bytes_to_use": options.cpu_bytes_to_use,
         "chunk_bytes": plan.chunk_bytes,
         "eviction_policy": options.eviction_policy,
-        "secondary_tiers": tuple(map(_with_medium, options.secondary_tiers)),
+        "secondary_tiers": tuple(
+            _with_medium(tier, f"{WHERE}.secondary_tiers[{index}]") for index, tier in enumerate(options.secondary_tiers)
+        ),
         "runner": options.runner,
         "namespace": namespace,
         "limits": options.limits,
@@ -113,14 +115,15 @@ def secondary_config(options: SecondaryOptions, namespace: Namespace, *, rows: i
     return EngineConfig(
         cpu_bytes_to_use=rows * row_bytes,
         chunk_bytes=row_bytes,
-        secondary_tiers=(_with_medium(tier),),
+        secondary_tiers=(_with_medium(tier, "secondary_tiers[]"),),
         runner=options.runner,
         namespace=namespace,
     )
 
 
-def _with_medium(tier: TierConfig) -> TierConfig:
-    """Name the medium of a tier that does not: vLLM's requests may choose by it, and its events carry it."""
+def _with_medium(tier: TierConfig, where: str) -> TierConfig:
+    """Check a tier's own options, and name its medium: vLLM's requests may choose by it, and its events carry it."""
+    tier_options(tier, where)
     if tier.medium is not None:
         return tier
     memory = backend_class(tier.type).durability is Durability.PROCESS
