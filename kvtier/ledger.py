@@ -141,8 +141,13 @@ class Ledger:
 
     # Requests.
 
-    def new_request(self, request_id: str, matchers: Sequence[TierMatcher] | None = None) -> Request:
-        return Request(request_id, matchers)
+    def new_request(
+        self,
+        request_id: str,
+        matchers: Sequence[TierMatcher] | None = None,
+        load_matchers: Sequence[TierMatcher] | None = None,
+    ) -> Request:
+        return Request(request_id, matchers, load_matchers)
 
     def finish(self, request: Request) -> None:
         """Rank the request's keys anew, tail first, and end its leases. Loads and completions may still follow."""
@@ -176,7 +181,7 @@ class Ledger:
         asked: list[Tier] = []
         silent: list[Tier] = []
         for tier in self.tiers:
-            if not request.allows(tier.spec) or not tier.admits(self._now):
+            if not request.loads_from(tier.spec) or not tier.admits(self._now):
                 continue
             asked.append(tier)
             answer = tier.answer(key, bool(mask & tier.bit), self._now)

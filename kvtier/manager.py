@@ -45,8 +45,11 @@ class TieringOffloadingManager(SteppedManager):
     _closing: "asyncio.Task[int] | None" = None
 
     @classmethod
-    def start(cls, config: EngineConfig, *, observer: Observe | None = None) -> Self:
+    def start(cls, config: EngineConfig, *, region: Region | None = None, observer: Observe | None = None) -> Self:
         """Start an engine with its runner in a thread or a process; blocks until its tiers are open.
+
+        The rows are those of `region`, which other processes may have mapped, too; it belongs to the engine from now
+        on, and is closed with it or with a start that fails. None: the engine makes one of its own.
 
         Raises:
             ConfigError: the configuration cannot be used; nothing was left behind.
@@ -54,13 +57,19 @@ class TieringOffloadingManager(SteppedManager):
         """
         if config.runner == "inline":
             raise ValueError("an inline runner needs a running event loop: await TieringOffloadingManager.open(config)")
-        _check(config)
-        region = _region(config)
+        if region is not None and (region.rows, region.row_bytes) != (config.rows, config.row_bytes):
+            raise ValueError(
+                f"a region of {region.rows:,} rows of {region.row_bytes:,} bytes for a configuration of {config.rows:,}"
+                f" of {config.row_bytes:,}"
+            )
         bridge_class = ThreadBridge if config.runner == "thread" else ProcessBridge
         try:
+            _check(config)
+            region = region or _region(config)
             bridge = bridge_class(config, region)
         except BaseException:
-            region.close()
+            if region is not None:
+                region.close()
             raise
         return cls(config, region, bridge, observer=observer)
 

@@ -70,6 +70,8 @@ class Namespace(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     total_kv_heads: Count | None = None
     per_token_head_scales: bool | None = None
     v2_model_runner: bool | None = None
+    interop: Literal["vllm"] | None = None
+    """`vllm`: one worker's rows go by the names that vLLM gives them, which it gives to rows of other sizes, too."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be part of a folder's name."""
@@ -143,10 +145,13 @@ def refusal(namespace: Namespace) -> str:
     A row is its workers' bytes, one after the other. Its bytes are the same at every size if pages are canonical and
     certified so, if all workers' bytes are one and the same, or if the heads, which the workers share out, are the
     outermost axis of the row. vLLM 0.32 also shares rows whose outermost axis is the layer: there, size checks pass
-    and heads land in other layers (vllm-project/vllm#55191). Names differ from vLLM's in that one case.
+    and heads land in other layers (vllm-project/vllm#55191). Names differ from vLLM's in that one case, unless one
+    worker's are asked to be the same (`interop`): whoever asks vouches that no engine of another size writes there.
     """
     if not namespace.parallel_agnostic:
         return "not asked for"
+    if namespace.interop == "vllm" and namespace.is_parallelism_agnostic and _workers(namespace) == 1:
+        return ""
     if namespace.is_parallelism_agnostic is False and not namespace.replicated_layout:
         return "the engine says that its rows depend on the parallel sizes"
     if namespace.pcp_size > 1 or namespace.dcp_size > 1:
@@ -160,6 +165,10 @@ def refusal(namespace: Namespace) -> str:
         latent = all(group.attention in ("mla", None) for group in namespace.kv_cache_groups)
         return "" if latent else "only MLA's latent KV is the same in every worker"
     return _refusal_of_workers_own(namespace)
+
+
+def _workers(namespace: Namespace) -> int:
+    return namespace.tp_size * namespace.pp_size * namespace.pcp_size * namespace.dcp_size
 
 
 def _refusal_of_workers_own(namespace: Namespace) -> str:

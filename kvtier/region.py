@@ -56,8 +56,10 @@ class Region:
 
     __slots__ = ("_resources", "_view", "fd", "row_bytes", "rows")
 
-    def __init__(self, mapping: mmap.mmap, rows: int, row_bytes: int, fd: int | None, resources: ExitStack) -> None:
-        """Take over a mapping and what must be closed with it; use `private`, `memfd`, `attach` or `shared`."""
+    def __init__(
+        self, mapping: mmap.mmap | memoryview, rows: int, row_bytes: int, fd: int | None, resources: ExitStack
+    ) -> None:
+        """Take over a mapping and what must be closed with it; use `private`, `memfd`, `attach`, `shared`, `over`."""
         self.rows = rows
         self.row_bytes = row_bytes
         self.fd = fd  # Names the memory for `attach`; None: it is private, or the region is closed.
@@ -127,6 +129,16 @@ class Region:
             resources.callback(file.leave)
             start = rows_bytes // participants * participant if prefault else None
             return cls._map(resources, file.fd, rows, row_bytes, prefault_from=start, file=file)
+
+    @classmethod
+    def over(cls, memory: memoryview, rows: int, row_bytes: int) -> Self:
+        """Make a region of memory that somebody else has mapped, and keeps for as long as the region is open."""
+        whole = memory.cast("B")
+        if whole.nbytes != _rows_bytes(rows, row_bytes):
+            raise ConfigError(f"{rows:,} rows of {row_bytes:,} bytes expected in {whole.nbytes:,} bytes of memory")
+        resources = ExitStack()
+        resources.callback(whole.release)
+        return cls(whole, rows, row_bytes, None, resources)
 
     @classmethod
     def _map(

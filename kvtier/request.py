@@ -19,6 +19,7 @@ class Request:
         "hits",
         "id",
         "leased",
+        "load_matchers",
         "matchers",
         "missed",
         "promotions",
@@ -28,9 +29,15 @@ class Request:
         "waits",
     )
 
-    def __init__(self, request_id: str, matchers: Sequence[TierMatcher] | None = None) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        matchers: Sequence[TierMatcher] | None = None,
+        load_matchers: Sequence[TierMatcher] | None = None,
+    ) -> None:
         self.id = request_id
         self.matchers = matchers  # None: every tier.
+        self.load_matchers = load_matchers  # Of those, the ones that it may be loaded from; None: each of them.
         self.used: dict[OffloadKey, None] = {}  # Keys whose one access was counted, in prefix order.
         self.hits: list[OffloadKey] = []  # Keys answered HIT or HIT_PENDING in this step.
         self.held = 0  # How many of them, from the first on, are leased.
@@ -45,6 +52,10 @@ class Request:
 
     def allows(self, spec: TierSpec) -> bool:
         return self.matchers is None or any(matcher.matches(spec) for matcher in self.matchers)
+
+    def loads_from(self, spec: TierSpec) -> bool:
+        chosen = self.load_matchers
+        return self.allows(spec) and (chosen is None or any(matcher.matches(spec) for matcher in chosen))
 
     def forget_hits(self) -> None:
         """Begin a step with nothing looked up."""

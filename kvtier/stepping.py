@@ -62,10 +62,23 @@ class SteppedManager:
         """How many runners ended, or were killed, before they were closed."""
         return self._metrics.runners_lost
 
+    @property
+    def events_dropped(self) -> int:
+        """How many events were lost because nobody took them."""
+        return 0 if self._events is None else self._events.dropped
+
     # Requests.
 
-    def on_new_request(self, request_id: str, matchers: Sequence[TierMatcher] | None = None) -> bool:
+    def on_new_request(
+        self,
+        request_id: str,
+        matchers: Sequence[TierMatcher] | None = None,
+        *,
+        load_matchers: Sequence[TierMatcher] | None = None,
+    ) -> bool:
         """Take note of a request; `matchers` limit the tiers that serve it, None means all.
+
+        `load_matchers` limit further the tiers that it is loaded from; its chunks are stored in the others, too.
 
         Returns whether a tier wants all of the request's chunks, those that are present already, too.
         Raises `EngineClosed` after shutdown, and ValueError if the id is in use.
@@ -74,7 +87,7 @@ class SteppedManager:
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} is known already: finish it first, or choose another id")
         self._receive()
-        request = self._requests[request_id] = self.ledger.new_request(request_id, matchers)
+        request = self._requests[request_id] = self.ledger.new_request(request_id, matchers, load_matchers)
         return any(tier.spec.request_level and request.allows(tier.spec) for tier in self.ledger.tiers)
 
     def on_request_finished(self, request_id: str) -> None:
@@ -91,6 +104,12 @@ class SteppedManager:
         if self._bridge.mailbox:
             self._receive()
         return self.ledger.lookup(key, self._known(request_id))
+
+    def source(self, key: OffloadKey, request_id: str) -> TierSpec | None:
+        """Return the tier from which this request had a key promoted; None if it found it in the primary."""
+        request = self._requests.get(request_id)
+        index = None if request is None else request.sources.get(key)
+        return None if index is None else self.ledger.tiers[index].spec
 
     def prepare_load(self, keys: Sequence[OffloadKey], request_id: str) -> list[int]:
         """Pin the rows of keys that were HIT in this step and return them, in order; LookupError for any other key."""
@@ -191,8 +210,9 @@ class SteppedManager:
     def _reset(self) -> bool:
         clean = not self.ledger.transfers.under_way
         self.ledger.reset()
-        for request in self._requests.values():
+        for request in list(self._requests.values()):
             request.storing = 0
+            self._forget(request)
         return clean
 
     def _free(self) -> None:

@@ -580,3 +580,22 @@ LLAMA_FINGERPRINT = "a118c5bde910c4c4a0a302541bc996a9e3596f43e88e8a294f87c32a9a0
 
 def test_a_fingerprint_stays_what_it_is_from_release_to_release() -> None:
     assert FileMapper(LLAMA).fingerprint.hex() == LLAMA_FINGERPRINT
+
+
+def test_one_workers_rows_go_by_vllms_names_where_that_is_asked_for():
+    one = Namespace(
+        model_name="m", kv_cache_groups=(Group(),), parallel_agnostic=True, is_parallelism_agnostic=True, layout="LBHNC"
+    )
+    assert json.loads(FileMapper(one).config_bytes)["parallel_agnostic"] is False
+    asked = FileMapper(msgspec.structs.replace(one, interop="vllm"))
+    assert "parallel_agnostic" not in json.loads(asked.config_bytes)
+    assert asked.parallel_agnostic
+
+
+@pytest.mark.parametrize(
+    "fact", [{"tp_size": 2}, {"pp_size": 2}, {"is_parallelism_agnostic": False}, {"parallel_agnostic": False}]
+)
+def test_vllms_names_are_not_given_to_rows_that_depend_on_the_workers(fact):
+    facts = {"parallel_agnostic": True, "is_parallelism_agnostic": True, "layout": "LBHNC", "interop": "vllm"}
+    namespace = Namespace(model_name="m", kv_cache_groups=(Group(),), **facts | fact)
+    assert json.loads(FileMapper(namespace).config_bytes)["parallel_agnostic"] is False

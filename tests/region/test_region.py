@@ -280,3 +280,15 @@ def test_what_the_kernel_refuses_leaves_nothing(
     child = spawn(CHILD_WITH_LIMITS, kind, limit, shm_path)
     assert reason in child.communicate()[0]
     assert child.returncode == 0
+
+
+def test_rows_over_memory_of_somebody_elses() -> None:
+    memory = memoryview(bytearray(3 * 4_096)).cast("b", (3, 4_096))
+    with Region.over(memory, 3, 4_096) as region:
+        region.row(1)[:] = b"\x07" * 4_096
+        assert region.row(2) == bytes(4_096)
+        assert region.fd is None
+    assert memory[1, 0] == 7
+    assert memory[2, 0] == 0
+    with pytest.raises(ConfigError, match="4 rows of 4,096 bytes expected in 12,288 bytes"):
+        Region.over(memory, 4, 4_096)

@@ -1,0 +1,187 @@
+"""The scheduler's side: vLLM's OffloadingManager in front of kvtier's step protocol.
+
+It translates and decides nothing, with one exception: after a reset vLLM 0.32 does not say when its workers have let go
+of the rows, so that is concluded here (`_Flush`).
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+
+from typing_extensions import override
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    LoadStoreSpec,
+    LookupResult,
+    OffloadingEvent,
+    OffloadingManager,
+    OffloadKey,
+    OffloadPolicy,
+    PrepareStoreOutput,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+    TierFilter,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtier.integrations.vllm.events import Media, offloading_events
+from kvtier.integrations.vllm.facts import config_info
+from kvtier.integrations.vllm.stats import Stats, TransferTimes, engine_counters, engine_gauges
+from kvtier.ledger import LookupResult as Found
+from kvtier.manager import TieringOffloadingManager
+from kvtier.tier import TierMatcher
+
+_RESULTS = {
+    Found.MISS: LookupResult.MISS,
+    Found.HIT: LookupResult.HIT,
+    Found.HIT_PENDING: LookupResult.HIT_PENDING,
+    Found.RETRY: LookupResult.RETRY,
+}
+_CHUNK_LEVEL = RequestOffloadingContext(OffloadPolicy.CHUNK_LEVEL)
+_REQUEST_LEVEL = RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
+
+
+class VllmManager(OffloadingManager):
+    """One engine, as vLLM's scheduler calls it. All calls belong to the scheduler's thread; none waits.
+
+    `reset_cache` and `shutdown` are the exceptions: they wait for transfers under way, within the engine's `close_s`.
+    """
+
+    def __init__(self, engine: TieringOffloadingManager, times: TransferTimes) -> None:
+        """Take over an engine, whose observer `times` is; `shutdown` ends it."""
+        self.engine = engine
+        self._media = Media(engine.ledger.tiers)
+        self._stats = Stats(lambda: engine_counters(engine), lambda: engine_gauges(engine), times)
+        self._flush = _Flush()
+
+    # Requests.
+
+    @override
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        chosen = _matchers(req_context.load_tier_filter)
+        wanted = self.engine.on_new_request(req_context.req_id, load_matchers=chosen)
+        return _REQUEST_LEVEL if wanted else _CHUNK_LEVEL
+
+    @override
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self.engine.on_request_finished(req_context.req_id)
+
+    # Looking up, loading, storing.
+
+    @override
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        return _RESULTS[self.engine.lookup(key, req_context.req_id)]
+
+    @override
+    def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
+        return self._media.source(self.engine.source(key, req_context.req_id))
+
+    @override
+    def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        rows = self.engine.prepare_load(_keys(keys), req_context.req_id)
+        self._flush.outstanding += len(rows)
+        return CPULoadStoreSpec(rows)
+
+    @override
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._completed(len(keys))
+        self.engine.complete_load(_keys(keys), req_context.req_id)
+
+    @override
+    def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self.engine.touch(_keys(keys), req_context.req_id)
+
+    @override
+    def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        plan = self.engine.prepare_store(_keys(keys), req_context.req_id)
+        if plan is None:
+            return None
+        self._flush.outstanding += len(plan.keys)
+        return PrepareStoreOutput(plan.keys, CPULoadStoreSpec(plan.rows), plan.evicted)
+
+    @override
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        self._completed(len(keys))
+        self.engine.complete_store(_keys(keys), req_context.req_id, success=success)
+
+    @override
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self.engine.end_step()
+
+    # The whole.
+
+    @override
+    def has_pending_work(self) -> bool:
+        return self.engine.has_pending_work()
+
+    @override
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return offloading_events(self.engine.take_events(), self._media)
+
+    @override
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        return self._stats.take()
+
+    def config_info(self) -> Sequence[dict[str, str | int]]:  # vLLM 0.33's.
+        """Return one mapping of labels to values for each tier."""
+        return config_info(self.engine.config)
+
+    @override
+    def reset_cache(self) -> None:
+        self.engine.reset()
+        if self._flush.begin():
+            self.engine.on_reset_flushed()
+
+    def on_reset_flushed(self) -> None:  # vLLM 0.33's.
+        """Let tiers fill rows again: no worker touches those of before the reset any more."""
+        self._flush.awaited = False
+        self.engine.on_reset_flushed()
+
+    @override
+    def shutdown(self) -> None:
+        self.engine.shutdown()
+
+    def _completed(self, chunks: int) -> None:
+        if self._flush.completed(chunks):
+            self.engine.on_reset_flushed()
+
+
+class _Flush:
+    """Concludes when vLLM's workers have let go of the rows that were theirs at a reset.
+
+    vLLM drops the reports of transfers from before the reset, and has every worker finish these before it starts on
+    later ones. So they are over if there were none, or else when the first later transfer is reported by all workers.
+    """
+
+    def __init__(self) -> None:
+        self.outstanding = 0  # Chunks that workers are copying, as far as was reported.
+        self.awaited = False
+
+    def begin(self) -> bool:
+        """Note a reset; say whether no worker was copying."""
+        self.awaited = self.awaited or self.outstanding > 0
+        self.outstanding = 0
+        return not self.awaited
+
+    def completed(self, chunks: int) -> bool:
+        """Note that so many chunks were copied; say whether that ends a reset's flush."""
+        self.outstanding -= chunks
+        ended, self.awaited = self.awaited, False
+        return ended
+
+
+def _keys(keys: Collection[OffloadKey]) -> list[OffloadKey]:
+    return keys if isinstance(keys, list) else list(keys)
+
+
+def _matchers(chosen: TierFilter) -> list[TierMatcher] | None:
+    """Translate the tiers that a request may load from; None means all."""
+    if chosen is TierFilter.ALL:
+        return None
+    return [
+        TierMatcher(
+            None if matcher.medium is None else matcher.medium.value,
+            None if matcher.locality is None else matcher.locality.value,
+        )
+        for matcher in chosen.matchers
+    ]

@@ -1,0 +1,131 @@
+"""What a user may write into `kv_connector_extra_config`, and the engine's configuration that follows from it."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+
+from kvtier.backend import Durability
+from kvtier.config import Checked, EngineConfig, EngineLimits, PositiveSize, TierConfig, TierLimits, tier_options
+from kvtier.fields import decode
+from kvtier.integrations.vllm.rows import RowPlan
+from kvtier.namespace import Namespace
+from kvtier.registry import backend_class
+
+Text = Annotated[str, msgspec.Meta(min_length=1)]
+
+WHERE = "kv_connector_extra_config"
+
+
+class VllmOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """kvtier's options, under vLLM's names where vLLM has one, beside those that vLLM reads itself."""
+
+    cpu_bytes_to_use: PositiveSize
+    """Host memory of the primary, for all workers of this engine together."""
+
+    eviction_policy: Text = "lru"
+    secondary_tiers: tuple[TierConfig, ...] = ()
+    limits: EngineLimits = EngineLimits()
+
+    runner: Literal["process", "thread"] = "process"
+    """Where the tiers' I/O runs. vLLM's scheduler is busy in Python: a thread beside it would wait for the GIL."""
+
+    canonical_layout: bool | None = None
+    """Whether rows hold canonical pages, which are the same at every tensor-parallel size. None: where vLLM vouches
+    for them. True: vLLM decides more widely, and refuses to start where it cannot. False: each worker's own pages."""
+
+    interop: Literal["vllm"] | None = None
+    """`vllm`: chunks are named as vLLM's own file tier names them even where only its naming, not its rows, is the
+    same for every tensor-parallel size. For one worker only."""
+
+    revision: Text | None = None
+    """Of the weights. vLLM does not pass its own on."""
+
+    shared_memory_dir: Text = "/dev/shm"  # noqa: S108  # Where Linux has its shared memory.
+    """A tmpfs in which scheduler and workers meet; nothing is left there once they have."""
+
+    # vLLM's own.
+    spec_name: Text | None = None
+    spec_module_path: Text | None = None
+    block_size: int | None = None
+    blocks_per_chunk: int | None = None
+    offload_prompt_only: bool = True
+    self_describing_kv_events: bool = False
+    sync_load_budget_bytes: int = 0
+
+
+def read_options(extra_config: Mapping[str, Any]) -> VllmOptions:
+    """Decode `kv_connector_extra_config`; `ConfigError` names the path of what is wrong in it."""
+    return decode(VllmOptions, dict(extra_config), WHERE)
+
+
+def engine_config(options: VllmOptions, plan: RowPlan, namespace: Namespace, *, events: bool) -> EngineConfig:
+    """Return the configuration of the engine that these options describe."""
+    given: dict[str, Any] = {
+        "cpu_bytes_to_use": options.cpu_bytes_to_use,
+        "chunk_bytes": plan.chunk_bytes,
+        "eviction_policy": options.eviction_policy,
+        "secondary_tiers": tuple(
+            _with_medium(tier, f"{WHERE}.secondary_tiers[{index}]")
+            for index, tier in enumerate(options.secondary_tiers)
+        ),
+        "runner": options.runner,
+        "namespace": namespace,
+        "limits": options.limits,
+        "events": events,
+    }
+    return decode(EngineConfig, given, WHERE)
+
+
+class SecondaryOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One kvtier tier behind vLLM's own manager: every key that is no field here is the tier's own."""
+
+    rest: ClassVar[str | None] = "options"
+
+    backend: Text
+    """The tier's type, as `kvtier.registry` knows it."""
+
+    name: str = ""
+    limits: TierLimits = TierLimits()
+    request_level: bool = False
+    medium: Literal["CPU", "STORAGE"] | None = None
+    locality: Literal["LOCAL", "REMOTE"] | None = None
+    runner: Literal["process", "thread"] = "process"
+    enable_kv_events: bool = False
+    interop: Literal["vllm"] | None = None
+    revision: Text | None = None
+    options: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+
+
+def read_secondary_options(given: Mapping[str, Any]) -> SecondaryOptions:
+    """Decode a tier's configuration, without vLLM's own fields; `ConfigError` names what is wrong in it."""
+    return decode(SecondaryOptions, dict(given), "secondary_tiers[]")
+
+
+def secondary_config(options: SecondaryOptions, namespace: Namespace, *, rows: int, row_bytes: int) -> EngineConfig:
+    """Return the configuration of a runner with one tier, over rows that are vLLM's."""
+    tier = TierConfig(
+        type=options.backend,
+        name=options.name or f"kvtier:{options.backend}",
+        limits=options.limits,
+        request_level=options.request_level,
+        medium=options.medium,
+        locality=options.locality,
+        options=options.options,
+    )
+    return EngineConfig(
+        cpu_bytes_to_use=rows * row_bytes,
+        chunk_bytes=row_bytes,
+        secondary_tiers=(_with_medium(tier, "secondary_tiers[]"),),
+        runner=options.runner,
+        namespace=namespace,
+    )
+
+
+def _with_medium(tier: TierConfig, where: str) -> TierConfig:
+    """Check a tier's own options, and name its medium: vLLM's requests may choose by it, and its events carry it."""
+    tier_options(tier, where)
+    if tier.medium is not None:
+        return tier
+    memory = backend_class(tier.type).durability is Durability.PROCESS
+    return msgspec.structs.replace(tier, medium="CPU" if memory else "STORAGE")

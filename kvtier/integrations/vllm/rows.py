@@ -1,0 +1,91 @@
+"""What a row holds, decided alike by the scheduler and by every worker from what vLLM tells both.
+
+Two layouts. *Workers' own*: each worker's pages in a slot of its own, as vLLM's tiers have them by default; the bytes
+then depend on how many workers there are. *Canonical*: all workers share one area, in which each page lies as if there
+were no workers; the bytes are then the same for every tensor-parallel size. With one worker both are the same bytes
+where the heads of a block lie outside of its tokens, which is what vLLM's offloading connector asks for.
+"""
+
+from typing import NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from kvtier.errors import ConfigError
+from kvtier.namespace import Group, Namespace
+from kvtier.region import RowLayout
+
+
+class RowPlan(NamedTuple):
+    """What lies in a row."""
+
+    worker_chunk_bytes: int  # What one worker holds of a chunk.
+    copies: int  # Workers whose bytes differ: 1 if every worker's are the same.
+    canonical: bool
+    rank: int
+
+    @property
+    def chunk_bytes(self) -> int:
+        return self.worker_chunk_bytes * self.copies
+
+    @property
+    def slot_start(self) -> int:
+        """Where this worker's bytes begin in a row."""
+        return 0 if self.canonical or self.copies == 1 else self.worker_chunk_bytes * self.rank
+
+    @property
+    def row_bytes(self) -> int:
+        return RowLayout(slot_bytes=self.worker_chunk_bytes, workers=self.copies).row_bytes
+
+
+def plan_rows(config: OffloadingConfig, canonical_layout: bool | None, *, interop: bool) -> RowPlan:
+    """Decide on the layout.
+
+    `canonical_layout` is the user's word, None if there is none: then rows are canonical where vLLM vouches for them,
+    unless they are to be what vLLM's own file tier writes without that word.
+    """
+    parallel = config.parallel
+    if config.worker_kv_bytes_per_block < 1:
+        raise ConfigError("vLLM has no KV cache to offload: it reports 0 bytes a block")
+    vouched = parallel.is_parallelism_agnostic and parallel.world_size == parallel.tp_size
+    canonical = config.canonical_layout or (canonical_layout is None and vouched and not interop)
+    return RowPlan(
+        worker_chunk_bytes=config.worker_kv_bytes_per_block * config.cache.blocks_per_chunk,
+        copies=1 if config.replicated_layout else parallel.world_size,
+        canonical=canonical,
+        rank=parallel.rank,
+    )
+
+
+def namespace_of(config: OffloadingConfig, plan: RowPlan, *, revision: str | None, interop: bool) -> Namespace:
+    """Return what decides the meaning of this engine's chunks, in the scheduler's view."""
+    parallel = config.parallel
+    if interop and not plan.canonical and parallel.is_parallelism_agnostic and parallel.world_size > 1:
+        raise ConfigError(
+            f'kv_connector_extra_config.interop: "vllm" given with {parallel.world_size} workers; set '
+            "canonical_layout: true here and in vLLM's own engines, whose default rows are not the same at every size"
+        )
+    layout = config.kv_cache_layout
+    if plan.canonical and layout is None:
+        raise ConfigError("vLLM does not say which KV-cache layout it uses: set canonical_layout: false")
+    return Namespace(
+        model_name=config.model.name,
+        tokens_per_hash=config.cache.tokens_per_hash,
+        blocks_per_chunk=config.cache.blocks_per_chunk,
+        tp_size=parallel.tp_size,
+        pp_size=parallel.pp_size,
+        pcp_size=parallel.pcp_size,
+        dcp_size=parallel.dcp_size,
+        dtype=config.model.dtype,
+        kv_cache_groups=tuple(
+            Group(tokens_per_block=group.tokens_per_block, layer_names=tuple(group.layer_names))
+            for group in config.groups
+        ),
+        replicated_layout=config.replicated_layout,
+        canonical_format=canonical_format_id(layout) if plan.canonical and layout is not None else None,
+        weights_revision=revision,
+        layout=layout,
+        parallel_agnostic=True,
+        is_parallelism_agnostic=parallel.is_parallelism_agnostic,
+        interop="vllm" if interop else None,
+    )

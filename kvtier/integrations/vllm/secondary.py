@@ -1,0 +1,169 @@
+"""The second door: any kvtier tier behind vLLM's own TieringOffloadingManager.
+
+    {"type": "KVTierSecondaryTier", "module_path": "kvtier.integrations.vllm", "backend": "fs", "root": "/var/kv"}
+
+vLLM keeps its manager and its primary; the tier's I/O runs in a process of its own, which maps vLLM's rows.
+"""
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from typing_extensions import override
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    LookupResult,
+    OffloadingEvent,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadKey,
+    OffloadPolicy,
+    ReqContext,
+    RequestOffloadingContext,
+    ScheduleEndContext,
+)
+from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+
+from kvtier.bridge.base import Bridge
+from kvtier.bridge.process import ProcessBridge
+from kvtier.bridge.thread import ThreadBridge
+from kvtier.config import EngineConfig
+from kvtier.events import EventLog
+from kvtier.integrations.vllm.events import Media, offloading_events
+from kvtier.integrations.vllm.options import SecondaryOptions, read_secondary_options, secondary_config
+from kvtier.integrations.vllm.rows import namespace_of, plan_rows
+from kvtier.integrations.vllm.stats import Stats, TransferTimes, metric_definitions, tier_counters, tier_gauges
+from kvtier.integrations.vllm.tier_client import TierClient
+from kvtier.region import Region
+from kvtier.stepping import ledger_of
+
+
+class KVTierSecondaryTier(SecondaryTierManager):
+    """One kvtier tier. All calls belong to the scheduler's thread; `drain_jobs` and `shutdown` alone wait."""
+
+    def __init__(
+        self,
+        offloading_spec: OffloadingSpec,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None,
+        **given: Any,
+    ) -> None:
+        """`given` is the tier's configuration, but for vLLM's own fields. Raises `ConfigError`."""
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        options = read_secondary_options(given)
+        config = _engine_config(offloading_spec, primary_kv_view, options)
+        bridge, self._region = _start(offloading_spec, primary_kv_view, config)
+        events = offloading_spec.kv_events_config.enable_kv_cache_events and options.enable_kv_events
+        self._config = config
+        self._client = TierClient(
+            bridge,
+            ledger_of(config, None, _unheard).tiers[0].spec,
+            action_chunks=config.limits.action_chunks,
+            events=EventLog(config.limits.events) if events else None,
+        )
+        tier = self._client.tier
+        self._media = Media([tier])
+        self.medium = self._media.medium(tier.spec)
+        self.cache_hit_source = self._media.source(tier.spec)
+        self.locality = self._media.locality(tier.spec)
+        self._keys: dict[int, list[OffloadKey]] = {}  # Of loads under way.
+        self._times = TransferTimes()
+        self._stats = Stats(lambda: tier_counters(tier, config.row_bytes), lambda: tier_gauges(tier), self._times)
+        self._policy = OffloadPolicy.REQUEST_LEVEL if tier.spec.request_level else OffloadPolicy.CHUNK_LEVEL
+
+    @classmethod
+    @override
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        return {name: each for name, each in metric_definitions().items() if "tier" in each.labelnames}
+
+    @override
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext(self._policy)
+
+    @override
+    def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        answer = self._client.has(key)
+        if answer is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if answer else LookupResult.MISS
+
+    @override
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        self._client.store(job_metadata.job_id, list(job_metadata.keys), job_metadata.chunk_ids.tolist())
+
+    @override
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        keys = self._keys[job_metadata.job_id] = list(job_metadata.keys)
+        self._client.load(job_metadata.job_id, keys, job_metadata.chunk_ids.tolist())
+
+    @override
+    def get_finished_jobs(self) -> Iterable[JobResult]:
+        for done in self._client.finished():
+            loaded = self._keys.pop(done.job_id, None)
+            self._times.observe(self._client.tier.spec.name, "store" if loaded is None else "load", done.seconds)
+            yield JobResult(
+                done.job_id,
+                done.whole,
+                successful_keys=None if done.whole or not done.moved else tuple(done.moved),
+                transfer_time=done.seconds,
+                transfer_bytes=len(done.moved) * self._config.row_bytes,
+            )
+
+    @override
+    def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._client.flush()
+
+    @override
+    def has_pending_work(self) -> bool:
+        return self._client.pending
+
+    @override
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        return offloading_events(self._client.take_events(), self._media)
+
+    @override
+    def get_stats(self) -> OffloadingConnectorStats | None:
+        return self._stats.take()
+
+    @override
+    def drain_jobs(self) -> None:
+        self._client.drain()
+
+    @override
+    def shutdown(self) -> None:
+        self._client.close(self._config.limits.close_s)
+        self._region.close()
+
+
+def _engine_config(spec: OffloadingSpec, rows: memoryview, options: SecondaryOptions) -> EngineConfig:
+    """Return the configuration of a runner with this one tier over vLLM's rows."""
+    interop = options.interop is not None
+    plan = plan_rows(spec.config, spec.config.canonical_layout, interop=interop)
+    namespace = namespace_of(spec.config, plan, revision=options.revision, interop=interop)
+    count, row_bytes = rows.shape or (0, 0)
+    return secondary_config(options, namespace, rows=count, row_bytes=row_bytes)
+
+
+def _start(spec: OffloadingSpec, rows: memoryview, config: EngineConfig) -> tuple[Bridge, Region]:
+    """Start the runner: in a process if vLLM's rows can be mapped there, in a thread otherwise."""
+    fd = _rows_fd(spec, rows.nbytes) if config.runner == "process" else None
+    if fd is None:
+        region = Region.over(rows, config.rows, config.row_bytes)
+    else:
+        region = Region.attach(fd, config.rows, config.row_bytes)
+    try:
+        return (ThreadBridge if fd is None else ProcessBridge)(config, region), region
+    except BaseException:
+        region.close()
+        raise
+
+
+def _rows_fd(spec: OffloadingSpec, size_bytes: int) -> int | None:
+    """Return the descriptor of vLLM's rows; None if they are not in one file (as vLLM 0.33 has them from 1 GiB on)."""
+    fd = getattr(getattr(spec, "_scheduler_mmap", None), "fd", None)
+    return fd if isinstance(fd, int) and os.fstat(fd).st_size == size_bytes else None
+
+
+def _unheard(tier: str, operation: str, seconds: float) -> None: ...

@@ -1,0 +1,100 @@
+"""KVTierOffloadingSpec: what vLLM's offloading connector makes, once in the scheduler and once in every worker.
+
+The two meet in shared memory: whoever comes first makes the region of rows, under a name that goes away when all have
+mapped it. The scheduler's side owns the engine and starts its runner; a worker's side copies between rows and KV cache.
+"""
+
+from typing import Any
+
+from typing_extensions import override
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingSpec,
+    OffloadingWorker,
+)
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from kvtier.config import EngineConfig
+from kvtier.errors import ConfigError
+from kvtier.integrations.vllm.facts import INFO_KEYS
+from kvtier.integrations.vllm.manager import VllmManager
+from kvtier.integrations.vllm.options import engine_config, read_options
+from kvtier.integrations.vllm.rows import namespace_of, plan_rows
+from kvtier.integrations.vllm.stats import TransferTimes, metric_definitions
+from kvtier.integrations.vllm.worker import make_worker
+from kvtier.manager import TieringOffloadingManager
+from kvtier.region import Region
+
+
+class KVTierOffloadingSpec(OffloadingSpec):
+    """Offloading to kvtier. Everything is checked when it is made, before anything is allocated."""
+
+    def __init__(self, config: OffloadingConfig) -> None:
+        """Raises `ConfigError` with the path of what is wrong in `kv_connector_extra_config`."""
+        super().__init__(config)
+        self._options = read_options(config.extra_config)
+        interop = self._options.interop is not None
+        self._plan = plan_rows(config, self._options.canonical_layout, interop=interop)
+        self.replicated_layout = config.replicated_layout  # Read by vLLM: one worker stores for all.
+        namespace = namespace_of(config, self._plan, revision=self._options.revision, interop=interop)
+        events = self.kv_events_config.enable_kv_cache_events
+        self._engine_config = engine_config(self._options, self._plan, namespace, events=events)
+        self._manager: VllmManager | None = None
+        self._worker: OffloadingWorker | None = None
+
+    @classmethod
+    @override
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        read_options(extra_config)
+        return metric_definitions()
+
+    @classmethod
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:  # noqa: ARG003  # vLLM 0.33's.
+        """Return the labels of `vllm:kv_offload_config_info`."""
+        return INFO_KEYS
+
+    @override
+    def get_manager(self) -> OffloadingManager:
+        if self._manager is None:
+            region = self._region(participant=self.config.parallel.world_size)
+            times = TransferTimes()
+            engine = TieringOffloadingManager.start(self._engine_config, region=region, observer=times.observe)
+            self._manager = VllmManager(engine, times)
+        return self._manager
+
+    @override
+    def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
+        if self._worker is None:
+            if self._plan.canonical:
+                _require_certified(kv_caches, portable=self.config.parallel.is_parallelism_agnostic)
+            region = self._region(participant=self._plan.rank)
+            try:
+                self._worker = make_worker(kv_caches, region, self._plan, self.blocks_per_chunk)
+            except BaseException:
+                region.close()
+                raise
+        return self._worker
+
+    def _region(self, participant: int) -> Region:
+        """Join the rows that scheduler and workers of this engine share; each takes a part of the pre-faulting."""
+        config: EngineConfig = self._engine_config
+        return Region.shared(
+            f"{self._options.shared_memory_dir}/kvtier-vllm-{self.config.engine_id.replace('/', '_')}",
+            config.rows,
+            config.row_bytes,
+            participant=participant,
+            participants=self.config.parallel.world_size + 1,
+        )
+
+
+def _require_certified(kv_caches: CanonicalKVCaches, *, portable: bool) -> None:
+    """Refuse canonical pages that vLLM has not certified: chunks would be named as what they are not."""
+    mappings = [ref.mapping for refs in kv_caches.group_data_refs for ref in refs]
+    certified = all(mapping is not None and (mapping.parallelism_agnostic or not portable) for mapping in mappings)
+    if not certified:
+        raise ConfigError(
+            "vLLM cannot certify this KV cache's pages as canonical (the same for every tensor-parallel size): set"
+            " canonical_layout: false in kv_connector_extra_config, and other sizes then keep chunks of their own"
+        )

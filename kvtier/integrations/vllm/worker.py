@@ -1,0 +1,105 @@
+"""A worker's side: kvtier's transfers between rows and KV cache, as vLLM submits, polls and awaits them."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+from vllm.v1.kv_offload.base import (
+    BlockIDsLoadStoreSpec,
+    GPULoadStoreSpec,
+    LoadStoreSpec,
+    OffloadingWorker,
+    TransferResult,
+)
+from vllm.v1.kv_offload.base import CanonicalKVCaches as VllmKVCaches
+
+from kvtier.integrations.vllm.caches import canonical_caches
+from kvtier.integrations.vllm.rows import RowPlan
+from kvtier.region import Region
+from kvtier.transfer import GroupBlocks, TransferWorker
+from kvtier_backends.cpu import CpuMemory, cuda_runtime
+
+if TYPE_CHECKING:
+    import torch
+
+
+def make_worker(kv_caches: VllmKVCaches, region: Region, plan: RowPlan, blocks_per_chunk: int) -> OffloadingWorker:
+    """Make the worker for the device that the KV cache is on; it owns the region from now on.
+
+    The rows are pinned where that device is a CUDA one.
+    """
+    memory = CpuMemory(region, pin_with=cuda_runtime() if kv_caches.tensors[0].tensor.is_cuda else None)
+
+    def release() -> None:
+        memory.close()
+        region.close()
+
+    return VllmWorker(kv_caches, memory.rows, plan, blocks_per_chunk, release)
+
+
+class VllmWorker(OffloadingWorker):
+    """Transfers of one worker. vLLM takes no failure for an answer, so a failed one is raised: see `get_finished`."""
+
+    def __init__(
+        self,
+        kv_caches: VllmKVCaches,
+        rows: "torch.Tensor",
+        plan: RowPlan,
+        blocks_per_chunk: int,
+        release: Callable[[], None],
+    ) -> None:
+        """`rows` is (rows, row_bytes), int8; `release` gives it back, when nothing copies any more."""
+        slots = rows if plan.canonical else rows[:, plan.slot_start : plan.slot_start + plan.worker_chunk_bytes]
+        self._transfers = TransferWorker(
+            canonical_caches(kv_caches), slots, blocks_per_chunk=blocks_per_chunk, canonical=plan.canonical
+        )
+        self._blocks_per_chunk = blocks_per_chunk
+        self._release = release
+
+    @override
+    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
+        self._transfers.submit_store(job_id, list(self._groups(src_spec, dst_spec)))
+        return True
+
+    @override
+    def submit_load(
+        self,
+        job_id: int,
+        src_spec: LoadStoreSpec,
+        dst_spec: GPULoadStoreSpec,
+        expedited: bool = False,  # vLLM 0.33's; loads never queue behind stores.
+    ) -> bool:
+        self._transfers.submit_load(job_id, list(self._groups(dst_spec, src_spec)))
+        return True
+
+    @override
+    def get_finished(self) -> list[TransferResult]:
+        """Return what has ended. Raises `TransferFailed` for a copy that failed.
+
+        A block that was not loaded, or a row that was not stored, must not be taken for one that was; vLLM 0.32 and
+        0.33 have no way to be told so, and stop at an assertion. This says what happened.
+        """
+        results = self._transfers.poll()
+        for result in results:
+            if result.error is not None:
+                raise result.error
+        return [TransferResult(result.job_id, True, result.size_bytes, result.seconds) for result in results]
+
+    @override
+    def wait(self, job_ids: set[int]) -> None:
+        self._transfers.wait(job_ids)
+
+    @override
+    def shutdown(self) -> None:
+        self._transfers.close()
+        self._release()
+
+    def _groups(self, blocks: GPULoadStoreSpec, rows: LoadStoreSpec) -> Iterator[GroupBlocks]:
+        """Part a job's blocks and rows into groups: a group's first chunk may begin before its first block."""
+        assert isinstance(rows, BlockIDsLoadStoreSpec), rows
+        block, row = 0, 0
+        for count, first in zip(blocks.group_sizes, blocks.block_indices, strict=True):
+            chunks = -(-(count + first % self._blocks_per_chunk) // self._blocks_per_chunk) if count else 0
+            yield GroupBlocks(blocks.block_ids[block : block + count], rows.block_ids[row : row + chunks], first)
+            block, row = block + count, row + chunks
+        assert row == len(rows.block_ids), f"{len(rows.block_ids)} rows for blocks of {row} chunks"

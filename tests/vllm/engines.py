@@ -1,0 +1,151 @@
+"""A vLLM engine as the tests use it: prompts of token ids in, tokens and hits out."""
+
+import gc
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+
+from kvtier.integrations.vllm.manager import VllmManager
+from kvtier.manager import TieringOffloadingManager
+from tests.vllm.models import VOCABULARY
+
+BLOCK_TOKENS = 32
+GPU_BLOCKS = 48  # One prompt of 1,000 tokens and half of another: the engine forgets what it computed.
+PROMPT_TOKENS = 1_000
+PROMPT_HITS = 992  # Of a prompt that was seen: every whole block.
+NEW_TOKENS = 8
+
+Prompt = list[int]
+
+
+class Answer(NamedTuple):
+    """What came of one prompt."""
+
+    tokens: tuple[int, ...]
+    cached: int
+
+
+def prompts(count: int, *, tokens: int = PROMPT_TOKENS, seed: int = 0) -> list[Prompt]:
+    """Return prompts that share nothing."""
+    dice = random.Random(seed)
+    return [[dice.randrange(VOCABULARY) for _ in range(tokens)] for _ in range(count)]
+
+
+def kvtier(disk: Path | None = None, **changes: Any) -> dict[str, Any]:
+    """Return `kv_connector_extra_config` for kvtier, with a file tier if a directory is given."""
+    tiers = [] if disk is None else [{"type": "fs", "root": str(disk)}]
+    return {
+        "spec_name": "KVTierOffloadingSpec",
+        "spec_module_path": "kvtier.integrations.vllm",
+        "cpu_bytes_to_use": "64MiB",
+        "secondary_tiers": tiers,
+    } | changes
+
+
+class Engine:
+    """One engine; a context manager, so that whatever it holds is given back."""
+
+    def __init__(
+        self, model: str, offloading: Mapping[str, Any] | None = None, *, gpu_blocks: int = GPU_BLOCKS, **changes: Any
+    ) -> None:
+        if offloading is not None:
+            changes["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=dict(offloading)
+            )
+        for name in [name for name, value in changes.items() if value is None]:
+            del changes[name]
+        arguments: dict[str, Any] = {
+            "model": model,
+            "dtype": "bfloat16",
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "enable_prefix_caching": True,
+            "num_gpu_blocks_override": gpu_blocks,
+            "block_size": BLOCK_TOKENS,
+            "max_model_len": 1_280,
+            "disable_log_stats": True,
+            "seed": 0,
+        }
+        self.llm = LLM(**arguments | changes)
+
+    @property
+    def core(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core
+
+    @property
+    def connector(self) -> Any:
+        return self.core.scheduler.connector
+
+    @property
+    def manager(self) -> Any:
+        return self.connector.scheduler.manager
+
+    @property
+    def kvtier(self) -> TieringOffloadingManager:
+        assert isinstance(self.manager, VllmManager), self.manager
+        return self.manager.engine
+
+    def answer(self, given: Sequence[Prompt], new_tokens: int = NEW_TOKENS) -> list[Answer]:
+        """Answer all prompts, as many at once as vLLM schedules."""
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in given], sampling(new_tokens), use_tqdm=False
+        )
+        return [Answer(tuple(output.outputs[0].token_ids), output.num_cached_tokens) for output in outputs]
+
+    def settle(self) -> None:
+        """Step until nothing is under way: vLLM defers the last step's stores to the next one."""
+        scheduler = self.core.scheduler
+        while scheduler.has_requests() or self.connector.has_pending_push_work():
+            self.llm.llm_engine.step()
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def sampling(new_tokens: int = NEW_TOKENS) -> SamplingParams:
+    return SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=new_tokens)
+
+
+def fill(model: str, offloading: Mapping[str, Any], asked: Sequence[Prompt], **changes: Any) -> list[tuple[int, ...]]:
+    """Have an engine compute and store the prompts; return its tokens."""
+    with Engine(model, offloading, **changes) as engine:
+        answers = engine.answer(asked)
+        engine.settle()
+        return tokens(answers)
+
+
+_references: dict[tuple[str, str, int], dict[tuple[int, ...], tuple[int, ...]]] = {}
+
+
+def right(model: str, given: Sequence[Prompt], new_tokens: int = NEW_TOKENS, **changes: Any) -> list[tuple[int, ...]]:
+    """Return the tokens that an engine without offloading answers, asked once for each prompt."""
+    known = _references.setdefault((model, repr(sorted(changes.items())), new_tokens), {})
+    missing = [prompt for prompt in given if tuple(prompt) not in known]
+    if missing:
+        with Engine(model, gpu_blocks=400, **changes) as engine:
+            for prompt, answer in zip(missing, engine.answer(missing, new_tokens), strict=True):
+                known[tuple(prompt)] = answer.tokens
+    return [known[tuple(prompt)] for prompt in given]
+
+
+def tokens(answers: Sequence[Answer]) -> list[tuple[int, ...]]:
+    return [answer.tokens for answer in answers]
+
+
+def hits(answers: Sequence[Answer]) -> list[int]:
+    return [answer.cached for answer in answers]

@@ -1,0 +1,101 @@
+"""Tiny models with random weights, saved once, so that engines of different sizes have the same ones."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import transformers
+
+VOCABULARY = 1_024
+
+Maker = Callable[[], transformers.PretrainedConfig]
+
+
+def llama(folder: Path) -> str:
+    """Full attention, grouped queries: 64 KiB for a block of 32 tokens."""
+    return _saved(folder / "llama", lambda: _llama_config(4))
+
+
+def llama_of_few_heads(folder: Path) -> str:
+    """One KV head, of which every worker has a copy."""
+    return _saved(folder / "llama-one-head", lambda: _llama_config(1))
+
+
+def another_llama(folder: Path) -> str:
+    """The same shapes, other weights."""
+    return _saved(folder / "llama-other", lambda: _llama_config(4), seed=1)
+
+
+def gemma3(folder: Path) -> str:
+    """Sliding windows of 128 tokens in five of six layers, full attention in the sixth."""
+    return _saved(
+        folder / "gemma3",
+        lambda: transformers.Gemma3TextConfig(
+            **_common(),
+            num_hidden_layers=6,
+            num_key_value_heads=2,
+            head_dim=32,
+            sliding_window=128,
+            query_pre_attn_scalar=32,
+        ),
+    )
+
+
+def deepseek_v2(folder: Path) -> str:
+    """Multi-head latent attention, dense layers only."""
+    return _saved(
+        folder / "deepseek-v2",
+        lambda: transformers.DeepseekV2Config(
+            **_common(),
+            num_hidden_layers=2,
+            num_key_value_heads=8,
+            kv_lora_rank=512,  # What the CPU's kernels know.
+            q_lora_rank=None,
+            qk_rope_head_dim=64,
+            qk_nope_head_dim=32,
+            v_head_dim=32,
+            first_k_dense_replace=2,
+            n_routed_experts=4,
+            moe_intermediate_size=128,
+        ),
+    )
+
+
+def lfm2(folder: Path) -> str:
+    """Short convolutions, whose state vLLM keeps as it keeps Mamba's, in two of four layers."""
+    return _saved(
+        folder / "lfm2",
+        lambda: transformers.Lfm2Config(
+            **_common(),
+            num_hidden_layers=4,
+            num_key_value_heads=4,
+            layer_types=["conv", "full_attention", "conv", "full_attention"],
+            conv_L_cache=3,
+            conv_dim=256,
+            block_dim=256,
+            block_auto_adjust_ff_dim=False,
+        ),
+    )
+
+
+def _common() -> dict[str, object]:
+    return {
+        "hidden_size": 256,
+        "num_attention_heads": 8,
+        "vocab_size": VOCABULARY,
+        "intermediate_size": 512,
+        "max_position_embeddings": 4_096,
+        "initializer_range": 0.1,  # Large enough for attention to look somewhere: wrong KV then gives other tokens.
+    }
+
+
+def _llama_config(kv_heads: int) -> transformers.PretrainedConfig:
+    return transformers.LlamaConfig(**_common(), num_hidden_layers=4, num_key_value_heads=kv_heads, head_dim=32)
+
+
+def _saved(path: Path, config: Maker, seed: int = 0) -> str:
+    if not (path / "config.json").exists():
+        torch.manual_seed(seed)
+        model = transformers.AutoModelForCausalLM.from_config(config(), dtype=torch.bfloat16)
+        model.save_pretrained(path)
+    return str(path)

@@ -1,0 +1,166 @@
+"""Whatever happens to a tier costs hits, never an answer: right tokens, no crash, nothing stuck, and counted."""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.engines import PROMPT_HITS, Engine, Prompt, fill, hits, kvtier, prompts, right, tokens
+from tests.vllm.leftovers import runners
+
+FAULTY = "kvtier.testing.faults:FaultyBackend"
+
+
+def chunk_files(disk: Path) -> list[Path]:
+    return sorted(disk.rglob("*.bin"))
+
+
+def truncate(path: Path, dice: random.Random) -> None:
+    with path.open("r+b") as file:
+        file.truncate(dice.randrange(path.stat().st_size))
+
+
+def flip_a_bit(path: Path, dice: random.Random) -> None:
+    with path.open("r+b") as file:
+        at = dice.randrange(path.stat().st_size)
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << dice.randrange(8)]))
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_a_bit])
+def test_damaged_files_are_recomputed_and_counted(llama, disk, damage):
+    asked = prompts(6)
+    expected = right(llama, asked)
+    fill(llama, kvtier(disk), asked)
+    dice = random.Random(11)
+    with Engine(llama, kvtier(disk)) as engine:
+        while not engine.kvtier.ledger.tiers[0].authoritative:  # It has seen every file whole.
+            engine.kvtier.end_step()
+        for path in dice.sample(chunk_files(disk), 12):
+            damage(path, dice)
+        assert tokens(answers := engine.answer(asked)) == expected
+        assert 0 < sum(hits(answers)) < 6 * PROMPT_HITS
+        failures = engine.kvtier.ledger.tiers[0].counters.failures
+        assert sum(failures.values()) >= 6, failures
+        engine.settle()
+        assert tokens(engine.answer(asked)) == expected
+
+
+def test_a_directory_that_is_deleted_under_load(llama, disk):
+    first, second = prompts(6), prompts(6, seed=1)
+    expected = right(llama, first), right(llama, second)
+    with Engine(llama, kvtier(disk, cpu_bytes_to_use="5MiB")) as engine:
+        engine.answer(first)
+        engine.settle()
+        shutil.rmtree(disk)
+        assert tokens(engine.answer(first)) == expected[0]
+        assert tokens(engine.answer(second)) == expected[1]
+        assert tokens(engine.answer(second)) == expected[1]
+        engine.settle()
+        assert sum(engine.kvtier.ledger.tiers[0].counters.failures.values()) > 0
+
+
+@pytest.fixture
+def mounted(tmp_path: Path) -> Iterator[Callable[..., Path]]:
+    """Mount small file systems in memory; only root can."""
+    place = tmp_path / "mounted"
+    place.mkdir()
+
+    def mount(*options: str) -> Path:
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", ",".join(options), "tmpfs", str(place)], check=False, capture_output=True
+        )
+        if done.returncode:
+            pytest.skip(f"no file system can be mounted here: {done.stderr.decode().strip()}")
+        return place
+
+    yield mount
+    subprocess.run(["umount", "--lazy", str(place)], check=False, capture_output=True)
+
+
+def test_a_full_disk(llama, mounted):
+    disk = mounted("size=4m")
+    asked = prompts(6)
+    expected = right(llama, asked)
+    with Engine(llama, kvtier(disk, cpu_bytes_to_use="5MiB")) as engine:
+        for _ in range(3):
+            assert tokens(engine.answer(asked)) == expected
+            engine.settle()
+        assert engine.kvtier.ledger.tiers[0].counters.failures.get("no_space", 0) > 0
+
+
+def test_a_disk_that_becomes_read_only(llama, mounted):
+    disk = mounted("size=64m")
+    first, second = prompts(4), prompts(4, seed=1)
+    expected = right(llama, first), right(llama, second)
+    with Engine(llama, kvtier(disk, cpu_bytes_to_use="5MiB")) as engine:
+        engine.answer(first)
+        engine.settle()
+        subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+        assert tokens(answers := engine.answer(first)) == expected[0]
+        assert sum(hits(answers)) > 0
+        assert tokens(engine.answer(second)) == expected[1]
+        engine.settle()
+        assert sum(engine.kvtier.ledger.tiers[0].counters.failures.values()) > 0
+
+
+def faulty(disk: Path, **changes: Any) -> dict[str, Any]:
+    tier = {"type": FAULTY, "inner": {"type": "fs", "root": str(disk)}, "limits": {"deadline_s": 0.5}}
+    return kvtier(None, cpu_bytes_to_use="5MiB", secondary_tiers=[tier | changes])
+
+
+def ask_thrice(llama: str, extra: dict[str, Any], asked: list[Prompt]) -> Any:
+    """Ask all prompts three times, with an engine that has to load them from its tier; return the tier's counters."""
+    expected = right(llama, asked)
+    with Engine(llama, extra | {"limits": {"close_s": 1.0}}) as engine:
+        for _ in range(3):
+            assert tokens(engine.answer(asked)) == expected
+            engine.settle()
+        return engine.kvtier.ledger.tiers[0].counters
+
+
+@pytest.mark.parametrize("operation", ["load", "store", "probe"])
+def test_a_tier_that_hangs(llama, disk, operation):
+    asked = prompts(4)
+    begun = time.monotonic()
+    counters = ask_thrice(llama, faulty(disk, script={operation: ["hang"] * 50}), asked)
+    if operation != "probe":
+        assert counters.failures.get("deadline", 0) > 0
+    assert time.monotonic() - begun < 60
+
+
+def test_a_tier_where_everything_fails_now_and_then(llama, disk):
+    rates = {"failed": 0.1, "missing": 0.05, "corrupt": 0.05, "no_space": 0.05, "unavailable": 0.05}
+    counters = ask_thrice(llama, faulty(disk, faults=rates, seed=3), prompts(8))
+    assert {"failed", "no_space"} <= counters.failures.keys(), counters.failures
+
+
+def test_a_tier_that_fails_every_call(llama, disk):
+    counters = ask_thrice(llama, faulty(disk, faults={"unavailable": 1.0}), prompts(4))
+    assert counters.failures.get("unavailable", 0) > 0
+    assert counters.dropped.get("breaker", 0) > 0
+
+
+def test_a_runner_that_is_killed_is_replaced(llama, disk):
+    asked = prompts(4)
+    expected = right(llama, asked)
+    fill(llama, kvtier(disk), asked)
+    with Engine(llama, kvtier(disk)) as engine:
+        engine.answer(asked[:1])
+        for pid in runners():
+            os.kill(pid, signal.SIGKILL)
+        assert tokens(engine.answer(asked)) == expected
+        while engine.kvtier.runners_lost == 0 or not engine.kvtier.ledger.runner_up:
+            engine.settle()
+        engine.llm.reset_prefix_cache(reset_connector=True)
+        assert tokens(answers := engine.answer(asked)) == expected
+        assert sum(hits(answers)) > 0

@@ -1,0 +1,84 @@
+"""A directory that vLLM's own file tier and kvtier both use."""
+
+import pytest
+
+from kvtier.errors import ConfigError
+from tests.vllm.engines import PROMPT_HITS, Engine, hits, kvtier, prompts, right, tokens
+from tests.vllm.models import gemma3
+from tests.vllm.vllm_tiering import vllm_tiering
+
+WAYS = {
+    "canonical pages": ({"canonical_layout": True}, {"canonical_layout": True}),
+    "canonical pages, which kvtier takes by itself": ({"canonical_layout": True}, {}),
+    "one worker's own pages": ({}, {"interop": "vllm"}),
+}
+
+
+def ours(disk, **changes) -> dict:
+    tier = {"type": "fs", "root": str(disk), "unverified": "accept"}
+    return kvtier(None, secondary_tiers=[tier], **changes)
+
+
+def folders(disk) -> set[str]:
+    return {path.name for path in disk.iterdir()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("first", ["vllm", "kvtier"])
+def test_what_one_wrote_the_other_hits(llama, disk, way, first):
+    theirs_option, ours_option = WAYS[way]
+    engines = {"vllm": vllm_tiering(disk, **theirs_option), "kvtier": ours(disk, **ours_option)}
+    asked = prompts(3)
+    expected = right(llama, asked)
+    disk.mkdir()
+    with Engine(llama, engines.pop(first)) as engine:
+        assert tokens(engine.answer(asked)) == expected
+        engine.settle()
+    before = folders(disk)
+    (second,) = engines.values()
+    with Engine(llama, second) as engine:
+        assert tokens(answers := engine.answer(asked)) == expected
+        assert hits(answers) == [PROMPT_HITS] * 3
+    assert folders(disk) == before
+
+
+def test_canonical_pages_are_shared_with_vllm_at_another_size(llama, disk):
+    asked = prompts(2)
+    expected = right(llama, asked)
+    disk.mkdir()
+    with Engine(llama, vllm_tiering(disk, canonical_layout=True)) as engine:
+        engine.answer(asked)
+        engine.settle()
+    with Engine(llama, ours(disk), tensor_parallel_size=2) as engine:
+        assert tokens(answers := engine.answer(asked)) == expected
+        assert hits(answers) == [PROMPT_HITS] * 2
+
+
+def test_a_hybrid_models_directory_is_shared_without_a_word(checkpoints, disk):
+    model = gemma3(checkpoints)
+    asked = prompts(2)
+    expected = right(model, asked)
+    disk.mkdir()
+    with Engine(model, vllm_tiering(disk), gpu_blocks=260) as engine:
+        assert tokens(engine.answer(asked)) == expected
+        engine.settle()
+    with Engine(model, ours(disk), gpu_blocks=260) as engine:
+        assert tokens(answers := engine.answer(asked)) == expected
+        assert min(hits(answers)) > 0
+
+
+def test_files_without_a_footer_are_refused_unless_they_are_accepted(llama, disk):
+    asked = prompts(2)
+    expected = right(llama, asked)
+    disk.mkdir()
+    with Engine(llama, vllm_tiering(disk)) as engine:
+        engine.answer(asked)
+        engine.settle()
+    with Engine(llama, kvtier(disk, interop="vllm")) as engine:
+        assert tokens(answers := engine.answer(asked)) == expected
+        assert hits(answers) == [0, 0]
+
+
+def test_vllms_default_rows_of_several_workers_are_refused(llama, disk):
+    with pytest.raises((ConfigError, RuntimeError), match=r"interop|initialization failed"):
+        Engine(llama, kvtier(disk, interop="vllm"), tensor_parallel_size=2)

@@ -1,0 +1,125 @@
+"""Beginnings and ends: what is refused at the start, what two engines share, what is left when they end."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.integrations.vllm.versions import require_known_version
+from tests.vllm.engines import PROMPT_HITS, Engine, fill, hits, kvtier, prompts, right, tokens
+from tests.vllm.leftovers import leftovers, runners, wait_until_gone
+
+ROOT = Path(__file__).parents[2]
+
+KILLED = """
+import os, sys
+os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind",
+                  VLLM_LOGGING_LEVEL="ERROR", HF_HUB_OFFLINE="1")
+from tests.vllm.engines import Engine, kvtier, prompts
+if __name__ == "__main__":
+    engine = Engine(sys.argv[1], kvtier(sys.argv[2]), tensor_parallel_size=int(sys.argv[3]))
+    engine.answer(prompts(2))
+    engine.settle()
+    print("ready", flush=True)
+    while True:
+        engine.answer(prompts(2, seed=os.getpid()))
+"""
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_engine_that_is_killed_leaves_nothing_and_its_chunks(llama, disk, tmp_path, workers):
+    script = tmp_path / "killed.py"
+    script.write_text(KILLED)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
+    before = leftovers()
+    command = [sys.executable, str(script), llama, str(disk), str(workers)]
+    environment = os.environ | {"PYTHONPATH": path}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, start_new_session=True) as engine:
+        assert any(line == b"ready\n" for line in engine.stdout)
+        os.killpg(engine.pid, signal.SIGKILL)
+    assert wait_until_gone(before) == set()
+    asked = prompts(2)
+    expected = right(llama, asked)
+    with Engine(llama, kvtier(disk)) as again:
+        assert tokens(answers := again.answer(asked)) == expected
+        assert hits(answers) == [PROMPT_HITS] * 2
+
+
+def test_after_a_shutdown_nothing_is_left(llama, disk):
+    with Engine(llama):  # What vLLM itself leaves, such as its pools of threads, is there from now on.
+        pass
+    before = threads(), descriptors()
+    for _ in range(3):
+        fill(llama, kvtier(disk), prompts(2))
+    assert runners() == set()
+    assert not {name for name in threads() - before[0] if "kvtier" in name}
+    assert {name for name in descriptors() - before[1] if "kvtier" in name or "memfd" in name} == set()
+
+
+def threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
+
+
+def descriptors() -> set[str]:
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found.add(os.readlink(f"/proc/self/fd/{number}"))
+        except FileNotFoundError:  # The listing's own.
+            continue
+    return found
+
+
+def test_two_engines_share_one_directory_at_the_same_time(llama, disk, tmp_path):
+    """The other engine runs in a process of its own, and writes and reads what this one does."""
+    asked = prompts(4)
+    expected = right(llama, asked)
+    script = tmp_path / "other.py"
+    script.write_text(KILLED.replace("while True", "for _ in range(6)").replace("seed=os.getpid()", "seed=1"))
+    path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
+    command = [sys.executable, str(script), llama, str(disk), "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": path}) as other:
+        with Engine(llama, kvtier(disk, cpu_bytes_to_use="5MiB")) as engine:
+            while other.poll() is None:
+                assert tokens(engine.answer(asked)) == expected
+            assert tokens(engine.answer(asked)) == expected
+        assert other.returncode == 0
+    with Engine(llama, kvtier(disk)) as engine:
+        assert tokens(answers := engine.answer(asked)) == expected
+        assert hits(answers) == [PROMPT_HITS] * 4
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0.0rc1", "dev"])
+def test_an_unknown_version_is_refused_in_one_sentence(version):
+    with pytest.raises(ConfigError) as refused:
+        require_known_version(version)
+    assert str(refused.value) == (
+        f"kvtier works inside vLLM 0.32 and 0.33, and this is vLLM {version}: "
+        "install one of these, or a kvtier that knows this one"
+    )
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.1+cpu", "0.33.0rc2"])
+def test_known_versions_are_taken(version):
+    assert require_known_version(version) in ("0.32", "0.33")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cpu_bytes": "1GiB"}, r"kv_connector_extra_config.cpu_bytes: no such field; did you mean 'cpu_bytes_to_use'"),
+        ({"cpu_bytes_to_use": 4096}, r"cpu_bytes_to_use: 4,096 bytes given, which hold 0 rows"),
+        ({"eviction_policy": "lru2"}, r"lru2"),
+        ({"secondary_tiers": [{"type": "nfs"}]}, r"secondary_tiers\[0\].type: 'nfs' is no tier type"),
+        ({"secondary_tiers": [{"type": "fs", "root": "/no/such/place"}]}, r"/no/such/place"),
+        ({"limits": {"lease_s": "soon"}}, r"kv_connector_extra_config.limits.lease_s: 'soon' given"),
+    ],
+)
+def test_a_configuration_that_cannot_be_used_says_where(llama, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        Engine(llama, kvtier(**changes))

@@ -1,0 +1,139 @@
+"""What an engine says of itself, inside the engine: stats, sources of hits, events, facts."""
+
+from collections import Counter
+
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvtier import __version__
+from kvtier.integrations.vllm import KVTierOffloadingSpec
+from tests.vllm.engines import Engine, fill, kvtier, prompts
+
+BLOCK_BYTES = 64 << 10
+
+
+def stats_of(engine: Engine) -> dict[tuple[str, tuple[str, ...]], float]:
+    stats = engine.manager.get_stats()
+    assert stats is not None
+    return {
+        (name, labels): value for name, by_label in stats.data["data"].items() for labels, value in by_label.items()
+    }
+
+
+def test_what_is_counted_goes_through_vllms_own_stats(llama, disk):
+    fill(llama, kvtier(disk), prompts(2))
+    with Engine(llama, kvtier(disk)) as engine:
+        engine.manager.get_stats = lambda: None  # Else vLLM takes them step by step.
+        engine.answer(prompts(2))
+        engine.settle()
+        del engine.manager.get_stats
+        counted = stats_of(engine)
+        assert counted["kvtier_tier_hits", ("0:fs",)] == 62
+        assert counted["kvtier_tier_bytes", ("0:fs", "load")] == 62 * BLOCK_BYTES
+        assert len(counted["kvtier_transfer_seconds", ("0:fs", "load")]) >= 1
+        assert counted["kvtier_primary_rows", ("ready",)] == 62
+        assert counted["kvtier_tier_breaker", ("0:fs", "closed")] == 1.0
+        assert {name for name, _ in counted} <= KVTierOffloadingSpec.build_metric_definitions(kvtier(disk)).keys()
+        assert engine.manager.get_stats() is None
+
+
+def test_every_series_has_the_labels_that_were_declared(llama, disk):
+    declared = KVTierOffloadingSpec.build_metric_definitions(kvtier(disk))
+    with Engine(llama, kvtier(disk)) as engine:
+        engine.answer(prompts(2))
+        engine.manager.get_stats = lambda: None
+        engine.settle()
+        del engine.manager.get_stats
+        for name, labels in stats_of(engine):
+            assert len(labels) == len(declared[name].labelnames), name
+
+
+def test_hits_name_their_source(llama, disk):
+    fill(llama, kvtier(disk), prompts(1))
+    with Engine(llama, kvtier(disk), disable_log_stats=False) as engine:
+        sources = watch_sources(engine)
+        engine.answer(prompts(1))
+        engine.answer(prompts(1, seed=1))
+        engine.answer(prompts(1, seed=2))
+        engine.settle()
+        engine.answer(prompts(1))
+    assert sources == [{CacheHitSource.DISK: 992}, {CacheHitSource.HOST: 992}]
+
+
+def watch_sources(engine: Engine) -> list[dict[CacheHitSource, int]]:
+    """Collect what the connector tells vLLM of each external hit."""
+    told: list[dict[CacheHitSource, int]] = []
+    ask = engine.connector.get_external_cache_hit_sources
+
+    def noted(request, tokens):
+        answer = ask(request, tokens)
+        if answer:
+            told.append(answer)
+        return answer
+
+    engine.connector.get_external_cache_hit_sources = noted
+    return told
+
+
+def test_a_request_may_choose_the_tiers_that_it_loads_from(llama, disk):
+    from vllm import SamplingParams
+
+    asked = prompts(1)[0]
+    fill(llama, kvtier(disk), [asked])
+    with Engine(llama, kvtier(disk)) as engine:
+        cached = {}
+        for medium in ("CPU", "STORAGE"):
+            sampling = SamplingParams(
+                temperature=0,
+                ignore_eos=True,
+                detokenize=False,
+                max_tokens=1,
+                extra_args={"kv_transfer_params": {"kv_load_tiers": [{"medium": medium}]}},
+            )
+            (output,) = engine.llm.generate([{"prompt_token_ids": asked}], sampling, use_tqdm=False)
+            cached[medium] = output.num_cached_tokens
+            engine.settle()
+            engine.llm.reset_prefix_cache(reset_connector=True)
+        assert cached == {"CPU": 0, "STORAGE": 992}
+
+
+def test_events_tell_medium_and_tier(llama, disk):
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    extra = kvtier(disk, cpu_bytes_to_use=40 * BLOCK_BYTES, self_describing_kv_events=True)
+    with Engine(llama, extra, kv_events_config=events) as engine:
+        told = watch_events(engine)
+        for prompt in prompts(3):
+            engine.answer([prompt])
+            engine.settle()
+        engine.answer(prompts(1, seed=9))
+    kinds = Counter((type(event), event.medium, event.ownership) for event in told)
+    assert kinds[BlockStored, "CPU", None] >= 62
+    assert kinds[BlockStored, "STORAGE", "0:fs"] >= 62
+    assert kinds[BlockRemoved, "CPU", None] > 0
+    described = [event for event in told if isinstance(event, BlockStored) and event.medium == "STORAGE"]
+    assert all(len(event.token_ids) == 32 for event in described)
+
+
+def watch_events(engine: Engine) -> list:
+    told: list = []
+    take = engine.connector.take_events
+
+    def noted():
+        events = list(take())
+        told.extend(events)
+        return events
+
+    engine.connector.take_events = noted
+    return told
+
+
+def test_the_facts_of_an_engine_have_declared_labels(llama, disk):
+    with Engine(llama, kvtier(disk)) as engine:
+        primary, tier = engine.manager.config_info()
+    assert primary["tier"] == "cpu"
+    assert primary["rows"] == 1_024
+    assert primary["kvtier_version"] == __version__
+    assert tier["tier"] == "0:fs"
+    assert tier["sharing"] == "any parallel size"
+    assert (primary.keys() | tier.keys()) <= set(KVTierOffloadingSpec.config_info_keys(kvtier(disk)))

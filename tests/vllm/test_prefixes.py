@@ -1,0 +1,217 @@
+"""A prefix that the engine forgot comes back, with the tokens that the engine would have computed."""
+
+import random
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.vllm.engines import (
+    GPU_BLOCKS,
+    PROMPT_HITS,
+    Answer,
+    Engine,
+    Prompt,
+    hits,
+    kvtier,
+    prompts,
+    right,
+    sampling,
+    tokens,
+)
+
+MIB = 1 << 20
+BLOCK_BYTES = 64 << 10  # Of the tiny llama, for 32 tokens.
+
+
+def families(count: int, sizes: tuple[int, ...] = (256, 512, 900), seed: int = 3) -> list[Prompt]:
+    """Return prompts that share prefixes of different lengths, in random order."""
+    dice = random.Random(seed)
+    trunks = prompts(4, tokens=1_000, seed=seed)
+    ends = prompts(count, tokens=100, seed=seed + 1)
+    made = [dice.choice(trunks)[: dice.choice(sizes)] + end for end in ends]
+    dice.shuffle(made)
+    return made
+
+
+def test_a_prefix_comes_back_from_memory_and_after_a_restart_from_disk(llama, disk):
+    asked = prompts(6)
+    expected = right(llama, asked)
+    with Engine(llama, kvtier(disk)) as engine:
+        assert tokens(cold := engine.answer(asked)) == expected
+        assert hits(cold) == [0] * 6
+        assert tokens(warm := engine.answer(asked)) == expected
+        assert hits(warm) == [PROMPT_HITS] * 6
+        assert engine.kvtier.ledger.tiers[0].counters.hits == 0
+        engine.settle()
+    with Engine(llama, kvtier(disk)) as engine:
+        assert tokens(again := engine.answer(asked)) == expected
+        assert hits(again) == [PROMPT_HITS] * 6
+        assert engine.kvtier.ledger.tiers[0].counters.hits == 6 * 31
+        assert engine.kvtier.ledger.counters.hits == 0
+
+
+def test_wrong_kv_would_be_seen_in_the_tokens(llama, disk):
+    asked = prompts(2)
+    expected = right(llama, asked)
+    with Engine(llama, kvtier(disk)) as engine:
+        engine.answer(asked)
+        engine.settle()
+        for row in engine.kvtier.ledger.primary.ready.values():
+            engine.kvtier.region.row(row)[:BLOCK_BYTES] = bytes(BLOCK_BYTES)
+        assert tokens(engine.answer(asked)) != expected
+
+
+@pytest.mark.parametrize("runner", ["process", "thread"])
+def test_shared_prefixes_in_random_order_fifty_at_once(llama, disk, runner):
+    asked = families(50)
+    expected = right(llama, asked)
+    with Engine(llama, kvtier(disk, runner=runner), gpu_blocks=96) as engine:
+        assert tokens(engine.answer(asked)) == expected
+        assert tokens(warm := engine.answer(asked)) == expected
+        assert sum(hits(warm)) >= 0.9 * sum(len(prompt) // 32 * 32 for prompt in asked)
+
+
+def test_a_primary_far_smaller_than_the_working_set(llama, disk):
+    asked = prompts(12)
+    expected = right(llama, asked)
+    with Engine(llama, kvtier(disk, cpu_bytes_to_use=72 * BLOCK_BYTES)) as engine:  # Two prompts and a bit, of twelve.
+        for _ in range(3):
+            assert tokens(answers := engine.answer(asked)) == expected
+            engine.settle()
+        assert sum(hits(answers)) > 0
+        assert engine.kvtier.ledger.tiers[0].counters.hits > 0
+
+
+def test_a_primary_smaller_than_one_prompt_gives_its_leading_part(llama, disk):
+    asked = prompts(3)
+    expected = right(llama, asked)
+    with Engine(llama, kvtier(disk), gpu_blocks=GPU_BLOCKS) as engine:
+        engine.answer(asked)
+        engine.settle()
+    with Engine(llama, kvtier(disk, cpu_bytes_to_use=20 * BLOCK_BYTES)) as engine:
+        for prompt, tokens_expected in zip(asked, expected, strict=True):
+            (answer,) = engine.answer([prompt])
+            assert answer.tokens == tokens_expected
+            assert 0 < answer.cached < PROMPT_HITS
+
+
+def test_requests_that_are_aborted_at_random_disturb_nobody(llama, disk):
+    dice = random.Random(5)
+    asked = families(40)
+    expected = dict(zip(map(tuple, asked), right(llama, asked), strict=True))
+    with Engine(llama, kvtier(disk, cpu_bytes_to_use=8 * MIB), gpu_blocks=96) as engine:
+        for _ in range(3):
+            answered = steps_with_aborts(engine, asked, dice)
+            assert len(answered) > 10
+            for index, answer in answered.items():
+                assert answer.tokens == expected[tuple(asked[index])]
+        assert engine.kvtier.ledger.leases.rows == 0
+        assert not engine.kvtier.ledger.primary.filling
+        assert tokens(engine.answer(asked)) == list(expected.values())
+
+
+def steps_with_aborts(engine: Engine, asked: list[Prompt], dice: random.Random) -> dict[int, Answer]:
+    """Run all prompts at once; abort some at random moments; return what the others answered."""
+    llm_engine = engine.llm.llm_engine
+    for index, prompt in enumerate(asked):
+        llm_engine.add_request(str(index), {"prompt_token_ids": prompt}, sampling())
+    open_requests, answered = set(range(len(asked))), {}
+    while llm_engine.has_unfinished_requests():
+        for output in llm_engine.step():
+            if output.finished:
+                index = int(output.request_id)
+                open_requests.discard(index)
+                answered[index] = Answer(tuple(output.outputs[0].token_ids), output.num_cached_tokens)
+        if open_requests and dice.random() < 0.3:
+            gone = dice.choice(sorted(open_requests))
+            open_requests.discard(gone)
+            llm_engine.abort_request([str(gone)])
+    engine.settle()
+    return answered
+
+
+def test_preempted_requests_come_back_right(llama, disk):
+    asked = prompts(6, tokens=300)
+    expected = right(llama, asked, 200)
+    with Engine(
+        llama, kvtier(disk, offload_prompt_only=False), gpu_blocks=44
+    ) as engine:  # Room for four of them grown.
+        preempted = count_preemptions(engine)
+        for _ in range(2):
+            assert tokens(engine.answer(asked, 200)) == expected
+        assert preempted
+
+
+def count_preemptions(engine: Engine) -> list[str]:
+    """Collect the ids of requests that are preempted from now on, as the scheduler tells the manager."""
+    seen: list[str] = []
+    end_of_step = engine.manager.on_schedule_end
+
+    def noted(context):
+        seen.extend(context.preempted_req_ids)
+        end_of_step(context)
+
+    engine.manager.on_schedule_end = noted
+    return seen
+
+
+def test_resets_in_between_forget_the_primary_and_keep_the_disk(llama, disk):
+    asked = prompts(6)
+    expected = right(llama, asked)
+    with Engine(llama, kvtier(disk)) as engine:
+        engine.answer(asked)
+        engine.settle()
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        assert not engine.kvtier.ledger.primary.ready
+        assert tokens(again := engine.answer(asked)) == expected
+        assert hits(again) == [PROMPT_HITS] * 6
+        assert engine.kvtier.ledger.tiers[0].counters.hits == 6 * 31
+
+
+def test_a_reset_in_the_middle_of_everything(llama, disk):
+    turns = [families(20, seed=seed) for seed in range(3)]
+    expected = [right(llama, asked) for asked in turns]
+    with Engine(llama, kvtier(disk, cpu_bytes_to_use=16 * MIB), gpu_blocks=96) as engine:
+        llm_engine = engine.llm.llm_engine
+        for turn, asked in enumerate(turns):
+            for index, prompt in enumerate(asked):
+                llm_engine.add_request(f"{turn}-{index}", {"prompt_token_ids": prompt}, sampling())
+            answered, resets = {}, 0
+            while llm_engine.has_unfinished_requests():
+                for output in llm_engine.step():
+                    if output.finished:
+                        answered[int(output.request_id.partition("-")[2])] = tuple(output.outputs[0].token_ids)
+                if resets < 2 and stores_are_under_way(engine):
+                    resets += 1
+                    assert engine.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+                    assert not engine.kvtier.ledger.promoting
+            assert resets == 2
+            assert [answered[index] for index in range(len(asked))] == expected[turn]
+        engine.settle()
+        assert engine.kvtier.ledger.promoting
+
+
+def stores_are_under_way(engine: Engine) -> bool:
+    """Say whether workers have stores and no loads: with loads, vLLM refuses to reset running requests."""
+    requests = engine.core.scheduler.requests.values()
+    loading = any(request.status is RequestStatus.WAITING_FOR_REMOTE_KVS for request in requests)
+    return engine.connector.has_pending_push_work() and not loading and bool(engine.kvtier.ledger.primary.filling)
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 4])
+def test_a_chunk_is_one_block_or_several(llama, disk, blocks_per_chunk):
+    asked = families(12)
+    expected = right(llama, asked)
+    extra = kvtier(disk, blocks_per_chunk=blocks_per_chunk)
+    with Engine(llama, extra, gpu_blocks=96) as engine:
+        for _ in range(2):
+            assert tokens(answers := engine.answer(asked)) == expected
+        assert sum(hits(answers)) > 0
+        engine.settle()
+    with Engine(llama, extra, gpu_blocks=96) as engine:
+        assert tokens(answers := engine.answer(asked)) == expected
+        chunk_tokens = 32 * blocks_per_chunk
+        assert all(
+            answer.cached >= len(prompt) // chunk_tokens * chunk_tokens
+            for prompt, answer in zip(asked, answers, strict=True)
+        )

@@ -1,0 +1,89 @@
+"""The second door: kvtier's tiers behind vLLM's own manager."""
+
+import random
+import shutil
+
+import pytest
+
+from tests.vllm.engines import PROMPT_HITS, Engine, fill, hits, prompts, right, tokens
+from tests.vllm.test_faults import FAULTY, chunk_files, flip_a_bit
+from tests.vllm.vllm_tiering import vllm_tiering
+
+
+def behind_vllm(disk, *, cpu_bytes: int = 64 << 20, backend: str = "fs", **changes) -> dict:
+    tier = {"type": "KVTierSecondaryTier", "module_path": "kvtier.integrations.vllm", "backend": backend}
+    if backend == "fs":
+        tier["root"] = str(disk)
+    return vllm_tiering(None, secondary_tiers=[tier | changes], cpu_bytes_to_use=cpu_bytes)
+
+
+def tier_of(engine: Engine):
+    return engine.manager.secondary_tiers[0]
+
+
+@pytest.mark.parametrize("runner", ["process", "thread"])
+def test_a_prefix_comes_back_after_a_restart(llama, disk, runner):
+    asked = prompts(6)
+    expected = right(llama, asked)
+    assert fill(llama, behind_vllm(disk, runner=runner), asked) == expected
+    with Engine(llama, behind_vllm(disk, runner=runner)) as engine:
+        assert tokens(answers := engine.answer(asked)) == expected
+        assert hits(answers) == [PROMPT_HITS] * 6
+        engine.settle()
+        stats = tier_of(engine).get_stats()
+        assert stats is None or not stats.is_empty()
+
+
+def test_a_primary_far_smaller_than_the_working_set(llama, disk):
+    asked = prompts(8)
+    expected = right(llama, asked)
+    with Engine(llama, behind_vllm(disk, cpu_bytes=5 << 20)) as engine:
+        for _ in range(3):
+            assert tokens(answers := engine.answer(asked)) == expected
+            engine.settle()
+        assert sum(hits(answers)) > 0
+
+
+def test_what_is_damaged_is_recomputed(llama, disk):
+    asked, others = prompts(4), prompts(4, seed=1)
+    expected = right(llama, asked), right(llama, others)
+    fill(llama, behind_vllm(disk), asked)
+    with Engine(llama, behind_vllm(disk)) as engine:
+        dice = random.Random(2)
+        for path in dice.sample(chunk_files(disk), 8):
+            flip_a_bit(path, dice)
+        assert tokens(engine.answer(asked)) == expected[0]
+        shutil.rmtree(disk)
+        assert tokens(engine.answer(others)) == expected[1]
+
+
+@pytest.mark.parametrize("operation", ["load", "store", "probe"])
+def test_a_tier_that_hangs_gives_its_rows_back_with_its_process(llama, disk, operation):
+    asked = prompts(4)
+    expected = right(llama, asked)
+    inner = {"type": "fs", "root": str(disk)}
+    extra = behind_vllm(
+        disk,
+        cpu_bytes=5 << 20,
+        backend=FAULTY,
+        inner=inner,
+        script={operation: ["hang"] * 4},
+        limits={"deadline_s": 0.5},
+    )
+    with Engine(llama, extra) as engine:
+        for _ in range(3):
+            assert tokens(engine.answer(asked)) == expected
+            engine.settle()
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        assert tokens(engine.answer(asked)) == expected
+
+
+def test_a_reset_drains_the_tier_and_keeps_what_it_has(llama, disk):
+    asked = prompts(4)
+    expected = right(llama, asked)
+    with Engine(llama, behind_vllm(disk)) as engine:
+        engine.answer(asked)
+        engine.settle()
+        assert engine.llm.reset_prefix_cache(reset_connector=True)
+        assert tokens(answers := engine.answer(asked)) == expected
+        assert hits(answers) == [PROMPT_HITS] * 4

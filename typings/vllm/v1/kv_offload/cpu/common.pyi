@@ -1,0 +1,3 @@
+from vllm.v1.kv_offload.base import BlockIDsLoadStoreSpec
+
+class CPULoadStoreSpec(BlockIDsLoadStoreSpec): ...
