@@ -68,7 +68,8 @@ def test_a_server_counts_on_metrics_and_tells_a_subscriber(environment, tmp_path
     assert re.findall(r"prompt.*?(\d+) tokens cached", done.stdout) == ["0", "0", "0", "992"]
     metrics = scraped(done.stdout)
     assert metrics["kvtier_primary_hits_total", None, None] == 31
-    assert metrics["kvtier_tier_stored_total", "0:fs", None] == metrics["kvtier_tier_chunks", "0:fs", None] == 93
+    assert metrics["kvtier_tier_stored_total", "0:fs", None] == 93
+    assert 0 < metrics["kvtier_tier_chunks", "0:fs", None] <= 93  # As of the last step of an engine that now idles.
     assert metrics["kvtier_tier_breaker", "0:fs", "closed"] == 1
     assert stored["CPU", None] == stored["STORAGE", "0:fs"] == 93
     assert len(list((tmp_path / "tier").rglob("*.bin"))) == 93
