@@ -51,19 +51,6 @@ async def test_the_tail_of_a_prefix_goes_before_its_head(open_tier, lender: Lend
     assert there == sorted(there, reverse=True)
 
 
-async def test_a_request_that_is_over_leaves_its_head_newest(open_tier, lender: Lender) -> None:
-    """Its chunks came in pieces, the tail last."""
-    tier = await open_tier(capacity_bytes=CAPACITY_BYTES)
-    prefix = keys_of(8)
-    for key in prefix:
-        await lender.keep(tier, [key])
-    tier.rank(prefix)
-    start = 1_000
-    while all(there := list(await tier.probe(prefix))):
-        await lender.keep(tier, [key_of(start := start + 1)])
-    assert there == sorted(there, reverse=True)
-
-
 async def test_a_restart_keeps_the_order_of_last_use(open_tier, lender: Lender, path_of) -> None:
     """By the files' times, which are set to a use once an hour: here they were stored more than an hour ago."""
     before = await open_tier()

@@ -183,7 +183,7 @@ class FsBackend(Backend):
         return Occupancy(len(self._index), self._eviction.used_bytes(), self._capacity.limit_bytes)
 
     def rank(self, keys: Sequence[OffloadKey]) -> None:
-        """Renew the recency of a request's chunks, in prefix order, when it is over: its head goes last."""
+        """See `Ranked`."""
         self._index.rank(keys)
         self._eviction.used(keys)
 
