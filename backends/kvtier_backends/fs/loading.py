@@ -12,6 +12,7 @@ from kvtier_backends.fs.chunks import Chunks, LoadShare, share_out
 from kvtier_backends.fs.entries import Held
 from kvtier_backends.fs.eviction import Eviction
 from kvtier_backends.fs.index import Index
+from kvtier_backends.fs.precedence import Precedence
 
 
 class Loading:
@@ -23,6 +24,7 @@ class Loading:
         capacity: Capacity,
         index: Index,
         chunks: Chunks,
+        precedence: Precedence,
         *,
         lanes: Lanes,
         share_chunks: int,
@@ -33,6 +35,7 @@ class Loading:
         self._capacity = capacity
         self._index = index
         self._chunks = chunks
+        self._precedence = precedence
         self._lanes = lanes
         self._share_chunks = share_chunks
         self._clock_ns = clock_ns
@@ -44,7 +47,7 @@ class Loading:
             LoadShare(part, measure=any(read.key not in self._index for read in part))
             for part in share_out(reads, self._lanes.count, self._share_chunks)
         ]
-        with self._eviction.in_use([read.key for read in reads]):
+        with self._precedence.loading(), self._eviction.in_use([read.key for read in reads]):
             try:
                 await in_threads(self._lanes, [partial(self._chunks.load, share) for share in shares])
             finally:

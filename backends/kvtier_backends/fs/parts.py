@@ -19,6 +19,7 @@ from kvtier_backends.fs.index import Index
 from kvtier_backends.fs.loading import Loading
 from kvtier_backends.fs.looking import Looking
 from kvtier_backends.fs.options import FsOptions
+from kvtier_backends.fs.precedence import Precedence
 from kvtier_backends.fs.shared import SharedEviction
 from kvtier_backends.fs.storing import Storing, sizes_of
 
@@ -68,9 +69,11 @@ def assemble(
         low_water=options.low_water,
         min_free_bytes=options.min_free_bytes,
     )
+    precedence = Precedence()
     chunks = Chunks(
-        ChunkFiles(folder, context.mapper, fsync=options.fsync),
+        ChunkFiles(folder, context.mapper, precedence.give_way, fsync=options.fsync),
         tally,
+        precedence,
         lanes=options.load_lanes + options.store_lanes,
         row_bytes=context.row_bytes,
         fingerprint=context.mapper.fingerprint,
@@ -92,7 +95,14 @@ def assemble(
     if books.write_budget is not None:
         books.write_budget.use(lanes.store)
     loading = Loading(
-        eviction, capacity, index, chunks, lanes=lanes.load, share_chunks=sizes.share_chunks, clock_ns=clock_ns
+        eviction,
+        capacity,
+        index,
+        chunks,
+        precedence,
+        lanes=lanes.load,
+        share_chunks=sizes.share_chunks,
+        clock_ns=clock_ns,
     )
     storing = Storing(
         eviction, books.write_budget, index, chunks, tally, lanes=lanes.store, sizes=sizes, clock_ns=clock_ns
