@@ -244,7 +244,7 @@ class Accounting(RuleBasedStateMachine):
     @initialize(policy=st.sampled_from(known_policies()))
     def begin(self, policy: str) -> None:
         kind: type[Policy[OffloadKey]] = policy_class(policy)
-        self.index = Index(kind(self.LIMIT // self.LEAST))
+        self.index = Index(None if policy == "lru" else kind(self.LIMIT // self.LEAST))
         self.capacity = Capacity(
             (self.index,),
             NoDisk(),  # type: ignore[arg-type]
@@ -300,7 +300,7 @@ class Accounting(RuleBasedStateMachine):
         key = make_offload_key(bytes([number]))
         if all(victim.key != key for victim in self.leaving):
             self.disk.pop(key, None)
-            self.index.removed(key, self.index.mark())
+            self.index.removed(key)
 
     @rule(number=st.integers(0, 30))
     def use(self, number: int) -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from kvtier.backend import TierContext
 from kvtier.lend import Lanes
+from kvtier.policies.lru import LRU
 from kvtier.policies.named import policy_class
 from kvtier_backends.fs.books import Books
 from kvtier_backends.fs.capacity import Capacity
@@ -59,7 +60,8 @@ def assemble(
     """Make a tier's parts over an opened folder, on the running loop."""
     clock_ns, sizes = time.time_ns, sizes_of(context.row_bytes, folder)
     limit_bytes = min(options.capacity_bytes or folder.disk.size_bytes, folder.disk.size_bytes)
-    policy = policy_class(options.eviction_policy)(max(1, limit_bytes // context.row_bytes))
+    kind = policy_class(options.eviction_policy)
+    policy = None if kind is LRU else kind(max(1, limit_bytes // context.row_bytes))  # LRU: the index has that order.
     index = Index(policy, None if options.ttl_s is None else clock_ns)
     checkpoint = Checkpoint(folder, context.mapper, tally, context.row_bytes)
     capacity = Capacity(
