@@ -86,6 +86,7 @@ def assemble(
         capacity,
         chunks,
         tally,
+        folder.quarantine,
         lane=lanes.evict,
         store_lanes=lanes.store,
         ttl_s=options.ttl_s,
