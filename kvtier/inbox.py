@@ -11,6 +11,7 @@ from kvtier.bridge.messages import (
     Found,
     Gone,
     Message,
+    Rank,
     Returned,
     Scanned,
     TierUsage,
@@ -87,10 +88,13 @@ class Inbox:
     def refuse(self, actions: Iterable[Action], now: float) -> None:
         """Settle actions that never left: nothing was lent, nothing moved."""
         for action in actions:
-            if isinstance(action, Acknowledge):
-                self._outbox.acknowledge(self._tiers[action.tier])
-            else:
-                self._settle_whole(action.id, Code.REFUSED, now, lent=False)
+            match action:
+                case Acknowledge():
+                    self._outbox.acknowledge(self._tiers[action.tier])
+                case Rank():
+                    pass  # The tier goes by what it saw itself.
+                case _:
+                    self._settle_whole(action.id, Code.REFUSED, now, lent=False)
 
     def lose(self, now: float) -> None:
         """Settle all that a lost runner had; its rows stay lent until `gone`.

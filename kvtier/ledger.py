@@ -150,12 +150,19 @@ class Ledger:
         return Request(request_id, matchers, load_matchers)
 
     def finish(self, request: Request) -> None:
-        """Rank the request's keys anew, tail first, and end its leases. Loads and completions may still follow."""
+        """Rank the request's keys anew, tail first, here and in tiers, and end its leases.
+
+        Loads and completions may still follow.
+        """
         request.finished = True
         request.forget_hits()
         self.leases.end_all(request)
         ready, filling = self.primary.ready, self.primary.filling
-        self.primary.rank([key for key in request.used if key in ready or key in filling])
+        used = list(request.used)
+        self.primary.rank([key for key in used if key in ready or key in filling])
+        for tier in self.tiers:
+            if self.runner_up and request.allows(tier.spec):
+                self.outbox.rank(used, tier)
 
     # Looking up.
 

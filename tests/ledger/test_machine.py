@@ -21,6 +21,7 @@ from kvtier.bridge.messages import (
     Gone,
     Probe,
     Promote,
+    Rank,
     RunnerBack,
     RunnerGone,
     RunnerLost,
@@ -341,7 +342,7 @@ class Engine(RuleBasedStateMachine):
         return Counter(row for lent in everything.values() if isinstance(lent.action, Cascade) for row in lent.rows)
 
     def _lend(self, action: Action) -> None:
-        if isinstance(action, Acknowledge):
+        if isinstance(action, Acknowledge | Rank):
             return
         rows = list(unpack_rows(action.rows)) if isinstance(action, Promote | Cascade) else []
         self.under_way[action.id] = Lent(action, unpack_keys(action.keys), rows, self.epoch)
