@@ -1,6 +1,6 @@
 """The books of one engine: all of its state, and what every part of the ledger does to it."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from kvtier.answers import LedgerCounters, LedgerLimits
 from kvtier.config import PRIMARY_NAME
@@ -49,7 +49,8 @@ class Books:
         self.rows_in_use = 0  # Given to the engine to read or write, and not yet given back.
         self._events = events
         self._now = 0.0
-        self._looking: list[Request] = []  # Requests with hits in this step.
+        self._looking: list[Request] = []  # Requests with hits in this step, since room was last made.
+        self._looked: list[Request] = []  # And those before; a request may be in both.
         self._parked: dict[OffloadKey, list[Tier]] = {}  # Filling keys that request-level tiers will get, too.
         self._request_level = [tier for tier in self.tiers if tier.spec.request_level]
 
@@ -58,13 +59,25 @@ class Books:
         self._now = now
         self.leases.expire(now)
 
+    def _reserve(self, keys: Sequence[OffloadKey], offered: Collection[OffloadKey] = ()) -> list[OffloadKey] | None:
+        """Reserve rows as the primary does, evicting nothing that was answered HIT in this step."""
+        if len(keys) > self.primary.rows_free:
+            for request in self._looking:
+                self.primary.hold(request.hits)
+                request.found += request.hits
+                request.hits.clear()
+            self._looked += self._looking
+            self._looking.clear()
+        return self.primary.reserve(keys, offered)
+
     def _access(self, present: Sequence[OffloadKey], keys: Sequence[OffloadKey], request: Request) -> None:
         """Note that a request uses `keys`, in prefix order; count an access to those that are present, once."""
         used = request.used
-        fresh = [key for key in present if key not in used]
+        if present:
+            fresh = [key for key in present if key not in used] if used else present
+            if fresh:
+                self.primary.touch(self.primary.rows_of(dict.fromkeys(fresh)))
         used.update(dict.fromkeys(keys))
-        if fresh:
-            self.primary.touch(list(dict.fromkeys(fresh)))
 
     def _count_hits(self, keys: Sequence[OffloadKey], request: Request) -> None:
         if not request.sources:

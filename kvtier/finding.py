@@ -17,11 +17,8 @@ class Finder(Books):
 
     def lookup(self, key: OffloadKey, request: Request) -> LookupResult:
         """Say where a key is; one that a tier has is on its way from now on."""
-        primary = self.primary
-        row = primary.ready.get(key)
-        if row is None:
+        if key not in self.primary.ready:
             return self._lookup_absent(key, request)
-        primary.stamps[row] = primary.step
         hits = request.hits
         if not hits:
             self._looking.append(request)
@@ -66,7 +63,7 @@ class Finder(Books):
 
         What the request found before is leased first: a prefix that exceeds the share keeps its leading part.
         """
-        evicted = self.primary.reserve((key,)) if self.leases.room(self._rows_found(request), 1) else None
+        evicted = self._reserve((key,)) if self.leases.room(self._rows_found(request), 1) else None
         if evicted is None:
             self.counters.promotions_refused += 1
             return self._miss(key, request, ())
@@ -80,14 +77,13 @@ class Finder(Books):
 
     def _rows_found(self, request: Request) -> list[int]:
         """Return the rows of what the request found in this step and has not leased; what failed since has none."""
-        rows = map(self.primary.row, request.hits[request.held :])
-        return [row for row in rows if row is not None]
+        return self.primary.rows_of([*request.found, *request.hits][request.held :])
 
     def _lease_hits(self, request: Request) -> None:
         for row in self._rows_found(request):
             if not self.leases.take(row, request, self._now):
                 break
-        request.held = len(request.hits)
+        request.held = len(request.found) + len(request.hits)
 
     def _miss(self, key: OffloadKey, request: Request, asked: Sequence[Tier]) -> LookupResult:
         if key not in request.missed:
@@ -99,9 +95,10 @@ class Finder(Books):
 
     def _end_looking(self) -> None:
         """Lease the rows of requests that wait, and let go of other rows answered HIT."""
-        for request in self._looking:
-            if request.waits:
-                self._lease_hits(request)
-            request.forget_hits()
-        self._looking.clear()
+        for requests in (self._looked, self._looking):
+            for request in requests:
+                if request.waits and not request.finished:
+                    self._lease_hits(request)
+                request.forget_hits()
+            requests.clear()
         self.primary.end_step()

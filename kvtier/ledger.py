@@ -62,10 +62,8 @@ class Ledger(Finder):
     def finish(self, request: Request) -> None:
         """Rank the request's keys anew, tail first, and end its leases. Loads and completions may still follow."""
         request.finished = True
-        request.forget_hits()
         self.leases.end_all(request)
-        ready, filling = self.primary.ready, self.primary.filling
-        self.primary.rank([key for key in request.used if key in ready or key in filling])
+        self.primary.rank(self.primary.rows_of(request.used))
 
     # Loading: primary → engine.
 
@@ -108,7 +106,7 @@ class Ledger(Finder):
             present = [key for key in keys if key in ready or key in filling]
         if len(absent) > 1:
             absent = list(dict.fromkeys(absent))
-        evicted = self.primary.reserve(absent, frozenset(keys) if present else ()) if absent else []
+        evicted = self._reserve(absent, present) if absent else []
         if evicted is None:
             self.counters.stores_refused += len(absent)
             return None
@@ -168,9 +166,10 @@ class Ledger(Finder):
         self.inbox.give_up(self._now)
         self.leases.clear()
         self._parked.clear()
-        for request in self._looking:
-            request.forget_hits()
-        self._looking.clear()
+        for requests in (self._looked, self._looking):
+            for request in requests:
+                request.forget_hits()
+            requests.clear()
         self._removed(self.primary.clear(self.transfers.clear()))
         self.rows_in_use = 0
         self.promoting = False
