@@ -1,5 +1,7 @@
 """The step protocol beside vLLM's own CPU offloading manager: the same keys, in turn, in one process.
 
+kvtier is called twice: as any engine calls it, and as vLLM's scheduler does, through vLLM's interface.
+
 Run it in an environment that has vLLM (0.32), with kvtier on the path:
 
     PYTHONPATH=.:backends /path/to/vllm/bin/python tests/benchmarks/beside_vllm.py
@@ -13,19 +15,21 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from vllm.v1.kv_offload.base import ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.base import OffloadingManager, ReqContext, ScheduleEndContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
+from kvtier.integrations.vllm.manager import VllmManager
+from kvtier.integrations.vllm.stats import TransferTimes
 from tests.benchmarks.steps import KEYS_A_REQUEST, ROWS, Steps
 
-ROUNDS = 7
+ROUNDS = 15
 
 
 class VllmSteps:
-    """What `Steps` does, on vLLM's manager."""
+    """What `Steps` does, through vLLM's interface."""
 
-    def __init__(self) -> None:
-        self.manager = CPUOffloadingManager(num_chunks=ROWS, cache_policy="lru")
+    def __init__(self, manager: OffloadingManager) -> None:
+        self.manager = manager
         self.requests = 0
 
     def each(self, batches: list[list[Any]], call: Callable[[list[Any], ReqContext], None]) -> None:
@@ -51,13 +55,16 @@ class VllmSteps:
 
 
 def main() -> None:
-    ours, theirs = Steps(), VllmSteps()
+    ours = Steps()
+    engine: Any = Steps().manager
+    shim = VllmSteps(VllmManager(engine, TransferTimes()))
+    theirs = VllmSteps(CPUOffloadingManager(num_chunks=ROWS, cache_policy="lru"))
     print(f"{ROWS:,} rows, {KEYS_A_REQUEST} keys a request, median of {ROUNDS} rounds; chunks a second")
     rates: dict[str, dict[str, list[float]]] = {}
     for _ in range(ROUNDS + 1):
         batches = ours.new_keys()
         for operation in ("store", "look_up", "load"):
-            sides = [("kvtier", ours), ("vllm", theirs)]
+            sides = [("kvtier", ours), ("shim", shim), ("vllm", theirs)]
             random.shuffle(sides)
             for name, steps in sides:
                 begun = time.perf_counter()
@@ -67,9 +74,9 @@ def main() -> None:
     for operation, sides in rates.items():
         median = {name: statistics.median(values[1:]) for name, values in sides.items()}
         spread = {name: f"{min(values[1:]):,.0f} to {max(values[1:]):,.0f}" for name, values in sides.items()}
-        ratio = median["kvtier"] / median["vllm"]
-        print(f"{operation:8} kvtier {median['kvtier']:>12,.0f} ({spread['kvtier']})")
-        print(f"{'':8} vllm   {median['vllm']:>12,.0f} ({spread['vllm']})  ratio {ratio:.1f}")
+        for name in median:
+            ratio = median[name] / median["vllm"]
+            print(f"{operation:8} {name:6} {median[name]:>12,.0f} ({spread[name]})  ratio {ratio:.2f}")
 
 
 if __name__ == "__main__":
