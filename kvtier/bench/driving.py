@@ -118,7 +118,8 @@ class Drive:
         self.manager.drain(DRAIN_S)
         self.forget()
         self.load(wait)
-        hot, rest = self.kept[:HOT_KEYS], cycle(self.kept[HOT_KEYS:])
+        hot_keys = min(HOT_KEYS, self.chunks // 2)
+        hot, rest = self.kept[:hot_keys], cycle(self.kept[hot_keys:])
         times: list[float] = []
         for _ in range(number):
             if busy:

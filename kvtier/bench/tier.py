@@ -49,9 +49,12 @@ class TierCase(NamedTuple):
 class OpenTier:
     """An open tier on a loop that runs while a call does. Close it with `close`."""
 
-    def __init__(self, runner: asyncio.Runner, options: dict[str, Any], chunk_bytes: int) -> None:
-        """Open the tier; `ConfigError` if its options cannot be."""
+    def __init__(
+        self, runner: asyncio.Runner, options: dict[str, Any], chunk_bytes: int, *, call_chunks: int = CALL_CHUNKS
+    ) -> None:
+        """Open the tier, to be called with so many chunks at once; `ConfigError` if its options cannot be."""
         self._runner = runner
+        self._call_chunks = call_chunks
         kind = backend_class("fs")
         context = TierContext("bench", FileMapper(NAMESPACE), chunk_bytes)
         self._tier: Backend = runner.run(kind.open(decode(kind.Options, options), context))
@@ -59,17 +62,21 @@ class OpenTier:
     def store(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:
         """Store all chunks; `ConfigError` if the disk is full."""
         writes = [Write(key, row) for key, row in zip(keys, rows, strict=True)]
-        self._runner.run(self._all([self._tier.store(call) for call in _calls(writes)]))
+        self._runner.run(self._all([self._tier.store(call) for call in self._calls(writes)]))
 
     def load(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:
         reads = [Read(key, row) for key, row in zip(keys, rows, strict=True)]
-        self._runner.run(self._all([self._tier.load(call) for call in _calls(reads)]))
+        self._runner.run(self._all([self._tier.load(call) for call in self._calls(reads)]))
 
     def delete(self, keys: Sequence[OffloadKey]) -> None:
         self._runner.run(self._tier.delete(keys))
 
     def close(self) -> None:
         self._runner.run(self._tier.aclose(CLOSE_S))
+
+    def _calls(self, batch: Sequence[T]) -> Iterator[Sequence[T]]:
+        size = self._call_chunks
+        return (batch[start : start + size] for start in range(0, len(batch), size))
 
     async def _all(self, calls: "list[Any]") -> None:
         for outcomes in await asyncio.gather(*calls):
@@ -80,10 +87,6 @@ def layouts() -> tuple[str, ...]:
     """Return the layouts that the fs tier has."""
     field = struct_fields(backend_class("fs").Options).get("layout")
     return ("files",) if field is None else tuple(map(str, get_args(field.type)))
-
-
-def _calls(batch: Sequence[T]) -> Iterator[Sequence[T]]:
-    return (batch[start : start + CALL_CHUNKS] for start in range(0, len(batch), CALL_CHUNKS))
 
 
 def _check(outcomes: Sequence[Outcome]) -> None:
