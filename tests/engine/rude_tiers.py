@@ -23,6 +23,12 @@ class Broken(DummyBackend):
         raise OSError("of a kind that no tier may raise")
 
 
+class NeverOpens(DummyBackend):
+    @classmethod
+    async def open(cls, options: msgspec.Struct, context):
+        await asyncio.Event().wait()
+
+
 class NeverCloses(DummyBackend):
     async def aclose(self, deadline_s):
         await asyncio.Event().wait()

@@ -180,7 +180,8 @@ class FsBackend(Backend):
 
     def occupancy(self) -> Occupancy:
         """See `Measured`. While the directory is being scanned, it covers what was found so far."""
-        return Occupancy(len(self._index), self._eviction.used_bytes(), self._capacity.limit_bytes)
+        capacity = self._capacity
+        return Occupancy(len(self._index), self._eviction.used_bytes(), capacity.limit_bytes, capacity.reserved_bytes)
 
     def rank(self, keys: Sequence[OffloadKey]) -> None:
         """See `Ranked`."""
