@@ -38,7 +38,7 @@ class Engine:
         self._clock = clock
         self._events = EventLog(config.limits.events) if config.events else None
         self.ledger = ledger_of(config, self._events, self._observe)
-        self._metrics = Metrics(self.ledger, config.row_bytes)
+        self._metrics = Metrics(self.ledger, config.row_bytes, self._events)
         self._observer = observer
         self._requests: dict[str, Request] = {}
         self._closed = False

@@ -42,8 +42,12 @@ class Finder(Books):
                 answer = tier.last_answer(key)  # A request asks once: else answers older than a step keep it waiting.
             if answer:
                 return self._promote(key, tier, request)
-            if answer is None:
+            if answer is not None:
+                continue
+            if tier.may_ask(key):
                 silent.append(tier)
+            else:
+                tier.counters.drop("asking", 1)
         if not silent:
             return self._miss(key, request, asked)
         for tier in silent:
