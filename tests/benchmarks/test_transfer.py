@@ -20,6 +20,6 @@ def test_move_pages_from_and_to_anywhere(
     benchmark: BenchmarkFixture, way: str, page_kib: int, layers: int, device: str
 ) -> None:
     case = Case(page_kib << 10, layers, device=device)
-    benchmark.extra_info["part_of_memcpy_speed"] = getattr(speeds(case), way)
+    benchmark.extra_info["part_of_memcpy_speed"] = getattr(speeds(case), way)._asdict()
     with copies(case) as each:
         benchmark.pedantic(getattr(each, way), rounds=5, warmup_rounds=1)

@@ -2,10 +2,12 @@
 
     .venv/bin/python tests/benchmarks/transfer_rates.py [cpu | cuda]
 
-Writes how fast transfers are as parts of the memcpy's speed, the best of a few rounds in turn. On the CPU it is CPU
-time that counts, of all threads: neighbours on a busy machine then do not. On a CUDA device it is time on the clock,
-the memcpy is of pinned memory, and a copy for each page is there to compare with. Blocks and rows lie in order, blocks
-anywhere, or both anywhere; each layer has an allocation of its own, which is the hardest case.
+Writes how fast transfers are as parts of the memcpy's speed. Each round does all of them in turn and has a part of its
+own; what is written is their median and, in brackets, their quartiles. On the CPU it is CPU time that counts, of all
+threads: neighbours on a busy machine then take caches and bandwidth from all copies of a round alike, and no time. On a
+CUDA device it is time on the clock, the memcpy is of pinned memory, and a copy for each page is there to compare with.
+Blocks and rows lie in order, blocks anywhere, or both anywhere; each layer has an allocation of its own, which is the
+hardest case.
 """
 
 import ctypes
@@ -62,12 +64,23 @@ class Copies(NamedTuple):
     page_by_page: Callable[[], None]  # On a CUDA device: torch's threads would blur what the CPU's others take.
 
 
+class Part(NamedTuple):
+    """Of the memcpy's speed, over all rounds."""
+
+    low: float
+    median: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
+
+
 class Speeds(NamedTuple):
     """Parts of the memcpy's speed, and that one."""
 
-    store: float
-    load: float
-    page_by_page: float
+    store: Part
+    load: Part
+    page_by_page: Part
     memcpy_bytes_per_s: float
 
 
@@ -147,16 +160,16 @@ def page_by_page(
 
 def speeds(case: Case, rounds: int = ROUNDS) -> Speeds:
     clock = time.process_time if case.device == "cpu" else time.perf_counter
-    best = [float("inf")] * 4
+    taken = np.empty((rounds + 1, len(Copies._fields)))
     with copies(case) as each:
-        for round_number in range(rounds + 1):
+        for of_round in taken:
             for index, copy in enumerate(each):
                 begun = clock()
                 copy()
-                if round_number:  # The first touches memory and starts threads.
-                    best[index] = min(best[index], clock() - begun)
-    store, load, memcpy, pages = best
-    return Speeds(memcpy / store, memcpy / load, memcpy / pages, case.moved_bytes / memcpy)
+                of_round[index] = clock() - begun
+    store, load, memcpy, pages = taken[1:].T  # The first round touches memory and starts threads.
+    parts = [Part(*np.quantile(memcpy / way, (0.25, 0.5, 0.75)).tolist()) for way in (store, load, pages)]
+    return Speeds(*parts, case.moved_bytes / float(np.median(memcpy)))
 
 
 def main(device: str) -> None:
@@ -165,7 +178,7 @@ def main(device: str) -> None:
         for layers in LAYERS:
             found = [speeds(Case(page_bytes, layers, place, device)) for place in PLACES]
             cells = [
-                f"{place} {each.store:.2f} {each.load:.2f}" + f" {each.page_by_page:.2f}" * (device == "cuda")
+                f"{place} {each.store} {each.load}" + f" {each.page_by_page}" * (device == "cuda")
                 for place, each in zip(PLACES, found, strict=True)
             ]
             rate = max(each.memcpy_bytes_per_s for each in found) / 1e9
