@@ -50,7 +50,7 @@ _GAUGES: dict[str, tuple[str, Labels]] = {
     "kvtier_tier_chunks": ("Chunks held.", ("tier",)),
     "kvtier_tier_used_bytes": ("Bytes held.", ("tier",)),
     "kvtier_tier_capacity_bytes": ("Bytes that may be held.", ("tier",)),
-    "kvtier_tier_reserved_bytes": ("Bytes set aside for what is being stored.", ("tier",)),
+    "kvtier_tier_reserved_bytes": ("Bytes promised.", ("tier",)),
     "kvtier_tier_breaker": ("1 for the breaker's state.", ("tier", "state")),
 }
 _TRANSFER_SECONDS = "kvtier_transfer_seconds"
