@@ -181,7 +181,7 @@ class Inbox:
             self._leases.end_row(transfer.rows[index])
             self._primary.abandon(key, lent=lent)
             if request is not None:
-                request.give_up(key)
+                request.search.give_up(key)
             if code not in NOT_TRIED:
                 tier.believe(key, present=False, now=now)
             if code in (Code.MISSING, Code.CORRUPT):
