@@ -9,6 +9,7 @@ kvtier's, limits vLLM's: a ratio of 2 means half of vLLM's time.
 """
 
 import gc
+import random
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -131,8 +132,6 @@ def measure(rounds: int) -> Iterator[Row]:
     keys = Steps.random_keys
     yield from _operations(rounds)
     ours, theirs = kvtier_caller(1), vllm_tiering()
-    import random
-
     dice = random.Random(3)
     for caller in (ours, theirs):
         caller.each(keys(ROWS, dice), caller.store)
@@ -153,8 +152,6 @@ def measure(rounds: int) -> Iterator[Row]:
 
 
 def _operations(rounds: int) -> Iterator[Row]:
-    import random
-
     dice = random.Random(7)
     sides = []
     for name, make in (("kvtier", lambda: kvtier_caller(0)), ("vllm", lambda: Caller(CPUOffloadingManager(ROWS)))):
