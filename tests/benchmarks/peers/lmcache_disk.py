@@ -16,18 +16,18 @@ from collections.abc import Sequence
 
 os.environ.update(LMCACHE_TRACK_USAGE="false", LMCACHE_LOG_LEVEL="ERROR")
 
-import torch  # noqa: E402  # After LMCache was told to keep quiet.
-from lmcache.lmcache_fs import LMCacheFSClient  # noqa: E402
-from lmcache.utils import CacheEngineKey  # noqa: E402
-from lmcache.v1.config import LMCacheEngineConfig  # noqa: E402
-from lmcache.v1.memory_allocators.mixed_memory_allocator import MixedMemoryAllocator  # noqa: E402
-from lmcache.v1.memory_management import MemoryFormat, MemoryObj  # noqa: E402
-from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend  # noqa: E402
-from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend  # noqa: E402
+import torch  # After LMCache was told to keep quiet.
+from lmcache.lmcache_fs import LMCacheFSClient
+from lmcache.utils import CacheEngineKey
+from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.memory_allocators.mixed_memory_allocator import MixedMemoryAllocator
+from lmcache.v1.memory_management import MemoryFormat, MemoryObj
+from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 
-from kvtier.keys import OffloadKey  # noqa: E402
-from kvtier.region import Region  # noqa: E402
-from tests.benchmarks.peers.side_by_side import arguments, compare_disks, give_out  # noqa: E402
+from kvtier.keys import OffloadKey
+from kvtier.region import Region
+from tests.benchmarks.peers.side_by_side import arguments, compare_disks, give_out
 
 WORKERS = 4
 WAIT_S = 0.0002
@@ -101,7 +101,9 @@ class LocalDisk:
             part = slice(start, start + self._call_chunks)
             self._disk.batched_submit_put_task(named[part], self._objects[part])
         until = time.monotonic() + END_S
-        while any(self._disk.exists_in_put_tasks(key) for key in named[-1:]) or not all(map(self._disk.contains, named)):
+        while any(self._disk.exists_in_put_tasks(key) for key in named[-1:]) or not all(
+            map(self._disk.contains, named)
+        ):
             assert time.monotonic() < until, "a chunk was not stored"
             time.sleep(WAIT_S)
 

@@ -142,7 +142,9 @@ def measure(rounds: int) -> Iterator[Row]:
             Side(
                 name,
                 lambda caller=caller, new=new: _ms_a_step(caller, new),
-                lambda new=new: _renew(new, [keys(REQUESTS_A_STEP * KEYS_A_REQUEST, dice) for _ in range(STEPS_A_ROUND)]),
+                lambda new=new: _renew(
+                    new, [keys(REQUESTS_A_STEP * KEYS_A_REQUEST, dice) for _ in range(STEPS_A_ROUND)]
+                ),
             )
         )
     measured = interleaved(sides, rounds)
