@@ -164,6 +164,22 @@ class Measured(Protocol):
 
 
 @runtime_checkable
+class Ranked(Protocol):
+    """A tier with an order of its own in which chunks go for room.
+
+    It sees only what it is asked to load and store: not the loads that the primary answers, and of a long prompt one
+    piece after the other. So it hears of each request that is over.
+    """
+
+    def rank(self, keys: Sequence[OffloadKey]) -> None:
+        """Renew the recency of those of these keys that it holds, in prefix order: the head goes last.
+
+        At once and from memory. It counts no use, and whether it is heard of at all is not promised.
+        """
+        ...
+
+
+@runtime_checkable
 class Counted(Protocol):
     """A tier that counts what a user should hear of, such as corrupt chunks by their kind."""
 

@@ -11,6 +11,7 @@ from kvtier.bridge.messages import (
     Found,
     Gone,
     Message,
+    Rank,
     Returned,
     Scanned,
     TierUsage,
@@ -19,6 +20,7 @@ from kvtier.bridge.messages import (
 )
 from kvtier.config import PRIMARY_NAME
 from kvtier.events import Event, EventKind, EventLog
+from kvtier.inventories import Inventories
 from kvtier.keys import OffloadKey
 from kvtier.outbox import Outbox
 from kvtier.primary import Primary
@@ -55,6 +57,7 @@ class Inbox:
         self._outbox = outbox
         self._events = events
         self._observe = observe
+        self._inventories = Inventories(where, outbox, events)
 
     def apply(self, message: Message, now: float) -> None:
         """Apply one message; one about a transfer that is not under way any more is ignored."""
@@ -70,27 +73,26 @@ class Inbox:
                 self._time(message)
                 self._learn(message, now)
             case Found():
-                self._found(self._tiers[message.tier], unpack_keys(message.keys))
+                self._inventories.found(self._tiers[message.tier], unpack_keys(message.keys))
             case Gone():
-                self._gone(self._tiers[message.tier], unpack_keys(message.keys))
+                self._inventories.gone(self._tiers[message.tier], unpack_keys(message.keys))
             case Scanned():
-                tier = self._tiers[message.tier]
-                tier.authoritative = tier.reports = message.complete
+                self._inventories.scanned(self._tiers[message.tier], complete=message.complete)
             case TierUsage():
-                tier = self._tiers[message.tier]
-                tier.chunks, tier.used_bytes = message.chunks, message.used_bytes
-                tier.capacity_bytes = message.capacity_bytes
-                tier.counters.note(message.counts)
+                self._inventories.used(self._tiers[message.tier], message)
             case _:
                 pass  # The rest is between the bridge and its runner.
 
     def refuse(self, actions: Iterable[Action], now: float) -> None:
         """Settle actions that never left: nothing was lent, nothing moved."""
         for action in actions:
-            if isinstance(action, Acknowledge):
-                self._outbox.acknowledge(self._tiers[action.tier])
-            else:
-                self._settle_whole(action.id, Code.REFUSED, now, lent=False)
+            match action:
+                case Acknowledge():
+                    self._outbox.acknowledge(self._tiers[action.tier])
+                case Rank():
+                    pass  # The tier goes by what it saw itself.
+                case _:
+                    self._settle_whole(action.id, Code.REFUSED, now, lent=False)
 
     def lose(self, now: float) -> None:
         """Settle all that a lost runner had; its rows stay lent until `gone`.
@@ -228,22 +230,6 @@ class Inbox:
         for index, key in enumerate(probe.keys):
             if key in tier.asking:
                 tier.believe(key, present=bool(present and present[index]), now=now)
-
-    def _found(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
-        self._where.add(tier, keys)
-        for key in keys:
-            tier.forget_answer(key)
-        self._stored(tier.spec.name, keys)
-        self._outbox.acknowledge(tier)
-
-    def _gone(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
-        self._where.remove(tier, keys)
-        for key in keys:
-            tier.forget_answer(key)
-        tier.crossed.update(tier.storing.intersection(keys))
-        if self._events is not None:
-            self._events.add(Event(EventKind.REMOVED, tier.spec.name, keys))
-        self._outbox.acknowledge(tier)
 
     def _stored(self, tier_name: str, keys: Sequence[OffloadKey]) -> None:
         if keys and self._events is not None:

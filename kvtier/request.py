@@ -15,6 +15,7 @@ class Request:
     __slots__ = (
         "asked",
         "finished",
+        "found",
         "held",
         "hits",
         "id",
@@ -39,8 +40,9 @@ class Request:
         self.matchers = matchers  # None: every tier.
         self.load_matchers = load_matchers  # Of those, the ones that it may be loaded from; None: each of them.
         self.used: dict[OffloadKey, None] = {}  # Keys whose one access was counted, in prefix order.
-        self.hits: list[OffloadKey] = []  # Keys answered HIT or HIT_PENDING in this step.
-        self.held = 0  # How many of them, from the first on, are leased.
+        self.hits: list[OffloadKey] = []  # Keys answered HIT or HIT_PENDING in this step, since room was last made.
+        self.found: list[OffloadKey] = []  # And those before.
+        self.held = 0  # How many of found and hits together, from the first on, are leased.
         self.waits = False  # One of them was HIT_PENDING.
         self.leased: set[int] = set()
         self.promotions: dict[OffloadKey, int] = {}
@@ -60,6 +62,7 @@ class Request:
     def forget_hits(self) -> None:
         """Begin a step with nothing looked up."""
         self.hits.clear()
+        self.found.clear()
         self.held = 0
         self.waits = False
 

@@ -12,7 +12,19 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from kvtier.backend import Added, Backend, Counted, Inventory, Measured, Outcome, Read, Removed, ScanDone, Write
+from kvtier.backend import (
+    Added,
+    Backend,
+    Counted,
+    Inventory,
+    Measured,
+    Outcome,
+    Ranked,
+    Read,
+    Removed,
+    ScanDone,
+    Write,
+)
 from kvtier.bridge.messages import (
     Acknowledge,
     Action,
@@ -26,6 +38,7 @@ from kvtier.bridge.messages import (
     Message,
     Probe,
     Promote,
+    Rank,
     Returned,
     Scanned,
     TierUsage,
@@ -98,6 +111,8 @@ class Runner:
                     self._spawn(self._probe(action))
                 case Delete():
                     self._spawn(self._delete(action))
+                case Rank():
+                    self._rank(action)
                 case Acknowledge():
                     self._acknowledged[action.tier].set()
 
@@ -186,6 +201,15 @@ class Runner:
             await asyncio.wait({task})
             _completed(task, tier.name)
         self._report_usage(action.tier)
+
+    def _rank(self, action: Rank) -> None:
+        tier = self._tiers[action.tier]
+        if not isinstance(tier.backend, Ranked):
+            return
+        try:
+            tier.backend.rank(unpack_keys(action.keys))
+        except Exception:  # The supervisor's edge: a bug in a tier costs its order, not the engine.
+            logger.exception("tier %s: it does not take an order", tier.name)
 
     async def _watch(self, index: int) -> None:
         """Pass on what a tier says of its contents, one unacknowledged batch at a time."""

@@ -119,6 +119,13 @@ class Delete(_Message, frozen=True, tag="D"):
     keys: PackedKeys
 
 
+class Rank(_Message, frozen=True, tag="R"):
+    """A request is over that used these chunks, in prefix order. Nothing comes back."""
+
+    tier: int
+    keys: PackedKeys
+
+
 class Acknowledge(_Message, frozen=True, tag="K"):
     """The last inventory batch of a tier has been applied: send the next."""
 
@@ -131,7 +138,7 @@ class Close(_Message, frozen=True, tag="Z"):
     deadline_s: float
 
 
-Action = Promote | Cascade | Probe | Delete | Acknowledge
+Action = Promote | Cascade | Probe | Delete | Rank | Acknowledge
 
 
 # Messages: runner → owner.

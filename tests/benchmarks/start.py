@@ -2,13 +2,14 @@
 
     .venv/bin/python tests/benchmarks/start.py [ROUNDS]
 
-Processes of the same interpreter, in turn; prints the medians in ms and how many times as long as `python -c pass`.
+Processes of the same interpreter, in turn; prints the medians of their CPU time, which neighbours on a busy machine do
+not add to, and how many times as long as `python -c pass` they take.
 """
 
+import os
 import statistics
 import subprocess
 import sys
-from time import perf_counter
 
 from kvtier.bench.machine import load
 from kvtier.bench.rounds import Side, interleaved
@@ -22,9 +23,11 @@ ROUNDS = 15
 
 
 def measure(arguments: list[str]) -> float:
-    begun = perf_counter()
-    subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL)
-    return 1e3 * (perf_counter() - begun)
+    with subprocess.Popen([sys.executable, *arguments], stdout=subprocess.DEVNULL) as process:
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, arguments
+    return 1e3 * (usage.ru_utime + usage.ru_stime)
 
 
 def main(rounds: int = ROUNDS) -> None:

@@ -4,21 +4,22 @@ A hop costs as much as reading a small chunk, so a lane is sent with many. What 
 share, chunk by chunk: the call that lent the buffers may be cancelled, and its result lost.
 """
 
-import errno
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvtier.backend import Outcome, Read, Write
-from kvtier.errors import BlockCorrupt, BlockError, BlockMissing, NoSpace, TransferFailed
+from kvtier.errors import BlockCorrupt, BlockMissing
 from kvtier.keys import OffloadKey
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.discard import Discarded
 from kvtier_backends.fs.entries import Held, is_later
+from kvtier_backends.fs.failures import GONE, failure
 from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.files import ChunkFiles, Found, OpenChunk
 from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, payload_checksum, write_footer
 from kvtier_backends.fs.pages import Pages
+from kvtier_backends.fs.precedence import Precedence
 from kvtier_backends.fs.verify import Whole, judge_chunk, judge_length
 
 T = TypeVar("T")
@@ -27,9 +28,6 @@ SHARE_CHUNKS_MAX = 32  # Beyond that, a hop is under 2 % of the time that small 
 SHARE_BYTES_MAX = (
     16 << 20
 )  # Large chunks are spread over the lanes, and a cancelled call waits no longer than this takes.
-
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-_GONE = {errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH}
 
 _COUNTED = {Discarded.QUARANTINED: "quarantined", Discarded.LEFT: "corrupt_left"}
 
@@ -72,10 +70,19 @@ class Chunks:
     """Loads and stores shares. Blocks; as many threads may call at once as there are pages."""
 
     def __init__(
-        self, files: ChunkFiles, tally: Tally, *, lanes: int, row_bytes: int, fingerprint: bytes, accept_bare: bool
+        self,
+        files: ChunkFiles,
+        tally: Tally,
+        precedence: Precedence,
+        *,
+        lanes: int,
+        row_bytes: int,
+        fingerprint: bytes,
+        accept_bare: bool,
     ) -> None:
         """`accept_bare`: whether to take files without a footer, unverified."""
         self._files = files
+        self._precedence = precedence
         self._tally = tally
         self._row_bytes = row_bytes
         self._fingerprint = fingerprint
@@ -96,27 +103,17 @@ class Chunks:
                 except (FileNotFoundError, NotADirectoryError):
                     outcome = BlockMissing(f"{read.key.hex()}: no file")
                 except OSError as error:
-                    outcome = _failure(read.key, error)
-                    share.gone += error.errno in _GONE
+                    outcome = failure(read.key, error)
+                    share.gone += error.errno in GONE
                 share.allocated_bytes.append(allocated_bytes)
                 share.outcomes.append(outcome)
 
     def store(self, share: StoreShare) -> None:
         """Store the share's chunks, each wholly or not at all."""
         with self._pages.one() as page:
-            for place, (key, block) in enumerate(share.writes):
-                footer = Footer(key, len(block), payload_checksum(block), self._fingerprint)
-                try:
-                    write_footer(page[:FOOTER_BYTES], footer)
-                    buffers = [block, page[:FOOTER_BYTES]]
-                    allocated_bytes = self._files.write(key, buffers, share.used_at_ns - place)
-                except OSError as error:
-                    share.gone += error.errno in _GONE
-                    share.allocated_bytes.append(None)
-                    share.outcomes.append(_failure(key, error))
-                else:
-                    share.allocated_bytes.append(allocated_bytes)
-                    share.outcomes.append(None)
+            for place, write in enumerate(share.writes):
+                with self._precedence.storing():
+                    self._store(write, share.used_at_ns - place, page[:FOOTER_BYTES], share)
 
     def remove(self, keys: Sequence[OffloadKey], removed: list[OffloadKey]) -> OSError | None:
         """Remove the keys' files, note each one that is surely gone, and return the last error of the others."""
@@ -165,6 +162,20 @@ class Chunks:
             return False
         return length is not None and self.takes(length)
 
+    def _store(self, write: Write, used_at_ns: int, page: memoryview, share: StoreShare) -> None:
+        key, block = write
+        footer = Footer(key, len(block), payload_checksum(block), self._fingerprint)
+        try:
+            write_footer(page, footer)
+            allocated_bytes = self._files.write(key, [block, page], used_at_ns)
+        except OSError as error:
+            share.gone += error.errno in GONE
+            share.allocated_bytes.append(None)
+            share.outcomes.append(failure(key, error))
+        else:
+            share.allocated_bytes.append(allocated_bytes)
+            share.outcomes.append(None)
+
     def _fill(self, chunk: OpenChunk, read: Read, page: memoryview, share: LoadShare) -> Outcome:
         key, into = read
         file_bytes = chunk.read([into, page], self._row_bytes + FOOTER_BYTES)
@@ -185,9 +196,3 @@ class Chunks:
             share.kept_bytes += chunk.allocated_bytes()
         self._files.tidy(key)
         return BlockCorrupt(f"{key.hex()}: {fault}: a file of {file_bytes:,} bytes for a row of {self._row_bytes:,}")
-
-
-def _failure(key: OffloadKey, error: OSError) -> BlockError:
-    # A value without a traceback: one would keep the frames, and in them the lent buffers, alive.
-    kind = NoSpace if error.errno in _FULL else TransferFailed
-    return kind(f"{key.hex()}: {error.strerror or error}")

@@ -68,7 +68,9 @@ class FsContents:
             for entry in self._listed(part):
                 yield from self._file(Kind.LEFTOVER, f"{part}/{entry}")
             return
-        yield from self._walk(part, len(place.name) + 1, NAMINGS[self._folders[place.name].naming], DEPTH_MAX)
+        kind = self._folders[place.name].kind
+        if kind != "segments":
+            yield from self._walk(part, len(place.name) + 1, NAMINGS[kind], DEPTH_MAX)
 
     def check(self, place: Place, file: StoredFile) -> Finding:
         try:

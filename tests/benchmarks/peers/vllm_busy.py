@@ -2,8 +2,8 @@
 
     PYTHONPATH=.:backends PEERS/vllm/bin/python -m tests.benchmarks.peers.vllm_busy [DIR]
 
-Both engines have 128 KiB chunks, a primary of 256 MiB over their own file tier in the same directory (kvtier's runner in
-a process, vLLM's tier in C), and are driven through vLLM's interface.
+Both engines have 128 KiB chunks and a primary of 256 MiB over their own file tier in the same directory (kvtier's in a
+runner's process, vLLM's in C), and are driven through vLLM's interface.
 
 - p99 of a step (8 requests look up 32 ready keys each) while stores and loads are under way, beside the same engine's
   step at rest, and beside vLLM's under the same load.
