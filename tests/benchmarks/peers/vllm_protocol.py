@@ -3,12 +3,13 @@
     PYTHONPATH=.:backends PEERS/vllm/bin/python -m tests.benchmarks.peers.vllm_protocol
 
 The same keys in turn, in one process; nothing moves. Look-ups, stores that evict as many, and loads stand beside
-vLLM's `CPUOffloadingManager`; a whole step (64 requests of 32 keys each: looked up, prepared, completed, cascaded to one
-tier) beside its `TieringOffloadingManager`, whose tier, like kvtier's runner here, has done everything at once. Figures are
-kvtier's, limits vLLM's: a ratio of 2 means half of vLLM's time.
+vLLM's `CPUOffloadingManager`; a whole step (64 requests of 32 keys each: looked up, prepared, completed, cascaded to
+one tier) beside its `TieringOffloadingManager`, whose tier, like kvtier's runner here, has done everything at once.
+Figures are kvtier's, limits vLLM's: a ratio of 2 means half of vLLM's time.
 """
 
 import gc
+import random
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -128,33 +129,29 @@ def vllm_tiering() -> Caller:
 def measure(rounds: int) -> Iterator[Row]:
     """Yield rows of ns a key, and of ms a step. The garbage collector runs between measurements only."""
     gc.disable()
-    keys = Steps.random_keys
     yield from _operations(rounds)
     ours, theirs = kvtier_caller(1), vllm_tiering()
-    import random
-
     dice = random.Random(3)
     for caller in (ours, theirs):
-        caller.each(keys(ROWS, dice), caller.store)
-    sides = []
-    for name, caller in (("step kvtier", ours), ("step vllm", theirs)):
-        new: list[Batches] = []
-        sides.append(
-            Side(
-                name,
-                lambda caller=caller, new=new: _ms_a_step(caller, new),
-                lambda new=new: _renew(new, [keys(REQUESTS_A_STEP * KEYS_A_REQUEST, dice) for _ in range(STEPS_A_ROUND)]),
-            )
-        )
+        caller.each(Steps.random_keys(ROWS, dice), caller.store)
+    sides = [_steps_of("step kvtier", ours, dice), _steps_of("step vllm", theirs, dice)]
     measured = interleaved(sides, rounds)
     theirs.manager.shutdown()
     settings = {"requests": REQUESTS_A_STEP, "keys_a_request": KEYS_A_REQUEST}
     yield row_of(Pair("one step, one tier", None, settings, "ms", "step kvtier", "step vllm", VLLM), measured)
 
 
-def _operations(rounds: int) -> Iterator[Row]:
-    import random
+def _steps_of(name: str, caller: Caller, dice: random.Random) -> Side:
+    new: list[Batches] = []
+    keys = REQUESTS_A_STEP * KEYS_A_REQUEST
+    return Side(
+        name,
+        lambda: _ms_a_step(caller, new),
+        lambda: _renew(new, [Steps.random_keys(keys, dice) for _ in range(STEPS_A_ROUND)]),
+    )
 
+
+def _operations(rounds: int) -> Iterator[Row]:
     dice = random.Random(7)
     sides = []
     for name, make in (("kvtier", lambda: kvtier_caller(0)), ("vllm", lambda: Caller(CPUOffloadingManager(ROWS)))):
