@@ -152,11 +152,9 @@ class SegmentFiles:
             page = memoryview(bytearray(FOOTER_BYTES))
             for start in range(first, first + count, AHEAD_SLOTS):
                 places = range(start, min(start + AHEAD_SLOTS, first + count))
-                at = [segment.header.offset(place) + self._row_bytes for place in places]
-                for offset in at:
-                    os.posix_fadvise(fd, offset, FOOTER_BYTES, os.POSIX_FADV_WILLNEED)
-                for offset in at:
-                    read_all(fd, [page], offset)
+                ask_ahead(fd, segment.header, places)
+                for place in places:
+                    read_all(fd, [page], segment.header.offset(place) + self._row_bytes)
                     yield page
         finally:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -191,6 +189,12 @@ class SegmentFiles:
                 return name
             number += 1
         raise OSError(errno.ENOSPC, "no numbers are left for segments")
+
+
+def ask_ahead(fd: int, header: Header, places: Sequence[int]) -> None:
+    """Have the kernel read these slots' footers, all at once, before the first of them is asked for."""
+    for place in places:
+        os.posix_fadvise(fd, header.offset(place) + header.row_bytes, FOOTER_BYTES, os.POSIX_FADV_WILLNEED)
 
 
 def read_all(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
