@@ -76,7 +76,6 @@ class _Pages(NamedTuple):
     storage: torch.Tensor  # Any tensor on it.
     blocks: BlockRun
     width_bytes: int  # With padding, as far as the storage goes.
-    part: int  # Which of the layer's runs.
     packed: bool  # Other pages lie in the same row.
 
     @property
@@ -109,10 +108,10 @@ class _Finder:
             and not runs[0].gap
         ):
             raise ConfigError(
-                f"{layer}: {parts} x {runs[0].extent_bytes:,} bytes in a block (strides {tuple(cache.stride())}), "
+                f"{layer}: {parts} x {runs[0].extent_bytes:,} bytes in a block (strides {tuple(storage.stride())}), "
                 f"{spec.unpadded_page_bytes:,} in its spec's page"
             )
-        return [self._pages(layer, storage, run, page_bytes // parts, part) for part, run in enumerate(runs)]
+        return [self._pages(layer, storage, run, page_bytes // parts) for run in runs]
 
     def _attention_runs(self, layer: str, cache: torch.Tensor, group: KVCacheGroup) -> list[BlockRun]:
         blocks = self._config.num_blocks * group.kernel_blocks
@@ -156,15 +155,15 @@ class _Finder:
             )
         return block_runs(layer, state, 0, self._config.num_blocks)
 
-    def _pages(self, layer: str, storage: torch.Tensor, run: BlockRun, page_bytes: int, part: int) -> _Pages:
+    def _pages(self, layer: str, storage: torch.Tensor, run: BlockRun, page_bytes: int) -> _Pages:
         if self._config.num_blocks == 1:  # A single block's stride says nothing; layers that share it must agree.
             run = run._replace(stride_bytes=max(page_bytes, run.extent_bytes))
-        packed = self._config.num_blocks > 1 and run.stride_bytes > max(page_bytes, run.extent_bytes)
+        packed = run.stride_bytes > max(page_bytes, run.extent_bytes)
         if run.gap and not packed:
             raise ConfigError(f"{layer}: {run.gap}: only a copy could close the gap")
         last = run.offset_bytes + (self._config.num_blocks - 1) * run.stride_bytes
         width_bytes = min(page_bytes, run.stride_bytes, storage.untyped_storage().nbytes() - last)
-        return _Pages(layer, storage, run, max(width_bytes, run.extent_bytes), part, packed)
+        return _Pages(layer, storage, run, max(width_bytes, run.extent_bytes), packed)
 
 
 class _Assembly:

@@ -18,6 +18,7 @@ from kvtier.layout import (
     LayerSpec,
     MambaSpec,
     MLASpec,
+    ParallelConfig,
     SlidingWindowSpec,
     UniformSpecs,
     cache_view,
@@ -98,6 +99,29 @@ def test_heads_around_the_blocks_are_a_tensor_each() -> None:
     canonical = canonical_kv_caches(config_of({"a": ATTENTION}), {"a": cache}, {"a": HEADS_FRONT})
     half = PAGE_BYTES // 2
     assert places(canonical, base) == [(0, (BLOCKS, half), (half, 1)), (half * BLOCKS, (BLOCKS, half), (half, 1))]
+
+
+def test_parts_around_the_blocks_come_in_the_order_of_the_shape() -> None:
+    heads_then_parts, quarter = CacheAxes("HKBNC", "KHBNC"), PAGE_BYTES * BLOCKS // 4
+    for axes, starts in ((CacheAxes("HKBNC", "HKBNC"), [0, 1, 2, 3]), (heads_then_parts, [0, 2, 1, 3])):
+        base = memory(PAGE_BYTES * BLOCKS)
+        caches = {"a": cache_view(base, ATTENTION, axes, BLOCKS)}
+        canonical = canonical_kv_caches(config_of({"a": ATTENTION}), caches, {"a": axes})
+        assert [start for start, _, _ in places(canonical, base)] == [quarter * part for part in starts]
+
+
+def test_pages_of_several_workers_whose_heads_nobody_counts_are_not_certified() -> None:
+    one_head = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype=BF16)
+    cache = cache_view(memory(one_head.page_bytes * BLOCKS), one_head, KV_JOINED_NHD, BLOCKS)
+    for heads, certified in ((None, False), (1, True), (2, True)):
+        canonical = canonical_kv_caches(
+            config_of({"a": one_head}),
+            {"a": cache},
+            {"a": KV_JOINED_NHD},
+            parallel=ParallelConfig(tp_size=2),
+            total_kv_heads=heads,
+        )
+        assert canonical.topology_free is certified
 
 
 def test_latent_caches_and_states_are_one_tensor_each() -> None:
@@ -253,6 +277,15 @@ def test_a_block_inside_of_another_is_refused_by_layer_and_stride() -> None:
     overlapping = base.as_strided((BLOCKS, 2, 4, 16), (64, 64, 16, 1))
     assert refused({"a": overlapping}) == (
         "a: a block reaches over 256 bytes, the next begins after 128 (stride 64 of axis 0, of (64, 64, 16, 1)): "
+        "only a copy could part them"
+    )
+
+
+def test_keys_that_reach_into_values_are_refused_by_layer_and_stride() -> None:
+    stride = (BLOCKS - 1) * 64 + 8  # Values begin within the last block's keys.
+    reaching = memory(PAGE_BYTES * BLOCKS).view(BF16).as_strided((2, BLOCKS, 4, 2, 8), (stride, 64, 16, 8, 1))
+    assert refused({"a": reaching}, axes=KV_FRONT_NHD) == (
+        f"a: stride {stride} of axis 0 lies within all blocks' 640 bytes (strides ({stride}, 64, 16, 8, 1)): "
         "only a copy could part them"
     )
 

@@ -111,6 +111,7 @@ def test_workers_with_the_same_bytes_take_turns() -> None:
         (attention(2), KV_JOINED_NHD, ParallelConfig(tp_size=2), 0),
         (attention(2), KV_JOINED_NHD, ParallelConfig(tp_size=2), 8),
         (attention(2), KV_JOINED_NHD, ParallelConfig(tp_size=3), 6 + 1),
+        (attention(1), LATENT, ParallelConfig(tp_size=2), 2),
         (attention(2), HEADS_FRONT, ParallelConfig(tp_size=2), 4),
         (attention(2, per_token_head_scales=True), KV_JOINED_NHD, ParallelConfig(tp_size=2), 4),
         (attention(2), KV_JOINED_NHD, ParallelConfig(tp_size=2, pp_size=2), 4),
