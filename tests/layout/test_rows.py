@@ -14,6 +14,7 @@ from kvtier.layout import (
     KVCacheTensor,
     LayerSpec,
     MambaSpec,
+    MLASpec,
     ParallelConfig,
     SlidingWindowSpec,
     allocate_rows,
@@ -175,6 +176,29 @@ def test_kernel_blocks_of_each_group_keep_one_distance() -> None:
         "w": ((12, 2, 1, 16), (64, 16, 16, 1)),
     }
     assert [refs[0].page_bytes for refs in made.canonical.groups] == [512, 3 * 128 + 64]
+
+
+@pytest.mark.parametrize(
+    ("page_bytes", "spec", "kernel_block_size", "row_bytes"),
+    [
+        (258, MLASpec(block_size=4, head_size=4, dtype=torch.float32), None, 260),
+        (260, MLASpec(block_size=4, head_size=4, dtype=torch.float32), 2, 264),  # Each half has whole elements.
+        (258, MambaSpec(block_size=4, shapes=((4,), (2,)), dtypes=(BF16, torch.float32)), None, 260),
+    ],
+)
+def test_rows_are_as_long_as_the_longest_group_and_whole_elements_of_all_others(
+    page_bytes: int, spec: LayerSpec, kernel_block_size: int | None, row_bytes: int
+) -> None:
+    longest = MLASpec(block_size=1, head_size=page_bytes, dtype=torch.uint8)
+    config = KVCacheConfig(
+        num_blocks=BLOCKS,
+        tensors=(KVCacheTensor(size_bytes=page_bytes * BLOCKS, shared_by=("long", "short")),),
+        groups=(
+            KVCacheGroup(layer_names=("long",), spec=longest),
+            KVCacheGroup(layer_names=("short",), spec=spec, kernel_block_size=kernel_block_size),
+        ),
+    )
+    assert allocate_rows(config, dict.fromkeys(("long", "short"), LATENT)).rows.shape == (BLOCKS, row_bytes)
 
 
 def test_differing_pages_are_packed_side_by_side() -> None:
