@@ -69,6 +69,14 @@ def test_a_store_waits_for_an_earlier_load_of_its_blocks(jobs: Jobs) -> None:
     assert store.job_id == 1
 
 
+def test_transfers_of_one_way_begin_without_waiting_for_each_other(jobs: Jobs) -> None:
+    """One thread, and on a device one stream, keeps them in order."""
+    for number in range(2):
+        jobs.submit(job(number, Kind.STORE, blocks=(1,), rows=(1,)))
+    begun = [jobs.take(BOTH, wait=False) for _ in range(2)]
+    assert [one.job_id for one in begun if one is not None] == [0, 1]
+
+
 @given(
     submitted=st.lists(
         st.tuples(st.sampled_from(BOTH), st.frozensets(st.integers(0, 5)), st.frozensets(st.integers(0, 5)))
@@ -121,6 +129,16 @@ async def test_who_awaits_a_transfer_is_told_and_the_poll_is_not(jobs: Jobs) -> 
     started(jobs)
     assert (await awaited).job_id == 1
     assert [result.job_id for result in jobs.poll()] == [0, 2]
+
+
+async def test_a_transfer_is_awaited_once(jobs: Jobs) -> None:
+    jobs.submit(job(0, Kind.LOAD))
+    awaited = asyncio.ensure_future(jobs.done(0))
+    await asyncio.sleep(0)
+    with pytest.raises(KeyError):
+        await jobs.done(0)
+    started(jobs)
+    assert (await awaited).job_id == 0
 
 
 async def test_a_transfer_that_ended_before_it_was_awaited_is_told_at_once(jobs: Jobs) -> None:
