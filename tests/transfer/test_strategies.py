@@ -16,7 +16,7 @@ from kvtier.transfer.blocks import GroupBlocks, Pages, pages_of
 from kvtier.transfer.copiers import StridedCopies
 from kvtier.transfer.descriptors import descriptors, joined
 from kvtier.transfer.jobs import Job, Kind
-from kvtier.transfer.pieces import Piece, pieces_of
+from kvtier.transfer.pieces import Piece, Repeat, pieces_of
 from kvtier.transfer.slots import slot_layout
 from tests.transfer.models import Model, fill, models, requests, storages
 
@@ -132,6 +132,31 @@ def test_runs_are_assigned_and_scattered_pages_moved_one_by_one_or_in_tiles(
         fill(cache, 2)
         strided.copy_alike(Kind.LOAD, [one], pages)
         assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize("limits", [(0, 0), (1 << 40, 0), (1 << 40, 1 << 40)], ids=["runs", "one by one", "tiles"])
+def test_repeats_may_lie_at_distances_that_are_no_multiples_of_their_length(
+    limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strided, "RUN_BYTES_MIN", limits[0])
+    monkeypatch.setattr(strided, "MEMMOVE_BYTES_MIN", limits[1])
+    cache, slots = torch.empty((4, 48), dtype=torch.int8), torch.zeros((4, 64), dtype=torch.int8)
+    fill(cache, 1)
+    piece = Piece(cache, 0, 48, 0, 64, 16, (Repeat(2, 24, 40),))
+    pages = pages_of(GroupBlocks([3, 0, 1], [1, 2, 0]), 1, num_blocks=4, num_rows=4)
+    strided.copy_alike(Kind.STORE, [strided.strided(piece, slots, 1, 4)], pages)
+    expected = torch.zeros_like(slots)
+    expected[[1, 2, 0], :16], expected[[1, 2, 0], 40:56] = cache[[3, 0, 1], :16], cache[[3, 0, 1], 24:40]
+    assert torch.equal(slots, expected)
+
+
+def test_pieces_that_are_alike_but_for_whose_turn_it_is_move_apart() -> None:
+    everyones, shared = (torch.full((4, 32), value, dtype=torch.int8) for value in (1, 2))
+    slots = torch.zeros((4, 64), dtype=torch.int8)
+    pieces = (Piece(everyones, 0, 32, 0, 64, 32, ()), Piece(shared, 0, 32, 32, 64, 32, (), 2, 1))
+    pages = pages_of(GroupBlocks(range(4), range(4)), 1, num_blocks=4, num_rows=4)
+    StridedCopies((pieces,), slots, 1, 4).copy(Kind.STORE, (pages,))
+    assert slots[:, [0, 32]].tolist() == [[1, 0], [1, 2], [1, 0], [1, 2]]
 
 
 def test_neighbours_on_both_sides_are_one_copy() -> None:
