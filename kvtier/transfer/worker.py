@@ -22,7 +22,6 @@ from kvtier.transfer.jobs import Job, Jobs, Kind, TransferResult
 from kvtier.transfer.pieces import Piece, pieces_of
 from kvtier.transfer.slots import slot_layout
 
-
 _FAILURES = (
     RuntimeError,
     MemoryError,
