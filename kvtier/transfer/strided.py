@@ -175,8 +175,9 @@ def _assign_runs(source: Side, target: Side, moves: Moves, call_pages: int) -> N
 def _move_items(sides: list[tuple[Side, Side]], moves: Moves) -> None:
     items = sides[0][0].items
     assert items is not None
-    from_where = _addresses([source for source, _ in sides], moves.from_pages)
-    to_where = _addresses([target for _, target in sides], moves.to_pages)
+    order = moves.runs.order  # Reading on in memory is 5 to 10 % faster than reading here and there.
+    from_where = _addresses([source for source, _ in sides], moves.from_pages[order])
+    to_where = _addresses([target for _, target in sides], moves.to_pages[order])
     call_items = max(1, CALL_BYTES_MAX // items.itemsize)
     size = repeat(ctypes.c_void_p(items.itemsize))  # Made once, not for each call.
     for first in range(0, len(from_where), call_items):
