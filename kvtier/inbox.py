@@ -20,6 +20,7 @@ from kvtier.bridge.messages import (
 )
 from kvtier.config import PRIMARY_NAME
 from kvtier.events import Event, EventKind, EventLog
+from kvtier.inventories import Inventories
 from kvtier.keys import OffloadKey
 from kvtier.outbox import Outbox
 from kvtier.primary import Primary
@@ -56,6 +57,7 @@ class Inbox:
         self._outbox = outbox
         self._events = events
         self._observe = observe
+        self._inventories = Inventories(where, outbox, events)
 
     def apply(self, message: Message, now: float) -> None:
         """Apply one message; one about a transfer that is not under way any more is ignored."""
@@ -71,17 +73,13 @@ class Inbox:
                 self._time(message)
                 self._learn(message, now)
             case Found():
-                self._found(self._tiers[message.tier], unpack_keys(message.keys))
+                self._inventories.found(self._tiers[message.tier], unpack_keys(message.keys))
             case Gone():
-                self._gone(self._tiers[message.tier], unpack_keys(message.keys))
+                self._inventories.gone(self._tiers[message.tier], unpack_keys(message.keys))
             case Scanned():
-                tier = self._tiers[message.tier]
-                tier.authoritative = tier.reports = message.complete
+                self._inventories.scanned(self._tiers[message.tier], complete=message.complete)
             case TierUsage():
-                tier = self._tiers[message.tier]
-                tier.chunks, tier.used_bytes = message.chunks, message.used_bytes
-                tier.capacity_bytes, tier.reserved_bytes = message.capacity_bytes, message.reserved_bytes
-                tier.counters.note(message.counts)
+                self._inventories.used(self._tiers[message.tier], message)
             case _:
                 pass  # The rest is between the bridge and its runner.
 
@@ -183,7 +181,7 @@ class Inbox:
             self._leases.end_row(transfer.rows[index])
             self._primary.abandon(key, lent=lent)
             if request is not None:
-                request.give_up(key)
+                request.search.give_up(key)
             if code not in NOT_TRIED:
                 tier.believe(key, present=False, now=now)
             if code in (Code.MISSING, Code.CORRUPT):
@@ -245,22 +243,6 @@ class Inbox:
                 transfer.tier.forget_answer(transfer.keys[index])
                 transfer.tier.doubt(transfer.keys[index])
         self._transfers.take_back(id_)
-
-    def _found(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
-        self._where.add(tier, keys)
-        for key in keys:
-            tier.forget_answer(key)
-        self._stored(tier.spec.name, keys)
-        self._outbox.acknowledge(tier)
-
-    def _gone(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
-        self._where.remove(tier, keys)
-        for key in keys:
-            tier.forget_answer(key)
-        tier.crossed.update(tier.storing.intersection(keys))
-        if self._events is not None:
-            self._events.add(Event(EventKind.REMOVED, tier.spec.name, keys))
-        self._outbox.acknowledge(tier)
 
     def _stored(self, tier_name: str, keys: Sequence[OffloadKey]) -> None:
         if keys and self._events is not None:

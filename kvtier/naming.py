@@ -2,7 +2,7 @@
 
 Two ways. `vllm` is that of vLLM's own file tier (0.32: `vllm/v1/kv_offload/file_mapper.py`), which makes almost a
 directory a file. `flat` makes at most 4,096 directories, which a start-up scan reads many times as fast. Each has a
-folder of its own, so that a scan of one never walks the other's.
+folder of its own, so that a scan of one never walks the other's. So have segments, where chunks have no names at all.
 """
 
 import re
@@ -12,13 +12,17 @@ from typing import Literal, NamedTuple
 from kvtier.keys import GROUP_BYTES, OffloadKey
 
 NamingKind = Literal["vllm", "flat"]
+FolderKind = Literal["vllm", "flat", "segments"]
+
+SEGMENTS_SUFFIX = "_segments"  # Of the name of a folder where chunks are no files of their own.
 
 GROUPS = 1 << (8 * GROUP_BYTES)
 
 # The first folder is missing or empty if the hash is.
 _VLLM = re.compile(r"(?:([0-9a-f]{1,3})/|/?)([0-9a-f]{0,2})_g(0|[1-9][0-9]{0,9})/([0-9a-f]*)\.bin")
 _FLAT = re.compile(r"([0-9a-f]{3})/([0-9a-f]*)_g(0|[1-9][0-9]{0,9})\.bin")
-_FOLDER = re.compile(r"(.+_[0-9a-f]{12})_r(0|[1-9][0-9]{0,9})(_flat)?", re.DOTALL)
+_KINDS: dict[str | None, FolderKind] = {None: "vllm", "_flat": "flat", SEGMENTS_SUFFIX: "segments"}
+_FOLDER = re.compile(r"(.+_[0-9a-f]{12})_r(0|[1-9][0-9]{0,9})(_flat|_segments)?", re.DOTALL)
 
 
 class Naming(NamedTuple):
@@ -34,13 +38,13 @@ class ChunkFolder(NamedTuple):
 
     folder: str  # `<model>_<12 hex of sha256>`
     rank: int
-    naming: NamingKind
+    kind: FolderKind
 
 
 def read_folder(name: str) -> ChunkFolder | None:
     """Read the name of a folder of chunks, one path component; None for any other."""
     match = _FOLDER.fullmatch(name)
-    return match and ChunkFolder(match[1], int(match[2]), "flat" if match[3] else "vllm")
+    return match and ChunkFolder(match[1], int(match[2]), _KINDS[match[3]])
 
 
 def _group_part(group: bytes) -> str:

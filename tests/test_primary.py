@@ -66,7 +66,7 @@ def test_offered_pinned_filling_and_just_found_keys_stay(primary: Primary) -> No
     fill(primary, A, B)
     primary.reserve([C])
     primary.pin([primary.row(A)])
-    primary.stamps[primary.ready[B]] = primary.step
+    primary.hold([B])
     assert primary.reserve([D]) is None
     primary.end_step()
     assert primary.reserve([D], offered=[B]) is None

@@ -28,7 +28,13 @@ def default_config(extent: Extent) -> EngineConfig:
         cpu_bytes_to_use=primary_rows(extent) * CHUNK_BYTES,
         chunk_bytes=CHUNK_BYTES,
         runner="process",
-        secondary_tiers=(TierConfig(type="fs", limits=TierLimits(store_chunks_in_flight=STORE_CHUNKS)),),
+        secondary_tiers=(
+            TierConfig(
+                type="fs",
+                limits=TierLimits(store_chunks_in_flight=STORE_CHUNKS),
+                options={"naming": "flat"},  # Or a temporary directory takes minutes to remove: almost one a chunk.
+            ),
+        ),
     )
 
 

@@ -281,7 +281,8 @@ class Engine(RuleBasedStateMachine):
         primary, leased = self.ledger.primary, self._leased()
         loaded = {row for _, rows in self.loads for row in rows}
         cascading = set(self.ledger.transfers.cascade_rows)
-        assert {row for row in range(ROWS) if primary.pinned(row)} == loaded | cascading | leased
+        filling = set(primary.filling.values())
+        assert {row for row in range(ROWS) if primary.pinned(row)} == loaded | cascading | leased | filling
         assert self.ledger.leases.rows == len(leased) <= 3
         assert all(primary.key(row) is not None for row in leased)
         assert self.ledger.rows_in_use == sum(len(rows) for _, rows in self.loads) + sum(

@@ -4,17 +4,17 @@ A hop costs as much as reading a small chunk, so a lane is sent with many. What 
 share, chunk by chunk: the call that lent the buffers may be cancelled, and its result lost.
 """
 
-import errno
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from kvtier.backend import Outcome, Read, Write
-from kvtier.errors import BlockCorrupt, BlockError, BlockMissing, NoSpace, TransferFailed
+from kvtier.errors import BlockCorrupt, BlockMissing
 from kvtier.keys import OffloadKey
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.discard import Discarded
 from kvtier_backends.fs.entries import Held, is_later
+from kvtier_backends.fs.failures import GONE, failure
 from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.files import ChunkFiles, Found, OpenChunk
 from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, payload_checksum, write_footer
@@ -28,9 +28,6 @@ SHARE_CHUNKS_MAX = 32  # Beyond that, a hop is under 2 % of the time that small 
 SHARE_BYTES_MAX = (
     16 << 20
 )  # Large chunks are spread over the lanes, and a cancelled call waits no longer than this takes.
-
-_FULL = {errno.ENOSPC, errno.EDQUOT}
-_GONE = {errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH}
 
 _COUNTED = {Discarded.QUARANTINED: "quarantined", Discarded.LEFT: "corrupt_left"}
 
@@ -106,8 +103,8 @@ class Chunks:
                 except (FileNotFoundError, NotADirectoryError):
                     outcome = BlockMissing(f"{read.key.hex()}: no file")
                 except OSError as error:
-                    outcome = _failure(read.key, error)
-                    share.gone += error.errno in _GONE
+                    outcome = failure(read.key, error)
+                    share.gone += error.errno in GONE
                 share.allocated_bytes.append(allocated_bytes)
                 share.outcomes.append(outcome)
 
@@ -172,9 +169,9 @@ class Chunks:
             write_footer(page, footer)
             allocated_bytes = self._files.write(key, [block, page], used_at_ns)
         except OSError as error:
-            share.gone += error.errno in _GONE
+            share.gone += error.errno in GONE
             share.allocated_bytes.append(None)
-            share.outcomes.append(_failure(key, error))
+            share.outcomes.append(failure(key, error))
         else:
             share.allocated_bytes.append(allocated_bytes)
             share.outcomes.append(None)
@@ -199,9 +196,3 @@ class Chunks:
             share.kept_bytes += chunk.allocated_bytes()
         self._files.tidy(key)
         return BlockCorrupt(f"{key.hex()}: {fault}: a file of {file_bytes:,} bytes for a row of {self._row_bytes:,}")
-
-
-def _failure(key: OffloadKey, error: OSError) -> BlockError:
-    # A value without a traceback: one would keep the frames, and in them the lent buffers, alive.
-    kind = NoSpace if error.errno in _FULL else TransferFailed
-    return kind(f"{key.hex()}: {error.strerror or error}")

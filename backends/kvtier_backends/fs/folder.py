@@ -15,6 +15,7 @@ from typing import Literal
 
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.namespace import FileMapper
+from kvtier.naming import SEGMENTS_SUFFIX
 from kvtier_backends.fs.attempts import Writer, attempt_name
 from kvtier_backends.fs.disk import Disk
 from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, FolderSizes, taken_bytes
@@ -44,7 +45,7 @@ class Folder:
     def __init__(self, options: FsOptions, mapper: FileMapper) -> None:
         """Touch nothing yet."""
         self.root_fd = -1
-        self.chunks = mapper.chunks_folder
+        self.chunks = mapper.chunks_folder + (SEGMENTS_SUFFIX if options.layout == "segments" else "")
         self.direct = False
         self._options = options
         self._mapper = mapper

@@ -4,7 +4,8 @@ A footer, not a header: whoever knows only the row's length (vLLM's own file tie
 never sees it. One page, always, so that row and footer go to the disk in one direct write.
 
 Little-endian: magic 8, version u32, key length u32, payload length u64, payload checksum u64, namespace fingerprint 32,
-key, zeros up to byte 4,088, checksum u64 of all bytes before it. Checksums are XXH3-64 with seed 0
+key, zeros up to byte 4,080, sequence number u64, checksum u64 of all bytes before it. The sequence number is zero in a
+file, and orders what was stored under one key where there are no names to replace. Checksums are XXH3-64 with seed 0
 (https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md). Magic, version and the last checksum keep their places
 in every version.
 """
@@ -27,7 +28,9 @@ SLICE_BYTES = 64 << 10  # Below the 100 kB from which xxhash lets go of the GIL:
 _HEAD = struct.Struct("<8sIIQQ32s")
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_AT = FOOTER_BYTES - _CHECKSUM.size
-KEY_BYTES_MAX = _CHECKSUM_AT - _HEAD.size
+_SEQUENCE = struct.Struct("<Q")
+_SEQUENCE_AT = _CHECKSUM_AT - _SEQUENCE.size
+KEY_BYTES_MAX = _SEQUENCE_AT - _HEAD.size
 
 
 class Footer(NamedTuple):
@@ -37,15 +40,16 @@ class Footer(NamedTuple):
     payload_bytes: int
     payload_checksum: int
     fingerprint: bytes  # 32 bytes.
+    sequence: int = 0  # Of two chunks of one key, the one with the greater was stored later.
 
 
 def write_footer(page: memoryview, footer: Footer) -> None:
     """Fill a page of `FOOTER_BYTES` with a footer; ValueError for a key longer than `KEY_BYTES_MAX`."""
-    key, payload_bytes, payload_checksum, fingerprint = footer
+    key, payload_bytes, payload_checksum, fingerprint, sequence = footer
     if len(key) > KEY_BYTES_MAX:
         raise ValueError(f"a key of {len(key)} bytes; a footer holds {KEY_BYTES_MAX}")
     head = _HEAD.pack(MAGIC, VERSION, len(key), payload_bytes, payload_checksum, fingerprint) + key
-    page[:_CHECKSUM_AT] = head.ljust(_CHECKSUM_AT, b"\0")
+    page[:_CHECKSUM_AT] = head.ljust(_SEQUENCE_AT, b"\0") + _SEQUENCE.pack(sequence)
     _CHECKSUM.pack_into(page, _CHECKSUM_AT, xxh3_64_intdigest(page[:_CHECKSUM_AT]))
 
 
@@ -62,7 +66,8 @@ def read_footer(page: memoryview) -> Footer | Fault:
     if key_bytes > KEY_BYTES_MAX:
         return Fault.FOOTER
     key = OffloadKey(bytes(page[_HEAD.size : _HEAD.size + key_bytes]))
-    return Footer(key, payload_bytes, payload_checksum, fingerprint)
+    (sequence,) = _SEQUENCE.unpack_from(page, _SEQUENCE_AT)
+    return Footer(key, payload_bytes, payload_checksum, fingerprint, sequence)
 
 
 def payload_checksum(payload: memoryview) -> int:

@@ -24,6 +24,9 @@ class FsOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     naming: NamingKind = "vllm"
     """How files are named: as vLLM does, which makes almost a directory a file, or `flat`, in 4,096 directories."""
 
+    layout: Literal["files", "segments"] = "files"
+    """One file a chunk, or slots of large files: faster below about 1 MiB, and not for vLLM to read."""
+
     capacity_bytes: PositiveSize | None = None
     """What the tier's folders may take on the disk, at every moment; nothing: as much as there is."""
 
@@ -75,3 +78,18 @@ class FsOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
                 f"eviction_policy: {self.eviction_policy!r} given, 'lru' accepted with shared = true: "
                 "all that processes know of each other's use is when a file was used last"
             )
+        if self.layout == "segments":
+            self._check_segments()
+
+    def _check_segments(self) -> None:
+        if self.shared:
+            raise ConfigError(
+                "shared: True given, False accepted with layout = 'segments': each segment has one writer, who does "
+                "not hear what others store in theirs; use layout = 'files', or give each process a root of its own"
+            )
+        for field, given, accepted, why in (
+            ("naming", self.naming, "vllm", "chunks in segments have no names"),
+            ("unverified", self.unverified, "refuse", "every slot has a footer"),
+        ):
+            if given != accepted:
+                raise ConfigError(f"{field}: {given!r} given, none accepted with layout = 'segments': {why}")

@@ -1,0 +1,116 @@
+"""One file a chunk: the layout that vLLM reads, and that any tool for files can look at."""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+
+import aiofiles.os
+
+from kvtier.backend import InventoryEvent, Occupancy, Outcome, Read, TierContext, Write
+from kvtier.errors import BackendUnavailable
+from kvtier.keys import OffloadKey
+from kvtier.lend import Lanes, in_threads
+from kvtier_backends.fs.books import Books
+from kvtier_backends.fs.chunks import Chunks, share_out
+from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.folder import Folder
+from kvtier_backends.fs.layout import Background, Left, until
+from kvtier_backends.fs.options import FsOptions
+from kvtier_backends.fs.parts import assemble, start_lanes
+
+PROBES_MAX = 512  # Calls without bytes, in one hop: half a millisecond of a local file system's time.
+SCAN_PATIENCE_S = 0.5  # Stores wait so long for the scan of a small directory, rather than be refused for its sake.
+
+_loadable = aiofiles.os.wrap(Chunks.loadable)
+
+
+class FilesLayout:
+    """See `Layout`."""
+
+    def __init__(
+        self, options: FsOptions, context: TierContext, folder: Folder, books: Books, tally: Tally, scan_lane: Lanes
+    ) -> None:
+        """Use an opened folder, on the running loop."""
+        self._name = context.name
+        self._shared = options.shared
+        self._lanes = start_lanes(options, context.name, scan_lane)
+        parts = assemble(options, context, folder, books, tally, self._lanes)
+        self._index, self._capacity, self._chunks = parts.index, parts.capacity, parts.chunks
+        self._eviction, self._looking = parts.eviction, parts.looking
+        self._loading, self._storing = parts.loading, parts.storing
+        self._background = Background()
+        self._patient_until = time.monotonic() + SCAN_PATIENCE_S
+
+    def begin(self, changed: Callable[[], None]) -> None:
+        self._eviction.changed = changed
+        self._background.begin(self._name, (self._looking.run, self._looking.run_checkpoints, self._eviction.run))
+
+    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        answers = [not self._shared and key in self._index for key in keys]  # Others remove files, too.
+        if self._index.authoritative or all(answers):
+            return answers
+        unknown = [key for key, known in zip(keys, answers, strict=True) if not known]
+        shares = share_out(unknown, self._lanes.load.count, PROBES_MAX)
+        asked = await asyncio.gather(*(_loadable(self._chunks, share, executor=self._lanes.load) for share in shares))
+        told = chain.from_iterable(asked)
+        return [known or next(told) for known in answers]
+
+    async def load(self, reads: Sequence[Read]) -> tuple[list[Outcome], int]:
+        return await self._loading(reads)
+
+    async def store(self, writes: Sequence[Write]) -> tuple[list[Outcome], int]:
+        if not self._looking.done.is_set():
+            await until(self._looking.done.wait(), self._patient_until - time.monotonic())
+        return await self._storing(writes)
+
+    async def delete(self, keys: Sequence[OffloadKey]) -> None:
+        parts = share_out(keys, self._lanes.store.count, PROBES_MAX)
+        removed: list[OffloadKey] = []
+        note = self._index.lost
+        with self._index.call(keys) as unchanged:
+            try:
+                errors = await in_threads(
+                    self._lanes.store, [partial(self._chunks.remove, part, removed) for part in parts]
+                )
+                note = self._index.removed
+            finally:
+                self._eviction.stored(-sum(map(self._index.taken_bytes, removed)))
+                for key in unchanged.intersection(removed):
+                    note(key)
+                self._eviction.changed()
+        for error in filter(None, errors):
+            left = len(keys) - len(removed)
+            raise BackendUnavailable(f"{self._name}: {left} of {len(keys)} files could not be removed") from error
+
+    def rank(self, keys: Sequence[OffloadKey]) -> None:
+        self._index.rank(keys)
+        self._eviction.used(keys)
+
+    def occupancy(self) -> Occupancy:
+        capacity = self._capacity
+        return Occupancy(len(self._index), self._eviction.used_bytes(), capacity.limit_bytes, capacity.reserved_bytes)
+
+    def begin_report(self) -> int:
+        return self._index.begin_report()
+
+    def end_report(self, report: int) -> None:
+        self._index.end_report(report)
+
+    def next_event(self) -> InventoryEvent | None:
+        return self._index.next_event()
+
+    async def aclose(self, ends_at: float) -> Left:
+        self._looking.stop()
+        self._background.cancel()
+        self._eviction.stamps.write_before_end()
+        lanes = self._lanes.load, self._lanes.store
+        loads, stores = await asyncio.gather(*(each.aclose(max(0.0, ends_at - time.monotonic())) for each in lanes))
+        self._looking.write_last_checkpoint(max(0.0, ends_at - time.monotonic()))
+        lanes = self._lanes.scan, self._lanes.evict
+        others = await asyncio.gather(*(each.aclose(max(0.0, ends_at - time.monotonic())) for each in lanes))
+        return Left(loads + stores, sum(others))
+
+    async def ended(self) -> None:
+        await self._background.ended()
