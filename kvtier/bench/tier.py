@@ -68,9 +68,6 @@ class OpenTier:
         reads = [Read(key, row) for key, row in zip(keys, rows, strict=True)]
         self._runner.run(self._all([self._tier.load(call) for call in self._calls(reads)]))
 
-    def delete(self, keys: Sequence[OffloadKey]) -> None:
-        self._runner.run(self._tier.delete(keys))
-
     def close(self) -> None:
         self._runner.run(self._tier.aclose(CLOSE_S))
 
