@@ -26,6 +26,7 @@ def ledger_of(config: EngineConfig, events: EventLog | None, observe: Observe) -
                 tier.limits.store_chunks_in_flight, tier.limits.store_bytes_in_flight // config.row_bytes
             ),
             answer_ttl_s=tier.limits.answer_ttl_s,
+            asked_keys_max=tier.limits.probe_keys_in_flight,
             breaker_failures=tier.limits.breaker_failures,
             breaker_cooldown_s=tier.limits.breaker_cooldown_s,
             trial_chunks=limits.action_chunks,

@@ -154,6 +154,7 @@ class Occupancy(NamedTuple):
     chunks: int
     used_bytes: int
     capacity_bytes: int | None  # None: no limit of its own.
+    reserved_bytes: int = 0  # Promised to stores that are under way.
 
 
 @runtime_checkable

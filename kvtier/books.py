@@ -57,7 +57,8 @@ class Books:
     def begin_step(self, now: float) -> None:
         """Take the time (seconds, never decreasing) and end the leases that it ends."""
         self._now = now
-        self.leases.expire(now)
+        if self.leases.rows:
+            self.leases.expire(now)
 
     def _reserve(self, keys: Sequence[OffloadKey], offered: Collection[OffloadKey] = ()) -> list[OffloadKey] | None:
         """Reserve rows as the primary does, evicting nothing that was answered HIT in this step."""
@@ -80,11 +81,12 @@ class Books:
         used.update(dict.fromkeys(keys))
 
     def _count_hits(self, keys: Sequence[OffloadKey], request: Request) -> None:
-        if not request.sources:
+        sources = request.sources
+        if not sources:
             self.counters.hits += len(keys)
             return
         for key in keys:
-            source = request.sources.get(key)
+            source = sources.get(key)
             if source is None:
                 self.counters.hits += 1
             else:

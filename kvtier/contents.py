@@ -31,7 +31,7 @@ class StoredFile(NamedTuple):
 
     kind: Kind
     name: str  # Relative to the directory.
-    key: OffloadKey | None  # A chunk's.
+    key: OffloadKey | None  # A chunk's, unless what says so is damaged.
     size_bytes: int
     allocated_bytes: int
     used_at_ns: int  # Since the epoch; as far as the tier keeps note of it, which may be to the hour.

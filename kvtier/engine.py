@@ -4,7 +4,7 @@ A step's actions leave at its end with one wake-up; what comes back waits in the
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry
 
@@ -15,6 +15,7 @@ from kvtier.config import EngineConfig
 from kvtier.errors import EngineClosed
 from kvtier.events import EventLog
 from kvtier.inbox import Observe
+from kvtier.keys import OffloadKey
 from kvtier.metrics import Metrics
 from kvtier.region import Region
 from kvtier.request import Request
@@ -38,9 +39,11 @@ class Engine:
         self._clock = clock
         self._events = EventLog(config.limits.events) if config.events else None
         self.ledger = ledger_of(config, self._events, self._observe)
-        self._metrics = Metrics(self.ledger, config.row_bytes)
+        self._metrics = Metrics(self.ledger, config.row_bytes, self._events)
         self._observer = observer
         self._requests: dict[str, Request] = {}
+        self._mailbox = bridge.mailbox
+        self.ready: Mapping[OffloadKey, int] = self.ledger.primary.ready  # What could be loaded now, and its row.
         self._closed = False
         self._replaced = -1  # The last epoch that was replaced for its quarantined rows.
         self.ledger.begin_step(clock())
@@ -72,7 +75,7 @@ class Engine:
 
     def has_pending_work(self) -> bool:
         """Say whether the engine should go on stepping. What has run out of time does not count."""
-        if self._bridge.mailbox:
+        if self._mailbox:
             self._receive()
         return self.ledger.pending
 
@@ -151,7 +154,7 @@ class Engine:
     def _receive(self) -> None:
         """Apply everything in the mailbox."""
         self.ledger.begin_step(self._clock())
-        mailbox = self._bridge.mailbox
+        mailbox = self._mailbox
         while mailbox:
             message = mailbox.popleft()
             self.ledger.apply(message)

@@ -28,7 +28,8 @@ class Finder(Books):
     def _lookup_absent(self, key: OffloadKey, request: Request) -> LookupResult:
         if key in self.primary.filling:
             return self._wait_for(key, request)
-        if not (self.promoting and self.runner_up) or request.promotions.get(key, 0) >= PROMOTIONS_MAX:
+        search = request.search
+        if not (self.promoting and self.runner_up) or search.promotions.get(key, 0) >= PROMOTIONS_MAX:
             return self._miss(key, request, ())
         mask = self.where.mask.get(key, 0)
         asked: list[Tier] = []
@@ -38,17 +39,21 @@ class Finder(Books):
                 continue
             asked.append(tier)
             answer = tier.answer(key, bool(mask & tier.bit), self._now)
-            if answer is None and (tier.index, key) in request.asked and key not in tier.asking:
+            if answer is None and (tier.index, key) in search.asked and key not in tier.asking:
                 answer = tier.last_answer(key)  # A request asks once: else answers older than a step keep it waiting.
             if answer:
                 return self._promote(key, tier, request)
-            if answer is None:
+            if answer is not None:
+                continue
+            if tier.may_ask(key):
                 silent.append(tier)
+            else:
+                tier.counters.drop("asking", 1)
         if not silent:
             return self._miss(key, request, asked)
         for tier in silent:
             tier.ask(key)
-            request.asked.add((tier.index, key))
+            search.asked.add((tier.index, key))
         return RETRY
 
     def _wait_for(self, key: OffloadKey, request: Request) -> LookupResult:
@@ -70,8 +75,9 @@ class Finder(Books):
         self._removed(evicted)
         self._lease_hits(request)
         self.leases.take(self.primary.filling[key], request, self._now)
-        request.promotions[key] = request.promotions.get(key, 0) + 1
-        request.sources[key] = tier.index
+        search = request.search
+        search.promotions[key] = search.promotions.get(key, 0) + 1
+        search.sources[key] = tier.index
         self.outbox.promote(key, tier, request)
         return self._wait_for(key, request)
 
@@ -86,8 +92,9 @@ class Finder(Books):
         request.held = len(request.found) + len(request.hits)
 
     def _miss(self, key: OffloadKey, request: Request, asked: Sequence[Tier]) -> LookupResult:
-        if key not in request.missed:
-            request.missed.add(key)
+        missed = request.search.missed
+        if key not in missed:
+            missed.add(key)
             self.counters.misses += 1
             for tier in asked:
                 tier.counters.misses += 1

@@ -68,7 +68,7 @@ class Inbox:
                 failed = dict(zip(unpack_rows(message.failed), codes, strict=True))
                 self._settle(message.id, failed, now, lent=message.lent)
             case Returned():
-                self._transfers.take_back(message.id)
+                self._end_late(message.id, unpack_rows(message.moved))
             case Answered():
                 self._time(message)
                 self._learn(message, now)
@@ -127,9 +127,10 @@ class Inbox:
 
     def _settle(self, id_: int, failed: Mapping[int, Code], now: float, *, lent: bool) -> None:
         transfer = self._transfers.settle(id_, lent=lent)
-        if transfer is None:  # Given up at a reset; that it has ended now is all there is to know.
-            if not lent:
-                self._transfers.take_back(id_)
+        if transfer is None:  # Given up at a reset.
+            late = self._transfers.overdue.get(id_)
+            if late is not None and not lent:
+                self._end_late(id_, [index for index in range(len(late.keys)) if index not in failed])
             return
         keys = transfer.keys
         moved = [key for index, key in enumerate(keys) if index not in failed] if failed else keys
@@ -180,7 +181,7 @@ class Inbox:
             self._leases.end_row(transfer.rows[index])
             self._primary.abandon(key, lent=lent)
             if request is not None:
-                request.give_up(key)
+                request.search.give_up(key)
             if code not in NOT_TRIED:
                 tier.believe(key, present=False, now=now)
             if code in (Code.MISSING, Code.CORRUPT):
@@ -230,6 +231,18 @@ class Inbox:
         for index, key in enumerate(probe.keys):
             if key in tier.asking:
                 tier.believe(key, present=bool(present and present[index]), now=now)
+
+    def _end_late(self, id_: int, moved: Iterable[int]) -> None:
+        """Take back what a transfer was lent that had been given up. What it stored all the same is asked for.
+
+        Asked for and not believed: nobody knows whether it was deleted, or went for room, before this was heard of.
+        """
+        transfer = self._transfers.overdue.get(id_)
+        if transfer is not None and transfer.kind is Kind.CASCADE:
+            for index in moved:
+                transfer.tier.forget_answer(transfer.keys[index])
+                transfer.tier.doubt(transfer.keys[index])
+        self._transfers.take_back(id_)
 
     def _stored(self, tier_name: str, keys: Sequence[OffloadKey]) -> None:
         if keys and self._events is not None:

@@ -42,7 +42,8 @@ class Inventories:
         tier.authoritative = tier.reports = complete
 
     def used(self, tier: Tier, usage: TierUsage) -> None:
-        tier.chunks, tier.used_bytes, tier.capacity_bytes = usage.chunks, usage.used_bytes, usage.capacity_bytes
+        tier.chunks, tier.used_bytes = usage.chunks, usage.used_bytes
+        tier.capacity_bytes, tier.reserved_bytes = usage.capacity_bytes, usage.reserved_bytes
         tier.counters.note(usage.counts)
 
     def _tell(self, kind: EventKind, tier: Tier, keys: Sequence[OffloadKey]) -> None:

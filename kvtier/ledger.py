@@ -59,18 +59,24 @@ class Ledger(Finder):
     ) -> Request:
         return Request(request_id, matchers, load_matchers)
 
+    def wants_all(self, request: Request) -> bool:
+        """Say whether a tier wants all of the request's chunks, those that are present already, too."""
+        return bool(self._request_level) and any(request.allows(tier.spec) for tier in self._request_level)
+
     def finish(self, request: Request) -> None:
         """Rank the request's keys anew, tail first, here and in tiers, and end its leases.
 
         Loads and completions may still follow.
         """
         request.finished = True
-        self.leases.end_all(request)
-        self.primary.rank(self.primary.rows_of(request.used))
-        used = list(request.used)
-        for tier in self.tiers:
-            if self.runner_up and request.allows(tier.spec):
-                self.outbox.rank(used, tier)
+        if request.leased:
+            self.leases.end_all(request)
+        if request.used:
+            used = list(request.used)
+            self.primary.rank(self.primary.rows_of(used))
+            for tier in self.tiers:
+                if self.runner_up and request.allows(tier.spec):
+                    self.outbox.rank(used, tier)
 
     # Loading: primary → engine.
 

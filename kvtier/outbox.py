@@ -93,12 +93,15 @@ class Outbox:
 
     @property
     def empty(self) -> bool:
-        asking = any(tier.to_ask for tier in self._tiers)
-        return not (self._promotions or any(self._cascades.values()) or self._deletes or asking)
+        if self._promotions or self._deletes or any(self._cascades.values()):
+            return False
+        return all(not tier.to_ask for tier in self._tiers)
 
     def flush(self) -> list[Action]:
         """Turn what was queued into actions."""
         actions, self._acknowledgements = self._acknowledgements, []
+        if self.empty:
+            return actions
         actions.extend(self._probes())
         actions.extend(self._loads())
         actions.extend(self._stores())

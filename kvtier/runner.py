@@ -172,8 +172,8 @@ class Runner:
             logger.warning("tier %s: %d chunks ran out of time (%g s)", tier.name, chunks, tier.deadline_s)
             self._post(_finished(action.id, _all(Code.DEADLINE, chunks), self._clock() - begun, lent=True))
             await asyncio.wait({task})
-            _outcome(task, chunks, tier.name)
-            self._post(Returned(action.id))
+            failed = _outcome(task, chunks, tier.name)
+            self._post(Returned(action.id, pack_rows([index for index in range(chunks) if index not in failed])))
         self._report_usage(action.tier)
 
     async def _probe(self, action: Probe) -> None:
@@ -195,7 +195,11 @@ class Runner:
         begun = self._clock()
         task = asyncio.ensure_future(_awaited(partial(tier.backend.delete, keys)))
         done, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
-        failed = {} if done and _completed(task, tier.name) else _all(Code.UNAVAILABLE, len(keys))
+        if not done:
+            logger.warning("tier %s: a deletion of %d chunks ran out of time", tier.name, len(keys))
+            failed = _all(Code.DEADLINE, len(keys))
+        else:
+            failed = {} if _completed(task, tier.name) else _all(Code.UNAVAILABLE, len(keys))
         self._post(_finished(action.id, failed, self._clock() - begun))
         if not done:
             await asyncio.wait({task})

@@ -6,7 +6,7 @@ what comes back waits in the bridge's mailbox and is applied before look-ups and
 
 from collections.abc import Sequence
 
-from kvtier.answers import LookupResult, StorePlan
+from kvtier.answers import HIT, LookupResult, StorePlan
 from kvtier.engine import Engine
 from kvtier.events import Event
 from kvtier.keys import OffloadKey
@@ -41,7 +41,7 @@ class SteppedManager(Engine):
             raise ValueError(f"request {request_id!r} is known already: finish it first, or choose another id")
         self._receive()
         request = self._requests[request_id] = self.ledger.new_request(request_id, matchers, load_matchers)
-        return any(tier.spec.request_level and request.allows(tier.spec) for tier in self.ledger.tiers)
+        return self.ledger.wants_all(request)
 
     def on_request_finished(self, request_id: str) -> None:
         """Rank the request's keys and end its leases. Completions, and a load decided before, may still follow."""
@@ -54,9 +54,25 @@ class SteppedManager(Engine):
 
     def lookup(self, key: OffloadKey, request_id: str) -> LookupResult:
         """Say where one key is, and have it on its way if a tier has it. A HIT holds until `end_step`."""
-        if self._bridge.mailbox:
+        if self._mailbox:
             self._receive()
-        return self.ledger.lookup(key, self._known(request_id))
+        try:
+            request = self._requests[request_id]
+        except KeyError:
+            request = self._known(request_id)
+        hits = request.hits
+        if hits and key in self.ready:  # As the ledger would do, without a call.
+            hits.append(key)
+            return HIT
+        return self.ledger.lookup(key, request)
+
+    def hits(self, request_id: str) -> list[OffloadKey]:
+        """Return the keys that a request found, for a caller to whom even the call of `lookup` is too much.
+
+        While the list is not empty, a key that is in `ready` may be appended to it instead of being looked up. The
+        engine empties it when the step ends, or earlier.
+        """
+        return self._known(request_id).hits
 
     def source(self, key: OffloadKey, request_id: str) -> TierSpec | None:
         """Return the tier from which this request had a key promoted; None if it found it in the primary."""
@@ -81,7 +97,7 @@ class SteppedManager(Engine):
 
         Evicts none of `keys`. The caller writes the rows and then calls `complete_store` with the plan's keys.
         """
-        if self._bridge.mailbox:
+        if self._mailbox:
             self._receive()
         return self.ledger.prepare_store(keys, self._request(request_id))
 
@@ -95,7 +111,7 @@ class SteppedManager(Engine):
 
     def take_events(self) -> list[Event]:
         """Return what happened to chunks since the last call; nothing unless the configuration says `events`."""
-        if self._bridge.mailbox:
+        if self._mailbox:
             self._receive()
         return [] if self._events is None else self._events.take()
 

@@ -158,9 +158,10 @@ class Finished(_Message, frozen=True, tag="f"):
 
 
 class Returned(_Message, frozen=True, tag="r"):
-    """Nothing uses the rows of this action any more."""
+    """Nothing uses the rows of this action any more; the chunks at `moved` (packed u32) had moved when it ended."""
 
     id: int
+    moved: bytes = b""
 
 
 class Answered(_Message, frozen=True, tag="a"):
@@ -199,6 +200,7 @@ class TierUsage(_Message, frozen=True, tag="u"):
     chunks: int
     used_bytes: int
     capacity_bytes: int | None
+    reserved_bytes: int = 0
     counts: dict[str, int] = {}  # What it has counted itself since it last said so, by name.
 
 

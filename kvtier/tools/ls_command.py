@@ -27,7 +27,8 @@ def ls(
     now_s = time.time()
     with opened(directory) as contents:
         found = walked(contents, chosen(contents, namespace), "listing")
-        rows = islice((_row(place, file, now_s) for place, file in found if file.kind is Kind.CHUNK), limit)
+        chunks = ((place, file) for place, file in found if file.kind is Kind.CHUNK and file.key is not None)
+        rows = islice((_row(place, file, now_s) for place, file in chunks), limit)
         if as_json:
             _write_json(rows)
         else:

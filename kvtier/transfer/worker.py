@@ -43,9 +43,11 @@ class TransferWorker:
     ) -> None:
         """Raises `ConfigError` if chunks do not fit into the slots."""
         self.layout = slot_layout(caches, blocks_per_chunk, canonical=canonical)
-        if slots.dtype != torch.int8 or slots.ndim != 2 or slots.shape[1] < self.layout.slot_bytes:
+        in_host_memory = slots.device.type == "cpu" and slots.dtype == torch.int8
+        if not in_host_memory or slots.ndim != 2 or slots.shape[1] < self.layout.slot_bytes or slots.stride(1) != 1:
             raise ConfigError(
-                f"slots of {tuple(slots.shape)} {slots.dtype}: (rows, {self.layout.slot_bytes:,} or more) int8 accepted"
+                f"slots of {tuple(slots.shape)} {slots.dtype} on {slots.device}, strides {slots.stride()}: "
+                f"(rows, {self.layout.slot_bytes:,} or more) int8 side by side in host memory accepted"
             )
         self._sides = _Sides(pieces_of(caches, self.layout), slots, blocks_per_chunk, caches.num_blocks)
         self._clock = clock
@@ -127,7 +129,10 @@ class _Sides(NamedTuple):
 
 def _copiers(sides: _Sides) -> list[Copier]:
     """Return what copies between these, by the device that the caches are on."""
-    device = next(piece.memory.device for group in sides.pieces for piece in group)
+    devices = {piece.memory.device for group in sides.pieces for piece in group}
+    if len(devices) > 1:
+        raise ConfigError(f"caches on {' and '.join(sorted(map(str, devices)))}: one device accepted")
+    device = devices.pop()
     if device.type == "cpu":
         return [HostCopier(StridedCopies(*sides))]
     if device.type != "cuda":

@@ -67,6 +67,35 @@ class TestFs(Suites):
     """As it comes."""
 
 
+class TestSegments(Suites):
+    """Chunks in slots of segments."""
+
+    def options(self, root: str) -> FsOptions:
+        return FsOptions(root=root, layout="segments")
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="there is no file system in memory")
+class TestSegmentsInMemoryWithEveryOptionTheOtherWay(Suites):
+    """Within a capacity, because of the first segment every byte is written."""
+
+    @pytest.fixture
+    def root(self):
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as root:
+            yield root
+
+    def options(self, root: str) -> FsOptions:
+        return FsOptions(
+            root=root,
+            layout="segments",
+            capacity_bytes="64MiB",
+            io="buffered",
+            fsync=True,
+            corrupt="quarantine",
+            load_lanes=1,
+            store_lanes=1,
+        )
+
+
 class Small:
     """Room for 16 chunks and their folders, and for 8 more that are being written."""
 
@@ -77,19 +106,21 @@ class Small:
         return "lru"
 
     @pytest.fixture
-    async def small(self, tmp_path, policy: str):
+    async def small(self, tmp_path, policy: str, layout: str):
         room_bytes = 24 * (self.chunk_bytes + 4_096 + 4 * 4_096)
-        options = FsOptions(root=str(tmp_path), capacity_bytes=room_bytes, eviction_policy=policy)
+        options = FsOptions(root=str(tmp_path), layout=layout, capacity_bytes=room_bytes, eviction_policy=policy)
         tier = await FsBackend.open(options, tier_context(self.chunk_bytes))
         yield tier
         await tier.aclose(10)
 
 
+@pytest.mark.parametrize("layout", ["files", "segments"])
 @pytest.mark.parametrize("policy", known_policies())
 class TestFsWithinACapacity(Small, BoundedConformance):
     """With every policy."""
 
 
+@pytest.mark.parametrize("layout", ["files", "segments"])
 class TestFsByRecency(Small, RankedConformance):
     """As it comes."""
 

@@ -150,8 +150,8 @@ class Bench:
         """Have all chunks of an action fail for one reason."""
         self.finish(action, dict.fromkeys(range(len(unpack_keys(action.keys))), code), lent=lent)
 
-    def give_back(self, action: Action) -> None:
-        self.ledger.apply(Returned(action.id))
+    def give_back(self, action: Action, moved: Sequence[int] = ()) -> None:
+        self.ledger.apply(Returned(action.id, pack_rows(moved)))
 
     def answer(self, action: Action, present: bool | Sequence[bool] | None) -> None:
         """Answer a probe: the same for every key, one by one, or (None) not at all."""

@@ -31,14 +31,18 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def store(root: Path) -> Store:
-    """Have a tier keep these chunks, and return their files."""
+    """Have a tier keep these chunks, and return their files, or all segments."""
 
-    async def work(keys: Sequence[OffloadKey], model: str, rank: int, naming: str, row_bytes: int) -> list[Path]:
+    async def work(
+        keys: Sequence[OffloadKey], model: str, rank: int, naming: str, row_bytes: int, layout: str
+    ) -> list[Path]:
         mapper = FileMapper(Namespace(model_name=model, rank=rank))
-        options = FsOptions(root=str(root), naming=naming)  # type: ignore[arg-type]
+        options = FsOptions(root=str(root), naming=naming, layout=layout)  # type: ignore[arg-type]
         tier = await FsBackend.open(options, TierContext("0:fs", mapper, row_bytes))
         await Lender(row_bytes).keep(tier, keys)
         assert await tier.aclose(10) == (0,)
+        if layout == "segments":
+            return sorted(root.glob("*_segments/*.seg"))
         named = FileMapper(mapper.namespace, naming)  # type: ignore[arg-type]
         return [root / named.name(key) for key in keys]
 
@@ -49,8 +53,9 @@ def store(root: Path) -> Store:
         rank: int = 0,
         naming: str = "vllm",
         row_bytes: int = ROW_BYTES,
+        layout: str = "files",
     ) -> list[Path]:
-        return asyncio.run(work(keys, model, rank, naming, row_bytes))
+        return asyncio.run(work(keys, model, rank, naming, row_bytes, layout))
 
     return store
 

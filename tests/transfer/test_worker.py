@@ -125,8 +125,22 @@ def test_blocks_and_rows_that_are_not_there_are_refused_and_nothing_moves(
     "slots", [torch.zeros((3, 47), dtype=torch.int8), torch.zeros((3, 48)), torch.zeros(48, dtype=torch.int8)]
 )
 def test_slots_that_chunks_do_not_fit_into_are_refused(slots: torch.Tensor) -> None:
-    with pytest.raises(ConfigError, match=r"\(rows, 48 or more\) int8 accepted"):
+    with pytest.raises(ConfigError, match=r"\(rows, 48 or more\) int8 side by side in host memory accepted"):
         TransferWorker(caches_on("cpu"), slots)
+
+
+def test_slots_that_are_not_bytes_side_by_side_in_host_memory_are_refused() -> None:
+    wrong = [torch.zeros((3, 48), dtype=torch.int8, device="meta"), torch.zeros((48, 3), dtype=torch.int8).t()]
+    for slots in wrong:
+        with pytest.raises(ConfigError, match="int8 side by side in host memory accepted"):
+            TransferWorker(caches_on("cpu"), slots)
+
+
+def test_caches_on_several_devices_are_refused() -> None:
+    here, there = caches_on("cpu"), caches_on("meta")
+    both = CanonicalKVCaches((*here.tensors, *there.tensors), (*here.groups, (there.groups[0][0]._replace(tensor=1),)))
+    with pytest.raises(ConfigError, match="caches on cpu and meta: one device accepted"):
+        TransferWorker(both, torch.zeros((3, 2 * PAGE_BYTES), dtype=torch.int8))
 
 
 def test_caches_on_another_device_are_refused() -> None:

@@ -30,6 +30,7 @@ from kvtier_backends.fs.files_layout import FilesLayout
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.layout import Layout
 from kvtier_backends.fs.options import FsOptions
+from kvtier_backends.fs.segments.tier import SegmentsLayout
 
 _open = aiofiles.os.wrap(open_books)
 
@@ -77,7 +78,8 @@ class FsBackend(Backend):
         if options.io == "auto" and not folder.direct:
             tally.count("buffered_fallback")
         self._books = books
-        self._layout: Layout = FilesLayout(options, context, folder, books, tally, scan_lane)
+        layout = SegmentsLayout if options.layout == "segments" else FilesLayout
+        self._layout: Layout = layout(options, context, folder, books, tally, scan_lane)
         self._closed = False
         self._news = asyncio.Event()  # Something for the inventory's consumer, or the end.
         self._layout.begin(self._news.set)

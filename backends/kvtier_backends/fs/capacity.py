@@ -16,7 +16,8 @@ FOLDERS_PER_CHUNK = 4  # Two new ones above its file, and one block by which eac
 class Used(Protocol):
     """Something that knows what its part of the directory takes."""
 
-    used_bytes: int
+    @property
+    def used_bytes(self) -> int: ...
 
 
 def chunk_bytes_worst(file_bytes: int, block_bytes: int, folder_bytes: int) -> int:

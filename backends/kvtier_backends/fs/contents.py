@@ -24,6 +24,7 @@ from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.folder import CONFIG_BYTES_MAX, QUARANTINE
 from kvtier_backends.fs.folder_sizes import taken_bytes
 from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, read_footer
+from kvtier_backends.fs.segments.contents import SlotContents, is_segment, is_slot
 from kvtier_backends.fs.sweep import Sweep
 from kvtier_backends.fs.verify import Whole, judge_length
 
@@ -47,6 +48,7 @@ class FsContents:
             raise ConfigError(f"{root}: {error.strerror}; a tier's directory accepted") from error
         self._writer = Writer.this_process()
         self._sweep = Sweep(self._fd, self._writer, time.time())
+        self._slots = SlotContents(root, self._fd)
         self._row_bytes: dict[str, int | None] = {}
         names = self._listed(".")
         self._folders = {name: found for name in sorted(names) if (found := read_folder(name)) is not None}
@@ -64,15 +66,18 @@ class FsContents:
         return [*below, shared] if place.name == first else below
 
     def files(self, place: Place, part: str) -> Iterator[StoredFile]:
+        kind = self._folders[place.name].kind
         if part.endswith(f"/{QUARANTINE}"):
             for entry in self._listed(part):
                 yield from self._file(Kind.LEFTOVER, f"{part}/{entry}")
-            return
-        kind = self._folders[place.name].kind
-        if kind != "segments":
+        elif kind == "segments":
+            yield from self._slots.files(part) if is_segment(part) else self._file(Kind.TEMPORARY, part)
+        else:
             yield from self._walk(part, len(place.name) + 1, NAMINGS[kind], DEPTH_MAX)
 
     def check(self, place: Place, file: StoredFile) -> Finding:
+        if is_slot(file.name):
+            return self._slots.check(file)
         try:
             fd = os.open(file.name, os.O_RDONLY, dir_fd=self._fd)
         except FileNotFoundError:
@@ -91,6 +96,8 @@ class FsContents:
             os.close(fd)
 
     def remove(self, file: StoredFile) -> bool:
+        if is_slot(file.name):
+            return self._slots.remove(file)
         folder = os.path.dirname(file.name)
         aside = f"{folder}/{attempt_name(self._writer)}"
         try:
@@ -109,6 +116,7 @@ class FsContents:
         return True
 
     def close(self) -> None:
+        self._slots.close()
         os.close(self._fd)
 
     def _model(self, folder: str) -> str:

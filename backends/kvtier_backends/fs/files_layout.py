@@ -89,7 +89,8 @@ class FilesLayout:
         self._eviction.used(keys)
 
     def occupancy(self) -> Occupancy:
-        return Occupancy(len(self._index), self._eviction.used_bytes(), self._capacity.limit_bytes)
+        capacity = self._capacity
+        return Occupancy(len(self._index), self._eviction.used_bytes(), capacity.limit_bytes, capacity.reserved_bytes)
 
     def begin_report(self) -> int:
         return self._index.begin_report()

@@ -1,0 +1,66 @@
+"""What an inventory's consumer has still to hear. Each event is true when it is taken."""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from kvtier.backend import INVENTORY_BATCH_KEYS, Added, InventoryEvent, Removed, ScanDone
+from kvtier.keys import OffloadKey
+
+
+class Report:
+    """One consumer's at a time. Belongs to the loop's thread."""
+
+    def __init__(self, is_there: Callable[[OffloadKey], bool]) -> None:
+        self._is_there = is_there
+        self._number = 0
+        self._wanted = False
+        self._added: deque[OffloadKey] = deque()
+        self._lost: deque[OffloadKey] = deque()
+        self._scan_told = False
+        self.complete: bool | None = None
+        """Once the scan is over: whether nothing was left out."""
+
+    def begin(self, keys: Iterable[OffloadKey]) -> int:
+        """Start from what is there now: a consumer has come, and knows nothing. Returns the report's number."""
+        self.end(self._number)
+        self._number += 1
+        self._wanted = True
+        self._scan_told = False
+        self._added.extend(keys)
+        return self._number
+
+    def end(self, number: int) -> None:
+        """Keep nothing for a consumer that has gone, if none has come since."""
+        if number == self._number:
+            self._wanted = False
+            self._added.clear()
+            self._lost.clear()
+
+    def added(self, key: OffloadKey) -> None:
+        """Have it told that a chunk is there, if anybody listens."""
+        if self._wanted:
+            self._added.append(key)
+
+    def lost(self, key: OffloadKey) -> None:
+        """Have it told that a chunk is gone, if anybody listens."""
+        if self._wanted:
+            self._lost.append(key)
+
+    def next_event(self) -> InventoryEvent | None:
+        """Return what the consumer should hear next; None if it knows everything."""
+        while self._added:
+            if keys := [key for key in _take(self._added) if self._is_there(key)]:
+                return Added(keys)
+        if self.complete is None:
+            return None
+        if not self._scan_told:
+            self._scan_told = True
+            return ScanDone(self.complete)
+        while self._lost:
+            if keys := [key for key in _take(self._lost) if not self._is_there(key)]:
+                return Removed(keys)
+        return None
+
+
+def _take(keys: deque[OffloadKey]) -> list[OffloadKey]:
+    return [keys.popleft() for _ in range(min(len(keys), INVENTORY_BATCH_KEYS))]

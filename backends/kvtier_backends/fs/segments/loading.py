@@ -1,0 +1,104 @@
+"""What a load does with slots: reads them in runs, and finds out whether what is wrong with one is wrong.
+
+No slot is kept from being written to while it is read. What comes is verified, and where it is not the chunk, the
+catalog says whether the chunk is elsewhere by now: then it is read there.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from kvtier.backend import Outcome, Read
+from kvtier.errors import BlockCorrupt, BlockMissing
+from kvtier.keys import OffloadKey
+from kvtier.lend import Lanes, in_threads
+from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.faults import Fault
+from kvtier_backends.fs.segments.catalog import Catalog, Held
+from kvtier_backends.fs.segments.runs import Segments, Slotted
+from kvtier_backends.fs.segments.slot_chunks import SlotChunks
+from kvtier_backends.fs.segments.wiping import Wiping
+
+LOOKS_MAX = 4  # A chunk that has moved so often while it was read is missed.
+
+
+class SlotLoading:
+    """Loads batches of one tier. Belongs to the loop's thread."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        segments: Segments,
+        chunks: SlotChunks,
+        wiping: Wiping,
+        tally: Tally,
+        *,
+        lanes: Lanes,
+        share_chunks: int,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        """Read in these lanes, each of which is sent at most `share_chunks` in one hop."""
+        self._catalog = catalog
+        self._segments = segments
+        self._chunks = chunks
+        self._wiping = wiping
+        self._tally = tally
+        self._lanes = lanes
+        self._share_chunks = share_chunks
+        self._clock_ns = clock_ns
+
+    async def __call__(self, reads: Sequence[Read]) -> tuple[list[Outcome], int]:
+        """Load the chunks; return the outcomes, and how many say that the file system is away."""
+        outcomes: list[Outcome] = [BlockMissing(f"{read.key.hex()}: no slot") for read in reads]
+        with self._catalog.in_use([read.key for read in reads]):
+            left, gone = list(enumerate(reads)), 0
+            for _ in range(LOOKS_MAX):
+                if not left:
+                    break
+                left, gone_now = await self._look(left, outcomes)
+                gone += gone_now
+        now_ns = self._clock_ns()
+        for place, read in reversed(list(enumerate(reads))):  # Tail first: a prefix outlives its continuation.
+            if outcomes[place] is None:
+                self._catalog.used(read.key, now_ns - place)
+        return outcomes, gone
+
+    async def _look(
+        self, left: Sequence[tuple[int, Read]], outcomes: list[Outcome]
+    ) -> tuple[list[tuple[int, Read]], int]:
+        """Read chunks where they are now; return those that were moved meanwhile."""
+        at: dict[int, Held] = {}
+        for place, read in left:
+            slot = self._catalog.slot(read.key)
+            if slot is not None and (held := self._catalog.held(slot)) is not None:
+                at[place] = held
+        parts = [Slotted(at[place].slot, place, read) for place, read in left if place in at]
+        shares = self._segments.shares(parts, self._lanes.count, self._share_chunks)
+        faults: dict[int, Fault] = {}
+        await in_threads(self._lanes, [partial(self._chunks.load, share, faults) for share in shares])
+        again: list[tuple[int, Read]] = []
+        for share in shares:
+            for part, outcome in zip(share.parts, share.outcomes, strict=True):
+                outcomes[part.place] = outcome
+                if (fault := faults.get(part.place)) is not None:
+                    outcomes[part.place] = self._judge(part.item.key, at[part.place], fault)
+                    if self._has_moved(at[part.place]):
+                        again.append((part.place, part.item))
+        return again, sum(share.gone for share in shares)
+
+    def _has_moved(self, was: Held) -> bool:
+        slot = self._catalog.slot(was.key)
+        held = None if slot is None else self._catalog.held(slot)
+        return held is not None and (held.slot, held.sequence) != (was.slot, was.sequence)
+
+    def _judge(self, key: OffloadKey, was: Held, fault: Fault) -> Outcome:
+        """Say what a fault means, and have a corrupt chunk go."""
+        if self._catalog.slot(key) != was.slot or self._has_moved(was):
+            return BlockMissing(f"{key.hex()}: no slot any more")
+        if self._catalog.is_foreign(was.slot):
+            self._catalog.lost(key)  # Its writer has put another there.
+            return BlockMissing(f"{key.hex()}: replaced by another process")
+        if fault is Fault.VERSION:
+            self._tally.count("other_version")
+            return BlockMissing(f"{key.hex()}: a slot of a later format; left alone")
+        self._wiping.corrupt(key, was.slot, fault)
+        return BlockCorrupt(f"{key.hex()}: {fault}: slot {was.slot}")

@@ -1,0 +1,94 @@
+"""A batch as runs of neighbouring slots, each one call to the disk. Pure."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple, TypeVar
+
+from kvtier.backend import Outcome
+from kvtier_backends.fs.segments.files import Segment
+
+T = TypeVar("T")
+
+RUN_SLOTS_MAX = 512  # Two buffers a slot; Linux takes 1,024 in one call (IOV_MAX).
+
+
+class Slotted(NamedTuple, Generic[T]):
+    """Something to do with one slot."""
+
+    slot: int
+    place: int  # In the batch.
+    item: T
+
+
+class Run(NamedTuple, Generic[T]):
+    """Things to do with neighbouring slots."""
+
+    segment: Segment
+    parts: Sequence[Slotted[T]]
+
+    @property
+    def offset(self) -> int:
+        """Where in the file the first slot begins."""
+        return self.segment.header.offset(self.parts[0].slot - self.segment.first_slot)
+
+
+@dataclass(slots=True)
+class Share(Generic[T]):
+    """What one lane does in one hop, and what became of it, in the order of the parts."""
+
+    runs: Sequence[Run[T]]
+    outcomes: list[Outcome] = field(default_factory=list[Outcome])
+    gone: int = 0  # Failures that say that the whole file system is away.
+
+    @property
+    def parts(self) -> list[Slotted[T]]:
+        return [part for run in self.runs for part in run.parts]
+
+
+class Segments:
+    """The tier's segments by the numbers of their slots. Belongs to the loop's thread."""
+
+    def __init__(self) -> None:
+        self.all: list[Segment] = []
+        self._first_slots: list[int] = []
+
+    @property
+    def used_bytes(self) -> int:
+        """What they take of the disk, at most."""
+        return sum(segment.allocated_bytes for segment in self.all)
+
+    def add(self, segment: Segment, first_slot: int) -> None:
+        """Take in a segment; its slots have greater numbers than all before."""
+        segment.first_slot = first_slot
+        self.all.append(segment)
+        self._first_slots.append(first_slot)
+
+    def remove(self, segment: Segment) -> None:
+        index = self.all.index(segment)
+        del self.all[index]
+        del self._first_slots[index]
+
+    def of(self, slot: int) -> Segment:
+        """Return the segment that has a slot."""
+        return self.all[bisect_right(self._first_slots, slot) - 1]
+
+    def shares(self, parts: Sequence[Slotted[T]], lanes: int, most: int) -> list[Share[T]]:
+        """Split a batch into shares of at most so many slots for lanes to work on side by side, neighbours together."""
+        ordered = sorted(parts, key=lambda part: part.slot)
+        size = max(1, min(most, -(-len(ordered) // lanes)))
+        return [Share(self.runs(ordered[start : start + size])) for start in range(0, len(ordered), size)]
+
+    def runs(self, ordered: Sequence[Slotted[T]]) -> list[Run[T]]:
+        """Return slots, in ascending order, as runs."""
+        runs: list[Run[T]] = []
+        start = 0
+        for end in range(1, len(ordered) + 1):
+            if end < len(ordered) and end - start < RUN_SLOTS_MAX:
+                before, slot = ordered[end - 1].slot, ordered[end].slot
+                segment = self.of(before)
+                if slot == before + 1 and slot < segment.first_slot + segment.header.slots:
+                    continue
+            runs.append(Run(self.of(ordered[start].slot), ordered[start:end]))
+            start = end
+        return runs

@@ -1,0 +1,89 @@
+"""What one hop to a lane does with slots: chunks read or written in runs, each verified and answered for by itself."""
+
+import os
+from collections.abc import Sequence
+from itertools import chain
+from typing import TypeVar
+
+from kvtier.backend import Outcome, Read, Write
+from kvtier_backends.fs.failures import GONE, failure
+from kvtier_backends.fs.faults import Fault
+from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, payload_checksum, write_footer
+from kvtier_backends.fs.pages import Pages
+from kvtier_backends.fs.segments.files import Segment, SegmentFiles, read_all, write_all
+from kvtier_backends.fs.segments.runs import Run, Share, Slotted
+from kvtier_backends.fs.verify import judge_chunk
+
+T = TypeVar("T")
+
+
+class SlotChunks:
+    """Loads and stores shares. Blocks; as many threads may call at once as there are lanes."""
+
+    def __init__(self, files: SegmentFiles, *, lanes: int, share_chunks: int, fingerprint: bytes) -> None:
+        """`share_chunks`: the most that is in a share."""
+        self._files = files
+        self._fingerprint = fingerprint
+        self._pages = Pages(lanes, share_chunks * FOOTER_BYTES)
+
+    def load(self, share: Share[Read], faults: dict[int, Fault]) -> None:
+        """Fill the share's buffers, and note by place in the batch what is not the chunk that was asked for.
+
+        A fault need not be one: the slot may have got another chunk meanwhile. The caller knows.
+        """
+        with self._pages.one() as pages:
+            for run in share.runs:
+                share.outcomes += self._load(run, pages, faults, share)
+
+    def store(self, share: Share[tuple[Write, int]]) -> None:
+        """Write the share's chunks, each with its sequence number."""
+        with self._pages.one() as pages:
+            for run in share.runs:
+                share.outcomes += self._store(run, pages, share)
+
+    def sync(self, segments: Sequence[Segment]) -> None:
+        """Have what was written to segments reach the device."""
+        for segment in segments:
+            os.fdatasync(segment.fd)
+
+    def _load(self, run: Run[Read], pages: memoryview, faults: dict[int, Fault], share: Share[Read]) -> list[Outcome]:
+        footers = _split(pages, len(run.parts))
+        buffers = chain.from_iterable(zip((part.item.into for part in run.parts), footers, strict=True))
+        try:
+            read_all(run.segment.fd, list(buffers), run.offset)
+        except OSError as error:
+            if len(run.parts) > 1:  # One bad place costs its own chunk only.
+                return [
+                    outcome for part in run.parts for outcome in self._load(_alone(run, part), pages, faults, share)
+                ]
+            share.gone += error.errno in GONE
+            return [failure(run.parts[0].item.key, error)]
+        for part, footer in zip(run.parts, footers, strict=True):
+            fault = judge_chunk(part.item.into, footer, part.item.key, self._fingerprint)
+            if fault is not None:
+                faults[part.place] = fault
+        return [None] * len(run.parts)
+
+    def _store(self, run: Run[tuple[Write, int]], pages: memoryview, share: Share[tuple[Write, int]]) -> list[Outcome]:
+        footers = _split(pages, len(run.parts))
+        for part, page in zip(run.parts, footers, strict=True):
+            (key, block), sequence = part.item
+            footer = Footer(key, len(block), payload_checksum(block), self._fingerprint, sequence)
+            write_footer(page, footer)
+        buffers = chain.from_iterable(zip((part.item[0].block for part in run.parts), footers, strict=True))
+        try:
+            write_all(run.segment.fd, list(buffers), run.offset)
+        except OSError as error:
+            if len(run.parts) > 1:
+                return [outcome for part in run.parts for outcome in self._store(_alone(run, part), pages, share)]
+            share.gone += error.errno in GONE
+            return [failure(run.parts[0].item[0].key, error)]
+        return [None] * len(run.parts)
+
+
+def _split(pages: memoryview, count: int) -> list[memoryview]:
+    return [pages[index * FOOTER_BYTES : (index + 1) * FOOTER_BYTES] for index in range(count)]
+
+
+def _alone(run: Run[T], part: Slotted[T]) -> Run[T]:
+    return Run(run.segment, [part])

@@ -1,0 +1,155 @@
+"""What a store does with slots: takes some, writes them in runs, syncs once, and only then says what lies where.
+
+The leading chunks of a batch get room first: without its head, a prefix's tail is of no use.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain
+
+from kvtier.backend import Outcome, Write
+from kvtier.errors import NoSpace
+from kvtier.lend import Lanes, in_thread, in_threads
+from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.failures import GONE, failure
+from kvtier_backends.fs.footer import FOOTER_BYTES
+from kvtier_backends.fs.segments.catalog import Catalog
+from kvtier_backends.fs.segments.files import Segment
+from kvtier_backends.fs.segments.room import Room
+from kvtier_backends.fs.segments.runs import Segments, Share, Slotted
+from kvtier_backends.fs.segments.slot_chunks import SlotChunks
+from kvtier_backends.fs.segments.wiping import Wiping
+from kvtier_backends.fs.storing import WriteBudget
+
+
+class Syncing:
+    """A sync of a batch, known also to whoever is cancelled meanwhile."""
+
+    def __init__(self) -> None:
+        self.done = False
+        self.error: OSError | None = None
+
+    def run(self, chunks: SlotChunks, segments: Sequence[Segment]) -> None:
+        """Blocks, in a lane."""
+        try:
+            chunks.sync(segments)
+        except OSError as error:
+            self.error = error.with_traceback(None)
+        else:
+            self.done = True
+
+
+class SlotStoring:
+    """Stores batches of one tier. Belongs to the loop's thread."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        segments: Segments,
+        room: Room,
+        write_budget: WriteBudget | None,
+        chunks: SlotChunks,
+        wiping: Wiping,
+        tally: Tally,
+        *,
+        lanes: Lanes,
+        share_chunks: int,
+        fsync: bool,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        """Write in these lanes, each of which is sent at most `share_chunks` in one hop."""
+        self._catalog = catalog
+        self._segments = segments
+        self._room = room
+        self._write_budget = write_budget
+        self._chunks = chunks
+        self._wiping = wiping
+        self._tally = tally
+        self._lanes = lanes
+        self._share_chunks = share_chunks
+        self._fsync = fsync
+        self._clock_ns = clock_ns
+
+    async def __call__(self, writes: Sequence[Write]) -> tuple[list[Outcome], int]:
+        """Store what there is room for; return the outcomes, and how many say that the file system is away."""
+        keys = [write.key for write in writes]
+        with self._catalog.in_use(keys):
+            incoming = [key for key in dict.fromkeys(keys) if key not in self._catalog]
+            slots = await self._room.take(len(writes), incoming)
+            try:
+                fitting = writes[: len(slots)]
+                allowed = fitting[: await self._allowed(fitting)]
+            except BaseException:
+                self._catalog.give_back(slots, touched=False)
+                raise
+            self._catalog.give_back(slots[len(allowed) :], touched=False)
+            outcomes, gone = await self._write(allowed, slots[: len(allowed)])
+        self._wiping.written()
+        outcomes += self._refused(fitting[len(allowed) :], "write_budget", "the day's write budget is used up")
+        outcomes += self._refused(writes[len(fitting) :], "capacity", "no room, and nothing that may go for it")
+        return outcomes, gone
+
+    async def _allowed(self, writes: Sequence[Write]) -> int:
+        if self._write_budget is None or not writes:
+            return len(writes)
+        unit_bytes = writes[0].block.nbytes + FOOTER_BYTES
+        return await self._write_budget.take(len(writes) * unit_bytes, unit_bytes) // unit_bytes
+
+    async def _write(self, writes: Sequence[Write], slots: Sequence[int]) -> tuple[list[Outcome], int]:
+        last = self._catalog.next_sequences(len(writes), self._clock_ns()) + len(writes) - 1
+        # The head's number is the greatest: a prefix outlives its continuation, also after a restart.
+        parts = [
+            Slotted(slot, place, (write, last - place))
+            for place, (write, slot) in enumerate(zip(writes, sorted(slots), strict=True))
+        ]
+        shares = self._segments.shares(parts, self._lanes.count, self._share_chunks)
+        syncing = Syncing()
+        syncing.done, told = not self._fsync, False
+        try:
+            await in_threads(self._lanes, [partial(self._chunks.store, share) for share in shares])
+            if self._fsync:
+                segments = {run.segment.name: run.segment for share in shares for run in share.runs}
+                await in_thread(self._lanes, syncing.run, self._chunks, list(segments.values()))
+            told = True
+        finally:
+            outcomes = self._note(shares, syncing, len(writes), told=told)
+        gone = sum(share.gone for share in shares)
+        if syncing.error is not None and syncing.error.errno in GONE:
+            gone = len(writes)
+        return outcomes, gone
+
+    def _note(
+        self, shares: Sequence[Share[tuple[Write, int]]], syncing: Syncing, count: int, *, told: bool
+    ) -> list[Outcome]:
+        """Have the catalog know what was written, tail first, and give back the slots of what was not."""
+        outcomes: list[Outcome] = [None] * count
+        stored: list[Slotted[tuple[Write, int]]] = []
+        failed: list[int] = []
+        for part, outcome, is_written in chain.from_iterable(map(_parts, shares)):
+            if outcome is None and syncing.error is not None:
+                outcome = failure(part.item[0].key, syncing.error)
+            if is_written and outcome is None and syncing.done:
+                stored.append(part)
+            else:
+                failed.append(part.slot)
+            outcomes[part.place] = outcome
+        for part in sorted(stored, key=lambda part: part.place, reverse=True):
+            (key, _), sequence = part.item
+            self._catalog.stored(key, part.slot, sequence)
+            if not told:
+                self._catalog.report.added(key)
+        self._catalog.give_back(failed, touched=True)
+        return outcomes
+
+    def _refused(self, writes: Sequence[Write], reason: str, why: str) -> list[Outcome]:
+        self._tally.refuse(reason, len(writes))
+        return [NoSpace(f"{write.key.hex()}: {why}") for write in writes]
+
+
+def _parts(
+    share: Share[tuple[Write, int]],
+) -> Iterator[tuple[Slotted[tuple[Write, int]], Outcome, bool]]:
+    """Yield what was to be written, what became of it, and whether a cancelled call's lane has come to it."""
+    for index, part in enumerate(share.parts):
+        done = index < len(share.outcomes)
+        yield part, share.outcomes[index] if done else None, done

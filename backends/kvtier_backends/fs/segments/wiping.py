@@ -1,0 +1,189 @@
+"""Wipes footers that are true no more, behind the calls that made them so, and then has their slots free."""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvtier.errors import BackendClosed, BackendUnavailable
+from kvtier.keys import OffloadKey
+from kvtier.lend import Lanes
+from kvtier_backends.fs.attempts import attempt_name
+from kvtier_backends.fs.capacity import Capacity
+from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.discard import NAME_CHARACTERS_MAX
+from kvtier_backends.fs.faults import Fault
+from kvtier_backends.fs.folder import Folder
+from kvtier_backends.fs.segments.catalog import Catalog
+from kvtier_backends.fs.segments.files import Segment, SegmentFiles
+from kvtier_backends.fs.segments.runs import Segments
+from kvtier_backends.fs.segments.slot_chunks import SlotChunks
+
+logger = logging.getLogger(__name__)
+
+
+class Doomed(NamedTuple):
+    """A slot that is to be wiped."""
+
+    slot: int
+    segment: Segment
+    kept_name: str  # What it holds is copied to this file first; empty: it is not.
+
+
+@dataclass(slots=True)
+class Round:
+    """Slots that a lane wipes, and those that it has, whoever waits for it."""
+
+    doomed: list[Doomed]
+    wiped: list[Doomed] = field(default_factory=list[Doomed])
+
+
+class Wiping:
+    """One tier's. Belongs to the loop's thread, and wipes in a lane."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        segments: Segments,
+        files: SegmentFiles,
+        chunks: SlotChunks,
+        capacity: Capacity,
+        folder: Folder,
+        tally: Tally,
+        *,
+        lane: Lanes,
+        fsync: bool,
+    ) -> None:
+        """`fsync`: what is wiped is so after a power cut, too."""
+        self._catalog = catalog
+        self._segments = segments
+        self._files = files
+        self._chunks = chunks
+        self._capacity = capacity
+        self._folder = folder
+        self._tally = tally
+        self._lane = lane
+        self._fsync = fsync
+        self._wake = asyncio.Event()
+        self._round = Round([])
+        self._round_ended = asyncio.Event()  # Replaced each time that one has.
+        self._failed = self._closed = False
+        self._kept_names: dict[int, str] = {}
+        self._warned: set[Fault] = set()
+
+    def check(self) -> None:
+        """See whether there is something to wipe."""
+        if self._catalog.outdated.waits:
+            self._wake.set()
+
+    def corrupt(self, key: OffloadKey, slot: int, fault: Fault) -> None:
+        """Note that what a slot holds is not its key's chunk: it goes, and is kept aside if that is wanted."""
+        self._tally.corrupt(fault)
+        level = logging.DEBUG if fault in self._warned else logging.WARNING
+        self._warned.add(fault)
+        logger.log(level, "%s: slot %d is corrupt (%s)", self._segments.of(slot).name, slot, fault)
+        if self._admitted():
+            stem = key.hex()[:NAME_CHARACTERS_MAX]
+            self._kept_names[slot] = f"{self._folder.quarantine.name}/{stem}.{fault}{attempt_name(self._folder.writer)}"
+        self._catalog.lost(key)
+        self.check()
+
+    async def until_wiped(self, keys: Sequence[OffloadKey]) -> None:
+        """Wait until nothing outdated of these keys is on the disk; raises `BackendUnavailable` if that fails."""
+        outdated = self._catalog.outdated
+        while any(key in outdated for key in keys):
+            round_ended = self._round_ended
+            self.check()
+            await round_ended.wait()
+            if self._closed:
+                raise BackendClosed(f"{self._folder.chunks}: closed")
+            if self._failed and any(key in outdated for key in keys):
+                raise BackendUnavailable(f"{self._folder.chunks}: footers could not be wiped")
+
+    async def until_some_wiped(self) -> bool:
+        """Wait for what is being wiped; False if there is nothing, or it fails."""
+        if not (self._round.doomed or self._catalog.outdated.waits):
+            return False
+        round_ended = self._round_ended
+        self.check()
+        await round_ended.wait()
+        return not (self._closed or self._failed)
+
+    async def run(self) -> None:
+        """Wipe in the background until cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            self._round = Round(self._take())
+            # No buffer is lent: a tier that closes need not wait for the thread.
+            await asyncio.get_running_loop().run_in_executor(self._lane, self._wipe, self._round)
+            self._note()
+
+    def begin_last(self) -> None:
+        """Have what is left wiped before the lane ends; `end_last` then takes note."""
+        self._closed = True
+        self._note()  # A round that is still under way is wiped again: nobody has been given its slots.
+        self._round = Round(self._take())
+        with suppress(BackendClosed):  # Closed before.
+            self._lane.submit(self._wipe, self._round)
+
+    def end_last(self) -> None:
+        """Take note of what was wiped when the lane has ended."""
+        self._note()
+
+    def written(self) -> None:
+        """Hear that a store has ended: outdated chunks that it has overwritten are no more."""
+        self._end_round()
+        self.check()
+
+    def _take(self) -> list[Doomed]:
+        return [
+            Doomed(slot, self._segments.of(slot), self._kept_names.pop(slot, ""))
+            for slot in self._catalog.outdated.take_due()
+        ]
+
+    def _admitted(self) -> bool:
+        """Say whether a copy of a slot may be kept, and count the room that it takes."""
+        slot_bytes = self._files.header(1).slot_bytes
+        granted_bytes = self._capacity.reserve(slot_bytes)
+        self._capacity.release(granted_bytes)
+        admitted = granted_bytes == slot_bytes and self._folder.quarantine.admit()
+        self._capacity.other_bytes += slot_bytes * admitted
+        return admitted
+
+    def _wipe(self, work: "Round") -> None:
+        """Wipe slots. Blocks, in a lane."""
+        for one in work.doomed:
+            place = one.slot - one.segment.first_slot
+            if one.kept_name:
+                with suppress(OSError):  # Such as a user's tidying away the folder. Then it is only wiped.
+                    self._files.keep_copy(one.segment, place, one.kept_name)
+                    self._tally.count("quarantined")
+            with suppress(OSError):
+                self._files.wipe(one.segment, place)
+                work.wiped.append(one)
+        if self._fsync:
+            try:
+                self._chunks.sync(list({one.segment.name: one.segment for one in work.wiped}.values()))
+            except OSError:
+                work.wiped.clear()
+
+    def _note(self) -> None:
+        """Have wiped slots free; those that could not be wiped wait for the next round."""
+        done, self._round = self._round, Round([])
+        outdated = self._catalog.outdated
+        wiped = {one.slot for one in done.wiped}
+        for slot in wiped:
+            outdated.clear(slot)
+            self._catalog.free.add(slot)
+        outdated.still_due(one.slot for one in done.doomed if one.slot not in wiped)
+        self._failed = len(wiped) < len(done.doomed)
+        if self._failed:
+            self._tally.count("evictions_failed", len(done.doomed) - len(wiped))
+        self._end_round()
+
+    def _end_round(self) -> None:
+        ended, self._round_ended = self._round_ended, asyncio.Event()
+        ended.set()

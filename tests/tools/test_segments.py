@@ -1,0 +1,102 @@
+"""The commands see chunks in segments as they see files, and wipe none that an engine may be writing beside."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier.backend import TierContext
+from kvtier.cli import main
+from kvtier.namespace import FileMapper, Namespace
+from kvtier.testing.conformance import Lender
+from kvtier.testing.conformance.lender import keys_of, label
+from kvtier_backends.fs import FsBackend, FsOptions
+from kvtier_backends.fs.footer import FOOTER_BYTES
+
+ROW_BYTES = 8_192
+SLOT_BYTES = ROW_BYTES + FOOTER_BYTES
+HEADER_BYTES = 4_096
+
+
+def options(root: Path) -> FsOptions:
+    return FsOptions(root=str(root), layout="segments")
+
+
+def overwrite(path: Path, at: int, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(content)
+
+
+def recalled(root: Path, count: int) -> list[str]:
+    async def work() -> list[str]:
+        lender = Lender(ROW_BYTES)
+        for key in keys_of(count):
+            lender.chunk(key)
+        context = TierContext("0:fs", FileMapper(Namespace(model_name="org/model")), ROW_BYTES)
+        tier = await FsBackend.open(options(root), context)
+        told = await lender.recall(tier, keys_of(count))
+        assert await tier.aclose(10) == (0,)
+        return list(told)
+
+    return asyncio.run(work())
+
+
+def test_du_and_ls_see_slots_beside_files(store, run_json, root: Path) -> None:
+    store(keys_of(2))
+    (segment,) = store(keys_of(5), layout="segments")
+    report = run_json("du", root)["namespaces"][segment.parent.name]
+    assert (report["chunks"], report["bytes"], report["model"]) == (5, 5 * SLOT_BYTES, "org/model")
+    rows = run_json("ls", root, "--namespace", segment.parent.name)
+    assert {row["hash"] for row in rows} == {key[:-4].hex() for key in keys_of(5)}
+    assert {row["file"] for row in rows} == {f"{segment.parent.name}/00000001.seg#{place}" for place in range(5)}
+    assert all(0 <= row["age_s"] < 1_000 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("at", "fault"), [(5, "payload"), (ROW_BYTES + 70, "footer"), (ROW_BYTES, "foreign"), (ROW_BYTES + 4_085, "footer")]
+)
+def test_verify_finds_a_damaged_slot_and_prune_wipes_it(store, run, run_json, root: Path, at: int, fault: str) -> None:
+    (segment,) = store(keys_of(3), layout="segments")
+    overwrite(segment, HEADER_BYTES + SLOT_BYTES + at, b"\xff\xfe")
+    status, out = run("verify", root, "--json")
+    assert (status, json.loads(out)) == (1, {"checked": 3, "corrupt": {fault: 1}, "unverified": 0})
+    assert len(run_json("ls", root)) == (3 if fault == "payload" else 2)
+    assert run_json("prune", root, "--corrupt", "--yes") == {"files": 1, "bytes": SLOT_BYTES, "removed": True}
+    assert run("verify", root)[0] == 0
+    told = recalled(root, 3)
+    assert sorted(told) == sorted([*[label(key) for key in keys_of(3) if label(key) in told], "BlockMissing"])
+    assert told.count("BlockMissing") == 1
+
+
+def test_what_is_pruned_stays_away_and_a_segment_with_nothing_in_it_goes(store, run_json, root: Path) -> None:
+    (segment,) = store(keys_of(4), layout="segments")
+    assert run_json("prune", root, "--to-size", str(2 * SLOT_BYTES) + "B", "--yes")["files"] == 2
+    told = recalled(root, 4)
+    assert told.count("BlockMissing") == 2
+    assert told[:2] == [label(key) for key in keys_of(2)], "the head of a batch was stored last"
+    assert run_json("prune", root, "--namespace", segment.parent.name, "--yes")["files"] == 2
+    assert not segment.exists()
+    assert recalled(root, 4) == ["BlockMissing"] * 4
+
+
+def test_a_segment_of_a_live_engine_is_looked_at_and_left_alone(
+    root: Path, capsys: pytest.CaptureFixture[str], run: Callable[..., tuple[int, str]]
+) -> None:
+    async def work() -> None:
+        context = TierContext("0:fs", FileMapper(Namespace(model_name="org/model")), ROW_BYTES)
+        tier = await FsBackend.open(options(root), context)
+        lender = Lender(ROW_BYTES)
+        await lender.keep(tier, keys_of(3))
+        status, out = await asyncio.to_thread(run, "verify", root, "--json")
+        assert (status, json.loads(out)["checked"]) == (0, 3)
+        with pytest.raises(SystemExit) as end:
+            await asyncio.to_thread(main, ["prune", str(root), "--to-size", "0B", "--yes"])
+        assert end.value.code == 2
+        assert "an engine is writing to it" in capsys.readouterr().err
+        assert await lender.recall(tier, keys_of(3)) == [label(key) for key in keys_of(3)]
+        assert await tier.aclose(10) == (0,)
+
+    asyncio.run(work())
