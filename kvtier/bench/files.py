@@ -219,7 +219,7 @@ class _ChunkSize:
     def _compare(
         self, operation: str, case: TierCase, limit: str, limit_is: str, *, figure: str = "", checksum: bool = True
     ) -> None:
-        settings: dict[str, Setting] = dict(case._asdict())
+        settings = case.settings
         if operation == "load":
             settings["checksum"] = checksum
         figure = figure or f"{operation} {case.label}"
