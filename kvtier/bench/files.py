@@ -1,7 +1,8 @@
 """A directory as an fs tier: loads and stores beside what plain threads read and write there, chunk size by chunk size.
 
-Everything of one chunk size is measured in turn. A store's chunks are new ones, and are removed again unmeasured; a
-load's chunks lie there all the time. The tier is alone: no engine, no other work.
+Everything of one chunk size is measured in turn. A store's chunks are always new ones, a load's lie there all the time.
+Nothing is removed before the end: what a file system does about deleted files is not what stores cost. The tier is
+alone: no engine, no other work.
 """
 
 import asyncio
@@ -28,6 +29,7 @@ from kvtier.region import Region
 from kvtier.replay.setup import check_directory
 
 UNVERIFIED = "unverified"
+OVERHEAD_BYTES = 12 << 10  # A footer, and the folders that nearly each file has to itself.
 
 
 class Plan(NamedTuple):
@@ -69,29 +71,27 @@ def io_modes(directory: str, asked: Sequence[str]) -> list[str]:
 
 
 def check_room(plan: Plan, chunk_sizes: Sequence[int]) -> None:
-    """Raise `ConfigError` if what is written at once would not fit."""
-    chunk_bytes = max(chunk_sizes)
-    sets = 2 * len(plan.cases) + len({case.io for case in plan.cases}) + 2  # Each tier's two, raw files, bare files.
-    needed = 2 * sets * plan.chunks(chunk_bytes) * chunk_bytes  # Twice: what was deleted goes when the disk likes.
+    """Raise `ConfigError` if what is written until the end would not fit."""
+    turns = plan.rounds + 1
+    sets = len(plan.cases) * (turns + 1) + len(plan.modes()) * turns + len({case.io for case in plan.cases}) + 2
+    needed = sum(sets * plan.chunks(size) * (size + OVERHEAD_BYTES) for size in chunk_sizes)
     free = shutil.disk_usage(plan.directory).free
     if needed > free:
         raise ConfigError(
-            f"{plan.directory}: about {needed:,} bytes are needed, {free:,} are free; a smaller --size accepted"
+            f"{plan.directory}: about {needed:,} bytes are needed, {free:,} are free; "
+            "a smaller --size, or fewer --rounds, accepted"
         )
 
 
 def measure_files(plan: Plan, chunk_sizes: Sequence[int], step: Callable[[], None]) -> Iterator[Row]:
-    """Yield rows of MB/s for each tier and chunk size."""
+    """Yield rows of MB/s for each tier and chunk size. What was written stays in the plan's directory."""
     for chunk_bytes in chunk_sizes:
         folder = os.path.join(plan.directory, str(chunk_bytes))
         os.mkdir(folder)
-        try:
-            with ExitStack() as stack:
-                bench = _ChunkSize(plan, chunk_bytes, folder, stack)
-                measured = interleaved(bench.sides, plan.rounds, step=step)
-                yield from (row_of(pair, measured) for pair in bench.pairs)
-        finally:
-            shutil.rmtree(folder)
+        with ExitStack() as stack:
+            bench = _ChunkSize(plan, chunk_bytes, folder, stack)
+            measured = interleaved(bench.sides, plan.rounds, step=step)
+        yield from (row_of(pair, measured) for pair in bench.pairs)
 
 
 class _ChunkSize:
@@ -139,7 +139,7 @@ class _ChunkSize:
         for _, depth, sync in [mode for mode in self._plan.modes() if mode[0] == io]:
             name = _write_limit(io, depth, sync)
             self._add(name, _mb_per_s(partial(raw.write, depth, sync=sync)))
-            self._add(_new(name), _mb_per_s(partial(new.write, depth, sync=sync)), tidy=new.clear)
+            self._add(_new(name), _mb_per_s(partial(new.write, depth, sync=sync)), prepare=new.prepare)
 
     def _add_fio(self, fio: Fio, io: str, depth: int) -> None:
         settings: dict[str, Setting] = {"io": io, "depth": depth}
@@ -155,21 +155,19 @@ class _ChunkSize:
 
     def _add_tier(self, case: TierCase) -> None:
         root = f"{self._folder}/{case.label.replace(' ', '-')}"
-        capacity_bytes = 8 * self._moved_bytes + (64 << 20)
+        capacity_bytes = 2 * (self._plan.rounds + 3) * self._moved_bytes + (256 << 20)  # Nothing is evicted.
         tier = OpenTier(self._runner, case.options(root, capacity_bytes=capacity_bytes), self._chunk_bytes)
         self._stack.callback(tier.close)
         self._keep(tier, case)
         new: list[OffloadKey] = []
 
-        def remove() -> None:
-            tier.delete(new)
-            new.clear()
+        def prepare() -> None:
+            new[:] = self._new_keys()
 
         self._add(
             f"store {case.label}",
             rate_of(lambda: tier.store(new, self._sources), self._moved_bytes),
-            prepare=lambda: new.extend(self._new_keys()),
-            tidy=remove,
+            prepare=prepare,
         )
         self._add(f"load {case.label}", rate_of(lambda: tier.load(self._kept, self._targets), self._moved_bytes))
         limit = _write_limit(case.io, case.depth, case.fsync)
@@ -215,14 +213,13 @@ class _ChunkSize:
         name: str,
         measure: Measure,
         prepare: Callable[[], None] = lambda: None,
-        tidy: Callable[[], None] = lambda: None,
     ) -> None:
-        self.sides.append(Side(name, measure, prepare, tidy))
+        self.sides.append(Side(name, measure, prepare))
 
     def _compare(
         self, operation: str, case: TierCase, limit: str, limit_is: str, *, figure: str = "", checksum: bool = True
     ) -> None:
-        settings: dict[str, Setting] = dict(case._asdict())
+        settings = case.settings
         if operation == "load":
             settings["checksum"] = checksum
         figure = figure or f"{operation} {case.label}"

@@ -11,7 +11,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -82,19 +81,28 @@ class RawFile:
 
 
 class NewFiles:
-    """Files that are made, one for each buffer, and removed again by `clear`: stores of new chunks cannot avoid it."""
+    """Files that are made, one for each buffer, in every round others: stores of new chunks cannot avoid it.
+
+    None is removed before the end: ext4 passes over what was just deleted, one inode after the other, when it makes a
+    file, so that the next round would pay for this one's tidying up.
+    """
 
     def __init__(self, folder: str, buffers: Sequence[memoryview], *, direct: bool) -> None:
-        """Make the folders that they will be in: several, or threads would wait for each other at one."""
+        """Make the folder that they will be in."""
         os.mkdir(folder)
-        for number in range(FOLDERS):
-            os.mkdir(f"{folder}/{number}")
         self._folder = folder
+        self._turn = 0
         self._buffers = buffers
         self._flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0)
 
+    def prepare(self) -> None:
+        """Make the folders of the next round: several, or threads would wait for each other at one."""
+        self._turn += 1
+        for number in range(FOLDERS):
+            os.makedirs(f"{self._folder}/{self._turn}/{number}")
+
     def write(self, threads: int, *, sync: bool) -> float:
-        """Make and write all files on so many threads; return the bytes a second."""
+        """Make and write all files on so many threads; return the bytes a second. Once after each `prepare`."""
 
         def work(part: Iterable[int]) -> None:
             for index in part:
@@ -109,13 +117,8 @@ class NewFiles:
         chunks = len(self._buffers)
         return chunks * len(self._buffers[0]) / seconds_on(threads, chunks, work)
 
-    def clear(self) -> None:
-        for index in range(len(self._buffers)):
-            with suppress(FileNotFoundError):  # The write was interrupted.
-                os.unlink(self._name(index))
-
     def _name(self, index: int) -> str:
-        return f"{self._folder}/{index % FOLDERS}/{index}"
+        return f"{self._folder}/{self._turn}/{index % FOLDERS}/{index}"
 
 
 def seconds_on(threads: int, chunks: int, work: Callable[[Iterable[int]], None]) -> float:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, get_args
 
 from kvtier.backend import Backend, Outcome, Read, TierContext, Write
+from kvtier.bench.figures import Setting
 from kvtier.errors import ConfigError, NoSpace
 from kvtier.fields import decode, struct_fields
 from kvtier.keys import OffloadKey
@@ -32,18 +33,24 @@ class TierCase(NamedTuple):
     def label(self) -> str:
         return " ".join([self.layout, self.naming, self.io, str(self.depth), "fsync" * self.fsync]).rstrip()
 
+    @property
+    def settings(self) -> dict[str, Setting]:
+        """Return what tells its rows from others'."""
+        return self._asdict() | ({} if self.layout == "files" else {"naming": None})
+
     def options(self, root: str, **more: Any) -> dict[str, Any]:
         """Return the tier's options as a configuration has them."""
         given = {
             "root": root,
-            "naming": self.naming,
             "io": self.io,
             "load_lanes": self.depth,
             "store_lanes": self.depth,
             "fsync": self.fsync,
             "checkpoint_s": 0.0,
         }
-        return given | ({"layout": self.layout} if layouts() != ("files",) else {}) | more
+        if self.layout == "files":
+            return given | {"naming": self.naming} | more  # Others have no names.
+        return given | {"layout": self.layout} | more
 
 
 class OpenTier:
@@ -67,9 +74,6 @@ class OpenTier:
     def load(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:
         reads = [Read(key, row) for key, row in zip(keys, rows, strict=True)]
         self._runner.run(self._all([self._tier.load(call) for call in self._calls(reads)]))
-
-    def delete(self, keys: Sequence[OffloadKey]) -> None:
-        self._runner.run(self._tier.delete(keys))
 
     def close(self) -> None:
         self._runner.run(self._tier.aclose(CLOSE_S))

@@ -18,6 +18,7 @@ from kvtier.bench.run import run_bench
 from kvtier.cli import COMMANDS, main
 from kvtier.errors import ConfigError
 
+ROOT = Path(__file__).parents[2]
 KVTIER = [sys.executable, "-c", "from kvtier.cli import main; main()"]
 FAKE_FIO = """#!/bin/sh
 echo '{"jobs": [{"read": {"bw_bytes": 2500000}, "write": {"bw_bytes": 1250000}}]}'
@@ -247,8 +248,9 @@ def test_a_disk_that_fills_up_is_said_so_in_one_line() -> None:
 
 
 def test_ctrl_c_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
-    command = [*KVTIER, "bench", "fs", str(tmp_path), "--chunk-sizes", "64KiB", "--size", "1MiB", "--rounds", "100000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=os.getcwd()) as bench:
+    command = [*KVTIER, "bench", "fs", str(tmp_path), "--chunk-sizes", "64KiB", "--size", "128KiB", "--rounds", "2000"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'backends'}"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as bench:
         while not list(tmp_path.glob("*/*/raw-*")):
             assert bench.poll() is None, bench.communicate()
             time.sleep(0.01)

@@ -39,17 +39,16 @@ def test_a_raw_file_gives_every_buffer_back_what_it_wrote(tmp_path: Path, thread
     assert not list(tmp_path.iterdir())
 
 
-def test_new_files_hold_the_buffers_and_go(tmp_path: Path) -> None:
+def test_every_round_makes_files_of_its_own(tmp_path: Path) -> None:
     buffers = chunks(5)
     for number, buffer in enumerate(buffers):
         buffer[:] = bytes([number]) * CHUNK_BYTES
     files = NewFiles(str(tmp_path / "new"), buffers, direct=takes_direct(str(tmp_path)))
-    assert files.write(2, sync=True) > 0
-    written = sorted(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    assert written == [bytes(buffer) for buffer in buffers]
-    files.clear()
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert files.write(2, sync=False) > 0  # Into files that are new once more.
+    for turn in (1, 2):
+        files.prepare()
+        assert files.write(2, sync=turn == 2) > 0
+        written = sorted(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+        assert written == sorted(turn * [bytes(buffer) for buffer in buffers])
 
 
 def test_whether_direct_io_works_is_found_out_without_a_trace(tmp_path: Path) -> None:

@@ -47,9 +47,6 @@ class NativeFiles:
     def load(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:
         self._run(self._client.submit_batch_get, keys, rows)
 
-    def delete(self, keys: Sequence[OffloadKey]) -> None:
-        self._end({self._client.submit_batch_delete(_named(keys))})
-
     def close(self) -> None:
         self._client.close()
 
@@ -111,10 +108,6 @@ class LocalDisk:
             for found in self._disk.batched_get_blocking([self._key(key) for key in keys[part]]):
                 assert found is not None, "a chunk was not there"
                 found.ref_count_down()
-
-    def delete(self, keys: Sequence[OffloadKey]) -> None:
-        for key in keys:
-            assert self._disk.remove(self._key(key))
 
     def close(self) -> None:
         for each in self._objects:

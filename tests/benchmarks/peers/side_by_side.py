@@ -31,8 +31,6 @@ class DiskTier(Protocol):
     def load(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:
         """Load the chunks, into these rows if the peer can."""
 
-    def delete(self, keys: Sequence[OffloadKey]) -> None: ...
-
     def close(self) -> None: ...
 
 
@@ -44,7 +42,7 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", nargs="?", default=tempfile.gettempdir(), help="On the disk to measure.")
     parser.add_argument("--chunk-sizes-kib", default="128,512,2048,8192")
-    parser.add_argument("--size-mib", type=int, default=128)
+    parser.add_argument("--size-mib", type=int, default=64)
     parser.add_argument("--lanes", default="4,16", help="kvtier's threads each way: its own default, and vLLM's.")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--json")
@@ -79,7 +77,9 @@ def compare_disks(folder: str, given: argparse.Namespace, peers: dict[str, Opene
             runner = stack.enter_context(asyncio.Runner(loop_factory=uvloop.new_event_loop))
             sides: list[Side] = []
             for case in cases:
-                options = case.options(new_folder(folder), capacity_bytes=8 * chunks * chunk_bytes + (64 << 20))
+                options = case.options(
+                    new_folder(folder), capacity_bytes=2 * (given.rounds + 3) * chunks * chunk_bytes + (256 << 20)
+                )
                 tier = OpenTier(runner, options, chunk_bytes, call_chunks=-(-chunks // CALLS))
                 sides += disk_sides(case.label, tier, region, stack)
             for name, opened in peers.items():
@@ -94,7 +94,7 @@ def compare_disks(folder: str, given: argparse.Namespace, peers: dict[str, Opene
 
 
 def disk_sides(name: str, tier: DiskTier, region: Region, stack: ExitStack) -> list[Side]:
-    """Return loads of chunks that lie there, and stores of new ones, which are removed again."""
+    """Return loads of chunks that lie there, and stores of new ones; all of them stay until the end."""
     stack.callback(tier.close)
     rows = [region.row(index) for index in range(region.rows)]
     for number, row in enumerate(rows):
@@ -105,15 +105,14 @@ def disk_sides(name: str, tier: DiskTier, region: Region, stack: ExitStack) -> l
     for number, row in enumerate(rows):
         assert row == number.to_bytes(4, "big") * (region.row_bytes // 4), f"{name}: other bytes came back"
 
-    def remove() -> None:
-        tier.delete(new)
-        new.clear()
+    def prepare() -> None:
+        new[:] = new_keys(region.rows)
 
     moved_bytes = region.rows * region.row_bytes
     store = rate_of(lambda: tier.store(new, rows), moved_bytes)
     return [
         Side(f"load {name}", rate_of(lambda: tier.load(kept, rows), moved_bytes)),
-        Side(f"store {name}", store, lambda: new.extend(new_keys(region.rows)), remove),
+        Side(f"store {name}", store, prepare),
     ]
 
 

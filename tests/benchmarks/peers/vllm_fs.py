@@ -7,7 +7,6 @@ one job to vLLM and one call to kvtier. vLLM has 16 threads to read and 16 to wr
 many as `--lanes` says. The figure is kvtier's, the limit vLLM's: above 1, kvtier is faster.
 """
 
-import os
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -78,10 +77,6 @@ class VllmFs:
 
     def load(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:
         self._run(keys, promotion=True)
-
-    def delete(self, keys: Sequence[OffloadKey]) -> None:
-        for key in keys:
-            os.unlink(self._tier.file_mapper.get_file_name(key))
 
     def close(self) -> None:
         self._tier.shutdown()
