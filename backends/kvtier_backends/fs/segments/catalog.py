@@ -6,7 +6,6 @@ the scan is absent. Slots of another process's segments are held at most.
 """
 
 from array import array
-from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -62,7 +61,7 @@ class Catalog:
         self._idle: set[int] | None = set()  # Held from before the start and not used since; None after the scan.
         self._foreign: set[int] = set()
         self._under_way: set[int] = set()
-        self._busy: Counter[OffloadKey] = Counter()
+        self._busy: dict[OffloadKey, int] = {}  # How many calls are at it.
         self._last_sequence = 0
 
     def __len__(self) -> int:
@@ -83,10 +82,9 @@ class Catalog:
         """Return where a key's chunk is; None if there is none."""
         return self._slots.get(key)
 
-    def held(self, slot: int) -> Held | None:
-        """Return what a slot holds."""
-        key = self._keys[slot]
-        return None if key is None else Held(key, slot, self._sequences[slot], self._used_at_ns[slot])
+    def sequence(self, slot: int) -> int:
+        """Return the number of the last chunk that a slot has held: what tells it from any that it gets later."""
+        return self._sequences[slot]
 
     def snapshot(self) -> "Snapshot":
         """Return what is there now, for another thread to write down: some 10 ms a million slots."""
@@ -111,14 +109,17 @@ class Catalog:
     @contextmanager
     def in_use(self, keys: Sequence[OffloadKey]) -> Generator[None]:
         """Keep the keys' chunks for as long as the block lasts."""
-        self._busy.update(keys)
+        busy = self._busy
+        for key in keys:
+            busy[key] = busy.get(key, 0) + 1
         try:
             yield
         finally:
-            self._busy.subtract(keys)
             for key in keys:
-                if not self._busy[key]:
-                    del self._busy[key]
+                if busy[key] == 1:
+                    del busy[key]
+                else:
+                    busy[key] -= 1
 
     def take_free(self, count: int) -> list[int]:
         """Give out so many free slots, or as many as there are, to be written to."""
@@ -130,8 +131,7 @@ class Catalog:
         """Give out up to so many slots of chunks that go for it; the consumer hears of them."""
         if self.scanning:
             return []  # An older chunk of the same key may lie where nobody has looked yet.
-        kept = sum(key in self._slots for key in {*self._busy, *self.outdated.keys()})
-        victims = self._order.victims(count, self._is_kept, kept, incoming)
+        victims = self._order.victims(count, self._is_kept, self._kept, incoming) if count else []
         slots = sorted(self._slots[key] for key in victims)
         for key in victims:
             slot = self._forget(key)
@@ -275,6 +275,9 @@ class Catalog:
 
     def _is_kept(self, key: OffloadKey) -> bool:
         return key in self._busy or key in self.outdated
+
+    def _kept(self) -> int:
+        return sum(key in self._slots for key in {*self._busy, *self.outdated.keys()})
 
     def _is_idle(self, slot: int) -> bool:
         return self._idle is not None and slot in self._idle
