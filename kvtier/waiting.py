@@ -158,12 +158,12 @@ class WaitingManager(WakingManager):
         while True:
             while self._clearing:
                 await self._next_progress()
-            self._receive()
+            self.end_step()  # What a step found that nobody ends would be kept for ever.
             if not any(key in self.ledger.primary.filling for key in keys):
                 plan = self.ledger.prepare_store(keys, request)
                 if plan is not None:
                     return plan
-                if not self.ledger.rows_in_use and not self.ledger.pending:
+                if not (self.ledger.rows_in_use or self.ledger.pending or self.ledger.leases.rows):
                     keys = keys[: len(keys) // 2]  # Nobody will give rows back: some are lost to hung transfers.
                     continue
             await self._next_progress(for_rows=True)

@@ -244,6 +244,27 @@ async def test_who_waits_when_the_engine_closes_is_told_so():
     assert [type(result) for result in results] == [EngineClosed, int, EngineClosed]
 
 
+async def test_put_waits_for_rows_that_waiting_requests_lease(open_engine):
+    engine = await open_engine(2, SLOW, limits={"lease_share": 1.0, "lease_s": 10})
+    await put(engine, [1, 2])
+    assert await engine.areset()
+    engine.on_new_request("waiting")
+    begun = now()
+    assert [engine.lookup(key(number), "waiting") for number in (1, 2)] == [LookupResult.HIT_PENDING] * 2
+    assert await engine.drained()
+    assert await put(engine, [3, 4]) == 2
+    assert 10 <= now() - begun <= 12
+
+
+async def test_put_takes_rows_that_a_step_found_which_nobody_ended(open_engine):
+    engine = await open_engine(2)
+    await put(engine, [1, 2])
+    engine.on_new_request("stepping")
+    assert [engine.lookup(key(number), "stepping") for number in (1, 2)] == [LookupResult.HIT] * 2
+    async with asyncio.timeout(60):
+        assert await put(engine, [3, 4]) == 2
+
+
 async def test_a_fetch_alone_brings_as_much_as_the_primary_can_hold(open_engine):
     """Waiting requests share half of the rows; what has come is pinned, and makes room in the share for the rest."""
     engine = await open_engine(8, SLOW)
