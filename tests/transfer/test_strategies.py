@@ -199,6 +199,16 @@ def test_layers_of_one_allocation_are_one_piece() -> None:
     assert [piece.repeats for piece in pieces] == [((40, 6 * 64, 2 * 64),)]
 
 
+def test_pieces_of_several_allocations_or_turns_stay_apart() -> None:
+    one, other = torch.zeros(100, dtype=torch.int8), torch.zeros(100, dtype=torch.int8)
+    from kvtier.transfer.pieces import _merged
+
+    first = Piece(one, 0, 8, 0, 8, 8, ())
+    for second in (first._replace(memory=other), first._replace(writers=2)):
+        assert len(_merged([first, second._replace(local=16, host=16)])) == 2
+    assert len(_merged([first, first._replace(local=16, host=16)])) == 1
+
+
 def test_pieces_at_uneven_distances_stay_apart() -> None:
     memory = torch.zeros(1_000, dtype=torch.int8)
     starts = [0, 64, 128, 300, 200]  # Three at one distance; then on, and back again.
