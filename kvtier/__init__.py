@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         Measured,
         Occupancy,
         Outcome,
+        Ranked,
         Read,
         Removed,
         ScanDone,
@@ -76,6 +77,7 @@ __all__ = [
     "OffloadKey",
     "Outcome",
     "Policy",
+    "Ranked",
     "Read",
     "Removed",
     "ScanDone",
@@ -98,8 +100,8 @@ __all__ = [
 
 _NAMES_BY_MODULE = {
     "kvtier.backend": (
-        "Abandoned Added Backend Durability Inventory InventoryEvent Measured Occupancy Outcome Read Removed ScanDone "
-        "TierContext Write"
+        "Abandoned Added Backend Durability Inventory InventoryEvent Measured Occupancy Outcome Ranked Read Removed "
+        "ScanDone TierContext Write"
     ),
     "kvtier.config": "EngineConfig EngineLimits TierConfig TierLimits decode load_config",
     "kvtier.errors": (

@@ -154,6 +154,7 @@ class Occupancy(NamedTuple):
     chunks: int
     used_bytes: int
     capacity_bytes: int | None  # None: no limit of its own.
+    reserved_bytes: int = 0  # Promised to stores that are under way.
 
 
 @runtime_checkable
@@ -161,6 +162,22 @@ class Measured(Protocol):
     """A tier that knows how full it is, from memory, without a call to the device."""
 
     def occupancy(self) -> Occupancy: ...
+
+
+@runtime_checkable
+class Ranked(Protocol):
+    """A tier with an order of its own in which chunks go for room.
+
+    It sees only what it is asked to load and store: not the loads that the primary answers, and of a long prompt one
+    piece after the other. So it hears of each request that is over.
+    """
+
+    def rank(self, keys: Sequence[OffloadKey]) -> None:
+        """Renew the recency of those of these keys that it holds, in prefix order: the head goes last.
+
+        At once and from memory. It counts no use, and whether it is heard of at all is not promised.
+        """
+        ...
 
 
 @runtime_checkable

@@ -35,7 +35,13 @@ COMMANDS = {
     "replay": Command(
         "kvtier.replay.replay_command", "replay", "Replay a trace through a whole engine, byte for byte."
     ),
+    "bench lookup": Command("kvtier.bench.commands", "lookup", "Measure look-ups."),
+    "bench steps": Command("kvtier.bench.commands", "steps", "Measure the whole step protocol."),
+    "bench cpu": Command("kvtier.bench.commands", "cpu", "Measure memory copies and checksums."),
+    "bench fs": Command("kvtier.bench.commands", "fs", "Measure a directory as an fs tier."),
+    "bench tiers": Command("kvtier.bench.commands", "tiers", "Measure the tiers of a configuration, end to end."),
 }
+GROUPS = {"bench": "Measure what this machine can do, and what kvtier makes of it."}
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
@@ -53,17 +59,22 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 def command_line(args: Sequence[str]) -> typer.Typer:
     """Return the commands, the one that these arguments call with its options, the others as names."""
-    app = typer.Typer(
-        help="Tier the KV cache of an LLM engine over host memory, file systems and slower tiers.",
-        no_args_is_help=True,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-    )
-    app.callback()(_frame)
-    called = next((arg for arg in args if not arg.startswith("-")), None)
+    app = _app("Tier the KV cache of an LLM engine over host memory, file systems and slower tiers.")
+    groups = {name: _app(summary) for name, summary in GROUPS.items()}
+    words = [arg for arg in args if not arg.startswith("-")]
     for name, command in COMMANDS.items():
-        function = getattr(import_module(command.module), command.function) if name == called else _frame
-        app.command(name, short_help=command.summary)(function)
+        *group, own_name = name.split()
+        called = words[: len(group) + 1] == [*group, own_name]
+        function = getattr(import_module(command.module), command.function) if called else _frame
+        (groups[group[0]] if group else app).command(own_name, short_help=command.summary)(function)
+    for name, group_app in groups.items():
+        app.add_typer(group_app, name=name)
+    return app
+
+
+def _app(summary: str) -> typer.Typer:
+    app = typer.Typer(help=summary, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    app.callback()(_frame)
     return app
 
 

@@ -50,6 +50,7 @@ class TierLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True)
     store_bytes_in_flight: PositiveSize = 256 << 20  # Apart from loads, so that a flood of stores delays none.
     load_chunks_in_flight: Count = 4_096  # Bounds bookkeeping where chunks are small: about a megabyte of it.
     store_chunks_in_flight: Count = 4_096
+    probe_keys_in_flight: Count = 65_536  # Some megabytes of questions; who asks faster than a tier answers computes.
     breaker_failures: Count = 5  # In a row. Fewer would open on a hiccup, more would wait for as many deadlines.
     breaker_cooldown_s: Duration = 5.0  # Until one call is let through to try: a restarted server takes seconds.
     answer_ttl_s: PositiveDuration = 10.0  # Of a probe: others store and delete. Not 0: asking would never end.
@@ -65,6 +66,7 @@ class EngineLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     queued_actions: Count = 1_024  # Towards the runner: some seconds of work. Beyond it a tier is not keeping up.
     quarantine_share: Share = 0.1  # Of rows stuck in hung transfers; beyond it the runner's process is replaced.
     heartbeat_s: PositiveDuration = 2.0  # The runner's loop answers in milliseconds; silence this long is a hang.
+    open_s: PositiveDuration = 60.0  # For each tier to open: a mount that is away answers in no time at all, or never.
     close_s: Duration = 10.0  # For closing and resetting: then what has not ended is left behind, and said so.
     events: Count = 65_536  # Kept until taken, the oldest dropped first: 4 MB of them.
 

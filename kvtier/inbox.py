@@ -11,6 +11,7 @@ from kvtier.bridge.messages import (
     Found,
     Gone,
     Message,
+    Rank,
     Returned,
     Scanned,
     TierUsage,
@@ -19,6 +20,7 @@ from kvtier.bridge.messages import (
 )
 from kvtier.config import PRIMARY_NAME
 from kvtier.events import Event, EventKind, EventLog
+from kvtier.inventories import Inventories
 from kvtier.keys import OffloadKey
 from kvtier.outbox import Outbox
 from kvtier.primary import Primary
@@ -55,6 +57,7 @@ class Inbox:
         self._outbox = outbox
         self._events = events
         self._observe = observe
+        self._inventories = Inventories(primary, where, outbox, events)
 
     def apply(self, message: Message, now: float) -> None:
         """Apply one message; one about a transfer that is not under way any more is ignored."""
@@ -65,32 +68,31 @@ class Inbox:
                 failed = dict(zip(unpack_rows(message.failed), codes, strict=True))
                 self._settle(message.id, failed, now, lent=message.lent)
             case Returned():
-                self._transfers.take_back(message.id)
+                self._end_late(message.id, unpack_rows(message.moved))
             case Answered():
                 self._time(message)
                 self._learn(message, now)
             case Found():
-                self._found(self._tiers[message.tier], unpack_keys(message.keys))
+                self._inventories.found(self._tiers[message.tier], unpack_keys(message.keys))
             case Gone():
-                self._gone(self._tiers[message.tier], unpack_keys(message.keys))
+                self._inventories.gone(self._tiers[message.tier], unpack_keys(message.keys))
             case Scanned():
-                tier = self._tiers[message.tier]
-                tier.authoritative = tier.reports = message.complete
+                self._inventories.scanned(self._tiers[message.tier], complete=message.complete)
             case TierUsage():
-                tier = self._tiers[message.tier]
-                tier.chunks, tier.used_bytes = message.chunks, message.used_bytes
-                tier.capacity_bytes = message.capacity_bytes
-                tier.counters.note(message.counts)
+                self._inventories.used(self._tiers[message.tier], message)
             case _:
                 pass  # The rest is between the bridge and its runner.
 
     def refuse(self, actions: Iterable[Action], now: float) -> None:
         """Settle actions that never left: nothing was lent, nothing moved."""
         for action in actions:
-            if isinstance(action, Acknowledge):
-                self._outbox.acknowledge(self._tiers[action.tier])
-            else:
-                self._settle_whole(action.id, Code.REFUSED, now, lent=False)
+            match action:
+                case Acknowledge():
+                    self._outbox.acknowledge(self._tiers[action.tier])
+                case Rank():
+                    pass  # The tier goes by what it saw itself.
+                case _:
+                    self._settle_whole(action.id, Code.REFUSED, now, lent=False)
 
     def lose(self, now: float) -> None:
         """Settle all that a lost runner had; its rows stay lent until `gone`.
@@ -125,9 +127,10 @@ class Inbox:
 
     def _settle(self, id_: int, failed: Mapping[int, Code], now: float, *, lent: bool) -> None:
         transfer = self._transfers.settle(id_, lent=lent)
-        if transfer is None:  # Given up at a reset; that it has ended now is all there is to know.
-            if not lent:
-                self._transfers.take_back(id_)
+        if transfer is None:  # Given up at a reset.
+            late = self._transfers.overdue.get(id_)
+            if late is not None and not lent:
+                self._end_late(id_, [index for index in range(len(late.keys)) if index not in failed])
             return
         keys = transfer.keys
         moved = [key for index, key in enumerate(keys) if index not in failed] if failed else keys
@@ -178,7 +181,7 @@ class Inbox:
             self._leases.end_row(transfer.rows[index])
             self._primary.abandon(key, lent=lent)
             if request is not None:
-                request.give_up(key)
+                request.search.give_up(key)
             if code not in NOT_TRIED:
                 tier.believe(key, present=False, now=now)
             if code in (Code.MISSING, Code.CORRUPT):
@@ -229,21 +232,17 @@ class Inbox:
             if key in tier.asking:
                 tier.believe(key, present=bool(present and present[index]), now=now)
 
-    def _found(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
-        self._where.add(tier, keys)
-        for key in keys:
-            tier.forget_answer(key)
-        self._stored(tier.spec.name, keys)
-        self._outbox.acknowledge(tier)
+    def _end_late(self, id_: int, moved: Iterable[int]) -> None:
+        """Take back what a transfer was lent that had been given up. What it stored all the same is asked for.
 
-    def _gone(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
-        self._where.remove(tier, keys)
-        for key in keys:
-            tier.forget_answer(key)
-        tier.crossed.update(tier.storing.intersection(keys))
-        if self._events is not None:
-            self._events.add(Event(EventKind.REMOVED, tier.spec.name, keys))
-        self._outbox.acknowledge(tier)
+        Asked for and not believed: nobody knows whether it was deleted, or went for room, before this was heard of.
+        """
+        transfer = self._transfers.overdue.get(id_)
+        if transfer is not None and transfer.kind is Kind.CASCADE:
+            for index in moved:
+                transfer.tier.forget_answer(transfer.keys[index])
+                transfer.tier.doubt(transfer.keys[index])
+        self._transfers.take_back(id_)
 
     def _stored(self, tier_name: str, keys: Sequence[OffloadKey]) -> None:
         if keys and self._events is not None:

@@ -2,112 +2,27 @@
 
 No await, no clock, no I/O: the time is an argument, and what is to be done comes out of `end_step` as actions. So every
 change of state is atomic, and a test is a plain call. The ledger answers the engine; `outbox` and `inbox` are its
-traffic with the tiers.
+traffic with the tiers, `finding` is how it looks up.
 """
 
 from collections.abc import Sequence
-from enum import Enum
-from typing import NamedTuple
 
+from kvtier.answers import LedgerCounters, LedgerLimits, LookupResult, StorePlan
 from kvtier.bridge.messages import Action, LocalMessage, Message, RunnerBack, RunnerGone, RunnerLost
 from kvtier.config import PRIMARY_NAME
-from kvtier.events import Event, EventKind, EventLog
-from kvtier.inbox import Inbox, Observe
+from kvtier.events import Event, EventKind
+from kvtier.finding import Finder
 from kvtier.keys import OffloadKey
-from kvtier.outbox import Outbox
-from kvtier.policies.base import Policy
-from kvtier.primary import Primary
-from kvtier.request import PROMOTIONS_MAX, Leases, Request
-from kvtier.tier import Tier, TierMatcher, TierSpec, Whereabouts
-from kvtier.transfers import Transfers
+from kvtier.request import Request
+from kvtier.tier import TierMatcher
+
+__all__ = ["Ledger", "LedgerCounters", "LedgerLimits", "LookupResult", "StorePlan"]
 
 
-class LookupResult(Enum):
-    """What a look-up says of one key."""
-
-    MISS = "miss"  # Compute it.
-    HIT = "hit"  # Ready in the primary, and kept there until the step ends.
-    HIT_PENDING = "hit_pending"  # On its way into the primary: look again.
-    RETRY = "retry"  # A tier has yet to say: look again.
-
-
-HIT, HIT_PENDING, MISS, RETRY = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.RETRY
-
-
-class StorePlan(NamedTuple):
-    """What `prepare_store` decided: write the chunk of `keys[i]` into row `rows[i]`."""
-
-    keys: list[OffloadKey]
-    rows: list[int]
-    evicted: list[OffloadKey]
-
-
-class LedgerLimits(NamedTuple):
-    """Rows are the primary's; seconds are of the clock whose times the ledger is given."""
-
-    cascade_rows_max: int  # Pinned by cascades at once: beyond it cascades are dropped, so that stores go on.
-    lease_rows_max: int  # Held for waiting requests at once.
-    lease_s: float
-    action_chunks: int  # Moved by one action at most.
-
-
-class LedgerCounters:
-    """Totals since the start, in chunks."""
-
-    __slots__ = ("hits", "misses", "promotions_refused", "stores", "stores_refused")
-
-    def __init__(self) -> None:
-        self.hits = 0  # Loaded from where they lay in the primary.
-        self.misses = 0  # Looked up and found nowhere, once a request and key.
-        self.promotions_refused = 0  # Had by a tier, but there was no row for them.
-        self.stores = 0
-        self.stores_refused = 0  # Offered in a call for which there was no room.
-
-
-class Ledger:
-    """All state of one engine."""
-
-    def __init__(
-        self,
-        rows: int,
-        policy: Policy[OffloadKey],
-        tiers: Sequence[TierSpec],
-        limits: LedgerLimits,
-        events: EventLog | None = None,
-        observe: Observe | None = None,
-    ) -> None:
-        self.primary = Primary(rows, policy)
-        self.tiers = [Tier(index, spec) for index, spec in enumerate(tiers)]
-        self.where = Whereabouts()
-        self.leases = Leases(self.primary, limits.lease_rows_max, limits.lease_s)
-        self.transfers = Transfers(self.primary)
-        self.outbox = Outbox(
-            self.primary,
-            self.tiers,
-            self.where,
-            self.transfers,
-            cascade_rows_max=limits.cascade_rows_max,
-            action_chunks=limits.action_chunks,
-        )
-        self.inbox = Inbox(
-            self.primary, self.leases, self.tiers, self.where, self.transfers, self.outbox, events, observe
-        )
-        self.counters = LedgerCounters()
-        self.promoting = True  # False between a reset and the engine's word that its workers have flushed.
-        self.runner_up = True
-        self.rows_in_use = 0  # Given to the engine to read or write, and not yet given back.
-        self._events = events
-        self._now = 0.0
-        self._looking: list[Request] = []  # Requests with hits in this step.
-        self._parked: dict[OffloadKey, list[Tier]] = {}  # Filling keys that request-level tiers will get, too.
-        self._request_level = [tier for tier in self.tiers if tier.spec.request_level]
+class Ledger(Finder):
+    """All state of one engine, and all that changes it."""
 
     # Time and messages.
-
-    def begin_step(self, now: float) -> None:
-        """Take the time (seconds, never decreasing) and end the leases that it ends."""
-        self._now = now
-        self.leases.expire(now)
 
     def apply(self, message: Message | LocalMessage) -> None:
         """Settle what a message says was done."""
@@ -129,12 +44,7 @@ class Ledger:
 
     def end_step(self) -> list[Action]:
         """Lease the rows of requests that wait, let go of other rows answered HIT, and return what is to be done."""
-        for request in self._looking:
-            if request.waits:
-                self._lease_hits(request)
-            request.forget_hits()
-        self._looking.clear()
-        self.primary.end_step()
+        self._end_looking()
         if self._parked:
             self._cascade_parked()
         return self.outbox.flush()
@@ -149,97 +59,24 @@ class Ledger:
     ) -> Request:
         return Request(request_id, matchers, load_matchers)
 
+    def wants_all(self, request: Request) -> bool:
+        """Say whether a tier wants all of the request's chunks, those that are present already, too."""
+        return bool(self._request_level) and any(request.allows(tier.spec) for tier in self._request_level)
+
     def finish(self, request: Request) -> None:
-        """Rank the request's keys anew, tail first, and end its leases. Loads and completions may still follow."""
-        request.finished = True
-        request.forget_hits()
-        self.leases.end_all(request)
-        ready, filling = self.primary.ready, self.primary.filling
-        self.primary.rank([key for key in request.used if key in ready or key in filling])
+        """Rank the request's keys anew, tail first, here and in tiers, and end its leases.
 
-    # Looking up.
-
-    def lookup(self, key: OffloadKey, request: Request) -> LookupResult:
-        """Say where a key is; one that a tier has is on its way from now on."""
-        primary = self.primary
-        row = primary.ready.get(key)
-        if row is None:
-            return self._lookup_absent(key, request)
-        primary.stamps[row] = primary.step
-        hits = request.hits
-        if not hits:
-            self._looking.append(request)
-        hits.append(key)
-        return HIT
-
-    def _lookup_absent(self, key: OffloadKey, request: Request) -> LookupResult:
-        if key in self.primary.filling:
-            return self._wait_for(key, request)
-        if not (self.promoting and self.runner_up) or request.promotions.get(key, 0) >= PROMOTIONS_MAX:
-            return self._miss(key, request, ())
-        mask = self.where.mask.get(key, 0)
-        asked: list[Tier] = []
-        silent: list[Tier] = []
-        for tier in self.tiers:
-            if not request.loads_from(tier.spec) or not tier.admits(self._now):
-                continue
-            asked.append(tier)
-            answer = tier.answer(key, bool(mask & tier.bit), self._now)
-            if answer is None and (tier.index, key) in request.asked and key not in tier.asking:
-                answer = tier.last_answer(key)  # A request asks once: else answers older than a step keep it waiting.
-            if answer:
-                return self._promote(key, tier, request)
-            if answer is None:
-                silent.append(tier)
-        if not silent:
-            return self._miss(key, request, asked)
-        for tier in silent:
-            tier.ask(key)
-            request.asked.add((tier.index, key))
-        return RETRY
-
-    def _wait_for(self, key: OffloadKey, request: Request) -> LookupResult:
-        if not request.hits:
-            self._looking.append(request)
-        request.hits.append(key)
-        request.waits = True
-        return HIT_PENDING
-
-    def _promote(self, key: OffloadKey, tier: Tier, request: Request) -> LookupResult:
-        """Reserve and lease a row for a key that a tier has; without one it is a miss, never a wait.
-
-        What the request found before is leased first: a prefix that exceeds the share keeps its leading part.
+        Loads and completions may still follow.
         """
-        evicted = self.primary.reserve((key,)) if self.leases.room(self._rows_found(request), 1) else None
-        if evicted is None:
-            self.counters.promotions_refused += 1
-            return self._miss(key, request, ())
-        self._removed(evicted)
-        self._lease_hits(request)
-        self.leases.take(self.primary.filling[key], request, self._now)
-        request.promotions[key] = request.promotions.get(key, 0) + 1
-        request.sources[key] = tier.index
-        self.outbox.promote(key, tier, request)
-        return self._wait_for(key, request)
-
-    def _rows_found(self, request: Request) -> list[int]:
-        """Return the rows of what the request found in this step and has not leased; what failed since has none."""
-        rows = map(self.primary.row, request.hits[request.held :])
-        return [row for row in rows if row is not None]
-
-    def _lease_hits(self, request: Request) -> None:
-        for row in self._rows_found(request):
-            if not self.leases.take(row, request, self._now):
-                break
-        request.held = len(request.hits)
-
-    def _miss(self, key: OffloadKey, request: Request, asked: Sequence[Tier]) -> LookupResult:
-        if key not in request.missed:
-            request.missed.add(key)
-            self.counters.misses += 1
-            for tier in asked:
-                tier.counters.misses += 1
-        return MISS
+        request.finished = True
+        if request.leased:
+            self.leases.end_all(request)
+        if request.used:
+            used = list(request.used)
+            self.primary.rank(self.primary.rows_of(used))
+            for tier in self.tiers:
+                if self.runner_up and request.allows(tier.spec):
+                    self.outbox.rank(used, tier)
 
     # Loading: primary → engine.
 
@@ -282,7 +119,7 @@ class Ledger:
             present = [key for key in keys if key in ready or key in filling]
         if len(absent) > 1:
             absent = list(dict.fromkeys(absent))
-        evicted = self.primary.reserve(absent, frozenset(keys) if present else ()) if absent else []
+        evicted = self._reserve(absent, present) if absent else []
         if evicted is None:
             self.counters.stores_refused += len(absent)
             return None
@@ -342,9 +179,10 @@ class Ledger:
         self.inbox.give_up(self._now)
         self.leases.clear()
         self._parked.clear()
-        for request in self._looking:
-            request.forget_hits()
-        self._looking.clear()
+        for requests in (self._looked, self._looking):
+            for request in requests:
+                request.forget_hits()
+            requests.clear()
         self._removed(self.primary.clear(self.transfers.clear()))
         self.rows_in_use = 0
         self.promoting = False
@@ -353,29 +191,6 @@ class Ledger:
     def pending(self) -> bool:
         """Something is queued or under way within its deadline: the engine should go on stepping."""
         return bool(self.transfers.under_way) or not self.outbox.empty
-
-    def _access(self, present: Sequence[OffloadKey], keys: Sequence[OffloadKey], request: Request) -> None:
-        """Note that a request uses `keys`, in prefix order; count an access to those that are present, once."""
-        used = request.used
-        fresh = [key for key in present if key not in used]
-        used.update(dict.fromkeys(keys))
-        if fresh:
-            self.primary.touch(list(dict.fromkeys(fresh)))
-
-    def _count_hits(self, keys: Sequence[OffloadKey], request: Request) -> None:
-        if not request.sources:
-            self.counters.hits += len(keys)
-            return
-        for key in keys:
-            source = request.sources.get(key)
-            if source is None:
-                self.counters.hits += 1
-            else:
-                self.tiers[source].counters.hits += 1
-
-    def _removed(self, keys: Sequence[OffloadKey]) -> None:
-        if keys and self._events is not None:
-            self._events.add(Event(EventKind.REMOVED, PRIMARY_NAME, keys))
 
     def _offer_present(self, keys: Sequence[OffloadKey], request: Request) -> None:
         """Give request-level tiers what was there before; what is on its way, once it has come."""

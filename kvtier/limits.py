@@ -16,7 +16,8 @@ class Breaker:
 
     Closed → open after `failures_max` failed transfers in a row; open → half-open after `cooldown_s` seconds; then
     `trial_chunks` chunks may pass, and the first outcome closes or opens it again. A trial without any outcome within
-    another `cooldown_s` is renewed, since what was let through may never have been sent.
+    another `cooldown_s` is renewed, since what was let through may never have been sent. As many keys may be asked for
+    in a trial; that a tier answers does not close it, for a disk that cannot be read may well be listed.
     """
 
     def __init__(self, failures_max: int, cooldown_s: float, trial_chunks: int) -> None:
@@ -28,6 +29,7 @@ class Breaker:
         self._failures = 0
         self._until = 0.0
         self._trial_left = 0
+        self._asks_left = 0
 
     def admits(self, now: float) -> bool:
         """Say whether a chunk may be sent now; whoever sends one calls `take`."""
@@ -35,7 +37,7 @@ class Breaker:
             return True
         if now >= self._until:
             self.state = BreakerState.HALF_OPEN
-            self._trial_left = self._trial_chunks
+            self._trial_left = self._asks_left = self._trial_chunks
             self._until = now + self._cooldown_s
         return self.state is BreakerState.HALF_OPEN and self._trial_left > 0
 
@@ -43,6 +45,15 @@ class Breaker:
         """Count a chunk that is sent against the trial, if there is one."""
         if self.state is BreakerState.HALF_OPEN:
             self._trial_left -= 1
+
+    def admits_asking(self) -> bool:
+        """Say whether a tier that admits chunks may be asked for one more key; whoever asks calls `ask`."""
+        return self.state is not BreakerState.HALF_OPEN or self._asks_left > 0
+
+    def ask(self) -> None:
+        """Count a key that is asked for against the trial, if there is one."""
+        if self.state is BreakerState.HALF_OPEN:
+            self._asks_left -= 1
 
     def succeeded(self) -> None:
         self.state = BreakerState.CLOSED

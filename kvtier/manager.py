@@ -1,13 +1,11 @@
 """TieringOffloadingManager: the engine's two faces over one ledger, and its beginning and end.
 
-The step protocol (`kvtier.stepping`) is for engines that must never wait. The asyncio face, here, waits: `put` for room
-and for the tiers' budgets, `fetch` for chunks that are on their way. Both may be used by one program, on one thread.
+The step protocol (`kvtier.stepping`) is for engines that must never wait; the asyncio face (`kvtier.waiting`) waits.
+Both may be used by one program, on one thread. What is here decides where the runner lives.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import asynccontextmanager
-from itertools import count
+from collections.abc import Callable
 from types import TracebackType
 from typing import Self
 
@@ -17,31 +15,21 @@ from kvtier.bridge.process import ProcessBridge
 from kvtier.bridge.thread import ThreadBridge
 from kvtier.config import EngineConfig, tier_options
 from kvtier.inbox import Observe
-from kvtier.keys import OffloadKey
-from kvtier.ledger import LookupResult, StorePlan
 from kvtier.lend import Lanes, in_thread
 from kvtier.opening import open_tiers
 from kvtier.policies.named import policy_class
 from kvtier.region import Region
-from kvtier.request import Request
-from kvtier.stepping import SteppedManager
+from kvtier.waiting import WaitingManager
 
-LEASES_EVERY_S = 0.05  # At most so often leases are looked at: a request that waits renews its own in every step.
 ON_LOOP_BYTES_MAX = 64 << 20  # Of memory to prepare without a thread: some milliseconds' worth.
 
-Chunk = bytes | bytearray | memoryview
 
-
-class TieringOffloadingManager(SteppedManager):
+class TieringOffloadingManager(WaitingManager):
     """Tiers chunks over a primary in host memory and any number of secondary tiers.
 
     `start` is for synchronous engines, `open` for asyncio programs. A chunk is `config.chunk_bytes` long.
     """
 
-    _loop: asyncio.AbstractEventLoop | None = None
-    _progress: "asyncio.Future[None] | None" = None
-    _pumping = False
-    _clearing = False  # A reset has waited for all rows in use: until it is done nobody gets any.
     _closing: "asyncio.Task[int] | None" = None
 
     @classmethod
@@ -109,88 +97,6 @@ class TieringOffloadingManager(SteppedManager):
             lanes.shutdown(wait=False)
         return started[0]
 
-    # The asyncio face.
-
-    async def put(self, keys: Sequence[OffloadKey], chunks: Sequence[Chunk], *, request_id: str | None = None) -> int:
-        """Store `chunks[i]` under `keys[i]`, in prefix order; return how many leading keys are in the primary now.
-
-        Waits for room in the primary and for budget of the tiers, so nothing is dropped for the lack of it, unless
-        transfers hang: these nobody waits for. Fewer than all are stored only if the primary cannot hold more. Keys
-        that are present keep their chunk. Without a `request_id` the call is a request of its own.
-
-        A cancelled call has stored some leading part. ValueError for a chunk of the wrong length: nothing was stored.
-        Do not wait for it while the same task holds rows of `fetch`: that room it would wait for.
-        """
-        self._check_chunks(keys, chunks)
-        async with self._one(request_id) as request:
-            plan = await self._reserve(keys[: self.config.rows], request)
-            position = dict(zip(keys, range(len(keys)), strict=True)) if plan.keys else {}
-            await self._fill(plan, [chunks[position[key]] for key in plan.keys], request)
-            stored = 0
-            while stored < len(keys) and self.ledger.primary.row(keys[stored]) is not None:
-                stored += 1
-            return stored
-
-    @asynccontextmanager
-    async def fetch(
-        self, keys: Sequence[OffloadKey], *, request_id: str | None = None
-    ) -> AsyncGenerator[Sequence[memoryview]]:
-        """Have the longest leading run of `keys` that is anywhere brought into the primary, and lend it.
-
-        Gives read-only views, one a key and each `chunk_bytes` long, valid inside the `async with` and released after
-        it. A run longer than the primary can hold gives its leading part. What fails on its way ends the run before
-        it; nothing raises for it.
-        """
-        async with self._one(request_id) as request:
-            rows, found = await self._arrive(keys, request)
-            size = self.config.chunk_bytes
-            views = [self.region.row(row)[:size].toreadonly() for row in rows]
-            try:
-                yield views
-            finally:
-                for view in views:
-                    view.release()
-                self.complete_load(found, request.id)
-
-    async def delete(self, keys: Sequence[OffloadKey]) -> None:
-        """Forget keys in the primary and in every tier; waits for whoever holds their rows."""
-        self._check_open()
-        held: Sequence[OffloadKey] = keys
-        while held := self.ledger.delete(held):
-            await self._next_progress(for_rows=True)
-        await self.drained()
-
-    async def drained(self, deadline_s: float | None = None) -> bool:
-        """Wait until nothing is under way; False if the deadline came first."""
-        try:
-            async with asyncio.timeout(self._deadline(deadline_s)):
-                self.end_step()
-                while self.ledger.pending:
-                    await self._next_progress()
-        except TimeoutError:
-            return False
-        return True
-
-    async def areset(self, deadline_s: float | None = None) -> bool:
-        """Clear the primary as `reset` does, after all rows in use have come back; the deadline begins then.
-
-        Nothing is promoted meanwhile, and from the deadline's beginning on `put` and `fetch` wait for the end. A
-        cancelled call has changed nothing.
-        """
-        self._check_open()
-        async with self._resets:
-            try:
-                self.ledger.promoting = False
-                while self.ledger.rows_in_use:
-                    await self._next_progress()
-                self._clearing = True
-                await self.drained(deadline_s)
-                return self._reset()
-            finally:
-                self._clearing = False
-                self.on_reset_flushed()
-                self._stir()
-
     async def aclose(self, deadline_s: float | None = None) -> int:
         """Shut down as `shutdown` does, without blocking the loop. Once begun it goes on, even if cancelled."""
         if self._closing is None:
@@ -226,148 +132,6 @@ class TieringOffloadingManager(SteppedManager):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown()
-
-    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Use the asyncio face on this loop; `open` does so by itself."""
-        self._loop = loop
-        self._ids = count()
-        self._turn = asyncio.Lock()  # To cascade, in order of asking: or a long put would starve among short ones.
-        self._resets = asyncio.Lock()
-        self._bridge.notify = self._wake
-        self._wake()
-
-    # What the step protocol gives back, the asyncio face may be waiting for.
-
-    def complete_load(self, keys: Sequence[OffloadKey], request_id: str) -> None:
-        super().complete_load(keys, request_id)
-        self._stir()
-
-    def complete_store(self, keys: Sequence[OffloadKey], request_id: str, *, success: bool = True) -> None:
-        super().complete_store(keys, request_id, success=success)
-        self._stir()
-
-    def on_request_finished(self, request_id: str) -> None:
-        super().on_request_finished(request_id)
-        self._stir()
-
-    # How the face waits.
-
-    def _wake(self) -> None:
-        """Have the loop take what came; from any thread."""
-        if not self._pumping and self._loop is not None:
-            self._pumping = True
-            try:
-                self._loop.call_soon_threadsafe(self._pump)
-            except RuntimeError:  # The loop is closed, and with it all who wait.
-                self._loop = None
-
-    def _pump(self) -> None:
-        self._pumping = False  # First: what comes from here on wakes anew.
-        self.end_step()
-        self._stir()
-
-    def _stir(self) -> None:
-        """Let everybody who waits look again."""
-        progress, self._progress = self._progress, None
-        if progress is not None and not progress.done():
-            progress.set_result(None)
-
-    async def _next_progress(self, *, for_rows: bool = False) -> None:
-        """Send what was decided, and wait until something came back or was given back.
-
-        Who waits `for_rows` also looks again when leases run out: nobody gives these back.
-        """
-        leased = self.ledger.leases.rows
-        self.end_step()
-        self._check_open()
-        if for_rows and self.ledger.leases.rows < leased:
-            return
-        if self._progress is None:
-            self._progress = asyncio.get_running_loop().create_future()
-        ends_at = self.ledger.leases.ends_at if for_rows else None
-        timeout_s = None if ends_at is None else max(LEASES_EVERY_S, ends_at - self._clock())
-        await asyncio.wait((self._progress,), timeout=timeout_s)
-        self._check_open()
-        self._receive()
-
-    @asynccontextmanager
-    async def _one(self, request_id: str | None) -> AsyncGenerator[Request]:
-        """Give the caller's request, or one for this call alone."""
-        self._check_open()
-        if request_id is not None:
-            yield self._known(request_id)
-            return
-        own = f"#{next(self._ids)}"
-        self.on_new_request(own)
-        try:
-            yield self._requests[own]
-        finally:
-            self.on_request_finished(own)
-            self.end_step()
-
-    async def _arrive(self, keys: Sequence[OffloadKey], request: Request) -> tuple[list[int], Sequence[OffloadKey]]:
-        """Wait until the leading run of keys is in the primary, and pin it."""
-        while True:
-            while self._clearing:
-                await self._next_progress()
-            self._receive()
-            hits, waits = 0, False
-            for key in keys:
-                result = self.ledger.lookup(key, request)
-                if result is LookupResult.MISS:
-                    break
-                if result is not LookupResult.HIT:
-                    waits = True  # And look on, so that the rest sets out, too.
-                elif not waits:
-                    hits += 1
-            if not waits:
-                found = keys[:hits]
-                rows = self.ledger.prepare_load(found, request)
-                self.end_step()
-                return rows, found
-            await self._next_progress()
-
-    async def _reserve(self, keys: Sequence[OffloadKey], request: Request) -> StorePlan:
-        """Wait for room for the keys, or for as many leading ones as there can be room for."""
-        while True:
-            while self._clearing:
-                await self._next_progress()
-            self._receive()
-            if not any(key in self.ledger.primary.filling for key in keys):
-                plan = self.ledger.prepare_store(keys, request)
-                if plan is not None:
-                    return plan
-                if not self.ledger.rows_in_use and not self.ledger.pending:
-                    keys = keys[: len(keys) // 2]  # Nobody will give rows back: some are lost to hung transfers.
-                    continue
-            await self._next_progress(for_rows=True)
-
-    async def _fill(self, plan: StorePlan, chunks: Sequence[Chunk], request: Request) -> None:
-        """Write the chunks, and have them cascade in slices that exceed no limit, unless what does is stuck."""
-        done = 0
-        try:
-            while done < len(plan.keys):
-                end = min(done + self.ledger.outbox.slice_chunks, len(plan.keys))
-                async with self._turn:
-                    self._check_open()
-                    while self.ledger.pending and not self.ledger.outbox.room(end - done):
-                        await self._next_progress()
-                for row, chunk in zip(plan.rows[done:end], chunks[done:end], strict=True):
-                    self.region.row(row)[: self.config.chunk_bytes] = chunk
-                self.ledger.complete_store(plan.keys[done:end], request)
-                done = end
-                self.end_step()
-        finally:
-            if done < len(plan.keys):
-                self.ledger.complete_store(plan.keys[done:], request, success=False)
-            self._stir()
-
-    def _check_chunks(self, keys: Sequence[OffloadKey], chunks: Sequence[Chunk]) -> None:
-        if len(keys) != len(chunks):
-            raise ValueError(f"{len(keys)} keys but {len(chunks)} chunks")
-        for key, chunk in zip(keys, chunks, strict=True):
-            if len(chunk) != self.config.chunk_bytes:
-                raise ValueError(f"{key.hex()}: a chunk of {len(chunk):,} bytes, not {self.config.chunk_bytes:,}")
 
 
 def _check(config: EngineConfig) -> None:

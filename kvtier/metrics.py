@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from kvtier.events import EventLog
 from kvtier.ledger import Ledger
 from kvtier.limits import BreakerState
 from kvtier.tier import Tier
@@ -36,11 +37,12 @@ PRIMARY_COUNTERS = {
 class Metrics(Collector):
     """One engine's metrics in a registry of its own; several engines of one process do not collide."""
 
-    def __init__(self, ledger: Ledger, row_bytes: int) -> None:
+    def __init__(self, ledger: Ledger, row_bytes: int, events: EventLog | None = None) -> None:
         self.registry = CollectorRegistry()
         self.runners_lost = 0  # Counted by the manager: the ledger also settles a runner that was closed as it should.
         self._ledger = ledger
         self._row_bytes = row_bytes
+        self._events = events
         latency = Histogram(
             "kvtier_transfer_seconds",
             "From an action's arrival at the runner to its outcome.",
@@ -69,6 +71,8 @@ class Metrics(Collector):
             yield CounterMetricFamily(f"kvtier_primary_{name}", help_text, getattr(ledger.counters, name))
         yield CounterMetricFamily("kvtier_primary_evictions", "Chunks evicted for room.", primary.evictions)
         yield CounterMetricFamily("kvtier_runners_lost", "Runners that ended too early.", self.runners_lost)
+        dropped = 0 if self._events is None else self._events.dropped
+        yield CounterMetricFamily("kvtier_events_dropped", "Events that nobody took in time.", dropped)
         rows = GaugeMetricFamily("kvtier_primary_rows", "Rows by state.", labels=("state",))
         rows.add_metric(("ready",), len(primary.ready))
         rows.add_metric(("filling",), len(primary.filling))
@@ -91,6 +95,7 @@ class Metrics(Collector):
         yield self._gauge("chunks", "Chunks held.", {tier: tier.chunks for tier in tiers})
         yield self._gauge("used_bytes", "Bytes held.", {tier: tier.used_bytes for tier in tiers})
         limited = {tier: tier.capacity_bytes for tier in tiers if tier.capacity_bytes is not None}
+        yield self._gauge("reserved_bytes", "Bytes promised.", {tier: tier.reserved_bytes for tier in tiers})
         yield self._gauge("capacity_bytes", "Bytes that may be held.", limited)
         moved = CounterMetricFamily("kvtier_tier_bytes", "Bytes moved.", labels=("tier", "operation"))
         for tier in tiers:

@@ -4,14 +4,18 @@ Rows are reserved or pinned when something is queued, not when it is sent, so th
 between. What exceeds a limit is dropped here and counted, with the reason.
 """
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvtier.bridge.messages import Acknowledge, Action, Cascade, Delete, Probe, Promote, pack_keys, pack_rows
+from kvtier.bridge.messages import Acknowledge, Action, Cascade, Delete, Probe, Promote, Rank, pack_keys, pack_rows
 from kvtier.keys import OffloadKey
 from kvtier.primary import Primary
 from kvtier.request import Request
 from kvtier.tier import Tier, Whereabouts
 from kvtier.transfers import Kind, Transfers
+
+RANK_KEYS_MAX = 4_096  # In one action: some milliseconds of the runner's loop.
+RANKS_MAX = 64  # In one step. Of more the oldest are dropped: they only say in which order chunks should go.
 
 
 class Outbox:
@@ -36,6 +40,7 @@ class Outbox:
         self._promotions: dict[tuple[Tier, Request], list[OffloadKey]] = {}
         self._cascades: dict[Tier, list[OffloadKey]] = {}
         self._deletes: dict[Tier, list[OffloadKey]] = {}
+        self._ranks: deque[Action] = deque(maxlen=RANKS_MAX)
         self._acknowledgements: list[Action] = []
 
     def promote(self, key: OffloadKey, tier: Tier, request: Request) -> None:
@@ -64,6 +69,13 @@ class Outbox:
     def delete(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
         self._deletes.setdefault(tier, []).extend(keys)
 
+    def rank(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
+        """Have the tier hear of a request that is over: which of the keys that it holds, in prefix order, were used."""
+        mask, bit = self._where.mask, tier.bit
+        held = [key for key in keys if mask.get(key, 0) & bit or tier.last_answer(key)]
+        for start in reversed(range(0, len(held), RANK_KEYS_MAX)):  # Tail first.
+            self._ranks.append(Rank(tier.index, pack_keys(held[start : start + RANK_KEYS_MAX])))
+
     def acknowledge(self, tier: Tier) -> None:
         """Have the runner send the tier's next inventory batch."""
         self._acknowledgements.append(Acknowledge(tier.index))
@@ -81,20 +93,28 @@ class Outbox:
 
     @property
     def empty(self) -> bool:
-        asking = any(tier.to_ask for tier in self._tiers)
-        return not (self._promotions or any(self._cascades.values()) or self._deletes or asking)
+        if self._promotions or self._deletes or any(self._cascades.values()):
+            return False
+        return all(not tier.to_ask for tier in self._tiers)
 
     def flush(self) -> list[Action]:
         """Turn what was queued into actions."""
         actions, self._acknowledgements = self._acknowledgements, []
-        actions.extend(self._probes())
-        actions.extend(self._loads())
-        actions.extend(self._stores())
+        if not self.empty:
+            actions.extend(self._work())
+        if self._ranks:  # Nobody waits for these: with them alone the outbox is empty.
+            actions.extend(self._ranks)
+            self._ranks.clear()
+        return actions
+
+    def _work(self) -> Iterator[Action]:
+        yield from self._probes()
+        yield from self._loads()
+        yield from self._stores()
         for tier, queued in self._deletes.items():
             for keys in self._batches(queued):
-                actions.append(Delete(self._transfers.send(Kind.DELETE, tier, keys, ()), tier.index, pack_keys(keys)))
+                yield Delete(self._transfers.send(Kind.DELETE, tier, keys, ()), tier.index, pack_keys(keys))
         self._deletes.clear()
-        return actions
 
     def clear(self) -> None:
         """Forget promotions and cascades: the primary is about to drop every key and pin."""

@@ -1,13 +1,15 @@
 """The primary's rows: which key lies where, in what state, and why it may not go. Synchronous, no I/O.
 
 A row is free, filling (a store or a promotion writes it), ready, or quarantined (a transfer that ran out of time may
-still use it, so nobody else may). Each reason to keep a row is a pin; a row that was answered HIT is kept by a stamp
-until the step ends, because pinning and unpinning it would cost a look-up twice its time.
+still use it, so nobody else may). Each reason to keep a row is a pin, being filled is one; what was answered HIT is
+held until the step ends, and that is noted when somebody wants room, because a look-up has no time for it.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from kvtier.keys import OffloadKey
+from kvtier.order import row_order
 from kvtier.policies.base import Policy
 
 
@@ -15,21 +17,21 @@ class Primary:
     """Rows of one primary, and the keys in them.
 
     `ready` and `filling` map a key to its row. They are read by the ledger on every look-up; only this class changes
-    them.
+    them, and they stay the same objects.
     """
 
     def __init__(self, rows: int, policy: Policy[OffloadKey]) -> None:
         self.rows = rows
         self.ready: dict[OffloadKey, int] = {}
         self.filling: dict[OffloadKey, int] = {}
-        self.stamps = [0] * rows  # The step in which a row was last answered HIT.
-        self.step = 1
         self.quarantined: dict[int, int] = {}  # Row -> borrowers that have yet to return it.
         self.evictions = 0
-        self._policy = policy
         self._keys: list[OffloadKey | None] = [None] * rows
-        self._pins = [0] * rows
+        self._pins = array("I", [0]) * rows
+        self._idle = 0  # Ready rows without a pin: what could be evicted, but for what is held.
+        self._held: set[int] = set()  # Answered HIT in this step.
         self._free = list(range(rows - 1, -1, -1))
+        self._order = row_order(policy, rows, self._keys, self.row)
 
     @property
     def rows_free(self) -> int:
@@ -43,6 +45,18 @@ class Primary:
     def key(self, row: int) -> OffloadKey | None:
         return self._keys[row]
 
+    def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
+        """Return the rows of those of the keys that are ready or filling, in order."""
+        rows = [self.ready.get(key) for key in keys] if not self.filling else map(self.row, keys)
+        return [row for row in rows if row is not None]
+
+    def own(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Return the same keys, as the very objects that are kept here: 80 bytes each are not kept twice."""
+        ready, row_keys = self.ready, self._keys
+        if not ready:
+            return keys
+        return [key if (row := ready.get(key)) is None else row_keys[row] or key for key in keys]
+
     def reserve(self, keys: Sequence[OffloadKey], offered: Collection[OffloadKey] = ()) -> list[OffloadKey] | None:
         """Give each of these absent keys a row in state filling; return the keys evicted for it.
 
@@ -55,23 +69,29 @@ class Primary:
             if chosen is None:
                 return None
             evicted = chosen
-        self._policy.insert(keys)
-        free, row_keys, filling = self._free, self._keys, self.filling
-        for key in keys:
-            row = free.pop()
+        free, row_keys, pins = self._free, self._keys, self._pins
+        rows = free[: -len(keys) - 1 : -1]
+        del free[len(free) - len(keys) :]
+        for key, row in zip(keys, rows, strict=True):
             row_keys[row] = key
-            filling[key] = row
+            pins[row] = 1
+        self.filling.update(zip(keys, rows, strict=True))
+        self._order.insert(rows)
         return evicted
 
     def publish(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Turn filling rows ready; return the keys for which that was done (the others were not filling)."""
-        filling, ready = self.filling, self.ready
+        filling, ready, pins = self.filling, self.ready, self._pins
         published: list[OffloadKey] = []
         for key in keys:
             row = filling.pop(key, None)
-            if row is not None:
-                ready[key] = row
-                published.append(key)
+            if row is None:
+                continue
+            ready[key] = row
+            published.append(key)
+            pins[row] -= 1
+            if not pins[row]:
+                self._idle += 1
         return published
 
     def abandon(self, key: OffloadKey, *, lent: bool) -> int | None:
@@ -79,8 +99,9 @@ class Primary:
         row = self.filling.pop(key, None)
         if row is None:
             return None
-        self._policy.remove((key,))
+        self._order.remove((row,))
         self._keys[row] = None
+        self._pins[row] -= 1
         if lent:
             self.quarantined[row] = 1
         elif self._pins[row] == 0:
@@ -96,9 +117,10 @@ class Primary:
         if row is None or self._pins[row] > lost_pins:
             return False
         del self.ready[key]
-        self._policy.remove((key,))
+        self._order.remove((row,))
         self._keys[row] = None
         if self._pins[row] == 0:
+            self._idle -= 1
             self._free.append(row)
         return True
 
@@ -113,39 +135,52 @@ class Primary:
     def pin(self, rows: Iterable[int]) -> None:
         pins = self._pins
         for row in rows:
+            if not pins[row]:
+                self._idle -= 1
             pins[row] += 1
 
     def unpin(self, rows: Iterable[int]) -> None:
         """Drop one pin of each row. A row that lost its key while it was pinned is free with its last pin."""
         pins = self._pins
         for row in rows:
-            pins[row] -= 1
-            assert pins[row] >= 0, row
-            if pins[row] == 0 and self._keys[row] is None and row not in self.quarantined:
+            left = pins[row] - 1
+            assert left >= 0, row
+            pins[row] = left
+            if left:
+                continue
+            if self._keys[row] is not None:
+                self._idle += 1
+            elif row not in self.quarantined:
                 self._free.append(row)
 
     def pinned(self, row: int) -> bool:
         return self._pins[row] > 0
 
-    def touch(self, keys: Sequence[OffloadKey]) -> None:
-        self._policy.touch(keys)
+    def hold(self, keys: Iterable[OffloadKey]) -> None:
+        """Keep the rows of these keys, as far as they are ready, until the step ends."""
+        rows = map(self.ready.get, keys)
+        self._held.update(row for row in rows if row is not None)
 
-    def rank(self, keys: Sequence[OffloadKey]) -> None:
-        self._policy.rank(keys)
+    def touch(self, rows: Sequence[int]) -> None:
+        self._order.touch(rows)
+
+    def rank(self, rows: Sequence[int]) -> None:
+        self._order.rank(rows)
 
     def end_step(self) -> None:
-        """Let rows that were answered HIT go again, unless pinned."""
-        self.step += 1
+        """Let rows that were held go again, unless pinned."""
+        self._held.clear()
 
     def clear(self, lent: Mapping[int, int]) -> list[OffloadKey]:
         """Forget every key and pin; quarantine just the rows in `lent` (row -> borrowers). Return what was ready."""
         gone = list(self.ready)
-        resident = gone + list(self.filling)
-        self._policy.remove(resident)
+        self._order.remove([*self.ready.values(), *self.filling.values()])
         self.ready.clear()
         self.filling.clear()
-        self._keys = [None] * self.rows
-        self._pins = [0] * self.rows
+        self._keys[:] = [None] * self.rows
+        self._pins = array("I", [0]) * self.rows
+        self._idle = 0
+        self._held.clear()
         self.quarantined = dict(lent)
         self._free = [row for row in range(self.rows - 1, -1, -1) if row not in self.quarantined]
         return gone
@@ -153,18 +188,29 @@ class Primary:
     def _evict(
         self, count: int, incoming: Sequence[OffloadKey], offered: Collection[OffloadKey]
     ) -> list[OffloadKey] | None:
-        ready, pins, stamps, step = self.ready, self._pins, self.stamps, self.step
-
-        def keep(key: OffloadKey) -> bool:
-            row = ready.get(key)
-            return row is None or pins[row] > 0 or stamps[row] == step or key in offered
-
-        evicted = self._policy.evict(count, keep, incoming)
-        if evicted is None:
+        if count > self._idle:
             return None
-        for key in evicted:
-            row = ready.pop(key)
-            self._keys[row] = None
-            self._free.append(row)
-        self.evictions += len(evicted)
+        rows = self._order.evict(count, self._keeper(offered), incoming)
+        if rows is None:
+            return None
+        ready, row_keys = self.ready, self._keys
+        evicted: list[OffloadKey] = []
+        for row in rows:
+            key = row_keys[row]
+            assert key is not None, row
+            row_keys[row] = None
+            del ready[key]
+            evicted.append(key)
+        self._free += rows
+        self._idle -= len(rows)
+        self.evictions += len(rows)
         return evicted
+
+    def _keeper(self, offered: Collection[OffloadKey]) -> Callable[[int], bool]:
+        """Return what says whether a row must stay."""
+        pins, kept = self._pins, self._held
+        if offered:
+            kept = kept.union(self.rows_of(offered))
+        if not kept:
+            return lambda row: pins[row] > 0
+        return lambda row: pins[row] > 0 or row in kept

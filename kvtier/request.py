@@ -1,6 +1,6 @@
 """What the ledger keeps for one request, and the leases that keep a waiting request's rows from being evicted."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvtier.keys import OffloadKey
 from kvtier.primary import Primary
@@ -9,21 +9,36 @@ from kvtier.tier import TierMatcher, TierSpec
 PROMOTIONS_MAX = 2  # Of one key for one request: the second may follow an eviction; a third would be a loop.
 
 
+class Search:
+    """What a request looked for beyond the primary. Most find all they need there, or are new: these have none."""
+
+    __slots__ = ("asked", "missed", "promotions", "sources")
+
+    def __init__(self) -> None:
+        self.promotions: dict[OffloadKey, int] = {}
+        self.sources: dict[OffloadKey, int] = {}  # Key -> index of the tier that it was promoted from.
+        self.missed: set[OffloadKey] = set()
+        self.asked: set[tuple[int, OffloadKey]] = set()  # Tiers, by index, that were asked for a key on its behalf.
+
+    def give_up(self, key: OffloadKey) -> None:
+        """Never promote this key again: it did not come."""
+        self.promotions[key] = PROMOTIONS_MAX
+        self.sources.pop(key, None)
+
+
 class Request:
     """One request, from `on_new_request` until it has finished and its last store has completed."""
 
     __slots__ = (
-        "asked",
+        "_search",
         "finished",
+        "found",
         "held",
         "hits",
         "id",
         "leased",
         "load_matchers",
         "matchers",
-        "missed",
-        "promotions",
-        "sources",
         "storing",
         "used",
         "waits",
@@ -39,14 +54,12 @@ class Request:
         self.matchers = matchers  # None: every tier.
         self.load_matchers = load_matchers  # Of those, the ones that it may be loaded from; None: each of them.
         self.used: dict[OffloadKey, None] = {}  # Keys whose one access was counted, in prefix order.
-        self.hits: list[OffloadKey] = []  # Keys answered HIT or HIT_PENDING in this step.
-        self.held = 0  # How many of them, from the first on, are leased.
+        self.hits: list[OffloadKey] = []  # Keys answered HIT or HIT_PENDING in this step, since room was last made.
+        self.found: list[OffloadKey] = []  # And those before.
+        self.held = 0  # How many of found and hits together, from the first on, are leased.
         self.waits = False  # One of them was HIT_PENDING.
         self.leased: set[int] = set()
-        self.promotions: dict[OffloadKey, int] = {}
-        self.sources: dict[OffloadKey, int] = {}  # Key -> index of the tier that it was promoted from.
-        self.missed: set[OffloadKey] = set()
-        self.asked: set[tuple[int, OffloadKey]] = set()  # Tiers, by index, that were asked for a key on its behalf.
+        self._search: Search | None = None
         self.storing = 0  # Keys reserved and not completed.
         self.finished = False
 
@@ -60,13 +73,20 @@ class Request:
     def forget_hits(self) -> None:
         """Begin a step with nothing looked up."""
         self.hits.clear()
+        self.found.clear()
         self.held = 0
         self.waits = False
 
-    def give_up(self, key: OffloadKey) -> None:
-        """Never promote this key for this request again: it did not come."""
-        self.promotions[key] = PROMOTIONS_MAX
-        self.sources.pop(key, None)
+    @property
+    def search(self) -> Search:
+        if self._search is None:
+            self._search = Search()
+        return self._search
+
+    @property
+    def sources(self) -> Mapping[OffloadKey, int]:
+        """Say of promoted keys from which tier they came, by its index."""
+        return {} if self._search is None else self._search.sources
 
 
 class Leases:

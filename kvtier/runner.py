@@ -12,7 +12,19 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from kvtier.backend import Added, Backend, Counted, Inventory, Measured, Outcome, Read, Removed, ScanDone, Write
+from kvtier.backend import (
+    Added,
+    Backend,
+    Counted,
+    Inventory,
+    Measured,
+    Outcome,
+    Ranked,
+    Read,
+    Removed,
+    ScanDone,
+    Write,
+)
 from kvtier.bridge.messages import (
     Acknowledge,
     Action,
@@ -26,6 +38,7 @@ from kvtier.bridge.messages import (
     Message,
     Probe,
     Promote,
+    Rank,
     Returned,
     Scanned,
     TierUsage,
@@ -98,6 +111,8 @@ class Runner:
                     self._spawn(self._probe(action))
                 case Delete():
                     self._spawn(self._delete(action))
+                case Rank():
+                    self._rank(action)
                 case Acknowledge():
                     self._acknowledged[action.tier].set()
 
@@ -157,8 +172,8 @@ class Runner:
             logger.warning("tier %s: %d chunks ran out of time (%g s)", tier.name, chunks, tier.deadline_s)
             self._post(_finished(action.id, _all(Code.DEADLINE, chunks), self._clock() - begun, lent=True))
             await asyncio.wait({task})
-            _outcome(task, chunks, tier.name)
-            self._post(Returned(action.id))
+            failed = _outcome(task, chunks, tier.name)
+            self._post(Returned(action.id, pack_rows([index for index in range(chunks) if index not in failed])))
         self._report_usage(action.tier)
 
     async def _probe(self, action: Probe) -> None:
@@ -180,12 +195,25 @@ class Runner:
         begun = self._clock()
         task = asyncio.ensure_future(_awaited(partial(tier.backend.delete, keys)))
         done, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
-        failed = {} if done and _completed(task, tier.name) else _all(Code.UNAVAILABLE, len(keys))
+        if not done:
+            logger.warning("tier %s: a deletion of %d chunks ran out of time", tier.name, len(keys))
+            failed = _all(Code.DEADLINE, len(keys))
+        else:
+            failed = {} if _completed(task, tier.name) else _all(Code.UNAVAILABLE, len(keys))
         self._post(_finished(action.id, failed, self._clock() - begun))
         if not done:
             await asyncio.wait({task})
             _completed(task, tier.name)
         self._report_usage(action.tier)
+
+    def _rank(self, action: Rank) -> None:
+        tier = self._tiers[action.tier]
+        if not isinstance(tier.backend, Ranked):
+            return
+        try:
+            tier.backend.rank(unpack_keys(action.keys))
+        except Exception:  # The supervisor's edge: a bug in a tier costs its order, not the engine.
+            logger.exception("tier %s: it does not take an order", tier.name)
 
     async def _watch(self, index: int) -> None:
         """Pass on what a tier says of its contents, one unacknowledged batch at a time."""

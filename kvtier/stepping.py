@@ -4,68 +4,21 @@ Every call here is plain, touches memory only and crosses no thread. A step's ac
 what comes back waits in the bridge's mailbox and is applied before look-ups and before anything is evicted.
 """
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry
-
-from kvtier.bridge.base import Bridge
-from kvtier.bridge.messages import RunnerBack, RunnerLost
-from kvtier.config import EngineConfig
-from kvtier.errors import EngineClosed
-from kvtier.events import Event, EventLog
-from kvtier.inbox import Observe
+from kvtier.answers import HIT, LookupResult, StorePlan
+from kvtier.engine import Engine
+from kvtier.events import Event
 from kvtier.keys import OffloadKey
-from kvtier.ledger import Ledger, LedgerLimits, LookupResult, StorePlan
-from kvtier.metrics import Metrics
-from kvtier.policies.named import policy_class
-from kvtier.region import Region
 from kvtier.request import Request
 from kvtier.tier import TierMatcher, TierSpec
 
 
-class SteppedManager:
-    """One engine: its ledger, the bridge to its runner, and its rows. All calls belong to one thread.
+class SteppedManager(Engine):
+    """An engine that is called step by step.
 
     A request is known from `on_new_request` to `on_request_finished`, by an id of the caller's.
     """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        region: Region,
-        bridge: Bridge,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        observer: Observe | None = None,
-    ) -> None:
-        self.config = config
-        self.region = region
-        self._bridge = bridge
-        self._clock = clock
-        self._events = EventLog(config.limits.events) if config.events else None
-        self.ledger = ledger_of(config, self._events, self._observe)
-        self._metrics = Metrics(self.ledger, config.row_bytes)
-        self._observer = observer
-        self._requests: dict[str, Request] = {}
-        self._closed = False
-        self._replaced = -1  # The last epoch that was replaced for its quarantined rows.
-        self.ledger.begin_step(clock())
-
-    @property
-    def metrics(self) -> CollectorRegistry:
-        """A Prometheus registry with everything that this engine counts."""
-        return self._metrics.registry
-
-    @property
-    def runners_lost(self) -> int:
-        """How many runners ended, or were killed, before they were closed."""
-        return self._metrics.runners_lost
-
-    @property
-    def events_dropped(self) -> int:
-        """How many events were lost because nobody took them."""
-        return 0 if self._events is None else self._events.dropped
 
     # Requests.
 
@@ -88,7 +41,7 @@ class SteppedManager:
             raise ValueError(f"request {request_id!r} is known already: finish it first, or choose another id")
         self._receive()
         request = self._requests[request_id] = self.ledger.new_request(request_id, matchers, load_matchers)
-        return any(tier.spec.request_level and request.allows(tier.spec) for tier in self.ledger.tiers)
+        return self.ledger.wants_all(request)
 
     def on_request_finished(self, request_id: str) -> None:
         """Rank the request's keys and end its leases. Completions, and a load decided before, may still follow."""
@@ -101,9 +54,25 @@ class SteppedManager:
 
     def lookup(self, key: OffloadKey, request_id: str) -> LookupResult:
         """Say where one key is, and have it on its way if a tier has it. A HIT holds until `end_step`."""
-        if self._bridge.mailbox:
+        if self._mailbox:
             self._receive()
-        return self.ledger.lookup(key, self._known(request_id))
+        try:
+            request = self._requests[request_id]
+        except KeyError:
+            request = self._known(request_id)
+        hits = request.hits
+        if hits and key in self.ready:  # As the ledger would do, without a call.
+            hits.append(key)
+            return HIT
+        return self.ledger.lookup(key, request)
+
+    def hits(self, request_id: str) -> list[OffloadKey]:
+        """Return the keys that a request found, for a caller to whom even the call of `lookup` is too much.
+
+        While the list is not empty, a key that is in `ready` may be appended to it instead of being looked up. The
+        engine empties it when the step ends, or earlier.
+        """
+        return self._known(request_id).hits
 
     def source(self, key: OffloadKey, request_id: str) -> TierSpec | None:
         """Return the tier from which this request had a key promoted; None if it found it in the primary."""
@@ -128,7 +97,7 @@ class SteppedManager:
 
         Evicts none of `keys`. The caller writes the rows and then calls `complete_store` with the plan's keys.
         """
-        if self._bridge.mailbox:
+        if self._mailbox:
             self._receive()
         return self.ledger.prepare_store(keys, self._request(request_id))
 
@@ -140,91 +109,11 @@ class SteppedManager:
         self.ledger.complete_store(keys, request, success=success)
         self._forget(request)
 
-    def end_step(self) -> None:
-        """Take what has come back, and send what this step and that decided."""
-        self._receive()
-        actions = self.ledger.end_step()
-        if actions:
-            refused = self._bridge.send(actions)
-            if refused:
-                self.ledger.refuse(refused)
-        self._watch_quarantine()
-
     def take_events(self) -> list[Event]:
         """Return what happened to chunks since the last call; nothing unless the configuration says `events`."""
-        if self._bridge.mailbox:
+        if self._mailbox:
             self._receive()
         return [] if self._events is None else self._events.take()
-
-    def has_pending_work(self) -> bool:
-        """Say whether the engine should go on stepping. What has run out of time does not count."""
-        if self._bridge.mailbox:
-            self._receive()
-        return self.ledger.pending
-
-    # The whole.
-
-    def drain(self, deadline_s: float | None = None) -> bool:
-        """Send what is queued and wait until nothing is under way; False if the deadline came first. Blocks."""
-        until = time.monotonic() + self._deadline(deadline_s)
-        self.end_step()
-        while self.ledger.pending and (left := until - time.monotonic()) > 0:
-            self._bridge.wait(left)
-            self.end_step()
-        return not self.ledger.pending
-
-    def reset(self, deadline_s: float | None = None) -> bool:
-        """Clear the primary; tiers keep their chunks. Blocks until nothing is under way or the deadline comes.
-
-        A tier that does not end in time is taken out of use until it has proved itself, and its rows stay lent; then
-        the answer is False. Nothing is promoted until `on_reset_flushed`. No completion of an earlier load or store
-        may follow.
-        """
-        self._check_open()
-        until = time.monotonic() + self._deadline(deadline_s)
-        self.ledger.outbox.clear()
-        try:
-            while self.ledger.transfers.under_way and (left := until - time.monotonic()) > 0:
-                self._bridge.wait(left)
-                self._receive()
-        finally:  # Interrupted, too: what was queued has been forgotten, and its rows with it.
-            clean = self._reset()
-        return clean
-
-    def on_reset_flushed(self) -> None:
-        """Say that the engine's workers no longer touch rows of before the reset: tiers may fill them again."""
-        self.ledger.promoting = True
-
-    def shutdown(self, deadline_s: float | None = None) -> int:
-        """Let transfers end, close the tiers and the runner; return how many transfers were left behind.
-
-        Takes at most the deadline for the transfers and once more for the closing. Idempotent.
-        """
-        if self._closed:
-            return 0
-        self.drain(deadline_s)
-        abandoned = self._bridge.close(self._deadline(deadline_s))
-        self._free()
-        return abandoned
-
-    def _reset(self) -> bool:
-        clean = not self.ledger.transfers.under_way
-        self.ledger.reset()
-        for request in list(self._requests.values()):
-            request.storing = 0
-            self._forget(request)
-        return clean
-
-    def _free(self) -> None:
-        """Take the last outcomes and give the rows' memory back; what is still lent keeps it until it lets go."""
-        self._closed = True
-        self._receive()
-        self.ledger.apply(RunnerLost(self.ledger.transfers.epoch, "the engine was shut down"))
-        self._requests.clear()
-        self.region.close()
-
-    def _deadline(self, deadline_s: float | None) -> float:
-        return self.config.limits.close_s if deadline_s is None else deadline_s
 
     def _known(self, request_id: str) -> Request:
         """Return a request that has begun and not finished."""
@@ -238,73 +127,3 @@ class SteppedManager:
         """Return the request; one that is over is treated as one without a past. `EngineClosed` after shutdown."""
         self._check_open()
         return self._requests.get(request_id) or self.ledger.new_request(request_id)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise EngineClosed("the engine was shut down")
-
-    def _forget(self, request: Request) -> None:
-        if request.finished and request.storing <= 0:
-            self._requests.pop(request.id, None)
-
-    def _receive(self) -> None:
-        """Apply everything in the mailbox."""
-        self.ledger.begin_step(self._clock())
-        mailbox = self._bridge.mailbox
-        while mailbox:
-            message = mailbox.popleft()
-            self.ledger.apply(message)
-            if isinstance(message, RunnerBack):
-                self._bridge.admit(message.epoch)
-            elif isinstance(message, RunnerLost):
-                self._metrics.runners_lost += 1
-
-    def _watch_quarantine(self) -> None:
-        """Have the runner replaced when hung transfers hold more rows than we can spare."""
-        transfers = self.ledger.transfers
-        if (
-            transfers.overdue
-            and transfers.epoch > self._replaced
-            and transfers.rows_overdue >= _share(self.config.limits.quarantine_share, self.config.rows)
-            and self._bridge.replace()
-        ):
-            self._replaced = transfers.epoch
-
-    def _observe(self, tier: str, operation: str, seconds: float) -> None:
-        self._metrics.observe(tier, operation, seconds)
-        if self._observer is not None:
-            self._observer(tier, operation, seconds)
-
-
-def ledger_of(config: EngineConfig, events: EventLog | None, observe: Observe) -> Ledger:
-    """Build the ledger that a configuration describes. Raises `ConfigError` for an unknown policy."""
-    rows, limits = config.rows, config.limits
-    policy = policy_class(config.eviction_policy)(rows)
-    bounds = LedgerLimits(
-        cascade_rows_max=_share(limits.cascade_share, rows),
-        lease_rows_max=_share(limits.lease_share, rows),
-        lease_s=limits.lease_s,
-        action_chunks=limits.action_chunks,
-    )
-    tiers = [
-        TierSpec(
-            name=tier.name,
-            store_chunks_max=min(
-                tier.limits.store_chunks_in_flight, tier.limits.store_bytes_in_flight // config.row_bytes
-            ),
-            answer_ttl_s=tier.limits.answer_ttl_s,
-            breaker_failures=tier.limits.breaker_failures,
-            breaker_cooldown_s=tier.limits.breaker_cooldown_s,
-            trial_chunks=limits.action_chunks,
-            overdue_rows_max=_share(limits.quarantine_share, rows),
-            request_level=tier.request_level,
-            medium=tier.medium,
-            locality=tier.locality,
-        )
-        for tier in config.secondary_tiers
-    ]
-    return Ledger(rows, policy, tiers, bounds, events, observe)
-
-
-def _share(share: float, rows: int) -> int:
-    return max(1, int(share * rows))

@@ -22,6 +22,7 @@ class TierSpec(NamedTuple):
     breaker_failures: int
     breaker_cooldown_s: float
     trial_chunks: int
+    asked_keys_max: int = 65_536  # Asked for and not answered, at once.
     overdue_rows_max: int = 1 << 32  # That its hung transfers may hold; by default as many as there can be.
     request_level: bool = False
     medium: str | None = None
@@ -97,6 +98,7 @@ class Tier:
         self.chunks = 0
         self.used_bytes = 0
         self.capacity_bytes: int | None = None
+        self.reserved_bytes = 0
         self._present_until: dict[OffloadKey, float] = {}
         self._absent_until: dict[OffloadKey, float] = {}
         self._unsure: dict[OffloadKey, None] = {}  # Asked for even though the tier reports what it holds.
@@ -147,10 +149,15 @@ class Tier:
         self._absent_until.pop(key, None)
         self._present_until.pop(key, None)
 
+    def may_ask(self, key: OffloadKey) -> bool:
+        """Say whether the key is being asked for, or may be: within the limit, and a breaker's trial."""
+        return key in self.asking or (len(self.asking) < self.spec.asked_keys_max and self.breaker.admits_asking())
+
     def ask(self, key: OffloadKey) -> None:
         """Have the key asked for at the end of the step, unless it is being asked."""
         if key not in self.asking:
             self.asking.add(key)
+            self.breaker.ask()
             self.to_ask.append(key)
 
 

@@ -19,6 +19,7 @@ from kvtier.testing.conformance import (
     Lender,
     MeasuredConformance,
     NamespacedConformance,
+    RankedConformance,
     key_of,
     keys_of,
     label,
@@ -37,6 +38,7 @@ class Suites(
     InventoryConformance,
     MeasuredConformance,
     BoundedConformance,
+    RankedConformance,
 ):
     """Every suite there is, over one named store; a subclass says how fast the device is."""
 

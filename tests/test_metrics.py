@@ -1,7 +1,8 @@
 import pytest
 from prometheus_client import generate_latest
 
-from kvtier.bridge.messages import Code
+from kvtier.bridge.messages import Code, TierUsage
+from kvtier.events import Event, EventKind, EventLog
 from kvtier.metrics import Metrics
 from tests.ledger.bench import Bench
 
@@ -49,6 +50,7 @@ def test_the_primary_tells_what_it_did_and_how_its_rows_are(engine: Bench) -> No
         "promotions_refused_total": 0,
         "evictions_total": 0,
         "runners_lost_total": 0,
+        "events_dropped_total": 0,
         "row_bytes": ROW_BYTES,
     }
     rows = {name[1]: value for name, value in seen.items() if name[0] == "primary_rows"}
@@ -110,3 +112,17 @@ def test_latencies_are_observed_once_a_transfer(engine: Bench) -> None:
 def test_a_registry_is_an_engines_own_and_can_be_scraped(engine: Bench) -> None:
     for registry in (Metrics(engine.ledger, ROW_BYTES).registry, Metrics(engine.ledger, ROW_BYTES).registry):
         assert b'kvtier_tier_hits_total{tier="disk"} 1.0' in generate_latest(registry)
+
+
+def test_events_that_nobody_took_are_counted(engine: Bench) -> None:
+    events = EventLog(2)
+    for _ in range(5):
+        events.add(Event(EventKind.STORED, "cpu", ()))
+    registry = Metrics(engine.ledger, ROW_BYTES, events).registry
+    assert registry.get_sample_value("kvtier_events_dropped_total") == 3
+
+
+def test_a_tier_tells_what_it_has_promised(engine: Bench) -> None:
+    engine.ledger.apply(TierUsage(0, 10, 40_960, 1 << 20, 8_192))
+    registry = Metrics(engine.ledger, ROW_BYTES).registry
+    assert registry.get_sample_value("kvtier_tier_reserved_bytes", {"tier": "disk"}) == 8_192

@@ -19,6 +19,7 @@ from kvtier.bridge.messages import (
     OpenFailed,
     Probe,
     Promote,
+    Rank,
     Returned,
     Scanned,
     TierUsage,
@@ -35,6 +36,7 @@ ACTIONS = [
     Cascade(2**40, 1, KEYS, ROWS),
     Probe(3, 2, KEYS),
     Delete(4, 0, KEYS),
+    Rank(1, KEYS),
     Acknowledge(5),
     Close(0.5),
 ]

@@ -119,6 +119,13 @@ class Delete(_Message, frozen=True, tag="D"):
     keys: PackedKeys
 
 
+class Rank(_Message, frozen=True, tag="R"):
+    """A request is over that used these chunks, in prefix order. Nothing comes back."""
+
+    tier: int
+    keys: PackedKeys
+
+
 class Acknowledge(_Message, frozen=True, tag="K"):
     """The last inventory batch of a tier has been applied: send the next."""
 
@@ -131,7 +138,7 @@ class Close(_Message, frozen=True, tag="Z"):
     deadline_s: float
 
 
-Action = Promote | Cascade | Probe | Delete | Acknowledge
+Action = Promote | Cascade | Probe | Delete | Rank | Acknowledge
 
 
 # Messages: runner → owner.
@@ -151,9 +158,10 @@ class Finished(_Message, frozen=True, tag="f"):
 
 
 class Returned(_Message, frozen=True, tag="r"):
-    """Nothing uses the rows of this action any more."""
+    """Nothing uses the rows of this action any more; the chunks at `moved` (packed u32) had moved when it ended."""
 
     id: int
+    moved: bytes = b""
 
 
 class Answered(_Message, frozen=True, tag="a"):
@@ -192,6 +200,7 @@ class TierUsage(_Message, frozen=True, tag="u"):
     chunks: int
     used_bytes: int
     capacity_bytes: int | None
+    reserved_bytes: int = 0
     counts: dict[str, int] = {}  # What it has counted itself since it last said so, by name.
 
 

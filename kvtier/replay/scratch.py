@@ -27,8 +27,9 @@ for _ in range(20):  # A runner that outlives its owner for a moment may still w
 class Scratch:
     """A directory of its own, and the process that removes it. Use it in a `with`."""
 
-    def __init__(self) -> None:
-        self.path = tempfile.mkdtemp(prefix="kvtier-replay-")
+    def __init__(self, parent: str | None = None, prefix: str = "kvtier-replay-") -> None:
+        """Make the directory in `parent`; None: where temporary ones belong."""
+        self.path = tempfile.mkdtemp(prefix=prefix, dir=parent)
         try:
             self._sweeper = subprocess.Popen(  # noqa: S603  # Our own few lines, with one path for an argument.
                 [sys.executable, "-I", "-S", "-c", SWEEPER, self.path],

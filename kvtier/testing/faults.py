@@ -28,6 +28,7 @@ from kvtier.backend import (
     Measured,
     Occupancy,
     Outcome,
+    Ranked,
     Read,
     TierContext,
     Write,
@@ -115,12 +116,13 @@ class FaultyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class FaultyBackend(Backend):
-    """A tier that fails as it is told. Offers `Inventory` and `Measured` where the inner tier does."""
+    """A tier that fails as it is told. Offers `Inventory`, `Measured` and `Ranked` where the inner tier does."""
 
     durability: ClassVar[Durability] = Durability.PROCESS  # The least; an instance promises what its inner tier does.
     Options = FaultyOptions
     watch: Callable[[], AsyncIterator[InventoryEvent]]
     occupancy: Callable[[], Occupancy]
+    rank: Callable[[Sequence[OffloadKey]], None]
 
     def __init__(self, inner: Backend, faults: Faults = FAULTLESS, seed: int = 0, *, dice: Dice | None = None) -> None:
         """Take over an open tier, which is closed with this one. `dice` are thrown instead of new ones."""
@@ -140,6 +142,8 @@ class FaultyBackend(Backend):
             self.watch = inner.watch
         if isinstance(inner, Measured):
             self.occupancy = inner.occupancy
+        if isinstance(inner, Ranked):
+            self.rank = inner.rank
 
     @classmethod
     async def open(cls, options: msgspec.Struct, context: TierContext) -> Self:

@@ -54,8 +54,12 @@ class CudaCopier:
         end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # Who waits for it sleeps.
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(cast("torch.cuda.Event", job.mark))
-            self._copy(job)
-            end.record(self._stream)
+            try:
+                self._copy(job)
+                end.record(self._stream)
+            except (RuntimeError, MemoryError):
+                self._stream.synchronize()  # A part of it may be under way, and whoever is told takes the rows back.
+                raise
         return end.synchronize
 
 
@@ -76,6 +80,10 @@ def cuda_copiers(
             else batched(pieces, slots, blocks_per_chunk, copy)
         )
         copiers.append(CudaCopier(kind, device, begin))
+    if (
+        copy is None
+    ):  # The buffers' memory was the engine's stream's, which may still work on it: not behind our streams.
+        torch.cuda.synchronize(device)
     return copiers
 
 
@@ -95,20 +103,29 @@ def batched(
 
 
 def batched_copy(device: torch.device) -> BatchedCopy | None:
-    """Return `cudaMemcpyBatchAsync` of cuda-python; None where it is not installed, or the driver does not have it."""
+    """Return `cudaMemcpyBatchAsync` of cuda-python; None, and a warning, where that or the driver does not have it."""
     try:
         runtime: Any = importlib.import_module("cuda.bindings.runtime")
-    except ImportError:
-        return None
-    if not hasattr(runtime, "cudaMemcpyBatchAsync"):
-        return None
-    copy = _through(runtime)
-    try:
+        if not hasattr(runtime, "cudaMemcpyBatchAsync"):
+            raise ImportError("cuda-bindings older than 12.8")
+        copy = _through(runtime)
+        _require_host_addresses(runtime, device)
         _try_out(copy, device)
-    except RuntimeError as error:
-        logger.warning("Batched copies are not to be had, chunks go through a buffer on the device: %s", error)
+    except (ImportError, RuntimeError) as error:
+        reason = "No batched copies (kvtier[cuda] has them), so chunks go through a buffer on the device: %s"
+        logger.warning(reason, error)
         return None
     return copy
+
+
+def _require_host_addresses(runtime: Any, device: torch.device) -> None:
+    """Raise RuntimeError where pinned memory has another address on the device: batches fault there."""
+    attribute = runtime.cudaDeviceAttr.cudaDevAttrCanUseHostPointerForRegisteredMem
+    error, able = runtime.cudaDeviceGetAttribute(attribute, device.index or 0)
+    if int(error) != _SUCCESS:
+        raise RuntimeError(f"cudaDeviceGetAttribute: {error}")
+    if not able:
+        raise RuntimeError(f"{device} takes no addresses of registered host memory")
 
 
 def _through(runtime: Any) -> BatchedCopy:

@@ -27,7 +27,7 @@ def descriptors(
     blocks_per_chunk: int,
 ) -> Descriptors:
     """Return the copies of a transfer between the caches and the slots of all rows, (rows, slot_bytes) int8."""
-    local, host, sizes = list[Indices](), list[Indices](), list[Indices]()
+    local, host, sizes, rows = list[Indices](), list[Indices](), list[Indices](), list[Indices]()
     for group, pages in zip(pieces, groups, strict=True):
         for piece in group:
             moved = pages
@@ -41,16 +41,21 @@ def descriptors(
             in_rows = slot + moved.rows * slots.stride(0) + moved.positions * piece.host_stride
             host.append(repeated(in_rows, [(r.times, r.host) for r in piece.repeats]))
             sizes.append(np.full(len(local[-1]), piece.size_bytes))
+            rows.append(repeated(moved.rows, [(r.times, 0) for r in piece.repeats]))
     both = (np.concatenate(local or [_NONE]), np.concatenate(host or [_NONE]))
     sources, targets = both if kind is Kind.STORE else both[::-1]
-    return joined(sources, targets, np.concatenate(sizes or [_NONE]))
+    return joined(sources, targets, np.concatenate(sizes or [_NONE]), np.concatenate(rows or [_NONE]))
 
 
-def joined(sources: Indices, targets: Indices, sizes: Indices) -> Descriptors:
-    """Order copies by their targets, and make one of those that follow each other on both sides."""
+def joined(sources: Indices, targets: Indices, sizes: Indices, rows: Indices) -> Descriptors:
+    """Order copies by their targets, and make one of those that follow each other on both sides, within a row.
+
+    Not beyond: rows are pinned in slices, and CUDA refuses a copy that reaches over two of them.
+    """
     order = np.argsort(targets, kind="stable")
-    sources, targets, sizes = sources[order], targets[order], sizes[order]
+    sources, targets, sizes, rows = sources[order], targets[order], sizes[order], rows[order]
     follows = (sources[:-1] + sizes[:-1] == sources[1:]) & (targets[:-1] + sizes[:-1] == targets[1:])
+    follows &= rows[:-1] == rows[1:]
     firsts = np.flatnonzero(np.concatenate((np.ones(min(1, len(sizes)), dtype=bool), ~follows)))
     return Descriptors(sources[firsts], targets[firsts], np.add.reduceat(sizes, firsts) if len(sizes) else sizes)
 

@@ -29,7 +29,7 @@ def runs_of(indices: Indices, period: int | None = None) -> Runs:
     Chunks of several pages are best taken position by position where their rows are neighbours.
     """
     ascending = _runs_in(indices, np.argsort(indices, kind="stable"))
-    if period is None or len(ascending.starts) == 1:
+    if period in (None, 1) or len(ascending.starts) == 1:
         return ascending
     by_position = _runs_in(indices, np.lexsort((indices, indices % period)))
     return by_position if len(by_position.starts) < len(ascending.starts) else ascending

@@ -75,7 +75,7 @@ class StagedCopies:
 
     def _whole(self, group: list[tuple[Piece, Strided]], some: Pages, buffered: Pages, *, stores: bool) -> Descriptors:
         """Return the copies from the buffer to the slots, as offsets into each: whole chunks where pages make them."""
-        in_buffer, in_slots, sizes = list[Indices](), list[Indices](), list[Indices]()
+        in_buffer, in_slots, sizes, rows = list[Indices](), list[Indices](), list[Indices](), list[Indices]()
         for piece, _ in group:
             turn = self._turn(piece, some) if stores else np.ones(len(some.rows), dtype=bool)
             repeats = [(repeat.times, repeat.host) for repeat in piece.repeats]
@@ -83,7 +83,8 @@ class StagedCopies:
             in_buffer.append(repeated(within + buffered.rows[turn] * self._buffer.stride(0), repeats))
             in_slots.append(repeated(within + some.rows[turn] * self._slots.stride(0), repeats))
             sizes.append(np.full(len(in_slots[-1]), piece.size_bytes))
-        return joined(np.concatenate(in_buffer), np.concatenate(in_slots), np.concatenate(sizes))
+            rows.append(repeated(some.rows[turn], [(repeat.times, 0) for repeat in piece.repeats]))
+        return joined(*(np.concatenate(column) for column in (in_buffer, in_slots, sizes, rows)))
 
     def _turn(self, piece: Piece, some: Pages) -> Mask:
         return some.turn(self._blocks_per_chunk, piece.writers, piece.writer_index)

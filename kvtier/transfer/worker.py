@@ -22,6 +22,11 @@ from kvtier.transfer.jobs import Job, Jobs, Kind, TransferResult
 from kvtier.transfer.pieces import Piece, pieces_of
 from kvtier.transfer.slots import slot_layout
 
+_FAILURES = (
+    RuntimeError,
+    MemoryError,
+)  # What torch, CUDA and numpy raise; a thread that ended would leave all waiting.
+
 
 class TransferWorker:
     """Stores and loads chunks: engine's blocks to and from rows.
@@ -43,9 +48,11 @@ class TransferWorker:
     ) -> None:
         """Raises `ConfigError` if chunks do not fit into the slots."""
         self.layout = slot_layout(caches, blocks_per_chunk, canonical=canonical)
-        if slots.dtype != torch.int8 or slots.ndim != 2 or slots.shape[1] < self.layout.slot_bytes:
+        in_host_memory = slots.device.type == "cpu" and slots.dtype == torch.int8
+        if not in_host_memory or slots.ndim != 2 or slots.shape[1] < self.layout.slot_bytes or slots.stride(1) != 1:
             raise ConfigError(
-                f"slots of {tuple(slots.shape)} {slots.dtype}: (rows, {self.layout.slot_bytes:,} or more) int8 accepted"
+                f"slots of {tuple(slots.shape)} {slots.dtype} on {slots.device}, strides {slots.stride()}: "
+                f"(rows, {self.layout.slot_bytes:,} or more) int8 side by side in host memory accepted"
             )
         self._sides = _Sides(pieces_of(caches, self.layout), slots, blocks_per_chunk, caches.num_blocks)
         self._clock = clock
@@ -127,7 +134,10 @@ class _Sides(NamedTuple):
 
 def _copiers(sides: _Sides) -> list[Copier]:
     """Return what copies between these, by the device that the caches are on."""
-    device = next(piece.memory.device for group in sides.pieces for piece in group)
+    devices = {piece.memory.device for group in sides.pieces for piece in group}
+    if len(devices) > 1:
+        raise ConfigError(f"caches on {' and '.join(sorted(map(str, devices)))}: one device accepted")
+    device = devices.pop()
     if device.type == "cpu":
         return [HostCopier(StridedCopies(*sides))]
     if device.type != "cuda":
@@ -153,7 +163,7 @@ def _begin(copier: Copier, job: Job) -> Finish:
     """Begin a transfer; if that fails, its end says so."""
     try:
         return copier.begin(job)
-    except RuntimeError as error:
+    except _FAILURES as error:
         failed = error
 
         def fail() -> None:
@@ -165,7 +175,7 @@ def _begin(copier: Copier, job: Job) -> Finish:
 def _failure(job: Job, finish: Finish) -> TransferFailed | None:
     try:
         finish()
-    except RuntimeError as error:  # What torch and CUDA raise.
+    except _FAILURES as error:
         failure = TransferFailed(f"{job.kind.value} {job.job_id} of {job.size_bytes:,} bytes: {error}")
         failure.__cause__ = error
         return failure

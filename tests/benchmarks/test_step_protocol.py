@@ -1,14 +1,18 @@
 """The step protocol on one core; `make bench` runs it. Chunks a second are 65,536 ÷ the time shown."""
 
+from collections.abc import Iterator
+
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from tests.benchmarks.steps import Steps
+from kvtier.bench.engine_steps import Steps
 
 
 @pytest.fixture
-def steps() -> Steps:
-    return Steps()
+def steps() -> Iterator[Steps]:
+    steps = Steps()
+    yield steps
+    steps.close()
 
 
 def test_look_up_chunks_that_are_ready(benchmark: BenchmarkFixture, steps: Steps) -> None:

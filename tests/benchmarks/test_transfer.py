@@ -1,10 +1,10 @@
-"""Transfers between caches and rows; `make bench` runs it. `extra_info` has their parts of a plain memcpy's speed."""
+"""Transfers between caches and rows; `make bench` runs it. `kvtier bench cpu` compares them with a plain memcpy."""
 
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from tests.benchmarks.transfer_rates import Case, copies, speeds
+from kvtier.bench.copies import Case, copies
 
 DEVICES = [
     "cpu",
@@ -15,11 +15,9 @@ DEVICES = [
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layers", [1, 80])
 @pytest.mark.parametrize("page_kib", [16, 64, 256, 2_048])
-@pytest.mark.parametrize("way", ["store", "load"])
+@pytest.mark.parametrize("way", ["store", "load", "memcpy"])
 def test_move_pages_from_and_to_anywhere(
     benchmark: BenchmarkFixture, way: str, page_kib: int, layers: int, device: str
 ) -> None:
-    case = Case(page_kib << 10, layers, device=device)
-    benchmark.extra_info["part_of_memcpy_speed"] = getattr(speeds(case), way)
-    with copies(case) as each:
+    with copies(Case(page_kib << 10, layers, device=device)) as each:
         benchmark.pedantic(getattr(each, way), rounds=5, warmup_rounds=1)

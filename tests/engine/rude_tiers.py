@@ -1,6 +1,8 @@
 """Tiers that break their contract: what they do may cost their hits, never the engine."""
 
 import asyncio
+import os
+import signal
 import time
 
 import msgspec
@@ -21,6 +23,18 @@ class Broken(DummyBackend):
     @classmethod
     async def open(cls, options: msgspec.Struct, context):
         raise OSError("of a kind that no tier may raise")
+
+
+class KillsItsProcess(DummyBackend):
+    @classmethod
+    async def open(cls, options: msgspec.Struct, context):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class NeverOpens(DummyBackend):
+    @classmethod
+    async def open(cls, options: msgspec.Struct, context):
+        await asyncio.Event().wait()
 
 
 class NeverCloses(DummyBackend):

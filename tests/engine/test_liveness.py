@@ -199,6 +199,19 @@ async def test_a_probe_that_hangs_is_a_miss_at_its_deadline(open_engine):
 
 
 @pytest.mark.virtual_time
+async def test_a_deletion_that_hangs_is_counted_and_logged(open_engine, caplog):
+    tier = {"type": FAULTY, "inner": {"type": "dummy"}, "script": {"delete": ["hang"]}, "limits": {"deadline_s": 5}}
+    engine = await open_engine(4, tier)
+    await put(engine, range(2))
+    await engine.drained()
+    await engine.delete([key(0), key(1)])
+    assert await at_rest(engine)
+    assert engine.ledger.tiers[0].counters.failures == {"deadline": 2}
+    assert "a deletion of 2 chunks ran out of time" in caplog.text
+    assert await found(engine, [0]) == 0
+
+
+@pytest.mark.virtual_time
 async def test_waiting_for_a_budget_that_hung_loads_hold_ends_at_the_deadline(open_engine):
     limits = {"deadline_s": 5, "load_chunks_in_flight": 1, "breaker_failures": 100}
     tier = {"type": FAULTY, "inner": {"type": "dummy"}, "script": {"load": ["hang", "hang"]}, "limits": limits}

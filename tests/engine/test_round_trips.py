@@ -151,3 +151,26 @@ async def test_deleting_waits_for_those_who_hold_the_rows(open_engine, runner):
         assert bytes(rows[0]) == chunk(1)
     await deleting
     assert await found(engine, [1]) == 0
+
+
+async def test_a_tier_lets_a_long_requests_tail_go_before_its_head(open_engine, runner, tmp_path):
+    """Its chunks came in pieces, the head first, and the tier sees each piece alone."""
+    tier = {"type": "fs", "root": str(tmp_path / "tier"), "capacity_bytes": "1MiB", "naming": "flat"}
+    engine = await open_engine(8, tier, runner=runner, events=True)
+    prefix = [key(number) for number in range(6)]
+    engine.on_new_request("long")
+    for start in range(0, 6, 2):
+        chunks = [chunk(start), chunk(start + 1)]
+        assert await engine.put(prefix[start : start + 2], chunks, request_id="long") == 2
+        assert await engine.drained()
+    engine.on_request_finished("long")
+    gone: list[bytes] = []
+    for newer in range(1_000, 9_000):
+        await put(engine, [newer])
+        assert await engine.drained()
+        removed = [event for event in engine.take_events() if (event.kind.value, event.tier) == ("removed", "0:fs")]
+        gone += [one for event in removed for one in event.keys if one in prefix]
+        if gone:
+            break
+    assert gone
+    assert sorted(gone) == prefix[-len(gone) :]

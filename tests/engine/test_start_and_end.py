@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import threading
 
 import pytest
 
@@ -43,6 +44,28 @@ async def test_why_an_engine_cannot_be_opened_is_raised_and_not_logged_as_well(r
     with pytest.raises(BackendUnavailable, match="not today"):
         await TieringOffloadingManager.open(describe(4, DUMMY, {"type": f"{RUDE}:Unreachable"}, runner=runner))
     assert caplog.messages == []
+
+
+async def test_an_engine_whose_tier_never_opens_says_so_at_its_deadline(runner, nothing_left):
+    tiers = DUMMY, {"type": f"{RUDE}:NeverOpens", "name": "away"}
+    with pytest.raises(BackendUnavailable, match=r"away: does not open within limits.open_s = 0.2 s"):
+        await TieringOffloadingManager.open(describe(4, *tiers, runner=runner, limits={"open_s": 0.2}))
+
+
+async def test_a_mount_that_hangs_as_it_is_opened_costs_the_start_its_deadline(
+    runner, nothing_left, tmp_path, monkeypatch
+):
+    """Its thread stays behind until the mount is back."""
+    if runner == "process":
+        pytest.skip("the file system of another process cannot be made to hang from here")
+    back, mkdir = threading.Event(), os.mkdir
+    monkeypatch.setattr(os, "mkdir", lambda *args, **kwargs: back.wait(PATIENCE_S) and mkdir(*args, **kwargs))
+    tier = {"type": "fs", "root": str(tmp_path / "mount")}
+    try:
+        with pytest.raises(BackendUnavailable, match="does not open"):
+            await TieringOffloadingManager.open(describe(4, tier, runner=runner, limits={"open_s": 0.2}))
+    finally:
+        back.set()
 
 
 async def test_an_engine_whose_tier_breaks_its_contract_as_it_opens_leaves_nothing(runner):

@@ -195,6 +195,19 @@ async def test_loads_and_stores_have_lanes_of_their_own(
     assert [outcome for store in stores for outcome in await store] == [None] * 27
 
 
+async def test_stores_go_on_beside_a_load_that_hangs(open_tier, lender: Lender, stick: Callable[[str], Stuck]) -> None:
+    """One lane at a time, for as long as it lasts."""
+    tier = await open_tier(load_lanes=1)
+    await lender.keep(tier, keys_of(1))
+    stuck = stick("preadv")
+    load = asyncio.create_task(lender.recall(tier, keys_of(1)))
+    await stuck.wait_entered(1)
+    async with asyncio.timeout(DEADLINE_S):
+        assert list(await tier.store(lender.writes(keys_of(16, start=10)))) == [None] * 16
+    stuck.opened.set()
+    assert await load == [label(key_of(0))]
+
+
 async def test_occupancy_is_what_the_file_system_counts(open_tier, lender: Lender, root: Path, mapper) -> None:
     tier = await open_tier()
     await lender.keep(tier, keys_of(20))

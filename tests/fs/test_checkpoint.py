@@ -26,6 +26,7 @@ from kvtier_backends.fs.checkpoint import KEY_BYTES_MAX, Checkpoint
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.entries import Held, Snapshot
 from kvtier_backends.fs.folder import Folder
+from kvtier_backends.fs.idle import Idle
 
 DEADLINE_S = 20.0
 NOW_NS = 1_700_000_000_000_000_000
@@ -65,7 +66,9 @@ def checkpoint(open_folder: Callable[..., Folder], mapper: FileMapper, row_bytes
 def snapshot(chunks: list[Held]) -> Snapshot:
     """Return an index in which these chunks were found at the start."""
     entries = [chunk.allocated_bytes // 512 for chunk in chunks]
-    return Snapshot([chunk.key for chunk in chunks], entries, [(chunk.used_at_ns, chunk.key) for chunk in chunks], {})
+    idle = Idle()
+    idle.add((chunk.used_at_ns, chunk.key) for chunk in chunks)
+    return Snapshot([chunk.key for chunk in chunks], entries, idle, {})
 
 
 def read(checkpoint: Checkpoint) -> list[Held]:
@@ -402,11 +405,12 @@ from kvtier_backends.fs.checkpoint import Checkpoint
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.entries import Snapshot
+from kvtier_backends.fs.idle import Idle
 mapper = FileMapper(Namespace(model_name="org/model"))
 folder = Folder(FsOptions(root=sys.argv[1]), mapper)
 folder.open()
 os.rename = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
-Checkpoint(folder, mapper, Tally(), {row_bytes}).write(Snapshot([], [], [], {{}}), 0)
+Checkpoint(folder, mapper, Tally(), {row_bytes}).write(Snapshot([], [], Idle(), {{}}), 0)
 """
     command = [sys.executable, "-c", program, str(root)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -13,6 +13,7 @@ from kvtier.testing.conformance import (
     InventoryConformance,
     MeasuredConformance,
     NamespacedConformance,
+    RankedConformance,
     tier_context,
 )
 from kvtier_backends.fs import FsBackend, FsOptions
@@ -95,12 +96,14 @@ class TestSegmentsInMemoryWithEveryOptionTheOtherWay(Suites):
         )
 
 
-@pytest.mark.parametrize("layout", ["files", "segments"])
-@pytest.mark.parametrize("policy", known_policies())
-class TestFsWithinACapacity(BoundedConformance):
-    """With every policy. Room for 16 chunks and their folders, and for 8 more that are being written."""
+class Small:
+    """Room for 16 chunks and their folders, and for 8 more that are being written."""
 
     chunk_bytes = 65_536
+
+    @pytest.fixture
+    def policy(self):
+        return "lru"
 
     @pytest.fixture
     async def small(self, tmp_path, policy: str, layout: str):
@@ -109,6 +112,17 @@ class TestFsWithinACapacity(BoundedConformance):
         tier = await FsBackend.open(options, tier_context(self.chunk_bytes))
         yield tier
         await tier.aclose(10)
+
+
+@pytest.mark.parametrize("layout", ["files", "segments"])
+@pytest.mark.parametrize("policy", known_policies())
+class TestFsWithinACapacity(Small, BoundedConformance):
+    """With every policy."""
+
+
+@pytest.mark.parametrize("layout", ["files", "segments"])
+class TestFsByRecency(Small, RankedConformance):
+    """As it comes."""
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="there is no file system in memory")

@@ -8,7 +8,7 @@ import pytest
 
 from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.namespace import FileMapper
-from kvtier_backends.fs import discard
+from kvtier_backends.fs import quarantine
 from kvtier_backends.fs.discard import Discard, Discarded
 from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.folder import Folder
@@ -129,7 +129,7 @@ def test_without_its_quarantine_a_file_is_deleted(
 def test_a_quarantine_has_a_limit_that_outlives_the_tier(
     opened: Callable[..., Discard], mapper: FileMapper, root: Path, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(discard, "QUARANTINE_FILES_MAX", 3)
+    monkeypatch.setattr(quarantine, "FILES_MAX", 3)
     outcomes: list[Discarded] = []
     for _ in range(2):
         gone = opened(corrupt="quarantine")

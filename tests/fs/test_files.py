@@ -10,6 +10,7 @@ import pytest
 
 from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.namespace import FileMapper
+from kvtier_backends.fs import files as files_module
 from kvtier_backends.fs.attempts import Writer, attempt_name, read_attempt
 from kvtier_backends.fs.files import ChunkFiles
 from kvtier_backends.fs.folder import Folder
@@ -18,9 +19,13 @@ KEY = make_offload_key(b"k" * 32)
 ROW_BYTES = 16_384
 
 
+def at_once() -> None:
+    """Give way to nobody."""
+
+
 @pytest.fixture
 def files(open_folder: Callable[..., Folder], mapper: FileMapper) -> ChunkFiles:
-    return ChunkFiles(open_folder(), mapper, fsync=False)
+    return ChunkFiles(open_folder(), mapper, at_once, fsync=False)
 
 
 @pytest.fixture
@@ -51,6 +56,23 @@ def test_a_file_holds_the_buffers_one_after_the_other(files: ChunkFiles, path: P
     assert files.length(KEY) == ROW_BYTES + 4_096
 
 
+@pytest.mark.parametrize(("slice_bytes", "pauses"), [(4_096, 4), (8_192, 1), (ROW_BYTES, 0)])
+def test_a_chunk_is_written_in_slices_between_which_others_go_first(
+    slice_bytes: int,
+    pauses: int,
+    open_folder: Callable[..., Folder],
+    mapper: FileMapper,
+    path: Path,
+    buffers: list[memoryview],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(files_module, "SLICE_BYTES", slice_bytes)
+    paused: list[None] = []
+    ChunkFiles(open_folder(), mapper, lambda: paused.append(None), fsync=False).write(KEY, buffers, 0)
+    assert path.read_bytes() == content(buffers)
+    assert len(paused) == pauses
+
+
 def test_writing_again_replaces(files: ChunkFiles, path: Path, buffers: list[memoryview]) -> None:
     files.write(KEY, buffers, 0)
     buffers[0][:] = b"2" * ROW_BYTES
@@ -76,7 +98,7 @@ def test_short_writes_are_gone_on_with(
     step: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    files = ChunkFiles(open_folder(io="buffered"), mapper, fsync=False)
+    files = ChunkFiles(open_folder(io="buffered"), mapper, at_once, fsync=False)
     write = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda fd, rest, at: write(fd, [rest[0][:step]], at))
     files.write(KEY, buffers, 0)
@@ -91,7 +113,7 @@ def test_short_reads_are_gone_on_with(
     step: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    files = ChunkFiles(open_folder(io="buffered"), mapper, fsync=False)
+    files = ChunkFiles(open_folder(io="buffered"), mapper, at_once, fsync=False)
     files.write(KEY, buffers, 0)
     read = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, rest, at: read(fd, [rest[0][:step]], at))
@@ -229,7 +251,7 @@ def test_a_temporary_name_that_is_taken_is_left_to_its_owner(
 def test_with_fsync_the_file_its_folder_and_new_folders_parents_are_synced(
     open_folder: Callable[..., Folder], mapper: FileMapper, buffers: list[memoryview], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = ChunkFiles(open_folder(), mapper, fsync=True)
+    files = ChunkFiles(open_folder(), mapper, at_once, fsync=True)
     synced: list[str] = []
     fsync = os.fsync
 

@@ -1,5 +1,6 @@
 """The index errs on the side of "there", forgets nothing it must tell, and stays small."""
 
+import random
 import tracemalloc
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from kvtier.backend import INVENTORY_BATCH_KEYS, Added, InventoryEvent, Removed, ScanDone
 from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.policies.lru import LRU
+from kvtier_backends.fs.cold_end import ColdEnd
 from kvtier_backends.fs.entries import Held
 from kvtier_backends.fs.index import Index
 
@@ -17,7 +19,7 @@ NOW_NS = 1_700_000_000_000_000_000
 
 @pytest.fixture
 def index() -> Index:
-    return Index(LRU(1_000_000))
+    return Index()
 
 
 def events(index: Index) -> list[InventoryEvent]:
@@ -45,8 +47,8 @@ def test_what_was_stored_is_there_once(index: Index) -> None:
 def test_what_was_removed_gives_back_its_room(index: Index) -> None:
     index.stored(Held(A, 12_288))
     index.stored(Held(B, 4_096))
-    index.removed(A, index.mark())
-    index.removed(C, index.mark())
+    index.removed(A)
+    index.removed(C)
     assert [chunk.key for chunk in index.snapshot().newest_first(NOW_NS)][::-1] == [B]
     assert index.used_bytes == 4_096
 
@@ -69,18 +71,20 @@ def test_what_the_scan_finds_is_older_than_what_was_used_since_the_start(index: 
 
 def test_a_removal_does_not_reach_what_was_stored_after_it_began(index: Index) -> None:
     index.stored(Held(A, 512))
-    began = index.mark()
-    index.stored(Held(A, 512))
-    index.removed(A, began)
-    index.lost(A, began)
-    assert A in index
-    index.removed(A, index.mark())
-    assert A not in index
+    index.stored(Held(B, 512))
+    with index.call([A, B]) as early, index.call([A]) as other:
+        index.stored(Held(A, 512))
+        with index.call([A, C]) as late:
+            assert (early, other, late) == ({B}, set(), {A, C})
+            index.stored(Held(C, 512))
+        assert (early, late) == ({B}, {A})
+    index.stored(Held(B, 512))
+    assert early == {B}  # It is over.
 
 
 def test_the_scan_does_not_bring_back_what_was_removed_beside_it(index: Index) -> None:
-    index.removed(A, index.mark())
-    index.removed(B, index.mark())
+    index.removed(A)
+    index.removed(B)
     index.stored(Held(B, 512))
     index.scanned([Held(A, 512), Held(B, 512), Held(C, 512)])
     index.scan_ended(complete=True)
@@ -119,10 +123,10 @@ def test_only_what_no_call_explains_is_reported(index: Index) -> None:
     scanned(index)
     index.stored(Held(A, 512))
     index.stored(Held(B, 512))
-    index.removed(A, index.mark())
+    index.removed(A)
     assert events(index) == []
-    index.lost(A, index.mark())  # Nobody thinks that it is there.
-    index.lost(B, index.mark())
+    index.lost(A)  # Nobody thinks that it is there.
+    index.lost(B)
     index.found(Held(C, 512))
     assert events(index) == [Added([C]), Removed([B])]
 
@@ -131,8 +135,8 @@ def test_an_event_is_true_when_it_is_told(index: Index) -> None:
     scanned(index)
     for key in (A, B):
         index.found(Held(key, 512))
-    index.lost(A, index.mark())
-    index.lost(B, index.mark())
+    index.lost(A)
+    index.lost(B)
     index.stored(Held(B, 512))
     assert events(index) == [Added([B]), Removed([A])]
 
@@ -146,7 +150,7 @@ def test_batches_have_a_limit(index: Index) -> None:
     assert [len(batch) for batch in batches] == [INVENTORY_BATCH_KEYS, INVENTORY_BATCH_KEYS, 1]
     assert [key for batch in batches for key in batch] == keys
     for key in keys:
-        index.lost(key, index.mark())
+        index.lost(key)
     for key in keys[1:]:
         index.stored(Held(key, 512))
     assert events(index) == [Removed([keys[0]])]  # Whole batches may have become untrue.
@@ -156,19 +160,97 @@ def test_nobody_listening_costs_nothing(index: Index) -> None:
     report = index.begin_report()
     index.end_report(report)
     index.found(Held(A, 512))
-    index.lost(A, index.mark())
+    index.lost(A)
     assert [type(event) for event in events(index)] == []
 
 
-def test_a_chunk_takes_about_three_hundred_bytes() -> None:
-    count = 100_000
+@pytest.mark.parametrize("naming", ["stored", "scanned"])
+def test_a_chunk_takes_two_hundred_bytes_at_most(naming: str) -> None:
+    """Key and order included, however full the dictionary happens to be."""
+    count, now_ns = 100_000, 1_700_000_000_000_000_000
     tracemalloc.start()
     try:
-        index = Index(LRU(count))
-        for number in range(count):
-            index.stored(Held(OffloadKey(number.to_bytes(36, "big")), 20_480))
+        index = Index()
+        for start in range(0, count, 1_000):
+            chunks = [
+                Held(OffloadKey(number.to_bytes(36, "big")), 20_480, now_ns + number * 1_000_000)
+                for number in range(start, start + 1_000)
+            ]
+            if naming == "scanned":
+                index.scanned(chunks)
+            else:
+                for chunk in chunks:
+                    index.stored(chunk)
+            del chunks
         used_bytes, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert used_bytes / count < 330  # Of which the policy's order is a hundred and forty.
+    assert used_bytes / count < 200
     assert len(index) == count
+
+
+def key_of(number: int) -> OffloadKey:
+    return make_offload_key(number.to_bytes(32, "big"))
+
+
+def test_without_a_policy_it_evicts_as_lru_does() -> None:
+    """Through thousands of uses, removals and evictions."""
+    dice = random.Random(5)
+    ours, theirs = Index(), Index(LRU(1 << 20))
+    for _ in range(20_000):
+        number, what = dice.randrange(3_000), dice.random()
+        key = key_of(number)
+        for index in (ours, theirs):
+            if what < 0.5:
+                index.stored(Held(key, 512))
+            elif what < 0.8:
+                index.used(key)
+            elif what < 0.85:
+                index.removed(key)
+            elif what < 0.9:
+                index.rank([key_of(number + place) for place in range(5)])
+        if what >= 0.9:
+            count = dice.randrange(1, 4)
+            assert ours.victims(count, nothing, 0) == theirs.victims(count, nothing, 0)
+    left = [[chunk.key for chunk in index.snapshot().newest_first(NOW_NS)] for index in (ours, theirs)]
+    assert len(left[0]) > 500
+    assert left[0] == left[1]
+
+
+def nothing(key: OffloadKey) -> bool:
+    return False
+
+
+def test_without_a_policy_what_is_kept_at_the_cold_end_is_renewed() -> None:
+    index = Index()
+    for number in range(6):
+        index.stored(Held(key_of(number), 512))
+    assert index.victims(3, lambda key: True, 6) == []
+    assert [victim.key for victim in index.victims(2, {key_of(0), key_of(1)}.__contains__, 2)] == [key_of(2), key_of(3)]
+    assert [victim.key for victim in index.victims(9, nothing, 0)] == [key_of(number) for number in (4, 5, 0, 1)]
+
+
+def test_without_a_policy_a_search_for_the_coldest_is_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each steps over what was moved, and there may be millions of holes."""
+    index, searches = Index(), list[None]()
+    search = ColdEnd._search
+    monkeypatch.setattr(ColdEnd, "_search", lambda self, passed: searches.append(None) or search(self, passed))
+    for number in range(100_000):
+        index.stored(Held(key_of(number), 512))
+    for number in range(100_000, 110_000):
+        index.stored(Held(key_of(number), 512))
+        assert [victim.key for victim in index.victims(1, nothing, 0)] == [key_of(number - 100_000)]
+    assert 1 <= len(searches) <= 8
+
+
+def test_what_was_there_before_goes_by_its_last_use_whatever_batch_it_came_in() -> None:
+    dice = random.Random(7)
+    index = Index()
+    uses = [(dice.randrange(10_000), key_of(number)) for number in range(2_000)]
+    for start in range(0, len(uses), 300):
+        index.scanned([Held(key, 512, time_ns) for time_ns, key in uses[start : start + 300]])
+    snapshot = index.snapshot()
+    chosen = [victim.key for _ in range(200) for victim in index.victims(10, lambda key: False, 0)]
+    assert chosen == [key for _, key in sorted(uses)]
+    times = [chunk.used_at_ns for chunk in snapshot.newest_first(NOW_NS)]  # As it was before.
+    assert times == sorted((time_ns for time_ns, _ in uses), reverse=True)

@@ -13,6 +13,7 @@ from kvtier.bridge.messages import (
     Found,
     Probe,
     Promote,
+    Rank,
     Returned,
     Scanned,
     pack_keys,
@@ -20,7 +21,7 @@ from kvtier.bridge.messages import (
     unpack_keys,
 )
 from kvtier.events import EventLog
-from kvtier.keys import OffloadKey, make_offload_key
+from kvtier.keys import OffloadKey, chunk_hash, make_offload_key
 from kvtier.ledger import Ledger, LedgerLimits, LookupResult, StorePlan
 from kvtier.policies.named import policy_class
 from kvtier.request import Request
@@ -32,6 +33,10 @@ SECONDS = 0.25  # What every transfer here is said to have taken.
 def keys_of(names: str) -> list[OffloadKey]:
     """Give one key a letter, in order."""
     return [make_offload_key(name.encode()) for name in names]
+
+
+def names_of(keys: Sequence[OffloadKey]) -> str:
+    return "".join(chunk_hash(key).decode() for key in keys)
 
 
 class Bench:
@@ -53,6 +58,7 @@ class Bench:
         self.events = EventLog(10_000)
         self.observed: list[tuple[str, str, float]] = []
         self.acknowledged: list[int] = []
+        self.ranked: list[tuple[int, str]] = []  # Tiers, and the keys that each heard of.
         self.ledger = Ledger(
             rows, policy_class(policy)(rows), specs, limits, self.events, lambda *seen: self.observed.append(seen)
         )
@@ -97,12 +103,15 @@ class Bench:
         self.store(names, self.request("alone", [TierMatcher(medium="CPU")]))
 
     def step(self, seconds: float = 0.0) -> list[Action]:
-        """End the step and begin the next one so much later; return what was sent, but for acknowledgements."""
+        """End the step and begin the next one so much later; return what was sent that is answered."""
         actions = self.ledger.end_step()
         self.acknowledged += [action.tier for action in actions if isinstance(action, Acknowledge)]
+        self.ranked += [
+            (action.tier, names_of(unpack_keys(action.keys))) for action in actions if isinstance(action, Rank)
+        ]
         self.now += seconds
         self.ledger.begin_step(self.now)
-        return [action for action in actions if not isinstance(action, Acknowledge)]
+        return [action for action in actions if not isinstance(action, Acknowledge | Rank)]
 
     def load(self, names: str, request: Request | None = None) -> list[int]:
         """Load keys, all the way."""
@@ -141,8 +150,8 @@ class Bench:
         """Have all chunks of an action fail for one reason."""
         self.finish(action, dict.fromkeys(range(len(unpack_keys(action.keys))), code), lent=lent)
 
-    def give_back(self, action: Action) -> None:
-        self.ledger.apply(Returned(action.id))
+    def give_back(self, action: Action, moved: Sequence[int] = ()) -> None:
+        self.ledger.apply(Returned(action.id, pack_rows(moved)))
 
     def answer(self, action: Action, present: bool | Sequence[bool] | None) -> None:
         """Answer a probe: the same for every key, one by one, or (None) not at all."""

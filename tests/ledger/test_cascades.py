@@ -8,6 +8,7 @@ from kvtier.ledger import LookupResult
 from kvtier.tier import TierMatcher
 
 HIT, PENDING, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS
+RETRY = LookupResult.RETRY
 
 
 def cascades(actions):
@@ -281,3 +282,30 @@ def test_a_tier_whose_hung_loads_hold_too_many_rows_is_not_loaded_from_until_som
     assert engine.lookup("b") == [MISS]
     engine.give_back(load)
     assert engine.lookup("b") == [PENDING]
+
+
+def test_what_a_store_moved_after_its_deadline_is_asked_for(bench):
+    """It was given up, and the tier has it all the same: neither a miss nor believed."""
+    engine = bench(rows=2)
+    engine.knows_all()
+    engine.store("ab")
+    (late,) = engine.step()
+    engine.fail(late, Code.DEADLINE, lent=True)
+    engine.give_back(late, moved=[0])
+    engine.stored_alone("cd")
+    assert engine.lookup("ab") == [RETRY, MISS]
+    (probe,) = engine.step()
+    engine.answer(probe, present=True)
+    assert engine.lookup("a") == [PENDING]
+
+
+def test_what_a_store_moved_after_it_was_given_up_at_a_reset_is_asked_for(bench):
+    engine = bench(rows=2)
+    engine.knows_all()
+    engine.store("ab")
+    (late,) = engine.step()
+    engine.ledger.reset()
+    engine.ledger.promoting = True
+    engine.step(seconds=60.0)  # The breaker lets somebody try.
+    engine.finish(late, {1: Code.FAILED})
+    assert engine.lookup("ab") == [RETRY, MISS]

@@ -4,7 +4,9 @@ import pytest
 
 from kvtier.bridge.messages import Code, Probe, Promote, unpack_keys
 from kvtier.ledger import LookupResult
+from kvtier.limits import BreakerState
 from kvtier.tier import TierMatcher
+from tests.ledger.bench import Bench
 
 HIT, PENDING, MISS, RETRY = (
     LookupResult.HIT,
@@ -226,3 +228,33 @@ def test_what_a_tier_reports_outlives_an_older_answer(bench):
     engine.answer(*engine.step(), False)
     engine.holds("a")
     assert engine.lookup("a") == [PENDING]
+
+
+def test_a_tier_is_asked_for_so_many_keys_at_once_and_no_more(bench):
+    engine = bench(tiers=[Bench.spec(asked_keys_max=2)])
+    assert engine.lookup("abc") == [RETRY, RETRY, MISS]
+    assert engine.lookup("ab") == [RETRY, RETRY]  # They are being asked for.
+    assert engine.ledger.tiers[0].counters.dropped == {"asking": 1}
+    (probe,) = engine.step()
+    engine.answer(probe, present=False)
+    assert engine.lookup("c") == [RETRY]
+
+
+def test_a_tier_on_trial_is_asked_for_no_more_keys_than_it_is_sent_chunks(bench):
+    """And that it answers does not end the trial: what is listed may be unreadable."""
+    engine = bench()
+    for name in "abc":
+        engine.lookup(name)
+        (probe,) = engine.step()
+        engine.answer(probe, None)
+    assert engine.ledger.tiers[0].breaker.state is BreakerState.OPEN
+    engine.step(seconds=20.0)
+    assert engine.lookup("defg") == [RETRY, RETRY, MISS, MISS]
+    (probe,) = engine.step()
+    engine.answer(probe, present=True)
+    assert engine.ledger.tiers[0].breaker.state is BreakerState.HALF_OPEN
+    assert engine.lookup("d") == [PENDING]
+    (promote,) = engine.step()
+    engine.finish(promote)
+    assert engine.ledger.tiers[0].breaker.state is BreakerState.CLOSED
+    assert engine.lookup("fg") == [RETRY, RETRY]

@@ -21,6 +21,7 @@ from kvtier.bridge.messages import (
     Gone,
     Probe,
     Promote,
+    Rank,
     RunnerBack,
     RunnerGone,
     RunnerLost,
@@ -280,7 +281,8 @@ class Engine(RuleBasedStateMachine):
         primary, leased = self.ledger.primary, self._leased()
         loaded = {row for _, rows in self.loads for row in rows}
         cascading = set(self.ledger.transfers.cascade_rows)
-        assert {row for row in range(ROWS) if primary.pinned(row)} == loaded | cascading | leased
+        filling = set(primary.filling.values())
+        assert {row for row in range(ROWS) if primary.pinned(row)} == loaded | cascading | leased | filling
         assert self.ledger.leases.rows == len(leased) <= 3
         assert all(primary.key(row) is not None for row in leased)
         assert self.ledger.rows_in_use == sum(len(rows) for _, rows in self.loads) + sum(
@@ -341,7 +343,7 @@ class Engine(RuleBasedStateMachine):
         return Counter(row for lent in everything.values() if isinstance(lent.action, Cascade) for row in lent.rows)
 
     def _lend(self, action: Action) -> None:
-        if isinstance(action, Acknowledge):
+        if isinstance(action, Acknowledge | Rank):
             return
         rows = list(unpack_rows(action.rows)) if isinstance(action, Promote | Cascade) else []
         self.under_way[action.id] = Lent(action, unpack_keys(action.keys), rows, self.epoch)

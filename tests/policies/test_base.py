@@ -13,11 +13,13 @@ from kvtier.policies.arc import ARC
 from kvtier.policies.fifo import FIFO
 from kvtier.policies.lfu import LFU
 from kvtier.policies.lru import LRU
+from kvtier.policies.rows import RowLRU
 from kvtier.policies.s3fifo import S3FIFO
 
 CAPACITY = 12
-some_keys = st.lists(st.integers(0, 40), unique=True, max_size=CAPACITY)
-kept_keys = st.frozensets(st.integers(0, 40))
+KEYS = 40
+some_keys = st.lists(st.integers(0, KEYS - 1), unique=True, max_size=CAPACITY)
+kept_keys = st.frozensets(st.integers(0, KEYS - 1))
 
 
 def none_kept(key: int) -> bool:
@@ -148,7 +150,7 @@ class FIFOMachine(PolicyMachine):
 
 
 class LRUMachine(PolicyMachine):
-    types = (LRU, NaiveLRU)
+    types = (LRU, NaiveLRU, lambda _: RowLRU(KEYS))  # Of rows there are as many as there are numbers.
 
 
 class ARCMachine(PolicyMachine):

@@ -25,6 +25,7 @@ from kvtier.testing.conformance import (
     InventoryConformance,
     MeasuredConformance,
     NamespacedConformance,
+    RankedConformance,
     tier_context,
 )
 from kvtier_backends.dummy import DummyBackend, DummyOptions, forget_store
@@ -922,6 +923,36 @@ class EvictsInSilence(Tier):
                 yield event
 
 
+# Hears of requests that are over.
+
+
+class RanksHeadFirst(Tier):
+    breaks = ("test_a_request_that_is_over_leaves_its_head_newest",)
+
+    def rank(self, keys):
+        super().rank(keys[::-1])
+
+
+class DoesNotListen(Tier):
+    breaks = ("test_what_was_ranked_goes_after_what_was_not",)
+
+    def rank(self, keys):
+        pass
+
+
+class CountsWhatItHearsOf(Tier):
+    breaks = ("test_ranking_changes_nothing_that_is_there",)
+    heard = 0
+
+    def rank(self, keys):
+        self.heard += len(keys)
+        super().rank(keys)
+
+    def occupancy(self):
+        now = super().occupancy()
+        return now._replace(chunks=now.chunks + self.heard)
+
+
 class Everything(
     BackendConformance,
     DurableBackendConformance,
@@ -929,6 +960,7 @@ class Everything(
     InventoryConformance,
     MeasuredConformance,
     BoundedConformance,
+    RankedConformance,
 ):
     """All promises, made by a device in a named store that is slow enough for calls to meet."""
 

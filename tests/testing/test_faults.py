@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from kvtier.backend import Abandoned, Backend, Durability, Inventory, Measured, Occupancy, Read
+from kvtier.backend import Abandoned, Backend, Durability, Inventory, Measured, Occupancy, Ranked, Read
 from kvtier.config import decode
 from kvtier.errors import BackendClosed, BackendUnavailable, BlockMissing, ConfigError, NoSpace
 from kvtier.registry import backend_class
@@ -13,6 +13,7 @@ from kvtier.testing.conformance import (
     InventoryConformance,
     Lender,
     MeasuredConformance,
+    RankedConformance,
     key_of,
     keys_of,
     label,
@@ -27,7 +28,9 @@ ROW_BYTES = 4_096
 TYPE = "kvtier.testing.faults:FaultyBackend"
 
 
-class WithoutFaults(BackendConformance, InventoryConformance, MeasuredConformance, BoundedConformance):
+class WithoutFaults(
+    BackendConformance, InventoryConformance, MeasuredConformance, BoundedConformance, RankedConformance
+):
     chunk_bytes = ROW_BYTES
     device = DummyOptions()
     faults = Faults()
@@ -104,10 +107,12 @@ def tier(seed=0, script=None, **faults) -> FaultyBackend:
 async def test_a_wrapper_offers_what_its_inner_tier_offers(faulty):
     assert isinstance(faulty, Inventory)
     assert isinstance(faulty, Measured)
+    assert isinstance(faulty, Ranked)
     assert faulty.occupancy() == Occupancy(0, 0, None)
     bare = FaultyBackend(Plain())
     assert not isinstance(bare, Inventory)
     assert not isinstance(bare, Measured)
+    assert not isinstance(bare, Ranked)
 
 
 async def test_a_wrapper_promises_what_its_inner_tier_promises(faulty):

@@ -154,3 +154,13 @@ def test_a_tier_that_swaps_chunks_is_found(monkeypatch):
 
     monkeypatch.setattr(DummyBackend, "load", load_in_reverse)
     assert "wrong bytes" in first_failure(range(300))
+
+
+def test_a_process_that_is_lost_with_its_seeds_is_said_in_one_sentence():
+    tier = '{"type": "tests.engine.rude_tiers:KillsItsProcess"}'
+    command = [sys.executable, "-m", "kvtier.testing.simulation", "--seeds", "2", "--jobs", "1", "--tier", tier]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    ran = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert ran.returncode == 3
+    assert "A process that ran seeds was killed, or crashed" in ran.stderr
+    assert "Traceback" not in ran.stderr + ran.stdout

@@ -2,7 +2,6 @@
 
 import ctypes
 from collections.abc import Callable
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,13 +9,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvtier.layout import CanonicalKVCaches, ParallelConfig, canonical_kv_caches
-from kvtier.transfer import cuda, staged, strided
+from kvtier.layout import CanonicalKVCaches, DataRef, ParallelConfig, canonical_kv_caches
+from kvtier.layout.mapping import own_part
+from kvtier.transfer import staged, strided
 from kvtier.transfer.blocks import GroupBlocks, Pages, pages_of
 from kvtier.transfer.copiers import StridedCopies
-from kvtier.transfer.descriptors import Descriptors, descriptors, joined
+from kvtier.transfer.descriptors import descriptors, joined
 from kvtier.transfer.jobs import Job, Kind
-from kvtier.transfer.pieces import Piece, pieces_of
+from kvtier.transfer.pieces import Piece, Repeat, pieces_of
 from kvtier.transfer.slots import slot_layout
 from tests.transfer.models import Model, fill, models, requests, storages
 
@@ -44,7 +44,14 @@ def through_a_buffer(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int,
     return lambda kind, groups: copies(Job(1, kind, groups, size_bytes=0, begun=0.0))
 
 
-@pytest.fixture(params=[by_address, through_a_buffer], ids=lambda strategy: strategy.__name__)
+def on_a_device(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
+    """As through a buffer, which then is beside the caches: no numpy there, torch's own copies by index."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strided.Side, "over", classmethod(lambda cls, pages, period=None: cls(pages, None, period)))
+        return through_a_buffer(pieces, slots, blocks_per_chunk, num_blocks)
+
+
+@pytest.fixture(params=[by_address, through_a_buffer, on_a_device], ids=lambda strategy: strategy.__name__)
 def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Move]:
     monkeypatch.setattr(staged, "BUFFER_BYTES_MAX", 1_000)  # So that a request needs the buffer several times.
     monkeypatch.setattr(strided, "RUN_BYTES_MIN", 100)  # So that each way is taken by some models.
@@ -127,18 +134,51 @@ def test_runs_are_assigned_and_scattered_pages_moved_one_by_one_or_in_tiles(
         assert torch.equal(cache, before)
 
 
+@pytest.mark.parametrize("limits", [(0, 0), (1 << 40, 0), (1 << 40, 1 << 40)], ids=["runs", "one by one", "tiles"])
+def test_repeats_may_lie_at_distances_that_are_no_multiples_of_their_length(
+    limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strided, "RUN_BYTES_MIN", limits[0])
+    monkeypatch.setattr(strided, "MEMMOVE_BYTES_MIN", limits[1])
+    cache, slots = torch.empty((4, 48), dtype=torch.int8), torch.zeros((4, 64), dtype=torch.int8)
+    fill(cache, 1)
+    piece = Piece(cache, 0, 48, 0, 64, 16, (Repeat(2, 24, 40),))
+    pages = pages_of(GroupBlocks([3, 0, 1], [1, 2, 0]), 1, num_blocks=4, num_rows=4)
+    strided.copy_alike(Kind.STORE, [strided.strided(piece, slots, 1, 4)], pages)
+    expected = torch.zeros_like(slots)
+    expected[[1, 2, 0], :16], expected[[1, 2, 0], 40:56] = cache[[3, 0, 1], :16], cache[[3, 0, 1], 24:40]
+    assert torch.equal(slots, expected)
+
+
+def test_pieces_that_are_alike_but_for_whose_turn_it_is_move_apart() -> None:
+    everyones, shared = (torch.full((4, 32), value, dtype=torch.int8) for value in (1, 2))
+    slots = torch.zeros((4, 64), dtype=torch.int8)
+    pieces = (Piece(everyones, 0, 32, 0, 64, 32, ()), Piece(shared, 0, 32, 32, 64, 32, (), 2, 1))
+    pages = pages_of(GroupBlocks(range(4), range(4)), 1, num_blocks=4, num_rows=4)
+    StridedCopies((pieces,), slots, 1, 4).copy(Kind.STORE, (pages,))
+    assert slots[:, [0, 32]].tolist() == [[1, 0], [1, 2], [1, 0], [1, 2]]
+
+
 def test_neighbours_on_both_sides_are_one_copy() -> None:
-    columns = ([300, 100, 110, 500], [30, 10, 20, 40], [10, 10, 10, 10])
+    columns = ([300, 100, 110, 500], [30, 10, 20, 40], [10, 10, 10, 10], [3, 3, 3, 3])
     copies = joined(*(np.array(column) for column in columns))
     assert [column.tolist() for column in copies] == [[100, 300, 500], [10, 30, 40], [20, 10, 10]]
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_no_copy_reaches_from_one_row_into_the_next(kind: Kind) -> None:
+    """Rows are pinned in slices: a copy over two of them is refused, and rows that are neighbours may lie in two."""
+    memory = torch.zeros((6, 64), dtype=torch.int8)
+    caches = CanonicalKVCaches((memory,), ((DataRef(0, 64, ("a",), own_part(64, ParallelConfig())),),))
+    slots = torch.zeros((3, 128), dtype=torch.int8)
+    pages = pages_of(GroupBlocks(range(6), range(3)), 2, num_blocks=6, num_rows=3)
+    copies = descriptors(pieces_of(caches, slot_layout(caches, 2)), slots, kind, (pages,), 2)
+    assert copies.sizes.tolist() == [128, 128, 128]  # The two blocks of a chunk are neighbours, and one copy.
 
 
 def test_layers_of_one_allocation_are_one_piece() -> None:
     memory = torch.zeros((40, 6, 64), dtype=torch.int8)
     caches = CanonicalKVCaches(tuple(memory.unbind(0)), ((),))
-    from kvtier.layout import DataRef
-    from kvtier.layout.mapping import own_part
-
     refs = tuple(DataRef(layer, 64, (str(layer),), own_part(64, ParallelConfig())) for layer in range(40))
     (pieces,) = pieces_of(caches._replace(groups=(refs,)), slot_layout(caches, 2))
     assert [piece.repeats for piece in pieces] == [((40, 6 * 64, 2 * 64),)]
@@ -151,53 +191,3 @@ def test_pieces_at_uneven_distances_stay_apart() -> None:
     from kvtier.transfer.pieces import _merged
 
     assert [(piece.local, piece.page_bytes) for piece in _merged(pieces)] == [(0, 24), (300, 8), (200, 8)]
-
-
-class FakeRuntime:
-    """What cuda-python's runtime module offers, on host memory; it notes its calls."""
-
-    class cudaMemcpyAttributes:  # noqa: N801
-        srcAccessOrder: int  # noqa: N815
-
-    cudaMemcpySrcAccessOrder = int  # noqa: N815
-
-    def __init__(self, answer: int = 0) -> None:
-        self.answer = answer
-        self.calls: list[tuple[int, int, int]] = []
-
-    def cudaMemcpyBatchAsync(  # noqa: N802
-        self,
-        targets: list,
-        sources: list,
-        sizes: list,
-        count: int,
-        attributes: list,
-        starts: list,
-        kinds: int,
-        stream: int,
-    ) -> tuple[int]:
-        assert (starts, kinds, len(attributes)) == ([0], 1, 1)
-        self.calls.append((count, attributes[0].srcAccessOrder, stream))
-        for target, source, size in zip(targets, sources, sizes, strict=True):
-            ctypes.memmove(target, source, size)
-        return (self.answer,)
-
-
-def test_batched_copies_are_handed_over_as_cuda_python_takes_them() -> None:
-    source, target = torch.arange(64, dtype=torch.int8), torch.zeros(64, dtype=torch.int8)
-    starts = np.array([0, 16, 40])
-    copies = Descriptors(source.data_ptr() + starts, target.data_ptr() + starts, np.array([8, 8, 24]))
-    runtime = FakeRuntime()
-    copy = cuda._through(runtime)
-    copy(copies, 77, False)
-    copy(copies, 77, True)
-    assert runtime.calls == [(3, 1, 77), (3, 3, 77)]  # In stream order; at any time.
-    kept = [index for start, end in ((0, 8), (16, 24), (40, 64)) for index in range(start, end)]
-    assert target[kept].tolist() == kept
-    assert all(later > earlier for earlier, later in pairwise(kept))
-
-
-def test_a_refused_batch_is_an_error_with_cudas_answer() -> None:
-    copies = Descriptors(*(np.empty(0, dtype=np.int64) for _ in range(3)))
-    with pytest.raises(RuntimeError, match=r"cudaMemcpyBatchAsync of 0 copies: \(35,\)"):
-        cuda._through(FakeRuntime(answer=35))(copies, 0, False)

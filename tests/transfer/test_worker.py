@@ -125,8 +125,22 @@ def test_blocks_and_rows_that_are_not_there_are_refused_and_nothing_moves(
     "slots", [torch.zeros((3, 47), dtype=torch.int8), torch.zeros((3, 48)), torch.zeros(48, dtype=torch.int8)]
 )
 def test_slots_that_chunks_do_not_fit_into_are_refused(slots: torch.Tensor) -> None:
-    with pytest.raises(ConfigError, match=r"\(rows, 48 or more\) int8 accepted"):
+    with pytest.raises(ConfigError, match=r"\(rows, 48 or more\) int8 side by side in host memory accepted"):
         TransferWorker(caches_on("cpu"), slots)
+
+
+def test_slots_that_are_not_bytes_side_by_side_in_host_memory_are_refused() -> None:
+    wrong = [torch.zeros((3, 48), dtype=torch.int8, device="meta"), torch.zeros((48, 3), dtype=torch.int8).t()]
+    for slots in wrong:
+        with pytest.raises(ConfigError, match="int8 side by side in host memory accepted"):
+            TransferWorker(caches_on("cpu"), slots)
+
+
+def test_caches_on_several_devices_are_refused() -> None:
+    here, there = caches_on("cpu"), caches_on("meta")
+    both = CanonicalKVCaches((*here.tensors, *there.tensors), (*here.groups, (there.groups[0][0]._replace(tensor=1),)))
+    with pytest.raises(ConfigError, match="caches on cpu and meta: one device accepted"):
+        TransferWorker(both, torch.zeros((3, 2 * PAGE_BYTES), dtype=torch.int8))
 
 
 def test_caches_on_another_device_are_refused() -> None:
@@ -135,7 +149,7 @@ def test_caches_on_another_device_are_refused() -> None:
 
 
 class Failing:
-    """A copier that fails to begin the first transfer, and to end the second."""
+    """A copier that fails to begin the first transfer and the fourth, and to end the second."""
 
     kinds = (Kind.LOAD, Kind.STORE)
     ahead = 2
@@ -146,6 +160,8 @@ class Failing:
     def begin(self, job: Job) -> Finish:
         if job.job_id == 1:
             raise RuntimeError("no stream")
+        if job.job_id == 4:
+            raise MemoryError("no room for addresses")
         return self._fail if job.job_id == 2 else lambda: None
 
     def _fail(self) -> None:
@@ -155,14 +171,15 @@ class Failing:
 def test_a_transfer_that_fails_says_so_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "_copiers", lambda sides: [Failing()])
     with TransferWorker(caches_on("cpu"), slots_for(4)) as worker:
-        for number in (1, 2, 3):
-            worker.submit_store(number, [GroupBlocks([number], [number])])
-        assert worker.wait([1, 2, 3])
+        for number in (1, 2, 4, 3):
+            worker.submit_store(number, [GroupBlocks([number], [number % 4])])
+        assert worker.wait([1, 2, 3, 4], timeout_s=30)
         errors = {result.job_id: result.error for result in worker.poll()}
     assert isinstance(errors[1], TransferFailed)
     assert isinstance(errors[2], TransferFailed)
     assert str(errors[1]) == "store 1 of 48 bytes: no stream"
     assert str(errors[2]) == "store 2 of 48 bytes: an illegal address"
+    assert str(errors[4]) == "store 4 of 48 bytes: no room for addresses"
     assert errors[3] is None
 
 

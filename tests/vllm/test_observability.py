@@ -41,8 +41,8 @@ def test_what_is_counted_goes_through_vllms_own_stats(llama, disk):
 def test_every_series_has_the_labels_that_were_declared(llama, disk):
     declared = KVTierOffloadingSpec.build_metric_definitions(kvtier(disk))
     with Engine(llama, kvtier(disk)) as engine:
-        engine.answer(prompts(2))
         engine.manager.get_stats = lambda: None
+        engine.answer(prompts(2))
         engine.settle()
         del engine.manager.get_stats
         for name, labels in stats_of(engine):

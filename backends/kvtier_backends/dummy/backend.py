@@ -148,6 +148,10 @@ class DummyBackend(Backend):
     def watch(self) -> AsyncIterator[InventoryEvent]:
         return self._report.watch(self._keys)
 
+    def rank(self, keys: Sequence[OffloadKey]) -> None:
+        """See `Ranked`."""
+        self._store.touch([self._context.mapper.name(key) for key in keys])
+
     def occupancy(self) -> Occupancy:
         return Occupancy(len(self._store.chunks), self._store.used_bytes, self._store.capacity_bytes)
 

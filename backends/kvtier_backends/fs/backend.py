@@ -132,7 +132,7 @@ class FsBackend(Backend):
         return self._layout.occupancy()
 
     def rank(self, keys: Sequence[OffloadKey]) -> None:
-        """Renew the recency of a request's chunks, in prefix order, when it is over: its head goes last."""
+        """See `Ranked`."""
         self._layout.rank(keys)
 
     def counts(self) -> dict[str, int]:

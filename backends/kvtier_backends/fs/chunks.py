@@ -19,6 +19,7 @@ from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.files import ChunkFiles, Found, OpenChunk
 from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, payload_checksum, write_footer
 from kvtier_backends.fs.pages import Pages
+from kvtier_backends.fs.precedence import Precedence
 from kvtier_backends.fs.verify import Whole, judge_chunk, judge_length
 
 T = TypeVar("T")
@@ -69,10 +70,19 @@ class Chunks:
     """Loads and stores shares. Blocks; as many threads may call at once as there are pages."""
 
     def __init__(
-        self, files: ChunkFiles, tally: Tally, *, lanes: int, row_bytes: int, fingerprint: bytes, accept_bare: bool
+        self,
+        files: ChunkFiles,
+        tally: Tally,
+        precedence: Precedence,
+        *,
+        lanes: int,
+        row_bytes: int,
+        fingerprint: bytes,
+        accept_bare: bool,
     ) -> None:
         """`accept_bare`: whether to take files without a footer, unverified."""
         self._files = files
+        self._precedence = precedence
         self._tally = tally
         self._row_bytes = row_bytes
         self._fingerprint = fingerprint
@@ -101,19 +111,9 @@ class Chunks:
     def store(self, share: StoreShare) -> None:
         """Store the share's chunks, each wholly or not at all."""
         with self._pages.one() as page:
-            for place, (key, block) in enumerate(share.writes):
-                footer = Footer(key, len(block), payload_checksum(block), self._fingerprint)
-                try:
-                    write_footer(page[:FOOTER_BYTES], footer)
-                    buffers = [block, page[:FOOTER_BYTES]]
-                    allocated_bytes = self._files.write(key, buffers, share.used_at_ns - place)
-                except OSError as error:
-                    share.gone += error.errno in GONE
-                    share.allocated_bytes.append(None)
-                    share.outcomes.append(failure(key, error))
-                else:
-                    share.allocated_bytes.append(allocated_bytes)
-                    share.outcomes.append(None)
+            for place, write in enumerate(share.writes):
+                with self._precedence.storing():
+                    self._store(write, share.used_at_ns - place, page[:FOOTER_BYTES], share)
 
     def remove(self, keys: Sequence[OffloadKey], removed: list[OffloadKey]) -> OSError | None:
         """Remove the keys' files, note each one that is surely gone, and return the last error of the others."""
@@ -161,6 +161,20 @@ class Chunks:
         except OSError:
             return False
         return length is not None and self.takes(length)
+
+    def _store(self, write: Write, used_at_ns: int, page: memoryview, share: StoreShare) -> None:
+        key, block = write
+        footer = Footer(key, len(block), payload_checksum(block), self._fingerprint)
+        try:
+            write_footer(page, footer)
+            allocated_bytes = self._files.write(key, [block, page], used_at_ns)
+        except OSError as error:
+            share.gone += error.errno in GONE
+            share.allocated_bytes.append(None)
+            share.outcomes.append(failure(key, error))
+        else:
+            share.allocated_bytes.append(allocated_bytes)
+            share.outcomes.append(None)
 
     def _fill(self, chunk: OpenChunk, read: Read, page: memoryview, share: LoadShare) -> Outcome:
         key, into = read

@@ -17,6 +17,7 @@ class FsCounters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     other_version: int = 0  # Loads of files of a later format, which are left alone.
     corrupt: dict[str, int] = {}  # Files, by `Fault`.
     quarantined: int = 0  # Of those; the others were deleted, but for:
+    quarantine_evicted: int = 0  # Quarantined files that went for room.
     corrupt_left: int = 0  # Could not be moved or deleted.
     scan_skipped: int = 0  # Files found at the start that no load would take: a wrong length, or refused.
     scan_swept: int = 0  # Temporaries of dead processes, removed.

@@ -5,7 +5,6 @@ turns out to be another one than was read, put back unless a still newer one has
 missing, but no chunk is lost.
 """
 
-import itertools
 import logging
 import os
 from contextlib import suppress
@@ -17,7 +16,6 @@ from kvtier_backends.fs.folder import Folder
 
 logger = logging.getLogger(__name__)
 
-QUARANTINE_FILES_MAX = 1_000  # Enough to study what happened; a disk of corrupt files must not stay full of them.
 NAME_CHARACTERS_MAX = 64  # Of the chunk's own name in the quarantined file's; its footer has the whole key.
 
 
@@ -39,13 +37,12 @@ class Discard:
         self._writer = folder.writer
         self._quarantine = folder.quarantine
         self._warned: set[Fault] = set()
-        self._numbers = itertools.count(folder.quarantined)
 
     def __call__(self, name: str, fd: int, fault: Fault) -> Discarded:
         """Discard the file that is open as `fd` and was found under `name`."""
-        if self._quarantine is not None and next(self._numbers) < QUARANTINE_FILES_MAX:
+        if self._quarantine.admit():
             stem = os.path.basename(name).removesuffix(".bin")[:NAME_CHARACTERS_MAX]
-            kept = f"{self._quarantine}/{stem}.{fault}{attempt_name(self._writer)}"
+            kept = f"{self._quarantine.name}/{stem}.{fault}{attempt_name(self._writer)}"
             with suppress(OSError):  # Such as a user's tidying away the folder. Then it is deleted.
                 if not take_aside(self._root, name, os.fstat(fd), kept):
                     return Discarded.REPLACED

@@ -1,17 +1,17 @@
 """What is known of a file, packed: a million of them must not take a gigabyte."""
 
 from collections.abc import Iterator
-from operator import itemgetter
 from typing import NamedTuple
 
 from kvtier.keys import OffloadKey
 from kvtier_backends.fs.folder_sizes import SECTOR_BYTES
+from kvtier_backends.fs.idle import Idle
 
-# A chunk's entry is one integer, to stay near 300 bytes a chunk, key and order included: its age, the minute that its
-# file's time says, and its sectors.
+# A chunk's entry is one integer: whether it was used since the start, the minute that its file's time says, and its
+# sectors. Chunks of one minute mostly have the same, and share it.
 SECTOR_BITS = 24  # 8 GiB.
 MINUTE_BITS = 24  # 31 years.
-AGE_BIT = SECTOR_BITS + MINUTE_BITS
+LIVE = 1 << (SECTOR_BITS + MINUTE_BITS)
 SECTORS = (1 << SECTOR_BITS) - 1
 MINUTES = (1 << MINUTE_BITS) - 1
 MINUTE_NS = 60_000_000_000
@@ -26,10 +26,15 @@ class Held(NamedTuple):
     loadable: bool = True  # False: a file of ours by name that no load would take. It takes room all the same.
 
 
-def entry_of(age: int, chunk: Held) -> int:
+def entry_of(chunk: Held, *, live: bool) -> int:
     sectors = chunk.allocated_bytes // SECTOR_BYTES
     assert sectors <= SECTORS, chunk.allocated_bytes
-    return age << AGE_BIT | minute_of(chunk.used_at_ns) << SECTOR_BITS | sectors
+    return LIVE * live | minute_of(chunk.used_at_ns) << SECTOR_BITS | sectors
+
+
+def is_live(entry: int) -> bool:
+    """Say whether a chunk was stored or used since the start."""
+    return entry >= LIVE
 
 
 def minute_of(time_ns: int) -> int:
@@ -47,7 +52,7 @@ class Snapshot(NamedTuple):
 
     keys: list[OffloadKey]
     entries: list[int]
-    idle: list[tuple[int, OffloadKey]]
+    idle: Idle
     used_at_ns: dict[OffloadKey, int]
 
     def newest_first(self, now_ns: int) -> Iterator[Held]:
@@ -57,11 +62,11 @@ class Snapshot(NamedTuple):
         """
         unused: dict[OffloadKey, int] = {}
         for place, (key, entry) in enumerate(zip(reversed(self.keys), reversed(self.entries), strict=True)):
-            if entry >> AGE_BIT:
+            if is_live(entry):
                 yield Held(key, (entry & SECTORS) * SECTOR_BYTES, self.used_at_ns.get(key, now_ns - place))
             else:
                 unused[key] = entry
-        for used_at_ns, key in sorted(self.idle, key=itemgetter(0), reverse=True):
+        for used_at_ns, key in self.idle.newest_first():
             idle = unused.pop(key, None)  # None: it was used since, removed, or stands here twice.
             if idle is not None:
                 yield Held(key, (idle & SECTORS) * SECTOR_BYTES, used_at_ns)

@@ -17,6 +17,7 @@ from kvtier_backends.fs.chunks import Chunks, share_out
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.entries import Held
 from kvtier_backends.fs.index import Index
+from kvtier_backends.fs.quarantine import Cleared, Quarantine
 from kvtier_backends.fs.stamps import Stamps
 
 BATCH_FILES = 64  # Removed in one hop in the background: a few milliseconds, and then another look.
@@ -43,6 +44,7 @@ class Eviction:
         capacity: Capacity,
         chunks: Chunks,
         tally: Tally,
+        quarantine: Quarantine,
         *,
         lane: Lanes,
         store_lanes: Lanes,
@@ -54,6 +56,7 @@ class Eviction:
         self._capacity = capacity
         self._chunks = chunks
         self._tally = tally
+        self._quarantine = quarantine
         self._lane = lane
         self._store_lanes = store_lanes
         self._ttl_s = ttl_s
@@ -101,6 +104,8 @@ class Eviction:
             await in_thread(self._store_lanes, self._capacity.look)
         granted_bytes = await self._promise(wanted_bytes)
         try:
+            if granted_bytes < wanted_bytes and await self._clear_quarantine(wanted_bytes - granted_bytes):
+                granted_bytes += await self._promise(wanted_bytes - granted_bytes)
             for _ in range(ROUNDS_MAX):
                 short_bytes = wanted_bytes - granted_bytes
                 if short_bytes <= 0 or not (victims := self._choose(short_bytes, incoming)):
@@ -125,10 +130,13 @@ class Eviction:
 
     async def make_room_on_disk(self, wanted_bytes: int, incoming: Sequence[OffloadKey]) -> int:
         """Remove files because the disk is full, whatever the limit says; return how much went."""
-        victims = self._choose(wanted_bytes, incoming)
+        cleared_bytes = await self._clear_quarantine(wanted_bytes)
+        if cleared_bytes >= wanted_bytes:
+            return cleared_bytes
+        victims = self._choose(wanted_bytes - cleared_bytes, incoming)
         gone_bytes = await self._remove(victims) if victims else 0
         self.stored(-gone_bytes)
-        return gone_bytes
+        return cleared_bytes + gone_bytes
 
     def used(self, keys: Sequence[OffloadKey]) -> None:
         """Have it written down, behind, that files were used now, in prefix order."""
@@ -181,9 +189,25 @@ class Eviction:
 
     async def _remove_surplus(self) -> None:
         while self._scanned and (surplus_bytes := await self._surplus_bytes()) > 0:
+            if await self._clear_quarantine(surplus_bytes):
+                continue
             victims = self._choose(surplus_bytes, (), BATCH_FILES)
             if not victims or not await self._remove_behind(victims):
                 return  # Nothing may go, or nothing can be removed: not again before something has changed.
+
+    async def _clear_quarantine(self, wanted_bytes: int) -> int:
+        """Have corrupt files go before any chunk; return how much went."""
+        if not self._scanned or self._quarantine.empty:
+            return 0  # Before the scan has counted them, they take room that nobody knows of.
+        cleared: list[Cleared] = []
+        try:
+            await in_thread(self._store_lanes, lambda: cleared.append(self._quarantine.clear(wanted_bytes)))
+        finally:
+            for files, freed_bytes in cleared:
+                self._tally.count("quarantine_evicted", files)
+                self._capacity.other_bytes -= freed_bytes
+                self.stored(-freed_bytes)
+        return sum(freed_bytes for _, freed_bytes in cleared)
 
     async def _remove_expired(self) -> None:
         if self._ttl_s is None:

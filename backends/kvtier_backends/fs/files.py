@@ -6,7 +6,7 @@ blocks, any thread may call, and what fails raises the `OSError` of the call tha
 
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import NamedTuple, Self
@@ -18,6 +18,7 @@ from kvtier_backends.fs.discard import Discard, Discarded
 from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.folder_sizes import taken_bytes
+from kvtier_backends.fs.precedence import SLICE_BYTES
 
 CREATE_ATTEMPTS = 8  # Someone may remove a folder between its making and its use, but not for ever.
 
@@ -32,8 +33,12 @@ class Found(NamedTuple):
 class ChunkFiles:
     """The files of one namespace, by key."""
 
-    def __init__(self, folder: Folder, mapper: FileMapper, *, fsync: bool) -> None:
-        """Use an opened folder; with `fsync`, a chunk is on the device when `write` returns."""
+    def __init__(self, folder: Folder, mapper: FileMapper, give_way: Callable[[], None], *, fsync: bool) -> None:
+        """Use an opened folder, and let others go first between two slices of a chunk.
+
+        With `fsync`, a chunk is on the device when `write` returns.
+        """
+        self._give_way = give_way
         self._root = folder.root_fd
         self._mapper = mapper
         self._writer = folder.writer
@@ -60,7 +65,7 @@ class ChunkFiles:
         temporary, fd = self._create(parent)
         try:
             try:
-                _write_all(fd, buffers)
+                self._write_all(fd, buffers)
                 os.utime(fd, ns=(used_at_ns, used_at_ns))
                 if self._fsync:
                     os.fsync(fd)
@@ -131,6 +136,17 @@ class ChunkFiles:
                 raise
         raise OSError(errno.EAGAIN, "folders vanish as fast as they are made")
 
+    def _write_all(self, fd: int, buffers: Sequence[memoryview]) -> None:
+        total, done = sum(map(len, buffers)), 0
+        while done < total:
+            if done:
+                self._give_way()
+            end = total if total - done < 2 * SLICE_BYTES else done + SLICE_BYTES  # No call for a footer alone.
+            wrote = os.pwritev(fd, _piece(buffers, done, end), done)  # Fewer: the next call says why.
+            if wrote == 0:
+                raise OSError(errno.EIO, f"wrote {done} of {total} bytes and then none")
+            done += wrote
+
     def _drop(self, temporary: str) -> None:
         with suppress(OSError):  # The error that led here is the one to report.
             os.unlink(temporary, dir_fd=self._root)
@@ -192,7 +208,7 @@ class OpenChunk:
         if got == expected_bytes:
             return got
         end = min(os.fstat(self._fd).st_size, sum(map(len, buffers)))
-        while got < end and (more := os.preadv(self._fd, _rest(buffers, got), got)):
+        while got < end and (more := os.preadv(self._fd, _piece(buffers, got, end), got)):
             got += more
         return got
 
@@ -205,21 +221,11 @@ class OpenChunk:
         return self._discard(self._name, self._fd, fault)
 
 
-def _write_all(fd: int, buffers: Sequence[memoryview]) -> None:
-    total = sum(map(len, buffers))
-    done = os.pwritev(fd, buffers, 0)
-    while done < total:  # Short: a signal, a nearly full disk (the next call says so), more than 2 GiB.
-        more = os.pwritev(fd, _rest(buffers, done), done)
-        if more == 0:
-            raise OSError(errno.EIO, f"wrote {done} of {total} bytes and then none")
-        done += more
-
-
-def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
-    """Return what is left of the buffers after so many bytes."""
-    rest: list[memoryview] = []
+def _piece(buffers: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
+    """Return these bytes of the buffers as if they were one."""
+    pieces: list[memoryview] = []
     for buffer in buffers:
-        if done < len(buffer):
-            rest.append(buffer[done:])
-        done = max(0, done - len(buffer))
-    return rest
+        if piece := buffer[max(0, start) : max(0, end)]:
+            pieces.append(piece)
+        start, end = start - len(buffer), end - len(buffer)
+    return pieces

@@ -66,20 +66,20 @@ class FilesLayout:
         return await self._storing(writes)
 
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
-        mark = self._index.mark()
         parts = share_out(keys, self._lanes.store.count, PROBES_MAX)
         removed: list[OffloadKey] = []
         note = self._index.lost
-        try:
-            errors = await in_threads(
-                self._lanes.store, [partial(self._chunks.remove, part, removed) for part in parts]
-            )
-            note = self._index.removed
-        finally:
-            self._eviction.stored(-sum(map(self._index.taken_bytes, removed)))
-            for key in removed:
-                note(key, mark)
-            self._eviction.changed()
+        with self._index.call(keys) as unchanged:
+            try:
+                errors = await in_threads(
+                    self._lanes.store, [partial(self._chunks.remove, part, removed) for part in parts]
+                )
+                note = self._index.removed
+            finally:
+                self._eviction.stored(-sum(map(self._index.taken_bytes, removed)))
+                for key in unchanged.intersection(removed):
+                    note(key)
+                self._eviction.changed()
         for error in filter(None, errors):
             left = len(keys) - len(removed)
             raise BackendUnavailable(f"{self._name}: {left} of {len(keys)} files could not be removed") from error
@@ -89,7 +89,8 @@ class FilesLayout:
         self._eviction.used(keys)
 
     def occupancy(self) -> Occupancy:
-        return Occupancy(len(self._index), self._eviction.used_bytes(), self._capacity.limit_bytes)
+        capacity = self._capacity
+        return Occupancy(len(self._index), self._eviction.used_bytes(), capacity.limit_bytes, capacity.reserved_bytes)
 
     def begin_report(self) -> int:
         return self._index.begin_report()

@@ -20,6 +20,7 @@ from kvtier_backends.fs.attempts import Writer, attempt_name
 from kvtier_backends.fs.disk import Disk
 from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, FolderSizes, taken_bytes
 from kvtier_backends.fs.options import FsOptions
+from kvtier_backends.fs.quarantine import Quarantine
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,8 @@ class Folder:
     """An open root, and where this namespace's files are in it."""
 
     writer: Writer
-    """Who we are in the names of unfinished files; there from `open` on, as are the next two."""
+    """Who we are in the names of unfinished files; there from `open` on, as are the next three."""
+    quarantine: Quarantine
     sizes: FolderSizes
     disk: Disk
 
@@ -44,8 +46,6 @@ class Folder:
         """Touch nothing yet."""
         self.root_fd = -1
         self.chunks = mapper.chunks_folder + (SEGMENTS_SUFFIX if options.layout == "segments" else "")
-        self.quarantine = f"{mapper.folder}/{QUARANTINE}" if options.corrupt == "quarantine" else None
-        self.quarantined = 0  # Files there when it was opened.
         self.direct = False
         self._options = options
         self._mapper = mapper
@@ -63,11 +63,11 @@ class Folder:
                 self.root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
                 undo.callback(self.close)
                 self.disk = Disk(self.root_fd)
-                for name in filter(None, (self._mapper.folder, self.chunks, self.quarantine)):
+                quarantine, keeps = f"{self._mapper.folder}/{QUARANTINE}", self._options.corrupt == "quarantine"
+                for name in (self._mapper.folder, self.chunks, *([quarantine] if keeps else [])):
                     self._make(name, undo)
                 self._settle_config(undo)
-                if self.quarantine:
-                    self.quarantined = self._entries(self.quarantine)
+                self.quarantine = Quarantine(self.root_fd, quarantine, keeps=keeps)
                 self.direct = self._try_io(self._options.io)
                 self.sizes = FolderSizes(self._new_folder_bytes())
                 undo.pop_all()
@@ -121,13 +121,6 @@ class Folder:
         with suppress(FileExistsError):
             os.mkdir(name, dir_fd=self.root_fd)
             undo.callback(_quietly, os.rmdir, name, dir_fd=self.root_fd)
-
-    def _entries(self, name: str) -> int:
-        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.root_fd)
-        try:
-            return len(os.listdir(fd))
-        finally:
-            os.close(fd)
 
     def _new_folder_bytes(self) -> int:
         """Return what an empty directory takes."""

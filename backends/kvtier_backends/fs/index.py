@@ -6,13 +6,15 @@ wrongly taken for absent is lost until the next start.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, Added, InventoryEvent, Removed, ScanDone
 from kvtier.keys import OffloadKey
 from kvtier.policies.base import Policy
+from kvtier_backends.fs.cold_end import ColdEnd
 from kvtier_backends.fs.entries import (
-    AGE_BIT,
+    LIVE,
     MINUTE_NS,
     MINUTES,
     SECTOR_BITS,
@@ -20,26 +22,32 @@ from kvtier_backends.fs.entries import (
     Held,
     Snapshot,
     entry_of,
+    is_live,
     minute_of,
 )
 from kvtier_backends.fs.folder_sizes import SECTOR_BYTES
 from kvtier_backends.fs.order import Keep, Order
 
 REFRESH_MINUTES = 60  # A file's time is set to its last use at most so often.
+SHARED_MAX = 65_536  # Different entries that are remembered to be shared: some megabytes.
 
 
 class Index:
     """Keys, the room that they take, and whether they were used since the start."""
 
-    def __init__(self, policy: Policy[OffloadKey], clock_ns: Callable[[], int] | None = None) -> None:
-        """Know nothing: every key may be there. `clock_ns` is for who asks what was not used for long."""
+    def __init__(self, policy: Policy[OffloadKey] | None = None, clock_ns: Callable[[], int] | None = None) -> None:
+        """Know nothing: every key may be there. `clock_ns` is for who asks what was not used for long.
+
+        Without a policy what was used longest ago goes first, and this order takes no memory of its own.
+        """
         self.used_bytes = 0
         self.authoritative = False
         """Whether a key that is not in here is absent."""
         self._entries: dict[OffloadKey, int] = {}  # Those used since the start in the order of their last use.
         self._unloadable: dict[OffloadKey, int] = {}  # In bytes.
-        self._age = 1  # Age 0: from before the start, and not used since.
-        self._order = Order(policy, self._is_idle, clock_ns)
+        self._shared: dict[int, int] = {}
+        self._calls: list[set[OffloadKey]] = []  # Under way, each with its keys that were not stored since it began.
+        self._order = Order(policy or ColdEnd(self._entries, is_live), self._is_idle, clock_ns)
         self._scanning = True
         self._removed_in_scan: set[OffloadKey] = set()
         self._report = 0
@@ -67,18 +75,28 @@ class Index:
         """Return the room that a key's file takes, whether or not a load would take it; 0 if none is known."""
         return self._unloadable.get(key, 0) or (self._entries.get(key, 0) & SECTORS) * SECTOR_BYTES
 
-    def mark(self) -> int:
-        """Return the time, in calls: what is stored from now on is not removed by who began to look before."""
-        self._age += 1
-        return self._age
+    @contextmanager
+    def call(self, keys: Iterable[OffloadKey]) -> Generator[set[OffloadKey]]:
+        """Give, for as long as the block lasts, those of the keys that were not stored since it began.
+
+        Only of these can a call say that they are gone.
+        """
+        unchanged = set(keys)
+        self._calls.append(unchanged)
+        try:
+            yield unchanged
+        finally:
+            self._calls = [call for call in self._calls if call is not unchanged]
 
     def stored(self, chunk: Held) -> None:
         """Note a chunk that a store of ours has put in place: for the order, a use."""
         key = chunk.key
+        for unchanged in self._calls:
+            unchanged.discard(key)
         self._removed_in_scan.discard(key)
         (self._order.touch if self._is_live(key) else self._order.insert)(key)
         self._drop(key)
-        self._entries[key] = entry_of(self._age, chunk)
+        self._note(key, entry_of(chunk, live=True))
         self.used_bytes += chunk.allocated_bytes
 
     def used(self, key: OffloadKey) -> None:
@@ -86,13 +104,9 @@ class Index:
         entry = self._entries.get(key)
         if entry is None:
             return
-        if entry >> AGE_BIT:
-            self._order.touch(key)
-        else:
-            entry |= 1 << AGE_BIT
-            self._order.insert(key)
+        (self._order.touch if is_live(entry) else self._order.insert)(key)
         del self._entries[key]  # So that their order is that of their last use.
-        self._entries[key] = entry
+        self._note(key, entry | LIVE)
 
     def rank(self, keys: Iterable[OffloadKey]) -> None:
         """Renew the recency of those keys, in prefix order, that are known: used together, the head is the newest."""
@@ -122,7 +136,7 @@ class Index:
         minute = minute_of(now_ns)
         if minute - (entry >> SECTOR_BITS & MINUTES) < REFRESH_MINUTES:
             return False
-        self._entries[key] = entry >> AGE_BIT << AGE_BIT | minute << SECTOR_BITS | entry & SECTORS
+        self._note(key, entry & LIVE | minute << SECTOR_BITS | entry & SECTORS)
         return True
 
     def scanned(self, chunks: Sequence[Held]) -> int:
@@ -130,7 +144,7 @@ class Index:
 
         Returns how much room that takes which it noted.
         """
-        noted_bytes = 0
+        noted_bytes, uses = 0, list[tuple[int, OffloadKey]]()
         for chunk in chunks:
             key = chunk.key
             if key in self._removed_in_scan or key in self._unloadable or self._is_live(key):
@@ -140,12 +154,13 @@ class Index:
                 self._correct(chunk)
                 continue
             if chunk.loadable:
-                self._entries[key] = entry_of(0, chunk)
+                self._note(key, entry_of(chunk, live=False))
                 self.report(key)
             else:
                 self._unloadable[key] = chunk.allocated_bytes
             self.used_bytes += chunk.allocated_bytes
-            self._order.found(key, chunk.used_at_ns)
+            uses.append((chunk.used_at_ns, key))
+        self._order.found(uses)
         return noted_bytes
 
     def vanished(self, keys: Iterable[OffloadKey]) -> None:
@@ -162,23 +177,19 @@ class Index:
         self.authoritative = complete
         self._removed_in_scan.clear()
 
-    def removed(self, key: OffloadKey, mark: int) -> None:
-        """Note that a call of ours that began at `mark` has removed a chunk."""
-        entry = self._entries.get(key)
-        if entry is not None and entry >> AGE_BIT >= mark:
-            return  # Stored again since: the file may be there.
+    def removed(self, key: OffloadKey) -> None:
+        """Note that a `call` of ours has removed a chunk."""
         if self._scanning:
             self._removed_in_scan.add(key)
         if self._is_live(key):
             self._order.remove(key)
         self._drop(key)
 
-    def lost(self, key: OffloadKey, mark: int) -> None:
-        """Note that a load that began at `mark` has not found a chunk, or not a whole one; the consumer hears of it."""
-        known = key in self._entries
-        self.removed(key, mark)
-        if self._reporting and known and key not in self._entries:
+    def lost(self, key: OffloadKey) -> None:
+        """Note that a `call` has not found a chunk, or not a whole one; the consumer hears of it."""
+        if self._reporting and key in self._entries:
             self._lost.append(key)
+        self.removed(key)
 
     def victims(self, count: int, keep: Keep, kept: int, incoming: Sequence[OffloadKey] = ()) -> list[Held]:
         """Choose up to `count` files that go for room, and forget them; the consumer hears of it. See `Order`."""
@@ -195,7 +206,7 @@ class Index:
         elif chunk.key not in self._entries:
             self._unloadable[chunk.key] = chunk.allocated_bytes
             self.used_bytes += chunk.allocated_bytes
-            self._order.found(chunk.key, chunk.used_at_ns)
+            self._order.found([(chunk.used_at_ns, chunk.key)])
 
     def begin_report(self) -> int:
         """Start from what is there now: a consumer has come, and knows nothing. Returns the report's number."""
@@ -229,18 +240,18 @@ class Index:
         return None
 
     def _is_live(self, key: OffloadKey) -> bool:
-        return self._entries.get(key, 0) >> AGE_BIT > 0
+        return is_live(self._entries.get(key, 0))
 
     def _is_idle(self, key: OffloadKey) -> bool:
         entry = self._entries.get(key)
-        return key in self._unloadable if entry is None else not entry >> AGE_BIT
+        return key in self._unloadable if entry is None else not is_live(entry)
 
     def _correct(self, chunk: Held) -> None:
         """Have a chunk that a checkpoint named take what the scan has seen that it takes."""
         self._drop(chunk.key)
         self.used_bytes += chunk.allocated_bytes
         if chunk.loadable:
-            self._entries[chunk.key] = entry_of(0, chunk)
+            self._note(chunk.key, entry_of(chunk, live=False))
             return
         self._unloadable[chunk.key] = chunk.allocated_bytes
         if self._reporting:
@@ -255,6 +266,11 @@ class Index:
             self._lost.append(key)
         self._drop(key)
         return Held(key, taken_bytes, used_at_ns, loadable)
+
+    def _note(self, key: OffloadKey, entry: int) -> None:
+        if len(self._shared) >= SHARED_MAX:
+            self._shared.clear()
+        self._entries[key] = self._shared.setdefault(entry, entry)
 
     def _drop(self, key: OffloadKey) -> None:
         self.used_bytes -= self.taken_bytes(key)

@@ -12,6 +12,7 @@ from kvtier_backends.fs.chunks import Chunks, LoadShare, share_out
 from kvtier_backends.fs.entries import Held
 from kvtier_backends.fs.eviction import Eviction
 from kvtier_backends.fs.index import Index
+from kvtier_backends.fs.precedence import Precedence
 
 
 class Loading:
@@ -23,6 +24,7 @@ class Loading:
         capacity: Capacity,
         index: Index,
         chunks: Chunks,
+        precedence: Precedence,
         *,
         lanes: Lanes,
         share_chunks: int,
@@ -33,25 +35,26 @@ class Loading:
         self._capacity = capacity
         self._index = index
         self._chunks = chunks
+        self._precedence = precedence
         self._lanes = lanes
         self._share_chunks = share_chunks
         self._clock_ns = clock_ns
 
     async def __call__(self, reads: Sequence[Read]) -> tuple[list[Outcome], int]:
         """Load the chunks; return the outcomes, and how many say that the file system is away."""
-        mark = self._index.mark()
         shares = [
             LoadShare(part, measure=any(read.key not in self._index for read in part))
             for part in share_out(reads, self._lanes.count, self._share_chunks)
         ]
-        with self._eviction.in_use([read.key for read in reads]):
+        keys = [read.key for read in reads]
+        with self._precedence.loading(), self._eviction.in_use(keys), self._index.call(keys) as unchanged:
             try:
                 await in_threads(self._lanes, [partial(self._chunks.load, share) for share in shares])
             finally:
-                self._note(shares, mark)
+                self._note(shares, unchanged)
         return [outcome for share in shares for outcome in share.outcomes], sum(share.gone for share in shares)
 
-    def _note(self, shares: Sequence[LoadShare], mark: int) -> None:
+    def _note(self, shares: Sequence[LoadShare], unchanged: set[OffloadKey]) -> None:
         used: list[OffloadKey] = []
         for share in reversed(shares):  # Tail first: a prefix outlives its continuation.
             self._capacity.other_bytes += share.kept_bytes
@@ -60,7 +63,8 @@ class Loading:
                 key = read.key
                 # One that was never known may have a file all the same: one that is refused, and takes room.
                 if isinstance(outcome, BlockCorrupt) or (isinstance(outcome, BlockMissing) and key in self._index):
-                    self._index.lost(key, mark)
+                    if key in unchanged:
+                        self._index.lost(key)
                 elif outcome is None and key in self._index:
                     self._index.used(key)
                     used.append(key)

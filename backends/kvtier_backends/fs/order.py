@@ -5,11 +5,11 @@ the policy's when it is used. With LRU this is one order by last use, through an
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
+from collections.abc import Callable, Iterable, Sequence
 
 from kvtier.keys import OffloadKey
 from kvtier.policies.base import Policy
+from kvtier_backends.fs.idle import Idle, Use
 
 Keep = Callable[[OffloadKey], bool]
 
@@ -27,11 +27,11 @@ class Order:
         self._policy = policy
         self._is_idle = is_idle
         self._live = 0  # Keys that the policy holds.
-        self._idle: list[tuple[int, OffloadKey]] = []  # A heap by last use; may hold what is idle no more.
+        self._idle = Idle()
 
-    def found(self, key: OffloadKey, used_at_ns: int) -> None:
-        """Take in what the scan has found."""
-        heappush(self._idle, (used_at_ns, key))
+    def found(self, uses: Iterable[Use]) -> None:
+        """Take in what the scan has found: when each was used, and its key."""
+        self._idle.add(uses)
 
     def insert(self, key: OffloadKey) -> None:
         """Take in a chunk that was stored, or an idle one that was used."""
@@ -83,9 +83,9 @@ class Order:
                 self._live -= 1
         return chosen
 
-    def snapshot(self) -> tuple[list[tuple[int, OffloadKey]], dict[OffloadKey, int]]:
-        """Return, in no order, the last use of what was idle at some time, and of what is not if there is a clock."""
-        return list(self._idle), dict(self._used_at_ns)
+    def snapshot(self) -> tuple[Idle, dict[OffloadKey, int]]:
+        """Return what was idle at some time, and when what is not was used, if there is a clock."""
+        return self._idle.copy(), dict(self._used_at_ns)
 
     def _note_use(self, key: OffloadKey) -> None:
         if self._clock_ns is not None:
@@ -94,17 +94,16 @@ class Order:
 
     def _oldest_idle(self, count: int, keep: Keep, before_ns: int | None = None) -> list[OffloadKey]:
         chosen: list[OffloadKey] = []
-        held_back: list[tuple[int, OffloadKey]] = []
-        while self._idle and len(chosen) < count:
-            if before_ns is not None and self._idle[0][0] >= before_ns:
+        held_back: list[Use] = []
+        while len(chosen) < count and (oldest_ns := self._idle.oldest_ns()) is not None:
+            if before_ns is not None and oldest_ns >= before_ns:
                 break
-            entry = heappop(self._idle)
-            if not self._is_idle(entry[1]):
+            use = self._idle.pop()
+            if not self._is_idle(use[1]):
                 continue
-            if keep(entry[1]):
-                held_back.append(entry)
+            if keep(use[1]):
+                held_back.append(use)
             else:
-                chosen.append(entry[1])
-        for entry in held_back:
-            heappush(self._idle, entry)
+                chosen.append(use[1])
+        self._idle.add(held_back)
         return chosen

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from kvtier.backend import TierContext
 from kvtier.lend import Lanes
+from kvtier.policies.lru import LRU
 from kvtier.policies.named import policy_class
 from kvtier_backends.fs.books import Books
 from kvtier_backends.fs.capacity import Capacity
@@ -19,6 +20,7 @@ from kvtier_backends.fs.index import Index
 from kvtier_backends.fs.loading import Loading
 from kvtier_backends.fs.looking import Looking
 from kvtier_backends.fs.options import FsOptions
+from kvtier_backends.fs.precedence import Precedence
 from kvtier_backends.fs.shared import SharedEviction
 from kvtier_backends.fs.storing import Storing, sizes_of
 
@@ -58,7 +60,8 @@ def assemble(
     """Make a tier's parts over an opened folder, on the running loop."""
     clock_ns, sizes = time.time_ns, sizes_of(context.row_bytes, folder)
     limit_bytes = min(options.capacity_bytes or folder.disk.size_bytes, folder.disk.size_bytes)
-    policy = policy_class(options.eviction_policy)(max(1, limit_bytes // context.row_bytes))
+    kind = policy_class(options.eviction_policy)
+    policy = None if kind is LRU else kind(max(1, limit_bytes // context.row_bytes))  # LRU: the index has that order.
     index = Index(policy, None if options.ttl_s is None else clock_ns)
     checkpoint = Checkpoint(folder, context.mapper, tally, context.row_bytes)
     capacity = Capacity(
@@ -68,9 +71,11 @@ def assemble(
         low_water=options.low_water,
         min_free_bytes=options.min_free_bytes,
     )
+    precedence = Precedence()
     chunks = Chunks(
-        ChunkFiles(folder, context.mapper, fsync=options.fsync),
+        ChunkFiles(folder, context.mapper, precedence.give_way, fsync=options.fsync),
         tally,
+        precedence,
         lanes=options.load_lanes + options.store_lanes,
         row_bytes=context.row_bytes,
         fingerprint=context.mapper.fingerprint,
@@ -81,6 +86,7 @@ def assemble(
         capacity,
         chunks,
         tally,
+        folder.quarantine,
         lane=lanes.evict,
         store_lanes=lanes.store,
         ttl_s=options.ttl_s,
@@ -92,7 +98,14 @@ def assemble(
     if books.write_budget is not None:
         books.write_budget.use(lanes.store)
     loading = Loading(
-        eviction, capacity, index, chunks, lanes=lanes.load, share_chunks=sizes.share_chunks, clock_ns=clock_ns
+        eviction,
+        capacity,
+        index,
+        chunks,
+        precedence,
+        lanes=lanes.load,
+        share_chunks=sizes.share_chunks,
+        clock_ns=clock_ns,
     )
     storing = Storing(
         eviction, books.write_budget, index, chunks, tally, lanes=lanes.store, sizes=sizes, clock_ns=clock_ns

@@ -105,6 +105,12 @@ class SharedEviction(Eviction):
         await asyncio.get_running_loop().run_in_executor(self._lane, self.ledger.settle, 0, self._news_bytes())
         return gone_bytes
 
+    async def _clear_quarantine(self, wanted_bytes: int) -> int:
+        gone_bytes = await super()._clear_quarantine(wanted_bytes)
+        if gone_bytes:
+            await in_thread(self._store_lanes, self.ledger.settle, 0, self._news_bytes())
+        return gone_bytes
+
     def _evict(self, victims: Sequence[Held], removal: Removal) -> None:
         with self.ledger.evicting():
             self._chunks.evict(victims, removal.gone, removal.used, check=True)

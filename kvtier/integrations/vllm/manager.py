@@ -37,6 +37,7 @@ _RESULTS = {
     Found.HIT_PENDING: LookupResult.HIT_PENDING,
     Found.RETRY: LookupResult.RETRY,
 }
+LOOKUP_HIT = LookupResult.HIT  # An enum finds its members by a call of its own.
 _CHUNK_LEVEL = RequestOffloadingContext(OffloadPolicy.CHUNK_LEVEL)
 _REQUEST_LEVEL = RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
 
@@ -50,6 +51,9 @@ class VllmManager(OffloadingManager):
     def __init__(self, engine: TieringOffloadingManager, times: TransferTimes) -> None:
         """Take over an engine, whose observer `times` is; `shutdown` ends it."""
         self.engine = engine
+        self._ready = engine.ready
+        self._looking: ReqContext | None = None  # Whose hits these are.
+        self._hits: list[OffloadKey] = []
         self._media = Media(engine.ledger.tiers)
         self._stats = Stats(lambda: engine_counters(engine), lambda: engine_gauges(engine), times)
         self._flush = _Flush()
@@ -58,8 +62,9 @@ class VllmManager(OffloadingManager):
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        chosen = _matchers(req_context.load_tier_filter)
-        wanted = self.engine.on_new_request(req_context.req_id, load_matchers=chosen)
+        chosen = req_context.load_tier_filter
+        matchers = None if chosen is TierFilter.ALL else _matchers(chosen)
+        wanted = self.engine.on_new_request(req_context.req_id, load_matchers=matchers)
         return _REQUEST_LEVEL if wanted else _CHUNK_LEVEL
 
     @override
@@ -70,7 +75,11 @@ class VllmManager(OffloadingManager):
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        return _RESULTS[self.engine.lookup(key, req_context.req_id)]
+        hits = self._hits
+        if hits and req_context is self._looking and key in self._ready:
+            hits.append(key)
+            return LOOKUP_HIT
+        return self._look_up(key, req_context)
 
     @override
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
@@ -141,6 +150,12 @@ class VllmManager(OffloadingManager):
     def shutdown(self) -> None:
         self.engine.shutdown()
 
+    def _look_up(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
+        """Ask the engine, and note whose hits may be found here from now on."""
+        found = self.engine.lookup(key, req_context.req_id)
+        self._looking, self._hits = req_context, self.engine.hits(req_context.req_id)
+        return _RESULTS[found]
+
     def _completed(self, chunks: int) -> None:
         if self._flush.completed(chunks):
             self.engine.on_reset_flushed()
@@ -174,10 +189,8 @@ def _keys(keys: Collection[OffloadKey]) -> list[OffloadKey]:
     return keys if isinstance(keys, list) else list(keys)
 
 
-def _matchers(chosen: TierFilter) -> list[TierMatcher] | None:
-    """Translate the tiers that a request may load from; None means all."""
-    if chosen is TierFilter.ALL:
-        return None
+def _matchers(chosen: TierFilter) -> list[TierMatcher]:
+    """Translate the tiers that a request may load from."""
     return [
         TierMatcher(
             None if matcher.medium is None else matcher.medium.value,

@@ -25,6 +25,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
+from kvtier.assembly import ledger_of
 from kvtier.bridge.base import Bridge
 from kvtier.bridge.process import ProcessBridge
 from kvtier.bridge.thread import ThreadBridge
@@ -36,7 +37,6 @@ from kvtier.integrations.vllm.rows import namespace_of, plan_rows
 from kvtier.integrations.vllm.stats import Stats, TransferTimes, metric_definitions, tier_counters, tier_gauges
 from kvtier.integrations.vllm.tier_client import TierClient
 from kvtier.region import Region
-from kvtier.stepping import ledger_of
 
 
 class KVTierSecondaryTier(SecondaryTierManager):

@@ -50,6 +50,7 @@ _GAUGES: dict[str, tuple[str, Labels]] = {
     "kvtier_tier_chunks": ("Chunks held.", ("tier",)),
     "kvtier_tier_used_bytes": ("Bytes held.", ("tier",)),
     "kvtier_tier_capacity_bytes": ("Bytes that may be held.", ("tier",)),
+    "kvtier_tier_reserved_bytes": ("Bytes promised.", ("tier",)),
     "kvtier_tier_breaker": ("1 for the breaker's state.", ("tier", "state")),
 }
 _TRANSFER_SECONDS = "kvtier_transfer_seconds"
@@ -160,6 +161,7 @@ def tier_gauges(tier: Tier) -> Iterator[Reading]:
     yield Reading("kvtier_tier_storing", label, len(tier.storing))
     yield Reading("kvtier_tier_chunks", label, tier.chunks)
     yield Reading("kvtier_tier_used_bytes", label, tier.used_bytes)
+    yield Reading("kvtier_tier_reserved_bytes", label, tier.reserved_bytes)
     if tier.capacity_bytes is not None:
         yield Reading("kvtier_tier_capacity_bytes", label, tier.capacity_bytes)
     for state in BreakerState:

@@ -24,6 +24,7 @@ from kvtier.bridge.messages import (
     Message,
     Probe,
     Promote,
+    Rank,
     Returned,
     RunnerBack,
     RunnerGone,
@@ -308,7 +309,7 @@ class TierClient:
         """Settle actions that the bridge did not take: nothing was lent."""
         now = time.monotonic()
         for action in actions:
-            if isinstance(action, Acknowledge):
+            if isinstance(action, Acknowledge | Rank):
                 self._queued.append(action)
             elif isinstance(action, Probe):
                 self._believe(self._parts.pop(action.id).keys, b"", now)

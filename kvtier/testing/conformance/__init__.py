@@ -19,6 +19,7 @@ Subclass what your tier offers, in a module that pytest collects, and give it op
 - `InventoryConformance`, `MeasuredConformance`: tiers that offer `Inventory`, `Measured`.
 - `BoundedConformance`: tiers that offer `Measured` and have a capacity. Fixture `small`: a tier with room for
   `room_chunks` chunks; `backend` is not needed.
+- `RankedConformance`: tiers that offer `Ranked`, too. Fixture `small` as before, evicting by recency.
 
 Every test opens its tier anew: fixtures have function scope. `chunk_bytes` (16,384) is the length of a row and may be
 overridden in the class, as may `settle_s`, how long a test gives a thread that should be gone to show itself.
@@ -39,7 +40,7 @@ pytest.register_assert_rewrite(
         f"{__name__}.{module}"
         for module in (
             *("lender", "promises", "roundtrip", "batches", "deleting", "concurrency", "cancellation", "manners"),
-            *("ending", "suite", "durable", "namespaces", "inventory", "measured", "bounded"),
+            *("ending", "suite", "durable", "namespaces", "inventory", "measured", "bounded", "ranked"),
         )
     )
 )
@@ -50,6 +51,7 @@ from kvtier.testing.conformance.inventory import Follower, InventoryConformance 
 from kvtier.testing.conformance.lender import Lender, key_of, keys_of, label, tier_context  # noqa: E402
 from kvtier.testing.conformance.measured import MeasuredConformance  # noqa: E402
 from kvtier.testing.conformance.namespaces import NamespacedConformance  # noqa: E402
+from kvtier.testing.conformance.ranked import RankedConformance  # noqa: E402
 from kvtier.testing.conformance.suite import BackendConformance  # noqa: E402
 
 __all__ = [
@@ -61,6 +63,7 @@ __all__ = [
     "Lender",
     "MeasuredConformance",
     "NamespacedConformance",
+    "RankedConformance",
     "key_of",
     "keys_of",
     "label",

@@ -1,12 +1,14 @@
 """`python -m kvtier.testing.simulation`: many seeds, over all cores, and what they met.
 
-Exit status 1 if a seed failed, with the command that shows it again; 130 after Ctrl-C, with the report of what was run.
+Exit status 1 if a seed failed, with the command that shows it again; 3 if a process was lost with its seeds; 130 after
+Ctrl-C, with the report of what was run.
 """
 
 import json
 import os
 import time
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from typing import Annotated, Any
 
@@ -36,7 +38,11 @@ def main(
     """Run whole engines in virtual time under seeded faults, and say what they met."""
     subject = _subject(tier, policy, durable=durable)
     begun = time.monotonic()
-    tally, interrupted = _run(range(first, first + seeds), jobs, subject)
+    try:
+        tally, interrupted = _run(range(first, first + seeds), jobs, subject)
+    except BrokenProcessPool:
+        typer.echo("A process that ran seeds was killed, or crashed: with less memory, fewer --jobs may do.", err=True)
+        raise typer.Exit(3) from None
     seconds = time.monotonic() - begun
     _report(tally, seconds)
     if json_path:

@@ -112,8 +112,11 @@ def _audit_pins(ledger: Ledger) -> None:
         assert primary.key(row) is not None, f"row {row} is leased and holds nothing"
         assert all(row in request.leased for request in holders), f"row {row}: a lease that its holder does not know"
         explained[row] += len(holders)
+    explained.update(primary.filling.values())
     for row, pins in enumerate(primary._pins):
         assert pins >= explained[row], f"row {row} has {pins} pins and {explained[row]} reasons"
+    idle = sum(not primary._pins[row] for row in primary.ready.values())
+    assert primary._idle == idle, f"{idle} rows are idle, {primary._idle} noted"
     loads = sum(primary._pins) - explained.total()
     promoting = sum(len(transfer.keys) for transfer in _under_way(ledger, Kind.PROMOTION))
     promoting += sum(map(len, ledger.outbox._promotions.values()))

@@ -13,7 +13,7 @@ from kvtier.lend import Lanes
 from kvtier_backends.fs.attempts import attempt_name
 from kvtier_backends.fs.capacity import Capacity
 from kvtier_backends.fs.counters import Tally
-from kvtier_backends.fs.discard import NAME_CHARACTERS_MAX, QUARANTINE_FILES_MAX
+from kvtier_backends.fs.discard import NAME_CHARACTERS_MAX
 from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.segments.catalog import Catalog
@@ -70,7 +70,6 @@ class Wiping:
         self._round = Round([])
         self._round_ended = asyncio.Event()  # Replaced each time that one has.
         self._failed = self._closed = False
-        self._quarantined = folder.quarantined
         self._kept_names: dict[int, str] = {}
         self._warned: set[Fault] = set()
 
@@ -85,10 +84,9 @@ class Wiping:
         level = logging.DEBUG if fault in self._warned else logging.WARNING
         self._warned.add(fault)
         logger.log(level, "%s: slot %d is corrupt (%s)", self._segments.of(slot).name, slot, fault)
-        if self._folder.quarantine is not None and self._quarantined < QUARANTINE_FILES_MAX and self._has_room():
-            self._quarantined += 1
+        if self._admitted():
             stem = key.hex()[:NAME_CHARACTERS_MAX]
-            self._kept_names[slot] = f"{self._folder.quarantine}/{stem}.{fault}{attempt_name(self._folder.writer)}"
+            self._kept_names[slot] = f"{self._folder.quarantine.name}/{stem}.{fault}{attempt_name(self._folder.writer)}"
         self._catalog.lost(key)
         self.check()
 
@@ -146,14 +144,14 @@ class Wiping:
             for slot in self._catalog.outdated.take_due()
         ]
 
-    def _has_room(self) -> bool:
-        """Count room for a copy of a slot, if there is some."""
+    def _admitted(self) -> bool:
+        """Say whether a copy of a slot may be kept, and count the room that it takes."""
         slot_bytes = self._files.header(1).slot_bytes
         granted_bytes = self._capacity.reserve(slot_bytes)
         self._capacity.release(granted_bytes)
-        if granted_bytes == slot_bytes:
-            self._capacity.other_bytes += slot_bytes
-        return granted_bytes == slot_bytes
+        admitted = granted_bytes == slot_bytes and self._folder.quarantine.admit()
+        self._capacity.other_bytes += slot_bytes * admitted
+        return admitted
 
     def _wipe(self, work: "Round") -> None:
         """Wipe slots. Blocks, in a lane."""

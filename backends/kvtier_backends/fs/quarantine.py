@@ -1,0 +1,78 @@
+"""Corrupt files that are kept to be looked at: some of them, and only while there is room for them.
+
+Chunks serve somebody and these do not, so where room is needed they go first, the oldest before the others.
+"""
+
+import os
+import threading
+from typing import NamedTuple
+
+from kvtier_backends.fs.folder_sizes import taken_bytes
+
+FILES_MAX = 1_000  # Enough to study what happened; a disk of corrupt files must not stay full of them.
+
+
+class Cleared(NamedTuple):
+    """What was removed."""
+
+    files: int
+    freed_bytes: int
+
+
+class Quarantine:
+    """A folder of such files in an open root. Any thread may call."""
+
+    def __init__(self, root_fd: int, name: str, *, keeps: bool) -> None:
+        """See what is there from before. `keeps`: whether more may come. Blocks."""
+        self.name = name
+        self._root = root_fd
+        self._keeps = keeps
+        self._lock = threading.Lock()
+        self._files = len(self._listed())
+        self._admitted = 0
+
+    @property
+    def empty(self) -> bool:
+        """Whether it held nothing when it was last looked at, and nothing came since."""
+        return not self._files
+
+    def admit(self) -> bool:
+        """Say whether one more may be kept, and count it."""
+        with self._lock:
+            admits = self._keeps and self._files < FILES_MAX
+            self._files += admits
+            self._admitted += admits
+        return admits
+
+    def clear(self, wanted_bytes: int) -> Cleared:
+        """Remove files, the oldest first, until so much has gone or none is left. Blocks; raises nothing."""
+        found, admitted = list[tuple[int, str, int]](), self._admitted
+        for entry in self._listed():
+            try:
+                status = os.stat(f"{self.name}/{entry}", dir_fd=self._root, follow_symlinks=False)
+            except OSError:
+                continue  # Another process has removed it.
+            found.append((status.st_ctime_ns, entry, taken_bytes(status)))  # When it came here: moving sets it.
+        cleared = Cleared(0, 0)
+        for _, entry, freed_bytes in sorted(found):
+            if cleared.freed_bytes >= wanted_bytes:
+                break
+            try:
+                os.unlink(f"{self.name}/{entry}", dir_fd=self._root)
+            except OSError:
+                continue  # As above, or it cannot be: then chunks go.
+            cleared = Cleared(cleared.files + 1, cleared.freed_bytes + freed_bytes)
+        with self._lock:
+            known = self._files if self._admitted > admitted else len(found)  # People tidy up, too.
+            self._files = max(0, known - cleared.files)
+        return cleared
+
+    def _listed(self) -> list[str]:
+        try:
+            fd = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root)
+        except OSError:
+            return []  # There is none, or none to look into.
+        try:
+            return os.listdir(fd)
+        finally:
+            os.close(fd)

@@ -1,0 +1,203 @@
+"""`kvtier bench`: figures of this machine, each beside its limit, measured in turn in one run."""
+
+import tempfile
+from contextlib import ExitStack
+from typing import Annotated
+
+import typer
+from msgspec.structs import replace
+
+from kvtier.bench import files, memory, whole
+from kvtier.bench.fio import fio_path
+from kvtier.bench.protocol import Engine, lookup_steps, measure_lookups, measure_steps, step_steps
+from kvtier.bench.run import (
+    DEFAULT_ROUNDS,
+    JsonOption,
+    PlotOption,
+    RoundsOption,
+    check_outputs,
+    names,
+    numbers,
+    run_bench,
+    scratch_in,
+    sizes,
+)
+from kvtier.bench.tier import TierCase
+from kvtier.bench.tier import layouts as known_layouts
+from kvtier.config import ROW_ALIGN_BYTES, EngineConfig, TierConfig, load_config
+from kvtier.errors import ConfigError
+
+KEYS_MAX = 100_000_000
+DEPTH_MAX = 64
+
+
+def lookup(
+    keys: Annotated[
+        str, typer.Option(help="Sizes of the primary, in chunks, with commas between them.")
+    ] = "4096,65536,262144",
+    rounds: RoundsOption = DEFAULT_ROUNDS,
+    json_path: JsonOption = None,
+    plot_path: PlotOption = None,
+) -> None:
+    """Measure look-ups in the primary, beside as many in a bare dictionary."""
+    found = numbers("--keys", keys, least=1_024, most=KEYS_MAX)
+    check_outputs(json_path, plot_path)
+    run_bench(
+        "kvtier bench lookup",
+        lambda step: measure_lookups(found, rounds, step),
+        lookup_steps(found, rounds),
+        json_path=json_path,
+        plot_path=plot_path,
+    )
+
+
+def steps(
+    tiers: Annotated[str, typer.Option(help="Numbers of tiers, with commas between them.")] = "1,2,4",
+    held: Annotated[
+        str, typer.Option(help="Keys that each tier holds beside those of the steps, with commas between them.")
+    ] = "10000,1000000",
+    rounds: RoundsOption = DEFAULT_ROUNDS,
+    json_path: JsonOption = None,
+    plot_path: PlotOption = None,
+) -> None:
+    """Measure the step protocol: stores, loads, and whole steps of 64 requests with 32 keys each, without I/O.
+
+    Each step looks its keys up, prepares and completes their stores, and cascades them to every tier.
+    """
+    sizes_held = numbers("--held", held, least=0, most=KEYS_MAX)
+    counts = numbers("--tiers", tiers, least=1, most=16)
+    engines = [Engine(count, sizes_held[0]) for count in counts] + [Engine(counts[0], each) for each in sizes_held[1:]]
+    check_outputs(json_path, plot_path)
+    run_bench(
+        "kvtier bench steps",
+        lambda step: measure_steps(engines, rounds, step),
+        step_steps(engines, rounds),
+        json_path=json_path,
+        plot_path=plot_path,
+    )
+
+
+def cpu(
+    chunk_sizes: Annotated[str, typer.Option(help="Chunk sizes, with commas between them.")] = "64KiB,512KiB,2MiB",
+    pages: Annotated[
+        bool, typer.Option("--pages/--no-pages", help="Copies between KV caches and rows, too, which takes torch.")
+    ] = True,
+    device: Annotated[str, typer.Option(help="Where the KV caches are: cpu, or cuda.")] = "cpu",
+    rounds: RoundsOption = DEFAULT_ROUNDS,
+    json_path: JsonOption = None,
+    plot_path: PlotOption = None,
+) -> None:
+    """Measure memory copies and checksums, beside a plain memcpy."""
+    found = _chunk_sizes(chunk_sizes)
+    (place, *_) = names("--device", device, ("cpu", "cuda"))
+    pages_on = place if pages else None
+    check_outputs(json_path, plot_path)
+    run_bench(
+        "kvtier bench cpu",
+        lambda step: memory.measure_memory(found, rounds, step, pages_on=pages_on),
+        memory.memory_steps(found, rounds, pages_on=pages_on),
+        json_path=json_path,
+        plot_path=plot_path,
+    )
+
+
+def fs(
+    directory: Annotated[str, typer.Argument(metavar="DIR", help="A directory on the disk to measure.")],
+    chunk_sizes: Annotated[
+        str, typer.Option(help="Chunk sizes, with commas between them.")
+    ] = "128KiB,512KiB,2MiB,8MiB",
+    size: Annotated[str, typer.Option(help="Bytes that one measurement moves.")] = "64MiB",
+    depths: Annotated[str, typer.Option(help="Threads each way, with commas between them.")] = "4",
+    io: Annotated[
+        str, typer.Option(help="direct, buffered, or both with a comma; auto: direct if it can be.")
+    ] = "auto",
+    layouts: Annotated[
+        str, typer.Option(help="Layouts of the tier, with commas between them; all: every one.")
+    ] = "all",
+    namings: Annotated[str, typer.Option(help="How chunks are named: vllm, flat, or both with a comma.")] = "vllm",
+    fsync: Annotated[bool, typer.Option("--fsync", help="Measure synced stores, too.")] = False,
+    rounds: RoundsOption = DEFAULT_ROUNDS,
+    json_path: JsonOption = None,
+    plot_path: PlotOption = None,
+) -> None:
+    """Measure loads and stores of an fs tier, beside what plain threads (and fio, if installed) do on the same disk.
+
+    Everything is written into a directory of its own in DIR, and removed at the end.
+    """
+    found = _chunk_sizes(chunk_sizes)
+    (size_bytes, *_) = sizes("--size", size)
+    counts = numbers("--depths", depths, least=1, most=DEPTH_MAX)
+    kinds = list(known_layouts()) if layouts == "all" else names("--layouts", layouts, known_layouts())
+    named = names("--namings", namings, ("vllm", "flat"))
+    modes = files.io_modes(directory, names("--io", io, ("auto", "direct", "buffered")))
+    cases = [
+        TierCase(kind, naming, mode, depth, synced)
+        for kind in kinds
+        for naming in (named if kind == "files" else named[:1])
+        for mode in modes
+        for depth in counts
+        for synced in ((False, True) if fsync else (False,))
+    ]
+    check_outputs(json_path, plot_path)
+    with ExitStack() as stack:
+        plan = files.Plan(scratch_in(directory, stack), cases, size_bytes, rounds, fio_path())
+        files.check_room(plan, found)
+        run_bench(
+            "kvtier bench fs",
+            lambda step: files.measure_files(plan, found, step),
+            len(found) * plan.steps(),
+            json_path=json_path,
+            plot_path=plot_path,
+            directory=directory,
+        )
+
+
+def tiers(
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="The engine, in TOML or JSON.")],
+    size: Annotated[str, typer.Option(help="Bytes that one measurement moves.")] = "64MiB",
+    rounds: RoundsOption = DEFAULT_ROUNDS,
+    json_path: JsonOption = None,
+    plot_path: PlotOption = None,
+) -> None:
+    """Measure each tier of a configuration through a whole engine: loads, stores, waits and steps, at rest and busy.
+
+    An fs tier's chunks go into a directory of their own in its root, or where temporary ones belong; other tiers get
+    keys that nobody else has. All of it is removed at the end.
+    """
+    (size_bytes, *_) = sizes("--size", size)
+    engine = load_config(config)
+    if not engine.secondary_tiers:
+        raise ConfigError(f"{config}: secondary_tiers: none given, at least one accepted: there is nothing to measure")
+    check_outputs(json_path, plot_path)
+    with ExitStack() as stack:
+        placed, directory = _placed(engine, stack)
+        run_bench(
+            "kvtier bench tiers",
+            lambda step: whole.measure_tiers(placed, size_bytes, rounds, step),
+            whole.whole_steps(placed, rounds),
+            json_path=json_path,
+            plot_path=plot_path,
+            directory=directory,
+        )
+
+
+def _placed(engine: EngineConfig, stack: ExitStack) -> tuple[EngineConfig, str | None]:
+    """Have every fs tier keep its chunks in a directory that goes away; return one of these, too."""
+    directory = None
+    tiers: list[TierConfig] = []
+    for tier in engine.secondary_tiers:
+        if tier.type != "fs":
+            tiers.append(tier)
+            continue
+        parent = tier.options.get("root")
+        directory = scratch_in(parent if isinstance(parent, str) else tempfile.gettempdir(), stack)
+        tiers.append(replace(tier, options={**tier.options, "root": directory}))
+    return replace(engine, secondary_tiers=tuple(tiers)), directory
+
+
+def _chunk_sizes(text: str) -> list[int]:
+    found = sizes("--chunk-sizes", text)
+    for size in found:
+        if size < ROW_ALIGN_BYTES or size % ROW_ALIGN_BYTES:
+            raise ConfigError(f"--chunk-sizes {text!r}: expected multiples of {ROW_ALIGN_BYTES:,} bytes")
+    return found

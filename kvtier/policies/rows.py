@@ -1,0 +1,82 @@
+"""LRU among rows: the same order as `kvtier.policies.lru`, in two links a row instead of an ordered dictionary.
+
+Keys that are small numbers need no hashing and no entry of their own: 8 bytes a row, where the dictionary takes 90 to
+140. The primary keeps its rows so.
+"""
+
+from array import array
+from collections.abc import Callable, Sequence
+
+from kvtier.policies.base import Policy
+
+
+class RowLRU(Policy[int]):
+    """Evicts what was used longest ago, among keys below `capacity`."""
+
+    def __init__(self, capacity: int) -> None:
+        self._end = capacity  # Stands between the hottest and the coldest.
+        self._hotter = array("I", [capacity]) * (
+            capacity + 1
+        )  # The next on the way to the hottest; the end's: the coldest.
+        self._colder = array("I", [capacity]) * (capacity + 1)
+
+    def insert(self, keys: Sequence[int]) -> None:
+        hotter, colder, end = self._hotter, self._colder, self._end
+        hottest = colder[end]
+        for key in reversed(keys):
+            hotter[hottest] = key
+            colder[key] = hottest
+            hottest = key
+        hotter[hottest] = end
+        colder[end] = hottest
+
+    def touch(self, keys: Sequence[int]) -> None:
+        if not self._are_hottest(keys):
+            self.remove(keys)
+            self.insert(keys)
+
+    def rank(self, keys: Sequence[int]) -> None:
+        self.touch(keys)
+
+    def evict(self, count: int, keep: Callable[[int], bool], incoming: Sequence[object] = ()) -> list[int] | None:
+        hotter, end = self._hotter, self._end
+        victims: list[int] = []
+        key = hotter[end]
+        while len(victims) < count:
+            if key == end:
+                return None
+            if not keep(key):
+                victims.append(key)
+            key = hotter[key]
+        self.remove(victims)
+        self._renew_coldest(keep)
+        return victims
+
+    def remove(self, keys: Sequence[int]) -> None:
+        hotter, colder = self._hotter, self._colder
+        for key in keys:
+            above, below = hotter[key], colder[key]
+            hotter[below] = above
+            colder[above] = below
+
+    def _are_hottest(self, keys: Sequence[int]) -> bool:
+        """Say whether these lie at the hot end already, in this order: then there is nothing to move."""
+        colder = self._colder
+        hottest = colder[self._end]
+        for key in keys:
+            if key != hottest:
+                return False
+            hottest = colder[hottest]
+        return True
+
+    def _renew_coldest(self, keep: Callable[[int], bool]) -> None:
+        """Renew what is kept at the cold end: or else every call would pass over it again."""
+        hotter, end = self._hotter, self._end
+        kept: list[int] = []
+        key = hotter[end]
+        while key != end and keep(key):
+            kept.append(key)
+            key = hotter[key]
+        if kept:
+            kept.reverse()
+            self.touch(kept)

@@ -1,0 +1,196 @@
+"""The asyncio face of an engine: `put` waits for room and for the tiers' budgets, `fetch` for what is on its way.
+
+Both wait for a reset, too. Who waits for rows waits for whoever has them, and holds none itself that others wait for,
+except what it fetched already.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from itertools import count
+
+from kvtier.keys import OffloadKey
+from kvtier.ledger import LookupResult, StorePlan
+from kvtier.request import Request
+from kvtier.waking import WakingManager
+
+Chunk = bytes | bytearray | memoryview
+
+
+class WaitingManager(WakingManager):
+    """A stepped engine whose callers may also wait, on one event loop."""
+
+    _clearing = False  # A reset has waited for all rows in use: until it is done nobody gets any.
+
+    async def put(self, keys: Sequence[OffloadKey], chunks: Sequence[Chunk], *, request_id: str | None = None) -> int:
+        """Store `chunks[i]` under `keys[i]`, in prefix order; return how many leading keys are in the primary now.
+
+        Waits for room in the primary and for budget of the tiers, so nothing is dropped for the lack of it, unless
+        transfers hang: these nobody waits for. Fewer than all are stored only if the primary cannot hold more. Keys
+        that are present keep their chunk. Without a `request_id` the call is a request of its own.
+
+        A cancelled call has stored some leading part. ValueError for a chunk of the wrong length: nothing was stored.
+        Do not wait for it while the same task holds rows of `fetch`: that room it would wait for.
+        """
+        self._check_chunks(keys, chunks)
+        async with self._one(request_id) as request:
+            plan = await self._reserve(keys[: self.config.rows], request)
+            position = dict(zip(keys, range(len(keys)), strict=True)) if plan.keys else {}
+            await self._fill(plan, [chunks[position[key]] for key in plan.keys], request)
+            stored = 0
+            while stored < len(keys) and self.ledger.primary.row(keys[stored]) is not None:
+                stored += 1
+            return stored
+
+    @asynccontextmanager
+    async def fetch(
+        self, keys: Sequence[OffloadKey], *, request_id: str | None = None
+    ) -> AsyncGenerator[Sequence[memoryview]]:
+        """Have the longest leading run of `keys` that is anywhere brought into the primary, and lend it.
+
+        Gives read-only views, one a key and each `chunk_bytes` long, valid inside the `async with` and released after
+        it. A run longer than the primary can hold gives its leading part. What fails on its way ends the run before
+        it; nothing raises for it.
+        """
+        async with self._one(request_id) as request:
+            rows: list[int] = []
+            views: list[memoryview] = []
+            try:
+                await self._arrive(keys, request, rows)
+                size = self.config.chunk_bytes
+                views += [self.region.row(row)[:size].toreadonly() for row in rows]
+                yield views
+            finally:
+                for view in views:
+                    view.release()
+                self.complete_load(keys[: len(rows)], request.id)
+
+    async def delete(self, keys: Sequence[OffloadKey], deadline_s: float | None = None) -> bool:
+        """Forget keys in the primary and in every tier; waits for whoever holds their rows.
+
+        False if the deadline came first. Then what was still held has stayed; the rest was forgotten, though a tier
+        may not have said so yet.
+        """
+        self._check_open()
+        held: Sequence[OffloadKey] = keys
+        try:
+            async with asyncio.timeout(self._deadline(deadline_s)):
+                while held := self.ledger.delete(held):
+                    await self._next_progress(for_rows=True)
+                while self.ledger.pending:
+                    await self._next_progress()
+        except TimeoutError:
+            return False
+        return True
+
+    async def areset(self, deadline_s: float | None = None) -> bool:
+        """Clear the primary as `reset` does, after all rows in use have come back; the deadline begins then.
+
+        Nothing is promoted meanwhile, and from the deadline's beginning on `put` and `fetch` wait for the end. A
+        cancelled call has changed nothing.
+        """
+        self._check_open()
+        async with self._resets:
+            try:
+                self.ledger.promoting = False
+                while self.ledger.rows_in_use:
+                    await self._next_progress()
+                self._clearing = True
+                await self.drained(deadline_s)
+                return self._reset()
+            finally:
+                self._clearing = False
+                self.on_reset_flushed()
+                self._stir()
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._ids = count()
+        self._turn = asyncio.Lock()  # To cascade, in order of asking: or a long put would starve among short ones.
+        self._resets = asyncio.Lock()
+        super().attach(loop)
+
+    # How the face waits.
+
+    @asynccontextmanager
+    async def _one(self, request_id: str | None) -> AsyncGenerator[Request]:
+        """Give the caller's request, or one for this call alone."""
+        self._check_open()
+        if request_id is not None:
+            yield self._known(request_id)
+            return
+        own = f"#{next(self._ids)}"
+        self.on_new_request(own)
+        try:
+            yield self._requests[own]
+        finally:
+            self.on_request_finished(own)
+            self.end_step()
+
+    async def _arrive(self, keys: Sequence[OffloadKey], request: Request, rows: list[int]) -> None:
+        """Wait until the leading run of keys is in the primary, and pin it: `rows` are its rows, so far.
+
+        What waiting requests may lease is less than the primary holds. What has come is pinned, leased no more, and so
+        leaves its share to what comes after it.
+        """
+        while True:
+            while self._clearing:
+                await self._next_progress()
+            self._receive()
+            hits, waits = 0, False
+            for key in keys[len(rows) :]:
+                result = self.ledger.lookup(key, request)
+                if result is LookupResult.MISS:
+                    break
+                if result is not LookupResult.HIT:
+                    waits = True  # And look on, so that the rest sets out, too.
+                elif not waits:
+                    hits += 1
+            if waits:
+                await self._next_progress()
+                continue
+            rows += self.ledger.prepare_load(keys[len(rows) : len(rows) + hits], request)
+            self.end_step()
+            if not hits or len(rows) == len(keys):
+                return
+
+    async def _reserve(self, keys: Sequence[OffloadKey], request: Request) -> StorePlan:
+        """Wait for room for the keys, or for as many leading ones as there can be room for."""
+        while True:
+            while self._clearing:
+                await self._next_progress()
+            self.end_step()  # What a step found that nobody ends would be kept for ever.
+            if not any(key in self.ledger.primary.filling for key in keys):
+                plan = self.ledger.prepare_store(keys, request)
+                if plan is not None:
+                    return plan
+                if not (self.ledger.rows_in_use or self.ledger.pending or self.ledger.leases.rows):
+                    keys = keys[: len(keys) // 2]  # Nobody will give rows back: some are lost to hung transfers.
+                    continue
+            await self._next_progress(for_rows=True)
+
+    async def _fill(self, plan: StorePlan, chunks: Sequence[Chunk], request: Request) -> None:
+        """Write the chunks, and have them cascade in slices that exceed no limit, unless what does is stuck."""
+        done = 0
+        try:
+            while done < len(plan.keys):
+                end = min(done + self.ledger.outbox.slice_chunks, len(plan.keys))
+                async with self._turn:
+                    self._check_open()
+                    while self.ledger.pending and not self.ledger.outbox.room(end - done):
+                        await self._next_progress()
+                for row, chunk in zip(plan.rows[done:end], chunks[done:end], strict=True):
+                    self.region.row(row)[: self.config.chunk_bytes] = chunk
+                self.ledger.complete_store(plan.keys[done:end], request)
+                done = end
+                self.end_step()
+        finally:
+            if done < len(plan.keys):
+                self.ledger.complete_store(plan.keys[done:], request, success=False)
+            self._stir()
+
+    def _check_chunks(self, keys: Sequence[OffloadKey], chunks: Sequence[Chunk]) -> None:
+        if len(keys) != len(chunks):
+            raise ValueError(f"{len(keys)} keys but {len(chunks)} chunks")
+        for key, chunk in zip(keys, chunks, strict=True):
+            if len(chunk) != self.config.chunk_bytes:
+                raise ValueError(f"{key.hex()}: a chunk of {len(chunk):,} bytes, not {self.config.chunk_bytes:,}")

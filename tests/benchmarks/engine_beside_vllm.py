@@ -1,0 +1,218 @@
+"""kvtier beside vLLM's own tiering, in the real engine: the same worker, the same prompts, by turns in one process.
+
+    .venv-vllm/bin/python -m tests.benchmarks.engine_beside_vllm [--rounds 5] [--json FILE]
+
+Each engine serves, four requests at a time, prompts of 1,000 tokens that are all new; all in host memory; all on disk
+only; and a mixture of these. A CPU plays the GPU's part, with a tiny model, so that what is around it weighs as much as
+it can. Both use kvtier's worker, since vLLM's refuses to run without a GPU; the rest is each one's own. Runs after
+`make test-vllm` has made the environment.
+"""
+
+import argparse
+import json
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.update(
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_LOGGING_LEVEL="ERROR",
+    HF_HUB_OFFLINE="1",
+    OMP_NUM_THREADS="1",
+    TOKENIZERS_PARALLELISM="false",
+)
+
+from rich.console import Console
+from rich.table import Table
+
+from tests.vllm.engines import Engine, Prompt, fill, kvtier, prompts, sampling
+from tests.vllm.models import llama
+from tests.vllm.vllm_tiering import vllm_tiering
+
+AT_ONCE = 4
+EACH = 16  # Prompts of a mix.
+GPU_BLOCKS = 160  # Room for the requests that run, and little more.
+MIXES = ("cold", "cpu", "fs", "mixed")
+TIMED = (
+    "on_new_request",
+    "on_request_finished",
+    "lookup",
+    "prepare_load",
+    "complete_load",
+    "touch",
+    "prepare_store",
+    "complete_store",
+    "on_schedule_end",
+    "has_pending_work",
+    "take_events",
+    "get_stats",
+)
+FIGURES = {  # Whether more is better.
+    "requests_per_s": True,
+    "ttft_s_p50": False,
+    "ttft_s_p99": False,
+    "manager_s_per_step_p50": False,
+    "manager_s_per_step_p99": False,
+    "cached_tokens": True,
+}
+
+
+class Served(NamedTuple):
+    """What serving one mix of prompts took."""
+
+    requests_per_s: float
+    ttft_s_p50: float
+    ttft_s_p99: float
+    manager_s_per_step_p50: float
+    manager_s_per_step_p99: float
+    cached_tokens: int
+
+
+class Stopwatch:
+    """Sums up, step by step, the time spent in a manager's methods."""
+
+    def __init__(self, manager: Any) -> None:
+        self.steps: list[float] = []
+        self._spent = 0.0
+        for name in TIMED:
+            setattr(manager, name, self._timed(getattr(manager, name)))
+
+    def _timed(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **named: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return method(*args, **named)
+            finally:
+                self._spent += time.perf_counter() - begun
+
+        return timed
+
+    def end_step(self) -> None:
+        self.steps.append(self._spent)
+        self._spent = 0.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path)
+    asked = parser.parse_args()
+    load_before = os.getloadavg()[0]
+    rounds: dict[str, list[dict[str, Served]]] = {"kvtier": [], "vllm": []}
+    with tempfile.TemporaryDirectory() as folder:
+        model = llama(Path(folder))
+        for number in range(asked.rounds):
+            sides = list(rounds)
+            for side in sides if number % 2 == 0 else reversed(sides):  # Who begins has the colder machine.
+                rounds[side].append(one_round(side, model, Path(folder) / f"{side}-{number}", seed=number))
+    rows = list(compared(rounds))
+    show(rows, asked.rounds, load_before)
+    if asked.json:
+        asked.json.write_text(json.dumps({"rounds": asked.rounds, "load": load_before, "rows": rows}, indent=1))
+
+
+def one_round(side: str, model: str, disk: Path, *, seed: int) -> dict[str, Served]:
+    """Serve every mix with one engine whose directory has what is to come from disk."""
+    disk.mkdir()
+    extra = kvtier(disk) if side == "kvtier" else vllm_tiering(disk)
+    seen = prompts(3 * EACH, seed=1_000 + seed)
+    on_disk = seen[: 2 * EACH]
+    fill(model, extra, on_disk, gpu_blocks=GPU_BLOCKS)
+    new = prompts(2 * EACH, seed=2_000 + seed)
+    with Engine(model, extra, gpu_blocks=GPU_BLOCKS) as engine:
+        watch = Stopwatch(engine.manager)
+        serve(engine, watch, prompts(2, seed=3_000 + seed))  # What is slow only once.
+        in_memory = seen[2 * EACH :]
+        serve(engine, watch, in_memory)
+        serve(engine, watch, prompts(6, seed=4_000 + seed))  # The GPU forgets them.
+        mixed = [*new[EACH : EACH + 8], *in_memory[:4], *on_disk[EACH : EACH + 4]]
+        random.Random(seed).shuffle(mixed)
+        return {
+            "cpu": serve(engine, watch, in_memory),
+            "fs": serve(engine, watch, on_disk[:EACH]),
+            "cold": serve(engine, watch, new[:EACH]),
+            "mixed": serve(engine, watch, mixed),
+        }
+
+
+def serve(engine: Engine, watch: Stopwatch, asked: list[Prompt]) -> Served:
+    """Answer the prompts, so many at once, and wait until nothing is under way; the wait is not counted."""
+    llm_engine = engine.llm.llm_engine
+    waiting = list(enumerate(asked))
+    begun: dict[str, float] = {}
+    first: dict[str, float] = {}
+    cached, running = 0, 0
+    watch.steps.clear()
+    start = time.perf_counter()
+    while waiting or running:
+        while waiting and running < AT_ONCE:
+            index, prompt = waiting.pop(0)
+            begun[str(index)] = time.perf_counter()
+            llm_engine.add_request(str(index), {"prompt_token_ids": prompt}, sampling(4))
+            running += 1
+        for output in llm_engine.step():
+            if output.outputs[0].token_ids:
+                first.setdefault(output.request_id, time.perf_counter())
+            if output.finished:
+                running -= 1
+                cached += output.num_cached_tokens
+        watch.end_step()
+    seconds = time.perf_counter() - start
+    steps = list(watch.steps)
+    engine.settle()
+    waits = [first[name] - since for name, since in begun.items()]
+    return Served(
+        len(asked) / seconds,
+        statistics.median(waits),
+        quantile(waits, 0.99),
+        statistics.median(steps),
+        quantile(steps, 0.99),
+        cached,
+    )
+
+
+def quantile(values: list[float], share: float) -> float:
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def compared(rounds: dict[str, list[dict[str, Served]]]) -> Iterator[dict[str, Any]]:
+    """Give a row for each mix and figure: both medians, and the median and extremes of the rounds' own ratios."""
+    for mix in MIXES:
+        for figure, more in FIGURES.items():
+            ours, theirs = ([getattr(each[mix], figure) for each in rounds[side]] for side in ("kvtier", "vllm"))
+            ratios = [a / b if more else b / a for a, b in zip(ours, theirs, strict=True) if a and b]
+            yield {
+                "mix": mix,
+                "figure": figure,
+                "kvtier": statistics.median(ours),
+                "vllm": statistics.median(theirs),
+                "better_by": statistics.median(ratios) if ratios else None,
+                "least": min(ratios, default=None),
+                "most": max(ratios, default=None),
+            }
+
+
+def show(rows: list[dict[str, Any]], rounds: int, load: float) -> None:
+    table = Table(title=f"{rounds} rounds by turns, medians; load {load:.1f} at the start. Above 1: kvtier is better.")
+    for name in ("mix", "figure", "kvtier", "vllm", "better_by", "least", "most"):
+        table.add_column(name, justify="left" if name in ("mix", "figure") else "right")
+    for row in rows:
+        table.add_row(*map(cell, row.values()))
+    Console(width=120).print(table)
+
+
+def cell(value: str | float | None) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else f"{value:.4g}"
+
+
+if __name__ == "__main__":
+    main()

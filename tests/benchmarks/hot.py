@@ -1,0 +1,270 @@
+"""Every function that a step or a chunk pays for, as work that can be repeated: what is timed, and what is counted.
+
+A case makes its work once; each call of the work does the same again, so that counts of instructions agree to a
+thousandth. `operations` is how many keys, chunks or messages one call handles. The calibration is plain Python: what a
+case costs beside it says something on any machine.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from kvtier.bench.engine_steps import KEYS_A_REQUEST, Steps
+from kvtier.bridge.messages import (
+    Cascade,
+    Finished,
+    pack_keys,
+    pack_rows,
+    unpack_keys,
+    unpack_rows,
+)
+from kvtier.bridge.wire import LENGTH_BYTES, actions_of, frame, messages_of
+from kvtier.keys import OffloadKey, chunk_hash, group_index, make_offload_key
+from kvtier.namespace import FileMapper, Namespace
+from kvtier.policies.base import Policy
+from kvtier.policies.named import policy_class
+from kvtier.region import Region
+from kvtier_backends.fs.entries import Held
+from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, payload_checksum, read_footer, write_footer
+from kvtier_backends.fs.index import Index
+
+KEYS = 1_024
+ROWS = 2_048
+CALIBRATION = "calibration"
+
+Work = Callable[[], object]
+
+
+class Case(NamedTuple):
+    """What makes the work, and how much of it one call does."""
+
+    make: Callable[[], Work]
+    operations: int = KEYS
+
+
+def keys_of(count: int = KEYS, seed: int = 1) -> list[OffloadKey]:
+    dice = random.Random(seed)
+    return [make_offload_key(dice.randbytes(32)) for _ in range(count)]
+
+
+def calibration() -> Work:
+    """Return work that any interpreter does, and that nothing here changes: dictionaries, calls, bytes."""
+    names = [key.hex() for key in keys_of()]
+
+    def work() -> int:
+        table: dict[str, int] = {}
+        for number, name in enumerate(names):
+            table[name] = table.get(name[::-1], number)
+        return sum(table.values())
+
+    return work
+
+
+def each(call: Callable[[OffloadKey], object]) -> Work:
+    keys = keys_of()
+
+    def work() -> None:
+        for key in keys:
+            call(key)
+
+    return work
+
+
+def make_keys() -> Work:
+    hashes = [chunk_hash(key) for key in keys_of()]
+    return lambda: [make_offload_key(each) for each in hashes]
+
+
+# The engine's owner.
+
+
+def steps(call: str, *, tiers: int = 0, ready: bool = True) -> Work:
+    """Return requests of 32 keys through the step protocol, over and over the same ones."""
+    engine = Steps(ROWS, tiers=tiers)
+    engine.hold(0)
+    batches = engine.new_keys(KEYS)
+    if ready:
+        engine.each(batches, engine.store)
+    return partial(engine.each, batches, getattr(engine, call))
+
+
+def store_and_evict(tiers: int) -> Work:
+    """Return stores of keys that are always new, each evicting another, cascaded to some tiers."""
+    engine = Steps(ROWS, tiers=tiers)
+    engine.hold(0)
+    sets = [engine.new_keys(KEYS) for _ in range(2 + ROWS // KEYS)]  # By the time one comes again, it has gone.
+
+    def store(batches: list[list[OffloadKey]]) -> None:
+        engine.each(batches, engine.store)
+        for tier in engine.manager.ledger.tiers:  # Or the next round would find them there, and store nothing.
+            engine.manager.ledger.where.remove(tier, [key for keys in batches for key in keys])
+
+    def work() -> None:
+        batches = sets.pop(0)
+        sets.append(batches)
+        store(batches)
+
+    for batches in sets:
+        store(batches)
+    return work
+
+
+# What crosses to the runner.
+
+
+def cascades() -> list[Cascade]:
+    parts = [keys_of(KEYS_A_REQUEST, seed) for seed in range(KEYS // KEYS_A_REQUEST)]
+    return [Cascade(number, 0, pack_keys(keys), pack_rows(range(len(keys)))) for number, keys in enumerate(parts)]
+
+
+def encode_actions() -> Work:
+    parts = [keys_of(KEYS_A_REQUEST, seed) for seed in range(KEYS // KEYS_A_REQUEST)]
+    rows = range(KEYS_A_REQUEST)
+    return lambda: frame([Cascade(1, 0, pack_keys(keys), pack_rows(rows)) for keys in parts])
+
+
+def decode_actions() -> Work:
+    body = frame(cascades())[LENGTH_BYTES:]
+    return lambda: [
+        (unpack_keys(action.keys), unpack_rows(action.rows))
+        for action in actions_of(body)
+        if isinstance(action, Cascade)
+    ]
+
+
+def decode_outcomes() -> Work:
+    body = frame([Finished(number, b"", b"", 0.001) for number in range(KEYS)])[LENGTH_BYTES:]
+    return lambda: messages_of(body)
+
+
+# Policies.
+
+
+def policy(name: str, call: Callable[[Policy[OffloadKey], Sequence[OffloadKey]], object]) -> Work:
+    kept = policy_class(name)(ROWS)
+    keys = keys_of(ROWS)
+    for start in range(0, ROWS, KEYS_A_REQUEST):
+        kept.insert(keys[start : start + KEYS_A_REQUEST])
+
+    def work() -> None:
+        for start in range(0, KEYS, KEYS_A_REQUEST):
+            call(kept, keys[start : start + KEYS_A_REQUEST])
+
+    return work
+
+
+def touch(kept: Policy[OffloadKey], keys: Sequence[OffloadKey]) -> None:
+    kept.touch(keys)
+
+
+def evict_and_insert(kept: Policy[OffloadKey], keys: Sequence[OffloadKey]) -> None:
+    gone = kept.evict(len(keys), lambda key: False)
+    assert gone is not None
+    kept.insert(gone)
+
+
+# The fs tier.
+
+
+def index_of(keys: Sequence[OffloadKey]) -> Index:
+    index = Index(policy_class("lru")(ROWS))
+    for key in keys:
+        index.stored(Held(key, 1 << 20, 1))
+    return index
+
+
+def index_stores() -> Work:
+    keys = keys_of()
+    index = index_of(keys)
+    held = [Held(key, 1 << 20, 1) for key in keys]
+    return lambda: [index.stored(chunk) for chunk in held]
+
+
+def index_uses() -> Work:
+    index = index_of(keys_of())
+    return each(index.used)
+
+
+def index_probes() -> Work:
+    index = index_of(keys_of())
+    return each(lambda key: key in index)
+
+
+def footers_written() -> Work:
+    page = memoryview(bytearray(FOOTER_BYTES))
+    return each(lambda key: write_footer(page, Footer(key, 1 << 20, 7, bytes(32))))
+
+
+def footers_read() -> Work:
+    page = memoryview(bytearray(FOOTER_BYTES))
+    write_footer(page, Footer(keys_of(1)[0], 1 << 20, 7, bytes(32)))
+    return each(lambda _: read_footer(page))
+
+
+def checksums(chunk_bytes: int) -> Work:
+    payload = memoryview(random.Random(5).randbytes(chunk_bytes))
+    return lambda: payload_checksum(payload)
+
+
+# Rows.
+
+
+def row_views() -> Work:
+    region = Region.private(KEYS, 4_096, prefault=False)
+    return lambda: [region.row(index) for index in range(KEYS)]
+
+
+def transfer_plans() -> Work:
+    """Return what finds the runs of a transfer's pages, half of them scattered. Needs numpy, not torch."""
+    import numpy as np
+
+    from kvtier.transfer.blocks import GroupBlocks, pages_of
+    from kvtier.transfer.runs import runs_of
+
+    scattered = np.random.default_rng(3).permutation(KEYS)
+    blocks = np.concatenate((np.arange(KEYS // 2), scattered[scattered >= KEYS // 2]))
+
+    def work() -> None:
+        pages = pages_of(GroupBlocks(blocks, np.arange(KEYS)), 1, num_blocks=KEYS, num_rows=KEYS)
+        list(runs_of(pages.blocks).parts(pages.blocks, 64))
+
+    return work
+
+
+def name(naming: str) -> Work:
+    return each(FileMapper(Namespace(model_name="bench"), naming).name)  # type: ignore[arg-type]
+
+
+CASES: dict[str, Case] = {
+    CALIBRATION: Case(calibration),
+    "make_offload_key": Case(make_keys),
+    "group_index": Case(lambda: each(group_index)),
+    "FileMapper.name, vllm": Case(lambda: name("vllm")),
+    "FileMapper.name, flat": Case(lambda: name("flat")),
+    "look up, hit": Case(lambda: steps("look_up")),
+    "look up, miss": Case(lambda: steps("look_up", tiers=1, ready=False)),
+    "store what is there": Case(lambda: steps("store")),
+    "store and evict": Case(lambda: store_and_evict(0)),
+    "store, evict and cascade": Case(lambda: store_and_evict(1)),
+    "touch, prepare and complete a load": Case(lambda: steps("load")),
+    "encode actions": Case(encode_actions),
+    "decode actions": Case(decode_actions),
+    "decode outcomes": Case(decode_outcomes),
+    **{
+        f"{kind}: {action}": Case(partial(policy, kind, call))
+        for kind in ("fifo", "lru", "lfu", "arc", "s3fifo")
+        for action, call in (("touch", touch), ("evict and insert", evict_and_insert))
+    },
+    "fs index: stored": Case(index_stores),
+    "fs index: used": Case(index_uses),
+    "fs index: probe": Case(index_probes),
+    "fs footer: write": Case(footers_written),
+    "fs footer: read": Case(footers_read),
+    "fs checksum, 64 KiB": Case(lambda: checksums(64 << 10), 1),
+    "fs checksum, 2 MiB": Case(lambda: checksums(2 << 20), 1),
+    "region: row views": Case(row_views),
+    "transfer plan": Case(transfer_plans),
+}
+
+TIMED_ONLY = {"transfer plan"}  # It needs numpy, whose start alone takes a minute to count.

@@ -1,0 +1,210 @@
+"""kvtier's manager beside vLLM's own (0.32), each through vLLM's own interface, on the scheduler's thread alone.
+
+    PYTHONPATH=.:backends PEERS/vllm/bin/python -m tests.benchmarks.peers.vllm_protocol
+
+The same keys in turn, in one process; nothing moves. Look-ups, stores that evict as many, and loads stand beside
+vLLM's `CPUOffloadingManager`; a whole step (64 requests of 32 keys each: looked up, prepared, completed, cascaded to
+one tier) beside its `TieringOffloadingManager`, whose tier, like kvtier's runner here, has done everything at once.
+Figures are kvtier's, limits vLLM's: a ratio of 2 means half of vLLM's time.
+"""
+
+import gc
+import random
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from vllm.v1.kv_offload.base import LookupResult, OffloadingManager, ReqContext, ScheduleEndContext
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
+from vllm.v1.kv_offload.tiering.manager import (
+    CPUPrimaryTierOffloadingManager,
+    RequestOffloadingContext,
+    TieringOffloadingManager,
+)
+
+from kvtier.bench.engine_steps import CHUNK_BYTES, KEYS_A_REQUEST, REQUESTS_A_STEP, ROWS, Steps
+from kvtier.bench.figures import Pair, Row, row_of
+from kvtier.bench.rounds import Side, interleaved
+from kvtier.integrations.vllm.manager import VllmManager
+from kvtier.integrations.vllm.stats import TransferTimes
+from tests.benchmarks.peers.side_by_side import arguments, give_out
+
+STEPS_A_ROUND = 16
+VLLM = "vLLM's manager"
+Batches = list[list[Any]]
+
+
+class InstantTier(SecondaryTierManager):
+    """A tier of vLLM's that has done everything by the time it is asked, and holds nothing."""
+
+    def __init__(self, view: memoryview) -> None:
+        super().__init__(None, view, "instant")
+        self._done: list[JobResult] = []
+
+    def lookup(self, key: Any, req_context: ReqContext) -> LookupResult:
+        return LookupResult.MISS
+
+    def submit_store(self, job_metadata: TransferJob) -> None:
+        self._done.append(JobResult(job_metadata.job_id, success=True))
+
+    def submit_load(self, job_metadata: TransferJob) -> None:
+        raise AssertionError(job_metadata)
+
+    def get_finished_jobs(self) -> list[JobResult]:
+        done, self._done = self._done, []
+        return done
+
+    def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        return RequestOffloadingContext()
+
+    def drain_jobs(self) -> None:
+        pass
+
+
+class Caller:
+    """What vLLM's scheduler does with a manager."""
+
+    def __init__(self, manager: OffloadingManager) -> None:
+        self.manager = manager
+        self._requests = 0
+
+    def each(self, batches: Batches, call: Callable[[list[Any], ReqContext], None]) -> None:
+        for keys in batches:
+            context = self._begin()
+            call(keys, context)
+            self.manager.on_request_finished(context)
+            self.manager.on_schedule_end(ScheduleEndContext((), ()))
+
+    def look_up(self, keys: list[Any], context: ReqContext) -> None:
+        for key in keys:
+            self.manager.lookup(key, context)
+
+    def store(self, keys: list[Any], context: ReqContext) -> None:
+        plan = self.manager.prepare_store(keys, context)
+        assert plan is not None
+        self.manager.complete_store(plan.keys_to_store, context)
+
+    def load(self, keys: list[Any], context: ReqContext) -> None:
+        self.manager.touch(keys, context)
+        self.manager.prepare_load(keys, context)
+        self.manager.complete_load(keys, context)
+
+    def step(self, batches: Batches) -> None:
+        contexts = [self._begin() for _ in batches]
+        for keys, context in zip(batches, contexts, strict=True):
+            self.look_up(keys, context)
+            self.store(keys, context)
+        self.manager.on_schedule_end(ScheduleEndContext((), ()))
+        for context in contexts:
+            self.manager.on_request_finished(context)
+
+    def _begin(self) -> ReqContext:
+        self._requests += 1
+        context = ReqContext(req_id=str(self._requests))
+        self.manager.on_new_request(context)
+        return context
+
+
+def kvtier_caller(tiers: int) -> Caller:
+    steps = Steps(tiers=tiers)
+    steps.hold(0)
+    return Caller(VllmManager(steps.manager, TransferTimes()))  # type: ignore[arg-type]  # No face of it waits here.
+
+
+def vllm_tiering() -> Caller:
+    region = SharedOffloadRegion(
+        engine_id=f"bench-{uuid.uuid4()}",
+        num_chunks=ROWS,
+        rank=None,
+        kv_bytes_per_chunk=CHUNK_BYTES,
+        cpu_page_size=CHUNK_BYTES,
+    )
+    primary = CPUPrimaryTierOffloadingManager(ROWS, region)
+    return Caller(TieringOffloadingManager(primary, [InstantTier(primary.get_kv_memoryview())]))
+
+
+def measure(rounds: int) -> Iterator[Row]:
+    """Yield rows of ns a key, and of ms a step. The garbage collector runs between measurements only."""
+    gc.disable()
+    yield from _operations(rounds)
+    ours, theirs = kvtier_caller(1), vllm_tiering()
+    dice = random.Random(3)
+    for caller in (ours, theirs):
+        caller.each(Steps.random_keys(ROWS, dice), caller.store)
+    sides = [_steps_of("step kvtier", ours, dice), _steps_of("step vllm", theirs, dice)]
+    measured = interleaved(sides, rounds)
+    theirs.manager.shutdown()
+    settings = {"requests": REQUESTS_A_STEP, "keys_a_request": KEYS_A_REQUEST}
+    yield row_of(Pair("one step, one tier", None, settings, "ms", "step kvtier", "step vllm", VLLM), measured)
+
+
+def _steps_of(name: str, caller: Caller, dice: random.Random) -> Side:
+    new: list[Batches] = []
+    keys = REQUESTS_A_STEP * KEYS_A_REQUEST
+    return Side(
+        name,
+        lambda: _ms_a_step(caller, new),
+        lambda: _renew(new, [Steps.random_keys(keys, dice) for _ in range(STEPS_A_ROUND)]),
+    )
+
+
+def _operations(rounds: int) -> Iterator[Row]:
+    dice = random.Random(7)
+    sides = []
+    for name, make in (("kvtier", lambda: kvtier_caller(0)), ("vllm", lambda: Caller(CPUOffloadingManager(ROWS)))):
+        storing, loading = make(), make()
+        present = Steps.random_keys(ROWS, random.Random(11))
+        loading.each(present, loading.store)
+        storing.each(Steps.random_keys(ROWS, dice), storing.store)
+        new: Batches = []
+        sides += [
+            Side(f"look up {name}", lambda c=loading, p=present: _ns_a_key(c, p, c.look_up), gc_collect),
+            Side(f"load {name}", lambda c=loading, p=present: _ns_a_key(c, p, c.load), gc_collect),
+            Side(
+                f"store {name}",
+                lambda c=storing, n=new: _ns_a_key(c, n, c.store),
+                lambda n=new: _renew(n, Steps.random_keys(ROWS, dice)),
+            ),
+        ]
+    measured = interleaved(sides, rounds)
+    for name, operation in (
+        ("look up", "look-up in the primary"),
+        ("store", "prepare_store + complete_store, evicting"),
+        ("load", "touch + prepare_load + complete_load"),
+    ):
+        pair = Pair(operation, None, {"keys": ROWS}, "ns", f"{name} kvtier", f"{name} vllm", VLLM)
+        yield row_of(pair, measured)
+
+
+def gc_collect() -> None:
+    gc.collect()
+
+
+def _renew(kept: list[Any], new: list[Any]) -> None:
+    kept[:] = new
+    gc.collect()
+
+
+def _ns_a_key(caller: Caller, batches: Batches, call: Callable[[list[Any], ReqContext], None]) -> float:
+    begun = time.perf_counter()
+    caller.each(batches, call)
+    return 1e9 * (time.perf_counter() - begun) / ROWS
+
+
+def _ms_a_step(caller: Caller, steps: list[Batches]) -> float:
+    begun = time.perf_counter()
+    for batches in steps:
+        caller.step(batches)
+    return 1e3 * (time.perf_counter() - begun) / len(steps)
+
+
+def main() -> None:
+    given = arguments(__doc__)
+    give_out("peers vllm_protocol", given, lambda folder: measure(given.rounds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""The examples inside vLLM, run as their readers run them; the server's with somebody who listens to its events."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+from prometheus_client.parser import text_string_to_metric_families
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+TOPIC = "kvtier"
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """This environment as if it had been activated, without what the tests set for themselves."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("VLLM_")}
+    return kept | {
+        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TMPDIR": str(tmp_path),
+    }
+
+
+def test_prompts_come_back_from_memory_and_from_disk(environment, tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "vllm_offline.py")],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4_000:]
+    cached = dict(re.findall(r"(new|memory|disk).*?: ([\d,]+) of 6,000 prompt tokens", done.stdout))
+    assert cached == {"new": "0", "memory": "5,952", "disk": "5,952"}
+    assert "the same answers each time: True" in done.stdout
+
+
+def test_a_server_counts_on_metrics_and_tells_a_subscriber(environment, tmp_path):
+    if shutil.which("curl") is None:
+        pytest.skip("examples/vllm_serve.sh asks its server with curl, which is not installed")
+    ends = f"ipc://{tmp_path}/events"
+    events = msgspec.json.encode(
+        {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": ends, "topic": TOPIC, "hwm": 10_000}
+    ).decode()
+    with zmq.Context() as context, context.socket(zmq.SUB) as subscriber:
+        subscriber.connect(ends)
+        subscriber.setsockopt_string(zmq.SUBSCRIBE, TOPIC)
+        done = subprocess.run(
+            ["bash", str(EXAMPLES / "vllm_serve.sh"), "--kv-events-config", events],
+            env=environment | {"PORT": str(free_port()), "KVTIER": str(tmp_path / "tier")},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-4_000:]
+        stored = told(subscriber)
+    assert re.findall(r"prompt.*?(\d+) tokens cached", done.stdout) == ["0", "0", "0", "992"]
+    metrics = scraped(done.stdout)
+    assert metrics["kvtier_primary_hits_total", None, None] == 31
+    assert metrics["kvtier_tier_stored_total", "0:fs", None] == 93
+    assert 0 < metrics["kvtier_tier_chunks", "0:fs", None] <= 93  # As of the last step of an engine that now idles.
+    assert metrics["kvtier_tier_breaker", "0:fs", "closed"] == 1
+    assert stored["CPU", None] == stored["STORAGE", "0:fs"] == 93
+    assert len(list((tmp_path / "tier").rglob("*.bin"))) == 93
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def scraped(page: str) -> dict[tuple[str, str | None, str | None], float]:
+    """Return kvtier's series by name, tier and state."""
+    lines = "".join(line + "\n" for line in page.splitlines() if line.startswith("kvtier_"))
+    return {
+        (sample.name, sample.labels.get("tier"), sample.labels.get("state")): sample.value
+        for family in text_string_to_metric_families(lines)
+        for sample in family.samples
+    }
+
+
+def told(subscriber: zmq.Socket) -> Counter[tuple[str | None, str | None]]:
+    """Count the blocks stored that the events tell of, by medium and tier; they are all there: the server has ended."""
+    decode = msgspec.msgpack.Decoder(KVEventBatch).decode
+    found: Counter[tuple[str | None, str | None]] = Counter()
+    while subscriber.poll(1_000):
+        _, _, payload = subscriber.recv_multipart()
+        for event in decode(payload).events:
+            if isinstance(event, BlockStored):
+                found[event.medium, event.ownership] += len(event.block_hashes)
+    return found

@@ -1,0 +1,38 @@
+"""The page on vLLM: its configurations are accepted, its table names every option."""
+
+import json
+import re
+from pathlib import Path
+
+import msgspec
+
+from kvtier.integrations.vllm.options import VllmOptions, read_options, read_secondary_options
+
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "vllm.md").read_text()
+VLLMS_OWN = {"type", "module_path"}  # Fields of a secondary tier that vLLM takes out before the tier sees them.
+
+
+def configurations() -> list[dict]:
+    return [json.loads(block) for block in re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)]
+
+
+def test_every_configuration_of_the_page_is_accepted():
+    *first_door, second_door = [given["kv_connector_extra_config"] for given in configurations()]
+    read = [read_options(extra).cpu_bytes_to_use for extra in first_door]
+    assert read == [4 << 30, 256 << 30, 128 << 30, 64 << 30]
+    (tier,) = second_door["secondary_tiers"]
+    options = read_secondary_options({name: tier[name] for name in tier.keys() - VLLMS_OWN})
+    assert (options.backend, options.options["capacity_bytes"]) == ("fs", "1TiB")
+
+
+def test_the_table_of_options_names_every_field_with_its_default():
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \| .*\|$", PAGE, re.MULTILINE)
+    named = {name: default for names, default in rows for name in re.findall(r"`(\w+)`", names)}
+    fields = {field.name: field for field in msgspec.structs.fields(VllmOptions)}
+    assert named.keys() == fields.keys() - {"spec_name", "spec_module_path"}
+    required = {name for name, default in named.items() if default == "required"}
+    assert required == {name for name, field in fields.items() if field.required}
+    for name in ("eviction_policy", "runner", "shared_memory_dir"):
+        assert json.loads(named[name].strip("`")) == fields[name].default
+    for name in ("canonical_layout", "interop", "revision"):
+        assert (named[name], fields[name].default) == ("none", None)
