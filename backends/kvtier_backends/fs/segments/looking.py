@@ -81,7 +81,13 @@ class Reading:
 
     def open_all(self) -> None:
         """Open every segment; those that are gone by then, or cannot be read, are not there."""
-        for name in self._files.names():
+        try:
+            names = self._files.names()
+        except OSError as error:
+            self.failed += 1
+            logger.warning("%s: cannot be listed: %s", self._folder.chunks, error.strerror)
+            return
+        for name in names:
             try:
                 found = self._files.open(name)
             except OSError as error:
@@ -94,10 +100,16 @@ class Reading:
                 self.unusable.append(found)
 
     def look_around(self, now_s: float) -> Around:
-        """Measure and sweep what is besides segments."""
+        """Measure and sweep what is besides segments, as far as it can be."""
         sweep = Sweep(self._folder.root_fd, self._folder.writer, now_s)
-        taken = sum(self._measured(name, sweep) for name in (self._folder.chunks, self._mapper.folder))
-        names = _names(self._folder.root_fd, ".")
+        taken, names = 0, list[str]()
+        try:
+            for name in (self._folder.chunks, self._mapper.folder):
+                taken += self._measured(name, sweep)
+            names = _names(self._folder.root_fd, ".")
+        except OSError as error:
+            self.failed += 1
+            logger.warning("%s: what is beside its segments cannot be listed: %s", self._folder.chunks, error.strerror)
         others = sum(name != self._folder.chunks and read_folder(name) is not None for name in names)
         return Around(taken, others, sweep.removed)
 
