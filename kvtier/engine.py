@@ -45,6 +45,7 @@ class Engine:
         self._mailbox = bridge.mailbox
         self.ready: Mapping[OffloadKey, int] = self.ledger.primary.ready  # What could be loaded now, and its row.
         self._closed = False
+        self.messages_received = 0  # By which who reports figures knows that some may have changed.
         self._replaced = -1  # The last epoch that was replaced for its quarantined rows.
         self.ledger.begin_step(clock())
 
@@ -157,6 +158,7 @@ class Engine:
         mailbox = self._mailbox
         while mailbox:
             message = mailbox.popleft()
+            self.messages_received += 1
             self.ledger.apply(message)
             if isinstance(message, RunnerBack):
                 self._bridge.admit(message.epoch)

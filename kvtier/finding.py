@@ -83,7 +83,10 @@ class Finder(Books):
 
     def _rows_found(self, request: Request) -> list[int]:
         """Return the rows of what the request found in this step and has not leased; what failed since has none."""
-        return self.primary.rows_of([*request.found, *request.hits][request.held :])
+        before = len(request.found)
+        if request.held >= before:
+            return self.primary.rows_of(request.hits[request.held - before :])
+        return self.primary.rows_of([*request.found[request.held :], *request.hits])
 
     def _lease_hits(self, request: Request) -> None:
         for row in self._rows_found(request):

@@ -57,7 +57,7 @@ class Inbox:
         self._outbox = outbox
         self._events = events
         self._observe = observe
-        self._inventories = Inventories(where, outbox, events)
+        self._inventories = Inventories(primary, where, outbox, events)
 
     def apply(self, message: Message, now: float) -> None:
         """Apply one message; one about a transfer that is not under way any more is ignored."""

@@ -9,20 +9,22 @@ from kvtier.bridge.messages import TierUsage
 from kvtier.events import Event, EventKind, EventLog
 from kvtier.keys import OffloadKey
 from kvtier.outbox import Outbox
+from kvtier.primary import Primary
 from kvtier.tier import Tier, Whereabouts
 
 
 class Inventories:
     """Enters reports into the whereabouts."""
 
-    def __init__(self, where: Whereabouts, outbox: Outbox, events: EventLog | None) -> None:
+    def __init__(self, primary: Primary, where: Whereabouts, outbox: Outbox, events: EventLog | None) -> None:
+        self._primary = primary
         self._where = where
         self._outbox = outbox
         self._events = events
 
     def found(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
         """Believe that the tier holds these keys, whatever it answered before."""
-        self._where.add(tier, keys)
+        self._where.add(tier, self._primary.own(keys))
         for key in keys:
             tier.forget_answer(key)
         self._tell(EventKind.STORED, tier, keys)

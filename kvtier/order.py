@@ -1,7 +1,7 @@
 """Which of the primary's rows goes next: a policy, told in rows.
 
 Policies speak of keys, because some remember keys that have gone. An LRU remembers none: it is kept among the rows
-themselves, which takes a sixth of the memory and no hashing.
+themselves, which takes a tenth of the memory and no hashing.
 """
 
 from collections.abc import Callable, Sequence

@@ -100,18 +100,21 @@ class Outbox:
     def flush(self) -> list[Action]:
         """Turn what was queued into actions."""
         actions, self._acknowledgements = self._acknowledgements, []
-        if self.empty:
-            return actions
-        actions.extend(self._probes())
-        actions.extend(self._loads())
-        actions.extend(self._stores())
+        if not self.empty:
+            actions.extend(self._work())
+        if self._ranks:  # Nobody waits for these: with them alone the outbox is empty.
+            actions.extend(self._ranks)
+            self._ranks.clear()
+        return actions
+
+    def _work(self) -> Iterator[Action]:
+        yield from self._probes()
+        yield from self._loads()
+        yield from self._stores()
         for tier, queued in self._deletes.items():
             for keys in self._batches(queued):
-                actions.append(Delete(self._transfers.send(Kind.DELETE, tier, keys, ()), tier.index, pack_keys(keys)))
+                yield Delete(self._transfers.send(Kind.DELETE, tier, keys, ()), tier.index, pack_keys(keys))
         self._deletes.clear()
-        actions.extend(self._ranks)
-        self._ranks.clear()
-        return actions
 
     def clear(self) -> None:
         """Forget promotions and cascades: the primary is about to drop every key and pin."""

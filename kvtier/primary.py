@@ -5,6 +5,7 @@ still use it, so nobody else may). Each reason to keep a row is a pin, being fil
 held until the step ends, and that is noted when somebody wants room, because a look-up has no time for it.
 """
 
+from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from kvtier.keys import OffloadKey
@@ -26,7 +27,7 @@ class Primary:
         self.quarantined: dict[int, int] = {}  # Row -> borrowers that have yet to return it.
         self.evictions = 0
         self._keys: list[OffloadKey | None] = [None] * rows
-        self._pins = [0] * rows
+        self._pins = array("I", [0]) * rows
         self._idle = 0  # Ready rows without a pin: what could be evicted, but for what is held.
         self._held: set[int] = set()  # Answered HIT in this step.
         self._free = list(range(rows - 1, -1, -1))
@@ -48,6 +49,13 @@ class Primary:
         """Return the rows of those of the keys that are ready or filling, in order."""
         rows = [self.ready.get(key) for key in keys] if not self.filling else map(self.row, keys)
         return [row for row in rows if row is not None]
+
+    def own(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Return the same keys, as the very objects that are kept here: 80 bytes each are not kept twice."""
+        ready, row_keys = self.ready, self._keys
+        if not ready:
+            return keys
+        return [key if (row := ready.get(key)) is None else row_keys[row] or key for key in keys]
 
     def reserve(self, keys: Sequence[OffloadKey], offered: Collection[OffloadKey] = ()) -> list[OffloadKey] | None:
         """Give each of these absent keys a row in state filling; return the keys evicted for it.
@@ -135,10 +143,11 @@ class Primary:
         """Drop one pin of each row. A row that lost its key while it was pinned is free with its last pin."""
         pins = self._pins
         for row in rows:
-            left = pins[row] = pins[row] - 1
-            if left > 0:
+            left = pins[row] - 1
+            assert left >= 0, row
+            pins[row] = left
+            if left:
                 continue
-            assert left == 0, row
             if self._keys[row] is not None:
                 self._idle += 1
             elif row not in self.quarantined:
@@ -169,7 +178,7 @@ class Primary:
         self.ready.clear()
         self.filling.clear()
         self._keys[:] = [None] * self.rows
-        self._pins[:] = [0] * self.rows
+        self._pins = array("I", [0]) * self.rows
         self._idle = 0
         self._held.clear()
         self.quarantined = dict(lent)

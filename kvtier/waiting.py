@@ -1,7 +1,7 @@
-"""The asyncio face of an engine: who waits for what, and who wakes them.
+"""The asyncio face of an engine: `put` waits for room and for the tiers' budgets, `fetch` for what is on its way.
 
-`put` waits for room and for the tiers' budgets, `fetch` for chunks that are on their way, and both for a reset. All who
-wait look again whenever something came back or was given back: there is no queue of wishes that could go stale.
+Both wait for a reset, too. Who waits for rows waits for whoever has them, and holds none itself that others wait for,
+except what it fetched already.
 """
 
 import asyncio
@@ -12,19 +12,14 @@ from itertools import count
 from kvtier.keys import OffloadKey
 from kvtier.ledger import LookupResult, StorePlan
 from kvtier.request import Request
-from kvtier.stepping import SteppedManager
-
-LEASES_EVERY_S = 0.05  # At most so often leases are looked at: a request that waits renews its own in every step.
+from kvtier.waking import WakingManager
 
 Chunk = bytes | bytearray | memoryview
 
 
-class WaitingManager(SteppedManager):
+class WaitingManager(WakingManager):
     """A stepped engine whose callers may also wait, on one event loop."""
 
-    _loop: asyncio.AbstractEventLoop | None = None
-    _progress: "asyncio.Future[None] | None" = None
-    _pumping = False
     _clearing = False  # A reset has waited for all rows in use: until it is done nobody gets any.
 
     async def put(self, keys: Sequence[OffloadKey], chunks: Sequence[Chunk], *, request_id: str | None = None) -> int:
@@ -58,29 +53,30 @@ class WaitingManager(SteppedManager):
         it; nothing raises for it.
         """
         async with self._one(request_id) as request:
-            rows, found = await self._arrive(keys, request)
-            size = self.config.chunk_bytes
-            views = [self.region.row(row)[:size].toreadonly() for row in rows]
+            rows: list[int] = []
+            views: list[memoryview] = []
             try:
+                await self._arrive(keys, request, rows)
+                size = self.config.chunk_bytes
+                views += [self.region.row(row)[:size].toreadonly() for row in rows]
                 yield views
             finally:
                 for view in views:
                     view.release()
-                self.complete_load(found, request.id)
+                self.complete_load(keys[: len(rows)], request.id)
 
-    async def delete(self, keys: Sequence[OffloadKey]) -> None:
-        """Forget keys in the primary and in every tier; waits for whoever holds their rows."""
+    async def delete(self, keys: Sequence[OffloadKey], deadline_s: float | None = None) -> bool:
+        """Forget keys in the primary and in every tier; waits for whoever holds their rows.
+
+        False if the deadline came first. Then what was still held has stayed; the rest was forgotten, though a tier
+        may not have said so yet.
+        """
         self._check_open()
         held: Sequence[OffloadKey] = keys
-        while held := self.ledger.delete(held):
-            await self._next_progress(for_rows=True)
-        await self.drained()
-
-    async def drained(self, deadline_s: float | None = None) -> bool:
-        """Wait until nothing is under way; False if the deadline came first."""
         try:
             async with asyncio.timeout(self._deadline(deadline_s)):
-                self.end_step()
+                while held := self.ledger.delete(held):
+                    await self._next_progress(for_rows=True)
                 while self.ledger.pending:
                     await self._next_progress()
         except TimeoutError:
@@ -108,67 +104,12 @@ class WaitingManager(SteppedManager):
                 self._stir()
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Use the asyncio face on this loop; `open` does so by itself."""
-        self._loop = loop
         self._ids = count()
         self._turn = asyncio.Lock()  # To cascade, in order of asking: or a long put would starve among short ones.
         self._resets = asyncio.Lock()
-        self._bridge.notify = self._wake
-        self._wake()
-
-    # What the step protocol gives back, the asyncio face may be waiting for.
-
-    def complete_load(self, keys: Sequence[OffloadKey], request_id: str) -> None:
-        super().complete_load(keys, request_id)
-        self._stir()
-
-    def complete_store(self, keys: Sequence[OffloadKey], request_id: str, *, success: bool = True) -> None:
-        super().complete_store(keys, request_id, success=success)
-        self._stir()
-
-    def on_request_finished(self, request_id: str) -> None:
-        super().on_request_finished(request_id)
-        self._stir()
+        super().attach(loop)
 
     # How the face waits.
-
-    def _wake(self) -> None:
-        """Have the loop take what came; from any thread."""
-        if not self._pumping and self._loop is not None:
-            self._pumping = True
-            try:
-                self._loop.call_soon_threadsafe(self._pump)
-            except RuntimeError:  # The loop is closed, and with it all who wait.
-                self._loop = None
-
-    def _pump(self) -> None:
-        self._pumping = False  # First: what comes from here on wakes anew.
-        self.end_step()
-        self._stir()
-
-    def _stir(self) -> None:
-        """Let everybody who waits look again."""
-        progress, self._progress = self._progress, None
-        if progress is not None and not progress.done():
-            progress.set_result(None)
-
-    async def _next_progress(self, *, for_rows: bool = False) -> None:
-        """Send what was decided, and wait until something came back or was given back.
-
-        Who waits `for_rows` also looks again when leases run out: nobody gives these back.
-        """
-        leased = self.ledger.leases.rows
-        self.end_step()
-        self._check_open()
-        if for_rows and self.ledger.leases.rows < leased:
-            return
-        if self._progress is None:
-            self._progress = asyncio.get_running_loop().create_future()
-        ends_at = self.ledger.leases.ends_at if for_rows else None
-        timeout_s = None if ends_at is None else max(LEASES_EVERY_S, ends_at - self._clock())
-        await asyncio.wait((self._progress,), timeout=timeout_s)
-        self._check_open()
-        self._receive()
 
     @asynccontextmanager
     async def _one(self, request_id: str | None) -> AsyncGenerator[Request]:
@@ -185,14 +126,18 @@ class WaitingManager(SteppedManager):
             self.on_request_finished(own)
             self.end_step()
 
-    async def _arrive(self, keys: Sequence[OffloadKey], request: Request) -> tuple[list[int], Sequence[OffloadKey]]:
-        """Wait until the leading run of keys is in the primary, and pin it."""
+    async def _arrive(self, keys: Sequence[OffloadKey], request: Request, rows: list[int]) -> None:
+        """Wait until the leading run of keys is in the primary, and pin it: `rows` are its rows, so far.
+
+        What waiting requests may lease is less than the primary holds. What has come is pinned, leased no more, and so
+        leaves its share to what comes after it.
+        """
         while True:
             while self._clearing:
                 await self._next_progress()
             self._receive()
             hits, waits = 0, False
-            for key in keys:
+            for key in keys[len(rows) :]:
                 result = self.ledger.lookup(key, request)
                 if result is LookupResult.MISS:
                     break
@@ -200,24 +145,25 @@ class WaitingManager(SteppedManager):
                     waits = True  # And look on, so that the rest sets out, too.
                 elif not waits:
                     hits += 1
-            if not waits:
-                found = keys[:hits]
-                rows = self.ledger.prepare_load(found, request)
-                self.end_step()
-                return rows, found
-            await self._next_progress()
+            if waits:
+                await self._next_progress()
+                continue
+            rows += self.ledger.prepare_load(keys[len(rows) : len(rows) + hits], request)
+            self.end_step()
+            if not hits or len(rows) == len(keys):
+                return
 
     async def _reserve(self, keys: Sequence[OffloadKey], request: Request) -> StorePlan:
         """Wait for room for the keys, or for as many leading ones as there can be room for."""
         while True:
             while self._clearing:
                 await self._next_progress()
-            self._receive()
+            self.end_step()  # What a step found that nobody ends would be kept for ever.
             if not any(key in self.ledger.primary.filling for key in keys):
                 plan = self.ledger.prepare_store(keys, request)
                 if plan is not None:
                     return plan
-                if not self.ledger.rows_in_use and not self.ledger.pending:
+                if not (self.ledger.rows_in_use or self.ledger.pending or self.ledger.leases.rows):
                     keys = keys[: len(keys) // 2]  # Nobody will give rows back: some are lost to hung transfers.
                     continue
             await self._next_progress(for_rows=True)

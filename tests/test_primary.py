@@ -126,6 +126,16 @@ def test_a_ready_key_that_nothing_holds_can_be_discarded(primary: Primary) -> No
     assert primary.reserve([B, C, D]) == []  # The policy has forgotten it, too.
 
 
+def test_keys_that_come_from_elsewhere_are_known_by_the_objects_that_are_kept(primary: Primary) -> None:
+    fill(primary, A)
+    copies = [OffloadKey(bytes(bytearray(key))) for key in (A, B)]
+    assert copies[0] is not A
+    own = primary.own(copies)
+    assert own == [A, B]
+    assert own[0] is A
+    assert own[1] is copies[1]
+
+
 def test_one_unpin_too_many_is_a_bug_that_shows(primary: Primary) -> None:
     (row,) = fill(primary, A)
     with pytest.raises(AssertionError, match=str(row)):

@@ -131,6 +131,7 @@ def state_views(
 
 def layer_views(
     memory: torch.Tensor,
+    layer: str,
     spec: LayerSpec,
     axes: CacheAxes | None,
     num_blocks: int,
@@ -139,21 +140,29 @@ def layer_views(
     offset_bytes: int = 0,
     block_stride_bytes: int | None = None,
 ) -> torch.Tensor | list[torch.Tensor]:
-    """Return a layer's cache or states: `cache_view` or `state_views`, whichever the spec asks for."""
-    if isinstance(spec, MambaSpec):
-        return state_views(memory, spec, num_blocks, offset_bytes=offset_bytes, block_stride_bytes=block_stride_bytes)
-    assert isinstance(spec, AttentionSpec), spec
-    if axes is None:
-        raise ConfigError("an attention layer without axes: its backend must name them")
-    return cache_view(
-        memory,
-        spec,
-        axes,
-        num_blocks,
-        kernel_blocks=kernel_blocks,
-        offset_bytes=offset_bytes,
-        block_stride_bytes=block_stride_bytes,
-    )
+    """Return a layer's cache or states: `cache_view` or `state_views`, whichever the spec asks for.
+
+    Raises `ConfigError`, naming the layer, where there is no such view.
+    """
+    try:
+        if isinstance(spec, MambaSpec):
+            return state_views(
+                memory, spec, num_blocks, offset_bytes=offset_bytes, block_stride_bytes=block_stride_bytes
+            )
+        assert isinstance(spec, AttentionSpec), spec
+        if axes is None:
+            raise ConfigError("an attention layer without axes: its backend must name them")
+        return cache_view(
+            memory,
+            spec,
+            axes,
+            num_blocks,
+            kernel_blocks=kernel_blocks,
+            offset_bytes=offset_bytes,
+            block_stride_bytes=block_stride_bytes,
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{layer}: {error}") from error
 
 
 def _strides(order: str, sizes: Mapping[str, int], item_bytes: int, block_stride_bytes: int | None) -> dict[str, int]:

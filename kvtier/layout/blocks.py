@@ -38,7 +38,10 @@ def block_axis(layer: str, tensor: torch.Tensor, blocks: int) -> int:
     leading = bool(shape) and shape[0] == blocks
     behind = len(shape) > 1 and shape[0] == 2 and shape[1] == blocks
     if leading and behind:
-        raise ConfigError(f"{layer}: shape {shape} may have its {blocks} blocks first or second; name its axes")
+        raise ConfigError(
+            f"{layer}: shape {shape} and strides {tuple(tensor.stride())} may have its {blocks} blocks first "
+            "or second; name its axes"
+        )
     if not leading and not behind:
         raise ConfigError(
             f"{layer}: shape {shape} and strides {tensor.stride()} have no axis of {blocks} blocks in front"

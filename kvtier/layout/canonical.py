@@ -72,10 +72,10 @@ def canonical_kv_caches(
 class _Pages(NamedTuple):
     """A run of pages of one layer in one storage."""
 
+    layer: str
     storage: torch.Tensor  # Any tensor on it.
     blocks: BlockRun
     width_bytes: int  # With padding, as far as the storage goes.
-    part: int  # Which of the layer's runs.
     packed: bool  # Other pages lie in the same row.
 
     @property
@@ -108,10 +108,10 @@ class _Finder:
             and not runs[0].gap
         ):
             raise ConfigError(
-                f"{layer}: {parts} x {runs[0].extent_bytes:,} bytes in a block, "
+                f"{layer}: {parts} x {runs[0].extent_bytes:,} bytes in a block (strides {tuple(storage.stride())}), "
                 f"{spec.unpadded_page_bytes:,} in its spec's page"
             )
-        return [self._pages(layer, storage, run, page_bytes // parts, part) for part, run in enumerate(runs)]
+        return [self._pages(layer, storage, run, page_bytes // parts) for run in runs]
 
     def _attention_runs(self, layer: str, cache: torch.Tensor, group: KVCacheGroup) -> list[BlockRun]:
         blocks = self._config.num_blocks * group.kernel_blocks
@@ -121,8 +121,8 @@ class _Finder:
             axis = self._axes[layer].shape.index("B")
             if cache.ndim != len(self._axes[layer].shape) or cache.shape[axis] != blocks:
                 raise ConfigError(
-                    f"{layer}: shape {tuple(cache.shape)} given, {blocks} blocks as axis {axis} "
-                    f"of {self._axes[layer].shape} accepted"
+                    f"{layer}: shape {tuple(cache.shape)} and strides {tuple(cache.stride())} given, "
+                    f"{blocks} blocks as axis {axis} of {self._axes[layer].shape} accepted"
                 )
         runs = block_runs(layer, cache, axis, self._config.num_blocks)
         if len(runs) > 2 * getattr(group.spec_of(layer), "num_kv_heads", 1):  # Keys and values of each head.
@@ -150,19 +150,20 @@ class _Finder:
     def _state_runs(self, layer: str, state: torch.Tensor) -> list[BlockRun]:
         if not state.ndim or state.shape[0] != self._config.num_blocks:
             raise ConfigError(
-                f"{layer}: state of shape {tuple(state.shape)}, not {self._config.num_blocks} blocks first"
+                f"{layer}: state of shape {tuple(state.shape)} and strides {tuple(state.stride())}, "
+                f"not {self._config.num_blocks} blocks first"
             )
         return block_runs(layer, state, 0, self._config.num_blocks)
 
-    def _pages(self, layer: str, storage: torch.Tensor, run: BlockRun, page_bytes: int, part: int) -> _Pages:
+    def _pages(self, layer: str, storage: torch.Tensor, run: BlockRun, page_bytes: int) -> _Pages:
         if self._config.num_blocks == 1:  # A single block's stride says nothing; layers that share it must agree.
             run = run._replace(stride_bytes=max(page_bytes, run.extent_bytes))
-        packed = self._config.num_blocks > 1 and run.stride_bytes > max(page_bytes, run.extent_bytes)
+        packed = run.stride_bytes > max(page_bytes, run.extent_bytes)
         if run.gap and not packed:
             raise ConfigError(f"{layer}: {run.gap}: only a copy could close the gap")
         last = run.offset_bytes + (self._config.num_blocks - 1) * run.stride_bytes
         width_bytes = min(page_bytes, run.stride_bytes, storage.untyped_storage().nbytes() - last)
-        return _Pages(storage, run, max(width_bytes, run.extent_bytes), part, packed)
+        return _Pages(layer, storage, run, max(width_bytes, run.extent_bytes), packed)
 
 
 class _Assembly:
@@ -184,10 +185,9 @@ class _Assembly:
         tensors = tuple(self._tensor(shared) for shared in by_place.values())
         groups = list[tuple[DataRef, ...]]()
         for group in self._config.groups:
-            users = defaultdict[int, list[tuple[str, _Pages]]](list)
-            for layer in group.layer_names:
-                for pages in placed[layer]:
-                    users[index[pages.place]].append((layer, pages))
+            users = defaultdict[int, list[_Pages]](list)
+            for pages in (run for layer in group.layer_names for run in placed[layer]):
+                users[index[pages.place]].append(pages)
             groups.append(tuple(self._ref(group, number, tensors[number], using) for number, using in users.items()))
         return CanonicalKVCaches(tensors, tuple(groups))
 
@@ -195,7 +195,7 @@ class _Assembly:
         """Return the tensor that all these runs are rows of."""
         first = shared[0]
         stride_bytes = first.blocks.stride_bytes
-        start, width_bytes = first.blocks.offset_bytes, max(pages.width_bytes for pages in shared)
+        start, width_bytes = first.blocks.offset_bytes, first.width_bytes  # One distance and one end: one width.
         if first.packed:
             start, width_bytes = self._row(shared), stride_bytes
         return view_of(first.storage, torch.int8, (self._config.num_blocks, width_bytes), (stride_bytes, 1), start)
@@ -209,19 +209,19 @@ class _Assembly:
         start = max(0, min(first, size_bytes - self._config.num_blocks * row_bytes))
         if last > start + row_bytes or size_bytes < start + self._config.num_blocks * row_bytes:
             raise ConfigError(
-                f"pages from byte {first:,} to {last:,} do not lie in one row of {row_bytes:,} bytes (their stride) "
-                f"within {size_bytes:,} bytes of memory"
+                f"{', '.join(dict.fromkeys(pages.layer for pages in shared))}: pages from byte {first:,} to {last:,} "
+                f"do not lie in one row of {row_bytes:,} bytes (their stride) within {size_bytes:,} bytes of memory"
             )
         return start
 
-    def _ref(self, group: KVCacheGroup, number: int, tensor: torch.Tensor, using: list[tuple[str, _Pages]]) -> DataRef:
-        layers = tuple(layer for layer, _ in using)
-        if using[0][1].packed:
+    def _ref(self, group: KVCacheGroup, number: int, tensor: torch.Tensor, using: list[_Pages]) -> DataRef:
+        layers = tuple(pages.layer for pages in using)
+        if using[0].packed:
             specs = map(group.spec_of, layers)
             return DataRef(number, tensor.shape[1], layers, row_mapping(specs, tensor.shape[1], self._parallel))
         mappings = [self._mapping(group, layer) for layer in layers]
-        widest = max(range(len(using)), key=lambda i: using[i][1].blocks.extent_bytes)
-        extent_bytes = using[widest][1].blocks.extent_bytes
+        widest = max(range(len(using)), key=lambda i: using[i].blocks.extent_bytes)
+        extent_bytes = using[widest].blocks.extent_bytes
         mapping = mappings[widest]
         if mapping.local_bytes != extent_bytes:  # States with gaps between them: as one, they are this worker's own.
             mapping = own_part(extent_bytes, self._parallel)

@@ -109,16 +109,18 @@ def jamba(num_blocks: int, tp_size: int = 1) -> Family:
     """
     attention = _full(8, 128, tp_size, block_size=80)
     state = MambaSpec(block_size=80, shapes=((3, 8_192 // tp_size), (8_192 // tp_size, 16)), dtypes=(BF16, BF16))
-    return _hybrid(32, attention, state, [4, 12, 20, 28], num_blocks, 8)
+    return _hybrid("MMMM*MMM" * 4, attention, state, num_blocks, 8)
 
 
 def nemotron_h_8b(num_blocks: int, tp_size: int = 1) -> Family:
-    """24 Mamba-2 layers (3 x 10,240 and 128 x 64 x 128), 4 of attention (8 KV heads of 128); blocks of 528 tokens."""
+    """24 Mamba-2 layers (3 x 10,240 and 128 x 64 x 128), 4 of attention (8 KV heads of 128); blocks of 528 tokens.
+
+    Its 24 dense layers keep nothing. Seven groups on four tensors.
+    """
     attention = _full(8, 128, tp_size, block_size=528)
     shapes = ((3, 10_240 // tp_size), (128 // tp_size, 64, 128))
-    return _hybrid(
-        28, attention, MambaSpec(block_size=528, shapes=shapes, dtypes=(BF16, BF16)), [3, 9, 16, 23], num_blocks, 8
-    )
+    state = MambaSpec(block_size=528, shapes=shapes, dtypes=(BF16, BF16))
+    return _hybrid("M-M-M-M*-" + "M-M-M-M-M*-" * 3 + "M-M-M-M-M-", attention, state, num_blocks, 8)
 
 
 def qwen_3_next(num_blocks: int, tp_size: int = 1) -> Family:
@@ -129,7 +131,7 @@ def qwen_3_next(num_blocks: int, tp_size: int = 1) -> Family:
     attention = _full(2, 256, tp_size, block_size=544)
     shapes = ((3, 8_192 // tp_size), (32 // tp_size, 128, 128))
     state = MambaSpec(block_size=544, shapes=shapes, dtypes=(BF16, BF16))
-    return _hybrid(48, attention, state, list(range(3, 48, 4)), num_blocks, 2)
+    return _hybrid("MMM*" * 12, attention, state, num_blocks, 2)
 
 
 FAMILIES = (
@@ -158,13 +160,12 @@ def _latent(layers: int, num_blocks: int, tp_size: int) -> Family:
     return Family(group_layers(specs, num_blocks), dict.fromkeys(specs, LATENT), 1)
 
 
-def _hybrid(
-    layers: int, attention: LayerSpec, state: LayerSpec, attention_at: list[int], num_blocks: int, total_kv_heads: int
-) -> Family:
-    names = sorted(range(layers), key=lambda i: i not in attention_at)
-    specs = padded_to_one_page({f"layers.{i}": attention if i in attention_at else state for i in names})
-    axes = {f"layers.{i}": KV_JOINED_NHD for i in attention_at}
-    return Family(group_layers(specs, num_blocks), axes, total_kv_heads)
+def _hybrid(kinds: str, attention: LayerSpec, state: LayerSpec, num_blocks: int, total_kv_heads: int) -> Family:
+    """Return a model with a layer for each letter: * attention, M a state, - neither."""
+    attending = [f"layers.{i}" for i, kind in enumerate(kinds) if kind == "*"]
+    keeping = [f"layers.{i}" for i, kind in enumerate(kinds) if kind == "M"]
+    specs = padded_to_one_page(dict.fromkeys(attending, attention) | dict.fromkeys(keeping, state))
+    return Family(group_layers(specs, num_blocks), dict.fromkeys(attending, KV_JOINED_NHD), total_kv_heads)
 
 
 def _full(heads: int, head_size: int, tp_size: int, block_size: int = 16) -> LayerSpec:

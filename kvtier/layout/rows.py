@@ -115,6 +115,7 @@ def allocate_rows(
         for layer, spec in zip(group.layer_names, group.specs, strict=True):
             layers[layer] = layer_views(
                 rows,
+                layer,
                 spec,
                 axes.get(layer),
                 config.num_blocks,

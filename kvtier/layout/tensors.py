@@ -29,6 +29,7 @@ def allocate_tensors(config: KVCacheConfig, axes: AxesOf, device: torch.device |
             around = of_layer is not None and of_layer.outside_blocks
             layers[layer] = layer_views(
                 memory,
+                layer,
                 spec,
                 of_layer,
                 config.num_blocks,

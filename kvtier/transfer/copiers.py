@@ -12,7 +12,7 @@ from kvtier.transfer.pieces import Piece
 from kvtier.transfer.strided import Strided, copy_alike, strided
 
 Finish = Callable[[], None]
-"""Blocks until a copy has ended; raises `RuntimeError` if it failed."""
+"""Blocks until a copy has ended; raises `RuntimeError` or `MemoryError` if it failed."""
 
 
 class Copier(Protocol):

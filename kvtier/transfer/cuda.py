@@ -57,7 +57,7 @@ class CudaCopier:
             try:
                 self._copy(job)
                 end.record(self._stream)
-            except RuntimeError:
+            except (RuntimeError, MemoryError):
                 self._stream.synchronize()  # A part of it may be under way, and whoever is told takes the rows back.
                 raise
         return end.synchronize
@@ -80,6 +80,10 @@ def cuda_copiers(
             else batched(pieces, slots, blocks_per_chunk, copy)
         )
         copiers.append(CudaCopier(kind, device, begin))
+    if (
+        copy is None
+    ):  # The buffers' memory was the engine's stream's, which may still work on it: not behind our streams.
+        torch.cuda.synchronize(device)
     return copiers
 
 
@@ -105,12 +109,23 @@ def batched_copy(device: torch.device) -> BatchedCopy | None:
         if not hasattr(runtime, "cudaMemcpyBatchAsync"):
             raise ImportError("cuda-bindings older than 12.8")
         copy = _through(runtime)
+        _require_host_addresses(runtime, device)
         _try_out(copy, device)
     except (ImportError, RuntimeError) as error:
         reason = "No batched copies (kvtier[cuda] has them), so chunks go through a buffer on the device: %s"
         logger.warning(reason, error)
         return None
     return copy
+
+
+def _require_host_addresses(runtime: Any, device: torch.device) -> None:
+    """Raise RuntimeError where pinned memory has another address on the device: batches fault there."""
+    attribute = runtime.cudaDeviceAttr.cudaDevAttrCanUseHostPointerForRegisteredMem
+    error, able = runtime.cudaDeviceGetAttribute(attribute, device.index or 0)
+    if int(error) != _SUCCESS:
+        raise RuntimeError(f"cudaDeviceGetAttribute: {error}")
+    if not able:
+        raise RuntimeError(f"{device} takes no addresses of registered host memory")
 
 
 def _through(runtime: Any) -> BatchedCopy:

@@ -78,6 +78,7 @@ class Jobs:
         self._unfinished = dict[int, Job]()
         self._results = dict[int, TransferResult]()
         self._waiters = dict[int, _Waiter]()
+        self._telling = set[int]()  # Those whose results are on the way to who awaits them.
         self._closed = False
 
     def submit(self, job: Job) -> None:
@@ -111,24 +112,27 @@ class Jobs:
             del self._unfinished[job.job_id]
             self._results[job.job_id] = result
             waiter = self._waiters.pop(job.job_id, None)
+            if waiter is not None:
+                self._telling.add(job.job_id)
             self._changed.notify_all()
         if waiter is not None:
             try:
                 waiter.loop.call_soon_threadsafe(self._tell, job.job_id, waiter.future)
             except RuntimeError:  # The loop is closed; its awaiter is gone, and the next poll is told.
-                return
+                with self._changed:
+                    self._telling.discard(job.job_id)
 
     def poll(self) -> list[TransferResult]:
         """Return the results that nobody was told of, and that nobody awaits, as they came."""
         with self._changed:
-            results, self._results = list(self._results.values()), {}
-            return results
+            told = [job_id for job_id in self._results if job_id not in self._telling]
+            return [self._results.pop(job_id) for job_id in told]
 
     async def done(self, job_id: int) -> TransferResult:
         """Wait for a transfer; `KeyError` if it is not about. Cancelled, it leaves the result to the next poll."""
         loop = asyncio.get_running_loop()
         with self._changed:
-            if job_id in self._results:
+            if job_id in self._results and job_id not in self._telling:
                 return self._results.pop(job_id)
             if job_id not in self._unfinished or job_id in self._waiters:
                 raise KeyError(job_id)
@@ -159,5 +163,6 @@ class Jobs:
 
     def _tell(self, job_id: int, future: asyncio.Future[TransferResult]) -> None:
         with self._changed:
-            if not future.cancelled() and job_id in self._results:
+            self._telling.discard(job_id)
+            if not future.cancelled():
                 future.set_result(self._results.pop(job_id))

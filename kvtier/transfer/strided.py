@@ -76,9 +76,9 @@ class Strided(NamedTuple):
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """What pieces have in common whose pages move alike: all but where they lie."""
+        """What pieces of the same slots have in common whose pages move alike: all but where they lie."""
         shapes = [(side.pages.dtype, side.pages.shape, side.pages.stride()) for side in (self.local, self.host)]
-        return (*shapes, self.row_steps, self.page_steps, self.writers, self.writer_index)
+        return (*shapes, self.writers, self.writer_index)
 
     def moves(self, kind: Kind, pages: Pages) -> Moves:
         """Return which pages go where: of a store, those that are this worker's turn."""
@@ -169,14 +169,15 @@ def _assign_runs(source: Side, target: Side, moves: Moves, call_pages: int) -> N
     step = moves.runs.step
     wanted = moves.to_pages[moves.runs.order]
     for start, stop, first in moves.runs.parts(moves.from_pages, call_pages):
-        target.items[wanted[start:stop]] = source.items[first : first + (stop - start - 1) * step + 1 : step]
+        target.items[wanted[start:stop]] = source.items[first : first + (stop - start) * step : step]
 
 
 def _move_items(sides: list[tuple[Side, Side]], moves: Moves) -> None:
     items = sides[0][0].items
     assert items is not None
-    from_where = _addresses([source for source, _ in sides], moves.from_pages)
-    to_where = _addresses([target for _, target in sides], moves.to_pages)
+    order = moves.runs.order  # Reading on in memory is 5 to 10 % faster than reading here and there.
+    from_where = _addresses([source for source, _ in sides], moves.from_pages[order])
+    to_where = _addresses([target for _, target in sides], moves.to_pages[order])
     call_items = max(1, CALL_BYTES_MAX // items.itemsize)
     size = repeat(ctypes.c_void_p(items.itemsize))  # Made once, not for each call.
     for first in range(0, len(from_where), call_items):

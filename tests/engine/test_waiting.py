@@ -244,6 +244,95 @@ async def test_who_waits_when_the_engine_closes_is_told_so():
     assert [type(result) for result in results] == [EngineClosed, int, EngineClosed]
 
 
+async def test_put_waits_for_rows_that_waiting_requests_lease(open_engine):
+    engine = await open_engine(2, SLOW, limits={"lease_share": 1.0, "lease_s": 10})
+    await put(engine, [1, 2])
+    assert await engine.areset()
+    engine.on_new_request("waiting")
+    begun = now()
+    assert [engine.lookup(key(number), "waiting") for number in (1, 2)] == [LookupResult.HIT_PENDING] * 2
+    assert await engine.drained()
+    assert await put(engine, [3, 4]) == 2
+    assert 10 <= now() - begun <= 12
+
+
+async def test_put_takes_rows_that_a_step_found_which_nobody_ended(open_engine):
+    engine = await open_engine(2)
+    await put(engine, [1, 2])
+    engine.on_new_request("stepping")
+    assert [engine.lookup(key(number), "stepping") for number in (1, 2)] == [LookupResult.HIT] * 2
+    async with asyncio.timeout(60):
+        assert await put(engine, [3, 4]) == 2
+
+
+async def test_a_fetch_alone_brings_as_much_as_the_primary_can_hold(open_engine):
+    """Waiting requests share half of the rows; what has come is pinned, and makes room in the share for the rest."""
+    engine = await open_engine(8, SLOW)
+    await put(engine, range(8))
+    assert await engine.areset()
+    assert await found(engine, range(8)) == 8
+    assert await at_rest(engine)
+
+
+async def test_a_fetch_in_parts_that_is_cancelled_keeps_nothing(open_engine):
+    engine = await open_engine(8, SLOW)
+    await put(engine, range(8))
+    assert await engine.areset()
+    fetching = asyncio.ensure_future(found(engine, range(8)))
+    await asyncio.sleep(1.5)
+    assert engine.ledger.rows_in_use == 4
+    fetching.cancel()
+    await asyncio.wait([fetching])
+    assert await at_rest(engine)
+    assert await found(engine, range(8)) == 8
+
+
+async def test_a_fetch_in_parts_ends_when_the_engine_closes():
+    engine = await TieringOffloadingManager.open(describe(8, SLOW))
+    await put(engine, range(8))
+    assert await engine.areset()
+    fetching = asyncio.ensure_future(found(engine, range(8)))
+    await asyncio.sleep(1.5)
+    await engine.aclose(deadline_s=0.1)
+    with pytest.raises(EngineClosed):
+        await fetching
+
+
+async def test_two_fetches_in_parts_of_all_the_rows_both_end(open_engine):
+    engine = await open_engine(8, SLOW)
+    await put(engine, range(8))
+    await put(engine, range(10, 18))
+    assert await engine.areset()
+    async with asyncio.timeout(100):
+        counts = await asyncio.gather(found(engine, range(8)), found(engine, range(10, 18)))
+    assert max(counts) >= 4
+    assert await at_rest(engine)
+
+
+async def test_a_reset_waits_for_a_fetch_in_parts(open_engine):
+    engine = await open_engine(8, SLOW)
+    await put(engine, range(8))
+    assert await engine.areset()
+    fetching = asyncio.ensure_future(found(engine, range(8)))
+    await asyncio.sleep(1.5)
+    async with asyncio.timeout(100):
+        assert await engine.areset()
+    assert await fetching >= 4
+    assert await found(engine, range(8)) == 8
+
+
+async def test_a_delete_waits_no_longer_than_its_deadline(open_engine):
+    engine = await open_engine(4, faulty(deadline_s=100, store=["hang"]))
+    await put(engine, [1, 2])
+    begun = now()
+    assert not await engine.delete([key(1)], deadline_s=5)
+    assert now() == begun + 5
+    assert await found(engine, [1]) == 1  # What is held when the deadline comes stays.
+    async with asyncio.timeout(300):
+        assert await engine.delete([key(1)], deadline_s=200)
+    assert await found(engine, [1]) == 0
+
+
 async def test_closing_takes_its_deadline_and_once_more_for_the_tiers():
     engine = await TieringOffloadingManager.open(describe(4, faulty(deadline_s=100, store=["hang"])))
     await put(engine, [1])

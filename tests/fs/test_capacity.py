@@ -24,6 +24,7 @@ LOOKS = int(os.environ.get("KVTIER_CAPACITY_LOOKS", "40"))
 KILLS = int(os.environ.get("KVTIER_CAPACITY_KILLS", "10"))
 SEED = int(os.environ.get("KVTIER_CAPACITY_SEED", "1"))
 DEADLINE_S = 30.0
+LAYOUTS = ["files", "segments"]
 CHUNKS = 600  # Written again and again;
 ROOM = 30  # a twentieth of them fits.
 ROW_BYTES = 8_192
@@ -31,14 +32,18 @@ CHUNK_BYTES = ROW_BYTES + 4_096 + 8_192  # With its footer, and two folders of i
 CAPACITY_BYTES = ROOM * CHUNK_BYTES + 262_144  # And what is being written.
 
 
-@pytest.mark.parametrize("naming", ["vllm", "flat"])
+@pytest.mark.parametrize(
+    "laid_out",
+    [{"naming": "vllm"}, {"naming": "flat"}, {"layout": "segments"}],
+    ids=lambda one: next(iter(one.values())),
+)
 @pytest.mark.parametrize("policy", ["lru", "s3fifo"])
 async def test_stores_loads_and_deletes_at_once_never_exceed_it(
-    start_writer: StartWriter, taken_bytes: TakenBytes, root: Path, naming: str, policy: str
+    start_writer: StartWriter, taken_bytes: TakenBytes, root: Path, laid_out: dict[str, str], policy: str
 ) -> None:
     """At random moments everything is held still, and what the directory takes is counted."""
     dice = random.Random(SEED)
-    writer = await start_writer(CHUNKS, capacity_bytes=CAPACITY_BYTES, naming=naming, eviction_policy=policy)
+    writer = await start_writer(CHUNKS, capacity_bytes=CAPACITY_BYTES, eviction_policy=policy, **laid_out)
     await writer.begin(SEED)
     await writer.works()
     most = 0
@@ -53,12 +58,13 @@ async def test_stores_loads_and_deletes_at_once_never_exceed_it(
     assert most > CAPACITY_BYTES * 0.7, "it holds far less than it may"
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 async def test_it_holds_after_any_kill(
-    start_writer: StartWriter, taken_bytes: TakenBytes, root: Path, open_tier, lender: Lender
+    start_writer: StartWriter, taken_bytes: TakenBytes, root: Path, open_tier, lender: Lender, layout: str
 ) -> None:
     """What is there was reserved, or was going: not before, not after a restart is there too much."""
     dice = random.Random(SEED)
-    writer = await start_writer(CHUNKS, capacity_bytes=CAPACITY_BYTES)
+    writer = await start_writer(CHUNKS, capacity_bytes=CAPACITY_BYTES, layout=layout)
     for seed in range(SEED, SEED + KILLS):
         await writer.begin(seed)
         await writer.works()
@@ -66,7 +72,7 @@ async def test_it_holds_after_any_kill(
         await writer.kill()
         assert taken_bytes(root) <= CAPACITY_BYTES
     assert writer.wrong == []
-    tier = await open_tier(capacity_bytes=CAPACITY_BYTES)
+    tier = await open_tier(capacity_bytes=CAPACITY_BYTES, layout=layout)
     await stored_and_loaded(tier, lender)
     assert taken_bytes(root) <= CAPACITY_BYTES
 
@@ -77,17 +83,21 @@ async def stored_and_loaded(tier: FsBackend, lender: Lender) -> None:
     assert await lender.recall(tier, keys) == [label(key) for key in keys]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 async def test_too_much_at_the_start_goes_at_once(
-    open_tier, lender: Lender, root: Path, taken_bytes: TakenBytes
+    open_tier, lender: Lender, root: Path, taken_bytes: TakenBytes, layout: str
 ) -> None:
-    first = await open_tier()
+    first = await open_tier(layout=layout, capacity_bytes=4 * CAPACITY_BYTES)
     keys = keys_of(4 * ROOM)
-    await lender.keep(first, keys)
+    for start in range(0, len(keys), 8):
+        await lender.keep(first, keys[start : start + 8])
     await lender.recall(first, keys[:8])
     await first.aclose(DEADLINE_S)
     assert taken_bytes(root) > CAPACITY_BYTES
-    tier = await open_tier(capacity_bytes=CAPACITY_BYTES)
+    tier = await open_tier(layout=layout, capacity_bytes=CAPACITY_BYTES)
     await until(lambda: taken_bytes(root) <= CAPACITY_BYTES)
+    if layout == "segments":  # Room is given back a segment at a time, and here there is one.
+        await lender.keep(tier, keys[:8])
     assert (await lender.recall(tier, keys[:8]))[:4] == [label(key) for key in keys[:4]]
 
 
@@ -97,11 +107,14 @@ async def until(true: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_a_chunk_larger_than_the_capacity_is_no_space_and_costs_nothing(open_tier, lender: Lender) -> None:
-    tier = await open_tier(capacity_bytes=CAPACITY_BYTES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_a_chunk_larger_than_the_capacity_is_no_space_and_costs_nothing(
+    open_tier, lender: Lender, layout: str
+) -> None:
+    tier = await open_tier(capacity_bytes=CAPACITY_BYTES, layout=layout)
     await lender.keep(tier, keys_of(3))
     await tier.aclose(DEADLINE_S)
-    small = await open_tier(capacity_bytes=ROW_BYTES)
+    small = await open_tier(capacity_bytes=ROW_BYTES, layout=layout)
     assert [type(outcome).__name__ for outcome in await small.store(lender.writes(keys_of(2, 90)))] == ["NoSpace"] * 2
     assert small.counters().refused == {"capacity": 2}
 
@@ -121,9 +134,12 @@ async def test_vllms_own_files_count_and_go_alike(
     assert await lender.recall(tier, keys_of(8)) == [label(key) for key in keys_of(8)]
 
 
-async def test_room_is_kept_for_others(open_tier, lender: Lender, mount: Callable[[str, str], Path]) -> None:
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_room_is_kept_for_others(
+    open_tier, lender: Lender, mount: Callable[[str, str], Path], layout: str
+) -> None:
     root = mount("tmpfs", "size=1m")
-    tier = await open_tier(root=str(root), min_free_bytes=512 << 10)
+    tier = await open_tier(root=str(root), min_free_bytes=512 << 10, layout=layout)
     for start in range(0, 120, 8):
         outcomes = await tier.store(lender.writes(keys_of(8, start)))
         assert outcomes.count(None) > 0

@@ -119,13 +119,13 @@ async def scanned(tier: FsBackend) -> None:
                 return
 
 
-async def look(root: Path, mapper: FileMapper, row_bytes: int, expected: Expected, layout: str) -> Counter[str]:
+async def look(root: Path, mapper: FileMapper, row_bytes: int, expected: Expected, **options: object) -> Counter[str]:
     """Open the tier as after a restart, and compare all that it has with what may be there; return what is corrupt."""
     lender, keys = Lender(row_bytes), keys_of(KEYS)
     for number, versions in expected.versions.items():
         for version in versions - {DELETED}:
             lender.chunk(keys[number], version)  # To know it again.
-    given = FsOptions(root=str(root), layout=layout)  # type: ignore[arg-type]
+    given = FsOptions(root=str(root), **options)  # type: ignore[arg-type]
     tier = await FsBackend.open(given, TierContext("0:fs", mapper, row_bytes))
     await scanned(tier)
     there = await tier.probe(keys)
@@ -155,7 +155,7 @@ def test_a_killed_writer_loses_nothing_it_was_told_was_stored(
             for pid in launcher.run(seed, dice.randint(1, 60), expected):
                 any_moment(dice)
                 os.kill(pid, signal.SIGKILL)
-            assert asyncio.run(look(root, mapper, row_bytes, expected, layout)) == {}
+            assert asyncio.run(look(root, mapper, row_bytes, expected, layout=layout)) == {}
             assert temporaries(root) == []
     finally:
         launcher.close()
@@ -240,7 +240,7 @@ def test_what_was_synced_survives_a_machine_that_stops(
                 disk.cut_off()
                 os.kill(pid, signal.SIGKILL)
             disk.restart()
-            corrupt = asyncio.run(look(root, mapper, row_bytes, expected, layout))
+            corrupt = asyncio.run(look(root, mapper, row_bytes, expected, **options))
             assert corrupt == {} or layout == "segments"  # A slot may be torn in which nothing was promised to be.
     finally:
         launcher.close()

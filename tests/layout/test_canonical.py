@@ -1,5 +1,6 @@
 """Pages are found in every layout without a copy, and refused where only a copy could make them."""
 
+import re
 from collections.abc import Mapping
 
 import pytest
@@ -17,7 +18,9 @@ from kvtier.layout import (
     LayerSpec,
     MambaSpec,
     MLASpec,
+    ParallelConfig,
     SlidingWindowSpec,
+    UniformSpecs,
     cache_view,
     canonical_kv_caches,
     state_views,
@@ -96,6 +99,29 @@ def test_heads_around_the_blocks_are_a_tensor_each() -> None:
     canonical = canonical_kv_caches(config_of({"a": ATTENTION}), {"a": cache}, {"a": HEADS_FRONT})
     half = PAGE_BYTES // 2
     assert places(canonical, base) == [(0, (BLOCKS, half), (half, 1)), (half * BLOCKS, (BLOCKS, half), (half, 1))]
+
+
+def test_parts_around_the_blocks_come_in_the_order_of_the_shape() -> None:
+    heads_then_parts, quarter = CacheAxes("HKBNC", "KHBNC"), PAGE_BYTES * BLOCKS // 4
+    for axes, starts in ((CacheAxes("HKBNC", "HKBNC"), [0, 1, 2, 3]), (heads_then_parts, [0, 2, 1, 3])):
+        base = memory(PAGE_BYTES * BLOCKS)
+        caches = {"a": cache_view(base, ATTENTION, axes, BLOCKS)}
+        canonical = canonical_kv_caches(config_of({"a": ATTENTION}), caches, {"a": axes})
+        assert [start for start, _, _ in places(canonical, base)] == [quarter * part for part in starts]
+
+
+def test_pages_of_several_workers_whose_heads_nobody_counts_are_not_certified() -> None:
+    one_head = FullAttentionSpec(block_size=4, num_kv_heads=1, head_size=8, dtype=BF16)
+    cache = cache_view(memory(one_head.page_bytes * BLOCKS), one_head, KV_JOINED_NHD, BLOCKS)
+    for heads, certified in ((None, False), (1, True), (2, True)):
+        canonical = canonical_kv_caches(
+            config_of({"a": one_head}),
+            {"a": cache},
+            {"a": KV_JOINED_NHD},
+            parallel=ParallelConfig(tp_size=2),
+            total_kv_heads=heads,
+        )
+        assert canonical.topology_free is certified
 
 
 def test_latent_caches_and_states_are_one_tensor_each() -> None:
@@ -184,6 +210,36 @@ def test_pages_in_rows_are_one_tensor_of_rows_and_one_reference_a_group() -> Non
     ]
 
 
+def test_a_row_begins_before_its_first_page_where_it_could_not_end_otherwise() -> None:
+    row_bytes = 2 * PAGE_BYTES
+    base = memory(row_bytes * BLOCKS)
+    second = cache_view(base, ATTENTION, KV_JOINED_NHD, BLOCKS, offset_bytes=PAGE_BYTES, block_stride_bytes=row_bytes)
+    canonical = canonical_kv_caches(config_of({"a": ATTENTION}), {"a": second})
+    assert places(canonical, base) == [(0, (BLOCKS, row_bytes), (row_bytes, 1))]
+
+
+def test_layers_of_one_group_over_the_same_bytes_are_as_long_as_the_longest() -> None:
+    specs: dict[str, LayerSpec] = {
+        layer: FullAttentionSpec(
+            block_size=4, num_kv_heads=heads, head_size=8, dtype=BF16, padded_page_bytes=PAGE_BYTES
+        )
+        for layer, heads in (("short", 1), ("long", 2))
+    }
+    base = memory(PAGE_BYTES * BLOCKS)
+    caches = {
+        layer: cache_view(base, spec, KV_JOINED_HND, BLOCKS, block_stride_bytes=PAGE_BYTES)
+        for layer, spec in specs.items()
+        if isinstance(spec, FullAttentionSpec)
+    }
+    config = KVCacheConfig(
+        num_blocks=BLOCKS,
+        tensors=(KVCacheTensor(size_bytes=PAGE_BYTES * BLOCKS, shared_by=("short", "long")),),
+        groups=(KVCacheGroup(layer_names=("short", "long"), spec=UniformSpecs(specs)),),
+    )
+    ((ref,),) = canonical_kv_caches(config, caches, dict.fromkeys(specs, KV_JOINED_HND)).groups
+    assert (ref.page_bytes, ref.mapping.local_bytes, ref.layers) == (PAGE_BYTES, PAGE_BYTES, ("short", "long"))
+
+
 def test_heads_around_the_layers_of_a_row_lie_in_it_too() -> None:
     """vLLM's layout BHLNC: block, head, layer, token, content."""
     base = memory(2 * PAGE_BYTES * BLOCKS)
@@ -225,6 +281,15 @@ def test_a_block_inside_of_another_is_refused_by_layer_and_stride() -> None:
     )
 
 
+def test_keys_that_reach_into_values_are_refused_by_layer_and_stride() -> None:
+    stride = (BLOCKS - 1) * 64 + 8  # Values begin within the last block's keys.
+    reaching = memory(PAGE_BYTES * BLOCKS).view(BF16).as_strided((2, BLOCKS, 4, 2, 8), (stride, 64, 16, 8, 1))
+    assert refused({"a": reaching}, axes=KV_FRONT_NHD) == (
+        f"a: stride {stride} of axis 0 lies within all blocks' 640 bytes (strides ({stride}, 64, 16, 8, 1)): "
+        "only a copy could part them"
+    )
+
+
 def test_elements_over_each_other_are_refused_by_layer_and_stride() -> None:
     expanded = memory(PAGE_BYTES * BLOCKS).view(BF16)[: BLOCKS * 16].view(BLOCKS, 1, 1, 16).expand(-1, 2, 4, -1)
     assert "a: stride 0 of axis" in refused({"a": expanded})
@@ -241,7 +306,8 @@ def test_a_shape_that_may_be_read_both_ways_needs_its_axes() -> None:
     spec = FullAttentionSpec(block_size=4, num_kv_heads=2, head_size=8, dtype=BF16)
     cache = cache_view(memory(2 * spec.page_bytes), spec, KV_SPLIT_NHD, 2)
     config = config_of({"a": spec}, num_blocks=2)
-    with pytest.raises(ConfigError, match="may have its 2 blocks first or second; name its axes"):
+    message = re.escape("strides (128, 64, 16, 8, 1) may have its 2 blocks first or second; name its axes")
+    with pytest.raises(ConfigError, match=message):
         canonical_kv_caches(config, {"a": cache})
     assert len(canonical_kv_caches(config, {"a": cache}, {"a": KV_SPLIT_NHD}).tensors) == 1
 
@@ -250,9 +316,17 @@ def test_a_shape_that_may_be_read_both_ways_needs_its_axes() -> None:
     ("cache", "axes", "message"),
     [
         (torch.zeros((4, 2, 4, 16), dtype=BF16), None, "have no axis of 5 blocks in front"),
-        (torch.zeros((4, 2, 4, 16), dtype=BF16), KV_JOINED_NHD, "5 blocks as axis 0 of BHNC accepted"),
+        (
+            torch.zeros((4, 2, 4, 16), dtype=BF16),
+            KV_JOINED_NHD,
+            "strides (128, 64, 16, 1) given, 5 blocks as axis 0 of BHNC accepted",
+        ),
         (torch.zeros((5, 2, 4), dtype=BF16), KV_JOINED_NHD, "5 blocks as axis 0 of BHNC accepted"),
-        (torch.zeros((5, 2, 4, 8), dtype=BF16), None, "1 x 128 bytes in a block, 256 in its spec's page"),
+        (
+            torch.zeros((5, 2, 4, 8), dtype=BF16),
+            None,
+            "1 x 128 bytes in a block (strides (64, 32, 8, 1)), 256 in its spec's page",
+        ),
     ],
 )
 def test_caches_that_are_not_what_their_specs_say_are_refused(
@@ -270,7 +344,47 @@ def test_states_in_several_allocations_or_pages_are_refused() -> None:
         base[64:204].view(torch.float32).view(BLOCKS, 7),
     ]
     assert "do not share one page a block" in refused({"s": one_after_the_other}, STATE)
-    assert "not 5 blocks first" in refused({"s": [torch.zeros(3, 4)]}, STATE)
+    assert (
+        refused({"s": [torch.zeros(3, 4)]}, STATE) == "s: state of shape (3, 4) and strides (4, 1), not 5 blocks first"
+    )
+
+
+def test_states_that_lie_behind_each_other_block_by_block_are_refused() -> None:
+    """At one distance in one allocation, and yet no page has both: all blocks of the one, then all of the other."""
+    spec = MambaSpec(block_size=4, shapes=((6,), (6,)), dtypes=(BF16, BF16))
+    base = memory(2 * 12 * BLOCKS).view(BF16)
+    behind = [part.view(BLOCKS, 6) for part in base.chunk(2)]
+    assert refused({"s": behind}, spec) == (
+        "s: states with strides [(6, 1), (6, 1)] in 1 allocations do not share one page a block"
+    )
+
+
+def test_states_at_different_distances_are_refused() -> None:
+    spec = MambaSpec(block_size=4, shapes=((6,), (6,)), dtypes=(BF16, BF16))
+    base = memory(64 * BLOCKS).view(BF16)
+    apart = [base.as_strided((BLOCKS, 6), (32, 1)), base.as_strided((BLOCKS, 6), (16, 1), 8)]
+    assert refused({"s": apart}, spec) == (
+        "s: states with strides [(32, 1), (16, 1)] in 1 allocations do not share one page a block"
+    )
+
+
+def test_states_with_a_gap_between_them_are_one_page_of_the_workers_own() -> None:
+    spec = MambaSpec(block_size=4, shapes=((6,), (6,)), dtypes=(BF16, BF16), replicated=True)
+    base = memory(44 * BLOCKS)
+    halves = base.view(BF16)
+    states = [halves.as_strided((BLOCKS, 6), (22, 1)), halves.as_strided((BLOCKS, 6), (22, 1), 16)]
+    canonical = canonical_kv_caches(config_of({"s": spec}), {"s": states})
+    assert places(canonical, base) == [(0, (BLOCKS, 44), (44, 1))]
+    assert canonical.groups[0][0].page_bytes == 44
+    assert not canonical.topology_free  # What lies in the gap may differ.
+
+
+def test_a_state_in_several_runs_of_blocks_is_refused() -> None:
+    spec = MambaSpec(block_size=4, shapes=((2, 6),), dtypes=(BF16,))
+    in_front = memory(24 * BLOCKS).view(BF16).view(2, BLOCKS, 6).transpose(0, 1)
+    assert refused({"s": [in_front]}, spec) == (
+        "s: states with strides [(6, 30, 1)] in 1 allocations do not share one page a block"
+    )
 
 
 def test_pages_that_no_row_holds_together_are_refused() -> None:
@@ -281,6 +395,16 @@ def test_pages_that_no_row_holds_together_are_refused() -> None:
         "b": cache_view(base, ATTENTION, KV_JOINED_NHD, BLOCKS, offset_bytes=row_bytes, block_stride_bytes=row_bytes),
     }
     assert refused(caches) == (
-        f"pages from byte 0 to {row_bytes + PAGE_BYTES} do not lie in one row of {row_bytes} bytes (their stride) "
+        f"a, b: pages from byte 0 to {row_bytes + PAGE_BYTES} do not lie in one row of {row_bytes} bytes "
+        f"(their stride) within {base.nbytes:,} bytes of memory"
+    )
+
+
+def test_rows_that_end_behind_their_memory_are_refused() -> None:
+    row_bytes = 2 * PAGE_BYTES
+    base = memory(row_bytes * BLOCKS - 32)
+    cache = cache_view(base, ATTENTION, KV_JOINED_NHD, BLOCKS, block_stride_bytes=row_bytes)
+    assert refused({"a": cache}) == (
+        f"a: pages from byte 0 to {PAGE_BYTES} do not lie in one row of {row_bytes} bytes (their stride) "
         f"within {base.nbytes:,} bytes of memory"
     )

@@ -27,7 +27,7 @@ from kvtier.layout.axes import (
     KV_SPLIT_NHD,
     LATENT,
 )
-from kvtier.layout.mapping import check_tiling
+from kvtier.layout.mapping import check_tiling, row_mapping
 
 BF16 = torch.bfloat16
 ORDERS = (KV_JOINED_NHD, KV_JOINED_HND, KV_SPLIT_NHD, KV_SPLIT_HND, KV_FRONT_NHD, KV_FRONT_HND)
@@ -111,6 +111,7 @@ def test_workers_with_the_same_bytes_take_turns() -> None:
         (attention(2), KV_JOINED_NHD, ParallelConfig(tp_size=2), 0),
         (attention(2), KV_JOINED_NHD, ParallelConfig(tp_size=2), 8),
         (attention(2), KV_JOINED_NHD, ParallelConfig(tp_size=3), 6 + 1),
+        (attention(1), LATENT, ParallelConfig(tp_size=2), 2),
         (attention(2), HEADS_FRONT, ParallelConfig(tp_size=2), 4),
         (attention(2, per_token_head_scales=True), KV_JOINED_NHD, ParallelConfig(tp_size=2), 4),
         (attention(2), KV_JOINED_NHD, ParallelConfig(tp_size=2, pp_size=2), 4),
@@ -149,6 +150,23 @@ def test_parts_that_do_not_tile_a_page_are_refused(mappings: list[tuple[tuple[in
                 for runs in mappings
             )
         )
+
+
+def test_mappings_are_checked_before_anything_is_copied_by_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    def over_each_other(size_bytes: int, rank: int, ranks: int) -> PageMapping:
+        return PageMapping(canonical_bytes=size_bytes * ranks, local_bytes=size_bytes, runs=(Run(0, 0, size_bytes),))
+
+    monkeypatch.setattr("kvtier.layout.mapping._own_part", over_each_other)
+    state = MambaSpec(block_size=4, shapes=((77,),), dtypes=(BF16,))
+    with pytest.raises(ConfigError, match="fragments of a page of 308 bytes end at 154 and begin at 0"):
+        page_mapping(state, None, ParallelConfig(tp_size=2), 0)
+
+
+def test_a_row_is_the_same_in_every_worker_if_all_its_pages_are() -> None:
+    latent = MLASpec(block_size=4, head_size=12, dtype=BF16)
+    parallel = ParallelConfig(tp_size=2)
+    assert row_mapping([latent, latent], 192, parallel).topology_free
+    assert not row_mapping([latent, attention(2)], 352, parallel).topology_free
 
 
 def test_workers_that_disagree_are_refused() -> None:

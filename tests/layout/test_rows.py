@@ -14,15 +14,18 @@ from kvtier.layout import (
     KVCacheTensor,
     LayerSpec,
     MambaSpec,
+    MLASpec,
     ParallelConfig,
     SlidingWindowSpec,
     allocate_rows,
     allocate_tensors,
+    cache_view,
     canonical_kv_caches,
     contiguous_refusal,
     enables_cross_layers_blocks,
     group_layers,
     packing_refusal,
+    state_views,
 )
 from kvtier.layout.axes import HEADS_FRONT, KV_FRONT_NHD, KV_JOINED_HND, KV_JOINED_NHD, KV_SPLIT_HND, LATENT
 from kvtier.layout.families import deepseek_v4, gpt_oss_20b, llama_3_8b, nemotron_h_8b
@@ -175,6 +178,29 @@ def test_kernel_blocks_of_each_group_keep_one_distance() -> None:
     assert [refs[0].page_bytes for refs in made.canonical.groups] == [512, 3 * 128 + 64]
 
 
+@pytest.mark.parametrize(
+    ("page_bytes", "spec", "kernel_block_size", "row_bytes"),
+    [
+        (258, MLASpec(block_size=4, head_size=4, dtype=torch.float32), None, 260),
+        (260, MLASpec(block_size=4, head_size=4, dtype=torch.float32), 2, 264),  # Each half has whole elements.
+        (258, MambaSpec(block_size=4, shapes=((4,), (2,)), dtypes=(BF16, torch.float32)), None, 260),
+    ],
+)
+def test_rows_are_as_long_as_the_longest_group_and_whole_elements_of_all_others(
+    page_bytes: int, spec: LayerSpec, kernel_block_size: int | None, row_bytes: int
+) -> None:
+    longest = MLASpec(block_size=1, head_size=page_bytes, dtype=torch.uint8)
+    config = KVCacheConfig(
+        num_blocks=BLOCKS,
+        tensors=(KVCacheTensor(size_bytes=page_bytes * BLOCKS, shared_by=("long", "short")),),
+        groups=(
+            KVCacheGroup(layer_names=("long",), spec=longest),
+            KVCacheGroup(layer_names=("short",), spec=spec, kernel_block_size=kernel_block_size),
+        ),
+    )
+    assert allocate_rows(config, dict.fromkeys(("long", "short"), LATENT)).rows.shape == (BLOCKS, row_bytes)
+
+
 def test_differing_pages_are_packed_side_by_side() -> None:
     made = deepseek_v4(2, repeats=1)
     rows = allocate_rows(made.config, made.axes)
@@ -201,6 +227,9 @@ def test_rows_of_latent_pages_only_are_the_same_in_every_worker() -> None:
     assert rows.canonical.topology_free
     (ref,) = rows.canonical.groups[0]
     assert (ref.mapping.writers, ref.mapping.writer_index, ref.mapping.canonical_bytes) == (4, 3, ref.page_bytes)
+    for shared in ({"pp_size": 2}, {"pcp_size": 2}, {"tp_size": 2, "dcp_size": 2}):
+        parallel = ParallelConfig(**shared)
+        assert not allocate_rows(made.config, made.axes, parallel=parallel).canonical.topology_free
     mixed = group_layers({"a": full(), "w": WINDOW}, BLOCKS)
     axes = dict.fromkeys("aw", KV_JOINED_NHD)
     assert not allocate_rows(mixed, axes, parallel=ParallelConfig(tp_size=2)).canonical.topology_free
@@ -242,11 +271,11 @@ def test_what_does_not_fit_into_rows_is_refused(
     [
         (full(padded_page_bytes=512), 2, KV_JOINED_NHD, "a: a padded page cannot be split into 2 kernel blocks"),
         (full(padded_page_bytes=512), None, KV_FRONT_NHD, "a: pages with axes K around blocks cannot be padded"),
-        (full(), None, LATENT, "axes 'BNC' have no place for 2 heads"),
-        (full(), None, None, "an attention layer without axes"),
-        (full(tokens_per_state=2), 1, KV_JOINED_NHD, "2 states of a block cannot be split into 4 kernel blocks"),
-        (full(state_bytes=6), None, KV_FRONT_NHD, "content of 6 bytes cannot be split into keys and values alike"),
-        (full(padded_page_bytes=259), None, KV_JOINED_NHD, "blocks of 256 bytes cannot lie 259 bytes apart"),
+        (full(), None, LATENT, "a: axes 'BNC' have no place for 2 heads"),
+        (full(), None, None, "a: an attention layer without axes"),
+        (full(tokens_per_state=2), 1, KV_JOINED_NHD, "a: 2 states of a block cannot be split into 4 kernel blocks"),
+        (full(state_bytes=6), None, KV_FRONT_NHD, "a: content of 6 bytes cannot be split into keys and values alike"),
+        (full(padded_page_bytes=259), None, KV_JOINED_NHD, "a: blocks of 256 bytes cannot lie 259 bytes apart"),
     ],
 )
 def test_caches_that_no_backend_could_read_are_refused(
@@ -259,6 +288,27 @@ def test_caches_that_no_backend_could_read_are_refused(
     )
     with pytest.raises(ConfigError, match=message):
         allocate_tensors(config, {"a": axes} if axes else {})
+
+
+@pytest.mark.parametrize(
+    ("view", "message"),
+    [
+        ({"block_stride_bytes": 254}, "blocks of 256 bytes cannot lie 254 bytes apart"),
+        ({"offset_bytes": 1}, "a page at byte 1 of its memory cannot hold elements of torch.bfloat16"),
+    ],
+)
+def test_pages_that_would_reach_into_each_other_or_split_elements_are_refused(
+    view: dict[str, int], message: str
+) -> None:
+    memory = torch.zeros(4_096, dtype=torch.int8)
+    with pytest.raises(ConfigError, match=message):
+        cache_view(memory, full(), KV_JOINED_NHD, BLOCKS, **view)
+
+
+def test_states_of_whole_elements_only_are_seen_in_pages() -> None:
+    spec = MambaSpec(block_size=4, shapes=((4,),), dtypes=(torch.float32,))
+    with pytest.raises(ConfigError, match=r"pages 18 bytes apart do not hold whole elements of torch\.float32"):
+        state_views(torch.zeros(4_096, dtype=torch.int8), spec, BLOCKS, block_stride_bytes=18)
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,7 @@ from kvtier.transfer import GroupBlocks
 LEADING = (KV_SPLIT_NHD, KV_SPLIT_HND, KV_JOINED_NHD, KV_JOINED_HND)
 ALL_AXES = (*LEADING, KV_FRONT_NHD, KV_FRONT_HND, HEADS_FRONT)
 DTYPES = (torch.bfloat16, torch.float32, torch.uint8)
-HOW = ("own tensors", "shared tensors", "rows")
+HOW = ("own tensors", "shared tensors", "rows", "rows found again")
 
 
 class Model(NamedTuple):
@@ -53,10 +53,15 @@ class Model(NamedTuple):
     how: str
     blocks_per_chunk: int
 
+    @property
+    def in_rows(self) -> bool:
+        return self.how.startswith("rows")
+
     def allocate(self, device: str) -> tuple[dict[str, LayerCache], CanonicalKVCaches]:
-        if self.how == "rows":
+        if self.in_rows:
             rows = allocate_rows(self.config, self.axes, device)
-            return rows.layers, rows.canonical
+            found = canonical_kv_caches(self.config, rows.layers, self.axes) if self.how != "rows" else rows.canonical
+            return rows.layers, found
         layers = allocate_tensors(self.config, self.axes, device)
         return layers, canonical_kv_caches(self.config, layers, self.axes)
 
@@ -207,10 +212,11 @@ def touched(
     masks = {address: torch.zeros(len(data), dtype=torch.bool) for address, data in storages(layers).items()}
     for number, (group, request) in enumerate(zip(model.config.groups, groups, strict=True)):
         for block in request.blocks:
-            if model.how == "rows":
-                rows = canonical.tensors[0]
-                length = canonical.groups[number][0].page_bytes
-                masks[rows.untyped_storage().data_ptr()][int(block) * rows.stride(0) :][:length] = True
+            if model.in_rows:
+                for ref in canonical.groups[number]:
+                    rows = canonical.tensors[ref.tensor]
+                    start = rows.storage_offset() + int(block) * rows.stride(0)
+                    masks[rows.untyped_storage().data_ptr()][start:][: ref.page_bytes] = True
                 continue
             for layer in group.layer_names:
                 of_layer = model.axes.get(layer)

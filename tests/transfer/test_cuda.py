@@ -142,6 +142,12 @@ class FakeRuntime:
 
     cudaMemcpySrcAccessOrder = int  # noqa: N815
 
+    cudaDeviceAttr = SimpleNamespace(cudaDevAttrCanUseHostPointerForRegisteredMem=91)  # noqa: N815
+
+    def cudaDeviceGetAttribute(self, attribute: int, device: int) -> tuple[int, int]:  # noqa: N802
+        assert (attribute, device) == (91, 0)
+        return 0, 1
+
     def __init__(self, answer: int = 0) -> None:
         self.answer = answer
         self.calls: list[tuple[int, int, int]] = []
@@ -246,3 +252,31 @@ def test_many_copies_are_several_batches_on_the_stream_of_the_transfer(monkeypat
     in_stream_order, any_time = 1, 3  # A store's source may still be written to; rows do not change.
     handle = stream.cuda_stream
     assert runtime.calls == [(count, order, handle) for order in (in_stream_order, any_time) for count in (2, 2, 1)]
+
+
+def test_a_buffer_is_used_when_nobody_works_on_its_memory_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes from the pool of the stream that is current where it is made: the engine's, which may be behind."""
+    done = list[str]()
+    monkeypatch.setattr(cuda, "batched_copy", lambda device: None)
+    monkeypatch.setattr(cuda, "StagedCopies", lambda *_: done.append("made"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("waited"))
+    cuda.cuda_copiers((), torch.zeros((1, 1), dtype=torch.int8), 1, 1, HOST)
+    assert done == ["made", "made", "waited"]
+
+
+def test_a_device_that_takes_no_addresses_of_pinned_memory_has_no_batches(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Batches fault there; single copies are translated."""
+    for answer, able, why in ((0, 0, "takes no addresses of registered host memory"), (35, None, "35")):
+        runtime = SimpleNamespace(
+            cudaMemcpyBatchAsync=lambda *_: (0,),
+            cudaMemcpyAttributes=SimpleNamespace,
+            cudaMemcpySrcAccessOrder=int,
+            cudaDeviceAttr=SimpleNamespace(cudaDevAttrCanUseHostPointerForRegisteredMem=91),
+            cudaDeviceGetAttribute=lambda attribute, device, answer=answer, able=able: (answer, able),
+        )
+        monkeypatch.setattr(importlib, "import_module", lambda name, runtime=runtime: runtime)
+        assert cuda.batched_copy(HOST) is None
+        assert why in caplog.text
+        caplog.clear()

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvtier.layout import allocate_rows, allocate_tensors, canonical_kv_caches, packing_refusal
+from kvtier.layout.agnostic import attention_of
 from kvtier.layout.families import FAMILIES, Family
 from kvtier.transfer import GroupBlocks, TransferWorker, slot_layout
 from tests.transfer.models import contents, fill, storages
@@ -47,6 +48,24 @@ def test_a_familys_pages_have_their_true_sizes(family: Any) -> None:
     assert unpadded == page_bytes
     assert len(canonical.tensors) == tensors
     assert slot_layout(canonical).slot_bytes == block_bytes
+
+
+@pytest.mark.parametrize(
+    ("family", "attending"),
+    [
+        ("gemma_3_27b", range(5, 62, 6)),
+        ("gpt_oss_20b", range(1, 24, 2)),
+        ("jamba", range(4, 32, 8)),
+        ("nemotron_h_8b", range(7, 41, 11)),
+        ("qwen_3_next", range(3, 48, 4)),
+    ],
+)
+def test_a_familys_layers_with_full_attention_are_where_the_model_has_them(family: str, attending: range) -> None:
+    made = next(one for one in FAMILIES if one.__name__ == family)(1)
+    full = [
+        name for group in made.config.groups if attention_of(group) == "full_attention" for name in group.layer_names
+    ]
+    assert full == [f"layers.{layer}" for layer in attending]
 
 
 @pytest.mark.parametrize("enable", [None, "true"], ids=["as it comes", "in rows if it may"])

@@ -69,6 +69,14 @@ def test_a_store_waits_for_an_earlier_load_of_its_blocks(jobs: Jobs) -> None:
     assert store.job_id == 1
 
 
+def test_transfers_of_one_way_begin_without_waiting_for_each_other(jobs: Jobs) -> None:
+    """One thread, and on a device one stream, keeps them in order."""
+    for number in range(2):
+        jobs.submit(job(number, Kind.STORE, blocks=(1,), rows=(1,)))
+    begun = [jobs.take(BOTH, wait=False) for _ in range(2)]
+    assert [one.job_id for one in begun if one is not None] == [0, 1]
+
+
 @given(
     submitted=st.lists(
         st.tuples(st.sampled_from(BOTH), st.frozensets(st.integers(0, 5)), st.frozensets(st.integers(0, 5)))
@@ -123,6 +131,32 @@ async def test_who_awaits_a_transfer_is_told_and_the_poll_is_not(jobs: Jobs) -> 
     assert [result.job_id for result in jobs.poll()] == [0, 2]
 
 
+async def test_a_poll_between_the_end_and_the_telling_takes_nothing_from_who_awaits(jobs: Jobs) -> None:
+    for number in range(2):
+        jobs.submit(job(number, Kind.LOAD))
+    awaited = asyncio.ensure_future(jobs.done(0))
+    await asyncio.sleep(0)
+    started(jobs)  # Both have ended; the loop has not come to tell of the first.
+    assert [result.job_id for result in jobs.poll()] == [1]
+    with pytest.raises(KeyError):
+        await jobs.done(0)
+    with pytest.raises(ValueError, match="transfer 0 is still about"):
+        jobs.submit(job(0, Kind.LOAD))
+    async with asyncio.timeout(5):
+        assert (await awaited).job_id == 0
+    assert jobs.poll() == []
+
+
+async def test_a_transfer_is_awaited_once(jobs: Jobs) -> None:
+    jobs.submit(job(0, Kind.LOAD))
+    awaited = asyncio.ensure_future(jobs.done(0))
+    await asyncio.sleep(0)
+    with pytest.raises(KeyError):
+        await jobs.done(0)
+    started(jobs)
+    assert (await awaited).job_id == 0
+
+
 async def test_a_transfer_that_ended_before_it_was_awaited_is_told_at_once(jobs: Jobs) -> None:
     jobs.submit(job(0, Kind.LOAD))
     started(jobs)
@@ -172,6 +206,20 @@ def test_waiting_ends_with_the_transfers_or_the_time(jobs: Jobs) -> None:
     started(jobs)
     assert jobs.wait([0], timeout_s=0.0)
     assert jobs.close(timeout_s=0.0)
+
+
+def test_closing_leaves_nobody_out_who_waits_for_another_transfer(jobs: Jobs) -> None:
+    jobs.submit(job(0, Kind.LOAD, blocks=(1,), rows=(1,)))
+    jobs.submit(job(1, Kind.STORE, blocks=(1,), rows=(2,)))
+    load = jobs.take([Kind.LOAD], wait=False)
+    assert load is not None
+    assert not jobs.close(timeout_s=0.0)
+    taken = list[Job | None]()
+    thread = threading.Thread(target=lambda: taken.append(jobs.take([Kind.STORE], wait=True)))
+    thread.start()
+    jobs.finish(load, None)
+    thread.join()
+    assert [store.job_id for store in taken if store is not None] == [1]
 
 
 def test_closing_refuses_what_is_new_finishes_what_is_not_and_frees_who_takes(jobs: Jobs) -> None:

@@ -14,9 +14,9 @@ from kvtier.layout.mapping import own_part
 from kvtier.transfer import staged, strided
 from kvtier.transfer.blocks import GroupBlocks, Pages, pages_of
 from kvtier.transfer.copiers import StridedCopies
-from kvtier.transfer.descriptors import descriptors, joined
+from kvtier.transfer.descriptors import Descriptors, descriptors, joined
 from kvtier.transfer.jobs import Job, Kind
-from kvtier.transfer.pieces import Piece, pieces_of
+from kvtier.transfer.pieces import Piece, Repeat, pieces_of
 from kvtier.transfer.slots import slot_layout
 from tests.transfer.models import Model, fill, models, requests, storages
 
@@ -134,6 +134,31 @@ def test_runs_are_assigned_and_scattered_pages_moved_one_by_one_or_in_tiles(
         assert torch.equal(cache, before)
 
 
+@pytest.mark.parametrize("limits", [(0, 0), (1 << 40, 0), (1 << 40, 1 << 40)], ids=["runs", "one by one", "tiles"])
+def test_repeats_may_lie_at_distances_that_are_no_multiples_of_their_length(
+    limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strided, "RUN_BYTES_MIN", limits[0])
+    monkeypatch.setattr(strided, "MEMMOVE_BYTES_MIN", limits[1])
+    cache, slots = torch.empty((4, 48), dtype=torch.int8), torch.zeros((4, 64), dtype=torch.int8)
+    fill(cache, 1)
+    piece = Piece(cache, 0, 48, 0, 64, 16, (Repeat(2, 24, 40),))
+    pages = pages_of(GroupBlocks([3, 0, 1], [1, 2, 0]), 1, num_blocks=4, num_rows=4)
+    strided.copy_alike(Kind.STORE, [strided.strided(piece, slots, 1, 4)], pages)
+    expected = torch.zeros_like(slots)
+    expected[[1, 2, 0], :16], expected[[1, 2, 0], 40:56] = cache[[3, 0, 1], :16], cache[[3, 0, 1], 24:40]
+    assert torch.equal(slots, expected)
+
+
+def test_pieces_that_are_alike_but_for_whose_turn_it_is_move_apart() -> None:
+    everyones, shared = (torch.full((4, 32), value, dtype=torch.int8) for value in (1, 2))
+    slots = torch.zeros((4, 64), dtype=torch.int8)
+    pieces = (Piece(everyones, 0, 32, 0, 64, 32, ()), Piece(shared, 0, 32, 32, 64, 32, (), 2, 1))
+    pages = pages_of(GroupBlocks(range(4), range(4)), 1, num_blocks=4, num_rows=4)
+    StridedCopies((pieces,), slots, 1, 4).copy(Kind.STORE, (pages,))
+    assert slots[:, [0, 32]].tolist() == [[1, 0], [1, 2], [1, 0], [1, 2]]
+
+
 def test_neighbours_on_both_sides_are_one_copy() -> None:
     columns = ([300, 100, 110, 500], [30, 10, 20, 40], [10, 10, 10, 10], [3, 3, 3, 3])
     copies = joined(*(np.array(column) for column in columns))
@@ -151,12 +176,37 @@ def test_no_copy_reaches_from_one_row_into_the_next(kind: Kind) -> None:
     assert copies.sizes.tolist() == [128, 128, 128]  # The two blocks of a chunk are neighbours, and one copy.
 
 
+@pytest.mark.parametrize("kind", Kind)
+def test_no_copy_of_a_buffer_reaches_from_one_row_into_the_next(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[Descriptors]()
+
+    def noted(*columns: np.ndarray) -> Descriptors:
+        made.append(joined(*columns))
+        return made[-1]
+
+    monkeypatch.setattr(staged, "joined", noted)
+    cache, slots = torch.zeros((6, 64), dtype=torch.int8), torch.zeros((3, 128), dtype=torch.int8)
+    pages = pages_of(GroupBlocks(range(6), range(3)), 2, num_blocks=6, num_rows=3)
+    through_a_buffer(((Piece(cache, 0, 64, 0, 64, 64, ()),),), slots, 2, 6)(kind, (pages,))
+    assert [copies.sizes.tolist() for copies in made] == [[128, 128, 128]]
+
+
 def test_layers_of_one_allocation_are_one_piece() -> None:
     memory = torch.zeros((40, 6, 64), dtype=torch.int8)
     caches = CanonicalKVCaches(tuple(memory.unbind(0)), ((),))
     refs = tuple(DataRef(layer, 64, (str(layer),), own_part(64, ParallelConfig())) for layer in range(40))
     (pieces,) = pieces_of(caches._replace(groups=(refs,)), slot_layout(caches, 2))
     assert [piece.repeats for piece in pieces] == [((40, 6 * 64, 2 * 64),)]
+
+
+def test_pieces_of_several_allocations_or_turns_stay_apart() -> None:
+    one, other = torch.zeros(100, dtype=torch.int8), torch.zeros(100, dtype=torch.int8)
+    from kvtier.transfer.pieces import _merged
+
+    first = Piece(one, 0, 8, 0, 8, 8, ())
+    for second in (first._replace(memory=other), first._replace(writers=2)):
+        assert len(_merged([first, second._replace(local=16, host=16)])) == 2
+    assert len(_merged([first, first._replace(local=16, host=16)])) == 1
 
 
 def test_pieces_at_uneven_distances_stay_apart() -> None:

@@ -6,7 +6,6 @@ the scan is absent. Slots of another process's segments are held at most.
 """
 
 from array import array
-from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -59,10 +58,10 @@ class Catalog:
         self._sequences = array("Q")
         self._used_at_ns = array("q")  # 0: nothing is held there.
         self._order: SlotOrder = LRUOrder(self._keys) if policy is None else PolicyOrder(policy)
-        self._idle: set[int] | None = set()  # Held from before the start and not used since; None after the scan.
+        self._idle: bytearray | None = bytearray()  # By slot: held from before, not used since; None after the scan.
         self._foreign: set[int] = set()
         self._under_way: set[int] = set()
-        self._busy: Counter[OffloadKey] = Counter()
+        self._busy: dict[OffloadKey, int] = {}  # How many calls are at it.
         self._last_sequence = 0
 
     def __len__(self) -> int:
@@ -83,10 +82,9 @@ class Catalog:
         """Return where a key's chunk is; None if there is none."""
         return self._slots.get(key)
 
-    def held(self, slot: int) -> Held | None:
-        """Return what a slot holds."""
-        key = self._keys[slot]
-        return None if key is None else Held(key, slot, self._sequences[slot], self._used_at_ns[slot])
+    def sequence(self, slot: int) -> int:
+        """Return the number of the last chunk that a slot has held: what tells it from any that it gets later."""
+        return self._sequences[slot]
 
     def snapshot(self) -> "Snapshot":
         """Return what is there now, for another thread to write down: some 10 ms a million slots."""
@@ -106,19 +104,24 @@ class Catalog:
         self._keys.extend([None] * count)
         self._sequences.extend([0] * count)
         self._used_at_ns.extend([0] * count)
+        if self._idle is not None:
+            self._idle.extend(bytes(count))
         return first
 
     @contextmanager
     def in_use(self, keys: Sequence[OffloadKey]) -> Generator[None]:
         """Keep the keys' chunks for as long as the block lasts."""
-        self._busy.update(keys)
+        busy = self._busy
+        for key in keys:
+            busy[key] = busy.get(key, 0) + 1
         try:
             yield
         finally:
-            self._busy.subtract(keys)
             for key in keys:
-                if not self._busy[key]:
-                    del self._busy[key]
+                if busy[key] == 1:
+                    del busy[key]
+                else:
+                    busy[key] -= 1
 
     def take_free(self, count: int) -> list[int]:
         """Give out so many free slots, or as many as there are, to be written to."""
@@ -130,8 +133,7 @@ class Catalog:
         """Give out up to so many slots of chunks that go for it; the consumer hears of them."""
         if self.scanning:
             return []  # An older chunk of the same key may lie where nobody has looked yet.
-        kept = sum(key in self._slots for key in {*self._busy, *self.outdated.keys()})
-        victims = self._order.victims(count, self._is_kept, kept, incoming)
+        victims = self._order.victims(count, self._is_kept, self._kept, incoming) if count else []
         slots = sorted(self._slots[key] for key in victims)
         for key in victims:
             slot = self._forget(key)
@@ -175,8 +177,7 @@ class Catalog:
         if slot is None or slot in self._foreign:
             return
         self._used_at_ns[slot] = max(used_at_ns, 1)
-        if self._idle is not None and slot in self._idle:
-            self._idle.discard(slot)
+        if self._wake_idle(slot):
             self._order.insert(key, slot)
         else:
             self._order.touch(key, slot)
@@ -188,7 +189,7 @@ class Catalog:
         for place, (key, slot) in reversed(list(enumerate(known))):
             if slot in self._foreign:
                 continue
-            if self._idle is not None and slot in self._idle:
+            if self._is_idle(slot):
                 self.used(key, now_ns - place)
             self._used_at_ns[slot] = now_ns - place
             ranked.append((key, slot))
@@ -228,7 +229,7 @@ class Catalog:
             self._order.remove(key, old)  # Not used with this content; what it was used for is outdated.
         if not foreign:
             assert self._idle is not None
-            self._idle.add(slot)
+            self._idle[slot] = 1
         self.report.added(key)
 
     def scan_ended(self, *, complete: bool) -> None:
@@ -237,7 +238,9 @@ class Catalog:
         `complete`: what is not known is absent.
         """
         assert self._idle is not None
-        idle = sorted(self._idle, key=self._used_at_ns.__getitem__, reverse=True)
+        slots = np.flatnonzero(np.frombuffer(bytes(self._idle), dtype=np.uint8))
+        newest_first = np.argsort(np.array(self._used_at_ns, dtype=np.int64)[slots], kind="stable")[::-1]
+        idle = memoryview(slots[newest_first].tobytes()).cast("q")  # Read one by one: a list is as large as the rest.
         self._idle = None
         self._order.settle((key, slot) for slot in idle if (key := self._keys[slot]) is not None)
         self.scanning = False
@@ -276,8 +279,18 @@ class Catalog:
     def _is_kept(self, key: OffloadKey) -> bool:
         return key in self._busy or key in self.outdated
 
+    def _kept(self) -> int:
+        return sum(key in self._slots for key in {*self._busy, *self.outdated.keys()})
+
     def _is_idle(self, slot: int) -> bool:
-        return self._idle is not None and slot in self._idle
+        return self._idle is not None and bool(self._idle[slot])
+
+    def _wake_idle(self, slot: int) -> bool:
+        """Have a slot be idle no more; False if it was not."""
+        if self._idle is None or not self._idle[slot]:
+            return False
+        self._idle[slot] = 0
+        return True
 
     def _place(self, chunk: Held) -> None:
         key, slot, sequence, used_at_ns = chunk
@@ -294,11 +307,7 @@ class Catalog:
             self._foreign.discard(slot)
             return True
         self.outdated.retire(slot, key)
-        if self._is_idle(slot):
-            assert self._idle is not None
-            self._idle.discard(slot)
-            return True
-        return False
+        return self._wake_idle(slot)
 
     def _forget(self, key: OffloadKey) -> int:
         """Have a key's slot hold nothing; the order has forgotten it."""
@@ -306,8 +315,7 @@ class Catalog:
         self._keys[slot] = None
         self._used_at_ns[slot] = 0
         self._foreign.discard(slot)
-        if self._idle is not None:
-            self._idle.discard(slot)
+        self._wake_idle(slot)
         return slot
 
     def _drop(self, key: OffloadKey) -> None:

@@ -13,7 +13,7 @@ from kvtier.keys import OffloadKey
 from kvtier.lend import Lanes, in_threads
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.faults import Fault
-from kvtier_backends.fs.segments.catalog import Catalog, Held
+from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.runs import Segments, Slotted
 from kvtier_backends.fs.segments.slot_chunks import SlotChunks
 from kvtier_backends.fs.segments.wiping import Wiping
@@ -48,7 +48,7 @@ class SlotLoading:
 
     async def __call__(self, reads: Sequence[Read]) -> tuple[list[Outcome], int]:
         """Load the chunks; return the outcomes, and how many say that the file system is away."""
-        outcomes: list[Outcome] = [BlockMissing(f"{read.key.hex()}: no slot") for read in reads]
+        outcomes: list[Outcome] = [None] * len(reads)
         with self._catalog.in_use([read.key for read in reads]):
             left, gone = list(enumerate(reads)), 0
             for _ in range(LOOKS_MAX):
@@ -66,39 +66,38 @@ class SlotLoading:
         self, left: Sequence[tuple[int, Read]], outcomes: list[Outcome]
     ) -> tuple[list[tuple[int, Read]], int]:
         """Read chunks where they are now; return those that were moved meanwhile."""
-        at: dict[int, Held] = {}
+        catalog, parts = self._catalog, list[Slotted[Read]]()
         for place, read in left:
-            slot = self._catalog.slot(read.key)
-            if slot is not None and (held := self._catalog.held(slot)) is not None:
-                at[place] = held
-        parts = [Slotted(at[place].slot, place, read) for place, read in left if place in at]
+            if (slot := catalog.slot(read.key)) is None:
+                outcomes[place] = BlockMissing(f"{read.key.hex()}: no slot")
+            else:
+                parts.append(Slotted(slot, place, read))
+        sequences = {part.place: catalog.sequence(part.slot) for part in parts}
         shares = self._segments.shares(parts, self._lanes.count, self._share_chunks)
         faults: dict[int, Fault] = {}
         await in_threads(self._lanes, [partial(self._chunks.load, share, faults) for share in shares])
         again: list[tuple[int, Read]] = []
         for share in shares:
             for part, outcome in zip(share.parts, share.outcomes, strict=True):
-                outcomes[part.place] = outcome
-                if (fault := faults.get(part.place)) is not None:
-                    outcomes[part.place] = self._judge(part.item.key, at[part.place], fault)
-                    if self._has_moved(at[part.place]):
-                        again.append((part.place, part.item))
+                slot, place, read = part
+                outcomes[place] = outcome
+                if faults and (fault := faults.get(place)) is not None:
+                    now = catalog.slot(read.key)
+                    if now == slot and catalog.sequence(slot) == sequences[place]:
+                        outcomes[place] = self._judge(read.key, slot, fault)
+                    else:
+                        outcomes[place] = BlockMissing(f"{read.key.hex()}: no slot any more")
+                        if now is not None:
+                            again.append((place, read))
         return again, sum(share.gone for share in shares)
 
-    def _has_moved(self, was: Held) -> bool:
-        slot = self._catalog.slot(was.key)
-        held = None if slot is None else self._catalog.held(slot)
-        return held is not None and (held.slot, held.sequence) != (was.slot, was.sequence)
-
-    def _judge(self, key: OffloadKey, was: Held, fault: Fault) -> Outcome:
-        """Say what a fault means, and have a corrupt chunk go."""
-        if self._catalog.slot(key) != was.slot or self._has_moved(was):
-            return BlockMissing(f"{key.hex()}: no slot any more")
-        if self._catalog.is_foreign(was.slot):
+    def _judge(self, key: OffloadKey, slot: int, fault: Fault) -> Outcome:
+        """Say what it means that a chunk's slot does not have it, and have a corrupt one go."""
+        if self._catalog.is_foreign(slot):
             self._catalog.lost(key)  # Its writer has put another there.
             return BlockMissing(f"{key.hex()}: replaced by another process")
         if fault is Fault.VERSION:
             self._tally.count("other_version")
             return BlockMissing(f"{key.hex()}: a slot of a later format; left alone")
-        self._wiping.corrupt(key, was.slot, fault)
-        return BlockCorrupt(f"{key.hex()}: {fault}: slot {was.slot}")
+        self._wiping.corrupt(key, slot, fault)
+        return BlockCorrupt(f"{key.hex()}: {fault}: slot {slot}")

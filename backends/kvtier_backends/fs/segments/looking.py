@@ -266,9 +266,9 @@ class SlotLooking:
         tally.count("scan_swept", around.swept)
         tally.count("scan_others", around.others)
         catalog.scan_ended(complete=not reading.failed)
+        await self._room.shrink()
         self.done.set()
         self._room.changed()
-        self._room.check()
 
     async def run_checkpoints(self) -> None:
         """Write down what is known every so often."""

@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Generic, NamedTuple, TypeVar
 
 from kvtier.backend import Outcome
@@ -75,7 +76,7 @@ class Segments:
 
     def shares(self, parts: Sequence[Slotted[T]], lanes: int, most: int) -> list[Share[T]]:
         """Split a batch into shares of at most so many slots for lanes to work on side by side, neighbours together."""
-        ordered = sorted(parts, key=lambda part: part.slot)
+        ordered = sorted(parts, key=itemgetter(0))
         size = max(1, min(most, -(-len(ordered) // lanes)))
         return [Share(self.runs(ordered[start : start + size])) for start in range(0, len(ordered), size)]
 
@@ -83,12 +84,13 @@ class Segments:
         """Return slots, in ascending order, as runs."""
         runs: list[Run[T]] = []
         start = 0
-        for end in range(1, len(ordered) + 1):
-            if end < len(ordered) and end - start < RUN_SLOTS_MAX:
-                before, slot = ordered[end - 1].slot, ordered[end].slot
-                segment = self.of(before)
-                if slot == before + 1 and slot < segment.first_slot + segment.header.slots:
-                    continue
-            runs.append(Run(self.of(ordered[start].slot), ordered[start:end]))
-            start = end
+        while start < len(ordered):
+            first = ordered[start].slot
+            segment = self.of(first)
+            most = min(len(ordered) - start, RUN_SLOTS_MAX, segment.first_slot + segment.header.slots - first)
+            count = 1
+            while count < most and ordered[start + count].slot == first + count:
+                count += 1
+            runs.append(Run(segment, ordered[start : start + count]))
+            start += count
         return runs

@@ -34,7 +34,9 @@ class SlotOrder(Protocol):
         """Take in what is older than everything else; the newest first."""
         ...
 
-    def victims(self, count: int, keep: Keep, kept: int, incoming: Sequence[OffloadKey]) -> list[OffloadKey]:
+    def victims(
+        self, count: int, keep: Keep, kept: Callable[[], int], incoming: Sequence[OffloadKey]
+    ) -> list[OffloadKey]:
         """Choose up to `count` chunks, and forget them. `kept`: how many `keep` holds back at most."""
         ...
 
@@ -72,7 +74,9 @@ class LRUOrder:
         for _, slot in found:
             self._link(slot + 1, 0, self._next[0])
 
-    def victims(self, count: int, keep: Keep, kept: int, incoming: Sequence[OffloadKey]) -> list[OffloadKey]:
+    def victims(
+        self, count: int, keep: Keep, kept: Callable[[], int], incoming: Sequence[OffloadKey]
+    ) -> list[OffloadKey]:
         chosen: list[OffloadKey] = []
         at = self._next[0]
         while at and len(chosen) < count:
@@ -120,8 +124,10 @@ class PolicyOrder:
         for key, slot in reversed(list(found)):
             self.insert(key, slot)
 
-    def victims(self, count: int, keep: Keep, kept: int, incoming: Sequence[OffloadKey]) -> list[OffloadKey]:
-        wanted = min(count, self._count - kept)
+    def victims(
+        self, count: int, keep: Keep, kept: Callable[[], int], incoming: Sequence[OffloadKey]
+    ) -> list[OffloadKey]:
+        wanted = min(count, self._count - kept())
         # None, though there are enough: a policy that never evicts. Then there is no room.
         chosen = (self._policy.evict(wanted, keep, incoming) if wanted > 0 else None) or []
         self._count -= len(chosen)

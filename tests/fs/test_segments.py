@@ -1,0 +1,414 @@
+"""Chunks in segments: damage, restarts, locks, and what a directory of them is told to be."""
+
+import asyncio
+import os
+import random
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvtier.backend import Added, Removed, ScanDone, TierContext
+from kvtier.errors import BackendUnavailable, BlockCorrupt, ConfigError, TransferFailed
+from kvtier.keys import OffloadKey
+from kvtier.namespace import FileMapper
+from kvtier.testing.conformance import Lender
+from kvtier.testing.conformance.lender import key_of, keys_of, label
+from kvtier_backends.fs import Fault, FsBackend, FsOptions
+from kvtier_backends.fs.footer import FOOTER_BYTES
+from kvtier_backends.fs.segments.catalog import Catalog, Held
+from kvtier_backends.fs.segments.header import HEADER_BYTES, Header, read_header
+from kvtier_backends.fs.segments.runs import RUN_SLOTS_MAX
+
+ROW_BYTES = 8_192
+SLOT_BYTES = ROW_BYTES + FOOTER_BYTES
+KEY = key_of(1)
+DEADLINE_S = 20.0
+SMALL = "1MiB"  # So that a segment is read in no time.
+
+DAMAGES: dict[str, tuple[int, bytes, Fault]] = {
+    "a zeroed footer": (ROW_BYTES, bytes(FOOTER_BYTES), Fault.ZEROED),
+    "a stranger": (ROW_BYTES, b"PK\3\4" * 1_024, Fault.FOREIGN),
+    "a damaged footer": (ROW_BYTES + 70, b"\xff", Fault.FOOTER),
+    "a damaged sequence number": (ROW_BYTES + 4_085, b"\xff", Fault.FOOTER),
+    "a damaged payload": (0, b"\xff", Fault.PAYLOAD),
+    "a zeroed page": (4_096, bytes(4_096), Fault.PAYLOAD),
+}
+
+
+def segments(root: Path) -> list[Path]:
+    return sorted(root.glob("*_segments/*.seg"))
+
+
+def overwrite(path: Path, at: int, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(content)
+
+
+def slot_of(path: Path, key: OffloadKey) -> int:
+    """Return where in a segment a key's slot begins."""
+    content = path.read_bytes()
+    for at in range(HEADER_BYTES, len(content), SLOT_BYTES):
+        page = content[at + ROW_BYTES : at + SLOT_BYTES]
+        if page[64 : 64 + len(key)] == key:
+            return at
+    raise AssertionError("no slot has it")
+
+
+async def scanned(tier: FsBackend) -> set[OffloadKey]:
+    keys: set[OffloadKey] = set()
+    async with asyncio.timeout(DEADLINE_S):
+        async for event in tier.watch():
+            match event:
+                case Added(added):
+                    keys.update(added)
+                case ScanDone(complete):
+                    assert complete
+                    return keys
+                case Removed():
+                    raise AssertionError(event)
+    raise AssertionError("closed")
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+@pytest.mark.parametrize("io", ["direct", "buffered"])
+async def test_a_damaged_slot_is_a_miss_and_free_again(
+    open_tier, lender: Lender, root: Path, kind: str, io: str
+) -> None:
+    at, content, fault = DAMAGES[kind]
+    tier = await open_tier(layout="segments", capacity_bytes=SMALL, io=io)
+    await lender.keep(tier, keys_of(3))
+    (segment,) = segments(root)
+    overwrite(segment, slot_of(segment, KEY) + at, content)
+    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), "BlockCorrupt", label(key_of(2))]
+    assert tier.counters().corrupt == {fault.value: 1}
+    assert list(await tier.probe(keys_of(3))) == [True, False, True]
+    assert await lender.recall(tier, [KEY]) == ["BlockMissing"]
+    await lender.keep(tier, [KEY], version=1)
+    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), label(KEY, 1), label(key_of(2))]
+    assert tier.counters().corrupt == {fault.value: 1}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(data=st.data())
+async def test_a_flipped_bit_anywhere_in_a_slot_is_a_miss(open_tier, lender: Lender, root: Path, data) -> None:
+    bit = data.draw(st.integers(0, 8 * SLOT_BYTES - 1))
+    tier = await open_tier(
+        layout="segments", capacity_bytes=SMALL, io=data.draw(st.sampled_from(["direct", "buffered"]))
+    )
+    await lender.keep(tier, [KEY])
+    segment = segments(root)[-1]
+    at = slot_of(segment, KEY) + bit // 8
+    overwrite(segment, at, bytes([segment.read_bytes()[at] ^ 1 << bit % 8]))
+    assert await lender.recall(tier, [KEY]) == ["BlockCorrupt"]
+    assert await tier.aclose(10) == (0,)
+
+
+async def test_swapped_slots_are_misses(open_tier, lender: Lender, root: Path) -> None:
+    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(tier, keys_of(2))
+    (segment,) = segments(root)
+    first, second = (slot_of(segment, key) for key in keys_of(2))
+    content = segment.read_bytes()
+    overwrite(segment, first, content[second : second + SLOT_BYTES])
+    assert await lender.recall(tier, keys_of(2)) == ["BlockCorrupt", label(key_of(1))]
+    assert tier.counters().corrupt == {"swapped": 1}
+
+
+async def test_a_torn_slot_is_a_miss_after_a_restart_too(open_tier, lender: Lender, root: Path) -> None:
+    """Its footer is whole, so that the scan believes it; its row is not."""
+    first = await open_tier(layout="segments", checkpoint_s=0)
+    await lender.keep(first, keys_of(3))
+    await first.aclose(DEADLINE_S)
+    (segment,) = segments(root)
+    overwrite(segment, slot_of(segment, KEY), b"half of another chunk")
+    tier = await open_tier(layout="segments", checkpoint_s=0)
+    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), "BlockCorrupt", label(key_of(2))]
+    assert tier.counters().corrupt == {"payload": 1}
+
+
+async def test_a_footer_that_is_damaged_at_the_start_is_counted_and_its_slot_is_free(
+    open_tier, lender: Lender, root: Path
+) -> None:
+    first = await open_tier(layout="segments", capacity_bytes=10 * SLOT_BYTES + 65_536)
+    await lender.keep(first, keys_of(3))
+    await first.aclose(DEADLINE_S)
+    (segment,) = segments(root)
+    overwrite(segment, slot_of(segment, KEY) + ROW_BYTES + 70, b"\xff")
+    tier = await open_tier(layout="segments", capacity_bytes=10 * SLOT_BYTES + 65_536)
+    assert await scanned(tier) == {key_of(0), key_of(2)}
+    assert tier.counters().corrupt == {"footer": 1}
+    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), "BlockMissing", label(key_of(2))]
+
+
+async def test_quarantine_keeps_a_corrupt_slot_as_it_was(open_tier, lender: Lender, root: Path, mapper) -> None:
+    tier = await open_tier(layout="segments", corrupt="quarantine", capacity_bytes=SMALL)
+    await lender.keep(tier, [KEY])
+    (segment,) = segments(root)
+    at = slot_of(segment, KEY)
+    overwrite(segment, at, b"?")
+    bad = segment.read_bytes()[at : at + SLOT_BYTES]
+    assert await lender.recall(tier, [KEY]) == ["BlockCorrupt"]
+    await tier.delete([KEY])  # When it returns, what was wrong under this key is off the disk.
+    (kept,) = (root / mapper.folder / "quarantine").iterdir()
+    assert kept.read_bytes() == bad
+    assert tier.counters().quarantined == 1
+
+
+async def test_what_was_wrong_is_in_the_outcome(open_tier, lender: Lender, root: Path) -> None:
+    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(tier, [KEY])
+    (segment,) = segments(root)
+    overwrite(segment, slot_of(segment, KEY), b"?")
+    (outcome,) = await tier.load(lender.reads([KEY]))
+    assert isinstance(outcome, BlockCorrupt)
+    assert str(outcome) == f"{KEY.hex()}: payload: slot 0"
+
+
+@pytest.mark.parametrize("checkpoint_s", [0, 1_800])
+async def test_a_restart_knows_every_chunk_and_no_other(open_tier, lender: Lender, checkpoint_s: float) -> None:
+    first = await open_tier(layout="segments", checkpoint_s=checkpoint_s)
+    keys = keys_of(40)
+    await lender.keep(first, keys)
+    await lender.keep(first, keys[:10], version=1)
+    await first.delete(keys[30:])
+    await first.aclose(DEADLINE_S)
+    tier = await open_tier(layout="segments", checkpoint_s=checkpoint_s)
+    assert await scanned(tier) == set(keys[:30])
+    expected = [label(key, int(index < 10)) for index, key in enumerate(keys[:30])]
+    assert await lender.recall(tier, keys) == [*expected, *["BlockMissing"] * 10]
+    assert tier.counters().checkpoint_chunks == (30 if checkpoint_s else 0)
+    await lender.keep(tier, keys, version=2)
+    assert await lender.recall(tier, keys) == [label(key, 2) for key in keys]
+
+
+async def test_what_was_written_since_the_checkpoint_is_looked_at(
+    open_tier, lender: Lender, root: Path, mapper
+) -> None:
+    """As after a kill: the checkpoint is from before."""
+    first = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(first, keys_of(5))
+    await first.aclose(DEADLINE_S)
+    (index,) = (root / mapper.folder).glob("index_*_segments")
+    old = index.read_bytes()
+    second = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await second.delete(keys_of(2))
+    await lender.keep(second, keys_of(3, start=2), version=1)
+    await lender.keep(second, keys_of(3, start=10))
+    await second.aclose(DEADLINE_S)
+    index.write_bytes(old)
+    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
+    assert await scanned(tier) == {*keys_of(3, start=2), *keys_of(3, start=10)}
+    expected = ["BlockMissing"] * 2 + [label(key, 1) for key in keys_of(3, start=2)]
+    assert await lender.recall(tier, keys_of(5)) == expected
+
+
+@pytest.mark.parametrize("damage", [lambda old: old[:-9], lambda old: b"", lambda old: old[:200] + b"\xff" + old[201:]])
+async def test_a_damaged_checkpoint_of_segments_is_none(
+    open_tier, lender: Lender, root: Path, mapper, damage: Callable[[bytes], bytes]
+) -> None:
+    first = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(first, keys_of(5))
+    await first.aclose(DEADLINE_S)
+    (index,) = (root / mapper.folder).glob("index_*_segments")
+    index.write_bytes(damage(index.read_bytes()))
+    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
+    assert await lender.recall(tier, keys_of(5)) == [label(key) for key in keys_of(5)]
+    assert tier.counters().checkpoints_ignored == 1
+
+
+@pytest.mark.parametrize("checkpoint_s", [0, 1_800])
+async def test_a_restart_keeps_the_order_of_last_use_in_segments(
+    open_tier, lender: Lender, checkpoint_s: float
+) -> None:
+    """Without a checkpoint, of the order of stores: that is what footers say."""
+    capacity_bytes = 8 * SLOT_BYTES + 24_576
+    first = await open_tier(layout="segments", capacity_bytes=capacity_bytes, checkpoint_s=checkpoint_s)
+    await lender.keep(first, keys_of(4))
+    await lender.keep(first, keys_of(2, start=4))
+    await lender.recall(first, keys_of(2))
+    chunks = first.occupancy().chunks
+    await first.aclose(DEADLINE_S)
+    tier = await open_tier(layout="segments", capacity_bytes=capacity_bytes, checkpoint_s=checkpoint_s)
+    await scanned(tier)
+    new = 100
+    gone: list[OffloadKey] = []
+    while len(gone) < 3:
+        await lender.keep(tier, [key_of(new)])
+        new += 1
+        there = await tier.probe(keys_of(6))
+        gone += [key for key, known in zip(keys_of(6), there, strict=True) if not known and key not in gone]
+    assert chunks == 6
+    numbers = [keys_of(6).index(key) for key in gone]
+    assert numbers == ([3, 2, 5] if checkpoint_s else [3, 2, 1])
+
+
+async def test_two_tiers_on_one_directory_write_to_segments_of_their_own(open_tier, lender: Lender, root: Path) -> None:
+    """Each reads what the other had stored when it started, and takes none of the other's slots."""
+    first = await open_tier(layout="segments", capacity_bytes="1MiB")
+    await lender.keep(first, keys_of(4))
+    second = await open_tier(layout="segments", capacity_bytes="4MiB")
+    assert await scanned(second) == set(keys_of(4))
+    assert await lender.recall(second, keys_of(4)) == [label(key) for key in keys_of(4)]
+    await lender.keep(second, keys_of(4, start=10))
+    await lender.keep(second, [KEY], version=1)
+    assert len(segments(root)) == 2
+    assert await lender.recall(second, [KEY]) == [label(KEY, 1)]
+    assert await lender.recall(first, [KEY]) == [label(KEY)]
+    await first.delete(keys_of(4))
+    await lender.keep(first, keys_of(80, start=200))  # What was read of the first one's slots is no more.
+    assert await lender.recall(second, [key_of(0), KEY, key_of(10)]) == [
+        "BlockMissing",
+        label(KEY, 1),
+        label(key_of(10)),
+    ]
+    assert second.counters().corrupt == {}
+
+
+async def test_rows_of_another_length_take_room_until_it_is_wanted(
+    open_tier, lender: Lender, root: Path, mapper: FileMapper
+) -> None:
+    longer = Lender(4 * ROW_BYTES)
+    options = FsOptions(root=str(root), layout="segments", capacity_bytes="1MiB")
+    before = await FsBackend.open(options, TierContext("1:fs", mapper, 4 * ROW_BYTES))
+    await longer.keep(before, keys_of(4))
+    await before.aclose(DEADLINE_S)
+    (old,) = segments(root)
+    tier = await open_tier(layout="segments", capacity_bytes="1MiB")
+    assert await lender.recall(tier, keys_of(4)) == ["BlockMissing"] * 4
+    assert tier.counters().scan_skipped == 1
+    await lender.keep(tier, keys_of(4))
+    assert not old.exists() or len(segments(root)) == 1
+    assert await lender.recall(tier, keys_of(4)) == [label(key) for key in keys_of(4)]
+
+
+async def test_a_job_lies_together_and_is_one_call_a_lane(
+    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = await open_tier(layout="segments", load_lanes=1, store_lanes=1)
+    await lender.keep(tier, keys_of(2, start=50))
+    written: list[int] = []
+    read: list[int] = []
+    monkeypatch.setattr(os, "pwritev", _noting(os.pwritev, written))
+    monkeypatch.setattr(os, "preadv", _noting(os.preadv, read))
+    await lender.keep(tier, keys_of(24))
+    assert written == [48]
+    assert await lender.recall(tier, random.Random(1).sample(keys_of(24), 24)) != []
+    assert read == [48]
+    assert os.sysconf("SC_IOV_MAX") >= RUN_SLOTS_MAX * 2
+
+
+def _noting(call, counts: list[int]):
+    def noting(fd: int, buffers: list[memoryview], at: int) -> int:
+        counts.append(len(buffers))
+        return call(fd, buffers, at)
+
+    return noting
+
+
+async def test_one_place_that_cannot_be_written_costs_its_own_chunk_only(
+    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(tier, keys_of(6))
+    write = os.pwritev
+    bad = HEADER_BYTES + 8 * SLOT_BYTES
+
+    def refuse(fd: int, buffers: list[memoryview], at: int) -> int:
+        if at <= bad < at + sum(map(len, buffers)):
+            raise OSError(5, "Input/output error")
+        return write(fd, buffers, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", refuse)
+        outcomes = await tier.store(lender.writes(keys_of(6), version=1))
+        assert [type(outcome) for outcome in outcomes].count(TransferFailed) == 1
+        failed = next(index for index, outcome in enumerate(outcomes) if outcome is not None)
+        expected = [label(key, int(index != failed)) for index, key in enumerate(keys_of(6))]
+        assert await lender.recall(tier, keys_of(6)) == expected, "what was there before has stayed"
+
+
+async def test_a_delete_whose_footer_cannot_be_wiped_says_so(
+    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(tier, keys_of(2))
+
+    def refuse(*args: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", refuse)
+        with pytest.raises(BackendUnavailable, match="could not be wiped"):
+            await tier.delete([KEY])
+    await tier.delete([KEY])
+    assert await lender.recall(tier, keys_of(2)) == [label(key_of(0)), "BlockMissing"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shared": True}, "shared: True given, False accepted with layout = 'segments': each segment has one writer"),
+        ({"naming": "flat"}, "naming: 'flat' given, none accepted with layout = 'segments'"),
+        ({"unverified": "accept"}, "unverified: 'accept' given, none accepted with layout = 'segments'"),
+    ],
+)
+def test_what_segments_cannot_do_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FsOptions(root="x", layout="segments", **options)  # type: ignore[arg-type]
+
+
+async def test_unused_chunks_expire_in_segments(open_tier, lender: Lender) -> None:
+    tier = await open_tier(layout="segments", ttl_s=0.05)
+    await lender.keep(tier, keys_of(3))
+    async with asyncio.timeout(DEADLINE_S):
+        while any(await tier.probe(keys_of(3))):
+            await asyncio.sleep(0.01)
+    assert tier.counters().expired == 3
+    await lender.keep(tier, keys_of(3), version=1)
+
+
+async def test_a_days_write_budget_counts_slots(open_tier, lender: Lender) -> None:
+    tier = await open_tier(layout="segments", write_budget_bytes_per_day=64 * SLOT_BYTES)
+    outcomes = await tier.store(lender.writes(keys_of(20)))
+    assert outcomes.count(None) == 8
+    assert tier.counters().refused == {"write_budget": 12}
+    await lender.keep(tier, [])
+
+
+@given(st.integers(0, 2**63), st.integers(0, 2**63), st.binary(min_size=32, max_size=32))
+def test_a_header_is_read_as_it_was_written(row_bytes: int, slots: int, fingerprint: bytes) -> None:
+    header = Header(row_bytes, slots, fingerprint)
+    page = header.written()
+    assert read_header(page) == header
+    assert read_header(page[:-1]) is None
+    assert read_header(bytes([page[0] ^ 1]) + page[1:]) is None
+
+
+def test_a_segments_first_page_is_what_was_published() -> None:
+    page = Header(8_192, 3, bytes(range(32))).written()
+    assert page[:40] == b"\x89kvtseg\n" + bytes([1, 0, 0, 0] + [0] * 4) + (8_192).to_bytes(8, "little") + (3).to_bytes(
+        8, "little"
+    ) + bytes(range(8))
+    assert Header(8_192, 3, bytes(32)).offset(2) == 4_096 + 2 * 12_288
+
+
+def test_a_chunk_takes_less_than_200_bytes_of_memory() -> None:
+    chunks = 90_000  # Just behind the growth of a dictionary, where it takes most.
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        catalog = Catalog(None)
+        catalog.add(chunks)
+        for slot in range(chunks):
+            catalog.found(Held(key_of(slot), slot, slot + 1, slot + 1))
+        catalog.scan_ended(complete=True)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(catalog) == chunks
+    assert (after - before) / chunks <= 200
