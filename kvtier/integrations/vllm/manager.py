@@ -26,7 +26,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.integrations.vllm.events import Media, offloading_events
 from kvtier.integrations.vllm.facts import config_info
-from kvtier.integrations.vllm.stats import Stats, TransferTimes, engine_counters, engine_gauges
+from kvtier.integrations.vllm.stats import Stats, TransferTimes, engine_readings
 from kvtier.ledger import LookupResult as Found
 from kvtier.manager import TieringOffloadingManager
 from kvtier.tier import TierMatcher
@@ -55,7 +55,7 @@ class VllmManager(OffloadingManager):
         self._looking: ReqContext | None = None  # Whose hits these are.
         self._hits: list[OffloadKey] = []
         self._media = Media(engine.ledger.tiers)
-        self._stats = Stats(lambda: engine_counters(engine), lambda: engine_gauges(engine), times)
+        self._stats = Stats(engine_readings(engine), times)
         self._flush = _Flush()
         self._calls = 0  # That may have changed what is counted.
         self._reported = (-1, -1)  # After so many calls and messages.
