@@ -72,7 +72,8 @@ class Engine:
             refused = self._bridge.send(actions)
             if refused:
                 self.ledger.refuse(refused)
-        self._watch_quarantine()
+        if self.ledger.transfers.overdue:
+            self._watch_quarantine()
 
     def has_pending_work(self) -> bool:
         """Say whether the engine should go on stepping. What has run out of time does not count."""
@@ -169,8 +170,7 @@ class Engine:
         """Have the runner replaced when hung transfers hold more rows than we can spare."""
         transfers = self.ledger.transfers
         if (
-            transfers.overdue
-            and transfers.epoch > self._replaced
+            transfers.epoch > self._replaced
             and transfers.rows_overdue >= rows_of_share(self.config.limits.quarantine_share, self.config.rows)
             and self._bridge.replace()
         ):
