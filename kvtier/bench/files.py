@@ -1,8 +1,9 @@
 """A directory as an fs tier: loads and stores beside what plain threads read and write there, chunk size by chunk size.
 
 Everything of one chunk size is measured in turn. A store's chunks are always new ones, a load's lie there all the time.
-Nothing is removed before the end: what a file system does about deleted files is not what stores cost. The tier is
-alone: no engine, no other work.
+Stores are measured twice: into a tier with room, of which nothing is removed before the end, and into one that is full,
+where each evicts as much; what a file system does about deleted files is in the second only. The tier is alone: no
+engine, no other work.
 """
 
 import asyncio
@@ -29,6 +30,7 @@ from kvtier.region import Region
 from kvtier.replay.setup import check_directory
 
 UNVERIFIED = "unverified"
+FULL_SETS = 4  # What a full tier has room for, in what one measurement moves.
 OVERHEAD_BYTES = 12 << 10  # A footer, and the folders that nearly each file has to itself.
 
 
@@ -58,7 +60,7 @@ class Plan(NamedTuple):
         """Return how many measurements one chunk size takes."""
         limits = len({(io, depth) for io, depth, _ in self.modes()}) + len(self.modes())
         fio = 2 * len({(io, depth) for io, depth, _ in self.modes()}) if self.fio else 0
-        return steps_of(2 * len(self.cases) + limits + len(self.modes()) + fio + (self.bare is not None), self.rounds)
+        return steps_of(3 * len(self.cases) + limits + len(self.modes()) + fio + (self.bare is not None), self.rounds)
 
 
 def io_modes(directory: str, asked: Sequence[str]) -> list[str]:
@@ -73,7 +75,12 @@ def io_modes(directory: str, asked: Sequence[str]) -> list[str]:
 def check_room(plan: Plan, chunk_sizes: Sequence[int]) -> None:
     """Raise `ConfigError` if what is written until the end would not fit."""
     turns = plan.rounds + 1
-    sets = len(plan.cases) * (turns + 1) + len(plan.modes()) * turns + len({case.io for case in plan.cases}) + 2
+    sets = (
+        len(plan.cases) * (turns + 1 + 2 * FULL_SETS)
+        + len(plan.modes()) * turns
+        + len({case.io for case in plan.cases})
+        + 2
+    )
     needed = sum(sets * plan.chunks(size) * (size + OVERHEAD_BYTES) for size in chunk_sizes)
     free = shutil.disk_usage(plan.directory).free
     if needed > free:
@@ -169,6 +176,7 @@ class _ChunkSize:
             rate_of(lambda: tier.store(new, self._sources), self._moved_bytes),
             prepare=prepare,
         )
+        self._add_full(case)
         self._add(f"load {case.label}", rate_of(lambda: tier.load(self._kept, self._targets), self._moved_bytes))
         limit = _write_limit(case.io, case.depth, case.fsync)
         self._compare("store", case, limit, "pwritev of one file")
@@ -177,6 +185,28 @@ class _ChunkSize:
         elif (files := case._replace(layout="files")) in self._plan.cases:
             self._compare("store", case, f"store {files.label}", "the layout files")
         self._compare("load", case, f"read {case.io} {case.depth}", "preadv of one file")
+
+    def _add_full(self, case: TierCase) -> None:
+        """Measure stores into a tier that has to evict as much."""
+        root = f"{self._folder}/full-{case.label.replace(' ', '-')}"
+        footed_bytes = self._moved_bytes + len(self._kept) * OVERHEAD_BYTES
+        options = case.options(root, capacity_bytes=FULL_SETS * footed_bytes + (64 << 20))
+        tier = OpenTier(self._runner, options, self._chunk_bytes)
+        self._stack.callback(tier.close)
+        new: list[OffloadKey] = []
+
+        def prepare() -> None:
+            new[:] = self._new_keys()
+
+        for _ in range(FULL_SETS + 1):
+            prepare()
+            tier.store(new, self._sources)
+        name = f"store full {case.label}"
+        self._add(name, rate_of(lambda: tier.store(new, self._sources), self._moved_bytes), prepare)
+        limit = _write_limit(case.io, case.depth, case.fsync)
+        self._compare("store, evicting", case, limit, "pwritev of one file", figure=name)
+        if case.layout != "files" and (files := case._replace(layout="files")) in self._plan.cases:
+            self._compare("store, evicting", case, f"store full {files.label}", "the layout files", figure=name)
 
     def _add_unverified(self, case: TierCase) -> None:
         """Measure loads of files without a footer, as vLLM writes them: there is nothing to verify them by."""

@@ -108,7 +108,7 @@ def test_copies_of_kv_pages_are_measured_both_ways(
 def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path, measured: Callable[..., dict[str, Any]]) -> None:
     (tmp_path / "mine").write_text("stays")
     told = measured("fs", tmp_path, *FS, "--depths", "1,2", "--fsync", "--namings", "vllm,flat", "--layouts", "files")
-    assert operations(told) == {"store", "load"}
+    assert operations(told) == {"store", "store, evicting", "load"}
     assert {row["settings"]["fsync"] for row in told["rows"]} == {True, False}
     assert {row["settings"]["depth"] for row in told["rows"]} == {1, 2}
     assert {row["settings"]["naming"] for row in told["rows"]} == {"vllm", "flat"}

@@ -30,7 +30,7 @@ def resident_bytes() -> int:
 
 
 def measure(case: str, chunks: int, policy: str) -> None:
-    """Print the bytes a chunk, and the seconds that the slowest batch took."""
+    """Print the bytes a chunk, and the thread's own seconds that the slowest batch of 4,096 took."""
     rng = random.Random(1)
     gc.collect()
     before = resident_bytes()
@@ -42,9 +42,9 @@ def measure(case: str, chunks: int, policy: str) -> None:
     slowest = 0.0
     for first in range(0, total, BATCH):
         keys = [make_offload_key(rng.randbytes(32)) for _ in range(min(BATCH, total - first))]
-        begun = time.perf_counter()
+        begun = time.thread_time()
         enter(ledger, keys, case)
-        slowest = max(slowest, time.perf_counter() - begun)
+        slowest = max(slowest, time.thread_time() - begun)
     del keys
     gc.collect()
     grown = (resident_bytes() - before) / chunks

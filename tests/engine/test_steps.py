@@ -275,3 +275,26 @@ def test_more_than_the_socket_takes_at_once_arrives_in_the_end(start_engine):
     (tier,) = engine.ledger.tiers
     assert (tier.counters.stored, tier.counters.dropped) == (4_000, {})
     assert settled(engine)
+
+
+def test_what_a_caller_adds_to_the_hits_itself_is_kept_until_the_step_ends(start_engine):
+    engine = start_engine(2, runner="thread")
+    engine.on_new_request("writer")
+    assert store(engine, [1, 2], "writer")
+    engine.on_new_request("reader")
+    assert engine.lookup(key(1), "reader") is HIT
+    hits = engine.hits("reader")
+    assert key(2) in engine.ready
+    hits.append(key(2))
+    engine.on_new_request("other")
+    assert not store(engine, [3], "other")
+    assert not hits  # It is to look up again.
+    assert engine.prepare_load([key(1), key(2)], "reader") == [engine.ready[key(1)], engine.ready[key(2)]]
+    engine.complete_load([key(1), key(2)], "reader")
+    engine.end_step()
+    assert store(engine, [3], "other")
+
+
+def test_the_hits_of_a_request_that_nobody_knows_are_an_error(start_engine):
+    with pytest.raises(LookupError, match="nobody"):
+        start_engine(2, runner="thread").hits("nobody")

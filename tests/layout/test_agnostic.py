@@ -121,9 +121,9 @@ def test_names_change_with_what_specs_say_and_with_nothing_else() -> None:
 
 def test_groups_reach_the_namespace_as_they_are_named_there() -> None:
     config: KVCacheConfig = gemma_3_27b(1).config
-    namespace = with_layout(ASKED, config, ParallelConfig(tp_size=2, dcp_size=2), total_kv_heads=16)
+    namespace = with_layout(ASKED, config, ParallelConfig(tp_size=2, dcp_size=2, pcp_size=4), total_kv_heads=16)
     assert namespace.kv_cache_groups[0] == Group(
-        tokens_per_block=32, layer_names=config.groups[0].layer_names, attention="full_attention"
+        tokens_per_block=128, layer_names=config.groups[0].layer_names, attention="full_attention"
     )
     assert [group.attention for group in namespace.kv_cache_groups[1:]] == ["sliding_window"] * 6
     assert (namespace.tp_size, namespace.dcp_size, namespace.kv_heads_per_rank) == (2, 2, 16)
@@ -141,3 +141,8 @@ def test_the_decision_is_the_namespaces(family: Any) -> None:
     namespace = with_layout(ASKED, made.config, ParallelConfig(), total_kv_heads=made.total_kv_heads)
     asked = parallel_refusal(ASKED, made.config, ParallelConfig(), total_kv_heads=made.total_kv_heads)
     assert asked == refusal(namespace) == FileMapper(namespace).why
+
+
+def test_scales_of_one_layer_are_scales_of_the_cache() -> None:
+    config = group_layers({"a": full(8), "b": full(8, per_token_head_scales=True)}, 2)
+    assert with_layout(ASKED, config, ParallelConfig(), total_kv_heads=8).per_token_head_scales

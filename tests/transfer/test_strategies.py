@@ -14,7 +14,7 @@ from kvtier.layout.mapping import own_part
 from kvtier.transfer import staged, strided
 from kvtier.transfer.blocks import GroupBlocks, Pages, pages_of
 from kvtier.transfer.copiers import StridedCopies
-from kvtier.transfer.descriptors import descriptors, joined
+from kvtier.transfer.descriptors import Descriptors, descriptors, joined
 from kvtier.transfer.jobs import Job, Kind
 from kvtier.transfer.pieces import Piece, Repeat, pieces_of
 from kvtier.transfer.slots import slot_layout
@@ -176,12 +176,37 @@ def test_no_copy_reaches_from_one_row_into_the_next(kind: Kind) -> None:
     assert copies.sizes.tolist() == [128, 128, 128]  # The two blocks of a chunk are neighbours, and one copy.
 
 
+@pytest.mark.parametrize("kind", Kind)
+def test_no_copy_of_a_buffer_reaches_from_one_row_into_the_next(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[Descriptors]()
+
+    def noted(*columns: np.ndarray) -> Descriptors:
+        made.append(joined(*columns))
+        return made[-1]
+
+    monkeypatch.setattr(staged, "joined", noted)
+    cache, slots = torch.zeros((6, 64), dtype=torch.int8), torch.zeros((3, 128), dtype=torch.int8)
+    pages = pages_of(GroupBlocks(range(6), range(3)), 2, num_blocks=6, num_rows=3)
+    through_a_buffer(((Piece(cache, 0, 64, 0, 64, 64, ()),),), slots, 2, 6)(kind, (pages,))
+    assert [copies.sizes.tolist() for copies in made] == [[128, 128, 128]]
+
+
 def test_layers_of_one_allocation_are_one_piece() -> None:
     memory = torch.zeros((40, 6, 64), dtype=torch.int8)
     caches = CanonicalKVCaches(tuple(memory.unbind(0)), ((),))
     refs = tuple(DataRef(layer, 64, (str(layer),), own_part(64, ParallelConfig())) for layer in range(40))
     (pieces,) = pieces_of(caches._replace(groups=(refs,)), slot_layout(caches, 2))
     assert [piece.repeats for piece in pieces] == [((40, 6 * 64, 2 * 64),)]
+
+
+def test_pieces_of_several_allocations_or_turns_stay_apart() -> None:
+    one, other = torch.zeros(100, dtype=torch.int8), torch.zeros(100, dtype=torch.int8)
+    from kvtier.transfer.pieces import _merged
+
+    first = Piece(one, 0, 8, 0, 8, 8, ())
+    for second in (first._replace(memory=other), first._replace(writers=2)):
+        assert len(_merged([first, second._replace(local=16, host=16)])) == 2
+    assert len(_merged([first, first._replace(local=16, host=16)])) == 1
 
 
 def test_pieces_at_uneven_distances_stay_apart() -> None:
