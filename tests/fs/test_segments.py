@@ -1,18 +1,21 @@
 """Chunks in segments: damage, restarts, locks, and what a directory of them is told to be."""
 
 import asyncio
+import fcntl
 import os
 import random
+import threading
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtier.backend import Added, Removed, ScanDone, TierContext
-from kvtier.errors import BackendUnavailable, BlockCorrupt, ConfigError, TransferFailed
+from kvtier.errors import BackendUnavailable, BlockCorrupt, ConfigError, NoSpace, TransferFailed
 from kvtier.keys import OffloadKey
 from kvtier.namespace import FileMapper
 from kvtier.testing.conformance import Lender
@@ -412,3 +415,173 @@ def test_a_chunk_takes_less_than_200_bytes_of_memory() -> None:
         tracemalloc.stop()
     assert len(catalog) == chunks
     assert (after - before) / chunks <= 200
+
+
+async def test_a_delete_ends_with_the_cancelled_store_that_has_its_chunks_slot(
+    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunk has gone for room, and what is stored in its place is written though nobody waits for it any more."""
+    tier = await open_tier(layout="segments", capacity_bytes=2 * SLOT_BYTES + 65_536, store_lanes=1)
+    number = 0
+    while not tier.counters().evicted:
+        await lender.keep(tier, [key_of(number)])
+        number += 1
+    victim = key_of(1)
+    writing, go_on = threading.Event(), threading.Event()
+    write = os.pwritev
+
+    def held_up(fd: int, buffers: list[memoryview], at: int) -> int:
+        if len(buffers) == 2:
+            writing.set()
+            go_on.wait(DEADLINE_S)
+        return write(fd, buffers, at)
+
+    monkeypatch.setattr(os, "pwritev", held_up)
+    store = asyncio.create_task(tier.store(lender.writes([key_of(number)])))
+    assert await asyncio.to_thread(writing.wait, DEADLINE_S)
+    assert list(await tier.probe([victim])) == [False]
+    delete = asyncio.create_task(tier.delete([victim]))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    store.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await store
+    async with asyncio.timeout(DEADLINE_S):
+        await delete
+
+
+async def test_corrupt_slots_that_are_kept_go_before_any_chunk(
+    open_tier, lender: Lender, root: Path, mapper: FileMapper, taken_bytes
+) -> None:
+    capacity_bytes = 64 * SLOT_BYTES + 262_144
+    tier = await open_tier(layout="segments", corrupt="quarantine")
+    await lender.keep(tier, keys_of(4, start=500))
+    (segment,) = segments(root)
+    for key in keys_of(4, start=500):
+        overwrite(segment, slot_of(segment, key), b"?")
+    assert await lender.recall(tier, keys_of(4, start=500)) == ["BlockCorrupt"] * 4
+    await tier.delete(keys_of(4, start=500))
+    await tier.aclose(DEADLINE_S)
+    segment.unlink()
+    kept = root / mapper.folder / "quarantine"
+    assert len(os.listdir(kept)) == 4
+    tier = await open_tier(layout="segments", capacity_bytes=capacity_bytes)
+    number = 0
+    while not tier.counters().evicted:
+        await lender.keep(tier, [key_of(number)])
+        assert taken_bytes(root) <= capacity_bytes
+        number += 1
+    assert os.listdir(kept) == []
+    assert tier.counters().quarantine_evicted == 4
+    assert len(await scanned(tier)) > 60
+
+
+async def test_a_smaller_capacity_takes_kept_slots_before_chunks(
+    open_tier, lender: Lender, root: Path, mapper: FileMapper, taken_bytes
+) -> None:
+    before = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(before, keys_of(4))
+    await before.aclose(DEADLINE_S)
+    kept = root / mapper.folder / "quarantine"
+    kept.mkdir(exist_ok=True)
+    for number in range(8):
+        (kept / str(number)).write_bytes(bytes(SLOT_BYTES))
+    capacity_bytes = taken_bytes(root) - 4 * SLOT_BYTES + 32_768
+    tier = await open_tier(layout="segments", capacity_bytes=capacity_bytes)
+    assert await scanned(tier) == set(keys_of(4))
+    assert await lender.recall(tier, keys_of(4)) == [label(key) for key in keys_of(4)]
+    assert 0 < len(os.listdir(kept)) < 8
+
+
+async def test_a_segment_that_was_removed_before_it_was_locked_is_not_there(
+    open_tier, lender: Lender, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks that are stored in a file without a name are lost, though they were said to be stored."""
+    first = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(first, [KEY])
+    await first.aclose(DEADLINE_S)
+    (old,) = segments(root)
+    lock = fcntl.flock
+
+    def too_late(fd: int, how: int) -> None:
+        old.unlink(missing_ok=True)
+        lock(fd, how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", too_late)
+        second = await open_tier(layout="segments", capacity_bytes=SMALL)
+        assert await scanned(second) == set()
+    await lender.keep(second, [key_of(2)])
+    await second.aclose(DEADLINE_S)
+    third = await open_tier(layout="segments", capacity_bytes=SMALL)
+    assert await lender.recall(third, [key_of(2)]) == [label(key_of(2))]
+
+
+async def test_a_slot_that_cannot_be_copied_takes_no_room_in_quarantine(
+    open_tier, lender: Lender, root: Path, mapper: FileMapper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = await open_tier(layout="segments", corrupt="quarantine", capacity_bytes=SMALL)
+    await lender.keep(tier, [KEY])
+    (segment,) = segments(root)
+    overwrite(segment, slot_of(segment, KEY), b"?")
+    write = os.pwritev
+
+    def full(fd: int, buffers: list[memoryview], at: int) -> int:
+        if at == 0 and sum(map(len, buffers)) == SLOT_BYTES:
+            write(fd, [buffers[0][:4_096]], at)
+            raise OSError(28, "No space left on device")
+        return write(fd, buffers, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", full)
+        assert await lender.recall(tier, [KEY]) == ["BlockCorrupt"]
+        await tier.delete([KEY])
+    assert os.listdir(root / mapper.folder / "quarantine") == []
+    assert tier.counters().quarantined == 0
+
+
+async def test_no_more_segments_go_for_others_than_are_needed(
+    open_tier, lender: Lender, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        before = await open_tier(layout="segments", capacity_bytes=(number + 1) << 20)
+        await lender.keep(before, keys_of(60, start=100 * number))
+        await before.aclose(DEADLINE_S)
+    assert len(segments(root)) == 3
+    taken = sum(path.stat().st_blocks for path in segments(root)) * 512
+    look = os.fstatvfs
+
+    def nearly_full(fd: int) -> SimpleNamespace:
+        found = look(fd)
+        free_bytes = taken + (2 << 20) - sum(path.stat().st_blocks for path in segments(root)) * 512
+        names = "f_frsize", "f_blocks", "f_bfree"
+        return SimpleNamespace(f_bavail=free_bytes // found.f_frsize, **{name: getattr(found, name) for name in names})
+
+    monkeypatch.setattr(os, "fstatvfs", nearly_full)
+    tier = await open_tier(layout="segments", min_free_bytes=(2 << 20) + 4_096)
+    await scanned(tier)
+    assert len(segments(root)) == 2
+
+
+@pytest.mark.parametrize("checkpoint_s", [0, 1_800])
+async def test_a_segment_that_cannot_be_opened_takes_its_room(
+    open_tier, lender: Lender, root: Path, monkeypatch: pytest.MonkeyPatch, taken_bytes, checkpoint_s: float
+) -> None:
+    capacity_bytes = 1 << 20
+    before = await open_tier(layout="segments", capacity_bytes=capacity_bytes)
+    await lender.keep(before, [KEY])
+    await before.aclose(DEADLINE_S)
+    look = os.open
+
+    def refuse(path: str, *args: int, **kwargs: int | None) -> int:
+        if str(path).endswith(".seg"):
+            raise OSError(24, "Too many open files")
+        return look(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        tier = await open_tier(layout="segments", capacity_bytes=capacity_bytes, checkpoint_s=checkpoint_s)
+        assert await lender.recall(tier, [KEY]) == ["BlockMissing"]
+    assert [type(outcome) for outcome in await tier.store(lender.writes(keys_of(4)))] == [NoSpace] * 4
+    assert taken_bytes(root) <= capacity_bytes

@@ -80,11 +80,15 @@ class SegmentFiles:
             os.close(fd)
 
     def open(self, name: str) -> Segment | Unusable:
-        """Open a segment, to write if nobody else does. Raises `FileNotFoundError` if it is gone."""
+        """Open a segment, to write if nobody else does. Raises `FileNotFoundError` if it is gone, or goes just now."""
         fd = os.open(name, os.O_RDWR | self._direct, dir_fd=self.root_fd)
         try:
             own = _lock(fd)
             status = os.fstat(fd)
+            if (
+                not status.st_nlink
+            ):  # Removed before it was locked: what is stored in it would be gone with the process.
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
             page = mmap.mmap(-1, HEADER_BYTES)
             read = os.preadv(fd, [page], 0)
             header = read_header(page[:read])
@@ -165,12 +169,17 @@ class SegmentFiles:
         write_all(segment.fd, [WIPED], segment.header.offset(place) + self._row_bytes)
 
     def keep_copy(self, segment: Segment, place: int, name: str) -> None:
-        """Write what a slot holds to a file of its own."""
+        """Write what a slot holds to a file of its own, whole or not at all."""
         slot = mmap.mmap(-1, segment.header.slot_bytes)
         read_all(segment.fd, [memoryview(slot)], segment.header.offset(place))
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=self.root_fd)
-        with open(fd, "wb", buffering=0) as file:
-            file.write(slot)
+        try:
+            write_all(fd, [memoryview(slot)], 0)
+        except OSError:
+            os.unlink(name, dir_fd=self.root_fd)
+            raise
+        finally:
+            os.close(fd)
 
     def _publish(self, aside: str) -> str:
         """Give a file the next number. A place is taken first, since not every file system has links or swaps."""

@@ -74,6 +74,7 @@ class SegmentsLayout:
             files,
             wiping,
             capacity,
+            folder.quarantine,
             tally,
             lanes=lanes.store,
             fsync=options.fsync,
