@@ -304,3 +304,15 @@ def test_slots_that_are_being_wiped_are_unsettled() -> None:
     catalog.outdated.clear(1)
     assert catalog.unsettled() == []
     assert catalog.clear_range(0, 3) == 0
+
+
+def test_what_a_failed_store_may_have_left_is_waited_for() -> None:
+    """Else its key comes back after a delete. What had gone for room in the same slot may be there still."""
+    catalog = Catalog(None)
+    (old,) = held(catalog, 1)
+    (slot,) = catalog.evict(1, ())
+    catalog.failed(key_of(7), slot)
+    assert set(catalog.outdated.keys()) == {old, key_of(7)}
+    assert catalog.outdated.take_due() == [slot]
+    catalog.outdated.clear(slot)
+    assert not [*catalog.outdated.keys(), *catalog.outdated.slots()]

@@ -23,6 +23,7 @@ from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import Fault, FsBackend, FsOptions
 from kvtier_backends.fs.footer import FOOTER_BYTES
 from kvtier_backends.fs.segments.catalog import Catalog, Held
+from kvtier_backends.fs.segments.contents import SlotContents
 from kvtier_backends.fs.segments.header import HEADER_BYTES, Header, read_header
 from kvtier_backends.fs.segments.runs import RUN_SLOTS_MAX
 
@@ -489,7 +490,7 @@ async def test_a_smaller_capacity_takes_kept_slots_before_chunks(
         (kept / str(number)).write_bytes(bytes(SLOT_BYTES))
     capacity_bytes = taken_bytes(root) - 4 * SLOT_BYTES + 32_768
     tier = await open_tier(layout="segments", capacity_bytes=capacity_bytes)
-    assert await scanned(tier) == set(keys_of(4))
+    await tier.delete([key_of(999)])  # Waits for all that a start does.
     assert await lender.recall(tier, keys_of(4)) == [label(key) for key in keys_of(4)]
     assert 0 < len(os.listdir(kept)) < 8
 
@@ -560,7 +561,7 @@ async def test_no_more_segments_go_for_others_than_are_needed(
 
     monkeypatch.setattr(os, "fstatvfs", nearly_full)
     tier = await open_tier(layout="segments", min_free_bytes=(2 << 20) + 4_096)
-    await scanned(tier)
+    await tier.delete([key_of(999)])  # Waits for all that a start does.
     assert len(segments(root)) == 2
 
 
@@ -585,3 +586,89 @@ async def test_a_segment_that_cannot_be_opened_takes_its_room(
         assert await lender.recall(tier, [KEY]) == ["BlockMissing"]
     assert [type(outcome) for outcome in await tier.store(lender.writes(keys_of(4)))] == [NoSpace] * 4
     assert taken_bytes(root) <= capacity_bytes
+
+
+async def test_a_delete_says_so_when_a_failed_store_has_left_its_chunk(
+    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sync failed, but not its write: without a wipe it is there after a restart."""
+    tier = await open_tier(layout="segments", fsync=True, capacity_bytes=SMALL)
+    await lender.keep(tier, [key_of(0)])
+
+    def refuse(fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", refuse)
+        (outcome,) = await tier.store(lender.writes([KEY]))
+        assert isinstance(outcome, TransferFailed)
+        with pytest.raises(BackendUnavailable, match="could not be wiped"):
+            await tier.delete([KEY])
+    await tier.delete([KEY])
+
+
+async def test_chunks_in_a_segment_that_was_taken_for_nothing_do_not_go_for_room(
+    open_tier, lender: Lender, root: Path
+) -> None:
+    """It was looked at as its maker was giving it its name; by the time that room is wanted, its maker has gone."""
+    first = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(first, keys_of(4))
+    await first.aclose(DEADLINE_S)
+    (segment,) = segments(root)
+    content = segment.read_bytes()
+    segment.write_bytes(b"")
+    second = await open_tier(layout="segments", capacity_bytes=SMALL)
+    assert await scanned(second) == set()
+    segment.write_bytes(content)
+    for start in range(100, 220, 40):
+        await lender.keep(second, keys_of(40, start=start))
+    await second.aclose(DEADLINE_S)
+    third = await open_tier(layout="segments", capacity_bytes="8MiB")
+    assert await lender.recall(third, keys_of(4)) == [label(key) for key in keys_of(4)]
+
+
+async def test_a_closed_tiers_segments_are_free_though_a_fork_has_them(open_tier, lender: Lender, root: Path) -> None:
+    first = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(first, [KEY])
+    copies = [os.dup(int(fd)) for fd in os.listdir("/proc/self/fd") if _leads_to(fd, segments(root)[0])]
+    assert copies
+    await first.aclose(DEADLINE_S)
+    second = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(second, [key_of(2)])
+    assert len(segments(root)) == 1
+    for copy in copies:
+        os.close(copy)
+
+
+def _leads_to(fd: str, path: Path) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}") == str(path)
+    except FileNotFoundError:
+        return False
+
+
+async def test_a_pruned_slots_segment_may_be_another_one_by_then(
+    open_tier, lender: Lender, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(tier, [KEY])
+    await tier.aclose(DEADLINE_S)
+    (segment,) = segments(root)
+    content, lock = segment.read_bytes(), fcntl.flock
+
+    def too_late(fd: int, how: int) -> None:
+        segment.unlink()
+        segment.write_bytes(content)
+        lock(fd, how)
+
+    root_fd = os.open(root, os.O_RDONLY)
+    contents = SlotContents(str(root), root_fd)
+    (chunk,) = contents.files(str(segment.relative_to(root)))
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", too_late)
+        assert not contents.remove(chunk)
+    assert segment.read_bytes() == content
+    assert contents.remove(chunk)
+    assert not segment.exists()
+    contents.close()
+    os.close(root_fd)

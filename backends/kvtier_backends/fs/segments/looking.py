@@ -346,7 +346,7 @@ def remembered(segments: Sequence[Segment], before_ns: int) -> list[Remembered]:
     """Return segments as a checkpoint names them; those written to since that time are not to be trusted. Blocks."""
     found: list[Remembered] = []
     for segment in segments:
-        if segment.own and not segment.removed:
+        if segment.own and not segment.closed:
             try:
                 written_at_ns = os.fstat(segment.fd).st_mtime_ns
             except OSError:

@@ -74,6 +74,8 @@ class Room:
         """Make segments in these lanes."""
         self.unusable: list[Unusable] = []
         """Files in the segments' place that take room and hold nothing."""
+        self.removed: list[Segment] = []
+        """Those that the tier has no more. They stay open where they could not be removed."""
         self.opened = asyncio.Event()
         """Set when all segments that were there are known."""
         self.changed: Callable[[], None] = lambda: None
@@ -253,6 +255,7 @@ class Room:
             if chunks is not None:
                 self._tally.count("evicted", chunks)
                 self._segments.remove(segment)
+                self.removed = [*(each for each in self.removed if not each.closed), segment]
                 self.changed()
                 await in_thread(self._lanes, self._remove_file, segment)
                 return True
