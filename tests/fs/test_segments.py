@@ -672,3 +672,27 @@ async def test_a_pruned_slots_segment_may_be_another_one_by_then(
     assert not segment.exists()
     contents.close()
     os.close(root_fd)
+
+
+async def test_a_chunk_that_moved_while_it_could_not_be_read_is_read_where_it_is(
+    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its old slot's segment may have been removed."""
+    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(tier, [KEY])
+    reading, go_on = threading.Event(), threading.Event()
+    read = os.preadv
+
+    def too_late(fd: int, buffers: list[memoryview], at: int) -> int:
+        if not go_on.is_set():
+            reading.set()
+            go_on.wait(DEADLINE_S)
+            raise OSError(9, "Bad file descriptor")
+        return read(fd, buffers, at)
+
+    monkeypatch.setattr(os, "preadv", too_late)
+    recall = asyncio.create_task(lender.recall(tier, [KEY]))
+    assert await asyncio.to_thread(reading.wait, DEADLINE_S)
+    await lender.keep(tier, [KEY], version=1)
+    go_on.set()
+    assert await recall == [label(KEY, 1)]
