@@ -5,11 +5,7 @@ SHELL := bash
 MAKEFLAGS += --no-builtin-rules
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-<<<<<<< HEAD
-.PHONY: help setup demo test crash lint types docs simulate soak disksoak bench bench-compare clean
-=======
-.PHONY: help setup demo test test-vllm crash lint types docs simulate soak disksoak bench clean
->>>>>>> main
+.PHONY: help setup demo test test-vllm crash lint types docs simulate soak disksoak bench bench-compare clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -27,11 +23,7 @@ PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(
 usable = $(shell $(1) -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(1))
 
 help:  ## list these commands
-<<<<<<< HEAD
-	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 8
-=======
-	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
->>>>>>> main
+	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 setup: $(INSTALLED)  ## make .venv, with kvtier and all its tools; the other commands do so by themselves
 

@@ -10,6 +10,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -135,6 +136,18 @@ def test_a_page_only_names_commands_that_make_has() -> None:
     for page in PAGES:
         named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", page.read_text(), re.MULTILINE))
         assert {first or second for first, second in named} <= rules, page
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_reads_its_rules_and_lists_them() -> None:
+    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    rules = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert [line.split()[0] for line in done.stdout.splitlines()] == rules
+
+
+def test_no_page_holds_a_merges_marks() -> None:
+    assert [name for name in NAMES if re.search(r"^(<{7}|>{7}) ", (ROOT / name).read_text(), re.MULTILINE)] == []
 
 
 def test_every_test_that_a_page_names_is_there() -> None:

@@ -34,7 +34,7 @@ from kvtier.events import EventLog
 from kvtier.integrations.vllm.events import Media, offloading_events
 from kvtier.integrations.vllm.options import SecondaryOptions, read_secondary_options, secondary_config
 from kvtier.integrations.vllm.rows import namespace_of, plan_rows
-from kvtier.integrations.vllm.stats import Stats, TransferTimes, metric_definitions, tier_counters, tier_gauges
+from kvtier.integrations.vllm.stats import Stats, TransferTimes, metric_definitions, tier_readings
 from kvtier.integrations.vllm.tier_client import TierClient
 from kvtier.region import Region
 
@@ -70,7 +70,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self.locality = self._media.locality(tier.spec)
         self._keys: dict[int, list[OffloadKey]] = {}  # Of loads under way.
         self._times = TransferTimes()
-        self._stats = Stats(lambda: tier_counters(tier, config.row_bytes), lambda: tier_gauges(tier), self._times)
+        self._stats = Stats(tier_readings(tier, config.row_bytes), self._times)
         self._policy = OffloadPolicy.REQUEST_LEVEL if tier.spec.request_level else OffloadPolicy.CHUNK_LEVEL
 
     @classmethod

@@ -22,7 +22,8 @@ from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.checkpoint import SlotCheckpoint
 from kvtier_backends.fs.segments.files import SegmentFiles
 from kvtier_backends.fs.segments.loading import SlotLoading
-from kvtier_backends.fs.segments.looking import Reading, SlotLooking
+from kvtier_backends.fs.segments.looking import SlotLooking
+from kvtier_backends.fs.segments.reading import Reading
 from kvtier_backends.fs.segments.room import Room
 from kvtier_backends.fs.segments.runs import Segments
 from kvtier_backends.fs.segments.slot_chunks import SlotChunks
