@@ -15,6 +15,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
+from kvtier.integrations.vllm.tier_client import TierClient
 from kvtier.limits import BreakerState
 from kvtier.manager import TieringOffloadingManager
 from kvtier.metrics import PRIMARY_COUNTERS, SECONDS, TIER_COUNTERS
@@ -71,6 +72,17 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     return definitions
 
 
+def tier_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
+    """Declare what one tier behind vLLM's own manager reports: of hits, in kvtier's sense, only vLLM knows there."""
+    left_out = {"kvtier_tier_hits"}
+    of_runner = {"kvtier_runners_lost", "kvtier_events_dropped"}
+    return {
+        name: each
+        for name, each in metric_definitions().items()
+        if name in of_runner or ("tier" in each.labelnames and name not in left_out)
+    }
+
+
 class TransferTimes:
     """The durations of transfers since the last `take`; `observe` is an engine's observer."""
 
@@ -122,6 +134,12 @@ def engine_counters(engine: TieringOffloadingManager) -> Iterator[Reading]:
     yield Reading("kvtier_events_dropped", (), engine.events_dropped)
     for tier in ledger.tiers:
         yield from tier_counters(tier, engine.config.row_bytes)
+
+
+def client_counters(client: TierClient, row_bytes: int) -> Iterator[Reading]:
+    yield Reading("kvtier_runners_lost", (), client.runners_lost)
+    yield Reading("kvtier_events_dropped", (), client.events_dropped)
+    yield from tier_counters(client.tier, row_bytes)
 
 
 def tier_counters(tier: Tier, row_bytes: int) -> Iterator[Reading]:
