@@ -46,6 +46,7 @@ _COUNTERS: dict[str, tuple[str, Labels]] = {
 }
 _GAUGES: dict[str, tuple[str, Labels]] = {
     "kvtier_primary_rows": ("Rows by state.", ("state",)),
+    "kvtier_primary_row_bytes": ("Length of a row.", ()),
     "kvtier_tier_loading": ("Chunks being loaded.", ("tier",)),
     "kvtier_tier_storing": ("Chunks queued or being stored.", ("tier",)),
     "kvtier_tier_chunks": ("Chunks held.", ("tier",)),
@@ -169,6 +170,7 @@ def engine_gauges(engine: TieringOffloadingManager) -> Iterator[Reading]:
     }
     for state, count in rows.items():
         yield Reading("kvtier_primary_rows", (state,), count)
+    yield Reading("kvtier_primary_row_bytes", (), engine.config.row_bytes)
     for tier in ledger.tiers:
         yield from tier_gauges(tier)
 
