@@ -33,7 +33,7 @@ from kvtier.transfer import GroupBlocks, TransferWorker, slot_layout
 
 MOVED_BYTES = 64 << 20
 PAGE_SIZES = (16 << 10, 64 << 10, 256 << 10, 2 << 20)
-LAYERS = (1, 80)
+LAYERS = (1, 8, 80)
 PLACES = ("in order", "blocks anywhere", "both anywhere")
 TOKEN_BYTES = 4_096  # Of a layer with 8 heads of 128 in bfloat16.
 LIMIT_IS = {"cpu": "memcpy, in CPU time", "cuda": "memcpy of pinned memory"}
