@@ -7,7 +7,12 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier import __version__
+from kvtier.assembly import ledger_of
+from kvtier.config import EngineConfig
 from kvtier.integrations.vllm import KVTierOffloadingSpec
+from kvtier.integrations.vllm.stats import TransferTimes, metric_definitions
+from kvtier.metrics import Metrics
+from kvtier.namespace import Namespace
 from tests.vllm.engines import Engine, fill, kvtier, prompts
 
 BLOCK_BYTES = 64 << 10
@@ -36,6 +41,13 @@ def test_what_is_counted_goes_through_vllms_own_stats(llama, disk):
         assert counted["kvtier_tier_breaker", ("0:fs", "closed")] == 1.0
         assert {name for name, _ in counted} <= KVTierOffloadingSpec.build_metric_definitions(kvtier(disk)).keys()
         assert engine.manager.get_stats() is None
+
+
+def test_every_metric_of_kvtiers_is_declared_to_vllm():
+    config = EngineConfig(cpu_bytes_to_use=1 << 20, chunk_bytes=BLOCK_BYTES, namespace=Namespace(model_name="m"))
+    times = TransferTimes()
+    own = Metrics(ledger_of(config, None, times.observe), config.row_bytes).registry
+    assert metric_definitions().keys() == {family.name for family in own.collect()}
 
 
 def test_every_series_has_the_labels_that_were_declared(llama, disk):
@@ -101,6 +113,7 @@ def test_a_request_may_choose_the_tiers_that_it_loads_from(llama, disk):
 def test_events_tell_medium_and_tier(llama, disk):
     events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
     extra = kvtier(disk, cpu_bytes_to_use=40 * BLOCK_BYTES, self_describing_kv_events=True)
+    extra["secondary_tiers"][0]["capacity_bytes"] = 70 * BLOCK_BYTES  # Two prompts of three.
     with Engine(llama, extra, kv_events_config=events) as engine:
         told = watch_events(engine)
         for prompt in prompts(3):
@@ -111,6 +124,7 @@ def test_events_tell_medium_and_tier(llama, disk):
     assert kinds[BlockStored, "CPU", None] >= 62
     assert kinds[BlockStored, "STORAGE", "0:fs"] >= 62
     assert kinds[BlockRemoved, "CPU", None] > 0
+    assert kinds[BlockRemoved, "STORAGE", "0:fs"] > 0
     described = [event for event in told if isinstance(event, BlockStored) and event.medium == "STORAGE"]
     assert all(len(event.token_ids) == 32 for event in described)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvtier.integrations.vllm.options import VllmOptions, read_options, read_secondary_options
+from kvtier.integrations.vllm.options import SecondaryOptions, VllmOptions, read_options, read_secondary_options
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "vllm.md").read_text()
 VLLMS_OWN = {"type", "module_path"}  # Fields of a secondary tier that vLLM takes out before the tier sees them.
@@ -25,9 +25,26 @@ def test_every_configuration_of_the_page_is_accepted():
     assert (options.backend, options.options["capacity_bytes"]) == ("fs", "1TiB")
 
 
+def table(heading: str) -> dict[str, str]:
+    """Return the defaults, by field, that a section's table names."""
+    section = PAGE.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \| (.*?) \| .*\|$", section, re.MULTILINE)
+    return {name: default for names, default in rows for name in re.findall(r"`(\w+)`", names)}
+
+
+def test_the_table_of_a_tier_behind_vllms_manager_names_every_field_with_its_default():
+    named = table("Keep vLLM's manager")
+    fields = {field.name: field for field in msgspec.structs.fields(SecondaryOptions)}
+    assert named.keys() == fields.keys() - {"options"}
+    assert {name for name, default in named.items() if default == "required"} == {"backend"}
+    for name in ("name", "request_level", "runner", "enable_kv_events"):
+        assert json.loads(named[name].strip("`")) == fields[name].default
+    for name in ("interop", "revision"):
+        assert (named[name], fields[name].default) == ("none", None)
+
+
 def test_the_table_of_options_names_every_field_with_its_default():
-    rows = re.findall(r"^\| (`.*?) \| (.*?) \| .*\|$", PAGE, re.MULTILINE)
-    named = {name: default for names, default in rows for name in re.findall(r"`(\w+)`", names)}
+    named = table("Options")
     fields = {field.name: field for field in msgspec.structs.fields(VllmOptions)}
     assert named.keys() == fields.keys() - {"spec_name", "spec_module_path"}
     required = {name for name, default in named.items() if default == "required"}

@@ -168,6 +168,21 @@ def test_resets_in_between_forget_the_primary_and_keep_the_disk(llama, disk):
         assert engine.kvtier.ledger.tiers[0].counters.hits == 6 * 31
 
 
+def test_an_engine_that_slept_has_forgotten_its_memory_and_keeps_the_disk(llama, disk):
+    """Workers of the CPU build keep what they have when they are to sleep; the scheduler sleeps as everywhere."""
+    asked = prompts(4)
+    expected = right(llama, asked)
+    with Engine(llama, kvtier(disk)) as engine:
+        for level in (0, 1, 2):
+            engine.answer(asked)
+            engine.settle()
+            engine.core.sleep(level)
+            assert bool(engine.kvtier.ledger.primary.ready) is (level == 0)
+            engine.core.wake_up()
+            assert tokens(again := engine.answer(asked)) == expected
+            assert hits(again) == [PROMPT_HITS] * 4
+
+
 def test_a_reset_in_the_middle_of_everything(llama, disk):
     turns = [families(20, seed=seed) for seed in range(3)]
     expected = [right(llama, asked) for asked in turns]

@@ -32,15 +32,21 @@ from kvtier.bridge.thread import ThreadBridge
 from kvtier.config import EngineConfig
 from kvtier.events import EventLog
 from kvtier.integrations.vllm.events import Media, offloading_events
+from kvtier.integrations.vllm.facts import INFO_KEYS, config_info
 from kvtier.integrations.vllm.options import SecondaryOptions, read_secondary_options, secondary_config
 from kvtier.integrations.vllm.rows import namespace_of, plan_rows
-from kvtier.integrations.vllm.stats import Stats, TransferTimes, metric_definitions, tier_readings
+from kvtier.integrations.vllm.stats import (
+    Stats,
+    TransferTimes,
+    client_readings,
+    tier_metric_definitions,
+)
 from kvtier.integrations.vllm.tier_client import TierClient
 from kvtier.region import Region
 
 
 class KVTierSecondaryTier(SecondaryTierManager):
-    """One kvtier tier. All calls belong to the scheduler's thread; `drain_jobs` and `shutdown` alone wait."""
+    """One kvtier tier. Calls come from one thread at a time; `drain_jobs` and `shutdown` alone wait."""
 
     def __init__(
         self,
@@ -57,10 +63,12 @@ class KVTierSecondaryTier(SecondaryTierManager):
         bridge, self._region = _start(offloading_spec, primary_kv_view, config)
         events = offloading_spec.kv_events_config.enable_kv_cache_events and options.enable_kv_events
         self._config = config
+        times = TransferTimes()
         self._client = TierClient(
             bridge,
-            ledger_of(config, None, _unheard).tiers[0].spec,
+            ledger_of(config, None, times.observe).tiers[0].spec,
             action_chunks=config.limits.action_chunks,
+            observe=times.observe,
             events=EventLog(config.limits.events) if events else None,
         )
         tier = self._client.tier
@@ -68,41 +76,51 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self.medium = self._media.medium(tier.spec)
         self.cache_hit_source = self._media.source(tier.spec)
         self.locality = self._media.locality(tier.spec)
-        self._keys: dict[int, list[OffloadKey]] = {}  # Of loads under way.
-        self._times = TransferTimes()
-        self._stats = Stats(tier_readings(tier, config.row_bytes), self._times)
+        self._stats = Stats(client_readings(self._client, config.row_bytes), times)
         self._policy = OffloadPolicy.REQUEST_LEVEL if tier.spec.request_level else OffloadPolicy.CHUNK_LEVEL
 
     @classmethod
     @override
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        return {name: each for name, each in metric_definitions().items() if "tier" in each.labelnames}
+        return tier_metric_definitions()
+
+    @classmethod
+    def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:  # noqa: ARG003  # vLLM 0.33's.
+        """Return the labels of `config_info`; vLLM adds the tier's own."""
+        return tuple(key for key in INFO_KEYS if key != "tier")
+
+    def config_info(self) -> dict[str, str | int]:  # vLLM 0.33's.
+        """Return the facts of this tier that never change."""
+        _, facts = config_info(self._config)
+        return {key: value for key, value in facts.items() if key != "tier"}
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._client.begin(req_context.req_id)
         return RequestOffloadingContext(self._policy)
 
     @override
+    def on_request_finished(self, req_context: ReqContext) -> None:
+        self._client.finish(req_context.req_id)
+
+    @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        answer = self._client.has(key)
+        answer = self._client.has(key, req_context.req_id)
         if answer is None:
             return LookupResult.RETRY
         return LookupResult.HIT if answer else LookupResult.MISS
 
     @override
     def submit_store(self, job_metadata: TransferJob) -> None:
-        self._client.store(job_metadata.job_id, list(job_metadata.keys), job_metadata.chunk_ids.tolist())
+        self._client.store(*_unpacked(job_metadata))
 
     @override
     def submit_load(self, job_metadata: TransferJob) -> None:
-        keys = self._keys[job_metadata.job_id] = list(job_metadata.keys)
-        self._client.load(job_metadata.job_id, keys, job_metadata.chunk_ids.tolist())
+        self._client.load(*_unpacked(job_metadata))
 
     @override
     def get_finished_jobs(self) -> Iterable[JobResult]:
         for done in self._client.finished():
-            loaded = self._keys.pop(done.job_id, None)
-            self._times.observe(self._client.tier.spec.name, "store" if loaded is None else "load", done.seconds)
             yield JobResult(
                 done.job_id,
                 done.whole,
@@ -166,4 +184,5 @@ def _rows_fd(spec: OffloadingSpec, size_bytes: int) -> int | None:
     return fd if isinstance(fd, int) and os.fstat(fd).st_size == size_bytes else None
 
 
-def _unheard(tier: str, operation: str, seconds: float) -> None: ...
+def _unpacked(job: TransferJob) -> tuple[int, list[OffloadKey], list[int], str]:
+    return job.job_id, list(job.keys), job.chunk_ids.tolist(), job.req_context.req_id

@@ -17,6 +17,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
+from kvtier.integrations.vllm.tier_client import TierClient
 from kvtier.limits import Breaker, BreakerState
 from kvtier.manager import TieringOffloadingManager
 from kvtier.metrics import PRIMARY_COUNTERS, SECONDS, TIER_COUNTERS
@@ -63,6 +64,7 @@ _COUNTERS: dict[str, tuple[str, Labels]] = {
 }
 _GAUGES: dict[str, tuple[str, Labels]] = {
     "kvtier_primary_rows": ("Rows by state.", ("state",)),
+    "kvtier_primary_row_bytes": ("Length of a row.", ()),
     "kvtier_tier_loading": ("Chunks being loaded.", ("tier",)),
     "kvtier_tier_storing": ("Chunks queued or being stored.", ("tier",)),
     "kvtier_tier_chunks": ("Chunks held.", ("tier",)),
@@ -87,6 +89,17 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
         buckets=SECONDS,
     )
     return definitions
+
+
+def tier_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
+    """Declare what one tier behind vLLM's own manager reports: of hits, in kvtier's sense, only vLLM knows there."""
+    left_out = {"kvtier_tier_hits"}
+    of_runner = {"kvtier_runners_lost", "kvtier_events_dropped"}
+    return {
+        name: each
+        for name, each in metric_definitions().items()
+        if name in of_runner or ("tier" in each.labelnames and name not in left_out)
+    }
 
 
 class TransferTimes:
@@ -158,13 +171,26 @@ def engine_readings(engine: TieringOffloadingManager) -> Readings:
         "leased": lambda: ledger.leases.rows,
         "cascading": lambda: len(ledger.transfers.cascade_rows),
     }
-    gauges = [Series("kvtier_primary_rows", (state,), read) for state, read in rows.items()]
+    gauges = [
+        *(Series("kvtier_primary_rows", (state,), read) for state, read in rows.items()),
+        Series("kvtier_primary_row_bytes", (), lambda: engine.config.row_bytes),
+    ]
     tiers = [tier_readings(tier, engine.config.row_bytes) for tier in ledger.tiers]
     return Readings(
         [*counters, *chain.from_iterable(tier.counters for tier in tiers)],
         [*chain.from_iterable(tier.tables for tier in tiers)],
         [*gauges, *chain.from_iterable(tier.gauges for tier in tiers)],
     )
+
+
+def client_readings(client: TierClient, row_bytes: int) -> Readings:
+    """Return everything that is counted of a tier behind vLLM's own manager."""
+    counters, tables, gauges = tier_readings(client.tier, row_bytes)
+    own = [
+        Series("kvtier_runners_lost", (), lambda: client.runners_lost),
+        Series("kvtier_events_dropped", (), lambda: client.events_dropped),
+    ]
+    return Readings([*own, *counters], tables, gauges)
 
 
 def tier_readings(tier: Tier, row_bytes: int) -> Readings:
