@@ -718,3 +718,23 @@ async def test_kept_slots_and_their_folder_stay_within_the_capacity(
         await tier.delete(keys_of(50, start=start))
         assert taken_bytes(root) <= capacity_bytes
     assert tier.counters().quarantined > 150
+
+
+async def test_where_no_segment_can_be_removed_no_more_are_given_up(
+    open_tier, lender: Lender, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        before = await open_tier(layout="segments", capacity_bytes=(number + 1) << 20)
+        await lender.keep(before, keys_of(60, start=100 * number))
+        await before.aclose(DEADLINE_S)
+
+    def refuse(name: str, **kwargs: int | None) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        tier = await open_tier(layout="segments", capacity_bytes="1MiB")
+        await tier.delete([key_of(999)])  # Waits for all that a start does.
+        keys = [key for number in range(3) for key in keys_of(60, start=100 * number)]
+        assert sum(await tier.probe(keys)) >= 100, "a segment has some 80"
+    assert tier.counters().evictions_failed == 1
