@@ -736,5 +736,5 @@ async def test_where_no_segment_can_be_removed_no_more_are_given_up(
         tier = await open_tier(layout="segments", capacity_bytes="1MiB")
         await tier.delete([key_of(999)])  # Waits for all that a start does.
         keys = [key for number in range(3) for key in keys_of(60, start=100 * number)]
-        assert sum(await tier.probe(keys)) >= 100, "a segment has some 80"
+        assert sum(await tier.probe(keys)) > 90, "a segment has some 80 of these 180"
     assert tier.counters().evictions_failed == 1
