@@ -696,3 +696,45 @@ async def test_a_chunk_that_moved_while_it_could_not_be_read_is_read_where_it_is
     await lender.keep(tier, [KEY], version=1)
     go_on.set()
     assert await recall == [label(KEY, 1)]
+
+
+async def test_kept_slots_and_their_folder_stay_within_the_capacity(
+    open_tier, lender: Lender, root: Path, taken_bytes
+) -> None:
+    """A folder of many files takes more than an empty one."""
+    before = await open_tier(layout="segments", capacity_bytes=400 * SLOT_BYTES)
+    for start in range(0, 300, 50):
+        await lender.keep(before, keys_of(50, start=start))
+    await before.aclose(DEADLINE_S)
+    assert len(segments(root)) == 1
+    content = bytearray(segments(root)[0].read_bytes())
+    for at in range(HEADER_BYTES, len(content), SLOT_BYTES):
+        content[at] ^= 1
+    segments(root)[0].write_bytes(content)
+    capacity_bytes = taken_bytes(root) + 200 * SLOT_BYTES + 4_096
+    tier = await open_tier(layout="segments", capacity_bytes=capacity_bytes, corrupt="quarantine")
+    for start in range(0, 300, 50):
+        assert await lender.recall(tier, keys_of(50, start=start)) == ["BlockCorrupt"] * 50
+        await tier.delete(keys_of(50, start=start))
+        assert taken_bytes(root) <= capacity_bytes
+    assert tier.counters().quarantined > 150
+
+
+async def test_where_no_segment_can_be_removed_no_more_are_given_up(
+    open_tier, lender: Lender, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        before = await open_tier(layout="segments", capacity_bytes=(number + 1) << 20)
+        await lender.keep(before, keys_of(60, start=100 * number))
+        await before.aclose(DEADLINE_S)
+
+    def refuse(name: str, **kwargs: int | None) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        tier = await open_tier(layout="segments", capacity_bytes="1MiB")
+        await tier.delete([key_of(999)])  # Waits for all that a start does.
+        keys = [key for number in range(3) for key in keys_of(60, start=100 * number)]
+        assert sum(await tier.probe(keys)) > 90, "a segment has some 80 of these 180"
+    assert tier.counters().evictions_failed == 1

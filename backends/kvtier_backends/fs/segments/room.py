@@ -258,7 +258,7 @@ class Room:
                 self.removed = [*(each for each in self.removed if not each.closed), segment]
                 self.changed()
                 await in_thread(self._lanes, self._remove_file, segment)
-                return True
+                return segment.closed  # Else the others would be given up in vain, too.
         return False
 
     def _remove_file(self, segment: Segment) -> None:

@@ -23,6 +23,8 @@ from kvtier_backends.fs.segments.slot_chunks import SlotChunks
 
 logger = logging.getLogger(__name__)
 
+FOLDER_BLOCKS = 2  # By which one more file may have its folder grow: on ext4 a block, and the first index of blocks.
+
 
 class Doomed(NamedTuple):
     """A slot that is to be wiped."""
@@ -39,6 +41,7 @@ class Round:
     doomed: list[Doomed]
     wiped: list[Doomed] = field(default_factory=list[Doomed])
     copied: list[Doomed] = field(default_factory=list[Doomed])
+    grown_bytes: int = 0  # What the folder of copies takes more than before.
 
 
 class Wiping:
@@ -149,15 +152,20 @@ class Wiping:
 
     def _admitted(self) -> bool:
         """Say whether a copy of a slot may be kept, and count the room that it takes."""
-        slot_bytes = self._files.header(1).slot_bytes
-        granted_bytes = self._capacity.reserve(slot_bytes)
+        wanted_bytes = self._files.header(1).slot_bytes + self._folder_bytes_most
+        granted_bytes = self._capacity.reserve(wanted_bytes)
         self._capacity.release(granted_bytes)
-        admitted = granted_bytes == slot_bytes and self._folder.quarantine.admit()
-        self._capacity.other_bytes += slot_bytes * admitted
+        admitted = granted_bytes == wanted_bytes and self._folder.quarantine.admit()
+        self._capacity.other_bytes += wanted_bytes * admitted
         return admitted
+
+    @property
+    def _folder_bytes_most(self) -> int:
+        return FOLDER_BLOCKS * self._folder.disk.block_bytes
 
     def _wipe(self, work: "Round") -> None:
         """Wipe slots. Blocks, in a lane."""
+        before_bytes = self._folder_bytes()
         for one in work.doomed:
             place = one.slot - one.segment.first_slot
             if one.kept_name:
@@ -168,11 +176,19 @@ class Wiping:
             with suppress(OSError):
                 self._files.wipe(one.segment, place)
                 work.wiped.append(one)
+        work.grown_bytes = self._folder_bytes() - before_bytes
         if self._fsync:
             try:
                 self._chunks.sync(list({one.segment.name: one.segment for one in work.wiped}.values()))
             except OSError:
                 work.wiped.clear()
+
+    def _folder_bytes(self) -> int:
+        """Return what the folder of copies takes itself. Blocks; 0 if that cannot be said."""
+        try:
+            return self._folder.taken_bytes(self._folder.quarantine.name)
+        except OSError:
+            return 0
 
     def _note(self) -> None:
         """Have wiped slots free; those that could not be wiped wait for the next round."""
@@ -183,9 +199,9 @@ class Wiping:
             outdated.clear(slot)
             self._catalog.free.add(slot)
         outdated.still_due(one.slot for one in done.doomed if one.slot not in wiped)
-        for one in done.doomed:
-            if one.kept_name and one not in done.copied:
-                self._capacity.other_bytes -= one.segment.header.slot_bytes  # There is none, after all.
+        kept = [one for one in done.doomed if one.kept_name]
+        missing_bytes = sum(one.segment.header.slot_bytes for one in kept if one not in done.copied)
+        self._capacity.other_bytes += done.grown_bytes - len(kept) * self._folder_bytes_most - missing_bytes
         if len(wiped) < len(done.doomed):
             self._rounds_failed += 1
             self._tally.count("evictions_failed", len(done.doomed) - len(wiped))
