@@ -45,6 +45,7 @@ class Engine:
         self._mailbox = bridge.mailbox
         self.ready: Mapping[OffloadKey, int] = self.ledger.primary.ready  # What could be loaded now, and its row.
         self._closed = False
+        self.messages_received = 0  # By which who reports figures knows that some may have changed.
         self._replaced = -1  # The last epoch that was replaced for its quarantined rows.
         self.ledger.begin_step(clock())
 
@@ -71,7 +72,8 @@ class Engine:
             refused = self._bridge.send(actions)
             if refused:
                 self.ledger.refuse(refused)
-        self._watch_quarantine()
+        if self.ledger.transfers.overdue:
+            self._watch_quarantine()
 
     def has_pending_work(self) -> bool:
         """Say whether the engine should go on stepping. What has run out of time does not count."""
@@ -157,6 +159,7 @@ class Engine:
         mailbox = self._mailbox
         while mailbox:
             message = mailbox.popleft()
+            self.messages_received += 1
             self.ledger.apply(message)
             if isinstance(message, RunnerBack):
                 self._bridge.admit(message.epoch)
@@ -167,8 +170,7 @@ class Engine:
         """Have the runner replaced when hung transfers hold more rows than we can spare."""
         transfers = self.ledger.transfers
         if (
-            transfers.overdue
-            and transfers.epoch > self._replaced
+            transfers.epoch > self._replaced
             and transfers.rows_overdue >= rows_of_share(self.config.limits.quarantine_share, self.config.rows)
             and self._bridge.replace()
         ):

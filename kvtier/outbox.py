@@ -93,9 +93,9 @@ class Outbox:
 
     @property
     def empty(self) -> bool:
-        if self._promotions or self._deletes or any(self._cascades.values()):
+        if self._promotions or self._deletes or (self._cascades and any(self._cascades.values())):
             return False
-        return all(not tier.to_ask for tier in self._tiers)
+        return not self._tiers or not any(tier.to_ask for tier in self._tiers)
 
     def flush(self) -> list[Action]:
         """Turn what was queued into actions."""

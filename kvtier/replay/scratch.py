@@ -58,4 +58,5 @@ class Scratch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.remove(None if kind is None else INTERRUPTED_WAIT_S)
+        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
+        self.remove(INTERRUPTED_WAIT_S if interrupted else None)

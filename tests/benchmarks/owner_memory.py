@@ -1,86 +1,80 @@
-"""What an fs tier's index takes of memory, key and eviction order included, and how long its calls take.
+"""Bytes that the owner keeps for each chunk it knows, in the primary and in a tier, measured as the process's growth.
 
-    PYTHONPATH=.:backends python tests.benchmarks.owner_memory.py [CHUNKS] [POLICY]
+    python -m tests.benchmarks.owner_memory --chunks 10_000_000
 
-Ten million chunks by default, in processes of their own: stored one by one, found by a scan, and after as many uses,
-stores and evictions as there are chunks. Prints the growth of the process's resident memory by chunk.
+Each case runs in a process of its own: filled once, filled and then replaced by half as many again (dictionaries
+that were deleted from keep holes), and known to be in a tier besides. The keys, 36 bytes each, are counted, too.
 """
 
+import argparse
+import gc
 import os
 import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
-from kvtier.keys import OffloadKey
-from kvtier.policies.lru import LRU
+from kvtier.bridge.messages import Found, pack_keys
+from kvtier.keys import OffloadKey, make_offload_key
+from kvtier.ledger import Ledger, LedgerLimits
 from kvtier.policies.named import policy_class
-from kvtier_backends.fs.entries import Held
-from kvtier_backends.fs.index import Index
+from kvtier.tier import TierSpec
 
-NOW_NS = 1_700_000_000_000_000_000
-A_SECOND = 2_000  # Chunks stored: 4 GB/s of 2 MiB each.
-BATCH = 64
+BATCH = 4_096
+CASES = ("primary", "primary, replaced", "tier", "primary and tier")
 
 
 def resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def held(number: int) -> Held:
-    key = OffloadKey((number * 0x9E3779B97F4A7C15 % 2**256).to_bytes(32, "big") + b"\0\0\0\0")
-    return Held(key, 2_101_248, NOW_NS + number * 10**9 // A_SECOND)
-
-
-def timed(what: str, calls: int, work: Callable[[], object]) -> None:
-    begun = time.perf_counter()
-    work()
-    print(f"    {what}: {1e6 * (time.perf_counter() - begun) / calls:.2f} us a chunk", flush=True)
-
-
-def store(index: Index, start: int, chunks: int) -> None:
-    for number in range(start, start + chunks):
-        index.stored(held(number))
-
-
-def scan(index: Index, chunks: int) -> None:
-    for start in range(0, chunks, 4_096):
-        index.scanned([held(number) for number in range(start, min(chunks, start + 4_096))])
-
-
-def churn(index: Index, chunks: int) -> None:
-    """Use what is there, and store what makes others go, so that their number stays."""
-    dice = random.Random(0)
-    for start in range(chunks, 2 * chunks, BATCH):
-        for _ in range(BATCH):
-            index.used(held(start - 1 - dice.randrange(chunks)).key)
-        index.victims(BATCH, lambda key: False, 0)
-        store(index, start, BATCH)
-
-
-def one(how: str, chunks: int, policy: str) -> None:
-    index = Index(None if policy_class(policy) is LRU else policy_class(policy)(chunks))
+def measure(case: str, chunks: int, policy: str) -> None:
+    """Print the bytes a chunk, and the thread's own seconds that the slowest batch of 4,096 took."""
+    rng = random.Random(1)
+    gc.collect()
     before = resident_bytes()
-    timed(how, chunks, lambda: scan(index, chunks) if how == "found" else store(index, 0, chunks))
-    index.scan_ended(complete=True)
-    if how == "used":
-        timed("one use, one store and one eviction", chunks, lambda: churn(index, chunks))
-    timed("a snapshot", len(index), index.snapshot)
-    print(
-        f"{policy}, {how}: {(resident_bytes() - before) / len(index):.0f} bytes a chunk of {len(index):,}", flush=True
-    )
+    rows = chunks if "primary" in case else 1
+    tier = TierSpec("tier", 0, 1.0, 3, 1.0, 64)
+    ledger = Ledger(rows, policy_class(policy)(rows), [tier], LedgerLimits(1, 1, 1.0, 64))
+    ledger.runner_up = False  # Nothing cascades: what the tier has is what it reports.
+    total = chunks + chunks // 2 if "replaced" in case else chunks
+    slowest = 0.0
+    for first in range(0, total, BATCH):
+        keys = [make_offload_key(rng.randbytes(32)) for _ in range(min(BATCH, total - first))]
+        begun = time.thread_time()
+        enter(ledger, keys, case)
+        slowest = max(slowest, time.thread_time() - begun)
+    del keys
+    gc.collect()
+    grown = (resident_bytes() - before) / chunks
+    print(f"{policy:6} {case:20} {chunks:>12,} chunks {grown:7.1f} bytes a chunk; slowest batch {slowest:.3f} s")
+
+
+def enter(ledger: Ledger, keys: list[OffloadKey], case: str) -> None:
+    if "primary" in case:
+        request = ledger.new_request("r")
+        plan = ledger.prepare_store(keys, request)
+        assert plan is not None
+        ledger.complete_store(plan.keys, request)
+        ledger.finish(request)
+    if "tier" in case:
+        ledger.apply(Found(0, pack_keys(keys)))
+    ledger.end_step()
 
 
 def main() -> None:
-    chunks = int(sys.argv[1]) if len(sys.argv) > 1 else 10_000_000
-    policy = sys.argv[2] if len(sys.argv) > 2 else "lru"
-    if len(sys.argv) > 3:
-        one(sys.argv[3], chunks, policy)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--chunks", type=int, default=1_000_000)
+    parser.add_argument("--policy", default="lru")
+    parser.add_argument("--case", choices=CASES)
+    given = parser.parse_args()
+    if given.case:
+        measure(given.case, given.chunks, given.policy)
         return
-    for how in ("stored", "found", "used"):
-        subprocess.run([sys.executable, __file__, str(chunks), policy, how], check=True)
+    for case in CASES:
+        again = [sys.executable, "-m", "tests.benchmarks.owner_memory", "--case", case, "--policy", given.policy]
+        subprocess.run([*again, "--chunks", str(given.chunks)], check=True)
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ async def test_a_hung_deletion_holds_nobody_up_for_longer_than_its_time(open_eng
     engine = await open_engine(4, faulty({"delete": ["hang"]}, {"deadline_s": 0.05}, hang_s=0.5), runner=runner)
     await put(engine, [1])
     await engine.delete([key(1)])
-    assert engine.ledger.tiers[0].counters.failures == {"unavailable": 1}
+    assert engine.ledger.tiers[0].counters.failures == {"deadline": 1}
     assert await found(engine, [1]) == 0
 
 

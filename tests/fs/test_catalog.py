@@ -180,6 +180,7 @@ class CatalogMachine(RuleBasedStateMachine):
             slot = self.catalog.slot(key)
             if slot is not None:
                 assert self.disk.footers[slot] == (key, self.catalog.sequence(slot))
+                assert self.catalog.sequence(slot) >= self.least.get(key, 0), "an older chunk has replaced a later one"
 
 
 TestCatalog = CatalogMachine.TestCase

@@ -64,8 +64,26 @@ def disk(tmp_path: Path) -> Iterator[FaultyDisk]:
     subprocess.run(["umount", "-l", str(mountpoint)], check=True)
 
 
-async def test_a_disk_of_ones_own_is_a_disk(disk: FaultyDisk, open_tier, lender: Lender) -> None:
-    tier = await open_tier(root=str(disk.path / "tier"), capacity_bytes="1MiB")
+@pytest.fixture(params=["files", "segments"])
+def layout(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+async def test_a_tier_without_a_segment_that_cannot_make_one_says_why(
+    disk: FaultyDisk, open_tier, lender: Lender
+) -> None:
+    tier = await open_tier(root=str(disk.path / "tier"), layout="segments", capacity_bytes="1MiB")
+    assert list(await tier.probe(keys_of(1))) == [False]
+    disk.tell("eio")
+    outcomes = await tier.store(lender.writes(keys_of(3)))
+    assert [type(outcome).__name__ for outcome in outcomes] == ["TransferFailed"] * 3
+    disk.tell("well")
+    await lender.keep(tier, keys_of(3))
+    assert await lender.recall(tier, keys_of(3)) == list(map(label, keys_of(3)))
+
+
+async def test_a_disk_of_ones_own_is_a_disk(disk: FaultyDisk, open_tier, lender: Lender, layout: str) -> None:
+    tier = await open_tier(layout=layout, root=str(disk.path / "tier"), capacity_bytes="1MiB")
     for start in range(0, 100, 10):
         await lender.keep(tier, keys_of(10, start))
     assert await lender.recall(tier, keys_of(10, 90)) == list(map(label, keys_of(10, 90)))
@@ -73,9 +91,9 @@ async def test_a_disk_of_ones_own_is_a_disk(disk: FaultyDisk, open_tier, lender:
 
 
 async def test_reads_that_fail_are_failures_and_leave_the_file_alone(
-    disk: FaultyDisk, open_tier, lender: Lender
+    disk: FaultyDisk, open_tier, lender: Lender, layout: str
 ) -> None:
-    tier = await open_tier(root=str(disk.path / "tier"))
+    tier = await open_tier(layout=layout, root=str(disk.path / "tier"))
     await lender.keep(tier, keys_of(3))
     disk.tell("eio")
     assert await lender.recall(tier, keys_of(3)) == ["TransferFailed"] * 3
@@ -85,9 +103,9 @@ async def test_reads_that_fail_are_failures_and_leave_the_file_alone(
 
 
 async def test_writes_that_fail_leave_what_was_there_and_nothing_else(
-    disk: FaultyDisk, open_tier, lender: Lender
+    disk: FaultyDisk, open_tier, lender: Lender, layout: str
 ) -> None:
-    tier = await open_tier(root=str(disk.path / "tier"))
+    tier = await open_tier(layout=layout, root=str(disk.path / "tier"))
     await lender.keep(tier, keys_of(3))
     disk.tell("eio")
     outcomes = await tier.store(lender.writes(keys_of(6), version=1))
@@ -97,8 +115,10 @@ async def test_writes_that_fail_leave_what_was_there_and_nothing_else(
     assert [path for path in (disk.path / "tier").rglob("*.tmp") if path.is_file()] == []
 
 
-async def test_a_mount_that_hangs_holds_its_calls_and_nothing_else(disk: FaultyDisk, open_tier, lender: Lender) -> None:
-    tier = await open_tier(root=str(disk.path / "tier"))
+async def test_a_mount_that_hangs_holds_its_calls_and_nothing_else(
+    disk: FaultyDisk, open_tier, lender: Lender, layout: str
+) -> None:
+    tier = await open_tier(layout=layout, root=str(disk.path / "tier"))
     await lender.keep(tier, keys_of(3))
     disk.tell("hang")
     load = asyncio.create_task(lender.recall(tier, keys_of(3)))
@@ -114,8 +134,10 @@ async def test_a_mount_that_hangs_holds_its_calls_and_nothing_else(disk: FaultyD
         assert list(await store) == [None] * 3
 
 
-async def test_a_mount_whose_server_has_died_is_unavailable(disk: FaultyDisk, open_tier, lender: Lender) -> None:
-    tier = await open_tier(root=str(disk.path / "tier"))
+async def test_a_mount_whose_server_has_died_is_unavailable(
+    disk: FaultyDisk, open_tier, lender: Lender, layout: str
+) -> None:
+    tier = await open_tier(layout=layout, root=str(disk.path / "tier"))
     await lender.keep(tier, keys_of(3))
     disk.end()
     with pytest.raises(BackendUnavailable, match=os.strerror(errno.ENOTCONN)):

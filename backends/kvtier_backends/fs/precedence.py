@@ -25,6 +25,11 @@ class Precedence:
         self._calm_at = 0.0
         self._going: int | None = None  # The thread that goes on beside loads.
 
+    @property
+    def calm(self) -> bool:
+        """Whether nobody has to be given way to."""
+        return not self._left_s()
+
     @contextmanager
     def loading(self) -> Generator[None]:
         """Have stores give way for as long as the block lasts. Never waits."""

@@ -26,7 +26,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.integrations.vllm.events import Media, offloading_events
 from kvtier.integrations.vllm.facts import config_info
-from kvtier.integrations.vllm.stats import Stats, TransferTimes, engine_counters, engine_gauges
+from kvtier.integrations.vllm.stats import Stats, TransferTimes, engine_readings
 from kvtier.ledger import LookupResult as Found
 from kvtier.manager import TieringOffloadingManager
 from kvtier.tier import TierMatcher
@@ -55,13 +55,17 @@ class VllmManager(OffloadingManager):
         self._looking: ReqContext | None = None  # Whose hits these are.
         self._hits: list[OffloadKey] = []
         self._media = Media(engine.ledger.tiers)
-        self._stats = Stats(lambda: engine_counters(engine), lambda: engine_gauges(engine), times)
+        self._stats = Stats(engine_readings(engine), times)
         self._flush = _Flush()
+        self._calls = 0  # That may have changed what is counted.
+        self._reported = (-1, -1)  # After so many calls and messages.
+        self._report_again = False
 
     # Requests.
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self._calls += 1
         chosen = req_context.load_tier_filter
         matchers = None if chosen is TierFilter.ALL else _matchers(chosen)
         wanted = self.engine.on_new_request(req_context.req_id, load_matchers=matchers)
@@ -69,6 +73,7 @@ class VllmManager(OffloadingManager):
 
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
+        self._calls += 1
         self.engine.on_request_finished(req_context.req_id)
 
     # Looking up, loading, storing.
@@ -87,12 +92,14 @@ class VllmManager(OffloadingManager):
 
     @override
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
+        self._calls += 1
         rows = self.engine.prepare_load(_keys(keys), req_context.req_id)
         self._flush.outstanding += len(rows)
         return CPULoadStoreSpec(rows)
 
     @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        self._calls += 1
         self._completed(len(keys))
         self.engine.complete_load(_keys(keys), req_context.req_id)
 
@@ -102,6 +109,7 @@ class VllmManager(OffloadingManager):
 
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
+        self._calls += 1
         plan = self.engine.prepare_store(_keys(keys), req_context.req_id)
         if plan is None:
             return None
@@ -110,6 +118,7 @@ class VllmManager(OffloadingManager):
 
     @override
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        self._calls += 1
         self._completed(len(keys))
         self.engine.complete_store(_keys(keys), req_context.req_id, success=success)
 
@@ -129,6 +138,12 @@ class VllmManager(OffloadingManager):
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
+        # Once a step, and most steps change nothing. What a step's end itself changes shows in the one after it.
+        seen = self._calls, self.engine.messages_received
+        changed = seen != self._reported
+        if not (changed or self._report_again):
+            return None
+        self._reported, self._report_again = seen, changed
         return self._stats.take()
 
     def config_info(self) -> Sequence[dict[str, str | int]]:  # vLLM 0.33's.
@@ -137,6 +152,7 @@ class VllmManager(OffloadingManager):
 
     @override
     def reset_cache(self) -> None:
+        self._calls += 1
         self.engine.reset()
         if self._flush.begin():
             self.engine.on_reset_flushed()

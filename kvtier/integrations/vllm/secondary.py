@@ -35,13 +35,7 @@ from kvtier.integrations.vllm.events import Media, offloading_events
 from kvtier.integrations.vllm.facts import INFO_KEYS, config_info
 from kvtier.integrations.vllm.options import SecondaryOptions, read_secondary_options, secondary_config
 from kvtier.integrations.vllm.rows import namespace_of, plan_rows
-from kvtier.integrations.vllm.stats import (
-    Stats,
-    TransferTimes,
-    client_counters,
-    tier_gauges,
-    tier_metric_definitions,
-)
+from kvtier.integrations.vllm.stats import Stats, TransferTimes, client_readings, tier_metric_definitions
 from kvtier.integrations.vllm.tier_client import TierClient
 from kvtier.region import Region
 
@@ -77,7 +71,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self.medium = self._media.medium(tier.spec)
         self.cache_hit_source = self._media.source(tier.spec)
         self.locality = self._media.locality(tier.spec)
-        self._stats = Stats(lambda: client_counters(self._client, config.row_bytes), lambda: tier_gauges(tier), times)
+        self._stats = Stats(client_readings(self._client, config.row_bytes), times)
         self._policy = OffloadPolicy.REQUEST_LEVEL if tier.spec.request_level else OffloadPolicy.CHUNK_LEVEL
 
     @classmethod

@@ -4,7 +4,9 @@ vLLM carries observations, not totals: counters leave as what was added since th
 It asks once a step, so that nothing here may cost more than some dozen comparisons.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -16,7 +18,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.integrations.vllm.tier_client import TierClient
-from kvtier.limits import BreakerState
+from kvtier.limits import Breaker, BreakerState
 from kvtier.manager import TieringOffloadingManager
 from kvtier.metrics import PRIMARY_COUNTERS, SECONDS, TIER_COUNTERS
 from kvtier.tier import Tier
@@ -24,12 +26,28 @@ from kvtier.tier import Tier
 Labels = tuple[str, ...]
 
 
-class Reading(NamedTuple):
-    """One number of the engine's, now."""
+class Series(NamedTuple):
+    """One number of the engine's, and how to read it now."""
 
     name: str
     labels: Labels
-    value: float
+    read: Callable[[], float]
+
+
+class Table(NamedTuple):
+    """Numbers that come to be when something happens for the first time; each key is one more label."""
+
+    name: str
+    labels: Labels
+    numbers: Mapping[str, int]
+
+
+class Readings(NamedTuple):
+    """What `Stats` looks at, made once: it looks once a step."""
+
+    counters: Sequence[Series]
+    tables: Sequence[Table]
+    gauges: Sequence[Series]
 
 
 _COUNTERS: dict[str, tuple[str, Labels]] = {
@@ -99,90 +117,116 @@ class TransferTimes:
 
 
 class Stats:
-    """Observations since the last `take`, of what the two readers read."""
+    """Observations since the last `take`."""
 
-    def __init__(
-        self, counters: Callable[[], Iterator[Reading]], gauges: Callable[[], Iterator[Reading]], times: TransferTimes
-    ) -> None:
-        self._counters = counters
-        self._gauges = gauges
+    def __init__(self, readings: Readings, times: TransferTimes) -> None:
+        self._readings = readings
         self._times = times
-        self._last: dict[tuple[str, Labels], float] = {}
+        self._counted: list[float] = [0] * len(readings.counters)
+        self._tables: list[dict[str, int]] = [{} for _ in readings.tables]
+        self._gauged: list[float] = [float("nan")] * len(readings.gauges)  # Different from any number.
 
     def take(self) -> OffloadingConnectorStats | None:
         """Return what has changed; None if nothing has."""
         stats = OffloadingConnectorStats()
-        for name, labels, value in self._counters():
-            added = value - self._last.get((name, labels), 0)
-            if added:
-                self._last[name, labels] = value
-                stats.increase_counter(name, added, labels)
-        for name, labels, value in self._gauges():
-            if self._last.get((name, labels)) != value:
-                self._last[name, labels] = value
-                stats.set_gauge(name, value, labels)
+        counters, tables, gauges = self._readings
+        counted = [series.read() for series in counters]
+        if counted != self._counted:
+            for series, value, last in zip(counters, counted, self._counted, strict=True):
+                if value != last:
+                    stats.increase_counter(series.name, value - last, series.labels)
+            self._counted = counted
+        for index, (name, labels, numbers) in enumerate(tables):
+            last_numbers = self._tables[index]
+            if numbers != last_numbers:
+                for key, number in numbers.items():
+                    if added := number - last_numbers.get(key, 0):
+                        stats.increase_counter(name, added, (*labels, key))
+                self._tables[index] = dict(numbers)
+        gauged = [series.read() for series in gauges]
+        if gauged != self._gauged:
+            for series, value, last in zip(gauges, gauged, self._gauged, strict=True):
+                if value != last and value >= 0:  # Below: there is no such number, or not yet.
+                    stats.set_gauge(series.name, value, series.labels)
+            self._gauged = gauged
         for labels, seconds in self._times.take():
             stats.observe_histogram(_TRANSFER_SECONDS, seconds, labels)
         return None if stats.is_empty() else stats
 
 
-def engine_counters(engine: TieringOffloadingManager) -> Iterator[Reading]:
-    ledger = engine.ledger
-    for name in PRIMARY_COUNTERS:
-        yield Reading(f"kvtier_primary_{name}", (), getattr(ledger.counters, name))
-    yield Reading("kvtier_primary_evictions", (), ledger.primary.evictions)
-    yield Reading("kvtier_runners_lost", (), engine.runners_lost)
-    yield Reading("kvtier_events_dropped", (), engine.events_dropped)
-    for tier in ledger.tiers:
-        yield from tier_counters(tier, engine.config.row_bytes)
-
-
-def client_counters(client: TierClient, row_bytes: int) -> Iterator[Reading]:
-    yield Reading("kvtier_runners_lost", (), client.runners_lost)
-    yield Reading("kvtier_events_dropped", (), client.events_dropped)
-    yield from tier_counters(client.tier, row_bytes)
-
-
-def tier_counters(tier: Tier, row_bytes: int) -> Iterator[Reading]:
-    label, counters = tier.spec.name, tier.counters
-    for name in TIER_COUNTERS:
-        yield Reading(f"kvtier_tier_{name}", (label,), getattr(counters, name))
-    yield Reading("kvtier_tier_bytes", (label, "load"), counters.loaded * row_bytes)
-    yield Reading("kvtier_tier_bytes", (label, "store"), counters.stored * row_bytes)
-    yield Reading("kvtier_tier_breaker_opened", (label,), tier.breaker.opened)
-    for what, times in counters.noted.items():
-        yield Reading("kvtier_tier_noted", (label, what), times)
-    for reason, chunks in counters.dropped.items():
-        yield Reading("kvtier_tier_dropped", (label, reason), chunks)
-    for reason, chunks in counters.failures.items():
-        yield Reading("kvtier_tier_failed", (label, reason), chunks)
-
-
-def engine_gauges(engine: TieringOffloadingManager) -> Iterator[Reading]:
+def engine_readings(engine: TieringOffloadingManager) -> Readings:
+    """Return everything that an engine counts."""
     ledger, primary = engine.ledger, engine.ledger.primary
-    rows = {
-        "ready": len(primary.ready),
-        "filling": len(primary.filling),
-        "free": primary.rows_free,
-        "quarantined": len(primary.quarantined),
-        "leased": ledger.leases.rows,
-        "cascading": len(ledger.transfers.cascade_rows),
+    counters = [
+        *(Series(f"kvtier_primary_{name}", (), partial(getattr, ledger.counters, name)) for name in PRIMARY_COUNTERS),
+        Series("kvtier_primary_evictions", (), lambda: primary.evictions),
+        Series("kvtier_runners_lost", (), lambda: engine.runners_lost),
+        Series("kvtier_events_dropped", (), lambda: engine.events_dropped),
+    ]
+    rows: dict[str, Callable[[], float]] = {
+        "ready": lambda: len(primary.ready),
+        "filling": lambda: len(primary.filling),
+        "free": lambda: primary.rows_free,
+        "quarantined": lambda: len(primary.quarantined),
+        "leased": lambda: ledger.leases.rows,
+        "cascading": lambda: len(ledger.transfers.cascade_rows),
     }
-    for state, count in rows.items():
-        yield Reading("kvtier_primary_rows", (state,), count)
-    yield Reading("kvtier_primary_row_bytes", (), engine.config.row_bytes)
-    for tier in ledger.tiers:
-        yield from tier_gauges(tier)
+    gauges = [
+        *(Series("kvtier_primary_rows", (state,), read) for state, read in rows.items()),
+        Series("kvtier_primary_row_bytes", (), lambda: engine.config.row_bytes),
+    ]
+    tiers = [tier_readings(tier, engine.config.row_bytes) for tier in ledger.tiers]
+    return Readings(
+        [*counters, *chain.from_iterable(tier.counters for tier in tiers)],
+        [*chain.from_iterable(tier.tables for tier in tiers)],
+        [*gauges, *chain.from_iterable(tier.gauges for tier in tiers)],
+    )
 
 
-def tier_gauges(tier: Tier) -> Iterator[Reading]:
-    label = (tier.spec.name,)
-    yield Reading("kvtier_tier_loading", label, tier.loading)
-    yield Reading("kvtier_tier_storing", label, len(tier.storing))
-    yield Reading("kvtier_tier_chunks", label, tier.chunks)
-    yield Reading("kvtier_tier_used_bytes", label, tier.used_bytes)
-    yield Reading("kvtier_tier_reserved_bytes", label, tier.reserved_bytes)
-    if tier.capacity_bytes is not None:
-        yield Reading("kvtier_tier_capacity_bytes", label, tier.capacity_bytes)
-    for state in BreakerState:
-        yield Reading("kvtier_tier_breaker", (*label, state.value), float(tier.breaker.state is state))
+def client_readings(client: TierClient, row_bytes: int) -> Readings:
+    """Return everything that is counted of a tier behind vLLM's own manager, and of its runner."""
+    runner = [
+        Series("kvtier_runners_lost", (), lambda: client.runners_lost),
+        Series("kvtier_events_dropped", (), lambda: client.events_dropped),
+    ]
+    counters, tables, gauges = tier_readings(client.tier, row_bytes)
+    return Readings([*runner, *counters], tables, gauges)
+
+
+def tier_readings(tier: Tier, row_bytes: int) -> Readings:
+    """Return everything that is counted of one tier."""
+    name, counters, breaker = tier.spec.name, tier.counters, tier.breaker
+    label = (name,)
+    return Readings(
+        [
+            *(Series(f"kvtier_tier_{each}", label, partial(getattr, counters, each)) for each in TIER_COUNTERS),
+            Series("kvtier_tier_bytes", (name, "load"), lambda: counters.loaded * row_bytes),
+            Series("kvtier_tier_bytes", (name, "store"), lambda: counters.stored * row_bytes),
+            Series("kvtier_tier_breaker_opened", label, lambda: breaker.opened),
+        ],
+        [
+            Table("kvtier_tier_noted", label, counters.noted),
+            Table("kvtier_tier_dropped", label, counters.dropped),
+            Table("kvtier_tier_failed", label, counters.failures),
+        ],
+        [
+            Series("kvtier_tier_loading", label, lambda: tier.loading),
+            Series("kvtier_tier_storing", label, lambda: len(tier.storing)),
+            Series("kvtier_tier_chunks", label, lambda: tier.chunks),
+            Series("kvtier_tier_used_bytes", label, lambda: tier.used_bytes),
+            Series("kvtier_tier_reserved_bytes", label, lambda: tier.reserved_bytes),
+            Series("kvtier_tier_capacity_bytes", label, lambda: _given(tier.capacity_bytes)),
+            *(
+                Series("kvtier_tier_breaker", (name, state.value), partial(_is_in, breaker, state))
+                for state in BreakerState
+            ),
+        ],
+    )
+
+
+def _given(value: float | None) -> float:
+    return -1.0 if value is None else value
+
+
+def _is_in(breaker: Breaker, state: BreakerState) -> float:
+    return float(breaker.state is state)

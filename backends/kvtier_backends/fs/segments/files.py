@@ -173,22 +173,35 @@ class SegmentFiles:
             file.write(slot)
 
     def _publish(self, aside: str) -> str:
+        """Give a file the next number. A place is taken first, since not every file system has links or swaps."""
         names = self.names()
         number = int(names[-1][-len("00000000.seg") : -len(SUFFIX)]) + 1 if names else 1
         while number < NUMBERS_MAX:
             name = f"{self._folder.chunks}/{number:08d}{SUFFIX}"
             with suppress(FileExistsError):  # Another process's, made since.
-                os.link(aside, name, src_dir_fd=self.root_fd, dst_dir_fd=self.root_fd)
-                os.unlink(aside, dir_fd=self.root_fd)
-                if self._fsync:
-                    fd = os.open(self._folder.chunks, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.root_fd)
-                    try:
-                        os.fsync(fd)
-                    finally:
-                        os.close(fd)
+                taken = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=self.root_fd)
+                try:
+                    _lock(taken)  # So that nobody takes it for something that is of no use.
+                    os.rename(aside, name, src_dir_fd=self.root_fd, dst_dir_fd=self.root_fd)
+                finally:
+                    os.close(taken)
+                try:
+                    self._sync_folder()
+                except OSError:
+                    os.unlink(name, dir_fd=self.root_fd)
+                    raise
                 return name
             number += 1
         raise OSError(errno.ENOSPC, "no numbers are left for segments")
+
+    def _sync_folder(self) -> None:
+        if not self._fsync:
+            return
+        fd = os.open(self._folder.chunks, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.root_fd)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def ask_ahead(fd: int, header: Header, places: Sequence[int]) -> None:

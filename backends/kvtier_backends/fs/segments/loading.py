@@ -13,6 +13,7 @@ from kvtier.keys import OffloadKey
 from kvtier.lend import Lanes, in_threads
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.faults import Fault
+from kvtier_backends.fs.precedence import Precedence
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.runs import Segments, Slotted
 from kvtier_backends.fs.segments.slot_chunks import SlotChunks
@@ -30,6 +31,7 @@ class SlotLoading:
         segments: Segments,
         chunks: SlotChunks,
         wiping: Wiping,
+        precedence: Precedence,
         tally: Tally,
         *,
         lanes: Lanes,
@@ -41,6 +43,7 @@ class SlotLoading:
         self._segments = segments
         self._chunks = chunks
         self._wiping = wiping
+        self._precedence = precedence
         self._tally = tally
         self._lanes = lanes
         self._share_chunks = share_chunks
@@ -49,7 +52,7 @@ class SlotLoading:
     async def __call__(self, reads: Sequence[Read]) -> tuple[list[Outcome], int]:
         """Load the chunks; return the outcomes, and how many say that the file system is away."""
         outcomes: list[Outcome] = [None] * len(reads)
-        with self._catalog.in_use([read.key for read in reads]):
+        with self._precedence.loading(), self._catalog.in_use([read.key for read in reads]):
             left, gone = list(enumerate(reads)), 0
             for _ in range(LOOKS_MAX):
                 if not left:

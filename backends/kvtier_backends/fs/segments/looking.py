@@ -5,207 +5,25 @@ read, and nothing else; until then their slots are nobody's. All of it runs in a
 """
 
 import asyncio
-import logging
 import os
 import time
-from array import array
-from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from itertools import groupby
-from typing import NamedTuple
 
 import aiofiles.os
 
-from kvtier.backend import INVENTORY_BATCH_KEYS
 from kvtier.errors import BackendClosed
 from kvtier.lend import Lanes
-from kvtier.namespace import FileMapper
-from kvtier.naming import read_folder
 from kvtier_backends.fs.capacity import Capacity
 from kvtier_backends.fs.counters import Tally
-from kvtier_backends.fs.faults import Fault
-from kvtier_backends.fs.folder import Folder
-from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, taken_bytes
-from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, read_footer
-from kvtier_backends.fs.segments.catalog import Catalog, Held, Snapshot
-from kvtier_backends.fs.segments.checkpoint import Memory, Remembered, SlotCheckpoint
-from kvtier_backends.fs.segments.files import NAME, Segment, SegmentFiles, Unusable
-from kvtier_backends.fs.segments.header import Header
+from kvtier_backends.fs.segments.catalog import Catalog, Snapshot
+from kvtier_backends.fs.segments.checkpoint import Remembered, SlotCheckpoint
+from kvtier_backends.fs.segments.files import Segment
+from kvtier_backends.fs.segments.reading import Reading, Seen
 from kvtier_backends.fs.segments.room import Room
 from kvtier_backends.fs.segments.runs import Segments
-from kvtier_backends.fs.sweep import Sweep
-
-logger = logging.getLogger(__name__)
 
 SETTLED_NS = 1_000_000_000  # A file's time says nothing of what was written so shortly before it was looked at.
-ZEROS = bytes(FOOTER_BYTES)
-
-
-class Around(NamedTuple):
-    """What lies in the tier's folders besides segments."""
-
-    taken_bytes: int
-    others: int  # Folders of other namespaces, or of this one laid out otherwise.
-    swept: int
-
-
-class Seen(NamedTuple):
-    """What some slots' footers say."""
-
-    held: list[Held]
-    free: list[tuple[int, int]]  # Runs: the first slot, and how many.
-    torn: list[tuple[int, Fault]]
-
-
-class Reading:
-    """The start's blocking part, in a lane: one call at a time."""
-
-    def __init__(self, folder: Folder, mapper: FileMapper, files: SegmentFiles, checkpoint: SlotCheckpoint) -> None:
-        self.opened: list[Segment] = []
-        self.unusable: list[Unusable] = []
-        self.failed = 0
-        """Segments that could not be read to their end."""
-        self.stopped = False
-        self.distrusted: set[str] = set()
-        """Names of segments with slots that are neither free nor held: the next start has to look again."""
-        self._folder = folder
-        self._mapper = mapper
-        self._files = files
-        self._checkpoint = checkpoint
-        self._memory = Memory(same_boot=False, segments=[], chunks=iter(()))
-        self._last_uses: dict[str, tuple[array[int], array[int]]] = {}  # Sequence numbers, and times, by place.
-        self._trusted: dict[str, Remembered] = {}
-        self._held_places: dict[str, bytearray] = {}
-        self._batches: Iterator[tuple[Segment, Seen]] = iter(())
-
-    def open_all(self) -> None:
-        """Open every segment; those that are gone by then, or cannot be read, are not there."""
-        for name in self._files.names():
-            try:
-                found = self._files.open(name)
-            except OSError as error:
-                self.failed += 1
-                logger.warning("%s: cannot be opened: %s", name, error.strerror)
-                continue
-            if isinstance(found, Segment):
-                self.opened.append(found)
-            else:
-                self.unusable.append(found)
-
-    def look_around(self, now_s: float) -> Around:
-        """Measure and sweep what is besides segments."""
-        sweep = Sweep(self._folder.root_fd, self._folder.writer, now_s)
-        taken = sum(self._measured(name, sweep) for name in (self._folder.chunks, self._mapper.folder))
-        names = _names(self._folder.root_fd, ".")
-        others = sum(name != self._folder.chunks and read_folder(name) is not None for name in names)
-        return Around(taken, others, sweep.removed)
-
-    def read_checkpoint(self, *, wanted: bool) -> None:
-        """Find out which segments' word the last checkpoint has, when the segments have their first slots."""
-        if wanted:
-            self._memory = self._checkpoint.read()
-        opened = {segment.name: segment for segment in self.opened}
-        for remembered in self._memory.segments:
-            segment = opened.get(remembered.name)
-            if segment is None or segment.header.slots != remembered.slots:
-                continue
-            untouched = segment.own and os.fstat(segment.fd).st_mtime_ns == remembered.written_at_ns
-            if untouched and self._memory.same_boot:
-                self._trusted[segment.name] = remembered
-                self._held_places[segment.name] = bytearray(segment.header.slots)
-            else:
-                blank = [0] * remembered.slots
-                self._last_uses[segment.name] = array("Q", blank), array("q", blank)
-
-    def next_recalled(self) -> list[Held]:
-        """Return the next chunks that are there because the checkpoint says so; an empty list at the end."""
-        remembered = sorted(self._memory.segments, key=lambda each: each.first_slot)
-        first_slots = [each.first_slot for each in remembered]
-        opened = {segment.name: segment for segment in self.opened}
-        while not self.stopped and (batch := next(self._memory.chunks, None)):
-            recalled: list[Held] = []
-            for chunk in batch:
-                if (index := bisect_right(first_slots, chunk.slot) - 1) < 0:
-                    continue
-                each = remembered[index]
-                place = chunk.slot - each.first_slot
-                if each.name in self._trusted and place < each.slots:
-                    self._held_places[each.name][place] = 1
-                    recalled.append(chunk._replace(slot=opened[each.name].first_slot + place))
-                elif each.name in self._last_uses and place < each.slots:
-                    sequences, used_at_ns = self._last_uses[each.name]
-                    sequences[place], used_at_ns[place] = chunk.sequence, chunk.used_at_ns
-            if recalled:
-                return recalled
-        return []
-
-    def free_of_trusted(self) -> list[tuple[int, int]]:
-        """Return what is free in the segments that the checkpoint speaks for, when all has been recalled."""
-        runs: list[tuple[int, int]] = []
-        for segment in self.opened:
-            if (places := self._held_places.pop(segment.name, None)) is not None:
-                runs += _runs(segment.first_slot, places)
-        return runs
-
-    def next_seen(self) -> tuple[Segment, Seen] | None:
-        """Return what the next footers say that have to be looked at; None at the end."""
-        while not self.stopped:
-            if (batch := next(self._batches, None)) is not None:
-                return batch
-            segment = next((each for each in self.opened if each.name not in self._trusted), None)
-            if segment is None:
-                return None
-            self._trusted[segment.name] = Remembered(segment.name, 0, 0, 0)
-            self._batches = self._look_through(segment)
-        return None
-
-    def _look_through(self, segment: Segment) -> Iterator[tuple[Segment, Seen]]:
-        sequences, used_at_ns = self._last_uses.pop(segment.name, (None, None))
-        for start in range(0, segment.header.slots, INVENTORY_BATCH_KEYS):
-            count = min(INVENTORY_BATCH_KEYS, segment.header.slots - start)
-            seen, taken = Seen([], [], []), bytearray(count)
-            try:
-                for index, page in enumerate(self._files.footers(segment, start, count)):
-                    slot = segment.first_slot + start + index
-                    if bytes(page) == ZEROS:
-                        continue
-                    taken[index] = 1
-                    footer = read_footer(page)
-                    if footer is Fault.VERSION:
-                        self.distrusted.add(segment.name)
-                    elif isinstance(footer, Fault):
-                        seen.torn.append((slot, footer))
-                    elif not _belongs(footer, segment.header):
-                        seen.torn.append((slot, Fault.NAMESPACE))
-                    else:
-                        same = sequences is not None and sequences[start + index] == footer.sequence
-                        used = used_at_ns[start + index] if same and used_at_ns is not None else footer.sequence
-                        seen.held.append(Held(footer.key, slot, footer.sequence, used))
-            except OSError as error:
-                self.failed += 1
-                self.distrusted.add(segment.name)
-                logger.warning("%s: cannot be looked through: %s", segment.name, error.strerror)
-                return
-            seen.free.extend(_runs(segment.first_slot + start, taken))
-            yield segment, seen
-
-    def _measured(self, folder: str, sweep: Sweep) -> int:
-        """Return what a folder and all in it takes but for segments, and remove what the dead have left."""
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._folder.root_fd)
-        try:
-            total = os.fstat(fd).st_blocks * SECTOR_BYTES
-            with os.scandir(fd) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        total += self._measured(f"{folder}/{entry.name}", sweep)
-                    elif not (folder == self._folder.chunks and NAME.fullmatch(entry.name)):
-                        sweep(folder, entry.name)
-                        with suppress(FileNotFoundError):
-                            total += taken_bytes(os.stat(entry.name, dir_fd=fd, follow_symlinks=False))
-        finally:
-            os.close(fd)
-        return total
 
 
 class SlotLooking:
@@ -347,25 +165,3 @@ _free_of_trusted = aiofiles.os.wrap(Reading.free_of_trusted)
 _next_seen = aiofiles.os.wrap(Reading.next_seen)
 _remembered = aiofiles.os.wrap(remembered)
 _write = aiofiles.os.wrap(SlotCheckpoint.write)
-
-
-def _belongs(footer: Footer, header: Header) -> bool:
-    return (footer.fingerprint, footer.payload_bytes) == (header.fingerprint, header.row_bytes)
-
-
-def _runs(first_slot: int, taken: bytearray) -> list[tuple[int, int]]:
-    """Return the runs of places that nothing is in."""
-    runs: list[tuple[int, int]] = []
-    for is_taken, places in groupby(range(len(taken)), taken.__getitem__):
-        if not is_taken:
-            run = list(places)
-            runs.append((first_slot + run[0], len(run)))
-    return runs
-
-
-def _names(root_fd: int, folder: str) -> list[str]:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=root_fd)
-    try:
-        return os.listdir(fd)
-    finally:
-        os.close(fd)

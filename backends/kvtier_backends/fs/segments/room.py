@@ -8,6 +8,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from kvtier.keys import OffloadKey
 from kvtier.lend import Lanes, in_thread
@@ -36,6 +37,7 @@ class Growth:
     def __init__(self) -> None:
         self.segment: Segment | None = None
         self.is_full = False
+        self.error: OSError | None = None  # Any other than that.
 
     def make(self, files: SegmentFiles, slots: int) -> None:
         """Make the largest that the disk has room for, up to so many slots. Blocks, in a lane."""
@@ -44,7 +46,8 @@ class Growth:
                 self.segment = files.create(slots)
             except OSError as error:
                 if error.errno not in FULL:
-                    raise
+                    self.error = error.with_traceback(None)
+                    return
                 self.is_full = True
                 slots //= 2
 
@@ -85,6 +88,8 @@ class Room:
         self._growing = asyncio.Lock()
         self._wake = asyncio.Event()
         self._full_until_s = 0.0
+        self.error: OSError | None = None
+        """Why the last segment could not be made, if that was not for want of room."""
 
     async def take(self, count: int, incoming: Sequence[OffloadKey]) -> list[int]:
         """Give out so many slots, or as many as there are or can be made."""
@@ -124,8 +129,7 @@ class Room:
         """Remove segments as long as they take more than they may."""
         if self._catalog.scanning:
             return
-        if self._capacity.watches_disk:
-            await in_thread(self._lanes, self._capacity.look)
+        await self._look()
         async with self._growing:
             while (free_bytes := self._capacity.free_bytes()) is not None and free_bytes < 0:
                 if not (await self._remove_unusable() or await self._remove_coldest()):
@@ -150,8 +154,7 @@ class Room:
                 return True
             if time.monotonic() < self._full_until_s:
                 return False
-            if self._capacity.watches_disk:
-                await in_thread(self._lanes, self._capacity.look)
+            await self._look()
             while not (slots := self._affordable_slots(wanted_slots)) and await self._remove_unusable():
                 pass
             return slots > 0 and await self._make(slots)
@@ -168,6 +171,7 @@ class Room:
             if growth.segment is not None:
                 self.take_in(growth.segment)
                 self._capacity.wrote(growth.segment.allocated_bytes)
+        self.error = growth.error
         if growth.is_full:
             self._full_until_s = time.monotonic() + FULL_PAUSE_S
         return growth.segment is not None
@@ -178,6 +182,12 @@ class Room:
         first = self._catalog.add(count)
         self._segments.add(segment, first)
         self._catalog.free.add(first, count)
+
+    async def _look(self) -> None:
+        """See what is free on the disk, if it matters; what was seen last will do where it cannot be asked."""
+        if self._capacity.watches_disk:
+            with suppress(OSError):
+                await in_thread(self._lanes, self._capacity.look)
 
     def _affordable_slots(self, wanted_slots: int) -> int:
         """Return how many slots the next segment should have; 0 if it is too few to be one."""
@@ -199,7 +209,10 @@ class Room:
     async def _remove_unusable(self) -> bool:
         while self.unusable:
             unusable = self.unusable.pop()
-            if await in_thread(self._lanes, self._files.remove_unusable, unusable):
+            removed = False
+            with suppress(OSError):  # Then it takes its room still.
+                removed = await in_thread(self._lanes, self._files.remove_unusable, unusable)
+            if removed:
                 self._capacity.other_bytes -= unusable.allocated_bytes
                 return True
         return False

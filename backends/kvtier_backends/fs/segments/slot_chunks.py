@@ -10,7 +10,8 @@ from kvtier_backends.fs.failures import GONE, failure
 from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, payload_checksum, write_footer
 from kvtier_backends.fs.pages import Pages
-from kvtier_backends.fs.segments.files import Segment, SegmentFiles, read_all, write_all
+from kvtier_backends.fs.precedence import SLICE_BYTES, Precedence
+from kvtier_backends.fs.segments.files import Segment, read_all, write_all
 from kvtier_backends.fs.segments.runs import Run, Share, Slotted
 from kvtier_backends.fs.verify import judge_chunk
 
@@ -20,9 +21,9 @@ T = TypeVar("T")
 class SlotChunks:
     """Loads and stores shares. Blocks; as many threads may call at once as there are lanes."""
 
-    def __init__(self, files: SegmentFiles, *, lanes: int, share_chunks: int, fingerprint: bytes) -> None:
+    def __init__(self, precedence: Precedence, *, lanes: int, share_chunks: int, fingerprint: bytes) -> None:
         """`share_chunks`: the most that is in a share."""
-        self._files = files
+        self._precedence = precedence
         self._fingerprint = fingerprint
         self._pages = Pages(lanes, share_chunks * FOOTER_BYTES)
 
@@ -39,12 +40,21 @@ class SlotChunks:
         """Write the share's chunks, each with its sequence number."""
         with self._pages.one() as pages:
             for run in share.runs:
-                share.outcomes += self._store(run, pages, share)
+                done = 0
+                while done < len(run.parts):
+                    with self._precedence.storing():
+                        part = run.parts[done : done + self._slice_slots(run)]
+                        share.outcomes += self._store(Run(run.segment, part), pages, share)
+                        done += len(part)
 
     def sync(self, segments: Sequence[Segment]) -> None:
         """Have what was written to segments reach the device."""
         for segment in segments:
             os.fdatasync(segment.fd)
+
+    def _slice_slots(self, run: Run[tuple[Write, int]]) -> int:
+        """Return how many slots to write in one call: all of them, unless loads wait for the disk."""
+        return len(run.parts) if self._precedence.calm else max(1, SLICE_BYTES // run.segment.header.slot_bytes)
 
     def _load(self, run: Run[Read], pages: memoryview, faults: dict[int, Fault], share: Share[Read]) -> list[Outcome]:
         footers = _split(pages, len(run.parts))

@@ -86,7 +86,11 @@ class SlotStoring:
             outcomes, gone = await self._write(allowed, slots[: len(allowed)])
         self._wiping.written()
         outcomes += self._refused(fitting[len(allowed) :], "write_budget", "the day's write budget is used up")
-        outcomes += self._refused(writes[len(fitting) :], "capacity", "no room, and nothing that may go for it")
+        without = writes[len(fitting) :]
+        if (error := self._room.error) is not None and without:
+            outcomes += [failure(write.key, error) for write in without]
+            return outcomes, gone + len(without) * (error.errno in GONE)
+        outcomes += self._refused(without, "capacity", "no room, and nothing that may go for it")
         return outcomes, gone
 
     async def _allowed(self, writes: Sequence[Write]) -> int:

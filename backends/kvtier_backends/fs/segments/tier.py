@@ -19,11 +19,13 @@ from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.layout import Background, Left, until
 from kvtier_backends.fs.options import FsOptions
 from kvtier_backends.fs.parts import start_lanes
+from kvtier_backends.fs.precedence import Precedence
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.checkpoint import SlotCheckpoint
 from kvtier_backends.fs.segments.files import SegmentFiles
 from kvtier_backends.fs.segments.loading import SlotLoading
-from kvtier_backends.fs.segments.looking import Reading, SlotLooking
+from kvtier_backends.fs.segments.looking import SlotLooking
+from kvtier_backends.fs.segments.reading import Reading
 from kvtier_backends.fs.segments.room import Room
 from kvtier_backends.fs.segments.runs import Segments
 from kvtier_backends.fs.segments.slot_chunks import SlotChunks
@@ -60,8 +62,9 @@ class SegmentsLayout:
         fingerprint = context.mapper.fingerprint
         files = SegmentFiles(folder, row_bytes=context.row_bytes, fingerprint=fingerprint, fsync=options.fsync)
         most = share_chunks(context.row_bytes)
+        precedence = Precedence()
         chunks = SlotChunks(
-            files, lanes=options.load_lanes + options.store_lanes, share_chunks=most, fingerprint=fingerprint
+            precedence, lanes=options.load_lanes + options.store_lanes, share_chunks=most, fingerprint=fingerprint
         )
         self._wiping = wiping = Wiping(
             catalog, segments, files, chunks, capacity, folder, tally, lane=lanes.evict, fsync=options.fsync
@@ -85,6 +88,7 @@ class SegmentsLayout:
             segments,
             chunks,
             wiping,
+            precedence,
             tally,
             lanes=lanes.load,
             share_chunks=most,
