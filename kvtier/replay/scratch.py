@@ -11,6 +11,8 @@ import tempfile
 from types import TracebackType
 from typing import Self
 
+from kvtier.errors import KVTierError
+
 INTERRUPTED_WAIT_S = 0.1  # Enough for what a short run left; a part of the second in which Ctrl-C is to be obeyed.
 
 SWEEPER = """
@@ -58,5 +60,5 @@ class Scratch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        interrupted = kind is not None and issubclass(kind, KeyboardInterrupt)
-        self.remove(INTERRUPTED_WAIT_S if interrupted else None)
+        refused = kind is not None and issubclass(kind, KVTierError)  # Then there is little to remove.
+        self.remove(None if kind is None or refused else INTERRUPTED_WAIT_S)

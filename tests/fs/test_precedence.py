@@ -127,3 +127,17 @@ def test_a_lane_that_hangs_beside_a_load_that_hangs_does_not_stop_the_others(mon
         assert all(lane.began.wait(DEADLINE_S) for lane in lanes)
         for lane in lanes:
             lane.end.set()
+
+
+def test_all_lanes_that_waited_go_on_when_loads_have_ended(patient) -> None:
+    clock = Clock()
+    precedence = Precedence(clock)
+    with precedence.loading():
+        lanes = [Lane(precedence) for _ in range(4)]
+        going = wait_for_one(lanes)
+        assert not any(lane.began.wait(0.01) for lane in lanes if lane is not going), "they wait by now"
+    clock.now += 2 * module.CALM_S
+    going.end.set()
+    assert all(lane.began.wait(DEADLINE_S / 4) for lane in lanes)
+    for lane in lanes:
+        lane.end.set()

@@ -1,18 +1,21 @@
 """Chunks in segments: damage, restarts, locks, and what a directory of them is told to be."""
 
 import asyncio
+import fcntl
 import os
 import random
+import threading
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtier.backend import Added, Removed, ScanDone, TierContext
-from kvtier.errors import BackendUnavailable, BlockCorrupt, ConfigError, TransferFailed
+from kvtier.errors import BackendUnavailable, BlockCorrupt, ConfigError, NoSpace, TransferFailed
 from kvtier.keys import OffloadKey
 from kvtier.namespace import FileMapper
 from kvtier.testing.conformance import Lender
@@ -20,6 +23,7 @@ from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import Fault, FsBackend, FsOptions
 from kvtier_backends.fs.footer import FOOTER_BYTES
 from kvtier_backends.fs.segments.catalog import Catalog, Held
+from kvtier_backends.fs.segments.contents import SlotContents
 from kvtier_backends.fs.segments.header import HEADER_BYTES, Header, read_header
 from kvtier_backends.fs.segments.runs import RUN_SLOTS_MAX
 
@@ -412,3 +416,283 @@ def test_a_chunk_takes_less_than_200_bytes_of_memory() -> None:
         tracemalloc.stop()
     assert len(catalog) == chunks
     assert (after - before) / chunks <= 200
+
+
+async def test_a_delete_ends_with_the_cancelled_store_that_has_its_chunks_slot(
+    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunk has gone for room, and what is stored in its place is written though nobody waits for it any more."""
+    tier = await open_tier(layout="segments", capacity_bytes=2 * SLOT_BYTES + 65_536, store_lanes=1)
+    number = 0
+    while not tier.counters().evicted:
+        await lender.keep(tier, [key_of(number)])
+        number += 1
+    victim = key_of(1)
+    writing, go_on = threading.Event(), threading.Event()
+    write = os.pwritev
+
+    def held_up(fd: int, buffers: list[memoryview], at: int) -> int:
+        if len(buffers) == 2:
+            writing.set()
+            go_on.wait(DEADLINE_S)
+        return write(fd, buffers, at)
+
+    monkeypatch.setattr(os, "pwritev", held_up)
+    store = asyncio.create_task(tier.store(lender.writes([key_of(number)])))
+    assert await asyncio.to_thread(writing.wait, DEADLINE_S)
+    assert list(await tier.probe([victim])) == [False]
+    delete = asyncio.create_task(tier.delete([victim]))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    store.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await store
+    async with asyncio.timeout(DEADLINE_S):
+        await delete
+
+
+async def test_corrupt_slots_that_are_kept_go_before_any_chunk(
+    open_tier, lender: Lender, root: Path, mapper: FileMapper, taken_bytes
+) -> None:
+    capacity_bytes = 64 * SLOT_BYTES + 262_144
+    tier = await open_tier(layout="segments", corrupt="quarantine")
+    await lender.keep(tier, keys_of(4, start=500))
+    (segment,) = segments(root)
+    for key in keys_of(4, start=500):
+        overwrite(segment, slot_of(segment, key), b"?")
+    assert await lender.recall(tier, keys_of(4, start=500)) == ["BlockCorrupt"] * 4
+    await tier.delete(keys_of(4, start=500))
+    await tier.aclose(DEADLINE_S)
+    segment.unlink()
+    kept = root / mapper.folder / "quarantine"
+    assert len(os.listdir(kept)) == 4
+    tier = await open_tier(layout="segments", capacity_bytes=capacity_bytes)
+    number = 0
+    while not tier.counters().evicted:
+        await lender.keep(tier, [key_of(number)])
+        assert taken_bytes(root) <= capacity_bytes
+        number += 1
+    assert os.listdir(kept) == []
+    assert tier.counters().quarantine_evicted == 4
+    assert len(await scanned(tier)) > 60
+
+
+async def test_a_smaller_capacity_takes_kept_slots_before_chunks(
+    open_tier, lender: Lender, root: Path, mapper: FileMapper, taken_bytes
+) -> None:
+    before = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(before, keys_of(4))
+    await before.aclose(DEADLINE_S)
+    kept = root / mapper.folder / "quarantine"
+    kept.mkdir(exist_ok=True)
+    for number in range(8):
+        (kept / str(number)).write_bytes(bytes(SLOT_BYTES))
+    capacity_bytes = taken_bytes(root) - 4 * SLOT_BYTES + 32_768
+    tier = await open_tier(layout="segments", capacity_bytes=capacity_bytes)
+    await tier.delete([key_of(999)])  # Waits for all that a start does.
+    assert await lender.recall(tier, keys_of(4)) == [label(key) for key in keys_of(4)]
+    assert 0 < len(os.listdir(kept)) < 8
+
+
+async def test_a_segment_that_was_removed_before_it_was_locked_is_not_there(
+    open_tier, lender: Lender, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks that are stored in a file without a name are lost, though they were said to be stored."""
+    first = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(first, [KEY])
+    await first.aclose(DEADLINE_S)
+    (old,) = segments(root)
+    lock = fcntl.flock
+
+    def too_late(fd: int, how: int) -> None:
+        old.unlink(missing_ok=True)
+        lock(fd, how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", too_late)
+        second = await open_tier(layout="segments", capacity_bytes=SMALL)
+        assert await scanned(second) == set()
+    await lender.keep(second, [key_of(2)])
+    await second.aclose(DEADLINE_S)
+    third = await open_tier(layout="segments", capacity_bytes=SMALL)
+    assert await lender.recall(third, [key_of(2)]) == [label(key_of(2))]
+
+
+async def test_a_slot_that_cannot_be_copied_takes_no_room_in_quarantine(
+    open_tier, lender: Lender, root: Path, mapper: FileMapper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = await open_tier(layout="segments", corrupt="quarantine", capacity_bytes=SMALL)
+    await lender.keep(tier, [KEY])
+    (segment,) = segments(root)
+    overwrite(segment, slot_of(segment, KEY), b"?")
+    write = os.pwritev
+
+    def full(fd: int, buffers: list[memoryview], at: int) -> int:
+        if at == 0 and sum(map(len, buffers)) == SLOT_BYTES:
+            write(fd, [buffers[0][:4_096]], at)
+            raise OSError(28, "No space left on device")
+        return write(fd, buffers, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", full)
+        assert await lender.recall(tier, [KEY]) == ["BlockCorrupt"]
+        await tier.delete([KEY])
+    assert os.listdir(root / mapper.folder / "quarantine") == []
+    assert tier.counters().quarantined == 0
+
+
+async def test_no_more_segments_go_for_others_than_are_needed(
+    open_tier, lender: Lender, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        before = await open_tier(layout="segments", capacity_bytes=(number + 1) << 20)
+        await lender.keep(before, keys_of(60, start=100 * number))
+        await before.aclose(DEADLINE_S)
+    assert len(segments(root)) == 3
+    taken = sum(path.stat().st_blocks for path in segments(root)) * 512
+    look = os.fstatvfs
+
+    def nearly_full(fd: int) -> SimpleNamespace:
+        found = look(fd)
+        free_bytes = taken + (2 << 20) - sum(path.stat().st_blocks for path in segments(root)) * 512
+        names = "f_frsize", "f_blocks", "f_bfree"
+        return SimpleNamespace(f_bavail=free_bytes // found.f_frsize, **{name: getattr(found, name) for name in names})
+
+    monkeypatch.setattr(os, "fstatvfs", nearly_full)
+    tier = await open_tier(layout="segments", min_free_bytes=(2 << 20) + 4_096)
+    await tier.delete([key_of(999)])  # Waits for all that a start does.
+    assert len(segments(root)) == 2
+
+
+@pytest.mark.parametrize("checkpoint_s", [0, 1_800])
+async def test_a_segment_that_cannot_be_opened_takes_its_room(
+    open_tier, lender: Lender, root: Path, monkeypatch: pytest.MonkeyPatch, taken_bytes, checkpoint_s: float
+) -> None:
+    capacity_bytes = 1 << 20
+    before = await open_tier(layout="segments", capacity_bytes=capacity_bytes)
+    await lender.keep(before, [KEY])
+    await before.aclose(DEADLINE_S)
+    look = os.open
+
+    def refuse(path: str, *args: int, **kwargs: int | None) -> int:
+        if str(path).endswith(".seg"):
+            raise OSError(24, "Too many open files")
+        return look(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        tier = await open_tier(layout="segments", capacity_bytes=capacity_bytes, checkpoint_s=checkpoint_s)
+        assert await lender.recall(tier, [KEY]) == ["BlockMissing"]
+    assert [type(outcome) for outcome in await tier.store(lender.writes(keys_of(4)))] == [NoSpace] * 4
+    assert taken_bytes(root) <= capacity_bytes
+
+
+async def test_a_delete_says_so_when_a_failed_store_has_left_its_chunk(
+    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sync failed, but not its write: without a wipe it is there after a restart."""
+    tier = await open_tier(layout="segments", fsync=True, capacity_bytes=SMALL)
+    await lender.keep(tier, [key_of(0)])
+
+    def refuse(fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", refuse)
+        (outcome,) = await tier.store(lender.writes([KEY]))
+        assert isinstance(outcome, TransferFailed)
+        with pytest.raises(BackendUnavailable, match="could not be wiped"):
+            await tier.delete([KEY])
+    await tier.delete([KEY])
+
+
+async def test_chunks_in_a_segment_that_was_taken_for_nothing_do_not_go_for_room(
+    open_tier, lender: Lender, root: Path
+) -> None:
+    """It was looked at as its maker was giving it its name; by the time that room is wanted, its maker has gone."""
+    first = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(first, keys_of(4))
+    await first.aclose(DEADLINE_S)
+    (segment,) = segments(root)
+    content = segment.read_bytes()
+    segment.write_bytes(b"")
+    second = await open_tier(layout="segments", capacity_bytes=SMALL)
+    assert await scanned(second) == set()
+    segment.write_bytes(content)
+    for start in range(100, 220, 40):
+        await lender.keep(second, keys_of(40, start=start))
+    await second.aclose(DEADLINE_S)
+    third = await open_tier(layout="segments", capacity_bytes="8MiB")
+    assert await lender.recall(third, keys_of(4)) == [label(key) for key in keys_of(4)]
+
+
+async def test_a_closed_tiers_segments_are_free_though_a_fork_has_them(open_tier, lender: Lender, root: Path) -> None:
+    first = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(first, [KEY])
+    copies = [os.dup(int(fd)) for fd in os.listdir("/proc/self/fd") if _leads_to(fd, segments(root)[0])]
+    assert copies
+    await first.aclose(DEADLINE_S)
+    second = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(second, [key_of(2)])
+    assert len(segments(root)) == 1
+    for copy in copies:
+        os.close(copy)
+
+
+def _leads_to(fd: str, path: Path) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}") == str(path)
+    except FileNotFoundError:
+        return False
+
+
+async def test_a_pruned_slots_segment_may_be_another_one_by_then(
+    open_tier, lender: Lender, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(tier, [KEY])
+    await tier.aclose(DEADLINE_S)
+    (segment,) = segments(root)
+    content, lock = segment.read_bytes(), fcntl.flock
+
+    def too_late(fd: int, how: int) -> None:
+        segment.unlink()
+        segment.write_bytes(content)
+        lock(fd, how)
+
+    root_fd = os.open(root, os.O_RDONLY)
+    contents = SlotContents(str(root), root_fd)
+    (chunk,) = contents.files(str(segment.relative_to(root)))
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", too_late)
+        assert not contents.remove(chunk)
+    assert segment.read_bytes() == content
+    assert contents.remove(chunk)
+    assert not segment.exists()
+    contents.close()
+    os.close(root_fd)
+
+
+async def test_a_chunk_that_moved_while_it_could_not_be_read_is_read_where_it_is(
+    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its old slot's segment may have been removed."""
+    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(tier, [KEY])
+    reading, go_on = threading.Event(), threading.Event()
+    read = os.preadv
+
+    def too_late(fd: int, buffers: list[memoryview], at: int) -> int:
+        if not go_on.is_set():
+            reading.set()
+            go_on.wait(DEADLINE_S)
+            raise OSError(9, "Bad file descriptor")
+        return read(fd, buffers, at)
+
+    monkeypatch.setattr(os, "preadv", too_late)
+    recall = asyncio.create_task(lender.recall(tier, [KEY]))
+    assert await asyncio.to_thread(reading.wait, DEADLINE_S)
+    await lender.keep(tier, [KEY], version=1)
+    go_on.set()
+    assert await recall == [label(KEY, 1)]

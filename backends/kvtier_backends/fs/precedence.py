@@ -52,7 +52,7 @@ class Precedence:
             if self._going == threading.get_ident():
                 with self._changed:
                     self._going = None
-                    self._changed.notify()
+                    self._changed.notify_all()  # Once loads have ended, nobody else would wake the others.
 
     def give_way(self) -> None:
         """Wait until there are no loads, or until no other lane goes on beside them. Free where there are none."""

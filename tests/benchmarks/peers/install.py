@@ -22,7 +22,7 @@ LMCACHE = ["lmcache==0.5.6"]
 LMCACHE_NEEDS = [
     "aiofile", "aiohttp", "blake3", "cachetools", "cryptography", "numba", "numpy<=2.2.6", "nvtx",
     "prometheus_client<=0.24.1", "psutil", "py-cpuinfo", "pyyaml", "pyzmq>=25", "requests", "safetensors",
-    "sortedcontainers", "torch", "transformers",
+    "sortedcontainers", "torch==2.13.0", "transformers",
 ]  # fmt: skip
 
 

@@ -142,14 +142,19 @@ class Catalog:
             self.report.lost(key)
         return slots
 
-    def give_back(self, slots: Iterable[int], *, touched: bool) -> None:
-        """Take back slots that were given out; `touched`: something may have been written to them."""
+    def give_back(self, slots: Iterable[int]) -> None:
+        """Take back slots that were given out and that nothing was written to."""
         for slot in slots:
             self._under_way.discard(slot)
-            if touched or self.outdated.is_marked(slot):
+            if self.outdated.is_marked(slot):
                 self.outdated.retire(slot, None)
             else:
                 self.free.add(slot)
+
+    def failed(self, key: OffloadKey, slot: int) -> None:
+        """Take back a slot in which a chunk of this key may be by now, though its store has failed."""
+        self._under_way.discard(slot)
+        self.outdated.retire(slot, key)
 
     def next_sequences(self, count: int, now_ns: int) -> int:
         """Reserve so many sequence numbers and return the first: later ones are greater, whatever the clock does."""

@@ -138,6 +138,8 @@ class SlotContents:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
             if locked:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not os.fstat(fd).st_nlink:  # Removed just before, and its name may be another one's by now.
+                    raise FileNotFoundError(name)
         except BaseException:
             os.close(fd)
             raise

@@ -36,7 +36,16 @@ class Segment:
     own: bool  # False: another process writes it.
     allocated_bytes: int  # The most that it takes on the disk.
     first_slot: int = 0  # Its first slot's number among all of the tier's.
-    removed: bool = False
+    closed: bool = False
+
+    def close(self) -> None:
+        """Let go of it and of its lock; idempotent. No thread may be using it: its number would be another file's."""
+        if not self.closed:
+            self.closed = True
+            with suppress(OSError):
+                fcntl.flock(self.fd, fcntl.LOCK_UN)  # A fork that has the descriptor, too, would keep the lock.
+            with suppress(OSError):
+                os.close(self.fd)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,16 +89,15 @@ class SegmentFiles:
             os.close(fd)
 
     def open(self, name: str) -> Segment | Unusable:
-        """Open a segment, to write if nobody else does. Raises `FileNotFoundError` if it is gone."""
+        """Open a segment, to write if nobody else does. Raises `FileNotFoundError` if it is gone, or goes just now."""
         fd = os.open(name, os.O_RDWR | self._direct, dir_fd=self.root_fd)
         try:
             own = _lock(fd)
             status = os.fstat(fd)
-            page = mmap.mmap(-1, HEADER_BYTES)
-            read = os.preadv(fd, [page], 0)
-            header = read_header(page[:read])
-            expected = header and self.header(header.slots)
-            if header is None or header != expected or status.st_size < header.file_bytes:
+            if not status.st_nlink:  # Removed before it was locked: what is stored in it would go with this process.
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+            header = self._usable(fd, status.st_size)
+            if header is None:
                 os.close(fd)
                 return Unusable(name, max(status.st_blocks * 512, status.st_size))
             return Segment(name, fd, header, own, self.worst_bytes(header.slots))
@@ -124,8 +132,7 @@ class SegmentFiles:
     def remove(self, segment: Segment) -> None:
         """Remove a segment of which no slot is in use."""
         os.unlink(segment.name, dir_fd=self.root_fd)
-        segment.removed = True
-        os.close(segment.fd)
+        segment.close()
 
     def remove_unusable(self, unusable: Unusable) -> bool:
         """Remove a file that nobody writes; say whether it is gone."""
@@ -136,6 +143,11 @@ class SegmentFiles:
         try:
             if not _lock(fd):
                 return False
+            status = os.fstat(fd)
+            if not status.st_nlink:
+                return True  # Somebody else has removed it, and its name may be another one's by now.
+            if self._usable(fd, status.st_size) is not None:
+                return False  # It was looked at before it had its content.
             os.unlink(unusable.name, dir_fd=self.root_fd)
         finally:
             os.close(fd)
@@ -165,12 +177,25 @@ class SegmentFiles:
         write_all(segment.fd, [WIPED], segment.header.offset(place) + self._row_bytes)
 
     def keep_copy(self, segment: Segment, place: int, name: str) -> None:
-        """Write what a slot holds to a file of its own."""
+        """Write what a slot holds to a file of its own, whole or not at all."""
         slot = mmap.mmap(-1, segment.header.slot_bytes)
         read_all(segment.fd, [memoryview(slot)], segment.header.offset(place))
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=self.root_fd)
-        with open(fd, "wb", buffering=0) as file:
-            file.write(slot)
+        try:
+            write_all(fd, [memoryview(slot)], 0)
+        except OSError:
+            os.unlink(name, dir_fd=self.root_fd)
+            raise
+        finally:
+            os.close(fd)
+
+    def _usable(self, fd: int, size_bytes: int) -> Header | None:
+        """Return the header of a whole segment of this namespace and row length; None for anything else."""
+        page = mmap.mmap(-1, HEADER_BYTES)
+        header = read_header(page[: os.preadv(fd, [page], 0)])
+        if header is None or header != self.header(header.slots) or size_bytes < header.file_bytes:
+            return None
+        return header
 
     def _publish(self, aside: str) -> str:
         """Give a file the next number. A place is taken first, since not every file system has links or swaps."""

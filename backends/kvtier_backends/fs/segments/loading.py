@@ -84,14 +84,16 @@ class SlotLoading:
             for part, outcome in zip(share.parts, share.outcomes, strict=True):
                 slot, place, read = part
                 outcomes[place] = outcome
-                if faults and (fault := faults.get(place)) is not None:
-                    now = catalog.slot(read.key)
-                    if now == slot and catalog.sequence(slot) == sequences[place]:
-                        outcomes[place] = self._judge(read.key, slot, fault)
-                    else:
-                        outcomes[place] = BlockMissing(f"{read.key.hex()}: no slot any more")
-                        if now is not None:
-                            again.append((place, read))
+                fault = faults.get(place) if faults else None
+                if outcome is None and fault is None:
+                    continue
+                now = catalog.slot(read.key)
+                if now != slot or catalog.sequence(slot) != sequences[place]:
+                    outcomes[place] = BlockMissing(f"{read.key.hex()}: no slot any more")
+                    if now is not None:
+                        again.append((place, read))
+                elif fault is not None:
+                    outcomes[place] = self._judge(read.key, slot, fault)
         return again, sum(share.gone for share in shares)
 
     def _judge(self, key: OffloadKey, slot: int, fault: Fault) -> Outcome:

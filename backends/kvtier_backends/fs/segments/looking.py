@@ -146,8 +146,11 @@ def remembered(segments: Sequence[Segment], before_ns: int) -> list[Remembered]:
     """Return segments as a checkpoint names them; those written to since that time are not to be trusted. Blocks."""
     found: list[Remembered] = []
     for segment in segments:
-        if segment.own and not segment.removed:
-            written_at_ns = os.fstat(segment.fd).st_mtime_ns
+        if segment.own and not segment.closed:
+            try:
+                written_at_ns = os.fstat(segment.fd).st_mtime_ns
+            except OSError:
+                continue  # Another lane has just removed it.
             trusted_ns = written_at_ns if written_at_ns < before_ns else 0
             found.append(Remembered(segment.name, segment.first_slot, segment.header.slots, trusted_ns))
     return found

@@ -49,6 +49,8 @@ class Reading:
     def __init__(self, folder: Folder, mapper: FileMapper, files: SegmentFiles, checkpoint: SlotCheckpoint) -> None:
         self.opened: list[Segment] = []
         self.unusable: list[Unusable] = []
+        self.unopened_bytes = 0
+        """What segments take that could not be opened."""
         self.failed = 0
         """Segments that could not be read to their end."""
         self.stopped = False
@@ -75,8 +77,12 @@ class Reading:
         for name in names:
             try:
                 found = self._files.open(name)
+            except FileNotFoundError:
+                continue
             except OSError as error:
                 self.failed += 1
+                with suppress(OSError):
+                    self.unopened_bytes += self._folder.taken_bytes(name)
                 logger.warning("%s: cannot be opened: %s", name, error.strerror)
                 continue
             if isinstance(found, Segment):
@@ -87,7 +93,7 @@ class Reading:
     def look_around(self, now_s: float) -> Around:
         """Measure and sweep what is besides segments, as far as it can be."""
         sweep = Sweep(self._folder.root_fd, self._folder.writer, now_s)
-        taken, names = 0, list[str]()
+        taken, names = self.unopened_bytes, list[str]()
         try:
             for name in (self._folder.chunks, self._mapper.folder):
                 taken += self._measured(name, sweep)

@@ -16,6 +16,7 @@ from kvtier_backends.fs.capacity import Capacity
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.failures import FULL
 from kvtier_backends.fs.layout import until
+from kvtier_backends.fs.quarantine import Cleared, Quarantine
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.checkpoint import RECORD_BYTES_MAX
 from kvtier_backends.fs.segments.files import Segment, SegmentFiles, Unusable
@@ -62,6 +63,7 @@ class Room:
         files: SegmentFiles,
         wiping: Wiping,
         capacity: Capacity,
+        quarantine: Quarantine,
         tally: Tally,
         *,
         lanes: Lanes,
@@ -72,6 +74,8 @@ class Room:
         """Make segments in these lanes."""
         self.unusable: list[Unusable] = []
         """Files in the segments' place that take room and hold nothing."""
+        self.removed: list[Segment] = []
+        """Those that the tier has no more. They stay open where they could not be removed."""
         self.opened = asyncio.Event()
         """Set when all segments that were there are known."""
         self.changed: Callable[[], None] = lambda: None
@@ -80,6 +84,7 @@ class Room:
         self._files = files
         self._wiping = wiping
         self._capacity = capacity
+        self._quarantine = quarantine
         self._tally = tally
         self._lanes = lanes
         self._most_bytes = SYNCED_BYTES_MOST if fsync else SEGMENT_BYTES_MOST
@@ -101,7 +106,7 @@ class Room:
             while len(slots) < count and await self._wiping.until_some_wiped():
                 slots += catalog.take_free(count - len(slots))
         except BaseException:
-            catalog.give_back(slots, touched=False)
+            catalog.give_back(slots)
             raise
         if len(slots) < count:
             if time.monotonic() < self._full_until_s:
@@ -132,8 +137,13 @@ class Room:
         await self._look()
         async with self._growing:
             while (free_bytes := self._capacity.free_bytes()) is not None and free_bytes < 0:
-                if not (await self._remove_unusable() or await self._remove_coldest()):
+                if not (
+                    await self._remove_unusable()
+                    or await self._clear_quarantine(-free_bytes)
+                    or await self._remove_coldest()
+                ):
                     return
+                await self._look()  # Else everything would go for what the first removal has given back.
 
     def _expire(self) -> None:
         if self._ttl_s is None or self._catalog.scanning:
@@ -155,9 +165,11 @@ class Room:
             if time.monotonic() < self._full_until_s:
                 return False
             await self._look()
-            while not (slots := self._affordable_slots(wanted_slots)) and await self._remove_unusable():
-                pass
-            return slots > 0 and await self._make(slots)
+            worst_bytes = self._files.worst_bytes(wanted_slots)
+            while not (slots := self._affordable_slots(wanted_slots)):
+                if not (await self._remove_unusable() or await self._clear_quarantine(worst_bytes)):
+                    return False
+            return await self._make(slots)
 
     async def _make(self, slots: int) -> bool:
         worst_bytes = self._files.worst_bytes(slots)
@@ -172,6 +184,8 @@ class Room:
                 self.take_in(growth.segment)
                 self._capacity.wrote(growth.segment.allocated_bytes)
         self.error = growth.error
+        if growth.is_full and growth.segment is None and await self._clear_quarantine(worst_bytes):
+            return await self._make(slots)
         if growth.is_full:
             self._full_until_s = time.monotonic() + FULL_PAUSE_S
         return growth.segment is not None
@@ -217,6 +231,19 @@ class Room:
                 return True
         return False
 
+    async def _clear_quarantine(self, wanted_bytes: int) -> bool:
+        """Have corrupt slots that are kept go before any chunk; False if there are none."""
+        cleared = list[Cleared]()
+        if self._quarantine.empty:
+            return False
+        try:
+            await in_thread(self._lanes, lambda: cleared.append(self._quarantine.clear(wanted_bytes)))
+        finally:
+            for files, freed_bytes in cleared:
+                self._tally.count("quarantine_evicted", files)
+                self._capacity.other_bytes -= freed_bytes
+        return any(files for files, _ in cleared)
+
     async def _remove_coldest(self) -> bool:
         """Remove the segment that has the chunk that was used longest ago; False if none may go."""
         key = self._catalog.coldest()
@@ -228,6 +255,7 @@ class Room:
             if chunks is not None:
                 self._tally.count("evicted", chunks)
                 self._segments.remove(segment)
+                self.removed = [*(each for each in self.removed if not each.closed), segment]
                 self.changed()
                 await in_thread(self._lanes, self._remove_file, segment)
                 return True

@@ -80,11 +80,10 @@ class SlotStoring:
                 fitting = writes[: len(slots)]
                 allowed = fitting[: await self._allowed(fitting)]
             except BaseException:
-                self._catalog.give_back(slots, touched=False)
+                self._catalog.give_back(slots)
                 raise
-            self._catalog.give_back(slots[len(allowed) :], touched=False)
+            self._catalog.give_back(slots[len(allowed) :])
             outcomes, gone = await self._write(allowed, slots[: len(allowed)])
-        self._wiping.written()
         outcomes += self._refused(fitting[len(allowed) :], "write_budget", "the day's write budget is used up")
         without = writes[len(fitting) :]
         if (error := self._room.error) is not None and without:
@@ -128,21 +127,20 @@ class SlotStoring:
         """Have the catalog know what was written, tail first, and give back the slots of what was not."""
         outcomes: list[Outcome] = [None] * count
         stored: list[Slotted[tuple[Write, int]]] = []
-        failed: list[int] = []
         for part, outcome, is_written in chain.from_iterable(map(_parts, shares)):
             if outcome is None and syncing.error is not None:
                 outcome = failure(part.item[0].key, syncing.error)
             if is_written and outcome is None and syncing.done:
                 stored.append(part)
             else:
-                failed.append(part.slot)
+                self._catalog.failed(part.item[0].key, part.slot)
             outcomes[part.place] = outcome
         for part in sorted(stored, key=lambda part: part.place, reverse=True):
             (key, _), sequence = part.item
             self._catalog.stored(key, part.slot, sequence)
             if not told:
                 self._catalog.report.added(key)
-        self._catalog.give_back(failed, touched=True)
+        self._wiping.written()
         return outcomes
 
     def _refused(self, writes: Sequence[Write], reason: str, why: str) -> list[Outcome]:

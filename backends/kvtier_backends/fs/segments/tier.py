@@ -1,10 +1,8 @@
 """Chunks in slots of segments: the layout for chunks that are too small to be worth a file each."""
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 
 from kvtier.backend import InventoryEvent, Occupancy, Outcome, Read, TierContext, Write
 from kvtier.errors import BackendClosed
@@ -75,6 +73,7 @@ class SegmentsLayout:
             files,
             wiping,
             capacity,
+            folder.quarantine,
             tally,
             lanes=lanes.store,
             fsync=options.fsync,
@@ -203,11 +202,8 @@ class SegmentsLayout:
 
     def _close_files(self) -> None:
         """Let go of segments, and of their locks; idempotent. No thread may be using them."""
-        for segment in self._reading.opened + self._segments.all:
-            if not segment.removed:
-                segment.removed = True
-                with suppress(OSError):
-                    os.close(segment.fd)
+        for segment in self._reading.opened + self._segments.all + self._room.removed:
+            segment.close()
 
 
 def _left(ends_at: float) -> float:

@@ -38,6 +38,7 @@ class Round:
 
     doomed: list[Doomed]
     wiped: list[Doomed] = field(default_factory=list[Doomed])
+    copied: list[Doomed] = field(default_factory=list[Doomed])
 
 
 class Wiping:
@@ -69,7 +70,8 @@ class Wiping:
         self._wake = asyncio.Event()
         self._round = Round([])
         self._round_ended = asyncio.Event()  # Replaced each time that one has.
-        self._failed = self._closed = False
+        self._rounds_failed = 0
+        self._closed = False
         self._kept_names: dict[int, str] = {}
         self._warned: set[Fault] = set()
 
@@ -93,23 +95,24 @@ class Wiping:
     async def until_wiped(self, keys: Sequence[OffloadKey]) -> None:
         """Wait until nothing outdated of these keys is on the disk; raises `BackendUnavailable` if that fails."""
         outdated = self._catalog.outdated
+        rounds_failed = self._rounds_failed
         while any(key in outdated for key in keys):
+            if self._closed:
+                raise BackendClosed(f"{self._folder.chunks}: closed")
             round_ended = self._round_ended
             self.check()
             await round_ended.wait()
-            if self._closed:
-                raise BackendClosed(f"{self._folder.chunks}: closed")
-            if self._failed and any(key in outdated for key in keys):
+            if self._rounds_failed > rounds_failed and any(key in outdated for key in keys):
                 raise BackendUnavailable(f"{self._folder.chunks}: footers could not be wiped")
 
     async def until_some_wiped(self) -> bool:
         """Wait for what is being wiped; False if there is nothing, or it fails."""
-        if not (self._round.doomed or self._catalog.outdated.waits):
+        if self._closed or not (self._round.doomed or self._catalog.outdated.waits):
             return False
-        round_ended = self._round_ended
+        rounds_failed, round_ended = self._rounds_failed, self._round_ended
         self.check()
         await round_ended.wait()
-        return not (self._closed or self._failed)
+        return not self._closed and self._rounds_failed == rounds_failed
 
     async def run(self) -> None:
         """Wipe in the background until cancelled."""
@@ -160,6 +163,7 @@ class Wiping:
             if one.kept_name:
                 with suppress(OSError):  # Such as a user's tidying away the folder. Then it is only wiped.
                     self._files.keep_copy(one.segment, place, one.kept_name)
+                    work.copied.append(one)
                     self._tally.count("quarantined")
             with suppress(OSError):
                 self._files.wipe(one.segment, place)
@@ -179,8 +183,11 @@ class Wiping:
             outdated.clear(slot)
             self._catalog.free.add(slot)
         outdated.still_due(one.slot for one in done.doomed if one.slot not in wiped)
-        self._failed = len(wiped) < len(done.doomed)
-        if self._failed:
+        for one in done.doomed:
+            if one.kept_name and one not in done.copied:
+                self._capacity.other_bytes -= one.segment.header.slot_bytes  # There is none, after all.
+        if len(wiped) < len(done.doomed):
+            self._rounds_failed += 1
             self._tally.count("evictions_failed", len(done.doomed) - len(wiped))
         self._end_round()
 
