@@ -119,33 +119,35 @@ def faulty(disk: Path, **changes: Any) -> dict[str, Any]:
 
 
 def ask_thrice(llama: str, extra: dict[str, Any], asked: list[Prompt]) -> Any:
-    """Ask all prompts three times, with an engine that has to load them from its tier; return the tier's counters."""
+    """Ask all prompts three times, with an engine that has to load them from its tier; return what it knows of it."""
     expected = right(llama, asked)
     with Engine(llama, extra | {"limits": {"close_s": 1.0}}) as engine:
         for _ in range(3):
             assert tokens(engine.answer(asked)) == expected
             engine.settle()
-        return engine.kvtier.ledger.tiers[0].counters
+        return engine.kvtier.ledger.tiers[0]
 
 
 @pytest.mark.parametrize("operation", ["load", "store", "probe"])
 def test_a_tier_that_hangs(llama, disk, operation):
     asked = prompts(4)
     begun = time.monotonic()
-    counters = ask_thrice(llama, faulty(disk, script={operation: ["hang"] * 50}), asked)
-    if operation != "probe":
-        assert counters.failures.get("deadline", 0) > 0
+    inner = {"type": "fs", "root": str(disk), "shared": operation == "probe"}  # Else it says what it has, unasked.
+    limits = {"deadline_s": 0.5, "breaker_failures": 1}
+    tier = ask_thrice(llama, faulty(disk, inner=inner, limits=limits, script={operation: ["hang"] * 50}), asked)
+    assert tier.breaker.opened > 0
+    assert (tier.counters.failures.get("deadline", 0) > 0) is (operation != "probe")
     assert time.monotonic() - begun < 60
 
 
 def test_a_tier_where_everything_fails_now_and_then(llama, disk):
     rates = {"failed": 0.1, "missing": 0.05, "corrupt": 0.05, "no_space": 0.05, "unavailable": 0.05}
-    counters = ask_thrice(llama, faulty(disk, faults=rates, seed=3), prompts(8))
+    counters = ask_thrice(llama, faulty(disk, faults=rates, seed=3), prompts(8)).counters
     assert {"failed", "no_space"} <= counters.failures.keys(), counters.failures
 
 
 def test_a_tier_that_fails_every_call(llama, disk):
-    counters = ask_thrice(llama, faulty(disk, faults={"unavailable": 1.0}), prompts(4))
+    counters = ask_thrice(llama, faulty(disk, faults={"unavailable": 1.0}), prompts(4)).counters
     assert counters.failures.get("unavailable", 0) > 0
     assert counters.dropped.get("breaker", 0) > 0
 

@@ -61,7 +61,7 @@ def test_what_is_damaged_is_recomputed(llama, disk):
 def test_a_tier_that_hangs_gives_its_rows_back_with_its_process(llama, disk, operation):
     asked = prompts(4)
     expected = right(llama, asked)
-    inner = {"type": "fs", "root": str(disk)}
+    inner = {"type": "fs", "root": str(disk), "shared": operation == "probe"}  # Else it says what it has, unasked.
     extra = behind_vllm(
         disk,
         cpu_bytes=5 << 20,
@@ -71,11 +71,19 @@ def test_a_tier_that_hangs_gives_its_rows_back_with_its_process(llama, disk, ope
         limits={"deadline_s": 0.5},
     )
     with Engine(llama, extra) as engine:
+        take = tier_of(engine).get_stats
+        tier_of(engine).get_stats = lambda: None  # Else vLLM takes them step by step.
         for _ in range(3):
             assert tokens(engine.answer(asked)) == expected
             engine.settle()
         assert engine.llm.reset_prefix_cache(reset_connector=True)
         assert tokens(engine.answer(asked)) == expected
+        counted = take().data["data"]
+    name = f"kvtier:{FAULTY}"
+    assert max(counted["kvtier_transfer_seconds"][name, operation]) >= 0.5
+    if operation != "probe":
+        assert counted["kvtier_tier_failed"][name, "deadline"] > 0
+        assert counted["kvtier_runners_lost"][()] > 0
 
 
 def test_a_reset_drains_the_tier_and_keeps_what_it_has(llama, disk):

@@ -28,13 +28,7 @@ from kvtier.bridge.messages import (
     unpack_keys,
 )
 from kvtier.events import EventLog
-from kvtier.integrations.vllm.stats import (
-    Stats,
-    TransferTimes,
-    client_counters,
-    tier_gauges,
-    tier_metric_definitions,
-)
+from kvtier.integrations.vllm.stats import Stats, TransferTimes, client_readings, tier_metric_definitions
 from kvtier.integrations.vllm.tier_client import TierClient
 from kvtier.keys import OffloadKey
 from kvtier.tier import TierSpec
@@ -98,9 +92,7 @@ class Scene:
         self.hear(Answered(probe.id, bytes(present), 0.1))
 
     def counted(self) -> dict[tuple[str, tuple[str, ...]], float]:
-        stats = Stats(
-            lambda: client_counters(self.client, 10), lambda: tier_gauges(self.client.tier), self.times
-        ).take()
+        stats = Stats(client_readings(self.client, 10), self.times).take()
         assert stats is not None
         return {(name, labels): value for name, by in stats.data["data"].items() for labels, value in by.items()}
 

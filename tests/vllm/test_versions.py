@@ -80,5 +80,5 @@ def test_vllms_own_scheduler_and_connector_find_right_bytes(llama, disk, tmp_pat
     assert "kvtier_tier_loaded_total{" in metrics
     if version == "0.33":
         facts = [line for line in metrics.splitlines() if line.startswith("vllm:kv_offload_config_info{")]
-        tier = {"first": "0:fs", "second": "0:KVTierSecondaryTier"}[door]
+        tier = {"first": "0:fs", "second": "1:KVTierSecondaryTier"}[door]
         assert any(f'tier="{tier}",type="fs"' in line and 'sharing="' in line for line in facts), facts

@@ -35,12 +35,7 @@ from kvtier.integrations.vllm.events import Media, offloading_events
 from kvtier.integrations.vllm.facts import INFO_KEYS, config_info
 from kvtier.integrations.vllm.options import SecondaryOptions, read_secondary_options, secondary_config
 from kvtier.integrations.vllm.rows import namespace_of, plan_rows
-from kvtier.integrations.vllm.stats import (
-    Stats,
-    TransferTimes,
-    client_readings,
-    tier_metric_definitions,
-)
+from kvtier.integrations.vllm.stats import Stats, TransferTimes, client_readings, tier_metric_definitions
 from kvtier.integrations.vllm.tier_client import TierClient
 from kvtier.region import Region
 

@@ -184,13 +184,13 @@ def engine_readings(engine: TieringOffloadingManager) -> Readings:
 
 
 def client_readings(client: TierClient, row_bytes: int) -> Readings:
-    """Return everything that is counted of a tier behind vLLM's own manager."""
-    counters, tables, gauges = tier_readings(client.tier, row_bytes)
-    own = [
+    """Return everything that is counted of a tier behind vLLM's own manager, and of its runner."""
+    runner = [
         Series("kvtier_runners_lost", (), lambda: client.runners_lost),
         Series("kvtier_events_dropped", (), lambda: client.events_dropped),
     ]
-    return Readings([*own, *counters], tables, gauges)
+    counters, tables, gauges = tier_readings(client.tier, row_bytes)
+    return Readings([*runner, *counters], tables, gauges)
 
 
 def tier_readings(tier: Tier, row_bytes: int) -> Readings:
