@@ -45,6 +45,7 @@ TIMED = (
     "on_new_request",
     "on_request_finished",
     "lookup",
+    "get_load_source",
     "prepare_load",
     "complete_load",
     "touch",

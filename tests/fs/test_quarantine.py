@@ -10,9 +10,9 @@ from kvtier.namespace import FileMapper
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs.folder import Folder
-from kvtier_backends.fs.quarantine import Quarantine
+from kvtier_backends.fs.quarantine import FOLDER_BYTES, Quarantine
 
-CAPACITY_BYTES = 24 * (8_192 + 4_096 + 8_192) + 65_536
+CAPACITY_BYTES = 24 * (8_192 + 4_096 + 8_192) + 65_536 + FOLDER_BYTES
 
 
 def quarantine_of(root: Path, mapper: FileMapper) -> Path:
@@ -47,6 +47,27 @@ async def test_corrupt_files_go_before_any_chunk(
     assert os.listdir(quarantine_of(root, mapper)) == []
     assert tier.counters().quarantine_evicted == 4
     assert await lender.recall(tier, [key_of(number - 1)]) == [label(key_of(number - 1))]
+
+
+async def test_the_growth_of_its_folder_is_within_the_capacity(
+    open_tier, lender: Lender, path_of, root: Path, taken_bytes
+) -> None:
+    capacity_bytes = 8 << 20
+    tier = await open_tier(capacity_bytes=capacity_bytes, corrupt="quarantine", naming="flat", low_water=1.0)
+    keys = keys_of(120)
+    for start in range(0, 120, 40):
+        await lender.keep(tier, keys[start : start + 40])
+    for path in root.rglob("*.bin"):
+        with path.open("r+b") as file:
+            file.write(b"?" * 64)
+    for start in range(0, 120, 40):
+        assert await lender.recall(tier, keys[start : start + 40]) == ["BlockCorrupt"] * 40
+    assert tier.counters().quarantined == 100, "the rest was deleted"
+    number = 1_000
+    while not tier.counters().quarantine_evicted:
+        await lender.keep(tier, [key_of(number)])
+        assert taken_bytes(root) <= capacity_bytes
+        number += 1
 
 
 async def test_what_an_earlier_life_has_kept_goes_too(open_tier, lender: Lender, path_of, root: Path, mapper) -> None:

@@ -65,7 +65,7 @@ def assemble(
     index = Index(policy, None if options.ttl_s is None else clock_ns)
     checkpoint = Checkpoint(folder, context.mapper, tally, context.row_bytes)
     capacity = Capacity(
-        (index, folder.sizes, checkpoint),
+        (index, folder.sizes, checkpoint, folder.quarantine),
         folder.disk,
         limit_bytes=options.capacity_bytes,
         low_water=options.low_water,

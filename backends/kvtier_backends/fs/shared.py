@@ -76,6 +76,7 @@ class SharedEviction(Eviction):
 
     async def _promise(self, wanted_bytes: int) -> int:
         limit_bytes = SIZE_BYTES_MAX if self._capacity.limit_bytes is None else self._capacity.limit_bytes
+        limit_bytes -= self._quarantine.used_bytes  # Which the page does not know of.
         lanes = self._store_lanes
         promise = _Promise()
         try:
