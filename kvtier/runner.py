@@ -12,19 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from kvtier.backend import (
-    Added,
-    Backend,
-    Counted,
-    Inventory,
-    Measured,
-    Outcome,
-    Ranked,
-    Read,
-    Removed,
-    ScanDone,
-    Write,
-)
+from kvtier.backend import Backend, Outcome, Ranked, Read, Write
 from kvtier.bridge.messages import (
     Acknowledge,
     Action,
@@ -33,17 +21,12 @@ from kvtier.bridge.messages import (
     Code,
     Delete,
     Finished,
-    Found,
-    Gone,
     Message,
     Probe,
     Promote,
     Rank,
     Returned,
-    Scanned,
-    TierUsage,
     code_of,
-    pack_keys,
     pack_rows,
     unpack_keys,
     unpack_rows,
@@ -51,9 +34,9 @@ from kvtier.bridge.messages import (
 from kvtier.errors import BackendClosed, BackendError
 from kvtier.limits import Budget
 from kvtier.region import Region
+from kvtier.reports import Reports
 
 TURNS_S = 0.05  # A call that has ended leaves its task a few turns of the loop from its own end.
-USAGE_EVERY_S = 1.0  # A gauge for people; more often only costs messages.
 
 logger = logging.getLogger(__name__)
 
@@ -88,16 +71,12 @@ class Runner:
         self._post = post
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
-        self._watchers: list[asyncio.Task[None]] = []
-        self._acknowledged = [asyncio.Event() for _ in tiers]
-        self._counts: list[dict[str, int]] = [{} for _ in tiers]
-        self._usage_at = [float("-inf")] * len(tiers)
-        self._usage_due: dict[int, asyncio.TimerHandle] = {}
-        self._closing = False
+        self._reports = [Reports(index, tier.name, tier.backend, post) for index, tier in enumerate(tiers)]
 
     def start(self) -> None:
         """Begin to report what the tiers hold."""
-        self._watchers = [asyncio.ensure_future(self._watch(index)) for index in range(len(self._tiers))]
+        for reports in self._reports:
+            reports.start()
 
     def submit(self, actions: Iterable[Action]) -> None:
         """Start a task for each action. Never waits."""
@@ -114,18 +93,13 @@ class Runner:
                 case Rank():
                     self._rank(action)
                 case Acknowledge():
-                    self._acknowledged[action.tier].set()
+                    self._reports[action.tier].acknowledge()
 
     async def aclose(self, deadline_s: float) -> int:
         """Close the tiers, wait at most `deadline_s` for what is under way, and return how much was left behind."""
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + deadline_s
-        self._closing = True
-        for due in self._usage_due.values():
-            due.cancel()
-        for watcher in self._watchers:
-            watcher.cancel()
-        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await asyncio.gather(*(reports.aclose() for reports in self._reports))
         closings = [asyncio.ensure_future(_awaited(partial(tier.backend.aclose, deadline_s))) for tier in self._tiers]
         if closings:
             await asyncio.wait(closings, timeout=deadline_s + TURNS_S)
@@ -174,7 +148,7 @@ class Runner:
             await asyncio.wait({task})
             failed = _outcome(task, chunks, tier.name)
             self._post(Returned(action.id, pack_rows([index for index in range(chunks) if index not in failed])))
-        self._report_usage(action.tier)
+        self._reports[action.tier].usage()
 
     async def _probe(self, action: Probe) -> None:
         """Ask; a tier that does not say in time is waited for all the same, so that its task is not lost."""
@@ -204,7 +178,7 @@ class Runner:
         if not done:
             await asyncio.wait({task})
             _completed(task, tier.name)
-        self._report_usage(action.tier)
+        self._reports[action.tier].usage()
 
     def _rank(self, action: Rank) -> None:
         tier = self._tiers[action.tier]
@@ -214,54 +188,6 @@ class Runner:
             tier.backend.rank(unpack_keys(action.keys))
         except Exception:  # The supervisor's edge: a bug in a tier costs its order, not the engine.
             logger.exception("tier %s: it does not take an order", tier.name)
-
-    async def _watch(self, index: int) -> None:
-        """Pass on what a tier says of its contents, one unacknowledged batch at a time."""
-        backend = self._tiers[index].backend
-        if not isinstance(backend, Inventory):
-            self._post(Scanned(index, complete=False))
-            return
-        try:
-            async for event in backend.watch():
-                match event:
-                    case Added():
-                        self._post(Found(index, pack_keys(event.keys)))
-                    case Removed():
-                        self._post(Gone(index, pack_keys(event.keys)))
-                    case ScanDone():
-                        self._report_usage(index)
-                        self._post(Scanned(index, event.complete))
-                        continue
-                self._report_usage(index)
-                await self._acknowledged[index].wait()
-                self._acknowledged[index].clear()
-        except Exception:  # The supervisor's edge: a tier that cannot list its contents is asked instead.
-            logger.exception("tier %s: its inventory failed; from now on it is asked", self._tiers[index].name)
-            self._post(Scanned(index, complete=False))
-
-    def _report_usage(self, index: int) -> None:
-        """Say how full a tier is, at most once in `USAGE_EVERY_S`: now, or when that is over."""
-        if self._closing or index in self._usage_due or not isinstance(self._tiers[index].backend, Measured):
-            return
-        loop = asyncio.get_running_loop()
-        due_at = max(loop.time(), self._usage_at[index] + USAGE_EVERY_S)
-        self._usage_due[index] = loop.call_at(due_at, self._post_usage, index)
-
-    def _post_usage(self, index: int) -> None:
-        del self._usage_due[index]
-        backend = self._tiers[index].backend
-        assert isinstance(backend, Measured)
-        self._usage_at[index] = asyncio.get_running_loop().time()
-        self._post(TierUsage(index, *backend.occupancy(), self._counted(index)))
-
-    def _counted(self, index: int) -> dict[str, int]:
-        """Return what a tier has counted since it was last asked: the owner's totals outlive this runner."""
-        backend = self._tiers[index].backend
-        if not isinstance(backend, Counted):
-            return {}
-        before, totals = self._counts[index], dict(backend.counts())
-        self._counts[index] = totals
-        return {name: total - before.get(name, 0) for name, total in totals.items() if total != before.get(name, 0)}
 
 
 async def _in_time(work: Coroutine[Any, Any, None], deadline_s: float) -> bool:
