@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Self
 
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
 from kvtier.integrations.vllm.manager import VllmManager
 from kvtier.manager import TieringOffloadingManager
@@ -71,7 +72,11 @@ class Engine:
             "disable_log_stats": True,
             "seed": 0,
         }
-        self.llm = LLM(**arguments | changes)
+        try:
+            self.llm = LLM(**arguments | changes)
+        except BaseException:
+            ensure_kv_transfer_shutdown()  # Or the next engine of this process would be given this one's connector.
+            raise
 
     @property
     def core(self) -> Any:
