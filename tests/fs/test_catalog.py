@@ -9,8 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvtier.keys import OffloadKey
 from kvtier.policies.lru import LRU
 from kvtier.testing.conformance.lender import key_of, keys_of
-from kvtier_backends.fs.segments.catalog import Catalog, Held
+from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.free_slots import FreeSlots
+from kvtier_backends.fs.segments.slots import Held
 
 KEYS = 3  # Few, and hardly fewer slots: they are fought over.
 Footer = tuple[OffloadKey, int]

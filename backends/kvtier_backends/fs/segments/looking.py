@@ -16,12 +16,13 @@ from kvtier.errors import BackendClosed
 from kvtier.lend import Lanes
 from kvtier_backends.fs.capacity import Capacity
 from kvtier_backends.fs.counters import Tally
-from kvtier_backends.fs.segments.catalog import Catalog, Snapshot
+from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.checkpoint import Remembered, SlotCheckpoint
 from kvtier_backends.fs.segments.files import Segment
 from kvtier_backends.fs.segments.reading import Reading, Seen
 from kvtier_backends.fs.segments.room import Room
 from kvtier_backends.fs.segments.runs import Segments
+from kvtier_backends.fs.segments.slots import Snapshot
 
 SETTLED_NS = 1_000_000_000  # A file's time says nothing of what was written so shortly before it was looked at.
 

@@ -16,10 +16,10 @@ from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, taken_bytes
 from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, read_footer
-from kvtier_backends.fs.segments.catalog import Held
 from kvtier_backends.fs.segments.checkpoint import Memory, Remembered, SlotCheckpoint
 from kvtier_backends.fs.segments.files import NAME, Segment, SegmentFiles, Unusable
 from kvtier_backends.fs.segments.header import Header
+from kvtier_backends.fs.segments.slots import Held
 from kvtier_backends.fs.sweep import Sweep
 
 logger = logging.getLogger(__name__)

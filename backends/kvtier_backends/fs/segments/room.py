@@ -151,7 +151,7 @@ class Room:
         expired = self._catalog.unused_since(self._clock_ns() - int(self._ttl_s * 1e9))
         self._tally.count("expired", len(expired))
         for key in expired:
-            self._catalog.report.lost(key)
+            self._catalog.news.lost(key)
         self._catalog.remove(expired)
         self._wiping.check()
         self.changed()

@@ -139,7 +139,7 @@ class SlotStoring:
             (key, _), sequence = part.item
             self._catalog.stored(key, part.slot, sequence)
             if not told:
-                self._catalog.report.added(key)
+                self._catalog.news.added(key)
         self._wiping.written()
         return outcomes
 

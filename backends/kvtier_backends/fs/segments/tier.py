@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from kvtier.backend import InventoryEvent, Occupancy, Outcome, Read, TierContext, Write
+from kvtier.backend import Occupancy, Outcome, Read, TierContext, Write
 from kvtier.errors import BackendClosed
 from kvtier.keys import OffloadKey
 from kvtier.lend import Lanes
@@ -48,6 +48,7 @@ class SegmentsLayout:
             room_bytes = min(options.capacity_bytes or folder.disk.size_bytes, folder.disk.size_bytes)
             policy = policy_class(options.eviction_policy)(max(1, room_bytes // context.row_bytes))
         self._catalog = catalog = Catalog(policy)
+        self.news = catalog.news
         self._segments = segments = Segments()
         checkpoint = SlotCheckpoint(folder, context.mapper, tally, context.row_bytes)
         self._capacity = capacity = Capacity(
@@ -161,15 +162,6 @@ class SegmentsLayout:
     def occupancy(self) -> Occupancy:
         chunks = len(self._catalog)
         return Occupancy(chunks, chunks * self._slot_bytes, self._capacity.limit_bytes)
-
-    def begin_report(self) -> int:
-        return self._catalog.report.begin(self._catalog.keys())
-
-    def end_report(self, report: int) -> None:
-        self._catalog.report.end(report)
-
-    def next_event(self) -> InventoryEvent | None:
-        return self._catalog.report.next_event()
 
     async def aclose(self, ends_at: float) -> Left:
         self._looking.stop()
