@@ -68,10 +68,9 @@ class SlotLooking:
         around = await _look_around(reading, time.time(), executor=self._lane)
         for segment in reading.opened:
             self._segments.add(segment, catalog.add(segment.header.slots))
-        self._room.unusable += reading.unusable
         self._capacity.other_bytes += around.taken_bytes + sum(each.allocated_bytes for each in reading.unusable)
         self._capacity.unseen_bytes = 0
-        self._room.opened.set()
+        self._room.begin(reading.unusable)
         await _read_checkpoint(reading, wanted=self._checkpoint_s > 0, executor=self._lane)
         while batch := await _next_recalled(reading, executor=self._lane):
             for chunk in batch:

@@ -20,7 +20,9 @@ from kvtier_backends.fs.parts import start_lanes
 from kvtier_backends.fs.precedence import Precedence
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.checkpoint import SlotCheckpoint
-from kvtier_backends.fs.segments.files import SegmentFiles
+from kvtier_backends.fs.segments.folder import SegmentFolder
+from kvtier_backends.fs.segments.growth import Growth
+from kvtier_backends.fs.segments.leftovers import Leftovers
 from kvtier_backends.fs.segments.loading import SlotLoading
 from kvtier_backends.fs.segments.looking import SlotLooking
 from kvtier_backends.fs.segments.reading import Reading
@@ -59,25 +61,29 @@ class SegmentsLayout:
             min_free_bytes=options.min_free_bytes,
         )
         fingerprint = context.mapper.fingerprint
-        files = SegmentFiles(folder, row_bytes=context.row_bytes, fingerprint=fingerprint, fsync=options.fsync)
+        own_folder = SegmentFolder(folder, row_bytes=context.row_bytes, fingerprint=fingerprint, fsync=options.fsync)
         most = share_chunks(context.row_bytes)
         precedence = Precedence()
         chunks = SlotChunks(
             precedence, lanes=options.load_lanes + options.store_lanes, share_chunks=most, fingerprint=fingerprint
         )
         self._wiping = wiping = Wiping(
-            catalog, segments, files, chunks, capacity, folder, tally, lane=lanes.evict, fsync=options.fsync
+            catalog, segments, chunks, capacity, folder, tally, lane=lanes.evict, fsync=options.fsync
+        )
+        leftovers = Leftovers(own_folder, capacity, folder.quarantine, tally, lanes=lanes.store)
+        self._growth = growth = Growth(
+            catalog, segments, own_folder, leftovers, capacity, lanes=lanes.store, fsync=options.fsync
         )
         self._room = room = Room(
             catalog,
             segments,
-            files,
+            own_folder,
             wiping,
+            growth,
+            leftovers,
             capacity,
-            folder.quarantine,
             tally,
             lanes=lanes.store,
-            fsync=options.fsync,
             ttl_s=options.ttl_s,
             clock_ns=time.time_ns,
         )
@@ -107,7 +113,7 @@ class SegmentsLayout:
             fsync=options.fsync,
             clock_ns=time.time_ns,
         )
-        self._reading = Reading(folder, context.mapper, files, checkpoint)
+        self._reading = Reading(folder, context.mapper, own_folder, checkpoint)
         self._looking = SlotLooking(
             self._reading,
             catalog,
@@ -166,7 +172,7 @@ class SegmentsLayout:
     async def aclose(self, ends_at: float) -> Left:
         self._looking.stop()
         self._background.cancel()
-        self._room.opened.set()  # For who still waits: lanes are closed then.
+        self._growth.opened.set()  # For who still waits: lanes are closed then.
         lanes = self._lanes.load, self._lanes.store
         loads, stores = await asyncio.gather(*(each.aclose(_left(ends_at)) for each in lanes))
         self._wiping.begin_last()
