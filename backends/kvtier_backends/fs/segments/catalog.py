@@ -5,13 +5,13 @@ what has been read from a footer, or written as one, is in here, so that it is e
 the scan is absent. Slots of another process's segments are held at most.
 """
 
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 from kvtier.keys import OffloadKey
 from kvtier.policies.base import Policy
 from kvtier_backends.fs.news import News
 from kvtier_backends.fs.segments.free_slots import FreeSlots
+from kvtier_backends.fs.segments.in_use import InUse
 from kvtier_backends.fs.segments.outdated import Outdated
 from kvtier_backends.fs.segments.slot_order import LRUOrder, PolicyOrder, SlotOrder
 from kvtier_backends.fs.segments.slots import Held, Slots, Snapshot
@@ -24,12 +24,12 @@ class Catalog:
         """Know nothing. `policy`: None for LRU."""
         self.free = FreeSlots()
         self.outdated = Outdated()
+        self.in_use = InUse()
         self.scanning = True
         self._slots = Slots()
         self.news = News(self._slots.of)
         self._order: SlotOrder = LRUOrder(self._slots.keys) if policy is None else PolicyOrder(policy)
         self._under_way: set[int] = set()
-        self._busy: dict[OffloadKey, int] = {}  # How many calls are at it.
         self._last_sequence = 0
 
     def __len__(self) -> int:
@@ -66,21 +66,6 @@ class Catalog:
     def add(self, count: int) -> int:
         """Take in so many slots, none of them free yet; return the first one's number."""
         return self._slots.add(count)
-
-    @contextmanager
-    def in_use(self, keys: Sequence[OffloadKey]) -> Generator[None]:
-        """Keep the keys' chunks for as long as the block lasts."""
-        busy = self._busy
-        for key in keys:
-            busy[key] = busy.get(key, 0) + 1
-        try:
-            yield
-        finally:
-            for key in keys:
-                if busy[key] == 1:
-                    del busy[key]
-                else:
-                    busy[key] -= 1
 
     def take_free(self, count: int) -> list[int]:
         """Give out so many free slots, or as many as there are, to be written to."""
@@ -223,11 +208,26 @@ class Catalog:
         self.free.drop(first, count)
         return len(keys)
 
+    def abandon(self, first: int, count: int) -> bool:
+        """Forget what lies in slots whose file is lost, but for what calls are at; True when nothing is left there.
+
+        None of them is given out any more.
+        """
+        self.free.drop(first, count)
+        end, left = first + count, False
+        for key in self._slots.keys[first:end]:
+            if key is not None and key in self.in_use:
+                left = True
+            elif key is not None:
+                self._release(key)
+                self.news.lost(key)
+        return not left and not any(first <= slot < end for slot in self.unsettled())
+
     def _is_kept(self, key: OffloadKey) -> bool:
-        return key in self._busy or key in self.outdated
+        return key in self.in_use or key in self.outdated
 
     def _kept(self) -> int:
-        return sum(key in self._slots.of for key in {*self._busy, *self.outdated.keys()})
+        return sum(key in self._slots.of for key in {*self.in_use, *self.outdated.keys()})
 
     def _leave(self, slot: int, key: OffloadKey) -> None:
         """Have nothing held in a slot whose key gets another."""

@@ -85,7 +85,7 @@ class SegmentFolder:
         """Make a segment of so many free slots, whole or not at all."""
         header = self.header(slots)
         aside = f"{self._folder.chunks}/{attempt_name(self._folder.writer)}"
-        fd = os.open(aside, os.O_RDWR | os.O_CREAT | os.O_EXCL | self._direct, 0o644, dir_fd=self.root_fd)
+        fd = self._create(aside)
         try:
             os.posix_fallocate(fd, 0, header.file_bytes)
             if not _lock(fd):
@@ -104,9 +104,18 @@ class SegmentFolder:
             raise
         return Segment(name, fd, header, own=True, allocated_bytes=self.worst_bytes(slots))
 
+    def has(self, segment: Segment) -> bool:
+        """Say whether the next start will find this very file under its name."""
+        try:
+            named = os.stat(segment.name, dir_fd=self.root_fd, follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return os.path.samestat(named, os.fstat(segment.fd))
+
     def remove(self, segment: Segment) -> None:
-        """Remove a segment of which no slot is in use."""
-        os.unlink(segment.name, dir_fd=self.root_fd)
+        """Remove a segment of which no slot is in use, if it is there: somebody may have put another in its place."""
+        if self.has(segment):
+            os.unlink(segment.name, dir_fd=self.root_fd)
         segment.close()
 
     def remove_unusable(self, unusable: Unusable) -> bool:
@@ -135,6 +144,17 @@ class SegmentFolder:
         if header is None or header != self.header(header.slots) or size_bytes < header.file_bytes:
             return None
         return header
+
+    def _create(self, aside: str) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | self._direct
+        try:
+            return os.open(aside, flags, 0o644, dir_fd=self.root_fd)
+        except FileNotFoundError:  # Somebody has removed the folder.
+            with suppress(FileExistsError):
+                os.mkdir(self._folder.chunks, dir_fd=self.root_fd)
+            if self._fsync:
+                os.fsync(self.root_fd)
+            return os.open(aside, flags, 0o644, dir_fd=self.root_fd)
 
     def _publish(self, aside: str) -> str:
         """Give a file the next number. A place is taken first, since not every file system has links or swaps."""

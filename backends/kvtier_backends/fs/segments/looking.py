@@ -148,10 +148,12 @@ def remembered(segments: Sequence[Segment], before_ns: int) -> list[Remembered]:
     for segment in segments:
         if segment.own and not segment.closed:
             try:
-                written_at_ns = os.fstat(segment.fd).st_mtime_ns
+                status = os.fstat(segment.fd)
             except OSError:
                 continue  # Another lane has just removed it.
-            trusted_ns = written_at_ns if written_at_ns < before_ns else 0
+            if not status.st_nlink:
+                continue  # Somebody else has. Another one may have its name by now.
+            trusted_ns = status.st_mtime_ns if status.st_mtime_ns < before_ns else 0
             found.append(Remembered(segment.name, segment.first_slot, segment.header.slots, trusted_ns))
     return found
 

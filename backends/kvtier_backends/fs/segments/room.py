@@ -44,8 +44,6 @@ class Room:
         clock_ns: Callable[[], int],
     ) -> None:
         """Remove segments in these lanes. `ttl_s`: chunks go when they were not used for so long; None: never."""
-        self.removed: list[Segment] = []
-        """Those that the tier has no more. They stay open where they could not be removed."""
         self.changed: Callable[[], None] = lambda: None
         self._catalog = catalog
         self._segments = segments
@@ -132,7 +130,6 @@ class Room:
             if chunks is not None:
                 self._tally.count("evicted", chunks)
                 self._segments.remove(segment)
-                self.removed = [*(each for each in self.removed if not each.closed), segment]
                 self.changed()
                 await in_thread(self._lanes, self._remove_file, segment)
                 return segment.closed  # Else the others would be given up in vain, too.

@@ -25,6 +25,7 @@ from kvtier_backends.fs.segments.growth import Growth
 from kvtier_backends.fs.segments.leftovers import Leftovers
 from kvtier_backends.fs.segments.loading import SlotLoading
 from kvtier_backends.fs.segments.looking import SlotLooking
+from kvtier_backends.fs.segments.losses import Losses
 from kvtier_backends.fs.segments.reading import Reading
 from kvtier_backends.fs.segments.room import Room
 from kvtier_backends.fs.segments.runs import Segments
@@ -87,6 +88,7 @@ class SegmentsLayout:
             ttl_s=options.ttl_s,
             clock_ns=time.time_ns,
         )
+        self._losses = losses = Losses(catalog, segments, own_folder, tally, lane=lanes.evict)
         if books.write_budget is not None:
             books.write_budget.use(lanes.store)
         self._loading = SlotLoading(
@@ -107,6 +109,7 @@ class SegmentsLayout:
             books.write_budget,
             chunks,
             wiping,
+            losses,
             tally,
             lanes=lanes.store,
             share_chunks=most,
@@ -130,8 +133,9 @@ class SegmentsLayout:
         self._changed: Callable[[], None] = lambda: None
 
     def begin(self, changed: Callable[[], None]) -> None:
-        self._changed = self._room.changed = changed
-        works = (self._looking.run, self._looking.run_checkpoints, self._wiping.run, self._room.run)
+        self._changed = self._room.changed = self._losses.changed = changed
+        looking = self._looking
+        works = (looking.run, looking.run_checkpoints, self._wiping.run, self._room.run, self._losses.run)
         self._background.begin(self._name, works)
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
@@ -200,7 +204,7 @@ class SegmentsLayout:
 
     def _close_files(self) -> None:
         """Let go of segments, and of their locks; idempotent. No thread may be using them."""
-        for segment in self._reading.opened + self._segments.all + self._room.removed:
+        for segment in self._reading.opened + self._segments.all + self._segments.removed:
             segment.close()
 
 
