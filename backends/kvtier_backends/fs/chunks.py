@@ -4,7 +4,7 @@ A hop costs as much as reading a small chunk, so a lane is sent with many. What 
 share, chunk by chunk: the call that lent the buffers may be cancelled, and its result lost.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -16,8 +16,10 @@ from kvtier_backends.fs.discard import Discarded
 from kvtier_backends.fs.entries import Held, is_later
 from kvtier_backends.fs.failures import GONE, failure
 from kvtier_backends.fs.faults import Fault
-from kvtier_backends.fs.files import ChunkFiles, Found, OpenChunk
+from kvtier_backends.fs.files import Attempt, ChunkFiles, Found
 from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, payload_checksum, write_footer
+from kvtier_backends.fs.grant import Grant
+from kvtier_backends.fs.open_chunk import OpenChunk
 from kvtier_backends.fs.pages import Pages
 from kvtier_backends.fs.precedence import Precedence
 from kvtier_backends.fs.verify import Whole, judge_chunk, judge_length
@@ -48,6 +50,7 @@ class LoadShare:
     """Reads of one hop, and what became of those that were come to, in order."""
 
     reads: Sequence[Read]
+    leaving: Collection[OffloadKey]  # Keys whose files are on their way out, and may be anything by now.
     measure: bool  # Whether to say how much room the files take: for keys that the index does not know.
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
     allocated_bytes: list[int | None] = field(default_factory=list[int | None])  # None: not loaded, or not measured.
@@ -61,6 +64,7 @@ class StoreShare:
 
     writes: Sequence[Write]
     used_at_ns: int  # The head's time; each of the others is a little older, so that it goes before the head.
+    grant: Grant  # Whose files are overwritten as long as there are any.
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
     allocated_bytes: list[int | None] = field(default_factory=list[int | None])  # None: not stored.
     gone: int = 0
@@ -96,6 +100,8 @@ class Chunks:
             for read in share.reads:
                 allocated_bytes: int | None = None
                 try:
+                    if read.key in share.leaving:
+                        raise FileNotFoundError  # As good as.
                     with self._files.open(read.key) as chunk:
                         outcome = self._fill(chunk, read, page, share)
                         if share.measure and outcome is None:
@@ -165,9 +171,11 @@ class Chunks:
     def _store(self, write: Write, used_at_ns: int, page: memoryview, share: StoreShare) -> None:
         key, block = write
         footer = Footer(key, len(block), payload_checksum(block), self._fingerprint)
+        spare = share.grant.spare()
         try:
             write_footer(page, footer)
-            allocated_bytes = self._files.write(key, [block, page], used_at_ns)
+            attempt = None if spare is None else self._reuse(spare, share.grant)
+            allocated_bytes = self._files.write(key, [block, page], used_at_ns, attempt)
         except OSError as error:
             share.gone += error.errno in GONE
             share.allocated_bytes.append(None)
@@ -175,6 +183,15 @@ class Chunks:
         else:
             share.allocated_bytes.append(allocated_bytes)
             share.outcomes.append(None)
+        if spare is not None:
+            self._files.tidy(spare.key)
+
+    def _reuse(self, spare: Held, grant: Grant) -> Attempt | None:
+        """Return a chunk's file as one to be written, or None if there is no such file any more."""
+        attempt = self._files.reuse(spare.key, self._row_bytes + FOOTER_BYTES)
+        grant.gone(spare)
+        self._tally.count("overwritten", attempt is not None)
+        return attempt
 
     def _fill(self, chunk: OpenChunk, read: Read, page: memoryview, share: LoadShare) -> Outcome:
         key, into = read
