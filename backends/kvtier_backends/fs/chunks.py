@@ -4,8 +4,9 @@ A hop costs as much as reading a small chunk, so a lane is sent with many. What 
 share, chunk by chunk: the call that lent the buffers may be cancelled, and its result lost.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from kvtier.backend import Outcome, Read, Write
@@ -20,11 +21,14 @@ from kvtier_backends.fs.files import ChunkFiles, Found, OpenChunk
 from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, payload_checksum, write_footer
 from kvtier_backends.fs.pages import Pages
 from kvtier_backends.fs.precedence import Precedence
+from kvtier_backends.fs.reads import Reads, Wanted
 from kvtier_backends.fs.verify import Whole, judge_chunk, judge_length
 
 T = TypeVar("T")
+_Fill = Callable[[OpenChunk, Read, memoryview, int, "LoadShare"], Outcome]
 
 SHARE_CHUNKS_MAX = 32  # Beyond that, a hop is under 2 % of the time that small chunks take.
+TAIL_BYTES = 2 * FOOTER_BYTES  # A load's second page stays empty unless the file is too long: no call asks for that.
 SHARE_BYTES_MAX = (
     16 << 20
 )  # Large chunks are spread over the lanes, and a cancelled call waits no longer than this takes.
@@ -66,6 +70,56 @@ class StoreShare:
     gone: int = 0
 
 
+class _LoadHop:
+    """The files of one share of loads that are open, and what became of the others."""
+
+    def __init__(self, files: ChunkFiles, fill: "_Fill", share: LoadShare, pages: memoryview) -> None:
+        self.outcomes: list[Outcome] = [None] * len(share.reads)
+        self.allocated_bytes: list[int | None] = [None] * len(share.reads)
+        self._files = files
+        self._fill = fill
+        self._share = share
+        self._pages = pages
+        self._opened: dict[int, OpenChunk] = {}
+
+    def wanted(self) -> Iterator[Wanted]:
+        """Open the files one after the other, and ask for what is in them."""
+        for place, read in enumerate(self._share.reads):
+            try:
+                self._opened[place] = chunk = self._files.open(read.key)
+            except (FileNotFoundError, NotADirectoryError):
+                self.outcomes[place] = BlockMissing(f"{read.key.hex()}: no file")
+            except OSError as error:
+                self._failed(place, error)
+            else:
+                yield chunk.wanted([read.into, self._page(place)], partial(self._came, place))
+
+    def close(self) -> None:
+        """Close what is open still: nothing, unless the share ends with an error."""
+        while self._opened:
+            self._opened.popitem()[1].close()
+
+    def _came(self, place: int, result: int | OSError) -> None:
+        share, read = self._share, self._share.reads[place]
+        with self._opened.pop(place) as chunk:
+            if isinstance(result, OSError):
+                self._failed(place, result)
+                return
+            try:
+                self.outcomes[place] = outcome = self._fill(chunk, read, self._page(place), result, share)
+                if share.measure and outcome is None:
+                    self.allocated_bytes[place] = chunk.allocated_bytes()
+            except OSError as error:
+                self._failed(place, error)
+
+    def _failed(self, place: int, error: OSError) -> None:
+        self.outcomes[place] = failure(self._share.reads[place].key, error)
+        self._share.gone += error.errno in GONE
+
+    def _page(self, place: int) -> memoryview:
+        return self._pages[place * TAIL_BYTES : (place + 1) * TAIL_BYTES]
+
+
 class Chunks:
     """Loads and stores shares. Blocks; as many threads may call at once as there are pages."""
 
@@ -79,6 +133,7 @@ class Chunks:
         row_bytes: int,
         fingerprint: bytes,
         accept_bare: bool,
+        reads: Reads,
     ) -> None:
         """`accept_bare`: whether to take files without a footer, unverified."""
         self._files = files
@@ -87,26 +142,18 @@ class Chunks:
         self._row_bytes = row_bytes
         self._fingerprint = fingerprint
         self._accept_bare = accept_bare
-        # A load's second page stays empty unless the file is too long: no call is needed to ask for its length.
-        self._pages = Pages(lanes, 2 * FOOTER_BYTES)
+        self._reads = reads
+        self._pages = Pages(lanes, SHARE_CHUNKS_MAX * TAIL_BYTES)
 
     def load(self, share: LoadShare) -> None:
         """Fill the share's buffers; none but a `None` outcome says that one holds its chunk."""
-        with self._pages.one() as page:
-            for read in share.reads:
-                allocated_bytes: int | None = None
-                try:
-                    with self._files.open(read.key) as chunk:
-                        outcome = self._fill(chunk, read, page, share)
-                        if share.measure and outcome is None:
-                            allocated_bytes = chunk.allocated_bytes()
-                except (FileNotFoundError, NotADirectoryError):
-                    outcome = BlockMissing(f"{read.key.hex()}: no file")
-                except OSError as error:
-                    outcome = failure(read.key, error)
-                    share.gone += error.errno in GONE
-                share.allocated_bytes.append(allocated_bytes)
-                share.outcomes.append(outcome)
+        with self._pages.one() as pages:
+            hop = _LoadHop(self._files, self._fill, share, pages)
+            try:
+                self._reads(hop.wanted())
+            finally:
+                hop.close()
+            share.outcomes, share.allocated_bytes = hop.outcomes, hop.allocated_bytes
 
     def store(self, share: StoreShare) -> None:
         """Store the share's chunks, each wholly or not at all."""
@@ -176,9 +223,10 @@ class Chunks:
             share.allocated_bytes.append(allocated_bytes)
             share.outcomes.append(None)
 
-    def _fill(self, chunk: OpenChunk, read: Read, page: memoryview, share: LoadShare) -> Outcome:
+    def _fill(self, chunk: OpenChunk, read: Read, page: memoryview, got: int, share: LoadShare) -> Outcome:
+        """Say what has come of a file whose first `got` bytes were read."""
         key, into = read
-        file_bytes = chunk.read([into, page], self._row_bytes + FOOTER_BYTES)
+        file_bytes = chunk.read_on([into, page], got, self._row_bytes + FOOTER_BYTES)
         whole = judge_length(file_bytes, self._row_bytes)
         if whole is Whole.BARE:
             self._tally.count("unverified_accepted" if self._accept_bare else "unverified_refused")

@@ -19,6 +19,7 @@ from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.folder_sizes import taken_bytes
 from kvtier_backends.fs.precedence import SLICE_BYTES
+from kvtier_backends.fs.reads import Wanted
 
 CREATE_ATTEMPTS = 8  # Someone may remove a folder between its making and its use, but not for ever.
 
@@ -197,14 +198,21 @@ class OpenChunk:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
         os.close(self._fd)
 
-    def read(self, buffers: Sequence[memoryview], expected_bytes: int) -> int:
-        """Fill the buffers in order and return how many bytes came: all that the file has, if they had room for it.
+    def wanted(self, buffers: Sequence[memoryview], done: Callable[[int | OSError], None]) -> Wanted:
+        """Ask for the file's bytes; what comes may be less than there is."""
+        return Wanted(self._fd, buffers, 0, sum(map(len, buffers)), done)
 
-        `expected_bytes`: the length at which there is no doubt that the end was reached.
+    def read_on(self, buffers: Sequence[memoryview], got: int, expected_bytes: int) -> int:
+        """Read what is still wanted after so many bytes, and return how many came in all: all that the file has.
+
+        (If the buffers have room for it.) `expected_bytes`: the length at which there is no doubt that the end was
+        reached.
         """
-        got = os.preadv(self._fd, buffers, 0)
         if got == expected_bytes:
             return got
         end = min(os.fstat(self._fd).st_size, sum(map(len, buffers)))

@@ -80,6 +80,7 @@ def assemble(
         row_bytes=context.row_bytes,
         fingerprint=context.mapper.fingerprint,
         accept_bare=options.unverified == "accept",
+        reads=folder.reads,
     )
     eviction = (SharedEviction if options.shared else Eviction)(
         index,
