@@ -12,8 +12,9 @@ from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.namespace import FileMapper
 from kvtier_backends.fs import files as files_module
 from kvtier_backends.fs.attempts import Writer, attempt_name, read_attempt
-from kvtier_backends.fs.files import ChunkFiles, OpenChunk
+from kvtier_backends.fs.files import ChunkFiles
 from kvtier_backends.fs.folder import Folder
+from kvtier_backends.fs.open_chunk import OpenChunk
 from kvtier_backends.fs.reads import one_by_one
 
 KEY = make_offload_key(b"k" * 32)

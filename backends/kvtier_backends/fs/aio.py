@@ -23,7 +23,7 @@ class _Numbers(NamedTuple):
 _NUMBERS = {"x86_64": _Numbers(206, 209, 208), "aarch64": _Numbers(0, 2, 4)}  # Of 64-bit programs.
 
 # struct iocb and struct io_event of linux/aio_abi.h, struct iovec.
-_IOCB = struct.Struct("=QQHhIQQqQQ")
+_IOCB = struct.Struct("=QQHhiQQqQQ")
 _EVENT = struct.Struct("=QQqq")
 _IOVEC = struct.Struct("=QQ")
 _PREADV = 7

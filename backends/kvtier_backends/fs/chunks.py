@@ -4,7 +4,7 @@ A hop costs as much as reading a small chunk, so a lane is sent with many. What 
 share, chunk by chunk: the call that lent the buffers may be cancelled, and its result lost.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -17,18 +17,19 @@ from kvtier_backends.fs.discard import Discarded
 from kvtier_backends.fs.entries import Held, is_later
 from kvtier_backends.fs.failures import GONE, failure
 from kvtier_backends.fs.faults import Fault
-from kvtier_backends.fs.files import ChunkFiles, Found, OpenChunk
+from kvtier_backends.fs.files import Attempt, ChunkFiles, Found
 from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, payload_checksum, write_footer
+from kvtier_backends.fs.grant import Grant
+from kvtier_backends.fs.load_hop import TAIL_BYTES, LoadHop, LoadShare
+from kvtier_backends.fs.open_chunk import OpenChunk
 from kvtier_backends.fs.pages import Pages
 from kvtier_backends.fs.precedence import Precedence
-from kvtier_backends.fs.reads import Reads, Wanted
+from kvtier_backends.fs.reads import Reads
 from kvtier_backends.fs.verify import Whole, judge_chunk, judge_length
 
 T = TypeVar("T")
-_Fill = Callable[[OpenChunk, Read, memoryview, int, "LoadShare"], Outcome]
 
 SHARE_CHUNKS_MAX = 32  # Beyond that, a hop is under 2 % of the time that small chunks take.
-TAIL_BYTES = 2 * FOOTER_BYTES  # A load's second page stays empty unless the file is too long: no call asks for that.
 SHARE_BYTES_MAX = (
     16 << 20
 )  # Large chunks are spread over the lanes, and a cancelled call waits no longer than this takes.
@@ -48,76 +49,15 @@ def share_out(batch: Sequence[T], lanes: int, most: int) -> list[Sequence[T]]:
 
 
 @dataclass(slots=True)
-class LoadShare:
-    """Reads of one hop, and what became of those that were come to, in order."""
-
-    reads: Sequence[Read]
-    measure: bool  # Whether to say how much room the files take: for keys that the index does not know.
-    outcomes: list[Outcome] = field(default_factory=list[Outcome])
-    allocated_bytes: list[int | None] = field(default_factory=list[int | None])  # None: not loaded, or not measured.
-    kept_bytes: int = 0  # Of corrupt files that are there still: quarantined, or not to be moved.
-    gone: int = 0  # Failures that say that the whole file system is away.
-
-
-@dataclass(slots=True)
 class StoreShare:
     """Writes of one hop, and what became of those that were come to, in order."""
 
     writes: Sequence[Write]
     used_at_ns: int  # The head's time; each of the others is a little older, so that it goes before the head.
+    grant: Grant  # Whose files are overwritten as long as there are any.
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
     allocated_bytes: list[int | None] = field(default_factory=list[int | None])  # None: not stored.
     gone: int = 0
-
-
-class _LoadHop:
-    """The files of one share of loads that are open, and what became of the others."""
-
-    def __init__(self, files: ChunkFiles, fill: "_Fill", share: LoadShare, pages: memoryview) -> None:
-        self.outcomes: list[Outcome] = [None] * len(share.reads)
-        self.allocated_bytes: list[int | None] = [None] * len(share.reads)
-        self._files = files
-        self._fill = fill
-        self._share = share
-        self._pages = pages
-        self._opened: dict[int, OpenChunk] = {}
-
-    def wanted(self) -> Iterator[Wanted]:
-        """Open the files one after the other, and ask for what is in them."""
-        for place, read in enumerate(self._share.reads):
-            try:
-                self._opened[place] = chunk = self._files.open(read.key)
-            except (FileNotFoundError, NotADirectoryError):
-                self.outcomes[place] = BlockMissing(f"{read.key.hex()}: no file")
-            except OSError as error:
-                self._failed(place, error)
-            else:
-                yield chunk.wanted([read.into, self._page(place)], partial(self._came, place))
-
-    def close(self) -> None:
-        """Close what is open still: nothing, unless the share ends with an error."""
-        while self._opened:
-            self._opened.popitem()[1].close()
-
-    def _came(self, place: int, result: int | OSError) -> None:
-        share, read = self._share, self._share.reads[place]
-        with self._opened.pop(place) as chunk:
-            if isinstance(result, OSError):
-                self._failed(place, result)
-                return
-            try:
-                self.outcomes[place] = outcome = self._fill(chunk, read, self._page(place), result, share)
-                if share.measure and outcome is None:
-                    self.allocated_bytes[place] = chunk.allocated_bytes()
-            except OSError as error:
-                self._failed(place, error)
-
-    def _failed(self, place: int, error: OSError) -> None:
-        self.outcomes[place] = failure(self._share.reads[place].key, error)
-        self._share.gone += error.errno in GONE
-
-    def _page(self, place: int) -> memoryview:
-        return self._pages[place * TAIL_BYTES : (place + 1) * TAIL_BYTES]
 
 
 class Chunks:
@@ -147,13 +87,12 @@ class Chunks:
 
     def load(self, share: LoadShare) -> None:
         """Fill the share's buffers; none but a `None` outcome says that one holds its chunk."""
-        with self._pages.one() as pages:
-            hop = _LoadHop(self._files, self._fill, share, pages)
-            try:
-                self._reads(hop.wanted())
-            finally:
-                hop.close()
-            share.outcomes, share.allocated_bytes = hop.outcomes, hop.allocated_bytes
+        with (
+            self._pages.one() as pages,
+            LoadHop(self._files, share, pages, partial(self._judge, share)) as hop,
+        ):
+            self._reads(hop.wanted())
+            hop.end()
 
     def store(self, share: StoreShare) -> None:
         """Store the share's chunks, each wholly or not at all."""
@@ -212,9 +151,11 @@ class Chunks:
     def _store(self, write: Write, used_at_ns: int, page: memoryview, share: StoreShare) -> None:
         key, block = write
         footer = Footer(key, len(block), payload_checksum(block), self._fingerprint)
+        spare = share.grant.spare()
         try:
             write_footer(page, footer)
-            allocated_bytes = self._files.write(key, [block, page], used_at_ns)
+            attempt = None if spare is None else self._reuse(spare, share.grant)
+            allocated_bytes = self._files.write(key, [block, page], used_at_ns, attempt)
         except OSError as error:
             share.gone += error.errno in GONE
             share.allocated_bytes.append(None)
@@ -222,9 +163,17 @@ class Chunks:
         else:
             share.allocated_bytes.append(allocated_bytes)
             share.outcomes.append(None)
+        if spare is not None:
+            self._files.tidy(spare.key)
 
-    def _fill(self, chunk: OpenChunk, read: Read, page: memoryview, got: int, share: LoadShare) -> Outcome:
-        """Say what has come of a file whose first `got` bytes were read."""
+    def _reuse(self, spare: Held, grant: Grant) -> Attempt | None:
+        """Return a chunk's file as one to be written, or None if there is no such file any more."""
+        attempt = self._files.reuse(spare.key, self._row_bytes + FOOTER_BYTES)
+        grant.gone(spare)
+        self._tally.count("overwritten", attempt is not None)
+        return attempt
+
+    def _judge(self, share: LoadShare, chunk: OpenChunk, read: Read, page: memoryview, got: int) -> Outcome:
         key, into = read
         file_bytes = chunk.read_on([into, page], got, self._row_bytes + FOOTER_BYTES)
         whole = judge_length(file_bytes, self._row_bytes)

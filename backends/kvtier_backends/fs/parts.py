@@ -12,6 +12,7 @@ from kvtier_backends.fs.books import Books
 from kvtier_backends.fs.capacity import Capacity
 from kvtier_backends.fs.checkpoint import Checkpoint
 from kvtier_backends.fs.chunks import Chunks
+from kvtier_backends.fs.claims import Claims
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.eviction import Eviction
 from kvtier_backends.fs.files import ChunkFiles
@@ -21,6 +22,7 @@ from kvtier_backends.fs.loading import Loading
 from kvtier_backends.fs.looking import Looking
 from kvtier_backends.fs.options import FsOptions
 from kvtier_backends.fs.precedence import Precedence
+from kvtier_backends.fs.recycling import Recycling
 from kvtier_backends.fs.shared import SharedEviction
 from kvtier_backends.fs.storing import Storing, sizes_of
 
@@ -68,7 +70,7 @@ def assemble(
         (index, folder.sizes, checkpoint, folder.quarantine),
         folder.disk,
         limit_bytes=options.capacity_bytes,
-        low_water=options.low_water,
+        low_water=1.0 if options.overwrites else options.low_water,
         min_free_bytes=options.min_free_bytes,
     )
     precedence = Precedence()
@@ -82,10 +84,13 @@ def assemble(
         accept_bare=options.unverified == "accept",
         reads=folder.reads,
     )
-    eviction = (SharedEviction if options.shared else Eviction)(
+    claims = Claims()
+    kind_of_eviction = SharedEviction if options.shared else Recycling if options.overwrites else Eviction
+    eviction = kind_of_eviction(
         index,
         capacity,
         chunks,
+        claims,
         tally,
         folder.quarantine,
         lane=lanes.evict,
@@ -100,6 +105,7 @@ def assemble(
         books.write_budget.use(lanes.store)
     loading = Loading(
         eviction,
+        claims,
         capacity,
         index,
         chunks,
@@ -109,7 +115,7 @@ def assemble(
         clock_ns=clock_ns,
     )
     storing = Storing(
-        eviction, books.write_budget, index, chunks, tally, lanes=lanes.store, sizes=sizes, clock_ns=clock_ns
+        eviction, claims, books.write_budget, index, chunks, tally, lanes=lanes.store, sizes=sizes, clock_ns=clock_ns
     )
     looking = Looking(
         folder,

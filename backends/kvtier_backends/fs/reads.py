@@ -58,11 +58,12 @@ class QueuedReads:
     def __call__(self, wanted: Iterable[Wanted]) -> None:
         reads = iter(wanted)
         first = list(islice(reads, LEAST))
-        if len(first) < LEAST or (context := _context()) is None:
-            return one_by_one(chain(first, reads))
-        _Queue(context, self._queue_bytes).run(chain(first, reads))
-        _idle.append(context)  # Not after a failure: it is one that nobody has thought of.
-        return None
+        context = _borrow() if len(first) == LEAST else None
+        if context is None:
+            one_by_one(chain(first, reads))
+        else:
+            _Queue(context, self._queue_bytes).run(chain(first, reads))
+            _idle.append(context)  # After a failure it is not: nobody knows what is in it.
 
 
 class _Queue:
@@ -123,7 +124,7 @@ class _Queue:
 
 def takes_queued(fd: int, page: memoryview) -> bool:
     """Say whether reads of a file can be queued, by a read of its first page. Raises OSError if it cannot be read."""
-    length, context = os.preadv(fd, [page], 0), _context()
+    length, context = os.preadv(fd, [page], 0), _borrow()
     if context is None:
         return False
     expected = bytes(page)
@@ -135,7 +136,7 @@ def takes_queued(fd: int, page: memoryview) -> bool:
         return False
     ended = context.wait(1)
     _idle.append(context)
-    return ended == [(0, length)] and page == expected
+    return ended == [(0, length)] and bytes(page) == expected
 
 
 def _read(read: Wanted) -> int | OSError:
@@ -145,7 +146,7 @@ def _read(read: Wanted) -> int | OSError:
         return error.with_traceback(None)  # It would keep the frame, and with it the lent buffers.
 
 
-def _context() -> Context | None:
+def _borrow() -> Context | None:
     try:
         return _idle.pop()
     except IndexError:
