@@ -206,11 +206,12 @@ class Eviction:
     def _choose(self, wanted_bytes: int, incoming: Sequence[OffloadKey], most: int | None = None) -> list[Held]:
         """Choose files that take that much together, as far as there are any; and have them counted as leaving."""
         index, busy, victims, got_bytes = self._index, self._claims.busy, list[Held](), 0
+        kept = sum(key in index for key in busy)  # A batch may be larger than the tier, and mostly new.
         typical_bytes = max(1, index.used_bytes // max(1, index.files))
         while got_bytes < wanted_bytes and (most is None or len(victims) < most):
             count = -(-(wanted_bytes - got_bytes) // typical_bytes)
             count = count if most is None else min(count, most - len(victims))
-            found = index.victims(count, busy.__contains__, len(busy), incoming)
+            found = index.victims(count, busy.__contains__, kept, incoming)
             if not found:
                 break
             incoming = ()  # A policy adapts to what comes once.
