@@ -4,8 +4,9 @@ A hop costs as much as reading a small chunk, so a lane is sent with many. What 
 share, chunk by chunk: the call that lent the buffers may be cancelled, and its result lost.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from kvtier.backend import Outcome, Read, Write
@@ -19,9 +20,11 @@ from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.files import Attempt, ChunkFiles, Found
 from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, payload_checksum, write_footer
 from kvtier_backends.fs.grant import Grant
+from kvtier_backends.fs.load_hop import TAIL_BYTES, LoadHop, LoadShare
 from kvtier_backends.fs.open_chunk import OpenChunk
 from kvtier_backends.fs.pages import Pages
 from kvtier_backends.fs.precedence import Precedence
+from kvtier_backends.fs.reads import Reads
 from kvtier_backends.fs.verify import Whole, judge_chunk, judge_length
 
 T = TypeVar("T")
@@ -43,19 +46,6 @@ def share_out(batch: Sequence[T], lanes: int, most: int) -> list[Sequence[T]]:
     """Split a batch into pieces of at most so many for the lanes to work on side by side."""
     size = max(1, min(most, -(-len(batch) // lanes)))
     return [batch[start : start + size] for start in range(0, len(batch), size)]
-
-
-@dataclass(slots=True)
-class LoadShare:
-    """Reads of one hop, and what became of those that were come to, in order."""
-
-    reads: Sequence[Read]
-    leaving: Collection[OffloadKey]  # Keys whose files are on their way out, and may be anything by now.
-    measure: bool  # Whether to say how much room the files take: for keys that the index does not know.
-    outcomes: list[Outcome] = field(default_factory=list[Outcome])
-    allocated_bytes: list[int | None] = field(default_factory=list[int | None])  # None: not loaded, or not measured.
-    kept_bytes: int = 0  # Of corrupt files that are there still: quarantined, or not to be moved.
-    gone: int = 0  # Failures that say that the whole file system is away.
 
 
 @dataclass(slots=True)
@@ -83,6 +73,7 @@ class Chunks:
         row_bytes: int,
         fingerprint: bytes,
         accept_bare: bool,
+        reads: Reads,
     ) -> None:
         """`accept_bare`: whether to take files without a footer, unverified."""
         self._files = files
@@ -91,28 +82,17 @@ class Chunks:
         self._row_bytes = row_bytes
         self._fingerprint = fingerprint
         self._accept_bare = accept_bare
-        # A load's second page stays empty unless the file is too long: no call is needed to ask for its length.
-        self._pages = Pages(lanes, 2 * FOOTER_BYTES)
+        self._reads = reads
+        self._pages = Pages(lanes, SHARE_CHUNKS_MAX * TAIL_BYTES)
 
     def load(self, share: LoadShare) -> None:
         """Fill the share's buffers; none but a `None` outcome says that one holds its chunk."""
-        with self._pages.one() as page:
-            for read in share.reads:
-                allocated_bytes: int | None = None
-                try:
-                    if read.key in share.leaving:
-                        raise FileNotFoundError  # As good as.
-                    with self._files.open(read.key) as chunk:
-                        outcome = self._fill(chunk, read, page, share)
-                        if share.measure and outcome is None:
-                            allocated_bytes = chunk.allocated_bytes()
-                except (FileNotFoundError, NotADirectoryError):
-                    outcome = BlockMissing(f"{read.key.hex()}: no file")
-                except OSError as error:
-                    outcome = failure(read.key, error)
-                    share.gone += error.errno in GONE
-                share.allocated_bytes.append(allocated_bytes)
-                share.outcomes.append(outcome)
+        with (
+            self._pages.one() as pages,
+            LoadHop(self._files, share, pages, partial(self._judge, share)) as hop,
+        ):
+            self._reads(hop.wanted())
+            hop.end()
 
     def store(self, share: StoreShare) -> None:
         """Store the share's chunks, each wholly or not at all."""
@@ -193,9 +173,9 @@ class Chunks:
         self._tally.count("overwritten", attempt is not None)
         return attempt
 
-    def _fill(self, chunk: OpenChunk, read: Read, page: memoryview, share: LoadShare) -> Outcome:
+    def _judge(self, share: LoadShare, chunk: OpenChunk, read: Read, page: memoryview, got: int) -> Outcome:
         key, into = read
-        file_bytes = chunk.read([into, page], self._row_bytes + FOOTER_BYTES)
+        file_bytes = chunk.read_on([into, page], got, self._row_bytes + FOOTER_BYTES)
         whole = judge_length(file_bytes, self._row_bytes)
         if whole is Whole.BARE:
             self._tally.count("unverified_accepted" if self._accept_bare else "unverified_refused")

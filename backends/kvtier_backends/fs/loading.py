@@ -8,11 +8,12 @@ from kvtier.errors import BlockCorrupt, BlockMissing
 from kvtier.keys import OffloadKey
 from kvtier.lend import Lanes, in_threads
 from kvtier_backends.fs.capacity import Capacity
-from kvtier_backends.fs.chunks import Chunks, LoadShare, share_out
+from kvtier_backends.fs.chunks import Chunks, share_out
 from kvtier_backends.fs.claims import Claims
 from kvtier_backends.fs.entries import Held
 from kvtier_backends.fs.eviction import Eviction
 from kvtier_backends.fs.index import Index
+from kvtier_backends.fs.load_hop import LoadShare
 from kvtier_backends.fs.precedence import Precedence
 
 

@@ -1,13 +1,14 @@
 """A chunk's file while it is read: what is verified and what is taken out of the way is one file, whatever its name."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Self
 
 from kvtier_backends.fs.discard import Discard, Discarded
 from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.folder_sizes import taken_bytes
+from kvtier_backends.fs.reads import Wanted
 
 
 class OpenChunk:
@@ -23,14 +24,21 @@ class OpenChunk:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
         os.close(self._fd)
 
-    def read(self, buffers: Sequence[memoryview], expected_bytes: int) -> int:
-        """Fill the buffers in order and return how many bytes came: all that the file has, if they had room for it.
+    def wanted(self, buffers: Sequence[memoryview], done: Callable[[int | OSError], None]) -> Wanted:
+        """Ask for the file's bytes; what comes may be less than there is."""
+        return Wanted(self._fd, buffers, 0, sum(map(len, buffers)), done)
 
-        `expected_bytes`: the length at which there is no doubt that the end was reached.
+    def read_on(self, buffers: Sequence[memoryview], got: int, expected_bytes: int) -> int:
+        """Fill what a first read has left of the buffers, and return how many bytes came in all.
+
+        That is all that the file has, if the buffers have room for it. `expected_bytes`: the length at which there is
+        no doubt that the end was reached.
         """
-        got = os.preadv(self._fd, buffers, 0)
         if got == expected_bytes:
             return got
         end = min(os.fstat(self._fd).st_size, sum(map(len, buffers)))

@@ -93,6 +93,7 @@ def assemble(
         row_bytes=context.row_bytes,
         fingerprint=context.mapper.fingerprint,
         accept_bare=options.unverified == "accept",
+        reads=folder.reads,
     )
     claims = Claims()
     kind_of_eviction = SharedEviction if options.shared else Recycling if options.overwrites else Eviction
