@@ -82,9 +82,9 @@ def ask_ahead(fd: int, header: Header, places: Sequence[int]) -> None:
         os.posix_fadvise(fd, header.footer_offset(place), FOOTER_BYTES, os.POSIX_FADV_WILLNEED)
 
 
-def read_all(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
-    """Fill the buffers from there; an end of the file before that is an error."""
-    total, done = sum(map(len, buffers)), 0
+def read_all(fd: int, buffers: Sequence[memoryview], offset: int, done: int = 0) -> None:
+    """Fill the buffers from there, of which so many bytes are done; an end of the file before that is an error."""
+    total = sum(map(len, buffers))
     while done < total:
         read = os.preadv(fd, _rest(buffers, done) if done else buffers, offset + done)
         if read == 0:

@@ -33,6 +33,11 @@ class Run(NamedTuple, Generic[T]):
         """Where in the file the first slot begins."""
         return self.segment.header.offset(self.parts[0].slot - self.segment.first_slot)
 
+    def pieces(self, piece_bytes: int) -> "list[Run[T]]":
+        """Return it as runs of about so many bytes at most, but of one slot at least."""
+        slots = max(1, piece_bytes // self.segment.header.slot_bytes)
+        return [Run(self.segment, self.parts[start : start + slots]) for start in range(0, len(self.parts), slots)]
+
 
 @dataclass(slots=True)
 class Share(Generic[T]):

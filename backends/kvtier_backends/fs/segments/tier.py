@@ -66,7 +66,11 @@ class SegmentsLayout:
         most = share_chunks(context.row_bytes)
         precedence = Precedence()
         chunks = SlotChunks(
-            precedence, lanes=options.load_lanes + options.store_lanes, share_chunks=most, fingerprint=fingerprint
+            precedence,
+            reads=folder.reads,
+            lanes=options.load_lanes + options.store_lanes,
+            share_chunks=most,
+            fingerprint=fingerprint,
         )
         self._wiping = wiping = Wiping(
             catalog, segments, chunks, capacity, folder, tally, lane=lanes.evict, fsync=options.fsync
