@@ -5,7 +5,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from kvtier.annotations import is_table
 from kvtier.backend import Durability
 from kvtier.config import (
     Checked,
@@ -133,7 +132,7 @@ class SecondaryOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only
 def read_secondary_options(given: Mapping[str, Any]) -> SecondaryOptions:
     """Decode a tier's configuration, without vLLM's own fields; `ConfigError` names what is wrong in it."""
     limits = given.get("limits")
-    for name in sorted(ENGINE_ONLY.intersection(limits)) if is_table(limits) else ():
+    for name in sorted(name for name in ENGINE_ONLY if isinstance(limits, Mapping) and name in limits):
         raise ConfigError(
             f"secondary_tiers[].limits.{name}: given, none accepted: here memory is vLLM's, and so are its limits"
         )
