@@ -64,9 +64,7 @@ class Inbox:
         match message:
             case Finished():
                 self._time(message)
-                codes = map(Code, message.codes)
-                failed = dict(zip(unpack_rows(message.failed), codes, strict=True))
-                self._settle(message.id, failed, now, lent=message.lent)
+                self._settle(message.id, _failed(message) if message.codes else {}, now, lent=message.lent)
             case Returned():
                 self._end_late(message.id, unpack_rows(message.moved))
             case Answered():
@@ -147,7 +145,11 @@ class Inbox:
 
     def _judge(self, transfer: Transfer, failed: Mapping[int, Code], now: float) -> None:
         """Count failures and tell the breaker: a transfer of which anything was the tier's fault is a failed one."""
-        tier, by_code = transfer.tier, _by_code(failed)
+        tier = transfer.tier
+        if not failed:
+            tier.breaker.succeeded()
+            return
+        by_code = _by_code(failed)
         for code, indices in by_code.items():
             if code is Code.REFUSED and transfer.kind is Kind.CASCADE:
                 tier.counters.drop("bridge", len(indices))
@@ -196,19 +198,7 @@ class Inbox:
         lent: bool,
     ) -> None:
         tier = transfer.tier
-        tier.storing.difference_update(transfer.keys)
-        tier.counters.stored += len(moved)
-        crossed = tier.crossed.intersection(transfer.keys)
-        tier.crossed -= crossed
-        if tier.reports:
-            self._where.add(tier, [key for key in moved if key not in crossed])
-        for key in moved:
-            if key in crossed:
-                tier.doubt(key)
-            elif tier.reports:
-                tier.forget_answer(key)
-            else:
-                tier.believe(key, present=True, now=now)
+        self._where.add(tier, tier.stored(transfer.keys, moved, now))
         self._stored(tier.spec.name, moved)
         if not lent:
             self._transfers.unpin_cascade(transfer.rows)
@@ -239,14 +229,19 @@ class Inbox:
         """
         transfer = self._transfers.overdue.get(id_)
         if transfer is not None and transfer.kind is Kind.CASCADE:
-            for index in moved:
-                transfer.tier.forget_answer(transfer.keys[index])
-                transfer.tier.doubt(transfer.keys[index])
+            keys = [transfer.keys[index] for index in moved]
+            transfer.tier.forget_answers(keys)
+            for key in keys:
+                transfer.tier.doubt(key)
         self._transfers.take_back(id_)
 
     def _stored(self, tier_name: str, keys: Sequence[OffloadKey]) -> None:
         if keys and self._events is not None:
             self._events.add(Event(EventKind.STORED, tier_name, keys))
+
+
+def _failed(message: Finished) -> dict[int, Code]:
+    return dict(zip(unpack_rows(message.failed), map(Code, message.codes), strict=True))
 
 
 def _by_code(failed: Mapping[int, Code]) -> dict[Code, list[int]]:

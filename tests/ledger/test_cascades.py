@@ -74,6 +74,16 @@ def test_request_level_tiers_get_what_was_present_before(bench):
     assert cascades(engine.step()) == [(0, engine.keys("b")), (1, engine.keys("ab"))]
 
 
+def test_a_present_key_that_is_offered_twice_cascades_once(bench):
+    engine = bench(tiers=[bench.spec("whole", request_level=True)])
+    engine.stored_alone("a")
+    engine.store("aa")
+    sent = engine.step()
+    assert cascades(sent) == [(0, engine.keys("a"))]
+    engine.finish_all(sent)
+    assert engine.settled()
+
+
 def test_request_level_tiers_get_what_was_on_its_way_once_it_has_come(bench):
     engine = bench(tiers=[bench.spec("plain"), bench.spec("whole", request_level=True)])
     engine.holds("a", tier=0)

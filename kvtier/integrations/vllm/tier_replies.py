@@ -127,9 +127,10 @@ class Replies:
         """Take rows back. What was stored too late is asked for and not believed: it may have gone since."""
         part = self._jobs.leave(message.id)
         if part is not None and part.job is not None and part.job.way is Way.STORE:
-            for index in unpack_rows(message.moved):
-                self._tier.forget_answer(part.keys[index])
-                self._tier.doubt(part.keys[index])
+            keys = [part.keys[index] for index in unpack_rows(message.moved)]
+            self._tier.forget_answers(keys)
+            for key in keys:
+                self._tier.doubt(key)
 
     def _answered(self, message: Answered, now: float) -> None:
         part = self._jobs.parts.pop(message.id, None)
@@ -175,21 +176,8 @@ class Replies:
                 self._tier.believe(part.keys[index], present=False, now=now)
 
     def _stored(self, job: Job, part: Part, moved: Sequence[OffloadKey], now: float) -> None:
-        tier = self._tier
         job.request.storing -= len(part.keys)
-        tier.storing.difference_update(part.keys)
-        tier.counters.stored += len(moved)
-        crossed = tier.crossed.intersection(part.keys)  # The tier said meanwhile that it has them no more.
-        tier.crossed -= crossed
-        for key in moved:
-            if key in crossed:
-                tier.doubt(key)
-            elif tier.reports:
-                tier.forget_answer(key)
-            else:
-                tier.believe(key, present=True, now=now)
-        if tier.reports:
-            self._where.add(tier, [key for key in moved if key not in crossed])
+        self._where.add(self._tier, self._tier.stored(part.keys, moved, now))
         self._note(EventKind.STORED, moved)
         self.rank(job.request)
 
@@ -215,8 +203,7 @@ class Replies:
                 self._tier.believe(key, present=bool(present and present[index]), now=now)
 
     def _learn_by_report(self, kind: EventKind, keys: Sequence[OffloadKey]) -> None:
-        for key in keys:
-            self._tier.forget_answer(key)
+        self._tier.forget_answers(keys)
         self._note(kind, keys)
         self.queued.append(Acknowledge(self._tier.index))
 
