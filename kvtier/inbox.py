@@ -15,9 +15,8 @@ from kvtier.bridge.messages import (
     Returned,
     Scanned,
     TierUsage,
-    unpack_keys,
-    unpack_rows,
 )
+from kvtier.bridge.packing import unpack_keys, unpack_rows
 from kvtier.config import PRIMARY_NAME
 from kvtier.events import Event, EventKind, EventLog
 from kvtier.inventories import Inventories
@@ -27,10 +26,7 @@ from kvtier.primary import Primary
 from kvtier.request import Leases
 from kvtier.tier import Tier, Whereabouts
 from kvtier.transfers import Kind, Transfer, Transfers
-
-TIER_AT_FAULT = frozenset({Code.FAILED, Code.UNAVAILABLE, Code.DEADLINE})
-NOT_TRIED = frozenset({Code.REFUSED, Code.LOST})  # Says nothing of the tier, nor of the chunk.
-
+from kvtier.verdicts import NOT_TRIED, failures, judge
 
 Observe = Callable[[str, str, float], None]  # A tier's name, an operation, and the seconds that it took.
 
@@ -64,7 +60,7 @@ class Inbox:
         match message:
             case Finished():
                 self._time(message)
-                self._settle(message.id, _failed(message) if message.codes else {}, now, lent=message.lent)
+                self._settle(message.id, failures(message), now, lent=message.lent)
             case Returned():
                 self._end_late(message.id, unpack_rows(message.moved))
             case Answered():
@@ -132,7 +128,9 @@ class Inbox:
             return
         keys = transfer.keys
         moved = [key for index, key in enumerate(keys) if index not in failed] if failed else keys
-        self._judge(transfer, failed, now)
+        if failed:
+            self._count_failures(transfer, failed)
+        judge(transfer.tier, failed.values(), now)
         match transfer.kind:
             case Kind.PROMOTION:
                 self._settle_promotion(transfer, moved, failed, now, lent=lent)
@@ -143,14 +141,9 @@ class Inbox:
             case Kind.DELETE:
                 pass
 
-    def _judge(self, transfer: Transfer, failed: Mapping[int, Code], now: float) -> None:
-        """Count failures and tell the breaker: a transfer of which anything was the tier's fault is a failed one."""
+    def _count_failures(self, transfer: Transfer, failed: Mapping[int, Code]) -> None:
         tier = transfer.tier
-        if not failed:
-            tier.breaker.succeeded()
-            return
-        by_code = _by_code(failed)
-        for code, indices in by_code.items():
+        for code, indices in _by_code(failed).items():
             if code is Code.REFUSED and transfer.kind is Kind.CASCADE:
                 tier.counters.drop("bridge", len(indices))
                 continue
@@ -158,11 +151,6 @@ class Inbox:
             if self._events is not None:
                 keys = [transfer.keys[index] for index in indices]
                 self._events.add(Event(EventKind.FAILED, tier.spec.name, keys, code.name.lower()))
-        if not TIER_AT_FAULT.isdisjoint(by_code):
-            tier.counters.transfers_failed += 1
-            tier.breaker.failed(now)
-        elif NOT_TRIED.isdisjoint(by_code):
-            tier.breaker.succeeded()
 
     def _settle_promotion(
         self,
@@ -238,10 +226,6 @@ class Inbox:
     def _stored(self, tier_name: str, keys: Sequence[OffloadKey]) -> None:
         if keys and self._events is not None:
             self._events.add(Event(EventKind.STORED, tier_name, keys))
-
-
-def _failed(message: Finished) -> dict[int, Code]:
-    return dict(zip(unpack_rows(message.failed), map(Code, message.codes), strict=True))
 
 
 def _by_code(failed: Mapping[int, Code]) -> dict[Code, list[int]]:

@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 
-from kvtier.bridge.messages import Acknowledge, Action, Cascade, Delete, Probe, Promote, Rank, pack_keys, pack_rows
+from kvtier.bridge.messages import Acknowledge, Action, Cascade, Delete, Probe, Promote, Rank
+from kvtier.bridge.packing import pack_keys, pack_rows
 from kvtier.keys import OffloadKey
 from kvtier.primary import Primary
 from kvtier.request import Request

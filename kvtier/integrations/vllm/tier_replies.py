@@ -24,17 +24,16 @@ from kvtier.bridge.messages import (
     RunnerLost,
     Scanned,
     TierUsage,
-    pack_keys,
-    unpack_keys,
-    unpack_rows,
 )
+from kvtier.bridge.packing import pack_keys, unpack_keys, unpack_rows
 from kvtier.events import Event, EventKind, EventLog
-from kvtier.inbox import NOT_TRIED, TIER_AT_FAULT, Observe
+from kvtier.inbox import Observe
 from kvtier.integrations.vllm.tier_jobs import Job, Jobs, Part, Way
 from kvtier.keys import OffloadKey
 from kvtier.outbox import RANK_KEYS_MAX
 from kvtier.request import Request
 from kvtier.tier import Tier, Whereabouts
+from kvtier.verdicts import NOT_TRIED, failures, judge
 
 GONE = frozenset({Code.MISSING, Code.CORRUPT})
 
@@ -116,7 +115,7 @@ class Replies:
         if part is None or part.job is None:
             return
         self._observe(self._tier.spec.name, part.job.way.value, message.seconds)
-        self._settle(part, dict(zip(unpack_rows(message.failed), map(Code, message.codes), strict=True)), now)
+        self._settle(part, failures(message), now)
         if message.lent:
             self._jobs.late(message.id)
             self._bridge.replace()  # Nobody else's rows are in it.
@@ -149,7 +148,9 @@ class Replies:
         assert part.job is not None, part
         job = part.job
         moved = [key for index, key in enumerate(part.keys) if index not in failed]
-        self._judge(failed, now)
+        for code in failed.values():
+            self._tier.counters.fail(code.name.lower(), 1)
+        judge(self._tier, failed.values(), now)
         self._where.remove(self._tier, [part.keys[index] for index, code in failed.items() if code in GONE])
         job.moved += moved
         job.whole = job.whole and not failed
@@ -157,15 +158,6 @@ class Replies:
             self._loaded(job, part, failed, now)
         else:
             self._stored(job, part, moved, now)
-
-    def _judge(self, failed: Mapping[int, Code], now: float) -> None:
-        for code in failed.values():
-            self._tier.counters.fail(code.name.lower(), 1)
-        if not TIER_AT_FAULT.isdisjoint(failed.values()):
-            self._tier.counters.transfers_failed += 1
-            self._tier.breaker.failed(now)
-        elif NOT_TRIED.isdisjoint(failed.values()):
-            self._tier.breaker.succeeded()
 
     def _loaded(self, job: Job, part: Part, failed: Mapping[int, Code], now: float) -> None:
         self._tier.loading -= len(part.keys)
