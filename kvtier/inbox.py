@@ -130,7 +130,11 @@ class Inbox:
         moved = [key for index, key in enumerate(keys) if index not in failed] if failed else keys
         if failed:
             self._count_failures(transfer, failed)
-        judge(transfer.tier, failed.values(), now)
+        if judge(transfer.tier, failed.values(), now):
+            if transfer.kind is Kind.PROBE:
+                transfer.tier.counters.probes_failed += 1
+            else:
+                transfer.tier.counters.transfers_failed += 1
         match transfer.kind:
             case Kind.PROMOTION:
                 self._settle_promotion(transfer, moved, failed, now, lent=lent)
@@ -197,6 +201,7 @@ class Inbox:
         if transfer is None:
             return
         if not message.present:
+            transfer.tier.counters.probes_failed += 1
             transfer.tier.breaker.failed(now)
         self._believe(transfer, message.present, now)
 

@@ -17,10 +17,11 @@ def failures(message: Finished) -> dict[int, Code]:
     return dict(zip(unpack_rows(message.failed), map(Code, message.codes), strict=True))
 
 
-def judge(tier: Tier, codes: Collection[Code], now: float) -> None:
-    """Tell the breaker how a transfer ended: of which anything was the tier's fault, that is a failed one."""
+def judge(tier: Tier, codes: Collection[Code], now: float) -> bool:
+    """Tell the breaker how a transfer ended; say whether it failed, that is, whether anything was the tier's fault."""
     if not TIER_AT_FAULT.isdisjoint(codes):
-        tier.counters.transfers_failed += 1
         tier.breaker.failed(now)
-    elif NOT_TRIED.isdisjoint(codes):
+        return True
+    if NOT_TRIED.isdisjoint(codes):
         tier.breaker.succeeded()
+    return False

@@ -274,7 +274,7 @@ async def test_what_a_cancelled_store_has_stored_is_reported(
 async def test_a_hung_transfer_is_left_behind_and_its_buffer_stays_lent(
     open_tier, lender: Lender, stick: Callable[[str], Stuck]
 ) -> None:
-    tier = await open_tier(load_lanes=2)
+    tier = await open_tier(load_lanes=2, load_queue_bytes=0)
     await lender.keep(tier, keys_of(4))
     stuck = stick("preadv")
     load = asyncio.create_task(tier.load(lender.reads(keys_of(4))))

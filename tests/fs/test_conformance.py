@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,8 @@ from kvtier.testing.conformance import (
     tier_context,
 )
 from kvtier_backends.fs import FsBackend, FsOptions
+
+LAID_OUT = [{"naming": "vllm"}, {"naming": "flat"}, {"layout": "segments"}]
 
 
 class Suites(
@@ -106,21 +109,21 @@ class Small:
         return "lru"
 
     @pytest.fixture
-    async def small(self, tmp_path, policy: str, layout: str):
+    async def small(self, tmp_path, policy: str, laid_out: dict[str, Any]):
         room_bytes = 24 * (self.chunk_bytes + 4_096 + 4 * 4_096)
-        options = FsOptions(root=str(tmp_path), layout=layout, capacity_bytes=room_bytes, eviction_policy=policy)
+        options = FsOptions(root=str(tmp_path), capacity_bytes=room_bytes, eviction_policy=policy, **laid_out)
         tier = await FsBackend.open(options, tier_context(self.chunk_bytes))
         yield tier
         await tier.aclose(10)
 
 
-@pytest.mark.parametrize("layout", ["files", "segments"])
+@pytest.mark.parametrize("laid_out", LAID_OUT, ids=lambda one: next(iter(one.values())))
 @pytest.mark.parametrize("policy", known_policies())
 class TestFsWithinACapacity(Small, BoundedConformance):
     """With every policy."""
 
 
-@pytest.mark.parametrize("layout", ["files", "segments"])
+@pytest.mark.parametrize("laid_out", LAID_OUT, ids=lambda one: next(iter(one.values())))
 class TestFsByRecency(Small, RankedConformance):
     """As it comes."""
 

@@ -20,8 +20,9 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,8 @@ POWER_ROUNDS = int(os.environ.get("KVTIER_POWER_ROUNDS", "3"))
 SEED = int(os.environ.get("KVTIER_CRASH_SEED", "1"))
 KEYS = 120
 LAYOUTS = ["files", "segments"]
+OVERWRITTEN_KEYS = 400
+OVERWRITING: dict[str, Any] = {"naming": "flat", "capacity_bytes": 100 * (12_288 + 4_096) + 262_144}  # For a quarter.
 DELETED = -1
 DEADLINE_S = 60.0
 
@@ -48,9 +51,12 @@ WITHOUT_LOG_FLUSH = 2
 class Expected:
     """For each key, the versions that may be found: one that was confirmed, or those of a call that was cut short."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, evicts: bool = False) -> None:
+        """`evicts`: anything may be gone but what was stored last."""
         self.versions: dict[int, set[int]] = defaultdict(lambda: {DELETED})
         self.confirmed = 0  # Chunks of which a writer was told that they are stored.
+        self._evicts = evicts
+        self._last: list[int] = []  # Of the last call that has ended.
         self._begun: dict[str, tuple[int, list[int]]] = {}
 
     def hear(self, line: str) -> None:
@@ -63,21 +69,27 @@ class Expected:
                 version, numbers = self._begun.pop(worker)
                 self.versions.update((number, {version}) for number in numbers)
                 self.confirmed += len(numbers) if version != DELETED else 0
+                self._last = numbers
             case _:
                 raise AssertionError(line)
 
     def found(self, number: int, version: int) -> None:
-        assert version in self.versions[number], f"key {number}: {version} found, {self.versions[number]} expected"
+        evicted = self._evicts and version == DELETED and number not in self._last
+        assert evicted or version in self.versions[number], (
+            f"key {number}: {version} found, {self.versions[number]} expected"
+        )
         self.versions[number] = {version}
 
 
 class Launcher:
     """Writers that can be stopped at any moment."""
 
-    def __init__(self, root: Path, row_bytes: int, deletes: float, options: dict[str, object]) -> None:
+    def __init__(
+        self, root: Path, row_bytes: int, deletes: float, options: dict[str, object], keys: int = KEYS
+    ) -> None:
         script = os.path.join(os.path.dirname(__file__), "crash_writer.py")
         self._process = subprocess.Popen(
-            [sys.executable, script, str(root), str(row_bytes), str(KEYS), str(deletes), json.dumps(options)],
+            [sys.executable, script, str(root), str(row_bytes), str(keys), str(deletes), json.dumps(options)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,  # Of a writer whose disk goes away.
@@ -121,7 +133,7 @@ async def scanned(tier: FsBackend) -> None:
 
 async def look(root: Path, mapper: FileMapper, row_bytes: int, expected: Expected, **options: object) -> Counter[str]:
     """Open the tier as after a restart, and compare all that it has with what may be there; return what is corrupt."""
-    lender, keys = Lender(row_bytes), keys_of(KEYS)
+    lender, keys = Lender(row_bytes), keys_of(max(KEYS, *expected.versions, 0) + 1)
     for number, versions in expected.versions.items():
         for version in versions - {DELETED}:
             lender.chunk(keys[number], version)  # To know it again.
@@ -157,6 +169,25 @@ def test_a_killed_writer_loses_nothing_it_was_told_was_stored(
                 os.kill(pid, signal.SIGKILL)
             assert asyncio.run(look(root, mapper, row_bytes, expected, layout=layout)) == {}
             assert temporaries(root) == []
+    finally:
+        launcher.close()
+    logger.info("%d writers killed, %d chunks confirmed, none lost", ROUNDS, expected.confirmed)
+
+
+def test_a_killed_writer_that_overwrites_files_leaves_whole_chunks_and_the_last_ones(
+    root: Path, mapper: FileMapper, row_bytes: int, taken_bytes: Callable[[Path], int]
+) -> None:
+    """A file that was being taken from one chunk for another is neither's."""
+    launcher, expected = Launcher(root, row_bytes, 0.1, OVERWRITING, OVERWRITTEN_KEYS), Expected(evicts=True)
+    try:
+        for seed in range(SEED, SEED + ROUNDS):
+            dice = random.Random(seed)
+            for pid in launcher.run(seed, dice.randint(30, 90), expected):
+                any_moment(dice)
+                os.kill(pid, signal.SIGKILL)
+            assert asyncio.run(look(root, mapper, row_bytes, expected, **OVERWRITING)) == {}
+            assert temporaries(root) == []
+            assert taken_bytes(root) <= OVERWRITING["capacity_bytes"]
     finally:
         launcher.close()
     logger.info("%d writers killed, %d chunks confirmed, none lost", ROUNDS, expected.confirmed)
@@ -242,6 +273,27 @@ def test_what_was_synced_survives_a_machine_that_stops(
             disk.restart()
             corrupt = asyncio.run(look(root, mapper, row_bytes, expected, **options))
             assert corrupt == {} or layout == "segments"  # A slot may be torn in which nothing was promised to be.
+    finally:
+        launcher.close()
+    logger.info("%d times cut off, %d chunks confirmed, none lost", POWER_ROUNDS, expected.confirmed)
+
+
+def test_what_was_synced_last_in_place_of_others_survives_a_machine_that_stops(
+    disk: Disk, mapper: FileMapper, row_bytes: int
+) -> None:
+    """Here a chunk that went may come back under its name with another's bytes: it is taken for corrupt."""
+    root = disk.mounted / "tier"
+    options = {**OVERWRITING, "fsync": True}
+    launcher, expected = Launcher(root, row_bytes, 0.0, options, OVERWRITTEN_KEYS), Expected(evicts=True)
+    try:
+        for seed in range(SEED, SEED + POWER_ROUNDS):
+            dice = random.Random(seed)
+            for pid in launcher.run(seed, dice.randint(30, 60), expected):
+                any_moment(dice)
+                disk.cut_off()
+                os.kill(pid, signal.SIGKILL)
+            disk.restart()
+            asyncio.run(look(root, mapper, row_bytes, expected, **options))
     finally:
         launcher.close()
     logger.info("%d times cut off, %d chunks confirmed, none lost", POWER_ROUNDS, expected.confirmed)

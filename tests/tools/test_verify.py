@@ -75,6 +75,25 @@ def test_damage_is_found_by_its_kind(store, run, root: Path, kind: str, naming: 
     assert [path.read_bytes() for path in files] == before
 
 
+def test_a_file_that_an_engine_overwrites_meanwhile_is_not_corrupt(
+    store, run, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has lost its name before: what is in it is another chunk's."""
+    going, _ = store(keys_of(2), naming="flat")
+    inode, pread = going.stat().st_ino, os.pread
+
+    def overwrite_meanwhile(fd: int, length: int, at: int) -> bytes:
+        if os.fstat(fd).st_ino == inode and going.exists():
+            going.rename(aside := going.with_suffix(".tmp"))
+            overwrite(at, b"another chunk's")(aside)
+        return pread(fd, length, at)
+
+    monkeypatch.setattr(os, "pread", overwrite_meanwhile)
+    status, out = run("verify", root, "--json")
+    assert not going.exists()
+    assert (status, json.loads(out)["corrupt"]) == (0, {})
+
+
 def test_swapped_files_are_found(store, run, root: Path) -> None:
     one, other, _ = store(keys_of(3))
     content = one.read_bytes()

@@ -39,6 +39,8 @@ class Capacity:
         """Promised to stores that are under way."""
         self.leaving_bytes = 0
         """Of files that are being removed: free once they are gone."""
+        self.in_place_bytes = 0
+        """Promised with files that are to be overwritten: the disk has no less free for it."""
         self.other_bytes = 0
         """Of whatever else lies in the tier's folders."""
         self.unseen_bytes = disk.used_bytes
@@ -59,7 +61,7 @@ class Capacity:
         if self.limit_bytes is not None:
             room.append(self.limit_bytes - self.used_bytes - self.reserved_bytes - self.unseen_bytes)
         if self._min_free_bytes:
-            room.append(self._disk.free_bytes - self._min_free_bytes - self.reserved_bytes)
+            room.append(self._disk.free_bytes - self._min_free_bytes - self.reserved_bytes + self.in_place_bytes)
         return min(room, default=None)
 
     @property
@@ -89,6 +91,16 @@ class Capacity:
         self.reserved_bytes += granted_bytes
         return granted_bytes
 
+    def hand_over(self, leaving_bytes: int) -> None:
+        """Promise what files take that are going to whoever overwrites them: the total does not change."""
+        self.leaving_bytes -= leaving_bytes
+        self.reserved_bytes += leaving_bytes
+        self.in_place_bytes += leaving_bytes
+
+    def take_back(self, in_place_bytes: int) -> None:
+        """Count what files took that were to be overwritten as any other promise: the store has ended."""
+        self.in_place_bytes -= in_place_bytes
+
     def release(self, reserved_bytes: int) -> None:
         """Take a promise back: the store has ended, and what it took is counted where it is."""
         self.reserved_bytes -= reserved_bytes
@@ -107,6 +119,7 @@ class Capacity:
             taken = used_bytes + reserved_bytes
             surplus = taken - low if taken > high else 0
         if self._min_free_bytes:
-            lacking = self._min_free_bytes + reserved_bytes - self._disk.free_bytes - self.leaving_bytes
+            new_bytes = reserved_bytes - self.in_place_bytes
+            lacking = self._min_free_bytes + new_bytes - self._disk.free_bytes - self.leaving_bytes
             surplus = max(surplus, lacking)
         return surplus

@@ -6,6 +6,7 @@ share, chunk by chunk: the call that lent the buffers may be cancelled, and its 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from kvtier.backend import Outcome, Read, Write
@@ -16,10 +17,14 @@ from kvtier_backends.fs.discard import Discarded
 from kvtier_backends.fs.entries import Held, is_later
 from kvtier_backends.fs.failures import GONE, failure
 from kvtier_backends.fs.faults import Fault
-from kvtier_backends.fs.files import ChunkFiles, Found, OpenChunk
+from kvtier_backends.fs.files import Attempt, ChunkFiles, Found
 from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, payload_checksum, write_footer
+from kvtier_backends.fs.grant import Grant
+from kvtier_backends.fs.load_hop import TAIL_BYTES, LoadHop, LoadShare
+from kvtier_backends.fs.open_chunk import OpenChunk
 from kvtier_backends.fs.pages import Pages
 from kvtier_backends.fs.precedence import Precedence
+from kvtier_backends.fs.reads import Reads
 from kvtier_backends.fs.verify import Whole, judge_chunk, judge_length
 
 T = TypeVar("T")
@@ -44,23 +49,12 @@ def share_out(batch: Sequence[T], lanes: int, most: int) -> list[Sequence[T]]:
 
 
 @dataclass(slots=True)
-class LoadShare:
-    """Reads of one hop, and what became of those that were come to, in order."""
-
-    reads: Sequence[Read]
-    measure: bool  # Whether to say how much room the files take: for keys that the index does not know.
-    outcomes: list[Outcome] = field(default_factory=list[Outcome])
-    allocated_bytes: list[int | None] = field(default_factory=list[int | None])  # None: not loaded, or not measured.
-    kept_bytes: int = 0  # Of corrupt files that are there still: quarantined, or not to be moved.
-    gone: int = 0  # Failures that say that the whole file system is away.
-
-
-@dataclass(slots=True)
 class StoreShare:
     """Writes of one hop, and what became of those that were come to, in order."""
 
     writes: Sequence[Write]
     used_at_ns: int  # The head's time; each of the others is a little older, so that it goes before the head.
+    grant: Grant  # Whose files are overwritten as long as there are any.
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
     allocated_bytes: list[int | None] = field(default_factory=list[int | None])  # None: not stored.
     gone: int = 0
@@ -79,6 +73,7 @@ class Chunks:
         row_bytes: int,
         fingerprint: bytes,
         accept_bare: bool,
+        reads: Reads,
     ) -> None:
         """`accept_bare`: whether to take files without a footer, unverified."""
         self._files = files
@@ -87,26 +82,17 @@ class Chunks:
         self._row_bytes = row_bytes
         self._fingerprint = fingerprint
         self._accept_bare = accept_bare
-        # A load's second page stays empty unless the file is too long: no call is needed to ask for its length.
-        self._pages = Pages(lanes, 2 * FOOTER_BYTES)
+        self._reads = reads
+        self._pages = Pages(lanes, SHARE_CHUNKS_MAX * TAIL_BYTES)
 
     def load(self, share: LoadShare) -> None:
         """Fill the share's buffers; none but a `None` outcome says that one holds its chunk."""
-        with self._pages.one() as page:
-            for read in share.reads:
-                allocated_bytes: int | None = None
-                try:
-                    with self._files.open(read.key) as chunk:
-                        outcome = self._fill(chunk, read, page, share)
-                        if share.measure and outcome is None:
-                            allocated_bytes = chunk.allocated_bytes()
-                except (FileNotFoundError, NotADirectoryError):
-                    outcome = BlockMissing(f"{read.key.hex()}: no file")
-                except OSError as error:
-                    outcome = failure(read.key, error)
-                    share.gone += error.errno in GONE
-                share.allocated_bytes.append(allocated_bytes)
-                share.outcomes.append(outcome)
+        with (
+            self._pages.one() as pages,
+            LoadHop(self._files, share, pages, partial(self._judge, share)) as hop,
+        ):
+            self._reads(hop.wanted())
+            hop.end()
 
     def store(self, share: StoreShare) -> None:
         """Store the share's chunks, each wholly or not at all."""
@@ -165,9 +151,11 @@ class Chunks:
     def _store(self, write: Write, used_at_ns: int, page: memoryview, share: StoreShare) -> None:
         key, block = write
         footer = Footer(key, len(block), payload_checksum(block), self._fingerprint)
+        spare = share.grant.spare()
         try:
             write_footer(page, footer)
-            allocated_bytes = self._files.write(key, [block, page], used_at_ns)
+            attempt = None if spare is None else self._reuse(spare, share.grant)
+            allocated_bytes = self._files.write(key, [block, page], used_at_ns, attempt)
         except OSError as error:
             share.gone += error.errno in GONE
             share.allocated_bytes.append(None)
@@ -175,10 +163,19 @@ class Chunks:
         else:
             share.allocated_bytes.append(allocated_bytes)
             share.outcomes.append(None)
+        if spare is not None:
+            self._files.tidy(spare.key)
 
-    def _fill(self, chunk: OpenChunk, read: Read, page: memoryview, share: LoadShare) -> Outcome:
+    def _reuse(self, spare: Held, grant: Grant) -> Attempt | None:
+        """Return a chunk's file as one to be written, or None if there is no such file any more."""
+        attempt = self._files.reuse(spare.key, self._row_bytes + FOOTER_BYTES)
+        grant.gone(spare)
+        self._tally.count("overwritten", attempt is not None)
+        return attempt
+
+    def _judge(self, share: LoadShare, chunk: OpenChunk, read: Read, page: memoryview, got: int) -> Outcome:
         key, into = read
-        file_bytes = chunk.read([into, page], self._row_bytes + FOOTER_BYTES)
+        file_bytes = chunk.read_on([into, page], got, self._row_bytes + FOOTER_BYTES)
         whole = judge_length(file_bytes, self._row_bytes)
         if whole is Whole.BARE:
             self._tally.count("unverified_accepted" if self._accept_bare else "unverified_refused")

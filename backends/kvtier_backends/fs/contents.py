@@ -1,7 +1,7 @@
 """The tier's directory as people's commands see it: every namespace in it, with nothing known but what lies there.
 
-An engine may be using it. A chunk is published by a rename, so that an open file is whole whatever happens to its name;
-a file is removed only if its name is still its own.
+An engine may be using it. A chunk is published by a rename, and a file that is overwritten has lost its name before: so
+what is wrong with an open file counts only if its name is still its own, and only then is it removed.
 """
 
 import json
@@ -88,7 +88,9 @@ class FsContents:
             status = os.fstat(fd)
             if status.st_ino != file.identity:
                 return Finding(State.GONE)
-            return self._judge(place, file, fd, status.st_size)
+            finding = self._judge(place, file, fd, status.st_size)
+            counts = finding.state is not State.CORRUPT or self._is_still(file, status)
+            return finding if counts else Finding(State.GONE)
         except OSError as error:
             raise self._refused(file.name, error) from error
         finally:
@@ -159,6 +161,13 @@ class FsContents:
             if kind is Kind.TEMPORARY and self._sweep.is_abandoned(os.path.basename(name), status.st_mtime):
                 kind = Kind.LEFTOVER
             yield StoredFile(kind, name, key, status.st_size, taken_bytes(status), status.st_mtime_ns, status.st_ino)
+
+    def _is_still(self, file: StoredFile, before: os.stat_result) -> bool:
+        """Say whether nobody has written into a file or renamed it since: an engine does both to those that go."""
+        with suppress(FileNotFoundError, NotADirectoryError):
+            now = os.stat(file.name, dir_fd=self._fd, follow_symlinks=False)
+            return os.path.samestat(now, before) and now.st_mtime_ns == before.st_mtime_ns
+        return False
 
     def _judge(self, place: Place, file: StoredFile, fd: int, size_bytes: int) -> Finding:
         footer = _footer_at_end(fd, size_bytes)

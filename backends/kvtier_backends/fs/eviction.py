@@ -1,21 +1,18 @@
-"""Makes room: in the background before it is needed, and in a store's own lane when it was not enough.
-
-A file that a call is at is never chosen, and a store of a key whose file is just being removed waits until it is gone:
-else the removal would meet the new file. A load waits for nothing here.
-"""
+"""Makes room: in the background before it is needed, and in a store's own lane when it was not enough."""
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 from kvtier.keys import OffloadKey
 from kvtier.lend import Lanes, in_thread, in_threads
 from kvtier_backends.fs.capacity import Capacity
 from kvtier_backends.fs.chunks import Chunks, share_out
+from kvtier_backends.fs.claims import Claims
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.entries import Held
+from kvtier_backends.fs.grant import Grant
 from kvtier_backends.fs.index import Index
 from kvtier_backends.fs.quarantine import Cleared, Quarantine
 from kvtier_backends.fs.stamps import Stamps
@@ -43,6 +40,7 @@ class Eviction:
         index: Index,
         capacity: Capacity,
         chunks: Chunks,
+        claims: Claims,
         tally: Tally,
         quarantine: Quarantine,
         *,
@@ -55,76 +53,54 @@ class Eviction:
         self._index = index
         self._capacity = capacity
         self._chunks = chunks
+        self._claims = claims
         self._tally = tally
         self._quarantine = quarantine
         self._lane = lane
         self._store_lanes = store_lanes
         self._ttl_s = ttl_s
         self._clock_ns = clock_ns
-        self._busy: Counter[OffloadKey] = Counter()
-        self._leaving: set[OffloadKey] = set()
-        self._gone = asyncio.Event()  # Replaced each time that some are.
         self._wake = asyncio.Event()
+        self._chosen: list[Held] = []  # Files that the background has still to remove.
         self.stamps = Stamps(index, chunks, lane, clock_ns)
         self._scanned = False
         self.changed: Callable[[], None] = lambda: None
         """Called when there is news for the inventory."""
 
-    @contextmanager
-    def in_use(self, keys: Sequence[OffloadKey]) -> Generator[None]:
-        """Keep the keys' files for as long as the block lasts."""
-        self._busy.update(keys)
-        try:
-            yield
-        finally:
-            self._busy.subtract(keys)
-            for key in keys:
-                if not self._busy[key]:
-                    del self._busy[key]
-
     def used_bytes(self) -> int:
         """Return what chunks take, those included that are being removed."""
         return self._index.used_bytes + self._capacity.leaving_bytes
 
-    def is_leaving(self, key: OffloadKey) -> bool:
-        """Say whether a key's file is just being removed for room."""
-        return key in self._leaving
-
-    async def until_gone(self, keys: Sequence[OffloadKey]) -> None:
-        """Wait until none of the keys' files is being removed."""
-        while not self._leaving.isdisjoint(keys):
-            await self._gone.wait()
-
-    async def reserve(self, wanted_bytes: int, least_bytes: int, incoming: Sequence[OffloadKey]) -> int:
+    async def reserve(self, wanted_bytes: int, least_bytes: int, incoming: Sequence[OffloadKey]) -> Grant:
         """Promise room, as much of what is wanted as there is or can be made; less than `least_bytes` is of no use."""
-        limit_bytes = self._capacity.limit_bytes
+        grant, limit_bytes = Grant(wanted_bytes // least_bytes), self._capacity.limit_bytes
         if limit_bytes is not None and least_bytes > limit_bytes:
-            return 0
+            return grant
         if self._capacity.watches_disk:
             await in_thread(self._store_lanes, self._capacity.look)
-        granted_bytes = await self._promise(wanted_bytes)
         try:
-            if granted_bytes < wanted_bytes and await self._clear_quarantine(wanted_bytes - granted_bytes):
-                granted_bytes += await self._promise(wanted_bytes - granted_bytes)
+            await self._promise(grant, wanted_bytes)
+            if grant.bytes < wanted_bytes and await self._clear_quarantine(wanted_bytes - grant.bytes):
+                await self._promise(grant, wanted_bytes)
             for _ in range(ROUNDS_MAX):
-                short_bytes = wanted_bytes - granted_bytes
+                short_bytes = wanted_bytes - grant.bytes
                 if short_bytes <= 0 or not (victims := self._choose(short_bytes, incoming)):
                     break
-                granted_bytes += await self._exchange(victims, short_bytes)
-                if granted_bytes < wanted_bytes:  # Files that were gone already had left their room to all.
-                    granted_bytes += await self._promise(wanted_bytes - granted_bytes)
+                await self._exchange(grant, victims, wanted_bytes)
+                if grant.bytes < wanted_bytes:  # Files that were gone already had left their room to all.
+                    await self._promise(grant, wanted_bytes)
         except BaseException:
-            self.release(granted_bytes)
+            self.release(grant)
             raise
-        return granted_bytes
+        return grant
 
     def stored(self, added_bytes: int) -> None:
         """Hear what a store or a delete has added to what is used; the index counts it."""
         self._capacity.wrote(added_bytes)
 
-    def release(self, reserved_bytes: int) -> None:
+    def release(self, grant: Grant) -> None:
         """Take a promise back: what was stored has been counted."""
-        self._capacity.release(reserved_bytes)
+        self._capacity.release(grant.bytes)
         self.check()
         self.changed()
 
@@ -169,7 +145,8 @@ class Eviction:
                     await self._wake.wait()
             self._wake.clear()
             await self._remove_surplus()
-            await self._remove_expired()
+            self._choose_expired()
+            await self._remove_chosen()
             await self.stamps.write()
 
     def _pause_s(self) -> float:
@@ -178,11 +155,14 @@ class Eviction:
             pauses.append(max(self._ttl_s / 16, 0.01))
         return min(pauses)
 
-    async def _promise(self, wanted_bytes: int) -> int:
-        return self._capacity.reserve(wanted_bytes)
+    async def _promise(self, grant: Grant, wanted_bytes: int) -> None:
+        """Promise as much as is free, up to what is wanted in all."""
+        grant.bytes += self._capacity.reserve(wanted_bytes - grant.bytes)
 
-    async def _exchange(self, victims: Sequence[Held], wanted_bytes: int) -> int:
-        return self._capacity.exchange(await self._remove(victims), wanted_bytes)
+    async def _exchange(self, grant: Grant, victims: Sequence[Held], wanted_bytes: int) -> None:
+        """Promise what victims leave, up to what is wanted in all."""
+        gone_bytes = await self._remove(victims)
+        grant.bytes += self._capacity.exchange(gone_bytes, wanted_bytes - grant.bytes)
 
     async def _surplus_bytes(self) -> int:
         return self._capacity.surplus_bytes()
@@ -209,25 +189,29 @@ class Eviction:
                 self.stored(-freed_bytes)
         return sum(freed_bytes for _, freed_bytes in cleared)
 
-    async def _remove_expired(self) -> None:
+    def _choose_expired(self) -> None:
         if self._ttl_s is None:
             return
         before_ns = self._clock_ns() - int(self._ttl_s * 1e9)
-        expired = self._index.unused_since(before_ns, self._busy.__contains__)
+        expired = self._index.unused_since(before_ns, self._claims.busy.__contains__)
         self._tally.count("expired", len(expired))
-        for part in share_out(expired, 1, BATCH_FILES):
-            self._begin(part)
-        for part in share_out(expired, 1, BATCH_FILES):
+        self._begin(expired)
+        self._chosen += expired
+
+    async def _remove_chosen(self) -> None:
+        while self._chosen:
+            part, self._chosen = self._chosen[:BATCH_FILES], self._chosen[BATCH_FILES:]
             await self._remove_behind(part)
 
     def _choose(self, wanted_bytes: int, incoming: Sequence[OffloadKey], most: int | None = None) -> list[Held]:
         """Choose files that take that much together, as far as there are any; and have them counted as leaving."""
-        index, victims, got_bytes = self._index, list[Held](), 0
+        index, busy, victims, got_bytes = self._index, self._claims.busy, list[Held](), 0
+        kept = sum(key in index for key in busy)  # A batch may be larger than the tier, and mostly new.
         typical_bytes = max(1, index.used_bytes // max(1, index.files))
         while got_bytes < wanted_bytes and (most is None or len(victims) < most):
             count = -(-(wanted_bytes - got_bytes) // typical_bytes)
             count = count if most is None else min(count, most - len(victims))
-            found = index.victims(count, self._busy.__contains__, len(self._busy), incoming)
+            found = index.victims(count, busy.__contains__, kept, incoming)
             if not found:
                 break
             incoming = ()  # A policy adapts to what comes once.
@@ -238,7 +222,7 @@ class Eviction:
         return victims
 
     def _begin(self, victims: Sequence[Held]) -> None:
-        self._leaving.update(victim.key for victim in victims)
+        self._claims.begin(victim.key for victim in victims)
         self._capacity.leaving_bytes += sum(victim.allocated_bytes for victim in victims)
         self.changed()
 
@@ -276,8 +260,6 @@ class Eviction:
                 self._tally.count("evictions_failed")
         for chunk in removal.used:
             self._index.stays(chunk)
-        self._leaving.difference_update(victim.key for victim in victims)
-        gone, self._gone = self._gone, asyncio.Event()
-        gone.set()
+        self._claims.end(victim.key for victim in victims)
         self.changed()
         return sum(removal.gone.values())

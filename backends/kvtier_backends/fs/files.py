@@ -6,18 +6,18 @@ blocks, any thread may call, and what fails raises the `OSError` of the call tha
 
 import errno
 import os
+import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from kvtier.keys import OffloadKey
 from kvtier.namespace import FileMapper
 from kvtier_backends.fs.attempts import attempt_name
-from kvtier_backends.fs.discard import Discard, Discarded
-from kvtier_backends.fs.faults import Fault
+from kvtier_backends.fs.discard import Discard
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.folder_sizes import taken_bytes
+from kvtier_backends.fs.open_chunk import OpenChunk, part_of
 from kvtier_backends.fs.precedence import SLICE_BYTES
 
 CREATE_ATTEMPTS = 8  # Someone may remove a folder between its making and its use, but not for ever.
@@ -30,14 +30,30 @@ class Found(NamedTuple):
     used_at_ns: int
 
 
+class Attempt(NamedTuple):
+    """A file that is being written, under a name of its own."""
+
+    name: str
+    fd: int
+
+
 class ChunkFiles:
     """The files of one namespace, by key."""
 
-    def __init__(self, folder: Folder, mapper: FileMapper, give_way: Callable[[], None], *, fsync: bool) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        mapper: FileMapper,
+        give_way: Callable[[], None],
+        *,
+        fsync: bool,
+        keeps_folders: bool = False,
+    ) -> None:
         """Use an opened folder, and let others go first between two slices of a chunk.
 
-        With `fsync`, a chunk is on the device when `write` returns.
+        With `fsync`, a chunk is on the device when `write` returns. `keeps_folders`: they are few, and soon used.
         """
+        self._keeps_folders = keeps_folders
         self._give_way = give_way
         self._root = folder.root_fd
         self._mapper = mapper
@@ -48,21 +64,42 @@ class ChunkFiles:
         self._direct = os.O_DIRECT if folder.direct else 0
         self._discard = Discard(folder)
 
-    def open(self, key: OffloadKey) -> "OpenChunk":
+    def open(self, key: OffloadKey) -> OpenChunk:
         """Open a chunk's file to read it."""
         name = self._mapper.name(key)
         return OpenChunk(name, os.open(name, os.O_RDONLY | self._direct, dir_fd=self._root), self._discard)
 
-    def write(self, key: OffloadKey, buffers: Sequence[memoryview], used_at_ns: int) -> int:
+    def reuse(self, key: OffloadKey, file_bytes: int) -> Attempt | None:
+        """Take a chunk's file out of its place to be overwritten; None if it is gone now, not fit for that.
+
+        `file_bytes`: the length that it has to have. Nobody may read it any more.
+        """
+        name = self._mapper.name(key)
+        aside = f"{os.path.dirname(name)}/{attempt_name(self._writer)}"
+        try:
+            os.rename(name, aside, src_dir_fd=self._root, dst_dir_fd=self._root)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        with suppress(OSError):  # Somebody else's, or a link that would lead elsewhere.
+            status = os.stat(aside, dir_fd=self._root, follow_symlinks=False)
+            # Another name for it, such as a backup's, must keep its bytes.
+            if stat.S_ISREG(status.st_mode) and status.st_size == file_bytes and status.st_nlink == 1:
+                return Attempt(aside, os.open(aside, os.O_WRONLY | self._direct, dir_fd=self._root))
+        os.unlink(aside, dir_fd=self._root)
+        return None
+
+    def write(
+        self, key: OffloadKey, buffers: Sequence[memoryview], used_at_ns: int, attempt: Attempt | None = None
+    ) -> int:
         """Put a file of these bytes in place of what was there, and return the bytes that it takes on the disk.
 
-        `used_at_ns` becomes its time: what orders files after a restart.
+        `used_at_ns` becomes its time: what orders files after a restart. `attempt`: a file of this length to overwrite.
         Until it has returned, readers find what was there before; a failure leaves that. (But for a failed sync of
         the folder: then the new file may be in place, whole.)
         """
         name = self._mapper.name(key)
         parent = os.path.dirname(name)
-        temporary, fd = self._create(parent)
+        temporary, fd = attempt or self._create(parent)
         try:
             try:
                 self._write_all(fd, buffers)
@@ -73,7 +110,7 @@ class ChunkFiles:
             finally:
                 os.close(fd)  # Network file systems report a full disk here.
             # rename last: a reader sees the old chunk or the new one, never half of each.
-            os.rename(temporary, name, src_dir_fd=self._root, dst_dir_fd=self._root)
+            self._publish(temporary, name)
         except BaseException:
             self._drop(temporary)
             raise
@@ -93,6 +130,8 @@ class ChunkFiles:
 
     def tidy(self, key: OffloadKey) -> None:
         """Remove the folders above a file that is gone, as far as they are empty: they take room, too."""
+        if self._keeps_folders:
+            return
         folder = os.path.dirname(self._mapper.name(key))
         with suppress(OSError):  # Mostly because it is not empty.
             while folder != self._chunks:
@@ -121,12 +160,20 @@ class ChunkFiles:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def _create(self, parent: str) -> tuple[str, int]:
+    def _publish(self, temporary: str, name: str) -> None:
+        """Rename a file; its new folder may be missing if it was made in another one."""
+        try:
+            os.rename(temporary, name, src_dir_fd=self._root, dst_dir_fd=self._root)
+        except FileNotFoundError:
+            self._make(os.path.dirname(name))
+            os.rename(temporary, name, src_dir_fd=self._root, dst_dir_fd=self._root)
+
+    def _create(self, parent: str) -> Attempt:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._direct
         for _ in range(CREATE_ATTEMPTS):
             temporary = f"{parent}/{attempt_name(self._writer)}"
             try:
-                return temporary, os.open(temporary, flags, 0o644, dir_fd=self._root)
+                return Attempt(temporary, os.open(temporary, flags, 0o644, dir_fd=self._root))
             except FileNotFoundError:
                 self._make(parent)  # Only now: most stores find their folder, and save the call.
             except FileExistsError:
@@ -142,7 +189,7 @@ class ChunkFiles:
             if done:
                 self._give_way()
             end = total if total - done < 2 * SLICE_BYTES else done + SLICE_BYTES  # No call for a footer alone.
-            wrote = os.pwritev(fd, _piece(buffers, done, end), done)  # Fewer: the next call says why.
+            wrote = os.pwritev(fd, part_of(buffers, done, end), done)  # Fewer: the next call says why.
             if wrote == 0:
                 raise OSError(errno.EIO, f"wrote {done} of {total} bytes and then none")
             done += wrote
@@ -182,50 +229,3 @@ class ChunkFiles:
             os.fsync(fd)
         finally:
             os.close(fd)
-
-
-class OpenChunk:
-    """A chunk's file for as long as it is open: what is read and what is discarded are the same file."""
-
-    def __init__(self, name: str, fd: int, discard: Discard) -> None:
-        """Take over an open descriptor."""
-        self._name = name
-        self._fd = fd
-        self._discard = discard
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        os.close(self._fd)
-
-    def read(self, buffers: Sequence[memoryview], expected_bytes: int) -> int:
-        """Fill the buffers in order and return how many bytes came: all that the file has, if they had room for it.
-
-        `expected_bytes`: the length at which there is no doubt that the end was reached.
-        """
-        got = os.preadv(self._fd, buffers, 0)
-        if got == expected_bytes:
-            return got
-        end = min(os.fstat(self._fd).st_size, sum(map(len, buffers)))
-        while got < end and (more := os.preadv(self._fd, _piece(buffers, got, end), got)):
-            got += more
-        return got
-
-    def allocated_bytes(self) -> int:
-        """Return the bytes that the file takes on the disk."""
-        return taken_bytes(os.fstat(self._fd))
-
-    def discard(self, fault: Fault) -> Discarded:
-        """Take this very file out of the way, not one that has replaced it meanwhile."""
-        return self._discard(self._name, self._fd, fault)
-
-
-def _piece(buffers: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
-    """Return these bytes of the buffers as if they were one."""
-    pieces: list[memoryview] = []
-    for buffer in buffers:
-        if piece := buffer[max(0, start) : max(0, end)]:
-            pieces.append(piece)
-        start, end = start - len(buffer), end - len(buffer)
-    return pieces

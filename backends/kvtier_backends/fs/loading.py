@@ -8,10 +8,12 @@ from kvtier.errors import BlockCorrupt, BlockMissing
 from kvtier.keys import OffloadKey
 from kvtier.lend import Lanes, in_threads
 from kvtier_backends.fs.capacity import Capacity
-from kvtier_backends.fs.chunks import Chunks, LoadShare, share_out
+from kvtier_backends.fs.chunks import Chunks, share_out
+from kvtier_backends.fs.claims import Claims
 from kvtier_backends.fs.entries import Held
 from kvtier_backends.fs.eviction import Eviction
 from kvtier_backends.fs.index import Index
+from kvtier_backends.fs.load_hop import LoadShare
 from kvtier_backends.fs.precedence import Precedence
 
 
@@ -21,6 +23,7 @@ class Loading:
     def __init__(
         self,
         eviction: Eviction,
+        claims: Claims,
         capacity: Capacity,
         index: Index,
         chunks: Chunks,
@@ -32,6 +35,7 @@ class Loading:
     ) -> None:
         """Read in these lanes, each of which is sent at most `share_chunks` in one hop."""
         self._eviction = eviction
+        self._claims = claims
         self._capacity = capacity
         self._index = index
         self._chunks = chunks
@@ -42,12 +46,13 @@ class Loading:
 
     async def __call__(self, reads: Sequence[Read]) -> tuple[list[Outcome], int]:
         """Load the chunks; return the outcomes, and how many say that the file system is away."""
+        leaving = self._claims.leaving.intersection(read.key for read in reads)
         shares = [
-            LoadShare(part, measure=any(read.key not in self._index for read in part))
+            LoadShare(part, leaving, measure=any(read.key not in self._index for read in part))
             for part in share_out(reads, self._lanes.count, self._share_chunks)
         ]
         keys = [read.key for read in reads]
-        with self._precedence.loading(), self._eviction.in_use(keys), self._index.call(keys) as unchanged:
+        with self._precedence.loading(), self._claims.in_use(keys), self._index.call(keys) as unchanged:
             try:
                 await in_threads(self._lanes, [partial(self._chunks.load, share) for share in shares])
             finally:
@@ -68,7 +73,7 @@ class Loading:
                 elif outcome is None and key in self._index:
                     self._index.used(key)
                     used.append(key)
-                elif allocated_bytes is not None and not self._eviction.is_leaving(key):
+                elif allocated_bytes is not None and key not in self._claims.leaving:
                     self._index.found(Held(key, allocated_bytes, self._clock_ns()))
         self._eviction.used(used[::-1])
         self._eviction.check()

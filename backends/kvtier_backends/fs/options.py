@@ -22,7 +22,10 @@ class FsOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Its parent must exist. A directory is one engine's own; others may read it."""
 
     naming: NamingKind = "vllm"
-    """How files are named: as vLLM does, which makes almost a directory a file, or `flat`, in 4,096 directories."""
+    """How files are named: as vLLM does, which makes almost a directory a file, or `flat`, in 4,096 directories.
+
+    Only kvtier reads the latter, and verifies what it reads: so files of chunks that go are overwritten in place.
+    """
 
     layout: Literal["files", "segments"] = "files"
     """One file a chunk, or slots of large files: faster below about 1 MiB, and not for vLLM to read."""
@@ -54,6 +57,9 @@ class FsOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     load_lanes: Lanes = 4
     """Threads that read. Four reach the limit of most disks; a network file system may want more."""
 
+    load_queue_bytes: Size = 8 << 20
+    """What each of these has under way at once, but two chunks at least, with direct I/O on a disk; 0: one chunk."""
+
     store_lanes: Lanes = 4
     """Threads that write: others than those that read, so that a load never queues behind stores."""
 
@@ -68,6 +74,11 @@ class FsOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     checkpoint_s: Duration = 1_800.0
     """How often the index is written down, besides at the end: a start that has it answers at once. 0: never."""
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether files are overwritten in place: nobody else reads them, or whoever does would see it."""
+        return self.layout == "files" and self.naming == "flat" and not self.shared
 
     def __post_init__(self) -> None:
         """Refuse what cannot be had together."""

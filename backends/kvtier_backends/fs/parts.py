@@ -6,12 +6,14 @@ from typing import NamedTuple
 
 from kvtier.backend import TierContext
 from kvtier.lend import Lanes
+from kvtier.naming import FLAT_FOLDERS
 from kvtier.policies.lru import LRU
 from kvtier.policies.named import policy_class
 from kvtier_backends.fs.books import Books
 from kvtier_backends.fs.capacity import Capacity
 from kvtier_backends.fs.checkpoint import Checkpoint
 from kvtier_backends.fs.chunks import Chunks
+from kvtier_backends.fs.claims import Claims
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.eviction import Eviction
 from kvtier_backends.fs.files import ChunkFiles
@@ -21,8 +23,13 @@ from kvtier_backends.fs.loading import Loading
 from kvtier_backends.fs.looking import Looking
 from kvtier_backends.fs.options import FsOptions
 from kvtier_backends.fs.precedence import Precedence
+from kvtier_backends.fs.recycling import Recycling
 from kvtier_backends.fs.shared import SharedEviction
 from kvtier_backends.fs.storing import Storing, sizes_of
+
+FOLDERS_SHARE = (
+    1 / 16
+)  # Of the room, for folders that are kept when they are empty: making one costs as much as a file.
 
 
 class TierLanes(NamedTuple):
@@ -68,23 +75,33 @@ def assemble(
         (index, folder.sizes, checkpoint, folder.quarantine),
         folder.disk,
         limit_bytes=options.capacity_bytes,
-        low_water=options.low_water,
+        low_water=1.0 if options.overwrites else options.low_water,
         min_free_bytes=options.min_free_bytes,
     )
     precedence = Precedence()
     chunks = Chunks(
-        ChunkFiles(folder, context.mapper, precedence.give_way, fsync=options.fsync),
+        ChunkFiles(
+            folder,
+            context.mapper,
+            precedence.give_way,
+            fsync=options.fsync,
+            keeps_folders=options.overwrites and FLAT_FOLDERS * folder.sizes.new_bytes <= limit_bytes * FOLDERS_SHARE,
+        ),
         tally,
         precedence,
         lanes=options.load_lanes + options.store_lanes,
         row_bytes=context.row_bytes,
         fingerprint=context.mapper.fingerprint,
         accept_bare=options.unverified == "accept",
+        reads=folder.reads,
     )
-    eviction = (SharedEviction if options.shared else Eviction)(
+    claims = Claims()
+    kind_of_eviction = SharedEviction if options.shared else Recycling if options.overwrites else Eviction
+    eviction = kind_of_eviction(
         index,
         capacity,
         chunks,
+        claims,
         tally,
         folder.quarantine,
         lane=lanes.evict,
@@ -99,6 +116,7 @@ def assemble(
         books.write_budget.use(lanes.store)
     loading = Loading(
         eviction,
+        claims,
         capacity,
         index,
         chunks,
@@ -108,7 +126,7 @@ def assemble(
         clock_ns=clock_ns,
     )
     storing = Storing(
-        eviction, books.write_budget, index, chunks, tally, lanes=lanes.store, sizes=sizes, clock_ns=clock_ns
+        eviction, claims, books.write_budget, index, chunks, tally, lanes=lanes.store, sizes=sizes, clock_ns=clock_ns
     )
     looking = Looking(
         folder,

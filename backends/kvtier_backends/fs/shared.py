@@ -17,6 +17,7 @@ from kvtier.units import SIZE_BYTES_MAX
 from kvtier_backends.fs.entries import Held
 from kvtier_backends.fs.eviction import Eviction, Removal
 from kvtier_backends.fs.folder_sizes import FolderSizes
+from kvtier_backends.fs.grant import Grant
 from kvtier_backends.fs.ledger_file import LedgerFile
 
 logger = logging.getLogger(__name__)
@@ -42,10 +43,10 @@ class SharedEviction(Eviction):
         super().stored(added_bytes)
         self._untold_bytes += added_bytes
 
-    def release(self, reserved_bytes: int) -> None:
+    def release(self, grant: Grant) -> None:
         """Take a promise back behind the store's: until the page says so, it counts as promised."""
         with suppress(BackendClosed):  # Then the slot is given up, and what was promised counts as written.
-            told = self._store_lanes.submit(self.ledger.settle, reserved_bytes, self._news_bytes())
+            told = self._store_lanes.submit(self.ledger.settle, grant.bytes, self._news_bytes())
             told.add_done_callback(_log_failure)
         self._wake.set()
         self.changed()
@@ -74,27 +75,14 @@ class SharedEviction(Eviction):
         self._looked_at_ns = self._looking_since_ns
         super().scan_ended()
 
-    async def _promise(self, wanted_bytes: int) -> int:
+    async def _promise(self, grant: Grant, wanted_bytes: int) -> None:
         limit_bytes = SIZE_BYTES_MAX if self._capacity.limit_bytes is None else self._capacity.limit_bytes
         limit_bytes -= self._quarantine.used_bytes  # Which the page does not know of.
-        lanes = self._store_lanes
-        promise = _Promise()
-        try:
-            await in_thread(lanes, promise.take, self.ledger, wanted_bytes, limit_bytes)
-        except BaseException:
-            self.release(promise.granted_bytes)
-            raise
-        return promise.granted_bytes
+        await in_thread(self._store_lanes, _take, grant, self.ledger, wanted_bytes - grant.bytes, limit_bytes)
 
-    async def _exchange(self, victims: Sequence[Held], wanted_bytes: int) -> int:
+    async def _exchange(self, grant: Grant, victims: Sequence[Held], wanted_bytes: int) -> None:
         gone_bytes = await self._remove(victims)
-        promise = _Promise()
-        try:
-            await in_thread(self._store_lanes, promise.exchange, self.ledger, gone_bytes, wanted_bytes)
-        except BaseException:
-            self.release(promise.granted_bytes)
-            raise
-        return promise.granted_bytes
+        await in_thread(self._store_lanes, _exchange, grant, self.ledger, gone_bytes, wanted_bytes - grant.bytes)
 
     async def _surplus_bytes(self) -> int:
         taken = await asyncio.get_running_loop().run_in_executor(self._lane, self.ledger.taken)
@@ -129,17 +117,14 @@ class SharedEviction(Eviction):
         return news_bytes
 
 
-class _Promise:
-    """What the page has granted, known also to whoever is cancelled while a lane asks it."""
+def _take(grant: Grant, ledger: LedgerFile, wanted_bytes: int, limit_bytes: int) -> None:
+    """Have a promise of the page be in the grant, whoever is cancelled meanwhile. Blocks, in a lane."""
+    grant.bytes += ledger.reserve(wanted_bytes, limit_bytes)
 
-    def __init__(self) -> None:
-        self.granted_bytes = 0
 
-    def take(self, ledger: LedgerFile, wanted_bytes: int, limit_bytes: int) -> None:
-        self.granted_bytes = ledger.reserve(wanted_bytes, limit_bytes)
-
-    def exchange(self, ledger: LedgerFile, gone_bytes: int, wanted_bytes: int) -> None:
-        self.granted_bytes = ledger.exchange(gone_bytes, wanted_bytes)
+def _exchange(grant: Grant, ledger: LedgerFile, gone_bytes: int, wanted_bytes: int) -> None:
+    """Likewise for what has gone."""
+    grant.bytes += ledger.exchange(gone_bytes, wanted_bytes)
 
 
 def _log_failure(told: "Future[None]") -> None:

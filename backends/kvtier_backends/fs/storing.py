@@ -6,7 +6,6 @@ failed is tried once more.
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import NamedTuple, Protocol
 
@@ -16,25 +15,23 @@ from kvtier.keys import OffloadKey
 from kvtier.lend import Lanes, in_threads
 from kvtier_backends.fs.capacity import chunk_bytes_worst
 from kvtier_backends.fs.chunks import Chunks, StoreShare, share_chunks, share_out
+from kvtier_backends.fs.claims import Claims
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.entries import Held
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.footer import FOOTER_BYTES
+from kvtier_backends.fs.grant import Grant
 from kvtier_backends.fs.index import Index
 
 
 class Room(Protocol):
     """Who gives out what a directory has room for."""
 
-    def in_use(self, keys: Sequence[OffloadKey]) -> AbstractContextManager[None]: ...
-
-    async def until_gone(self, keys: Sequence[OffloadKey]) -> None: ...
-
-    async def reserve(self, wanted_bytes: int, least_bytes: int, incoming: Sequence[OffloadKey]) -> int: ...
+    async def reserve(self, wanted_bytes: int, least_bytes: int, incoming: Sequence[OffloadKey]) -> Grant: ...
 
     def stored(self, added_bytes: int) -> None: ...
 
-    def release(self, reserved_bytes: int) -> None: ...
+    def release(self, grant: Grant) -> None: ...
 
     async def make_room_on_disk(self, wanted_bytes: int, incoming: Sequence[OffloadKey]) -> int: ...
 
@@ -66,6 +63,7 @@ class Storing:
     def __init__(
         self,
         room: Room,
+        claims: Claims,
         write_budget: WriteBudget | None,
         index: Index,
         chunks: Chunks,
@@ -77,6 +75,7 @@ class Storing:
     ) -> None:
         """Write in these lanes."""
         self._room = room
+        self._claims = claims
         self._write_budget = write_budget
         self._index = index
         self._chunks = chunks
@@ -88,19 +87,19 @@ class Storing:
     async def __call__(self, writes: Sequence[Write]) -> tuple[list[Outcome], int]:
         """Store what there is room for; return the outcomes, and how many say that the file system is away."""
         keys = [write.key for write in writes]
-        await self._room.until_gone(keys)
-        with self._room.in_use(keys):
+        await self._claims.until_gone(keys)
+        with self._claims.in_use(keys):
             worst_bytes = self._sizes.worst_bytes
             incoming = [key for key in dict.fromkeys(keys) if key not in self._index]
-            granted_bytes = await self._room.reserve(len(writes) * worst_bytes, worst_bytes, incoming)
+            grant = await self._room.reserve(len(writes) * worst_bytes, worst_bytes, incoming)
             try:
-                fitting = writes[: granted_bytes // worst_bytes]
+                fitting = writes[: grant.bytes // worst_bytes]
                 allowed = fitting[: await self._allowed(len(fitting))]
-                outcomes, gone = await self._write(allowed)
+                outcomes, gone = await self._write(allowed, grant)
                 if failed := [index for index, outcome in enumerate(outcomes) if isinstance(outcome, NoSpace)]:
-                    await self._try_again(allowed, failed, outcomes)
+                    await self._try_again(allowed, failed, outcomes, grant)
             finally:
-                self._room.release(granted_bytes)
+                self._room.release(grant)
         outcomes += self._refused(fitting[len(allowed) :], "write_budget", "the day's write budget is used up")
         outcomes += self._refused(writes[len(fitting) :], "capacity", "no room, and nothing that may go for it")
         return outcomes, gone
@@ -111,37 +110,41 @@ class Storing:
         unit_bytes = self._sizes.file_bytes
         return await self._write_budget.take(count * unit_bytes, unit_bytes) // unit_bytes
 
-    async def _write(self, writes: Sequence[Write]) -> tuple[list[Outcome], int]:
+    async def _write(self, writes: Sequence[Write], grant: Grant) -> tuple[list[Outcome], int]:
         used_at_ns, shares = self._clock_ns(), list[StoreShare]()
         for part in share_out(writes, self._lanes.count, self._sizes.share_chunks):
-            shares.append(StoreShare(part, used_at_ns))
+            shares.append(StoreShare(part, used_at_ns, grant))
             used_at_ns -= len(part)
         told = False
         try:
             await in_threads(self._lanes, [partial(self._chunks.store, share) for share in shares])
             told = True
         finally:
-            self._note(shares, told=told)
+            self._note(shares, grant, told=told)
         return [outcome for share in shares for outcome in share.outcomes], sum(share.gone for share in shares)
 
-    def _note(self, shares: Sequence[StoreShare], *, told: bool) -> None:
+    def _note(self, shares: Sequence[StoreShare], grant: Grant, *, told: bool) -> None:
+        added_bytes = -grant.news_bytes()
         for share in reversed(shares):  # Tail first: a prefix outlives its continuation.
             places = list(enumerate(zip(share.writes, share.allocated_bytes, strict=False)))
             for place, (write, allocated_bytes) in reversed(places):
                 if allocated_bytes is not None:
-                    self._room.stored(allocated_bytes - self._index.taken_bytes(write.key))
+                    added_bytes += allocated_bytes - self._index.taken_bytes(write.key)
                     self._index.stored(Held(write.key, allocated_bytes, share.used_at_ns - place))
                     if not told:
                         self._index.report(write.key)
+        self._room.stored(added_bytes)
 
-    async def _try_again(self, writes: Sequence[Write], failed: Sequence[int], outcomes: list[Outcome]) -> None:
+    async def _try_again(
+        self, writes: Sequence[Write], failed: Sequence[int], outcomes: list[Outcome], grant: Grant
+    ) -> None:
         """Make room on a full disk, and write what did not fit."""
         self._tally.count("disk_full", len(failed))
         again = [writes[index] for index in failed]
         wanted_bytes = len(again) * self._sizes.worst_bytes
         if not await self._room.make_room_on_disk(wanted_bytes, [write.key for write in again]):
             return
-        second, _ = await self._write(again)
+        second, _ = await self._write(again, grant)
         for index, outcome in zip(failed, second, strict=True):
             outcomes[index] = outcome
 

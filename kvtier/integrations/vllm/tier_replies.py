@@ -137,6 +137,7 @@ class Replies:
             return
         self._observe(self._tier.spec.name, "probe", message.seconds)
         if not message.present:
+            self._tier.counters.probes_failed += 1
             self._tier.breaker.failed(now)
         self._believe(part.keys, message.present, now)
 
@@ -150,7 +151,8 @@ class Replies:
         moved = [key for index, key in enumerate(part.keys) if index not in failed]
         for code in failed.values():
             self._tier.counters.fail(code.name.lower(), 1)
-        judge(self._tier, failed.values(), now)
+        if judge(self._tier, failed.values(), now):
+            self._tier.counters.transfers_failed += 1
         self._where.remove(self._tier, [part.keys[index] for index, code in failed.items() if code in GONE])
         job.moved += moved
         job.whole = job.whole and not failed

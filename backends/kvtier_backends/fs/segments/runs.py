@@ -33,6 +33,11 @@ class Run(NamedTuple, Generic[T]):
         """Where in the file the first slot begins."""
         return self.segment.header.offset(self.parts[0].slot - self.segment.first_slot)
 
+    def pieces(self, piece_bytes: int) -> "list[Run[T]]":
+        """Return it as runs of about so many bytes at most, but of one slot at least."""
+        slots = max(1, piece_bytes // self.segment.header.slot_bytes)
+        return [Run(self.segment, self.parts[start : start + slots]) for start in range(0, len(self.parts), slots)]
+
 
 @dataclass(slots=True)
 class Share(Generic[T]):
@@ -52,6 +57,8 @@ class Segments:
 
     def __init__(self) -> None:
         self.all: list[Segment] = []
+        self.removed: list[Segment] = []
+        """Those that the tier has no more. They stay open where they could not be removed."""
         self._first_slots: list[int] = []
 
     @property
@@ -66,9 +73,11 @@ class Segments:
         self._first_slots.append(first_slot)
 
     def remove(self, segment: Segment) -> None:
+        """Have it no more; the caller closes it."""
         index = self.all.index(segment)
         del self.all[index]
         del self._first_slots[index]
+        self.removed = [*(each for each in self.removed if not each.closed), segment]
 
     def of(self, slot: int) -> Segment:
         """Return the segment that has a slot."""

@@ -1,7 +1,8 @@
 """What one hop to a lane does with slots: chunks read or written in runs, each verified and answered for by itself."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import TypeVar
 
@@ -11,19 +12,25 @@ from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, payload_checksum, write_footer
 from kvtier_backends.fs.pages import Pages
 from kvtier_backends.fs.precedence import SLICE_BYTES, Precedence
+from kvtier_backends.fs.reads import Reads, Wanted
 from kvtier_backends.fs.segments.files import Segment, read_all, write_all
 from kvtier_backends.fs.segments.runs import Run, Share, Slotted
 from kvtier_backends.fs.verify import judge_chunk
 
 T = TypeVar("T")
 
+PIECE_BYTES = 2 << 20  # Of a run, read in one call: while one is verified, others are under way.
+
 
 class SlotChunks:
     """Loads and stores shares. Blocks; as many threads may call at once as there are lanes."""
 
-    def __init__(self, precedence: Precedence, *, lanes: int, share_chunks: int, fingerprint: bytes) -> None:
+    def __init__(
+        self, precedence: Precedence, *, reads: Reads, lanes: int, share_chunks: int, fingerprint: bytes
+    ) -> None:
         """`share_chunks`: the most that is in a share."""
         self._precedence = precedence
+        self._reads = reads
         self._fingerprint = fingerprint
         self._pages = Pages(lanes, share_chunks * FOOTER_BYTES)
 
@@ -32,9 +39,11 @@ class SlotChunks:
 
         A fault need not be one: the slot may have got another chunk meanwhile. The caller knows.
         """
+        pieces = [piece for run in share.runs for piece in run.pieces(PIECE_BYTES)]
+        outcomes = [list[Outcome]() for _ in pieces]
         with self._pages.one() as pages:
-            for run in share.runs:
-                share.outcomes += self._load(run, pages, faults, share)
+            self._reads(self._wanted(pieces, pages, faults, share, outcomes))
+        share.outcomes += chain.from_iterable(outcomes)
 
     def store(self, share: Share[tuple[Write, int]]) -> None:
         """Write the share's chunks, each with its sequence number."""
@@ -56,23 +65,44 @@ class SlotChunks:
         """Return how many slots to write in one call: all of them, unless loads wait for the disk."""
         return len(run.parts) if self._precedence.calm else max(1, SLICE_BYTES // run.segment.header.slot_bytes)
 
-    def _load(self, run: Run[Read], pages: memoryview, faults: dict[int, Fault], share: Share[Read]) -> list[Outcome]:
-        footers = _split(pages, len(run.parts))
-        buffers = chain.from_iterable(zip((part.item.into for part in run.parts), footers, strict=True))
-        try:
-            read_all(run.segment.fd, list(buffers), run.offset)
-        except OSError as error:
-            if len(run.parts) > 1:  # One bad place costs its own chunk only.
-                return [
-                    outcome for part in run.parts for outcome in self._load(_alone(run, part), pages, faults, share)
-                ]
+    def _wanted(
+        self,
+        pieces: Sequence[Run[Read]],
+        pages: memoryview,
+        faults: dict[int, Fault],
+        share: Share[Read],
+        outcomes: Sequence[list[Outcome]],
+    ) -> Iterator[Wanted]:
+        footers = iter(_split(pages, len(pages) // FOOTER_BYTES))
+        for piece, found in zip(pieces, outcomes, strict=True):
+            buffers = [each for part in piece.parts for each in (part.item.into, next(footers))]
+            size_bytes = len(piece.parts) * piece.segment.header.slot_bytes
+            came = partial(self._came, piece, buffers, faults, share, found)
+            yield Wanted(piece.segment.fd, buffers, piece.offset, size_bytes, came)
+
+    def _came(
+        self,
+        piece: Run[Read],
+        buffers: Sequence[memoryview],
+        faults: dict[int, Fault],
+        share: Share[Read],
+        found: list[Outcome],
+        result: int | OSError,
+    ) -> None:
+        """Note what has come of neighbouring slots that were read in one call."""
+        error = _read_on(piece, buffers, result)
+        if error is None:
+            for part, footer in zip(piece.parts, buffers[1::2], strict=True):
+                fault = judge_chunk(part.item.into, footer, part.item.key, self._fingerprint)
+                if fault is not None:
+                    faults[part.place] = fault
+            found += [None] * len(piece.parts)
+        elif len(piece.parts) > 1:  # One bad place costs its own chunk only.
+            for index, part in enumerate(piece.parts):
+                self._came(_alone(piece, part), buffers[2 * index : 2 * index + 2], faults, share, found, 0)
+        else:
             share.gone += error.errno in GONE
-            return [failure(run.parts[0].item.key, error)]
-        for part, footer in zip(run.parts, footers, strict=True):
-            fault = judge_chunk(part.item.into, footer, part.item.key, self._fingerprint)
-            if fault is not None:
-                faults[part.place] = fault
-        return [None] * len(run.parts)
+            found.append(failure(piece.parts[0].item.key, error))
 
     def _store(self, run: Run[tuple[Write, int]], pages: memoryview, share: Share[tuple[Write, int]]) -> list[Outcome]:
         footers = _split(pages, len(run.parts))
@@ -93,6 +123,17 @@ class SlotChunks:
 
 def _split(pages: memoryview, count: int) -> list[memoryview]:
     return [pages[index * FOOTER_BYTES : (index + 1) * FOOTER_BYTES] for index in range(count)]
+
+
+def _read_on(piece: Run[Read], buffers: Sequence[memoryview], result: int | OSError) -> OSError | None:
+    """Read what a first read has left of a piece, if it has not failed."""
+    if isinstance(result, OSError):
+        return result
+    try:
+        read_all(piece.segment.fd, buffers, piece.offset, result)
+    except OSError as error:
+        return error.with_traceback(None)
+    return None
 
 
 def _alone(run: Run[T], part: Slotted[T]) -> Run[T]:

@@ -1,0 +1,51 @@
+"""Which chunks' files calls are at, and which are on their way out: nobody may choose the ones, or use the others.
+
+A file that a call is at is never chosen to go. A store of a key whose file is just going waits until it is gone: else
+what removes it would meet the new file. A load waits for nothing here: what is going is as good as gone.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+
+from kvtier.keys import OffloadKey
+
+
+class Claims:
+    """One tier's. Belongs to the loop's thread."""
+
+    def __init__(self) -> None:
+        """Begin with no call under way."""
+        self.leaving: set[OffloadKey] = set()
+        """Whose files are going: whether they are still there is up to the lane that is at it."""
+        self.busy: Counter[OffloadKey] = Counter()
+        """How many calls are at each key's file."""
+        self._gone = asyncio.Event()  # Replaced each time that some are.
+
+    @contextmanager
+    def in_use(self, keys: Sequence[OffloadKey]) -> Generator[None]:
+        """Keep the keys' files for as long as the block lasts."""
+        self.busy.update(keys)
+        try:
+            yield
+        finally:
+            self.busy.subtract(keys)
+            for key in keys:
+                if not self.busy[key]:
+                    del self.busy[key]
+
+    async def until_gone(self, keys: Sequence[OffloadKey]) -> None:
+        """Wait until none of the keys' files is on its way out."""
+        while not self.leaving.isdisjoint(keys):
+            await self._gone.wait()
+
+    def begin(self, keys: Iterable[OffloadKey]) -> None:
+        """Note that these keys' files are to go."""
+        self.leaving.update(keys)
+
+    def end(self, keys: Iterable[OffloadKey]) -> None:
+        """Note that they are gone, or stay."""
+        self.leaving.difference_update(keys)
+        gone, self._gone = self._gone, asyncio.Event()
+        gone.set()

@@ -1,0 +1,300 @@
+"""A full tier of flat names writes into the files of what goes, and nobody ever sees one chunk under another's name."""
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier.keys import OffloadKey
+from kvtier.namespace import FileMapper, Namespace
+from kvtier.testing.conformance import Lender
+from kvtier.testing.conformance.lender import key_of, keys_of, label
+from kvtier_backends.fs.footer import FOOTER_BYTES
+
+ROW_BYTES = 8_192
+ROOM = 24
+CAPACITY_BYTES = ROOM * (ROW_BYTES + FOOTER_BYTES + 4_096) + 65_536
+DEADLINE_S = 20.0
+
+
+@pytest.fixture
+def mapper() -> FileMapper:
+    return FileMapper(Namespace(model_name="org/model"), "flat")
+
+
+@pytest.fixture
+def open_full(open_tier, lender: Lender):
+    """Open a tier that has no room left: what is stored from now on takes the place of something else."""
+
+    async def open_full(**options: object):
+        tier = await open_tier(**{"naming": "flat", "capacity_bytes": CAPACITY_BYTES, **options})
+        for number in range(2 * ROOM):
+            await lender.keep(tier, [key_of(number)])
+        return tier
+
+    return open_full
+
+
+def inodes(root: Path) -> set[int]:
+    return {path.stat().st_ino for path in root.rglob("*.bin")}
+
+
+def oldest(paths: Callable[[OffloadKey], Path], within: range = range(2 * ROOM)) -> OffloadKey:
+    """Return the key that goes next."""
+    return next(key for key in map(key_of, within) if paths(key).exists())
+
+
+async def test_what_comes_takes_the_files_of_what_goes(open_full, lender: Lender, root: Path) -> None:
+    tier = await open_full()
+    before, overwritten = inodes(root), tier.counters().overwritten
+    await lender.keep(tier, keys_of(8, start=100))
+    assert inodes(root) <= before
+    assert tier.counters().overwritten == overwritten + 8
+    assert await lender.recall(tier, keys_of(8, start=100)) == [label(key) for key in keys_of(8, start=100)]
+
+
+@pytest.mark.parametrize("options", [{"naming": "vllm"}, {"shared": True}], ids=["vllm", "shared"])
+async def test_where_others_read_no_file_changes(
+    open_full, lender: Lender, root: Path, options: dict[str, object]
+) -> None:
+    """An open file stays what it was, whatever happens to its name."""
+    tier = await open_full(**options)
+    opened = [path.open("rb") for path in root.rglob("*.bin")]
+    before = [file.read() for file in opened]
+    for number in range(100, 100 + 2 * ROOM):
+        await lender.keep(tier, [key_of(number)])
+    for file, content in zip(opened, before, strict=True):
+        file.seek(0)
+        assert file.read() == content
+        file.close()
+    assert tier.counters().overwritten == 0
+
+
+async def test_another_name_of_a_file_keeps_its_bytes(
+    open_full, lender: Lender, path_of, tmp_path: Path, root: Path, taken_bytes
+) -> None:
+    """Such as a backup's that was made of links."""
+    tier = await open_full()
+    victim, backup = oldest(path_of), tmp_path / "backup"
+    os.link(path_of(victim), backup)
+    content = backup.read_bytes()
+    await lender.keep(tier, keys_of(4, start=100))
+    assert not path_of(victim).exists()
+    assert backup.read_bytes() == content
+    assert taken_bytes(root) <= CAPACITY_BYTES
+    assert await lender.recall(tier, keys_of(4, start=100)) == [label(key) for key in keys_of(4, start=100)]
+
+
+async def test_a_link_at_a_chunks_name_is_not_followed(open_full, lender: Lender, path_of, tmp_path: Path) -> None:
+    tier = await open_full()
+    victim, treasure = oldest(path_of), tmp_path / "treasure"
+    treasure.write_bytes(bytes(ROW_BYTES + FOOTER_BYTES))
+    path_of(victim).unlink()
+    path_of(victim).symlink_to(treasure)
+    await lender.keep(tier, keys_of(4, start=100))
+    assert treasure.read_bytes() == bytes(ROW_BYTES + FOOTER_BYTES)
+    assert not path_of(victim).is_symlink()
+    assert await lender.recall(tier, keys_of(4, start=100)) == [label(key) for key in keys_of(4, start=100)]
+
+
+@pytest.mark.parametrize("length", [0, ROW_BYTES, ROW_BYTES + FOOTER_BYTES + 1])
+async def test_a_file_of_another_length_is_replaced(
+    open_full, lender: Lender, path_of, root: Path, taken_bytes, length: int
+) -> None:
+    tier = await open_full()
+    os.truncate(path_of(oldest(path_of)), length)
+    await lender.keep(tier, keys_of(4, start=100))
+    assert await lender.recall(tier, keys_of(4, start=100)) == [label(key) for key in keys_of(4, start=100)]
+    assert {path.stat().st_size for path in root.rglob("*.bin")} == {ROW_BYTES + FOOTER_BYTES}
+    assert taken_bytes(root) <= CAPACITY_BYTES
+
+
+async def test_a_queue_at_a_chunks_name_holds_up_nobody(open_full, lender: Lender, path_of) -> None:
+    tier = await open_full()
+    victim = oldest(path_of)
+    path_of(victim).unlink()
+    os.mkfifo(path_of(victim))
+    async with asyncio.timeout(DEADLINE_S):
+        await lender.keep(tier, keys_of(4, start=100))
+    assert await lender.recall(tier, keys_of(4, start=100)) == [label(key) for key in keys_of(4, start=100)]
+
+
+async def test_a_load_of_what_is_being_overwritten_is_a_miss_and_opens_nothing(
+    open_full, lender: Lender, path_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would take the file for a corrupt one, and discard it."""
+    tier = await open_full()
+    victim = oldest(path_of)
+    entered, go_on, rename = threading.Event(), threading.Event(), os.rename
+
+    def wait(source: str, target: str, **kwargs: int) -> None:
+        if victim[:-4].hex() in source:
+            entered.set()
+            assert go_on.wait(DEADLINE_S)
+        rename(source, target, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", wait)
+        storing = asyncio.create_task(tier.store(lender.writes(keys_of(1, start=100))))
+        assert await asyncio.to_thread(entered.wait, DEADLINE_S)
+        assert path_of(victim).exists()
+        assert await lender.recall(tier, [victim]) == ["BlockMissing"]
+        go_on.set()
+        assert list(await storing) == [None]
+    assert tier.counters().corrupt == {}
+
+
+async def test_a_file_that_is_being_read_is_not_overwritten(
+    open_full, lender: Lender, path_of, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = await open_full(load_lanes=1)
+    read = oldest(path_of)
+    entered, go_on, preadv = threading.Event(), threading.Event(), os.preadv
+
+    def wait(*args: object) -> int:
+        entered.set()
+        assert go_on.wait(DEADLINE_S)
+        return preadv(*args)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", wait)
+        loading = asyncio.create_task(lender.recall(tier, [read]))
+        assert await asyncio.to_thread(entered.wait, DEADLINE_S)
+        for number in range(100, 100 + 2 * ROOM):
+            await lender.keep(tier, [key_of(number)])
+        go_on.set()
+        assert await loading == [label(read)]
+
+
+async def test_a_file_that_cannot_be_taken_costs_a_chunk_and_takes_its_room_still(
+    open_full, lender: Lender, root: Path, taken_bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = await open_full()
+    rename, unlink = os.rename, os.unlink
+
+    def refuse(source: str, target: str, **kwargs: int) -> None:
+        if source.endswith(".bin"):
+            raise OSError(5, "Input/output error")
+        rename(source, target, **kwargs)
+
+    def keep(name: str, **kwargs: int) -> None:
+        if name.endswith(".bin"):
+            raise OSError(5, "Input/output error")
+        unlink(name, **kwargs)
+
+    before = inodes(root)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", refuse)
+        patch.setattr(os, "unlink", keep)
+        outcomes = await tier.store(lender.writes(keys_of(4, start=100)))
+        assert {type(outcome).__name__ for outcome in outcomes} == {"TransferFailed", "NoSpace"}
+        while not tier.counters().evictions_failed:  # They are to be removed behind the store, which fails, too.
+            await asyncio.sleep(0)
+    assert inodes(root) == before
+    assert tier.occupancy().used_bytes <= taken_bytes(root) <= CAPACITY_BYTES
+    await lender.keep(tier, keys_of(4, start=100))
+    assert taken_bytes(root) <= CAPACITY_BYTES
+
+
+async def test_a_write_that_fails_leaves_neither_chunk(
+    open_full, lender: Lender, path_of, root: Path, taken_bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = await open_full()
+    victim = oldest(path_of)
+
+    def fail(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", fail)
+        outcomes = await tier.store(lender.writes(keys_of(1, start=100)))
+        assert [type(outcome).__name__ for outcome in outcomes] == ["TransferFailed"]
+    assert await lender.recall(tier, [victim, key_of(100)]) == ["BlockMissing"] * 2
+    assert list(root.rglob("*.tmp")) == []
+    assert tier.occupancy().used_bytes <= taken_bytes(root) <= CAPACITY_BYTES
+
+
+async def test_a_cancelled_store_leaves_whole_chunks_and_counts_what_is_there(
+    open_full, lender: Lender, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = await open_full(store_lanes=1)
+    entered, go_on, pwritev = threading.Event(), threading.Event(), os.pwritev
+
+    def wait(*args: object) -> int:
+        entered.set()
+        assert go_on.wait(DEADLINE_S)
+        return pwritev(*args)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", wait)
+        storing = asyncio.create_task(tier.store(lender.writes(keys_of(4, start=100))))
+        assert await asyncio.to_thread(entered.wait, DEADLINE_S)
+        storing.cancel()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await storing
+    everything = [*keys_of(2 * ROOM), *keys_of(4, start=100)]
+    told = await lender.recall(tier, everything)
+    assert set(told) <= {"BlockMissing", *map(label, everything)}
+    assert tier.occupancy().chunks == len(told) - told.count("BlockMissing") == len(inodes(root))
+    assert tier.counters().corrupt == {}
+
+
+async def test_files_that_a_spent_write_budget_leaves_go_all_the_same(
+    open_tier, lender: Lender, root: Path, taken_bytes
+) -> None:
+    """They were chosen, and whoever listens has heard that they are gone."""
+    budget_bytes = 2 * ROOM * (ROW_BYTES + FOOTER_BYTES)
+    tier = await open_tier(naming="flat", capacity_bytes=CAPACITY_BYTES, write_budget_bytes_per_day=budget_bytes)
+    while not tier.counters().refused.get("write_budget"):
+        await tier.store(lender.writes([key_of(tier.counters().overwritten)]))
+        await tier.store(lender.writes(keys_of(3, start=1_000 + 3 * tier.counters().overwritten)))
+    async with asyncio.timeout(DEADLINE_S):
+        while len(inodes(root)) > tier.occupancy().chunks:  # Behind the store.
+            await asyncio.sleep(0)
+    assert tier.occupancy().used_bytes <= taken_bytes(root) <= CAPACITY_BYTES
+
+
+@pytest.mark.parametrize("naming", ["flat", "vllm"])
+async def test_a_batch_larger_than_the_tier_keeps_its_head(
+    open_full, lender: Lender, root: Path, taken_bytes, naming: str
+) -> None:
+    tier = await open_full(naming=naming)
+    batch = keys_of(3 * ROOM, start=100)
+    outcomes = list(await tier.store(lender.writes(batch)))
+    kept = outcomes.index(next(outcome for outcome in outcomes if outcome is not None))
+    assert kept > 0
+    assert all(type(outcome).__name__ == "NoSpace" for outcome in outcomes[kept:])
+    assert await lender.recall(tier, batch[:kept]) == [label(key) for key in batch[:kept]]
+    assert taken_bytes(root) <= CAPACITY_BYTES
+
+
+async def test_room_for_others_is_not_made_twice(open_full, lender: Lender, mount, root: Path) -> None:
+    """What is overwritten takes nothing from the disk's free room, and nothing has to go for that."""
+    place = mount("tmpfs", f"size={4 * CAPACITY_BYTES}")
+    tier = await open_full(root=str(place), min_free_bytes=3 * CAPACITY_BYTES)
+    for start in range(100, 100 + 4 * ROOM, 4):
+        await lender.keep(tier, keys_of(4, start=start))
+    settled = tier.occupancy().chunks
+    evicted, overwritten = tier.counters().evicted, tier.counters().overwritten
+    for start in range(1_000, 1_000 + 4 * ROOM, 4):
+        await lender.keep(tier, keys_of(4, start=start))
+    assert tier.counters().evicted - evicted <= tier.counters().overwritten - overwritten + 4
+    assert abs(tier.occupancy().chunks - settled) <= 4
+
+
+async def test_few_folders_of_a_large_tier_are_kept_when_they_are_empty(
+    open_tier, lender: Lender, root: Path, taken_bytes
+) -> None:
+    """Making one again costs as much as making a file; those of a small tier would take too much of its room."""
+    for capacity_bytes, kept in ((CAPACITY_BYTES, False), (512 << 20, True)):
+        tier = await open_tier(naming="flat", capacity_bytes=capacity_bytes)
+        await lender.keep(tier, keys_of(4))
+        await tier.delete(keys_of(4))
+        folders = [path for path in root.glob("*_flat/*") if path.is_dir()]
+        assert bool(folders) == kept
+        assert taken_bytes(root) <= capacity_bytes
+        await tier.aclose(DEADLINE_S)
