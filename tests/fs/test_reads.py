@@ -92,7 +92,7 @@ class Asked:
         ]
 
 
-@pytest.mark.parametrize("queue_bytes", [1, 3 * PAGE, 1 << 30])
+@pytest.mark.parametrize("queue_bytes", [PAGE, PAGE + 1, 3 * PAGE, 1 << 30])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, PAGES])
 def test_each_read_brings_its_bytes_and_is_told_once(
     file: tuple[int, bytes], watched: Watched, queue_bytes: int, count: int
@@ -106,12 +106,12 @@ def test_each_read_brings_its_bytes_and_is_told_once(
     assert watched.under_way == 0
 
 
-@pytest.mark.parametrize(("queue_bytes", "most"), [(1, 2), (3 * PAGE, 6), (1 << 30, PLACES)])
+@pytest.mark.parametrize(("queue_bytes", "most"), [(PAGE, 0), (PAGE + 1, 2), (3 * PAGE, 6), (1 << 30, PLACES)])
 def test_no_more_is_under_way_than_there_is_room_for(
     file: tuple[int, bytes], watched: Watched, queue_bytes: int, most: int
 ) -> None:
     QueuedReads(queue_bytes)(Asked(file[0], list(range(PAGES))).wanted)
-    assert 2 <= watched.most <= most
+    assert min(2, most) <= watched.most <= most
 
 
 def test_a_read_beyond_the_end_brings_what_there_is(file: tuple[int, bytes]) -> None:
