@@ -24,6 +24,10 @@ PAGE = mmap.PAGESIZE
 PAGES = 200
 
 
+def refuse(*args: object) -> None:
+    raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+
 def is_queued() -> bool:
     try:
         Context(1)
@@ -142,9 +146,6 @@ def test_a_read_that_cannot_be_says_why_and_costs_no_other(file: tuple[int, byte
 
 
 def test_without_a_context_reads_are_done_one_by_one(file: tuple[int, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(places: int) -> Context:
-        raise OSError(errno.EAGAIN, "no more of them")
-
     monkeypatch.setattr(reads_module, "_idle", reads_module.deque())
     monkeypatch.setattr(reads_module, "Context", refuse)
     asked = Asked(file[0], list(range(PAGES)))
@@ -199,6 +200,15 @@ def test_a_read_that_is_queued_is_tried_for_real(file: tuple[int, bytes], watche
 @pytest.mark.parametrize("options", [{"load_queue_bytes": 0}, {"io": "buffered"}])
 def test_reads_are_queued_where_it_is_wanted_and_direct(open_folder, options: dict[str, object]) -> None:
     assert open_folder(**options).reads is one_by_one
+
+
+def test_reads_are_queued_on_a_disk_unless_the_kernel_refuses(open_folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = open_folder()
+    if not folder.direct or not os.major(os.fstat(folder.root_fd).st_dev):
+        pytest.skip("chunks are not on a disk with direct I/O here")
+    assert isinstance(folder.reads, QueuedReads)
+    monkeypatch.setattr(Context, "start", refuse)
+    assert open_folder().reads is one_by_one
 
 
 def test_reads_of_what_is_no_disk_are_not_queued(open_folder, mount) -> None:
