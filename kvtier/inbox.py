@@ -157,7 +157,10 @@ class Inbox:
                 keys = [transfer.keys[index] for index in indices]
                 self._events.add(Event(EventKind.FAILED, tier.spec.name, keys, code.name.lower()))
         if not TIER_AT_FAULT.isdisjoint(by_code):
-            tier.counters.transfers_failed += 1
+            if transfer.kind is Kind.PROBE:
+                tier.counters.probes_failed += 1
+            else:
+                tier.counters.transfers_failed += 1
             tier.breaker.failed(now)
         elif NOT_TRIED.isdisjoint(by_code):
             tier.breaker.succeeded()
@@ -219,6 +222,7 @@ class Inbox:
         if transfer is None:
             return
         if not message.present:
+            transfer.tier.counters.probes_failed += 1
             transfer.tier.breaker.failed(now)
         self._believe(transfer, message.present, now)
 

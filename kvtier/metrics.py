@@ -24,6 +24,7 @@ TIER_COUNTERS = {
     "loaded": "Chunks that came.",
     "stored": "Chunks that the tier said were stored.",
     "transfers_failed": "Transfers that failed by the tier's fault.",
+    "probes_failed": "Questions about chunks that the tier did not answer.",
 }
 PRIMARY_COUNTERS = {
     "hits": "Chunks loaded from where they lay in the primary.",

@@ -157,6 +157,8 @@ class Runner:
         task = asyncio.ensure_future(_listed(partial(tier.backend.probe, keys)))
         done, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
         present = b""
+        if not done:
+            logger.warning("tier %s: a question about %d chunks ran out of time", tier.name, len(keys))
         if done and _completed(task, tier.name) and len(task.result()) == len(keys):
             present = bytes(map(bool, task.result()))
         self._post(Answered(action.id, present, self._clock() - begun))

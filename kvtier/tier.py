@@ -51,6 +51,7 @@ class TierCounters:
         "loaded",
         "misses",
         "noted",
+        "probes_failed",
         "promoted",
         "stored",
         "transfers_failed",
@@ -63,6 +64,7 @@ class TierCounters:
         self.loaded = 0  # Came.
         self.stored = 0
         self.transfers_failed = 0
+        self.probes_failed = 0  # Questions that it did not answer.
         self.failures: dict[str, int] = {}  # Chunks by code's name.
         self.noted: dict[str, int] = {}  # What the tier itself has counted, by name.
         self.dropped: dict[str, int] = {}  # Cascaded chunks that were never sent, by reason.

@@ -66,6 +66,7 @@ def test_the_primary_tells_what_it_did_and_how_its_rows_are(engine: Bench) -> No
         ("loaded_total", 1, 0),
         ("stored_total", 1, 0),
         ("transfers_failed_total", 0, 1),
+        ("probes_failed_total", 0, 0),
         ("breaker_opened_total", 0, 1),
         ("loading", 0, 0),
         ("storing", 0, 0),

@@ -21,13 +21,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ.update(
-    VLLM_ENABLE_V1_MULTIPROCESSING="0",
-    VLLM_CPU_KVCACHE_SPACE="1",
-    VLLM_CPU_OMP_THREADS_BIND="nobind",
-    VLLM_LOGGING_LEVEL="ERROR",
-    HF_HUB_OFFLINE="1",
-    OMP_NUM_THREADS="1",
-    TOKENIZERS_PARALLELISM="false",
+    {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    | os.environ  # Its test runs where they are set.
 )
 
 from rich.console import Console

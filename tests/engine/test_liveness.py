@@ -190,12 +190,14 @@ def store(engine, numbers):
 
 
 @pytest.mark.virtual_time
-async def test_a_probe_that_hangs_is_a_miss_at_its_deadline(open_engine):
+async def test_a_probe_that_hangs_is_a_miss_at_its_deadline(open_engine, caplog):
     asked = {"type": "dummy", "shared": True}
     tier = {"type": FAULTY, "inner": asked, "script": {"probe": ["hang"]}, "limits": {"deadline_s": 5}}
     engine = await open_engine(2, tier)
     assert await found(engine, [1]) == 0
     assert asyncio.get_running_loop().time() == 5.0
+    assert engine.ledger.tiers[0].counters.probes_failed == 1
+    assert "a question about 1 chunks ran out of time" in caplog.text
 
 
 @pytest.mark.virtual_time

@@ -9,9 +9,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from kvtier.keys import OffloadKey
 from kvtier.policies.lru import LRU
 from kvtier.testing.conformance.lender import key_of, keys_of
-from kvtier_backends.fs.segments.catalog import Catalog, Held
+from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.free_slots import FreeSlots
+from kvtier_backends.fs.segments.slots import Held
 
+FILE_SLOTS = 8
 KEYS = 3  # Few, and hardly fewer slots: they are fought over.
 Footer = tuple[OffloadKey, int]
 
@@ -190,22 +192,23 @@ TestCatalog = CatalogMachine.TestCase
 
 
 class FreeSlotsMachine(RuleBasedStateMachine):
-    """Runs beside a set of numbers."""
+    """Runs beside a set of numbers: those of some files' slots."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.free, self.model, self.taken = FreeSlots(), set[int](), set(range(40))
+        self.free, self.model, self.taken = FreeSlots(), set[int](), set(range(5 * FILE_SLOTS))
+        self.dropped = set[int]()
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
     def add(self, data: st.DataObject) -> None:
         first = data.draw(st.sampled_from(sorted(self.taken)))
         count = 1
-        while first + count in self.taken and data.draw(st.booleans()):
+        while (first + count) % FILE_SLOTS and first + count in self.taken and data.draw(st.booleans()):
             count += 1
         self.free.add(first, count)
-        self.model |= set(range(first, first + count))
-        self.taken -= self.model
+        self.model |= set(range(first, first + count)) - self.dropped
+        self.taken -= set(range(first, first + count))
 
     @rule(count=st.integers(0, 12))
     def take(self, count: int) -> None:
@@ -219,12 +222,12 @@ class FreeSlotsMachine(RuleBasedStateMachine):
         self.model -= set(taken)
         self.taken |= set(taken)
 
-    @rule(first=st.integers(0, 39), count=st.integers(1, 20))
-    def drop(self, first: int, count: int) -> None:
-        gone = self.model & set(range(first, first + count))
-        assert self.free.drop(first, count) == len(gone)
-        self.model -= gone
-        self.taken |= gone
+    @rule(file=st.integers(0, 4))
+    def drop(self, file: int) -> None:
+        slots = set(range(file * FILE_SLOTS, (file + 1) * FILE_SLOTS))
+        assert self.free.drop(file * FILE_SLOTS, FILE_SLOTS) == len(self.model & slots)
+        self.model -= slots
+        self.dropped |= slots
 
     def longest(self) -> int:
         return max((next(n for n in range(1, 42) if slot + n not in self.model) for slot in self.model), default=0)

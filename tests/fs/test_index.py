@@ -24,13 +24,13 @@ def index() -> Index:
 
 def events(index: Index) -> list[InventoryEvent]:
     told: list[InventoryEvent] = []
-    while (event := index.next_event()) is not None:
+    while (event := index.news.next_event()) is not None:
         told.append(event)
     return told
 
 
 def scanned(index: Index) -> Index:
-    index.begin_report()
+    index.news.begin()
     index.scan_ended(complete=True)
     assert events(index) == [ScanDone(complete=True)]
     return index
@@ -95,7 +95,7 @@ def test_only_a_complete_scan_makes_it_the_authority(index: Index) -> None:
     assert not index.authoritative
     index.scan_ended(complete=False)
     assert not index.authoritative
-    index.begin_report()
+    index.news.begin()
     assert events(index) == [ScanDone(complete=False)]
     index.scan_ended(complete=True)
     assert index.authoritative
@@ -104,17 +104,17 @@ def test_only_a_complete_scan_makes_it_the_authority(index: Index) -> None:
 def test_a_report_begins_with_what_is_there(index: Index) -> None:
     index.stored(Held(A, 512))
     index.scanned([Held(B, 512)])
-    index.begin_report()
+    index.news.begin()
     index.scanned([Held(B, 512), Held(C, 512)])
     index.scan_ended(complete=True)
     assert events(index) == [Added([A, B, C]), ScanDone(complete=True)]
 
 
 def test_a_later_consumer_hears_everything_again(index: Index) -> None:
-    first = scanned(index).begin_report()
+    first = scanned(index).news.begin()
     index.stored(Held(A, 512))
-    index.begin_report()
-    index.end_report(first)  # The one that has gone is not the one that listens.
+    index.news.begin()
+    index.news.end(first)  # The one that has gone is not the one that listens.
     index.found(Held(B, 512))
     assert events(index) == [Added([A, B]), ScanDone(complete=True)]
 
@@ -143,7 +143,7 @@ def test_an_event_is_true_when_it_is_told(index: Index) -> None:
 
 def test_batches_have_a_limit(index: Index) -> None:
     keys = [make_offload_key(number.to_bytes(32, "big")) for number in range(2 * INVENTORY_BATCH_KEYS + 1)]
-    index.begin_report()
+    index.news.begin()
     index.scanned([Held(key, 512) for key in keys])
     index.scan_ended(complete=True)
     batches = [list(event.keys) for event in events(index) if isinstance(event, Added)]
@@ -157,8 +157,8 @@ def test_batches_have_a_limit(index: Index) -> None:
 
 
 def test_nobody_listening_costs_nothing(index: Index) -> None:
-    report = index.begin_report()
-    index.end_report(report)
+    consumer = index.news.begin()
+    index.news.end(consumer)
     index.found(Held(A, 512))
     index.lost(A)
     assert [type(event) for event in events(index)] == []

@@ -284,3 +284,17 @@ async def test_room_for_others_is_not_made_twice(open_full, lender: Lender, moun
         await lender.keep(tier, keys_of(4, start=start))
     assert tier.counters().evicted - evicted <= tier.counters().overwritten - overwritten + 4
     assert abs(tier.occupancy().chunks - settled) <= 4
+
+
+async def test_few_folders_of_a_large_tier_are_kept_when_they_are_empty(
+    open_tier, lender: Lender, root: Path, taken_bytes
+) -> None:
+    """Making one again costs as much as making a file; those of a small tier would take too much of its room."""
+    for capacity_bytes, kept in ((CAPACITY_BYTES, False), (512 << 20, True)):
+        tier = await open_tier(naming="flat", capacity_bytes=capacity_bytes)
+        await lender.keep(tier, keys_of(4))
+        await tier.delete(keys_of(4))
+        folders = [path for path in root.glob("*_flat/*") if path.is_dir()]
+        assert bool(folders) == kept
+        assert taken_bytes(root) <= capacity_bytes
+        await tier.aclose(DEADLINE_S)

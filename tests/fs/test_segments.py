@@ -22,10 +22,11 @@ from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import Fault, FsBackend, FsOptions
 from kvtier_backends.fs.footer import FOOTER_BYTES
-from kvtier_backends.fs.segments.catalog import Catalog, Held
+from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.contents import SlotContents
 from kvtier_backends.fs.segments.header import HEADER_BYTES, Header, read_header
 from kvtier_backends.fs.segments.runs import RUN_SLOTS_MAX
+from kvtier_backends.fs.segments.slots import Held
 
 ROW_BYTES = 8_192
 SLOT_BYTES = ROW_BYTES + FOOTER_BYTES

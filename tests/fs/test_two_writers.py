@@ -27,7 +27,7 @@ async def test_two_processes_that_write_the_same_keys_leave_whole_chunks(
     arguments = [str(root), str(row_bytes)]
     writers = [
         await asyncio.create_subprocess_exec(
-            *(sys.executable, script, *arguments, str(version), str(KEYS), str(ROUNDS)),
+            *(sys.executable, script, *arguments, str(version), str(KEYS), str(ROUNDS), "files"),
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
         for version in (1, 2)

@@ -80,6 +80,26 @@ def test_a_probe_without_an_answer_is_a_miss_for_as_long_as_an_answer_is_believe
     assert engine.lookup("a") == [RETRY]
 
 
+def test_a_probe_without_an_answer_is_counted_and_no_transfer(bench):
+    engine = bench()
+    for name, answer in (("a", None), ("b", True), ("c", False)):
+        engine.lookup(name)
+        (*_, probe) = engine.step()
+        engine.answer(probe, answer)
+    counters = engine.ledger.tiers[0].counters
+    assert (counters.probes_failed, counters.transfers_failed, counters.failures) == (1, 0, {})
+
+
+@pytest.mark.parametrize(("code", "counted"), [(Code.DEADLINE, 1), (Code.LOST, 0), (Code.REFUSED, 0)])
+def test_a_probe_that_is_given_up_is_counted_if_the_tier_is_at_fault(bench, code, counted):
+    engine = bench()
+    engine.lookup("a")
+    (probe,) = engine.step()
+    engine.fail(probe, code)
+    counters = engine.ledger.tiers[0].counters
+    assert (counters.probes_failed, counters.transfers_failed) == (counted, 0)
+
+
 def test_an_authoritative_tier_answers_at_once(bench):
     engine = bench()
     engine.holds("a")

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import msgspec
 
-from kvtier.integrations.vllm.options import SecondaryOptions, VllmOptions, read_options, read_secondary_options
+from kvtier.config import TierLimits
+from kvtier.integrations.vllm.options import (
+    SecondaryLimits,
+    SecondaryOptions,
+    VllmOptions,
+    read_options,
+    read_secondary_options,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "vllm.md").read_text()
 VLLMS_OWN = {"type", "module_path"}  # Fields of a secondary tier that vLLM takes out before the tier sees them.
@@ -23,6 +30,12 @@ def test_every_configuration_of_the_page_is_accepted():
     (tier,) = second_door["secondary_tiers"]
     options = read_secondary_options({name: tier[name] for name in tier.keys() - VLLMS_OWN})
     assert (options.backend, options.options["capacity_bytes"]) == ("fs", "1TiB")
+
+
+def test_the_page_names_the_engines_limits_that_a_tier_behind_vllms_manager_has():
+    (row,) = re.findall(r"^\| `limits` .*`close_s`.*$", PAGE, re.MULTILINE)
+    named = set(re.findall(r"`(\w+)`", row.partition("in the same table")[2].partition(". ")[0]))
+    assert named == set(SecondaryLimits.__struct_fields__) - set(TierLimits.__struct_fields__)
 
 
 def table(heading: str) -> dict[str, str]:

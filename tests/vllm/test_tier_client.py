@@ -122,6 +122,14 @@ def test_keys_beyond_what_may_be_asked_at_once_are_misses_and_counted():
     assert scene.client.has(C, "one") is None
 
 
+def test_a_probe_without_an_answer_is_a_miss_and_counted():
+    scene = Scene()
+    assert scene.client.has(A, "one") is None
+    scene.answer()
+    assert scene.client.has(A, "one") is False
+    assert scene.counted()["kvtier_tier_probes_failed", ("kvtier:fs",)] == 1
+
+
 def test_a_miss_is_counted_once_a_request_and_chunk():
     scene = Scene(scanned=True)
     for request in ("one", "one", "two"):

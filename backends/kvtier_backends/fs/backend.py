@@ -116,16 +116,16 @@ class FsBackend(Backend):
 
     async def watch(self) -> AsyncIterator[InventoryEvent]:
         """See `Inventory`. A chunk that a cancelled call has stored or deleted is reported, too."""
-        report = self._layout.begin_report()
+        consumer = self._layout.news.begin()
         try:
             while not self._closed:
-                if (event := self._layout.next_event()) is not None:
+                if (event := self._layout.news.next_event()) is not None:
                     yield event
                 else:
                     self._news.clear()
                     await self._news.wait()
         finally:
-            self._layout.end_report(report)
+            self._layout.news.end(consumer)
 
     def occupancy(self) -> Occupancy:
         """See `Measured`. While the directory is being scanned, it covers what was found so far."""

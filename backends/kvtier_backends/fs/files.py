@@ -40,11 +40,20 @@ class Attempt(NamedTuple):
 class ChunkFiles:
     """The files of one namespace, by key."""
 
-    def __init__(self, folder: Folder, mapper: FileMapper, give_way: Callable[[], None], *, fsync: bool) -> None:
+    def __init__(
+        self,
+        folder: Folder,
+        mapper: FileMapper,
+        give_way: Callable[[], None],
+        *,
+        fsync: bool,
+        keeps_folders: bool = False,
+    ) -> None:
         """Use an opened folder, and let others go first between two slices of a chunk.
 
-        With `fsync`, a chunk is on the device when `write` returns.
+        With `fsync`, a chunk is on the device when `write` returns. `keeps_folders`: they are few, and soon used.
         """
+        self._keeps_folders = keeps_folders
         self._give_way = give_way
         self._root = folder.root_fd
         self._mapper = mapper
@@ -121,6 +130,8 @@ class ChunkFiles:
 
     def tidy(self, key: OffloadKey) -> None:
         """Remove the folders above a file that is gone, as far as they are empty: they take room, too."""
+        if self._keeps_folders:
+            return
         folder = os.path.dirname(self._mapper.name(key))
         with suppress(OSError):  # Mostly because it is not empty.
             while folder != self._chunks:

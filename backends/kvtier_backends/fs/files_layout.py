@@ -8,7 +8,7 @@ from itertools import chain
 
 import aiofiles.os
 
-from kvtier.backend import InventoryEvent, Occupancy, Outcome, Read, TierContext, Write
+from kvtier.backend import Occupancy, Outcome, Read, TierContext, Write
 from kvtier.errors import BackendUnavailable
 from kvtier.keys import OffloadKey
 from kvtier.lend import Lanes, in_threads
@@ -37,6 +37,7 @@ class FilesLayout:
         self._shared = options.shared
         self._lanes = start_lanes(options, context.name, scan_lane)
         parts = assemble(options, context, folder, books, tally, self._lanes)
+        self.news = parts.index.news
         self._index, self._capacity, self._chunks = parts.index, parts.capacity, parts.chunks
         self._eviction, self._looking = parts.eviction, parts.looking
         self._loading, self._storing = parts.loading, parts.storing
@@ -91,15 +92,6 @@ class FilesLayout:
     def occupancy(self) -> Occupancy:
         capacity = self._capacity
         return Occupancy(len(self._index), self._eviction.used_bytes(), capacity.limit_bytes, capacity.reserved_bytes)
-
-    def begin_report(self) -> int:
-        return self._index.begin_report()
-
-    def end_report(self, report: int) -> None:
-        self._index.end_report(report)
-
-    def next_event(self) -> InventoryEvent | None:
-        return self._index.next_event()
 
     async def aclose(self, ends_at: float) -> Left:
         self._looking.stop()

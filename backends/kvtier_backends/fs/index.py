@@ -1,15 +1,13 @@
 """What the directory holds, as far as the tier knows: plain memory, owned by the loop's thread.
 
-Answers probes without a system call, knows how full the directory is and which chunk goes next, and keeps what an
-inventory's consumer has not heard yet. It errs on the side of "there": a load corrects that, while a chunk that is
-wrongly taken for absent is lost until the next start.
+Answers probes without a system call, knows how full the directory is and which chunk goes next, and has an inventory's
+consumer hear of what changes. It errs on the side of "there": a load corrects that, while a chunk that is wrongly taken
+for absent is lost until the next start.
 """
 
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 
-from kvtier.backend import INVENTORY_BATCH_KEYS, Added, InventoryEvent, Removed, ScanDone
 from kvtier.keys import OffloadKey
 from kvtier.policies.base import Policy
 from kvtier_backends.fs.cold_end import ColdEnd
@@ -26,6 +24,7 @@ from kvtier_backends.fs.entries import (
     minute_of,
 )
 from kvtier_backends.fs.folder_sizes import SECTOR_BYTES
+from kvtier_backends.fs.news import News
 from kvtier_backends.fs.order import Keep, Order
 
 REFRESH_MINUTES = 60  # A file's time is set to its last use at most so often.
@@ -41,20 +40,19 @@ class Index:
         Without a policy what was used longest ago goes first, and this order takes no memory of its own.
         """
         self.used_bytes = 0
-        self.authoritative = False
-        """Whether a key that is not in here is absent."""
         self._entries: dict[OffloadKey, int] = {}  # Those used since the start in the order of their last use.
+        self.news = News(self._entries)
         self._unloadable: dict[OffloadKey, int] = {}  # In bytes.
         self._shared: dict[int, int] = {}
         self._calls: list[set[OffloadKey]] = []  # Under way, each with its keys that were not stored since it began.
         self._order = Order(policy or ColdEnd(self._entries, is_live), self._is_idle, clock_ns)
         self._scanning = True
         self._removed_in_scan: set[OffloadKey] = set()
-        self._report = 0
-        self._reporting = False
-        self._added: deque[OffloadKey] = deque()
-        self._lost: deque[OffloadKey] = deque()
-        self._scan_reported = False
+
+    @property
+    def authoritative(self) -> bool:
+        """Whether a key that is not in here is absent."""
+        return self.news.complete is True
 
     @property
     def files(self) -> int:
@@ -121,12 +119,11 @@ class Index:
         """Note a chunk that is there without a store call having said so; the consumer hears of it."""
         if chunk.key not in self._entries:
             self.stored(chunk)
-            self.report(chunk.key)
+            self.news.added(chunk.key)
 
     def report(self, key: OffloadKey) -> None:
         """Let the consumer, if there is one, hear that a chunk is there."""
-        if self._reporting:
-            self._added.append(key)
+        self.news.added(key)
 
     def refresh_due(self, key: OffloadKey, now_ns: int) -> bool:
         """Say whether a file's time should be set to now; asked once, it counts as done."""
@@ -155,7 +152,7 @@ class Index:
                 continue
             if chunk.loadable:
                 self._note(key, entry_of(chunk, live=False))
-                self.report(key)
+                self.news.added(key)
             else:
                 self._unloadable[key] = chunk.allocated_bytes
             self.used_bytes += chunk.allocated_bytes
@@ -168,13 +165,12 @@ class Index:
         for key in keys:
             if key in self._entries and not self._is_live(key):
                 self._drop(key)
-                if self._reporting:
-                    self._lost.append(key)
+                self.news.lost(key)
 
     def scan_ended(self, *, complete: bool) -> None:
         """Note that the scan is over; `complete`: that nothing was left out."""
         self._scanning = False
-        self.authoritative = complete
+        self.news.complete = complete
         self._removed_in_scan.clear()
 
     def removed(self, key: OffloadKey) -> None:
@@ -187,8 +183,8 @@ class Index:
 
     def lost(self, key: OffloadKey) -> None:
         """Note that a `call` has not found a chunk, or not a whole one; the consumer hears of it."""
-        if self._reporting and key in self._entries:
-            self._lost.append(key)
+        if key in self._entries:
+            self.news.lost(key)
         self.removed(key)
 
     def victims(self, count: int, keep: Keep, kept: int, incoming: Sequence[OffloadKey] = ()) -> list[Held]:
@@ -208,37 +204,6 @@ class Index:
             self.used_bytes += chunk.allocated_bytes
             self._order.found([(chunk.used_at_ns, chunk.key)])
 
-    def begin_report(self) -> int:
-        """Start from what is there now: a consumer has come, and knows nothing. Returns the report's number."""
-        self.end_report(self._report)
-        self._report += 1
-        self._reporting = True
-        self._scan_reported = False
-        self._added.extend(self._entries)
-        return self._report
-
-    def end_report(self, report: int) -> None:
-        """Keep nothing for a consumer that has gone, if none has come since."""
-        if report == self._report:
-            self._reporting = False
-            self._added.clear()
-            self._lost.clear()
-
-    def next_event(self) -> InventoryEvent | None:
-        """Return what the consumer should hear next; None if it knows everything."""
-        while self._added:
-            if keys := [key for key in _take(self._added) if key in self._entries]:
-                return Added(keys)
-        if self._scanning:
-            return None
-        if not self._scan_reported:
-            self._scan_reported = True
-            return ScanDone(self.authoritative)
-        while self._lost:
-            if keys := [key for key in _take(self._lost) if key not in self._entries]:
-                return Removed(keys)
-        return None
-
     def _is_live(self, key: OffloadKey) -> bool:
         return is_live(self._entries.get(key, 0))
 
@@ -254,16 +219,15 @@ class Index:
             self._note(chunk.key, entry_of(chunk, live=False))
             return
         self._unloadable[chunk.key] = chunk.allocated_bytes
-        if self._reporting:
-            self._lost.append(chunk.key)
+        self.news.lost(chunk.key)
 
     def _evict(self, key: OffloadKey) -> Held:
         taken_bytes, loadable = self.taken_bytes(key), key in self._entries
         used_at_ns = (self._entries.get(key, 0) >> SECTOR_BITS & MINUTES) * MINUTE_NS
         if self._scanning:
             self._removed_in_scan.add(key)
-        if self._reporting and loadable:
-            self._lost.append(key)
+        if loadable:
+            self.news.lost(key)
         self._drop(key)
         return Held(key, taken_bytes, used_at_ns, loadable)
 
@@ -276,7 +240,3 @@ class Index:
         self.used_bytes -= self.taken_bytes(key)
         self._entries.pop(key, None)
         self._unloadable.pop(key, None)
-
-
-def _take(keys: deque[OffloadKey]) -> list[OffloadKey]:
-    return [keys.popleft() for _ in range(min(len(keys), INVENTORY_BATCH_KEYS))]

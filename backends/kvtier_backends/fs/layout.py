@@ -8,8 +8,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from kvtier.backend import InventoryEvent, Occupancy, Outcome, Read, Write
+from kvtier.backend import Occupancy, Outcome, Read, Write
 from kvtier.keys import OffloadKey
+from kvtier_backends.fs.news import News
 
 
 class Left(NamedTuple):
@@ -21,6 +22,9 @@ class Left(NamedTuple):
 
 class Layout(Protocol):
     """One tier's chunks. Belongs to the loop's thread; calls are checked before they come here."""
+
+    @property
+    def news(self) -> News: ...
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]: ...
 
@@ -35,14 +39,6 @@ class Layout(Protocol):
     def rank(self, keys: Sequence[OffloadKey]) -> None: ...
 
     def occupancy(self) -> Occupancy: ...
-
-    def begin_report(self) -> int:
-        """Start a report for a consumer that knows nothing; return its number."""
-        ...
-
-    def end_report(self, report: int) -> None: ...
-
-    def next_event(self) -> InventoryEvent | None: ...
 
     def begin(self, changed: Callable[[], None]) -> None:
         """Start what runs beside the calls; `changed` is called when there is news for the inventory."""

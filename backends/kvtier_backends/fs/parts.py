@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from kvtier.backend import TierContext
 from kvtier.lend import Lanes
+from kvtier.naming import FLAT_FOLDERS
 from kvtier.policies.lru import LRU
 from kvtier.policies.named import policy_class
 from kvtier_backends.fs.books import Books
@@ -25,6 +26,10 @@ from kvtier_backends.fs.precedence import Precedence
 from kvtier_backends.fs.recycling import Recycling
 from kvtier_backends.fs.shared import SharedEviction
 from kvtier_backends.fs.storing import Storing, sizes_of
+
+FOLDERS_SHARE = (
+    1 / 16
+)  # Of the room, for folders that are kept when they are empty: making one costs as much as a file.
 
 
 class TierLanes(NamedTuple):
@@ -75,7 +80,13 @@ def assemble(
     )
     precedence = Precedence()
     chunks = Chunks(
-        ChunkFiles(folder, context.mapper, precedence.give_way, fsync=options.fsync),
+        ChunkFiles(
+            folder,
+            context.mapper,
+            precedence.give_way,
+            fsync=options.fsync,
+            keeps_folders=options.overwrites and FLAT_FOLDERS * folder.sizes.new_bytes <= limit_bytes * FOLDERS_SHARE,
+        ),
         tally,
         precedence,
         lanes=options.load_lanes + options.store_lanes,

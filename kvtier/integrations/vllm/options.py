@@ -6,8 +6,21 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from kvtier.backend import Durability
-from kvtier.config import Checked, EngineConfig, EngineLimits, PositiveSize, TierConfig, TierLimits, tier_options
-from kvtier.fields import decode
+from kvtier.config import (
+    Checked,
+    Count,
+    Duration,
+    EngineConfig,
+    EngineLimits,
+    PositiveDuration,
+    PositiveSize,
+    Share,
+    TierConfig,
+    TierLimits,
+    tier_options,
+)
+from kvtier.errors import ConfigError
+from kvtier.fields import decode, struct_fields
 from kvtier.integrations.vllm.rows import RowPlan
 from kvtier.namespace import Namespace
 from kvtier.registry import backend_class
@@ -77,6 +90,25 @@ def engine_config(options: VllmOptions, plan: RowPlan, namespace: Namespace, *, 
     return decode(EngineConfig, given, WHERE)
 
 
+_ENGINE = EngineLimits()
+
+
+class SecondaryLimits(TierLimits, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A tier's limits, and those of an engine that one behind vLLM's own manager has, too: its runner's."""
+
+    action_chunks: Count = _ENGINE.action_chunks
+    queued_actions: Count = _ENGINE.queued_actions
+    quarantine_share: Share = _ENGINE.quarantine_share
+    heartbeat_s: PositiveDuration = _ENGINE.heartbeat_s
+    open_s: PositiveDuration = _ENGINE.open_s
+    close_s: Duration = _ENGINE.close_s
+    events: Count = _ENGINE.events
+
+
+ENGINE_ONLY = struct_fields(EngineLimits).keys() - struct_fields(SecondaryLimits).keys()
+"""What bounds the use of the primary, which is vLLM's there."""
+
+
 class SecondaryOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One kvtier tier behind vLLM's own manager: every key that is no field here is the tier's own."""
 
@@ -86,7 +118,7 @@ class SecondaryOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only
     """The tier's type, as `kvtier.registry` knows it."""
 
     name: str = ""
-    limits: TierLimits = TierLimits()
+    limits: SecondaryLimits = SecondaryLimits()
     request_level: bool = False
     medium: Literal["CPU", "STORAGE"] | None = None
     locality: Literal["LOCAL", "REMOTE"] | None = None
@@ -99,6 +131,11 @@ class SecondaryOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only
 
 def read_secondary_options(given: Mapping[str, Any]) -> SecondaryOptions:
     """Decode a tier's configuration, without vLLM's own fields; `ConfigError` names what is wrong in it."""
+    limits = given.get("limits")
+    for name in sorted(name for name in ENGINE_ONLY if isinstance(limits, Mapping) and name in limits):
+        raise ConfigError(
+            f"secondary_tiers[].limits.{name}: given, none accepted: here memory is vLLM's, and so are its limits"
+        )
     return decode(SecondaryOptions, dict(given), "secondary_tiers[]")
 
 
@@ -107,7 +144,7 @@ def secondary_config(options: SecondaryOptions, namespace: Namespace, *, rows: i
     tier = TierConfig(
         type=options.backend,
         name=options.name or f"kvtier:{options.backend}",
-        limits=options.limits,
+        limits=TierLimits(**_of(TierLimits, options.limits)),
         request_level=options.request_level,
         medium=options.medium,
         locality=options.locality,
@@ -119,7 +156,14 @@ def secondary_config(options: SecondaryOptions, namespace: Namespace, *, rows: i
         secondary_tiers=(_with_medium(tier, "secondary_tiers[]"),),
         runner=options.runner,
         namespace=namespace,
+        limits=EngineLimits(**_of(EngineLimits, options.limits)),
     )
+
+
+def _of(kind: type[TierLimits | EngineLimits], limits: SecondaryLimits) -> dict[str, Any]:
+    """Return those of the limits that are fields of this kind."""
+    names = struct_fields(kind).keys() & struct_fields(SecondaryLimits).keys()
+    return {name: getattr(limits, name) for name in names}
 
 
 def _with_medium(tier: TierConfig, where: str) -> TierConfig:

@@ -137,6 +137,7 @@ class Replies:
             return
         self._observe(self._tier.spec.name, "probe", message.seconds)
         if not message.present:
+            self._tier.counters.probes_failed += 1
             self._tier.breaker.failed(now)
         self._believe(part.keys, message.present, now)
 

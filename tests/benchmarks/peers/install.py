@@ -1,6 +1,6 @@
 """Make an environment for each peer, with kvtier's own needs beside it.
 
-    .venv/bin/python tests/benchmarks/peers/install.py DIR [vllm] [lmcache]
+    .venv/bin/python tests/benchmarks/peers/install.py DIR [--peers vllm lmcache]
 
 `DIR/vllm` and `DIR/lmcache` are virtual environments, made once. Both peers run here without a GPU: vLLM's CPU build is
 published as such; of LMCache all of its disk paths load, and what its metadata asks for beyond that (CUDA, clouds) is
@@ -51,7 +51,7 @@ def install(name: str, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("directory", type=Path)
-    parser.add_argument("peers", nargs="*", choices=["vllm", "lmcache", []], default=["vllm", "lmcache"])
+    parser.add_argument("--peers", nargs="+", choices=["vllm", "lmcache"], default=["vllm", "lmcache"])
     given = parser.parse_args()
     for name in given.peers:
         install(name, given.directory / name)

@@ -12,6 +12,7 @@ from typing import Protocol
 import uvloop
 
 from kvtier.bench.figures import Figures, Pair, Row, Setting, figures_json, row_of
+from kvtier.bench.files import FULL_SETS, OVERHEAD_BYTES
 from kvtier.bench.machine import load, this_machine
 from kvtier.bench.memory import rate_of
 from kvtier.bench.rounds import ROUNDS, Side, interleaved
@@ -82,11 +83,28 @@ def compare_disks(folder: str, given: argparse.Namespace, peers: dict[str, Opene
                 )
                 tier = OpenTier(runner, options, chunk_bytes, call_chunks=-(-chunks // CALLS))
                 sides += disk_sides(case.label, tier, region, stack)
+            full = [TierCase(layout, "flat", "direct", lanes, fsync=False) for layout, lanes in full_tiers(given)]
+            for case in full:
+                capacity_bytes = FULL_SETS * chunks * (chunk_bytes + OVERHEAD_BYTES) + (64 << 20)
+                options = case.options(new_folder(folder), capacity_bytes=capacity_bytes)
+                tier = OpenTier(runner, options, chunk_bytes, call_chunks=-(-chunks // CALLS))
+                sides.append(full_side(case.label, tier, region, stack))
             for name, opened in peers.items():
                 sides += disk_sides(name, opened(new_folder(folder), region, -(-chunks // CALLS)), region, stack)
             measured = interleaved(sides, given.rounds)
+        for case in full:
+            settings: dict[str, Setting] = {
+                "layout": case.layout,
+                "naming": case.settings["naming"],
+                "lanes": case.depth,
+            }
+            for name in peers:
+                yield row_of(
+                    Pair("store, full", chunk_bytes, settings, "MB/s", f"full {case.label}", f"store {name}", name),
+                    measured,
+                )
         for case in cases:
-            settings: dict[str, Setting] = {"layout": case.layout, "lanes": case.depth}
+            settings = {"layout": case.layout, "lanes": case.depth}
             for name in peers:
                 for way in ("load", "store"):
                     pair = Pair(way, chunk_bytes, settings, "MB/s", f"{way} {case.label}", f"{way} {name}", name)
@@ -114,6 +132,26 @@ def disk_sides(name: str, tier: DiskTier, region: Region, stack: ExitStack) -> l
         Side(f"load {name}", rate_of(lambda: tier.load(kept, rows), moved_bytes)),
         Side(f"store {name}", store, prepare),
     ]
+
+
+def full_side(name: str, tier: DiskTier, region: Region, stack: ExitStack) -> Side:
+    """Return stores into a tier that has to evict as much: what it does all its life but for the first hours."""
+    stack.callback(tier.close)
+    rows = [region.row(index) for index in range(region.rows)]
+    new = list[OffloadKey]()
+
+    def prepare() -> None:
+        new[:] = new_keys(region.rows)
+
+    for _ in range(FULL_SETS + 1):
+        prepare()
+        tier.store(new, rows)
+    return Side(f"full {name}", rate_of(lambda: tier.store(new, rows), region.rows * region.row_bytes), prepare)
+
+
+def full_tiers(given: argparse.Namespace) -> list[tuple[str, int]]:
+    """Return the layouts and lanes of kvtier's tiers that are full. Neither peer evicts: theirs never are."""
+    return [(layout, int(given.lanes.split(",")[0])) for layout in layouts()]
 
 
 def new_keys(count: int) -> list[OffloadKey]:

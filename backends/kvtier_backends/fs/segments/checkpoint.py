@@ -24,7 +24,7 @@ from kvtier.namespace import FileMapper
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.footer import SLICE_BYTES
-from kvtier_backends.fs.segments.catalog import Held, Snapshot
+from kvtier_backends.fs.segments.slots import Held, Snapshot
 
 logger = logging.getLogger(__name__)
 

@@ -93,7 +93,7 @@ class SlotContents:
             header = _header(fd)
             if header is None:
                 return False
-            at = header.offset(place) + header.row_bytes
+            at = header.footer_offset(place)
             if _identity(os.pread(fd, FOOTER_BYTES, at)) != file.identity:
                 return False
             write_all(fd, [memoryview(ZEROS)], at)
@@ -111,7 +111,7 @@ class SlotContents:
         return True
 
     def _slot(self, name: str, fd: int, header: Header, place: int) -> Iterator[StoredFile]:
-        page = os.pread(fd, FOOTER_BYTES, header.offset(place) + header.row_bytes)
+        page = os.pread(fd, FOOTER_BYTES, header.footer_offset(place))
         if len(page) < FOOTER_BYTES or page == ZEROS:
             return
         footer = read_footer(memoryview(page))
@@ -123,7 +123,7 @@ class SlotContents:
         for place in range(self._empty_below, header.slots):
             if place % AHEAD_SLOTS == 0:
                 ask_ahead(fd, header, range(place, min(place + AHEAD_SLOTS, header.slots)))
-            if os.pread(fd, FOOTER_BYTES, header.offset(place) + header.row_bytes) != ZEROS:
+            if os.pread(fd, FOOTER_BYTES, header.footer_offset(place)) != ZEROS:
                 self._empty_below = place  # Nobody else writes: next time, it is looked for from here.
                 return False
         return True

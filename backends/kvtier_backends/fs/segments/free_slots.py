@@ -3,7 +3,9 @@
 Pure. The longest run goes first, so that a job needs as few calls as can be; what is given back joins its neighbours.
 """
 
+from bisect import bisect_right, insort
 from heapq import heapify, heappop, heappush
+from operator import itemgetter
 
 HEAP_SLACK = 64  # Outdated entries are left in the heap until there are more of them than of others, and this many.
 
@@ -15,10 +17,13 @@ class FreeSlots:
         self.count = 0
         self._lengths: dict[int, int] = {}  # Of each run, by its first slot.
         self._starts: dict[int, int] = {}  # By the slot behind its last.
+        self._dropped: list[tuple[int, int]] = []  # Files that are no more, in order: the first slot, and the end.
         self._longest: list[tuple[int, int]] = []  # A heap of (-length, first slot); may hold runs that are no more.
 
     def add(self, first: int, count: int = 1) -> None:
-        """Give back slots that are not free."""
+        """Give back slots that are not free; what was dropped meanwhile is not taken."""
+        if self._dropped and self._is_dropped(first):
+            return
         self.count += count
         end = first + count
         if (start := self._starts.pop(first, None)) is not None:
@@ -46,7 +51,9 @@ class FreeSlots:
         return taken
 
     def drop(self, first: int, count: int) -> int:
-        """Forget all free slots of a range, which will never be asked for again; return how many there were."""
+        """Have all slots of a file be free no more, nor ever again; return how many were."""
+        if not self._is_dropped(first):
+            insort(self._dropped, (first, first + count))
         end, dropped = first + count, 0
         for start, length in list(self._lengths.items()):
             stop = start + length
@@ -60,6 +67,10 @@ class FreeSlots:
                     self._note(end, stop - end)
         self.count -= dropped
         return dropped
+
+    def _is_dropped(self, slot: int) -> bool:
+        at = bisect_right(self._dropped, slot, key=itemgetter(0)) - 1
+        return at >= 0 and slot < self._dropped[at][1]
 
     def _note(self, first: int, length: int) -> None:
         self._lengths[first] = length

@@ -39,6 +39,10 @@ class Header(NamedTuple):
         """Return where in the file a slot begins."""
         return HEADER_BYTES + place * self.slot_bytes
 
+    def footer_offset(self, place: int) -> int:
+        """Return where in the file a slot's footer begins."""
+        return self.offset(place) + self.row_bytes
+
     def written(self) -> bytes:
         """Return the page."""
         body = _HEAD.pack(MAGIC, VERSION, 0, self.row_bytes, self.slots, self.fingerprint).ljust(_CHECKSUM_AT, b"\0")

@@ -16,12 +16,13 @@ from kvtier.errors import BackendClosed
 from kvtier.lend import Lanes
 from kvtier_backends.fs.capacity import Capacity
 from kvtier_backends.fs.counters import Tally
-from kvtier_backends.fs.segments.catalog import Catalog, Snapshot
+from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.checkpoint import Remembered, SlotCheckpoint
 from kvtier_backends.fs.segments.files import Segment
 from kvtier_backends.fs.segments.reading import Reading, Seen
 from kvtier_backends.fs.segments.room import Room
 from kvtier_backends.fs.segments.runs import Segments
+from kvtier_backends.fs.segments.slots import Snapshot
 
 SETTLED_NS = 1_000_000_000  # A file's time says nothing of what was written so shortly before it was looked at.
 
@@ -67,10 +68,9 @@ class SlotLooking:
         around = await _look_around(reading, time.time(), executor=self._lane)
         for segment in reading.opened:
             self._segments.add(segment, catalog.add(segment.header.slots))
-        self._room.unusable += reading.unusable
         self._capacity.other_bytes += around.taken_bytes + sum(each.allocated_bytes for each in reading.unusable)
         self._capacity.unseen_bytes = 0
-        self._room.opened.set()
+        self._room.begin(reading.unusable)
         await _read_checkpoint(reading, wanted=self._checkpoint_s > 0, executor=self._lane)
         while batch := await _next_recalled(reading, executor=self._lane):
             for chunk in batch:
@@ -148,10 +148,12 @@ def remembered(segments: Sequence[Segment], before_ns: int) -> list[Remembered]:
     for segment in segments:
         if segment.own and not segment.closed:
             try:
-                written_at_ns = os.fstat(segment.fd).st_mtime_ns
+                status = os.fstat(segment.fd)
             except OSError:
                 continue  # Another lane has just removed it.
-            trusted_ns = written_at_ns if written_at_ns < before_ns else 0
+            if not status.st_nlink:
+                continue  # Somebody else has. Another one may have its name by now.
+            trusted_ns = status.st_mtime_ns if status.st_mtime_ns < before_ns else 0
             found.append(Remembered(segment.name, segment.first_slot, segment.header.slots, trusted_ns))
     return found
 

@@ -16,10 +16,11 @@ from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, taken_bytes
 from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, read_footer
-from kvtier_backends.fs.segments.catalog import Held
 from kvtier_backends.fs.segments.checkpoint import Memory, Remembered, SlotCheckpoint
-from kvtier_backends.fs.segments.files import NAME, Segment, SegmentFiles, Unusable
+from kvtier_backends.fs.segments.files import Segment
+from kvtier_backends.fs.segments.folder import NAME, SegmentFolder, Unusable
 from kvtier_backends.fs.segments.header import Header
+from kvtier_backends.fs.segments.slots import Held
 from kvtier_backends.fs.sweep import Sweep
 
 logger = logging.getLogger(__name__)
@@ -46,7 +47,9 @@ class Seen(NamedTuple):
 class Reading:
     """The start's blocking part, in a lane: one call at a time."""
 
-    def __init__(self, folder: Folder, mapper: FileMapper, files: SegmentFiles, checkpoint: SlotCheckpoint) -> None:
+    def __init__(
+        self, folder: Folder, mapper: FileMapper, segment_folder: SegmentFolder, checkpoint: SlotCheckpoint
+    ) -> None:
         self.opened: list[Segment] = []
         self.unusable: list[Unusable] = []
         self.unopened_bytes = 0
@@ -58,7 +61,7 @@ class Reading:
         """Names of segments with slots that are neither free nor held: the next start has to look again."""
         self._folder = folder
         self._mapper = mapper
-        self._files = files
+        self._segment_folder = segment_folder
         self._checkpoint = checkpoint
         self._memory = Memory(same_boot=False, segments=[], chunks=iter(()))
         self._last_uses: dict[str, tuple[array[int], array[int]]] = {}  # Sequence numbers, and times, by place.
@@ -69,14 +72,14 @@ class Reading:
     def open_all(self) -> None:
         """Open every segment; those that are gone by then, or cannot be read, are not there."""
         try:
-            names = self._files.names()
+            names = self._segment_folder.names()
         except OSError as error:
             self.failed += 1
             logger.warning("%s: cannot be listed: %s", self._folder.chunks, error.strerror)
             return
         for name in names:
             try:
-                found = self._files.open(name)
+                found = self._segment_folder.open(name)
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -169,7 +172,7 @@ class Reading:
             count = min(INVENTORY_BATCH_KEYS, segment.header.slots - start)
             seen, taken = Seen([], [], []), bytearray(count)
             try:
-                for index, page in enumerate(self._files.footers(segment, start, count)):
+                for index, page in enumerate(segment.footers(self._folder.root_fd, start, count)):
                     slot = segment.first_slot + start + index
                     if bytes(page) == ZEROS:
                         continue

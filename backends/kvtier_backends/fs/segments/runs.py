@@ -58,6 +58,8 @@ class Segments:
 
     def __init__(self) -> None:
         self.all: list[Segment] = []
+        self.removed: list[Segment] = []
+        """Those that the tier has no more. They stay open where they could not be removed."""
         self._first_slots: list[int] = []
 
     @property
@@ -72,9 +74,11 @@ class Segments:
         self._first_slots.append(first_slot)
 
     def remove(self, segment: Segment) -> None:
+        """Have it no more; the caller closes it."""
         index = self.all.index(segment)
         del self.all[index]
         del self._first_slots[index]
+        self.removed = [*(each for each in self.removed if not each.closed), segment]
 
     def of(self, slot: int) -> Segment:
         """Return the segment that has a slot."""

@@ -15,6 +15,7 @@ from kvtier_backends.fs.failures import GONE, failure
 from kvtier_backends.fs.footer import FOOTER_BYTES
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.files import Segment
+from kvtier_backends.fs.segments.losses import Losses
 from kvtier_backends.fs.segments.room import Room
 from kvtier_backends.fs.segments.runs import Segments, Share, Slotted
 from kvtier_backends.fs.segments.slot_chunks import SlotChunks
@@ -50,6 +51,7 @@ class SlotStoring:
         write_budget: WriteBudget | None,
         chunks: SlotChunks,
         wiping: Wiping,
+        losses: Losses,
         tally: Tally,
         *,
         lanes: Lanes,
@@ -64,6 +66,7 @@ class SlotStoring:
         self._write_budget = write_budget
         self._chunks = chunks
         self._wiping = wiping
+        self._losses = losses
         self._tally = tally
         self._lanes = lanes
         self._share_chunks = share_chunks
@@ -109,17 +112,23 @@ class SlotStoring:
         syncing = Syncing()
         syncing.done, told = not self._fsync, False
         try:
-            await in_threads(self._lanes, [partial(self._chunks.store, share) for share in shares])
+            await in_threads(self._lanes, [partial(self._store, share) for share in shares])
             if self._fsync:
                 segments = {run.segment.name: run.segment for share in shares for run in share.runs}
                 await in_thread(self._lanes, syncing.run, self._chunks, list(segments.values()))
             told = True
         finally:
             outcomes = self._note(shares, syncing, len(writes), told=told)
+            self._losses.note()
         gone = sum(share.gone for share in shares)
         if syncing.error is not None and syncing.error.errno in GONE:
             gone = len(writes)
         return outcomes, gone
+
+    def _store(self, share: Share[tuple[Write, int]]) -> None:
+        """Write, and see whether that was of use. Blocks, in a lane."""
+        self._chunks.store(share)
+        self._losses.check(share)
 
     def _note(
         self, shares: Sequence[Share[tuple[Write, int]]], syncing: Syncing, count: int, *, told: bool
@@ -139,7 +148,7 @@ class SlotStoring:
             (key, _), sequence = part.item
             self._catalog.stored(key, part.slot, sequence)
             if not told:
-                self._catalog.report.added(key)
+                self._catalog.news.added(key)
         self._wiping.written()
         return outcomes
 

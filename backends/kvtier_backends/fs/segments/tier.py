@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from kvtier.backend import InventoryEvent, Occupancy, Outcome, Read, TierContext, Write
+from kvtier.backend import Occupancy, Outcome, Read, TierContext, Write
 from kvtier.errors import BackendClosed
 from kvtier.keys import OffloadKey
 from kvtier.lend import Lanes
@@ -20,9 +20,12 @@ from kvtier_backends.fs.parts import start_lanes
 from kvtier_backends.fs.precedence import Precedence
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.checkpoint import SlotCheckpoint
-from kvtier_backends.fs.segments.files import SegmentFiles
+from kvtier_backends.fs.segments.folder import SegmentFolder
+from kvtier_backends.fs.segments.growth import Growth
+from kvtier_backends.fs.segments.leftovers import Leftovers
 from kvtier_backends.fs.segments.loading import SlotLoading
 from kvtier_backends.fs.segments.looking import SlotLooking
+from kvtier_backends.fs.segments.losses import Losses
 from kvtier_backends.fs.segments.reading import Reading
 from kvtier_backends.fs.segments.room import Room
 from kvtier_backends.fs.segments.runs import Segments
@@ -48,6 +51,7 @@ class SegmentsLayout:
             room_bytes = min(options.capacity_bytes or folder.disk.size_bytes, folder.disk.size_bytes)
             policy = policy_class(options.eviction_policy)(max(1, room_bytes // context.row_bytes))
         self._catalog = catalog = Catalog(policy)
+        self.news = catalog.news
         self._segments = segments = Segments()
         checkpoint = SlotCheckpoint(folder, context.mapper, tally, context.row_bytes)
         self._capacity = capacity = Capacity(
@@ -58,7 +62,7 @@ class SegmentsLayout:
             min_free_bytes=options.min_free_bytes,
         )
         fingerprint = context.mapper.fingerprint
-        files = SegmentFiles(folder, row_bytes=context.row_bytes, fingerprint=fingerprint, fsync=options.fsync)
+        own_folder = SegmentFolder(folder, row_bytes=context.row_bytes, fingerprint=fingerprint, fsync=options.fsync)
         most = share_chunks(context.row_bytes)
         precedence = Precedence()
         chunks = SlotChunks(
@@ -69,21 +73,26 @@ class SegmentsLayout:
             fingerprint=fingerprint,
         )
         self._wiping = wiping = Wiping(
-            catalog, segments, files, chunks, capacity, folder, tally, lane=lanes.evict, fsync=options.fsync
+            catalog, segments, chunks, capacity, folder, tally, lane=lanes.evict, fsync=options.fsync
+        )
+        leftovers = Leftovers(own_folder, capacity, folder.quarantine, tally, lanes=lanes.store)
+        self._growth = growth = Growth(
+            catalog, segments, own_folder, leftovers, capacity, lanes=lanes.store, fsync=options.fsync
         )
         self._room = room = Room(
             catalog,
             segments,
-            files,
+            own_folder,
             wiping,
+            growth,
+            leftovers,
             capacity,
-            folder.quarantine,
             tally,
             lanes=lanes.store,
-            fsync=options.fsync,
             ttl_s=options.ttl_s,
             clock_ns=time.time_ns,
         )
+        self._losses = losses = Losses(catalog, segments, own_folder, tally, lane=lanes.evict)
         if books.write_budget is not None:
             books.write_budget.use(lanes.store)
         self._loading = SlotLoading(
@@ -104,13 +113,14 @@ class SegmentsLayout:
             books.write_budget,
             chunks,
             wiping,
+            losses,
             tally,
             lanes=lanes.store,
             share_chunks=most,
             fsync=options.fsync,
             clock_ns=time.time_ns,
         )
-        self._reading = Reading(folder, context.mapper, files, checkpoint)
+        self._reading = Reading(folder, context.mapper, own_folder, checkpoint)
         self._looking = SlotLooking(
             self._reading,
             catalog,
@@ -127,8 +137,9 @@ class SegmentsLayout:
         self._changed: Callable[[], None] = lambda: None
 
     def begin(self, changed: Callable[[], None]) -> None:
-        self._changed = self._room.changed = changed
-        works = (self._looking.run, self._looking.run_checkpoints, self._wiping.run, self._room.run)
+        self._changed = self._room.changed = self._losses.changed = changed
+        looking = self._looking
+        works = (looking.run, looking.run_checkpoints, self._wiping.run, self._room.run, self._losses.run)
         self._background.begin(self._name, works)
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
@@ -166,19 +177,10 @@ class SegmentsLayout:
         chunks = len(self._catalog)
         return Occupancy(chunks, chunks * self._slot_bytes, self._capacity.limit_bytes)
 
-    def begin_report(self) -> int:
-        return self._catalog.report.begin(self._catalog.keys())
-
-    def end_report(self, report: int) -> None:
-        self._catalog.report.end(report)
-
-    def next_event(self) -> InventoryEvent | None:
-        return self._catalog.report.next_event()
-
     async def aclose(self, ends_at: float) -> Left:
         self._looking.stop()
         self._background.cancel()
-        self._room.opened.set()  # For who still waits: lanes are closed then.
+        self._growth.opened.set()  # For who still waits: lanes are closed then.
         lanes = self._lanes.load, self._lanes.store
         loads, stores = await asyncio.gather(*(each.aclose(_left(ends_at)) for each in lanes))
         self._wiping.begin_last()
@@ -206,7 +208,7 @@ class SegmentsLayout:
 
     def _close_files(self) -> None:
         """Let go of segments, and of their locks; idempotent. No thread may be using them."""
-        for segment in self._reading.opened + self._segments.all + self._room.removed:
+        for segment in self._reading.opened + self._segments.all + self._segments.removed:
             segment.close()
 
 

@@ -17,7 +17,7 @@ from kvtier_backends.fs.discard import NAME_CHARACTERS_MAX
 from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.segments.catalog import Catalog
-from kvtier_backends.fs.segments.files import Segment, SegmentFiles
+from kvtier_backends.fs.segments.files import Segment
 from kvtier_backends.fs.segments.runs import Segments
 from kvtier_backends.fs.segments.slot_chunks import SlotChunks
 
@@ -51,7 +51,6 @@ class Wiping:
         self,
         catalog: Catalog,
         segments: Segments,
-        files: SegmentFiles,
         chunks: SlotChunks,
         capacity: Capacity,
         folder: Folder,
@@ -63,7 +62,6 @@ class Wiping:
         """`fsync`: what is wiped is so after a power cut, too."""
         self._catalog = catalog
         self._segments = segments
-        self._files = files
         self._chunks = chunks
         self._capacity = capacity
         self._folder = folder
@@ -88,8 +86,9 @@ class Wiping:
         self._tally.corrupt(fault)
         level = logging.DEBUG if fault in self._warned else logging.WARNING
         self._warned.add(fault)
-        logger.log(level, "%s: slot %d is corrupt (%s)", self._segments.of(slot).name, slot, fault)
-        if self._admitted():
+        segment = self._segments.of(slot)
+        logger.log(level, "%s: slot %d is corrupt (%s)", segment.name, slot, fault)
+        if self._admitted(segment):
             stem = key.hex()[:NAME_CHARACTERS_MAX]
             self._kept_names[slot] = f"{self._folder.quarantine.name}/{stem}.{fault}{attempt_name(self._folder.writer)}"
         self._catalog.lost(key)
@@ -150,9 +149,9 @@ class Wiping:
             for slot in self._catalog.outdated.take_due()
         ]
 
-    def _admitted(self) -> bool:
+    def _admitted(self, segment: Segment) -> bool:
         """Say whether a copy of a slot may be kept, and count the room that it takes."""
-        wanted_bytes = self._files.header(1).slot_bytes + self._folder_bytes_most
+        wanted_bytes = segment.header.slot_bytes + self._folder_bytes_most
         granted_bytes = self._capacity.reserve(wanted_bytes)
         self._capacity.release(granted_bytes)
         admitted = granted_bytes == wanted_bytes and self._folder.quarantine.admit()
@@ -170,11 +169,11 @@ class Wiping:
             place = one.slot - one.segment.first_slot
             if one.kept_name:
                 with suppress(OSError):  # Such as a user's tidying away the folder. Then it is only wiped.
-                    self._files.keep_copy(one.segment, place, one.kept_name)
+                    one.segment.keep_copy(place, self._folder.root_fd, one.kept_name)
                     work.copied.append(one)
                     self._tally.count("quarantined")
             with suppress(OSError):
-                self._files.wipe(one.segment, place)
+                one.segment.wipe(place)
                 work.wiped.append(one)
         work.grown_bytes = self._folder_bytes() - before_bytes
         if self._fsync:

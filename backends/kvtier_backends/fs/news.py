@@ -1,37 +1,38 @@
 """What an inventory's consumer has still to hear. Each event is true when it is taken."""
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Mapping
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, Added, InventoryEvent, Removed, ScanDone
 from kvtier.keys import OffloadKey
 
 
-class Report:
+class News:
     """One consumer's at a time. Belongs to the loop's thread."""
 
-    def __init__(self, is_there: Callable[[OffloadKey], bool]) -> None:
-        self._is_there = is_there
-        self._number = 0
+    def __init__(self, known: Mapping[OffloadKey, object]) -> None:
+        """`known`: what is there, by key, at any time."""
+        self.complete: bool | None = None
+        """Once the scan is over: whether nothing was left out."""
+        self._known = known
+        self._consumer = 0
         self._wanted = False
         self._added: deque[OffloadKey] = deque()
         self._lost: deque[OffloadKey] = deque()
         self._scan_told = False
-        self.complete: bool | None = None
-        """Once the scan is over: whether nothing was left out."""
 
-    def begin(self, keys: Iterable[OffloadKey]) -> int:
-        """Start from what is there now: a consumer has come, and knows nothing. Returns the report's number."""
-        self.end(self._number)
-        self._number += 1
+    def begin(self) -> int:
+        """Start from what is there now: a consumer has come, and knows nothing. Returns its number."""
+        self.end(self._consumer)
+        self._consumer += 1
         self._wanted = True
         self._scan_told = False
-        self._added.extend(keys)
-        return self._number
+        self._added.extend(self._known)
+        return self._consumer
 
-    def end(self, number: int) -> None:
+    def end(self, consumer: int) -> None:
         """Keep nothing for a consumer that has gone, if none has come since."""
-        if number == self._number:
+        if consumer == self._consumer:
             self._wanted = False
             self._added.clear()
             self._lost.clear()
@@ -49,7 +50,7 @@ class Report:
     def next_event(self) -> InventoryEvent | None:
         """Return what the consumer should hear next; None if it knows everything."""
         while self._added:
-            if keys := [key for key in _take(self._added) if self._is_there(key)]:
+            if keys := [key for key in _take(self._added) if key in self._known]:
                 return Added(keys)
         if self.complete is None:
             return None
@@ -57,7 +58,7 @@ class Report:
             self._scan_told = True
             return ScanDone(self.complete)
         while self._lost:
-            if keys := [key for key in _take(self._lost) if not self._is_there(key)]:
+            if keys := [key for key in _take(self._lost) if key not in self._known]:
                 return Removed(keys)
         return None
 

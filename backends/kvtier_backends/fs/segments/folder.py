@@ -1,0 +1,203 @@
+"""The folder of a namespace's segments: which there are, and how one is made, opened, locked and removed.
+
+A segment is written by the process that holds its lock, which the kernel lets go of when that process ends. Everything
+blocks, any thread may call, and what fails raises the `OSError` of the call that failed.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+
+from kvtier_backends.fs.attempts import attempt_name
+from kvtier_backends.fs.folder import Folder
+from kvtier_backends.fs.segments.files import Segment, write_all
+from kvtier_backends.fs.segments.header import HEADER_BYTES, Header, read_header
+
+SUFFIX = ".seg"
+NAME = re.compile(r"[0-9]{8}\.seg")
+NUMBERS_MAX = 100_000_000
+PIECE_BYTES = 8 << 20  # Of zeros that are written ahead of chunks.
+
+
+@dataclass(frozen=True, slots=True)
+class Unusable:
+    """A segment that is not of this namespace and row length, or of a later format: it takes room, and no more."""
+
+    name: str
+    allocated_bytes: int
+
+
+class SegmentFolder:
+    """One namespace's."""
+
+    def __init__(self, folder: Folder, *, row_bytes: int, fingerprint: bytes, fsync: bool) -> None:
+        """Use an opened folder; with `fsync`, a new segment is on the device, written all over, when it is used."""
+        self._folder = folder
+        self._row_bytes = row_bytes
+        self._fingerprint = fingerprint
+        self._fsync = fsync
+        self._direct = os.O_DIRECT if folder.direct else 0
+
+    @property
+    def root_fd(self) -> int:
+        return self._folder.root_fd
+
+    def worst_bytes(self, slots: int) -> int:
+        """Return the most that a segment takes: as fragmented as can be."""
+        block_bytes = self._folder.disk.block_bytes
+        blocks = -(-self.header(slots).file_bytes // block_bytes)
+        return (blocks + blocks // 340 + 2) * block_bytes  # A block maps 340 extents: see `capacity.py`.
+
+    def header(self, slots: int) -> Header:
+        return Header(self._row_bytes, slots, self._fingerprint)
+
+    def names(self) -> list[str]:
+        """Return the names of all segments, in the order that they were made."""
+        fd = os.open(self._folder.chunks, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.root_fd)
+        try:
+            return [f"{self._folder.chunks}/{name}" for name in sorted(filter(NAME.fullmatch, os.listdir(fd)))]
+        finally:
+            os.close(fd)
+
+    def open(self, name: str) -> Segment | Unusable:
+        """Open a segment, to write if nobody else does. Raises `FileNotFoundError` if it is gone, or goes just now."""
+        fd = os.open(name, os.O_RDWR | self._direct, dir_fd=self.root_fd)
+        try:
+            own = _lock(fd)
+            status = os.fstat(fd)
+            if not status.st_nlink:  # Removed before it was locked: what is stored in it would go with this process.
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+            header = self._usable(fd, status.st_size)
+            if header is None:
+                os.close(fd)
+                return Unusable(name, max(status.st_blocks * 512, status.st_size))
+            return Segment(name, fd, header, own, self.worst_bytes(header.slots))
+        except BaseException:
+            with suppress(OSError):
+                os.close(fd)
+            raise
+
+    def create(self, slots: int) -> Segment:
+        """Make a segment of so many free slots, whole or not at all."""
+        header = self.header(slots)
+        aside = f"{self._folder.chunks}/{attempt_name(self._folder.writer)}"
+        fd = self._create(aside)
+        try:
+            os.posix_fallocate(fd, 0, header.file_bytes)
+            if not _lock(fd):
+                raise OSError(errno.EWOULDBLOCK, "a new file is locked")
+            page = mmap.mmap(-1, HEADER_BYTES)
+            page[:] = header.written()
+            write_all(fd, [memoryview(page)], 0)
+            if self._fsync:
+                _write_zeros(fd, HEADER_BYTES, header.file_bytes)
+                os.fsync(fd)
+            name = self._publish(aside)
+        except BaseException:
+            os.close(fd)
+            with suppress(OSError):
+                os.unlink(aside, dir_fd=self.root_fd)
+            raise
+        return Segment(name, fd, header, own=True, allocated_bytes=self.worst_bytes(slots))
+
+    def has(self, segment: Segment) -> bool:
+        """Say whether the next start will find this very file under its name."""
+        try:
+            named = os.stat(segment.name, dir_fd=self.root_fd, follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return os.path.samestat(named, os.fstat(segment.fd))
+
+    def remove(self, segment: Segment) -> None:
+        """Remove a segment of which no slot is in use, if it is there: somebody may have put another in its place."""
+        if self.has(segment):
+            os.unlink(segment.name, dir_fd=self.root_fd)
+        segment.close()
+
+    def remove_unusable(self, unusable: Unusable) -> bool:
+        """Remove a file that nobody writes; say whether it is gone."""
+        try:
+            fd = os.open(unusable.name, os.O_RDWR, dir_fd=self.root_fd)
+        except FileNotFoundError:
+            return True
+        try:
+            if not _lock(fd):
+                return False
+            status = os.fstat(fd)
+            if not status.st_nlink:
+                return True  # Somebody else has removed it, and its name may be another one's by now.
+            if self._usable(fd, status.st_size) is not None:
+                return False  # It was looked at before it had its content.
+            os.unlink(unusable.name, dir_fd=self.root_fd)
+        finally:
+            os.close(fd)
+        return True
+
+    def _usable(self, fd: int, size_bytes: int) -> Header | None:
+        """Return the header of a whole segment of this namespace and row length; None for anything else."""
+        page = mmap.mmap(-1, HEADER_BYTES)
+        header = read_header(page[: os.preadv(fd, [page], 0)])
+        if header is None or header != self.header(header.slots) or size_bytes < header.file_bytes:
+            return None
+        return header
+
+    def _create(self, aside: str) -> int:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | self._direct
+        try:
+            return os.open(aside, flags, 0o644, dir_fd=self.root_fd)
+        except FileNotFoundError:  # Somebody has removed the folder.
+            with suppress(FileExistsError):
+                os.mkdir(self._folder.chunks, dir_fd=self.root_fd)
+            if self._fsync:
+                os.fsync(self.root_fd)
+            return os.open(aside, flags, 0o644, dir_fd=self.root_fd)
+
+    def _publish(self, aside: str) -> str:
+        """Give a file the next number. A place is taken first, since not every file system has links or swaps."""
+        names = self.names()
+        number = int(names[-1][-len("00000000.seg") : -len(SUFFIX)]) + 1 if names else 1
+        while number < NUMBERS_MAX:
+            name = f"{self._folder.chunks}/{number:08d}{SUFFIX}"
+            with suppress(FileExistsError):  # Another process's, made since.
+                taken = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=self.root_fd)
+                try:
+                    _lock(taken)  # So that nobody takes it for something that is of no use.
+                    os.rename(aside, name, src_dir_fd=self.root_fd, dst_dir_fd=self.root_fd)
+                finally:
+                    os.close(taken)
+                try:
+                    self._sync_folder()
+                except OSError:
+                    os.unlink(name, dir_fd=self.root_fd)
+                    raise
+                return name
+            number += 1
+        raise OSError(errno.ENOSPC, "no numbers are left for segments")
+
+    def _sync_folder(self) -> None:
+        if not self._fsync:
+            return
+        fd = os.open(self._folder.chunks, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.root_fd)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _write_zeros(fd: int, start: int, end: int) -> None:
+    """Write what is only allocated: the first sync after a chunk then need not write down that its place is used."""
+    zeros = memoryview(mmap.mmap(-1, PIECE_BYTES))
+    for offset in range(start, end, PIECE_BYTES):
+        write_all(fd, [zeros[: min(PIECE_BYTES, end - offset)]], offset)
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

@@ -1,0 +1,106 @@
+"""Notices segments that somebody else has removed: whatever lies in one, the next start does not find.
+
+Nothing fails by itself, since a file without a name is written to and read as before. So a store asks, when its bytes
+are there, whether their file still has its name, and all segments are looked at every so often. What was in one that
+has not is forgotten at once; it is closed, and its room free, when nothing is at it any more.
+"""
+
+import asyncio
+import errno
+import logging
+from collections.abc import Callable, Sequence
+
+import aiofiles.os
+
+from kvtier.backend import Write
+from kvtier.lend import Lanes
+from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.failures import failure
+from kvtier_backends.fs.layout import until
+from kvtier_backends.fs.segments.catalog import Catalog
+from kvtier_backends.fs.segments.files import Segment
+from kvtier_backends.fs.segments.folder import SegmentFolder
+from kvtier_backends.fs.segments.runs import Segments, Share
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 10.0  # Two microseconds a segment.
+CLOSE_S = 1.0  # Calls that were at it have mostly ended by then.
+
+
+class Losses:
+    """One tier's. Belongs to the loop's thread, and looks in a lane."""
+
+    def __init__(
+        self, catalog: Catalog, segments: Segments, folder: SegmentFolder, tally: Tally, *, lane: Lanes
+    ) -> None:
+        """Know of none."""
+        self.changed: Callable[[], None] = lambda: None
+        self._catalog = catalog
+        self._segments = segments
+        self._folder = folder
+        self._tally = tally
+        self._lane = lane
+        self._seen: list[Segment] = []  # By lanes, and not yet noted.
+        self._lost: list[Segment] = []  # Noted, and open still.
+        self._wake = asyncio.Event()
+
+    def check(self, share: Share[tuple[Write, int]]) -> None:
+        """Have what a share has written to such a segment count as failed. Blocks, in a lane."""
+        errors = {segment: self._error(segment) for segment in {run.segment for run in share.runs}}
+        if not any(errors.values()):
+            return
+        parts = [(errors[run.segment], part) for run in share.runs for part in run.parts]
+        for index, (error, part) in enumerate(parts):
+            if error is not None and share.outcomes[index] is None:
+                share.outcomes[index] = failure(part.item[0].key, error)
+
+    def note(self) -> None:
+        """Forget what lay in segments that were seen to be lost."""
+        seen, self._seen = self._seen, []
+        for segment in seen:
+            if segment in self._segments.all and segment not in self._lost:
+                logger.warning("%s: removed by somebody else; what it held is lost", segment.name)
+                self._tally.count("segments_lost")
+                self._lost.append(segment)
+        for segment in self._lost:
+            self._catalog.abandon(segment.first_slot, segment.header.slots)
+        if self._lost:
+            self._wake.set()
+            self.changed()
+
+    async def run(self) -> None:
+        """Look at all segments every so often, and let go of the lost ones, until cancelled."""
+        while True:
+            await until(self._wake.wait(), LOOK_S)
+            self._wake.clear()
+            await _look(self, list(self._segments.all), executor=self._lane)
+            self.note()
+            while self._lost:
+                await self._close_lost()
+                await asyncio.sleep(CLOSE_S)
+
+    async def _close_lost(self) -> None:
+        for segment in list(self._lost):
+            if self._catalog.abandon(segment.first_slot, segment.header.slots):
+                self._lost.remove(segment)
+                self._segments.remove(segment)
+                await _close(segment, executor=self._lane)
+
+    def _error(self, segment: Segment) -> OSError | None:
+        try:
+            if self._folder.has(segment):
+                return None
+        except OSError as error:
+            return error.with_traceback(None)
+        self._seen.append(segment)
+        return OSError(errno.ENOENT, f"{segment.name} was removed by somebody else")
+
+    def look(self, segments: Sequence[Segment]) -> None:
+        """See which are lost. Blocks, in a lane."""
+        for segment in segments:
+            self._error(segment)
+
+
+_look = aiofiles.os.wrap(Losses.look)
+_close = aiofiles.os.wrap(Segment.close)

@@ -1,0 +1,60 @@
+"""What may be written into a tier behind vLLM's own manager: its limits, and its runner's."""
+
+import pytest
+
+from kvtier.config import EngineLimits, TierLimits
+from kvtier.errors import BackendUnavailable, ConfigError
+from kvtier.integrations.vllm.options import ENGINE_ONLY, SecondaryLimits, read_secondary_options, secondary_config
+from kvtier.namespace import Namespace
+from tests.vllm.engines import Engine
+from tests.vllm.test_secondary import behind_vllm
+
+NAMESPACE = Namespace(model_name="tiny")
+
+
+def config_of(limits: dict):
+    options = read_secondary_options({"backend": "dummy", "limits": limits})
+    return secondary_config(options, NAMESPACE, rows=8, row_bytes=8_192)
+
+
+def test_limits_of_the_tier_and_of_its_runner_stand_in_one_table():
+    config = config_of({"deadline_s": "2s", "open_s": "1min", "close_s": 3, "action_chunks": 16, "events": 100})
+    assert config.secondary_tiers[0].limits == TierLimits(deadline_s=2.0)
+    assert config.limits == EngineLimits(open_s=60.0, close_s=3.0, action_chunks=16, events=100)
+
+
+def test_what_is_not_given_is_as_in_an_engine():
+    config = config_of({})
+    assert (config.secondary_tiers[0].limits, config.limits) == (TierLimits(), EngineLimits())
+
+
+@pytest.mark.parametrize("name", sorted(ENGINE_ONLY))
+def test_a_limit_of_memory_that_is_vllms_is_refused(name):
+    message = rf"secondary_tiers\[\]\.limits\.{name}: given, none accepted: here memory is vLLM's"
+    with pytest.raises(ConfigError, match=message):
+        read_secondary_options({"backend": "dummy", "limits": {name: 0.5}})
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"close": 1}, r"secondary_tiers\[\]\.limits\.close: .*close_s"),
+        ({"open_s": 0}, r"secondary_tiers\[\]\.limits\.open_s: 0 given"),
+        ({"action_chunks": "many"}, r"secondary_tiers\[\]\.limits\.action_chunks: 'many' given"),
+        (7, r"secondary_tiers\[\]\.limits: 7 given"),
+    ],
+)
+def test_a_bad_limit_is_named(limits, message):
+    with pytest.raises(ConfigError, match=message):
+        read_secondary_options({"backend": "dummy", "limits": limits})
+
+
+def test_every_limit_is_the_tiers_or_the_engines():
+    names = set(SecondaryLimits.__struct_fields__)
+    assert names | ENGINE_ONLY == {*TierLimits.__struct_fields__, *EngineLimits.__struct_fields__}
+
+
+def test_a_tier_that_never_opens_ends_the_start_at_its_deadline(llama, disk):
+    extra = behind_vllm(disk, backend="tests.engine.rude_tiers:NeverOpens", limits={"open_s": 0.2})
+    with pytest.raises(BackendUnavailable, match=r"does not open within limits\.open_s = 0\.2 s"):
+        Engine(llama, extra)
