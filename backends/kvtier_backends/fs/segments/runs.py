@@ -34,9 +34,10 @@ class Run(NamedTuple, Generic[T]):
         return self.segment.header.offset(self.parts[0].slot - self.segment.first_slot)
 
     def pieces(self, piece_bytes: int) -> "list[Run[T]]":
-        """Return it as runs of about so many bytes at most, but of one slot at least."""
-        slots = max(1, piece_bytes // self.segment.header.slot_bytes)
-        return [Run(self.segment, self.parts[start : start + slots]) for start in range(0, len(self.parts), slots)]
+        """Return it as runs that are as long as each other, of about so many bytes at most but one slot at least."""
+        count = -(-len(self.parts) // max(1, piece_bytes // self.segment.header.slot_bytes))
+        size = -(-len(self.parts) // count)
+        return [Run(self.segment, self.parts[start : start + size]) for start in range(0, len(self.parts), size)]
 
 
 @dataclass(slots=True)
