@@ -1,6 +1,7 @@
 """A full tier of flat names writes into the files of what goes, and nobody ever sees one chunk under another's name."""
 
 import asyncio
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -314,6 +315,18 @@ async def test_a_file_that_takes_more_than_is_wanted_is_counted_until_it_is_gone
         await lender.keep(tier, [key_of(number)])
     ((there_bytes, counted_bytes),) = seen
     assert counted_bytes >= there_bytes
+
+
+async def test_a_full_tier_has_room_for_its_checkpoints(open_tier, lender: Lender, root: Path, taken_bytes) -> None:
+    """Beside the last one, though chunks take all the room that they may."""
+    capacity_bytes, numbers = 1_000 * (ROW_BYTES + FOOTER_BYTES), itertools.count()
+    for _ in range(2):
+        tier = await open_tier(naming="flat", capacity_bytes=capacity_bytes)
+        while tier.counters().overwritten < 4:
+            await lender.keep(tier, [key_of(next(numbers))])
+        assert await tier.aclose(DEADLINE_S) == (0,)
+        assert (tier.counters().checkpoints_written, tier.counters().checkpoints_failed) == (1, 0)
+        assert taken_bytes(root) <= capacity_bytes
 
 
 @pytest.mark.parametrize("naming", ["flat", "vllm"])
