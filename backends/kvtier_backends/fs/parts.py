@@ -48,6 +48,7 @@ class Parts:
     index: Index
     capacity: Capacity
     chunks: Chunks
+    claims: Claims
     eviction: Eviction
     loading: Loading
     storing: Storing
@@ -142,4 +143,4 @@ def assemble(
         checkpoint=checkpoint,
         checkpoint_s=checkpoint_s,
     )
-    return Parts(index, capacity, chunks, eviction, loading, storing, looking)
+    return Parts(index, capacity, chunks, claims, eviction, loading, storing, looking)
