@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from kvtier.keys import OffloadKey
 from kvtier.namespace import FileMapper, Namespace
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
+from kvtier_backends.fs import FsOptions
 from kvtier_backends.fs.footer import FOOTER_BYTES
 
 ROW_BYTES = 8_192
@@ -74,6 +76,20 @@ async def test_where_others_read_no_file_changes(
     assert tier.counters().overwritten == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "overwrites"),
+    [
+        ({"naming": "flat"}, True),
+        ({"naming": "vllm"}, False),
+        ({"naming": "flat", "shared": True}, False),
+        ({"layout": "segments"}, False),
+    ],
+)
+def test_files_are_overwritten_where_nobody_else_reads_them(options: dict[str, Any], overwrites: bool) -> None:
+    """Anywhere else a tier keeps its low-water mark, and removes folders that are empty."""
+    assert FsOptions(root="tier", **options).overwrites is overwrites
+
+
 async def test_another_name_of_a_file_keeps_its_bytes(
     open_full, lender: Lender, path_of, tmp_path: Path, root: Path, taken_bytes
 ) -> None:
@@ -86,6 +102,20 @@ async def test_another_name_of_a_file_keeps_its_bytes(
     assert not path_of(victim).exists()
     assert backup.read_bytes() == content
     assert taken_bytes(root) <= CAPACITY_BYTES
+    assert await lender.recall(tier, keys_of(4, start=100)) == [label(key) for key in keys_of(4, start=100)]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="to give a file away needs root")
+async def test_a_file_of_another_user_is_replaced(open_full, lender: Lender, path_of, root: Path) -> None:
+    """Its room may count for somebody else, and not everybody who may write to it may set its time."""
+    tier = await open_full()
+    victim = oldest(path_of)
+    inode = path_of(victim).stat().st_ino
+    os.chown(path_of(victim), 12_345, 12_345)
+    with path_of(victim).open("rb"):  # So that nobody else gets the number.
+        await lender.keep(tier, keys_of(4, start=100))
+        assert inode not in inodes(root)
+    assert {path.stat().st_uid for path in root.rglob("*.bin")} == {0}
     assert await lender.recall(tier, keys_of(4, start=100)) == [label(key) for key in keys_of(4, start=100)]
 
 
@@ -352,7 +382,7 @@ async def test_a_batch_larger_than_the_tier_keeps_its_head(
 async def test_room_for_others_is_not_made_twice(open_full, lender: Lender, mount, root: Path) -> None:
     """What is overwritten takes nothing from the disk's free room, and nothing has to go for that."""
     place = mount("tmpfs", f"size={4 * CAPACITY_BYTES}")
-    tier = await open_full(root=str(place), min_free_bytes=3 * CAPACITY_BYTES)
+    tier = await open_full(root=str(place), capacity_bytes=None, min_free_bytes=3 * CAPACITY_BYTES)
     for start in range(100, 100 + 4 * ROOM, 4):
         await lender.keep(tier, keys_of(4, start=start))
     settled = tier.occupancy().chunks
@@ -361,6 +391,7 @@ async def test_room_for_others_is_not_made_twice(open_full, lender: Lender, moun
         await lender.keep(tier, keys_of(4, start=start))
     assert tier.counters().evicted - evicted <= tier.counters().overwritten - overwritten + 4
     assert abs(tier.occupancy().chunks - settled) <= 4
+    assert os.statvfs(place).f_bavail * os.statvfs(place).f_frsize >= 3 * CAPACITY_BYTES
 
 
 async def test_few_folders_of_a_large_tier_are_kept_when_they_are_empty(
