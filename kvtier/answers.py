@@ -14,6 +14,8 @@ class LookupResult(Enum):
     HIT_PENDING = "hit_pending"  # On its way into the primary: look again.
     RETRY = "retry"  # A tier has yet to say: look again.
 
+    __hash__ = object.__hash__  # Each is there once; the hash of an enum's name is a call in Python.
+
 
 HIT, HIT_PENDING, MISS, RETRY = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.RETRY
 

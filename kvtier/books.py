@@ -57,7 +57,7 @@ class Books:
     def begin_step(self, now: float) -> None:
         """Take the time (seconds, never decreasing) and end the leases that it ends."""
         self._now = now
-        if self.leases.rows:
+        if self.leases.deadlines:
             self.leases.expire(now)
 
     def _reserve(self, keys: Sequence[OffloadKey], offered: Collection[OffloadKey] = ()) -> list[OffloadKey] | None:
@@ -74,10 +74,11 @@ class Books:
     def _access(self, present: Sequence[OffloadKey], keys: Sequence[OffloadKey], request: Request) -> None:
         """Note that a request uses `keys`, in prefix order; count an access to those that are present, once."""
         used = request.used
-        if present:
-            fresh = [key for key in present if key not in used] if used else present
-            if fresh:
-                self.primary.touch(self.primary.rows_of(dict.fromkeys(fresh)))
+        fresh = [key for key in present if key not in used] if used else present
+        if fresh:
+            self.primary.touch(self.primary.rows_of(dict.fromkeys(fresh)))
+        elif keys is present:
+            return
         used.update(dict.fromkeys(keys))
 
     def _count_hits(self, keys: Sequence[OffloadKey], request: Request) -> None:

@@ -105,10 +105,13 @@ class Finder(Books):
 
     def _end_looking(self) -> None:
         """Lease the rows of requests that wait, and let go of other rows answered HIT."""
-        for requests in (self._looked, self._looking):
-            for request in requests:
-                if request.waits and not request.finished:
-                    self._lease_hits(request)
-                request.forget_hits()
-            requests.clear()
-        self.primary.end_step()
+        looking = self._looking
+        if self._looked:  # Room was made, and rows are held for these.
+            looking[:0] = self._looked
+            self._looked.clear()
+            self.primary.end_step()
+        for request in looking:
+            if request.waits and not request.finished:
+                self._lease_hits(request)
+            request.forget_hits()
+        looking.clear()

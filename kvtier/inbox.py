@@ -15,9 +15,8 @@ from kvtier.bridge.messages import (
     Returned,
     Scanned,
     TierUsage,
-    unpack_keys,
-    unpack_rows,
 )
+from kvtier.bridge.packing import unpack_keys, unpack_rows
 from kvtier.config import PRIMARY_NAME
 from kvtier.events import Event, EventKind, EventLog
 from kvtier.inventories import Inventories
@@ -27,10 +26,7 @@ from kvtier.primary import Primary
 from kvtier.request import Leases
 from kvtier.tier import Tier, Whereabouts
 from kvtier.transfers import Kind, Transfer, Transfers
-
-TIER_AT_FAULT = frozenset({Code.FAILED, Code.UNAVAILABLE, Code.DEADLINE})
-NOT_TRIED = frozenset({Code.REFUSED, Code.LOST})  # Says nothing of the tier, nor of the chunk.
-
+from kvtier.verdicts import NOT_TRIED, failures, judge
 
 Observe = Callable[[str, str, float], None]  # A tier's name, an operation, and the seconds that it took.
 
@@ -64,9 +60,7 @@ class Inbox:
         match message:
             case Finished():
                 self._time(message)
-                codes = map(Code, message.codes)
-                failed = dict(zip(unpack_rows(message.failed), codes, strict=True))
-                self._settle(message.id, failed, now, lent=message.lent)
+                self._settle(message.id, failures(message), now, lent=message.lent)
             case Returned():
                 self._end_late(message.id, unpack_rows(message.moved))
             case Answered():
@@ -134,7 +128,13 @@ class Inbox:
             return
         keys = transfer.keys
         moved = [key for index, key in enumerate(keys) if index not in failed] if failed else keys
-        self._judge(transfer, failed, now)
+        if failed:
+            self._count_failures(transfer, failed)
+        if judge(transfer.tier, failed.values(), now):
+            if transfer.kind is Kind.PROBE:
+                transfer.tier.counters.probes_failed += 1
+            else:
+                transfer.tier.counters.transfers_failed += 1
         match transfer.kind:
             case Kind.PROMOTION:
                 self._settle_promotion(transfer, moved, failed, now, lent=lent)
@@ -145,10 +145,9 @@ class Inbox:
             case Kind.DELETE:
                 pass
 
-    def _judge(self, transfer: Transfer, failed: Mapping[int, Code], now: float) -> None:
-        """Count failures and tell the breaker: a transfer of which anything was the tier's fault is a failed one."""
-        tier, by_code = transfer.tier, _by_code(failed)
-        for code, indices in by_code.items():
+    def _count_failures(self, transfer: Transfer, failed: Mapping[int, Code]) -> None:
+        tier = transfer.tier
+        for code, indices in _by_code(failed).items():
             if code is Code.REFUSED and transfer.kind is Kind.CASCADE:
                 tier.counters.drop("bridge", len(indices))
                 continue
@@ -156,14 +155,6 @@ class Inbox:
             if self._events is not None:
                 keys = [transfer.keys[index] for index in indices]
                 self._events.add(Event(EventKind.FAILED, tier.spec.name, keys, code.name.lower()))
-        if not TIER_AT_FAULT.isdisjoint(by_code):
-            if transfer.kind is Kind.PROBE:
-                tier.counters.probes_failed += 1
-            else:
-                tier.counters.transfers_failed += 1
-            tier.breaker.failed(now)
-        elif NOT_TRIED.isdisjoint(by_code):
-            tier.breaker.succeeded()
 
     def _settle_promotion(
         self,
@@ -199,19 +190,7 @@ class Inbox:
         lent: bool,
     ) -> None:
         tier = transfer.tier
-        tier.storing.difference_update(transfer.keys)
-        tier.counters.stored += len(moved)
-        crossed = tier.crossed.intersection(transfer.keys)
-        tier.crossed -= crossed
-        if tier.reports:
-            self._where.add(tier, [key for key in moved if key not in crossed])
-        for key in moved:
-            if key in crossed:
-                tier.doubt(key)
-            elif tier.reports:
-                tier.forget_answer(key)
-            else:
-                tier.believe(key, present=True, now=now)
+        self._where.add(tier, tier.stored(transfer.keys, moved, now))
         self._stored(tier.spec.name, moved)
         if not lent:
             self._transfers.unpin_cascade(transfer.rows)
@@ -243,9 +222,10 @@ class Inbox:
         """
         transfer = self._transfers.overdue.get(id_)
         if transfer is not None and transfer.kind is Kind.CASCADE:
-            for index in moved:
-                transfer.tier.forget_answer(transfer.keys[index])
-                transfer.tier.doubt(transfer.keys[index])
+            keys = [transfer.keys[index] for index in moved]
+            transfer.tier.forget_answers(keys)
+            for key in keys:
+                transfer.tier.doubt(key)
         self._transfers.take_back(id_)
 
     def _stored(self, tier_name: str, keys: Sequence[OffloadKey]) -> None:

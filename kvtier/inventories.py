@@ -25,16 +25,14 @@ class Inventories:
     def found(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
         """Believe that the tier holds these keys, whatever it answered before."""
         self._where.add(tier, self._primary.own(keys))
-        for key in keys:
-            tier.forget_answer(key)
+        tier.forget_answers(keys)
         self._tell(EventKind.STORED, tier, keys)
         self._outbox.acknowledge(tier)
 
     def gone(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
         """Believe that the tier holds these keys no more; what is on its way there may have come before or after."""
         self._where.remove(tier, keys)
-        for key in keys:
-            tier.forget_answer(key)
+        tier.forget_answers(keys)
         tier.crossed.update(tier.storing.intersection(keys))
         self._tell(EventKind.REMOVED, tier, keys)
         self._outbox.acknowledge(tier)

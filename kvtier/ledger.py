@@ -14,7 +14,6 @@ from kvtier.events import Event, EventKind
 from kvtier.finding import Finder
 from kvtier.keys import OffloadKey
 from kvtier.request import Request
-from kvtier.tier import TierMatcher
 
 __all__ = ["Ledger", "LedgerCounters", "LedgerLimits", "LookupResult", "StorePlan"]
 
@@ -44,20 +43,15 @@ class Ledger(Finder):
 
     def end_step(self) -> list[Action]:
         """Lease the rows of requests that wait, let go of other rows answered HIT, and return what is to be done."""
-        self._end_looking()
+        if self._looking or self._looked:
+            self._end_looking()
         if self._parked:
             self._cascade_parked()
         return self.outbox.flush()
 
     # Requests.
 
-    def new_request(
-        self,
-        request_id: str,
-        matchers: Sequence[TierMatcher] | None = None,
-        load_matchers: Sequence[TierMatcher] | None = None,
-    ) -> Request:
-        return Request(request_id, matchers, load_matchers)
+    new_request = Request
 
     def wants_all(self, request: Request) -> bool:
         """Say whether a tier wants all of the request's chunks, those that are present already, too."""
@@ -84,7 +78,7 @@ class Ledger(Finder):
         """Pin the rows of these keys, each answered HIT in this step, and return them in order."""
         ready = self.primary.ready
         try:
-            rows = [ready[key] for key in keys]
+            rows = list(map(ready.__getitem__, keys))
         except KeyError as error:
             raise LookupError(f"prepare_load of {error.args[0].hex()}, which this step's lookup did not find") from None
         self.primary.pin(rows)
@@ -98,8 +92,7 @@ class Ledger(Finder):
 
     def complete_load(self, keys: Sequence[OffloadKey]) -> None:
         """Drop the pins of one `prepare_load`."""
-        ready = self.primary.ready
-        self.primary.unpin([ready[key] for key in keys])
+        self.primary.unpin(list(map(self.primary.ready.__getitem__, keys)))
         self.rows_in_use -= len(keys)
 
     def touch(self, keys: Sequence[OffloadKey], request: Request) -> None:
@@ -168,8 +161,7 @@ class Ledger(Finder):
         gone = [key for key in keys if self.primary.row(key) is None]
         for tier in self.tiers:
             self.where.remove(tier, gone)
-            for key in gone:
-                tier.forget_answer(key)
+            tier.forget_answers(gone)
             self.outbox.delete(gone, tier)
         return held
 
@@ -196,7 +188,7 @@ class Ledger(Finder):
         """Give request-level tiers what was there before; what is on its way, once it has come."""
         for tier in self._request_level:
             if request.allows(tier.spec):
-                self.outbox.cascade([key for key in keys if key in self.primary.ready], tier, self._now)
+                self.outbox.cascade(dict.fromkeys(filter(self.primary.ready.__contains__, keys)), tier, self._now)
                 for key in keys:
                     if key in self.primary.filling:
                         self._parked.setdefault(key, []).append(tier)

@@ -11,6 +11,10 @@ class BreakerState(Enum):
     HALF_OPEN = "half_open"  # A few chunks are let through: their outcome decides.
 
 
+CLOSED, OPEN, HALF_OPEN = BreakerState.CLOSED, BreakerState.OPEN, BreakerState.HALF_OPEN
+ALL = 1 << 32  # Chunks: as many as there can be.
+
+
 class Breaker:
     """Keeps an engine from asking a tier that only fails; pure, with the time as an argument.
 
@@ -21,7 +25,7 @@ class Breaker:
     """
 
     def __init__(self, failures_max: int, cooldown_s: float, trial_chunks: int) -> None:
-        self.state = BreakerState.CLOSED
+        self.state = CLOSED
         self.opened = 0  # How often it opened.
         self._failures_max = failures_max
         self._cooldown_s = cooldown_s
@@ -31,45 +35,43 @@ class Breaker:
         self._trial_left = 0
         self._asks_left = 0
 
-    def admits(self, now: float) -> bool:
-        """Say whether a chunk may be sent now; whoever sends one calls `take`."""
-        if self.state is BreakerState.CLOSED:
-            return True
+    def admits(self, now: float) -> int:
+        """Return how many chunks may be sent now; whoever sends some calls `take`."""
+        if self.state is CLOSED:
+            return ALL
         if now >= self._until:
-            self.state = BreakerState.HALF_OPEN
+            self.state = HALF_OPEN
             self._trial_left = self._asks_left = self._trial_chunks
             self._until = now + self._cooldown_s
-        return self.state is BreakerState.HALF_OPEN and self._trial_left > 0
+        return self._trial_left if self.state is HALF_OPEN else 0
 
-    def take(self) -> None:
-        """Count a chunk that is sent against the trial, if there is one."""
-        if self.state is BreakerState.HALF_OPEN:
-            self._trial_left -= 1
+    def take(self, chunks: int = 1) -> None:
+        """Count chunks that are sent against the trial, if there is one."""
+        if self.state is HALF_OPEN:
+            self._trial_left = max(0, self._trial_left - chunks)
 
     def admits_asking(self) -> bool:
         """Say whether a tier that admits chunks may be asked for one more key; whoever asks calls `ask`."""
-        return self.state is not BreakerState.HALF_OPEN or self._asks_left > 0
+        return self.state is not HALF_OPEN or self._asks_left > 0
 
     def ask(self) -> None:
         """Count a key that is asked for against the trial, if there is one."""
-        if self.state is BreakerState.HALF_OPEN:
+        if self.state is HALF_OPEN:
             self._asks_left -= 1
 
     def succeeded(self) -> None:
-        self.state = BreakerState.CLOSED
+        self.state = CLOSED
         self._failures = 0
 
     def trip(self, now: float) -> None:
         """Open at once: the tier did not even come back in time for a reset."""
-        self.opened += self.state is not BreakerState.OPEN
-        self.state = BreakerState.OPEN
+        self.opened += self.state is not OPEN
+        self.state = OPEN
         self._until = now + self._cooldown_s
 
     def failed(self, now: float) -> None:
         self._failures += 1
-        if self.state is BreakerState.HALF_OPEN or (
-            self.state is BreakerState.CLOSED and self._failures >= self._failures_max
-        ):
+        if self.state is HALF_OPEN or (self.state is CLOSED and self._failures >= self._failures_max):
             self.trip(now)
 
 

@@ -14,14 +14,17 @@ from kvtier.policies.rows import RowLRU
 
 
 class RowOrder(Protocol):
-    """What `Policy` promises, of rows that hold a key; `incoming` are keys, which have no row yet."""
+    """What `Policy` promises, of rows that hold a key; `incoming` are keys, which have no row yet.
+
+    `keep` may answer with a number: a row that has any pins stays.
+    """
 
     def insert(self, keys: Sequence[int], /) -> None: ...
     def touch(self, keys: Sequence[int], /) -> None: ...
     def rank(self, keys: Sequence[int], /) -> None: ...
     def remove(self, keys: Sequence[int], /) -> None: ...
     def evict(
-        self, count: int, keep: Callable[[int], bool], incoming: Sequence[OffloadKey] = (), /
+        self, count: int, keep: Callable[[int], int], incoming: Sequence[OffloadKey] = (), /
     ) -> list[int] | None: ...
 
 
@@ -62,11 +65,9 @@ class _Told:
     def remove(self, rows: Sequence[int], /) -> None:
         self._policy.remove(self._named(rows))
 
-    def evict(
-        self, count: int, keep: Callable[[int], bool], incoming: Sequence[OffloadKey] = (), /
-    ) -> list[int] | None:
+    def evict(self, count: int, keep: Callable[[int], int], incoming: Sequence[OffloadKey] = (), /) -> list[int] | None:
         row = self._row
-        victims = self._policy.evict(count, lambda key: keep(_known(row(key))), incoming)
+        victims = self._policy.evict(count, lambda key: keep(_known(row(key))) > 0, incoming)
         return None if victims is None else [_known(row(key)) for key in victims]
 
     def _named(self, rows: Sequence[int]) -> list[OffloadKey]:

@@ -6,13 +6,17 @@ between. What exceeds a limit is dropped here and counted, with the reason.
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 
-from kvtier.bridge.messages import Acknowledge, Action, Cascade, Delete, Probe, Promote, Rank, pack_keys, pack_rows
+from kvtier.bridge.messages import Acknowledge, Action, Cascade, Delete, Probe, Promote, Rank
+from kvtier.bridge.packing import pack_keys, pack_rows
 from kvtier.keys import OffloadKey
 from kvtier.primary import Primary
 from kvtier.request import Request
 from kvtier.tier import Tier, Whereabouts
 from kvtier.transfers import Kind, Transfers
+
+_to_ask = attrgetter("to_ask")
 
 RANK_KEYS_MAX = 4_096  # In one action: some milliseconds of the runner's loop.
 RANKS_MAX = 64  # In one step. Of more the oldest are dropped: they only say in which order chunks should go.
@@ -50,21 +54,18 @@ class Outbox:
         tier.breaker.take()
 
     def cascade(self, keys: Iterable[OffloadKey], tier: Tier, now: float) -> None:
-        """Queue stores of ready keys that the tier neither has nor is getting."""
+        """Queue stores of ready keys, each given once, that the tier neither has nor is getting."""
         mask, bit, storing = self._where.mask, tier.bit, tier.storing
-        queue = self._cascades.setdefault(tier, [])
-        for key in keys:
-            if mask.get(key, 0) & bit or key in storing:
-                continue
-            row = self._primary.ready[key]
-            reason = self._refusal(row, tier, now)
-            if reason:
-                tier.counters.drop(reason, 1)
-                continue
-            storing.add(key)
-            self._transfers.pin_cascade(row)
-            tier.breaker.take()
-            queue.append(key)
+        lacking = [key for key in keys if key not in storing and not mask.get(key, 0) & bit]
+        if not lacking:
+            return
+        queued = self._within_limits(lacking, tier, now)
+        if not queued:
+            return
+        storing.update(queued)
+        self._transfers.pin_cascade([self._primary.ready[key] for key in queued])
+        tier.breaker.take(len(queued))
+        self._cascades.setdefault(tier, []).extend(queued)
 
     def delete(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
         self._deletes.setdefault(tier, []).extend(keys)
@@ -93,9 +94,7 @@ class Outbox:
 
     @property
     def empty(self) -> bool:
-        if self._promotions or self._deletes or (self._cascades and any(self._cascades.values())):
-            return False
-        return not self._tiers or not any(tier.to_ask for tier in self._tiers)
+        return not (self._promotions or self._cascades or self._deletes or any(map(_to_ask, self._tiers)))
 
     def flush(self) -> list[Action]:
         """Turn what was queued into actions."""
@@ -124,16 +123,30 @@ class Outbox:
         self._promotions.clear()
         self._cascades.clear()
 
-    def _refusal(self, row: int, tier: Tier, now: float) -> str:
-        """Name the limit that a cascade of this row would exceed; empty if none."""
-        if len(tier.storing) >= tier.spec.store_chunks_max:
-            return "budget"
+    def _within_limits(self, keys: list[OffloadKey], tier: Tier, now: float) -> list[OffloadKey]:
+        """Return those of the keys whose cascade exceeds no limit; the others are dropped, each for the first it meets.
+
+        A row that another tier's cascade pins costs no further pin.
+        """
         cascading = self._transfers.cascade_rows
-        if row not in cascading and len(cascading) >= self._cascade_rows_max:
-            return "pinned"
-        if tier.admits(now):
-            return ""
-        return "overdue" if tier.overdue_rows >= tier.spec.overdue_rows_max else "breaker"
+        admitted = tier.admits(now)
+        places, pins = tier.spec.store_chunks_max - len(tier.storing), self._cascade_rows_max - len(cascading)
+        if len(keys) <= min(admitted, places, pins):
+            return keys
+        taken: list[OffloadKey] = []
+        for key in keys:
+            pinned = self._primary.ready[key] in cascading
+            if len(taken) >= places:
+                tier.counters.drop("budget", 1)
+            elif pins <= 0 and not pinned:
+                tier.counters.drop("pinned", 1)
+            elif len(taken) >= admitted:
+                overdue = tier.overdue_rows >= tier.spec.overdue_rows_max
+                tier.counters.drop("overdue" if overdue else "breaker", 1)
+            else:
+                taken.append(key)
+                pins -= not pinned
+        return taken
 
     def _probes(self) -> Iterator[Action]:
         for tier in self._tiers:

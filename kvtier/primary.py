@@ -47,8 +47,8 @@ class Primary:
 
     def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
         """Return the rows of those of the keys that are ready or filling, in order."""
-        rows = [self.ready.get(key) for key in keys] if not self.filling else map(self.row, keys)
-        return [row for row in rows if row is not None]
+        ready, filling = self.ready.get, self.filling.get
+        return [row for key in keys if (row := ready(key)) is not None or (row := filling(key)) is not None]
 
     def own(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Return the same keys, as the very objects that are kept here: 80 bytes each are not kept twice."""
@@ -83,15 +83,17 @@ class Primary:
         """Turn filling rows ready; return the keys for which that was done (the others were not filling)."""
         filling, ready, pins = self.filling, self.ready, self._pins
         published: list[OffloadKey] = []
+        idle = 0
         for key in keys:
             row = filling.pop(key, None)
             if row is None:
                 continue
             ready[key] = row
             published.append(key)
-            pins[row] -= 1
-            if not pins[row]:
-                self._idle += 1
+            left = pins[row] = pins[row] - 1
+            if not left:
+                idle += 1
+        self._idle += idle
         return published
 
     def abandon(self, key: OffloadKey, *, lent: bool) -> int | None:
@@ -134,24 +136,29 @@ class Primary:
 
     def pin(self, rows: Iterable[int]) -> None:
         pins = self._pins
+        idle = 0
         for row in rows:
-            if not pins[row]:
-                self._idle -= 1
-            pins[row] += 1
+            before = pins[row]
+            if not before:
+                idle += 1
+            pins[row] = before + 1
+        self._idle -= idle
 
     def unpin(self, rows: Iterable[int]) -> None:
         """Drop one pin of each row. A row that lost its key while it was pinned is free with its last pin."""
-        pins = self._pins
+        pins, keys = self._pins, self._keys
+        idle = 0
         for row in rows:
             left = pins[row] - 1
             assert left >= 0, row
             pins[row] = left
             if left:
                 continue
-            if self._keys[row] is not None:
-                self._idle += 1
+            if keys[row] is not None:
+                idle += 1
             elif row not in self.quarantined:
                 self._free.append(row)
+        self._idle += idle
 
     def pinned(self, row: int) -> bool:
         return self._pins[row] > 0
@@ -206,11 +213,11 @@ class Primary:
         self.evictions += len(rows)
         return evicted
 
-    def _keeper(self, offered: Collection[OffloadKey]) -> Callable[[int], bool]:
-        """Return what says whether a row must stay."""
+    def _keeper(self, offered: Collection[OffloadKey]) -> Callable[[int], int]:
+        """Return what says whether a row must stay, by a number that is 0 if it need not."""
         pins, kept = self._pins, self._held
         if offered:
             kept = kept.union(self.rows_of(offered))
         if not kept:
-            return lambda row: pins[row] > 0
-        return lambda row: pins[row] > 0 or row in kept
+            return pins.__getitem__
+        return lambda row: pins[row] or row in kept

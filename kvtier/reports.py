@@ -5,7 +5,8 @@ import logging
 from collections.abc import Callable
 
 from kvtier.backend import Added, Backend, Counted, Inventory, Measured, Removed, ScanDone
-from kvtier.bridge.messages import Found, Gone, Message, Scanned, TierUsage, pack_keys
+from kvtier.bridge.messages import Found, Gone, Message, Scanned, TierUsage
+from kvtier.bridge.packing import pack_keys
 
 USAGE_EVERY_S = 1.0  # A gauge for people; more often only costs messages.
 

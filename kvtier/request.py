@@ -94,10 +94,10 @@ class Leases:
 
     def __init__(self, primary: Primary, rows_max: int, lease_s: float) -> None:
         self.rows_max = rows_max
+        self.deadlines: dict[Request, float] = {}  # Of who has leases, in order: every lease is equally long.
         self._primary = primary
         self._lease_s = lease_s
         self._holders: dict[int, list[Request]] = {}
-        self._deadlines: dict[Request, float] = {}  # In order of deadline: every lease is equally long.
 
     @property
     def rows(self) -> int:
@@ -106,7 +106,7 @@ class Leases:
     @property
     def ends_at(self) -> float | None:
         """When the next request's leases end by themselves; None if there are none."""
-        return next(iter(self._deadlines.values()), None)
+        return next(iter(self.deadlines.values()), None)
 
     def room(self, rows: Iterable[int], more: int) -> bool:
         """Say whether these rows, leased or not, and so many others fit into the share."""
@@ -125,7 +125,7 @@ class Leases:
             holders.append(request)
         request.leased.add(row)
         self._primary.pin((row,))
-        self._deadlines.setdefault(request, now + self._lease_s)
+        self.deadlines.setdefault(request, now + self._lease_s)
         return True
 
     def end(self, row: int, request: Request) -> None:
@@ -138,7 +138,7 @@ class Leases:
         if not holders:
             del self._holders[row]
         if not request.leased:
-            self._deadlines.pop(request, None)
+            self.deadlines.pop(request, None)
         self._primary.unpin((row,))
 
     def end_all(self, request: Request) -> None:
@@ -151,15 +151,15 @@ class Leases:
             self.end(row, request)
 
     def expire(self, now: float) -> None:
-        while self._deadlines:
-            request, deadline = next(iter(self._deadlines.items()))
+        while self.deadlines:
+            request, deadline = next(iter(self.deadlines.items()))
             if deadline > now:
                 return
             self.end_all(request)
 
     def clear(self) -> None:
         """Forget all leases without unpinning: the primary has dropped every pin."""
-        for request in self._deadlines:
+        for request in self.deadlines:
             request.leased.clear()
         self._holders.clear()
-        self._deadlines.clear()
+        self.deadlines.clear()

@@ -27,10 +27,8 @@ from kvtier.bridge.messages import (
     Rank,
     Returned,
     code_of,
-    pack_rows,
-    unpack_keys,
-    unpack_rows,
 )
+from kvtier.bridge.packing import pack_rows, unpack_keys, unpack_rows
 from kvtier.errors import BackendClosed, BackendError
 from kvtier.limits import Budget
 from kvtier.region import Region

@@ -4,7 +4,7 @@ Where keys are is kept once for all tiers, as a bit mask a key (`Whereabouts`): 
 chunk another hundred bytes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvtier.keys import OffloadKey
@@ -105,12 +105,12 @@ class Tier:
         self._absent_until: dict[OffloadKey, float] = {}
         self._unsure: dict[OffloadKey, None] = {}  # Asked for even though the tier reports what it holds.
 
-    def admits(self, now: float) -> bool:
-        """Say whether a chunk may be sent to the tier, or from it, now.
+    def admits(self, now: float) -> int:
+        """Return how many chunks may be sent to the tier, or from it, now.
 
         A breaker lets a few through with every trial; what hangs keeps its rows, so these are bounded for themselves.
         """
-        return self.overdue_rows < self.spec.overdue_rows_max and self.breaker.admits(now)
+        return self.breaker.admits(now) if self.overdue_rows < self.spec.overdue_rows_max else 0
 
     def answer(self, key: OffloadKey, known: bool, now: float) -> bool | None:
         """Say whether the tier has the key; None if it must be asked."""
@@ -144,12 +144,28 @@ class Tier:
         if len(self._unsure) > ANSWERS_MAX:
             del self._unsure[next(iter(self._unsure))]
 
-    def forget_answer(self, key: OffloadKey) -> None:
-        """Something newer is known than the last answer, and than one on its way."""
-        self.asking.discard(key)
-        self._unsure.pop(key, None)
-        self._absent_until.pop(key, None)
-        self._present_until.pop(key, None)
+    def forget_answers(self, keys: Iterable[OffloadKey]) -> None:
+        """Something newer is known of these keys than the last answers, and than those on their way."""
+        self.asking.difference_update(keys)
+        for answers in (self._unsure, self._absent_until, self._present_until):
+            if answers:  # Most are empty, most of the time.
+                for key in keys:
+                    answers.pop(key, None)
+
+    def stored(self, sent: Sequence[OffloadKey], moved: Sequence[OffloadKey], now: float) -> Sequence[OffloadKey]:
+        """Take note that a store is over; return the keys that it has put on record as held here.
+
+        A tier that says what it removes is believed until it does; another's chunks are only remembered like an answer.
+        """
+        self.storing.difference_update(sent)
+        self.counters.stored += len(moved)
+        sure = self._settle_crossed(sent, moved) if self.crossed else moved
+        if self.reports:
+            self.forget_answers(sure)
+            return sure
+        for key in sure:
+            self.believe(key, present=True, now=now)
+        return ()
 
     def may_ask(self, key: OffloadKey) -> bool:
         """Say whether the key is being asked for, or may be: within the limit, and a breaker's trial."""
@@ -161,6 +177,15 @@ class Tier:
             self.asking.add(key)
             self.breaker.ask()
             self.to_ask.append(key)
+
+    def _settle_crossed(self, sent: Sequence[OffloadKey], moved: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Have what was reported gone meanwhile asked for; return the rest of what moved."""
+        crossed = self.crossed.intersection(sent)
+        self.crossed -= crossed
+        for key in moved:
+            if key in crossed:
+                self.doubt(key)
+        return [key for key in moved if key not in crossed]
 
 
 class Whereabouts:

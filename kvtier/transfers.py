@@ -88,16 +88,19 @@ class Transfers:
     def overdue_of(self, epoch: int) -> Iterator[int]:
         return iter([id_ for id_, transfer in self.overdue.items() if transfer.epoch == epoch])
 
-    def pin_cascade(self, row: int) -> None:
-        self.cascade_rows[row] += 1
-        self._primary.pin((row,))
+    def pin_cascade(self, rows: Sequence[int]) -> None:
+        self.cascade_rows.update(rows)
+        self._primary.pin(rows)
 
     def unpin_cascade(self, rows: Sequence[int]) -> None:
         self._primary.unpin(rows)
+        cascades = self.cascade_rows
         for row in rows:
-            self.cascade_rows[row] -= 1
-            if self.cascade_rows[row] == 0:
-                del self.cascade_rows[row]
+            left = cascades[row] - 1
+            if left:
+                cascades[row] = left
+            else:
+                cascades.pop(row)  # A Counter's own `del` is a call in Python.
 
     def pins_overdue(self) -> Counter[int]:
         """Count by row the pins of cascades that ran out of time: nobody knows when these go."""

@@ -22,9 +22,10 @@ def test_a_breaker_opens_after_so_many_failures_in_a_row(breaker: Breaker) -> No
     fail(breaker, 2)
     breaker.succeeded()
     fail(breaker, 2)
-    assert (breaker.admits(0.0), breaker.opened) == (True, 0)
+    assert breaker.admits(0.0)
+    assert breaker.opened == 0
     breaker.failed(0.0)
-    assert (breaker.admits(9.9), breaker.state, breaker.opened) == (False, BreakerState.OPEN, 1)
+    assert (breaker.admits(9.9), breaker.state, breaker.opened) == (0, BreakerState.OPEN, 1)
 
 
 def test_after_the_cool_down_a_few_chunks_may_pass(breaker: Breaker) -> None:
@@ -34,6 +35,16 @@ def test_after_the_cool_down_a_few_chunks_may_pass(breaker: Breaker) -> None:
         breaker.take()
         passed += 1
     assert (passed, breaker.state) == (2, BreakerState.HALF_OPEN)
+
+
+def test_chunks_that_pass_together_count_each_against_a_trial():
+    breaker = Breaker(failures_max=1, cooldown_s=10.0, trial_chunks=5)
+    breaker.failed(0.0)
+    assert breaker.admits(10.0) == 5
+    breaker.take(3)
+    assert breaker.admits(10.0) == 2
+    breaker.take(2)
+    assert breaker.admits(10.0) == 0
 
 
 def test_a_trial_that_succeeds_closes_it(breaker: Breaker) -> None:

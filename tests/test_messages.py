@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.bridge.messages import Code, PackedKeys, code_of, pack_keys, pack_rows, unpack_keys, unpack_rows
+from kvtier.bridge.messages import Code, code_of
+from kvtier.bridge.packing import PackedKeys, pack_keys, pack_rows, unpack_keys, unpack_rows
 from kvtier.errors import BlockCorrupt, BlockError, BlockMissing, NoSpace, TransferFailed
 from kvtier.keys import OffloadKey
 

@@ -23,9 +23,8 @@ from kvtier.bridge.messages import (
     Returned,
     Scanned,
     TierUsage,
-    pack_keys,
-    pack_rows,
 )
+from kvtier.bridge.packing import pack_keys, pack_rows
 from kvtier.bridge.wire import FrameBuffer, actions_of, frame, framed, messages_of, read_frame
 from kvtier.keys import OffloadKey
 

@@ -7,7 +7,8 @@ import random
 from collections.abc import Callable, Sequence
 
 from kvtier.bridge.base import Bridge
-from kvtier.bridge.messages import Action, Cascade, Delete, Finished, Found, Promote, Scanned, pack_keys
+from kvtier.bridge.messages import Action, Cascade, Delete, Finished, Found, Promote, Scanned
+from kvtier.bridge.packing import pack_keys
 from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits
 from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.region import Region

@@ -7,17 +7,9 @@ listens for heartbeats, and starts the next runner when one is lost. The owner's
 import logging
 import os
 import select
-import socket
-import subprocess
-import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
-from typing import NamedTuple
-
-import msgspec
 
 from kvtier.bridge.base import Bridge
 from kvtier.bridge.messages import (
@@ -32,7 +24,8 @@ from kvtier.bridge.messages import (
     RunnerGone,
     RunnerLost,
 )
-from kvtier.bridge.wire import FrameBuffer, frame, framed, messages_of
+from kvtier.bridge.runner_process import RunnerProcess
+from kvtier.bridge.wire import FrameBuffer, messages_of
 from kvtier.config import EngineConfig
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.region import Region
@@ -42,12 +35,6 @@ BEATS_MISSED = 3  # Silence for so many heartbeats is a hung loop.
 RESTART_S = (0.0, 0.1, 0.5, 1.0, 5.0)  # Before each further start in a row that did not get as far as open tiers.
 
 logger = logging.getLogger(__name__)
-
-
-class _Child(NamedTuple):
-    epoch: int
-    process: "subprocess.Popen[bytes]"
-    socket: socket.socket
 
 
 class ProcessBridge(Bridge):
@@ -64,12 +51,10 @@ class ProcessBridge(Bridge):
         assert region.fd is not None, "a process needs a region that can be shared"
         self._config = config
         self._region_fd = region.fd
-        self._lock = threading.Lock()  # Around the unsent frames; never held across anything that waits.
-        self._unsent: deque[tuple[memoryview, int]] = deque()  # A frame's rest, and its number of actions.
-        self._actions_unsent = 0
+        self._lock = threading.Lock()  # Around what a child is to be sent; never held across anything that waits.
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._ready: _Child | None = None  # Open, but not yet admitted.
-        self._child: _Child | None = None  # Takes actions.
+        self._ready: RunnerProcess | None = None  # Open, but not yet admitted.
+        self._child: RunnerProcess | None = None  # Takes actions.
         self._closing = False
         self._abandoned = 0
         self._started = threading.Event()
@@ -92,12 +77,13 @@ class ProcessBridge(Bridge):
 
     def send(self, actions: Sequence[Action]) -> Sequence[Action]:
         with self._lock:
-            if self._child is None or self._closing:
+            child = self._child
+            if child is None or self._closing:
                 return actions
-            if self._actions_unsent + len(actions) > self._config.limits.queued_actions:
+            if child.actions_unsent + len(actions) > self._config.limits.queued_actions:
                 return actions
-            self._queue(frame(actions), len(actions))
-            self._flush(self._child)
+            child.queue(actions)
+            self._flush(child)
         return ()
 
     def admit(self, epoch: int) -> None:
@@ -117,7 +103,7 @@ class ProcessBridge(Bridge):
             if not self._closing:
                 self._closing = True
                 if self._child is not None:
-                    self._queue(frame([Close(deadline_s)]), 0)
+                    self._child.queue([Close(deadline_s)])
                     self._flush(self._child)
                 if self._supervisor.is_alive():
                     os.eventfd_write(self._wake, 1)
@@ -131,26 +117,10 @@ class ProcessBridge(Bridge):
             self._wake = -1
         return self._abandoned
 
-    def _queue(self, body: bytes, actions: int) -> None:
-        self._unsent.append((memoryview(body), actions))
-        self._actions_unsent += actions
-
-    def _flush(self, child: _Child) -> None:
-        """Send what the socket takes now. Under the lock."""
-        while self._unsent:
-            rest, actions = self._unsent[0]
-            try:
-                sent = child.socket.send(rest, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-            except BlockingIOError:
-                os.eventfd_write(self._wake, 1)  # The supervisor sends the rest.
-                return
-            except OSError:
-                return  # It is lost: the supervisor will say so, and everything sent to it is settled then.
-            if sent < len(rest):
-                self._unsent[0] = (rest[sent:], actions)
-            else:
-                self._unsent.popleft()
-                self._actions_unsent -= actions
+    def _flush(self, child: RunnerProcess) -> None:
+        """Send what the socket takes now, and leave the rest to the supervisor. Under the lock."""
+        if child.flush():
+            os.eventfd_write(self._wake, 1)
 
     # The supervisor's thread.
 
@@ -172,7 +142,7 @@ class ProcessBridge(Bridge):
     def _run_child(self, epoch: int) -> bool:
         """Have one runner from its start to its end; say whether it got as far as open tiers."""
         try:
-            child = self._start_child(epoch)
+            child = RunnerProcess.start(epoch, self._config, self._region_fd)
         except OSError as error:
             self._fail(OpenFailed(f"the runner's process cannot be started: {error}", config=False))
             return False
@@ -180,22 +150,7 @@ class ProcessBridge(Bridge):
         self._lose(child, announced=opened)
         return opened
 
-    def _start_child(self, epoch: int) -> _Child:
-        ours, theirs = socket.socketpair()
-        with theirs, ExitStack() as unless_started:
-            unless_started.callback(ours.close)
-            process = subprocess.Popen(  # noqa: S603  # Our own module, with numbers for arguments.
-                [sys.executable, "-P", "-m", "kvtier.bridge.child", str(theirs.fileno()), str(self._region_fd)],
-                pass_fds=(theirs.fileno(), self._region_fd),
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
-            unless_started.pop_all()
-        with suppress(OSError):  # It has ended already: its socket says so to whoever listens.
-            ours.sendall(framed(msgspec.msgpack.encode(self._config)))
-        return _Child(epoch, process, ours)
-
-    def _listen(self, child: _Child) -> bool:
+    def _listen(self, child: RunnerProcess) -> bool:
         """Deliver what a runner says until it ends; say whether it got as far as open tiers."""
         opened = False
         buffer = FrameBuffer()
@@ -204,7 +159,7 @@ class ProcessBridge(Bridge):
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
         while True:
-            poller.register(child.socket, select.POLLIN | (select.POLLOUT if self._unsent else 0))
+            poller.register(child.socket, select.POLLIN | (select.POLLOUT if child.unsent else 0))
             ready = dict(poller.poll(silence_s * 250))
             if self._wake in ready:
                 os.eventfd_read(self._wake)
@@ -228,7 +183,7 @@ class ProcessBridge(Bridge):
             if self._closing and self._child is not child:  # Nobody could tell it to close.
                 child.process.kill()
 
-    def _hear(self, child: _Child, messages: Sequence[Message]) -> bool:
+    def _hear(self, child: RunnerProcess, messages: Sequence[Message]) -> bool:
         """Take the bridge's own messages out, deliver the rest; say whether the tiers are open now."""
         opened = False
         rest: list[Message] = []
@@ -258,22 +213,20 @@ class ProcessBridge(Bridge):
         if self._started.is_set():
             logger.error("no new runner: %s", failure.reason)
 
-    def _lose(self, child: _Child, *, announced: bool) -> None:
+    def _lose(self, child: RunnerProcess, *, announced: bool) -> None:
         """Tell the owner that a runner is lost, and have a thread of its own tell when its process has ended."""
         with self._lock:
             if self._child is child:
                 self._child = None
             if self._ready is child:
                 self._ready = None
-            self._unsent.clear()
-            self._actions_unsent = 0
         child.socket.close()
         if announced and not self._closing:
             logger.error("runner %d is lost; starting another", child.process.pid)
             self._deliver((RunnerLost(child.epoch, "the runner's process ended or hung"),))
         threading.Thread(target=self._reap, args=(child,), name="kvtier-reaper", daemon=True).start()
 
-    def _reap(self, child: _Child) -> None:
+    def _reap(self, child: RunnerProcess) -> None:
         child.process.kill()
         child.process.wait()  # For as long as it takes: a process in uninterruptible I/O still uses its rows.
         self._deliver((RunnerGone(child.epoch),))

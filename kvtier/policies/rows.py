@@ -31,24 +31,35 @@ class RowLRU(Policy[int]):
         colder[end] = hottest
 
     def touch(self, keys: Sequence[int]) -> None:
-        if not self._are_hottest(keys):
+        if self._are_hottest(keys):
+            return
+        if self._lie_together(keys):
+            self._move_hottest(keys[0], keys[-1])
+        else:
             self.remove(keys)
             self.insert(keys)
 
     def rank(self, keys: Sequence[int]) -> None:
         self.touch(keys)
 
-    def evict(self, count: int, keep: Callable[[int], bool], incoming: Sequence[object] = ()) -> list[int] | None:
+    def evict(self, count: int, keep: Callable[[int], int], incoming: Sequence[object] = ()) -> list[int] | None:
         hotter, end = self._hotter, self._end
         victims: list[int] = []
+        passed = False
         key = hotter[end]
         while len(victims) < count:
             if key == end:
                 return None
-            if not keep(key):
+            if keep(key):
+                passed = True
+            else:
                 victims.append(key)
             key = hotter[key]
-        self.remove(victims)
+        if passed:
+            self.remove(victims)
+        else:
+            hotter[end] = key
+            self._colder[key] = end
         self._renew_coldest(keep)
         return victims
 
@@ -69,7 +80,20 @@ class RowLRU(Policy[int]):
             hottest = colder[hottest]
         return True
 
-    def _renew_coldest(self, keep: Callable[[int], bool]) -> None:
+    def _lie_together(self, keys: Sequence[int]) -> bool:
+        """Say whether these lie side by side, in this order: most do that one request stored or used."""
+        return list(map(self._colder.__getitem__, keys[:-1])) == [*keys[1:]]
+
+    def _move_hottest(self, first: int, last: int) -> None:
+        """Move all from `first` down to `last`, which is not the hottest, to the hot end."""
+        hotter, colder, end = self._hotter, self._colder, self._end
+        above, below = hotter[first], colder[last]
+        hotter[below], colder[above] = above, below
+        hottest = colder[end]
+        hotter[hottest], colder[last] = last, hottest
+        hotter[first], colder[end] = end, first
+
+    def _renew_coldest(self, keep: Callable[[int], int]) -> None:
         """Renew what is kept at the cold end: or else every call would pass over it again."""
         hotter, end = self._hotter, self._end
         kept: list[int] = []

@@ -11,14 +11,8 @@ from functools import partial
 from typing import NamedTuple
 
 from kvtier.bench.engine_steps import KEYS_A_REQUEST, Steps
-from kvtier.bridge.messages import (
-    Cascade,
-    Finished,
-    pack_keys,
-    pack_rows,
-    unpack_keys,
-    unpack_rows,
-)
+from kvtier.bridge.messages import Cascade, Finished
+from kvtier.bridge.packing import pack_keys, pack_rows, unpack_keys, unpack_rows
 from kvtier.bridge.wire import LENGTH_BYTES, actions_of, frame, messages_of
 from kvtier.keys import OffloadKey, chunk_hash, group_index, make_offload_key
 from kvtier.namespace import FileMapper, Namespace

@@ -14,7 +14,8 @@ import subprocess
 import sys
 import time
 
-from kvtier.bridge.messages import Found, pack_keys
+from kvtier.bridge.messages import Found
+from kvtier.bridge.packing import pack_keys
 from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.ledger import Ledger, LedgerLimits
 from kvtier.policies.named import policy_class

@@ -16,7 +16,8 @@ import time
 from collections.abc import Sequence
 
 from kvtier.bench.engine_steps import KEYS_A_REQUEST, REQUESTS_A_STEP
-from kvtier.bridge.messages import Cascade, Finished, Found, pack_keys, pack_rows
+from kvtier.bridge.messages import Cascade, Finished, Found
+from kvtier.bridge.packing import pack_keys, pack_rows
 from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.ledger import Ledger, LedgerLimits, LookupResult
 from kvtier.policies.lru import LRU

@@ -8,7 +8,8 @@ import threading
 
 import pytest
 
-from kvtier.bridge.messages import Probe, RunnerBack, RunnerLost, pack_keys
+from kvtier.bridge.messages import Probe, RunnerBack, RunnerLost
+from kvtier.bridge.packing import pack_keys
 from kvtier.bridge.process import ProcessBridge
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.manager import TieringOffloadingManager

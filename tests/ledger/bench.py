@@ -16,10 +16,8 @@ from kvtier.bridge.messages import (
     Rank,
     Returned,
     Scanned,
-    pack_keys,
-    pack_rows,
-    unpack_keys,
 )
+from kvtier.bridge.packing import pack_keys, pack_rows, unpack_keys
 from kvtier.events import EventLog
 from kvtier.keys import OffloadKey, chunk_hash, make_offload_key
 from kvtier.ledger import Ledger, LedgerLimits, LookupResult, StorePlan

@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvtier.bridge.messages import Cascade, Code, Delete, Probe, Promote, unpack_keys, unpack_rows
+from kvtier.bridge.messages import Cascade, Code, Delete, Probe, Promote
+from kvtier.bridge.packing import unpack_keys, unpack_rows
 from kvtier.events import Event, EventKind
 from kvtier.ledger import LookupResult
 from kvtier.tier import TierMatcher
@@ -72,6 +73,16 @@ def test_request_level_tiers_get_what_was_present_before(bench):
     engine.stored_alone("a")
     engine.store("ab")
     assert cascades(engine.step()) == [(0, engine.keys("b")), (1, engine.keys("ab"))]
+
+
+def test_a_present_key_that_is_offered_twice_cascades_once(bench):
+    engine = bench(tiers=[bench.spec("whole", request_level=True)])
+    engine.stored_alone("a")
+    engine.store("aa")
+    sent = engine.step()
+    assert cascades(sent) == [(0, engine.keys("a"))]
+    engine.finish_all(sent)
+    assert engine.settled()
 
 
 def test_request_level_tiers_get_what_was_on_its_way_once_it_has_come(bench):

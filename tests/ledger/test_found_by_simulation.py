@@ -1,6 +1,7 @@
 """What simulated engines found, each as the shortest story of plain calls, with the first seed that told it."""
 
-from kvtier.bridge.messages import Code, Delete, Gone, Probe, Promote, pack_keys
+from kvtier.bridge.messages import Code, Delete, Gone, Probe, Promote
+from kvtier.bridge.packing import pack_keys
 from kvtier.ledger import LookupResult
 
 PENDING, MISS, RETRY = LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.RETRY

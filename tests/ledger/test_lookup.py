@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvtier.bridge.messages import Code, Probe, Promote, unpack_keys
+from kvtier.bridge.messages import Code, Probe, Promote
+from kvtier.bridge.packing import unpack_keys
 from kvtier.ledger import LookupResult
 from kvtier.limits import BreakerState
 from kvtier.tier import TierMatcher

@@ -25,10 +25,8 @@ from kvtier.bridge.messages import (
     RunnerBack,
     RunnerGone,
     RunnerLost,
-    pack_keys,
-    unpack_keys,
-    unpack_rows,
 )
+from kvtier.bridge.packing import pack_keys, unpack_keys, unpack_rows
 from kvtier.keys import OffloadKey
 from kvtier.ledger import LookupResult
 from kvtier.request import Request

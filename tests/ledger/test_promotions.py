@@ -2,7 +2,8 @@
 
 import pytest
 
-from kvtier.bridge.messages import Code, Promote, unpack_keys, unpack_rows
+from kvtier.bridge.messages import Code, Promote
+from kvtier.bridge.packing import unpack_keys, unpack_rows
 from kvtier.events import Event, EventKind
 from kvtier.ledger import LookupResult
 

@@ -88,6 +88,13 @@ class PolicyMachine(RuleBasedStateMachine):
         for peer in self.peers:
             peer.touch([key for key in keys if key in self.resident])
 
+    @rule(start=st.integers(0, CAPACITY), length=st.integers(2, CAPACITY))
+    def touch_neighbours(self, start: int, length: int) -> None:
+        """Touch what goes one after the other, as one request's keys do."""
+        keys = drained(self.peers[0])[start : start + length]
+        for peer in self.peers:
+            peer.touch(keys[::-1])
+
     @rule(keys=some_keys)
     def rank(self, keys: list[int]) -> None:
         for peer in self.peers:

@@ -1,4 +1,8 @@
+import pytest
+
+from kvtier.policies.base import Policy
 from kvtier.policies.lru import LRU
+from kvtier.policies.rows import RowLRU
 
 
 def none_kept(key: int) -> bool:
@@ -24,3 +28,23 @@ def test_what_is_kept_is_not_renewed_when_no_room_could_be_made() -> None:
     policy.insert([4, 3, 2, 1])
     assert policy.evict(3, {1, 2}.__contains__) is None
     assert policy.evict(4, none_kept) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("make", [LRU[int], RowLRU])
+@pytest.mark.parametrize(
+    ("touched", "order"),
+    [
+        ([4, 5], [3, 2, 1, 0, 5, 4]),  # Neighbours at the cold end, hottest first,
+        ([2, 3], [5, 4, 1, 0, 3, 2]),  # or between others.
+        ([3, 2], [5, 4, 1, 0, 2, 3]),
+        ([2, 4], [5, 3, 1, 0, 4, 2]),
+        ([0, 1], [5, 4, 3, 2, 1, 0]),
+        ([1, 0], [5, 4, 3, 2, 0, 1]),
+        ([0, 1, 2, 3, 4, 5], [5, 4, 3, 2, 1, 0]),
+    ],
+)
+def test_what_is_touched_goes_last_its_tail_first(make, touched, order) -> None:
+    policy: Policy[int] = make(6)
+    policy.insert(range(6))
+    policy.touch(touched)
+    assert policy.evict(6, none_kept) == order

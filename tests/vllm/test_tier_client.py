@@ -23,10 +23,8 @@ from kvtier.bridge.messages import (
     RunnerLost,
     Scanned,
     TierUsage,
-    pack_keys,
-    pack_rows,
-    unpack_keys,
 )
+from kvtier.bridge.packing import pack_keys, pack_rows, unpack_keys
 from kvtier.events import EventLog
 from kvtier.integrations.vllm.stats import Stats, TransferTimes, client_readings, tier_metric_definitions
 from kvtier.integrations.vllm.tier_client import TierClient

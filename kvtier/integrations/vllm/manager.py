@@ -52,7 +52,7 @@ class VllmManager(OffloadingManager):
         """Take over an engine, whose observer `times` is; `shutdown` ends it."""
         self.engine = engine
         self._ready = engine.ready
-        self._looking: ReqContext | None = None  # Whose hits these are.
+        self._looking: ReqContext | None = None  # Whose hits these are; the list is the same until it has finished.
         self._hits: list[OffloadKey] = []
         self._media = Media(engine.ledger.tiers)
         self._stats = Stats(engine_readings(engine), times)
@@ -74,6 +74,7 @@ class VllmManager(OffloadingManager):
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._calls += 1
+        self._looking = None
         self.engine.on_request_finished(req_context.req_id)
 
     # Looking up, loading, storing.
@@ -168,9 +169,10 @@ class VllmManager(OffloadingManager):
 
     def _look_up(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Ask the engine, and note whose hits may be found here from now on."""
-        found = self.engine.lookup(key, req_context.req_id)
-        self._looking, self._hits = req_context, self.engine.hits(req_context.req_id)
-        return _RESULTS[found]
+        request_id = req_context.req_id
+        if req_context is not self._looking:
+            self._looking, self._hits = req_context, self.engine.hits(request_id)
+        return _RESULTS[self.engine.lookup(key, request_id)]
 
     def _completed(self, chunks: int) -> None:
         if self._flush.completed(chunks):

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 from typing import NamedTuple
 
-from kvtier.bridge.messages import Action, Cascade, Probe, Promote, pack_keys, pack_rows
+from kvtier.bridge.messages import Action, Cascade, Probe, Promote
+from kvtier.bridge.packing import pack_keys, pack_rows
 from kvtier.keys import OffloadKey
 from kvtier.request import Request
 from kvtier.tier import Tier

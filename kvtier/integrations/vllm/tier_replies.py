@@ -24,17 +24,16 @@ from kvtier.bridge.messages import (
     RunnerLost,
     Scanned,
     TierUsage,
-    pack_keys,
-    unpack_keys,
-    unpack_rows,
 )
+from kvtier.bridge.packing import pack_keys, unpack_keys, unpack_rows
 from kvtier.events import Event, EventKind, EventLog
-from kvtier.inbox import NOT_TRIED, TIER_AT_FAULT, Observe
+from kvtier.inbox import Observe
 from kvtier.integrations.vllm.tier_jobs import Job, Jobs, Part, Way
 from kvtier.keys import OffloadKey
 from kvtier.outbox import RANK_KEYS_MAX
 from kvtier.request import Request
 from kvtier.tier import Tier, Whereabouts
+from kvtier.verdicts import NOT_TRIED, failures, judge
 
 GONE = frozenset({Code.MISSING, Code.CORRUPT})
 
@@ -116,7 +115,7 @@ class Replies:
         if part is None or part.job is None:
             return
         self._observe(self._tier.spec.name, part.job.way.value, message.seconds)
-        self._settle(part, dict(zip(unpack_rows(message.failed), map(Code, message.codes), strict=True)), now)
+        self._settle(part, failures(message), now)
         if message.lent:
             self._jobs.late(message.id)
             self._bridge.replace()  # Nobody else's rows are in it.
@@ -127,9 +126,10 @@ class Replies:
         """Take rows back. What was stored too late is asked for and not believed: it may have gone since."""
         part = self._jobs.leave(message.id)
         if part is not None and part.job is not None and part.job.way is Way.STORE:
-            for index in unpack_rows(message.moved):
-                self._tier.forget_answer(part.keys[index])
-                self._tier.doubt(part.keys[index])
+            keys = [part.keys[index] for index in unpack_rows(message.moved)]
+            self._tier.forget_answers(keys)
+            for key in keys:
+                self._tier.doubt(key)
 
     def _answered(self, message: Answered, now: float) -> None:
         part = self._jobs.parts.pop(message.id, None)
@@ -149,7 +149,10 @@ class Replies:
         assert part.job is not None, part
         job = part.job
         moved = [key for index, key in enumerate(part.keys) if index not in failed]
-        self._judge(failed, now)
+        for code in failed.values():
+            self._tier.counters.fail(code.name.lower(), 1)
+        if judge(self._tier, failed.values(), now):
+            self._tier.counters.transfers_failed += 1
         self._where.remove(self._tier, [part.keys[index] for index, code in failed.items() if code in GONE])
         job.moved += moved
         job.whole = job.whole and not failed
@@ -157,15 +160,6 @@ class Replies:
             self._loaded(job, part, failed, now)
         else:
             self._stored(job, part, moved, now)
-
-    def _judge(self, failed: Mapping[int, Code], now: float) -> None:
-        for code in failed.values():
-            self._tier.counters.fail(code.name.lower(), 1)
-        if not TIER_AT_FAULT.isdisjoint(failed.values()):
-            self._tier.counters.transfers_failed += 1
-            self._tier.breaker.failed(now)
-        elif NOT_TRIED.isdisjoint(failed.values()):
-            self._tier.breaker.succeeded()
 
     def _loaded(self, job: Job, part: Part, failed: Mapping[int, Code], now: float) -> None:
         self._tier.loading -= len(part.keys)
@@ -176,21 +170,8 @@ class Replies:
                 self._tier.believe(part.keys[index], present=False, now=now)
 
     def _stored(self, job: Job, part: Part, moved: Sequence[OffloadKey], now: float) -> None:
-        tier = self._tier
         job.request.storing -= len(part.keys)
-        tier.storing.difference_update(part.keys)
-        tier.counters.stored += len(moved)
-        crossed = tier.crossed.intersection(part.keys)  # The tier said meanwhile that it has them no more.
-        tier.crossed -= crossed
-        for key in moved:
-            if key in crossed:
-                tier.doubt(key)
-            elif tier.reports:
-                tier.forget_answer(key)
-            else:
-                tier.believe(key, present=True, now=now)
-        if tier.reports:
-            self._where.add(tier, [key for key in moved if key not in crossed])
+        self._where.add(self._tier, self._tier.stored(part.keys, moved, now))
         self._note(EventKind.STORED, moved)
         self.rank(job.request)
 
@@ -216,8 +197,7 @@ class Replies:
                 self._tier.believe(key, present=bool(present and present[index]), now=now)
 
     def _learn_by_report(self, kind: EventKind, keys: Sequence[OffloadKey]) -> None:
-        for key in keys:
-            self._tier.forget_answer(key)
+        self._tier.forget_answers(keys)
         self._note(kind, keys)
         self.queued.append(Acknowledge(self._tier.index))
 

@@ -1,0 +1,76 @@
+"""One runner's process, and the owner's end of its socket. `kvtier.bridge.process` listens to it and reaps it."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from typing import Self
+
+import msgspec
+
+from kvtier.bridge.messages import Action, Close
+from kvtier.bridge.wire import frame, framed
+from kvtier.config import EngineConfig
+
+
+class RunnerProcess:
+    """A child, and what its socket did not take yet.
+
+    Whoever queues and flushes from more than one thread does so under a lock of its own.
+    """
+
+    def __init__(self, epoch: int, process: "subprocess.Popen[bytes]", owner_socket: socket.socket) -> None:
+        self.epoch = epoch
+        self.process = process
+        self.socket = owner_socket
+        self.actions_unsent = 0
+        self._unsent: deque[tuple[memoryview, int]] = deque()  # A frame's rest, and its number of actions.
+
+    @classmethod
+    def start(cls, epoch: int, config: EngineConfig, region_fd: int) -> Self:
+        """Start a child and give it the configuration; OSError if it cannot be started."""
+        ours, theirs = socket.socketpair()
+        with theirs, ExitStack() as unless_started:
+            unless_started.callback(ours.close)
+            process = subprocess.Popen(  # noqa: S603  # Our own module, with numbers for arguments.
+                [sys.executable, "-P", "-m", "kvtier.bridge.child", str(theirs.fileno()), str(region_fd)],
+                pass_fds=(theirs.fileno(), region_fd),
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            )
+            unless_started.pop_all()
+        with suppress(OSError):  # It has ended already: its socket says so to whoever listens.
+            ours.sendall(framed(msgspec.msgpack.encode(config)))
+        return cls(epoch, process, ours)
+
+    @property
+    def unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def queue(self, items: Sequence[Action | Close]) -> None:
+        """Put one frame behind those that wait."""
+        self._unsent.append((memoryview(frame(items)), len(items)))
+        self.actions_unsent += len(items)
+
+    def flush(self) -> bool:
+        """Send what the socket takes now, without waiting; say whether it has to be tried again.
+
+        What a child that has ended will not take is lost with it: who listens to the socket hears of it.
+        """
+        while self._unsent:
+            rest, actions = self._unsent[0]
+            try:
+                sent = self.socket.send(rest, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if sent < len(rest):
+                self._unsent[0] = (rest[sent:], actions)
+            else:
+                self._unsent.popleft()
+                self.actions_unsent -= actions
+        return False
