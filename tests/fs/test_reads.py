@@ -17,7 +17,7 @@ from kvtier.testing.conformance.lender import keys_of, label
 from kvtier_backends.fs import chunks
 from kvtier_backends.fs import reads as reads_module
 from kvtier_backends.fs.aio import Context
-from kvtier_backends.fs.reads import PLACES, QueuedReads, Wanted, one_by_one, takes_queued
+from kvtier_backends.fs.reads import ONE_BY_ONE, PLACES, QueuedReads, Wanted, takes_queued
 
 DEADLINE_S = 20.0
 PAGE = mmap.PAGESIZE
@@ -199,7 +199,7 @@ def test_a_read_that_is_queued_is_tried_for_real(file: tuple[int, bytes], watche
 
 @pytest.mark.parametrize("options", [{"load_queue_bytes": 0}, {"io": "buffered"}])
 def test_reads_are_queued_where_it_is_wanted_and_direct(open_folder, options: dict[str, object]) -> None:
-    assert open_folder(**options).reads is one_by_one
+    assert open_folder(**options).reads is ONE_BY_ONE
 
 
 def test_reads_are_queued_on_a_disk_unless_the_kernel_refuses(open_folder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,11 +208,11 @@ def test_reads_are_queued_on_a_disk_unless_the_kernel_refuses(open_folder, monke
         pytest.skip("chunks are not on a disk with direct I/O here")
     assert isinstance(folder.reads, QueuedReads)
     monkeypatch.setattr(Context, "start", refuse)
-    assert open_folder().reads is one_by_one
+    assert open_folder().reads is ONE_BY_ONE
 
 
 def test_reads_of_what_is_no_disk_are_not_queued(open_folder, mount) -> None:
-    assert open_folder(root=str(mount("tmpfs", "size=1m") / "tier")).reads is one_by_one
+    assert open_folder(root=str(mount("tmpfs", "size=1m") / "tier")).reads is ONE_BY_ONE
 
 
 @pytest.fixture(params=["files", "segments"])
