@@ -15,7 +15,7 @@ from kvtier_backends.fs.attempts import Writer, attempt_name, read_attempt
 from kvtier_backends.fs.files import ChunkFiles
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.open_chunk import OpenChunk
-from kvtier_backends.fs.reads import one_by_one
+from kvtier_backends.fs.reads import ONE_BY_ONE
 
 KEY = make_offload_key(b"k" * 32)
 ROW_BYTES = 16_384
@@ -110,7 +110,7 @@ def test_short_writes_are_gone_on_with(
 def read(chunk: OpenChunk, into: list[memoryview]) -> int:
     """Read a file as a lane does, and return how many bytes came."""
     came: list[int | OSError] = []
-    one_by_one([chunk.wanted(into, came.append)])
+    ONE_BY_ONE([chunk.wanted(into, came.append)])
     assert isinstance(came[0], int)
     return chunk.read_on(into, came[0], ROW_BYTES + 4_096)
 

@@ -190,6 +190,26 @@ async def test_a_load_that_hangs_keeps_a_removed_segment_open(
     assert list(await tier.probe(keys_of(1))) == [False]
 
 
+async def test_a_name_that_cannot_be_asked_for_fails_the_store_and_loses_nothing(
+    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(tier, keys_of(4))
+    look = os.stat
+
+    def refuse(name, **kwargs):
+        if str(name).endswith(".seg"):
+            raise OSError(5, "Input/output error")
+        return look(name, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "stat", refuse)
+        assert kinds(await tier.store(lender.writes(keys_of(2), version=1))) == ["TransferFailed"] * 2
+    assert await lender.recall(tier, keys_of(4)) == [label(key) for key in keys_of(4)]
+    assert tier.counters().segments_lost == 0
+    await lender.keep(tier, keys_of(2), version=1)
+
+
 def test_what_has_taken_a_segments_name_is_not_removed_for_it(open_folder, root: Path) -> None:
     folder = SegmentFolder(
         open_folder(layout="segments", io="buffered"), row_bytes=8_192, fingerprint=bytes(32), fsync=False

@@ -8,6 +8,7 @@ import errno
 import os
 import platform
 import struct
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -41,7 +42,7 @@ class Context:
 
     def __init__(self, places: int) -> None:
         """Have room for so many reads; raises OSError if the kernel has none, or no such thing."""
-        numbers = _NUMBERS.get(platform.machine()) if struct.calcsize("P") == 8 else None
+        numbers = _NUMBERS.get(platform.machine()) if sys.platform == "linux" and sys.maxsize > 1 << 32 else None
         if numbers is None:
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
         self.places = places
@@ -56,6 +57,7 @@ class Context:
 
     def prepare(self, place: int, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
         """Write down a read of at most `BUFFERS_MAX` writable buffers, to be started in a free place."""
+        assert len(buffers) <= BUFFERS_MAX, len(buffers)
         first = place * BUFFERS_MAX
         for index, buffer in enumerate(buffers, first):
             at = ctypes.addressof(ctypes.c_char.from_buffer(buffer))

@@ -21,7 +21,7 @@ from kvtier_backends.fs.disk import Disk
 from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, FolderSizes, taken_bytes
 from kvtier_backends.fs.options import FsOptions
 from kvtier_backends.fs.quarantine import Quarantine
-from kvtier_backends.fs.reads import QueuedReads, Reads, one_by_one, takes_queued
+from kvtier_backends.fs.reads import ONE_BY_ONE, QueuedReads, Reads, takes_queued
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Folder:
         self.root_fd = -1
         self.chunks = mapper.chunks_folder + (SEGMENTS_SUFFIX if options.layout == "segments" else "")
         self.direct = False
-        self.reads: Reads = one_by_one
+        self.reads: Reads = ONE_BY_ONE
         self._options = options
         self._mapper = mapper
 
@@ -71,8 +71,7 @@ class Folder:
                 self._settle_config(undo)
                 self.quarantine = Quarantine(self.root_fd, quarantine, keeps=keeps)
                 self.direct = self._try_io(self._options.io)
-                if self._options.load_queue_bytes and self._try_queue():
-                    self.reads = QueuedReads(self._options.load_queue_bytes)
+                self.reads = self._try_queue()
                 self.sizes = FolderSizes(self._new_folder_bytes())
                 undo.pop_all()
         except OSError as error:
@@ -172,23 +171,24 @@ class Folder:
             logger.warning("%s: no direct I/O there; chunks go through the page cache", self._options.root)
         return False
 
-    def _try_queue(self) -> bool:
-        """Read a page the way that chunks would be; return whether that may be done.
+    def _try_queue(self) -> Reads:
+        """Read a page the way that chunks are to be; return how lanes read.
 
-        Only straight from a disk: without direct I/O the kernel does not queue reads, and from another machine that has
-        gone silent, ones that are queued would keep this process from being killed.
+        Several at once only straight from a disk: without direct I/O the kernel does not go on by itself, and from a
+        machine that has gone silent, reads that it goes on with would keep this process from being killed.
         """
-        if not self.direct:
-            return False
-        try:
+        if not self.direct or not self._options.load_queue_bytes:
+            return ONE_BY_ONE
+        with suppress(OSError):
             fd = os.open(self._mapper.config_name, os.O_RDONLY | os.O_DIRECT, dir_fd=self.root_fd)
             try:
-                is_disk = os.major(os.fstat(fd).st_dev) != 0  # Others have numbers without a device.
-                return is_disk and takes_queued(fd, memoryview(mmap.mmap(-1, ALIGN_BYTES)))
+                is_disk = os.major(os.fstat(fd).st_dev) != 0  # What is no block device has a number without a driver.
+                if is_disk and takes_queued(fd, memoryview(mmap.mmap(-1, ALIGN_BYTES))):
+                    return QueuedReads(self._options.load_queue_bytes)
             finally:
                 os.close(fd)
-        except OSError:
-            return False
+        logger.info("%s: a lane reads one chunk at a time there", self._options.root)
+        return ONE_BY_ONE
 
     def _trial(self, flag: int) -> bool:
         name = f"{self._mapper.folder}/{attempt_name(self.writer)}"

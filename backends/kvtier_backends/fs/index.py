@@ -121,10 +121,6 @@ class Index:
             self.stored(chunk)
             self.news.added(chunk.key)
 
-    def report(self, key: OffloadKey) -> None:
-        """Let the consumer, if there is one, hear that a chunk is there."""
-        self.news.added(key)
-
     def refresh_due(self, key: OffloadKey, now_ns: int) -> bool:
         """Say whether a file's time should be set to now; asked once, it counts as done."""
         entry = self._entries.get(key)

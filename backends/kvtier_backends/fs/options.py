@@ -58,7 +58,7 @@ class FsOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Threads that read. Four reach the limit of most disks; a network file system may want more."""
 
     load_queue_bytes: Size = 8 << 20
-    """What each of these has under way at once, but two chunks at least, with direct I/O on a disk; 0: one chunk."""
+    """What each of these has under way at once, with direct I/O on a disk. Chunks that are longer come one by one."""
 
     store_lanes: Lanes = 4
     """Threads that write: others than those that read, so that a load never queues behind stores."""

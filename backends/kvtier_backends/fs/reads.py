@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 from kvtier_backends.fs.aio import Context
 
 PLACES = 32  # As many as a lane is sent chunks in one hop; the system has 65,536 for all its processes.
-LEAST = 2  # Under way at once, however long they are: one to wait for, and one to go on with.
+LEAST = 2  # Under way at once: one to wait for, and one to go on with.
 START = 4  # Started in one call: the disk begins with these while the next files are opened.
 
 # Contexts that no lane uses. They are the process's, and kept: the kernel takes 30 ms to end one.
@@ -34,6 +34,11 @@ class Wanted(NamedTuple):
 class Reads(Protocol):
     """What a lane does its reads with."""
 
+    @property
+    def queue_bytes(self) -> int:
+        """About how much is under way at once; 0: one read."""
+        ...
+
     def __call__(self, wanted: Iterable[Wanted]) -> None:
         """Do the reads, which are asked for as there is room, and tell what became of each, in any order.
 
@@ -42,27 +47,35 @@ class Reads(Protocol):
         ...
 
 
-def one_by_one(wanted: Iterable[Wanted]) -> None:
-    """See `Reads`."""
-    for read in wanted:
-        read.done(_read(read))
+class PlainReads:
+    """See `Reads`. Any number of threads may call."""
+
+    queue_bytes = 0
+
+    def __call__(self, wanted: Iterable[Wanted]) -> None:
+        for read in wanted:
+            read.done(_read(read))
+
+
+ONE_BY_ONE = PlainReads()
 
 
 class QueuedReads:
     """See `Reads`. Any number of threads may call."""
 
     def __init__(self, queue_bytes: int) -> None:
-        """Have about so many bytes under way in each thread."""
-        self._queue_bytes = queue_bytes
+        """Have about so many bytes under way in each thread; reads that are longer are done one by one."""
+        self.queue_bytes = queue_bytes
 
     def __call__(self, wanted: Iterable[Wanted]) -> None:
         reads = iter(wanted)
         first = list(islice(reads, LEAST))
-        context = _borrow() if len(first) == LEAST else None
+        worth_it = len(first) == LEAST and first[0].size_bytes < self.queue_bytes
+        context = _borrow() if worth_it else None
         if context is None:
-            one_by_one(chain(first, reads))
+            ONE_BY_ONE(chain(first, reads))
         else:
-            _Queue(context, self._queue_bytes).run(chain(first, reads))
+            _Queue(context, self.queue_bytes).run(chain(first, reads))
             _idle.append(context)  # After a failure it is not: nobody knows what is in it.
 
 

@@ -132,7 +132,7 @@ class Storing:
                     added_bytes += allocated_bytes - self._index.taken_bytes(write.key)
                     self._index.stored(Held(write.key, allocated_bytes, share.used_at_ns - place))
                     if not told:
-                        self._index.report(write.key)
+                        self._index.news.added(write.key)
         self._room.stored(added_bytes)
 
     async def _try_again(

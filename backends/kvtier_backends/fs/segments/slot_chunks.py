@@ -19,7 +19,7 @@ from kvtier_backends.fs.verify import judge_chunk
 
 T = TypeVar("T")
 
-PIECE_BYTES = 2 << 20  # Of a run, read in one call: while one is verified, others are under way.
+PIECE_BYTES = 4 << 20  # Of a run, read in one call: while one is verified, others are under way.
 
 
 class SlotChunks:
