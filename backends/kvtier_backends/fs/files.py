@@ -7,7 +7,7 @@ blocks, any thread may call, and what fails raises the `OSError` of the call tha
 import errno
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from kvtier_backends.fs.discard import Discard
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.folder_sizes import taken_bytes
 from kvtier_backends.fs.open_chunk import OpenChunk, part_of
-from kvtier_backends.fs.precedence import SLICE_BYTES
+from kvtier_backends.fs.precedence import Precedence
 
 CREATE_ATTEMPTS = 8  # Someone may remove a folder between its making and its use, but not for ever.
 
@@ -44,7 +44,7 @@ class ChunkFiles:
         self,
         folder: Folder,
         mapper: FileMapper,
-        give_way: Callable[[], None],
+        precedence: Precedence,
         *,
         fsync: bool,
         keeps_folders: bool = False,
@@ -54,7 +54,7 @@ class ChunkFiles:
         With `fsync`, a chunk is on the device when `write` returns. `keeps_folders`: they are few, and soon used.
         """
         self._keeps_folders = keeps_folders
-        self._give_way = give_way
+        self._precedence = precedence
         self._root = folder.root_fd
         self._mapper = mapper
         self._writer = folder.writer
@@ -187,8 +187,9 @@ class ChunkFiles:
         total, done = sum(map(len, buffers)), 0
         while done < total:
             if done:
-                self._give_way()
-            end = total if total - done < 2 * SLICE_BYTES else done + SLICE_BYTES  # No call for a footer alone.
+                self._precedence.give_way()
+            slice_bytes = self._precedence.slice_bytes
+            end = total if total - done < 2 * slice_bytes else done + slice_bytes  # No call for a footer alone.
             wrote = os.pwritev(fd, part_of(buffers, done, end), done)  # Fewer: the next call says why.
             if wrote == 0:
                 raise OSError(errno.EIO, f"wrote {done} of {total} bytes and then none")

@@ -83,7 +83,7 @@ def assemble(
         ChunkFiles(
             folder,
             context.mapper,
-            precedence.give_way,
+            precedence,
             fsync=options.fsync,
             keeps_folders=options.overwrites and FLAT_FOLDERS * folder.sizes.new_bytes <= limit_bytes * FOLDERS_SHARE,
         ),
