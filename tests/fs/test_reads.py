@@ -58,8 +58,8 @@ class Watched(Context):
         self.most = max(self.most, self.under_way)
         return started
 
-    def wait(self, least):
-        ended = super().wait(least)
+    def wait(self, under_way):
+        ended = super().wait(under_way)
         self.under_way -= len(ended)
         return [(place, self.spoil(place, result)) for place, result in ended]
 
@@ -225,8 +225,8 @@ def spoiled(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[int], int]) -> lis
     results: list[int] = []
     wait = Context.wait
 
-    def changed(self: Context, least: int) -> list[tuple[int, int]]:
-        ended = wait(self, least)
+    def changed(self: Context, under_way: int) -> list[tuple[int, int]]:
+        ended = wait(self, under_way)
         results.extend(result for _, result in ended)
         return [(place, spoil(result)) for place, result in ended]
 
@@ -276,10 +276,10 @@ async def test_a_hung_queued_read_is_left_behind_and_its_buffer_stays_lent(
     tier, keys = await scattered(open_tier, lender, layout)
     waiting, go_on, wait = threading.Event(), threading.Event(), Context.wait
 
-    def stuck(self: Context, least: int) -> list[tuple[int, int]]:
+    def stuck(self: Context, under_way: int) -> list[tuple[int, int]]:
         waiting.set()
         assert go_on.wait(DEADLINE_S)
-        return wait(self, least)
+        return wait(self, under_way)
 
     monkeypatch.setattr(Context, "wait", stuck)
     load = asyncio.create_task(tier.load(lender.reads(keys)))

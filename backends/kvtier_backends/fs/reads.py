@@ -93,14 +93,13 @@ class _Queue:
         try:
             self._start(wanted)
             while self._under_way:
-                # Half of them, since each time may mean waiting for the interpreter's lock.
-                ended = self._wait(max(1, len(self._under_way) // 2))
+                ended = self._wait()
                 self._start(wanted)  # First: the disk goes on while what came is looked at.
                 for read, result in ended:
                     read.done(result)
         finally:
             while self._under_way:  # Buffers are lent no longer than the call.
-                self._wait(len(self._under_way))
+                self._wait()
 
     def _start(self, wanted: Iterator[Wanted]) -> None:
         while reads := list(islice(wanted, self._room())):
@@ -125,9 +124,9 @@ class _Queue:
             return LEAST - count
         return min(START, len(self._free)) if self._bytes < self._queue_bytes else 0
 
-    def _wait(self, least: int) -> list[tuple[Wanted, int | OSError]]:
+    def _wait(self) -> list[tuple[Wanted, int | OSError]]:
         ended: list[tuple[Wanted, int | OSError]] = []
-        for place, result in self._context.wait(least):
+        for place, result in self._context.wait(len(self._under_way)):
             read = self._under_way.pop(place)
             self._bytes -= read.size_bytes
             self._free.append(place)
