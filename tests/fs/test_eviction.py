@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtier.backend import Added, Removed, ScanDone
+from kvtier.errors import BackendClosed
 from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.policies.base import Policy
 from kvtier.policies.lru import LRU
@@ -206,6 +207,34 @@ async def test_what_was_not_used_for_long_goes(open_tier, lender: Lender, path_o
                 break
     await report.aclose()
     assert list(await tier.probe([key_of(0), key_of(1), key_of(5)])) == [False, True, True]
+
+
+async def test_a_store_that_waits_for_what_goes_ends_with_the_tier(
+    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody removes any more what was chosen to go, and was not come to."""
+    tier = await open_tier(ttl_s=0.1)
+    keys = keys_of(100)  # More than go in one hop.
+    await lender.keep(tier, keys)
+    entered, go_on, unlink = threading.Event(), threading.Event(), os.unlink
+
+    def wait(*args: str, **kwargs: int) -> None:
+        entered.set()
+        assert go_on.wait(DEADLINE_S)
+        unlink(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", wait)
+        assert await asyncio.to_thread(entered.wait, DEADLINE_S)
+        storing = asyncio.create_task(tier.store(lender.writes(keys)))
+        await asyncio.sleep(0)
+        assert await tier.aclose(0) == (0,)
+        try:
+            async with asyncio.timeout(DEADLINE_S):
+                with pytest.raises(BackendClosed):
+                    await storing
+        finally:
+            go_on.set()
 
 
 async def test_folders_of_what_goes_go_with_it(open_tier, lender: Lender, root: Path) -> None:

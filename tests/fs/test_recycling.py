@@ -1,6 +1,7 @@
 """A full tier of flat names writes into the files of what goes, and nobody ever sees one chunk under another's name."""
 
 import asyncio
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -256,6 +257,76 @@ async def test_files_that_a_spent_write_budget_leaves_go_all_the_same(
         while len(inodes(root)) > tier.occupancy().chunks:  # Behind the store.
             await asyncio.sleep(0)
     assert tier.occupancy().used_bytes <= taken_bytes(root) <= CAPACITY_BYTES
+
+
+async def test_what_only_an_old_checkpoint_names_leaves_no_room(
+    open_tier, lender: Lender, root: Path, taken_bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a kill: its chunks have gone for others, of which nobody knows before the scan comes to them."""
+    options = {"naming": "flat", "capacity_bytes": CAPACITY_BYTES}
+    tier = await open_tier(**options)
+    await lender.keep(tier, keys_of(12))
+    await tier.aclose(DEADLINE_S)
+    (index,) = root.glob("*/index*")
+    old = index.read_bytes()
+    tier = await open_tier(**options)
+    for number in range(100, 100 + 2 * ROOM):
+        await lender.keep(tier, [key_of(number)])
+    await tier.aclose(DEADLINE_S)
+    index.write_bytes(old)
+    go_on, scandir = threading.Event(), os.scandir
+
+    def wait(fd: int):
+        assert go_on.wait(DEADLINE_S)
+        return scandir(fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", wait)
+        tier = await open_tier(**options)
+        await tier.store(lender.writes(keys_of(12, start=1_000)))
+    try:
+        assert tier.counters().evicted
+        assert taken_bytes(root) <= CAPACITY_BYTES
+    finally:
+        go_on.set()
+
+
+async def test_a_file_that_takes_more_than_is_wanted_is_counted_until_it_is_gone(
+    open_tier, lender: Lender, path_of, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = await open_tier(naming="flat", capacity_bytes=CAPACITY_BYTES)
+    await lender.keep(tier, keys_of(10))
+    await tier.aclose(DEADLINE_S)
+    large = path_of(key_of(5))
+    large.write_bytes(bytes(8 * ROW_BYTES))
+    os.utime(large, (1, 1))
+    tier = await open_tier(naming="flat", capacity_bytes=CAPACITY_BYTES)
+    rename, seen = os.rename, list[tuple[int, int]]()
+
+    def look(source: str, target: str, **kwargs: int) -> None:
+        if source.endswith(large.name):
+            told = tier.occupancy()
+            there = sum(path.stat().st_blocks for path in root.rglob("*.bin")) * 512
+            seen.append((there, told.used_bytes + told.reserved_bytes))
+        rename(source, target, **kwargs)
+
+    monkeypatch.setattr(os, "rename", look)
+    for number in range(100, 100 + 2 * ROOM):
+        await lender.keep(tier, [key_of(number)])
+    ((there_bytes, counted_bytes),) = seen
+    assert counted_bytes >= there_bytes
+
+
+async def test_a_full_tier_has_room_for_its_checkpoints(open_tier, lender: Lender, root: Path, taken_bytes) -> None:
+    """Beside the last one, though chunks take all the room that they may."""
+    capacity_bytes, numbers = 1_000 * (ROW_BYTES + FOOTER_BYTES), itertools.count()
+    for _ in range(2):
+        tier = await open_tier(naming="flat", capacity_bytes=capacity_bytes)
+        while tier.counters().overwritten < 4:
+            await lender.keep(tier, [key_of(next(numbers))])
+        assert await tier.aclose(DEADLINE_S) == (0,)
+        assert (tier.counters().checkpoints_written, tier.counters().checkpoints_failed) == (1, 0)
+        assert taken_bytes(root) <= capacity_bytes
 
 
 @pytest.mark.parametrize("naming", ["flat", "vllm"])

@@ -31,9 +31,19 @@ class Capacity:
     """Used, promised and free bytes of one directory. Belongs to the loop's thread."""
 
     def __init__(
-        self, parts: tuple[Used, ...], disk: Disk, *, limit_bytes: int | None, low_water: float, min_free_bytes: int
+        self,
+        parts: tuple[Used, ...],
+        disk: Disk,
+        *,
+        limit_bytes: int | None,
+        low_water: float,
+        min_free_bytes: int,
+        kept_free_bytes: int = 0,
     ) -> None:
-        """`parts`: what is used. `min_free_bytes`: what others of the file system are left."""
+        """`parts`: what is used. `min_free_bytes`: what others of the file system are left.
+
+        `kept_free_bytes`: what chunks leave to whoever asks for it by `reserve_kept`.
+        """
         self.limit_bytes = limit_bytes
         self.reserved_bytes = 0
         """Promised to stores that are under way."""
@@ -49,6 +59,7 @@ class Capacity:
         self._parts = parts
         self._low_water = low_water
         self._min_free_bytes = min_free_bytes
+        self._kept_free_bytes = kept_free_bytes
 
     @property
     def used_bytes(self) -> int:
@@ -62,7 +73,7 @@ class Capacity:
             room.append(self.limit_bytes - self.used_bytes - self.reserved_bytes - self.unseen_bytes)
         if self._min_free_bytes:
             room.append(self._disk.free_bytes - self._min_free_bytes - self.reserved_bytes + self.in_place_bytes)
-        return min(room, default=None)
+        return min(room) - self._kept_free_bytes if room else None
 
     @property
     def watches_disk(self) -> bool:
@@ -84,6 +95,20 @@ class Capacity:
         granted_bytes = wanted_bytes if free_bytes is None else max(0, min(wanted_bytes, free_bytes))
         self.reserved_bytes += granted_bytes
         return granted_bytes
+
+    def reserve_kept(self, wanted_bytes: int) -> bool:
+        """Promise that much, of what is kept free before all else; False if there is less, and then nothing."""
+        free_bytes = self.free_bytes()
+        if free_bytes is not None and free_bytes + self._kept_free_bytes < wanted_bytes:
+            return False
+        self._kept_free_bytes -= wanted_bytes
+        self.reserved_bytes += wanted_bytes
+        return True
+
+    def release_kept(self, wanted_bytes: int) -> None:
+        """Take that promise back: what it was for has been counted, and the next one is kept free for."""
+        self._kept_free_bytes += wanted_bytes
+        self.release(wanted_bytes)
 
     def exchange(self, gone_bytes: int, wanted_bytes: int) -> int:
         """Promise to whoever made room what has gone for it: the total grows by nothing, however full it is."""
@@ -114,12 +139,13 @@ class Capacity:
         """Return likewise what should go if so much is used and promised."""
         surplus = 0
         if self.limit_bytes is not None:
-            low = int(self.limit_bytes * self._low_water)
-            high = (self.limit_bytes + low) // 2
+            limit_bytes = self.limit_bytes - self._kept_free_bytes
+            low = int(limit_bytes * self._low_water)
+            high = (limit_bytes + low) // 2
             taken = used_bytes + reserved_bytes
             surplus = taken - low if taken > high else 0
         if self._min_free_bytes:
             new_bytes = reserved_bytes - self.in_place_bytes
-            lacking = self._min_free_bytes + new_bytes - self._disk.free_bytes - self.leaving_bytes
+            lacking = self._min_free_bytes + self._kept_free_bytes + new_bytes - self._disk.free_bytes - self.leaving_bytes
             surplus = max(surplus, lacking)
         return surplus

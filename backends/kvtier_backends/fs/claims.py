@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 
+from kvtier.errors import BackendClosed
 from kvtier.keys import OffloadKey
 
 
@@ -22,6 +23,7 @@ class Claims:
         self.busy: Counter[OffloadKey] = Counter()
         """How many calls are at each key's file."""
         self._gone = asyncio.Event()  # Replaced each time that some are.
+        self._closed = False
 
     @contextmanager
     def in_use(self, keys: Sequence[OffloadKey]) -> Generator[None]:
@@ -36,8 +38,10 @@ class Claims:
                     del self.busy[key]
 
     async def until_gone(self, keys: Sequence[OffloadKey]) -> None:
-        """Wait until none of the keys' files is on its way out."""
+        """Wait until none of the keys' files is on its way out; raises `BackendClosed` once closed."""
         while not self.leaving.isdisjoint(keys):
+            if self._closed:
+                raise BackendClosed("closed before what is stored anew was gone")
             await self._gone.wait()
 
     def begin(self, keys: Iterable[OffloadKey]) -> None:
@@ -47,5 +51,13 @@ class Claims:
     def end(self, keys: Iterable[OffloadKey]) -> None:
         """Note that they are gone, or stay."""
         self.leaving.difference_update(keys)
+        self._wake()
+
+    def close(self) -> None:
+        """Have nobody wait for files any more: what was chosen to go, and was not come to, stays."""
+        self._closed = True
+        self._wake()
+
+    def _wake(self) -> None:
         gone, self._gone = self._gone, asyncio.Event()
         gone.set()

@@ -162,7 +162,7 @@ class Eviction:
     async def _exchange(self, grant: Grant, victims: Sequence[Held], wanted_bytes: int) -> None:
         """Promise what victims leave, up to what is wanted in all."""
         gone_bytes = await self._remove(victims)
-        grant.bytes += self._capacity.exchange(gone_bytes, wanted_bytes - grant.bytes)
+        grant.bytes += self._capacity.exchange(gone_bytes, max(0, wanted_bytes - grant.bytes))
 
     async def _surplus_bytes(self) -> int:
         return self._capacity.surplus_bytes()

@@ -39,7 +39,7 @@ class FilesLayout:
         parts = assemble(options, context, folder, books, tally, self._lanes)
         self.news = parts.index.news
         self._index, self._capacity, self._chunks = parts.index, parts.capacity, parts.chunks
-        self._eviction, self._looking = parts.eviction, parts.looking
+        self._claims, self._eviction, self._looking = parts.claims, parts.eviction, parts.looking
         self._loading, self._storing = parts.loading, parts.storing
         self._background = Background()
         self._patient_until = time.monotonic() + SCAN_PATIENCE_S
@@ -96,6 +96,7 @@ class FilesLayout:
     async def aclose(self, ends_at: float) -> Left:
         self._looking.stop()
         self._background.cancel()
+        self._claims.close()
         self._eviction.stamps.write_before_end()
         lanes = self._lanes.load, self._lanes.store
         loads, stores = await asyncio.gather(*(each.aclose(max(0.0, ends_at - time.monotonic())) for each in lanes))

@@ -95,7 +95,8 @@ class Looking:
                 try:
                     await _write(self._checkpoint, self._index.snapshot(), time.time_ns(), executor=self._lane)
                 finally:
-                    self._capacity.release(room_bytes)
+                    self._capacity.release_kept(room_bytes)
+                    self._eviction.check()  # It may have grown, and there is to be room for the next.
 
     def write_last_checkpoint(self, left_s: float) -> None:
         """Queue it on the lane, behind a scan that is being stopped; only the first closing can."""
@@ -106,10 +107,8 @@ class Looking:
     def _room_for_checkpoint(self) -> int | None:
         """Promise room for a checkpoint of what is known; None if there is none, and the last one will have to do."""
         wanted_bytes = self._checkpoint.bytes_worst(len(self._index))
-        granted_bytes = self._capacity.reserve(wanted_bytes)
-        if granted_bytes == wanted_bytes:
+        if self._capacity.reserve_kept(wanted_bytes):
             return wanted_bytes
-        self._capacity.release(granted_bytes)
         self._tally.count("checkpoints_failed")
         return None
 

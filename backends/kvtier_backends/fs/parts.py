@@ -48,6 +48,7 @@ class Parts:
     index: Index
     capacity: Capacity
     chunks: Chunks
+    claims: Claims
     eviction: Eviction
     loading: Loading
     storing: Storing
@@ -71,12 +72,14 @@ def assemble(
     policy = None if kind is LRU else kind(max(1, limit_bytes // context.row_bytes))  # LRU: the index has that order.
     index = Index(policy, None if options.ttl_s is None else clock_ns)
     checkpoint = Checkpoint(folder, context.mapper, tally, context.row_bytes)
+    checkpoint_s = 0 if options.shared else options.checkpoint_s
     capacity = Capacity(
         (index, folder.sizes, checkpoint, folder.quarantine),
         folder.disk,
         limit_bytes=options.capacity_bytes,
         low_water=1.0 if options.overwrites else options.low_water,
         min_free_bytes=options.min_free_bytes,
+        kept_free_bytes=checkpoint.bytes_worst(limit_bytes // context.row_bytes) if checkpoint_s else 0,
     )
     precedence = Precedence()
     chunks = Chunks(
@@ -139,6 +142,6 @@ def assemble(
         tally,
         lane=lanes.scan,
         checkpoint=checkpoint,
-        checkpoint_s=0 if options.shared else options.checkpoint_s,
+        checkpoint_s=checkpoint_s,
     )
-    return Parts(index, capacity, chunks, eviction, loading, storing, looking)
+    return Parts(index, capacity, chunks, claims, eviction, loading, storing, looking)

@@ -29,6 +29,9 @@ class Recycling(Eviction):
 
     async def _exchange(self, grant: Grant, victims: Sequence[Held], wanted_bytes: int) -> None:
         """Promise the victims themselves, and what those leave that are too many to be overwritten."""
+        if not self._scanned:  # Of what a checkpoint names, nobody has seen that it is there, and has room to give.
+            await super()._exchange(grant, victims, wanted_bytes)
+            return
         spares, others = victims[: grant.spares_wanted], victims[grant.spares_wanted :]
         self._capacity.hand_over(sum(victim.allocated_bytes for victim in spares))
         grant.overwrite(spares)
