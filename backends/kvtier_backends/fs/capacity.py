@@ -146,6 +146,8 @@ class Capacity:
             surplus = taken - low if taken > high else 0
         if self._min_free_bytes:
             new_bytes = reserved_bytes - self.in_place_bytes
-            lacking = self._min_free_bytes + self._kept_free_bytes + new_bytes - self._disk.free_bytes - self.leaving_bytes
+            lacking = (
+                self._min_free_bytes + self._kept_free_bytes + new_bytes - self._disk.free_bytes - self.leaving_bytes
+            )
             surplus = max(surplus, lacking)
         return surplus
