@@ -107,7 +107,7 @@ def fs(
         str, typer.Option(help="Chunk sizes, with commas between them.")
     ] = "128KiB,512KiB,2MiB,8MiB",
     size: Annotated[str, typer.Option(help="Bytes that one measurement moves.")] = "64MiB",
-    depths: Annotated[str, typer.Option(help="Threads each way, with commas between them.")] = "8",
+    depths: Annotated[str, typer.Option(help="Threads each way, with commas between them.")] = "4",
     io: Annotated[
         str, typer.Option(help="direct, buffered, or both with a comma; auto: direct if it can be.")
     ] = "auto",

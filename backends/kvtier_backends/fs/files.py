@@ -16,7 +16,7 @@ from kvtier.namespace import FileMapper
 from kvtier_backends.fs.attempts import attempt_name
 from kvtier_backends.fs.discard import Discard
 from kvtier_backends.fs.folder import Folder
-from kvtier_backends.fs.folder_sizes import taken_bytes
+from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, taken_bytes
 from kvtier_backends.fs.open_chunk import OpenChunk, part_of
 from kvtier_backends.fs.precedence import Precedence
 
@@ -35,6 +35,7 @@ class Attempt(NamedTuple):
 
     name: str
     fd: int
+    allocated_bytes: int | None = None  # What it takes, if writing it will not change that.
 
 
 class ChunkFiles:
@@ -84,7 +85,9 @@ class ChunkFiles:
             status = os.stat(aside, dir_fd=self._root, follow_symlinks=False)
             # Another name for it, such as a backup's, must keep its bytes.
             if stat.S_ISREG(status.st_mode) and status.st_size == file_bytes and status.st_nlink == 1:
-                return Attempt(aside, os.open(aside, os.O_WRONLY | self._direct, dir_fd=self._root))
+                fd = os.open(aside, os.O_WRONLY | self._direct, dir_fd=self._root)
+                blocks_bytes = status.st_blocks * SECTOR_BYTES  # Fewer than it is long: it has holes, or is compressed.
+                return Attempt(aside, fd, blocks_bytes if blocks_bytes >= file_bytes else None)
         os.unlink(aside, dir_fd=self._root)
         return None
 
@@ -99,14 +102,15 @@ class ChunkFiles:
         """
         name = self._mapper.name(key)
         parent = os.path.dirname(name)
-        temporary, fd = attempt or self._create(parent)
+        temporary, fd, allocated_bytes = attempt or self._create(parent)
         try:
             try:
                 self._write_all(fd, buffers)
                 os.utime(fd, ns=(used_at_ns, used_at_ns))
                 if self._fsync:
                     os.fsync(fd)
-                allocated_bytes = taken_bytes(os.fstat(fd))
+                if allocated_bytes is None:
+                    allocated_bytes = taken_bytes(os.fstat(fd))
             finally:
                 os.close(fd)  # Network file systems report a full disk here.
             # rename last: a reader sees the old chunk or the new one, never half of each.
