@@ -55,7 +55,7 @@ class FsOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`direct` keeps chunks out of the page cache; `auto` uses it where the file system allows."""
 
     load_lanes: Lanes = 4
-    """Threads that read. Four keep most disks busy, were it not for the checksums; a network file system may want more."""
+    """Threads that read. Four reach the limit of most disks; a network file system may want more."""
 
     load_queue_bytes: Size = 8 << 20
     """What each of these has under way at once, with direct I/O on a disk. Chunks that are longer come one by one."""
