@@ -2,9 +2,12 @@
 
 import asyncio
 import errno
+import itertools
 import mmap
 import os
+import platform
 import random
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -178,13 +181,44 @@ def test_nothing_is_under_way_when_telling_fails(file: tuple[int, bytes], watche
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_has_contexts_of_its_own(file: tuple[int, bytes]) -> None:
+def test_a_fork_has_contexts_of_its_own(file: tuple[int, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent's would take no read of the child's."""
+    results = spoiled(monkeypatch, lambda result: result)
     asked = Asked(file[0], list(range(PAGES)))
     QueuedReads(1 << 20)(asked.wanted)
     if not (child := os.fork()):
         QueuedReads(1 << 20)(asked.wanted)
-        os._exit(asked.told != [[PAGE, PAGE]] * PAGES)
+        os._exit(asked.told != [[PAGE, PAGE]] * PAGES or results != [PAGE] * 2 * PAGES)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_signal_does_not_end_the_waiting(file: tuple[int, bytes]) -> None:
+    context, row = Context(1), memoryview(mmap.mmap(-1, PAGE))
+    ended: list[tuple[int, int]] = []
+    caught = threading.Event()
+    waiting = threading.Thread(target=lambda: ended.extend(context.wait(1)), daemon=True)
+    before = signal.signal(signal.SIGUSR1, lambda *_: caught.set())
+    try:
+        waiting.start()
+        while not is_waiting(waiting):
+            assert waiting.is_alive()
+        signal.pthread_kill(waiting.ident, signal.SIGUSR1)
+        while not caught.is_set():  # Which this thread does, when it comes to it.
+            assert waiting.is_alive()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    context.prepare(0, file[0], [row], PAGE)
+    context.start([0])
+    waiting.join(DEADLINE_S)
+    assert ended == [(0, PAGE)]
+    assert row == file[1][PAGE : 2 * PAGE]
+
+
+def is_waiting(thread: threading.Thread) -> bool:
+    """Say whether a thread sleeps in the kernel's `io_getevents`."""
+    number = {"x86_64": b"208", "aarch64": b"4"}[platform.machine()]
+    with open(f"/proc/self/task/{thread.native_id}/syscall", "rb") as syscall:
+        return syscall.read().split()[0] == number
 
 
 def test_a_read_that_is_queued_is_tried_for_real(file: tuple[int, bytes], watched: Watched) -> None:
@@ -252,11 +286,12 @@ async def test_an_error_of_a_queued_read_is_the_chunks_alone_that_have_it(
 ) -> None:
     tier, keys = await scattered(open_tier, lender, layout)
     with monkeypatch.context() as patch:
-        once = iter([-errno.EIO])
-        results = spoiled(patch, lambda result: next(once, result))
+        ended = itertools.count()
+        results = spoiled(patch, lambda result: -errno.EIO if next(ended) == len(keys) // 2 else result)
         got = await lender.recall(tier, keys)
         needs_queue(results)
     failed = got.index("TransferFailed")
+    assert failed
     assert got == ["TransferFailed" if place == failed else label(key) for place, key in enumerate(keys)]
     assert await lender.recall(tier, keys) == [label(key) for key in keys]
 
@@ -265,9 +300,16 @@ async def test_a_queued_read_that_comes_short_is_gone_on_with(
     open_tier, lender: Lender, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tier, keys = await scattered(open_tier, lender, layout)
-    results = spoiled(monkeypatch, lambda result: PAGE)
+    prepare = Context.prepare
+
+    def shortened(self: Context, place: int, fd: int, buffers: list[memoryview], offset: int) -> None:
+        prepare(self, place, fd, [buffers[0][:PAGE]], offset)
+
+    monkeypatch.setattr(Context, "prepare", shortened)
+    results = spoiled(monkeypatch, lambda result: result)
     assert await lender.recall(tier, keys) == [label(key) for key in keys]
     needs_queue(results)
+    assert set(results) == {PAGE}
 
 
 async def test_a_hung_queued_read_is_left_behind_and_its_buffer_stays_lent(

@@ -145,9 +145,8 @@ class Capacity:
             taken = used_bytes + reserved_bytes
             surplus = taken - low if taken > high else 0
         if self._min_free_bytes:
+            least_bytes = self._min_free_bytes + self._kept_free_bytes
             new_bytes = reserved_bytes - self.in_place_bytes
-            lacking = (
-                self._min_free_bytes + self._kept_free_bytes + new_bytes - self._disk.free_bytes - self.leaving_bytes
-            )
+            lacking = least_bytes + new_bytes - self._disk.free_bytes - self.leaving_bytes
             surplus = max(surplus, lacking)
         return surplus

@@ -59,6 +59,7 @@ class ChunkFiles:
         self._root = folder.root_fd
         self._mapper = mapper
         self._writer = folder.writer
+        self._writer_uid = os.geteuid()
         self._fsync = fsync
         self._sizes = folder.sizes
         self._chunks = folder.chunks
@@ -83,8 +84,9 @@ class ChunkFiles:
             return None
         with suppress(OSError):  # Somebody else's, or a link that would lead elsewhere.
             status = os.stat(aside, dir_fd=self._root, follow_symlinks=False)
+            ours = stat.S_ISREG(status.st_mode) and status.st_uid == self._writer_uid
             # Another name for it, such as a backup's, must keep its bytes.
-            if stat.S_ISREG(status.st_mode) and status.st_size == file_bytes and status.st_nlink == 1:
+            if ours and status.st_size == file_bytes and status.st_nlink == 1:
                 fd = os.open(aside, os.O_WRONLY | self._direct, dir_fd=self._root)
                 blocks_bytes = status.st_blocks * SECTOR_BYTES  # Fewer than it is long: it has holes, or is compressed.
                 return Attempt(aside, fd, blocks_bytes if blocks_bytes >= file_bytes else None)
