@@ -125,7 +125,7 @@ class FileMapper:
         """Return a chunk's name; ValueError if it is no key.
 
         vLLM's is `<folder>_r<rank>/<hhh>/<hh>_g<group>/<hash hex>.bin`, the flat one
-        `<folder>_r<rank>_flat/<hhh>/<hash hex>_g<group>.bin`.
+        `<folder>_r<rank>_flat/<hh>/<hash hex>_g<group>.bin`.
         """
         if len(key) < GROUP_BYTES:
             raise ValueError(f"a key of {len(key)} bytes has no group: {key.hex()!r}")

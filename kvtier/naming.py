@@ -1,8 +1,9 @@
 """How a key becomes a file's name within its namespace's folder, and back.
 
 Two ways. `vllm` is that of vLLM's own file tier (0.32: `vllm/v1/kv_offload/file_mapper.py`), which makes almost a
-directory a file. `flat` makes at most 4,096 directories, which a start-up scan reads many times as fast. Each has a
-folder of its own, so that a scan of one never walks the other's. So have segments, where chunks have no names at all.
+directory a file. `flat` makes at most 256 directories: enough for threads not to wait for each other, and so few that a
+file system writes down together what it notes of them, and a scan lists them in no time. Each has a folder of its own,
+so that a scan of one never walks the other's. So have segments, where chunks have no names at all.
 """
 
 import re
@@ -16,13 +17,13 @@ FolderKind = Literal["vllm", "flat", "segments"]
 
 SEGMENTS_SUFFIX = "_segments"  # Of the name of a folder where chunks are no files of their own.
 
-FLAT_FOLDERS = 16**3
+FLAT_FOLDERS = 16**2
 
 GROUPS = 1 << (8 * GROUP_BYTES)
 
 # The first folder is missing or empty if the hash is.
 _VLLM = re.compile(r"(?:([0-9a-f]{1,3})/|/?)([0-9a-f]{0,2})_g(0|[1-9][0-9]{0,9})/([0-9a-f]*)\.bin")
-_FLAT = re.compile(r"([0-9a-f]{3})/([0-9a-f]*)_g(0|[1-9][0-9]{0,9})\.bin")
+_FLAT = re.compile(r"([0-9a-f]{2})/([0-9a-f]*)_g(0|[1-9][0-9]{0,9})\.bin")
 _KINDS: dict[str | None, FolderKind] = {None: "vllm", "_flat": "flat", SEGMENTS_SUFFIX: "segments"}
 _FOLDER = re.compile(r"(.+_[0-9a-f]{12})_r(0|[1-9][0-9]{0,9})(_flat|_segments)?", re.DOTALL)
 
@@ -72,16 +73,16 @@ def _vllm_key(name: str) -> OffloadKey | None:
 
 
 def _flat_name(key: OffloadKey) -> str:
-    """Return `<hhh>/<hash hex>_g<group>.bin`; zeros stand for the digits that a short hash does not have."""
+    """Return `<hh>/<hash hex>_g<group>.bin`; zeros stand for the digits that the empty hash does not have."""
     digits, group = key[:-GROUP_BYTES].hex(), key[-GROUP_BYTES:]
-    return f"{digits[:3]:0<3}/{digits}{_GROUP_PARTS.get(group) or _group_part(group)}.bin"
+    return f"{digits[:2]:0<2}/{digits}{_GROUP_PARTS.get(group) or _group_part(group)}.bin"
 
 
 def _flat_key(name: str) -> OffloadKey | None:
     if (match := _FLAT.fullmatch(name)) is None:
         return None
     upper, digits, group = match.groups()
-    return _key(digits, group) if upper == f"{digits[:3]:0<3}" else None
+    return _key(digits, group) if upper == f"{digits[:2]:0<2}" else None
 
 
 def _key(digits: str, group: str) -> OffloadKey | None:

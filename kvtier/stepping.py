@@ -69,8 +69,9 @@ class SteppedManager(Engine):
     def hits(self, request_id: str) -> list[OffloadKey]:
         """Return the keys that a request found, for a caller to whom even the call of `lookup` is too much.
 
-        While the list is not empty, a key that is in `ready` may be appended to it instead of being looked up. The
-        engine empties it when the step ends, or earlier.
+        While the list is not empty, a key that is in `ready` may be appended to it instead of being looked up. What
+        empties it is the end of the step, a reset, and a store or a look-up, anybody's, for which room is made or was
+        to be made. It is the same list for as long as the request is known.
         """
         return self._known(request_id).hits
 

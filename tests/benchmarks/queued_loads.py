@@ -16,13 +16,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 import uvloop
 
 from kvtier.bench.raw import RawFile
 from kvtier.bench.rounds import Side, interleaved
 from kvtier.bench.tier import OpenTier, TierCase
+from kvtier.errors import BlockMissing
 from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.region import Region
 
@@ -30,6 +31,7 @@ MOVED_BYTES = 128 << 20
 CHUNKS_KIB = (128, 256, 512, 2_048, 8_192)
 ROUNDS = 9
 HELD = 4  # Times as many chunks as are loaded, of which those from all over are.
+SCAN_S = 60.0
 RAW = "plain threads"
 
 
@@ -49,6 +51,15 @@ def busy(measure: Callable[[], float]) -> Callable[[], float]:
     return beside
 
 
+def until_found(load: Callable[[], None]) -> None:
+    """Wait for a tier to have looked at what its directory holds."""
+    ends_at = time.monotonic() + SCAN_S
+    while time.monotonic() < ends_at:
+        with suppress(BlockMissing):
+            return load()
+    return load()
+
+
 class Loads:
     """The sides of one chunk size."""
 
@@ -64,25 +75,30 @@ class Loads:
         raw = stack.enter_context(RawFile(f"{root}/raw", self._rows, direct=True))
         self.sides.append(Side(RAW, lambda: raw.read(4)))
         for layout, places in (("files", ("together",)), ("segments", ("together", "all over"))):
+            self._fill(layout, keys if "all over" in places else keys[:count])
             for queue_bytes in (8 << 20, 0):
-                tier = self._filled(layout, queue_bytes, keys if "all over" in places else keys[:count])
+                tier = self._open(layout, queue_bytes)
+                stack.callback(tier.close)
                 for place in places:
                     self._add(f"{layout}, {place}, {'queued' if queue_bytes else 'one at a time'}", tier, place)
         for row in self._rows:
             stack.callback(row.release)
 
-    def _filled(self, layout: str, queue_bytes: int, keys: Sequence[OffloadKey]) -> OpenTier:
-        """Open a tier and have it hold these chunks."""
-        case = TierCase(layout, "vllm", "direct", 4, fsync=False)
-        options = case.options(f"{self._root}/{layout}-{queue_bytes}", load_queue_bytes=queue_bytes)
-        tier = OpenTier(self._runner, options, self._chunk_bytes)
-        self._stack.callback(tier.close)
+    def _fill(self, layout: str, keys: Sequence[OffloadKey]) -> None:
+        """Have both tiers of a layout hold the same chunks in the same places."""
+        tier = self._open(layout, 0)
         for start in range(0, len(keys), len(self._rows)):
             tier.store(keys[start : start + len(self._rows)], self._rows)
-        return tier
+        tier.close()
+
+    def _open(self, layout: str, queue_bytes: int) -> OpenTier:
+        case = TierCase(layout, "vllm", "direct", 4, fsync=False)
+        options = case.options(f"{self._root}/{layout}", load_queue_bytes=queue_bytes)
+        return OpenTier(self._runner, options, self._chunk_bytes)
 
     def _add(self, name: str, tier: OpenTier, place: str) -> None:
         keys = self._places[place]
+        until_found(lambda: tier.load(keys, self._rows))
 
         def rate() -> float:
             begun = time.perf_counter()

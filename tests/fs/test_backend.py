@@ -22,7 +22,7 @@ from kvtier.registry import backend_class
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend, FsCounters, FsOptions
-from kvtier_backends.fs.chunks import SHARE_BYTES_MAX, SHARE_CHUNKS_MAX, share_chunks, share_out
+from kvtier_backends.fs.chunks import SHARE_BYTES_MAX, SHARE_CHUNKS_MAX, share_chunks, share_least, share_out
 
 DEADLINE_S = 20.0
 
@@ -172,6 +172,31 @@ def test_a_batch_is_shared_out_over_the_lanes(chunks: int, lanes: int, most: int
     parts = share_out(range(chunks), lanes, most)
     assert [len(part) for part in parts] == shares
     assert [number for part in parts for number in part] == list(range(chunks))
+
+
+@pytest.mark.parametrize(
+    ("chunks", "lanes", "least", "shares"),
+    [
+        (0, 4, 8, []),
+        (3, 4, 8, [3]),
+        (9, 4, 8, [5, 4]),
+        (17, 4, 8, [6, 6, 5]),
+        (32, 4, 8, [8, 8, 8, 8]),
+        (64, 4, 8, [16, 16, 16, 16]),
+    ],
+)
+def test_no_more_lanes_are_taken_than_have_enough_to_do(chunks: int, lanes: int, least: int, shares: list[int]) -> None:
+    parts = share_out(range(chunks), lanes, 32, least)
+    assert [len(part) for part in parts] == shares
+    assert [number for part in parts for number in part] == list(range(chunks))
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "queue_bytes", "chunks"),
+    [(4_096, 8 << 20, 32), (128 << 10, 8 << 20, 32), (2 << 20, 8 << 20, 2), (8 << 20, 8 << 20, 1), (4_096, 0, 1)],
+)
+def test_a_lane_that_reads_ahead_is_worth_half_its_queue(row_bytes: int, queue_bytes: int, chunks: int) -> None:
+    assert share_least(row_bytes, queue_bytes) == chunks
 
 
 @pytest.mark.parametrize("row_bytes", [4_096, 1 << 20, SHARE_BYTES_MAX, 10 * SHARE_BYTES_MAX])
@@ -324,7 +349,7 @@ async def test_a_descriptor_is_not_given_up_under_a_thread_that_uses_it(
 async def test_an_error_of_the_disk_is_one_chunks_and_leaves_its_file_alone(
     open_tier, lender: Lender, path_of, error: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tier = await open_tier()
+    tier = await open_tier(load_queue_bytes=0)
     await lender.keep(tier, keys_of(2))
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", failing(error))

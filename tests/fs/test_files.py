@@ -10,24 +10,36 @@ import pytest
 
 from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.namespace import FileMapper
-from kvtier_backends.fs import files as files_module
 from kvtier_backends.fs.attempts import Writer, attempt_name, read_attempt
 from kvtier_backends.fs.files import ChunkFiles
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.open_chunk import OpenChunk
-from kvtier_backends.fs.reads import one_by_one
+from kvtier_backends.fs.precedence import Precedence
+from kvtier_backends.fs.reads import ONE_BY_ONE
 
 KEY = make_offload_key(b"k" * 32)
 ROW_BYTES = 16_384
 
 
-def at_once() -> None:
-    """Give way to nobody."""
+class Looks(Precedence):
+    """Gives way to nobody, and counts how often it was asked to."""
+
+    def __init__(self, slice_bytes: int) -> None:
+        super().__init__()
+        self._slice_bytes = slice_bytes
+        self.taken = 0
+
+    @property
+    def slice_bytes(self) -> int:
+        return self._slice_bytes
+
+    def give_way(self) -> None:
+        self.taken += 1
 
 
 @pytest.fixture
 def files(open_folder: Callable[..., Folder], mapper: FileMapper) -> ChunkFiles:
-    return ChunkFiles(open_folder(), mapper, at_once, fsync=False)
+    return ChunkFiles(open_folder(), mapper, Precedence(), fsync=False)
 
 
 @pytest.fixture
@@ -66,13 +78,11 @@ def test_a_chunk_is_written_in_slices_between_which_others_go_first(
     mapper: FileMapper,
     path: Path,
     buffers: list[memoryview],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(files_module, "SLICE_BYTES", slice_bytes)
-    paused: list[None] = []
-    ChunkFiles(open_folder(), mapper, lambda: paused.append(None), fsync=False).write(KEY, buffers, 0)
+    looks = Looks(slice_bytes)
+    ChunkFiles(open_folder(), mapper, looks, fsync=False).write(KEY, buffers, 0)
     assert path.read_bytes() == content(buffers)
-    assert len(paused) == pauses
+    assert looks.taken == pauses
 
 
 def test_writing_again_replaces(files: ChunkFiles, path: Path, buffers: list[memoryview]) -> None:
@@ -100,7 +110,7 @@ def test_short_writes_are_gone_on_with(
     step: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    files = ChunkFiles(open_folder(io="buffered"), mapper, at_once, fsync=False)
+    files = ChunkFiles(open_folder(io="buffered"), mapper, Precedence(), fsync=False)
     write = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda fd, rest, at: write(fd, [rest[0][:step]], at))
     files.write(KEY, buffers, 0)
@@ -110,7 +120,7 @@ def test_short_writes_are_gone_on_with(
 def read(chunk: OpenChunk, into: list[memoryview]) -> int:
     """Read a file as a lane does, and return how many bytes came."""
     came: list[int | OSError] = []
-    one_by_one([chunk.wanted(into, came.append)])
+    ONE_BY_ONE([chunk.wanted(into, came.append)])
     assert isinstance(came[0], int)
     return chunk.read_on(into, came[0], ROW_BYTES + 4_096)
 
@@ -123,7 +133,7 @@ def test_short_reads_are_gone_on_with(
     step: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    files = ChunkFiles(open_folder(io="buffered"), mapper, at_once, fsync=False)
+    files = ChunkFiles(open_folder(io="buffered"), mapper, Precedence(), fsync=False)
     files.write(KEY, buffers, 0)
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, rest, at: preadv(fd, [rest[0][:step]], at))
@@ -261,7 +271,7 @@ def test_a_temporary_name_that_is_taken_is_left_to_its_owner(
 def test_with_fsync_the_file_its_folder_and_new_folders_parents_are_synced(
     open_folder: Callable[..., Folder], mapper: FileMapper, buffers: list[memoryview], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = ChunkFiles(open_folder(), mapper, at_once, fsync=True)
+    files = ChunkFiles(open_folder(), mapper, Precedence(), fsync=True)
     synced: list[str] = []
     fsync = os.fsync
 

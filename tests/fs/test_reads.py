@@ -20,7 +20,7 @@ from kvtier.testing.conformance.lender import keys_of, label
 from kvtier_backends.fs import chunks
 from kvtier_backends.fs import reads as reads_module
 from kvtier_backends.fs.aio import Context
-from kvtier_backends.fs.reads import PLACES, QueuedReads, Wanted, one_by_one, takes_queued
+from kvtier_backends.fs.reads import ONE_BY_ONE, PLACES, QueuedReads, Wanted, takes_queued
 
 DEADLINE_S = 20.0
 PAGE = mmap.PAGESIZE
@@ -61,8 +61,8 @@ class Watched(Context):
         self.most = max(self.most, self.under_way)
         return started
 
-    def wait(self, least):
-        ended = super().wait(least)
+    def wait(self, under_way):
+        ended = super().wait(under_way)
         self.under_way -= len(ended)
         return [(place, self.spoil(place, result)) for place, result in ended]
 
@@ -233,7 +233,7 @@ def test_a_read_that_is_queued_is_tried_for_real(file: tuple[int, bytes], watche
 
 @pytest.mark.parametrize("options", [{"load_queue_bytes": 0}, {"io": "buffered"}])
 def test_reads_are_queued_where_it_is_wanted_and_direct(open_folder, options: dict[str, object]) -> None:
-    assert open_folder(**options).reads is one_by_one
+    assert open_folder(**options).reads is ONE_BY_ONE
 
 
 def test_reads_are_queued_on_a_disk_unless_the_kernel_refuses(open_folder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,11 +242,11 @@ def test_reads_are_queued_on_a_disk_unless_the_kernel_refuses(open_folder, monke
         pytest.skip("chunks are not on a disk with direct I/O here")
     assert isinstance(folder.reads, QueuedReads)
     monkeypatch.setattr(Context, "start", refuse)
-    assert open_folder().reads is one_by_one
+    assert open_folder().reads is ONE_BY_ONE
 
 
 def test_reads_of_what_is_no_disk_are_not_queued(open_folder, mount) -> None:
-    assert open_folder(root=str(mount("tmpfs", "size=1m") / "tier")).reads is one_by_one
+    assert open_folder(root=str(mount("tmpfs", "size=1m") / "tier")).reads is ONE_BY_ONE
 
 
 @pytest.fixture(params=["files", "segments"])
@@ -259,8 +259,8 @@ def spoiled(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[int], int]) -> lis
     results: list[int] = []
     wait = Context.wait
 
-    def changed(self: Context, least: int) -> list[tuple[int, int]]:
-        ended = wait(self, least)
+    def changed(self: Context, under_way: int) -> list[tuple[int, int]]:
+        ended = wait(self, under_way)
         results.extend(result for _, result in ended)
         return [(place, spoil(result)) for place, result in ended]
 
@@ -318,10 +318,10 @@ async def test_a_hung_queued_read_is_left_behind_and_its_buffer_stays_lent(
     tier, keys = await scattered(open_tier, lender, layout)
     waiting, go_on, wait = threading.Event(), threading.Event(), Context.wait
 
-    def stuck(self: Context, least: int) -> list[tuple[int, int]]:
+    def stuck(self: Context, under_way: int) -> list[tuple[int, int]]:
         waiting.set()
         assert go_on.wait(DEADLINE_S)
-        return wait(self, least)
+        return wait(self, under_way)
 
     monkeypatch.setattr(Context, "wait", stuck)
     load = asyncio.create_task(tier.load(lender.reads(keys)))

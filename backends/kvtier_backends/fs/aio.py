@@ -9,7 +9,7 @@ import os
 import platform
 import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 BUFFERS_MAX = 64  # Of one read.
@@ -32,6 +32,9 @@ _PREADV = 7
 # A foreign call lets go of the GIL, and of a blocked thread nobody else hears.
 _syscall = ctypes.CDLL(None, use_errno=True).syscall
 _syscall.restype = ctypes.c_long
+_syscall_with_lock = ctypes.PyDLL(None, use_errno=True).syscall  # For what never blocks.
+_syscall_with_lock.restype = ctypes.c_long
+_AT_ONCE = (ctypes.c_long * 2)(0, 0)  # A time to wait: struct timespec.
 
 
 class Context:
@@ -76,24 +79,34 @@ class Context:
             self._pointers[index] = self._iocbs_at + place * _IOCB.size
         return _checked(_syscall(self._submit, self._id, ctypes.c_long(len(places)), self._pointers))
 
-    def wait(self, least: int) -> list[tuple[int, int]]:
-        """Wait until at least so many have ended; return their places with the bytes read, or a negative errno."""
-        while True:
-            try:
-                count = _checked(
-                    _syscall(
-                        self._getevents,
-                        self._id,
-                        ctypes.c_long(least),
-                        ctypes.c_long(self.places),
-                        self._events,
-                        None,
-                    )
+    def wait(self, under_way: int) -> list[tuple[int, int]]:
+        """Wait until one has ended; return the places of all that have, with the bytes read, or a negative errno.
+
+        `under_way`: how many are.
+        """
+        ended = self._ended(_syscall, 1)
+        while not ended:  # A signal.
+            ended = self._ended(_syscall, 1)
+        if len(ended) < under_way:
+            ended += self._ended(_syscall_with_lock, 0)  # While this thread waited for the lock, others have ended.
+        return ended
+
+    def _ended(self, syscall: Callable[..., int], least: int) -> list[tuple[int, int]]:
+        try:
+            count = _checked(
+                syscall(
+                    self._getevents,
+                    self._id,
+                    ctypes.c_long(least),
+                    ctypes.c_long(self.places),
+                    self._events,
+                    None if least else _AT_ONCE,
                 )
-            except InterruptedError:
-                continue
-            events = (_EVENT.unpack_from(self._events, index * _EVENT.size) for index in range(count))
-            return [(place, result) for place, _, result, _ in events]
+            )
+        except InterruptedError:
+            return []
+        events = (_EVENT.unpack_from(self._events, index * _EVENT.size) for index in range(count))
+        return [(place, result) for place, _, result, _ in events]
 
 
 def _checked(result: int) -> int:

@@ -42,9 +42,18 @@ def share_chunks(row_bytes: int) -> int:
     return min(SHARE_CHUNKS_MAX, max(1, SHARE_BYTES_MAX // row_bytes))
 
 
-def share_out(batch: Sequence[T], lanes: int, most: int) -> list[Sequence[T]]:
-    """Split a batch into pieces of at most so many for the lanes to work on side by side."""
-    size = max(1, min(most, -(-len(batch) // lanes)))
+def share_least(row_bytes: int, queue_bytes: int) -> int:
+    """Return for how many loads a lane is worth its hop, if it can have so many bytes under way."""
+    return max(1, min(share_chunks(row_bytes), queue_bytes // 2 // row_bytes))
+
+
+def share_out(batch: Sequence[T], lanes: int, most: int, least: int = 1) -> list[Sequence[T]]:
+    """Split a batch into pieces of at most so many for the lanes to work on side by side.
+
+    Fewer lanes are taken if there are not about `least` for each.
+    """
+    parts = max(1, min(lanes, -(-len(batch) // least)))
+    size = max(1, min(most, -(-len(batch) // parts)))
     return [batch[start : start + size] for start in range(0, len(batch), size)]
 
 

@@ -7,7 +7,7 @@ blocks, any thread may call, and what fails raises the `OSError` of the call tha
 import errno
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -16,9 +16,9 @@ from kvtier.namespace import FileMapper
 from kvtier_backends.fs.attempts import attempt_name
 from kvtier_backends.fs.discard import Discard
 from kvtier_backends.fs.folder import Folder
-from kvtier_backends.fs.folder_sizes import taken_bytes
+from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, taken_bytes
 from kvtier_backends.fs.open_chunk import OpenChunk, part_of
-from kvtier_backends.fs.precedence import SLICE_BYTES
+from kvtier_backends.fs.precedence import Precedence
 
 CREATE_ATTEMPTS = 8  # Someone may remove a folder between its making and its use, but not for ever.
 
@@ -35,6 +35,7 @@ class Attempt(NamedTuple):
 
     name: str
     fd: int
+    allocated_bytes: int | None = None  # What it takes, if writing it will not change that.
 
 
 class ChunkFiles:
@@ -44,7 +45,7 @@ class ChunkFiles:
         self,
         folder: Folder,
         mapper: FileMapper,
-        give_way: Callable[[], None],
+        precedence: Precedence,
         *,
         fsync: bool,
         keeps_folders: bool = False,
@@ -54,7 +55,7 @@ class ChunkFiles:
         With `fsync`, a chunk is on the device when `write` returns. `keeps_folders`: they are few, and soon used.
         """
         self._keeps_folders = keeps_folders
-        self._give_way = give_way
+        self._precedence = precedence
         self._root = folder.root_fd
         self._mapper = mapper
         self._writer = folder.writer
@@ -86,7 +87,9 @@ class ChunkFiles:
             ours = stat.S_ISREG(status.st_mode) and status.st_uid == self._writer_uid
             # Another name for it, such as a backup's, must keep its bytes.
             if ours and status.st_size == file_bytes and status.st_nlink == 1:
-                return Attempt(aside, os.open(aside, os.O_WRONLY | self._direct, dir_fd=self._root))
+                fd = os.open(aside, os.O_WRONLY | self._direct, dir_fd=self._root)
+                blocks_bytes = status.st_blocks * SECTOR_BYTES  # Fewer than it is long: it has holes, or is compressed.
+                return Attempt(aside, fd, blocks_bytes if blocks_bytes >= file_bytes else None)
         os.unlink(aside, dir_fd=self._root)
         return None
 
@@ -101,14 +104,15 @@ class ChunkFiles:
         """
         name = self._mapper.name(key)
         parent = os.path.dirname(name)
-        temporary, fd = attempt or self._create(parent)
+        temporary, fd, allocated_bytes = attempt or self._create(parent)
         try:
             try:
                 self._write_all(fd, buffers)
                 os.utime(fd, ns=(used_at_ns, used_at_ns))
                 if self._fsync:
                     os.fsync(fd)
-                allocated_bytes = taken_bytes(os.fstat(fd))
+                if allocated_bytes is None:
+                    allocated_bytes = taken_bytes(os.fstat(fd))
             finally:
                 os.close(fd)  # Network file systems report a full disk here.
             # rename last: a reader sees the old chunk or the new one, never half of each.
@@ -189,8 +193,9 @@ class ChunkFiles:
         total, done = sum(map(len, buffers)), 0
         while done < total:
             if done:
-                self._give_way()
-            end = total if total - done < 2 * SLICE_BYTES else done + SLICE_BYTES  # No call for a footer alone.
+                self._precedence.give_way()
+            slice_bytes = self._precedence.slice_bytes
+            end = total if total - done < 2 * slice_bytes else done + slice_bytes  # No call for a footer alone.
             wrote = os.pwritev(fd, part_of(buffers, done, end), done)  # Fewer: the next call says why.
             if wrote == 0:
                 raise OSError(errno.EIO, f"wrote {done} of {total} bytes and then none")

@@ -21,7 +21,7 @@ from kvtier_backends.fs.disk import Disk
 from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, FolderSizes, taken_bytes
 from kvtier_backends.fs.options import FsOptions
 from kvtier_backends.fs.quarantine import Quarantine
-from kvtier_backends.fs.reads import QueuedReads, Reads, one_by_one, takes_queued
+from kvtier_backends.fs.reads import ONE_BY_ONE, QueuedReads, Reads, takes_queued
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Folder:
         self.root_fd = -1
         self.chunks = mapper.chunks_folder + (SEGMENTS_SUFFIX if options.layout == "segments" else "")
         self.direct = False
-        self.reads: Reads = one_by_one
+        self.reads: Reads = ONE_BY_ONE
         self._options = options
         self._mapper = mapper
 
@@ -178,7 +178,7 @@ class Folder:
         machine that has gone silent, reads that it goes on with would keep this process from being killed.
         """
         if not self.direct or not self._options.load_queue_bytes:
-            return one_by_one
+            return ONE_BY_ONE
         with suppress(OSError):
             fd = os.open(self._mapper.config_name, os.O_RDONLY | os.O_DIRECT, dir_fd=self.root_fd)
             try:
@@ -188,7 +188,7 @@ class Folder:
             finally:
                 os.close(fd)
         logger.info("%s: a lane reads one chunk at a time there", self._options.root)
-        return one_by_one
+        return ONE_BY_ONE
 
     def _trial(self, flag: int) -> bool:
         name = f"{self._mapper.folder}/{attempt_name(self.writer)}"

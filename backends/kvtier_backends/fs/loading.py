@@ -31,9 +31,10 @@ class Loading:
         *,
         lanes: Lanes,
         share_chunks: int,
+        share_least: int,
         clock_ns: Callable[[], int],
     ) -> None:
-        """Read in these lanes, each of which is sent at most `share_chunks` in one hop."""
+        """Read in these lanes; each is sent at most `share_chunks` in one hop, and at least about `share_least`."""
         self._eviction = eviction
         self._claims = claims
         self._capacity = capacity
@@ -42,6 +43,7 @@ class Loading:
         self._precedence = precedence
         self._lanes = lanes
         self._share_chunks = share_chunks
+        self._share_least = share_least
         self._clock_ns = clock_ns
 
     async def __call__(self, reads: Sequence[Read]) -> tuple[list[Outcome], int]:
@@ -49,7 +51,7 @@ class Loading:
         leaving = self._claims.leaving.intersection(read.key for read in reads)
         shares = [
             LoadShare(part, leaving, measure=any(read.key not in self._index for read in part))
-            for part in share_out(reads, self._lanes.count, self._share_chunks)
+            for part in share_out(reads, self._lanes.count, self._share_chunks, self._share_least)
         ]
         keys = [read.key for read in reads]
         with self._precedence.loading(), self._claims.in_use(keys), self._index.call(keys) as unchanged:

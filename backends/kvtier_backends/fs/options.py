@@ -22,7 +22,7 @@ class FsOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Its parent must exist. A directory is one engine's own; others may read it."""
 
     naming: NamingKind = "vllm"
-    """How files are named: as vLLM does, which makes almost a directory a file, or `flat`, in 4,096 directories.
+    """How files are named: as vLLM does, which makes almost a directory a file, or `flat`, in 256 directories.
 
     Only kvtier reads the latter, and verifies what it reads: so files of chunks that go are overwritten in place.
     """

@@ -12,7 +12,7 @@ from kvtier.policies.named import policy_class
 from kvtier_backends.fs.books import Books
 from kvtier_backends.fs.capacity import Capacity
 from kvtier_backends.fs.checkpoint import Checkpoint
-from kvtier_backends.fs.chunks import Chunks
+from kvtier_backends.fs.chunks import Chunks, share_least
 from kvtier_backends.fs.claims import Claims
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.eviction import Eviction
@@ -86,7 +86,7 @@ def assemble(
         ChunkFiles(
             folder,
             context.mapper,
-            precedence.give_way,
+            precedence,
             fsync=options.fsync,
             keeps_folders=options.overwrites and FLAT_FOLDERS * folder.sizes.new_bytes <= limit_bytes * FOLDERS_SHARE,
         ),
@@ -126,6 +126,7 @@ def assemble(
         precedence,
         lanes=lanes.load,
         share_chunks=sizes.share_chunks,
+        share_least=share_least(context.row_bytes, folder.reads.queue_bytes),
         clock_ns=clock_ns,
     )
     storing = Storing(

@@ -9,7 +9,8 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-SLICE_BYTES = 1 << 20  # Written between two looks: a millisecond of a fast disk. Four lanes lose nothing by it.
+SLICE_BYTES = 1 << 20  # Written between two looks beside loads: a fraction of a millisecond of a fast disk.
+CALM_SLICE_BYTES = 8 << 20  # Else: more would make the next load wait, less leave the disk idle between two calls.
 CALM_S = 0.01  # After a load another one may follow, and what lanes begin meanwhile would be in its way.
 PATIENCE_S = 1.0  # A lane waits no longer for another one, which may hang.
 
@@ -26,9 +27,9 @@ class Precedence:
         self._going: int | None = None  # The thread that goes on beside loads.
 
     @property
-    def calm(self) -> bool:
-        """Whether nobody has to be given way to."""
-        return not self._left_s()
+    def slice_bytes(self) -> int:
+        """How much to write before the next look."""
+        return SLICE_BYTES if self._left_s() else CALM_SLICE_BYTES
 
     @contextmanager
     def loading(self) -> Generator[None]:

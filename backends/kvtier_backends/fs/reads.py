@@ -34,6 +34,11 @@ class Wanted(NamedTuple):
 class Reads(Protocol):
     """What a lane does its reads with."""
 
+    @property
+    def queue_bytes(self) -> int:
+        """About how much is under way at once; 0: one read."""
+        ...
+
     def __call__(self, wanted: Iterable[Wanted]) -> None:
         """Do the reads, which are asked for as there is room, and tell what became of each, in any order.
 
@@ -42,10 +47,17 @@ class Reads(Protocol):
         ...
 
 
-def one_by_one(wanted: Iterable[Wanted]) -> None:
-    """See `Reads`."""
-    for read in wanted:
-        read.done(_read(read))
+class PlainReads:
+    """See `Reads`. Any number of threads may call."""
+
+    queue_bytes = 0
+
+    def __call__(self, wanted: Iterable[Wanted]) -> None:
+        for read in wanted:
+            read.done(_read(read))
+
+
+ONE_BY_ONE = PlainReads()
 
 
 class QueuedReads:
@@ -53,17 +65,17 @@ class QueuedReads:
 
     def __init__(self, queue_bytes: int) -> None:
         """Have about so many bytes under way in each thread; reads that are longer are done one by one."""
-        self._queue_bytes = queue_bytes
+        self.queue_bytes = queue_bytes
 
     def __call__(self, wanted: Iterable[Wanted]) -> None:
         reads = iter(wanted)
         first = list(islice(reads, LEAST))
-        worth_it = len(first) == LEAST and first[0].size_bytes < self._queue_bytes
+        worth_it = len(first) == LEAST and first[0].size_bytes < self.queue_bytes
         context = _borrow() if worth_it else None
         if context is None:
-            one_by_one(chain(first, reads))
+            ONE_BY_ONE(chain(first, reads))
         else:
-            _Queue(context, self._queue_bytes).run(chain(first, reads))
+            _Queue(context, self.queue_bytes).run(chain(first, reads))
             _idle.append(context)  # After a failure it is not: nobody knows what is in it.
 
 
@@ -81,14 +93,13 @@ class _Queue:
         try:
             self._start(wanted)
             while self._under_way:
-                # Half of them, since each time may mean waiting for the interpreter's lock.
-                ended = self._wait(max(1, len(self._under_way) // 2))
+                ended = self._wait()
                 self._start(wanted)  # First: the disk goes on while what came is looked at.
                 for read, result in ended:
                     read.done(result)
         finally:
             while self._under_way:  # Buffers are lent no longer than the call.
-                self._wait(len(self._under_way))
+                self._wait()
 
     def _start(self, wanted: Iterator[Wanted]) -> None:
         while reads := list(islice(wanted, self._room())):
@@ -113,9 +124,9 @@ class _Queue:
             return LEAST - count
         return min(START, len(self._free)) if self._bytes < self._queue_bytes else 0
 
-    def _wait(self, least: int) -> list[tuple[Wanted, int | OSError]]:
+    def _wait(self) -> list[tuple[Wanted, int | OSError]]:
         ended: list[tuple[Wanted, int | OSError]] = []
-        for place, result in self._context.wait(least):
+        for place, result in self._context.wait(len(self._under_way)):
             read = self._under_way.pop(place)
             self._bytes -= read.size_bytes
             self._free.append(place)

@@ -52,7 +52,7 @@ class VllmManager(OffloadingManager):
         """Take over an engine, whose observer `times` is; `shutdown` ends it."""
         self.engine = engine
         self._ready = engine.ready
-        self._looking: ReqContext | None = None  # Whose hits these are; the list is the same until it has finished.
+        self._looking: ReqContext | None = None  # Whose hits these are, while there are any in this step.
         self._hits: list[OffloadKey] = []
         self._media = Media(engine.ledger.tiers)
         self._stats = Stats(engine_readings(engine), times)
@@ -81,9 +81,8 @@ class VllmManager(OffloadingManager):
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        hits = self._hits
-        if hits and req_context is self._looking and key in self._ready:
-            hits.append(key)
+        if req_context is self._looking and key in self._ready:
+            self._hits.append(key)
             return LOOKUP_HIT
         return self._look_up(key, req_context)
 
@@ -111,6 +110,7 @@ class VllmManager(OffloadingManager):
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         self._calls += 1
+        self._looking = None  # Room may be made, which empties hits.
         plan = self.engine.prepare_store(_keys(keys), req_context.req_id)
         if plan is None:
             return None
@@ -125,6 +125,7 @@ class VllmManager(OffloadingManager):
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
+        self._looking = None
         self.engine.end_step()
 
     # The whole.
@@ -154,6 +155,7 @@ class VllmManager(OffloadingManager):
     @override
     def reset_cache(self) -> None:
         self._calls += 1
+        self._looking = None
         self.engine.reset()
         if self._flush.begin():
             self.engine.on_reset_flushed()
@@ -170,9 +172,11 @@ class VllmManager(OffloadingManager):
     def _look_up(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Ask the engine, and note whose hits may be found here from now on."""
         request_id = req_context.req_id
+        found = self.engine.lookup(key, request_id)
         if req_context is not self._looking:
-            self._looking, self._hits = req_context, self.engine.hits(request_id)
-        return _RESULTS[self.engine.lookup(key, request_id)]
+            self._hits = self.engine.hits(request_id)
+        self._looking = req_context if self._hits else None  # Room may have been made in vain.
+        return _RESULTS[found]
 
     def _completed(self, chunks: int) -> None:
         if self._flush.completed(chunks):

@@ -2,9 +2,9 @@
 
     PYTHONPATH=.:backends PEERS/lmcache/bin/python -m tests.benchmarks.peers.lmcache_disk [DIR]
 
-The same chunks in the same directory, with O_DIRECT, in turn; 16 requests at once, each of which is one call. All have
-4 threads by default. `LocalDiskBackend` moves chunks between files and LMCache's own memory, the others the rows of one
-region. The figure is kvtier's, the limit LMCache's: above 1, kvtier is faster.
+The same chunks in the same directory, with O_DIRECT, in turn; 16 requests at once, each of which is one call. LMCache
+has 4 threads, as by default. `LocalDiskBackend` moves chunks between files and LMCache's own memory, the others the
+rows of one region. The figure is kvtier's, the limit LMCache's: above 1, kvtier is faster.
 """
 
 import asyncio

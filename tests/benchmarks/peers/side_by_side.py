@@ -44,7 +44,7 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("directory", nargs="?", default=tempfile.gettempdir(), help="On the disk to measure.")
     parser.add_argument("--chunk-sizes-kib", default="128,512,2048,8192")
     parser.add_argument("--size-mib", type=int, default=64)
-    parser.add_argument("--lanes", default="4,16", help="kvtier's threads each way: its own default, and vLLM's.")
+    parser.add_argument("--lanes", default="4,16", help="kvtier's threads each way, with commas between them.")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--json")
     return parser.parse_args()

@@ -6,7 +6,8 @@ Both engines have 128 KiB chunks and a primary of 256 MiB over their own file ti
 runner's process, vLLM's in C), and are driven through vLLM's interface.
 
 - p99 of a step (8 requests look up 32 ready keys each) while stores and loads are under way, beside the same engine's
-  step at rest, and beside vLLM's under the same load.
+  step at rest, and beside vLLM's under the same load; in wall-clock time, and in CPU time of the thread: what lies
+  between the two is waiting for a core or for the interpreter.
 - loads of 64 MiB while the scheduler's thread computes in Python, beside the same engine's when it waits, and beside
   vLLM's.
 """
@@ -17,6 +18,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -41,7 +43,7 @@ CHUNKS = 512
 KEYS_A_REQUEST = 64
 HOT_REQUESTS, HOT_KEYS = 8, 32
 STORED_A_STEP, LOADED_A_STEP = 16, 8
-STEPS = 200
+STEPS = 400
 STEP_S = 0.002  # Of the scheduler's own computing between two looks.
 PAUSE_S = 0.0005
 
@@ -100,8 +102,8 @@ class Driven:
                 between()
         return CHUNKS * CHUNK_BYTES / 1e6 / (time.perf_counter() - begun)
 
-    def step_p99(self, *, busy: bool) -> float:
-        """Return the p99 of a step's ms."""
+    def step_p99(self, clock: Callable[[], float], *, busy: bool) -> float:
+        """Return the p99 of a step's ms by this clock."""
         self.forget()
         self.load(pause)
         hot, rest = self.kept[:HOT_KEYS], cycle(self.kept[HOT_KEYS:])
@@ -116,7 +118,7 @@ class Driven:
             self._use(hot)
             self.end()
             time.sleep(PAUSE_S)
-            times.append(1e3 * self._timed_step(hot))
+            times.append(1e3 * self._timed_step(hot, clock))
         return statistics.quantiles(times, n=100, method="inclusive")[98]
 
     def begin(self) -> ReqContext:
@@ -135,8 +137,8 @@ class Driven:
         self.manager.complete_load(hot, context)
         self.manager.on_request_finished(context)
 
-    def _timed_step(self, hot: Sequence[Any]) -> float:
-        begun = time.perf_counter()
+    def _timed_step(self, hot: Sequence[Any], clock: Callable[[], float]) -> float:
+        begun = clock()
         contexts = [self.begin() for _ in range(HOT_REQUESTS)]
         for context in contexts:
             for key in hot:
@@ -144,7 +146,7 @@ class Driven:
         self.end()
         for context in contexts:
             self.manager.on_request_finished(context)
-        return time.perf_counter() - begun
+        return clock() - begun
 
 
 def pause() -> None:
@@ -190,8 +192,11 @@ def measure(folder: str, rounds: int) -> Iterator[Row]:
             stack.callback(manager.shutdown)
             driven = Driven(manager)
             sides += [
-                Side(f"step {name}", lambda driven=driven: driven.step_p99(busy=False)),
-                Side(f"busy step {name}", lambda driven=driven: driven.step_p99(busy=True)),
+                *(
+                    Side(f"{load}step{kind} {name}", partial(driven.step_p99, clock, busy=load == "busy "))
+                    for kind, clock in (("", time.perf_counter), (" cpu", time.thread_time))
+                    for load in ("", "busy ")
+                ),
                 Side(f"load {name}", lambda driven=driven: driven.load(pause), driven.forget),
                 Side(f"busy load {name}", lambda driven=driven: driven.load(compute), driven.forget),
             ]
@@ -201,6 +206,8 @@ def measure(folder: str, rounds: int) -> Iterator[Row]:
         (step, "ms", "busy step kvtier", "step kvtier", "kvtier's at rest"),
         (step, "ms", "busy step kvtier", "busy step vllm", "vLLM's beside transfers"),
         ("the same of vLLM", "ms", "busy step vllm", "step vllm", "vLLM's at rest"),
+        (f"{step}, CPU time", "ms", "busy step cpu kvtier", "step cpu kvtier", "kvtier's at rest"),
+        (f"{step}, CPU time", "ms", "busy step cpu kvtier", "busy step cpu vllm", "vLLM's beside transfers"),
         ("p99 of a step at rest", "ms", "step kvtier", "step vllm", "vLLM's at rest"),
         (load, "MB/s", "busy load kvtier", "load kvtier", "kvtier's, scheduler waiting"),
         (load, "MB/s", "busy load kvtier", "busy load vllm", "vLLM's in C, scheduler busy"),

@@ -36,9 +36,10 @@ class SlotLoading:
         *,
         lanes: Lanes,
         share_chunks: int,
+        share_least: int,
         clock_ns: Callable[[], int],
     ) -> None:
-        """Read in these lanes, each of which is sent at most `share_chunks` in one hop."""
+        """Read in these lanes; each is sent at most `share_chunks` in one hop, and at least about `share_least`."""
         self._catalog = catalog
         self._segments = segments
         self._chunks = chunks
@@ -47,6 +48,7 @@ class SlotLoading:
         self._tally = tally
         self._lanes = lanes
         self._share_chunks = share_chunks
+        self._share_least = share_least
         self._clock_ns = clock_ns
 
     async def __call__(self, reads: Sequence[Read]) -> tuple[list[Outcome], int]:
@@ -76,7 +78,7 @@ class SlotLoading:
             else:
                 parts.append(Slotted(slot, place, read))
         sequences = {part.place: catalog.sequence(part.slot) for part in parts}
-        shares = self._segments.shares(parts, self._lanes.count, self._share_chunks)
+        shares = self._segments.shares(parts, self._lanes.count, self._share_chunks, self._share_least)
         faults: dict[int, Fault] = {}
         await in_threads(self._lanes, [partial(self._chunks.load, share, faults) for share in shares])
         again: list[tuple[int, Read]] = []

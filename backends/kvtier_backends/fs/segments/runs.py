@@ -7,6 +7,7 @@ from operator import itemgetter
 from typing import Generic, NamedTuple, TypeVar
 
 from kvtier.backend import Outcome
+from kvtier_backends.fs.chunks import share_out
 from kvtier_backends.fs.segments.files import Segment
 
 T = TypeVar("T")
@@ -84,11 +85,10 @@ class Segments:
         """Return the segment that has a slot."""
         return self.all[bisect_right(self._first_slots, slot) - 1]
 
-    def shares(self, parts: Sequence[Slotted[T]], lanes: int, most: int) -> list[Share[T]]:
-        """Split a batch into shares of at most so many slots for lanes to work on side by side, neighbours together."""
+    def shares(self, parts: Sequence[Slotted[T]], lanes: int, most: int, least: int = 1) -> list[Share[T]]:
+        """Split a batch into shares as `share_out` does, neighbours together."""
         ordered = sorted(parts, key=itemgetter(0))
-        size = max(1, min(most, -(-len(ordered) // lanes)))
-        return [Share(self.runs(ordered[start : start + size])) for start in range(0, len(ordered), size)]
+        return [Share(self.runs(part)) for part in share_out(ordered, lanes, most, least)]
 
     def runs(self, ordered: Sequence[Slotted[T]]) -> list[Run[T]]:
         """Return slots, in ascending order, as runs."""

@@ -11,7 +11,7 @@ from kvtier_backends.fs.failures import GONE, failure
 from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, payload_checksum, write_footer
 from kvtier_backends.fs.pages import Pages
-from kvtier_backends.fs.precedence import SLICE_BYTES, Precedence
+from kvtier_backends.fs.precedence import Precedence
 from kvtier_backends.fs.reads import Reads, Wanted
 from kvtier_backends.fs.segments.files import Segment, read_all, write_all
 from kvtier_backends.fs.segments.runs import Run, Share, Slotted
@@ -62,8 +62,8 @@ class SlotChunks:
             os.fdatasync(segment.fd)
 
     def _slice_slots(self, run: Run[tuple[Write, int]]) -> int:
-        """Return how many slots to write in one call: all of them, unless loads wait for the disk."""
-        return len(run.parts) if self._precedence.calm else max(1, SLICE_BYTES // run.segment.header.slot_bytes)
+        """Return how many slots to write in one call: fewer where loads wait for the disk."""
+        return max(1, self._precedence.slice_bytes // run.segment.header.slot_bytes)
 
     def _wanted(
         self,

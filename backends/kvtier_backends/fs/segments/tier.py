@@ -11,7 +11,7 @@ from kvtier.lend import Lanes
 from kvtier.policies.named import policy_class
 from kvtier_backends.fs.books import Books
 from kvtier_backends.fs.capacity import Capacity
-from kvtier_backends.fs.chunks import share_chunks
+from kvtier_backends.fs.chunks import share_chunks, share_least
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.layout import Background, Left, until
@@ -104,6 +104,7 @@ class SegmentsLayout:
             tally,
             lanes=lanes.load,
             share_chunks=most,
+            share_least=share_least(context.row_bytes, folder.reads.queue_bytes),
             clock_ns=time.time_ns,
         )
         self._storing = SlotStoring(

@@ -1,0 +1,115 @@
+"""The manager that vLLM calls beside the engine that it calls: whatever it finds by itself must change nothing."""
+
+import random
+
+import pytest
+from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
+
+from kvtier.bench.engine_steps import Steps
+from kvtier.integrations.vllm.manager import VllmManager
+from kvtier.integrations.vllm.stats import TransferTimes
+from kvtier.keys import OffloadKey, make_offload_key
+
+KEYS = [make_offload_key(bytes([number]) * 32) for number in range(8)]
+ROWS = 4
+
+
+def engine() -> Steps:
+    """Return an engine over one tier that has done everything by the time it is asked."""
+    steps = Steps(ROWS, tiers=1)
+    steps.hold(0)
+    return steps
+
+
+class Both:
+    """One engine through vLLM's interface, and its equal through the step protocol."""
+
+    def __init__(self) -> None:
+        self.through = VllmManager(engine().manager, TransferTimes())
+        self.direct = engine().manager
+        self.contexts: dict[str, ReqContext] = {}
+        self.hits: dict[str, list[OffloadKey]] = {}
+        self.requests = 0
+
+    def begin(self) -> None:
+        self.requests += 1
+        name = str(self.requests)
+        self.contexts[name], self.hits[name] = ReqContext(req_id=name), []
+        self.through.on_new_request(self.contexts[name])
+        self.direct.on_new_request(name)
+
+    def finish(self, name: str) -> None:
+        self.through.on_request_finished(self.contexts.pop(name))
+        self.direct.on_request_finished(name)
+        del self.hits[name]
+
+    def lookup(self, name: str, key: OffloadKey) -> None:
+        found = self.through.lookup(key, self.contexts[name])
+        assert found.name == self.direct.lookup(key, name).name
+        if found is LookupResult.HIT:
+            self.hits[name].append(key)
+
+    def load(self, name: str) -> None:
+        keys, context = self.hits[name], self.contexts[name]
+        spec = self.through.prepare_load(keys, context)
+        assert list(spec.block_ids) == self.direct.prepare_load(keys, name)
+        self.through.complete_load(keys, context)
+        self.direct.complete_load(keys, name)
+
+    def store(self, name: str, keys: list[OffloadKey]) -> None:
+        output, plan = self.through.prepare_store(keys, self.contexts[name]), self.direct.prepare_store(keys, name)
+        assert (output is None) == (plan is None)
+        if output is not None and plan is not None:
+            assert (output.keys_to_store, output.evicted_keys) == (plan.keys, plan.evicted)
+            self.through.complete_store(plan.keys, self.contexts[name])
+            self.direct.complete_store(plan.keys, name)
+
+    def end_step(self) -> None:
+        self.through.on_schedule_end(ScheduleEndContext((), ()))
+        self.direct.end_step()
+        for hits in self.hits.values():
+            hits.clear()
+
+    def reset(self, name: str) -> None:
+        """Reset in the middle of a step that has found something; a reset would wait for what is under way."""
+        while self.through.has_pending_work() or self.direct.has_pending_work():
+            self.end_step()
+        for key in list(self.direct.ready):
+            self.lookup(name, key)
+        self.through.reset_cache()
+        self.direct.reset()
+        self.direct.on_reset_flushed()
+        for hits in self.hits.values():
+            hits.clear()
+
+    def do_something(self, dice: random.Random) -> None:
+        name = dice.choice(list(self.contexts))
+        match dice.randrange(20):
+            case 0 if len(self.contexts) < 4:
+                self.begin()
+            case 1 if len(self.contexts) > 1:
+                self.finish(name)
+            case 2 | 3 | 4:
+                self.end_step()
+            case 5 | 6:
+                self.store(name, dice.sample(KEYS, dice.randint(1, 2)))
+            case 7:
+                self.load(name)
+            case 8 if dice.random() < 0.2:
+                self.reset(name)
+            case _:
+                for key in dice.sample(KEYS, dice.randint(1, 4)):
+                    self.lookup(name, key)
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_what_vllm_is_told_is_what_the_engine_says(seed: int) -> None:
+    both, dice = Both(), random.Random(seed)
+    both.begin()
+    for _ in range(200):
+        both.do_something(dice)
+    while both.contexts:
+        both.finish(next(iter(both.contexts)))
+    both.end_step()
+    assert not both.through.engine.ledger.leases.rows
+    assert not both.through.has_pending_work()
