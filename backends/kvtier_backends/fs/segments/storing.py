@@ -114,8 +114,8 @@ class SlotStoring:
         try:
             await in_threads(self._lanes, [partial(self._store, share) for share in shares])
             if self._fsync:
-                segments = {run.segment.name: run.segment for share in shares for run in share.runs}
-                await in_thread(self._lanes, syncing.run, self._chunks, list(segments.values()))
+                segments = dict.fromkeys(run.segment for share in shares for run in share.runs)
+                await in_thread(self._lanes, syncing.run, self._chunks, list(segments))
             told = True
         finally:
             outcomes = self._note(shares, syncing, len(writes), told=told)
