@@ -8,6 +8,7 @@ import typer
 from msgspec.structs import replace
 
 from kvtier.bench import files, memory, whole
+from kvtier.bench.files_plan import Plan, check_room, io_modes
 from kvtier.bench.fio import fio_path
 from kvtier.bench.protocol import Engine, lookup_steps, measure_lookups, measure_steps, step_steps
 from kvtier.bench.run import (
@@ -129,7 +130,7 @@ def fs(
     counts = numbers("--depths", depths, least=1, most=DEPTH_MAX)
     kinds = list(known_layouts()) if layouts == "all" else names("--layouts", layouts, known_layouts())
     named = names("--namings", namings, ("vllm", "flat"))
-    modes = files.io_modes(directory, names("--io", io, ("auto", "direct", "buffered")))
+    modes = io_modes(directory, names("--io", io, ("auto", "direct", "buffered")))
     cases = [
         TierCase(kind, naming, mode, depth, synced)
         for kind in kinds
@@ -140,8 +141,8 @@ def fs(
     ]
     check_outputs(json_path, plot_path)
     with ExitStack() as stack:
-        plan = files.Plan(scratch_in(directory, stack), cases, size_bytes, rounds, fio_path())
-        files.check_room(plan, found)
+        plan = Plan(scratch_in(directory, stack), cases, size_bytes, rounds, fio_path())
+        check_room(plan, found)
         run_bench(
             "kvtier bench fs",
             lambda step: files.measure_files(plan, found, step),

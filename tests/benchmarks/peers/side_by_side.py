@@ -12,7 +12,7 @@ from typing import Protocol
 import uvloop
 
 from kvtier.bench.figures import Figures, Pair, Row, Setting, figures_json, row_of
-from kvtier.bench.files import FULL_SETS, OVERHEAD_BYTES
+from kvtier.bench.files_plan import FULL_SETS, OVERHEAD_BYTES
 from kvtier.bench.machine import load, this_machine
 from kvtier.bench.memory import rate_of
 from kvtier.bench.rounds import ROUNDS, Side, interleaved
