@@ -20,8 +20,8 @@ from kvtier_backends.fs import FsBackend
 StartWriter = Callable[..., Awaitable[Any]]
 TakenBytes = Callable[[Path], int]
 
-LOOKS = int(os.environ.get("KVTIER_CAPACITY_LOOKS", "40"))
-KILLS = int(os.environ.get("KVTIER_CAPACITY_KILLS", "10"))
+LOOKS = int(os.environ.get("KVTIER_CAPACITY_LOOKS", "30"))
+KILLS = int(os.environ.get("KVTIER_CAPACITY_KILLS", "5"))
 SEED = int(os.environ.get("KVTIER_CAPACITY_SEED", "1"))
 DEADLINE_S = 30.0
 LAYOUTS = ["files", "segments"]

@@ -117,10 +117,16 @@ class Small:
         await tier.aclose(10)
 
 
-@pytest.mark.parametrize("laid_out", LAID_OUT, ids=lambda one: next(iter(one.values())))
+@pytest.mark.parametrize("laid_out", [{"naming": "vllm"}, {"layout": "segments"}], ids=["files", "segments"])
 @pytest.mark.parametrize("policy", known_policies())
 class TestFsWithinACapacity(Small, BoundedConformance):
     """With every policy."""
+
+
+@pytest.mark.parametrize("laid_out", [{"naming": "flat"}], ids=["flat"])
+@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+class TestFsThatOverwritesWithinACapacity(Small, BoundedConformance):
+    """Whatever chooses what goes, its files are written over."""
 
 
 @pytest.mark.parametrize("laid_out", LAID_OUT, ids=lambda one: next(iter(one.values())))

@@ -34,8 +34,8 @@ from kvtier_backends.fs import FsBackend, FsOptions
 
 logger = logging.getLogger(__name__)
 
-ROUNDS = int(os.environ.get("KVTIER_CRASH_ROUNDS", "20"))
-POWER_ROUNDS = int(os.environ.get("KVTIER_POWER_ROUNDS", "3"))
+ROUNDS = int(os.environ.get("KVTIER_CRASH_ROUNDS", "10"))
+POWER_ROUNDS = int(os.environ.get("KVTIER_POWER_ROUNDS", "2"))
 SEED = int(os.environ.get("KVTIER_CRASH_SEED", "1"))
 KEYS = 120
 LAYOUTS = ["files", "segments"]

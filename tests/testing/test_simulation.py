@@ -16,7 +16,7 @@ from kvtier.tier import Tier
 from kvtier.transfers import Transfers
 from kvtier_backends.dummy import DummyBackend
 
-BATCHES = [range(start, start + 50) for start in range(0, 150, 50)]
+BATCHES = [range(start, start + 50) for start in range(0, 100, 50)]
 
 
 @pytest.fixture(autouse=True)
