@@ -21,6 +21,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,21 @@ class Launcher:
             if patience == 0:
                 yield pid
 
+    def lives(
+        self, rounds: int, patience: tuple[int, int], expected: Expected, before: Callable[[], None] = lambda: None
+    ) -> Iterator[None]:
+        """Have as many writers work, each killed at some moment, and yield after each; `before`: what happens first.
+
+        `patience`: how much one says until then, at least and at most.
+        """
+        for seed in range(SEED, SEED + rounds):
+            dice = random.Random(seed)
+            for pid in self.run(seed, dice.randint(*patience), expected):
+                any_moment(dice)
+                before()
+                os.kill(pid, signal.SIGKILL)
+            yield
+
     def close(self) -> None:
         self._process.kill()
         self._process.communicate()
@@ -160,17 +176,11 @@ def test_a_killed_writer_loses_nothing_it_was_told_was_stored(
     root: Path, mapper: FileMapper, row_bytes: int, layout: str
 ) -> None:
     """A deleted chunk does not come back, nor does an older one."""
-    launcher, expected = Launcher(root, row_bytes, 0.1, {"layout": layout}), Expected()
-    try:
-        for seed in range(SEED, SEED + ROUNDS):
-            dice = random.Random(seed)
-            for pid in launcher.run(seed, dice.randint(1, 60), expected):
-                any_moment(dice)
-                os.kill(pid, signal.SIGKILL)
+    expected = Expected()
+    with closing(Launcher(root, row_bytes, 0.1, {"layout": layout})) as launcher:
+        for _ in launcher.lives(ROUNDS, (1, 60), expected):
             assert asyncio.run(look(root, mapper, row_bytes, expected, layout=layout)) == {}
             assert temporaries(root) == []
-    finally:
-        launcher.close()
     logger.info("%d writers killed, %d chunks confirmed, none lost", ROUNDS, expected.confirmed)
 
 
@@ -178,18 +188,12 @@ def test_a_killed_writer_that_overwrites_files_leaves_whole_chunks_and_the_last_
     root: Path, mapper: FileMapper, row_bytes: int, taken_bytes: Callable[[Path], int]
 ) -> None:
     """A file that was being taken from one chunk for another is neither's."""
-    launcher, expected = Launcher(root, row_bytes, 0.1, OVERWRITING, OVERWRITTEN_KEYS), Expected(evicts=True)
-    try:
-        for seed in range(SEED, SEED + ROUNDS):
-            dice = random.Random(seed)
-            for pid in launcher.run(seed, dice.randint(30, 90), expected):
-                any_moment(dice)
-                os.kill(pid, signal.SIGKILL)
+    expected = Expected(evicts=True)
+    with closing(Launcher(root, row_bytes, 0.1, OVERWRITING, OVERWRITTEN_KEYS)) as launcher:
+        for _ in launcher.lives(ROUNDS, (30, 90), expected):
             assert asyncio.run(look(root, mapper, row_bytes, expected, **OVERWRITING)) == {}
             assert temporaries(root) == []
             assert taken_bytes(root) <= OVERWRITING["capacity_bytes"]
-    finally:
-        launcher.close()
     logger.info("%d writers killed, %d chunks confirmed, none lost", ROUNDS, expected.confirmed)
 
 
@@ -262,19 +266,12 @@ def test_what_was_synced_survives_a_machine_that_stops(
     """Deletions are synced where chunks lie in segments: a deleted one does not come back then, either."""
     root = disk.mounted / "tier"
     options = {"fsync": True, "layout": layout, "capacity_bytes": "48MiB"}
-    launcher, expected = Launcher(root, row_bytes, 0.1 if layout == "segments" else 0.0, options), Expected()
-    try:
-        for seed in range(SEED, SEED + POWER_ROUNDS):
-            dice = random.Random(seed)
-            for pid in launcher.run(seed, dice.randint(2, 40), expected):
-                any_moment(dice)
-                disk.cut_off()
-                os.kill(pid, signal.SIGKILL)
+    expected = Expected()
+    with closing(Launcher(root, row_bytes, 0.1 if layout == "segments" else 0.0, options)) as launcher:
+        for _ in launcher.lives(POWER_ROUNDS, (2, 40), expected, disk.cut_off):
             disk.restart()
             corrupt = asyncio.run(look(root, mapper, row_bytes, expected, **options))
             assert corrupt == {} or layout == "segments"  # A slot may be torn in which nothing was promised to be.
-    finally:
-        launcher.close()
     logger.info("%d times cut off, %d chunks confirmed, none lost", POWER_ROUNDS, expected.confirmed)
 
 
@@ -284,18 +281,11 @@ def test_what_was_synced_last_in_place_of_others_survives_a_machine_that_stops(
     """Here a chunk that went may come back under its name with another's bytes: it is taken for corrupt."""
     root = disk.mounted / "tier"
     options = {**OVERWRITING, "fsync": True}
-    launcher, expected = Launcher(root, row_bytes, 0.0, options, OVERWRITTEN_KEYS), Expected(evicts=True)
-    try:
-        for seed in range(SEED, SEED + POWER_ROUNDS):
-            dice = random.Random(seed)
-            for pid in launcher.run(seed, dice.randint(30, 60), expected):
-                any_moment(dice)
-                disk.cut_off()
-                os.kill(pid, signal.SIGKILL)
+    expected = Expected(evicts=True)
+    with closing(Launcher(root, row_bytes, 0.0, options, OVERWRITTEN_KEYS)) as launcher:
+        for _ in launcher.lives(POWER_ROUNDS, (30, 60), expected, disk.cut_off):
             disk.restart()
             asyncio.run(look(root, mapper, row_bytes, expected, **options))
-    finally:
-        launcher.close()
     logger.info("%d times cut off, %d chunks confirmed, none lost", POWER_ROUNDS, expected.confirmed)
 
 

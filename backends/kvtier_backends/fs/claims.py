@@ -5,12 +5,11 @@ what removes it would meet the new file. A load waits for nothing here: what is 
 """
 
 import asyncio
-from collections import Counter
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 from kvtier.errors import BackendClosed
 from kvtier.keys import OffloadKey
+from kvtier_backends.fs.in_use import InUse
 
 
 class Claims:
@@ -20,22 +19,10 @@ class Claims:
         """Begin with no call under way."""
         self.leaving: set[OffloadKey] = set()
         """Whose files are going: whether they are still there is up to the lane that is at it."""
-        self.busy: Counter[OffloadKey] = Counter()
-        """How many calls are at each key's file."""
+        self.in_use = InUse()
+        """The keys whose files calls are at."""
         self._gone = asyncio.Event()  # Replaced each time that some are.
         self._closed = False
-
-    @contextmanager
-    def in_use(self, keys: Sequence[OffloadKey]) -> Generator[None]:
-        """Keep the keys' files for as long as the block lasts."""
-        self.busy.update(keys)
-        try:
-            yield
-        finally:
-            self.busy.subtract(keys)
-            for key in keys:
-                if not self.busy[key]:
-                    del self.busy[key]
 
     async def until_gone(self, keys: Sequence[OffloadKey]) -> None:
         """Wait until none of the keys' files is on its way out; raises `BackendClosed` once closed."""

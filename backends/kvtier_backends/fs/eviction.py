@@ -193,7 +193,7 @@ class Eviction:
         if self._ttl_s is None:
             return
         before_ns = self._clock_ns() - int(self._ttl_s * 1e9)
-        expired = self._index.unused_since(before_ns, self._claims.busy.__contains__)
+        expired = self._index.unused_since(before_ns, self._claims.in_use.__contains__)
         self._tally.count("expired", len(expired))
         self._begin(expired)
         self._chosen += expired
@@ -205,7 +205,7 @@ class Eviction:
 
     def _choose(self, wanted_bytes: int, incoming: Sequence[OffloadKey], most: int | None = None) -> list[Held]:
         """Choose files that take that much together, as far as there are any; and have them counted as leaving."""
-        index, busy, victims, got_bytes = self._index, self._claims.busy, list[Held](), 0
+        index, busy, victims, got_bytes = self._index, self._claims.in_use, list[Held](), 0
         kept = sum(key in index for key in busy)  # A batch may be larger than the tier, and mostly new.
         typical_bytes = max(1, index.used_bytes // max(1, index.files))
         while got_bytes < wanted_bytes and (most is None or len(victims) < most):

@@ -26,13 +26,14 @@ class Grant:
         """How many files more could be overwritten: one a chunk."""
         return self.chunks - len(self._chosen)
 
-    def overwrite(self, victims: Sequence[Held]) -> None:
-        """Have these files, which nobody else is at, overwritten: the room that they take is promised with them."""
+    def overwrite(self, victims: Sequence[Held]) -> int:
+        """Have these files, which nobody else is at, overwritten; return the room that is promised with them."""
         taken_bytes = sum(victim.allocated_bytes for victim in victims)
         self.bytes += taken_bytes
         self.spares_bytes += taken_bytes
         self._chosen += victims
         self._spares += victims
+        return taken_bytes
 
     def spare(self) -> Held | None:
         """Take a file; None if there is none left. Any thread may call."""

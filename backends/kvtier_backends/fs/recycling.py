@@ -33,7 +33,6 @@ class Recycling(Eviction):
             await super()._exchange(grant, victims, wanted_bytes)
             return
         spares, others = victims[: grant.spares_wanted], victims[grant.spares_wanted :]
-        self._capacity.hand_over(sum(victim.allocated_bytes for victim in spares))
-        grant.overwrite(spares)
+        self._capacity.hand_over(grant.overwrite(spares))
         if others:
             await super()._exchange(grant, others, wanted_bytes)

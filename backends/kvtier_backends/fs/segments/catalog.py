@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 
 from kvtier.keys import OffloadKey
 from kvtier.policies.base import Policy
+from kvtier_backends.fs.in_use import InUse
 from kvtier_backends.fs.news import News
 from kvtier_backends.fs.segments.free_slots import FreeSlots
-from kvtier_backends.fs.segments.in_use import InUse
 from kvtier_backends.fs.segments.outdated import Outdated
 from kvtier_backends.fs.segments.slot_order import LRUOrder, PolicyOrder, SlotOrder
 from kvtier_backends.fs.segments.slots import Held, Slots, Snapshot
