@@ -24,6 +24,8 @@ class Kind(Enum):
     CHUNK = "chunk"
     TEMPORARY = "temporary"  # A store that is under way.
     LEFTOVER = "leftover"  # A store that was when its process died, or a corrupt file that was kept.
+    LOST = "lost"  # A place for a chunk beyond the end of a file that was cut off.
+    UNREADABLE = "unreadable"  # A file or folder that there is no looking at.
 
 
 class StoredFile(NamedTuple):
@@ -36,6 +38,7 @@ class StoredFile(NamedTuple):
     allocated_bytes: int
     used_at_ns: int  # Since the epoch; as far as the tier keeps note of it, which may be to the hour.
     identity: int  # Of the file rather than its name, which another may take.
+    fault: str = ""  # What is wrong with it, where that is seen before a chunk is read.
 
 
 class State(Enum):
@@ -44,6 +47,7 @@ class State(Enum):
     WHOLE = "whole"
     CORRUPT = "corrupt"
     UNVERIFIED = "unverified"  # Nothing is stored with them that says what they should be.
+    UNREADABLE = "unreadable"  # The system refuses it.
     GONE = "gone"  # Replaced or removed since it was listed, which is nothing bad.
 
 
@@ -51,7 +55,7 @@ class Finding(NamedTuple):
     """What came of looking at one chunk."""
 
     state: State
-    fault: str = ""  # The kind of corruption, as the tier counts it.
+    fault: str = ""  # The kind of corruption, as the tier counts it, or why there was no reading it.
 
 
 class Contents(Protocol):
@@ -71,15 +75,18 @@ class Contents(Protocol):
         ...
 
     def files(self, place: Place, part: str) -> Iterator[StoredFile]:
-        """Yield the files of one part. Raises `ConfigError` for what cannot be listed."""
+        """Yield the files of one part. What cannot be listed is one of them, and the others come all the same."""
         ...
 
     def check(self, place: Place, file: StoredFile) -> Finding:
-        """Read a chunk and compare it with what is stored with it. Raises `ConfigError` for what cannot be read."""
+        """Read a chunk and compare it with what is stored with it."""
         ...
 
     def remove(self, file: StoredFile) -> bool:
-        """Remove this very file; False if it is gone, or another has taken its name."""
+        """Remove this very file; False if it is gone, or another has taken its name.
+
+        Raises `OSError` if it cannot be removed, and `ConfigError` if nothing beside it can be, either.
+        """
         ...
 
     def close(self) -> None:

@@ -51,3 +51,8 @@ class NoSpace(BlockError):
 
 class TransferFailed(BlockError):
     """The chunk's transfer failed or ran out of time: retry later; what is stored is untouched."""
+
+
+def one_line(text: str) -> str:
+    """Write what a message quotes so that it stays on its line: names of files may hold anything."""
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)

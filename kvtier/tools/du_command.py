@@ -9,7 +9,16 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.contents import Kind, Place
-from kvtier.tools.walk import DirectoryArgument, JsonOption, NamespaceOption, chosen, opened, shown_bytes, walked
+from kvtier.tools.walk import (
+    DirectoryArgument,
+    JsonOption,
+    LeftOut,
+    NamespaceOption,
+    chosen,
+    opened,
+    readable,
+    shown_bytes,
+)
 
 _FIELDS = {Kind.CHUNK: "chunks", Kind.TEMPORARY: "temporaries", Kind.LEFTOVER: "leftovers"}
 
@@ -19,10 +28,13 @@ def du(directory: DirectoryArgument, namespace: NamespaceOption = None, as_json:
 
     Leftovers are what killed processes had under way and corrupt files that were kept: `kvtier prune --leftovers`.
     """
+    left_out = LeftOut()
     with opened(directory) as contents:
         places = chosen(contents, namespace)
         counted: dict[str, Counter[str]] = {place.name: Counter() for place in places}
-        for place, file in walked(contents, places, "counting"):
+        for place, file in readable(contents, places, "counting", left_out):
+            if file.kind is Kind.LOST:
+                continue
             counts, field = counted[place.name], _FIELDS[file.kind]
             counts[field] += 1
             counts[_bytes_of(field)] += file.allocated_bytes
@@ -30,9 +42,10 @@ def du(directory: DirectoryArgument, namespace: NamespaceOption = None, as_json:
     total = _row(sum(counted.values(), Counter[str]()))
     if as_json:
         namespaces = {place.name: {"model": place.model, **row} for place, row in rows.items()}
-        typer.echo(json.dumps({"namespaces": namespaces, **total}))
+        typer.echo(json.dumps({"namespaces": namespaces, **total, "left_out": left_out.count}))
     else:
         _show(rows, total)
+    left_out.say()
 
 
 def _bytes_of(field: str) -> str:

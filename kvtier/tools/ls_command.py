@@ -10,7 +10,16 @@ import typer
 
 from kvtier.contents import Kind, Place, StoredFile
 from kvtier.keys import chunk_hash, group_index
-from kvtier.tools.walk import DirectoryArgument, JsonOption, NamespaceOption, chosen, opened, shown_bytes, walked
+from kvtier.tools.walk import (
+    DirectoryArgument,
+    JsonOption,
+    LeftOut,
+    NamespaceOption,
+    chosen,
+    opened,
+    readable,
+    shown_bytes,
+)
 
 
 def ls(
@@ -24,15 +33,16 @@ def ls(
     A tier sets a file's time to the chunk's last use at most once an hour. Nothing is kept in memory, so that a
     million chunks can be listed.
     """
-    now_s = time.time()
+    now_s, left_out = time.time(), LeftOut()
     with opened(directory) as contents:
-        found = walked(contents, chosen(contents, namespace), "listing")
+        found = readable(contents, chosen(contents, namespace), "listing", left_out)
         chunks = ((place, file) for place, file in found if file.kind is Kind.CHUNK and file.key is not None)
         rows = islice((_row(place, file, now_s) for place, file in chunks), limit)
         if as_json:
             _write_json(rows)
         else:
             _write_lines(rows)
+    left_out.say()
 
 
 def _row(place: Place, file: StoredFile, now_s: float) -> dict[str, Any]:

@@ -11,7 +11,16 @@ from rich.console import Console
 
 from kvtier.contents import Contents, Kind, Place, State, StoredFile
 from kvtier.errors import ConfigError
-from kvtier.tools.walk import DirectoryArgument, JsonOption, NamespaceOption, chosen, opened, shown_bytes, walked
+from kvtier.tools.walk import (
+    DirectoryArgument,
+    JsonOption,
+    LeftOut,
+    NamespaceOption,
+    chosen,
+    opened,
+    readable,
+    shown_bytes,
+)
 from kvtier.units import parse_duration, parse_size
 
 T = TypeVar("T")
@@ -26,15 +35,25 @@ class Rule(NamedTuple):
     everything: bool
 
     def dooms(self, contents: Contents, place: Place, file: StoredFile) -> bool:
+        """Say whether this file goes. Raises `OSError` if that cannot be told without reading it, nor by reading it."""
         match file.kind:
-            case Kind.TEMPORARY:
+            case Kind.TEMPORARY | Kind.UNREADABLE:
                 return False
             case Kind.LEFTOVER:
                 return self.leftovers or self.everything
+            case Kind.LOST:
+                return self.corrupt or self.everything
             case Kind.CHUNK:
                 if self.everything or file.used_at_ns < self.unused_since_ns:
                     return True
-                return self.corrupt and contents.check(place, file).state is State.CORRUPT
+                return self.corrupt and _is_corrupt(contents, place, file)
+
+
+def _is_corrupt(contents: Contents, place: Place, file: StoredFile) -> bool:
+    state, fault = contents.check(place, file)
+    if state is State.UNREADABLE:
+        raise OSError(None, fault)
+    return state is State.CORRUPT
 
 
 def prune(
@@ -64,16 +83,19 @@ def prune(
             "nothing says what to remove; expected --older-than, --to-size, --corrupt, --leftovers or --namespace"
         )
     since_ns = 0 if age_s is None else time.time_ns() - int(age_s * 1e9)
+    left_out = LeftOut()
     with opened(directory) as contents:
         places = chosen(contents, namespace)
         if size_bytes is not None:
             since_ns = max(since_ns, _since(contents, places, size_bytes))
-        files, freed_bytes = _swept(contents, places, Rule(since_ns, corrupt, leftovers, everything), remove=yes)
+        rule = Rule(since_ns, corrupt, leftovers, everything)
+        files, freed_bytes = _swept(contents, places, rule, left_out, remove=yes)
     if as_json:
-        typer.echo(json.dumps({"files": files, "bytes": freed_bytes, "removed": yes}))
+        typer.echo(json.dumps({"files": files, "bytes": freed_bytes, "removed": yes, "left_out": left_out.count}))
     else:
         done = "removed" if yes else "would be removed; add --yes to remove them"
         Console().out(f"{files:,} files of {shown_bytes(freed_bytes)} {done}", highlight=False)
+    left_out.say()
 
 
 def _parsed(option: str, text: str | None, parse: Callable[[str], T], accepted: str) -> T | None:
@@ -86,7 +108,7 @@ def _parsed(option: str, text: str | None, parse: Callable[[str], T], accepted: 
 def _since(contents: Contents, places: Sequence[Place], size_bytes: int) -> int:
     """Return the time such that the chunks used since then take no more than this."""
     used_at_ns, taken_bytes = array("q"), array("q")  # 16 bytes a chunk, of a million or more.
-    for _, file in walked(contents, places, "counting"):
+    for _, file in readable(contents, places, "counting", LeftOut()):  # They are noted when the others are removed.
         if file.kind is Kind.CHUNK:
             used_at_ns.append(file.used_at_ns)
             taken_bytes.append(file.allocated_bytes)
@@ -98,11 +120,18 @@ def _since(contents: Contents, places: Sequence[Place], size_bytes: int) -> int:
     return 0
 
 
-def _swept(contents: Contents, places: Sequence[Place], rule: Rule, *, remove: bool) -> tuple[int, int]:
+def _swept(
+    contents: Contents, places: Sequence[Place], rule: Rule, left_out: LeftOut, *, remove: bool
+) -> tuple[int, int]:
     """Remove the doomed, or only count them; return how many there were, and what they took."""
     files = freed_bytes = 0
-    for place, file in walked(contents, places, "removing" if remove else "looking"):
-        if rule.dooms(contents, place, file) and (not remove or contents.remove(file)):
+    for place, file in readable(contents, places, "removing" if remove else "looking", left_out):
+        try:
+            gone = rule.dooms(contents, place, file) and (not remove or contents.remove(file))
+        except OSError as error:
+            left_out.add(file.name, error.strerror or str(error))
+            continue
+        if gone:
             files += 1
             freed_bytes += file.allocated_bytes
     return files, freed_bytes

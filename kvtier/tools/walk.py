@@ -8,10 +8,11 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvtier.contents import Contents, Place, StoredFile
-from kvtier.errors import ConfigError
+from kvtier.contents import Contents, Kind, Place, StoredFile
+from kvtier.errors import ConfigError, one_line
 from kvtier.plugins import find_class
 
+EXIT_UNWELL = 1  # As a wrong byte: whoever reads the status alone is to look.
 _PROGRESS_FILES = 256  # Between two changes of the bar's words.
 
 DirectoryArgument = Annotated[str, typer.Argument(metavar="DIR", help="The directory that a tier has as its root.")]
@@ -19,6 +20,24 @@ NamespaceOption = Annotated[
     str | None, typer.Option("--namespace", help="Only this one: the name of a folder, as du shows it.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON to stdout instead of a table.")]
+
+
+class LeftOut:
+    """What a command could not look at, or not remove: it goes on, and says so at its end."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._first = ""
+
+    def add(self, name: str, why: str) -> None:
+        self._first = self._first or f"{name}: {why}"
+        self.count += 1
+
+    def say(self) -> None:
+        """End the command, with one line on stderr and a status of its own, if anything was left out."""
+        if self.count:
+            typer.echo(f"kvtier: {one_line(self._first)}; {self.count:,} left out", err=True)
+            raise typer.Exit(EXIT_UNWELL)
 
 
 @contextmanager
@@ -60,6 +79,17 @@ def walked(contents: Contents, places: Sequence[Place], title: str) -> Iterator[
                 if seen % _PROGRESS_FILES == 0:
                     progress.update(task, description=f"{title} {seen:,}")
             progress.advance(task)
+
+
+def readable(
+    contents: Contents, places: Sequence[Place], title: str, left_out: LeftOut
+) -> Iterator[tuple[Place, StoredFile]]:
+    """Yield likewise, but for what cannot be read."""
+    for place, file in walked(contents, places, title):
+        if file.kind is Kind.UNREADABLE:
+            left_out.add(file.name, file.fault)
+        else:
+            yield place, file
 
 
 def shown_bytes(size_bytes: int) -> str:

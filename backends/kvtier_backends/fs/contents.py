@@ -24,7 +24,7 @@ from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.folder import CONFIG_BYTES_MAX, QUARANTINE
 from kvtier_backends.fs.folder_sizes import taken_bytes
 from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, read_footer
-from kvtier_backends.fs.segments.contents import SlotContents, is_segment, is_slot
+from kvtier_backends.fs.segments.contents import SlotContents, is_segment, is_slot, reason, unreadable
 from kvtier_backends.fs.sweep import Sweep
 from kvtier_backends.fs.verify import Whole, judge_length
 
@@ -41,7 +41,6 @@ class FsContents:
         return cls(root)
 
     def __init__(self, root: str) -> None:
-        self._root = root
         try:
             self._fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as error:
@@ -50,7 +49,11 @@ class FsContents:
         self._sweep = Sweep(self._fd, self._writer, time.time())
         self._slots = SlotContents(root, self._fd)
         self._row_bytes: dict[str, int | None] = {}
-        names = self._listed(".")
+        try:
+            names = self._listed(".")
+        except OSError as error:
+            os.close(self._fd)
+            raise ConfigError(f"{root}: {reason(error)}; a directory that can be read accepted") from error
         self._folders = {name: found for name in sorted(names) if (found := read_folder(name)) is not None}
         if names and not self._folders:
             os.close(self._fd)
@@ -60,14 +63,26 @@ class FsContents:
         return [Place(name, self._model(found.folder)) for name, found in self._folders.items()]
 
     def parts(self, place: Place) -> list[str]:
-        below = [f"{place.name}/{name}" for name in sorted(self._listed(place.name))]
+        try:
+            below = [f"{place.name}/{name}" for name in sorted(self._listed(place.name))]
+        except OSError:
+            return [place.name]  # Who asks for its files is told why.
         shared = f"{self._folders[place.name].folder}/{QUARANTINE}"
         first = next(name for name, found in self._folders.items() if found.folder == self._folders[place.name].folder)
         return [*below, shared] if place.name == first else below
 
     def files(self, place: Place, part: str) -> Iterator[StoredFile]:
+        try:
+            yield from self._files(place, part)
+        except OSError as error:
+            yield unreadable(part, error)
+
+    def _files(self, place: Place, part: str) -> Iterator[StoredFile]:
         kind = self._folders[place.name].kind
-        if part.endswith(f"/{QUARANTINE}"):
+        if part == place.name:
+            for below in self._listed(part):
+                yield from self.files(place, f"{part}/{below}")
+        elif part.endswith(f"/{QUARANTINE}"):
             for entry in self._listed(part):
                 yield from self._file(Kind.LEFTOVER, f"{part}/{entry}")
         elif kind == "segments":
@@ -83,7 +98,7 @@ class FsContents:
         except FileNotFoundError:
             return Finding(State.GONE)
         except OSError as error:
-            raise self._refused(file.name, error) from error
+            return Finding(State.UNREADABLE, reason(error))
         try:
             status = os.fstat(fd)
             if status.st_ino != file.identity:
@@ -92,7 +107,7 @@ class FsContents:
             counts = finding.state is not State.CORRUPT or self._is_still(file, status)
             return finding if counts else Finding(State.GONE)
         except OSError as error:
-            raise self._refused(file.name, error) from error
+            return Finding(State.UNREADABLE, reason(error))
         finally:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # A look at everything must not push out what is used.
             os.close(fd)
@@ -109,8 +124,6 @@ class FsContents:
             os.unlink(aside, dir_fd=self._fd)
         except FileNotFoundError:
             return False
-        except OSError as error:
-            raise self._refused(file.name, error) from error
         with suppress(OSError):  # Mostly: it holds others. A tier that finds its folder missing makes it again.
             while folder.count("/"):
                 os.rmdir(folder, dir_fd=self._fd)
@@ -134,8 +147,6 @@ class FsContents:
             fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._fd)
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        except OSError as error:
-            raise self._refused(name, error) from error
         try:
             with os.scandir(fd) as entries:
                 return {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
@@ -144,7 +155,12 @@ class FsContents:
 
     def _walk(self, folder: str, skip: int, naming: Naming, depth: int) -> Iterator[StoredFile]:
         """Yield the chunks and temporaries below a folder; `skip`: characters before the name within the namespace."""
-        for entry, is_folder in self._listed(folder).items():
+        try:
+            listed = self._listed(folder)
+        except OSError as error:
+            yield unreadable(folder, error)
+            return
+        for entry, is_folder in listed.items():
             name = f"{folder}/{entry}"
             if is_folder:
                 if depth:
@@ -156,11 +172,16 @@ class FsContents:
 
     def _file(self, kind: Kind, name: str, key: OffloadKey | None = None) -> Iterator[StoredFile]:
         """Yield the file, unless it is gone by now."""
-        with suppress(FileNotFoundError):
+        try:
             status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
-            if kind is Kind.TEMPORARY and self._sweep.is_abandoned(os.path.basename(name), status.st_mtime):
-                kind = Kind.LEFTOVER
-            yield StoredFile(kind, name, key, status.st_size, taken_bytes(status), status.st_mtime_ns, status.st_ino)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            yield unreadable(name, error)
+            return
+        if kind is Kind.TEMPORARY and self._sweep.is_abandoned(os.path.basename(name), status.st_mtime):
+            kind = Kind.LEFTOVER
+        yield StoredFile(kind, name, key, status.st_size, taken_bytes(status), status.st_mtime_ns, status.st_ino)
 
     def _is_still(self, file: StoredFile, before: os.stat_result) -> bool:
         """Say whether nobody has written into a file or renamed it since: an engine does both to those that go."""
@@ -216,9 +237,6 @@ class FsContents:
             if isinstance(footer, Footer) and judge_length(size_bytes, footer.payload_bytes) is Whole.FOOTED:
                 return footer.payload_bytes
         return None
-
-    def _refused(self, name: str, error: OSError) -> ConfigError:
-        return ConfigError(f"{os.path.join(self._root, name)}: {error.strerror}")
 
 
 def _footer_at_end(fd: int, size_bytes: int) -> Footer | Fault:

@@ -21,6 +21,7 @@ _SEGMENT = re.compile(r".*/[0-9]{8}\.seg", re.DOTALL)
 _SLOT = re.compile(r"(.*/[0-9]{8}\.seg)#([0-9]+)", re.DOTALL)
 ZEROS = bytes(FOOTER_BYTES)
 AHEAD_SLOTS = 256
+HEADER_FAULT = "header"  # A segment's first page is damaged, or of another version: none of its chunks is found.
 
 
 def is_segment(name: str) -> bool:
@@ -29,6 +30,15 @@ def is_segment(name: str) -> bool:
 
 def is_slot(name: str) -> bool:
     return _SLOT.fullmatch(name) is not None
+
+
+def unreadable(name: str, error: OSError) -> StoredFile:
+    """Return what stands for a file or folder that there is no looking at."""
+    return StoredFile(Kind.UNREADABLE, name, None, 0, 0, 0, 0, reason(error))
+
+
+def reason(error: OSError) -> str:
+    return error.strerror or str(error)
 
 
 class SlotContents:
@@ -48,16 +58,14 @@ class SlotContents:
             self._open = None
 
     def files(self, name: str) -> Iterator[StoredFile]:
-        """Yield a segment's chunks; what is no segment is one leftover."""
+        """Yield a segment's chunks, and what was lost with its end; what is no segment is one leftover."""
         try:
             fd = self._opened(name)
         except FileNotFoundError:
             return
         header = _header(fd)
         if header is None:
-            status = os.fstat(fd)
-            used_at_ns = status.st_mtime_ns
-            yield StoredFile(Kind.LEFTOVER, name, None, status.st_size, taken_bytes(status), used_at_ns, status.st_ino)
+            yield _leftover(name, os.fstat(fd))
             return
         for start in range(0, header.slots, AHEAD_SLOTS):
             fd = self._opened(name)  # What was done with the last chunk may have opened another.
@@ -79,7 +87,7 @@ class SlotContents:
         except FileNotFoundError:
             return Finding(State.GONE)
         except OSError as error:
-            raise self._refused(file.name, error) from error
+            return Finding(State.UNREADABLE, reason(error))
         return _judge(memoryview(slot), header, file.identity)
 
     def remove(self, file: StoredFile) -> bool:
@@ -106,18 +114,24 @@ class SlotContents:
                 f"{os.path.join(self._root, name)}: an engine is writing to it; its end accepted, before anything in "
                 "it is removed"
             ) from error
-        except OSError as error:
-            raise self._refused(file.name, error) from error
         return True
 
     def _slot(self, name: str, fd: int, header: Header, place: int) -> Iterator[StoredFile]:
-        page = os.pread(fd, FOOTER_BYTES, header.footer_offset(place))
-        if len(page) < FOOTER_BYTES or page == ZEROS:
+        slot = f"{name}#{place}"
+        try:
+            page = os.pread(fd, FOOTER_BYTES, header.footer_offset(place))
+        except OSError as error:
+            yield unreadable(slot, error)
+            return
+        if page == ZEROS:
+            return
+        if len(page) < FOOTER_BYTES:
+            yield StoredFile(Kind.LOST, slot, None, 0, 0, 0, _identity(page), Fault.TRUNCATED)
             return
         footer = read_footer(memoryview(page))
         key, used_at_ns = (None, 0) if isinstance(footer, Fault) else (footer.key, footer.sequence)
         size_bytes = header.slot_bytes
-        yield StoredFile(Kind.CHUNK, f"{name}#{place}", key, size_bytes, size_bytes, used_at_ns, _identity(page))
+        yield StoredFile(Kind.CHUNK, slot, key, size_bytes, size_bytes, used_at_ns, _identity(page))
 
     def _is_empty(self, fd: int, header: Header) -> bool:
         for place in range(self._empty_below, header.slots):
@@ -146,14 +160,18 @@ class SlotContents:
         self._open, self._empty_below = (name, fd, locked), 0
         return fd
 
-    def _refused(self, name: str, error: OSError) -> ConfigError:
-        return ConfigError(f"{os.path.join(self._root, name)}: {error.strerror}")
-
 
 def _split(name: str) -> tuple[str, int]:
     match = _SLOT.fullmatch(name)
     assert match is not None, name
     return match[1], int(match[2])
+
+
+def _leftover(name: str, status: os.stat_result) -> StoredFile:
+    """Return a segment without a first page that can be read; an empty one is only being made."""
+    fault = HEADER_FAULT if status.st_size else ""
+    taken, used_at_ns = taken_bytes(status), status.st_mtime_ns
+    return StoredFile(Kind.LEFTOVER, name, None, status.st_size, taken, used_at_ns, status.st_ino, fault)
 
 
 def _header(fd: int) -> Header | None:
