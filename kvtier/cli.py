@@ -1,82 +1,89 @@
-"""The `kvtier` command: its frame. What a command does is in a module of its own, imported when it is called.
+"""The `kvtier` command's outermost frame: how it ends, whatever happens in it.
 
-So `kvtier --help` answers at once, whatever the commands need.
+Next to nothing is imported before Ctrl-C is heard: typer and the command's own modules take a third of a second.
 """
 
+import os
 import sys
-from collections.abc import Sequence
-from importlib import import_module
-from typing import NamedTuple, NoReturn
 
-import typer
+TYPE_CHECKING = False  # As type checkers know it by name: see `kvtier/__init__.py`.
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import NoReturn
 
-from kvtier.errors import KVTierError
-
-EXIT_REFUSED = 2  # As for a wrong option: mend the call, then try again.
+EXIT_FAILED = 3  # Of the machine: mend it, then try the same call again.
+EXIT_FAULT = 70  # Of kvtier's own, as sysexits.h has it.
 EXIT_INTERRUPTED = 130  # As shells have it: 128 and the number of the signal.
+EXIT_UNREAD = 141  # Likewise: nobody reads the output any more.
 
 
-class Command(NamedTuple):
-    """One command: where its function is, and its line in the help."""
-
-    module: str
-    function: str
-    summary: str
-
-
-COMMANDS = {
-    "policies": Command(
-        "kvtier.replay.policies_command", "policies", "Compare eviction policies by their hit ratios over a trace."
-    ),
-    "verify": Command("kvtier.tools.verify_command", "verify", "Check every chunk in a tier's directory."),
-    "du": Command("kvtier.tools.du_command", "du", "Show what each namespace in a tier's directory takes."),
-    "ls": Command("kvtier.tools.ls_command", "ls", "List the chunks in a tier's directory."),
-    "prune": Command("kvtier.tools.prune_command", "prune", "Remove chunks from a tier's directory."),
-    "replay": Command(
-        "kvtier.replay.replay_command", "replay", "Replay a trace through a whole engine, byte for byte."
-    ),
-    "bench lookup": Command("kvtier.bench.commands", "lookup", "Measure look-ups."),
-    "bench steps": Command("kvtier.bench.commands", "steps", "Measure the whole step protocol."),
-    "bench cpu": Command("kvtier.bench.commands", "cpu", "Measure memory copies and checksums."),
-    "bench fs": Command("kvtier.bench.commands", "fs", "Measure a directory as an fs tier."),
-    "bench tiers": Command("kvtier.bench.commands", "tiers", "Measure the tiers of a configuration, end to end."),
-}
-GROUPS = {"bench": "Measure what this machine can do, and what kvtier makes of it."}
-
-
-def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run a command and exit: with 0, with 2 and one line on stderr for what kvtier refuses, with 130 after Ctrl-C."""
-    given = list(sys.argv[1:] if args is None else args)
+def main(args: "Sequence[str] | None" = None) -> "NoReturn":
+    """Run a command and exit. The status says how it ended, and one line on stderr why, if not well."""
     try:
-        command_line(given)(given, prog_name="kvtier")
-    except KVTierError as error:
-        typer.echo(f"kvtier: {error}", err=True)
-        sys.exit(EXIT_REFUSED)
-    except KeyboardInterrupt:  # While the command's module was imported; later ones are typer's.
-        sys.exit(EXIT_INTERRUPTED)
-    sys.exit(0)
+        status = _run(list(sys.argv[1:] if args is None else args))
+    except KeyboardInterrupt:
+        _give_up_output()
+        status = EXIT_INTERRUPTED
+    sys.exit(status)
 
 
-def command_line(args: Sequence[str]) -> typer.Typer:
-    """Return the commands, the one that these arguments call with its options, the others as names."""
-    app = _app("Tier the KV cache of an LLM engine over host memory, file systems and slower tiers.")
-    groups = {name: _app(summary) for name, summary in GROUPS.items()}
-    words = [arg for arg in args if not arg.startswith("-")]
-    for name, command in COMMANDS.items():
-        *group, own_name = name.split()
-        called = words[: len(group) + 1] == [*group, own_name]
-        function = getattr(import_module(command.module), command.function) if called else _frame
-        (groups[group[0]] if group else app).command(own_name, short_help=command.summary)(function)
-    for name, group_app in groups.items():
-        app.add_typer(group_app, name=name)
-    return app
+def _run(args: "list[str]") -> int:
+    _prepare_output()
+    try:
+        from kvtier.commands import run
+
+        status = run(args)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return _ended(EXIT_UNREAD)
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):  # Rich's way to say so.
+            raise
+        return _ended(EXIT_UNREAD)
+    except OSError as error:
+        where = None if error.filename is None else os.fsdecode(error.filename)
+        return _ended(EXIT_FAILED, error.strerror or str(error), where)
+    except MemoryError as error:
+        return _ended(EXIT_FAILED, f"there is not enough memory for this{f' ({error})' if str(error) else ''}")
+    except Exception as error:  # noqa: BLE001  # Python's own status for it, 1, would say that a byte was wrong.
+        sys.excepthook(type(error), error, error.__traceback__)
+        return _ended(EXIT_FAULT, "this is a fault of kvtier's own; please report it with the lines above")
+    return status
 
 
-def _app(summary: str) -> typer.Typer:
-    app = typer.Typer(help=summary, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-    app.callback()(_frame)
-    return app
+def _prepare_output() -> None:
+    """Have what the terminal cannot show escaped, and what was closed lead nowhere."""
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # It stays open to the end.
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
-def _frame() -> None:
-    """Stand for a command that is not called, and for what all have in common."""
+def _ended(status: int, why: str = "", where: "str | None" = None) -> int:
+    """Say why, if there is anybody to hear it."""
+    if not _give_up_output() and where is None:
+        where = "stdout"
+    if why:
+        from kvtier.errors import one_line
+
+        try:
+            sys.stderr.write(f"kvtier: {one_line(why if where is None else f'{where}: {why}')}\n")
+            sys.stderr.flush()
+        except OSError:
+            pass
+    return status
+
+
+def _give_up_output() -> bool:
+    """Have the interpreter's end not try again what could not be written; say whether all was."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
+        return False
+    return True

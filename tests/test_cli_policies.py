@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.cli import COMMANDS, GROUPS, main
+from kvtier.cli import main
+from kvtier.commands import COMMANDS, GROUPS
 from kvtier.replay.study import measure, simulation
 from kvtier.replay.traces import Request, Trace, write_trace
 
@@ -201,7 +202,7 @@ def test_an_interrupt_before_the_command_has_begun_ends_it_with_130_too(monkeypa
     def interrupted(_: str) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvtier.cli.import_module", interrupted)
+    monkeypatch.setattr("kvtier.commands.import_module", interrupted)
     assert run("policies") == 130
 
 

@@ -26,7 +26,7 @@ from prometheus_client import CollectorRegistry
 
 import kvtier.errors
 from kvtier.bridge.messages import Code
-from kvtier.cli import COMMANDS, command_line
+from kvtier.commands import COMMANDS, command_line
 from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits, decode, tier_options
 from kvtier.events import EventKind
 from kvtier.fields import struct_fields

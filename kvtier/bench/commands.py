@@ -28,8 +28,10 @@ from kvtier.bench.tier import layouts as known_layouts
 from kvtier.config import ROW_ALIGN_BYTES, EngineConfig, TierConfig, load_config
 from kvtier.errors import ConfigError
 
-KEYS_MAX = 100_000_000
-DEPTH_MAX = 64
+KEYS_MAX = 10_000_000  # Some gigabytes of memory: each is a key in several tables.
+DEPTH_MAX = 64  # As many lanes as a tier takes.
+CHUNK_BYTES_MAX = 1 << 30  # A hundred times the largest in use; some of them are in memory at once.
+MOVED_BYTES_MAX = 16 << 30  # By one measurement; it is in memory at once, and the first round tells enough.
 
 
 def lookup(
@@ -68,6 +70,8 @@ def steps(
     sizes_held = numbers("--held", held, least=0, most=KEYS_MAX)
     counts = numbers("--tiers", tiers, least=1, most=16)
     engines = [Engine(count, sizes_held[0]) for count in counts] + [Engine(counts[0], each) for each in sizes_held[1:]]
+    if (kept := sum(engine.tiers * engine.held for engine in engines)) > KEYS_MAX:
+        raise ConfigError(f"--held {held!r}: {kept:,} keys in all tiers together, at most {KEYS_MAX:,} accepted")
     check_outputs(json_path, plot_path)
     run_bench(
         "kvtier bench steps",
@@ -93,6 +97,7 @@ def cpu(
     (place, *_) = names("--device", device, ("cpu", "cuda"))
     pages_on = place if pages else None
     check_outputs(json_path, plot_path)
+    memory.check_pages(pages_on)
     run_bench(
         "kvtier bench cpu",
         lambda step: memory.measure_memory(found, rounds, step, pages_on=pages_on),
@@ -126,7 +131,7 @@ def fs(
     Everything is written into a directory of its own in DIR, and removed at the end.
     """
     found = _chunk_sizes(chunk_sizes)
-    (size_bytes, *_) = sizes("--size", size)
+    (size_bytes, *_) = sizes("--size", size, most=MOVED_BYTES_MAX)
     counts = numbers("--depths", depths, least=1, most=DEPTH_MAX)
     kinds = list(known_layouts()) if layouts == "all" else names("--layouts", layouts, known_layouts())
     named = names("--namings", namings, ("vllm", "flat"))
@@ -165,7 +170,7 @@ def tiers(
     An fs tier's chunks go into a directory of their own in its root, or where temporary ones belong; other tiers get
     keys that nobody else has. All of it is removed at the end.
     """
-    (size_bytes, *_) = sizes("--size", size)
+    (size_bytes, *_) = sizes("--size", size, most=MOVED_BYTES_MAX)
     engine = load_config(config)
     if not engine.secondary_tiers:
         raise ConfigError(f"{config}: secondary_tiers: none given, at least one accepted: there is nothing to measure")
@@ -197,7 +202,7 @@ def _placed(engine: EngineConfig, stack: ExitStack) -> tuple[EngineConfig, str |
 
 
 def _chunk_sizes(text: str) -> list[int]:
-    found = sizes("--chunk-sizes", text)
+    found = sizes("--chunk-sizes", text, most=CHUNK_BYTES_MAX)
     for size in found:
         if size < ROW_ALIGN_BYTES or size % ROW_ALIGN_BYTES:
             raise ConfigError(f"--chunk-sizes {text!r}: expected multiples of {ROW_ALIGN_BYTES:,} bytes")

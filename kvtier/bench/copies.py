@@ -36,6 +36,7 @@ PAGE_SIZES = (16 << 10, 64 << 10, 256 << 10, 2 << 20)
 LAYERS = (1, 8, 80)
 PLACES = ("in order", "blocks anywhere", "both anywhere")
 TOKEN_BYTES = 4_096  # Of a layer with 8 heads of 128 in bfloat16.
+TORCH = torch.__version__
 LIMIT_IS = {"cpu": "memcpy, in CPU time", "cuda": "memcpy of pinned memory"}
 
 Numbers = npt.NDArray[np.int64]
@@ -66,6 +67,10 @@ class Copies(NamedTuple):
     load: Callable[[], None]
     memcpy: Callable[[], None]
     page_by_page: Callable[[], None] | None  # On a CUDA device only.
+
+
+def has_device(name: str) -> bool:
+    return name == "cpu" or torch.cuda.is_available()
 
 
 def measure_copies(cases: list[Case], rounds: int, step: Callable[[], None]) -> Iterator[Row]:

@@ -8,6 +8,7 @@ from typing import cast
 
 from kvtier.bench.figures import Pair, Row, row_of
 from kvtier.bench.rounds import Side, interleaved, steps_of
+from kvtier.errors import ConfigError
 from kvtier.plugins import find_class
 from kvtier.region import Region
 
@@ -35,6 +36,18 @@ def measure_memory(
         from kvtier.bench import copies  # Importing torch takes longer than all of the above.
 
         yield from copies.measure_copies(copies.cases_for(pages_on), rounds, step)
+
+
+def check_pages(device: str | None) -> None:
+    """Raise `ConfigError` if no KV caches can be made there; None: none are wanted."""
+    if device is None:
+        return
+    try:
+        from kvtier.bench import copies
+    except (ImportError, OSError) as error:
+        raise ConfigError(f"--pages: torch cannot be loaded ({error}); pip install torch, or --no-pages") from error
+    if not copies.has_device(device):
+        raise ConfigError(f"--device {device}: torch {copies.TORCH} finds no such device; cpu accepted, or --no-pages")
 
 
 def memory_steps(chunk_sizes: Sequence[int], rounds: int, *, pages_on: str | None = None) -> int:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 ROUNDS = 7
 ROUNDS_MIN = 1
+ROUNDS_MAX = 10_000  # The figures of all of them are kept, and one takes a tenth of a second at the least.
 
 Measure = Callable[[], float]
 """Do the work once and return the figure: a rate, or a time."""

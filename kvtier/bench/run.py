@@ -11,7 +11,7 @@ import typer
 
 from kvtier.bench.figures import Figures, Row, figures_json
 from kvtier.bench.machine import load, this_machine
-from kvtier.bench.rounds import ROUNDS, ROUNDS_MIN
+from kvtier.bench.rounds import ROUNDS, ROUNDS_MAX, ROUNDS_MIN
 from kvtier.bench.screen import bench_bar, print_figures
 from kvtier.errors import ConfigError
 from kvtier.replay.outputs import check_picture, check_writable, replacing
@@ -19,8 +19,11 @@ from kvtier.replay.scratch import Scratch
 from kvtier.units import parse_size
 
 STDOUT = "-"
+DIGITS_MAX = 20  # Of a number in a list; Python refuses to read very long ones.
 
-RoundsOption = Annotated[int, typer.Option(min=ROUNDS_MIN, help="Rounds, after a first one that is not counted.")]
+RoundsOption = Annotated[
+    int, typer.Option(min=ROUNDS_MIN, max=ROUNDS_MAX, help="Rounds, after a first one that is not counted.")
+]
 JsonOption = Annotated[
     str | None, typer.Option("--json", metavar="OUT", help="Write the figures there; - is stdout, without the table.")
 ]
@@ -60,7 +63,8 @@ def run_bench(
     if draw is not None:
         draw(figures)
     if json_path == STDOUT:
-        sys.stdout.write(figures_json(figures).decode())
+        sys.stdout.flush()
+        sys.stdout.buffer.write(figures_json(figures))  # JSON is UTF-8, whatever the terminal takes.
     else:
         print_figures(figures)
 
@@ -79,25 +83,34 @@ def scratch_in(directory: str, stack: ExitStack) -> str:
         scratch: AbstractContextManager[Scratch] = Scratch(directory, ".kvtier-bench-")
     except OSError as error:
         raise ConfigError(f"{directory}: {error.strerror}; a directory that can be written to accepted") from error
+    except ValueError as error:  # A name that no file can have, as configurations may.
+        raise ConfigError(f"{directory!r}: {error}; a directory that can be written to accepted") from error
     return stack.enter_context(scratch).path
 
 
-def sizes(option: str, text: str) -> list[int]:
+def sizes(option: str, text: str, *, most: int) -> list[int]:
     """Read sizes with commas between them; `ConfigError` names the option."""
     try:
-        found = [parse_size(part) if not part.strip().isdigit() else int(part) for part in text.split(",")]
+        found = [int(part) if _is_number(part) else parse_size(part) for part in text.split(",")]
     except ValueError as error:
         raise ConfigError(f"{option} {text!r}: expected sizes with commas between them, as 128KiB,2MiB") from error
+    if max(found) > most:
+        raise ConfigError(f"{option} {text!r}: expected sizes of at most {most:,} bytes")
     return list(dict.fromkeys(found))
 
 
 def numbers(option: str, text: str, *, least: int, most: int) -> list[int]:
     """Read whole numbers with commas between them likewise."""
-    parts = [part.strip() for part in text.split(",")]
-    found = [int(part) for part in parts if part.isdigit()]
+    parts = text.split(",")
+    found = [int(part) for part in parts if _is_number(part)]
     if len(found) < len(parts) or not all(least <= number <= most for number in found):
         raise ConfigError(f"{option} {text!r}: expected numbers from {least:,} to {most:,} with commas between them")
     return list(dict.fromkeys(found))
+
+
+def _is_number(part: str) -> bool:
+    digits = part.strip()
+    return digits.isascii() and digits.isdigit() and len(digits) <= DIGITS_MAX
 
 
 def names(option: str, text: str, known: Sequence[str]) -> list[str]:

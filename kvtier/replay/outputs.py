@@ -10,6 +10,8 @@ from kvtier.errors import ConfigError
 
 def check_writable(option: str, path: str | os.PathLike[str]) -> None:
     """Raise `ConfigError`, naming the command's option, if `replacing` could not write there. Leaves nothing behind."""
+    if not os.fspath(path):
+        raise ConfigError(f"{option} '': expected the name of a file that can be written")
     try:
         if os.path.isdir(path):
             raise IsADirectoryError(None, "it is a directory")
@@ -47,17 +49,29 @@ def replacing(path: str | os.PathLike[str]) -> Generator[BinaryIO, None, None]:
     A link stays one: what it leads to is replaced. What is no regular file (a pipe, `/dev/stdout`) is written directly.
     """
     if _is_special(path):
-        with open(path, "wb") as file:
+        with _named(path), open(path, "wb") as file:
             yield file
         return
     aside = _aside(path)
     try:
-        with open(aside, "wb") as file:
-            yield file
-        os.replace(aside, os.path.realpath(path))
+        with _named(path):
+            with open(aside, "wb") as file:
+                yield file
+            os.replace(aside, os.path.realpath(path))
     finally:
         with suppress(FileNotFoundError):
             os.unlink(aside)
+
+
+@contextmanager
+def _named(path: str | os.PathLike[str]) -> Generator[None]:
+    """Have what fails say which file it was: a write that fails does not, and a rename names what nobody knows."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename not in (None, _aside(path)):
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
 
 
 def _is_special(path: str | os.PathLike[str]) -> bool:

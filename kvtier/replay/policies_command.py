@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kvtier.errors import ConfigError
 from kvtier.replay.outputs import check_picture, check_writable, replacing
-from kvtier.replay.study import Extent, Simulation, measure, simulation
+from kvtier.replay.study import REQUESTS_MAX, Extent, Simulation, measure, simulation
 from kvtier.replay.traces import Trace
 from kvtier.replay.workload import GENERATED, GeneratedTrace, open_trace
 
@@ -37,7 +37,7 @@ def policies(
     sizes: Annotated[
         str, typer.Option(help="Cache sizes, as shares of the trace's unique blocks.")
     ] = "0.01,0.05,0.10,0.25,0.50",
-    limit: Annotated[int | None, typer.Option(min=1, help="Read at most this many requests.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, max=REQUESTS_MAX, help="Read at most this many requests.")] = None,
     json_path: Annotated[
         str | None, typer.Option("--json", metavar="OUT", help="Write {policy: {size: hit ratio}} there.")
     ] = None,

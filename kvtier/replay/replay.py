@@ -14,6 +14,9 @@ from kvtier.replay.tally import Tally
 from kvtier.replay.traces import Request
 
 CONCURRENCY = 8
+CONCURRENCY_MAX = (
+    4_096  # Requests, a task each. Engines run some hundreds at once; the bytes have a limit of their own.
+)
 OPEN_BYTES_MAX = 256 << 20  # Made for all open requests together, beside the primary.
 INTERRUPTED_CLOSE_S = 0.1  # Twice this, for transfers and for the tiers: whoever interrupts waits for a second at most.
 

@@ -11,15 +11,20 @@ from rich.console import Console
 
 from kvtier.errors import ConfigError
 from kvtier.replay.outputs import check_picture, check_writable, replacing
-from kvtier.replay.replay import CONCURRENCY
+from kvtier.replay.replay import CONCURRENCY, CONCURRENCY_MAX
 from kvtier.replay.replay_jobs import Job, Options, real_job, virtual_job
 from kvtier.replay.replay_screen import print_report, replay_bar, temporary_directory
 from kvtier.replay.report import Report, make_report, report_json
-from kvtier.replay.study import Extent, measure
+from kvtier.replay.study import REQUESTS_MAX, Extent, measure
 from kvtier.replay.traces import Trace
 from kvtier.replay.virtual import Prefill
 from kvtier.replay.workload import GENERATED, GeneratedTrace, Workload
 
+SEED_MAX = (1 << 63) - 1  # The report says it, and readers of JSON take no more.
+SLOTS_MAX = 65_536  # Servers. A heap has an entry for each; no cluster has so many.
+PREFILL_TOKENS_PER_S_MAX = (
+    1e9  # Ten thousand times one GPU; beyond it computing takes no time, and nothing is compared.
+)
 EXIT_WRONG = 1
 EXIT_INTERRUPTED = 130  # As shells have it: 128 and the number of the signal.
 
@@ -49,14 +54,20 @@ def replay(
             "Without it, tiers that have no root get a temporary directory.",
         ),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Replay at most this many requests.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, max=REQUESTS_MAX, help="Replay at most this many requests.")
+    ] = None,
     json_path: Annotated[str | None, typer.Option("--json", metavar="OUT", help="Write the report there.")] = None,
     plot_path: Annotated[
         str | None,
         typer.Option("--plot", metavar="OUT", help="Draw hits and throughput over time there: .png, .pdf or .svg."),
     ] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests open at once.")] = CONCURRENCY,
-    seed: Annotated[int, typer.Option(min=0, help="Of the chunks' bytes and of the generated workload.")] = 0,
+    concurrency: Annotated[
+        int, typer.Option(min=1, max=CONCURRENCY_MAX, help="Requests open at once, a task each.")
+    ] = CONCURRENCY,
+    seed: Annotated[
+        int, typer.Option(min=0, max=SEED_MAX, help="Of the chunks' bytes and of the generated workload.")
+    ] = 0,
     virtual_time: Annotated[
         bool,
         typer.Option(
@@ -64,9 +75,12 @@ def replay(
         ),
     ] = False,
     prefill_tokens_per_s: Annotated[
-        float, typer.Option(min=1.0, help="Prefill speed of one server, in virtual time.")
+        float,
+        typer.Option(min=1.0, max=PREFILL_TOKENS_PER_S_MAX, help="Prefill speed of one server, in virtual time."),
     ] = Prefill().tokens_per_s,
-    slots: Annotated[int, typer.Option(min=1, help="Servers that prefill, in virtual time.")] = Prefill().slots,
+    slots: Annotated[
+        int, typer.Option(min=1, max=SLOTS_MAX, help="Servers that prefill, in virtual time.")
+    ] = Prefill().slots,
 ) -> None:
     """Replay a trace through a whole engine, and compare every chunk that comes back with what was stored.
 

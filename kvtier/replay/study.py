@@ -18,6 +18,7 @@ from kvtier.replay.opt import opt_hits
 from kvtier.replay.traces import Request
 
 OPT = "opt"
+REQUESTS_MAX = 1_000_000_000  # Reading so many takes hours; a larger limit is a mistyped one.
 
 Simulation = Callable[[Iterable[Request], int], Iterator[int]]
 """From requests and a cache's capacity in blocks to each request's hits."""

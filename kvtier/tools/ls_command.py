@@ -21,11 +21,13 @@ from kvtier.tools.walk import (
     shown_bytes,
 )
 
+LISTED_MAX = 1_000_000_000_000  # Chunks. No directory holds so many.
+
 
 def ls(
     directory: DirectoryArgument,
     namespace: NamespaceOption = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Show at most this many.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, max=LISTED_MAX, help="Show at most this many.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the chunks, as they are found: hash, KV-cache group, size on the disk, time since the last use, namespace.

@@ -21,9 +21,9 @@ from kvtier.tools.walk import (
     readable,
     shown_bytes,
 )
-from kvtier.units import parse_duration, parse_size
+from kvtier.units import DURATION_S_MAX, SIZE_BYTES_MAX, parse_duration, parse_size
 
-T = TypeVar("T")
+T = TypeVar("T", int, float)
 
 
 class Rule(NamedTuple):
@@ -75,8 +75,8 @@ def prune(
     An engine may be using the directory: what it looks for and does not find is a miss, and what it stores anew while
     this runs stays. A tier sets a file's time to its last use at most once an hour.
     """
-    age_s = _parsed("--older-than", older_than, parse_duration, "a time such as 90min or 7d")
-    size_bytes = _parsed("--to-size", to_size, parse_size, "a size such as 100GiB")
+    age_s = _parsed("--older-than", older_than, parse_duration, DURATION_S_MAX, "a time such as 90min or 7d")
+    size_bytes = _parsed("--to-size", to_size, parse_size, SIZE_BYTES_MAX, "a size such as 100GiB")
     everything = age_s is None and size_bytes is None and not (corrupt or leftovers)
     if everything and namespace is None:
         raise ConfigError(
@@ -98,11 +98,16 @@ def prune(
     left_out.say()
 
 
-def _parsed(option: str, text: str | None, parse: Callable[[str], T], accepted: str) -> T | None:
+def _parsed(option: str, text: str | None, parse: Callable[[str], T], most: float, accepted: str) -> T | None:
+    if text is None:
+        return None
     try:
-        return None if text is None else parse(text)
+        value = parse(text)
     except ValueError as error:
         raise ConfigError(f"{option} {text!r}: expected {accepted}") from error
+    if value > most:
+        raise ConfigError(f"{option} {text!r}: expected {accepted}, at most {most:,.0f} of its units")
+    return value
 
 
 def _since(contents: Contents, places: Sequence[Place], size_bytes: int) -> int:

@@ -18,7 +18,7 @@ Lanes = Annotated[int, msgspec.Meta(ge=1, le=LANES_MAX)]
 class FsOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A directory and how it is used."""
 
-    root: Annotated[str, msgspec.Meta(min_length=1)]
+    root: Annotated[str, msgspec.Meta(min_length=1, pattern=r"^[^\x00]*$")]
     """Its parent must exist. A directory is one engine's own; others may read it."""
 
     naming: NamingKind = "vllm"
