@@ -3,6 +3,7 @@
 Next to nothing is imported before Ctrl-C is heard: typer and the command's own modules take a third of a second.
 """
 
+import io
 import os
 import sys
 
@@ -58,7 +59,7 @@ def _prepare_output() -> None:
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 

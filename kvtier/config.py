@@ -38,6 +38,15 @@ __all__ = [
 ROW_ALIGN_BYTES = 4_096  # What direct I/O, page tables and mappings all agree on.
 PRIMARY_NAME = "cpu"  # What the primary is called where tiers are told apart by name.
 ROWS_MAX = (1 << 32) - 1  # Row numbers travel between processes as 32-bit integers.
+CHUNKS_IN_FLIGHT_MAX = 1 << 24  # Some gigabytes of bookkeeping: a larger limit would be none.
+ACTION_CHUNKS_MAX = 1 << 16  # An action is one message to the runner, of 40 bytes a chunk.
+QUEUED_ACTIONS_MAX = 1 << 20  # Each is some kilobytes.
+EVENTS_MAX = 1 << 24  # A gigabyte.
+
+ChunksInFlight = Annotated[int, msgspec.Meta(ge=1, le=CHUNKS_IN_FLIGHT_MAX)]
+ActionChunks = Annotated[int, msgspec.Meta(ge=1, le=ACTION_CHUNKS_MAX)]
+QueuedActions = Annotated[int, msgspec.Meta(ge=1, le=QUEUED_ACTIONS_MAX)]
+EventsKept = Annotated[int, msgspec.Meta(ge=1, le=EVENTS_MAX)]
 
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -48,9 +57,9 @@ class TierLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True)
     deadline_s: PositiveDuration = 30.0  # For a whole batch: 16 MiB at 1 MB/s take half of it. Later is a failure.
     load_bytes_in_flight: PositiveSize = 256 << 20  # A tenth of a second at 2.5 GB/s; more only adds latency.
     store_bytes_in_flight: PositiveSize = 256 << 20  # Apart from loads, so that a flood of stores delays none.
-    load_chunks_in_flight: Count = 4_096  # Bounds bookkeeping where chunks are small: about a megabyte of it.
-    store_chunks_in_flight: Count = 4_096
-    probe_keys_in_flight: Count = 65_536  # Some megabytes of questions; who asks faster than a tier answers computes.
+    load_chunks_in_flight: ChunksInFlight = 4_096  # Bounds bookkeeping where chunks are small: about a megabyte of it.
+    store_chunks_in_flight: ChunksInFlight = 4_096
+    probe_keys_in_flight: ChunksInFlight = 65_536  # Some megabytes; who asks faster than a tier answers computes.
     breaker_failures: Count = 5  # In a row. Fewer would open on a hiccup, more would wait for as many deadlines.
     breaker_cooldown_s: Duration = 5.0  # Until one call is let through to try: a restarted server takes seconds.
     answer_ttl_s: PositiveDuration = 10.0  # Of a probe: others store and delete. Not 0: asking would never end.
@@ -62,13 +71,13 @@ class EngineLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     cascade_share: Share = 0.5  # Of rows pinned by cascades; beyond it they are dropped, so slow tiers stop no store.
     lease_share: Share = 0.5  # Of rows leased to waiting requests; the rest can always be evicted for running ones.
     lease_s: Duration = 10.0  # A request that waits longer than this is not about to run.
-    action_chunks: Count = 64  # In one call to a tier: enough to fill its lanes, few enough to free rows early.
-    queued_actions: Count = 1_024  # Towards the runner: some seconds of work. Beyond it a tier is not keeping up.
+    action_chunks: ActionChunks = 64  # In one call to a tier: enough to fill its lanes, few enough to free rows early.
+    queued_actions: QueuedActions = 1_024  # Towards the runner: seconds of work. Beyond it a tier is not keeping up.
     quarantine_share: Share = 0.1  # Of rows stuck in hung transfers; beyond it the runner's process is replaced.
     heartbeat_s: PositiveDuration = 2.0  # The runner's loop answers in milliseconds; silence this long is a hang.
     open_s: PositiveDuration = 60.0  # For each tier to open: a mount that is away answers in no time at all, or never.
     close_s: Duration = 10.0  # For closing and resetting: then what has not ended is left behind, and said so.
-    events: Count = 65_536  # Kept until taken, the oldest dropped first: 4 MB of them.
+    events: EventsKept = 65_536  # Kept until taken, the oldest dropped first: 4 MB of them.
 
 
 class TierConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):

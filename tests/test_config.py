@@ -150,6 +150,17 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"limits": {"lease_share": 2}}, "limits.lease_share: 2 given, a number, more than 0 and at most 1"),
     ({"limits": {"heartbeat_s": "0s"}}, "limits.heartbeat_s: '0s' given, seconds as a number"),
     ({"limits": {"events": 0}}, "limits.events: 0 given, an integer, at least 1"),
+    *(
+        ({"limits": {name: 1 << 30}}, f"limits.{name}: 1073741824 given, an integer, at least 1 and at most")
+        for name in ("action_chunks", "queued_actions", "events")
+    ),
+    *(
+        (
+            {"secondary_tiers": [TIER | {"limits": {name: 1 << 30}}]},
+            f"secondary_tiers[0].limits.{name}: 1073741824 given, an integer, at least 1 and at most",
+        )
+        for name in ("load_chunks_in_flight", "store_chunks_in_flight", "probe_keys_in_flight")
+    ),
     ({"namespace": {}}, "namespace.model_name: missing, text required"),
     ({"namespace": {"model_name": "a\0"}}, "namespace.model_name: 'a\\x00' given"),
     ({"secondary_tiers": TIER}, "secondary_tiers: a table given, a list, each"),

@@ -33,6 +33,7 @@ from kvtier_backends.dummy.inventory import Report
 from kvtier_backends.dummy.store import open_store
 
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1)]
+Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # As far as it travels to another process.
 """How many of all, 0 to 1."""
 
 
@@ -47,7 +48,7 @@ class DummyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     capacity_bytes: Size | None = None  # Least recently used chunks make room; None: no limit.
     store: str | None = None  # Name of a store that outlives the tier, within the process; None: one of its own.
     shared: bool = False  # Others have the store open in this namespace, too: what is reported is then not everything.
-    seed: int = 0  # Of failures and corruption, together with the tier's name.
+    seed: Seed = 0  # Of failures and corruption, together with the tier's name.
 
 
 class DummyBackend(Backend):

@@ -7,13 +7,15 @@ import msgspec
 
 from kvtier.backend import Durability
 from kvtier.config import (
+    ActionChunks,
     Checked,
-    Count,
     Duration,
     EngineConfig,
     EngineLimits,
+    EventsKept,
     PositiveDuration,
     PositiveSize,
+    QueuedActions,
     Share,
     TierConfig,
     TierLimits,
@@ -96,13 +98,13 @@ _ENGINE = EngineLimits()
 class SecondaryLimits(TierLimits, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A tier's limits, and those of an engine that one behind vLLM's own manager has, too: its runner's."""
 
-    action_chunks: Count = _ENGINE.action_chunks
-    queued_actions: Count = _ENGINE.queued_actions
+    action_chunks: ActionChunks = _ENGINE.action_chunks
+    queued_actions: QueuedActions = _ENGINE.queued_actions
     quarantine_share: Share = _ENGINE.quarantine_share
     heartbeat_s: PositiveDuration = _ENGINE.heartbeat_s
     open_s: PositiveDuration = _ENGINE.open_s
     close_s: Duration = _ENGINE.close_s
-    events: Count = _ENGINE.events
+    events: EventsKept = _ENGINE.events
 
 
 ENGINE_ONLY = struct_fields(EngineLimits).keys() - struct_fields(SecondaryLimits).keys()
