@@ -18,7 +18,7 @@ from kvtier.replay.report import Report, make_report, report_json
 from kvtier.replay.study import Extent, measure
 from kvtier.replay.traces import Trace
 from kvtier.replay.virtual import Prefill
-from kvtier.replay.workload import GENERATED, GeneratedTrace, Workload
+from kvtier.replay.workload import GENERATED, GeneratedTrace, Workload, open_trace
 
 EXIT_WRONG = 1
 EXIT_INTERRUPTED = 130  # As shells have it: 128 and the number of the signal.
@@ -50,6 +50,9 @@ def replay(
         ),
     ] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Replay at most this many requests.")] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse a trace that cannot be true, instead of warning of it.")
+    ] = False,
     json_path: Annotated[str | None, typer.Option("--json", metavar="OUT", help="Write the report there.")] = None,
     plot_path: Annotated[
         str | None,
@@ -75,7 +78,7 @@ def replay(
     if virtual_time and fs is not None:
         raise ConfigError(f"--fs {fs}: nothing is written in virtual time; one of both options accepted")
     draw = _outputs(json_path, plot_path)
-    requests = _trace(trace, limit, seed)
+    requests = open_trace(trace, workload=Workload(seed=seed), limit=limit, strict=strict)
     options = Options(
         requests, _measured(requests), config, fs, seed, concurrency, Prefill(prefill_tokens_per_s, slots)
     )
@@ -108,10 +111,6 @@ def _outputs(json_path: str | None, plot_path: str | None) -> Draw | None:
     from kvtier.replay.replay_picture import write_replay_picture
 
     return lambda job, report: write_replay_picture(plot_path, report, job.replay.tally.samples, job.row_bytes)
-
-
-def _trace(name: str, limit: int | None, seed: int) -> Trace | GeneratedTrace:
-    return GeneratedTrace(Workload(seed=seed), limit=limit) if name == GENERATED else Trace(name, limit=limit)
 
 
 def _measured(requests: Trace | GeneratedTrace) -> Extent:
