@@ -70,6 +70,21 @@ def replay(
         float, typer.Option(min=1.0, help="Prefill speed of one server, in virtual time.")
     ] = Prefill().tokens_per_s,
     slots: Annotated[int, typer.Option(min=1, help="Servers that prefill, in virtual time.")] = Prefill().slots,
+    gpu_cache_blocks: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Blocks of the LLM engine's own prefix cache, in virtual time; 0: none. "
+            "Without it, room for 262,144 tokens of each server.",
+        ),
+    ] = None,
+    bench: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A report of kvtier bench fs --json: how fast the disk under fs tiers is, in virtual time.",
+        ),
+    ] = None,
 ) -> None:
     """Replay a trace through a whole engine, and compare every chunk that comes back with what was stored.
 
@@ -77,10 +92,21 @@ def replay(
     """
     if virtual_time and fs is not None:
         raise ConfigError(f"--fs {fs}: nothing is written in virtual time; one of both options accepted")
+    for option, given in (("--bench", bench), ("--gpu-cache-blocks", gpu_cache_blocks)):
+        if given is not None and not virtual_time:
+            raise ConfigError(f"{option} {given}: accepted with --virtual-time only: nothing else is modelled")
     draw = _outputs(json_path, plot_path)
     requests = open_trace(trace, workload=Workload(seed=seed), limit=limit, strict=strict)
     options = Options(
-        requests, _measured(requests), config, fs, seed, concurrency, Prefill(prefill_tokens_per_s, slots)
+        requests,
+        _measured(requests),
+        config,
+        fs,
+        seed,
+        concurrency,
+        Prefill(prefill_tokens_per_s, slots),
+        bench,
+        gpu_cache_blocks,
     )
     with ExitStack() as stack:
         job = (
@@ -137,4 +163,5 @@ def _run(job: Job, options: Options) -> Report:
         engine=job.engine,
         interrupted=interrupted,
         ttft_s=replay.times_to_first_token_s,
+        model=job.model,
     )
