@@ -22,7 +22,7 @@ def trace(tmp_path: Path) -> str:
     """Return a trace's path: three prompts over ten blocks, again and again."""
     prompts = [(0, 1, 2, 3), (0, 1, 4, 5, 6), (7, 8, 9)]
     path = tmp_path / "trace.jsonl.gz"
-    write_trace(path, [Request(number, 2_000, 1, prompts[number % 3]) for number in range(30)])
+    write_trace(path, [Request(number, 512 * len(ids), 1, ids) for number, ids in enumerate(prompts * 10)])
     return str(path)
 
 

@@ -196,7 +196,7 @@ def test_in_virtual_time_first_tokens_are_reported_and_the_same_seed_tells_the_s
 ) -> None:
     out = [tmp_path / "0.json", tmp_path / "1.json"]
     for hash_seed, path in enumerate(out):
-        command = [*KVTIER, "replay", trace, "--virtual-time", "--json", str(path)]
+        command = [*KVTIER, "replay", trace, "--virtual-time", "--gpu-cache-blocks", "16", "--json", str(path)]
         environment = {**os.environ, "PYTHONHASHSEED": str(hash_seed)}
         ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
         assert "of virtual time" in ended.stdout

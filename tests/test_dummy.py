@@ -26,7 +26,8 @@ from kvtier.testing.conformance import (
     tier_context,
 )
 from kvtier_backends.dummy import DummyBackend, DummyOptions, forget_store
-from kvtier_backends.dummy.device import Device
+from kvtier_backends.dummy.device import BURST_SHARE, INFLOW_SHARE, Device
+from kvtier_backends.fs import write_budget as of_fs
 
 DEVICE = DummyOptions(latency_s=0.001, bandwidth_bytes_per_s=200_000_000, concurrency=4)
 
@@ -152,6 +153,27 @@ class TestTime:
         await lender.recall(tier, keys_of(8))
         assert now() == 16
 
+    async def test_stores_may_be_slower_than_loads_and_share_their_link(self, lender):
+        tier = dummy(bandwidth_bytes_per_s=ROW_BYTES, store_bandwidth_bytes_per_s=ROW_BYTES // 4)
+        await lender.keep(tier, keys_of(8))
+        assert now() == 32
+        await lender.recall(tier, keys_of(8))
+        assert now() == 40
+        await asyncio.gather(lender.keep(tier, keys_of(1)), lender.recall(tier, keys_of(8)))
+        assert now() == 52
+
+    async def test_a_days_write_budget_lets_a_burst_through_and_then_what_runs_in(self, lender):
+        """As an fs tier's: an eighth of the day's chunks at once, 27 of 32 of them evenly over the day."""
+        day_chunks = 320
+        tier = dummy(write_budget_bytes_per_day=day_chunks * ROW_BYTES, bandwidth_bytes_per_s=ROW_BYTES)
+        outcomes = await tier.store(lender.writes(keys_of(50)))
+        assert [outcome is None for outcome in outcomes] == [True] * 40 + [False] * 10
+        assert "the day's write budget is used up" in str(outcomes[-1])
+        assert now() == 40  # What is not written takes no time.
+        await asyncio.sleep(86_400 / 10)
+        outcomes = await tier.store(lender.writes(keys_of(50, start=50)))
+        assert [outcome is None for outcome in outcomes] == [True] * 27 + [False] * 23
+
     async def test_latency_overlaps_with_others_bytes(self, lender):
         tier = dummy(latency_s=0.5, bandwidth_bytes_per_s=ROW_BYTES, concurrency=2)
         await lender.keep(tier, keys_of(8))
@@ -194,6 +216,10 @@ class TestTime:
         await asyncio.wait({call})
         await lender.keep(tier, keys_of(1))
         assert now() == 9
+
+
+def test_a_write_budget_has_the_shares_of_an_fs_tiers():
+    assert (BURST_SHARE, INFLOW_SHARE) == (of_fs.BURST_PARTS / 32, of_fs.INFLOW_PARTS / 32)
 
 
 @given(
@@ -240,6 +266,19 @@ class TestRoom:
         outcomes = await tier.store(lender.writes(keys_of(6)))
         assert [type(outcome).__name__ for outcome in outcomes] == ["NoneType"] * 4 + ["NoSpace"] * 2
         assert "4,096 bytes into tier 0:dummy, 16,384 of 16,384 bytes used" in str(outcomes[-1])
+
+    async def test_from_halfway_to_the_low_water_mark_chunks_go_down_to_it(self, lender):
+        tier = dummy(capacity_bytes=20 * ROW_BYTES, low_water=0.8)
+        await lender.keep(tier, keys_of(18))
+        assert tier.occupancy().chunks == 18
+        await lender.keep(tier, [key_of(18)])
+        assert tier.occupancy().chunks == 16
+        assert await tier.probe(keys_of(19)) == [True] * 15 + [False] * 3 + [True]
+
+    async def test_a_batch_that_is_above_the_low_water_mark_by_itself_is_kept(self, lender):
+        tier = dummy(capacity_bytes=4 * ROW_BYTES, low_water=0.25)
+        await lender.keep(tier, keys_of(4))
+        assert tier.occupancy().chunks == 4
 
     async def test_a_tier_smaller_than_a_chunk_holds_none(self, lender):
         tier = dummy(capacity_bytes=ROW_BYTES - 1)

@@ -38,6 +38,9 @@ def policies(
         str, typer.Option(help="Cache sizes, as shares of the trace's unique blocks.")
     ] = "0.01,0.05,0.10,0.25,0.50",
     limit: Annotated[int | None, typer.Option(min=1, max=REQUESTS_MAX, help="Read at most this many requests.")] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse a trace that cannot be true, instead of warning of it.")
+    ] = False,
     json_path: Annotated[
         str | None, typer.Option("--json", metavar="OUT", help="Write {policy: {size: hit ratio}} there.")
     ] = None,
@@ -54,7 +57,7 @@ def policies(
     if json_path is not None:
         check_writable("--json", json_path)
     draw = None if plot_path is None else _drawing(plot_path)
-    opened = open_trace(trace, limit=limit)
+    opened = open_trace(trace, limit=limit, strict=strict)
     extent, ratios = _compare(opened, simulations, shares)
     title = os.path.basename(opened.path)
     if json_path is not None:

@@ -18,7 +18,7 @@ from kvtier.replay.report import Report, make_report, report_json
 from kvtier.replay.study import REQUESTS_MAX, Extent, measure
 from kvtier.replay.traces import Trace
 from kvtier.replay.virtual import Prefill
-from kvtier.replay.workload import GENERATED, GeneratedTrace, Workload
+from kvtier.replay.workload import GENERATED, GeneratedTrace, Workload, open_trace
 
 SEED_MAX = (1 << 63) - 1  # The report says it, and readers of JSON take no more.
 SLOTS_MAX = 65_536  # Servers. A heap has an entry for each; no cluster has so many.
@@ -57,6 +57,9 @@ def replay(
     limit: Annotated[
         int | None, typer.Option(min=1, max=REQUESTS_MAX, help="Replay at most this many requests.")
     ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Refuse a trace that cannot be true, instead of warning of it.")
+    ] = False,
     json_path: Annotated[str | None, typer.Option("--json", metavar="OUT", help="Write the report there.")] = None,
     plot_path: Annotated[
         str | None,
@@ -81,6 +84,21 @@ def replay(
     slots: Annotated[
         int, typer.Option(min=1, max=SLOTS_MAX, help="Servers that prefill, in virtual time.")
     ] = Prefill().slots,
+    gpu_cache_blocks: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Blocks of the LLM engine's own prefix cache, in virtual time; 0: none. "
+            "Without it, room for 262,144 tokens of each server.",
+        ),
+    ] = None,
+    bench: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A report of kvtier bench fs --json: how fast the disk under fs tiers is, in virtual time.",
+        ),
+    ] = None,
 ) -> None:
     """Replay a trace through a whole engine, and compare every chunk that comes back with what was stored.
 
@@ -88,10 +106,21 @@ def replay(
     """
     if virtual_time and fs is not None:
         raise ConfigError(f"--fs {fs}: nothing is written in virtual time; one of both options accepted")
+    for option, given in (("--bench", bench), ("--gpu-cache-blocks", gpu_cache_blocks)):
+        if given is not None and not virtual_time:
+            raise ConfigError(f"{option} {given}: accepted with --virtual-time only: nothing else is modelled")
     draw = _outputs(json_path, plot_path)
-    requests = _trace(trace, limit, seed)
+    requests = open_trace(trace, workload=Workload(seed=seed), limit=limit, strict=strict)
     options = Options(
-        requests, _measured(requests), config, fs, seed, concurrency, Prefill(prefill_tokens_per_s, slots)
+        requests,
+        _measured(requests),
+        config,
+        fs,
+        seed,
+        concurrency,
+        Prefill(prefill_tokens_per_s, slots),
+        bench,
+        gpu_cache_blocks,
     )
     with ExitStack() as stack:
         job = (
@@ -124,10 +153,6 @@ def _outputs(json_path: str | None, plot_path: str | None) -> Draw | None:
     return lambda job, report: write_replay_picture(plot_path, report, job.replay.tally.samples, job.row_bytes)
 
 
-def _trace(name: str, limit: int | None, seed: int) -> Trace | GeneratedTrace:
-    return GeneratedTrace(Workload(seed=seed), limit=limit) if name == GENERATED else Trace(name, limit=limit)
-
-
 def _measured(requests: Trace | GeneratedTrace) -> Extent:
     """Read the whole trace once: its size is needed, and a bad line is to be found before anything is made."""
     with Console(stderr=True).status(f"reading {os.path.basename(requests.path)}"):
@@ -152,4 +177,5 @@ def _run(job: Job, options: Options) -> Report:
         engine=job.engine,
         interrupted=interrupted,
         ttft_s=replay.times_to_first_token_s,
+        model=job.model,
     )

@@ -1,6 +1,6 @@
 """What a replay shows: a bar on stderr while it runs, tables on stdout at its end."""
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from kvtier.replay.report import Quantiles, Report
+from kvtier.replay.scale_model import Figure, ModelPart
 from kvtier.replay.scratch import Scratch
 from kvtier.replay.tally import Tally
 
@@ -73,6 +74,8 @@ def print_report(report: Report) -> None:
     console.print(_time_table("latency", report.latency_s, 1_000, "ms"))
     if report.ttft_s is not None:
         console.print(_time_table("time to first token", report.ttft_s, 1, "s"))
+    if report.model is not None:
+        console.print(_model_table(report.model))
 
 
 def _tier_table(report: Report) -> Table:
@@ -101,6 +104,31 @@ def _time_table(heading: str, times: Mapping[str, Quantiles], scale: int, unit: 
         seconds = (taken.p50, taken.p99, taken.mean)
         table.add_row(escape(name), *(f"{each * scale:,.2f}" for each in seconds), f"{taken.samples:,}")
     return table
+
+
+def _model_table(model: Sequence[ModelPart]) -> Table:
+    table = Table("modelled", "with", "from")
+    for part in model:
+        figures = ", ".join(shown_figure(name, value) for name, value in part.figures.items())
+        table.add_row(escape(part.what), escape(figures), escape(part.source))
+    return table
+
+
+def shown_figure(name: str, value: Figure) -> str:
+    """Write a figure for people, by the unit that its name ends in: `store 4.0 GB/s`, `latency 0.1 ms`."""
+    words = name.replace("_bytes_", "_").replace("_per_s", "").replace("_per_day", "").removesuffix("_bytes")
+    per = "/s" if name.endswith("_per_s") else "/day" if name.endswith("_per_day") else ""
+    if value is None:
+        shown, per = "no limit", ""
+    elif "_bytes" in name and isinstance(value, int | float):
+        shown = decimal(int(value))
+    elif name.endswith("_s") and not per:
+        words, shown = name.removesuffix("_s"), f"{value * 1_000:,.4g} ms" if isinstance(value, float) else str(value)
+    elif isinstance(value, int | float):
+        shown = f"{value:,g}" if isinstance(value, float) else f"{value:,}"
+    else:
+        shown = value if isinstance(value, str) else ", ".join(value)
+    return f"{words.replace('_', ' ')} {shown}{per}"
 
 
 def _reasons(counts: Mapping[str, int]) -> str:

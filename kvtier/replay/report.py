@@ -1,14 +1,15 @@
 """What came of a replay: one struct, which is the JSON that `kvtier replay --json` writes."""
 
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from kvtier.config import PRIMARY_NAME
-from kvtier.replay.tally import Tally, TierTotals
+from kvtier.replay.scale_model import ModelPart
+from kvtier.replay.tally import GPU_NAME, Tally, TierTotals
 
 _NO_TOTALS = TierTotals(0, 0, 0)
 
@@ -35,7 +36,10 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A replay's figures. Chunks are counted unless a name says otherwise; tiers are by name, the primary is `cpu`."""
+    """A replay's figures. Chunks are counted unless a name says otherwise; tiers are by name, the primary is `cpu`.
+
+    `gpu` is the LLM engine's own prefix cache, in virtual time: what it has, kvtier is never asked for.
+    """
 
     trace: str
     seed: int
@@ -59,6 +63,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     tiers: Mapping[str, TierReport]
     engine: Mapping[str, Any]  # The configuration, as far as it says what was replayed against.
     ttft_s: Mapping[str, Quantiles] | None  # Times to first token, in virtual time only.
+    model: Sequence[ModelPart] | None  # What was modelled, with which figures and from where, in virtual time only.
 
 
 def make_report(
@@ -71,11 +76,12 @@ def make_report(
     engine: Mapping[str, Any],
     interrupted: bool,
     ttft_s: Mapping[str, "array[float]"] | None,
+    model: Sequence[ModelPart] | None = None,
 ) -> Report:
     """Sum up what was counted until the last sample."""
     totals = tally.samples[-1].tiers if tally.samples else {PRIMARY_NAME: _NO_TOTALS}
     tiers = {name: _tier_report(tier, row_bytes) for name, tier in totals.items()}
-    secondaries = [tier for name, tier in tiers.items() if name != PRIMARY_NAME]
+    secondaries = [tier for name, tier in tiers.items() if name not in (PRIMARY_NAME, GPU_NAME)]
     return Report(
         trace=trace,
         seed=seed,
@@ -99,6 +105,7 @@ def make_report(
         tiers=tiers,
         engine=engine,
         ttft_s=None if ttft_s is None else {name: quantiles(samples) for name, samples in ttft_s.items()},
+        model=model,
     )
 
 

@@ -70,18 +70,28 @@ def simulation(name: str) -> Simulation:
         raise ConfigError(f"{error}; or {OPT!r}, the best that any could do") from error
 
 
-def policy_hits(requests: Iterable[Request], policy: Policy[int], capacity: int) -> Iterator[int]:
-    """Give each request's hits under a policy that was made for `capacity` blocks and is still empty."""
-    resident: set[int] = set()
-    for request in requests:
-        yield _leading_run(request.hash_ids, resident)
-        used = request.hash_ids[:capacity]
+class Cache:
+    """One cache under a policy that was made for its `capacity` blocks and is still empty."""
+
+    def __init__(self, policy: Policy[int], capacity: int) -> None:
+        self._policy = policy
+        self._capacity = capacity
+        self._resident: set[int] = set()
+
+    def leading_run(self, blocks: tuple[int, ...]) -> int:
+        """Return how many blocks from the first on are resident."""
+        return _leading_run(blocks, self._resident)
+
+    def use(self, blocks: tuple[int, ...]) -> None:
+        """Use and store a request's blocks, or as many as there is room for."""
+        resident, policy = self._resident, self._policy
+        used = blocks[: self._capacity]
         offered = frozenset(used)
         if len(offered) < len(used):  # Prefix-chained blocks cannot come twice, but not every trace is well made.
             used = tuple(dict.fromkeys(used))
         missing = list(filterfalse(resident.__contains__, used))
         present = list(filter(resident.__contains__, used)) if missing else used
-        excess = len(resident) + len(missing) - capacity
+        excess = len(resident) + len(missing) - self._capacity
         if excess > 0:
             victims = policy.evict(excess, offered.__contains__, missing)
             assert victims is not None  # At most `capacity` blocks are offered, and all others may go.
@@ -90,6 +100,14 @@ def policy_hits(requests: Iterable[Request], policy: Policy[int], capacity: int)
         policy.insert(missing)
         policy.touch(present)
         policy.rank(used)
+
+
+def policy_hits(requests: Iterable[Request], policy: Policy[int], capacity: int) -> Iterator[int]:
+    """Give each request's hits under a policy that was made for `capacity` blocks and is still empty."""
+    cache = Cache(policy, capacity)
+    for request in requests:
+        yield cache.leading_run(request.hash_ids)
+        cache.use(request.hash_ids)
 
 
 def _simulate(cls: type[Policy[Any]], requests: Iterable[Request], capacity: int) -> Iterator[int]:

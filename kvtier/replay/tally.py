@@ -8,6 +8,7 @@ from kvtier.config import PRIMARY_NAME
 from kvtier.keys import OffloadKey
 from kvtier.ledger import Ledger
 
+GPU_NAME = "gpu"  # What the engine's own prefix cache is called where hits are told apart by where they lay.
 SAMPLES_MAX = 400  # Of one replay's course: a picture has no more points than this to show.
 WRONG_KEYS_MAX = 8  # Named in the report; the others are counted.
 
@@ -38,6 +39,7 @@ class Tally:
         self.requests = 0
         self.chunk_references = 0
         self.hits = 0
+        self.gpu_hits: int | None = None  # Of those, what the engine's own cache had; None: it has none.
         self.wrong_chunks = 0
         self.wrong_keys: list[OffloadKey] = []
         self.seconds = 0.0
@@ -63,6 +65,13 @@ class Tally:
         self.wrong_chunks += len(wrong)
         self.wrong_keys.extend(wrong[: WRONG_KEYS_MAX - len(self.wrong_keys)])
 
+    def found_in_gpu(self, chunks: int) -> None:
+        """Count chunks that the engine's own cache had, which nobody looked up."""
+        assert self.gpu_hits is not None
+        self.chunk_references += chunks
+        self.hits += chunks
+        self.gpu_hits += chunks
+
     def finished(self, ledger: Ledger, seconds: float) -> None:
         """Count a request that has ended, and now and then keep the totals."""
         self.requests += 1
@@ -72,7 +81,8 @@ class Tally:
     def sample(self, ledger: Ledger, seconds: float) -> None:
         """Keep the totals of this moment."""
         self.seconds = seconds
-        self.samples.append(Sample(seconds, self.requests, self.chunk_references, totals(ledger)))
+        gpu = {} if self.gpu_hits is None else {GPU_NAME: TierTotals(self.gpu_hits, 0, 0)}
+        self.samples.append(Sample(seconds, self.requests, self.chunk_references, gpu | totals(ledger)))
 
     @property
     def hit_ratio(self) -> float:

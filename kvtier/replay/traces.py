@@ -23,6 +23,7 @@ import zstandard
 
 from kvtier.errors import TraceError
 from kvtier.replay.outputs import replacing
+from kvtier.replay.trace_check import TraceCheck
 
 BLOCK_TOKENS = 512  # Mooncake's own; a trace with another size says so in its meta line.
 LINE_BYTES_MAX = 16 << 20  # A prompt of a million tokens takes 1.3 MB; a file with longer lines is no trace.
@@ -54,13 +55,20 @@ class Trace:
     """The requests of one file. Each iteration reads the file anew: a pass costs time, not memory.
 
     A file that cannot be read, or that holds no requests, is a `TraceError` at once; a bad line when it is reached,
-    with its number, what is wrong with it and what was expected.
+    with its number, what is wrong with it and what was expected. The first pass that comes to the end also logs a
+    warning of what is read but cannot be true; for this it remembers about 100 bytes a distinct id while it lasts, and
+    at most `trace_check.IDS_MAX` ids.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, limit: int | None = None) -> None:
-        """Look at the beginning of the file. `limit`: the most requests that an iteration gives."""
+    def __init__(self, path: str | os.PathLike[str], *, limit: int | None = None, strict: bool = False) -> None:
+        """Look at the beginning of the file. `limit`: the most requests that an iteration gives.
+
+        `strict`: what cannot be true is a `TraceError`, not a warning.
+        """
         self.path = os.fspath(path)
         self.limit = limit
+        self.strict = strict
+        self._checked = False
         begin = list(islice(_lines(self.path), 2))
         meta = _meta(begin[0][1]) if begin else None
         if len(begin) < (1 if meta is None else 2):
@@ -72,6 +80,7 @@ class Trace:
     def __iter__(self) -> Iterator[Request]:
         decode = msgspec.json.Decoder(Request).decode
         stop = None if self.limit is None else self._lines_before + self.limit
+        check = None if self._checked else TraceCheck(self.path, self.block_tokens, strict=self.strict)
         for number, line in islice(_lines(self.path), self._lines_before, stop):
             try:
                 request = decode(line)
@@ -80,7 +89,12 @@ class Trace:
                     f"{self.path}, line {number}: {error}; given {_excerpt(line)}, expected one JSON object a line, "
                     f"such as {_EXAMPLE}"
                 ) from error
+            if check is not None:
+                check.look(number, request)
             yield request
+        if check is not None and not self._checked:
+            self._checked = True
+            check.end()
 
     def _block_tokens(self) -> int:
         size = self.meta.get("block_size", BLOCK_TOKENS)

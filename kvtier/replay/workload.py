@@ -132,9 +132,11 @@ class GeneratedTrace:
         return islice(generate(self.workload), self.limit)
 
 
-def open_trace(name: str, *, limit: int | None = None) -> Trace | GeneratedTrace:
-    """Return the trace of a file, or for `generated` the default workload's. Raises `TraceError`."""
-    return GeneratedTrace(limit=limit) if name == GENERATED else Trace(name, limit=limit)
+def open_trace(
+    name: str, *, workload: Workload = DEFAULT, limit: int | None = None, strict: bool = False
+) -> Trace | GeneratedTrace:
+    """Return the trace of a file, or for `generated` the workload's. Raises `TraceError`."""
+    return GeneratedTrace(workload, limit=limit) if name == GENERATED else Trace(name, limit=limit, strict=strict)
 
 
 def generate(workload: Workload) -> Iterator[Request]:

@@ -11,7 +11,7 @@ import pytest
 from kvtier.config import EngineConfig, decode
 from kvtier.errors import ConfigError, TraceError
 from kvtier.replay.chunks import ChunkSource
-from kvtier.replay.scale_model import DISK, default_model, scale_model
+from kvtier.replay.scale_model import SSD, default_model, scale_model
 from kvtier.replay.study import measure
 from kvtier.replay.tally import Tally
 from kvtier.replay.traces import Request, Trace
@@ -46,8 +46,10 @@ def engine(rows: int, *tiers: dict[str, Any], chunk_bytes: int = MIB) -> EngineC
     )
 
 
-def replay_of(requests: Sequence[Request], config: EngineConfig, prefill: Prefill) -> VirtualReplay:
-    model = scale_model(config)
+def replay_of(
+    requests: Sequence[Request], config: EngineConfig, prefill: Prefill, *, gpu_cache_blocks: int = 0
+) -> VirtualReplay:
+    model = scale_model(config).config
     return VirtualReplay(
         requests,
         model,
@@ -56,6 +58,7 @@ def replay_of(requests: Sequence[Request], config: EngineConfig, prefill: Prefil
         chunk_bytes=config.chunk_bytes,
         block_tokens=BLOCK_TOKENS,
         prefill=prefill,
+        gpu_cache_blocks=gpu_cache_blocks,
     )
 
 
@@ -188,7 +191,7 @@ def test_an_interrupted_replay_has_the_times_of_the_requests_that_were_served() 
 def test_a_page_stands_for_a_chunk_and_everything_else_for_its_part() -> None:
     tier = {"type": "dummy", "bandwidth_bytes_per_s": "1GiB", "capacity_bytes": "8GiB", "latency_s": "1ms"}
     config = engine(100, {**tier, "limits": {"load_bytes_in_flight": "512MiB"}}, chunk_bytes=64 * MIB)
-    model = scale_model(config)
+    model = scale_model(config).config
     assert (model.rows, model.chunk_bytes, model.runner) == (100, 4_096, "inline")
     scaled = model.secondary_tiers[0]
     assert scaled.options["bandwidth_bytes_per_s"] == (1 << 30) // 16_384
@@ -200,15 +203,16 @@ def test_a_page_stands_for_a_chunk_and_everything_else_for_its_part() -> None:
 
 def test_an_fs_tier_is_modelled_as_disks_with_its_own_name_and_limits() -> None:
     tier = {"type": "fs", "root": "/nowhere", "name": "disk", "limits": {"deadline_s": 7}}
-    modelled = scale_model(engine(4, tier, chunk_bytes=4_096)).secondary_tiers[0]
+    modelled = scale_model(engine(4, tier, chunk_bytes=4_096)).config.secondary_tiers[0]
     assert (modelled.type, modelled.name, modelled.limits.deadline_s) == ("dummy", "disk", 7.0)
-    assert modelled.options["bandwidth_bytes_per_s"] == DISK["bandwidth_bytes_per_s"]
+    assert modelled.options["bandwidth_bytes_per_s"] == SSD.load_bytes_per_s
+    assert modelled.options["store_bandwidth_bytes_per_s"] == SSD.store_bytes_per_s
 
 
 def test_a_tier_of_another_type_stays_what_it_is() -> None:
     tier = {"type": "kvtier.testing.faults:FaultyBackend", "inner": {"type": "dummy"}, "faults": {"missing": 0.1}}
     config = engine(4, tier)
-    assert scale_model(config).secondary_tiers[0].options == config.secondary_tiers[0].options
+    assert scale_model(config).config.secondary_tiers[0].options == config.secondary_tiers[0].options
 
 
 def test_options_that_are_none_of_the_tiers_are_refused_with_their_path() -> None:

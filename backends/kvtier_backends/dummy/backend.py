@@ -25,10 +25,10 @@ from kvtier.backend import (
     Write,
 )
 from kvtier.calls import Calls
-from kvtier.config import Checked, Count, Duration, PositiveSize, Size
+from kvtier.config import Checked, Count, Duration, PositiveSize, Share, Size
 from kvtier.errors import BlockCorrupt, BlockMissing, NoSpace, TransferFailed
 from kvtier.keys import OffloadKey, make_offload_key
-from kvtier_backends.dummy.device import Device
+from kvtier_backends.dummy.device import Device, WriteBudget
 from kvtier_backends.dummy.inventory import Report
 from kvtier_backends.dummy.store import open_store
 
@@ -42,10 +42,13 @@ class DummyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     latency_s: Duration = 0.0  # From a transfer's start to its first byte; also what probing or deleting a batch takes.
     bandwidth_bytes_per_s: PositiveSize | None = None  # Of the whole device, loads and stores together; None: no limit.
+    store_bandwidth_bytes_per_s: PositiveSize | None = None  # At which stores pass it; None: as loads.
     concurrency: Count = 64  # Transfers under way at the same time; more wait their turn. An SSD's queue is as deep.
     failure_rate: Rate = 0.0  # Of chunks in loads and stores: answered TransferFailed, and nothing moves.
     corruption_rate: Rate = 0.0  # Of chunks stored: one bit of what is kept is flipped, and found when it is loaded.
     capacity_bytes: Size | None = None  # Least recently used chunks make room; None: no limit.
+    low_water: Share = 1.0  # Part of the capacity down to which they do, from halfway between it and the capacity.
+    write_budget_bytes_per_day: PositiveSize | None = None  # As an fs tier's: beyond it nothing is stored.
     store: str | None = None  # Name of a store that outlives the tier, within the process; None: one of its own.
     shared: bool = False  # Others have the store open in this namespace, too: what is reported is then not everything.
     seed: Seed = 0  # Of failures and corruption, together with the tier's name.
@@ -66,7 +69,10 @@ class DummyBackend(Backend):
             latency_s=options.latency_s,
             bandwidth_bytes_per_s=options.bandwidth_bytes_per_s,
             slots=options.concurrency,
+            store_bandwidth_bytes_per_s=options.store_bandwidth_bytes_per_s,
         )
+        budget_bytes = options.write_budget_bytes_per_day
+        self._write_budget = None if budget_bytes is None else WriteBudget(budget_bytes, context.row_bytes)
         self._calls = Calls(context.name)
         self._report = Report(self._holds, complete=not options.shared)
         self._store = open_store(options.store, options.capacity_bytes)
@@ -107,21 +113,30 @@ class DummyBackend(Backend):
     async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
         with self._calls.one():
             self._check_lengths(write.block for write in writes)
+            refused = writes[self._allowed(len(writes)) :]
+            writes = writes[: len(writes) - len(refused)]
             names = [self._context.mapper.name(write.key) for write in writes]
             failed = self._draw(self._options.failure_rate, len(writes))
             rotten = self._draw(self._options.corruption_rate, len(writes))
-            await self._take_time(len(write.block) for write in writes)
+            await self._take_time((len(write.block) for write in writes), storing=True)
             keep = set(names)
             outcomes = [self._keep(*each, keep) for each in zip(writes, names, failed, rotten, strict=True)]
             self._store.touch(names)
+            outcomes += [NoSpace(f"{write.key.hex()}: the day's write budget is used up") for write in refused]
             return outcomes
+
+    def _allowed(self, count: int) -> int:
+        """Return how many of so many chunks may be written."""
+        if self._write_budget is None:
+            return count
+        return self._write_budget.take(asyncio.get_running_loop().time(), count, self._context.row_bytes)
 
     def _keep(self, write: Write, name: str, failed: bool, rotten: bool, keep: set[str]) -> Outcome:
         if failed:
             return TransferFailed(f"{write.key.hex()}: the device failed to write it (failure_rate)")
-        block = bytes(write.block)
+        block, low_water = bytes(write.block), self._options.low_water
         checksum = xxh3_64_intdigest(block)
-        if not self._store.put(name, self._rot(block) if rotten else block, checksum, keep):
+        if not self._store.put(name, self._rot(block) if rotten else block, checksum, keep, low_water=low_water):
             return NoSpace(
                 f"{write.key.hex()}: {len(block):,} bytes into tier {self._context.name}, "
                 f"{self._store.used_bytes:,} of {self._store.capacity_bytes:,} bytes used"
@@ -168,11 +183,11 @@ class DummyBackend(Backend):
         if key is not None:  # Else another namespace's.
             self._report.lose(key)
 
-    async def _take_time(self, sizes_bytes: Iterable[int]) -> None:
+    async def _take_time(self, sizes_bytes: Iterable[int], *, storing: bool = False) -> None:
         """Wait until the device has done transfers of these sizes; its time is spent even if we are cancelled."""
         loop = asyncio.get_running_loop()
         now = loop.time()
-        ends_at = self._device.book(now, sizes_bytes)
+        ends_at = self._device.book(now, sizes_bytes, storing=storing)
         if ends_at > now:
             await asyncio.sleep(ends_at - now)
 

@@ -35,14 +35,15 @@ class Store:
         self.chunks: OrderedDict[str, Chunk] = OrderedDict()  # Least recently used first.
         self._users: list[tuple[str, bool, Lost]] = []
 
-    def put(self, name: str, block: bytes, checksum: int, keep: Container[str]) -> bool:
+    def put(self, name: str, block: bytes, checksum: int, keep: Container[str], *, low_water: float) -> bool:
         """Keep a chunk in place of what had its name; False, and nothing changes, if there is no room.
 
-        Others make room, least recently used first, but for those in `keep`.
+        Others make room, least recently used first, but for those in `keep`: down to the `low_water` part of the
+        capacity, from halfway between it and the capacity, as far as there are others.
         """
         old = self.chunks.get(name)
         grown_bytes = len(block) - (len(old.block) if old else 0)
-        victims = self._victims(grown_bytes, keep)
+        victims = self._victims(grown_bytes, keep, low_water)
         if victims is None:
             return False
         for victim in victims:
@@ -51,17 +52,20 @@ class Store:
         self.used_bytes += grown_bytes
         return True
 
-    def _victims(self, grown_bytes: int, keep: Container[str]) -> list[str] | None:
+    def _victims(self, grown_bytes: int, keep: Container[str], low_water: float) -> list[str] | None:
         if self.capacity_bytes is None:
             return []
-        needed_bytes = self.used_bytes + grown_bytes - self.capacity_bytes
+        after_bytes, low_bytes = self.used_bytes + grown_bytes, int(self.capacity_bytes * low_water)
+        needed_bytes = after_bytes - self.capacity_bytes
+        surplus_bytes = after_bytes - low_bytes if 2 * after_bytes > self.capacity_bytes + low_bytes else 0
         victims: list[str] = []
         for name, chunk in self.chunks.items():
-            if needed_bytes <= 0:
+            if surplus_bytes <= 0:
                 break
             if name not in keep:
                 victims.append(name)
                 needed_bytes -= len(chunk.block)
+                surplus_bytes -= len(chunk.block)
         return victims if needed_bytes <= 0 else None
 
     def touch(self, names: Sequence[str]) -> None:
