@@ -25,6 +25,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from kvtier.errors import BackendUnavailable
+from kvtier_backends.fs.below import open_file
 
 PAGE_BYTES = 4_096
 SLOTS = 64  # Processes on one directory. Each costs eight bytes, and a microsecond a count.
@@ -82,7 +83,7 @@ class LedgerFile:
 
         Raises `BackendUnavailable` if all slots are taken, and `OSError` where there are no such locks.
         """
-        self._fd = os.open(name, os.O_RDWR | os.O_CREAT, 0o644, dir_fd=root_fd)
+        self._fd = open_file(root_fd, name, os.O_RDWR | os.O_CREAT)
         self._slot = -1
         self._seen = 0, 0  # When the page was begun, and its generation, as far as we have seen.
         self._promised_bytes = 0  # As our slot says, whatever has become of the page.
