@@ -8,18 +8,27 @@ import errno
 import fcntl
 import os
 import random
+import signal
+import struct
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
 
 from kvtier.backend import ScanDone
 from kvtier.errors import BackendUnavailable, ConfigError
+from kvtier.keys import OffloadKey
+from kvtier.namespace import FileMapper
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
-from kvtier_backends.fs import FsOptions
-from kvtier_backends.fs.ledger_file import PAGE_BYTES, SLOTS, LedgerFile
+from kvtier_backends.fs import FsBackend, FsOptions
+from kvtier_backends.fs.ledger_file import PAGE_BYTES, SLOTS, VERSION, LedgerFile, read_page
 
 ROUNDS = int(os.environ.get("KVTIER_SHARED_ROUNDS", "20"))
 SEED = int(os.environ.get("KVTIER_SHARED_SEED", "1"))
@@ -120,7 +129,7 @@ async def test_without_locks_it_is_not_shared(open_tier, monkeypatch: pytest.Mon
 
 def test_nothing_is_promised_before_the_directory_was_counted(open_ledger: Callable[..., LedgerFile]) -> None:
     ledger = open_ledger()
-    assert ledger.reserve(10, 100) == 0
+    assert ledger.reserve(10, 100) is None
     counted(ledger, 40)
     assert ledger.reserve(100, 100) == 60
     assert ledger.taken() == (40, 60)
@@ -162,10 +171,192 @@ def test_a_damaged_page_says_that_nothing_is_known(open_ledger: Callable[..., Le
     ledger = counted(open_ledger(), 10)
     for damage in (b"", b"?" * PAGE_BYTES, (tmp_path / "ledger").read_bytes()[:-1] + b"!"):
         (tmp_path / "ledger").write_bytes(damage)
-        assert ledger.reserve(10, 100) == 0
-        ledger.settle(10, 5)
+        assert ledger.reserve(10, 100) is None
+        ledger.settle(0, 5)
         counted(ledger, 40)
         assert ledger.taken() == (40, 0)
+
+
+@pytest.mark.parametrize("damage", ["a flipped bit", "zeros", "truncated", "empty", "another version"])
+async def test_for_a_damaged_page_nothing_is_removed_and_the_directory_is_counted_at_once(
+    open_tier, lender: Lender, root: Path, mapper: FileMapper, path_of, damage: str
+) -> None:
+    """Two tiers share it; each says again what it has promised when it stores."""
+    one, two = [await open_tier(shared=True, capacity_bytes="64MiB") for _ in range(2)]
+    await until_taken(one, lender, keys_of(8))
+    await until_taken(two, lender, keys_of(8, 8))
+    (page,) = (root / mapper.folder).glob("ledger*")
+    content = bytearray(page.read_bytes())
+    match damage:
+        case "a flipped bit":
+            content[40] ^= 1
+        case "zeros":
+            content[:] = bytes(len(content))
+        case "truncated":
+            del content[-1:]
+        case "empty":
+            content.clear()
+        case "another version":
+            content[8:12] = (VERSION + 1).to_bytes(4, "little")
+    page.write_bytes(content)
+    await asyncio.gather(until_taken(one, lender, keys_of(8, 16)), until_taken(two, lender, keys_of(8, 24)))
+    assert [tier.counters().evicted for tier in (one, two)] == [0, 0]
+    assert await lender.recall(one, keys_of(32)) == [label(key) for key in keys_of(32)]
+
+
+async def until_taken(tier: FsBackend, lender: Lender, keys: list[OffloadKey]) -> None:
+    """Offer chunks until all are stored."""
+    async with asyncio.timeout(DEADLINE_S):
+        while any(outcome is not None for outcome in await tier.store(lender.writes(keys))):
+            await asyncio.sleep(0.01)
+
+
+def test_every_flipped_bit_is_seen(open_ledger: Callable[..., LedgerFile], tmp_path: Path) -> None:
+    """And whatever mixture of two pages a torn write leaves is one of them, or seen."""
+    ledger = counted(open_ledger(), 10)
+    old = (tmp_path / "ledger").read_bytes()
+    ledger.settle(ledger.reserve(77, 100) or 0, 33)
+    new = (tmp_path / "ledger").read_bytes()
+    for bit in range(8 * PAGE_BYTES):
+        page = bytearray(new)
+        page[bit // 8] ^= 1 << bit % 8
+        assert read_page(bytes(page)) is None, bit
+    for end in range(PAGE_BYTES):
+        assert (torn := new[:end] + old[end:]) in (old, new) or read_page(torn) is None, end
+
+
+@given(bits=st.lists(st.integers(0, 8 * PAGE_BYTES - 1), min_size=1, max_size=8, unique=True))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_was_promised_is_promised_still_on_a_page_that_is_begun_anew(
+    bits: list[int], open_ledger: Callable[..., LedgerFile], tmp_path: Path
+) -> None:
+    one, two = counted(open_ledger(), 10), open_ledger()
+    assert one.reserve(60, 100) == 60
+    assert two.reserve(5, 100) == 5
+    page = bytearray((tmp_path / "ledger").read_bytes())
+    for bit in bits:
+        page[bit // 8] ^= 1 << bit % 8
+    (tmp_path / "ledger").write_bytes(page)
+    began = two.begin_count()
+    two.end_count(began, 10)
+    assert two.reserve(5, 100) is None, "the first has not said what it has promised"
+    assert two.taken() is None
+    assert one.taken() == (10, 65)
+    assert two.reserve(50, 100) == 25
+    one.settle(60, 0)
+    two.settle(30, 0)
+    assert one.taken() == two.taken() == (10, 0)
+    one.close()
+    two.close()
+
+
+def test_whoever_dies_before_it_says_what_it_has_promised_is_not_waited_for(
+    open_ledger: Callable[..., LedgerFile], tmp_path: Path
+) -> None:
+    dead, alive = counted(open_ledger(), 10), open_ledger()
+    assert dead.reserve(60, 100) == 60
+    (tmp_path / "ledger").write_bytes(b"")
+    assert alive.reserve(1, 100) is None
+    dead.close()
+    counted(alive, 40)
+    assert alive.reserve(100, 100) == 60
+
+
+def test_a_count_that_began_before_the_page_was_lost_is_not_taken(
+    open_ledger: Callable[..., LedgerFile], tmp_path: Path
+) -> None:
+    one, two = counted(open_ledger(), 0), open_ledger()
+    one.settle(0, 80)
+    began = one.begin_count()
+    (tmp_path / "ledger").write_bytes(b"")
+    assert two.taken() is None
+    one.end_count(began, 80)
+    assert one.taken() is None
+    counted(two, 80)
+    assert one.taken() == (80, 0)
+
+
+def test_a_page_that_is_older_than_one_that_was_seen_is_not_taken(
+    open_ledger: Callable[..., LedgerFile], tmp_path: Path
+) -> None:
+    """As a backup brings it back, or a disk that has lost a write."""
+    ledger = counted(open_ledger(), 10)
+    old = (tmp_path / "ledger").read_bytes()
+    ledger.settle(0, 80)
+    (tmp_path / "ledger").write_bytes(old)
+    assert ledger.reserve(90, 100) is None
+    counted(ledger, 90)
+    assert ledger.reserve(90, 100) == 10
+
+
+def test_a_page_of_version_0_1_0_is_taken_as_it_is(open_ledger: Callable[..., LedgerFile], tmp_path: Path) -> None:
+    """It has zeros where a page now says when it was begun; its processes may still be at it."""
+    head = struct.pack("<8sII8sQQQ64Q", b"\x89kvledg\n", 1, 1, BOOT, 30, 70, 40, *bytes(64))
+    body = head.ljust(PAGE_BYTES - 8, b"\0")
+    former = body + xxh3_64_intdigest(body).to_bytes(8, "little")
+    (tmp_path / "ledger").write_bytes(former)
+    ledger = open_ledger()
+    assert ledger.taken() == (30, 0)
+    assert ledger.reserve(50, 100) == 50
+    (tmp_path / "ledger").write_bytes(former)  # As one of its processes does that has seen nothing of ours.
+    assert ledger.taken() == (30, 50)
+
+
+def test_a_writer_that_is_killed_leaves_a_page_that_the_others_go_on_with(
+    open_ledger: Callable[..., LedgerFile], tmp_path: Path
+) -> None:
+    """Two processes change it all the time, and one is killed, over and over."""
+    dice, ledger = random.Random(SEED), counted(open_ledger(), 0)
+    with LedgerWriter(tmp_path) as one, LedgerWriter(tmp_path) as two:
+        for _ in range(ROUNDS):
+            for writer in (one, two):
+                writer.works()
+            dice.choice((one, two)).kill()
+            used_bytes, promised_bytes = ledger.taken() or pytest.fail("the page is lost")
+            assert used_bytes <= ROUNDS * 128
+            assert promised_bytes <= 3 * 128
+
+
+class LedgerWriter:
+    """A process that changes a page until it is killed, and then another."""
+
+    def __init__(self, directory: Path) -> None:
+        program = os.path.join(os.path.dirname(__file__), "ledger_writer.py")
+        self._launcher = subprocess.Popen(
+            [sys.executable, program, str(directory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            text=True,
+        )
+        self._pid = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+        self._launcher.communicate()
+
+    def works(self) -> None:
+        """Wait until it has changed the page some more; begin another if it was killed."""
+        if not self._pid:
+            self._pid = int(self._told("next\n").removeprefix("child "))
+        assert self._told() == "changed\n"
+
+    def kill(self) -> None:
+        if self._pid:
+            os.kill(self._pid, signal.SIGKILL)
+            while (told := self._told()) != "dead\n":
+                assert told == "changed\n"
+            self._pid = 0
+
+    def _told(self, asked: str = "") -> str:
+        assert self._launcher.stdin is not None
+        assert self._launcher.stdout is not None
+        self._launcher.stdin.write(asked)
+        self._launcher.stdin.flush()
+        return self._launcher.stdout.readline()
 
 
 def test_after_another_boot_the_directory_is_counted_anew(open_ledger: Callable[..., LedgerFile]) -> None:
@@ -177,7 +368,7 @@ def test_after_another_boot_the_directory_is_counted_anew(open_ledger: Callable[
 
 def test_alone_after_another_boot_nothing_is_known(open_ledger: Callable[..., LedgerFile]) -> None:
     counted(open_ledger(), 10).close()
-    assert open_ledger(b"another.").reserve(1, 100) == 0
+    assert open_ledger(b"another.").reserve(1, 100) is None
 
 
 def test_there_are_only_so_many_slots(open_ledger: Callable[..., LedgerFile]) -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from kvtier.backend import TierContext
 from kvtier.errors import ConfigError
+from kvtier_backends.fs.below import ForeignError, refused
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.footer import FOOTER_BYTES
 from kvtier_backends.fs.ledger_file import LedgerFile
@@ -43,6 +44,9 @@ def open_books(folder: Folder, context: TierContext, options: FsOptions) -> Book
                 context.row_bytes + FOOTER_BYTES,
                 time.time_ns,
             )
+    except ForeignError as error:
+        Books(ledger, write_budget).close()
+        raise refused(options.root, error) from error
     except OSError as error:
         Books(ledger, write_budget).close()
         raise ConfigError(

@@ -4,6 +4,7 @@ An engine may be using it. A chunk is published by a rename, and a file that is 
 what is wrong with an open file counts only if its name is still its own, and only then is it removed.
 """
 
+import errno
 import json
 import os
 import time
@@ -19,6 +20,7 @@ from kvtier.errors import ConfigError
 from kvtier.keys import OffloadKey
 from kvtier.naming import NAMINGS, Naming, read_folder
 from kvtier_backends.fs.attempts import SUFFIX, Writer, attempt_name
+from kvtier_backends.fs.below import ForeignError, open_file, open_folder
 from kvtier_backends.fs.discard import take_aside
 from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.folder import CONFIG_BYTES_MAX, QUARANTINE
@@ -94,9 +96,11 @@ class FsContents:
         if is_slot(file.name):
             return self._slots.check(file)
         try:
-            fd = os.open(file.name, os.O_RDONLY, dir_fd=self._fd)
+            fd = open_file(self._fd, file.name)
         except FileNotFoundError:
             return Finding(State.GONE)
+        except ForeignError:  # No load would take it.
+            return Finding(State.CORRUPT, Fault.FOREIGN)
         except OSError as error:
             return Finding(State.UNREADABLE, reason(error))
         try:
@@ -136,7 +140,7 @@ class FsContents:
 
     def _model(self, folder: str) -> str:
         try:
-            with open(os.open(f"{folder}/config.json", os.O_RDONLY, dir_fd=self._fd), "rb") as file:
+            with open(open_file(self._fd, f"{folder}/config.json"), "rb") as file:
                 return str(json.loads(file.read(CONFIG_BYTES_MAX))["model_name"])
         except (OSError, ValueError, KeyError, TypeError):
             return ""
@@ -144,9 +148,13 @@ class FsContents:
     def _listed(self, name: str) -> dict[str, bool]:
         """Return a folder's names, and whether each is a folder; nothing if it is gone, or none."""
         try:
-            fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._fd)
+            fd = open_folder(self._fd, name)
         except (FileNotFoundError, NotADirectoryError):
             return {}
+        except ForeignError as error:
+            if error.errno != errno.ELOOP:
+                return {}  # A file beside the folders of chunks.
+            raise
         try:
             with os.scandir(fd) as entries:
                 return {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
@@ -228,7 +236,7 @@ class FsContents:
 
     def _row_of(self, name: str) -> int | None:
         with suppress(OSError):
-            fd = os.open(name, os.O_RDONLY, dir_fd=self._fd)
+            fd = open_file(self._fd, name)
             try:
                 size_bytes = os.fstat(fd).st_size
                 footer = _footer_at_end(fd, size_bytes)

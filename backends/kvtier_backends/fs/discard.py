@@ -11,6 +11,7 @@ from contextlib import suppress
 from enum import Enum
 
 from kvtier_backends.fs.attempts import attempt_name
+from kvtier_backends.fs.below import open_folder
 from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.folder import Folder
 
@@ -43,7 +44,8 @@ class Discard:
         if self._quarantine.admit():
             stem = os.path.basename(name).removesuffix(".bin")[:NAME_CHARACTERS_MAX]
             kept = f"{self._quarantine.name}/{stem}.{fault}{attempt_name(self._writer)}"
-            with suppress(OSError):  # Such as a user's tidying away the folder. Then it is deleted.
+            with suppress(OSError):  # Such as a user's tidying away the folder, or a link. Then it is deleted.
+                os.close(open_folder(self._root, self._quarantine.name))
                 if not take_aside(self._root, name, os.fstat(fd), kept):
                     return Discarded.REPLACED
                 self._log(fault, f"{name}: corrupt ({fault}); moved to {kept}")
@@ -70,12 +72,12 @@ class Discard:
 
 def take_aside(root_fd: int, name: str, file: os.stat_result, aside: str) -> bool:
     """Rename this file; False if the name is another file's by now, which keeps it."""
-    if not os.path.samestat(os.stat(name, dir_fd=root_fd), file):
+    if not os.path.samestat(os.stat(name, dir_fd=root_fd, follow_symlinks=False), file):
         return False
     os.rename(name, aside, src_dir_fd=root_fd, dst_dir_fd=root_fd)
-    if os.path.samestat(os.stat(aside, dir_fd=root_fd), file):
+    if os.path.samestat(os.stat(aside, dir_fd=root_fd, follow_symlinks=False), file):
         return True
     with suppress(FileExistsError):  # Newer still: that one stays.
-        os.link(aside, name, src_dir_fd=root_fd, dst_dir_fd=root_fd)
+        os.link(aside, name, src_dir_fd=root_fd, dst_dir_fd=root_fd, follow_symlinks=False)
     os.unlink(aside, dir_fd=root_fd)
     return False

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from kvtier.keys import OffloadKey
 from kvtier.namespace import FileMapper
 from kvtier_backends.fs.attempts import attempt_name
+from kvtier_backends.fs.below import NO_LINK, ForeignError, open_folder, refuse_others
 from kvtier_backends.fs.discard import Discard
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, taken_bytes
@@ -67,9 +68,15 @@ class ChunkFiles:
         self._discard = Discard(folder)
 
     def open(self, key: OffloadKey) -> OpenChunk:
-        """Open a chunk's file to read it."""
+        """Open a chunk's file to read it. A link there is none, wherever it leads."""
         name = self._mapper.name(key)
-        return OpenChunk(name, os.open(name, os.O_RDONLY | self._direct, dir_fd=self._root), self._discard)
+        try:
+            fd = os.open(name, os.O_RDONLY | NO_LINK | self._direct, dir_fd=self._root)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):  # By the latter a socket would pass for a disk that is gone.
+                refuse_others(self._root, name, stat.S_IFREG)
+            raise
+        return OpenChunk(name, fd, self._discard)
 
     def reuse(self, key: OffloadKey, file_bytes: int) -> Attempt | None:
         """Take a chunk's file out of its place to be overwritten; None if it is gone now, not fit for that.
@@ -87,7 +94,7 @@ class ChunkFiles:
             ours = stat.S_ISREG(status.st_mode) and status.st_uid == self._writer_uid
             # Another name for it, such as a backup's, must keep its bytes.
             if ours and status.st_size == file_bytes and status.st_nlink == 1:
-                fd = os.open(aside, os.O_WRONLY | self._direct, dir_fd=self._root)
+                fd = os.open(aside, os.O_WRONLY | NO_LINK | self._direct, dir_fd=self._root)
                 blocks_bytes = status.st_blocks * SECTOR_BYTES  # Fewer than it is long: it has holes, or is compressed.
                 return Attempt(aside, fd, blocks_bytes if blocks_bytes >= file_bytes else None)
         os.unlink(aside, dir_fd=self._root)
@@ -120,9 +127,13 @@ class ChunkFiles:
         except BaseException:
             self._drop(temporary)
             raise
-        if self._fsync:
-            self._sync(parent)
-        self._look_at(parent)
+        try:
+            if self._fsync:
+                self._sync(parent)
+            self._look_at(parent)
+        except ForeignError:
+            os.unlink(name, dir_fd=self._root)  # It is elsewhere, where nobody would look for it.
+            raise
         return allocated_bytes
 
     def remove(self, key: OffloadKey) -> bool:
@@ -148,7 +159,7 @@ class ChunkFiles:
     def stamp(self, key: OffloadKey, used_at_ns: int) -> None:
         """Have a chunk's file, if there is one, say that it was used then."""
         with suppress(OSError):  # It is a hint, for after a restart.
-            os.utime(self._mapper.name(key), ns=(used_at_ns, used_at_ns), dir_fd=self._root)
+            os.utime(self._mapper.name(key), ns=(used_at_ns, used_at_ns), dir_fd=self._root, follow_symlinks=False)
 
     def length(self, key: OffloadKey) -> int | None:
         """Return the length of a chunk's file in bytes; None if there is none."""
@@ -162,7 +173,7 @@ class ChunkFiles:
 
     def _stat(self, key: OffloadKey) -> os.stat_result | None:
         try:
-            return os.stat(self._mapper.name(key), dir_fd=self._root)
+            return os.stat(self._mapper.name(key), dir_fd=self._root, follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
             return None
 
@@ -218,7 +229,11 @@ class ChunkFiles:
             with suppress(FileExistsError):
                 self._mkdir(folder)
         self._look_at(folder)
-        self._look_at(parent)
+        try:
+            self._look_at(parent)
+        except ForeignError:
+            os.rmdir(folder, dir_fd=self._root)
+            raise
         if self._fsync:
             self._sync(parent or ".")
 
@@ -227,11 +242,15 @@ class ChunkFiles:
             os.mkdir(folder, dir_fd=self._root)
 
     def _look_at(self, folder: str) -> None:
+        """Count what a folder takes. Raises `ForeignError` if a link is in its place."""
         with suppress(FileNotFoundError):
-            self._sizes.looked_at(folder, os.stat(folder, dir_fd=self._root))
+            status = os.stat(folder, dir_fd=self._root, follow_symlinks=False)
+            if not stat.S_ISDIR(status.st_mode):
+                refuse_others(self._root, folder, stat.S_IFDIR)
+            self._sizes.looked_at(folder, status)
 
     def _sync(self, folder: str) -> None:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root)
+        fd = open_folder(self._root, folder)
         try:
             os.fsync(fd)
         finally:

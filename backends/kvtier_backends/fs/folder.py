@@ -9,6 +9,8 @@ import json
 import logging
 import mmap
 import os
+import re
+import stat
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from typing import Literal
@@ -17,6 +19,7 @@ from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.namespace import FileMapper
 from kvtier.naming import SEGMENTS_SUFFIX
 from kvtier_backends.fs.attempts import Writer, attempt_name
+from kvtier_backends.fs.below import NO_LINK, ForeignError, open_file, open_folder, refuse_others, refused
 from kvtier_backends.fs.disk import Disk
 from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, FolderSizes, taken_bytes
 from kvtier_backends.fs.options import FsOptions
@@ -29,6 +32,8 @@ ALIGN_BYTES = 4_096  # Of rows and footers; direct I/O is tried at this and noth
 CONFIG_BYTES_MAX = 1 << 20  # Thousands of layer names; anything longer is another program's file.
 
 QUARANTINE = "quarantine"
+
+_OWN = re.compile(r"[0-9a-f]{2,3}|[0-9]{8}\.seg")  # Folders of chunks, and segments.
 
 _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP}  # How file systems say that they have no direct I/O.
 _OURS_TO_MEND = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENAMETOOLONG}
@@ -68,12 +73,15 @@ class Folder:
                 quarantine, keeps = f"{self._mapper.folder}/{QUARANTINE}", self._options.corrupt == "quarantine"
                 for name in (self._mapper.folder, self.chunks, *([quarantine] if keeps else [])):
                     self._make(name, undo)
+                self._refuse_links(quarantine)
                 self._settle_config(undo)
                 self.quarantine = Quarantine(self.root_fd, quarantine, keeps=keeps)
                 self.direct = self._try_io(self._options.io)
                 self.reads = self._try_queue()
                 self.sizes = FolderSizes(self._new_folder_bytes())
                 undo.pop_all()
+        except ForeignError as error:
+            raise refused(root, error) from error
         except OSError as error:
             if error.errno in _OURS_TO_MEND:
                 raise ConfigError(
@@ -90,7 +98,7 @@ class Folder:
     def read(self, name: str, bytes_max: int) -> bytes | None:
         """Return the first bytes of a small file; None if there is none."""
         try:
-            fd = os.open(name, os.O_RDONLY, dir_fd=self.root_fd)
+            fd = open_file(self.root_fd, name)
         except FileNotFoundError:
             return None
         with open(fd, "rb") as file:
@@ -99,7 +107,7 @@ class Folder:
     def taken_bytes(self, name: str) -> int:
         """Return what a file takes of the disk; 0 if there is none."""
         try:
-            return taken_bytes(os.stat(name, dir_fd=self.root_fd))
+            return taken_bytes(os.stat(name, dir_fd=self.root_fd, follow_symlinks=False))
         except FileNotFoundError:
             return 0
 
@@ -124,6 +132,21 @@ class Folder:
         with suppress(FileExistsError):
             os.mkdir(name, dir_fd=self.root_fd)
             undo.callback(_quietly, os.rmdir, name, dir_fd=self.root_fd)
+        os.close(open_folder(self.root_fd, name))
+
+    def _refuse_links(self, quarantine: str) -> None:
+        """Raise `ForeignError` if there is a link in the place of quarantine, or of something that has chunks."""
+        with suppress(FileNotFoundError):
+            os.close(open_folder(self.root_fd, quarantine))
+        fd = open_folder(self.root_fd, self.chunks)
+        try:
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    if entry.is_symlink() and _OWN.fullmatch(entry.name):
+                        kind = stat.S_IFREG if entry.name.endswith(".seg") else stat.S_IFDIR
+                        refuse_others(self.root_fd, f"{self.chunks}/{entry.name}", kind)
+        finally:
+            os.close(fd)
 
     def _new_folder_bytes(self) -> int:
         """Return what an empty directory takes."""
@@ -180,7 +203,7 @@ class Folder:
         if not self.direct or not self._options.load_queue_bytes:
             return ONE_BY_ONE
         with suppress(OSError):
-            fd = os.open(self._mapper.config_name, os.O_RDONLY | os.O_DIRECT, dir_fd=self.root_fd)
+            fd = os.open(self._mapper.config_name, os.O_RDONLY | os.O_DIRECT | NO_LINK, dir_fd=self.root_fd)
             try:
                 is_disk = os.major(os.fstat(fd).st_dev) != 0  # What is no block device has a number without a driver.
                 if is_disk and takes_queued(fd, memoryview(mmap.mmap(-1, ALIGN_BYTES))):
@@ -209,7 +232,7 @@ class Folder:
     def _readable(self, flag: int) -> bool:
         """Try reading alone: a full disk still serves what is on it."""
         try:
-            fd = os.open(self._mapper.config_name, os.O_RDONLY | flag, dir_fd=self.root_fd)
+            fd = os.open(self._mapper.config_name, os.O_RDONLY | flag | NO_LINK, dir_fd=self.root_fd)
             try:
                 return os.preadv(fd, [mmap.mmap(-1, ALIGN_BYTES)], 0) > 0
             finally:

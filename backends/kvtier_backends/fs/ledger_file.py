@@ -5,14 +5,19 @@ of its slot for as long as it lives: the kernel, or the file server, lets go of 
 had promised counts as written, since some of it may be; a later count of the directory corrects that. So whatever is
 not known for sure is counted as used, and the limit holds.
 
-The page: magic 8, version u32, flags u32, boot 8, used u64, added u64, removed u64, 64 slots of 8, zeros, XXH3-64 of
-all before it; little-endian.
+A page that is damaged, or that is older than one that was seen before, is begun anew: nothing is known then until the
+directory has been counted, and nothing is promised until every process that lives has said again what it has promised.
+
+The page: magic 8, version u32, flags u32, boot 8, used u64, added u64, removed u64, 64 slots of 8, when it was begun
+u64, its generation u64, a bit for each slot that is still to say what was promised u64, zeros, XXH3-64 of all before
+it; little-endian. Version 0.1.0 has written zeros from the end of the slots on, and its processes may share the page.
 """
 
 import fcntl
 import os
 import struct
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from typing import NamedTuple
@@ -20,15 +25,19 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from kvtier.errors import BackendUnavailable
+from kvtier_backends.fs.below import open_file
 
 PAGE_BYTES = 4_096
 SLOTS = 64  # Processes on one directory. Each costs eight bytes, and a microsecond a count.
 MAGIC = b"\x89kvledg\n"
 VERSION = 1
 KNOWN = 1  # Flag: the directory has been counted.
+ALL_SLOTS = (1 << SLOTS) - 1
 
 _HEAD = struct.Struct("<8sII8sQQQ")
 _SLOTS = struct.Struct(f"<{SLOTS}Q")
+_LIFE = struct.Struct("<QQQ")
+_LIFE_AT = _HEAD.size + _SLOTS.size
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_AT = PAGE_BYTES - _CHECKSUM.size
 _FLOCK = struct.Struct("hhqqi0q")  # struct flock of fcntl(2).
@@ -42,6 +51,7 @@ _SLOT_LOCKS = PAGE_BYTES + 2
 class Count(NamedTuple):
     """Where the page stood when a count of the directory began."""
 
+    begun_ns: int
     added_bytes: int
     removed_bytes: int
 
@@ -49,7 +59,14 @@ class Count(NamedTuple):
 class Page:
     """What the page says, while it is locked."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, begun_ns: int = 0, untold: int = 0) -> None:
+        """Know nothing."""
+        self.begun_ns = begun_ns
+        """When it was last begun anew; no two lives of a page have the same. 0: by 0.1.0, which does not say."""
+        self.generation = 0
+        """How often it was written since then."""
+        self.untold = untold
+        """A bit for each slot whose process has not said since then what it has promised."""
         self.known = False
         self.boot = bytes(8)
         self.used_bytes = 0
@@ -66,7 +83,10 @@ class LedgerFile:
 
         Raises `BackendUnavailable` if all slots are taken, and `OSError` where there are no such locks.
         """
-        self._fd = os.open(name, os.O_RDWR | os.O_CREAT, 0o644, dir_fd=root_fd)
+        self._fd = open_file(root_fd, name, os.O_RDWR | os.O_CREAT)
+        self._slot = -1
+        self._seen = 0, 0  # When the page was begun, and its generation, as far as we have seen.
+        self._promised_bytes = 0  # As our slot says, whatever has become of the page.
         self._threads = threading.Lock()
         self._evictors = threading.Lock()
         try:
@@ -79,6 +99,7 @@ class LedgerFile:
                 self._reap(page)
                 page.used_bytes += page.reserved_bytes[self._slot]
                 page.reserved_bytes[self._slot] = 0
+                page.untold &= ~(1 << self._slot)
         except BaseException:
             os.close(self._fd)
             raise
@@ -90,11 +111,13 @@ class LedgerFile:
                 os.close(self._fd)
                 self._fd = -1
 
-    def reserve(self, wanted_bytes: int, limit_bytes: int) -> int:
-        """Promise as much of that as fits into the limit, and return how much it was."""
+    def reserve(self, wanted_bytes: int, limit_bytes: int) -> int | None:
+        """Promise as much of that as fits into the limit, and return how much it was; None: nobody knows what fits."""
         with self._page() as page:
+            if not self._is_sure(page):
+                return None
             free_bytes = limit_bytes - page.used_bytes - sum(page.reserved_bytes)
-            granted_bytes = max(0, min(wanted_bytes, free_bytes)) if page.known else 0
+            granted_bytes = max(0, min(wanted_bytes, free_bytes))
             page.reserved_bytes[self._slot] += granted_bytes
             return granted_bytes
 
@@ -109,24 +132,28 @@ class LedgerFile:
     def settle(self, reserved_bytes: int, added_bytes: int) -> None:
         """Take a promise back, and count what came of it; less than nothing if more has gone than come."""
         with self._page() as page:
-            own_bytes = page.reserved_bytes[self._slot]
-            page.reserved_bytes[self._slot] = max(0, own_bytes - reserved_bytes)  # The page may have been damaged.
+            page.reserved_bytes[self._slot] -= reserved_bytes
             _count(page, added_bytes)
 
-    def taken(self) -> tuple[int, int]:
-        """Return what is used and what is promised."""
+    def taken(self) -> tuple[int, int] | None:
+        """Return what is used and what is promised; None: nobody knows."""
         with self._page() as page:
-            return page.used_bytes, sum(page.reserved_bytes)
+            return (page.used_bytes, sum(page.reserved_bytes)) if self._is_sure(page) else None
 
     def begin_count(self) -> Count:
         """Note where the page stands before the directory is looked through; what the dead have left is seen then."""
         with self._page() as page:
             self._reap(page)
-            return Count(page.added_bytes, page.removed_bytes)
+            return Count(page.begun_ns, page.added_bytes, page.removed_bytes)
 
     def end_count(self, began: Count, seen_bytes: int) -> None:
-        """Correct what is used by what was seen, give or take what has changed since the count began."""
+        """Correct what is used by what was seen, give or take what has changed since the count began.
+
+        That is not known if the page was begun anew meanwhile: then nothing changes, and another count is needed.
+        """
         with self._page() as page:
+            if page.begun_ns != began.begun_ns:
+                return
             most = seen_bytes + page.added_bytes - began.added_bytes
             least = seen_bytes - (page.removed_bytes - began.removed_bytes) - sum(page.reserved_bytes)
             page.used_bytes = min(max(page.used_bytes, least), most) if page.known else most
@@ -148,12 +175,29 @@ class LedgerFile:
         with self._threads:
             _lock(self._fd, fcntl.F_WRLCK, _PAGE_LOCK)
             try:
-                page = _read(os.pread(self._fd, PAGE_BYTES, 0))
+                page = self._current(read_page(os.pread(self._fd, PAGE_BYTES, 0)))
                 yield page
+                page.generation += 1
                 os.pwrite(self._fd, _written(page), 0)
+                self._seen, self._promised_bytes = (page.begun_ns, page.generation), page.reserved_bytes[self._slot]
             finally:
                 with suppress(OSError):  # With the descriptor gone, so is the lock.
                     _lock(self._fd, fcntl.F_UNLCK, _PAGE_LOCK)
+
+    def _current(self, page: Page | None) -> Page:
+        """Return the page, or one that is begun anew if there is none, or if it is older than one that was seen."""
+        if page is None or (page.begun_ns and (page.begun_ns, page.generation) < self._seen):
+            page = Page(begun_ns=max(time.time_ns(), self._seen[0] + 1), untold=ALL_SLOTS)
+        if self._slot >= 0:
+            page.reserved_bytes[self._slot] = self._promised_bytes
+            page.untold &= ~(1 << self._slot)
+        return page
+
+    def _is_sure(self, page: Page) -> bool:
+        """Say whether it is known what is used, and what every process that lives has promised."""
+        if page.untold:
+            self._reap(page)
+        return page.known and not page.untold
 
     def _take_slot(self) -> int:
         for slot in range(SLOTS):
@@ -170,9 +214,11 @@ class LedgerFile:
     def _reap(self, page: Page) -> None:
         """Count what dead processes had promised as written."""
         for slot, reserved_bytes in enumerate(page.reserved_bytes):
-            if reserved_bytes and slot != self._slot and not self._is_alive(slot):
+            matters = reserved_bytes or page.untold >> slot & 1
+            if matters and slot != self._slot and not self._is_alive(slot):
                 _count(page, reserved_bytes)
                 page.reserved_bytes[slot] = 0
+                page.untold &= ~(1 << slot)
 
 
 def _lock(fd: int, kind: int, at: int, *, wait: bool = True) -> None:
@@ -189,24 +235,26 @@ def _count(page: Page, added_bytes: int) -> None:
         page.removed_bytes -= added_bytes
 
 
-def _read(content: bytes) -> Page:
-    """Read a page; one that is none, because it is new or damaged, says that nothing is known."""
-    page = Page()
+def read_page(content: bytes) -> Page | None:
+    """Read a page; None if it is none, because it is new, damaged or of another version."""
     if len(content) != PAGE_BYTES:
-        return page
+        return None
     magic, version, flags, boot, used, added, removed = _HEAD.unpack_from(content)
     (checksum,) = _CHECKSUM.unpack_from(content, _CHECKSUM_AT)
     if (magic, version) != (MAGIC, VERSION) or checksum != xxh3_64_intdigest(content[:_CHECKSUM_AT]):
-        return page
+        return None
+    page = Page()
     page.known = bool(flags & KNOWN)
     page.boot = boot
     page.used_bytes, page.added_bytes, page.removed_bytes = used, added, removed
     page.reserved_bytes = list(_SLOTS.unpack_from(content, _HEAD.size))
+    page.begun_ns, page.generation, page.untold = _LIFE.unpack_from(content, _LIFE_AT)
     return page
 
 
 def _written(page: Page) -> bytes:
     flags = KNOWN if page.known else 0
     head = _HEAD.pack(MAGIC, VERSION, flags, page.boot, page.used_bytes, page.added_bytes, page.removed_bytes)
-    body = (head + _SLOTS.pack(*page.reserved_bytes)).ljust(_CHECKSUM_AT, b"\0")
+    life = _LIFE.pack(page.begun_ns, page.generation, page.untold)
+    body = (head + _SLOTS.pack(*page.reserved_bytes) + life).ljust(_CHECKSUM_AT, b"\0")
     return body + _CHECKSUM.pack(xxh3_64_intdigest(body))

@@ -9,6 +9,7 @@ from typing import Self
 from kvtier.backend import Outcome, Read
 from kvtier.errors import BlockMissing
 from kvtier.keys import OffloadKey
+from kvtier_backends.fs.below import ForeignError
 from kvtier_backends.fs.failures import GONE, failure
 from kvtier_backends.fs.files import ChunkFiles
 from kvtier_backends.fs.footer import FOOTER_BYTES
@@ -55,7 +56,7 @@ class LoadHop:
                 if read.key in self._share.leaving:
                     raise FileNotFoundError  # As good as.
                 self._opened[place] = chunk = self._files.open(read.key)
-            except (FileNotFoundError, NotADirectoryError):
+            except (FileNotFoundError, NotADirectoryError, ForeignError):
                 self._outcomes[place] = BlockMissing(f"{read.key.hex()}: no file")
             except OSError as error:
                 self._fail(place, error)

@@ -83,8 +83,8 @@ class Looking:
             await self._look()
             await _end_count(eviction.ledger, count, self._scan.seen_bytes, executor=self._lane)
             self.done.set()
-            await asyncio.sleep(max(AGAIN_S_LEAST, AGAIN_TIMES * (time.monotonic() - began_s)))
-            await eviction.until_look_is_wanted(AGAIN_S_MOST)
+            pause_s = max(AGAIN_S_LEAST, AGAIN_TIMES * (time.monotonic() - began_s))
+            await eviction.until_look_is_wanted(pause_s, AGAIN_S_MOST)
             self._scan = self._new_scan(recall=False)
 
     async def run_checkpoints(self) -> None:

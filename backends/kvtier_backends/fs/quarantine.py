@@ -5,8 +5,10 @@ Chunks serve somebody and these do not, so where room is needed they go first, t
 
 import os
 import threading
+from contextlib import suppress
 from typing import NamedTuple
 
+from kvtier_backends.fs.below import open_folder
 from kvtier_backends.fs.folder_sizes import taken_bytes
 
 FILES_MAX = 100  # Enough to study what happened; a disk of corrupt files must not stay full of them.
@@ -52,33 +54,43 @@ class Quarantine:
 
     def clear(self, wanted_bytes: int) -> Cleared:
         """Remove files, the oldest first, until so much has gone or none is left. Blocks; raises nothing."""
-        found, admitted = list[tuple[int, str, int]](), self._admitted
-        for entry in self._listed():
+        admitted = self._admitted
+        try:
+            fd = open_folder(self._root, self.name)
+        except OSError:
+            found, cleared = 0, Cleared(0, 0)  # There is none, or none of ours.
+        else:
             try:
-                status = os.stat(f"{self.name}/{entry}", dir_fd=self._root, follow_symlinks=False)
-            except OSError:
-                continue  # Another process has removed it.
-            found.append((status.st_ctime_ns, entry, taken_bytes(status)))  # When it came here: moving sets it.
-        cleared = Cleared(0, 0)
-        for _, entry, freed_bytes in sorted(found):
-            if cleared.freed_bytes >= wanted_bytes:
-                break
-            try:
-                os.unlink(f"{self.name}/{entry}", dir_fd=self._root)
-            except OSError:
-                continue  # As above, or it cannot be: then chunks go.
-            cleared = Cleared(cleared.files + 1, cleared.freed_bytes + freed_bytes)
+                found, cleared = _cleared(fd, wanted_bytes)
+            finally:
+                os.close(fd)
         with self._lock:
-            known = self._files if self._admitted > admitted else len(found)  # People tidy up, too.
+            known = self._files if self._admitted > admitted else found  # People tidy up, too.
             self._files = max(0, known - cleared.files)
         return cleared
 
     def _listed(self) -> list[str]:
         try:
-            fd = os.open(self.name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root)
+            fd = open_folder(self._root, self.name)
         except OSError:
             return []  # There is none, or none to look into.
         try:
             return os.listdir(fd)
         finally:
             os.close(fd)
+
+
+def _cleared(fd: int, wanted_bytes: int) -> tuple[int, Cleared]:
+    """Remove files of a folder, the oldest first; return how many there were, and what has gone."""
+    found, cleared = list[tuple[int, str, int]](), Cleared(0, 0)
+    for entry in os.listdir(fd):
+        with suppress(OSError):  # Another process has removed it.
+            status = os.stat(entry, dir_fd=fd, follow_symlinks=False)
+            found.append((status.st_ctime_ns, entry, taken_bytes(status)))  # When it came here: moving sets it.
+    for _, entry, freed_bytes in sorted(found):
+        if cleared.freed_bytes >= wanted_bytes:
+            break
+        with suppress(OSError):  # As above, or it cannot be: then chunks go.
+            os.unlink(entry, dir_fd=fd)
+            cleared = Cleared(cleared.files + 1, cleared.freed_bytes + freed_bytes)
+    return len(found), cleared

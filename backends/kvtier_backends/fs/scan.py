@@ -13,6 +13,7 @@ from kvtier.backend import INVENTORY_BATCH_KEYS
 from kvtier.keys import OffloadKey
 from kvtier.namespace import FileMapper
 from kvtier.naming import read_folder
+from kvtier_backends.fs.below import open_folder
 from kvtier_backends.fs.entries import Held
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, taken_bytes
@@ -116,7 +117,7 @@ class Scan:
         yield from ()
 
     def _names(self, folder: str) -> list[str]:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root)
+        fd = open_folder(self._root, folder)
         try:
             return os.listdir(fd)
         finally:
@@ -139,7 +140,7 @@ class Scan:
         """Return a folder's folders and chunks; its descriptor is closed before the walk goes on."""
         folders: list[str] = []
         chunks: list[Held] = []
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root)
+        fd = open_folder(self._root, folder)
         try:
             status = os.fstat(fd)
             self._sizes.scanned(folder, status)
@@ -176,7 +177,7 @@ class Scan:
 
     def _measure(self, folder: str) -> int:
         """Return what a folder and all that is in it takes, but for what we are writing."""
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._root)
+        fd = open_folder(self._root, folder)
         try:
             total = os.fstat(fd).st_blocks * SECTOR_BYTES
             with os.scandir(fd) as entries:

@@ -12,12 +12,14 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 from kvtier.errors import BackendClosed
+from kvtier.keys import OffloadKey
 from kvtier.lend import in_thread
 from kvtier.units import SIZE_BYTES_MAX
 from kvtier_backends.fs.entries import Held
 from kvtier_backends.fs.eviction import Eviction, Removal
 from kvtier_backends.fs.folder_sizes import FolderSizes
 from kvtier_backends.fs.grant import Grant
+from kvtier_backends.fs.layout import until
 from kvtier_backends.fs.ledger_file import LedgerFile
 
 logger = logging.getLogger(__name__)
@@ -38,6 +40,7 @@ class SharedEviction(Eviction):
         self._looked_at_ns = 0  # When the last look through the directory began.
         self._looking_since_ns = 0
         self._look_wanted = asyncio.Event()
+        self._page_lost = asyncio.Event()  # Nobody knows what is used, as far as we have heard.
 
     def stored(self, added_bytes: int) -> None:
         super().stored(added_bytes)
@@ -64,11 +67,15 @@ class SharedEviction(Eviction):
         """Note that a look through the directory begins: what is stored from now on may be missed."""
         self._looking_since_ns = self._clock_ns()
 
-    async def until_look_is_wanted(self, most_s: float) -> None:
-        """Wait until what is known is not enough, or it is old."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(most_s):
-                await self._look_wanted.wait()
+    async def until_look_is_wanted(self, least_s: float, most_s: float) -> None:
+        """Wait until what is known is not enough, or it is old; only for a page that is lost, not at least so long."""
+        for_lost_page = self._page_lost.is_set()  # Then the next look for one waits: others may have to say something.
+        self._page_lost.clear()
+        if for_lost_page:
+            await asyncio.sleep(least_s)
+        elif await until(self._page_lost.wait(), least_s):
+            return
+        await until(self._look_wanted.wait(), most_s)
         self._look_wanted.clear()
 
     def scan_ended(self) -> None:
@@ -78,7 +85,8 @@ class SharedEviction(Eviction):
     async def _promise(self, grant: Grant, wanted_bytes: int) -> None:
         limit_bytes = SIZE_BYTES_MAX if self._capacity.limit_bytes is None else self._capacity.limit_bytes
         limit_bytes -= self._quarantine.used_bytes  # Which the page does not know of.
-        await in_thread(self._store_lanes, _take, grant, self.ledger, wanted_bytes - grant.bytes, limit_bytes)
+        wanted_bytes -= grant.bytes
+        self._heard(sure=await in_thread(self._store_lanes, _take, grant, self.ledger, wanted_bytes, limit_bytes))
 
     async def _exchange(self, grant: Grant, victims: Sequence[Held], wanted_bytes: int) -> None:
         gone_bytes = await self._remove(victims)
@@ -86,7 +94,20 @@ class SharedEviction(Eviction):
 
     async def _surplus_bytes(self) -> int:
         taken = await asyncio.get_running_loop().run_in_executor(self._lane, self.ledger.taken)
-        return self._capacity.surplus_of(*taken)
+        self._heard(sure=taken is not None)
+        return 0 if taken is None else self._capacity.surplus_of(*taken)
+
+    def _choose(self, wanted_bytes: int, incoming: Sequence[OffloadKey], most: int | None = None) -> list[Held]:
+        """Choose nothing as long as nobody knows what is used: it may be that nothing has to go."""
+        return [] if self._page_lost.is_set() else super()._choose(wanted_bytes, incoming, most)
+
+    def _heard(self, *, sure: bool) -> None:
+        """Hear whether the page says what is used and promised."""
+        if sure:
+            self._page_lost.clear()
+        else:
+            self._page_lost.set()
+            self._look_wanted.set()
 
     async def _remove_behind(self, victims: Sequence[Held]) -> int:
         gone_bytes = await super()._remove_behind(victims)
@@ -95,7 +116,7 @@ class SharedEviction(Eviction):
         return gone_bytes
 
     async def _clear_quarantine(self, wanted_bytes: int) -> int:
-        gone_bytes = await super()._clear_quarantine(wanted_bytes)
+        gone_bytes = 0 if self._page_lost.is_set() else await super()._clear_quarantine(wanted_bytes)
         if gone_bytes:
             await in_thread(self._store_lanes, self.ledger.settle, 0, self._news_bytes())
         return gone_bytes
@@ -117,9 +138,14 @@ class SharedEviction(Eviction):
         return news_bytes
 
 
-def _take(grant: Grant, ledger: LedgerFile, wanted_bytes: int, limit_bytes: int) -> None:
-    """Have a promise of the page be in the grant, whoever is cancelled meanwhile. Blocks, in a lane."""
-    grant.bytes += ledger.reserve(wanted_bytes, limit_bytes)
+def _take(grant: Grant, ledger: LedgerFile, wanted_bytes: int, limit_bytes: int) -> bool:
+    """Have a promise of the page be in the grant, whoever is cancelled meanwhile; False: nobody knows what fits.
+
+    Blocks, in a lane.
+    """
+    granted_bytes = ledger.reserve(wanted_bytes, limit_bytes)
+    grant.bytes += granted_bytes or 0
+    return granted_bytes is not None
 
 
 def _exchange(grant: Grant, ledger: LedgerFile, gone_bytes: int, wanted_bytes: int) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from xxhash import xxh3_64_intdigest
 
 from kvtier.lend import Lanes, in_thread
+from kvtier_backends.fs.below import open_file
 
 DAY_NS = 86_400_000_000_000
 BURST_PARTS = 4  # Of the day's bytes, in 32nds: what the bucket holds,
@@ -31,7 +32,7 @@ class WriteBudget:
         self, root_fd: int, name: str, bytes_per_day: int, unit_bytes: int, clock_ns: Callable[[], int]
     ) -> None:
         """Open the file, or make it with a full bucket. Blocks. `unit_bytes`: what is written at once at least."""
-        self._fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644, dir_fd=root_fd)
+        self._fd = open_file(root_fd, name, os.O_RDWR | os.O_CREAT)
         self._bytes_per_day = bytes_per_day
         self._burst_bytes = max(unit_bytes, bytes_per_day * BURST_PARTS // 32)
         self._advance_bytes = max(unit_bytes, bytes_per_day * ADVANCE_PARTS // 32)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from kvtier.contents import Finding, Kind, State, StoredFile
 from kvtier.errors import ConfigError
+from kvtier_backends.fs.below import open_file
 from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.folder_sizes import taken_bytes
 from kvtier_backends.fs.footer import FOOTER_BYTES, payload_checksum, read_footer
@@ -63,6 +64,8 @@ class SlotContents:
             fd = self._opened(name)
         except FileNotFoundError:
             return
+        except OSError as error:
+            raise self._refused(name, error) from error
         header = _header(fd)
         if header is None:
             yield _leftover(name, os.fstat(fd))
@@ -147,7 +150,7 @@ class SlotContents:
         if self._open is not None and self._open[0] == name and self._open[2] >= locked:
             return self._open[1]
         self.close()
-        fd = os.open(name, os.O_RDWR if locked else os.O_RDONLY, dir_fd=self._root_fd)
+        fd = open_file(self._root_fd, name, os.O_RDWR if locked else os.O_RDONLY)
         try:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
             if locked:

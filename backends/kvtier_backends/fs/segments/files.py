@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from kvtier_backends.fs.below import open_file, open_folder
 from kvtier_backends.fs.footer import FOOTER_BYTES
 from kvtier_backends.fs.segments.header import Header
 
@@ -35,7 +36,7 @@ class Segment:
 
         Read through the page cache, which is asked for many of them at once.
         """
-        fd = os.open(self.name, os.O_RDONLY, dir_fd=root_fd)
+        fd = open_file(root_fd, self.name)
         try:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
             page = memoryview(bytearray(FOOTER_BYTES))
@@ -57,14 +58,11 @@ class Segment:
         """Write what a slot holds to a file of its own, whole or not at all."""
         slot = mmap.mmap(-1, self.header.slot_bytes)
         read_all(self.fd, [memoryview(slot)], self.header.offset(place))
-        fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=root_fd)
+        folder_fd = open_folder(root_fd, os.path.dirname(name))
         try:
-            write_all(fd, [memoryview(slot)], 0)
-        except OSError:
-            os.unlink(name, dir_fd=root_fd)
-            raise
+            _write_new(folder_fd, os.path.basename(name), slot)
         finally:
-            os.close(fd)
+            os.close(folder_fd)
 
     def close(self) -> None:
         """Let go of it and of its lock; idempotent. No thread may be using it: its number would be another file's."""
@@ -74,6 +72,17 @@ class Segment:
                 fcntl.flock(self.fd, fcntl.LOCK_UN)  # A fork that has the descriptor, too, would keep the lock.
             with suppress(OSError):
                 os.close(self.fd)
+
+
+def _write_new(folder_fd: int, name: str, content: mmap.mmap) -> None:
+    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=folder_fd)
+    try:
+        write_all(fd, [memoryview(content)], 0)
+    except OSError:
+        os.unlink(name, dir_fd=folder_fd)
+        raise
+    finally:
+        os.close(fd)
 
 
 def ask_ahead(fd: int, header: Header, places: Sequence[int]) -> None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvtier_backends.fs.attempts import attempt_name
+from kvtier_backends.fs.below import open_file, open_folder
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.segments.files import Segment, write_all
 from kvtier_backends.fs.segments.header import HEADER_BYTES, Header, read_header
@@ -57,7 +58,7 @@ class SegmentFolder:
 
     def names(self) -> list[str]:
         """Return the names of all segments, in the order that they were made."""
-        fd = os.open(self._folder.chunks, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.root_fd)
+        fd = open_folder(self.root_fd, self._folder.chunks)
         try:
             return [f"{self._folder.chunks}/{name}" for name in sorted(filter(NAME.fullmatch, os.listdir(fd)))]
         finally:
@@ -65,7 +66,7 @@ class SegmentFolder:
 
     def open(self, name: str) -> Segment | Unusable:
         """Open a segment, to write if nobody else does. Raises `FileNotFoundError` if it is gone, or goes just now."""
-        fd = os.open(name, os.O_RDWR | self._direct, dir_fd=self.root_fd)
+        fd = open_file(self.root_fd, name, os.O_RDWR | self._direct)
         try:
             own = _lock(fd)
             status = os.fstat(fd)
@@ -121,7 +122,7 @@ class SegmentFolder:
     def remove_unusable(self, unusable: Unusable) -> bool:
         """Remove a file that nobody writes; say whether it is gone."""
         try:
-            fd = os.open(unusable.name, os.O_RDWR, dir_fd=self.root_fd)
+            fd = open_file(self.root_fd, unusable.name, os.O_RDWR)
         except FileNotFoundError:
             return True
         try:
@@ -181,7 +182,7 @@ class SegmentFolder:
     def _sync_folder(self) -> None:
         if not self._fsync:
             return
-        fd = os.open(self._folder.chunks, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.root_fd)
+        fd = open_folder(self.root_fd, self._folder.chunks)
         try:
             os.fsync(fd)
         finally:

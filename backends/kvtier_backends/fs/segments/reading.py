@@ -12,6 +12,7 @@ from typing import NamedTuple
 from kvtier.backend import INVENTORY_BATCH_KEYS
 from kvtier.namespace import FileMapper
 from kvtier.naming import read_folder
+from kvtier_backends.fs.below import open_folder
 from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, taken_bytes
@@ -198,7 +199,7 @@ class Reading:
 
     def _measured(self, folder: str, sweep: Sweep) -> int:
         """Return what a folder and all in it takes but for segments, and remove what the dead have left."""
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._folder.root_fd)
+        fd = open_folder(self._folder.root_fd, folder)
         try:
             total = os.fstat(fd).st_blocks * SECTOR_BYTES
             with os.scandir(fd) as entries:
@@ -229,7 +230,7 @@ def _runs(first_slot: int, taken: bytearray) -> list[tuple[int, int]]:
 
 
 def _names(root_fd: int, folder: str) -> list[str]:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=root_fd)
+    fd = open_folder(root_fd, folder)
     try:
         return os.listdir(fd)
     finally:

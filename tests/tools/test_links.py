@@ -1,0 +1,102 @@
+"""Commands follow no link below the directory, and wait for no pipe: they say what lies there, or call it corrupt."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.testing.conformance.lender import keys_of
+from kvtier_backends.fs.contents import FsContents
+
+COMMANDS = (("du",), ("ls",), ("verify",), ("prune", "--older-than", "0s", "--yes"), ("prune", "--leftovers", "--yes"))
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> Path:
+    path = tmp_path / "elsewhere"
+    path.mkdir()
+    (path / "treasure").write_bytes(b"not for anybody else")
+    return path
+
+
+def replaced(path: Path, elsewhere: Path) -> Path:
+    """Have a link be in the place of something of a tier's, which is moved away."""
+    if path.exists():
+        path.rename(elsewhere / path.name)
+    path.symlink_to(elsewhere / path.name if (elsewhere / path.name).exists() else elsewhere)
+    return path
+
+
+def contents_of(path: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+@pytest.mark.parametrize("place", ["namespace", "first", "quarantine", "segment"])
+def test_a_command_refuses_a_link_by_name_and_leaves_what_it_leads_to(
+    root: Path, store: Callable[..., list[Path]], run, elsewhere: Path, place: str, command: tuple[str, ...]
+) -> None:
+    files = store(keys_of(3), layout="segments" if place == "segment" else "files")
+    link = {
+        "namespace": files[0].parent.parent.parent,
+        "first": files[0].parent.parent,
+        "quarantine": next(root.glob("*/config.json")).parent / "quarantine",
+        "segment": files[0],
+    }[place]
+    replaced(link, elsewhere)
+    before = contents_of(elsewhere)
+    status, _ = run(command[0], root, *command[1:])
+    assert status == 2
+    assert contents_of(elsewhere) == before
+    with pytest.raises(ConfigError, match=f"{link.name} is a symbolic link, a .* or nothing accepted; remove it"):
+        walk(root)
+
+
+def walk(root: Path) -> None:
+    contents = FsContents.open(str(root))
+    try:
+        for place in contents.places():
+            for part in contents.parts(place):
+                list(contents.files(place, part))
+    finally:
+        contents.close()
+
+
+@pytest.mark.parametrize("kind", ["a link", "a pipe"])
+def test_what_is_no_file_at_a_chunks_name_is_corrupt_and_goes_without_what_it_leads_to(
+    root: Path, store: Callable[..., list[Path]], run, run_json: Callable[..., Any], elsewhere: Path, kind: str
+) -> None:
+    path = store(keys_of(3))[0]
+    if kind == "a link":
+        replaced(path, elsewhere)
+    else:
+        path.unlink()
+        os.mkfifo(path)
+    before = contents_of(elsewhere)
+    assert run("verify", root)[0] == 1
+    assert run_json("prune", root, "--corrupt", "--yes")["files"] == 1
+    assert not os.path.lexists(path)
+    assert contents_of(elsewhere) == before
+    assert run("verify", root)[0] == 0
+
+
+def test_a_pipe_in_the_place_of_the_configuration_holds_up_nothing(
+    root: Path, store: Callable[..., list[Path]], run_json: Callable[..., Any]
+) -> None:
+    store(keys_of(3))
+    (config,) = root.glob("*/config.json")
+    config.unlink()
+    os.mkfifo(config)
+    (row,) = run_json("du", root)["namespaces"].values()
+    assert (row["model"], row["chunks"]) == ("", 3)
+
+
+def test_the_directory_itself_may_be_a_link(
+    root: Path, store: Callable[..., list[Path]], run_json: Callable[..., Any], tmp_path: Path
+) -> None:
+    store(keys_of(3))
+    (tmp_path / "link").symlink_to(root)
+    assert run_json("du", tmp_path / "link")["chunks"] == 3
