@@ -5,16 +5,23 @@ except what it fetched already.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
 
+from kvtier.errors import RowsStillRead
 from kvtier.keys import OffloadKey
 from kvtier.ledger import LookupResult, StorePlan
+from kvtier.region import LentRow
 from kvtier.request import Request
 from kvtier.waking import WakingManager
 
 Chunk = bytes | bytearray | memoryview
+
+KEYS_NAMED = 3  # In one message, of all that it is about.
+
+logger = logging.getLogger(__name__)
 
 
 class WaitingManager(WakingManager):
@@ -51,19 +58,29 @@ class WaitingManager(WakingManager):
         Gives read-only views, one a key and each `chunk_bytes` long, valid inside the `async with` and released after
         it. A run longer than the primary can hold gives its leading part. What fails on its way ends the run before
         it; nothing raises for it.
+
+        What is made of a view (a slice, an array) must be gone when the block ends, too: `RowsStillRead` if it is not,
+        or a note to what the block itself raised. Such rows are nobody else's until it has gone. What
+        `torch.frombuffer` makes of a view cannot be seen, and would read the row's next chunk: `get` gives copies.
         """
         async with self._one(request_id) as request:
             rows: list[int] = []
-            views: list[memoryview] = []
+            lent: list[LentRow] = []
             try:
                 await self._arrive(keys, request, rows)
-                size = self.config.chunk_bytes
-                views += [self.region.row(row)[:size].toreadonly() for row in rows]
-                yield views
-            finally:
-                for view in views:
-                    view.release()
-                self.complete_load(keys[: len(rows)], request.id)
+                lent += [self.region.lend(row, self.config.chunk_bytes) for row in rows]
+                yield [each.view for each in lent]
+            except BaseException as error:
+                if complaint := self._give_back(keys[: len(rows)], lent, request):
+                    error.add_note(complaint)
+                raise
+            if complaint := self._give_back(keys[: len(rows)], lent, request):
+                raise RowsStillRead(complaint)
+
+    async def get(self, keys: Sequence[OffloadKey], *, request_id: str | None = None) -> list[bytes]:
+        """Return copies of the chunks that `fetch` would lend: of the longest leading run that is anywhere."""
+        async with self.fetch(keys, request_id=request_id) as rows:
+            return [bytes(row) for row in rows]
 
     async def delete(self, keys: Sequence[OffloadKey], deadline_s: float | None = None) -> bool:
         """Forget keys in the primary and in every tier; waits for whoever holds their rows.
@@ -152,6 +169,21 @@ class WaitingManager(WakingManager):
             self.end_step()
             if not hits or len(rows) == len(keys):
                 return
+
+    def _give_back(self, keys: Sequence[OffloadKey], lent: Sequence[LentRow], request: Request) -> str:
+        """Give back the rows that a fetch pinned for these keys; say what is wrong if some are still read."""
+        read = [(key, each) for key, each in zip(keys, lent, strict=False) if not each.release()]
+        self._keep([each for _, each in read])
+        self.complete_load(keys, request.id)
+        if not read:
+            return ""
+        named = ", ".join(key.hex() for key, _ in read[:KEYS_NAMED]) + ", …" * (len(read) > KEYS_NAMED)
+        complaint = (
+            f"{len(read)} of {len(lent)} rows are still read when their fetch is over ({named}): copy the bytes (get "
+            "does), or drop what was made of the views before the block ends. Until it has gone nobody gets these rows."
+        )
+        logger.warning("%s", complaint)
+        return complaint
 
     async def _reserve(self, keys: Sequence[OffloadKey], request: Request) -> StorePlan:
         """Wait for room for the keys, or for as many leading ones as there can be room for."""
