@@ -154,8 +154,9 @@ class Engine:
             raise EngineClosed("the engine was shut down")
 
     def _forget(self, request: Request) -> None:
-        if request.finished and request.storing <= 0:
-            self._requests.pop(request.id, None)
+        """Forget a request that is over; one that began since under its id stays."""
+        if request.finished and request.storing <= 0 and self._requests.get(request.id) is request:
+            del self._requests[request.id]
 
     def _receive(self) -> None:
         """Apply everything in the mailbox."""

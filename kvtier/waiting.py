@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 class WaitingManager(WakingManager):
     """A stepped engine whose callers may also wait, on one event loop."""
 
+    _calls = 0  # Of put and fetch, under way.
     _clearing = False  # A reset has waited for all rows in use: until it is done nobody gets any.
 
     async def put(self, keys: Sequence[OffloadKey], chunks: Sequence[Chunk], *, request_id: str | None = None) -> int:
@@ -100,6 +101,12 @@ class WaitingManager(WakingManager):
             return False
         return True
 
+    def reset(self, deadline_s: float | None = None) -> bool:
+        """Clear the primary at once, as an engine that steps does; RuntimeError if a `put` or `fetch` is under way."""
+        if self._calls:
+            raise RuntimeError(f"{self._calls} put or fetch under way, which may hold rows: await areset()")
+        return super().reset(deadline_s)
+
     async def areset(self, deadline_s: float | None = None) -> bool:
         """Clear the primary as `reset` does, after all rows in use have come back; the deadline begins then.
 
@@ -132,16 +139,18 @@ class WaitingManager(WakingManager):
     async def _one(self, request_id: str | None) -> AsyncGenerator[Request]:
         """Give the caller's request, or one for this call alone."""
         self._check_open()
-        if request_id is not None:
-            yield self._known(request_id)
-            return
-        own = f"#{next(self._ids)}"
-        self.on_new_request(own)
+        if own := request_id is None:
+            request_id = f"#{next(self._ids)}"
+            self.on_new_request(request_id)
+        request = self._known(request_id)
+        self._calls += 1
         try:
-            yield self._requests[own]
+            yield request
         finally:
-            self.on_request_finished(own)
-            self.end_step()
+            self._calls -= 1
+            if own or request.finished:  # In the latter case once more: for what it has used and leased since.
+                self._finish(request)
+                self.end_step()
 
     async def _arrive(self, keys: Sequence[OffloadKey], request: Request, rows: list[int]) -> None:
         """Wait until the leading run of keys is in the primary, and pin it: `rows` are its rows, so far.
@@ -212,13 +221,12 @@ class WaitingManager(WakingManager):
                         await self._next_progress()
                 for row, chunk in zip(plan.rows[done:end], chunks[done:end], strict=True):
                     self.region.row(row)[: self.config.chunk_bytes] = chunk
-                self.ledger.complete_store(plan.keys[done:end], request)
+                self._complete_store(plan.keys[done:end], request, success=True)
                 done = end
                 self.end_step()
         finally:
             if done < len(plan.keys):
-                self.ledger.complete_store(plan.keys[done:], request, success=False)
-            self._stir()
+                self._complete_store(plan.keys[done:], request, success=False)
 
     def _check_chunks(self, keys: Sequence[OffloadKey], chunks: Sequence[Chunk]) -> None:
         if len(keys) != len(chunks):
