@@ -3,6 +3,7 @@
 A step's actions leave at its end with one wake-up; what comes back waits in the bridge's mailbox until it is received.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -19,6 +20,8 @@ from kvtier.keys import OffloadKey
 from kvtier.metrics import Metrics
 from kvtier.region import LentRow, Region
 from kvtier.request import Request
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -198,4 +201,7 @@ class Engine:
     def _observe(self, tier: str, operation: str, seconds: float) -> None:
         self._metrics.observe(tier, operation, seconds)
         if self._observer is not None:
-            self._observer(tier, operation, seconds)
+            try:
+                self._observer(tier, operation, seconds)
+            except Exception:  # The supervisor's edge: a bug in an observer costs no transfer its outcome.
+                logger.exception("the observer raised for a %s of tier %s", operation, tier)
