@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         EngineClosed,
         KVTierError,
         NoSpace,
+        RowsStillRead,
         TraceError,
         TransferFailed,
     )
@@ -80,6 +81,7 @@ __all__ = [
     "Ranked",
     "Read",
     "Removed",
+    "RowsStillRead",
     "ScanDone",
     "StorePlan",
     "TierConfig",
@@ -106,7 +108,7 @@ _NAMES_BY_MODULE = {
     "kvtier.config": "EngineConfig EngineLimits TierConfig TierLimits decode load_config",
     "kvtier.errors": (
         "BackendClosed BackendError BackendUnavailable BlockCorrupt BlockError BlockMissing ConfigError EngineClosed "
-        "KVTierError NoSpace TraceError TransferFailed"
+        "KVTierError NoSpace RowsStillRead TraceError TransferFailed"
     ),
     "kvtier.events": "Event EventKind",
     "kvtier.keys": "OffloadKey chunk_hash group_index make_offload_key",

@@ -40,11 +40,12 @@ class LedgerLimits(NamedTuple):
 class LedgerCounters:
     """Totals since the start, in chunks."""
 
-    __slots__ = ("hits", "misses", "promotions_refused", "stores", "stores_refused")
+    __slots__ = ("hits", "misses", "promotions_refused", "rows_kept", "stores", "stores_refused")
 
     def __init__(self) -> None:
         self.hits = 0  # Loaded from where they lay in the primary.
         self.misses = 0  # Looked up and found nowhere, once a request and key.
         self.promotions_refused = 0  # Had by a tier, but there was no row for them.
+        self.rows_kept = 0  # Given back while something of the caller's still read them.
         self.stores = 0
         self.stores_refused = 0  # Offered in a call for which there was no room.

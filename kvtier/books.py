@@ -1,5 +1,6 @@
 """The books of one engine: all of its state, and what every part of the ledger does to it."""
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 
 from kvtier.answers import LedgerCounters, LedgerLimits
@@ -47,6 +48,7 @@ class Books:
         self.promoting = True  # False between a reset and the engine's word that its workers have flushed.
         self.runner_up = True
         self.rows_in_use = 0  # Given to the engine to read or write, and not yet given back.
+        self.kept: Counter[int] = Counter()  # Row -> views of it that are still read, each of them a pin.
         self._events = events
         self._now = 0.0
         self._looking: list[Request] = []  # Requests with hits in this step, since room was last made.

@@ -3,8 +3,9 @@
 A step's actions leave at its end with one wake-up; what comes back waits in the bridge's mailbox until it is received.
 """
 
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 
@@ -17,8 +18,10 @@ from kvtier.events import EventLog
 from kvtier.inbox import Observe
 from kvtier.keys import OffloadKey
 from kvtier.metrics import Metrics
-from kvtier.region import Region
+from kvtier.region import LentRow, Region
 from kvtier.request import Request
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -42,6 +45,7 @@ class Engine:
         self._metrics = Metrics(self.ledger, config.row_bytes, self._events)
         self._observer = observer
         self._requests: dict[str, Request] = {}
+        self._kept: list[LentRow] = []  # Given back, and still read.
         self._mailbox = bridge.mailbox
         self.ready: Mapping[OffloadKey, int] = self.ledger.primary.ready  # What could be loaded now, and its row.
         self._closed = False
@@ -67,6 +71,8 @@ class Engine:
     def end_step(self) -> None:
         """Take what has come back, and send what this step and that decided."""
         self._receive()
+        if self._kept:
+            self._take_kept()
         actions = self.ledger.end_step()
         if actions:
             refused = self._bridge.send(actions)
@@ -140,6 +146,7 @@ class Engine:
         self._receive()
         self.ledger.apply(RunnerLost(self.ledger.transfers.epoch, "the engine was shut down"))
         self._requests.clear()
+        self._kept.clear()  # Whoever reads one takes the memory along.
         self.region.close()
 
     def _deadline(self, deadline_s: float | None) -> float:
@@ -150,8 +157,9 @@ class Engine:
             raise EngineClosed("the engine was shut down")
 
     def _forget(self, request: Request) -> None:
-        if request.finished and request.storing <= 0:
-            self._requests.pop(request.id, None)
+        """Forget a request that is over; one that began since under its id stays."""
+        if request.finished and request.storing <= 0 and self._requests.get(request.id) is request:
+            del self._requests[request.id]
 
     def _receive(self) -> None:
         """Apply everything in the mailbox."""
@@ -166,6 +174,20 @@ class Engine:
             elif isinstance(message, RunnerLost):
                 self._metrics.runners_lost += 1
 
+    def _keep(self, lent: Sequence[LentRow]) -> None:
+        """Keep rows that something still reads out of use; every step looks whether it has gone."""
+        self.ledger.keep([each.row for each in lent])
+        self._kept += lent
+
+    def _take_kept(self) -> None:
+        """Give back the kept rows that nothing reads any more."""
+        kept, self._kept = self._kept, []
+        for each in kept:
+            if each.release():
+                self.ledger.let_go(each.row)
+            else:
+                self._kept.append(each)
+
     def _watch_quarantine(self) -> None:
         """Have the runner replaced when hung transfers hold more rows than we can spare."""
         transfers = self.ledger.transfers
@@ -179,4 +201,7 @@ class Engine:
     def _observe(self, tier: str, operation: str, seconds: float) -> None:
         self._metrics.observe(tier, operation, seconds)
         if self._observer is not None:
-            self._observer(tier, operation, seconds)
+            try:
+                self._observer(tier, operation, seconds)
+            except Exception:  # The supervisor's edge: a bug in an observer costs no transfer its outcome.
+                logger.exception("the observer raised for a %s of tier %s", operation, tier)

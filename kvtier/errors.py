@@ -21,6 +21,10 @@ class EngineClosed(KVTierError):
     """The manager was shut down: this call is a bug of the caller's, or came too late."""
 
 
+class RowsStillRead(KVTierError):
+    """Something still reads rows that were lent: copy the bytes, or drop it before the block ends."""
+
+
 class BackendError(KVTierError):
     """A whole call of a tier failed: nothing is known of any of its chunks."""
 

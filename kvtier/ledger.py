@@ -95,6 +95,22 @@ class Ledger(Finder):
         self.primary.unpin(list(map(self.primary.ready.__getitem__, keys)))
         self.rows_in_use -= len(keys)
 
+    def keep(self, rows: Sequence[int]) -> None:
+        """Pin rows that come back while whoever loaded them still reads them: each until `let_go`."""
+        self.kept.update(rows)
+        self.counters.rows_kept += len(rows)
+        self.primary.pin(rows)
+
+    def let_go(self, row: int) -> None:
+        """Take note that a kept row is read no more, as far as one of its readers is concerned."""
+        if row not in self.kept:  # The primary was cleared meanwhile: the row is in quarantine.
+            self.primary.release(row)
+            return
+        self.kept[row] -= 1
+        if not self.kept[row]:
+            del self.kept[row]
+        self.primary.unpin((row,))
+
     def touch(self, keys: Sequence[OffloadKey], request: Request) -> None:
         """Count an access to those of the keys that are present, once a request."""
         ready, filling = self.primary.ready, self.primary.filling
@@ -153,9 +169,10 @@ class Ledger(Finder):
     def delete(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Forget keys in the primary and in every tier, but for those that something holds: these are returned.
 
-        What only a hung store holds is forgotten, too; its row stays lent, and the store, if it ends, may come after.
+        What only a hung store holds, or a caller that should not, is forgotten, too; its row stays lent, and the store,
+        if it ends, may come after.
         """
-        lost, ready = self.transfers.pins_overdue(), self.primary.ready
+        lost, ready = self.transfers.pins_overdue() + self.kept, self.primary.ready
         self._removed([key for key in keys if key in ready and self.primary.discard(key, lost[ready[key]])])
         held = [key for key in keys if self.primary.row(key) is not None]
         gone = [key for key in keys if self.primary.row(key) is None]
@@ -175,7 +192,8 @@ class Ledger(Finder):
             for request in requests:
                 request.forget_hits()
             requests.clear()
-        self._removed(self.primary.clear(self.transfers.clear()))
+        self._removed(self.primary.clear(self.transfers.clear() + self.kept))
+        self.kept.clear()
         self.rows_in_use = 0
         self.promoting = False
 

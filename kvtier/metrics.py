@@ -32,6 +32,7 @@ PRIMARY_COUNTERS = {
     "stores": "Chunks stored by the engine.",
     "stores_refused": "Chunks offered when there was no room.",
     "promotions_refused": "Chunks that a tier had, for which there was no row.",
+    "rows_kept": "Rows that something still read when their fetch was over.",
 }
 
 
@@ -81,6 +82,7 @@ class Metrics(Collector):
         rows.add_metric(("quarantined",), len(primary.quarantined))
         rows.add_metric(("leased",), ledger.leases.rows)
         rows.add_metric(("cascading",), len(ledger.transfers.cascade_rows))
+        rows.add_metric(("kept",), len(ledger.kept))
         yield rows
         yield GaugeMetricFamily("kvtier_primary_row_bytes", "Length of a row.", self._row_bytes)
 

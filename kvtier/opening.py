@@ -41,6 +41,8 @@ async def _in_time(opening: Coroutine[None, None, RunnerTier], tier: TierConfig,
         task.cancel()
         await asyncio.wait({task}, timeout=GIVEN_UP_S)
         raise BackendUnavailable(f"{tier.name}: does not open within limits.open_s = {deadline_s:g} s")
+    if task.cancelled():
+        raise BackendUnavailable(f"{tier.name}: its opening was cancelled from within")
     return task.result()
 
 

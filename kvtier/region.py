@@ -4,11 +4,14 @@ Memory is never taken away from under a view: closing a region gives up the regi
 that is still about (a row lent to a thread that hangs, a torch tensor) takes it along.
 """
 
+import ctypes
 import fcntl
 import mmap
 import os
+import weakref
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import lru_cache
 from types import TracebackType
 from typing import Self
 
@@ -175,6 +178,10 @@ class Region:
         start = index * self.row_bytes
         return self._view[start : start + self.row_bytes]
 
+    def lend(self, index: int, size_bytes: int) -> "LentRow":
+        """Lend a row's first bytes, to be read."""
+        return LentRow(index, self.row(index)[:size_bytes])
+
     def close(self) -> None:
         """Give the memory back: now, or with the last view of it that is still about. May be called again."""
         self.fd = None
@@ -188,6 +195,35 @@ class Region:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+class LentRow:
+    """A row, lent through a read-only view, until nothing that was made of the view reads it any more.
+
+    A slice of a view, or numpy's array over it, still reads the row when the view is released: Python counts neither.
+    So every view is of an object of its own, which lives as long as anything that reads through it. What torch makes
+    of a view itself is the exception: it keeps a bare address.
+    """
+
+    __slots__ = ("_read", "row", "view")
+
+    def __init__(self, row: int, memory: memoryview) -> None:
+        """`memory`: the row's, writable, as ctypes wants it."""
+        read = _array_type(len(memory)).from_buffer(memory)
+        self.row = row
+        self.view = memoryview(read).cast("B").toreadonly()
+        self._read = weakref.ref(read)
+
+    def release(self) -> bool:
+        """Release the view; say whether nothing reads the row any more. May be called again."""
+        with suppress(BufferError):  # Somebody exports the view itself.
+            self.view.release()
+        return self._read() is None
+
+
+@lru_cache(maxsize=16)  # An engine's rows are equally long.
+def _array_type(size_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    return ctypes.c_char * size_bytes
 
 
 def _rows_bytes(rows: int, row_bytes: int) -> int:

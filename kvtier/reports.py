@@ -45,14 +45,18 @@ class Reports:
         due_at = max(loop.time(), self._usage_at + USAGE_EVERY_S)
         self._usage_due = loop.call_at(due_at, self._post_usage, self._backend)
 
-    async def aclose(self) -> None:
-        """Say nothing more."""
+    async def aclose(self, deadline_s: float) -> bool:
+        """Say nothing more; False if the tier goes on reporting for longer than this."""
         self._closed = True
         if self._usage_due is not None:
             self._usage_due.cancel()
         if self._watcher is not None:
             self._watcher.cancel()
-            await asyncio.wait((self._watcher,))
+            await asyncio.wait((self._watcher,), timeout=deadline_s)
+            if not self._watcher.done():
+                logger.error("tier %s does not stop reporting what it holds", self._name)
+                return False
+        return True
 
     async def _watch(self) -> None:
         """Pass on what the tier says of its contents, one unacknowledged batch at a time."""

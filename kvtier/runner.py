@@ -30,6 +30,7 @@ from kvtier.bridge.messages import (
 )
 from kvtier.bridge.packing import pack_rows, unpack_keys, unpack_rows
 from kvtier.errors import BackendClosed, BackendError
+from kvtier.keys import OffloadKey
 from kvtier.limits import Budget
 from kvtier.region import Region
 from kvtier.reports import Reports
@@ -41,6 +42,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 Call = Callable[[], Awaitable[Sequence[Outcome]]]
+
+_Answerable = Promote | Cascade | Probe | Delete  # What an owner waits for.
 
 
 class RunnerTier(NamedTuple):
@@ -81,26 +84,25 @@ class Runner:
         for action in actions:
             match action:
                 case Promote():
-                    self._spawn(self._promote(action))
+                    self._spawn(action, self._promote(action))
                 case Cascade():
-                    self._spawn(self._cascade(action))
+                    self._spawn(action, self._cascade(action))
                 case Probe():
-                    self._spawn(self._probe(action))
+                    self._spawn(action, self._probe(action))
                 case Delete():
-                    self._spawn(self._delete(action))
-                case Rank():
-                    self._rank(action)
-                case Acknowledge():
-                    self._reports[action.tier].acknowledge()
+                    self._spawn(action, self._delete(action))
+                case Rank() | Acknowledge():
+                    self._tell(action)
 
     async def aclose(self, deadline_s: float) -> int:
         """Close the tiers, wait at most `deadline_s` for what is under way, and return how much was left behind."""
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + deadline_s
-        await asyncio.gather(*(reports.aclose() for reports in self._reports))
-        closings = [asyncio.ensure_future(_awaited(partial(tier.backend.aclose, deadline_s))) for tier in self._tiers]
+        silent = await asyncio.gather(*(reports.aclose(max(TURNS_S, deadline_s / 2)) for reports in self._reports))
+        left_s = max(0.0, ends_at - loop.time())
+        closings = [asyncio.ensure_future(_awaited(partial(tier.backend.aclose, left_s))) for tier in self._tiers]
         if closings:
-            await asyncio.wait(closings, timeout=deadline_s + TURNS_S)
+            await asyncio.wait(closings, timeout=left_s + TURNS_S)
         for tier, closing in zip(self._tiers, closings, strict=True):
             if not closing.done():
                 logger.error("tier %s does not close", tier.name)
@@ -108,24 +110,39 @@ class Runner:
                 _completed(closing, tier.name)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=max(TURNS_S, ends_at - loop.time()))
-        return len(self._tasks)
+        return len(self._tasks) + silent.count(False)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.ensure_future(work)
+    def _spawn(self, action: _Answerable, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(self._see_through(action, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    async def _see_through(self, action: _Answerable, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work. Whatever it raises is the action's outcome: else its owner would wait for one for ever."""
+        begun = self._clock()
+        try:
+            await work
+        except Exception:  # The supervisor's edge: what no tier can be blamed for, a row or a tier that is not there.
+            logger.exception("%s %d cannot be done", type(action).__name__, action.id)
+            seconds = self._clock() - begun
+            if isinstance(action, Probe):
+                self._post(Answered(action.id, b"", seconds))
+            else:
+                self._post(_finished(action.id, _all(Code.UNAVAILABLE, len(unpack_keys(action.keys))), seconds))
+
     async def _promote(self, action: Promote) -> None:
         tier = self._tiers[action.tier]
-        rows = map(self._region.row, unpack_rows(action.rows))
-        reads = [Read(key, row) for key, row in zip(unpack_keys(action.keys), rows, strict=True)]
+        reads = [Read(key, row) for key, row in self._lent(action)]
         await self._transfer(action, len(reads), tier.loads, partial(tier.backend.load, reads))
 
     async def _cascade(self, action: Cascade) -> None:
         tier = self._tiers[action.tier]
-        rows = map(self._region.row, unpack_rows(action.rows))
-        writes = [Write(key, row) for key, row in zip(unpack_keys(action.keys), rows, strict=True)]
+        writes = [Write(key, row) for key, row in self._lent(action)]
         await self._transfer(action, len(writes), tier.stores, partial(tier.backend.store, writes))
+
+    def _lent(self, action: Promote | Cascade) -> Iterable[tuple[OffloadKey, memoryview]]:
+        """Give the keys and rows of a transfer; IndexError for a row that is not there."""
+        return zip(unpack_keys(action.keys), map(self._region.row, unpack_rows(action.rows)), strict=True)
 
     async def _transfer(self, action: Promote | Cascade, chunks: int, budget: Budget, call: Call) -> None:
         """Wait for budget, then for the call, each at most the tier's deadline, and post what came of it."""
@@ -152,13 +169,13 @@ class Runner:
         """Ask; a tier that does not say in time is waited for all the same, so that its task is not lost."""
         tier, keys = self._tiers[action.tier], unpack_keys(action.keys)
         begun = self._clock()
-        task = asyncio.ensure_future(_listed(partial(tier.backend.probe, keys)))
+        task = asyncio.ensure_future(_told(partial(tier.backend.probe, keys)))
         done, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
         present = b""
         if not done:
             logger.warning("tier %s: a question about %d chunks ran out of time", tier.name, len(keys))
         if done and _completed(task, tier.name) and len(task.result()) == len(keys):
-            present = bytes(map(bool, task.result()))
+            present = task.result()
         self._post(Answered(action.id, present, self._clock() - begun))
         if not done:
             await asyncio.wait({task})
@@ -180,14 +197,15 @@ class Runner:
             _completed(task, tier.name)
         self._reports[action.tier].usage()
 
-    def _rank(self, action: Rank) -> None:
-        tier = self._tiers[action.tier]
-        if not isinstance(tier.backend, Ranked):
-            return
+    def _tell(self, action: Rank | Acknowledge) -> None:
+        """Tell a tier what nobody waits for an answer to."""
         try:
-            tier.backend.rank(unpack_keys(action.keys))
-        except Exception:  # The supervisor's edge: a bug in a tier costs its order, not the engine.
-            logger.exception("tier %s: it does not take an order", tier.name)
+            if isinstance(action, Acknowledge):
+                self._reports[action.tier].acknowledge()
+            elif isinstance(backend := self._tiers[action.tier].backend, Ranked):
+                backend.rank(unpack_keys(action.keys))
+        except Exception:  # The supervisor's edge: a bug in a tier costs its order, not what else was submitted.
+            logger.exception("tier %d: it does not take %s", action.tier, type(action).__name__)
 
 
 async def _in_time(work: Coroutine[Any, Any, None], deadline_s: float) -> bool:
@@ -199,14 +217,22 @@ async def _in_time(work: Coroutine[Any, Any, None], deadline_s: float) -> bool:
     return True
 
 
-async def _awaited(call: Callable[[], Awaitable[object]]) -> None:
+async def _awaited(call: Callable[[], Awaitable[T]]) -> T:
     """Call a tier: whatever is wrong with it, even before there is anything to wait for, is the task's failure."""
-    await call()
+    try:
+        return await call()
+    except SystemExit as error:  # It would end the loop, and with it every other tier's work.
+        raise RuntimeError(f"a tier may not exit, {error.code!r}") from error
 
 
-async def _listed(call: Callable[[], Awaitable[Sequence[T]]]) -> list[T]:
+async def _listed(call: Call) -> list[Outcome]:
     """Call a tier likewise, and take its answer."""
-    return list(await call())
+    return list(await _awaited(call))
+
+
+async def _told(call: Callable[[], Awaitable[Sequence[bool]]]) -> bytes:
+    """Ask a tier likewise, and take its answers, one byte each."""
+    return bytes(map(bool, await _awaited(call)))
 
 
 def _completed(task: "asyncio.Task[Any]", name: str) -> bool:

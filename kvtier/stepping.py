@@ -34,10 +34,15 @@ class SteppedManager(Engine):
         `load_matchers` limit further the tiers that it is loaded from; its chunks are stored in the others, too.
 
         Returns whether a tier wants all of the request's chunks, those that are present already, too.
-        Raises `EngineClosed` after shutdown, and ValueError if the id is in use.
+        Raises `EngineClosed` after shutdown, and ValueError if the id is in use: by a request that has not finished,
+        or whose last store has not completed.
         """
         self._check_open()
-        if request_id in self._requests:
+        if known := self._requests.get(request_id):
+            if known.finished:
+                raise ValueError(
+                    f"request {request_id!r} has finished, but a store of it has not: complete it, or wait for its put"
+                )
             raise ValueError(f"request {request_id!r} is known already: finish it first, or choose another id")
         self._receive()
         request = self._requests[request_id] = self.ledger.new_request(request_id, matchers, load_matchers)
@@ -47,8 +52,7 @@ class SteppedManager(Engine):
         """Rank the request's keys and end its leases. Completions, and a load decided before, may still follow."""
         request = self._requests.get(request_id)
         if request is not None:
-            self.ledger.finish(request)
-            self._forget(request)
+            self._finish(request)
 
     # Looking up, loading, storing.
 
@@ -104,17 +108,22 @@ class SteppedManager(Engine):
 
     def complete_store(self, keys: Sequence[OffloadKey], request_id: str, *, success: bool = True) -> None:
         """Make written rows loadable, and have them cascade; with `success` false, give them up."""
-        if self._closed:
-            return
-        request = self._request(request_id)
-        self.ledger.complete_store(keys, request, success=success)
-        self._forget(request)
+        if not self._closed:
+            self._complete_store(keys, self._request(request_id), success=success)
 
     def take_events(self) -> list[Event]:
         """Return what happened to chunks since the last call; nothing unless the configuration says `events`."""
         if self._mailbox:
             self._receive()
         return [] if self._events is None else self._events.take()
+
+    def _finish(self, request: Request) -> None:
+        self.ledger.finish(request)
+        self._forget(request)
+
+    def _complete_store(self, keys: Sequence[OffloadKey], request: Request, *, success: bool) -> None:
+        self.ledger.complete_store(keys, request, success=success)
+        self._forget(request)
 
     def _known(self, request_id: str) -> Request:
         """Return a request that has begun and not finished."""

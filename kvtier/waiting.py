@@ -5,21 +5,29 @@ except what it fetched already.
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
 
+from kvtier.errors import RowsStillRead
 from kvtier.keys import OffloadKey
 from kvtier.ledger import LookupResult, StorePlan
+from kvtier.region import LentRow
 from kvtier.request import Request
 from kvtier.waking import WakingManager
 
 Chunk = bytes | bytearray | memoryview
 
+KEYS_NAMED = 3  # In one message, of all that it is about.
+
+logger = logging.getLogger(__name__)
+
 
 class WaitingManager(WakingManager):
     """A stepped engine whose callers may also wait, on one event loop."""
 
+    _calls = 0  # Of put and fetch, under way.
     _clearing = False  # A reset has waited for all rows in use: until it is done nobody gets any.
 
     async def put(self, keys: Sequence[OffloadKey], chunks: Sequence[Chunk], *, request_id: str | None = None) -> int:
@@ -51,19 +59,29 @@ class WaitingManager(WakingManager):
         Gives read-only views, one a key and each `chunk_bytes` long, valid inside the `async with` and released after
         it. A run longer than the primary can hold gives its leading part. What fails on its way ends the run before
         it; nothing raises for it.
+
+        What is made of a view (a slice, an array) must be gone when the block ends, too: `RowsStillRead` if it is not,
+        or a note to what the block itself raised. Such rows are nobody else's until it has gone. What
+        `torch.frombuffer` makes of a view cannot be seen, and would read the row's next chunk: `get` gives copies.
         """
         async with self._one(request_id) as request:
             rows: list[int] = []
-            views: list[memoryview] = []
+            lent: list[LentRow] = []
             try:
                 await self._arrive(keys, request, rows)
-                size = self.config.chunk_bytes
-                views += [self.region.row(row)[:size].toreadonly() for row in rows]
-                yield views
-            finally:
-                for view in views:
-                    view.release()
-                self.complete_load(keys[: len(rows)], request.id)
+                lent += [self.region.lend(row, self.config.chunk_bytes) for row in rows]
+                yield [each.view for each in lent]
+            except BaseException as error:
+                if complaint := self._give_back(keys[: len(rows)], lent, request):
+                    error.add_note(complaint)
+                raise
+            if complaint := self._give_back(keys[: len(rows)], lent, request):
+                raise RowsStillRead(complaint)
+
+    async def get(self, keys: Sequence[OffloadKey], *, request_id: str | None = None) -> list[bytes]:
+        """Return copies of the chunks that `fetch` would lend: of the longest leading run that is anywhere."""
+        async with self.fetch(keys, request_id=request_id) as rows:
+            return [bytes(row) for row in rows]
 
     async def delete(self, keys: Sequence[OffloadKey], deadline_s: float | None = None) -> bool:
         """Forget keys in the primary and in every tier; waits for whoever holds their rows.
@@ -82,6 +100,12 @@ class WaitingManager(WakingManager):
         except TimeoutError:
             return False
         return True
+
+    def reset(self, deadline_s: float | None = None) -> bool:
+        """Clear the primary at once, as an engine that steps does; RuntimeError if a `put` or `fetch` is under way."""
+        if self._calls:
+            raise RuntimeError(f"{self._calls} put or fetch under way, which may hold rows: await areset()")
+        return super().reset(deadline_s)
 
     async def areset(self, deadline_s: float | None = None) -> bool:
         """Clear the primary as `reset` does, after all rows in use have come back; the deadline begins then.
@@ -115,16 +139,18 @@ class WaitingManager(WakingManager):
     async def _one(self, request_id: str | None) -> AsyncGenerator[Request]:
         """Give the caller's request, or one for this call alone."""
         self._check_open()
-        if request_id is not None:
-            yield self._known(request_id)
-            return
-        own = f"#{next(self._ids)}"
-        self.on_new_request(own)
+        if own := request_id is None:
+            request_id = f"#{next(self._ids)}"
+            self.on_new_request(request_id)
+        request = self._known(request_id)
+        self._calls += 1
         try:
-            yield self._requests[own]
+            yield request
         finally:
-            self.on_request_finished(own)
-            self.end_step()
+            self._calls -= 1
+            if own or request.finished:  # In the latter case once more: for what it has used and leased since.
+                self._finish(request)
+                self.end_step()
 
     async def _arrive(self, keys: Sequence[OffloadKey], request: Request, rows: list[int]) -> None:
         """Wait until the leading run of keys is in the primary, and pin it: `rows` are its rows, so far.
@@ -153,6 +179,21 @@ class WaitingManager(WakingManager):
             if not hits or len(rows) == len(keys):
                 return
 
+    def _give_back(self, keys: Sequence[OffloadKey], lent: Sequence[LentRow], request: Request) -> str:
+        """Give back the rows that a fetch pinned for these keys; say what is wrong if some are still read."""
+        read = [(key, each) for key, each in zip(keys, lent, strict=False) if not each.release()]
+        self._keep([each for _, each in read])
+        self.complete_load(keys, request.id)
+        if not read:
+            return ""
+        named = ", ".join(key.hex() for key, _ in read[:KEYS_NAMED]) + ", …" * (len(read) > KEYS_NAMED)
+        complaint = (
+            f"{len(read)} of {len(lent)} rows are still read when their fetch is over ({named}): copy the bytes (get "
+            "does), or drop what was made of the views before the block ends. Until it has gone nobody gets these rows."
+        )
+        logger.warning("%s", complaint)
+        return complaint
+
     async def _reserve(self, keys: Sequence[OffloadKey], request: Request) -> StorePlan:
         """Wait for room for the keys, or for as many leading ones as there can be room for."""
         while True:
@@ -180,13 +221,12 @@ class WaitingManager(WakingManager):
                         await self._next_progress()
                 for row, chunk in zip(plan.rows[done:end], chunks[done:end], strict=True):
                     self.region.row(row)[: self.config.chunk_bytes] = chunk
-                self.ledger.complete_store(plan.keys[done:end], request)
+                self._complete_store(plan.keys[done:end], request, success=True)
                 done = end
                 self.end_step()
         finally:
             if done < len(plan.keys):
-                self.ledger.complete_store(plan.keys[done:], request, success=False)
-            self._stir()
+                self._complete_store(plan.keys[done:], request, success=False)
 
     def _check_chunks(self, keys: Sequence[OffloadKey], chunks: Sequence[Chunk]) -> None:
         if len(keys) != len(chunks):

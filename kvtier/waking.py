@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Sequence
 
 from kvtier.keys import OffloadKey
+from kvtier.request import Request
 from kvtier.stepping import SteppedManager
 
 LEASES_EVERY_S = 0.05  # At most so often leases are looked at: a request that waits renews its own in every step.
@@ -42,12 +43,12 @@ class WakingManager(SteppedManager):
         super().complete_load(keys, request_id)
         self._stir()
 
-    def complete_store(self, keys: Sequence[OffloadKey], request_id: str, *, success: bool = True) -> None:
-        super().complete_store(keys, request_id, success=success)
+    def _complete_store(self, keys: Sequence[OffloadKey], request: Request, *, success: bool) -> None:
+        super()._complete_store(keys, request, success=success)
         self._stir()
 
-    def on_request_finished(self, request_id: str) -> None:
-        super().on_request_finished(request_id)
+    def _finish(self, request: Request) -> None:
+        super()._finish(request)
         self._stir()
 
     def _wake(self) -> None:

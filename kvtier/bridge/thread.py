@@ -58,7 +58,7 @@ class ThreadBridge(Bridge):
         asyncio.set_event_loop(self._loop)
         try:
             runner = self._loop.run_until_complete(self._open())
-        except Exception as error:  # noqa: BLE001  # Carried to the thread that waits in __init__.
+        except BaseException as error:  # noqa: BLE001  # Carried to the thread that waits in __init__.
             self._opened.set_exception(error)
             self._loop.close()
             return

@@ -57,7 +57,7 @@ class CudaCopier:
             try:
                 self._copy(job)
                 end.record(self._stream)
-            except (RuntimeError, MemoryError):
+            except BaseException:
                 self._stream.synchronize()  # A part of it may be under way, and whoever is told takes the rows back.
                 raise
         return end.synchronize

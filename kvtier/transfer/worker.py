@@ -22,11 +22,6 @@ from kvtier.transfer.jobs import Job, Jobs, Kind, TransferResult
 from kvtier.transfer.pieces import Piece, pieces_of
 from kvtier.transfer.slots import slot_layout
 
-_FAILURES = (
-    RuntimeError,
-    MemoryError,
-)  # What torch, CUDA and numpy raise; a thread that ended would leave all waiting.
-
 
 class TransferWorker:
     """Stores and loads chunks: engine's blocks to and from rows.
@@ -163,7 +158,7 @@ def _begin(copier: Copier, job: Job) -> Finish:
     """Begin a transfer; if that fails, its end says so."""
     try:
         return copier.begin(job)
-    except _FAILURES as error:
+    except Exception as error:  # noqa: BLE001  # A thread that ended would leave all waiting.
         failed = error
 
         def fail() -> None:
@@ -175,7 +170,7 @@ def _begin(copier: Copier, job: Job) -> Finish:
 def _failure(job: Job, finish: Finish) -> TransferFailed | None:
     try:
         finish()
-    except _FAILURES as error:
+    except Exception as error:  # noqa: BLE001  # As above.
         failure = TransferFailed(f"{job.kind.value} {job.job_id} of {job.size_bytes:,} bytes: {error}")
         failure.__cause__ = error
         return failure

@@ -36,15 +36,16 @@ def describe(rows: int = 8, *tiers: dict[str, Any], runner: str = "inline", **fi
     return decode(EngineConfig, described | fields, where="the test's")
 
 
-async def put(engine: TieringOffloadingManager, numbers: Iterable[int]) -> int:
+async def put(engine: TieringOffloadingManager, numbers: Iterable[int], *, request_id: str | None = None) -> int:
     numbers = list(numbers)
-    return await engine.put([key(number) for number in numbers], [chunk(number) for number in numbers])
+    chunks = [chunk(number) for number in numbers]
+    return await engine.put([key(number) for number in numbers], chunks, request_id=request_id)
 
 
-async def found(engine: TieringOffloadingManager, numbers: Iterable[int]) -> int:
+async def found(engine: TieringOffloadingManager, numbers: Iterable[int], *, request_id: str | None = None) -> int:
     """Fetch, hold every byte against what was put, and return how many leading chunks came."""
     numbers = list(numbers)
-    async with engine.fetch([key(number) for number in numbers]) as rows:
+    async with engine.fetch([key(number) for number in numbers], request_id=request_id) as rows:
         assert [bytes(row) for row in rows] == [chunk(number) for number in numbers[: len(rows)]]
         return len(rows)
 

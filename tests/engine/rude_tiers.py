@@ -110,6 +110,22 @@ class Cancels(DummyBackend):
         raise asyncio.CancelledError
 
 
+class Exits(DummyBackend):
+    """Ends the program, or tries to."""
+
+    async def probe(self, keys):
+        raise SystemExit(1)
+
+    async def load(self, reads):
+        raise SystemExit(1)
+
+    async def store(self, writes):
+        raise SystemExit("no more")
+
+    async def delete(self, keys):
+        raise SystemExit
+
+
 class HangsInAThread(DummyBackend):
     """Its stores hang in a thread, which nothing can end but the end of the process."""
 
@@ -130,3 +146,38 @@ class HangsAtOpening(DummyBackend):
     @classmethod
     async def open(cls, options: msgspec.Struct, context):
         return await in_thread(Lanes(1, "hung"), time.sleep, 3_600)
+
+
+class Nonsense:
+    def __bool__(self):
+        raise ZeroDivisionError
+
+
+class AnswersNonsense(DummyBackend):
+    """Answers with what is no answer."""
+
+    async def probe(self, keys):
+        return [Nonsense() for _ in keys]
+
+    async def load(self, reads):
+        return 1
+
+    async def store(self, writes):
+        return [Nonsense() for _ in writes]
+
+
+class CancelsItsOpening(DummyBackend):
+    @classmethod
+    async def open(cls, options: msgspec.Struct, context):
+        raise asyncio.CancelledError
+
+
+class GoesOnReporting(DummyBackend):
+    """Reports what it holds, and does not take the first cancel for an answer."""
+
+    async def watch(self):
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await asyncio.Event().wait()
+        yield

@@ -113,7 +113,7 @@ async def test_a_hung_deletion_holds_nobody_up_for_longer_than_its_time(open_eng
     assert await found(engine, [1]) == 0
 
 
-@pytest.mark.parametrize("tier", ["AnswersNothing", "AnswersTooLittle", "Raises", "Cancels"])
+@pytest.mark.parametrize("tier", ["AnswersNothing", "AnswersTooLittle", "Raises", "Cancels", "Exits"])
 async def test_a_tier_that_breaks_its_contract_costs_its_hits_only(open_engine, runner, tier, tmp_path):
     rude = {"type": f"{RUDE}:{tier}", "store": str(tmp_path), "shared": True}
     engine = await open_engine(4, rude, runner=runner)

@@ -487,3 +487,94 @@ async def test_a_scan_goes_on_while_nobody_calls(open_engine):
     assert len(again.ledger.where.mask) == 5_000
     assert again.ledger.tiers[0].authoritative
     forget_store("scanned")
+
+
+async def test_a_request_that_finishes_during_its_own_put_is_forgotten_when_that_is_over(open_engine):
+    engine = await open_engine(8, SLOW)
+    engine.on_new_request("r")
+    putting = asyncio.ensure_future(put(engine, range(8), request_id="r"))
+    await asyncio.sleep(0.5)
+    engine.on_request_finished("r")
+    with pytest.raises(ValueError, match="'r' has finished, but a store of it has not"):
+        engine.on_new_request("r")
+    assert await putting == 8
+    engine.on_new_request("r")
+    assert await put(engine, [9], request_id="r") == 1
+    engine.on_request_finished("r")
+    assert await at_rest(engine)
+
+
+async def test_a_request_that_finishes_during_its_own_put_is_forgotten_when_that_is_cancelled(open_engine):
+    engine = await open_engine(8, SLOW)
+    engine.on_new_request("r")
+    putting = asyncio.ensure_future(put(engine, range(8), request_id="r"))
+    await asyncio.sleep(0.5)
+    engine.on_request_finished("r")
+    putting.cancel()
+    await asyncio.wait([putting])
+    engine.on_new_request("r")
+    engine.on_request_finished("r")
+    assert await at_rest(engine)
+
+
+async def test_a_put_that_outlives_its_request_does_not_end_the_next_one_of_that_id(open_engine):
+    engine = await open_engine(2)
+    await put(engine, [1, 2])
+    engine.on_new_request("r")
+    async with engine.fetch([key(1), key(2)]):
+        putting = asyncio.ensure_future(put(engine, [3, 4], request_id="r"))
+        await asyncio.sleep(1)
+        engine.on_request_finished("r")
+        engine.on_new_request("r")
+    assert await putting == 2
+    assert engine.lookup(key(3), "r") is LookupResult.HIT
+    engine.on_request_finished("r")
+    with pytest.raises(LookupError):
+        engine.lookup(key(3), "r")
+
+
+async def test_a_put_that_outlives_its_request_keeps_to_the_request_s_tiers(open_engine):
+    engine = await open_engine(2, SLOW)
+    engine.on_new_request("r", [])
+    await put(engine, [1, 2], request_id="r")
+    async with engine.fetch([key(1), key(2)]):
+        putting = asyncio.ensure_future(put(engine, [3, 4], request_id="r"))
+        await asyncio.sleep(1)
+        engine.on_request_finished("r")
+    assert await putting == 2
+    assert await at_rest(engine)
+    assert engine.ledger.tiers[0].counters.stored == 0
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_request_that_finishes_during_its_own_fetch_keeps_nothing(open_engine, cancelled):
+    engine = await open_engine(8, SLOW, limits={"lease_s": 1_000})
+    await put(engine, range(8))
+    assert await engine.areset()
+    engine.on_new_request("r")
+    fetching = asyncio.ensure_future(found(engine, range(8), request_id="r"))
+    await asyncio.sleep(0.5)
+    engine.on_request_finished("r")
+    await asyncio.sleep(1)  # What it looked for since is leased to it, too.
+    if cancelled:
+        fetching.cancel()
+    await asyncio.wait([fetching])
+    assert await at_rest(engine)
+    engine.on_new_request("r")
+
+
+async def test_a_reset_that_cannot_wait_for_a_put_or_a_fetch_says_which_one_can():
+    engine = await TieringOffloadingManager.open(describe(8, SLOW))
+    putting = asyncio.ensure_future(put(engine, range(8)))
+    await asyncio.sleep(0.5)
+    with pytest.raises(RuntimeError, match=r"1 put or fetch under way.*: await areset\(\)"):
+        engine.reset()
+    assert await putting == 8
+    async with engine.fetch([key(1)]) as rows:
+        await engine.drained()
+        with pytest.raises(RuntimeError, match="areset"):
+            engine.reset()
+        assert bytes(rows[0]) == chunk(1)
+    assert engine.reset()
+    assert await at_rest(engine)
+    await engine.aclose()

@@ -169,3 +169,34 @@ def test_what_request_level_tiers_were_still_to_get_is_forgotten(bench):
     engine.ledger.reset()
     engine.stored_alone("a")
     assert engine.step() == []
+
+
+@pytest.mark.parametrize("first", ["reader", "store"])
+def test_a_row_that_a_reader_and_a_hung_store_keep_is_free_when_both_are_through(bench, first):
+    engine = bench(rows=1)
+    engine.store("a")
+    (store,) = engine.step()
+    engine.fail(store, Code.DEADLINE, lent=True)
+    engine.lookup("a")
+    (row,) = engine.load("a")
+    engine.ledger.keep([row])
+    engine.ledger.reset()
+    through = [lambda: engine.ledger.let_go(row), lambda: engine.give_back(store)]
+    for end in through if first == "reader" else reversed(through):
+        assert engine.store("x") is None
+        end()
+    assert engine.settled()
+    assert engine.store("x") is not None
+
+
+def test_a_row_that_is_kept_since_before_a_deletion_is_free_when_its_last_reader_is_through(bench):
+    engine = bench(rows=1, tiers=0)
+    engine.store("a")
+    engine.lookup("a")
+    (row,) = engine.load("a")
+    engine.ledger.keep([row, row])
+    assert engine.ledger.delete(engine.keys("a")) == []
+    for _ in range(2):
+        assert engine.store("x") is None
+        engine.ledger.let_go(row)
+    assert engine.store("x") is not None

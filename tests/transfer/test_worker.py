@@ -149,7 +149,7 @@ def test_caches_on_another_device_are_refused() -> None:
 
 
 class Failing:
-    """A copier that fails to begin the first transfer and the fourth, and to end the second."""
+    """A copier that fails to begin the first transfer, the fourth and the fifth, and to end the second."""
 
     kinds = (Kind.LOAD, Kind.STORE)
     ahead = 2
@@ -162,6 +162,8 @@ class Failing:
             raise RuntimeError("no stream")
         if job.job_id == 4:
             raise MemoryError("no room for addresses")
+        if job.job_id == 5:
+            raise IndexError("no such page")
         return self._fail if job.job_id == 2 else lambda: None
 
     def _fail(self) -> None:
@@ -171,15 +173,16 @@ class Failing:
 def test_a_transfer_that_fails_says_so_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_module, "_copiers", lambda sides: [Failing()])
     with TransferWorker(caches_on("cpu"), slots_for(4)) as worker:
-        for number in (1, 2, 4, 3):
+        for number in (1, 2, 4, 5, 3):
             worker.submit_store(number, [GroupBlocks([number], [number % 4])])
-        assert worker.wait([1, 2, 3, 4], timeout_s=30)
+        assert worker.wait([1, 2, 3, 4, 5], timeout_s=30)
         errors = {result.job_id: result.error for result in worker.poll()}
     assert isinstance(errors[1], TransferFailed)
     assert isinstance(errors[2], TransferFailed)
     assert str(errors[1]) == "store 1 of 48 bytes: no stream"
     assert str(errors[2]) == "store 2 of 48 bytes: an illegal address"
     assert str(errors[4]) == "store 4 of 48 bytes: no room for addresses"
+    assert str(errors[5]) == "store 5 of 48 bytes: no such page"
     assert errors[3] is None
 
 

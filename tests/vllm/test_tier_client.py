@@ -1,6 +1,6 @@
 """One tier behind vLLM's manager, its runner played by the test: messages, limits, counters."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -25,11 +25,14 @@ from kvtier.bridge.messages import (
     TierUsage,
 )
 from kvtier.bridge.packing import pack_keys, pack_rows, unpack_keys
+from kvtier.bridge.thread import ThreadBridge
 from kvtier.events import EventLog
 from kvtier.integrations.vllm.stats import Stats, TransferTimes, client_readings, tier_metric_definitions
 from kvtier.integrations.vllm.tier_client import TierClient
 from kvtier.keys import OffloadKey
+from kvtier.region import Region
 from kvtier.tier import TierSpec
+from tests.engine.kit import describe
 
 A, B, C, D = (OffloadKey(bytes([each]) * 36) for each in range(4))
 
@@ -301,3 +304,40 @@ def test_everything_declared_is_counted_and_nothing_else():
     assert counted["kvtier_transfer_seconds", ("kvtier:fs", "store")] == [0.25] * 2
     assert counted["kvtier_transfer_seconds", ("kvtier:fs", "probe")] == [0.1]
     assert {name for name, _ in counted} | {"kvtier_events_dropped"} == tier_metric_definitions().keys()
+
+
+# Jobs over rows that are not there.
+
+
+@pytest.fixture
+def real() -> Iterator[TierClient]:
+    """A client of a real runner over four rows."""
+    config = describe(4, {"type": "dummy"}, runner="thread")
+    with Region.private(4, config.row_bytes) as region:
+        bridge = ThreadBridge(config, region)
+        spec = TierSpec("0:dummy", 100, 60.0, 3, 60.0, 2)
+        yield TierClient(bridge, spec, action_chunks=1, observe=lambda *_: None)
+        bridge.close(60.0)
+
+
+def test_a_job_with_a_row_that_is_not_there_ends_as_a_failure(real):
+    real.load(1, [A, B], [0, 4], "one")
+    real.store(2, [C, D], [1, 5], "one")
+    real.drain()
+    assert {done.job_id: (done.whole, list(done.moved)) for done in real.finished()} == {
+        1: (False, []),
+        2: (False, [C]),
+    }
+    assert not real.tier.loading
+    assert not real.tier.storing
+
+
+@pytest.mark.parametrize("rows", [[0], [0, 1, 2], [0, -1]])
+def test_a_job_that_has_not_one_row_for_each_key_is_refused_and_nothing_of_it_begun(real, rows):
+    for begin in (real.load, real.store):
+        with pytest.raises(ValueError, match="one row, 0 or above, is needed for each"):
+            begin(1, [A, B], rows, "one")
+    real.drain()
+    assert not real.pending
+    assert not real.tier.loading
+    assert not real.tier.storing

@@ -170,6 +170,7 @@ def engine_readings(engine: TieringOffloadingManager) -> Readings:
         "quarantined": lambda: len(primary.quarantined),
         "leased": lambda: ledger.leases.rows,
         "cascading": lambda: len(ledger.transfers.cascade_rows),
+        "kept": lambda: len(ledger.kept),
     }
     gauges = [
         *(Series("kvtier_primary_rows", (state,), read) for state, read in rows.items()),

@@ -78,7 +78,8 @@ class TierClient:
     # Moving.
 
     def load(self, job_id: int, keys: Sequence[OffloadKey], rows: Sequence[int], request_id: str) -> None:
-        """Begin to fill these rows."""
+        """Begin to fill these rows. Raises ValueError, and begins nothing, unless there is one row for each key."""
+        chunks = _chunks(keys, rows)
         request, tier = self._request(request_id), self.tier
         request.used.update(dict.fromkeys(keys))
         promotions = request.search.promotions
@@ -86,17 +87,20 @@ class TierClient:
             promotions[key] = promotions.get(key, 0) + 1
         tier.loading += len(keys)
         tier.counters.promoted += len(keys)
-        chunks = list(zip(keys, rows, strict=True))
         self._replies.queued.extend(self._jobs.begin(Job(job_id, Way.LOAD, request), chunks))
 
     def store(self, job_id: int, keys: Sequence[OffloadKey], rows: Sequence[int], request_id: str) -> None:
-        """Begin to store these rows, but for what the tier has or is getting; what exceeds a limit is not stored."""
+        """Begin to store these rows, but for what the tier has or is getting; what exceeds a limit is not stored.
+
+        Raises as `load` does.
+        """
+        offered = _chunks(keys, rows)
         now = self._receive()
         request, tier, mask = self._request(request_id), self.tier, self._where.mask
         request.used.update(dict.fromkeys(keys))
         job = Job(job_id, Way.STORE, request)
         chunks: list[tuple[OffloadKey, int]] = []
-        for key, row in zip(keys, rows, strict=True):
+        for key, row in offered:
             if mask.get(key, 0) or key in tier.storing:
                 continue
             if reason := self._refusal(now):
@@ -173,3 +177,9 @@ class TierClient:
         while mailbox:
             self._replies.apply(mailbox.popleft(), now)
         return now
+
+
+def _chunks(keys: Sequence[OffloadKey], rows: Sequence[int]) -> list[tuple[OffloadKey, int]]:
+    if len(keys) != len(rows) or any(row < 0 for row in rows):
+        raise ValueError(f"{len(keys)} keys with rows {list(rows)}: one row, 0 or above, is needed for each")
+    return list(zip(keys, rows, strict=True))

@@ -107,7 +107,7 @@ def _audit_transfers(ledger: Ledger) -> None:
 def _audit_pins(ledger: Ledger) -> None:
     primary, leases = ledger.primary, ledger.leases
     assert leases.rows <= leases.rows_max, f"{leases.rows} rows leased, {leases.rows_max} may be"
-    explained = Counter(ledger.transfers.cascade_rows)
+    explained = ledger.transfers.cascade_rows + ledger.kept
     for row, holders in leases._holders.items():
         assert primary.key(row) is not None, f"row {row} is leased and holds nothing"
         assert all(row in request.leased for request in holders), f"row {row}: a lease that its holder does not know"

@@ -1,0 +1,202 @@
+"""What a caller keeps of the rows that `fetch` lent: it reads right bytes for as long as it likes, and stops nobody."""
+
+import asyncio
+import logging
+import pickle
+
+import numpy as np
+import pytest
+
+from kvtier.errors import RowsStillRead
+from kvtier.manager import TieringOffloadingManager
+from kvtier.region import Region
+from tests.engine.kit import CHUNK_BYTES, at_rest, chunk, describe, found, key, put, settled
+
+pytestmark = pytest.mark.virtual_time
+
+WAYS = {
+    "slice": lambda view: view[: CHUNK_BYTES // 2],
+    "cast": lambda view: view.cast("d"),
+    "numpy": lambda view: np.frombuffer(view, np.uint8),
+    "pickle": pickle.PickleBuffer,  # Exports the view itself, as pyarrow's buffers do.
+}
+
+
+@pytest.fixture(params=WAYS)
+def make(request):
+    """Make something of a view that outlives the view's release."""
+    return WAYS[request.param]
+
+
+def starts_with(made, number):
+    whole = bytes(made)
+    return bool(whole) and chunk(number).startswith(whole)
+
+
+async def keep(engine, numbers, make):
+    """Fetch, and keep what was made of the rows beyond the block."""
+    made = []
+    with pytest.raises(RowsStillRead):
+        async with engine.fetch([key(number) for number in numbers]) as rows:
+            made += map(make, rows)
+    return made
+
+
+async def test_what_is_kept_of_a_row_reads_its_chunk_and_never_the_next(open_engine, make):
+    engine = await open_engine(2)
+    await put(engine, [1, 2])
+    made = await keep(engine, [1], make)
+    for number in range(3, 9):
+        assert await put(engine, [number]) == 1
+    assert starts_with(made[0], 1)
+    assert await found(engine, [1]) == 1
+
+
+async def test_a_row_that_is_kept_stops_neither_puts_nor_resets_and_is_used_again_when_it_is_not(open_engine, make):
+    engine = await open_engine(2)
+    await put(engine, [1, 2])
+    made = await keep(engine, [1, 2], make)
+    async with asyncio.timeout(60):
+        assert await put(engine, [3, 4]) == 0
+        assert await engine.areset()
+        assert await put(engine, [3, 4]) == 0
+    assert starts_with(made[0], 1)
+    del made[0]
+    assert await put(engine, [3, 4]) == 1
+    made.clear()
+    assert await put(engine, [5, 6]) == 2
+    assert await at_rest(engine)
+
+
+async def test_the_error_the_log_and_the_metric_say_which_rows_are_still_read(open_engine, caplog):
+    engine = await open_engine(8)
+    await put(engine, range(5))
+    with caplog.at_level(logging.WARNING), pytest.raises(RowsStillRead) as raised:
+        async with engine.fetch([key(number) for number in range(5)]) as rows:
+            kept = [row[:1] for row in rows[1:]]
+    for told in (str(raised.value), *(record.getMessage() for record in caplog.records)):
+        assert "4 of 5 rows" in told
+        assert all(key(number).hex() in told for number in (1, 2, 3))
+        assert "copy the bytes" in told
+        assert "drop" in told
+    assert len(caplog.records) == 1
+    assert engine.metrics.get_sample_value("kvtier_primary_rows_kept_total") == 4
+    assert engine.metrics.get_sample_value("kvtier_primary_rows", {"state": "kept"}) == 4
+    kept.clear()
+    assert await at_rest(engine)
+    assert engine.metrics.get_sample_value("kvtier_primary_rows", {"state": "kept"}) == 0
+
+
+async def test_what_the_block_itself_raised_is_raised_with_a_note(open_engine):
+    engine = await open_engine(2)
+    await put(engine, [1])
+    kept = []
+
+    async def fetch_and_fail():
+        async with engine.fetch([key(1)]) as rows:
+            kept.append(rows[0][:10])
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as raised:
+        await fetch_and_fail()
+    assert ["1 of 1 rows" in note for note in raised.value.__notes__] == [True]
+    assert starts_with(kept[0], 1)
+    assert not engine.ledger.rows_in_use
+
+
+async def test_a_fetch_that_is_cancelled_while_its_rows_are_kept_is_cancelled(open_engine):
+    engine = await open_engine(2)
+    await put(engine, [1])
+    kept = []
+
+    async def fetch_for_ever():
+        async with engine.fetch([key(1)]) as rows:
+            kept.append(rows[0][:10])
+            await asyncio.Event().wait()
+
+    fetching = asyncio.ensure_future(fetch_for_ever())
+    await asyncio.sleep(1)
+    fetching.cancel()
+    await asyncio.wait([fetching])
+    assert fetching.cancelled()
+    assert starts_with(kept.pop(), 1)
+    assert await at_rest(engine)
+
+
+async def test_a_row_that_two_fetches_left_behind_is_free_when_both_are_through(open_engine, make):
+    engine = await open_engine(1)
+    await put(engine, [1])
+    first, second = await keep(engine, [1], make), await keep(engine, [1], make)
+    first.clear()
+    assert await put(engine, [2]) == 0
+    assert starts_with(second[0], 1)
+    second.clear()
+    assert await put(engine, [2]) == 1
+
+
+async def test_a_delete_does_not_wait_for_what_a_caller_keeps(open_engine):
+    engine = await open_engine(1)
+    await put(engine, [1])
+    made = await keep(engine, [1], WAYS["numpy"])
+    async with asyncio.timeout(60):
+        assert await engine.delete([key(1)])
+        assert await found(engine, [1]) == 0
+        assert await put(engine, [1]) == 0
+    assert starts_with(made[0], 1)
+    made.clear()
+    assert await put(engine, [2]) == 1
+    assert await at_rest(engine)
+
+
+async def test_a_delete_waits_for_who_fetched_a_row_that_another_keeps(open_engine):
+    engine = await open_engine(1)
+    await put(engine, [1])
+    made = await keep(engine, [1], WAYS["slice"])
+    async with engine.fetch([key(1)]):
+        assert not await engine.delete([key(1)], deadline_s=5)
+    assert await engine.delete([key(1)], deadline_s=5)
+    made.clear()
+    assert await at_rest(engine)
+
+
+async def test_what_is_kept_beyond_the_end_of_the_engine_stays_readable(nothing_left, make):
+    engine = await TieringOffloadingManager.open(describe(2))
+    await put(engine, [1, 2])
+    made = await keep(engine, [1, 2], make)
+    await engine.aclose()
+    assert [starts_with(each, number) for each, number in zip(made, [1, 2], strict=True)] == [True, True]
+
+
+async def test_what_was_released_in_time_is_no_matter(open_engine):
+    engine = await open_engine(2)
+    await put(engine, [1, 2])
+    async with engine.fetch([key(1), key(2)]) as rows:
+        made = [np.frombuffer(row, np.uint8) for row in rows]
+        del made
+        first = row = rows[0]
+    for view in (*rows, first, row):
+        with pytest.raises(ValueError, match="released"):
+            view[0]
+    assert settled(engine)
+
+
+async def test_get_gives_copies_of_the_leading_run(open_engine):
+    engine = await open_engine(4)
+    await put(engine, [1, 2])
+    assert await engine.get([key(1), key(2), key(3)]) == [chunk(1), chunk(2)]
+    engine.on_new_request("r")
+    assert await engine.get([key(3)], request_id="r") == []
+    engine.on_request_finished("r")
+    assert await at_rest(engine)
+
+
+def test_the_memory_of_a_region_goes_with_the_last_that_reads_a_lent_row(make):
+    region = Region.private(1, CHUNK_BYTES)
+    region.row(0)[:] = chunk(1)
+    lent = region.lend(0, CHUNK_BYTES)
+    made = make(lent.view)
+    region.close()
+    assert not lent.release()
+    assert starts_with(made, 1)
+    del made
+    assert lent.release()

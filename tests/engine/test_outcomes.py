@@ -1,0 +1,106 @@
+"""Whatever is raised on a transfer's way is its outcome: nobody waits for a job that nobody ends any more."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from kvtier.bridge.base import Bridge
+from kvtier.bridge.messages import Acknowledge, Answered, Cascade, Code, Delete, Finished, Probe, Promote, Rank
+from kvtier.bridge.packing import pack_keys, pack_rows
+from kvtier.bridge.process import ProcessBridge
+from kvtier.bridge.thread import ThreadBridge
+from kvtier.errors import BackendUnavailable
+from kvtier.manager import TieringOffloadingManager
+from kvtier.region import Region
+from kvtier.verdicts import failures
+from tests.engine.kit import CHUNK_BYTES, PATIENCE_S, at_rest, describe, found, key, put
+
+RUDE = "tests.engine.rude_tiers"
+ROWS = 4
+BEYOND = ROWS  # The first row that is not there.
+KEYS = pack_keys([key(1), key(2)])
+
+
+@contextmanager
+def bridge(where: str, *tiers: dict[str, object]) -> Iterator[Bridge]:
+    """Start a runner; closed at the end."""
+    with ExitStack() as at_end:
+        config = describe(ROWS, *(tiers or ({"type": "dummy"},)), runner=where)
+        make, bridge_class = {"thread": (Region.private, ThreadBridge), "process": (Region.memfd, ProcessBridge)}[where]
+        region = at_end.enter_context(make(ROWS, CHUNK_BYTES))
+        started: Bridge = bridge_class(config, region)
+        at_end.callback(started.close, PATIENCE_S)
+        yield started
+
+
+def outcome(bridge: Bridge, id_: int) -> Finished | Answered:
+    """Wait for an action's outcome."""
+    told = [message for message in bridge.mailbox if getattr(message, "id", None) == id_]
+    while not told:
+        assert bridge.wait(PATIENCE_S)
+        told = [message for message in bridge.mailbox if getattr(message, "id", None) == id_]
+    assert len(told) == 1
+    return told[0]
+
+
+@pytest.mark.parametrize("where", ["thread", "process"])
+@pytest.mark.parametrize("kind", [Promote, Cascade])
+@pytest.mark.parametrize("rows", [[0, BEYOND], [0], [0, 1, 2]], ids=["row beyond", "row too few", "row too many"])
+def test_a_transfer_of_rows_that_are_not_there_fails_and_the_next_one_works(nothing_left, where, kind, rows):
+    with bridge(where) as runner:
+        assert not runner.send([kind(1, 0, KEYS, pack_rows(rows))])
+        assert failures(outcome(runner, 1)) == {0: Code.UNAVAILABLE, 1: Code.UNAVAILABLE}
+        runner.send([Cascade(2, 0, KEYS, pack_rows([0, 1]))])
+        assert failures(outcome(runner, 2)) == {}
+
+
+@pytest.mark.parametrize("where", ["thread", "process"])
+def test_what_concerns_a_tier_that_is_not_there_fails_and_costs_no_other(nothing_left, where):
+    with bridge(where) as runner:
+        rows = pack_rows([0, 1])
+        wrong = [Promote(1, 7, KEYS, rows), Cascade(2, 7, KEYS, rows), Probe(3, 7, KEYS), Delete(4, 7, KEYS)]
+        runner.send([Acknowledge(7), Rank(7, KEYS), *wrong, Cascade(5, 0, KEYS, rows)])
+        for id_ in (1, 2, 4):
+            assert failures(outcome(runner, id_)) == {0: Code.UNAVAILABLE, 1: Code.UNAVAILABLE}
+        assert outcome(runner, 3).present == b""
+        assert failures(outcome(runner, 5)) == {}
+
+
+async def test_answers_that_are_no_answers_are_misses(open_engine, runner, tmp_path):
+    rude = {"type": f"{RUDE}:AnswersNonsense", "store": str(tmp_path), "shared": True}
+    engine = await open_engine(4, rude, runner=runner)
+    async with asyncio.timeout(PATIENCE_S):
+        assert await found(engine, [1]) == 0
+        assert await put(engine, [1]) == 1
+        assert await at_rest(engine)
+
+
+async def test_an_observer_that_raises_is_logged_and_costs_no_outcome(nothing_left, caplog):
+    def observe(tier: str, operation: str, seconds: float) -> None:
+        raise ZeroDivisionError
+
+    async with (
+        asyncio.timeout(PATIENCE_S),
+        await TieringOffloadingManager.open(describe(4, {"type": "dummy"}), observer=observe) as engine,
+    ):
+        await put(engine, [1, 2])
+        assert await at_rest(engine)
+        assert await engine.areset()
+        assert await found(engine, [1, 2]) == 2
+        assert await at_rest(engine)
+    assert "observer" in caplog.text
+
+
+async def test_a_tier_whose_opening_cancels_itself_cannot_be_opened(nothing_left, runner):
+    async with asyncio.timeout(PATIENCE_S):
+        with pytest.raises(BackendUnavailable):
+            await TieringOffloadingManager.open(describe(4, {"type": f"{RUDE}:CancelsItsOpening"}, runner=runner))
+
+
+async def test_a_tier_that_does_not_stop_reporting_holds_no_closing_up(runner):
+    engine = await TieringOffloadingManager.open(describe(4, {"type": f"{RUDE}:GoesOnReporting"}, runner=runner))
+    await put(engine, [1])
+    async with asyncio.timeout(PATIENCE_S):
+        assert await engine.aclose(deadline_s=0.2) == 1
