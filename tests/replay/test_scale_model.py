@@ -325,6 +325,21 @@ def test_a_file_of_another_kind_is_refused_in_one_line(
     assert shown.err.count("\n") == 1
 
 
+def test_the_report_of_a_real_benchmark_is_read(tmp_path: Path) -> None:
+    bench, disk = tmp_path / "measured.json", tmp_path / "disk"
+    disk.mkdir()
+    measure_it = ["bench", "fs", str(disk), "--chunk-sizes", "8KiB", "--size", "64KiB", "--rounds", "1"]
+    with pytest.raises(SystemExit, match="0"):
+        main([*measure_it, "--layouts", "files", "--json", str(bench)])
+    rows = {
+        row["operation"]: row for row in json.loads(bench.read_text())["rows"] if row["settings"].get("checksum", 1)
+    }
+    told = report_of(tmp_path, CONFIG.format(capacity="100MiB"), "--bench", str(bench))
+    (device,) = (part["figures"] for part in told["model"] if part["source"].startswith("measured.json: "))
+    assert device["load_bytes_per_s"] == int(rows["load"]["figure"] * 1e6)
+    assert device["store_bytes_per_s"] == int(rows["store, evicting"]["figure"] * 1e6)
+
+
 @pytest.mark.parametrize("option", ["--bench", "--gpu-cache-blocks"])
 def test_what_is_of_the_model_only_is_refused_without_virtual_time(
     capsys: pytest.CaptureFixture[str], option: str
