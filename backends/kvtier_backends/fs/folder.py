@@ -140,13 +140,15 @@ class Folder:
             os.close(open_folder(self.root_fd, quarantine))
         fd = open_folder(self.root_fd, self.chunks)
         try:
-            with os.scandir(fd) as entries:
-                for entry in entries:
-                    if entry.is_symlink() and _OWN.fullmatch(entry.name):
-                        kind = stat.S_IFREG if entry.name.endswith(".seg") else stat.S_IFDIR
-                        refuse_others(self.root_fd, f"{self.chunks}/{entry.name}", kind)
+            names = list(filter(_OWN.fullmatch, os.listdir(fd)))  # 4,096 folders at most, or as many segments.
         finally:
             os.close(fd)
+        for name in names:
+            with suppress(FileNotFoundError):
+                status = os.stat(f"{self.chunks}/{name}", dir_fd=self.root_fd, follow_symlinks=False)
+                if stat.S_ISLNK(status.st_mode):
+                    kind = stat.S_IFREG if name.endswith(".seg") else stat.S_IFDIR
+                    refuse_others(self.root_fd, f"{self.chunks}/{name}", kind)
 
     def _new_folder_bytes(self) -> int:
         """Return what an empty directory takes."""
