@@ -65,7 +65,8 @@ class SlotContents:
         except FileNotFoundError:
             return
         except OSError as error:
-            raise self._refused(name, error) from error
+            yield unreadable(name, error)
+            return
         header = _header(fd)
         if header is None:
             yield _leftover(name, os.fstat(fd))
