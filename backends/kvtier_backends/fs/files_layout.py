@@ -16,6 +16,7 @@ from kvtier_backends.fs.books import Books
 from kvtier_backends.fs.chunks import Chunks, share_out
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.folder import Folder
+from kvtier_backends.fs.footer import KEY_BYTES_MAX
 from kvtier_backends.fs.layout import Background, Left, until
 from kvtier_backends.fs.options import FsOptions
 from kvtier_backends.fs.parts import assemble, start_lanes
@@ -34,6 +35,7 @@ class FilesLayout:
     ) -> None:
         """Use an opened folder, on the running loop."""
         self._name = context.name
+        self.key_bytes_max = min(KEY_BYTES_MAX, context.mapper.key_bytes_max(folder.name_bytes_max()))
         self._shared = options.shared
         self._lanes = start_lanes(options, context.name, scan_lane)
         parts = assemble(options, context, folder, books, tally, self._lanes)

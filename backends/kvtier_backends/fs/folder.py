@@ -14,7 +14,7 @@ from contextlib import ExitStack, suppress
 from typing import Literal
 
 from kvtier.errors import BackendUnavailable, ConfigError
-from kvtier.namespace import FileMapper
+from kvtier.namespace import NAME_BYTES_MAX, FileMapper
 from kvtier.naming import SEGMENTS_SUFFIX
 from kvtier_backends.fs.attempts import Writer, attempt_name
 from kvtier_backends.fs.disk import Disk
@@ -102,6 +102,13 @@ class Folder:
             return taken_bytes(os.stat(name, dir_fd=self.root_fd))
         except FileNotFoundError:
             return 0
+
+    def name_bytes_max(self) -> int:
+        """Return how long a file's name may be there: 255 bytes mostly, 143 where names are encrypted."""
+        try:
+            return os.fpathconf(self.root_fd, "PC_NAME_MAX")
+        except OSError:
+            return NAME_BYTES_MAX
 
     def publish(self, name: str, pieces: Iterable[bytes]) -> None:
         """Put a file of these bytes beside the chunks, in place of what was there, whole or not at all."""
