@@ -5,6 +5,7 @@ import fcntl
 import os
 import random
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -663,7 +664,7 @@ async def test_a_pruned_slots_segment_may_be_another_one_by_then(
         lock(fd, how)
 
     root_fd = os.open(root, os.O_RDONLY)
-    contents = SlotContents(str(root), root_fd)
+    contents = SlotContents(str(root), root_fd, time.time_ns())
     (chunk,) = contents.files(str(segment.relative_to(root)))
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", too_late)

@@ -20,6 +20,7 @@ from kvtier.keys import OffloadKey
 from kvtier.naming import NAMINGS, Naming, read_folder
 from kvtier_backends.fs.attempts import SUFFIX, Writer, attempt_name
 from kvtier_backends.fs.discard import take_aside
+from kvtier_backends.fs.entries import believable_ns
 from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.folder import CONFIG_BYTES_MAX, QUARANTINE
 from kvtier_backends.fs.folder_sizes import taken_bytes
@@ -47,8 +48,9 @@ class FsContents:
         except OSError as error:
             raise ConfigError(f"{root}: {error.strerror}; a tier's directory accepted") from error
         self._writer = Writer.this_process()
-        self._sweep = Sweep(self._fd, self._writer, time.time())
-        self._slots = SlotContents(root, self._fd)
+        self._now_ns = time.time_ns()
+        self._sweep = Sweep(self._fd, self._writer, self._now_ns / 1e9)
+        self._slots = SlotContents(root, self._fd, self._now_ns)
         self._row_bytes: dict[str, int | None] = {}
         names = self._listed(".")
         self._folders = {name: found for name in sorted(names) if (found := read_folder(name)) is not None}
@@ -160,7 +162,8 @@ class FsContents:
             status = os.stat(name, dir_fd=self._fd, follow_symlinks=False)
             if kind is Kind.TEMPORARY and self._sweep.is_abandoned(os.path.basename(name), status.st_mtime):
                 kind = Kind.LEFTOVER
-            yield StoredFile(kind, name, key, status.st_size, taken_bytes(status), status.st_mtime_ns, status.st_ino)
+            used_at_ns = believable_ns(status.st_mtime_ns, self._now_ns)
+            yield StoredFile(kind, name, key, status.st_size, taken_bytes(status), used_at_ns, status.st_ino)
 
     def _is_still(self, file: StoredFile, before: os.stat_result) -> bool:
         """Say whether nobody has written into a file or renamed it since: an engine does both to those that go."""

@@ -28,6 +28,7 @@ class Found(NamedTuple):
 
     allocated_bytes: int
     used_at_ns: int
+    file_bytes: int
 
 
 class Attempt(NamedTuple):
@@ -158,7 +159,7 @@ class ChunkFiles:
     def look(self, key: OffloadKey) -> "Found | None":
         """Return what a chunk's file takes, and when it was used; None if there is none."""
         status = self._stat(key)
-        return status and Found(taken_bytes(status), status.st_mtime_ns)
+        return status and Found(taken_bytes(status), status.st_mtime_ns, status.st_size)
 
     def _stat(self, key: OffloadKey) -> os.stat_result | None:
         try:

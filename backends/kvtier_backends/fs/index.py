@@ -127,7 +127,7 @@ class Index:
         if entry is None:
             return False
         minute = minute_of(now_ns)
-        if minute - (entry >> SECTOR_BITS & MINUTES) < REFRESH_MINUTES:
+        if minute - (entry >> SECTOR_BITS) & MINUTES < REFRESH_MINUTES:  # Round the corner, and of a time ahead, too.
             return False
         self._note(key, entry & LIVE | minute << SECTOR_BITS | entry & SECTORS)
         return True

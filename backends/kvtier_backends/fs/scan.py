@@ -7,13 +7,14 @@ queue. No buffer is lent, so a cancelled scan need not wait for its thread.
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import chain
 
 from kvtier.backend import INVENTORY_BATCH_KEYS
 from kvtier.keys import OffloadKey
 from kvtier.namespace import FileMapper
 from kvtier.naming import read_folder
-from kvtier_backends.fs.entries import Held
+from kvtier_backends.fs.entries import Held, believable_ns
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, taken_bytes
 from kvtier_backends.fs.sweep import Sweep
@@ -51,6 +52,7 @@ class Scan:
         self.others = 0
         """Folders of other namespaces, or of ours named otherwise: left alone."""
         self._sweep = Sweep(folder.root_fd, folder.writer, now_s)
+        self._now_ns = int(now_s * 1e9)
         self._root = folder.root_fd
         self._sizes = folder.sizes
         self._mapper = mapper
@@ -67,7 +69,7 @@ class Scan:
 
     def next_recalled(self) -> list[Held]:
         """Return the next chunks that the checkpoint names; an empty list at the end."""
-        batch = next(self._recalled, None) or []
+        batch = [self._believed(chunk) for chunk in next(self._recalled, None) or []]
         self._unseen.update(chunk.key for chunk in batch)
         return batch
 
@@ -172,7 +174,18 @@ class Scan:
         loadable = self._takes(status.st_size)
         self.skipped += not loadable
         self._unseen.discard(key)
-        return Held(key, taken_bytes(status), status.st_mtime_ns, loadable)
+        used_at_ns = believable_ns(status.st_mtime_ns, self._now_ns)
+        if used_at_ns < status.st_mtime_ns:  # Or each start would take it for the newest.
+            self._date(folder, entry.name, used_at_ns)
+        return Held(key, taken_bytes(status), used_at_ns, loadable)
+
+    def _believed(self, chunk: Held) -> Held:
+        used_at_ns = believable_ns(chunk.used_at_ns, self._now_ns)
+        return chunk if used_at_ns == chunk.used_at_ns else chunk._replace(used_at_ns=used_at_ns)
+
+    def _date(self, folder: str, name: str, time_ns: int) -> None:
+        with suppress(OSError):  # Somebody else's.
+            os.utime(f"{folder}/{name}", ns=(time_ns, time_ns), dir_fd=self._root, follow_symlinks=False)
 
     def _measure(self, folder: str) -> int:
         """Return what a folder and all that is in it takes, but for what we are writing."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 from kvtier.contents import Finding, Kind, State, StoredFile
 from kvtier.errors import ConfigError
+from kvtier_backends.fs.entries import believable_ns
 from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.folder_sizes import taken_bytes
 from kvtier_backends.fs.footer import FOOTER_BYTES, payload_checksum, read_footer
@@ -34,8 +35,9 @@ def is_slot(name: str) -> bool:
 class SlotContents:
     """The segments of a root. Blocks; one thread at a time."""
 
-    def __init__(self, root: str, root_fd: int) -> None:
-        """Use an open root."""
+    def __init__(self, root: str, root_fd: int, now_ns: int) -> None:
+        """Use an open root; what was used is used by `now_ns` at the latest."""
+        self._now_ns = now_ns
         self._root = root
         self._root_fd = root_fd
         self._open: tuple[str, int, bool] | None = None  # The segment looked at last, and whether it was locked.
@@ -56,7 +58,7 @@ class SlotContents:
         header = _header(fd)
         if header is None:
             status = os.fstat(fd)
-            used_at_ns = status.st_mtime_ns
+            used_at_ns = believable_ns(status.st_mtime_ns, self._now_ns)
             yield StoredFile(Kind.LEFTOVER, name, None, status.st_size, taken_bytes(status), used_at_ns, status.st_ino)
             return
         for start in range(0, header.slots, AHEAD_SLOTS):
@@ -115,7 +117,9 @@ class SlotContents:
         if len(page) < FOOTER_BYTES or page == ZEROS:
             return
         footer = read_footer(memoryview(page))
-        key, used_at_ns = (None, 0) if isinstance(footer, Fault) else (footer.key, footer.sequence)
+        key, used_at_ns = (
+            (None, 0) if isinstance(footer, Fault) else (footer.key, believable_ns(footer.sequence, self._now_ns))
+        )
         size_bytes = header.slot_bytes
         yield StoredFile(Kind.CHUNK, f"{name}#{place}", key, size_bytes, size_bytes, used_at_ns, _identity(page))
 

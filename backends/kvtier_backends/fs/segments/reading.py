@@ -12,6 +12,7 @@ from typing import NamedTuple
 from kvtier.backend import INVENTORY_BATCH_KEYS
 from kvtier.namespace import FileMapper
 from kvtier.naming import read_folder
+from kvtier_backends.fs.entries import believable_ns
 from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, taken_bytes
@@ -26,6 +27,7 @@ from kvtier_backends.fs.sweep import Sweep
 logger = logging.getLogger(__name__)
 
 ZEROS = bytes(FOOTER_BYTES)
+SEQUENCE_MAX = (1 << 63) - 1  # The year 2262, in ns. Greater ones are nobody's, and would leave none for what comes.
 
 
 class Around(NamedTuple):
@@ -48,8 +50,16 @@ class Reading:
     """The start's blocking part, in a lane: one call at a time."""
 
     def __init__(
-        self, folder: Folder, mapper: FileMapper, segment_folder: SegmentFolder, checkpoint: SlotCheckpoint
+        self,
+        folder: Folder,
+        mapper: FileMapper,
+        segment_folder: SegmentFolder,
+        checkpoint: SlotCheckpoint,
+        *,
+        now_ns: int,
     ) -> None:
+        """`now_ns`: what says that it was used later was used now."""
+        self._now_ns = now_ns
         self.opened: list[Segment] = []
         self.unusable: list[Unusable] = []
         self.unopened_bytes = 0
@@ -116,7 +126,8 @@ class Reading:
             segment = opened.get(remembered.name)
             if segment is None or segment.header.slots != remembered.slots:
                 continue
-            untouched = segment.own and os.fstat(segment.fd).st_mtime_ns == remembered.written_at_ns
+            trusted = segment.own and remembered.written_at_ns > 0
+            untouched = trusted and os.fstat(segment.fd).st_mtime_ns == remembered.written_at_ns
             if untouched and self._memory.same_boot:
                 self._trusted[segment.name] = remembered
                 self._held_places[segment.name] = bytearray(segment.header.slots)
@@ -138,10 +149,12 @@ class Reading:
                 place = chunk.slot - each.first_slot
                 if each.name in self._trusted and place < each.slots:
                     self._held_places[each.name][place] = 1
-                    recalled.append(chunk._replace(slot=opened[each.name].first_slot + place))
+                    used = believable_ns(chunk.used_at_ns, self._now_ns)
+                    recalled.append(chunk._replace(slot=opened[each.name].first_slot + place, used_at_ns=used))
                 elif each.name in self._last_uses and place < each.slots:
                     sequences, used_at_ns = self._last_uses[each.name]
-                    sequences[place], used_at_ns[place] = chunk.sequence, chunk.used_at_ns
+                    sequences[place] = chunk.sequence
+                    used_at_ns[place] = believable_ns(chunk.used_at_ns, self._now_ns)
             if recalled:
                 return recalled
         return []
@@ -184,9 +197,12 @@ class Reading:
                         seen.torn.append((slot, footer))
                     elif not _belongs(footer, segment.header):
                         seen.torn.append((slot, Fault.NAMESPACE))
+                    elif footer.sequence > SEQUENCE_MAX:
+                        seen.torn.append((slot, Fault.FOOTER))
                     else:
                         same = sequences is not None and sequences[start + index] == footer.sequence
                         used = used_at_ns[start + index] if same and used_at_ns is not None else footer.sequence
+                        used = believable_ns(used, self._now_ns)
                         seen.held.append(Held(footer.key, slot, footer.sequence, used))
             except OSError as error:
                 self.failed += 1

@@ -123,7 +123,7 @@ class SegmentsLayout:
             fsync=options.fsync,
             clock_ns=time.time_ns,
         )
-        self._reading = Reading(folder, context.mapper, own_folder, checkpoint)
+        self._reading = Reading(folder, context.mapper, own_folder, checkpoint, now_ns=time.time_ns())
         self._looking = SlotLooking(
             self._reading,
             catalog,
