@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvtier.keys import OffloadKey
-from kvtier_backends.fs.folder_sizes import SECTOR_BYTES
+from kvtier_backends.fs.disk import SECTOR_BYTES
 from kvtier_backends.fs.idle import Idle
 
 # A chunk's entry is one integer: whether it was used since the start, the minute that its file's time says, and its

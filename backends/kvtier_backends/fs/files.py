@@ -15,8 +15,8 @@ from kvtier.keys import OffloadKey
 from kvtier.namespace import FileMapper
 from kvtier_backends.fs.attempts import attempt_name
 from kvtier_backends.fs.discard import Discard
+from kvtier_backends.fs.disk import SECTOR_BYTES
 from kvtier_backends.fs.folder import Folder
-from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, taken_bytes
 from kvtier_backends.fs.open_chunk import OpenChunk, part_of
 from kvtier_backends.fs.precedence import Precedence
 
@@ -63,6 +63,7 @@ class ChunkFiles:
         self._writer_uid = os.geteuid()
         self._fsync = fsync
         self._sizes = folder.sizes
+        self._disk = folder.disk
         self._chunks = folder.chunks
         self._direct = os.O_DIRECT if folder.direct else 0
         self._discard = Discard(folder)
@@ -70,7 +71,7 @@ class ChunkFiles:
     def open(self, key: OffloadKey) -> OpenChunk:
         """Open a chunk's file to read it."""
         name = self._mapper.name(key)
-        return OpenChunk(name, os.open(name, os.O_RDONLY | self._direct, dir_fd=self._root), self._discard)
+        return OpenChunk(name, os.open(name, os.O_RDONLY | self._direct, dir_fd=self._root), self._disk, self._discard)
 
     def reuse(self, key: OffloadKey, file_bytes: int) -> Attempt | None:
         """Take a chunk's file out of its place to be overwritten; None if it is gone now, not fit for that.
@@ -113,7 +114,7 @@ class ChunkFiles:
                 if self._fsync:
                     os.fsync(fd)
                 if allocated_bytes is None:
-                    allocated_bytes = taken_bytes(os.fstat(fd))
+                    allocated_bytes = self._disk.taken_bytes(os.fstat(fd))
             finally:
                 os.close(fd)  # Network file systems report a full disk here.
             # rename last: a reader sees the old chunk or the new one, never half of each.
@@ -159,7 +160,7 @@ class ChunkFiles:
     def look(self, key: OffloadKey) -> "Found | None":
         """Return what a chunk's file takes, and when it was used; None if there is none."""
         status = self._stat(key)
-        return status and Found(taken_bytes(status), status.st_mtime_ns, status.st_size)
+        return status and Found(self._disk.taken_bytes(status), status.st_mtime_ns, status.st_size)
 
     def _stat(self, key: OffloadKey) -> os.stat_result | None:
         try:

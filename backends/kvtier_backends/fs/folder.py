@@ -9,6 +9,8 @@ import json
 import logging
 import mmap
 import os
+import re
+import stat
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from typing import Literal
@@ -16,9 +18,9 @@ from typing import Literal
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.namespace import NAME_BYTES_MAX, FileMapper
 from kvtier.naming import SEGMENTS_SUFFIX
-from kvtier_backends.fs.attempts import Writer, attempt_name
-from kvtier_backends.fs.disk import Disk
-from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, FolderSizes, taken_bytes
+from kvtier_backends.fs.attempts import Writer, attempt_name, read_attempt
+from kvtier_backends.fs.disk import SECTOR_BYTES, Disk
+from kvtier_backends.fs.folder_sizes import FolderSizes
 from kvtier_backends.fs.options import FsOptions
 from kvtier_backends.fs.quarantine import Quarantine
 from kvtier_backends.fs.reads import ONE_BY_ONE, QueuedReads, Reads, takes_queued
@@ -29,6 +31,8 @@ ALIGN_BYTES = 4_096  # Of rows and footers; direct I/O is tried at this and noth
 CONFIG_BYTES_MAX = 1 << 20  # Thousands of layer names; anything longer is another program's file.
 
 QUARANTINE = "quarantine"
+
+_BOOK = re.compile(r"config\.json|(?:index|ledger|write-budget)_r[0-9]+(?:_flat|_segments)?")
 
 _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP}  # How file systems say that they have no direct I/O.
 _OURS_TO_MEND = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENAMETOOLONG}
@@ -69,7 +73,7 @@ class Folder:
                 for name in (self._mapper.folder, self.chunks, *([quarantine] if keeps else [])):
                     self._make(name, undo)
                 self._settle_config(undo)
-                self.quarantine = Quarantine(self.root_fd, quarantine, keeps=keeps)
+                self.quarantine = Quarantine(self.root_fd, quarantine, self.disk, keeps=keeps)
                 self.direct = self._try_io(self._options.io)
                 self.reads = self._try_queue()
                 self.sizes = FolderSizes(self._new_folder_bytes())
@@ -99,7 +103,7 @@ class Folder:
     def taken_bytes(self, name: str) -> int:
         """Return what a file takes of the disk; 0 if there is none."""
         try:
-            return taken_bytes(os.stat(name, dir_fd=self.root_fd))
+            return self.disk.taken_bytes(os.stat(name, dir_fd=self.root_fd))
         except FileNotFoundError:
             return 0
 
@@ -109,6 +113,34 @@ class Folder:
             return os.fpathconf(self.root_fd, "PC_NAME_MAX")
         except OSError:
             return NAME_BYTES_MAX
+
+    def beside_bytes(self) -> int:
+        """Return what lies beside the chunks and is a tier's takes: its books, unfinished files, and quarantine.
+
+        What we are writing ourselves is not counted, and what somebody else keeps there neither. Raises OSError.
+        """
+        return self._measured(self._mapper.folder, _BOOK.fullmatch) + self._measured(self.quarantine.name, bool)
+
+    def unfinished_bytes(self) -> int:
+        """Return what unfinished files among the chunks take, with their folder. Raises OSError."""
+        return self._measured(self.chunks, lambda _: False)
+
+    def _measured(self, folder: str, is_ours: Callable[[str], object]) -> int:
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self.root_fd)
+        except FileNotFoundError:
+            return 0
+        try:
+            total = os.fstat(fd).st_blocks * SECTOR_BYTES
+            for name in os.listdir(fd):
+                unfinished = read_attempt(name)
+                if unfinished != self.writer and (unfinished or is_ours(name)):
+                    with suppress(FileNotFoundError):
+                        status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                        total += 0 if stat.S_ISDIR(status.st_mode) else self.disk.taken_bytes(status)
+        finally:
+            os.close(fd)
+        return total
 
     def publish(self, name: str, pieces: Iterable[bytes]) -> None:
         """Put a file of these bytes beside the chunks, in place of what was there, whole or not at all."""
@@ -205,6 +237,10 @@ class Folder:
                 # Linux makes the file before it refuses the flag.
                 fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flag, 0o644, dir_fd=self.root_fd)
                 stack.callback(os.close, fd)
+                page = memoryview(mmap.mmap(-1, ALIGN_BYTES))
+                page[:] = os.urandom(len(page))
+                os.pwrite(fd, page, 0)
+                self.disk.tried(os.fstat(fd))
                 return _come_back(fd)
         except OSError as error:
             if flag and error.errno in _REFUSED:

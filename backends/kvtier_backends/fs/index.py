@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from kvtier.keys import OffloadKey
 from kvtier.policies.base import Policy
 from kvtier_backends.fs.cold_end import ColdEnd
+from kvtier_backends.fs.disk import SECTOR_BYTES
 from kvtier_backends.fs.entries import (
     LIVE,
     MINUTE_NS,
@@ -23,7 +24,6 @@ from kvtier_backends.fs.entries import (
     is_live,
     minute_of,
 )
-from kvtier_backends.fs.folder_sizes import SECTOR_BYTES
 from kvtier_backends.fs.news import News
 from kvtier_backends.fs.order import Keep, Order
 

@@ -7,7 +7,7 @@ import os
 import threading
 from typing import NamedTuple
 
-from kvtier_backends.fs.folder_sizes import taken_bytes
+from kvtier_backends.fs.disk import Disk
 
 FILES_MAX = 100  # Enough to study what happened; a disk of corrupt files must not stay full of them.
 FOLDER_BYTES = 32 << 10  # By which their names may make the folder grow: 150 bytes each, in blocks that are half full.
@@ -23,10 +23,11 @@ class Cleared(NamedTuple):
 class Quarantine:
     """A folder of such files in an open root. Any thread may call."""
 
-    def __init__(self, root_fd: int, name: str, *, keeps: bool) -> None:
+    def __init__(self, root_fd: int, name: str, disk: Disk, *, keeps: bool) -> None:
         """See what is there from before. `keeps`: whether more may come. Blocks."""
         self.name = name
         self._root = root_fd
+        self._disk = disk
         self._keeps = keeps
         self._lock = threading.Lock()
         self._files = len(self._listed())
@@ -35,7 +36,7 @@ class Quarantine:
     @property
     def used_bytes(self) -> int:
         """What the folder may come to take beyond what it took before: counted from the start, so that nobody asks."""
-        return FOLDER_BYTES if self._keeps else 0
+        return max(FOLDER_BYTES, 2 * self._disk.block_bytes) if self._keeps else 0
 
     @property
     def empty(self) -> bool:
@@ -58,7 +59,9 @@ class Quarantine:
                 status = os.stat(f"{self.name}/{entry}", dir_fd=self._root, follow_symlinks=False)
             except OSError:
                 continue  # Another process has removed it.
-            found.append((status.st_ctime_ns, entry, taken_bytes(status)))  # When it came here: moving sets it.
+            found.append(
+                (status.st_ctime_ns, entry, self._disk.taken_bytes(status))
+            )  # When it came here: moving sets it.
         cleared = Cleared(0, 0)
         for _, entry, freed_bytes in sorted(found):
             if cleared.freed_bytes >= wanted_bytes:

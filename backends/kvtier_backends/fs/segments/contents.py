@@ -7,13 +7,12 @@ verified, but nothing in it is removed. A slot's identity is its sequence number
 import fcntl
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvtier.contents import Finding, Kind, State, StoredFile
 from kvtier.errors import ConfigError
 from kvtier_backends.fs.entries import believable_ns
 from kvtier_backends.fs.faults import Fault
-from kvtier_backends.fs.folder_sizes import taken_bytes
 from kvtier_backends.fs.footer import FOOTER_BYTES, payload_checksum, read_footer
 from kvtier_backends.fs.segments.files import ask_ahead, write_all
 from kvtier_backends.fs.segments.header import HEADER_BYTES, Header, read_header
@@ -35,8 +34,9 @@ def is_slot(name: str) -> bool:
 class SlotContents:
     """The segments of a root. Blocks; one thread at a time."""
 
-    def __init__(self, root: str, root_fd: int, now_ns: int) -> None:
-        """Use an open root; what was used is used by `now_ns` at the latest."""
+    def __init__(self, root: str, root_fd: int, now_ns: int, taken_bytes: Callable[[os.stat_result], int]) -> None:
+        """Use an open root; what was used is used by `now_ns` at the latest. `taken_bytes`: what a file takes there."""
+        self._taken_bytes = taken_bytes
         self._now_ns = now_ns
         self._root = root
         self._root_fd = root_fd
@@ -59,7 +59,9 @@ class SlotContents:
         if header is None:
             status = os.fstat(fd)
             used_at_ns = believable_ns(status.st_mtime_ns, self._now_ns)
-            yield StoredFile(Kind.LEFTOVER, name, None, status.st_size, taken_bytes(status), used_at_ns, status.st_ino)
+            yield StoredFile(
+                Kind.LEFTOVER, name, None, status.st_size, self._taken_bytes(status), used_at_ns, status.st_ino
+            )
             return
         for start in range(0, header.slots, AHEAD_SLOTS):
             fd = self._opened(name)  # What was done with the last chunk may have opened another.

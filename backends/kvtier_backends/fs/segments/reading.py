@@ -15,11 +15,10 @@ from kvtier.naming import read_folder
 from kvtier_backends.fs.entries import believable_ns
 from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.folder import Folder
-from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, taken_bytes
 from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, read_footer
 from kvtier_backends.fs.segments.checkpoint import Memory, Remembered, SlotCheckpoint
 from kvtier_backends.fs.segments.files import Segment
-from kvtier_backends.fs.segments.folder import NAME, SegmentFolder, Unusable
+from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
 from kvtier_backends.fs.segments.header import Header
 from kvtier_backends.fs.segments.slots import Held
 from kvtier_backends.fs.sweep import Sweep
@@ -31,7 +30,7 @@ SEQUENCE_MAX = (1 << 63) - 1  # The year 2262, in ns. Greater ones are nobody's,
 
 
 class Around(NamedTuple):
-    """What lies in the tier's folders besides segments."""
+    """What lies in the tier's folders besides segments, and is the tier's."""
 
     taken_bytes: int
     others: int  # Folders of other namespaces, or of this one laid out otherwise.
@@ -108,8 +107,10 @@ class Reading:
         sweep = Sweep(self._folder.root_fd, self._folder.writer, now_s)
         taken, names = self.unopened_bytes, list[str]()
         try:
-            for name in (self._folder.chunks, self._mapper.folder):
-                taken += self._measured(name, sweep)
+            for folder in (self._folder.chunks, self._mapper.folder):
+                for name in _names(self._folder.root_fd, folder):
+                    sweep(folder, name)
+            taken += self._folder.beside_bytes() + self._folder.unfinished_bytes()
             names = _names(self._folder.root_fd, ".")
         except OSError as error:
             self.failed += 1
@@ -211,23 +212,6 @@ class Reading:
                 return
             seen.free.extend(_runs(segment.first_slot + start, taken))
             yield segment, seen
-
-    def _measured(self, folder: str, sweep: Sweep) -> int:
-        """Return what a folder and all in it takes but for segments, and remove what the dead have left."""
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._folder.root_fd)
-        try:
-            total = os.fstat(fd).st_blocks * SECTOR_BYTES
-            with os.scandir(fd) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        total += self._measured(f"{folder}/{entry.name}", sweep)
-                    elif not (folder == self._folder.chunks and NAME.fullmatch(entry.name)):
-                        sweep(folder, entry.name)
-                        with suppress(FileNotFoundError):
-                            total += taken_bytes(os.stat(entry.name, dir_fd=fd, follow_symlinks=False))
-        finally:
-            os.close(fd)
-        return total
 
 
 def _belongs(footer: Footer, header: Header) -> bool:
