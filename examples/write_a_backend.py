@@ -11,10 +11,12 @@ import os
 import sqlite3
 import tempfile
 from contextlib import closing
+from functools import partial
 
 from xxhash import xxh3_64_digest
 
 from kvtier.backend import Abandoned, Backend, Durability, Read, TierContext, Write
+from kvtier.calls import Fit
 from kvtier.config import Checked
 from kvtier.errors import BackendUnavailable, BlockCorrupt, BlockMissing
 from kvtier.keys import make_offload_key
@@ -34,6 +36,7 @@ class SqliteBackend(Backend):
 
     def __init__(self, path: str, context: TierContext) -> None:
         self.path, self.context = path, context
+        self.fit = Fit(context.row_bytes)  # What does not fit is one chunk's failure, and no neighbour's.
         self.lanes = Lanes(1, context.name)  # One: SQLite lets one call write at a time.
 
     @classmethod
@@ -54,16 +57,21 @@ class SqliteBackend(Backend):
         except sqlite3.Error as error:
             raise BackendUnavailable(f"{self.path}: {error}") from error
 
+    def names(self, keys):
+        return [(self.context.mapper.name(key),) for key in keys]
+
     async def probe(self, keys):
-        rows = await self.run("SELECT 1 FROM chunks WHERE name = ?", [(self.context.mapper.name(key),) for key in keys])
+        return await self.fit.probe(keys, self.probe_fitting)
+
+    async def probe_fitting(self, keys):
+        rows = await self.run("SELECT 1 FROM chunks WHERE name = ?", self.names(keys))
         return [row is not None for row in rows]
 
     async def load(self, reads):
-        self.check(read.into for read in reads)
-        return await in_thread(self.lanes, self.load_here, reads)
+        return await self.fit.load(reads, partial(in_thread, self.lanes, self.load_here))
 
     def load_here(self, reads):
-        names = [(self.context.mapper.name(read.key),) for read in reads]
+        names = self.names(read.key for read in reads)
         rows = self.run_here("SELECT block, checksum FROM chunks WHERE name = ?", names)
         return [self.fill(read, row) for read, row in zip(reads, rows, strict=True)]
 
@@ -76,24 +84,18 @@ class SqliteBackend(Backend):
         return None
 
     async def store(self, writes):
-        self.check(write.block for write in writes)
-        await in_thread(self.lanes, self.store_here, writes)
-        return [None] * len(writes)
+        return await self.fit.store(writes, partial(in_thread, self.lanes, self.store_here))
 
     def store_here(self, writes):
         rows = [(self.context.mapper.name(key), block, xxh3_64_digest(block)) for key, block in writes]
         self.run_here("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?)", rows)
+        return [None] * len(writes)
 
     async def delete(self, keys):
-        await self.run("DELETE FROM chunks WHERE name = ?", [(self.context.mapper.name(key),) for key in keys])
+        await self.run("DELETE FROM chunks WHERE name = ?", self.names(self.fit.keys(keys)))
 
     async def aclose(self, deadline_s):
         return Abandoned(await self.lanes.aclose(deadline_s))
-
-    def check(self, buffers):
-        for buffer in buffers:
-            if len(buffer) != self.context.row_bytes:
-                raise ValueError(f"a buffer of {len(buffer):,} bytes, rows have {self.context.row_bytes:,}")
 
 
 async def main() -> None:

@@ -70,8 +70,10 @@ class Backend(ABC):
     Cancellation: a cancelled call waits until its buffers are out of use and then raises `CancelledError`. Each of its
     chunks moved wholly or not at all.
 
-    Errors: one chunk's failure is its `Outcome`, in the order of the batch. A call raises for the whole only:
-    `BackendClosed`, `BackendUnavailable`, cancellation, and `ValueError` for a buffer of the wrong length.
+    Errors: one chunk's failure is its `Outcome`, in the order of the batch: also where the tier could never hold it,
+    because its key is too long or too short to be one, or its buffer is not one row long. Such a key is not there for
+    a probe, `BlockMissing` for a load, `NoSpace` for a store and ignored by a delete (`kvtier.calls.Fit` does that).
+    A call raises for the whole only: `BackendClosed`, `BackendUnavailable`, cancellation.
     An empty batch is answered with an empty sequence. A key may appear twice in a batch: each place gets its outcome.
     """
 

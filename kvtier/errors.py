@@ -50,7 +50,7 @@ class BlockCorrupt(BlockError):
 
 
 class NoSpace(BlockError):
-    """The tier has no room for the chunk: evict, or skip it."""
+    """The tier has no room for the chunk, now or ever: evict, or skip it."""
 
 
 class TransferFailed(BlockError):

@@ -131,6 +131,10 @@ class FileMapper:
             raise ValueError(f"a key of {len(key)} bytes has no group: {key.hex()!r}")
         return self._prefix + self._naming.name(key)
 
+    def key_bytes_max(self, name_bytes: int) -> int:
+        """Return how long a key may be if a file's name, without its folders, may have so many bytes."""
+        return (name_bytes - self._naming.besides_bytes) // 2 + GROUP_BYTES
+
     def key(self, name: str) -> OffloadKey | None:
         """Return the key whose name this is; None for anything else: a temporary, another namespace's, a stranger.
 

@@ -34,6 +34,7 @@ class Naming(NamedTuple):
     suffix: str  # Of the folder's name, behind the rank.
     name: Callable[[OffloadKey], str]
     key: Callable[[str], OffloadKey | None]  # None for anything that `name` does not make.
+    besides_bytes: int  # Of a file's name besides its hash's digits, at most.
 
 
 class ChunkFolder(NamedTuple):
@@ -92,6 +93,6 @@ def _key(digits: str, group: str) -> OffloadKey | None:
 
 
 NAMINGS: dict[NamingKind, Naming] = {
-    "vllm": Naming("", _vllm_name, _vllm_key),
-    "flat": Naming("_flat", _flat_name, _flat_key),
+    "vllm": Naming("", _vllm_name, _vllm_key, len(".bin")),
+    "flat": Naming("_flat", _flat_name, _flat_key, len(f"_g{GROUPS - 1}.bin")),
 }

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from kvtier.errors import EngineClosed
+from kvtier.keys import make_offload_key
 from kvtier.ledger import LookupResult
 from kvtier.limits import BreakerState
 from kvtier.manager import TieringOffloadingManager
@@ -70,6 +71,19 @@ async def test_a_tier_without_space_drops_what_it_cannot_hold(open_engine, runne
     assert await engine.areset()
     assert await found(engine, range(3)) == 0
     assert engine.ledger.tiers[0].counters.failures == {"no_space": 3}
+
+
+@pytest.mark.parametrize("layout", ["files", "segments"])
+async def test_keys_that_are_too_long_cost_their_own_chunks_and_open_no_breaker(open_engine, runner, tmp_path, layout):
+    tier = {"type": "fs", "root": str(tmp_path / "tier"), "layout": layout, "limits": {"breaker_failures": 1}}
+    engine = await open_engine(8, tier, runner=runner)
+    for number in range(4):
+        keys = [key(number), make_offload_key(number.to_bytes(8, "big") * 1_000)]
+        assert await engine.put(keys, [chunk(number)] * 2) == 2
+    assert await engine.areset()
+    assert await found(engine, range(4)) == 4
+    (disk,) = engine.ledger.tiers
+    assert (disk.counters.stored, disk.counters.failures, disk.counters.dropped) == (4, {"no_space": 4}, {})
 
 
 async def test_a_hung_load_is_a_miss_when_its_time_is_up_and_its_rows_come_back_when_it_does(open_engine, runner):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from blockbuster import blockbuster_ctx
 
-from kvtier.backend import Added, Durability, Inventory, Measured, Occupancy, Removed, ScanDone, TierContext, Write
+from kvtier.backend import Added, Durability, Inventory, Measured, Occupancy, Removed, ScanDone, TierContext
 from kvtier.errors import BackendClosed, BackendUnavailable, BlockMissing, ConfigError, TransferFailed
 from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.namespace import FileMapper
@@ -453,19 +453,18 @@ async def test_memory_file_systems_work(open_tier, lender: Lender, mount) -> Non
     assert await lender.recall(tier, keys_of(5)) == [label(key) for key in keys_of(5)]
 
 
-async def test_a_name_too_long_for_the_file_system_is_one_chunks_failure(
-    open_tier, lender: Lender, row_bytes: int
+@pytest.mark.parametrize(
+    ("options", "longest"), [({}, 125), ({"naming": "flat"}, 119), ({"layout": "segments"}, 4_012)]
+)
+async def test_the_longest_key_has_a_place_and_a_longer_one_costs_nobody_else(
+    open_tier, lender: Lender, options: dict[str, str], longest: int
 ) -> None:
-    tier = await open_tier()
-    long = make_offload_key(b"l" * 200)
-    writes = [Write(long, lender.rows(1)[0]), *lender.writes([key_of(0)])]
-    outcomes = await tier.store(writes)
-    assert [type(outcome) for outcome in outcomes] == [TransferFailed, type(None)]
-    assert "File name too long" in str(outcomes[0])
-    del writes
-
-
-async def test_a_bytes_string_too_short_to_be_a_key_is_refused(open_tier, lender: Lender) -> None:
-    tier = await open_tier()
-    with pytest.raises(ValueError, match="key"):
-        await tier.store([Write(OffloadKey(b"abc"), lender.rows(1)[0])])
+    """Of the group whose name is the longest; what is refused says how long keys may be, and moves no other chunk."""
+    tier = await open_tier(**options)
+    fits, long, short = (make_offload_key(b"l" * length, 0xFFFF_FFFF) for length in (longest, longest + 1, 0))
+    keys = [long, fits, OffloadKey(short[:3]), key_of(0)]
+    outcomes = list(await tier.store(lender.writes(keys)))
+    assert [type(outcome).__name__ for outcome in outcomes] == ["NoSpace", "NoneType", "NoSpace", "NoneType"]
+    assert f"a key of {longest + 5:,} bytes, 4 to {longest + 4:,} accepted" in str(outcomes[0])
+    assert await lender.recall(tier, keys) == ["BlockMissing", label(fits), "BlockMissing", label(key_of(0))]
+    assert tier.counters().evicted == tier.counters().disk_full == 0

@@ -87,7 +87,7 @@ class CatalogMachine(RuleBasedStateMachine):
         self.begin_store([number])
         for key, slot, sequence, _ in self.stores[earlier:]:
             self.disk.footers[slot] = key, sequence
-            self.catalog.stored(key, slot, sequence)
+            self.catalog.stored(key, slot, sequence, sequence)
             self.least[key] = max(self.least.get(key, 0), sequence)
             self.in_use.pop(slot).__exit__(None, None, None)
         del self.stores[earlier:]
@@ -111,7 +111,7 @@ class CatalogMachine(RuleBasedStateMachine):
         """It may also fail when everything is written, as where a sync fails or the call is cancelled."""
         key, slot, sequence, written = self.stores.pop(data.draw(st.integers(0, len(self.stores) - 1)))
         if written and data.draw(st.booleans()):
-            self.catalog.stored(key, slot, sequence)
+            self.catalog.stored(key, slot, sequence, sequence)
             self.least[key] = max(self.least.get(key, 0), sequence)
         elif written or data.draw(st.booleans()):
             self.catalog.failed(key, slot)
@@ -247,7 +247,7 @@ def held(catalog: Catalog, count: int) -> list[OffloadKey]:
     catalog.scan_ended(complete=True)
     for key in keys_of(count):
         (slot,) = catalog.take_free(1)
-        catalog.stored(key, slot, catalog.next_sequences(1, 1))
+        catalog.stored(key, slot, sequence := catalog.next_sequences(1, 1), sequence)
     return keys_of(count)
 
 

@@ -5,6 +5,7 @@ import fcntl
 import os
 import random
 import threading
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from kvtier.namespace import FileMapper
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import Fault, FsBackend, FsOptions
+from kvtier_backends.fs.disk import Disk
 from kvtier_backends.fs.footer import FOOTER_BYTES
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.contents import SlotContents
@@ -663,7 +665,7 @@ async def test_a_pruned_slots_segment_may_be_another_one_by_then(
         lock(fd, how)
 
     root_fd = os.open(root, os.O_RDONLY)
-    contents = SlotContents(str(root), root_fd)
+    contents = SlotContents(str(root), root_fd, time.time_ns(), Disk(root_fd).taken_bytes)
     (chunk,) = contents.files(str(segment.relative_to(root)))
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", too_late)

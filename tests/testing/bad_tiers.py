@@ -238,6 +238,43 @@ class TakesAnyLength(Tier):
         return await super().store([Write(write.key, self.row(write.block)) for write in writes])
 
 
+class RefusesTheBatchForAKey(Tier):
+    breaks = ("test_a_key_that_a_tier_cannot_hold_costs_its_neighbours_nothing",)
+
+    async def store(self, writes):
+        if any(len(write.key) > 255 for write in writes):
+            raise BackendUnavailable("a key is too long")
+        return await super().store(writes)
+
+
+class SaysItTookAnyKey(Tier):
+    breaks = ("test_a_key_that_a_tier_cannot_hold_costs_its_neighbours_nothing",)
+
+    async def store(self, writes):
+        fit = [write for write in writes if 4 <= len(write.key) <= 255]
+        await super().store(fit)
+        return [None] * len(writes)
+
+
+class RefusesTheBatchForALength(Tier):
+    breaks = (
+        "test_a_load_into_a_buffer_of_the_wrong_length_is_refused",
+        "test_a_store_from_a_buffer_of_the_wrong_length_is_refused",
+    )
+
+    def check(self, buffers):
+        if any(len(buffer) != self.context.row_bytes for buffer in buffers):
+            raise ValueError("a buffer of the wrong length")
+
+    async def load(self, reads):
+        self.check(read.into for read in reads)
+        return await super().load(reads)
+
+    async def store(self, writes):
+        self.check(write.block for write in writes)
+        return await super().store(writes)
+
+
 class WantsLists(Tier):
     breaks = ("test_a_batch_is_any_sequence",)
 

@@ -22,6 +22,19 @@ def namespace_of(path: Path, root: Path) -> str:
     return path.relative_to(root).parts[0]
 
 
+@pytest.mark.parametrize("layout", ["files", "segments"])
+def test_du_counts_blocks_and_no_holes(store, run_json, root: Path, layout: str) -> None:
+    """Whatever name a file of holes has: a chunk's, a segment's, an unfinished one's."""
+    (path, *_) = store(keys_of(2), layout=layout)
+    before = run_json("du", root)
+    for name in ("a" * 64 + ".bin", "00000077.seg", attempt_name(Writer("00000000", 1, 1))):
+        path.with_name(name).touch()
+        os.truncate(path.with_name(name), 1 << 40)
+    after = run_json("du", root)
+    fields = ("bytes", "temporary_bytes", "leftover_bytes")
+    assert [after[field] for field in fields] == [before[field] for field in fields]
+
+
 def test_du_counts_each_namespaces_chunks_and_blocks(store, run_json, root: Path) -> None:
     first, second = store(keys_of(5)), store(keys_of(2), model="other", naming="flat")
     report = run_json("du", root)

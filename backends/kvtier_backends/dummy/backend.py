@@ -24,7 +24,7 @@ from kvtier.backend import (
     TierContext,
     Write,
 )
-from kvtier.calls import Calls
+from kvtier.calls import Calls, Fit
 from kvtier.config import Checked, Count, Duration, PositiveSize, Share, Size
 from kvtier.errors import BlockCorrupt, BlockMissing, NoSpace, TransferFailed
 from kvtier.keys import OffloadKey, make_offload_key
@@ -74,6 +74,7 @@ class DummyBackend(Backend):
         budget_bytes = options.write_budget_bytes_per_day
         self._write_budget = None if budget_bytes is None else WriteBudget(budget_bytes, context.row_bytes)
         self._calls = Calls(context.name)
+        self._fit = Fit(context.row_bytes)
         self._report = Report(self._holds, complete=not options.shared)
         self._store = open_store(options.store, options.capacity_bytes)
         namespace = context.mapper.name(make_offload_key(b""))  # The one name that stands for all names beside it.
@@ -87,16 +88,19 @@ class DummyBackend(Backend):
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         with self._calls.one():
             await self._take_time([0])
-            return [self._holds(key) for key in keys]
+            fitting = set(self._fit.keys(keys))
+            return [key in fitting and self._holds(key) for key in keys]
 
     async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
         with self._calls.one():
-            self._check_lengths(read.into for read in reads)
-            names = [self._context.mapper.name(read.key) for read in reads]
-            failed = self._draw(self._options.failure_rate, len(reads))
-            await self._take_time(self._context.row_bytes * (name in self._store.chunks) for name in names)
-            self._store.touch(names)
-            return [self._load(*each) for each in zip(reads, names, failed, strict=True)]
+            return await self._fit.load(reads, self._load_all)
+
+    async def _load_all(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+        names = [self._context.mapper.name(read.key) for read in reads]
+        failed = self._draw(self._options.failure_rate, len(reads))
+        await self._take_time(self._context.row_bytes * (name in self._store.chunks) for name in names)
+        self._store.touch(names)
+        return [self._load(*each) for each in zip(reads, names, failed, strict=True)]
 
     def _load(self, read: Read, name: str, failed: bool) -> Outcome:
         chunk = self._store.chunks.get(name)
@@ -112,18 +116,20 @@ class DummyBackend(Backend):
 
     async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
         with self._calls.one():
-            self._check_lengths(write.block for write in writes)
-            refused = writes[self._allowed(len(writes)) :]
-            writes = writes[: len(writes) - len(refused)]
-            names = [self._context.mapper.name(write.key) for write in writes]
-            failed = self._draw(self._options.failure_rate, len(writes))
-            rotten = self._draw(self._options.corruption_rate, len(writes))
-            await self._take_time((len(write.block) for write in writes), storing=True)
-            keep = set(names)
-            outcomes = [self._keep(*each, keep) for each in zip(writes, names, failed, rotten, strict=True)]
-            self._store.touch(names)
-            outcomes += [NoSpace(f"{write.key.hex()}: the day's write budget is used up") for write in refused]
-            return outcomes
+            return await self._fit.store(writes, self._store_all)
+
+    async def _store_all(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+        refused = writes[self._allowed(len(writes)) :]
+        writes = writes[: len(writes) - len(refused)]
+        names = [self._context.mapper.name(write.key) for write in writes]
+        failed = self._draw(self._options.failure_rate, len(writes))
+        rotten = self._draw(self._options.corruption_rate, len(writes))
+        await self._take_time((len(write.block) for write in writes), storing=True)
+        keep = set(names)
+        outcomes = [self._keep(*each, keep) for each in zip(writes, names, failed, rotten, strict=True)]
+        self._store.touch(names)
+        outcomes += [NoSpace(f"{write.key.hex()}: the day's write budget is used up") for write in refused]
+        return outcomes
 
     def _allowed(self, count: int) -> int:
         """Return how many of so many chunks may be written."""
@@ -152,7 +158,7 @@ class DummyBackend(Backend):
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
         with self._calls.one():
             await self._take_time([0])
-            for key in keys:
+            for key in self._fit.keys(keys):
                 self._store.delete(self._context.mapper.name(key))
 
     async def aclose(self, deadline_s: float) -> Abandoned:
@@ -194,11 +200,3 @@ class DummyBackend(Backend):
     def _draw(self, rate: float, count: int) -> list[bool]:
         """Draw for each of so many chunks whether it is one of those that the rate means."""
         return [self._random.random() < rate for _ in range(count)] if rate else [False] * count
-
-    def _check_lengths(self, buffers: Iterable[memoryview]) -> None:
-        for buffer in buffers:
-            if buffer.nbytes != self._context.row_bytes:
-                raise ValueError(
-                    f"tier {self._context.name}: a buffer of {buffer.nbytes:,} bytes, rows have "
-                    f"{self._context.row_bytes:,}"
-                )

@@ -19,9 +19,9 @@ from kvtier.backend import (
     TierContext,
     Write,
 )
-from kvtier.calls import Calls
+from kvtier.calls import Calls, Fit
 from kvtier.errors import BackendClosed, BackendUnavailable
-from kvtier.keys import GROUP_BYTES, OffloadKey
+from kvtier.keys import OffloadKey
 from kvtier.lend import Lanes
 from kvtier.namespace import FileMapper
 from kvtier_backends.fs.books import Books, open_books
@@ -71,7 +71,6 @@ class FsBackend(Backend):
     ) -> None:
         """Use `open` instead."""
         self._name = context.name
-        self._row_bytes = context.row_bytes
         self._stores = Calls(context.name)
         self._folder = folder
         self._tally = tally
@@ -80,27 +79,26 @@ class FsBackend(Backend):
         self._books = books
         layout = SegmentsLayout if options.layout == "segments" else FilesLayout
         self._layout: Layout = layout(options, context, folder, books, tally, scan_lane)
+        self._fit = Fit(context.row_bytes, self._layout.key_bytes_max)
         self._closed = False
         self._news = asyncio.Event()  # Something for the inventory's consumer, or the end.
         self._layout.begin(self._news.set)
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         self._check_open()
-        return await self._layout.probe(keys)
+        return await self._fit.probe(keys, self._layout.probe)
 
     async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
         self._check_open()
-        self._check_batch(reads)
-        return self._answered(*await self._layout.load(reads))
+        return await self._fit.load(reads, self._load)
 
     async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
         with self._stores.one():
-            self._check_batch(writes)
-            return self._answered(*await self._layout.store(writes))
+            return await self._fit.store(writes, self._store)
 
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
         self._check_open()
-        await self._layout.delete(keys)
+        await self._layout.delete(self._fit.keys(keys))
 
     async def aclose(self, deadline_s: float) -> Abandoned:
         self._closed = True
@@ -147,13 +145,11 @@ class FsBackend(Backend):
         if self._closed:
             raise BackendClosed(f"{self._name}: closed")
 
-    def _check_batch(self, batch: Sequence[Read] | Sequence[Write]) -> None:
-        """Refuse what is a caller's mistake before anything moves."""
-        for key, buffer in batch:
-            if buffer.nbytes != self._row_bytes:
-                raise ValueError(f"{key.hex()}: a buffer of {buffer.nbytes:,} bytes for a row of {self._row_bytes:,}")
-            if len(key) < GROUP_BYTES:
-                raise ValueError(f"{key.hex()}: a key of {len(key)} bytes, at least {GROUP_BYTES} expected")
+    async def _load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+        return self._answered(*await self._layout.load(reads))
+
+    async def _store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+        return self._answered(*await self._layout.store(writes))
 
     def _answered(self, outcomes: list[Outcome], gone: int) -> list[Outcome]:
         if outcomes and gone == len(outcomes):

@@ -1,7 +1,7 @@
 """How much a directory may hold: nothing is written that was not reserved, so that the limit holds at every moment.
 
-What counts is what the file system has allocated: files whole or not, directories, and whatever else lies in the
-tier's folders. A reservation is for the worst that a chunk can take; what it took is known when it is there.
+What counts is what the file system has allocated: chunks' files whole or not, directories, and the tier's own books.
+A reservation is for the worst that a chunk can take; what it took is known when it is there.
 """
 
 from typing import Protocol
@@ -10,7 +10,8 @@ from kvtier_backends.fs.disk import Disk
 
 EXTENTS_INLINE = 4  # Of a file on ext4; more of them take blocks of their own,
 EXTENTS_PER_BLOCK = 340  # each with so many.
-FOLDERS_PER_CHUNK = 4  # Two new ones above its file, and one block by which each of the next two may grow.
+FOLDERS_NEW = 2  # Above a chunk's file,
+FOLDERS_GROWN = 2  # and above these some that grow by a block, also where a new one takes nothing (XFS).
 
 
 class Used(Protocol):
@@ -24,7 +25,7 @@ def chunk_bytes_worst(file_bytes: int, block_bytes: int, folder_bytes: int) -> i
     """Return the most that a chunk's file can take: as fragmented as can be, and the first one in its folders."""
     blocks = -(-file_bytes // block_bytes)
     maps = 0 if blocks <= EXTENTS_INLINE else -(-blocks // EXTENTS_PER_BLOCK)
-    return (blocks + maps) * block_bytes + FOLDERS_PER_CHUNK * folder_bytes
+    return (blocks + maps + FOLDERS_GROWN) * block_bytes + FOLDERS_NEW * folder_bytes
 
 
 class Capacity:
@@ -52,7 +53,7 @@ class Capacity:
         self.in_place_bytes = 0
         """Promised with files that are to be overwritten: the disk has no less free for it."""
         self.other_bytes = 0
-        """Of whatever else lies in the tier's folders."""
+        """Of what else of ours lies in the tier's folders."""
         self.unseen_bytes = disk.used_bytes
         """As much as the directory may hold that the scan has not come to: at first, all that is on the disk."""
         self._disk = disk

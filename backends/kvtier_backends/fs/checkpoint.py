@@ -19,9 +19,9 @@ from kvtier.backend import INVENTORY_BATCH_KEYS
 from kvtier.keys import OffloadKey
 from kvtier.namespace import FileMapper
 from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.disk import SECTOR_BYTES
 from kvtier_backends.fs.entries import Held, Snapshot
-from kvtier_backends.fs.folder import ALIGN_BYTES, Folder
-from kvtier_backends.fs.folder_sizes import SECTOR_BYTES
+from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.footer import SLICE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,8 @@ class Checkpoint:
     def bytes_worst(self, chunks: int) -> int:
         """Return the most that a checkpoint of so many chunks takes of the disk."""
         size_bytes = _HEAD.size + chunks * _record(KEY_BYTES_MAX).size + _CHECKSUM.size
-        return (min(size_bytes, BYTES_MAX) // ALIGN_BYTES + 2) * ALIGN_BYTES  # Its last block, and its extents'.
+        block_bytes = self._folder.disk.block_bytes
+        return (min(size_bytes, BYTES_MAX) // block_bytes + 2) * block_bytes  # Its last block, and its extents'.
 
     def write(self, snapshot: Snapshot, now_ns: int) -> None:
         """Put a checkpoint in place of the last one, whole or not at all; a failure is logged and counted."""

@@ -5,6 +5,7 @@ share, chunk by chunk: the call that lent the buffers may be cancelled, and its 
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
@@ -14,7 +15,7 @@ from kvtier.errors import BlockCorrupt, BlockMissing
 from kvtier.keys import OffloadKey
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.discard import Discarded
-from kvtier_backends.fs.entries import Held, is_later
+from kvtier_backends.fs.entries import Held, believable_ns, is_later
 from kvtier_backends.fs.failures import GONE, failure
 from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.files import Attempt, ChunkFiles, Found
@@ -122,19 +123,27 @@ class Chunks:
                 removed.append(key)
         return last
 
-    def evict(self, victims: Sequence[Held], gone: dict[OffloadKey, int], used: list[Held], *, check: bool) -> None:
-        """Remove victims, and note what each has given back; with `check` spare those that others have used since."""
+    def evict(self, victims: Sequence[Held], gone: dict[OffloadKey, int]) -> None:
+        """Remove victims, and note what each has given back."""
+        for victim in victims:
+            with suppress(OSError):  # It is there still, and the caller counts it so.
+                gone[victim.key] = victim.allocated_bytes if self._files.remove(victim.key) else 0
+
+    def evict_unused(
+        self, victims: Sequence[Held], gone: dict[OffloadKey, int], used: list[Held], *, now_ns: int
+    ) -> None:
+        """Do likewise, but spare those that others have used since, as their files' times say."""
         for victim in victims:
             try:
-                found = self._files.look(victim.key) if check else Found(victim.allocated_bytes, victim.used_at_ns)
+                found = self._files.look(victim.key)
                 if found is None:
                     gone[victim.key] = 0  # Whoever removed it has had the room.
-                elif is_later(found.used_at_ns, victim.used_at_ns):
-                    used.append(victim._replace(allocated_bytes=found.allocated_bytes, used_at_ns=found.used_at_ns))
+                elif self._is_used(found, victim, now_ns):
+                    used.append(Held(victim.key, found.allocated_bytes, found.used_at_ns))
                 else:
                     gone[victim.key] = found.allocated_bytes if self._files.remove(victim.key) else 0
             except OSError:
-                continue  # It is there still, and the caller counts it so.
+                continue  # As above.
 
     def stamp(self, used_at_ns: Mapping[OffloadKey, int]) -> None:
         """Have files say when they were used."""
@@ -149,6 +158,13 @@ class Chunks:
         """Say whether a load would take a file of this length, if its bytes are right."""
         whole = judge_length(file_bytes, self._row_bytes)
         return whole is Whole.FOOTED or (whole is Whole.BARE and self._accept_bare)
+
+    def _is_used(self, found: Found, victim: Held, now_ns: int) -> bool:
+        """Say whether others have used a file, or put a chunk in place of one that no load would take."""
+        if not victim.loadable:
+            return self.takes(found.file_bytes)
+        believable = 0 <= found.used_at_ns == believable_ns(found.used_at_ns, now_ns)
+        return believable and is_later(found.used_at_ns, victim.used_at_ns)
 
     def _loadable(self, key: OffloadKey) -> bool:
         try:

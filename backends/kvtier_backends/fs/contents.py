@@ -22,9 +22,10 @@ from kvtier.naming import NAMINGS, Naming, read_folder
 from kvtier_backends.fs.attempts import SUFFIX, Writer, attempt_name
 from kvtier_backends.fs.below import ForeignError, open_file, open_folder
 from kvtier_backends.fs.discard import take_aside
+from kvtier_backends.fs.disk import taken_bytes
+from kvtier_backends.fs.entries import believable_ns
 from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.folder import CONFIG_BYTES_MAX, QUARANTINE
-from kvtier_backends.fs.folder_sizes import taken_bytes
 from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, read_footer
 from kvtier_backends.fs.segments.contents import SlotContents, is_segment, is_slot, reason, unreadable
 from kvtier_backends.fs.sweep import Sweep
@@ -48,8 +49,9 @@ class FsContents:
         except OSError as error:
             raise ConfigError(f"{root}: {error.strerror}; a tier's directory accepted") from error
         self._writer = Writer.this_process()
-        self._sweep = Sweep(self._fd, self._writer, time.time())
-        self._slots = SlotContents(root, self._fd)
+        self._now_ns = time.time_ns()
+        self._sweep = Sweep(self._fd, self._writer, self._now_ns / 1e9)
+        self._slots = SlotContents(root, self._fd, self._now_ns, self._taken_bytes)
         self._row_bytes: dict[str, int | None] = {}
         try:
             names = self._listed(".")
@@ -57,6 +59,7 @@ class FsContents:
             os.close(self._fd)
             raise ConfigError(f"{root}: {reason(error)}; a directory that can be read accepted") from error
         self._folders = {name: found for name in sorted(names) if (found := read_folder(name)) is not None}
+        self._counts_blocks = all(self._tells_blocks(found.folder) for found in self._folders.values())
         if names and not self._folders:
             os.close(self._fd)
             raise ConfigError(f"{root}: holds no chunks; the directory that a tier has as its root accepted")
@@ -138,6 +141,15 @@ class FsContents:
         self._slots.close()
         os.close(self._fd)
 
+    def _taken_bytes(self, status: os.stat_result) -> int:
+        return taken_bytes(status, counts_blocks=self._counts_blocks)
+
+    def _tells_blocks(self, folder: str) -> bool:
+        """Say whether blocks are told there, by a file that has some."""
+        with suppress(OSError):
+            return os.stat(f"{folder}/config.json", dir_fd=self._fd).st_blocks > 0
+        return True
+
     def _model(self, folder: str) -> str:
         try:
             with open(open_file(self._fd, f"{folder}/config.json"), "rb") as file:
@@ -189,7 +201,8 @@ class FsContents:
             return
         if kind is Kind.TEMPORARY and self._sweep.is_abandoned(os.path.basename(name), status.st_mtime):
             kind = Kind.LEFTOVER
-        yield StoredFile(kind, name, key, status.st_size, taken_bytes(status), status.st_mtime_ns, status.st_ino)
+        used_at_ns = believable_ns(status.st_mtime_ns, self._now_ns)
+        yield StoredFile(kind, name, key, status.st_size, self._taken_bytes(status), used_at_ns, status.st_ino)
 
     def _is_still(self, file: StoredFile, before: os.stat_result) -> bool:
         """Say whether nobody has written into a file or renamed it since: an engine does both to those that go."""

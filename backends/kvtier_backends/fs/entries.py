@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kvtier.keys import OffloadKey
-from kvtier_backends.fs.folder_sizes import SECTOR_BYTES
+from kvtier_backends.fs.disk import SECTOR_BYTES
 from kvtier_backends.fs.idle import Idle
 
 # A chunk's entry is one integer: whether it was used since the start, the minute that its file's time says, and its
@@ -15,6 +15,7 @@ LIVE = 1 << (SECTOR_BITS + MINUTE_BITS)
 SECTORS = (1 << SECTOR_BITS) - 1
 MINUTES = (1 << MINUTE_BITS) - 1
 MINUTE_NS = 60_000_000_000
+AHEAD_NS = 60 * MINUTE_NS  # As much as that, two machines' clocks may differ.
 
 
 class Held(NamedTuple):
@@ -24,6 +25,14 @@ class Held(NamedTuple):
     allocated_bytes: int
     used_at_ns: int = 0  # By the file's mtime, which is set to the chunk's last use.
     loadable: bool = True  # False: a file of ours by name that no load would take. It takes room all the same.
+
+
+def believable_ns(time_ns: int, now_ns: int) -> int:
+    """Return a file's time as one that can be believed: not before 1970, and if it is far ahead, now.
+
+    Anybody may set a file's time, and a clock may have been wrong. Clocks of machines that share a directory differ.
+    """
+    return now_ns if time_ns > now_ns + AHEAD_NS else max(time_ns, 0)
 
 
 def entry_of(chunk: Held, *, live: bool) -> int:

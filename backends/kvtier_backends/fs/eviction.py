@@ -248,7 +248,7 @@ class Eviction:
 
     def _evict(self, victims: Sequence[Held], removal: "Removal") -> None:
         """Remove files. Blocks, in a lane."""
-        self._chunks.evict(victims, removal.gone, removal.used, check=False)
+        self._chunks.evict(victims, removal.gone)
 
     def _end(self, victims: Sequence[Held], removal: "Removal") -> int:
         """Note what is gone; what could not be removed is there still, and takes room."""

@@ -16,8 +16,8 @@ from kvtier.namespace import FileMapper
 from kvtier_backends.fs.attempts import attempt_name
 from kvtier_backends.fs.below import NO_LINK, ForeignError, open_folder, refuse_others
 from kvtier_backends.fs.discard import Discard
+from kvtier_backends.fs.disk import SECTOR_BYTES
 from kvtier_backends.fs.folder import Folder
-from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, taken_bytes
 from kvtier_backends.fs.open_chunk import OpenChunk, part_of
 from kvtier_backends.fs.precedence import Precedence
 
@@ -29,6 +29,7 @@ class Found(NamedTuple):
 
     allocated_bytes: int
     used_at_ns: int
+    file_bytes: int
 
 
 class Attempt(NamedTuple):
@@ -63,6 +64,7 @@ class ChunkFiles:
         self._writer_uid = os.geteuid()
         self._fsync = fsync
         self._sizes = folder.sizes
+        self._disk = folder.disk
         self._chunks = folder.chunks
         self._direct = os.O_DIRECT if folder.direct else 0
         self._discard = Discard(folder)
@@ -76,7 +78,7 @@ class ChunkFiles:
             if error.errno in (errno.ELOOP, errno.ENXIO):  # By the latter a socket would pass for a disk that is gone.
                 refuse_others(self._root, name, stat.S_IFREG)
             raise
-        return OpenChunk(name, fd, self._discard)
+        return OpenChunk(name, fd, self._disk, self._discard)
 
     def reuse(self, key: OffloadKey, file_bytes: int) -> Attempt | None:
         """Take a chunk's file out of its place to be overwritten; None if it is gone now, not fit for that.
@@ -119,7 +121,7 @@ class ChunkFiles:
                 if self._fsync:
                     os.fsync(fd)
                 if allocated_bytes is None:
-                    allocated_bytes = taken_bytes(os.fstat(fd))
+                    allocated_bytes = self._disk.taken_bytes(os.fstat(fd))
             finally:
                 os.close(fd)  # Network file systems report a full disk here.
             # rename last: a reader sees the old chunk or the new one, never half of each.
@@ -169,7 +171,7 @@ class ChunkFiles:
     def look(self, key: OffloadKey) -> "Found | None":
         """Return what a chunk's file takes, and when it was used; None if there is none."""
         status = self._stat(key)
-        return status and Found(taken_bytes(status), status.st_mtime_ns)
+        return status and Found(self._disk.taken_bytes(status), status.st_mtime_ns, status.st_size)
 
     def _stat(self, key: OffloadKey) -> os.stat_result | None:
         try:

@@ -16,12 +16,14 @@ from kvtier_backends.fs.books import Books
 from kvtier_backends.fs.chunks import Chunks, share_out
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.folder import Folder
+from kvtier_backends.fs.footer import KEY_BYTES_MAX
 from kvtier_backends.fs.layout import Background, Left, until
 from kvtier_backends.fs.options import FsOptions
 from kvtier_backends.fs.parts import assemble, start_lanes
 
 PROBES_MAX = 512  # Calls without bytes, in one hop: half a millisecond of a local file system's time.
-SCAN_PATIENCE_S = 0.5  # Stores wait so long for the scan of a small directory, rather than be refused for its sake.
+SCAN_PATIENCE_S = 0.5  # So long from the opening, stores wait for the scan, rather than be refused for its sake;
+SMALL_PATIENCE_S = 5.0  # and for a small directory's longer, from each call: only what hangs takes that long.
 
 _loadable = aiofiles.os.wrap(Chunks.loadable)
 
@@ -34,6 +36,7 @@ class FilesLayout:
     ) -> None:
         """Use an opened folder, on the running loop."""
         self._name = context.name
+        self.key_bytes_max = min(KEY_BYTES_MAX, context.mapper.key_bytes_max(folder.name_bytes_max()))
         self._shared = options.shared
         self._lanes = start_lanes(options, context.name, scan_lane)
         parts = assemble(options, context, folder, books, tally, self._lanes)
@@ -63,6 +66,8 @@ class FilesLayout:
 
     async def store(self, writes: Sequence[Write]) -> tuple[list[Outcome], int]:
         if not self._looking.done.is_set():
+            if self._shared or self._capacity.free_bytes() is not None:
+                await until(self._looking.gauged.wait(), SMALL_PATIENCE_S)
             await until(self._looking.done.wait(), self._patient_until - time.monotonic())
         return await self._storing(writes)
 

@@ -16,12 +16,12 @@ from contextlib import ExitStack, suppress
 from typing import Literal
 
 from kvtier.errors import BackendUnavailable, ConfigError
-from kvtier.namespace import FileMapper
+from kvtier.namespace import NAME_BYTES_MAX, FileMapper
 from kvtier.naming import SEGMENTS_SUFFIX
-from kvtier_backends.fs.attempts import Writer, attempt_name
+from kvtier_backends.fs.attempts import Writer, attempt_name, read_attempt
 from kvtier_backends.fs.below import NO_LINK, ForeignError, open_file, open_folder, refuse_others, refused
-from kvtier_backends.fs.disk import Disk
-from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, FolderSizes, taken_bytes
+from kvtier_backends.fs.disk import SECTOR_BYTES, Disk
+from kvtier_backends.fs.folder_sizes import FolderSizes
 from kvtier_backends.fs.options import FsOptions
 from kvtier_backends.fs.quarantine import Quarantine
 from kvtier_backends.fs.reads import ONE_BY_ONE, QueuedReads, Reads, takes_queued
@@ -34,6 +34,7 @@ CONFIG_BYTES_MAX = 1 << 20  # Thousands of layer names; anything longer is anoth
 QUARANTINE = "quarantine"
 
 _OWN = re.compile(r"[0-9a-f]{2,3}|[0-9]{8}\.seg")  # Folders of chunks, and segments.
+_BOOK = re.compile(r"config\.json|(?:index|ledger|write-budget)_r[0-9]+(?:_flat|_segments)?")
 
 _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP}  # How file systems say that they have no direct I/O.
 _OURS_TO_MEND = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENAMETOOLONG}
@@ -75,7 +76,7 @@ class Folder:
                     self._make(name, undo)
                 self._refuse_links(quarantine)
                 self._settle_config(undo)
-                self.quarantine = Quarantine(self.root_fd, quarantine, keeps=keeps)
+                self.quarantine = Quarantine(self.root_fd, quarantine, self.disk, keeps=keeps)
                 self.direct = self._try_io(self._options.io)
                 self.reads = self._try_queue()
                 self.sizes = FolderSizes(self._new_folder_bytes())
@@ -107,9 +108,44 @@ class Folder:
     def taken_bytes(self, name: str) -> int:
         """Return what a file takes of the disk; 0 if there is none."""
         try:
-            return taken_bytes(os.stat(name, dir_fd=self.root_fd, follow_symlinks=False))
+            return self.disk.taken_bytes(os.stat(name, dir_fd=self.root_fd, follow_symlinks=False))
         except FileNotFoundError:
             return 0
+
+    def name_bytes_max(self) -> int:
+        """Return how long a file's name may be there: 255 bytes mostly, 143 where names are encrypted."""
+        try:
+            return os.fpathconf(self.root_fd, "PC_NAME_MAX")
+        except OSError:
+            return NAME_BYTES_MAX
+
+    def beside_bytes(self) -> int:
+        """Return what lies beside the chunks and is a tier's takes: its books, unfinished files, and quarantine.
+
+        What we are writing ourselves is not counted, and what somebody else keeps there neither. Raises OSError.
+        """
+        return self._measured(self._mapper.folder, _BOOK.fullmatch) + self._measured(self.quarantine.name, bool)
+
+    def unfinished_bytes(self) -> int:
+        """Return what unfinished files among the chunks take, with their folder. Raises OSError."""
+        return self._measured(self.chunks, lambda _: False)
+
+    def _measured(self, folder: str, is_ours: Callable[[str], object]) -> int:
+        try:
+            fd = open_folder(self.root_fd, folder)
+        except FileNotFoundError:
+            return 0
+        try:
+            total = os.fstat(fd).st_blocks * SECTOR_BYTES
+            for name in os.listdir(fd):
+                unfinished = read_attempt(name)
+                if unfinished != self.writer and (unfinished or is_ours(name)):
+                    with suppress(FileNotFoundError):
+                        status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                        total += 0 if stat.S_ISDIR(status.st_mode) else self.disk.taken_bytes(status)
+        finally:
+            os.close(fd)
+        return total
 
     def publish(self, name: str, pieces: Iterable[bytes]) -> None:
         """Put a file of these bytes beside the chunks, in place of what was there, whole or not at all."""
@@ -223,6 +259,10 @@ class Folder:
                 # Linux makes the file before it refuses the flag.
                 fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flag, 0o644, dir_fd=self.root_fd)
                 stack.callback(os.close, fd)
+                page = memoryview(mmap.mmap(-1, ALIGN_BYTES))
+                page[:] = os.urandom(len(page))
+                os.pwrite(fd, page, 0)
+                self.disk.tried(os.fstat(fd))
                 return _come_back(fd)
         except OSError as error:
             if flag and error.errno in _REFUSED:

@@ -9,12 +9,7 @@ import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 
-SECTOR_BYTES = 512  # The unit of st_blocks, whatever the file system's own.
-
-
-def taken_bytes(status: os.stat_result) -> int:
-    """Return what a file takes on the disk: its blocks, or its length where they are counted late or never."""
-    return max(status.st_blocks, -(-status.st_size // SECTOR_BYTES)) * SECTOR_BYTES
+from kvtier_backends.fs.disk import SECTOR_BYTES
 
 
 class FolderSizes:

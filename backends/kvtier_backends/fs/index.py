@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from kvtier.keys import OffloadKey
 from kvtier.policies.base import Policy
 from kvtier_backends.fs.cold_end import ColdEnd
+from kvtier_backends.fs.disk import SECTOR_BYTES
 from kvtier_backends.fs.entries import (
     LIVE,
     MINUTE_NS,
@@ -23,7 +24,6 @@ from kvtier_backends.fs.entries import (
     is_live,
     minute_of,
 )
-from kvtier_backends.fs.folder_sizes import SECTOR_BYTES
 from kvtier_backends.fs.news import News
 from kvtier_backends.fs.order import Keep, Order
 
@@ -127,7 +127,7 @@ class Index:
         if entry is None:
             return False
         minute = minute_of(now_ns)
-        if minute - (entry >> SECTOR_BITS & MINUTES) < REFRESH_MINUTES:
+        if minute - (entry >> SECTOR_BITS) & MINUTES < REFRESH_MINUTES:  # Round the corner, and of a time ahead, too.
             return False
         self._note(key, entry & LIVE | minute << SECTOR_BITS | entry & SECTORS)
         return True

@@ -21,7 +21,10 @@ class Left(NamedTuple):
 
 
 class Layout(Protocol):
-    """One tier's chunks. Belongs to the loop's thread; calls are checked before they come here."""
+    """One tier's chunks. Belongs to the loop's thread; what does not fit is kept out before calls come here."""
+
+    key_bytes_max: int
+    """The longest key whose chunk has a place."""
 
     @property
     def news(self) -> News: ...

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import aiofiles.os
 
+from kvtier.backend import INVENTORY_BATCH_KEYS
 from kvtier.lend import Lanes
 from kvtier.namespace import FileMapper
 from kvtier_backends.fs.capacity import Capacity
@@ -53,6 +54,8 @@ class Looking:
         """`takes`: whether a load would take a file of this length."""
         self.done = asyncio.Event()
         """Set once everything that was there at the start is known."""
+        self.gauged = asyncio.Event()
+        """Set once so much was found that the directory is not small, or all of it."""
         self._folder = folder
         self._mapper = mapper
         self._takes = takes
@@ -69,6 +72,7 @@ class Looking:
     def stop(self) -> None:
         """Have a scan end soon."""
         self._scan.stop()
+        self.gauged.set()
 
     async def run(self) -> None:
         """Look through the directory; where it is the tier's own, once."""
@@ -82,7 +86,7 @@ class Looking:
             count = await _begin_count(eviction.ledger, executor=self._lane)
             await self._look()
             await _end_count(eviction.ledger, count, self._scan.seen_bytes, executor=self._lane)
-            self.done.set()
+            self._end()
             pause_s = max(AGAIN_S_LEAST, AGAIN_TIMES * (time.monotonic() - began_s))
             await eviction.until_look_is_wanted(pause_s, AGAIN_S_MOST)
             self._scan = self._new_scan(recall=False)
@@ -124,6 +128,8 @@ class Looking:
         self._recalled = True
         while batch := await _next_batch(scan, executor=self._lane):
             self._eviction.scanned(batch)
+            if len(batch) == INVENTORY_BATCH_KEYS:
+                self.gauged.set()
         while gone := await _next_vanished(scan, executor=self._lane):
             self._index.vanished(gone)
         tally.count("scan_skipped", scan.skipped)
@@ -136,4 +142,9 @@ class Looking:
         self._index.scan_ended(complete=scan.failed == 0 and not shared)
         self._eviction.scan_ended()
         if not shared:
-            self.done.set()
+            self._end()
+
+    def _end(self) -> None:
+        """Have nobody wait for the first look any more."""
+        self.done.set()
+        self.gauged.set()

@@ -6,16 +6,17 @@ from types import TracebackType
 from typing import Self
 
 from kvtier_backends.fs.discard import Discard, Discarded
+from kvtier_backends.fs.disk import Disk
 from kvtier_backends.fs.faults import Fault
-from kvtier_backends.fs.folder_sizes import taken_bytes
 from kvtier_backends.fs.reads import Wanted
 
 
 class OpenChunk:
     """A chunk's file for as long as it is open: what is read and what is discarded are the same file."""
 
-    def __init__(self, name: str, fd: int, discard: Discard) -> None:
+    def __init__(self, name: str, fd: int, disk: Disk, discard: Discard) -> None:
         """Take over an open descriptor."""
+        self._disk = disk
         self._name = name
         self._fd = fd
         self._discard = discard
@@ -48,7 +49,7 @@ class OpenChunk:
 
     def allocated_bytes(self) -> int:
         """Return the bytes that the file takes on the disk."""
-        return taken_bytes(os.fstat(self._fd))
+        return self._disk.taken_bytes(os.fstat(self._fd))
 
     def discard(self, fault: Fault) -> Discarded:
         """Take this very file out of the way, not one that has replaced it meanwhile."""

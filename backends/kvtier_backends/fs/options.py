@@ -31,7 +31,7 @@ class FsOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One file a chunk, or slots of large files: faster below about 1 MiB, and not for vLLM to read."""
 
     capacity_bytes: PositiveSize | None = None
-    """What the tier's folders may take on the disk, at every moment; nothing: as much as there is."""
+    """What a tier writes may take of the disk, folders and all, at every moment; nothing: as much as there is."""
 
     eviction_policy: str = "lru"
     """Which chunks go for room: as for the primary. `shared` takes `lru` only."""

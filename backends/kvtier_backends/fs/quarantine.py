@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from kvtier_backends.fs.below import open_folder
-from kvtier_backends.fs.folder_sizes import taken_bytes
+from kvtier_backends.fs.disk import Disk
 
 FILES_MAX = 100  # Enough to study what happened; a disk of corrupt files must not stay full of them.
 FOLDER_BYTES = 32 << 10  # By which their names may make the folder grow: 150 bytes each, in blocks that are half full.
@@ -25,10 +25,11 @@ class Cleared(NamedTuple):
 class Quarantine:
     """A folder of such files in an open root. Any thread may call."""
 
-    def __init__(self, root_fd: int, name: str, *, keeps: bool) -> None:
+    def __init__(self, root_fd: int, name: str, disk: Disk, *, keeps: bool) -> None:
         """See what is there from before. `keeps`: whether more may come. Blocks."""
         self.name = name
         self._root = root_fd
+        self._disk = disk
         self._keeps = keeps
         self._lock = threading.Lock()
         self._files = len(self._listed())
@@ -37,7 +38,7 @@ class Quarantine:
     @property
     def used_bytes(self) -> int:
         """What the folder may come to take beyond what it took before: counted from the start, so that nobody asks."""
-        return FOLDER_BYTES if self._keeps else 0
+        return max(FOLDER_BYTES, 2 * self._disk.block_bytes) if self._keeps else 0
 
     @property
     def empty(self) -> bool:
@@ -61,7 +62,7 @@ class Quarantine:
             found, cleared = 0, Cleared(0, 0)  # There is none, or none of ours.
         else:
             try:
-                found, cleared = _cleared(fd, wanted_bytes)
+                found, cleared = _cleared(fd, self._disk, wanted_bytes)
             finally:
                 os.close(fd)
         with self._lock:
@@ -80,13 +81,13 @@ class Quarantine:
             os.close(fd)
 
 
-def _cleared(fd: int, wanted_bytes: int) -> tuple[int, Cleared]:
+def _cleared(fd: int, disk: Disk, wanted_bytes: int) -> tuple[int, Cleared]:
     """Remove files of a folder, the oldest first; return how many there were, and what has gone."""
     found, cleared = list[tuple[int, str, int]](), Cleared(0, 0)
     for entry in os.listdir(fd):
         with suppress(OSError):  # Another process has removed it.
             status = os.stat(entry, dir_fd=fd, follow_symlinks=False)
-            found.append((status.st_ctime_ns, entry, taken_bytes(status)))  # When it came here: moving sets it.
+            found.append((status.st_ctime_ns, entry, disk.taken_bytes(status)))  # When it came here: moving sets it.
     for _, entry, freed_bytes in sorted(found):
         if cleared.freed_bytes >= wanted_bytes:
             break

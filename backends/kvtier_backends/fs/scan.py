@@ -7,6 +7,7 @@ queue. No buffer is lent, so a cancelled scan need not wait for its thread.
 import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import chain
 
 from kvtier.backend import INVENTORY_BATCH_KEYS
@@ -14,9 +15,9 @@ from kvtier.keys import OffloadKey
 from kvtier.namespace import FileMapper
 from kvtier.naming import read_folder
 from kvtier_backends.fs.below import open_folder
-from kvtier_backends.fs.entries import Held
+from kvtier_backends.fs.disk import SECTOR_BYTES
+from kvtier_backends.fs.entries import Held, believable_ns
 from kvtier_backends.fs.folder import Folder
-from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, taken_bytes
 from kvtier_backends.fs.sweep import Sweep
 
 logger = logging.getLogger(__name__)
@@ -42,9 +43,9 @@ class Scan:
         `recalled`: what a checkpoint says, to be looked for; `now_s`: the time, since the epoch.
         """
         self.seen_bytes = 0
-        """What is taken by all that it has seen."""
+        """What is taken by all that it has seen, but for strangers' files."""
         self.other_bytes = 0
-        """What is taken by files that are no chunks."""
+        """What is taken by a tier's files that are no chunks."""
         self.skipped = 0
         """Files of ours by name, that no load would take."""
         self.failed = 0
@@ -52,7 +53,10 @@ class Scan:
         self.others = 0
         """Folders of other namespaces, or of ours named otherwise: left alone."""
         self._sweep = Sweep(folder.root_fd, folder.writer, now_s)
+        self._now_ns = int(now_s * 1e9)
+        self._folder = folder
         self._root = folder.root_fd
+        self._disk = folder.disk
         self._sizes = folder.sizes
         self._mapper = mapper
         self._takes = takes
@@ -68,7 +72,7 @@ class Scan:
 
     def next_recalled(self) -> list[Held]:
         """Return the next chunks that the checkpoint names; an empty list at the end."""
-        batch = next(self._recalled, None) or []
+        batch = [self._believed(chunk) for chunk in next(self._recalled, None) or []]
         self._unseen.update(chunk.key for chunk in batch)
         return batch
 
@@ -99,7 +103,7 @@ class Scan:
         try:
             for name in self._names(self._mapper.folder):
                 self._sweep(self._mapper.folder, name)
-            beside_bytes = self._measure(self._mapper.folder)
+            beside_bytes = self._folder.beside_bytes()
             self.other_bytes += beside_bytes
             self.seen_bytes += beside_bytes
             others = [name for name in self._names(".") if name != chunks_folder and read_folder(name)]
@@ -158,34 +162,32 @@ class Scan:
         return ([] if self._stopped else folders), chunks
 
     def _file(self, folder: str, entry: "os.DirEntry[str]") -> Held | None:
-        """Return what a file of a chunk's name takes; what any other takes is added up."""
+        """Return what a file of a chunk's name takes; what any other of ours takes is added up."""
         temporary = self._sweep(folder, entry.name)
         key = None if temporary else self._mapper.key(f"{folder}/{entry.name}")
         try:
             status = entry.stat(follow_symlinks=False)
         except FileNotFoundError:
             return None
-        self.seen_bytes += taken_bytes(status)
+        taken_bytes = self._disk.taken_bytes(status)
         if key is None:
-            if not (temporary and self._sweep.is_own(entry.name)):  # What we write now has been reserved.
-                self.other_bytes += taken_bytes(status)
+            if temporary and not self._sweep.is_own(entry.name):  # What we write now has been reserved.
+                self.seen_bytes += taken_bytes
+                self.other_bytes += taken_bytes
             return None
+        self.seen_bytes += taken_bytes
         loadable = self._takes(status.st_size)
         self.skipped += not loadable
         self._unseen.discard(key)
-        return Held(key, taken_bytes(status), status.st_mtime_ns, loadable)
+        used_at_ns = believable_ns(status.st_mtime_ns, self._now_ns)
+        if used_at_ns < status.st_mtime_ns:  # Or each start would take it for the newest.
+            self._date(folder, entry.name, used_at_ns)
+        return Held(key, taken_bytes, used_at_ns, loadable)
 
-    def _measure(self, folder: str) -> int:
-        """Return what a folder and all that is in it takes, but for what we are writing."""
-        fd = open_folder(self._root, folder)
-        try:
-            total = os.fstat(fd).st_blocks * SECTOR_BYTES
-            with os.scandir(fd) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        total += self._measure(f"{folder}/{entry.name}")
-                    elif not self._sweep.is_own(entry.name):
-                        total += taken_bytes(entry.stat(follow_symlinks=False))
-        finally:
-            os.close(fd)
-        return total
+    def _believed(self, chunk: Held) -> Held:
+        used_at_ns = believable_ns(chunk.used_at_ns, self._now_ns)
+        return chunk if used_at_ns == chunk.used_at_ns else chunk._replace(used_at_ns=used_at_ns)
+
+    def _date(self, folder: str, name: str, time_ns: int) -> None:
+        with suppress(OSError):  # Somebody else's.
+            os.utime(f"{folder}/{name}", ns=(time_ns, time_ns), dir_fd=self._root, follow_symlinks=False)

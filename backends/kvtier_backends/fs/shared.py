@@ -123,7 +123,7 @@ class SharedEviction(Eviction):
 
     def _evict(self, victims: Sequence[Held], removal: Removal) -> None:
         with self.ledger.evicting():
-            self._chunks.evict(victims, removal.gone, removal.used, check=True)
+            self._chunks.evict_unused(victims, removal.gone, removal.used, now_ns=self._clock_ns())
 
     def _begin(self, victims: Sequence[Held]) -> None:
         if any(victim.used_at_ns >= self._looked_at_ns for victim in victims):

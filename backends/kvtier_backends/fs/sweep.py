@@ -1,8 +1,8 @@
 """What killed processes had under way is removed, and what live ones have is not.
 
 Of this machine and container, the process table knows who lives. Of others it knows nothing: their files are left
-alone for as long as a store could possibly take. To be wrong costs a live writer that one store, which then fails: its
-rename finds no file.
+alone for as long as a store could possibly take, by a clock that may be behind ours or ahead. To be wrong costs a live
+writer that one store, which then fails: its rename finds no file.
 """
 
 import logging
@@ -23,7 +23,7 @@ class Sweep:
         self.removed = 0
         self._root = root_fd
         self._here = here
-        self._old_s = now_s - ABANDONED_S
+        self._now_s = now_s
         self._alive: dict[Writer, bool] = {}
 
     def __call__(self, folder: str, name: str) -> bool:
@@ -48,7 +48,7 @@ class Sweep:
         """Say whether nobody is writing a temporary of this name, which may be another program's."""
         writer = read_attempt(name)
         if writer is None or writer.boot != self._here.boot:
-            return changed_s < self._old_s
+            return abs(self._now_s - changed_s) > ABANDONED_S
         if writer not in self._alive:
             self._alive[writer] = started_at(writer.pid) == writer.started
         return not self._alive[writer]

@@ -6,10 +6,18 @@ import pytest
 
 from kvtier.backend import Backend, Read, Write
 from kvtier.errors import BlockError
+from kvtier.keys import OffloadKey, make_offload_key
 from kvtier.testing.conformance.lender import Lender, key_of, keys_of, label
 from kvtier.testing.conformance.promises import Promises
 
 LARGE_BATCH_CHUNKS = 300  # More than lanes, slots or queues usually hold.
+UNFIT_KEYS: dict[str, OffloadKey] = {
+    "nothing": OffloadKey(b""),
+    "less than a group": OffloadKey(b"\0\0\1"),
+    "too long for a file's name": make_offload_key(b"\x11" * 200),
+    "longer than a page": make_offload_key(b"\x22" * 5_000),
+    "longer than 16 bits can say": make_offload_key(b"\x33" * 70_000),
+}
 
 
 class Batches(Promises):
@@ -73,15 +81,35 @@ class Batches(Promises):
         await backend.delete(keys)
         assert list(await backend.probe(keys)) == [False] * len(keys)
 
+    @pytest.mark.parametrize("unfit", UNFIT_KEYS)
+    async def test_a_key_that_a_tier_cannot_hold_costs_its_neighbours_nothing(
+        self, backend: Backend, lender: Lender, unfit: str
+    ) -> None:
+        """A tier may refuse a key, for that chunk alone: what it refused it does not have, what it took it has."""
+        keys = [key_of(0), UNFIT_KEYS[unfit], key_of(1)]
+        assert list(await backend.probe(keys)) == [False] * 3
+        assert await lender.recall(backend, keys) == ["BlockMissing"] * 3
+        outcomes = list(await backend.store(lender.writes(keys)))
+        assert (outcomes[0], outcomes[2]) == (None, None)
+        assert outcomes[1] is None or isinstance(outcomes[1], BlockError)
+        taken = outcomes[1] is None
+        assert list(await backend.probe(keys)) == [True, taken, True]
+        told = [label(keys[0]), label(keys[1]) if taken else "BlockMissing", label(keys[2])]
+        assert await lender.recall(backend, keys) == told
+        await backend.delete(keys[:2])
+        assert list(await backend.probe(keys)) == [False, False, True]
+
     @pytest.mark.parametrize("excess_bytes", [-4_096, -1, 1, 4_096])
     async def test_a_load_into_a_buffer_of_the_wrong_length_is_refused(
         self, backend: Backend, lender: Lender, excess_bytes: int
     ) -> None:
-        """A buffer that is not one row long is the caller's mistake: `ValueError`, and the tier goes on."""
+        """A buffer that is not one row long gets no chunk, and costs its neighbours nothing."""
         await lender.keep(backend, keys_of(2))
         wrong = Read(key_of(0), lender.rows(1, self.chunk_bytes + excess_bytes)[0])
-        with pytest.raises(ValueError, match=r"\d"):
-            await backend.load([wrong, *lender.reads([key_of(1)])])
+        reads = lender.reads([key_of(1)])
+        refused, *outcomes = await backend.load([wrong, *reads])
+        assert isinstance(refused, BlockError)
+        assert lender.told(reads, outcomes) == [label(key_of(1))]
         assert lender.guards_are_intact()
         assert await lender.recall(backend, keys_of(2)) == [label(key) for key in keys_of(2)]
 
@@ -89,11 +117,12 @@ class Batches(Promises):
     async def test_a_store_from_a_buffer_of_the_wrong_length_is_refused(
         self, backend: Backend, lender: Lender, excess_bytes: int
     ) -> None:
-        """A chunk that is not one row long is never stored: no load could give it back."""
+        """A chunk that is not one row long is never stored, since no load could give it back; its neighbours are."""
         wrong = Write(key_of(0), lender.rows(1, self.chunk_bytes + excess_bytes)[0])
-        with pytest.raises(ValueError, match=r"\d"):
-            await backend.store([wrong, *lender.writes([key_of(1)])])
-        assert await lender.recall(backend, [key_of(0)]) == ["BlockMissing"]
+        refused, outcome = await backend.store([wrong, *lender.writes([key_of(1)])])
+        assert isinstance(refused, BlockError)
+        assert outcome is None
+        assert await lender.recall(backend, keys_of(2)) == ["BlockMissing", label(key_of(1))]
         await lender.keep(backend, keys_of(2))
         assert await lender.recall(backend, keys_of(2)) == [label(key) for key in keys_of(2)]
 

@@ -106,8 +106,11 @@ class Catalog:
         self._last_sequence = first + count - 1
         return first
 
-    def stored(self, key: OffloadKey, slot: int, sequence: int) -> None:
-        """Note a chunk that was written to a slot that was given out: for the order, a use."""
+    def stored(self, key: OffloadKey, slot: int, sequence: int, used_at_ns: int) -> None:
+        """Note a chunk that was written to a slot that was given out: for the order, a use.
+
+        `sequence` tells which of two chunks is the newer, and is no time: it never falls, whatever the clock does.
+        """
         self._under_way.discard(slot)
         self.outdated.clear(slot)
         old = self._slots.of.get(key)
@@ -120,7 +123,7 @@ class Catalog:
             self._order.move(key, old, slot)
         if old is not None:
             self._leave(old, key)
-        self._slots.hold(Held(key, slot, sequence, sequence))
+        self._slots.hold(Held(key, slot, sequence, used_at_ns))
 
     def used(self, key: OffloadKey, used_at_ns: int) -> None:
         """Note that a chunk was used, if it is known."""

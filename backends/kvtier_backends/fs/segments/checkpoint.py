@@ -80,7 +80,8 @@ class SlotCheckpoint:
     def bytes_worst(self, chunks: int, segments: int) -> int:
         """Return the most that a checkpoint of so many chunks takes of the disk."""
         size_bytes = _HEAD.size + segments * 512 + chunks * RECORD_BYTES_MAX + _CHECKSUM.size
-        return (min(size_bytes, BYTES_MAX) // 4_096 + 2) * 4_096
+        block_bytes = self._folder.disk.block_bytes
+        return (min(size_bytes, BYTES_MAX) // block_bytes + 2) * block_bytes
 
     def write(self, segments: Sequence[Remembered], snapshot: Snapshot) -> None:
         """Put a checkpoint in place of the last one, whole or not at all; a failure is logged and counted."""

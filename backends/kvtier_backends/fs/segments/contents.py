@@ -7,13 +7,13 @@ verified, but nothing in it is removed. A slot's identity is its sequence number
 import fcntl
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvtier.contents import Finding, Kind, State, StoredFile
 from kvtier.errors import ConfigError
 from kvtier_backends.fs.below import open_file
+from kvtier_backends.fs.entries import believable_ns
 from kvtier_backends.fs.faults import Fault
-from kvtier_backends.fs.folder_sizes import taken_bytes
 from kvtier_backends.fs.footer import FOOTER_BYTES, payload_checksum, read_footer
 from kvtier_backends.fs.segments.files import ask_ahead, write_all
 from kvtier_backends.fs.segments.header import HEADER_BYTES, Header, read_header
@@ -45,8 +45,10 @@ def reason(error: OSError) -> str:
 class SlotContents:
     """The segments of a root. Blocks; one thread at a time."""
 
-    def __init__(self, root: str, root_fd: int) -> None:
-        """Use an open root."""
+    def __init__(self, root: str, root_fd: int, now_ns: int, taken_bytes: Callable[[os.stat_result], int]) -> None:
+        """Use an open root; what was used is used by `now_ns` at the latest. `taken_bytes`: what a file takes there."""
+        self._taken_bytes = taken_bytes
+        self._now_ns = now_ns
         self._root = root
         self._root_fd = root_fd
         self._open: tuple[str, int, bool] | None = None  # The segment looked at last, and whether it was locked.
@@ -69,7 +71,7 @@ class SlotContents:
             return
         header = _header(fd)
         if header is None:
-            yield _leftover(name, os.fstat(fd))
+            yield self._leftover(name, os.fstat(fd))
             return
         for start in range(0, header.slots, AHEAD_SLOTS):
             fd = self._opened(name)  # What was done with the last chunk may have opened another.
@@ -133,9 +135,17 @@ class SlotContents:
             yield StoredFile(Kind.LOST, slot, None, 0, 0, 0, _identity(page), Fault.TRUNCATED)
             return
         footer = read_footer(memoryview(page))
-        key, used_at_ns = (None, 0) if isinstance(footer, Fault) else (footer.key, footer.sequence)
+        key, used_at_ns = (
+            (None, 0) if isinstance(footer, Fault) else (footer.key, believable_ns(footer.sequence, self._now_ns))
+        )
         size_bytes = header.slot_bytes
         yield StoredFile(Kind.CHUNK, slot, key, size_bytes, size_bytes, used_at_ns, _identity(page))
+
+    def _leftover(self, name: str, status: os.stat_result) -> StoredFile:
+        """Return a segment without a first page that can be read; an empty one is only being made."""
+        fault = HEADER_FAULT if status.st_size else ""
+        taken, used_at_ns = self._taken_bytes(status), believable_ns(status.st_mtime_ns, self._now_ns)
+        return StoredFile(Kind.LEFTOVER, name, None, status.st_size, taken, used_at_ns, status.st_ino, fault)
 
     def _is_empty(self, fd: int, header: Header) -> bool:
         for place in range(self._empty_below, header.slots):
@@ -169,13 +179,6 @@ def _split(name: str) -> tuple[str, int]:
     match = _SLOT.fullmatch(name)
     assert match is not None, name
     return match[1], int(match[2])
-
-
-def _leftover(name: str, status: os.stat_result) -> StoredFile:
-    """Return a segment without a first page that can be read; an empty one is only being made."""
-    fault = HEADER_FAULT if status.st_size else ""
-    taken, used_at_ns = taken_bytes(status), status.st_mtime_ns
-    return StoredFile(Kind.LEFTOVER, name, None, status.st_size, taken, used_at_ns, status.st_ino, fault)
 
 
 def _header(fd: int) -> Header | None:

@@ -75,7 +75,7 @@ class SegmentFolder:
             header = self._usable(fd, status.st_size)
             if header is None:
                 os.close(fd)
-                return Unusable(name, max(status.st_blocks * 512, status.st_size))
+                return Unusable(name, self._folder.disk.taken_bytes(status))
             return Segment(name, fd, header, own, self.worst_bytes(header.slots))
         except BaseException:
             with suppress(OSError):

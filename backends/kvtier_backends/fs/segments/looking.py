@@ -153,7 +153,7 @@ def remembered(segments: Sequence[Segment], before_ns: int) -> list[Remembered]:
                 continue  # Another lane has just removed it.
             if not status.st_nlink:
                 continue  # Somebody else has. Another one may have its name by now.
-            trusted_ns = status.st_mtime_ns if status.st_mtime_ns < before_ns else 0
+            trusted_ns = status.st_mtime_ns if 0 < status.st_mtime_ns < before_ns else 0
             found.append(Remembered(segment.name, segment.first_slot, segment.header.slots, trusted_ns))
     return found
 

@@ -13,13 +13,13 @@ from kvtier.backend import INVENTORY_BATCH_KEYS
 from kvtier.namespace import FileMapper
 from kvtier.naming import read_folder
 from kvtier_backends.fs.below import open_folder
+from kvtier_backends.fs.entries import believable_ns
 from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.folder import Folder
-from kvtier_backends.fs.folder_sizes import SECTOR_BYTES, taken_bytes
 from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, read_footer
 from kvtier_backends.fs.segments.checkpoint import Memory, Remembered, SlotCheckpoint
 from kvtier_backends.fs.segments.files import Segment
-from kvtier_backends.fs.segments.folder import NAME, SegmentFolder, Unusable
+from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
 from kvtier_backends.fs.segments.header import Header
 from kvtier_backends.fs.segments.slots import Held
 from kvtier_backends.fs.sweep import Sweep
@@ -27,10 +27,11 @@ from kvtier_backends.fs.sweep import Sweep
 logger = logging.getLogger(__name__)
 
 ZEROS = bytes(FOOTER_BYTES)
+SEQUENCE_MAX = (1 << 63) - 1  # The year 2262, in ns. Greater ones are nobody's, and would leave none for what comes.
 
 
 class Around(NamedTuple):
-    """What lies in the tier's folders besides segments."""
+    """What lies in the tier's folders besides segments, and is the tier's."""
 
     taken_bytes: int
     others: int  # Folders of other namespaces, or of this one laid out otherwise.
@@ -49,8 +50,16 @@ class Reading:
     """The start's blocking part, in a lane: one call at a time."""
 
     def __init__(
-        self, folder: Folder, mapper: FileMapper, segment_folder: SegmentFolder, checkpoint: SlotCheckpoint
+        self,
+        folder: Folder,
+        mapper: FileMapper,
+        segment_folder: SegmentFolder,
+        checkpoint: SlotCheckpoint,
+        *,
+        now_ns: int,
     ) -> None:
+        """`now_ns`: what says that it was used later was used now."""
+        self._now_ns = now_ns
         self.opened: list[Segment] = []
         self.unusable: list[Unusable] = []
         self.unopened_bytes = 0
@@ -99,8 +108,10 @@ class Reading:
         sweep = Sweep(self._folder.root_fd, self._folder.writer, now_s)
         taken, names = self.unopened_bytes, list[str]()
         try:
-            for name in (self._folder.chunks, self._mapper.folder):
-                taken += self._measured(name, sweep)
+            for folder in (self._folder.chunks, self._mapper.folder):
+                for name in _names(self._folder.root_fd, folder):
+                    sweep(folder, name)
+            taken += self._folder.beside_bytes() + self._folder.unfinished_bytes()
             names = _names(self._folder.root_fd, ".")
         except OSError as error:
             self.failed += 1
@@ -117,7 +128,8 @@ class Reading:
             segment = opened.get(remembered.name)
             if segment is None or segment.header.slots != remembered.slots:
                 continue
-            untouched = segment.own and os.fstat(segment.fd).st_mtime_ns == remembered.written_at_ns
+            trusted = segment.own and remembered.written_at_ns > 0
+            untouched = trusted and os.fstat(segment.fd).st_mtime_ns == remembered.written_at_ns
             if untouched and self._memory.same_boot:
                 self._trusted[segment.name] = remembered
                 self._held_places[segment.name] = bytearray(segment.header.slots)
@@ -139,10 +151,12 @@ class Reading:
                 place = chunk.slot - each.first_slot
                 if each.name in self._trusted and place < each.slots:
                     self._held_places[each.name][place] = 1
-                    recalled.append(chunk._replace(slot=opened[each.name].first_slot + place))
+                    used = believable_ns(chunk.used_at_ns, self._now_ns)
+                    recalled.append(chunk._replace(slot=opened[each.name].first_slot + place, used_at_ns=used))
                 elif each.name in self._last_uses and place < each.slots:
                     sequences, used_at_ns = self._last_uses[each.name]
-                    sequences[place], used_at_ns[place] = chunk.sequence, chunk.used_at_ns
+                    sequences[place] = chunk.sequence
+                    used_at_ns[place] = believable_ns(chunk.used_at_ns, self._now_ns)
             if recalled:
                 return recalled
         return []
@@ -185,9 +199,12 @@ class Reading:
                         seen.torn.append((slot, footer))
                     elif not _belongs(footer, segment.header):
                         seen.torn.append((slot, Fault.NAMESPACE))
+                    elif footer.sequence > SEQUENCE_MAX:
+                        seen.torn.append((slot, Fault.FOOTER))
                     else:
                         same = sequences is not None and sequences[start + index] == footer.sequence
                         used = used_at_ns[start + index] if same and used_at_ns is not None else footer.sequence
+                        used = believable_ns(used, self._now_ns)
                         seen.held.append(Held(footer.key, slot, footer.sequence, used))
             except OSError as error:
                 self.failed += 1
@@ -196,23 +213,6 @@ class Reading:
                 return
             seen.free.extend(_runs(segment.first_slot + start, taken))
             yield segment, seen
-
-    def _measured(self, folder: str, sweep: Sweep) -> int:
-        """Return what a folder and all in it takes but for segments, and remove what the dead have left."""
-        fd = open_folder(self._folder.root_fd, folder)
-        try:
-            total = os.fstat(fd).st_blocks * SECTOR_BYTES
-            with os.scandir(fd) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False):
-                        total += self._measured(f"{folder}/{entry.name}", sweep)
-                    elif not (folder == self._folder.chunks and NAME.fullmatch(entry.name)):
-                        sweep(folder, entry.name)
-                        with suppress(FileNotFoundError):
-                            total += taken_bytes(os.stat(entry.name, dir_fd=fd, follow_symlinks=False))
-        finally:
-            os.close(fd)
-        return total
 
 
 def _belongs(footer: Footer, header: Header) -> bool:

@@ -102,7 +102,8 @@ class SlotStoring:
         return await self._write_budget.take(len(writes) * unit_bytes, unit_bytes) // unit_bytes
 
     async def _write(self, writes: Sequence[Write], slots: Sequence[int]) -> tuple[list[Outcome], int]:
-        last = self._catalog.next_sequences(len(writes), self._clock_ns()) + len(writes) - 1
+        now_ns = self._clock_ns()
+        last = self._catalog.next_sequences(len(writes), now_ns) + len(writes) - 1
         # The head's number is the greatest: a prefix outlives its continuation, also after a restart.
         parts = [
             Slotted(slot, place, (write, last - place))
@@ -118,7 +119,7 @@ class SlotStoring:
                 await in_thread(self._lanes, syncing.run, self._chunks, list(segments))
             told = True
         finally:
-            outcomes = self._note(shares, syncing, len(writes), told=told)
+            outcomes = self._note(shares, syncing, len(writes), now_ns, told=told)
             self._losses.note()
         gone = sum(share.gone for share in shares)
         if syncing.error is not None and syncing.error.errno in GONE:
@@ -131,7 +132,7 @@ class SlotStoring:
         self._losses.check(share)
 
     def _note(
-        self, shares: Sequence[Share[tuple[Write, int]]], syncing: Syncing, count: int, *, told: bool
+        self, shares: Sequence[Share[tuple[Write, int]]], syncing: Syncing, count: int, now_ns: int, *, told: bool
     ) -> list[Outcome]:
         """Have the catalog know what was written, tail first, and give back the slots of what was not."""
         outcomes: list[Outcome] = [None] * count
@@ -146,7 +147,7 @@ class SlotStoring:
             outcomes[part.place] = outcome
         for part in sorted(stored, key=lambda part: part.place, reverse=True):
             (key, _), sequence = part.item
-            self._catalog.stored(key, part.slot, sequence)
+            self._catalog.stored(key, part.slot, sequence, now_ns - part.place)
             if not told:
                 self._catalog.news.added(key)
         self._wiping.written()

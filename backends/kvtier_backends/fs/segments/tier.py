@@ -14,6 +14,7 @@ from kvtier_backends.fs.capacity import Capacity
 from kvtier_backends.fs.chunks import share_chunks, share_least
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.folder import Folder
+from kvtier_backends.fs.footer import KEY_BYTES_MAX
 from kvtier_backends.fs.layout import Background, Left, until
 from kvtier_backends.fs.options import FsOptions
 from kvtier_backends.fs.parts import start_lanes
@@ -44,6 +45,7 @@ class SegmentsLayout:
     ) -> None:
         """Use an opened folder, on the running loop."""
         self._name = context.name
+        self.key_bytes_max = KEY_BYTES_MAX
         self._slot_bytes = context.row_bytes + 4_096
         self._lanes = lanes = start_lanes(options, context.name, scan_lane)
         policy = None
@@ -121,7 +123,7 @@ class SegmentsLayout:
             fsync=options.fsync,
             clock_ns=time.time_ns,
         )
-        self._reading = Reading(folder, context.mapper, own_folder, checkpoint)
+        self._reading = Reading(folder, context.mapper, own_folder, checkpoint, now_ns=time.time_ns())
         self._looking = SlotLooking(
             self._reading,
             catalog,
