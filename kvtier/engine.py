@@ -19,6 +19,7 @@ from kvtier.keys import OffloadKey
 from kvtier.metrics import Metrics
 from kvtier.region import Region
 from kvtier.request import Request
+from kvtier.tier_log import TierLog
 
 
 class Engine:
@@ -39,6 +40,7 @@ class Engine:
         self._clock = clock
         self._events = EventLog(config.limits.events) if config.events else None
         self.ledger = ledger_of(config, self._events, self._observe)
+        self._tier_log = TierLog(self.ledger.tiers)
         self._metrics = Metrics(self.ledger, config.row_bytes, self._events)
         self._observer = observer
         self._requests: dict[str, Request] = {}
@@ -122,6 +124,7 @@ class Engine:
         if self._closed:
             return 0
         self.drain(deadline_s)
+        self._tier_log.look(self._clock(), last=True)
         abandoned = self._bridge.close(self._deadline(deadline_s))
         self._free()
         return abandoned
@@ -155,8 +158,11 @@ class Engine:
 
     def _receive(self) -> None:
         """Apply everything in the mailbox."""
-        self.ledger.begin_step(self._clock())
+        now = self._clock()
+        self.ledger.begin_step(now)
         mailbox = self._mailbox
+        if not mailbox and now < self._tier_log.due:
+            return
         while mailbox:
             message = mailbox.popleft()
             self.messages_received += 1
@@ -165,6 +171,8 @@ class Engine:
                 self._bridge.admit(message.epoch)
             elif isinstance(message, RunnerLost):
                 self._metrics.runners_lost += 1
+        if not self._closed:  # What the closing cuts off alarms nobody.
+            self._tier_log.look(now)
 
     def _watch_quarantine(self) -> None:
         """Have the runner replaced when hung transfers hold more rows than we can spare."""

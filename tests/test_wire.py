@@ -42,6 +42,8 @@ ACTIONS = [
 MESSAGES = [
     Finished(1, pack_rows([0, 2]), b"\x01\x04", 0.25),
     Finished(2, b"", b"", 30.0, lent=True),
+    Finished(3, pack_rows([0]), b"\x04", 0.25, cause="EROFS"),
+    Answered(3, b"", 0.001, "ESTALE"),
     Returned(2),
     Answered(3, b"\x01\x00\x01", 0.001),
     Found(0, KEYS),

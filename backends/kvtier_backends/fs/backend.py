@@ -157,5 +157,5 @@ class FsBackend(Backend):
 
     def _answered(self, outcomes: list[Outcome], gone: int) -> list[Outcome]:
         if outcomes and gone == len(outcomes):
-            raise BackendUnavailable(f"{self._name}: the file system is away: {outcomes[-1]}")
+            raise BackendUnavailable(f"{self._name}: the file system is away: {outcomes[-1]}") from outcomes[-1]
         return outcomes
