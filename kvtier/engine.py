@@ -3,11 +3,13 @@
 A step's actions leave at its end with one wake-up; what comes back waits in the bridge's mailbox until it is received.
 """
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry
 
+from kvtier import __version__
 from kvtier.assembly import ledger_of, rows_of_share
 from kvtier.bridge.base import Bridge
 from kvtier.bridge.messages import RunnerBack, RunnerLost
@@ -20,6 +22,8 @@ from kvtier.metrics import Metrics
 from kvtier.region import Region
 from kvtier.request import Request
 from kvtier.tier_log import TierLog
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -50,6 +54,7 @@ class Engine:
         self.messages_received = 0  # By which who reports figures knows that some may have changed.
         self._replaced = -1  # The last epoch that was replaced for its quarantined rows.
         self.ledger.begin_step(clock())
+        say_start(config, bridge, config.eviction_policy)
 
     @property
     def metrics(self) -> CollectorRegistry:
@@ -188,3 +193,17 @@ class Engine:
         self._metrics.observe(tier, operation, seconds)
         if self._observer is not None:
             self._observer(tier, operation, seconds)
+
+
+def say_start(config: EngineConfig, bridge: Bridge, primary: str) -> None:
+    """Log what has started; a tier says itself what it has found. `primary`: whose rows, or their policy."""
+    logger.info(
+        "kvtier %s: %s rows of %s bytes (%s); tiers: %s; %s runner, process %s",
+        __version__,
+        f"{config.rows:,}",
+        f"{config.row_bytes:,}",
+        primary,
+        ", ".join(tier.name for tier in config.secondary_tiers) or "none",
+        bridge.kind,
+        bridge.pid,
+    )

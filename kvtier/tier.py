@@ -10,11 +10,12 @@ from typing import NamedTuple
 from kvtier.keys import OffloadKey
 from kvtier.limits import Breaker
 
-CAUSES = frozenset(
+_CAUSES = (
     "EACCES EBADF EBUSY ECONNREFUSED ECONNRESET EDQUOT EFBIG EHOSTDOWN EHOSTUNREACH EINVAL EIO EMFILE ENFILE ENODEV"
     " ENOENT ENOMEM ENOSPC ENOTCONN ENOTDIR ENXIO EPERM EPIPE EROFS ESHUTDOWN ESTALE ETIMEDOUT"
-    " corrupt deadline lost no_space".split()  # noqa: SIM905  # A line for each would be a page.
+    " corrupt deadline lost no_space"
 )
+CAUSES = frozenset(_CAUSES.split())
 """What failures are counted by; whatever else there is counts as `other`: a metric's label has few values."""
 
 ANSWERS_MAX = 65_536  # Of each kind a tier: about 10 MB; older ones are asked again.

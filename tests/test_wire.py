@@ -15,6 +15,7 @@ from kvtier.bridge.messages import (
     Finished,
     Found,
     Gone,
+    Logged,
     Opened,
     OpenFailed,
     Probe,
@@ -54,6 +55,7 @@ MESSAGES = [
     Opened(),
     OpenFailed("no such directory", config=True),
     Beat(),
+    Logged("kvtier.runner", 30, "tier disk: away", 1_700_000_000.25, 4_711, "/lib/kvtier/runner.py", 12, "run"),
     Closed(3),
 ]
 

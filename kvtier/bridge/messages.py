@@ -181,6 +181,19 @@ class Beat(_Message, frozen=True, tag="b"):
     """The runner's loop is alive."""
 
 
+class Logged(_Message, frozen=True, tag="l"):
+    """A line of the runner's log, with its logger's name, its time since the epoch and its place in the code."""
+
+    name: str
+    level: int
+    text: str
+    at: float
+    process: int
+    path: str
+    line: int
+    function: str
+
+
 class Closed(_Message, frozen=True, tag="c"):
     """The runner has closed its tiers; `abandoned` transfers were left behind."""
 
@@ -209,5 +222,7 @@ class RunnerBack(NamedTuple):
     epoch: int
 
 
-Message = Finished | Returned | Answered | Found | Gone | Scanned | TierUsage | Opened | OpenFailed | Beat | Closed
+Message = (
+    Finished | Returned | Answered | Found | Gone | Scanned | TierUsage | Opened | OpenFailed | Beat | Logged | Closed
+)
 LocalMessage = RunnerLost | RunnerGone | RunnerBack

@@ -71,6 +71,7 @@ class FsBackend(Backend):
     ) -> None:
         """Use `open` instead."""
         self._name = context.name
+        self._options = options
         self._row_bytes = context.row_bytes
         self._stores = Calls(context.name)
         self._folder = folder
@@ -138,6 +139,18 @@ class FsBackend(Backend):
     def counts(self) -> dict[str, int]:
         """See `Counted`."""
         return by_name(self._tally.totals())
+
+    def description(self) -> dict[str, str]:
+        """See `Described`."""
+        options = self._options
+        about = {"root": options.root, "layout": options.layout}
+        if options.layout == "files":
+            about["naming"] = options.naming
+        if options.capacity_bytes is not None:
+            about["capacity"] = f"{options.capacity_bytes:,} bytes"
+        if options.shared:
+            about["shared"] = "with others"
+        return about
 
     def counters(self) -> FsCounters:
         """Return what was counted since the tier was opened."""
