@@ -189,3 +189,12 @@ class Counted(Protocol):
     def counts(self) -> Mapping[str, int]:
         """Return totals since the tier was opened, by name, from memory; a name that is missing counts as zero."""
         ...
+
+
+@runtime_checkable
+class Described(Protocol):
+    """A tier that can say where and how it keeps chunks, for the line in the log that tells of its start."""
+
+    def description(self) -> Mapping[str, str]:
+        """Return a few words by name, such as a directory, in the order to be shown; from memory."""
+        ...

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry
 
+from kvtier import __version__
 from kvtier.assembly import ledger_of, rows_of_share
 from kvtier.bridge.base import Bridge
 from kvtier.bridge.messages import RunnerBack, RunnerLost
@@ -20,6 +21,7 @@ from kvtier.keys import OffloadKey
 from kvtier.metrics import Metrics
 from kvtier.region import LentRow, Region
 from kvtier.request import Request
+from kvtier.tier_log import TierLog
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class Engine:
         self._clock = clock
         self._events = EventLog(config.limits.events) if config.events else None
         self.ledger = ledger_of(config, self._events, self._observe)
+        self._tier_log = TierLog(self.ledger.tiers)
         self._metrics = Metrics(self.ledger, config.row_bytes, self._events)
         self._observer = observer
         self._requests: dict[str, Request] = {}
@@ -52,6 +55,7 @@ class Engine:
         self.messages_received = 0  # By which who reports figures knows that some may have changed.
         self._replaced = -1  # The last epoch that was replaced for its quarantined rows.
         self.ledger.begin_step(clock())
+        say_start(config, bridge, config.eviction_policy)
 
     @property
     def metrics(self) -> CollectorRegistry:
@@ -128,6 +132,7 @@ class Engine:
         if self._closed:
             return 0
         self.drain(deadline_s)
+        self._tier_log.look(self._clock(), last=True)
         abandoned = self._bridge.close(self._deadline(deadline_s))
         self._free()
         return abandoned
@@ -163,8 +168,11 @@ class Engine:
 
     def _receive(self) -> None:
         """Apply everything in the mailbox."""
-        self.ledger.begin_step(self._clock())
+        now = self._clock()
+        self.ledger.begin_step(now)
         mailbox = self._mailbox
+        if not mailbox and now < self._tier_log.due:
+            return
         while mailbox:
             message = mailbox.popleft()
             self.messages_received += 1
@@ -173,6 +181,8 @@ class Engine:
                 self._bridge.admit(message.epoch)
             elif isinstance(message, RunnerLost):
                 self._metrics.runners_lost += 1
+        if not self._closed:  # What the closing cuts off alarms nobody.
+            self._tier_log.look(now)
 
     def _keep(self, lent: Sequence[LentRow]) -> None:
         """Keep rows that something still reads out of use; every step looks whether it has gone."""
@@ -205,3 +215,17 @@ class Engine:
                 self._observer(tier, operation, seconds)
             except Exception:  # The supervisor's edge: a bug in an observer costs no transfer its outcome.
                 logger.exception("the observer raised for a %s of tier %s", operation, tier)
+
+
+def say_start(config: EngineConfig, bridge: Bridge, primary: str) -> None:
+    """Log what has started; a tier says itself what it has found. `primary`: whose rows, or their policy."""
+    logger.info(
+        "kvtier %s: %s rows of %s bytes (%s); tiers: %s; %s runner, process %s",
+        __version__,
+        f"{config.rows:,}",
+        f"{config.row_bytes:,}",
+        primary,
+        ", ".join(tier.name for tier in config.secondary_tiers) or "none",
+        bridge.kind,
+        bridge.pid,
+    )

@@ -4,6 +4,10 @@ A `BlockError` is both: a value in a batch's outcomes (one bad chunk does not co
 one chunk was asked for alone.
 """
 
+from errno import errorcode
+
+CAUSES_MAX = 16  # Errors behind one another; a ring of them has no end.
+
 
 class KVTierError(Exception):
     """Everything kvtier raises on purpose."""
@@ -60,3 +64,21 @@ class TransferFailed(BlockError):
 def one_line(text: str) -> str:
     """Write what a message quotes so that it stays on its line: names of files may hold anything."""
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
+
+
+def cause_of(error: BaseException) -> str:
+    """Return in one word what lies behind an error: an errno's name, or the class of an error that is not kvtier's.
+
+    Empty if kvtier's own error is all there is: its kind travels without it.
+    """
+    word, link = "", error
+    for _ in range(CAUSES_MAX):
+        if isinstance(link, OSError) and (name := errorcode.get(link.errno or 0)):
+            return name
+        if not isinstance(link, KVTierError):
+            word = word or type(link).__name__
+        behind = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+        if behind is None:
+            break
+        link = behind
+    return word

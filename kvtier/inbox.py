@@ -26,7 +26,7 @@ from kvtier.primary import Primary
 from kvtier.request import Leases
 from kvtier.tier import Tier, Whereabouts
 from kvtier.transfers import Kind, Transfer, Transfers
-from kvtier.verdicts import NOT_TRIED, failures, judge
+from kvtier.verdicts import NOT_TRIED, failures, judge, unanswered
 
 Observe = Callable[[str, str, float], None]  # A tier's name, an operation, and the seconds that it took.
 
@@ -60,7 +60,7 @@ class Inbox:
         match message:
             case Finished():
                 self._time(message)
-                self._settle(message.id, failures(message), now, lent=message.lent)
+                self._settle(message.id, failures(message), now, lent=message.lent, cause=message.cause)
             case Returned():
                 self._end_late(message.id, unpack_rows(message.moved))
             case Answered():
@@ -119,7 +119,7 @@ class Inbox:
         chunks = len(self._transfers.under_way[id_].keys)
         self._settle(id_, dict.fromkeys(range(chunks), code), now, lent=lent)
 
-    def _settle(self, id_: int, failed: Mapping[int, Code], now: float, *, lent: bool) -> None:
+    def _settle(self, id_: int, failed: Mapping[int, Code], now: float, *, lent: bool, cause: str = "") -> None:
         transfer = self._transfers.settle(id_, lent=lent)
         if transfer is None:  # Given up at a reset.
             late = self._transfers.overdue.get(id_)
@@ -130,7 +130,7 @@ class Inbox:
         moved = [key for index, key in enumerate(keys) if index not in failed] if failed else keys
         if failed:
             self._count_failures(transfer, failed)
-        if judge(transfer.tier, failed.values(), now):
+        if judge(transfer.tier, failed.values(), now, cause):
             if transfer.kind is Kind.PROBE:
                 transfer.tier.counters.probes_failed += 1
             else:
@@ -201,8 +201,7 @@ class Inbox:
         if transfer is None:
             return
         if not message.present:
-            transfer.tier.counters.probes_failed += 1
-            transfer.tier.breaker.failed(now)
+            unanswered(transfer.tier, message.cause, now)
         self._believe(transfer, message.present, now)
 
     def _believe(self, probe: Transfer, present: bytes, now: float) -> None:

@@ -27,10 +27,10 @@ class Breaker:
     def __init__(self, failures_max: int, cooldown_s: float, trial_chunks: int) -> None:
         self.state = CLOSED
         self.opened = 0  # How often it opened.
+        self.failures = 0  # In a row.
         self._failures_max = failures_max
         self._cooldown_s = cooldown_s
         self._trial_chunks = trial_chunks
-        self._failures = 0
         self._until = 0.0
         self._trial_left = 0
         self._asks_left = 0
@@ -61,7 +61,7 @@ class Breaker:
 
     def succeeded(self) -> None:
         self.state = CLOSED
-        self._failures = 0
+        self.failures = 0
 
     def trip(self, now: float) -> None:
         """Open at once: the tier did not even come back in time for a reset."""
@@ -70,8 +70,8 @@ class Breaker:
         self._until = now + self._cooldown_s
 
     def failed(self, now: float) -> None:
-        self._failures += 1
-        if self.state is HALF_OPEN or (self.state is CLOSED and self._failures >= self._failures_max):
+        self.failures += 1
+        if self.state is HALF_OPEN or (self.state is CLOSED and self.failures >= self._failures_max):
             self.trip(now)
 
 

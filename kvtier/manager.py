@@ -107,6 +107,7 @@ class TieringOffloadingManager(WaitingManager):
 
     async def _close(self, deadline_s: float | None) -> int:
         await self.drained(deadline_s)
+        self._tier_log.look(self._clock(), last=True)
         self._closed = True
         self._stir()
         seconds = self._deadline(deadline_s)

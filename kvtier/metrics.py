@@ -26,6 +26,7 @@ TIER_COUNTERS = {
     "transfers_failed": "Transfers that failed by the tier's fault.",
     "probes_failed": "Questions about chunks that the tier did not answer.",
 }
+CAUSES_HELP = "Calls of which something failed, by what lay behind it."
 PRIMARY_COUNTERS = {
     "hits": "Chunks loaded from where they lay in the primary.",
     "misses": "Chunks looked up and found nowhere, once a request and chunk.",
@@ -119,6 +120,7 @@ class Metrics(Collector):
         labels = ("tier", "reason")
         dropped = CounterMetricFamily("kvtier_tier_dropped", "Chunks that were never sent to the tier.", labels=labels)
         failed = CounterMetricFamily("kvtier_tier_failed", "Chunks that did not move.", labels=labels)
+        causes = CounterMetricFamily("kvtier_tier_causes", CAUSES_HELP, labels=("tier", "cause"))
         noted = CounterMetricFamily("kvtier_tier_noted", "What the tier itself has counted.", labels=("tier", "what"))
         for tier in self._ledger.tiers:
             for what, times in tier.counters.noted.items():
@@ -127,8 +129,11 @@ class Metrics(Collector):
                 dropped.add_metric((tier.spec.name, reason), chunks)
             for reason, chunks in tier.counters.failures.items():
                 failed.add_metric((tier.spec.name, reason), chunks)
+            for cause, calls in tier.counters.causes.items():
+                causes.add_metric((tier.spec.name, cause), calls)
         yield dropped
         yield failed
+        yield causes
         yield noted
 
     def _gauge(self, name: str, help_text: str, values: dict[Tier, int]) -> Metric:

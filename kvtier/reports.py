@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from kvtier.backend import Added, Backend, Counted, Inventory, Measured, Removed, ScanDone
+from kvtier.backend import Added, Backend, Counted, Described, Inventory, Measured, Removed, ScanDone
 from kvtier.bridge.messages import Found, Gone, Message, Scanned, TierUsage
 from kvtier.bridge.packing import pack_keys
 
@@ -28,9 +28,11 @@ class Reports:
         self._usage_at = float("-inf")
         self._usage_due: asyncio.TimerHandle | None = None
         self._closed = False
+        self._begun_at = 0.0
 
     def start(self) -> None:
         """Begin to report what the tier holds."""
+        self._begun_at = asyncio.get_running_loop().time()
         self._watcher = asyncio.ensure_future(self._watch())
 
     def acknowledge(self) -> None:
@@ -61,6 +63,7 @@ class Reports:
     async def _watch(self) -> None:
         """Pass on what the tier says of its contents, one unacknowledged batch at a time."""
         if not isinstance(self._backend, Inventory):
+            self._say_start("open; it is asked for what it holds")
             self._post(Scanned(self._index, complete=False))
             return
         try:
@@ -72,6 +75,7 @@ class Reports:
                     case Removed():
                         self._post(Gone(self._index, pack_keys(event.keys)))
                     case ScanDone():
+                        self._say_start(self._finding())
                         self._post(Scanned(self._index, event.complete))
                         continue
                 await self._acknowledged.wait()
@@ -79,6 +83,19 @@ class Reports:
         except Exception:  # The supervisor's edge: a tier that cannot list its contents is asked instead.
             logger.exception("tier %s: its inventory failed; from now on it is asked", self._name)
             self._post(Scanned(self._index, complete=False))
+
+    def _finding(self) -> str:
+        """Say what was there at the start, which is known now."""
+        seconds = asyncio.get_running_loop().time() - self._begun_at
+        if not isinstance(self._backend, Measured):
+            return f"all that it holds is known after {seconds:.2f} s"
+        holds = self._backend.occupancy()
+        return f"found {holds.chunks:,} chunks of {holds.used_bytes:,} bytes in {seconds:.2f} s"
+
+    def _say_start(self, finding: str) -> None:
+        about = self._backend.description() if isinstance(self._backend, Described) else dict[str, str]()
+        words = ", ".join(f"{name} {value}" for name, value in about.items())
+        logger.info("tier %s: %s", self._name, f"{words}; {finding}" if words else finding)
 
     def _post_usage(self, backend: Measured) -> None:
         self._usage_due = None

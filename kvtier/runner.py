@@ -29,7 +29,7 @@ from kvtier.bridge.messages import (
     code_of,
 )
 from kvtier.bridge.packing import pack_rows, unpack_keys, unpack_rows
-from kvtier.errors import BackendClosed, BackendError
+from kvtier.errors import BackendClosed, BackendError, cause_of
 from kvtier.keys import OffloadKey
 from kvtier.limits import Budget
 from kvtier.region import Region
@@ -122,13 +122,14 @@ class Runner:
         begun = self._clock()
         try:
             await work
-        except Exception:  # The supervisor's edge: what no tier can be blamed for, a row or a tier that is not there.
+        except Exception as error:  # The supervisor's edge: no tier's fault, but a row or a tier that is not there.
             logger.exception("%s %d cannot be done", type(action).__name__, action.id)
-            seconds = self._clock() - begun
+            seconds, cause = self._clock() - begun, cause_of(error)
             if isinstance(action, Probe):
-                self._post(Answered(action.id, b"", seconds))
+                self._post(Answered(action.id, b"", seconds, cause))
             else:
-                self._post(_finished(action.id, _all(Code.UNAVAILABLE, len(unpack_keys(action.keys))), seconds))
+                failed = _all(Code.UNAVAILABLE, len(unpack_keys(action.keys)))
+                self._post(_finished(action.id, failed, seconds, cause=cause))
 
     async def _promote(self, action: Promote) -> None:
         tier = self._tiers[action.tier]
@@ -156,12 +157,13 @@ class Runner:
         done, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
         budget.release(size_bytes, chunks)
         if done:
-            self._post(_finished(action.id, _outcome(task, chunks, tier.name), self._clock() - begun))
+            failed, cause = _outcome(task, chunks, tier.name)
+            self._post(_finished(action.id, failed, self._clock() - begun, cause=cause))
         else:
             logger.warning("tier %s: %d chunks ran out of time (%g s)", tier.name, chunks, tier.deadline_s)
             self._post(_finished(action.id, _all(Code.DEADLINE, chunks), self._clock() - begun, lent=True))
             await asyncio.wait({task})
-            failed = _outcome(task, chunks, tier.name)
+            failed, _ = _outcome(task, chunks, tier.name)
             self._post(Returned(action.id, pack_rows([index for index in range(chunks) if index not in failed])))
         self._reports[action.tier].usage()
 
@@ -171,12 +173,15 @@ class Runner:
         begun = self._clock()
         task = asyncio.ensure_future(_told(partial(tier.backend.probe, keys)))
         done, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
-        present = b""
+        present, cause = b"", ""
         if not done:
+            cause = "deadline"
             logger.warning("tier %s: a question about %d chunks ran out of time", tier.name, len(keys))
-        if done and _completed(task, tier.name) and len(task.result()) == len(keys):
+        elif not _completed(task, tier.name):
+            cause = _cause(task)
+        elif len(task.result()) == len(keys):
             present = task.result()
-        self._post(Answered(action.id, present, self._clock() - begun))
+        self._post(Answered(action.id, present, self._clock() - begun, cause))
         if not done:
             await asyncio.wait({task})
             _completed(task, tier.name)
@@ -188,10 +193,12 @@ class Runner:
         done, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
         if not done:
             logger.warning("tier %s: a deletion of %d chunks ran out of time", tier.name, len(keys))
-            failed = _all(Code.DEADLINE, len(keys))
+            failed, cause = _all(Code.DEADLINE, len(keys)), ""
+        elif _completed(task, tier.name):
+            failed, cause = {}, ""
         else:
-            failed = {} if _completed(task, tier.name) else _all(Code.UNAVAILABLE, len(keys))
-        self._post(_finished(action.id, failed, self._clock() - begun))
+            failed, cause = _all(Code.UNAVAILABLE, len(keys)), _cause(task)
+        self._post(_finished(action.id, failed, self._clock() - begun, cause=cause))
         if not done:
             await asyncio.wait({task})
             _completed(task, tier.name)
@@ -252,20 +259,29 @@ def _completed(task: "asyncio.Task[Any]", name: str) -> bool:
     return False
 
 
-def _outcome(task: "asyncio.Task[Sequence[Outcome]]", chunks: int, name: str) -> dict[int, Code]:
-    """Return index → code of the chunks that did not move."""
+def _cause(task: "asyncio.Task[Any]") -> str:
+    """Return what lies behind the failure of an ended call."""
+    error = None if task.cancelled() else task.exception()
+    return "" if error is None else cause_of(error)
+
+
+def _outcome(task: "asyncio.Task[Sequence[Outcome]]", chunks: int, name: str) -> tuple[dict[int, Code], str]:
+    """Return index → code of the chunks that did not move, and what lies behind the worst of these failures."""
     if not _completed(task, name):
-        return _all(Code.UNAVAILABLE, chunks)
+        return _all(Code.UNAVAILABLE, chunks), _cause(task)
     outcomes = task.result()
     if len(outcomes) != chunks:
         logger.error("tier %s: %d outcomes for %d chunks", name, len(outcomes), chunks)
-        return _all(Code.FAILED, chunks)
-    return {index: code_of(outcome) for index, outcome in enumerate(outcomes) if outcome is not None}
+        return _all(Code.FAILED, chunks), ""
+    failed = {index: code_of(outcome) for index, outcome in enumerate(outcomes) if outcome is not None}
+    if not failed:
+        return failed, ""
+    return failed, cause_of(max(filter(None, outcomes), key=code_of))
 
 
 def _all(code: Code, chunks: int) -> dict[int, Code]:
     return dict.fromkeys(range(chunks), code)
 
 
-def _finished(id_: int, failed: dict[int, Code], seconds: float, *, lent: bool = False) -> Finished:
-    return Finished(id_, pack_rows(list(failed)), bytes(failed.values()), seconds, lent)
+def _finished(id_: int, failed: dict[int, Code], seconds: float, *, lent: bool = False, cause: str = "") -> Finished:
+    return Finished(id_, pack_rows(list(failed)), bytes(failed.values()), seconds, lent, cause)

@@ -10,6 +10,14 @@ from typing import NamedTuple
 from kvtier.keys import OffloadKey
 from kvtier.limits import Breaker
 
+_CAUSES = (
+    "EACCES EBADF EBUSY ECONNREFUSED ECONNRESET EDQUOT EFBIG EHOSTDOWN EHOSTUNREACH EINVAL EIO EMFILE ENFILE ENODEV"
+    " ENOENT ENOMEM ENOSPC ENOTCONN ENOTDIR ENXIO EPERM EPIPE EROFS ESHUTDOWN ESTALE ETIMEDOUT"
+    " corrupt deadline lost no_space"
+)
+CAUSES = frozenset(_CAUSES.split())
+"""What failures are counted by; whatever else there is counts as `other`: a metric's label has few values."""
+
 ANSWERS_MAX = 65_536  # Of each kind a tier: about 10 MB; older ones are asked again.
 
 
@@ -45,9 +53,11 @@ class TierCounters:
     """Totals since the start; chunks unless a name says otherwise."""
 
     __slots__ = (
+        "causes",
         "dropped",
         "failures",
         "hits",
+        "last_cause",
         "loaded",
         "misses",
         "noted",
@@ -66,6 +76,8 @@ class TierCounters:
         self.transfers_failed = 0
         self.probes_failed = 0  # Questions that it did not answer.
         self.failures: dict[str, int] = {}  # Chunks by code's name.
+        self.causes: dict[str, int] = {}  # Calls of which something failed, by what lay behind it: see `CAUSES`.
+        self.last_cause = ""  # As it was heard.
         self.noted: dict[str, int] = {}  # What the tier itself has counted, by name.
         self.dropped: dict[str, int] = {}  # Cascaded chunks that were never sent, by reason.
 
@@ -78,6 +90,12 @@ class TierCounters:
 
     def fail(self, code: str, chunks: int) -> None:
         self.failures[code] = self.failures.get(code, 0) + chunks
+
+    def blame(self, cause: str) -> None:
+        """Count what lay behind a call's failure."""
+        self.last_cause = cause
+        name = cause if cause in CAUSES else "other"
+        self.causes[name] = self.causes.get(name, 0) + 1
 
 
 class Tier:

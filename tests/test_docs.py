@@ -229,6 +229,7 @@ def test_the_metrics_page_names_every_metric_with_its_kind_and_labels() -> None:
             for counters in (tier.counters for tier in engine.ledger.tiers):
                 counters.drop("budget", 1)
                 counters.fail("missing", 1)
+                counters.blame("EIO")
                 counters.note({"corrupt_payload": 1})
             return engine.metrics
 

@@ -1,10 +1,12 @@
+import errno
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.bridge.messages import Code, code_of
 from kvtier.bridge.packing import PackedKeys, pack_keys, pack_rows, unpack_keys, unpack_rows
-from kvtier.errors import BlockCorrupt, BlockError, BlockMissing, NoSpace, TransferFailed
+from kvtier.errors import BackendUnavailable, BlockCorrupt, BlockError, BlockMissing, NoSpace, TransferFailed, cause_of
 from kvtier.keys import OffloadKey
 
 keys = st.binary(max_size=40).map(OffloadKey)
@@ -40,3 +42,42 @@ def test_keys_that_are_all_empty_are_not_forgotten() -> None:
 )
 def test_each_error_has_its_code(error: BlockError, code: Code) -> None:
     assert code_of(error) is code
+
+
+def caused(error: Exception, cause: BaseException) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+def handled(error: Exception, cause: BaseException) -> Exception:
+    """Give an error as it is when it was raised while another was handled, without a word of it."""
+    error.__context__ = cause
+    return error
+
+
+READ_ONLY = OSError(errno.EROFS, "Read-only file system")
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (READ_ONLY, "EROFS"),
+        (caused(TransferFailed("k"), READ_ONLY), "EROFS"),
+        (caused(BackendUnavailable("away"), caused(TransferFailed("k"), OSError(errno.ESTALE, ""))), "ESTALE"),
+        (handled(BackendUnavailable("away"), READ_ONLY), "EROFS"),
+        (TransferFailed("k"), ""),
+        (BackendUnavailable("away"), ""),
+        (caused(BackendUnavailable("away"), ZeroDivisionError()), "ZeroDivisionError"),
+        (RuntimeError("a bug"), "RuntimeError"),
+        (OSError("without a number"), "OSError"),
+        (OSError(99_999, "of no name"), "OSError"),
+    ],
+)
+def test_what_lies_behind_an_error_is_one_word(error: Exception, cause: str) -> None:
+    assert cause_of(error) == cause
+
+
+def test_errors_that_cause_each_other_end() -> None:
+    one, other = TransferFailed("one"), TransferFailed("other")
+    one.__cause__, other.__cause__ = other, one
+    assert cause_of(one) == ""

@@ -15,6 +15,7 @@ from kvtier.bridge.messages import (
     Finished,
     Found,
     Gone,
+    Logged,
     Opened,
     OpenFailed,
     Probe,
@@ -42,6 +43,8 @@ ACTIONS = [
 MESSAGES = [
     Finished(1, pack_rows([0, 2]), b"\x01\x04", 0.25),
     Finished(2, b"", b"", 30.0, lent=True),
+    Finished(3, pack_rows([0]), b"\x04", 0.25, cause="EROFS"),
+    Answered(3, b"", 0.001, "ESTALE"),
     Returned(2),
     Answered(3, b"\x01\x00\x01", 0.001),
     Found(0, KEYS),
@@ -52,6 +55,7 @@ MESSAGES = [
     Opened(),
     OpenFailed("no such directory", config=True),
     Beat(),
+    Logged("kvtier.runner", 30, "tier disk: away", 1_700_000_000.25, 4_711, "/lib/kvtier/runner.py", 12, "run"),
     Closed(3),
 ]
 

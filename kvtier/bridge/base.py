@@ -1,9 +1,11 @@
 """Where a runner lives, as its owner sees it: actions go out, messages come in, and neither ever waits."""
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar
 
 from kvtier.bridge.messages import Action, LocalMessage, Message
 
@@ -11,10 +13,18 @@ from kvtier.bridge.messages import Action, LocalMessage, Message
 class Bridge(ABC):
     """The owner's end. All methods belong to the owner's thread; `mailbox` is filled from wherever the runner lives."""
 
+    kind: ClassVar[str]
+    """Where the runner lives, as a configuration names it."""
+
     def __init__(self) -> None:
         self.mailbox: deque[Message | LocalMessage] = deque()
         self.notify: Callable[[], None] | None = None  # Called after messages came, from any thread; must not block.
         self._arrived = threading.Event()
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process of the runner that takes actions; None while there is none."""
+        return os.getpid()
 
     @abstractmethod
     def send(self, actions: Sequence[Action]) -> Sequence[Action]:

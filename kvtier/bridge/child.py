@@ -1,4 +1,4 @@
-"""The runner's own process: `python -m kvtier.bridge.child SOCKET_FD REGION_FD`.
+"""The runner's own process: `python -m kvtier.bridge.child SOCKET_FD REGION_FD LOG_LEVEL`.
 
 It imports no torch and never forks, so it starts in well under a second and holds nothing of the engine's. It ends
 when its socket does: an owner that is killed leaves no process behind.
@@ -16,6 +16,7 @@ from collections.abc import Awaitable
 import msgspec
 import uvloop
 
+from kvtier.bridge.log import ToOwner
 from kvtier.bridge.messages import Action, Beat, Close, Closed, Message, Opened, OpenFailed
 from kvtier.bridge.wire import actions_of, frame, read_frame
 from kvtier.config import EngineConfig
@@ -58,6 +59,7 @@ async def serve(owner_socket: socket.socket, region_fd: int) -> None:
     """Open the tiers, run what comes, close them when told to, or when the owner is gone."""
     reader, writer = await asyncio.open_unix_connection(sock=owner_socket, limit=1 << 20)
     owner = Owner(writer)
+    logging.getLogger().handlers = [ToOwner(asyncio.get_running_loop(), owner.post)]
     first = await read_frame(reader)
     if first is None:
         return
@@ -107,8 +109,8 @@ async def _beat(owner: Owner, every_s: float) -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # A terminal's Ctrl-C is the owner's to handle.
-    logging.basicConfig(level=logging.WARNING, format="kvtier runner %(process)d: %(levelname)s %(name)s: %(message)s")
-    socket_fd, region_fd = map(int, sys.argv[1:3])
+    socket_fd, region_fd, log_level = map(int, sys.argv[1:4])
+    logging.basicConfig(level=log_level, format="%(asctime)s kvtier runner %(process)d: %(levelname)s %(message)s")
     loop = uvloop.new_event_loop()
     asyncio.set_event_loop(loop)
     loop.run_until_complete(serve(socket.socket(fileno=socket_fd), region_fd))

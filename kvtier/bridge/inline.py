@@ -12,6 +12,8 @@ from kvtier.runner import Runner, RunnerTier
 class InlineBridge(Bridge):
     """Made on the running loop, with open tiers."""
 
+    kind = "inline"
+
     def __init__(self, tiers: Sequence[RunnerTier], region: Region) -> None:
         super().__init__()
         clock = asyncio.get_running_loop().time  # In virtual time, too.

@@ -106,7 +106,8 @@ Action = Promote | Cascade | Probe | Delete | Rank | Acknowledge
 class Finished(_Message, frozen=True, tag="f"):
     """An action's outcome: the chunks at `failed` (packed u32) did not move, for the reasons in `codes` (a byte each).
 
-    `lent`: its rows are still in use; `Returned` follows when they are not.
+    `lent`: its rows are still in use; `Returned` follows when they are not. `cause`: what lies behind the worst
+    failure, as `cause_of` has it; empty where the codes say all.
     """
 
     id: int
@@ -114,6 +115,7 @@ class Finished(_Message, frozen=True, tag="f"):
     codes: bytes
     seconds: float
     lent: bool = False
+    cause: str = ""
 
 
 class Returned(_Message, frozen=True, tag="r"):
@@ -124,11 +126,12 @@ class Returned(_Message, frozen=True, tag="r"):
 
 
 class Answered(_Message, frozen=True, tag="a"):
-    """A probe's answer: one byte a key, 1 if the tier has it; empty if the tier could not say."""
+    """A probe's answer: one byte a key, 1 if the tier has it; empty if the tier could not say, for this `cause`."""
 
     id: int
     present: bytes
     seconds: float
+    cause: str = ""
 
 
 class Found(_Message, frozen=True, tag="+"):
@@ -178,6 +181,19 @@ class Beat(_Message, frozen=True, tag="b"):
     """The runner's loop is alive."""
 
 
+class Logged(_Message, frozen=True, tag="l"):
+    """A line of the runner's log, with its logger's name, its time since the epoch and its place in the code."""
+
+    name: str
+    level: int
+    text: str
+    at: float
+    process: int
+    path: str
+    line: int
+    function: str
+
+
 class Closed(_Message, frozen=True, tag="c"):
     """The runner has closed its tiers; `abandoned` transfers were left behind."""
 
@@ -206,5 +222,7 @@ class RunnerBack(NamedTuple):
     epoch: int
 
 
-Message = Finished | Returned | Answered | Found | Gone | Scanned | TierUsage | Opened | OpenFailed | Beat | Closed
+Message = (
+    Finished | Returned | Answered | Found | Gone | Scanned | TierUsage | Opened | OpenFailed | Beat | Logged | Closed
+)
 LocalMessage = RunnerLost | RunnerGone | RunnerBack

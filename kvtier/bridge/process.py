@@ -12,11 +12,13 @@ import time
 from collections.abc import Sequence
 
 from kvtier.bridge.base import Bridge
+from kvtier.bridge.log import log_again
 from kvtier.bridge.messages import (
     Action,
     Beat,
     Close,
     Closed,
+    Logged,
     Message,
     Opened,
     OpenFailed,
@@ -39,6 +41,8 @@ logger = logging.getLogger(__name__)
 
 class ProcessBridge(Bridge):
     """One runner's process at a time, counted by epoch."""
+
+    kind = "process"
 
     def __init__(self, config: EngineConfig, region: Region) -> None:
         """Start the runner and wait until its tiers are open.
@@ -72,7 +76,6 @@ class ProcessBridge(Bridge):
 
     @property
     def pid(self) -> int | None:
-        """The process id of the runner that takes actions."""
         return None if self._child is None else self._child.process.pid
 
     def send(self, actions: Sequence[Action]) -> Sequence[Action]:
@@ -193,6 +196,7 @@ class ProcessBridge(Bridge):
                     opened = True
                     self._ready = child
                     if self._started.is_set():
+                        logger.info("runner %d takes its place", child.process.pid)
                         self._deliver((RunnerBack(child.epoch),))
                     self._started.set()
                 case OpenFailed():
@@ -201,6 +205,8 @@ class ProcessBridge(Bridge):
                     self._abandoned = message.abandoned
                 case Beat():
                     pass
+                case Logged():
+                    log_again(message)
                 case _:
                     rest.append(message)
         if rest:

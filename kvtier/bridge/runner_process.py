@@ -11,6 +11,7 @@ from typing import Self
 
 import msgspec
 
+from kvtier.bridge.log import wanted_level
 from kvtier.bridge.messages import Action, Close
 from kvtier.bridge.wire import frame, framed
 from kvtier.config import EngineConfig
@@ -33,10 +34,11 @@ class RunnerProcess:
     def start(cls, epoch: int, config: EngineConfig, region_fd: int) -> Self:
         """Start a child and give it the configuration; OSError if it cannot be started."""
         ours, theirs = socket.socketpair()
+        given = map(str, (theirs.fileno(), region_fd, wanted_level()))
         with theirs, ExitStack() as unless_started:
             unless_started.callback(ours.close)
             process = subprocess.Popen(  # noqa: S603  # Our own module, with numbers for arguments.
-                [sys.executable, "-P", "-m", "kvtier.bridge.child", str(theirs.fileno()), str(region_fd)],
+                [sys.executable, "-P", "-m", "kvtier.bridge.child", *given],
                 pass_fds=(theirs.fileno(), region_fd),
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},

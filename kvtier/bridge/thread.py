@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 class ThreadBridge(Bridge):
     """A daemon thread: one hung tier cannot hold up the interpreter's exit."""
 
+    kind = "thread"
+
     def __init__(self, config: EngineConfig, region: Region) -> None:
         """Start the runner and wait until its tiers are open. Raises what opening them raised."""
         super().__init__()

@@ -13,7 +13,7 @@ configuration, for an engine whose tiers live in another process:
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -22,6 +22,7 @@ import msgspec
 from kvtier.backend import (
     Abandoned,
     Backend,
+    Described,
     Durability,
     Inventory,
     InventoryEvent,
@@ -116,13 +117,14 @@ class FaultyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class FaultyBackend(Backend):
-    """A tier that fails as it is told. Offers `Inventory`, `Measured` and `Ranked` where the inner tier does."""
+    """A tier that fails as it is told. Offers what the inner tier does of the optional protocols, but for `Counted`."""
 
     durability: ClassVar[Durability] = Durability.PROCESS  # The least; an instance promises what its inner tier does.
     Options = FaultyOptions
     watch: Callable[[], AsyncIterator[InventoryEvent]]
     occupancy: Callable[[], Occupancy]
     rank: Callable[[Sequence[OffloadKey]], None]
+    description: Callable[[], Mapping[str, str]]
 
     def __init__(self, inner: Backend, faults: Faults = FAULTLESS, seed: int = 0, *, dice: Dice | None = None) -> None:
         """Take over an open tier, which is closed with this one. `dice` are thrown instead of new ones."""
@@ -144,6 +146,8 @@ class FaultyBackend(Backend):
             self.occupancy = inner.occupancy
         if isinstance(inner, Ranked):
             self.rank = inner.rank
+        if isinstance(inner, Described):
+            self.description = inner.description
 
     @classmethod
     async def open(cls, options: msgspec.Struct, context: TierContext) -> Self:

@@ -6,6 +6,7 @@ Skipped where mounting is not allowed.
 
 import asyncio
 import errno
+import logging
 import os
 import subprocess
 import sys
@@ -15,8 +16,10 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import BackendUnavailable
+from kvtier.manager import TieringOffloadingManager
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
+from tests.engine.kit import describe, put
 
 PATIENCE_S = 30.0
 SERVER = Path(__file__).with_name("faulty_disk.py")
@@ -163,3 +166,32 @@ async def test_a_disk_that_was_remounted_read_only_serves_what_it_has(
     remount(disk, "rw")
     await lender.keep(tier, keys_of(3, start=10))
     assert await lender.recall(tier, keys_of(3, start=10)) == list(map(label, keys_of(3, start=10)))
+
+
+@pytest.mark.parametrize("runner", ["inline", "thread", "process"])
+async def test_an_engine_whose_disk_was_remounted_read_only_says_so_with_the_cause(
+    mount_image: Callable[[str, int], Path], runner: str, layout: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = mount_image("ext4", 32 << 20)
+    options = {"root": str(disk / "tier"), "layout": layout, "capacity_bytes": "4MiB"}
+    tier = {"type": "fs", "name": "disk", "limits": {"breaker_failures": 3}, **options}
+    engine = await TieringOffloadingManager.open(describe(64, tier, runner=runner, limits={"action_chunks": 1}))
+    caplog.set_level(logging.INFO, "kvtier.tier_log")
+    async with engine:
+        if layout == "files":
+            await put(engine, range(4))
+            assert await engine.drained()
+        remount(disk, "ro")
+        for number in range(4, 20):
+            await put(engine, [number])
+            assert await engine.drained()
+        (told,) = engine.ledger.tiers
+        assert told.counters.causes == {"EROFS": 3}
+        assert told.counters.dropped == {"breaker": 13}
+        assert engine.metrics.get_sample_value("kvtier_tier_causes_total", {"tier": "disk", "cause": "EROFS"}) == 3
+        remount(disk, "rw")
+    first, opened, dropped = [record for record in caplog.records if record.name == "kvtier.tier_log"]
+    assert first.levelno == opened.levelno == dropped.levelno == logging.WARNING
+    assert "1 chunks failed (failed 1); the last cause is EROFS (Read-only file system)" in first.getMessage()
+    assert "tier disk: the breaker is open after 3 failures in a row; the last cause is EROFS" in opened.getMessage()
+    assert dropped.getMessage() == "tier disk: since the last line 13 chunks were dropped (breaker 13)"

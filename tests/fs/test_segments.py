@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvtier.backend import Added, Removed, ScanDone, TierContext
-from kvtier.errors import BackendUnavailable, BlockCorrupt, ConfigError, NoSpace, TransferFailed
+from kvtier.errors import BackendUnavailable, BlockCorrupt, ConfigError, NoSpace, TransferFailed, cause_of
 from kvtier.keys import OffloadKey
 from kvtier.namespace import FileMapper
 from kvtier.testing.conformance import Lender
@@ -350,8 +350,9 @@ async def test_a_delete_whose_footer_cannot_be_wiped_says_so(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", refuse)
-        with pytest.raises(BackendUnavailable, match="could not be wiped"):
+        with pytest.raises(BackendUnavailable, match="could not be wiped") as failed:
             await tier.delete([KEY])
+    assert cause_of(failed.value) == "EIO"
     await tier.delete([KEY])
     assert await lender.recall(tier, keys_of(2)) == [label(key_of(0)), "BlockMissing"]
 
@@ -605,8 +606,9 @@ async def test_a_delete_says_so_when_a_failed_store_has_left_its_chunk(
         patch.setattr(os, "fdatasync", refuse)
         (outcome,) = await tier.store(lender.writes([KEY]))
         assert isinstance(outcome, TransferFailed)
-        with pytest.raises(BackendUnavailable, match="could not be wiped"):
+        with pytest.raises(BackendUnavailable, match="could not be wiped") as failed:
             await tier.delete([KEY])
+    assert cause_of(failed.value) == "EIO"
     await tier.delete([KEY])
 
 

@@ -1,18 +1,28 @@
 """What an engine says of itself, inside the engine: stats, sources of hits, events, facts."""
 
+import logging
+import os
+import re
+import subprocess
+import sys
 from collections import Counter
+from io import StringIO
 
+import pytest
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier import __version__
 from kvtier.assembly import ledger_of
+from kvtier.bridge.log import LOGGERS
 from kvtier.config import EngineConfig
 from kvtier.integrations.vllm import KVTierOffloadingSpec
+from kvtier.integrations.vllm.logs import Summary, log_as_vllm
 from kvtier.integrations.vllm.stats import TransferTimes, metric_definitions
 from kvtier.metrics import Metrics
 from kvtier.namespace import Namespace
+from kvtier.tier import Tier, TierSpec
 from tests.vllm.engines import Engine, fill, kvtier, prompts
 
 BLOCK_BYTES = 64 << 10
@@ -155,3 +165,83 @@ def test_the_facts_of_an_engine_have_declared_labels(llama, disk):
     assert tier["tier"] == "0:fs"
     assert tier["sharing"] == "any parallel size"
     assert (primary.keys() | tier.keys()) <= set(KVTierOffloadingSpec.config_info_keys(kvtier(disk)))
+
+
+# In the log.
+
+
+@pytest.fixture
+def vllm_log():
+    """What vLLM's own logger is handed, from INFO on; kvtier's loggers are left as they were."""
+    vllm, loggers = logging.getLogger("vllm"), [logging.getLogger(name) for name in LOGGERS]
+    before = [(each, each.level, each.propagate, list(each.handlers)) for each in (vllm, *loggers)]
+    for each in loggers:  # As in a program that has not made an engine yet.
+        each.handlers, each.propagate = [], True
+        each.setLevel(logging.NOTSET)
+    handler = logging.StreamHandler(StringIO())
+    vllm.addHandler(handler)
+    vllm.setLevel(logging.INFO)
+    yield handler.stream
+    for each, level, propagate, handlers in before:
+        each.handlers, each.propagate = handlers, propagate
+        each.setLevel(level)
+
+
+ONE_ENGINE = """
+import sys
+from pathlib import Path
+from tests.vllm.engines import Engine, fill, kvtier, prompts
+model, disk = sys.argv[1], Path(sys.argv[2])
+fill(model, kvtier(disk), prompts(2))
+with Engine(model, kvtier(disk)) as engine:
+    engine.answer(prompts(2))
+    engine.settle()
+    engine.manager.get_stats()
+"""
+
+
+@pytest.fixture
+def written(llama, disk):
+    """What a program with vLLM in it writes that runs one engine after the other, of which the second finds chunks."""
+    given = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_LOG_STATS_INTERVAL": "0.001", "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", ONE_ENGINE, llama, str(disk)], env=os.environ | given, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+TIME = r"\d\d-\d\d \d\d:\d\d:\d\d"
+
+
+def test_kvtiers_log_comes_in_vllms_form_and_a_line_says_how_it_goes(written, disk):
+    assert len(re.findall(rf"INFO {TIME} \[engine.py:\d+\] kvtier \d", written)) == 2
+    about = f"tier 0:fs: root {disk}, layout files, naming vllm; found"
+    started = rf"pid=(\d+)\) INFO {TIME} \[reports.py:\d+\] {about} (\d+)"
+    (_, found_first), (_, found_then) = re.findall(started, written)
+    assert (found_first, found_then) == ("0", "62")
+    assert len({pid for pid, _ in re.findall(started, written)}) == 2  # Each runner's process has its own.
+    lines = re.findall(rf"INFO {TIME} \[logs.py:\d+\] kvtier: (.*)", written)
+    assert any(line.startswith("hit ratio 100.0%, loaded 0.00 GiB") for line in lines), lines
+    assert all("% full, 0:fs holds 0.0" in line for line in lines), lines
+    assert not re.search(r"^(WARNING|INFO|ERROR):kvtier", written, re.MULTILINE)
+
+
+def test_a_logger_that_somebody_has_configured_is_left_alone(vllm_log):
+    own, handler = logging.getLogger("kvtier"), logging.NullHandler()
+    own.addHandler(handler)
+    log_as_vllm()
+    assert (own.handlers, own.propagate) == ([handler], True)
+
+
+def test_a_tier_behind_vllms_own_manager_says_how_it_goes(vllm_log, monkeypatch):
+    monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "10")
+    log_as_vllm()
+    tier, seconds = Tier(0, TierSpec("disk", 100, 60.0, 3, 60.0, 2)), iter([0.0, 9.0, 11.0, 12.0, 22.0])
+    summary = Summary([tier], 1 << 30, clock=lambda: next(seconds))
+    tier.counters.stored, tier.counters.loaded, tier.capacity_bytes = 3, 2, 8 << 30
+    tier.counters.drop("breaker", 5)
+    for _ in range(4):
+        summary.look()
+    (line,) = vllm_log.getvalue().splitlines()
+    assert line == "kvtier: loaded 2.00 GiB, stored 3.00 GiB, disk holds 0.00 GiB of 8.00 GiB, 5 chunks dropped"

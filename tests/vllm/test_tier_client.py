@@ -341,3 +341,20 @@ def test_a_job_that_has_not_one_row_for_each_key_is_refused_and_nothing_of_it_be
     assert not real.pending
     assert not real.tier.loading
     assert not real.tier.storing
+
+
+# What the log hears.
+
+
+def test_the_log_hears_of_a_breaker_that_opens_and_of_the_cause(caplog):
+    caplog.set_level("WARNING", "kvtier.tier_log")
+    scene = Scene(scanned=True)
+    for number, key in enumerate((A, B, C)):
+        scene.client.store(number, [key], [number], "one")
+        (store,) = scene.sent()
+        scene.hear(Finished(store.id, pack_rows([0]), bytes([Code.FAILED]), 0.1, cause="EROFS"))
+    assert scene.counted()["kvtier_tier_causes", ("kvtier:fs", "EROFS")] == 3
+    assert "the breaker is open after 3 failures in a row; the last cause is EROFS" in caplog.messages[-1]
+    scene.client.store(3, [D], [3], "one")
+    scene.client.close(0.0)
+    assert caplog.messages[-1] == "tier kvtier:fs: since the last line 1 chunks were dropped (breaker 1)"

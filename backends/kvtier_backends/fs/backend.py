@@ -71,6 +71,7 @@ class FsBackend(Backend):
     ) -> None:
         """Use `open` instead."""
         self._name = context.name
+        self._options = options
         self._stores = Calls(context.name)
         self._folder = folder
         self._tally = tally
@@ -137,6 +138,18 @@ class FsBackend(Backend):
         """See `Counted`."""
         return by_name(self._tally.totals())
 
+    def description(self) -> dict[str, str]:
+        """See `Described`."""
+        options = self._options
+        about = {"root": options.root, "layout": options.layout}
+        if options.layout == "files":
+            about["naming"] = options.naming
+        if options.capacity_bytes is not None:
+            about["capacity"] = f"{options.capacity_bytes:,} bytes"
+        if options.shared:
+            about["shared"] = "with others"
+        return about
+
     def counters(self) -> FsCounters:
         """Return what was counted since the tier was opened."""
         return self._tally.totals()
@@ -153,5 +166,5 @@ class FsBackend(Backend):
 
     def _answered(self, outcomes: list[Outcome], gone: int) -> list[Outcome]:
         if outcomes and gone == len(outcomes):
-            raise BackendUnavailable(f"{self._name}: the file system is away: {outcomes[-1]}")
+            raise BackendUnavailable(f"{self._name}: the file system is away: {outcomes[-1]}") from outcomes[-1]
         return outcomes

@@ -11,6 +11,13 @@ GONE = {errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ESHUTDOWN
 
 
 def failure(key: OffloadKey, error: OSError) -> BlockError:
-    """Return a chunk's outcome: a value without a traceback, which would keep frames, and in them lent buffers."""
+    """Return a chunk's outcome, with its cause: both without a traceback, which would keep frames, and lent buffers."""
     kind = NoSpace if error.errno in FULL else TransferFailed
-    return kind(f"{key.hex()}: {error.strerror or error}")
+    outcome = kind(f"{key.hex()}: {error.strerror or error}")
+    outcome.__cause__ = frameless(error)
+    return outcome
+
+
+def frameless(error: OSError) -> OSError:
+    """Return a copy of an error that keeps nothing of where it was raised."""
+    return OSError(error.errno, error.strerror)

@@ -26,6 +26,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.integrations.vllm.events import Media, offloading_events
 from kvtier.integrations.vllm.facts import config_info
+from kvtier.integrations.vllm.logs import Summary
 from kvtier.integrations.vllm.stats import Stats, TransferTimes, engine_readings
 from kvtier.ledger import LookupResult as Found
 from kvtier.manager import TieringOffloadingManager
@@ -56,6 +57,7 @@ class VllmManager(OffloadingManager):
         self._hits: list[OffloadKey] = []
         self._media = Media(engine.ledger.tiers)
         self._stats = Stats(engine_readings(engine), times)
+        self._summary = Summary(engine.ledger.tiers, engine.config.row_bytes, self._primary)
         self._flush = _Flush()
         self._calls = 0  # That may have changed what is counted.
         self._reported = (-1, -1)  # After so many calls and messages.
@@ -146,6 +148,7 @@ class VllmManager(OffloadingManager):
         if not (changed or self._report_again):
             return None
         self._reported, self._report_again = seen, changed
+        self._summary.look()
         return self._stats.take()
 
     def config_info(self) -> Sequence[dict[str, str | int]]:  # vLLM 0.33's.
@@ -177,6 +180,11 @@ class VllmManager(OffloadingManager):
             self._hits = self.engine.hits(request_id)
         self._looking = req_context if self._hits else None  # Room may have been made in vain.
         return _RESULTS[found]
+
+    def _primary(self) -> tuple[int, int, float]:
+        """Return the chunks that the primary had, those that were found nowhere, and the share of it that is used."""
+        ledger, rows = self.engine.ledger, self.engine.config.rows
+        return ledger.counters.hits, ledger.counters.misses, 1 - ledger.primary.rows_free / rows
 
     def _completed(self, chunks: int) -> None:
         if self._flush.completed(chunks):

@@ -30,9 +30,11 @@ from kvtier.bridge.base import Bridge
 from kvtier.bridge.process import ProcessBridge
 from kvtier.bridge.thread import ThreadBridge
 from kvtier.config import EngineConfig
+from kvtier.engine import say_start
 from kvtier.events import EventLog
 from kvtier.integrations.vllm.events import Media, offloading_events
 from kvtier.integrations.vllm.facts import INFO_KEYS, config_info
+from kvtier.integrations.vllm.logs import Summary, log_as_vllm
 from kvtier.integrations.vllm.options import SecondaryOptions, read_secondary_options, secondary_config
 from kvtier.integrations.vllm.rows import namespace_of, plan_rows
 from kvtier.integrations.vllm.stats import Stats, TransferTimes, client_readings, tier_metric_definitions
@@ -53,11 +55,13 @@ class KVTierSecondaryTier(SecondaryTierManager):
     ) -> None:
         """`given` is the tier's configuration, but for vLLM's own fields. Raises `ConfigError`."""
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        log_as_vllm()
         options = read_secondary_options(given)
         config = _engine_config(offloading_spec, primary_kv_view, options)
         bridge, self._region = _start(offloading_spec, primary_kv_view, config)
         events = offloading_spec.kv_events_config.enable_kv_cache_events and options.enable_kv_events
         self._config = config
+        say_start(config, bridge, "vLLM's")
         times = TransferTimes()
         self._client = TierClient(
             bridge,
@@ -72,6 +76,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self.cache_hit_source = self._media.source(tier.spec)
         self.locality = self._media.locality(tier.spec)
         self._stats = Stats(client_readings(self._client, config.row_bytes), times)
+        self._summary = Summary([tier], config.row_bytes)
         self._policy = OffloadPolicy.REQUEST_LEVEL if tier.spec.request_level else OffloadPolicy.CHUNK_LEVEL
 
     @classmethod
@@ -138,6 +143,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
+        self._summary.look()
         return self._stats.take()
 
     @override

@@ -19,6 +19,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError
 from kvtier.integrations.vllm.facts import INFO_KEYS
+from kvtier.integrations.vllm.logs import log_as_vllm
 from kvtier.integrations.vllm.manager import VllmManager
 from kvtier.integrations.vllm.options import engine_config, read_options
 from kvtier.integrations.vllm.rows import namespace_of, plan_rows
@@ -34,6 +35,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         """Raises `ConfigError` with the path of what is wrong in `kv_connector_extra_config`."""
         super().__init__(config)
+        log_as_vllm()
         self._options = read_options(config.extra_config)
         interop = self._options.interop is not None
         self._plan = plan_rows(config, self._options.canonical_layout, interop=interop)

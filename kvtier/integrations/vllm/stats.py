@@ -20,7 +20,7 @@ from vllm.v1.kv_offload.base import (
 from kvtier.integrations.vllm.tier_client import TierClient
 from kvtier.limits import Breaker, BreakerState
 from kvtier.manager import TieringOffloadingManager
-from kvtier.metrics import PRIMARY_COUNTERS, SECONDS, TIER_COUNTERS
+from kvtier.metrics import CAUSES_HELP, PRIMARY_COUNTERS, SECONDS, TIER_COUNTERS
 from kvtier.tier import Tier
 
 Labels = tuple[str, ...]
@@ -60,6 +60,7 @@ _COUNTERS: dict[str, tuple[str, Labels]] = {
     "kvtier_tier_bytes": ("Bytes moved.", ("tier", "operation")),
     "kvtier_tier_dropped": ("Chunks that were never sent to the tier.", ("tier", "reason")),
     "kvtier_tier_failed": ("Chunks that did not move.", ("tier", "reason")),
+    "kvtier_tier_causes": (CAUSES_HELP, ("tier", "cause")),
     "kvtier_tier_noted": ("What the tier itself has counted.", ("tier", "what")),
 }
 _GAUGES: dict[str, tuple[str, Labels]] = {
@@ -209,6 +210,7 @@ def tier_readings(tier: Tier, row_bytes: int) -> Readings:
             Table("kvtier_tier_noted", label, counters.noted),
             Table("kvtier_tier_dropped", label, counters.dropped),
             Table("kvtier_tier_failed", label, counters.failures),
+            Table("kvtier_tier_causes", label, counters.causes),
         ],
         [
             Series("kvtier_tier_loading", label, lambda: tier.loading),

@@ -16,6 +16,7 @@ from kvtier.integrations.vllm.tier_replies import Replies
 from kvtier.keys import OffloadKey
 from kvtier.request import PROMOTIONS_MAX, Request, Search
 from kvtier.tier import Tier, TierSpec, Whereabouts
+from kvtier.tier_log import TierLog
 
 
 class TierClient:
@@ -31,6 +32,7 @@ class TierClient:
         self._where = Whereabouts()
         self._jobs = Jobs(self.tier, action_chunks)
         self._replies = Replies(bridge, self.tier, self._where, self._jobs, observe, events)
+        self._tier_log = TierLog([self.tier])
         self._requests: dict[str, Request] = {}
 
     @property
@@ -141,6 +143,8 @@ class TierClient:
 
     def close(self, deadline_s: float) -> int:
         """Close the tier; return how many transfers were left behind."""
+        self._receive()
+        self._tier_log.look(time.monotonic(), last=True)
         return self._bridge.close(deadline_s)
 
     def _request(self, request_id: str) -> Request:
@@ -174,8 +178,10 @@ class TierClient:
         """Apply everything in the mailbox and return the time."""
         now = time.monotonic()
         mailbox = self._bridge.mailbox
-        while mailbox:
-            self._replies.apply(mailbox.popleft(), now)
+        if mailbox or now >= self._tier_log.due:
+            while mailbox:
+                self._replies.apply(mailbox.popleft(), now)
+            self._tier_log.look(now)
         return now
 
 

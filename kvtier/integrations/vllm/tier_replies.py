@@ -33,7 +33,7 @@ from kvtier.keys import OffloadKey
 from kvtier.outbox import RANK_KEYS_MAX
 from kvtier.request import Request
 from kvtier.tier import Tier, Whereabouts
-from kvtier.verdicts import NOT_TRIED, failures, judge
+from kvtier.verdicts import NOT_TRIED, failures, judge, unanswered
 
 GONE = frozenset({Code.MISSING, Code.CORRUPT})
 
@@ -115,7 +115,7 @@ class Replies:
         if part is None or part.job is None:
             return
         self._observe(self._tier.spec.name, part.job.way.value, message.seconds)
-        self._settle(part, failures(message), now)
+        self._settle(part, failures(message), now, message.cause)
         if message.lent:
             self._jobs.late(message.id)
             self._bridge.replace()  # Nobody else's rows are in it.
@@ -137,21 +137,20 @@ class Replies:
             return
         self._observe(self._tier.spec.name, "probe", message.seconds)
         if not message.present:
-            self._tier.counters.probes_failed += 1
-            self._tier.breaker.failed(now)
+            unanswered(self._tier, message.cause, now)
         self._believe(part.keys, message.present, now)
 
     def _settle_whole(self, part: Part, code: Code, now: float) -> None:
         self._settle(part, dict.fromkeys(range(len(part.keys)), code), now)
 
-    def _settle(self, part: Part, failed: Mapping[int, Code], now: float) -> None:
+    def _settle(self, part: Part, failed: Mapping[int, Code], now: float, cause: str = "") -> None:
         """Take an outcome into the part's job, the tier's breaker and what is known of where keys are."""
         assert part.job is not None, part
         job = part.job
         moved = [key for index, key in enumerate(part.keys) if index not in failed]
         for code in failed.values():
             self._tier.counters.fail(code.name.lower(), 1)
-        if judge(self._tier, failed.values(), now):
+        if judge(self._tier, failed.values(), now, cause):
             self._tier.counters.transfers_failed += 1
         self._where.remove(self._tier, [part.keys[index] for index, code in failed.items() if code in GONE])
         job.moved += moved

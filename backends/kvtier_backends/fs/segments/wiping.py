@@ -14,6 +14,7 @@ from kvtier_backends.fs.attempts import attempt_name
 from kvtier_backends.fs.capacity import Capacity
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.discard import NAME_CHARACTERS_MAX
+from kvtier_backends.fs.failures import frameless
 from kvtier_backends.fs.faults import Fault
 from kvtier_backends.fs.folder import Folder
 from kvtier_backends.fs.segments.catalog import Catalog
@@ -41,6 +42,7 @@ class Round:
     doomed: list[Doomed]
     wiped: list[Doomed] = field(default_factory=list[Doomed])
     copied: list[Doomed] = field(default_factory=list[Doomed])
+    error: OSError | None = None  # The last, if a slot could not be wiped.
     grown_bytes: int = 0  # What the folder of copies takes more than before.
 
 
@@ -72,6 +74,7 @@ class Wiping:
         self._round = Round([])
         self._round_ended = asyncio.Event()  # Replaced each time that one has.
         self._rounds_failed = 0
+        self._error: OSError | None = None  # Of the last round that failed.
         self._closed = False
         self._kept_names: dict[int, str] = {}
         self._warned: set[Fault] = set()
@@ -105,7 +108,7 @@ class Wiping:
             self.check()
             await round_ended.wait()
             if self._rounds_failed > rounds_failed and any(key in outdated for key in keys):
-                raise BackendUnavailable(f"{self._folder.chunks}: footers could not be wiped")
+                raise BackendUnavailable(f"{self._folder.chunks}: footers could not be wiped") from self._error
 
     async def until_some_wiped(self) -> bool:
         """Wait for what is being wiped; False if there is nothing, or it fails."""
@@ -172,14 +175,17 @@ class Wiping:
                     one.segment.keep_copy(place, self._folder.root_fd, one.kept_name)
                     work.copied.append(one)
                     self._tally.count("quarantined")
-            with suppress(OSError):
+            try:
                 one.segment.wipe(place)
                 work.wiped.append(one)
+            except OSError as error:
+                work.error = frameless(error)
         work.grown_bytes = self._folder_bytes() - before_bytes
         if self._fsync:
             try:
                 self._chunks.sync(list({one.segment.name: one.segment for one in work.wiped}.values()))
-            except OSError:
+            except OSError as error:
+                work.error = frameless(error)
                 work.wiped.clear()
 
     def _folder_bytes(self) -> int:
@@ -203,6 +209,7 @@ class Wiping:
         self._capacity.other_bytes += done.grown_bytes - len(kept) * self._folder_bytes_most - missing_bytes
         if len(wiped) < len(done.doomed):
             self._rounds_failed += 1
+            self._error = done.error
             self._tally.count("evictions_failed", len(done.doomed) - len(wiped))
         self._end_round()
 

@@ -1,0 +1,1 @@
+VLLM_LOG_STATS_INTERVAL: float

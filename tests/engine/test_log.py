@@ -1,0 +1,95 @@
+"""What an engine says in the log when it starts, wherever its runner lives."""
+
+import logging
+import os
+import re
+import signal
+
+import pytest
+
+from kvtier import __version__
+from kvtier.bridge.process import ProcessBridge
+from tests.engine.kit import FAULTY, at_rest, put, until
+
+
+@pytest.fixture(autouse=True)
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, "kvtier")
+    return caplog
+
+
+def lines(log: pytest.LogCaptureFixture, start: str) -> list[str]:
+    return [line for line in log.messages if line.startswith(start)]
+
+
+async def test_an_engine_says_what_it_is_when_it_starts(open_engine, log, runner):
+    engine = await open_engine(8, {"type": "dummy"}, runner=runner)
+    (line,) = lines(log, "kvtier ")
+    what = f"kvtier {__version__}: 8 rows of 4,096 bytes (lru); tiers: 0:dummy; {runner} runner, process "
+    assert line.startswith(what)
+    pid = int(line.rpartition(" ")[2])
+    assert (pid == os.getpid()) == (runner != "process")
+    if runner == "process":
+        assert isinstance(engine._bridge, ProcessBridge)
+        assert engine._bridge.pid == pid
+
+
+@pytest.mark.parametrize("layout", ["files", "segments"])
+async def test_an_fs_tier_says_what_it_is_and_what_it_has_found(open_engine, log, runner, layout, tmp_path):
+    tier = {"type": "fs", "name": "disk", "root": str(tmp_path / "tier"), "layout": layout, "capacity_bytes": "64MiB"}
+    first = await open_engine(8, tier, runner=runner)
+    await put(first, range(3))
+    assert await at_rest(first)
+    await first.aclose()
+    log.clear()
+    engine = await open_engine(8, tier, runner=runner)
+    await until(lambda: lines(log, "tier disk"), engine)
+    (line,) = lines(log, "tier disk")
+    naming = ", naming vllm" if layout == "files" else ""
+    said = f"tier disk: root {tmp_path}/tier, layout {layout}{naming}, capacity 67,108,864 bytes; found 3 chunks"
+    assert re.fullmatch(re.escape(said) + r" of [\d,]+ bytes in \d+\.\d\d s", line), line
+
+
+async def test_a_tier_that_says_nothing_of_itself_is_told_all_the_same(open_engine, log, runner):
+    engine = await open_engine(8, {"type": FAULTY, "name": "own", "inner": {"type": "dummy"}}, runner=runner)
+    await until(lambda: lines(log, "tier own"), engine)
+    assert re.fullmatch(r"tier own: found 0 chunks of 0 bytes in \d+\.\d\d s", lines(log, "tier own")[0])
+
+
+async def test_a_wrapped_tier_says_what_the_inner_one_says(open_engine, log, tmp_path):
+    inner = {"type": "fs", "options": {"root": str(tmp_path / "tier")}}
+    engine = await open_engine(8, {"type": FAULTY, "name": "own", "inner": inner})
+    await until(lambda: lines(log, "tier own"), engine)
+    assert lines(log, "tier own")[0].startswith(f"tier own: root {tmp_path}/tier, layout files, naming vllm; found 0")
+
+
+async def test_what_a_runners_process_logs_comes_out_in_the_owners_log_as_its_own(open_engine, log):
+    failing = {"type": FAULTY, "name": "ill", "inner": {"type": "dummy"}, "script": {"store": ["unavailable"]}}
+    engine = await open_engine(8, failing, runner="process")
+    await put(engine, [1])
+    await until(lambda: lines(log, "tier ill: the tier cannot be reached"), engine)
+    (record,) = [record for record in log.records if "cannot be reached" in record.getMessage()]
+    assert (record.name, record.levelno, record.filename) == ("kvtier.runner", logging.WARNING, "runner.py")
+    assert record.process == engine._bridge.pid
+    assert record.funcName == "_completed"
+
+
+async def test_a_runners_process_says_no_more_than_its_owners_level_allows(open_engine, log):
+    log.set_level(logging.ERROR, "kvtier")
+    failing = {"type": FAULTY, "name": "ill", "inner": {"type": "dummy"}, "script": {"store": ["unavailable"]}}
+    engine = await open_engine(8, failing, runner="process")
+    await put(engine, [1])
+    assert await at_rest(engine)
+    await engine.aclose()
+    assert log.messages == []
+
+
+async def test_a_runner_that_takes_the_place_of_a_lost_one_is_told(open_engine, log):
+    engine = await open_engine(8, {"type": "dummy", "name": "own"}, runner="process")
+    lost = engine._bridge.pid
+    await until(lambda: lines(log, "tier own"), engine)
+    os.kill(lost, signal.SIGKILL)
+    await until(lambda: len(lines(log, "tier own")) == 2, engine)
+    await until(lambda: engine.ledger.runner_up, engine)
+    assert lines(log, f"runner {lost} is lost; starting another")
+    assert lines(log, f"runner {engine._bridge.pid} takes its place")
