@@ -11,6 +11,7 @@ from typing import NamedTuple, NoReturn
 import typer
 
 from kvtier.errors import KVTierError
+from kvtier.this_process import fill_standard_streams
 
 EXIT_REFUSED = 2  # As for a wrong option: mend the call, then try again.
 EXIT_INTERRUPTED = 130  # As shells have it: 128 and the number of the signal.
@@ -46,6 +47,7 @@ GROUPS = {"bench": "Measure what this machine can do, and what kvtier makes of i
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run a command and exit: with 0, with 2 and one line on stderr for what kvtier refuses, with 130 after Ctrl-C."""
+    fill_standard_streams()
     given = list(sys.argv[1:] if args is None else args)
     try:
         command_line(given)(given, prog_name="kvtier")

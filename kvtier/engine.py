@@ -3,6 +3,7 @@
 A step's actions leave at its end with one wake-up; what comes back waits in the bridge's mailbox until it is received.
 """
 
+import os
 import time
 from collections.abc import Callable, Mapping
 
@@ -19,6 +20,7 @@ from kvtier.keys import OffloadKey
 from kvtier.metrics import Metrics
 from kvtier.region import Region
 from kvtier.request import Request
+from kvtier.this_process import let_go_in_forks
 
 
 class Engine:
@@ -45,6 +47,9 @@ class Engine:
         self._mailbox = bridge.mailbox
         self.ready: Mapping[OffloadKey, int] = self.ledger.primary.ready  # What could be loaded now, and its row.
         self._closed = False
+        self._owner_pid = os.getpid()
+        self._forked = False
+        let_go_in_forks(self)
         self.messages_received = 0  # By which who reports figures knows that some may have changed.
         self._replaced = -1  # The last epoch that was replaced for its quarantined rows.
         self.ledger.begin_step(clock())
@@ -77,7 +82,7 @@ class Engine:
 
     def has_pending_work(self) -> bool:
         """Say whether the engine should go on stepping. What has run out of time does not count."""
-        if self._mailbox:
+        if self._mailbox or self._forked:
             self._receive()
         return self.ledger.pending
 
@@ -126,6 +131,16 @@ class Engine:
         self._free()
         return abandoned
 
+    def forked(self) -> None:
+        """Be nobody's engine in a child that was forked: it has no runner, and its rows would be the owner's.
+
+        From then on every call there but `shutdown` and `aclose`, which do nothing, raises `EngineClosed`.
+        """
+        self._forked = self._closed = True
+        self._requests.clear()
+        self._bridge.forked()
+        self.region.close()
+
     def _reset(self) -> bool:
         clean = not self.ledger.transfers.under_way
         self.ledger.reset()
@@ -146,6 +161,10 @@ class Engine:
         return self.config.limits.close_s if deadline_s is None else deadline_s
 
     def _check_open(self) -> None:
+        if self._forked:
+            raise EngineClosed(
+                f"this engine is of process {self._owner_pid}, and this process is a fork of it: start another one here"
+            )
         if self._closed:
             raise EngineClosed("the engine was shut down")
 
@@ -155,6 +174,8 @@ class Engine:
 
     def _receive(self) -> None:
         """Apply everything in the mailbox."""
+        if self._forked:
+            self._check_open()
         self.ledger.begin_step(self._clock())
         mailbox = self._mailbox
         while mailbox:

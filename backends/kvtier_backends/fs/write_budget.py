@@ -14,6 +14,7 @@ from collections.abc import Callable
 from xxhash import xxh3_64_intdigest
 
 from kvtier.lend import Lanes, in_thread
+from kvtier.this_process import let_go_in_forks
 
 DAY_NS = 86_400_000_000_000
 BURST_PARTS = 4  # Of the day's bytes, in 32nds: what the bucket holds,
@@ -39,6 +40,13 @@ class WriteBudget:
         self._advance_left = 0
         self._drawing = asyncio.Lock()
         self._draw(0)
+        let_go_in_forks(self)
+
+    def forked(self) -> None:
+        """Let go of the file in a child: what is left of the advance is its owner's."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def use(self, lanes: Lanes) -> None:
         """Read and write the file in these lanes."""
