@@ -334,9 +334,9 @@ except KVTierError as error:
     assert f"RLIMIT_{what}" in str(error) and "ulimit" in str(error), error
     print("refused")
 else:
-    store(engine, range(8))
+    store(engine, range(4))
     engine.drain()
-    assert engine.ledger.tiers[0].counters.stored == 8 or what == "AS"  # There any call may find no memory.
+    assert engine.ledger.tiers[0].counters.stored == 4 or what == "AS"  # There any call may find no memory.
     engine.shutdown()
     print("works")
 """
