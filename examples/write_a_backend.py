@@ -17,7 +17,7 @@ from xxhash import xxh3_64_digest
 
 from kvtier.backend import Abandoned, Backend, Durability, Read, TierContext, Write
 from kvtier.calls import Fit
-from kvtier.config import Checked
+from kvtier.config import Checked, Path
 from kvtier.errors import BackendUnavailable, BlockCorrupt, BlockMissing
 from kvtier.keys import make_offload_key
 from kvtier.lend import Lanes, in_thread
@@ -27,7 +27,7 @@ TABLE = "CREATE TABLE IF NOT EXISTS chunks (name TEXT PRIMARY KEY, block BLOB, c
 
 
 class SqliteOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    path: str  # Of the database, which is made if it is not there.
+    path: Path  # Of the database, which is made if it is not there.
 
 
 class SqliteBackend(Backend):

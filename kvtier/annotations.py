@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_orig
 
 import msgspec
 
-from kvtier.units import Unit, unit_of
+from kvtier.units import Unit, parse_path, unit_of
 
 SHOWN_CHARACTERS_MAX = 80  # Of a given value in a message: enough to find it, and it stays on the line.
 SHOWN_BITS_MAX = 256  # Longer integers are described: Python refuses to write out very long ones.
@@ -20,6 +20,14 @@ def unwrapped(kind: Any) -> tuple[Any, Unit | None]:
     bare, *metadata = get_args(kind)
     units = [unit for meta in metadata if isinstance(meta, msgspec.Meta) and (unit := unit_of(meta)) is not None]
     return bare, units[-1] if units else None
+
+
+def names_a_path(kind: Any) -> bool:
+    """Say whether an annotation is `Path`, or takes it among others."""
+    bare, unit = unwrapped(kind)
+    if unit is not None:
+        return unit.parse is parse_path
+    return get_origin(bare) in (Union, UnionType) and any(map(names_a_path, get_args(bare)))
 
 
 def is_struct(bare: Any) -> TypeGuard[type[msgspec.Struct]]:

@@ -29,8 +29,11 @@ def main(args: "Sequence[str] | None" = None) -> "NoReturn":
 
 
 def _run(args: "list[str]") -> int:
-    _prepare_output()
     try:
+        from kvtier.this_process import fill_standard_streams
+
+        fill_standard_streams()
+        _prepare_output()
         from kvtier.commands import run
 
         status = run(args)

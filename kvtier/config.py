@@ -11,11 +11,12 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec.structs import force_setattr, replace
 
+from kvtier.annotations import names_a_path
 from kvtier.errors import ConfigError
 from kvtier.fields import Checked, decode, struct_fields
 from kvtier.namespace import Namespace
 from kvtier.registry import backend_class
-from kvtier.units import Count, Duration, Index, PositiveDuration, PositiveSize, Share, Size
+from kvtier.units import Count, Duration, Index, Path, PositiveDuration, PositiveSize, Share, Size
 
 __all__ = [
     "Checked",
@@ -24,6 +25,7 @@ __all__ = [
     "EngineConfig",
     "EngineLimits",
     "Index",
+    "Path",
     "PositiveDuration",
     "PositiveSize",
     "Share",
@@ -33,6 +35,7 @@ __all__ = [
     "decode",
     "load_config",
     "tier_options",
+    "with_absolute_paths",
 ]
 
 ROW_ALIGN_BYTES = 4_096  # What direct I/O, page tables and mappings all agree on.
@@ -154,6 +157,22 @@ def tier_options(tier: TierConfig, where: str) -> msgspec.Struct:
     if taken := sorted(common & struct_fields(options).keys()):
         raise ConfigError(f"{where}.type: {tier.type!r} has options named like fields of every tier: {taken}")
     return decode(options, tier.options, where, siblings=common)
+
+
+def with_absolute_paths(config: EngineConfig) -> EngineConfig:
+    """Return the configuration with every tier's `Path` options made absolute, for runners that start later.
+
+    Raises `ConfigError` for whatever `tier_options` refuses.
+    """
+    tiers = enumerate(config.secondary_tiers)
+    return replace(config, secondary_tiers=tuple(_with_absolute_paths(tier, index) for index, tier in tiers))
+
+
+def _with_absolute_paths(tier: TierConfig, index: int) -> TierConfig:
+    options = tier_options(tier, f"secondary_tiers[{index}]")
+    fields = struct_fields(type(options)).items()
+    paths = {name: getattr(options, field.name) for name, field in fields if names_a_path(field.type)}
+    return replace(tier, options=tier.options | {name: paths[name] for name in tier.options.keys() & paths.keys()})
 
 
 def load_config(path: str | os.PathLike[str]) -> EngineConfig:

@@ -4,6 +4,7 @@ A step's actions leave at its end with one wake-up; what comes back waits in the
 """
 
 import logging
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -21,6 +22,7 @@ from kvtier.keys import OffloadKey
 from kvtier.metrics import Metrics
 from kvtier.region import LentRow, Region
 from kvtier.request import Request
+from kvtier.this_process import let_go_in_forks
 from kvtier.tier_log import TierLog
 
 logger = logging.getLogger(__name__)
@@ -52,6 +54,9 @@ class Engine:
         self._mailbox = bridge.mailbox
         self.ready: Mapping[OffloadKey, int] = self.ledger.primary.ready  # What could be loaded now, and its row.
         self._closed = False
+        self._owner_pid = os.getpid()
+        self._forked = False
+        let_go_in_forks(self)
         self.messages_received = 0  # By which who reports figures knows that some may have changed.
         self._replaced = -1  # The last epoch that was replaced for its quarantined rows.
         self.ledger.begin_step(clock())
@@ -87,7 +92,7 @@ class Engine:
 
     def has_pending_work(self) -> bool:
         """Say whether the engine should go on stepping. What has run out of time does not count."""
-        if self._mailbox:
+        if self._mailbox or self._forked:
             self._receive()
         return self.ledger.pending
 
@@ -137,6 +142,16 @@ class Engine:
         self._free()
         return abandoned
 
+    def forked(self) -> None:
+        """Be nobody's engine in a child that was forked: it has no runner, and its rows would be the owner's.
+
+        From then on every call there but `shutdown` and `aclose`, which do nothing, raises `EngineClosed`.
+        """
+        self._forked = self._closed = True
+        self._requests.clear()
+        self._bridge.forked()
+        self.region.close()
+
     def _reset(self) -> bool:
         clean = not self.ledger.transfers.under_way
         self.ledger.reset()
@@ -158,6 +173,10 @@ class Engine:
         return self.config.limits.close_s if deadline_s is None else deadline_s
 
     def _check_open(self) -> None:
+        if self._forked:
+            raise EngineClosed(
+                f"this engine is of process {self._owner_pid}, and this process is a fork of it: start another one here"
+            )
         if self._closed:
             raise EngineClosed("the engine was shut down")
 
@@ -168,6 +187,8 @@ class Engine:
 
     def _receive(self) -> None:
         """Apply everything in the mailbox."""
+        if self._forked:
+            self._check_open()
         now = self._clock()
         self.ledger.begin_step(now)
         mailbox = self._mailbox

@@ -68,8 +68,12 @@ class Lanes(Executor):
         self._open: set[_Job[Any]] = set()
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
-        for index in range(count):
-            threading.Thread(target=_serve, args=(self._queue,), name=f"{name}-{index}", daemon=True).start()
+        try:
+            for index in range(count):
+                threading.Thread(target=_serve, args=(self._queue,), name=f"{name}-{index}", daemon=True).start()
+        except RuntimeError:  # The process may have no more of them.
+            self.shutdown(wait=False)
+            raise
 
     def start(self, calls: Iterable[Callable[[], T]]) -> list["_Job[T]"]:
         """Queue the calls as parts of one; raises `BackendClosed` once closed."""

@@ -13,12 +13,13 @@ from kvtier.bridge.base import Bridge
 from kvtier.bridge.inline import InlineBridge
 from kvtier.bridge.process import ProcessBridge
 from kvtier.bridge.thread import ThreadBridge
-from kvtier.config import EngineConfig, tier_options
+from kvtier.config import EngineConfig, with_absolute_paths
 from kvtier.inbox import Observe
 from kvtier.lend import Lanes, in_thread
 from kvtier.opening import open_tiers
 from kvtier.policies.named import policy_class
 from kvtier.region import Region
+from kvtier.this_process import fill_standard_streams, require_descriptors
 from kvtier.waiting import WaitingManager
 
 ON_LOOP_BYTES_MAX = 64 << 20  # Of memory to prepare without a thread: some milliseconds' worth.
@@ -52,7 +53,7 @@ class TieringOffloadingManager(WaitingManager):
             )
         bridge_class = ThreadBridge if config.runner == "thread" else ProcessBridge
         try:
-            _check(config)
+            config = _checked(config)
             region = region or _region(config)
             bridge = bridge_class(config, region)
         except BaseException:
@@ -66,7 +67,8 @@ class TieringOffloadingManager(WaitingManager):
         """Start an engine for this event loop, wherever its runner lives. Raises as `start` does."""
         loop = asyncio.get_running_loop()
         if config.runner == "inline":
-            _check(config)
+            config = _checked(config)
+            fill_standard_streams()
             if config.rows * config.row_bytes > ON_LOOP_BYTES_MAX:
                 region = await loop.run_in_executor(None, _region, config)
             else:
@@ -135,11 +137,11 @@ class TieringOffloadingManager(WaitingManager):
         self.shutdown()
 
 
-def _check(config: EngineConfig) -> None:
-    """Report every mistake that can be known before anything is allocated."""
+def _checked(config: EngineConfig) -> EngineConfig:
+    """Report every mistake that can be known before anything is allocated; settle what relative paths mean."""
     policy_class(config.eviction_policy)
-    for index, tier in enumerate(config.secondary_tiers):
-        tier_options(tier, f"secondary_tiers[{index}]")
+    require_descriptors()
+    return with_absolute_paths(config)
 
 
 def _region(config: EngineConfig) -> Region:

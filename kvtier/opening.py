@@ -10,6 +10,7 @@ from kvtier.limits import Budget
 from kvtier.namespace import FileMapper
 from kvtier.registry import backend_class
 from kvtier.runner import RunnerTier
+from kvtier.this_process import is_of_a_limit, reason
 
 GIVEN_UP_S = 1.0  # A tier that is no longer wanted leaves nothing behind, if it can within this.
 
@@ -48,7 +49,12 @@ async def _in_time(opening: Coroutine[None, None, RunnerTier], tier: TierConfig,
 
 async def _open_tier(index: int, tier: TierConfig, mapper: FileMapper, row_bytes: int) -> RunnerTier:
     options = tier_options(tier, f"secondary_tiers[{index}]")
-    backend = await backend_class(tier.type).open(options, TierContext(tier.name, mapper, row_bytes))
+    try:
+        backend = await backend_class(tier.type).open(options, TierContext(tier.name, mapper, row_bytes))
+    except Exception as error:
+        if is_of_a_limit(error):
+            raise BackendUnavailable(f"{tier.name}: cannot be opened: {reason(error)}") from error
+        raise
     limits = tier.limits
     return RunnerTier(
         tier.name,

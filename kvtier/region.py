@@ -20,6 +20,7 @@ import msgspec
 from kvtier.errors import ConfigError
 from kvtier.host_memory import PAGE_BYTES, advise, prefault, require_free
 from kvtier.rendezvous import PARTICIPANTS_MAX, Meeting, SharedFile
+from kvtier.this_process import fill_standard_streams, reason
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # A shorter file under a mapping is SIGBUS.
 
@@ -237,11 +238,12 @@ def _rows_bytes(rows: int, row_bytes: int) -> int:
 @contextmanager
 def _undone_on_failure() -> Generator[ExitStack]:
     """Collect what a region needs closed; close it if the region does not come to be. OSError becomes ConfigError."""
+    fill_standard_streams()
     try:
         with ExitStack() as resources:
             yield resources
-    except OSError as error:
-        raise ConfigError(f"the kernel refuses host memory: {error.strerror}") from error
+    except (OSError, MemoryError, RuntimeError) as error:  # The last where it has no thread for us.
+        raise ConfigError(f"the kernel refuses host memory: {reason(error)}") from error
 
 
 def _unmap(mapping: mmap.mmap) -> None:

@@ -51,6 +51,7 @@ class SharedFile:
         self.fd = fd
         self._meeting = meeting
         self._page = os.fstat(fd).st_size - PAGE_BYTES
+        self._pid = os.getpid()
 
     @classmethod
     def meet(cls, meeting: Meeting, timeout_s: float) -> Self:
@@ -85,8 +86,13 @@ class SharedFile:
             self._remove_name()
 
     def leave(self) -> None:
-        """Close the file. The last one to leave before all have arrived removes its name."""
+        """Close the file. The last one to leave before all have arrived removes its name.
+
+        A fork of the participant closes its own copy only: the locks are the participant's.
+        """
         try:
+            if os.getpid() != self._pid:
+                return
             self._lock(0, PAGE_BYTES, fcntl.F_UNLCK)  # Of two who leave at once and ask only then, one is alone.
             self.remove_if_dead()
         finally:

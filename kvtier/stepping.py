@@ -91,6 +91,8 @@ class SteppedManager(Engine):
 
     def complete_load(self, keys: Sequence[OffloadKey], request_id: str) -> None:  # noqa: ARG002  # Part of the protocol.
         """Say that the engine has read these rows."""
+        if self._forked:
+            self._check_open()
         self.ledger.complete_load(keys)
 
     def touch(self, keys: Sequence[OffloadKey], request_id: str) -> None:
@@ -108,12 +110,13 @@ class SteppedManager(Engine):
 
     def complete_store(self, keys: Sequence[OffloadKey], request_id: str, *, success: bool = True) -> None:
         """Make written rows loadable, and have them cascade; with `success` false, give them up."""
-        if not self._closed:
-            self._complete_store(keys, self._request(request_id), success=success)
+        if self._closed and not self._forked:
+            return
+        self._complete_store(keys, self._request(request_id), success=success)
 
     def take_events(self) -> list[Event]:
         """Return what happened to chunks since the last call; nothing unless the configuration says `events`."""
-        if self._mailbox:
+        if self._mailbox or self._forked:
             self._receive()
         return [] if self._events is None else self._events.take()
 

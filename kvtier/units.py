@@ -4,6 +4,7 @@
 and travels to another process as one. `kvtier.fields` sees the annotation and reads the text.
 """
 
+import os
 import re
 from collections.abc import Callable
 from decimal import Decimal
@@ -51,15 +52,27 @@ def parse_duration(text: str) -> float:
     return float(_quantity(text, _DURATION_UNITS))
 
 
+def parse_path(text: str) -> str:
+    """Read a path: a relative one is meant from the working directory, `~` is the user's home.
+
+    ValueError for one that is empty or has a zero byte.
+    """
+    if not text or "\0" in text:
+        raise ValueError("no path")
+    path = os.path.expanduser(text)
+    return path if os.path.isabs(path) else os.path.join(_working_directory(), path)
+
+
 class Unit(NamedTuple):
     """How an annotated quantity is written as text."""
 
-    parse: Callable[[str], int] | Callable[[str], float]
+    parse: Callable[[str], int] | Callable[[str], float] | Callable[[str], str]
     accepted: str  # Ends the sentence "… accepted".
 
 
 _SIZE = Unit(parse_size, 'bytes as an integer, or text such as "10GiB" or "1.5 GB" (B, kB to PB, KiB to PiB)')
 _DURATION = Unit(parse_duration, 'seconds as a number, or text such as "30s" or "500ms" (us, ms, s, min, h, d)')
+_PATH = Unit(parse_path, "a path")
 
 Size = Annotated[int, msgspec.Meta(ge=0, le=SIZE_BYTES_MAX, extra={_UNIT: _SIZE})]
 """Bytes: an int, or text with a unit. Decimal units are powers of 1,000, binary ones of 1,024."""
@@ -72,6 +85,9 @@ PositiveSize = Annotated[int, msgspec.Meta(ge=1, le=SIZE_BYTES_MAX, extra={_UNIT
 
 PositiveDuration = Annotated[float, msgspec.Meta(gt=0, le=DURATION_S_MAX, extra={_UNIT: _DURATION})]
 """A `Duration` longer than nothing."""
+
+Path = Annotated[str, msgspec.Meta(min_length=1, extra={_UNIT: _PATH})]
+"""Where something lies in the file system, made absolute once: an engine that changes its directory finds it again."""
 
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 """A part of a whole: more than 0, at most 1."""
@@ -87,6 +103,13 @@ def unit_of(meta: msgspec.Meta) -> Unit | None:
     """Return how text is read for an annotation of this module; None for any other."""
     found = (meta.extra or {}).get(_UNIT)
     return found if isinstance(found, Unit) else None
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError as error:
+        raise ValueError("the working directory is gone") from error
 
 
 def _quantity(text: str, units: dict[str, Decimal]) -> Decimal:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.units import parse_duration, parse_size
+from kvtier.units import parse_duration, parse_path, parse_size
 
 
 @pytest.mark.parametrize(
@@ -71,3 +71,18 @@ def test_a_duration_is_read_as_seconds(text: str, duration_s: float) -> None:
 def test_a_duration_without_a_number_and_a_known_unit_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=re.escape("not a number and one of us, ms, s, min, h, d")):
         parse_duration(text)
+
+
+def test_a_path_is_absolute_from_where_it_was_first_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert parse_path("tier") == f"{tmp_path}/tier"
+    assert parse_path("a/../tier") == f"{tmp_path}/a/../tier"  # A link may make these two.
+    assert parse_path("/mnt/tier") == "/mnt/tier"
+    assert parse_path("~/tier") == "/home/me/tier"
+
+
+@pytest.mark.parametrize("text", ["", "a\0b"])
+def test_what_is_no_path_is_refused(text):
+    with pytest.raises(ValueError, match="no path"):
+        parse_path(text)

@@ -8,6 +8,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 from kvtier.bridge.messages import Action, LocalMessage, Message
+from kvtier.config import EngineConfig
+
+START_S = (
+    30.0  # For a runner to come up, beside its tiers' own deadlines: on a busy machine an interpreter takes seconds.
+)
+
+
+def opening_s(config: EngineConfig) -> float:
+    """Return how long a start waits for its runner: what its tiers may take to open, and to be closed again."""
+    limits = config.limits
+    return START_S + limits.close_s + limits.open_s * len(config.secondary_tiers)
 
 
 class Bridge(ABC):
@@ -44,6 +55,9 @@ class Bridge(ABC):
     @abstractmethod
     def close(self, deadline_s: float) -> int:
         """Close the tiers and end the runner; return how many transfers were left behind. Blocks; idempotent."""
+
+    def forked(self) -> None:  # noqa: B027  # Most have nothing.
+        """Let go, in a forked child, of what ties the runner to its owner; nothing else is called there any more."""
 
     def wait(self, timeout_s: float) -> bool:
         """Block until messages came since the last `wait`, or the time is over."""

@@ -7,11 +7,12 @@ listens for heartbeats, and starts the next runner when one is lost. The owner's
 import logging
 import os
 import select
+import signal
 import threading
 import time
 from collections.abc import Sequence
 
-from kvtier.bridge.base import Bridge
+from kvtier.bridge.base import Bridge, opening_s
 from kvtier.bridge.log import log_again
 from kvtier.bridge.messages import (
     Action,
@@ -26,11 +27,12 @@ from kvtier.bridge.messages import (
     RunnerGone,
     RunnerLost,
 )
-from kvtier.bridge.runner_process import RunnerProcess
+from kvtier.bridge.runner_process import RunnerProcess, environment
 from kvtier.bridge.wire import FrameBuffer, messages_of
 from kvtier.config import EngineConfig
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.region import Region
+from kvtier.this_process import GROUP_SIGNALS, fill_standard_streams, reason
 
 RECEIVE_BYTES = 1 << 20
 BEATS_MISSED = 3  # Silence for so many heartbeats is a hung loop.
@@ -55,20 +57,30 @@ class ProcessBridge(Bridge):
         assert region.fd is not None, "a process needs a region that can be shared"
         self._config = config
         self._region_fd = region.fd
+        self._environment = environment()
         self._lock = threading.Lock()  # Around what a child is to be sent; never held across anything that waits.
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        fill_standard_streams()
+        try:
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError as error:
+            raise BackendUnavailable(f"the runner's process cannot be started: {reason(error)}") from error
         self._ready: RunnerProcess | None = None  # Open, but not yet admitted.
         self._child: RunnerProcess | None = None  # Takes actions.
+        self._newest: RunnerProcess | None = None  # Has a socket of ours.
         self._closing = False
         self._abandoned = 0
         self._started = threading.Event()
         self._failure: OpenFailed | None = None
         self._supervisor = threading.Thread(target=self._supervise, name="kvtier-supervisor", daemon=True)
-        self._supervisor.start()
         try:
-            self._started.wait()
+            self._supervisor.start()
+            if not self._started.wait(opening_s(config)):
+                raise BackendUnavailable(f"the runner does not open within {opening_s(config):g} s: a tier blocks")
             if self._failure is not None:
                 raise (ConfigError if self._failure.config else BackendUnavailable)(self._failure.reason)
+        except RuntimeError as error:
+            self._forget()
+            raise BackendUnavailable(f"the runner's supervisor cannot be started: {reason(error)}") from error
         except BaseException:  # An interrupt, too: who is not there cannot be closed.
             self.close(0)
             raise
@@ -115,10 +127,22 @@ class ProcessBridge(Bridge):
         if child is not None and child.process.poll() is None:
             child.process.kill()
             self._supervisor.join(1.0)
-        if self._wake >= 0 and not self._supervisor.is_alive():
+        if not self._supervisor.is_alive():
+            self._forget()
+        return self._abandoned
+
+    def forked(self) -> None:
+        self._closing = True
+        self._child = self._ready = None
+        if self._newest is not None:
+            self._newest.socket.close()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Let go of the supervisor's descriptor; idempotent."""
+        if self._wake >= 0:
             os.close(self._wake)
             self._wake = -1
-        return self._abandoned
 
     def _flush(self, child: RunnerProcess) -> None:
         """Send what the socket takes now, and leave the rest to the supervisor. Under the lock."""
@@ -128,13 +152,14 @@ class ProcessBridge(Bridge):
     # The supervisor's thread.
 
     def _supervise(self) -> None:
+        # A runner begins with its starter's mask: what is sent to the whole group does not end it before it ignores it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
         epoch, failures = 0, 0
         while not self._closing:
             opened = self._run_child(epoch)
             if not self._started.is_set():
-                self._failure = self._failure or OpenFailed(
-                    "the runner's process ended before it was open", config=False
-                )
+                ended = MemoryError("the runner's process ended before it was open")  # As it does for want of memory.
+                self._failure = self._failure or OpenFailed(reason(ended), config=False)
                 self._started.set()
                 return
             failures = 0 if opened else failures + 1
@@ -145,11 +170,16 @@ class ProcessBridge(Bridge):
     def _run_child(self, epoch: int) -> bool:
         """Have one runner from its start to its end; say whether it got as far as open tiers."""
         try:
-            child = RunnerProcess.start(epoch, self._config, self._region_fd)
-        except OSError as error:
-            self._fail(OpenFailed(f"the runner's process cannot be started: {error}", config=False))
+            child = RunnerProcess.start(epoch, self._config, self._region_fd, self._environment)
+        except Exception as error:  # noqa: BLE001  # Told to whoever waits for the start; whatever it is, we try again.
+            self._fail(OpenFailed(f"the runner's process cannot be started: {reason(error)}", config=False))
             return False
-        opened = self._listen(child)
+        self._newest = child
+        try:
+            opened = self._listen(child)
+        except Exception:  # Our bug, or a runner that talks nonsense: no reason to be without a runner.
+            logger.exception("runner %d: cannot be listened to", child.process.pid)
+            opened = self._ready is child
         self._lose(child, announced=opened)
         return opened
 
@@ -230,7 +260,10 @@ class ProcessBridge(Bridge):
         if announced and not self._closing:
             logger.error("runner %d is lost; starting another", child.process.pid)
             self._deliver((RunnerLost(child.epoch, "the runner's process ended or hung"),))
-        threading.Thread(target=self._reap, args=(child,), name="kvtier-reaper", daemon=True).start()
+        try:
+            threading.Thread(target=self._reap, args=(child,), name="kvtier-reaper", daemon=True).start()
+        except RuntimeError:  # The process may have no more threads: then the next runner waits for it.
+            self._reap(child)
 
     def _reap(self, child: RunnerProcess) -> None:
         child.process.kill()
@@ -240,4 +273,6 @@ class ProcessBridge(Bridge):
     def _pause(self, seconds: float) -> None:
         deadline = time.monotonic() + seconds
         while not self._closing and (left := deadline - time.monotonic()) > 0:
-            select.select([self._wake], [], [], left)
+            poller = select.poll()  # Not select.select, which takes no descriptor above 1,023.
+            poller.register(self._wake, select.POLLIN)
+            poller.poll(left * 1_000)

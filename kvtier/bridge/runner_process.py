@@ -5,8 +5,8 @@ import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Self
 
 import msgspec
@@ -15,6 +15,7 @@ from kvtier.bridge.log import wanted_level
 from kvtier.bridge.messages import Action, Close
 from kvtier.bridge.wire import frame, framed
 from kvtier.config import EngineConfig
+from kvtier.this_process import fill_standard_streams
 
 
 class RunnerProcess:
@@ -31,17 +32,19 @@ class RunnerProcess:
         self._unsent: deque[tuple[memoryview, int]] = deque()  # A frame's rest, and its number of actions.
 
     @classmethod
-    def start(cls, epoch: int, config: EngineConfig, region_fd: int) -> Self:
+    def start(cls, epoch: int, config: EngineConfig, region_fd: int, environment: Mapping[str, str]) -> Self:
         """Start a child and give it the configuration; OSError if it cannot be started."""
+        fill_standard_streams()  # They may have been closed since the last one was started.
         ours, theirs = socket.socketpair()
-        given = map(str, (theirs.fileno(), region_fd, wanted_level()))
-        with theirs, ExitStack() as unless_started:
+        with theirs, _this_process() as owner_fds, ExitStack() as unless_started:
             unless_started.callback(ours.close)
+            fds = (theirs.fileno(), region_fd, *owner_fds)
+            given = map(str, (theirs.fileno(), region_fd, wanted_level(), *owner_fds))
             process = subprocess.Popen(  # noqa: S603  # Our own module, with numbers for arguments.
                 [sys.executable, "-P", "-m", "kvtier.bridge.child", *given],
-                pass_fds=(theirs.fileno(), region_fd),
+                pass_fds=fds,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                env=environment,
             )
             unless_started.pop_all()
         with suppress(OSError):  # It has ended already: its socket says so to whoever listens.
@@ -76,3 +79,28 @@ class RunnerProcess:
                 self._unsent.popleft()
                 self.actions_unsent -= actions
         return False
+
+
+def environment() -> dict[str, str]:
+    """Return the environment in which a child finds the modules that this process finds now, wherever it is by then."""
+    places: list[str] = []
+    given: list[object] = list(sys.path)
+    for place in given:
+        if isinstance(place, str):  # Others, such as a `Path`, Python itself does not search.
+            with suppress(FileNotFoundError):  # It is relative to a directory that is gone.
+                places.append(os.path.abspath(place))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+
+
+@contextmanager
+def _this_process() -> Generator[Sequence[int]]:
+    """Give a descriptor by which a child sees this process end; none where the kernel, or a sandbox, has no such."""
+    try:
+        fd = os.pidfd_open(os.getpid())
+    except OSError:
+        yield ()
+        return
+    try:
+        yield (fd,)
+    finally:
+        os.close(fd)

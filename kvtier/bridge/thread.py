@@ -5,15 +5,18 @@ import concurrent.futures
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 import uvloop
 
-from kvtier.bridge.base import Bridge
+from kvtier.bridge.base import Bridge, opening_s
 from kvtier.bridge.messages import Action, RunnerLost
 from kvtier.config import EngineConfig
+from kvtier.errors import BackendUnavailable
 from kvtier.opening import open_tiers
 from kvtier.region import Region
 from kvtier.runner import Runner
+from kvtier.this_process import fill_standard_streams, reason
 
 logger = logging.getLogger(__name__)
 
@@ -29,11 +32,28 @@ class ThreadBridge(Bridge):
         self._config = config
         self._region = region
         self._opened: concurrent.futures.Future[Runner] = concurrent.futures.Future()
-        self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="kvtier-runner", daemon=True)
         self._abandoned: int | None = None
-        self._thread.start()
-        self._runner = self._opened.result()
+        fill_standard_streams()
+        try:
+            self._loop = uvloop.new_event_loop()
+        except (OSError, MemoryError) as error:
+            raise BackendUnavailable(f"the runner's event loop cannot be made: {reason(error)}") from error
+        self._thread = threading.Thread(target=self._run, name="kvtier-runner", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._loop.close()
+            raise BackendUnavailable(f"the runner's thread cannot be started: {reason(error)}") from error
+        try:
+            self._runner = self._opened.result(opening_s(config))
+        except TimeoutError as error:
+            self._give_up()
+            raise BackendUnavailable(
+                f"the runner does not open within {opening_s(config):g} s: a tier blocks"
+            ) from error
+        except BaseException:  # An interrupt, too: who is not there cannot be closed.
+            self._give_up()
+            raise
 
     def send(self, actions: Sequence[Action]) -> Sequence[Action]:
         try:
@@ -56,12 +76,27 @@ class ThreadBridge(Bridge):
             self._thread.join()
         return self._abandoned
 
+    def _give_up(self) -> None:
+        """Have the thread end when it can: nobody waits for the tiers any more."""
+        with suppress(RuntimeError):  # The loop is closed.
+            self._loop.call_soon_threadsafe(self._undo)
+
+    def _undo(self) -> None:
+        if not self._opening.cancel() and self._opening.exception() is None:
+            self._undoing = self._loop.create_task(self._end(self._opening.result()))
+
+    async def _end(self, runner: Runner) -> None:
+        self._abandoned = await runner.aclose(0)
+        self._loop.stop()
+
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
+        self._opening = self._loop.create_task(self._open())
         try:
-            runner = self._loop.run_until_complete(self._open())
+            runner = self._loop.run_until_complete(self._opening)
         except BaseException as error:  # noqa: BLE001  # Carried to the thread that waits in __init__.
-            self._opened.set_exception(error)
+            ended = None if isinstance(error, Exception) else BackendUnavailable(f"a tier ended its thread: {error!r}")
+            self._opened.set_exception(ended or error)
             self._loop.close()
             return
         self._opened.set_result(runner)

@@ -42,6 +42,19 @@ async def put(engine: TieringOffloadingManager, numbers: Iterable[int], *, reque
     return await engine.put([key(number) for number in numbers], chunks, request_id=request_id)
 
 
+def store(engine: TieringOffloadingManager, numbers: Iterable[int]) -> None:
+    """Store as a synchronous engine does, in one step."""
+    numbers = list(numbers)
+    engine.on_new_request(f"store {numbers}")
+    plan = engine.prepare_store([key(number) for number in numbers], f"store {numbers}")
+    assert plan is not None
+    for number, row in zip(numbers, plan.rows, strict=True):
+        engine.region.row(row)[:] = chunk(number)
+    engine.complete_store(plan.keys, f"store {numbers}")
+    engine.end_step()
+    engine.on_request_finished(f"store {numbers}")
+
+
 async def found(engine: TieringOffloadingManager, numbers: Iterable[int], *, request_id: str | None = None) -> int:
     """Fetch, hold every byte against what was put, and return how many leading chunks came."""
     numbers = list(numbers)

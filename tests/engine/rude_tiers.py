@@ -31,6 +31,19 @@ class KillsItsProcess(DummyBackend):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+class EndsItsThread(DummyBackend):
+    @classmethod
+    async def open(cls, options: msgspec.Struct, context):
+        raise GeneratorExit
+
+
+class Blocks(DummyBackend):
+    @classmethod
+    async def open(cls, options: msgspec.Struct, context):
+        time.sleep(5)  # noqa: ASYNC251  # As a tier may that is not ours.
+        return await super().open(options, context)
+
+
 class NeverOpens(DummyBackend):
     @classmethod
     async def open(cls, options: msgspec.Struct, context):

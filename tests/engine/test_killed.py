@@ -143,35 +143,34 @@ async def test_while_no_runner_can_be_started_the_primary_serves_and_the_tier_co
 
 OWNER = """
 import signal, sys
-from tests.engine.kit import children, chunk, describe, key
+from tests.engine.kit import children, describe, store
 from kvtier.manager import TieringOffloadingManager
 
-def store(numbers):
-    engine.on_new_request(f"{numbers}")
-    plan = engine.prepare_store([key(number) for number in numbers], f"{numbers}")
-    for number, row in zip(numbers, plan.rows):
-        engine.region.row(row)[:] = chunk(number)
-    engine.complete_store(plan.keys, f"{numbers}")
-    engine.end_step()
-    engine.on_request_finished(f"{numbers}")
+def interrupted(number, frame):
+    raise KeyboardInterrupt
 
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, interrupted)
 tier = eval(sys.argv[1])
 if sys.argv[2] == "opening":
     print("opening", flush=True)
 engine = TieringOffloadingManager.start(describe(64, tier, runner="process"))
+if sys.argv[2] == "opens":
+    engine.shutdown()
+    print(engine.runners_lost, flush=True)
 if sys.argv[2] == "stores":
     print(*children(), flush=True)
     for number in range(0, 1 << 30, 8):
-        store(range(number, number + 8))
+        store(engine, range(number, number + 8))
         while not engine.ledger.outbox.room(8):
             engine.drain(0.01)
 if sys.argv[2] == "waits":
-    store(range(8))
+    store(engine, range(8))
     try:
         print(*children(), flush=True)
         signal.pause()
     except KeyboardInterrupt:
-        store(range(8, 16))
+        store(engine, range(8, 16))
         engine.drain()
         print(engine.ledger.tiers[0].counters.stored, engine.runners_lost, flush=True)
     engine.shutdown()
@@ -268,10 +267,25 @@ def test_what_a_killed_owner_was_told_was_stored_is_there_for_the_next_one(owner
     assert asyncio.run(look()) == 8
 
 
-def test_an_interrupt_is_the_owners_to_handle(owner, disk):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_an_interrupt_is_the_owners_to_handle(owner, disk, number):
     interrupted = owner(disk, "waits")
     assert interrupted.stdout.readline().strip()
-    os.killpg(interrupted.pid, signal.SIGINT)
+    os.killpg(interrupted.pid, number)
     assert interrupted.stdout.readline().split() == ["16", "0"]
     assert interrupted.wait(PATIENCE_S) == 0
     assert gone(interrupted.pid)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_runner_that_is_interrupted_before_it_runs_comes_up_all_the_same(owner, disk, number):
+    started = owner(disk, "opens")
+    deadline = time.monotonic() + PATIENCE_S
+    while len(living := processes(started.pid)) < 2:
+        assert time.monotonic() < deadline
+    (runner,) = living - {started.pid}
+    for _ in range(100):
+        os.kill(runner, number)
+        time.sleep(0.001)  # Some before, some after it is Python's.
+    assert started.stdout.readline().split() == ["0"]
+    assert started.wait(PATIENCE_S) == 0

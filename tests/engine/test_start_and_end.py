@@ -79,11 +79,37 @@ async def test_an_engine_too_large_for_the_machine_leaves_nothing(runner):
         await TieringOffloadingManager.open(describe(runner=runner, cpu_bytes_to_use="100TiB", chunk_bytes="1GiB"))
 
 
-@pytest.mark.parametrize("interpreter", ["/nowhere/python", "/bin/false"])
+@pytest.mark.parametrize("interpreter", ["/nowhere/python", "/bin/false", None])
 def test_a_runner_that_cannot_be_started_is_said_to_be_unavailable(monkeypatch, interpreter):
     monkeypatch.setattr(sys, "executable", interpreter)
     with pytest.raises(BackendUnavailable, match="process"):
         TieringOffloadingManager.start(describe(4, DUMMY, runner="process"))
+
+
+async def test_an_engine_whose_tier_ends_its_thread_as_it_opens_is_said_to_be_so(runner):
+    if runner == "inline":
+        pytest.skip("there the thread is the caller's own")
+    with pytest.raises((OSError, BackendUnavailable)):
+        await TieringOffloadingManager.open(describe(4, DUMMY, {"type": f"{RUDE}:EndsItsThread"}, runner=runner))
+
+
+async def test_a_start_ends_though_a_tier_blocks_its_runner_as_it_opens(runner, monkeypatch):
+    """The thread ends when the tier lets go of it; a process is killed."""
+    if runner == "inline":
+        pytest.skip("there the loop is the caller's own")
+    monkeypatch.setattr("kvtier.bridge.base.START_S", 1.0)
+    limits = {"open_s": 0.1, "close_s": 0.1}
+    with pytest.raises(BackendUnavailable, match="blocks"):
+        await TieringOffloadingManager.open(describe(4, {"type": f"{RUDE}:Blocks"}, runner=runner, limits=limits))
+
+
+def test_a_start_that_is_interrupted_leaves_nothing(monkeypatch):
+    """Ctrl-C, while a tier in a thread of the engine's opens."""
+    interrupt = threading.Timer(0.2, signal.raise_signal, (signal.SIGINT,))
+    interrupt.start()
+    with pytest.raises(KeyboardInterrupt):
+        TieringOffloadingManager.start(describe(4, {"type": f"{RUDE}:NeverOpens"}, runner="thread"))
+    interrupt.join()
 
 
 @pytest.mark.parametrize("runner", ["thread", "process"])

@@ -1,6 +1,7 @@
 """A tier on a file system, the asynchronous shell: it checks what is asked, and has a layout do it."""
 
 import asyncio
+import resource
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import ClassVar, Self
@@ -20,7 +21,7 @@ from kvtier.backend import (
     Write,
 )
 from kvtier.calls import Calls, Fit
-from kvtier.errors import BackendClosed, BackendUnavailable
+from kvtier.errors import BackendClosed, BackendUnavailable, ConfigError
 from kvtier.keys import OffloadKey
 from kvtier.lend import Lanes
 from kvtier.namespace import FileMapper
@@ -28,6 +29,7 @@ from kvtier_backends.fs.books import Books, open_books
 from kvtier_backends.fs.counters import FsCounters, Tally, by_name
 from kvtier_backends.fs.files_layout import FilesLayout
 from kvtier_backends.fs.folder import Folder
+from kvtier_backends.fs.footer import FOOTER_BYTES
 from kvtier_backends.fs.layout import Layout
 from kvtier_backends.fs.options import FsOptions
 from kvtier_backends.fs.segments.tier import SegmentsLayout
@@ -48,6 +50,7 @@ class FsBackend(Backend):
         A root that is missing is made if its parent is there.
         """
         assert isinstance(options, FsOptions), options
+        _check_file_size(context.row_bytes + FOOTER_BYTES)
         context = context._replace(mapper=FileMapper(context.mapper.namespace, options.naming))
         folder = Folder(options, context.mapper)
         tally = Tally()
@@ -168,3 +171,12 @@ class FsBackend(Backend):
         if outcomes and gone == len(outcomes):
             raise BackendUnavailable(f"{self._name}: the file system is away: {outcomes[-1]}") from outcomes[-1]
         return outcomes
+
+
+def _check_file_size(chunk_bytes: int) -> None:
+    """Refuse to begin where every store would fail."""
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if resource.RLIM_INFINITY != limit_bytes < chunk_bytes:
+        raise ConfigError(
+            f"a chunk's file has {chunk_bytes:,} bytes, and RLIMIT_FSIZE is {limit_bytes:,}: raise it (ulimit -f)"
+        )

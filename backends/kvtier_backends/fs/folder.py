@@ -18,6 +18,7 @@ from typing import Literal
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.namespace import NAME_BYTES_MAX, FileMapper
 from kvtier.naming import SEGMENTS_SUFFIX
+from kvtier.this_process import let_go_in_forks, reason
 from kvtier_backends.fs.attempts import Writer, attempt_name, read_attempt
 from kvtier_backends.fs.below import NO_LINK, ForeignError, open_file, open_folder, refuse_others, refused
 from kvtier_backends.fs.disk import SECTOR_BYTES, Disk
@@ -57,6 +58,7 @@ class Folder:
         self.reads: Reads = ONE_BY_ONE
         self._options = options
         self._mapper = mapper
+        let_go_in_forks(self)
 
     def open(self) -> None:
         """Make what is missing, and find out how files can be written. Blocks.
@@ -88,13 +90,16 @@ class Folder:
                 raise ConfigError(
                     f"root: {root!r} given, a directory to write to accepted: {error.strerror}"
                 ) from error
-            raise BackendUnavailable(f"{root}: {error.strerror}") from error
+            raise BackendUnavailable(f"{root}: {reason(error)}") from error
 
     def close(self) -> None:
         """Let go of the root; idempotent. No thread may be using it: its number would be another file's."""
         if self.root_fd >= 0:
             os.close(self.root_fd)
             self.root_fd = -1
+
+    def forked(self) -> None:
+        self.close()
 
     def read(self, name: str, bytes_max: int) -> bytes | None:
         """Return the first bytes of a small file; None if there is none."""
@@ -103,7 +108,7 @@ class Folder:
         except FileNotFoundError:
             return None
         with open(fd, "rb") as file:
-            return file.read(bytes_max)
+            return file.read(min(bytes_max, os.fstat(fd).st_size))  # As much memory is taken as is asked for.
 
     def taken_bytes(self, name: str) -> int:
         """Return what a file takes of the disk; 0 if there is none."""
@@ -291,6 +296,8 @@ def _come_back(fd: int) -> bool:
     written[:] = bytes(range(256)) * (len(written) // 256)
     halves = slice(None, ALIGN_BYTES), slice(ALIGN_BYTES, None)
     sent = os.pwritev(fd, [written[half] for half in halves], 0)
+    if sent < len(written):
+        os.pwrite(fd, written[sent:], sent)  # Whatever stopped it says so now.
     received = os.preadv(fd, [read[half] for half in halves], 0)
     return sent == received == len(written) and read == written
 

@@ -25,6 +25,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from kvtier.errors import BackendUnavailable
+from kvtier.this_process import let_go_in_forks
 from kvtier_backends.fs.below import open_file
 
 PAGE_BYTES = 4_096
@@ -103,6 +104,13 @@ class LedgerFile:
         except BaseException:
             os.close(self._fd)
             raise
+        let_go_in_forks(self)
+
+    def forked(self) -> None:
+        """Let go of the locks in a child: its owner has them for as long as it lives, and no longer."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def close(self) -> None:
         """Give up the slot; promises that were not taken back count as written. Idempotent."""

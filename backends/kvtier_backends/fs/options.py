@@ -8,7 +8,7 @@ from kvtier.config import Checked
 from kvtier.errors import ConfigError
 from kvtier.naming import NamingKind
 from kvtier.policies.named import policy_class
-from kvtier.units import Duration, PositiveDuration, PositiveSize, Share, Size
+from kvtier.units import Duration, Path, PositiveDuration, PositiveSize, Share, Size
 
 LANES_MAX = 64  # A device that needs more requests at once than this needs another way of asking, not more threads.
 
@@ -18,7 +18,7 @@ Lanes = Annotated[int, msgspec.Meta(ge=1, le=LANES_MAX)]
 class FsOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A directory and how it is used."""
 
-    root: Annotated[str, msgspec.Meta(min_length=1, pattern=r"^[^\x00]*$")]
+    root: Path
     """Its parent must exist. A directory is one engine's own; others may read it."""
 
     naming: NamingKind = "vllm"

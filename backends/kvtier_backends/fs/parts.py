@@ -1,6 +1,7 @@
 """What a file tier is made of, put together: nothing here decides anything, and nothing runs yet."""
 
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -57,9 +58,15 @@ class Parts:
 
 def start_lanes(options: FsOptions, name: str, scan: Lanes) -> TierLanes:
     """Start the threads that are not there yet."""
-    load = Lanes(options.load_lanes, f"kvtier-{name}-load")
-    store = Lanes(options.store_lanes, f"kvtier-{name}-store")
-    return TierLanes(load, store, scan, Lanes(1, f"kvtier-{name}-evict"))
+    counts = {"load": options.load_lanes, "store": options.store_lanes, "evict": 1}
+    with ExitStack() as undo:  # A process may have no more threads.
+        lanes: list[Lanes] = []
+        for what, count in counts.items():
+            lanes.append(Lanes(count, f"kvtier-{name}-{what}"))
+            undo.callback(lanes[-1].shutdown, wait=False)
+        undo.pop_all()
+    load, store, evict = lanes
+    return TierLanes(load, store, scan, evict)
 
 
 def assemble(

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from xxhash import xxh3_64_intdigest
 
 from kvtier.lend import Lanes, in_thread
+from kvtier.this_process import let_go_in_forks
 from kvtier_backends.fs.below import open_file
 
 DAY_NS = 86_400_000_000_000
@@ -40,6 +41,13 @@ class WriteBudget:
         self._advance_left = 0
         self._drawing = asyncio.Lock()
         self._draw(0)
+        let_go_in_forks(self)
+
+    def forked(self) -> None:
+        """Let go of the file in a child: what is left of the advance is its owner's."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def use(self, lanes: Lanes) -> None:
         """Read and write the file in these lanes."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from kvtier.this_process import let_go_in_forks
 from kvtier_backends.fs.below import open_file, open_folder
 from kvtier_backends.fs.footer import FOOTER_BYTES
 from kvtier_backends.fs.segments.header import Header
@@ -19,7 +20,7 @@ WIPED = memoryview(mmap.mmap(-1, FOOTER_BYTES))  # Aligned zeros, which nobody c
 AHEAD_SLOTS = 256  # Footers that are asked for before the first of them is read.
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Segment:
     """One open file of slots."""
 
@@ -30,6 +31,15 @@ class Segment:
     allocated_bytes: int  # The most that it takes on the disk.
     first_slot: int = 0  # Its first slot's number among all of the tier's.
     closed: bool = False
+
+    def __post_init__(self) -> None:
+        let_go_in_forks(self)
+
+    def forked(self) -> None:
+        """Let go of it in a child, where it is closed: the lock stays its owner's."""
+        if not self.closed:
+            self.closed = True
+            os.close(self.fd)
 
     def footers(self, root_fd: int, first: int, count: int) -> Iterator[memoryview]:
         """Yield the footers of so many slots, which nobody here writes to: each until the next is asked for.

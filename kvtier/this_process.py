@@ -1,0 +1,114 @@
+"""This process as the kernel sees it: its standard streams, its forks, and the limits that it runs under."""
+
+import errno
+import os
+import resource
+import signal
+import weakref
+from typing import NamedTuple, Protocol
+
+from kvtier.errors import ConfigError
+
+DESCRIPTORS_MIN = 32  # A runner's own dozen, and what the lanes of one tier open at once.
+STANDARD_STREAMS = range(3)
+GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # What a terminal or a service manager sends to all.
+
+
+def fill_standard_streams() -> None:
+    """Open /dev/null under each of the numbers 0, 1 and 2 that is closed, as daemons have them.
+
+    Else the next file, socket or memory that anybody opens gets one of these numbers. Then what is printed, or
+    redirected in a child, goes there; and libuv aborts the process that closes such a descriptor.
+    """
+    if all(map(_is_open, STANDARD_STREAMS)):
+        return
+    while (fd := os.open(os.devnull, os.O_RDWR)) in STANDARD_STREAMS:
+        os.set_inheritable(fd, True)  # As standard streams are.
+    os.close(fd)
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
+
+
+def require_descriptors() -> None:
+    """Raise `ConfigError` unless this process may open as many descriptors as an engine takes."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        opened = len(os.listdir("/proc/self/fd"))
+    except OSError as error:
+        raise ConfigError(f"an engine needs {DESCRIPTORS_MIN} descriptors: {reason(error)}") from error
+    if opened + DESCRIPTORS_MIN > limit != resource.RLIM_INFINITY:
+        raise ConfigError(
+            f"{opened:,} descriptors are open of the {limit:,} that RLIMIT_NOFILE allows, and an engine needs"
+            f" {DESCRIPTORS_MIN}: raise it (ulimit -n)"
+        )
+
+
+class HoldsDescriptors(Protocol):
+    """What must not be shared with a forked child."""
+
+    def forked(self) -> None:
+        """Let go of it in the child, without a word to whom it belongs. Only the thread that forked runs there."""
+
+
+_holders: "weakref.WeakSet[HoldsDescriptors]" = weakref.WeakSet()
+
+
+def let_go_in_forks(holder: HoldsDescriptors) -> None:
+    """Have `holder.forked()` called in every child that this process forks from now on, for as long as it is used."""
+    _holders.add(holder)
+
+
+def _tell_holders() -> None:
+    for holder in list(_holders):
+        holder.forked()
+
+
+os.register_at_fork(after_in_child=_tell_holders)
+
+
+class _Limit(NamedTuple):
+    name: str
+    resource: int
+    remedy: str
+
+
+_LIMITS = {
+    errno.EMFILE: _Limit("RLIMIT_NOFILE", resource.RLIMIT_NOFILE, "ulimit -n"),
+    errno.EFBIG: _Limit("RLIMIT_FSIZE", resource.RLIMIT_FSIZE, "ulimit -f"),
+    errno.ENOMEM: _Limit("RLIMIT_AS", resource.RLIMIT_AS, "ulimit -v"),
+    errno.EAGAIN: _Limit("RLIMIT_NPROC", resource.RLIMIT_NPROC, "ulimit -u"),
+}
+_NO_THREAD = "can't start new thread"  # As Python has it, a RuntimeError.
+
+
+def is_of_a_limit(error: BaseException) -> bool:
+    """Say whether an error is one of a process that has run into a limit of its own."""
+    return bool(_exceeded(error))
+
+
+def reason(error: BaseException) -> str:
+    """Say in words why something failed; where a limit of this process may be why, name it and the remedy."""
+    said = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    limits = [
+        f"{limit.name} is {soft:,} (raise it: {limit.remedy})"
+        for limit in _exceeded(error)
+        if (soft := resource.getrlimit(limit.resource)[0]) != resource.RLIM_INFINITY
+    ]
+    return f"{said}; {' and '.join(limits)}" if limits else said
+
+
+def _exceeded(error: BaseException) -> list[_Limit]:
+    """Return the limits that an error may be due to."""
+    if isinstance(error, OSError):
+        return [_LIMITS[error.errno]] if error.errno in _LIMITS else []
+    if isinstance(error, MemoryError):
+        return [_LIMITS[errno.ENOMEM]]
+    if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
+        return [_LIMITS[errno.ENOMEM], _LIMITS[errno.EAGAIN]]
+    return []

@@ -1,0 +1,356 @@
+"""Engines in processes as others have them: thousands of descriptors, closed streams, odd paths, forks."""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import pytest
+
+from tests.engine.kit import PATIENCE_S, children, found, put, until
+
+PRELUDE = """
+import asyncio, os, resource, signal, subprocess, sys, traceback
+from pathlib import Path
+from tests.engine.kit import children, chunk, describe, found, key, put, store, until
+from kvtier.errors import EngineClosed, KVTierError
+from kvtier.manager import TieringOffloadingManager
+
+root, runner = sys.argv[1:3]
+"""
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Start a program with a root and a runner's kind for arguments; what is left of it at the end is killed."""
+    started = []
+
+    def start(program, runner="process", *args, **options):
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", PRELUDE + program, str(tmp_path / "tier"), runner, *args],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, sys.path))},
+                start_new_session=True,
+                **options,
+            )
+        )
+        return started[-1]
+
+    yield start
+    for process in started:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+def output(process):
+    """Wait for the end of a program; return what it said, or fail with what it said went wrong."""
+    said, wrong = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, wrong
+    return said.split()
+
+
+def ended(pid):
+    """Wait until a process has ended."""
+    ends = time.monotonic() + PATIENCE_S
+    while os.path.exists(f"/proc/{pid}"):
+        with open(f"/proc/{pid}/stat") as stat:
+            if stat.read().rpartition(")")[2].split()[0] in "ZX":
+                return True
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    return True
+
+
+# Descriptors.
+
+
+def test_a_runner_is_replaced_however_many_descriptors_its_owner_has(run, tmp_path):
+    """Its first successors fail: their supervisor waits before it starts another."""
+    replaced = run("""
+resource.setrlimit(resource.RLIMIT_NOFILE, (2_048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+opened = [os.open("/dev/null", os.O_RDONLY) for _ in range(1_200)]
+mount = Path(root).parent / "mount"
+mount.mkdir()
+
+async def main():
+    tier = {"type": "fs", "root": str(mount / "tier")}
+    async with await TieringOffloadingManager.open(describe(4, tier, runner=runner)) as engine:
+        await put(engine, [1])
+        await put(engine, [2, 3, 4, 5])
+        assert await engine.drained()
+        mount.rename(mount.parent / "away")
+        (child,) = children()
+        os.kill(child, signal.SIGKILL)
+        await until(lambda: engine.runners_lost == 1, engine)
+        seen = {child}
+        await until(lambda: seen.update(children()) or len(seen) > 2, engine)
+        (mount.parent / "away").rename(mount)
+        while not await found(engine, [1]):
+            await engine.drained()
+        print("served")
+
+asyncio.run(main())
+""")
+    assert output(replaced) == ["served"]
+
+
+@pytest.mark.parametrize("runner", ["inline", "thread", "process"])
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_standard_streams_that_are_closed_are_nobody_elses(run, tmp_path, runner, closed):
+    """What is said goes to a file: there may be no other way."""
+    daemon = run(
+        f"closed = {closed}"
+        + """
+def streams(pid):
+    return {os.readlink(f"/proc/{pid}/fd/{number}") for number in closed}
+
+async def main():
+    for number in closed:
+        os.close(number)
+    tier = {"type": "fs", "root": root}
+    async with await TieringOffloadingManager.open(describe(4, tier, runner=runner)) as engine:
+        for turn in range(2 if runner == "process" else 1):
+            assert await put(engine, [1, 2, 3, 4]) == 4
+            assert await engine.drained()
+            assert await put(engine, [5, 6, 7, 8]) == 4
+            while not await found(engine, [1, 2]) == 2:
+                await engine.drained()
+            for pid in {os.getpid(), *children()}:
+                assert streams(pid) <= {"/dev/null"}, streams(pid)
+            if runner == "process" and not turn:
+                (child,) = children()
+                os.kill(child, signal.SIGKILL)
+                await until(lambda: engine.runners_lost == 1, engine)
+                await until(lambda: children() - {child}, engine)
+                await engine.areset()
+
+try:
+    asyncio.run(main())
+    Path(root + ".said").write_text("served")
+except BaseException:
+    Path(root + ".said").write_text(traceback.format_exc())
+    raise
+""",
+        runner,
+    )
+    daemon.communicate(timeout=PATIENCE_S)
+    assert (tmp_path / "tier.said").read_text() == "served"
+    assert daemon.returncode == 0
+
+
+# Paths.
+
+
+def test_a_path_in_sys_path_is_no_reason_not_to_start(run):
+    started = run("""
+sys.path.insert(0, Path("/nowhere"))
+TieringOffloadingManager.start(describe(4, {"type": "dummy"}, runner=runner)).shutdown()
+print("ended")
+""")
+    assert output(started) == ["ended"]
+
+
+def test_a_tier_that_its_owner_finds_in_its_working_directory_is_found_after_a_change_of_it(run, tmp_path):
+    (tmp_path / "tiers_of_mine.py").write_text("from kvtier_backends.dummy import DummyBackend as Mine\n")
+    started = run(
+        """
+sys.path.insert(0, "")
+async def main():
+    tier = {"type": "tiers_of_mine:Mine"}
+    async with await TieringOffloadingManager.open(describe(4, tier, runner=runner)) as engine:
+        os.chdir("/")
+        (child,) = children()
+        os.kill(child, signal.SIGKILL)
+        await until(lambda: engine.runners_lost == 1, engine)
+        while not engine.ledger.tiers[0].counters.stored:
+            await put(engine, [1])
+            await engine.drained()
+            await engine.areset()
+        print("served")
+
+asyncio.run(main())
+""",
+        cwd=tmp_path,
+    )
+    assert output(started) == ["served"]
+
+
+async def test_a_relative_root_is_the_same_directory_for_every_runner(open_engine, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    engine = await open_engine(4, {"type": "fs", "root": "tier"}, runner="process")
+    await put(engine, [1])
+    await put(engine, [2, 3, 4, 5])
+    assert await engine.drained()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (runner,) = children()
+    os.kill(runner, signal.SIGKILL)
+    await until(lambda: engine.runners_lost == 1, engine)
+    while not await found(engine, [1]):
+        await engine.drained()
+    assert os.listdir() == []
+
+
+# Forks.
+
+FORKED = """
+engine = TieringOffloadingManager.start(describe(8, {"type": "fs", "root": root}, runner=runner))
+store(engine, range(4))
+engine.drain()
+"""
+
+
+def test_a_fork_of_its_owner_keeps_no_runner_alive(run):
+    forked = run(
+        FORKED
+        + """
+(child,) = children()
+if os.fork():
+    print(child, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+signal.pause()
+"""
+    )
+    runner = int(forked.stdout.readline())
+    forked.wait()
+    assert ended(runner)
+
+
+def test_a_runner_ends_with_its_owner_though_somebody_else_has_the_socket(run):
+    """As has who was forked while the runner was being started."""
+    killed = run(
+        FORKED
+        + """
+(child,) = children()
+opened = map(int, os.listdir("/proc/self/fd"))
+sockets = [fd for fd in opened if fd > 2 and Path(f"/proc/self/fd/{fd}").is_socket()]
+assert sockets
+subprocess.Popen(["sleep", "1000"], pass_fds=sockets, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+print(child, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    runner = int(killed.stdout.readline())
+    killed.wait()
+    assert ended(runner)
+
+
+@pytest.mark.parametrize("runner", ["thread", "process"])
+def test_an_engine_is_refused_by_name_in_a_fork_of_its_owner_and_goes_on_in_the_owner(run, runner):
+    forked = run(
+        FORKED
+        + """
+def refused(call, *args):
+    try:
+        call(*args)
+    except EngineClosed as error:
+        assert f"process {os.getppid()}" in str(error), error
+    else:
+        raise AssertionError(call)
+
+engine.on_new_request("known")
+child = os.fork()
+if child == 0:
+    for call, *args in [
+        (engine.on_new_request, "new"),
+        (engine.lookup, key(1), "known"),
+        (engine.prepare_store, [key(9)], "known"),
+        (engine.prepare_load, [key(1)], "known"),
+        (engine.complete_store, [key(1)], "known"),
+        (engine.complete_load, [key(1)], "known"),
+        (engine.touch, [key(1)], "known"),
+        (engine.end_step,),
+        (engine.has_pending_work,),
+        (engine.take_events,),
+        (engine.drain,),
+        (engine.reset,),
+        (asyncio.run, put(engine, [1])),
+        (asyncio.run, found(engine, [1])),
+        (asyncio.run, engine.delete([key(1)])),
+        (asyncio.run, engine.drained()),
+        (asyncio.run, engine.areset()),
+    ]:
+        refused(call, *args)
+    assert engine.shutdown() == 0
+    assert asyncio.run(engine.aclose()) == 0
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+engine.on_request_finished("known")
+store(engine, range(4, 8))
+assert engine.drain()
+print(engine.ledger.tiers[0].counters.stored, engine.runners_lost)
+assert engine.shutdown() == 0
+""",
+        runner,
+    )
+    assert output(forked) == ["8", "0"]
+
+
+def test_a_fork_keeps_no_lock_of_an_fs_tier_and_takes_none_away(run, tmp_path):
+    """The engine's runner is a thread, so the fork has all of its descriptors."""
+    forked = run(
+        """
+engine = TieringOffloadingManager.start(describe(8, {"type": "fs", "root": root, "layout": "segments"}, runner=runner))
+store(engine, range(4))
+engine.drain()
+child = os.fork()
+if not child:
+    print("forked", flush=True)
+    signal.pause()
+    os._exit(0)
+sys.stdin.readline()
+os.kill(os.getpid(), signal.SIGKILL)
+""",
+        "thread",
+        stdin=subprocess.PIPE,
+    )
+    assert forked.stdout.readline()
+    (segment,) = (tmp_path / "tier").rglob("*.seg")
+    with open(segment, "rb") as file:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        forked.stdin.close()
+        forked.wait()
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+# Limits.
+
+LIMITED = """
+what, most = sys.argv[3:]
+resource.setrlimit(getattr(resource, f"RLIMIT_{what}"), (int(most), int(most)))
+try:
+    engine = TieringOffloadingManager.start(describe(8, {"type": "fs", "root": root}, runner=runner))
+except KVTierError as error:
+    assert f"RLIMIT_{what}" in str(error) and "ulimit" in str(error), error
+    print("refused")
+else:
+    store(engine, range(4))
+    engine.drain()
+    assert engine.ledger.tiers[0].counters.stored == 4 or what == "AS"  # There any call may find no memory.
+    engine.shutdown()
+    print("works")
+"""
+
+
+@pytest.mark.parametrize("runner", ["thread", "process"])
+@pytest.mark.parametrize(
+    ("limit", "most"),
+    [
+        *(("NOFILE", most) for most in (8, 16, 64)),
+        *(("FSIZE", most) for most in (0, 4_096, 8_192, 1 << 20)),
+        *(("AS", most << 20) for most in (300, 600)),
+    ],
+)
+def test_an_engine_under_a_limit_works_or_says_at_once_which_one_it_is(run, limit, most, runner):
+    limited = run(LIMITED, runner, limit, str(most))
+    assert output(limited) in (["works"], ["refused"])
