@@ -112,7 +112,8 @@ class Ledger(Finder):
             present = [key for key in keys if key in ready or key in filling]
         if len(absent) > 1:
             absent = list(dict.fromkeys(absent))
-        evicted = self._reserve(absent, present) if absent else []
+        after = request.last_used
+        evicted = self._reserve(request.in_prefix_order(absent), present, after) if absent else []
         if evicted is None:
             self.counters.stores_refused += len(absent)
             return None

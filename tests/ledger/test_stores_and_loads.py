@@ -146,7 +146,7 @@ def test_a_key_has_one_access_a_request_however_it_is_used(bench, recorded):
     ledger.complete_load([a])
     ledger.prepare_store([a, b, c], reader)
     ledger.touch([a, b, c], reader)
-    assert told == [("touch", [a]), ("insert", [c]), ("touch", [b])]
+    assert told == [("touch", [a]), ("insert", [c]), ("touch", [b]), ("rank", [a, b, c])]
 
 
 def test_keys_given_twice_in_one_call_have_one_access(bench, recorded):

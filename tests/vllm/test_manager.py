@@ -102,6 +102,44 @@ class Both:
                     self.lookup(name, key)
 
 
+def test_of_what_vllm_stores_beyond_a_tiers_budget_the_beginning_cascades() -> None:
+    """vLLM names what its workers have stored in no order."""
+    steps = Steps(len(KEYS), tiers=1)
+    steps.hold(0)
+    ledger = steps.manager.ledger
+    ledger.tiers[0].spec = ledger.tiers[0].spec._replace(store_chunks_max=3)
+    through, context = VllmManager(steps.manager, TransferTimes()), ReqContext(req_id="r")
+    dice = random.Random(5)
+    for place, key in enumerate(KEYS):
+        context.set_offload_key_position(key, place)
+    through.on_new_request(context)
+    output = through.prepare_store(KEYS, context)
+    assert output is not None
+    assert output.keys_to_store == KEYS
+    through.complete_store(dice.sample(KEYS, len(KEYS)), context)
+    assert ledger.tiers[0].storing == set(KEYS[:3])
+
+
+def test_the_groups_of_a_model_are_stored_in_vllms_order_and_leave_tail_first() -> None:
+    steps = Steps(ROWS)
+    through, context = VllmManager(steps.manager, TransferTimes()), ReqContext(req_id="r")
+    groups = [[make_offload_key(bytes([group, place]), group) for place in range(2)] for group in range(2)]
+    for keys in groups:
+        for place, key in enumerate(keys, 1):
+            context.set_offload_key_position(key, 16 * place)
+    through.on_new_request(context)
+    output = through.prepare_store([*groups[0], *groups[1]], context)
+    assert output is not None
+    assert output.keys_to_store == [*groups[0], *groups[1]]
+    assert list(output.store_spec.block_ids) == [steps.manager.ledger.primary.row(key) for key in output.keys_to_store]
+    through.complete_store(set(output.keys_to_store), context)
+    through.on_request_finished(context)
+    through.on_new_request(other := ReqContext(req_id="other"))
+    output = through.prepare_store(KEYS[:2], other)
+    assert output is not None
+    assert set(output.evicted_keys) == {groups[0][1], groups[1][1]}
+
+
 @pytest.mark.parametrize("seed", range(100))
 def test_what_vllm_is_told_is_what_the_engine_says(seed: int) -> None:
     both, dice = Both(), random.Random(seed)

@@ -29,6 +29,7 @@ from kvtier.integrations.vllm.facts import config_info
 from kvtier.integrations.vllm.stats import Stats, TransferTimes, engine_readings
 from kvtier.ledger import LookupResult as Found
 from kvtier.manager import TieringOffloadingManager
+from kvtier.request import by_position
 from kvtier.tier import TierMatcher
 
 _RESULTS = {
@@ -68,7 +69,8 @@ class VllmManager(OffloadingManager):
         self._calls += 1
         chosen = req_context.load_tier_filter
         matchers = None if chosen is TierFilter.ALL else _matchers(chosen)
-        wanted = self.engine.on_new_request(req_context.req_id, load_matchers=matchers)
+        position = req_context.get_offload_key_position
+        wanted = self.engine.on_new_request(req_context.req_id, load_matchers=matchers, position=position)
         return _REQUEST_LEVEL if wanted else _CHUNK_LEVEL
 
     @override
@@ -121,7 +123,8 @@ class VllmManager(OffloadingManager):
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         self._calls += 1
         self._completed(len(keys))
-        self.engine.complete_store(_keys(keys), req_context.req_id, success=success)
+        stored = by_position(_keys(keys), req_context.get_offload_key_position)  # They come as a set.
+        self.engine.complete_store(stored, req_context.req_id, success=success)
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
