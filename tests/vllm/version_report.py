@@ -1,0 +1,58 @@
+"""What one version of vLLM says of kvtier, in one process: an import of vLLM takes longer than all that is asked.
+
+    PYTHONPATH=SOURCES:KVTIER VLLM_CACHE_ROOT=EMPTY python version_report.py MODEL DISK
+
+Prints a report as JSON.
+"""
+
+import inspect
+import json
+import sys
+from collections.abc import Iterator
+
+from tests.vllm import mini_engine  # First: it says on which platform vLLM is.
+
+import vllm  # isort: skip
+from vllm.v1.kv_offload import base  # isort: skip
+from vllm.v1.kv_offload.tiering.base import SecondaryTierManager  # isort: skip
+
+from kvtier.integrations.vllm import KVTierOffloadingSpec, KVTierSecondaryTier  # isort: skip
+from kvtier.integrations.vllm.manager import VllmManager  # isort: skip
+from kvtier.integrations.vllm.worker import VllmWorker  # isort: skip
+
+OURS = {
+    KVTierOffloadingSpec: base.OffloadingSpec,
+    VllmManager: base.OffloadingManager,
+    VllmWorker: base.OffloadingWorker,
+    KVTierSecondaryTier: SecondaryTierManager,
+}
+
+
+def mismatches() -> Iterator[str]:
+    """Say which methods do not take what vLLM passes."""
+    for ours, theirs in OURS.items():
+        yield from (f"{ours.__name__} lacks {name}" for name in getattr(ours, "__abstractmethods__", ()))
+        for name, method in inspect.getmembers(theirs, callable):
+            mine = getattr(ours, name)
+            if name.startswith("__") or mine is method:
+                continue
+            wanted = inspect.signature(method).parameters
+            given = inspect.signature(mine).parameters
+            yield from (f"{ours.__name__}.{name} has no {each}" for each in wanted if each not in given)
+            yield from (
+                f"{ours.__name__}.{name} needs {each.name}"
+                for each in given.values()
+                if each.default is each.empty and each.name not in wanted
+            )
+
+
+def main(model: str, disk: str) -> dict[str, object]:
+    return {
+        "version": vllm.__version__,
+        "mismatches": list(mismatches()),
+        "doors": {door: mini_engine.run(model, f"{disk}/{door}", door) for door in ("first", "second")},
+    }
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(*sys.argv[1:])))
