@@ -214,6 +214,14 @@ def test_each_eviction_and_each_store_is_an_event_and_counted(bench):
     assert (engine.ledger.counters.stores, engine.ledger.primary.evictions) == (2, 1)
 
 
+def test_a_store_that_is_given_up_is_an_event(bench):
+    engine = bench(tiers=0)
+    plan = engine.ledger.prepare_store(engine.keys("ab"), request := engine.request())
+    engine.ledger.complete_store(plan.keys, request, success=False)
+    engine.ledger.complete_store(plan.keys, request, success=False)
+    assert engine.events.take() == [Event(EventKind.FAILED, "cpu", engine.keys("ab"), "store")]
+
+
 def test_what_is_deleted_is_gone_from_the_primary_and_from_every_tier(bench):
     engine = bench(tiers=2)
     engine.store("a")

@@ -56,6 +56,14 @@ def test_every_method_takes_what_vllm_passes(report, version):
 
 
 @pytest.mark.parametrize("version", ["0.32", "0.33"])
+def test_vllm_hears_of_stores_that_failed_and_were_not_tried_again(report, version):
+    """From 0.33 on: it describes what it sends for, and forgets it then."""
+    *failed, stored = report(version)["failed stores"]
+    assert stored == [[3], False, False]
+    assert failed == ([[[2], True, True]] if version == "0.33" else [])
+
+
+@pytest.mark.parametrize("version", ["0.32", "0.33"])
 @pytest.mark.parametrize("door", ["first", "second"])
 def test_vllms_own_scheduler_and_connector_find_right_bytes(report, version, door):
     found = report(version)["doors"][door]

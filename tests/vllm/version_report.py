@@ -16,9 +16,13 @@ import vllm  # isort: skip
 from vllm.v1.kv_offload import base  # isort: skip
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager  # isort: skip
 
+from kvtier.config import EngineConfig  # isort: skip
 from kvtier.integrations.vllm import KVTierOffloadingSpec, KVTierSecondaryTier  # isort: skip
 from kvtier.integrations.vllm.manager import VllmManager  # isort: skip
+from kvtier.integrations.vllm.stats import TransferTimes  # isort: skip
 from kvtier.integrations.vllm.worker import VllmWorker  # isort: skip
+from kvtier.keys import make_offload_key  # isort: skip
+from kvtier.manager import TieringOffloadingManager  # isort: skip
 
 OURS = {
     KVTierOffloadingSpec: base.OffloadingSpec,
@@ -46,10 +50,27 @@ def mismatches() -> Iterator[str]:
             )
 
 
+def told_of_failed_stores() -> list[tuple[list[int], bool, bool]]:
+    """Fail two stores, try one of them again, and return what vLLM is told: keys, removed, of descriptions only."""
+    config = EngineConfig(cpu_bytes_to_use=16_384, chunk_bytes=4_096, events=True, runner="thread")
+    manager = VllmManager(TieringOffloadingManager.start(config), TransferTimes())
+    context = base.ReqContext(req_id="r")
+    manager.on_new_request(context)
+    manager.prepare_store(keys := [make_offload_key(bytes([number])) for number in (1, 2)], context)
+    manager.complete_store(keys, context, success=False)
+    manager.prepare_store(keys[:1], context)
+    manager.prepare_store(third := [make_offload_key(bytes([3]))], context)
+    manager.complete_store(third, context)
+    told = list(manager.take_events())
+    manager.shutdown()
+    return [([key[0] for key in each.keys], each.removed, getattr(each, "metadata_only", False)) for each in told]
+
+
 def main(model: str, disk: str) -> dict[str, object]:
     return {
         "version": vllm.__version__,
         "mismatches": list(mismatches()),
+        "failed stores": told_of_failed_stores(),
         "doors": {door: mini_engine.run(model, f"{disk}/{door}", door) for door in ("first", "second")},
     }
 
