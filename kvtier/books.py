@@ -62,7 +62,9 @@ class Books:
         if self.leases.deadlines:
             self.leases.expire(now)
 
-    def _reserve(self, keys: Sequence[OffloadKey], offered: Collection[OffloadKey] = ()) -> list[OffloadKey] | None:
+    def _reserve(
+        self, keys: Sequence[OffloadKey], offered: Collection[OffloadKey] = (), after: OffloadKey | None = None
+    ) -> list[OffloadKey] | None:
         """Reserve rows as the primary does, evicting nothing that was answered HIT in this step."""
         if len(keys) > self.primary.rows_free:
             for request in self._looking:
@@ -71,17 +73,26 @@ class Books:
                 request.hits.clear()
             self._looked += self._looking
             self._looking.clear()
-        return self.primary.reserve(keys, offered)
+        return self.primary.reserve(keys, offered, after)
 
     def _access(self, present: Sequence[OffloadKey], keys: Sequence[OffloadKey], request: Request) -> None:
-        """Note that a request uses `keys`, in prefix order; count an access to those that are present, once."""
-        used = request.used
+        """Note that a request uses `keys`; count an access to those that are present, once.
+
+        Absent ones have been given rows, after what the request used before. All that it used leaves tail first.
+        """
+        used, last = request.used, request.last_used
+        present, keys = request.in_prefix_order(present), request.in_prefix_order(keys)
         fresh = [key for key in present if key not in used] if used else present
         if fresh:
             self.primary.touch(self.primary.rows_of(dict.fromkeys(fresh)))
-        elif keys is present:
+        elif len(keys) == len(present):
             return
-        used.update(dict.fromkeys(keys))
+        if last is None:
+            in_place = not fresh or keys[len(present) - 1] is present[-1]
+        else:
+            in_place = not fresh and self.primary.row(last) is not None
+        if not (request.use(keys) and in_place):
+            self.primary.rank(self.primary.rows_of(request.used))
 
     def _count_hits(self, keys: Sequence[OffloadKey], request: Request) -> None:
         sources = request.sources

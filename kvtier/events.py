@@ -18,7 +18,7 @@ class Event(NamedTuple):
     kind: EventKind
     tier: str  # "cpu" for the primary, else the tier's name.
     keys: Sequence[OffloadKey]
-    reason: str = ""  # Of a failure: the code's name.
+    reason: str = ""  # Of a failure: the code's name; of a store into the primary that was given up: "store".
 
 
 class EventLog:

@@ -4,6 +4,7 @@ Raw bytes, not a tuple: a key is hashed millions of times a second, is never tra
 travels packed between processes. The format is vLLM's own (`make_offload_key` in `vllm/v1/kv_offload/base.py`).
 """
 
+from collections.abc import Sequence
 from typing import NewType
 
 OffloadKey = NewType("OffloadKey", bytes)
@@ -19,6 +20,11 @@ def make_offload_key(chunk_hash: bytes, group_index: int = 0) -> OffloadKey:
 def chunk_hash(key: OffloadKey) -> bytes:
     """Return the hash part of a key."""
     return key[:-GROUP_BYTES]
+
+
+def of_one_group(keys: Sequence[OffloadKey]) -> bool:
+    """Say whether keys that come group by group are all of one group; these are in prefix order as they come."""
+    return not keys or keys[0][-GROUP_BYTES:] == keys[-1][-GROUP_BYTES:]
 
 
 def group_index(key: OffloadKey) -> int:

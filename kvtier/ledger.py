@@ -128,7 +128,8 @@ class Ledger(Finder):
             present = [key for key in keys if key in ready or key in filling]
         if len(absent) > 1:
             absent = list(dict.fromkeys(absent))
-        evicted = self._reserve(absent, present) if absent else []
+        after = request.last_used
+        evicted = self._reserve(request.in_prefix_order(absent), present, after) if absent else []
         if evicted is None:
             self.counters.stores_refused += len(absent)
             return None
@@ -146,11 +147,7 @@ class Ledger(Finder):
         request.storing -= len(keys)
         self.rows_in_use -= len(keys)
         if not success:
-            for key in keys:
-                row = self.primary.filling.get(key)
-                if row is not None:
-                    self.leases.end_row(row)
-                    self.primary.abandon(key, lent=False)
+            self._give_up(keys)
             return
         published = self.primary.publish(keys)
         self.counters.stores += len(published)
@@ -201,6 +198,15 @@ class Ledger(Finder):
     def pending(self) -> bool:
         """Something is queued or under way within its deadline: the engine should go on stepping."""
         return bool(self.transfers.under_way) or not self.outbox.empty
+
+    def _give_up(self, keys: Sequence[OffloadKey]) -> None:
+        """Forget keys that the engine did not store after all."""
+        given_up = [key for key in keys if key in self.primary.filling]
+        for key in given_up:
+            self.leases.end_row(self.primary.filling[key])
+            self.primary.abandon(key, lent=False)
+        if given_up and self._events is not None:
+            self._events.add(Event(EventKind.FAILED, PRIMARY_NAME, given_up, "store"))
 
     def _offer_present(self, keys: Sequence[OffloadKey], request: Request) -> None:
         """Give request-level tiers what was there before; what is on its way, once it has come."""

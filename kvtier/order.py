@@ -16,10 +16,11 @@ from kvtier.policies.rows import RowLRU
 class RowOrder(Protocol):
     """What `Policy` promises, of rows that hold a key; `incoming` are keys, which have no row yet.
 
-    `keep` may answer with a number: a row that has any pins stays.
+    `keep` may answer with a number: a row that has any pins stays. `after` is the row that new ones continue: an order
+    that can, has them leave just before it.
     """
 
-    def insert(self, keys: Sequence[int], /) -> None: ...
+    def insert(self, keys: Sequence[int], after: int | None = None, /) -> None: ...
     def touch(self, keys: Sequence[int], /) -> None: ...
     def rank(self, keys: Sequence[int], /) -> None: ...
     def remove(self, keys: Sequence[int], /) -> None: ...
@@ -53,7 +54,7 @@ class _Told:
         self._keys = keys
         self._row = row
 
-    def insert(self, rows: Sequence[int], /) -> None:
+    def insert(self, rows: Sequence[int], after: int | None = None, /) -> None:  # noqa: ARG002  # Keys know no place.
         self._policy.insert(self._named(rows))
 
     def touch(self, rows: Sequence[int], /) -> None:

@@ -58,10 +58,13 @@ class Primary:
             return keys
         return [key if (row := ready.get(key)) is None else row_keys[row] or key for key in keys]
 
-    def reserve(self, keys: Sequence[OffloadKey], offered: Collection[OffloadKey] = ()) -> list[OffloadKey] | None:
+    def reserve(
+        self, keys: Sequence[OffloadKey], offered: Collection[OffloadKey] = (), after: OffloadKey | None = None
+    ) -> list[OffloadKey] | None:
         """Give each of these absent keys a row in state filling; return the keys evicted for it.
 
-        All or nothing: None, and nothing changed, if too few rows are free or evictable. `offered` keys stay.
+        All or nothing: None, and nothing changed, if too few rows are free or evictable. `offered` keys stay. The new
+        ones leave just before `after`, if that is still there: what they continue.
         """
         evicted: list[OffloadKey] = []
         missing = len(keys) - len(self._free)
@@ -70,6 +73,7 @@ class Primary:
             if chosen is None:
                 return None
             evicted = chosen
+        behind = None if after is None else self.row(after)
         free, row_keys, pins = self._free, self._keys, self._pins
         rows = free[: -len(keys) - 1 : -1]
         del free[len(free) - len(keys) :]
@@ -77,7 +81,7 @@ class Primary:
             row_keys[row] = key
             pins[row] = 1
         self.filling.update(zip(keys, rows, strict=True))
-        self._order.insert(rows)
+        self._order.insert(rows, behind)
         return evicted
 
     def publish(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:

@@ -1,12 +1,21 @@
 """What the ledger keeps for one request, and the leases that keep a waiting request's rows from being evicted."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from kvtier.keys import OffloadKey
+from kvtier.keys import OffloadKey, of_one_group
 from kvtier.primary import Primary
 from kvtier.tier import TierMatcher, TierSpec
 
+Position = Callable[[OffloadKey], int | None]
+"""Where a key's chunk ends in its request's tokens; None if that is not known."""
+
 PROMOTIONS_MAX = 2  # Of one key for one request: the second may follow an eviction; a third would be a loop.
+
+
+def by_position(keys: Sequence[OffloadKey], position: Position) -> Sequence[OffloadKey]:
+    """Sort keys by where their chunks end; all stay where they are if that is not known of one."""
+    ends = [(end, place) for place, key in enumerate(keys) if (end := position(key)) is not None]
+    return [keys[place] for _, place in sorted(ends)] if len(ends) == len(keys) else keys
 
 
 class Search:
@@ -39,6 +48,7 @@ class Request:
         "leased",
         "load_matchers",
         "matchers",
+        "position",
         "storing",
         "used",
         "waits",
@@ -49,10 +59,12 @@ class Request:
         request_id: str,
         matchers: Sequence[TierMatcher] | None = None,
         load_matchers: Sequence[TierMatcher] | None = None,
+        position: Position | None = None,
     ) -> None:
         self.id = request_id
         self.matchers = matchers  # None: every tier.
         self.load_matchers = load_matchers  # Of those, the ones that it may be loaded from; None: each of them.
+        self.position = position  # None: keys are used in prefix order.
         self.used: dict[OffloadKey, None] = {}  # Keys whose one access was counted, in prefix order.
         self.hits: list[OffloadKey] = []  # Keys answered HIT or HIT_PENDING in this step, since room was last made.
         self.found: list[OffloadKey] = []  # And those before.
@@ -69,6 +81,35 @@ class Request:
     def loads_from(self, spec: TierSpec) -> bool:
         chosen = self.load_matchers
         return self.allows(spec) and (chosen is None or any(matcher.matches(spec) for matcher in chosen))
+
+    @property
+    def last_used(self) -> OffloadKey | None:
+        return next(reversed(self.used), None)
+
+    def in_prefix_order(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Return the keys of one call head first: those of a model's groups come one group after the other."""
+        return keys if self.position is None or of_one_group(keys) else by_position(keys, self.position)
+
+    def use(self, keys: Sequence[OffloadKey]) -> bool:
+        """Note that keys, in prefix order, are used; say whether all that was used before lies before them."""
+        used, last = self.used, self.last_used
+        continues = last is None or not keys or (keys[0] not in used and self._lies_before(last, keys[0]))
+        used.update(dict.fromkeys(keys))
+        if not continues:
+            self.order_used()
+        return continues
+
+    def order_used(self) -> None:
+        """Put what was used into prefix order, whatever order it was used in."""
+        if self.position is not None:
+            self.used = dict.fromkeys(by_position(list(self.used), self.position))
+
+    def _lies_before(self, one: OffloadKey, other: OffloadKey) -> bool:
+        """Compare positions; what has none is used in prefix order."""
+        if self.position is None:
+            return True
+        first, second = self.position(one), self.position(other)
+        return first is None or second is None or first <= second
 
     def forget_hits(self) -> None:
         """Begin a step with nothing looked up."""

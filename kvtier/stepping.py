@@ -10,7 +10,7 @@ from kvtier.answers import HIT, LookupResult, StorePlan
 from kvtier.engine import Engine
 from kvtier.events import Event
 from kvtier.keys import OffloadKey
-from kvtier.request import Request
+from kvtier.request import Position, Request
 from kvtier.tier import TierMatcher, TierSpec
 
 
@@ -28,10 +28,13 @@ class SteppedManager(Engine):
         matchers: Sequence[TierMatcher] | None = None,
         *,
         load_matchers: Sequence[TierMatcher] | None = None,
+        position: Position | None = None,
     ) -> bool:
         """Take note of a request; `matchers` limit the tiers that serve it, None means all.
 
         `load_matchers` limit further the tiers that it is loaded from; its chunks are stored in the others, too.
+        `position` says where a key's chunk ends in the request's tokens, for engines that do not offer every key in
+        prefix order: those of models with several groups, whose keys come one group after the other.
 
         Returns whether a tier wants all of the request's chunks, those that are present already, too.
         Raises `EngineClosed` after shutdown, and ValueError if the id is in use: by a request that has not finished,
@@ -45,7 +48,7 @@ class SteppedManager(Engine):
                 )
             raise ValueError(f"request {request_id!r} is known already: finish it first, or choose another id")
         self._receive()
-        request = self._requests[request_id] = self.ledger.new_request(request_id, matchers, load_matchers)
+        request = self._requests[request_id] = self.ledger.new_request(request_id, matchers, load_matchers, position)
         return self.ledger.wants_all(request)
 
     def on_request_finished(self, request_id: str) -> None:

@@ -20,15 +20,17 @@ class RowLRU(Policy[int]):
         )  # The next on the way to the hottest; the end's: the coldest.
         self._colder = array("I", [capacity]) * (capacity + 1)
 
-    def insert(self, keys: Sequence[int]) -> None:
-        hotter, colder, end = self._hotter, self._colder, self._end
-        hottest = colder[end]
+    def insert(self, keys: Sequence[int], after: int | None = None) -> None:
+        """Make the keys resident, tail first: the hottest, or next colder than `after`, which is resident."""
+        hotter, colder = self._hotter, self._colder
+        above = self._end if after is None else after
+        below = colder[above]
         for key in reversed(keys):
-            hotter[hottest] = key
-            colder[key] = hottest
-            hottest = key
-        hotter[hottest] = end
-        colder[end] = hottest
+            hotter[below] = key
+            colder[key] = below
+            below = key
+        hotter[below] = above
+        colder[above] = below
 
     def touch(self, keys: Sequence[int]) -> None:
         if self._are_hottest(keys):

@@ -12,6 +12,7 @@ import uvloop
 
 from kvtier.manager import TieringOffloadingManager
 from tests.engine.kit import PATIENCE_S, children, describe
+from tests.own import shared_memory
 
 # libuv makes its two descriptors for signals with a process's first loop, and keeps them.
 uvloop.new_event_loop().close()
@@ -23,7 +24,7 @@ def held() -> dict[str, set[Any]]:
         "threads": {thread for thread in threading.enumerate() if not thread.name.startswith("asyncio")},
         "processes": children(),
         "descriptors": set(os.listdir("/proc/self/fd")),
-        "shared memory": {name for name in os.listdir("/dev/shm") if "kvtier" in name},
+        "shared memory": shared_memory("kvtier"),
     }
 
 

@@ -22,7 +22,7 @@ from kvtier.events import EventLog
 from kvtier.keys import OffloadKey, chunk_hash, make_offload_key
 from kvtier.ledger import Ledger, LedgerLimits, LookupResult, StorePlan
 from kvtier.policies.named import policy_class
-from kvtier.request import Request
+from kvtier.request import Position, Request
 from kvtier.tier import TierMatcher, TierSpec
 
 SECONDS = 0.25  # What every transfer here is said to have taken.
@@ -81,8 +81,10 @@ class Bench:
 
     keys = staticmethod(keys_of)
 
-    def request(self, name: str = "r", matchers: Sequence[TierMatcher] | None = None) -> Request:
-        return self.ledger.new_request(name, matchers)
+    def request(
+        self, name: str = "r", matchers: Sequence[TierMatcher] | None = None, *, position: Position | None = None
+    ) -> Request:
+        return self.ledger.new_request(name, matchers, position=position)
 
     def lookup(self, names: str, request: Request | None = None) -> list[LookupResult]:
         request = request or self.request()

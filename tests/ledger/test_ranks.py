@@ -21,6 +21,18 @@ def test_a_tier_hears_of_a_request_that_is_over(bench):
     assert engine.settled()
 
 
+def test_a_tier_hears_in_prefix_order_of_what_came_in_any(bench):
+    engine = bench()
+    position = {key: place for place, key in enumerate(engine.keys("abcd"))}.get
+    request = engine.request(position=position)
+    for piece in ("d", "ab", "c"):
+        engine.store(piece, request)
+    engine.finish_all(engine.step())
+    engine.ledger.finish(request)
+    engine.step()
+    assert engine.ranked == [(0, "abcd")]
+
+
 def test_a_tier_hears_only_of_what_it_is_known_to_hold(bench):
     engine = bench(tiers=3)
     engine.knows_all(0)

@@ -146,7 +146,7 @@ def test_a_key_has_one_access_a_request_however_it_is_used(bench, recorded):
     ledger.complete_load([a])
     ledger.prepare_store([a, b, c], reader)
     ledger.touch([a, b, c], reader)
-    assert told == [("touch", [a]), ("insert", [c]), ("touch", [b])]
+    assert told == [("touch", [a]), ("insert", [c]), ("touch", [b]), ("rank", [a, b, c])]
 
 
 def test_keys_given_twice_in_one_call_have_one_access(bench, recorded):
@@ -212,6 +212,14 @@ def test_each_eviction_and_each_store_is_an_event_and_counted(bench):
         Event(EventKind.STORED, "cpu", engine.keys("b")),
     ]
     assert (engine.ledger.counters.stores, engine.ledger.primary.evictions) == (2, 1)
+
+
+def test_a_store_that_is_given_up_is_an_event(bench):
+    engine = bench(tiers=0)
+    plan = engine.ledger.prepare_store(engine.keys("ab"), request := engine.request())
+    engine.ledger.complete_store(plan.keys, request, success=False)
+    engine.ledger.complete_store(plan.keys, request, success=False)
+    assert engine.events.take() == [Event(EventKind.FAILED, "cpu", engine.keys("ab"), "store")]
 
 
 def test_what_is_deleted_is_gone_from_the_primary_and_from_every_tier(bench):

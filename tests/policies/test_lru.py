@@ -30,6 +30,16 @@ def test_what_is_kept_is_not_renewed_when_no_room_could_be_made() -> None:
     assert policy.evict(4, none_kept) == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    ("after", "order"), [(0, [2, 1, 5, 4, 3, 0]), (1, [2, 5, 4, 3, 1, 0]), (2, [5, 4, 3, 2, 1, 0])]
+)
+def test_what_continues_a_row_goes_just_before_it(after, order) -> None:
+    policy = RowLRU(6)
+    policy.insert([0, 1, 2])
+    policy.insert([3, 4, 5], after)
+    assert policy.evict(6, none_kept) == order
+
+
 @pytest.mark.parametrize("make", [LRU[int], RowLRU])
 @pytest.mark.parametrize(
     ("touched", "order"),

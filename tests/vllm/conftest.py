@@ -42,7 +42,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("checkpoints")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def llama(checkpoints: Path) -> str:
     from tests.vllm.models import llama
 

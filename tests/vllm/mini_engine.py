@@ -1,18 +1,15 @@
 """vLLM's own scheduler and connector around a model that is a hash: all that runs of its Python files alone.
 
-    PYTHONPATH=SOURCES:KVTIER VLLM_CACHE_ROOT=EMPTY python mini_engine.py MODEL DISK first|second
-
 Everything on kvtier's side of the boundary is called by vLLM's code: `Scheduler`, `OffloadingConnector` in both roles.
 The model writes, into each KV block that is full, bytes that follow from the tokens up to its end: a block that came
-from a tier is right if it holds just these bytes. Prints a report as JSON.
+from a tier is right if it holds just these bytes.
 """
 
 import hashlib
-import json
 import os
 import random
-import sys
 import warnings
+from functools import partial
 from typing import Any
 
 os.environ.update(VLLM_LOGGING_LEVEL="ERROR", VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1")
@@ -186,16 +183,19 @@ def doors(disk: str) -> dict[str, dict[str, Any]]:
 def exposition(engine: MiniEngine) -> str:
     """Have vLLM declare and observe what the engine reports, and return what a scrape would show."""
     kinds = (prometheus_client.Counter, prometheus_client.Gauge, prometheus_client.Histogram)
-    metrics = OffloadPromMetrics(engine.config, {kind: kind for kind in kinds}, ["engine"], {0: ["0"]})
+    registry = prometheus_client.CollectorRegistry()
+    made = {kind: partial(kind, registry=registry) for kind in kinds}
+    metrics = OffloadPromMetrics(engine.config, made, ["engine"], {0: ["0"]})
     for stats in engine.stats:
         metrics.observe(stats.data)
-    return prometheus_client.generate_latest(prometheus_client.REGISTRY).decode()
+    return prometheus_client.generate_latest(registry).decode()
 
 
-def main(model: str, disk: str, door: str) -> dict[str, Any]:
+def run(model: str, disk: str, door: str) -> dict[str, Any]:
+    """Ask one engine after another, over one disk; return hits, blocks that were wrong, and the last one's metrics."""
     dice = random.Random(0)
     prompts = [[dice.randrange(1_024) for _ in range(1_000)] for _ in range(4)]
-    report: dict[str, Any] = {"version": vllm.__version__, "hits": {}, "wrong_blocks": 0}
+    report: dict[str, Any] = {"hits": {}, "wrong_blocks": 0}
     for turn in ("new", "restarted"):
         engine = MiniEngine(model, doors(disk)[door], blocks=48)
         for name in ("cold", "warm"):
@@ -207,7 +207,3 @@ def main(model: str, disk: str, door: str) -> dict[str, Any]:
             report["metrics"] = exposition(engine)
         engine.close()
     return report
-
-
-if __name__ == "__main__":
-    print(json.dumps(main(*sys.argv[1:])))

@@ -61,6 +61,42 @@ def test_after_a_shutdown_nothing_is_left(llama, disk):
     assert {name for name in descriptors() - before[1] if "kvtier" in name or "memfd" in name} == set()
 
 
+BESIDE = """
+import mmap, subprocess, sys
+from pathlib import Path
+from kvtier.config import EngineConfig
+from kvtier.manager import TieringOffloadingManager
+if __name__ == "__main__":
+    name = Path(sys.argv[1])
+    with name.open("w+b") as file:
+        file.truncate(4_096)
+        rows = mmap.mmap(file.fileno(), 4_096)
+    engine = TieringOffloadingManager.start(EngineConfig(cpu_bytes_to_use=1 << 20, chunk_bytes=4_096, runner="process"))
+    print("ready", flush=True)
+    sys.stdin.read()
+    engine.shutdown()
+    name.unlink()
+"""
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_what_another_program_has_of_kvtier_is_not_counted_as_left(tmp_path, ours):
+    script = tmp_path / "beside.py"
+    script.write_text(BESIDE)
+    path = os.pathsep.join([str(ROOT), str(ROOT / "backends")])
+    environment = os.environ | {"PYTHONPATH": path}
+    if not ours:
+        del environment["KVTIER_TEST_RUN"]
+    name = f"/dev/shm/kvtier-vllm-{tmp_path.name}"
+    before = leftovers()
+    command = [sys.executable, str(script), name]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as program:
+        assert program.stdout.readline() == b"ready\n"
+        found = leftovers() - before
+        program.communicate()
+    assert (name in found, len(found)) == ((True, 2) if ours else (False, 0))
+
+
 def threads() -> set[str]:
     return {thread.name for thread in threading.enumerate()}
 

@@ -6,7 +6,7 @@ import pytest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 
 from kvtier.bench.engine_steps import Steps
-from kvtier.integrations.vllm.manager import VllmManager
+from kvtier.integrations.vllm.manager import Offers, VllmManager
 from kvtier.integrations.vllm.stats import TransferTimes
 from kvtier.keys import OffloadKey, make_offload_key
 
@@ -100,6 +100,77 @@ class Both:
             case _:
                 for key in dice.sample(KEYS, dice.randint(1, 4)):
                     self.lookup(name, key)
+
+
+def test_of_what_vllm_stores_beyond_a_tiers_budget_the_beginning_cascades() -> None:
+    """vLLM names what its workers have stored in no order."""
+    steps = Steps(len(KEYS), tiers=1)
+    steps.hold(0)
+    ledger = steps.manager.ledger
+    ledger.tiers[0].spec = ledger.tiers[0].spec._replace(store_chunks_max=3)
+    through, context = VllmManager(steps.manager, TransferTimes()), ReqContext(req_id="r")
+    dice = random.Random(5)
+    for place, key in enumerate(KEYS):
+        context.set_offload_key_position(key, place)
+    through.on_new_request(context)
+    output = through.prepare_store(KEYS, context)
+    assert output is not None
+    assert output.keys_to_store == KEYS
+    through.complete_store(dice.sample(KEYS, len(KEYS)), context)
+    assert ledger.tiers[0].storing == set(KEYS[:3])
+
+
+def test_the_groups_of_a_model_are_stored_in_vllms_order_and_leave_tail_first() -> None:
+    steps = Steps(ROWS)
+    through, context = VllmManager(steps.manager, TransferTimes()), ReqContext(req_id="r")
+    groups = [[make_offload_key(bytes([group, place]), group) for place in range(2)] for group in range(2)]
+    for keys in groups:
+        for place, key in enumerate(keys, 1):
+            context.set_offload_key_position(key, 16 * place)
+    through.on_new_request(context)
+    output = through.prepare_store([*groups[0], *groups[1]], context)
+    assert output is not None
+    assert output.keys_to_store == [*groups[0], *groups[1]]
+    assert list(output.store_spec.block_ids) == [steps.manager.ledger.primary.row(key) for key in output.keys_to_store]
+    through.complete_store(set(output.keys_to_store), context)
+    through.on_request_finished(context)
+    through.on_new_request(other := ReqContext(req_id="other"))
+    output = through.prepare_store(KEYS[:2], other)
+    assert output is not None
+    assert set(output.evicted_keys) == {groups[0][1], groups[1][1]}
+
+
+def offer(through: VllmManager, keys: list[OffloadKey], name: str) -> list[OffloadKey]:
+    """Have a request offer keys; store and return those that are to be stored."""
+    through.on_new_request(context := ReqContext(req_id=name))
+    output = through.prepare_store(keys, context)
+    assert output is not None
+    through.complete_store(set(output.keys_to_store), context)
+    through.on_request_finished(context)
+    return output.keys_to_store
+
+
+def test_a_chunk_is_stored_when_it_was_offered_often_enough() -> None:
+    through = VllmManager(Steps(len(KEYS)).manager, TransferTimes(), Offers(threshold=3, keys_max=100))
+    a, b, c = KEYS[:3]
+    assert [offer(through, [a, b], f"first {turn}") for turn in range(3)] == [[], [], [a, b]]
+    assert offer(through, [a, b, c], "another") == []
+    stats = through.get_stats()
+    assert stats is not None
+    assert stats.data["data"]["vllm:kv_offload_stores_skipped"] == {(): 5}
+    assert [offer(through, [a, b, c], f"more {turn}") for turn in range(2)] == [[], [c]]
+    through.reset_cache()
+    assert offer(through, [a, b, c], "after a reset") == [a, b, c]
+
+
+def test_of_chunks_that_were_offered_as_many_are_remembered_as_is_said() -> None:
+    through = VllmManager(Steps(len(KEYS)).manager, TransferTimes(), Offers(threshold=2, keys_max=3))
+    a, b, c, d = KEYS[:4]
+    assert offer(through, [a, b], "one") == []
+    assert offer(through, [c, d], "two") == []
+    assert offer(through, [b], "three") == []
+    assert offer(through, [a, b, c, d], "more than can be remembered") == [b, c]
+    assert [offer(through, [a, c, d], name) for name in ("again", "and again")] == [[a], [d]]
 
 
 @pytest.mark.parametrize("seed", range(100))

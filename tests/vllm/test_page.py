@@ -62,7 +62,7 @@ def test_the_table_of_options_names_every_field_with_its_default():
     assert named.keys() == fields.keys() - {"spec_name", "spec_module_path"}
     required = {name for name, default in named.items() if default == "required"}
     assert required == {name for name, field in fields.items() if field.required}
-    for name in ("eviction_policy", "runner", "shared_memory_dir"):
+    for name in ("eviction_policy", "runner", "shared_memory_dir", "store_threshold", "max_tracker_size"):
         assert json.loads(named[name].strip("`")) == fields[name].default
     for name in ("canonical_layout", "interop", "revision"):
         assert (named[name], fields[name].default) == ("none", None)

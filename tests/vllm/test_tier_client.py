@@ -263,6 +263,18 @@ def test_a_tier_hears_in_which_order_a_request_used_its_chunks_when_all_are_stor
     assert scene.sent() == [Rank(0, pack_keys([A, B, C]))]
 
 
+def test_a_tier_hears_in_prefix_order_of_what_came_in_any():
+    scene = Scene(scanned=True)
+    scene.client.begin("groups", {A: 16, B: 32, C: 16, D: 32}.get)
+    scene.client.store(1, [B, A], [0, 1], "groups")
+    scene.client.store(2, [D, C], [2, 3], "groups")
+    scene.hear(*map(finished, scene.sent()))
+    scene.client.finish("groups")
+    (rank,) = scene.sent()
+    keys = unpack_keys(rank.keys)
+    assert (set(keys[:2]), set(keys[2:])) == ({A, C}, {B, D})
+
+
 def test_a_request_that_used_nothing_ranks_nothing():
     scene = Scene(scanned=True)
     scene.client.has(A, "one")

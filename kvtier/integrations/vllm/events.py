@@ -1,14 +1,17 @@
 """What happened to chunks, in vLLM's words: stored and removed, with medium, locality and the tier that says so."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
 
 from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier.config import PRIMARY_NAME
 from kvtier.events import Event, EventKind
+from kvtier.keys import OffloadKey
 from kvtier.tier import Tier, TierSpec
 
+_TELLS_WHAT_DID_NOT_COME = "metadata_only" in {field.name for field in fields(OffloadingEvent)}  # From vLLM 0.33 on.
 _SOURCES = {Medium.CPU: CacheHitSource.HOST, Medium.STORAGE: CacheHitSource.DISK}
 
 
@@ -44,6 +47,16 @@ class Media:
         )
 
 
-def offloading_events(events: Iterable[Event], media: Media) -> Iterator[OffloadingEvent]:
-    """Translate events; failures stay kvtier's own, since nothing that was announced became untrue."""
-    return (media.event(event) for event in events if event.kind is not EventKind.FAILED)
+def offloading_events(
+    events: Iterable[Event], media: Media, *, absent: Callable[[OffloadKey], bool] | None = None
+) -> Iterator[OffloadingEvent]:
+    """Translate events.
+
+    Of failures vLLM hears which chunks are still `absent` from the primary: it keeps a description of each that it has
+    sent for. The rest stays kvtier's own, since nothing that was announced became untrue.
+    """
+    for event in events:
+        if event.kind is not EventKind.FAILED:
+            yield media.event(event)
+        elif _TELLS_WHAT_DID_NOT_COME and absent is not None and (keys := list(filter(absent, event.keys))):
+            yield OffloadingEvent(keys, Medium.CPU, True, metadata_only=True)

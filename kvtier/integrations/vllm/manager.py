@@ -4,7 +4,8 @@ It translates and decides nothing, with one exception: after a reset vLLM 0.32 d
 of the rows, so that is concluded here (`_Flush`).
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -30,6 +31,7 @@ from kvtier.integrations.vllm.logs import Summary
 from kvtier.integrations.vllm.stats import Stats, TransferTimes, engine_readings
 from kvtier.ledger import LookupResult as Found
 from kvtier.manager import TieringOffloadingManager
+from kvtier.request import by_position
 from kvtier.tier import TierMatcher
 
 _RESULTS = {
@@ -38,6 +40,7 @@ _RESULTS = {
     Found.HIT_PENDING: LookupResult.HIT_PENDING,
     Found.RETRY: LookupResult.RETRY,
 }
+STORES_SKIPPED = "vllm:kv_offload_stores_skipped"  # As vLLM's own manager counts them.
 LOOKUP_HIT = LookupResult.HIT  # An enum finds its members by a call of its own.
 _CHUNK_LEVEL = RequestOffloadingContext(OffloadPolicy.CHUNK_LEVEL)
 _REQUEST_LEVEL = RequestOffloadingContext(OffloadPolicy.REQUEST_LEVEL)
@@ -49,9 +52,10 @@ class VllmManager(OffloadingManager):
     `reset_cache` and `shutdown` are the exceptions: they wait for transfers under way, within the engine's `close_s`.
     """
 
-    def __init__(self, engine: TieringOffloadingManager, times: TransferTimes) -> None:
-        """Take over an engine, whose observer `times` is; `shutdown` ends it."""
+    def __init__(self, engine: TieringOffloadingManager, times: TransferTimes, offers: "Offers | None" = None) -> None:
+        """Take over an engine, whose observer `times` is; `shutdown` ends it. Without `offers` each one counts."""
         self.engine = engine
+        self._offers = offers
         self._ready = engine.ready
         self._looking: ReqContext | None = None  # Whose hits these are, while there are any in this step.
         self._hits: list[OffloadKey] = []
@@ -70,7 +74,8 @@ class VllmManager(OffloadingManager):
         self._calls += 1
         chosen = req_context.load_tier_filter
         matchers = None if chosen is TierFilter.ALL else _matchers(chosen)
-        wanted = self.engine.on_new_request(req_context.req_id, load_matchers=matchers)
+        position = req_context.get_offload_key_position
+        wanted = self.engine.on_new_request(req_context.req_id, load_matchers=matchers, position=position)
         return _REQUEST_LEVEL if wanted else _CHUNK_LEVEL
 
     @override
@@ -113,7 +118,10 @@ class VllmManager(OffloadingManager):
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         self._calls += 1
         self._looking = None  # Room may be made, which empties hits.
-        plan = self.engine.prepare_store(_keys(keys), req_context.req_id)
+        offered: Sequence[OffloadKey] = _keys(keys)
+        if self._offers is not None:
+            offered = self._offers.often_enough(offered, self.engine.ledger.primary.row)
+        plan = self.engine.prepare_store(offered, req_context.req_id)
         if plan is None:
             return None
         self._flush.outstanding += len(plan.keys)
@@ -123,7 +131,8 @@ class VllmManager(OffloadingManager):
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         self._calls += 1
         self._completed(len(keys))
-        self.engine.complete_store(_keys(keys), req_context.req_id, success=success)
+        stored = by_position(_keys(keys), req_context.get_offload_key_position)  # They come as a set.
+        self.engine.complete_store(stored, req_context.req_id, success=success)
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
@@ -138,7 +147,8 @@ class VllmManager(OffloadingManager):
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
-        return offloading_events(self.engine.take_events(), self._media)
+        row = self.engine.ledger.primary.row
+        return offloading_events(self.engine.take_events(), self._media, absent=lambda key: row(key) is None)
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
@@ -149,7 +159,11 @@ class VllmManager(OffloadingManager):
             return None
         self._reported, self._report_again = seen, changed
         self._summary.look()
-        return self._stats.take()
+        stats = self._stats.take()
+        if self._offers is not None and (skipped := self._offers.take_skipped()):
+            stats = stats or OffloadingConnectorStats()
+            stats.increase_counter(STORES_SKIPPED, skipped)
+        return stats
 
     def config_info(self) -> Sequence[dict[str, str | int]]:  # vLLM 0.33's.
         """Return one mapping of labels to values for each tier."""
@@ -189,6 +203,33 @@ class VllmManager(OffloadingManager):
     def _completed(self, chunks: int) -> None:
         if self._flush.completed(chunks):
             self.engine.on_reset_flushed()
+
+
+class Offers:
+    """How often chunks were offered: one that nobody asks for twice need not be stored (vLLM's `store_threshold`)."""
+
+    def __init__(self, threshold: int, keys_max: int) -> None:
+        """Have a chunk stored from the `threshold`-th offer on. So many chunks are remembered, those offered last."""
+        self._threshold = threshold
+        self._keys_max = keys_max
+        self._counts: OrderedDict[OffloadKey, int] = OrderedDict()  # Of the chunk offered longest ago first.
+        self._skipped = 0
+
+    def often_enough(self, keys: Sequence[OffloadKey], row: Callable[[OffloadKey], int | None]) -> Sequence[OffloadKey]:
+        """Count an offer of these keys; return those to be stored now, and those that are there."""
+        counts, threshold = self._counts, self._threshold
+        for key in reversed(keys):  # Of more than can be remembered the beginning is.
+            counts[key] = counts.pop(key, 0) + 1
+        for _ in range(len(counts) - self._keys_max):
+            counts.popitem(last=False)
+        wanted = [key for key in keys if counts.get(key, 0) >= threshold or row(key) is not None]
+        self._skipped += len(keys) - len(wanted)
+        return wanted
+
+    def take_skipped(self) -> int:
+        """Return how many chunks were not stored for this since the last call."""
+        taken, self._skipped = self._skipped, 0
+        return taken
 
 
 class _Flush:

@@ -13,6 +13,7 @@ from kvtier.config import (
     EngineConfig,
     EngineLimits,
     EventsKept,
+    Index,
     PositiveDuration,
     PositiveSize,
     QueuedActions,
@@ -55,6 +56,12 @@ class VllmOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True
 
     revision: Text | None = None
     """Of the weights. vLLM does not pass its own on."""
+
+    store_threshold: Index = 0
+    """From which offer of a chunk on it is stored; 0 and 1: from the first. vLLM has it without tiers only."""
+
+    max_tracker_size: Count = 64_000
+    """Chunks whose offers are counted, those offered last, if `store_threshold` is 2 or more."""
 
     shared_memory_dir: Text = "/dev/shm"  # noqa: S108  # Where Linux has its shared memory.
     """A tmpfs in which scheduler and workers meet; nothing is left there once they have."""

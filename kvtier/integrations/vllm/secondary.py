@@ -6,7 +6,7 @@ vLLM keeps its manager and its primary; the tier's I/O runs in a process of its 
 """
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from typing_extensions import override
@@ -40,6 +40,7 @@ from kvtier.integrations.vllm.rows import namespace_of, plan_rows
 from kvtier.integrations.vllm.stats import Stats, TransferTimes, client_readings, tier_metric_definitions
 from kvtier.integrations.vllm.tier_client import TierClient
 from kvtier.region import Region
+from kvtier.request import by_position
 
 
 class KVTierSecondaryTier(SecondaryTierManager):
@@ -96,7 +97,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._client.begin(req_context.req_id)
+        self._client.begin(req_context.req_id, req_context.get_offload_key_position)
         return RequestOffloadingContext(self._policy)
 
     @override
@@ -185,5 +186,8 @@ def _rows_fd(spec: OffloadingSpec, size_bytes: int) -> int | None:
     return fd if isinstance(fd, int) and os.fstat(fd).st_size == size_bytes else None
 
 
-def _unpacked(job: TransferJob) -> tuple[int, list[OffloadKey], list[int], str]:
-    return job.job_id, list(job.keys), job.chunk_ids.tolist(), job.req_context.req_id
+def _unpacked(job: TransferJob) -> tuple[int, Sequence[OffloadKey], list[int], str]:
+    """Return what a job is about, in prefix order: vLLM names what it has stored in any."""
+    rows = dict(zip(job.keys, job.chunk_ids.tolist(), strict=True))
+    keys = by_position(list(rows), job.req_context.get_offload_key_position)
+    return job.job_id, keys, [rows[key] for key in keys], job.req_context.req_id

@@ -9,6 +9,7 @@ from typing import Any
 from typing_extensions import override
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
+    OffloadingCounterMetadata,
     OffloadingManager,
     OffloadingMetricMetadata,
     OffloadingSpec,
@@ -20,7 +21,7 @@ from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError
 from kvtier.integrations.vllm.facts import INFO_KEYS
 from kvtier.integrations.vllm.logs import log_as_vllm
-from kvtier.integrations.vllm.manager import VllmManager
+from kvtier.integrations.vllm.manager import STORES_SKIPPED, Offers, VllmManager
 from kvtier.integrations.vllm.options import engine_config, read_options
 from kvtier.integrations.vllm.rows import namespace_of, plan_rows
 from kvtier.integrations.vllm.stats import TransferTimes, metric_definitions
@@ -49,8 +50,10 @@ class KVTierOffloadingSpec(OffloadingSpec):
     @classmethod
     @override
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
-        read_options(extra_config)
-        return metric_definitions()
+        if read_options(extra_config).store_threshold <= 1:
+            return metric_definitions()
+        skipped = OffloadingCounterMetadata(documentation="Chunks not stored: offered less often than store_threshold.")
+        return metric_definitions() | {STORES_SKIPPED: skipped}
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:  # noqa: ARG003  # vLLM 0.33's.
@@ -63,7 +66,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
             region = self._region(participant=self.config.parallel.world_size)
             times = TransferTimes()
             engine = TieringOffloadingManager.start(self._engine_config, region=region, observer=times.observe)
-            self._manager = VllmManager(engine, times)
+            self._manager = VllmManager(engine, times, self._offers())
         return self._manager
 
     @override
@@ -78,6 +81,10 @@ class KVTierOffloadingSpec(OffloadingSpec):
                 region.close()
                 raise
         return self._worker
+
+    def _offers(self) -> Offers | None:
+        options = self._options
+        return Offers(options.store_threshold, options.max_tracker_size) if options.store_threshold > 1 else None
 
     def _region(self, participant: int) -> Region:
         """Join the rows that scheduler and workers of this engine share; each takes a part of the pre-faulting."""

@@ -14,7 +14,7 @@ from kvtier.inbox import Observe
 from kvtier.integrations.vllm.tier_jobs import Done, Job, Jobs, Way
 from kvtier.integrations.vllm.tier_replies import Replies
 from kvtier.keys import OffloadKey
-from kvtier.request import PROMOTIONS_MAX, Request, Search
+from kvtier.request import PROMOTIONS_MAX, Position, Request, Search
 from kvtier.tier import Tier, TierSpec, Whereabouts
 from kvtier.tier_log import TierLog
 
@@ -50,15 +50,16 @@ class TierClient:
 
     # Requests, and what they ask for.
 
-    def begin(self, request_id: str) -> None:
-        """Take note of a request, until `finish`."""
-        self._requests.setdefault(request_id, Request(request_id))
+    def begin(self, request_id: str, position: Position | None = None) -> None:
+        """Take note of a request, until `finish`; `position` says where a key's chunk ends in its tokens."""
+        self._requests.setdefault(request_id, Request(request_id, position=position))
 
     def finish(self, request_id: str) -> None:
         """Forget a request; the tier hears in which order it used its chunks, once all that it stores is stored."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             request.finished = True
+            request.order_used()
             self._replies.rank(request)
 
     def has(self, key: OffloadKey, request_id: str) -> bool | None:

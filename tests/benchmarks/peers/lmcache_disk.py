@@ -9,7 +9,7 @@ rows of one region. The figure is kvtier's, the limit LMCache's: above 1, kvtier
 
 import asyncio
 import os
-import select
+import selectors
 import threading
 import time
 from collections.abc import Sequence
@@ -61,7 +61,9 @@ class NativeFiles:
 
     def _end(self, under_way: set[int]) -> None:
         while under_way:
-            select.select([self._client.event_fd()], [], [], END_S)
+            with selectors.DefaultSelector() as waiting:
+                waiting.register(self._client.event_fd(), selectors.EVENT_READ)
+                waiting.select(END_S)
             for id_, ok, error, _ in self._client.drain_completions():
                 assert ok, error
                 under_way.discard(id_)

@@ -35,6 +35,9 @@ class ReqContext:
     req_id: str
     load_tier_filter: TierFilter = ...
 
+    def set_offload_key_position(self, key: OffloadKey, end_token: int) -> None: ...
+    def get_offload_key_position(self, key: OffloadKey) -> int | None: ...
+
 class LookupResult(Enum):
     MISS = 1
     HIT = 2
@@ -69,6 +72,7 @@ class OffloadingEvent:
     locality: Locality | None = None
     ownership: str | None = None
     removal_expected: bool = False
+    metadata_only: bool = False  # vLLM 0.33's.
 
 @dataclass(frozen=True)
 class OffloadingMetricMetadata:

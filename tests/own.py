@@ -1,0 +1,44 @@
+"""What on this machine belongs to this test run: other programs that use kvtier may run beside it.
+
+A run gives its name to all that it starts, by the environment; so what its processes leave to nobody is known, too.
+"""
+
+import os
+import uuid
+
+RUN = f"KVTIER_TEST_RUN={uuid.uuid4().hex}"
+os.environ.update([RUN.split("=")])
+
+
+def is_ours(pid: int) -> bool:
+    """Say whether this process, or one that it started, even by others, has this id; one that has ended is nobody's."""
+    if pid == os.getpid():
+        return True
+    try:
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            return RUN.encode() in file.read().split(b"\0")
+    except OSError:
+        return False
+
+
+def processes() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def shared_memory(*words: str) -> set[str]:
+    """Name the files in shared memory whose names hold one of these words, but for what others have mapped."""
+    named = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if any(word in name for word in words)}
+    return named - _mapped_by_others() if named else set()
+
+
+def _mapped_by_others() -> set[str]:
+    found: set[str] = set()
+    for pid in processes():
+        try:
+            with open(f"/proc/{pid}/maps") as file:
+                mapped = {line.split(maxsplit=5)[5].rstrip("\n") for line in file if "/dev/shm/" in line}
+        except OSError:  # It ended while we looked, or belongs to another user.
+            continue
+        if mapped and not is_ours(pid):
+            found |= mapped
+    return found
