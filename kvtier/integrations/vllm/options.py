@@ -9,6 +9,7 @@ from kvtier.backend import Durability
 from kvtier.config import (
     ActionChunks,
     Checked,
+    Count,
     Duration,
     EngineConfig,
     EngineLimits,
