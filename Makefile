@@ -68,7 +68,7 @@ $(VLLM_033)/.unpacked: | $(VLLM_INSTALLED)
 
 crash: $(INSTALLED)  ## kill writers and cut off disks, ROUNDS times each (300); cutting off needs root
 	KVTIER_CRASH_ROUNDS=$(or $(ROUNDS),300) KVTIER_POWER_ROUNDS=$(or $(ROUNDS),300) \
-		$(BIN)/pytest tests/fs/test_crash.py --log-cli-level=INFO -o faulthandler_timeout=0
+		$(BIN)/pytest tests/fs/promises/test_crash.py --log-cli-level=INFO -o faulthandler_timeout=0
 
 lint: $(INSTALLED)  ## check style, formatting and the direction of imports
 	$(BIN)/ruff check
@@ -95,7 +95,7 @@ bench-compare: $(INSTALLED)  ## compare hot functions with the stored baseline; 
 	$(BIN)/python -m tests.benchmarks.compare
 
 disksoak: $(INSTALLED)  ## fill DIR, a directory that is emptied, for SOAK_S seconds (600) with room for a twentieth of what is written
-	KVTIER_SOAK_S=$(or $(SOAK_S),600) KVTIER_SOAK_REQUESTS=3000 $(BIN)/pytest -s tests/fs/test_soak.py --basetemp=$(or $(DIR),$(DEMO)/soak)
+	KVTIER_SOAK_S=$(or $(SOAK_S),600) KVTIER_SOAK_REQUESTS=3000 $(BIN)/pytest -s tests/fs/promises/test_soak.py --basetemp=$(or $(DIR),$(DEMO)/soak)
 
 clean:  ## remove everything that these commands made
 	rm -rf $(VENV) $(VLLM_VENV) $(DEMO) site dist .benchmarks .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 from kvtier.policies import Policy
 from kvtier.policies.named import policy_class
-from kvtier.replay.study import measure, policy_hits
-from kvtier.replay.workload import open_trace
+from kvtier.tools.replay.study import measure, policy_hits
+from kvtier.tools.replay.workload import open_trace
 
 CACHE_SHARE = 0.05  # Of the trace's unique blocks.
 

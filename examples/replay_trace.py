@@ -11,11 +11,10 @@ import sys
 import tempfile
 
 from kvtier import EngineConfig, TierConfig
-from kvtier.replay.chunks import ChunkSource
-from kvtier.replay.replay import Replay
-from kvtier.replay.study import measure
-from kvtier.replay.tally import Tally
-from kvtier.replay.workload import open_trace
+from kvtier.tools.replay.chunks import ChunkSource
+from kvtier.tools.replay.replay import Replay, Tally
+from kvtier.tools.replay.study import measure
+from kvtier.tools.replay.workload import open_trace
 
 CHUNK_BYTES = 16 << 10
 PRIMARY_SHARE = 0.05  # Of the trace's unique blocks; the disk has room for all.

@@ -15,13 +15,12 @@ from functools import partial
 
 from xxhash import xxh3_64_digest
 
-from kvtier.backend import Abandoned, Backend, Durability, Read, TierContext, Write
-from kvtier.calls import Fit
+from kvtier.backend.contract import Abandoned, Backend, Durability, Read, TierContext, Write
+from kvtier.backend.keys import make_offload_key
+from kvtier.backend.lending import Fit, Lanes, in_thread
+from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.config import Checked, Path
 from kvtier.errors import BackendUnavailable, BlockCorrupt, BlockMissing
-from kvtier.keys import make_offload_key
-from kvtier.lend import Lanes, in_thread
-from kvtier.namespace import FileMapper, Namespace
 
 TABLE = "CREATE TABLE IF NOT EXISTS chunks (name TEXT PRIMARY KEY, block BLOB, checksum BLOB) WITHOUT ROWID"
 

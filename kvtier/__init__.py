@@ -10,10 +10,14 @@ if TYPE_CHECKING:
         Added,
         Backend,
         Durability,
+        FileMapper,
+        Group,
         Inventory,
         InventoryEvent,
         Measured,
+        Namespace,
         Occupancy,
+        OffloadKey,
         Outcome,
         Ranked,
         Read,
@@ -21,8 +25,15 @@ if TYPE_CHECKING:
         ScanDone,
         TierContext,
         Write,
+        chunk_hash,
+        group_index,
+        make_offload_key,
     )
     from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits, decode, load_config
+    from kvtier.engine.events import Event, EventKind
+    from kvtier.engine.ledger import LookupResult, StorePlan
+    from kvtier.engine.manager import TieringOffloadingManager
+    from kvtier.engine.tier import TierMatcher
     from kvtier.errors import (
         BackendClosed,
         BackendError,
@@ -38,13 +49,7 @@ if TYPE_CHECKING:
         TraceError,
         TransferFailed,
     )
-    from kvtier.events import Event, EventKind
-    from kvtier.keys import OffloadKey, chunk_hash, group_index, make_offload_key
-    from kvtier.ledger import LookupResult, StorePlan
-    from kvtier.manager import TieringOffloadingManager
-    from kvtier.namespace import FileMapper, Group, Namespace
     from kvtier.policies.base import Policy
-    from kvtier.tier import TierMatcher
 
 __version__ = "0.1.0"
 
@@ -101,7 +106,7 @@ __all__ = [
 ]
 
 _NAMES_BY_MODULE = {
-    "kvtier.backend": (
+    "kvtier.backend.contract": (
         "Abandoned Added Backend Durability Inventory InventoryEvent Measured Occupancy Outcome Ranked Read Removed "
         "ScanDone TierContext Write"
     ),
@@ -110,13 +115,13 @@ _NAMES_BY_MODULE = {
         "BackendClosed BackendError BackendUnavailable BlockCorrupt BlockError BlockMissing ConfigError EngineClosed "
         "KVTierError NoSpace RowsStillRead TraceError TransferFailed"
     ),
-    "kvtier.events": "Event EventKind",
-    "kvtier.keys": "OffloadKey chunk_hash group_index make_offload_key",
-    "kvtier.ledger": "LookupResult StorePlan",
-    "kvtier.manager": "TieringOffloadingManager",
-    "kvtier.namespace": "FileMapper Group Namespace",
+    "kvtier.engine.events": "Event EventKind",
+    "kvtier.backend.keys": "OffloadKey chunk_hash group_index make_offload_key",
+    "kvtier.engine.ledger": "LookupResult StorePlan",
+    "kvtier.engine.manager": "TieringOffloadingManager",
+    "kvtier.backend.namespace": "FileMapper Group Namespace",
     "kvtier.policies.base": "Policy",
-    "kvtier.tier": "TierMatcher",
+    "kvtier.engine.tier": "TierMatcher",
 }
 
 

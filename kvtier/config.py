@@ -11,12 +11,22 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 from msgspec.structs import force_setattr, replace
 
-from kvtier.annotations import names_a_path
+from kvtier.backend import Namespace, backend_class
 from kvtier.errors import ConfigError
-from kvtier.fields import Checked, decode, struct_fields
-from kvtier.namespace import Namespace
-from kvtier.registry import backend_class
-from kvtier.units import Count, Duration, Index, Path, PositiveDuration, PositiveSize, Share, Size
+from kvtier.settings import (
+    Checked,
+    Count,
+    Duration,
+    Index,
+    Path,
+    PositiveDuration,
+    PositiveSize,
+    Share,
+    Size,
+    decode,
+    names_a_path,
+    struct_fields,
+)
 
 __all__ = [
     "Checked",
@@ -88,7 +98,7 @@ class TierConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     rest: ClassVar[str | None] = "options"
 
-    type: Text  # As `kvtier.registry` knows it.
+    type: Text  # As `kvtier.backend.registry` knows it.
     name: str = ""  # In metrics and messages; empty becomes "<index>:<type>".
     limits: TierLimits = TierLimits()
     request_level: bool = False  # It gets all of a request's chunks, those that were present already, too.

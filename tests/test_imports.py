@@ -32,12 +32,12 @@ def test_importing_kvtier_loads_nothing_else() -> None:
 
 def test_using_every_public_name_loads_neither_torch_nor_a_backend() -> None:
     modules = modules_after("import kvtier\nfor name in kvtier.__all__: getattr(kvtier, name)")
-    assert "kvtier.manager" in modules
+    assert "kvtier.engine.manager" in modules
     assert loaded_of({"torch", "kvtier_backends", "rich", "typer", "matplotlib", "pytest"}, modules) == set()
 
 
 def test_a_runners_process_loads_neither_torch_nor_what_is_for_people() -> None:
-    modules = modules_after("import kvtier.bridge.child")
+    modules = modules_after("import kvtier.runner.child")
     assert loaded_of({"torch", "numpy", "rich", "typer", "matplotlib", "pytest", "multiprocessing"}, modules) == set()
 
 

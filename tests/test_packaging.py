@@ -81,7 +81,7 @@ def test_the_source_distribution_brings_no_tests_and_no_workspace(sdist: Path) -
 
 
 def test_the_wheel_imports_its_own_files(wheel: Path) -> None:
-    ran = in_wheel(wheel, "import kvtier.manager, kvtier_backends.fs as fs; print(kvtier.__file__, fs.__file__)")
+    ran = in_wheel(wheel, "import kvtier.engine.manager, kvtier_backends.fs as fs; print(kvtier.__file__, fs.__file__)")
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == [
         str(wheel / "kvtier" / "__init__.py"),

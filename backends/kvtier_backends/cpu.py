@@ -12,7 +12,7 @@ from typing import Protocol, Self, SupportsInt, cast
 
 import torch
 
-from kvtier.region import Region, RowLayout
+from kvtier.memory import Region, RowLayout
 
 PIN_SLICE_BYTES = 4 << 30  # Drivers limit one registration, and a second of work is undone if it fails.
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of this process.

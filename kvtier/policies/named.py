@@ -4,8 +4,8 @@ import inspect
 from typing import Any, TypeGuard
 
 from kvtier.errors import ConfigError
-from kvtier.plugins import find_class, known_names
 from kvtier.policies.base import Policy
+from kvtier.settings import find_class, known_names
 
 ENTRY_POINT_GROUP = "kvtier.policies"
 

@@ -9,9 +9,10 @@ from typing import Annotated, NamedTuple, TypeVar
 import typer
 from rich.console import Console
 
-from kvtier.contents import Contents, Kind, Place, State, StoredFile
+from kvtier.backend import Contents, Kind, Place, State, StoredFile
 from kvtier.errors import ConfigError
-from kvtier.tools.walk import (
+from kvtier.settings import DURATION_S_MAX, SIZE_BYTES_MAX, parse_duration, parse_size
+from kvtier.tools.directory import (
     DirectoryArgument,
     JsonOption,
     LeftOut,
@@ -21,7 +22,6 @@ from kvtier.tools.walk import (
     readable,
     shown_bytes,
 )
-from kvtier.units import DURATION_S_MAX, SIZE_BYTES_MAX, parse_duration, parse_size
 
 T = TypeVar("T", int, float)
 

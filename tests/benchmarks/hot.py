@@ -10,18 +10,16 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from kvtier.bench.engine_steps import KEYS_A_REQUEST, Steps
-from kvtier.bridge.messages import Cascade, Finished
-from kvtier.bridge.packing import pack_keys, pack_rows, unpack_keys, unpack_rows
-from kvtier.bridge.wire import LENGTH_BYTES, actions_of, frame, messages_of
-from kvtier.keys import OffloadKey, chunk_hash, group_index, make_offload_key
-from kvtier.namespace import FileMapper, Namespace
+from kvtier.backend.keys import OffloadKey, chunk_hash, group_index, make_offload_key
+from kvtier.backend.namespace import FileMapper, Namespace
+from kvtier.memory.region import Region
 from kvtier.policies.base import Policy
 from kvtier.policies.named import policy_class
-from kvtier.region import Region
-from kvtier_backends.fs.entries import Held
-from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, payload_checksum, read_footer, write_footer
-from kvtier_backends.fs.index import Index
+from kvtier.runner.messages import Cascade, Finished, pack_keys, pack_rows, unpack_keys, unpack_rows
+from kvtier.runner.wire import LENGTH_BYTES, actions_of, frame, messages_of
+from kvtier.tools.bench.protocol import KEYS_A_REQUEST, Steps
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Footer, payload_checksum, read_footer, write_footer
+from kvtier_backends.fs.files.index import Held, Index
 
 KEYS = 1_024
 ROWS = 2_048
@@ -213,8 +211,8 @@ def transfer_plans() -> Work:
     """Return what finds the runs of a transfer's pages, half of them scattered. Needs numpy, not torch."""
     import numpy as np
 
-    from kvtier.transfer.blocks import GroupBlocks, pages_of
-    from kvtier.transfer.runs import runs_of
+    from kvtier.kvcache.transfer.blocks import GroupBlocks, pages_of
+    from kvtier.kvcache.transfer.runs import runs_of
 
     scattered = np.random.default_rng(3).permutation(KEYS)
     blocks = np.concatenate((np.arange(KEYS // 2), scattered[scattered >= KEYS // 2]))

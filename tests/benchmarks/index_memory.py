@@ -13,11 +13,10 @@ import sys
 import time
 from collections.abc import Callable
 
-from kvtier.keys import OffloadKey
+from kvtier.backend.keys import OffloadKey
 from kvtier.policies.lru import LRU
 from kvtier.policies.named import policy_class
-from kvtier_backends.fs.entries import Held
-from kvtier_backends.fs.index import Index
+from kvtier_backends.fs.files.index import Held, Index
 
 NOW_NS = 1_700_000_000_000_000_000
 A_SECOND = 2_000  # Chunks stored: 4 GB/s of 2 MiB each.

@@ -14,12 +14,11 @@ import subprocess
 import sys
 import time
 
-from kvtier.bridge.messages import Found
-from kvtier.bridge.packing import pack_keys
-from kvtier.keys import OffloadKey, make_offload_key
-from kvtier.ledger import Ledger, LedgerLimits
+from kvtier.backend.keys import OffloadKey, make_offload_key
+from kvtier.engine.ledger import Ledger, LedgerLimits
+from kvtier.engine.tier import TierSpec
 from kvtier.policies.named import policy_class
-from kvtier.tier import TierSpec
+from kvtier.runner.messages import Found, pack_keys
 
 BATCH = 4_096
 CASES = ("primary", "primary, replaced", "tier", "primary and tier")

@@ -20,12 +20,12 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import uvloop
 
-from kvtier.bench.raw import RawFile
-from kvtier.bench.rounds import Side, interleaved
-from kvtier.bench.tier import OpenTier, TierCase
+from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.errors import BlockMissing
-from kvtier.keys import OffloadKey, make_offload_key
-from kvtier.region import Region
+from kvtier.memory.region import Region
+from kvtier.tools.bench.figures import Side, interleaved
+from kvtier.tools.bench.files import OpenTier, TierCase
+from kvtier.tools.bench.raw import RawFile
 
 MOVED_BYTES = 128 << 20
 CHUNKS_KIB = (128, 256, 512, 2_048, 8_192)

@@ -20,13 +20,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from kvtier.backend import Read, TierContext, Write
-from kvtier.keys import OffloadKey, make_offload_key
-from kvtier.namespace import FileMapper, Namespace
-from kvtier.region import Region
+from kvtier.backend.contract import Read, TierContext, Write
+from kvtier.backend.keys import OffloadKey, make_offload_key
+from kvtier.backend.namespace import FileMapper, Namespace
+from kvtier.memory.region import Region
 from kvtier_backends.fs import FsBackend, FsOptions
-from kvtier_backends.fs.chunks import share_chunks
-from kvtier_backends.fs.footer import FOOTER_BYTES
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES
+from kvtier_backends.fs.files.lane import share_chunks
 
 MOVED_BYTES = 256 << 20
 CHUNK_SIZES = (128 << 10, 256 << 10)

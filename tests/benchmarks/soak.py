@@ -14,16 +14,16 @@ import tracemalloc
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig, decode
-from kvtier.keys import OffloadKey, make_offload_key
-from kvtier.manager import TieringOffloadingManager
+from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.policies.lru import LRU
-from kvtier.replay.study import measure, policy_hits
-from kvtier.replay.traces import Request
-from kvtier.replay.workload import Workload, generate
 from kvtier.testing import virtual_time
 from kvtier.testing.simulation.audit import audit, audit_quiet
 from kvtier.testing.simulation.books import chunk_of
+from kvtier.tools.replay.study import measure, policy_hits
+from kvtier.tools.replay.traces import Request
+from kvtier.tools.replay.workload import Workload, generate
 
 CHUNK_BYTES = 4_096
 TIER_SHARE, PRIMARY_SHARE = 1 / 20, 1 / 100  # Of the unique blocks.

@@ -11,13 +11,12 @@ import statistics
 import subprocess
 import sys
 
-from kvtier.bench.machine import load
-from kvtier.bench.rounds import Side, interleaved
+from kvtier.tools.bench.figures import Side, interleaved, load
 
 COMMANDS = {
     "python -c pass": ["-c", "pass"],
     "import kvtier": ["-c", "import kvtier"],
-    "kvtier --help": ["-c", "from kvtier.cli import main; main()", "--help"],
+    "kvtier --help": ["-c", "from kvtier.tools.cli import main; main()", "--help"],
 }
 ROUNDS = 15
 

@@ -23,11 +23,11 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvtier.backend import ScanDone, TierContext
-from kvtier.keys import OffloadKey, make_offload_key
-from kvtier.namespace import FileMapper, Namespace
+from kvtier.backend.contract import ScanDone, TierContext
+from kvtier.backend.keys import OffloadKey, make_offload_key
+from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier_backends.fs import FsBackend, FsOptions
-from kvtier_backends.fs.footer import FOOTER_BYTES
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 
 ROW_BYTES = 4_096
 LOOKED_UP = 512

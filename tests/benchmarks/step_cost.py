@@ -15,14 +15,13 @@ import statistics
 import time
 from collections.abc import Sequence
 
-from kvtier.bench.engine_steps import KEYS_A_REQUEST, REQUESTS_A_STEP
-from kvtier.bridge.messages import Cascade, Finished, Found
-from kvtier.bridge.packing import pack_keys, pack_rows
-from kvtier.keys import OffloadKey, make_offload_key
-from kvtier.ledger import Ledger, LedgerLimits, LookupResult
+from kvtier.backend.keys import OffloadKey, make_offload_key
+from kvtier.engine.ledger import Ledger, LedgerLimits, LookupResult
+from kvtier.engine.requests import Request
+from kvtier.engine.tier import TierMatcher, TierSpec
 from kvtier.policies.lru import LRU
-from kvtier.request import Request
-from kvtier.tier import TierMatcher, TierSpec
+from kvtier.runner.messages import Cascade, Finished, Found, pack_keys, pack_rows
+from kvtier.tools.bench.protocol import KEYS_A_REQUEST, REQUESTS_A_STEP
 
 BATCH = 4_096
 STEPS = 200

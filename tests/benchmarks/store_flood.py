@@ -21,10 +21,10 @@ from functools import partial
 from itertools import count
 from statistics import median
 
+from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig, decode
-from kvtier.keys import OffloadKey, make_offload_key
-from kvtier.ledger import LookupResult
-from kvtier.manager import TieringOffloadingManager
+from kvtier.engine.ledger import LookupResult
+from kvtier.engine.manager import TieringOffloadingManager
 
 CHUNK_BYTES = 256 << 10
 CHUNKS = 512

@@ -4,7 +4,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from kvtier.bench.copies import Case, copies
+from kvtier.tools.bench.copies import Case, copies
 
 DEVICES = [
     "cpu",

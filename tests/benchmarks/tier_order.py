@@ -10,8 +10,8 @@ import random
 from collections.abc import Iterator, Sequence
 
 from kvtier.policies.lru import LRU
-from kvtier.replay.traces import Request
-from kvtier.replay.workload import Workload, generate
+from kvtier.tools.replay.traces import Request
+from kvtier.tools.replay.workload import Workload, generate
 
 REQUESTS = 6_000
 SEEDS = 2

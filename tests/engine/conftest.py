@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from kvtier.manager import TieringOffloadingManager
+from kvtier.engine.manager import TieringOffloadingManager
 from tests.engine.kit import PATIENCE_S, children, describe
 from tests.own import shared_memory
 

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import msgspec
 
-from kvtier.backend import Abandoned
-from kvtier.lend import Lanes, in_thread
+from kvtier.backend.contract import Abandoned
+from kvtier.backend.lending import Lanes, in_thread
 from kvtier_backends.fs import FsBackend, FsOptions
 
 THREADS = 16

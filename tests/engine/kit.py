@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig, decode
-from kvtier.keys import OffloadKey, make_offload_key
-from kvtier.manager import TieringOffloadingManager
+from kvtier.engine.manager import TieringOffloadingManager
 
 CHUNK_BYTES = 4_096
 PATIENCE_S = 60.0  # For what must happen: a machine under load may take its time.

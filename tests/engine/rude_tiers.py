@@ -7,9 +7,9 @@ import time
 
 import msgspec
 
-from kvtier.backend import Abandoned
+from kvtier.backend.contract import Abandoned
+from kvtier.backend.lending import Lanes, in_thread
 from kvtier.errors import BackendClosed, BackendUnavailable
-from kvtier.lend import Lanes, in_thread
 from kvtier_backends.dummy import DummyBackend
 
 

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
+from kvtier.backend.keys import make_offload_key
+from kvtier.engine.breaker import BreakerState
+from kvtier.engine.ledger import LookupResult
+from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import EngineClosed
-from kvtier.keys import make_offload_key
-from kvtier.ledger import LookupResult
-from kvtier.limits import BreakerState
-from kvtier.manager import TieringOffloadingManager
 from tests.engine.kit import FAULTY, PATIENCE_S, at_rest, chunk, describe, found, key, put, settled, until
 
 DUMMY = {"type": "dummy"}

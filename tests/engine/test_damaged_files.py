@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prometheus_client import generate_latest
 
-from kvtier.namespace import FileMapper
+from kvtier.backend.namespace import FileMapper
 from tests.engine.kit import CHUNK_BYTES, at_rest, found, key, put, until
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.manager import TieringOffloadingManager
+from kvtier.engine.manager import TieringOffloadingManager
 from tests.engine.kit import (
     FAULTY,
     PATIENCE_S,
@@ -144,7 +144,7 @@ async def test_while_no_runner_can_be_started_the_primary_serves_and_the_tier_co
 OWNER = """
 import signal, sys
 from tests.engine.kit import children, describe, store
-from kvtier.manager import TieringOffloadingManager
+from kvtier.engine.manager import TieringOffloadingManager
 
 def interrupted(number, frame):
     raise KeyboardInterrupt

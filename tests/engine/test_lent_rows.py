@@ -7,9 +7,9 @@ import pickle
 import numpy as np
 import pytest
 
+from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import RowsStillRead
-from kvtier.manager import TieringOffloadingManager
-from kvtier.region import Region
+from kvtier.memory.region import Region
 from tests.engine.kit import CHUNK_BYTES, at_rest, chunk, describe, found, key, put, settled
 
 pytestmark = pytest.mark.virtual_time

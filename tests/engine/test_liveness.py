@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from kvtier.ledger import LookupResult
-from kvtier.limits import BreakerState
-from kvtier.manager import TieringOffloadingManager
+from kvtier.engine.breaker import BreakerState
+from kvtier.engine.ledger import LookupResult
+from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.testing.simulation.audit import audit, audit_quiet
 from tests.engine.hung_mount import release, shut
 from tests.engine.kit import FAULTY, PATIENCE_S, at_rest, describe, found, key, put, until

@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from kvtier import __version__
-from kvtier.bridge.process import ProcessBridge
+from kvtier.runner.process import ProcessBridge
 from tests.engine.kit import FAULTY, at_rest, put, until
 
 
@@ -69,7 +69,7 @@ async def test_what_a_runners_process_logs_comes_out_in_the_owners_log_as_its_ow
     await put(engine, [1])
     await until(lambda: lines(log, "tier ill: the tier cannot be reached"), engine)
     (record,) = [record for record in log.records if "cannot be reached" in record.getMessage()]
-    assert (record.name, record.levelno, record.filename) == ("kvtier.runner", logging.WARNING, "runner.py")
+    assert (record.name, record.levelno, record.filename) == ("kvtier.runner.runner", logging.WARNING, "runner.py")
     assert record.process == engine._bridge.pid
     assert record.funcName == "_completed"
 

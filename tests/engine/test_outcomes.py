@@ -6,15 +6,26 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from kvtier.bridge.base import Bridge
-from kvtier.bridge.messages import Acknowledge, Answered, Cascade, Code, Delete, Finished, Probe, Promote, Rank
-from kvtier.bridge.packing import pack_keys, pack_rows
-from kvtier.bridge.process import ProcessBridge
-from kvtier.bridge.thread import ThreadBridge
+from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.tier import failures
 from kvtier.errors import BackendUnavailable
-from kvtier.manager import TieringOffloadingManager
-from kvtier.region import Region
-from kvtier.verdicts import failures
+from kvtier.memory.region import Region
+from kvtier.runner.bridge import Bridge
+from kvtier.runner.messages import (
+    Acknowledge,
+    Answered,
+    Cascade,
+    Code,
+    Delete,
+    Finished,
+    Probe,
+    Promote,
+    Rank,
+    pack_keys,
+    pack_rows,
+)
+from kvtier.runner.process import ProcessBridge
+from kvtier.runner.thread import ThreadBridge
 from tests.engine.kit import CHUNK_BYTES, PATIENCE_S, at_rest, describe, found, key, put
 
 RUDE = "tests.engine.rude_tiers"

@@ -17,7 +17,7 @@ import asyncio, os, resource, signal, subprocess, sys, traceback
 from pathlib import Path
 from tests.engine.kit import children, chunk, describe, found, key, put, store, until
 from kvtier.errors import EngineClosed, KVTierError
-from kvtier.manager import TieringOffloadingManager
+from kvtier.engine.manager import TieringOffloadingManager
 
 root, runner = sys.argv[1:3]
 """

@@ -8,12 +8,11 @@ import threading
 
 import pytest
 
-from kvtier.bridge.messages import Probe, RunnerBack, RunnerLost
-from kvtier.bridge.packing import pack_keys
-from kvtier.bridge.process import ProcessBridge
+from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import BackendUnavailable, ConfigError
-from kvtier.manager import TieringOffloadingManager
-from kvtier.region import Region
+from kvtier.memory.region import Region
+from kvtier.runner.messages import Probe, RunnerBack, RunnerLost, pack_keys
+from kvtier.runner.process import ProcessBridge
 from tests.engine.kit import CHUNK_BYTES, PATIENCE_S, children, describe, key, put
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
@@ -97,7 +96,7 @@ async def test_a_start_ends_though_a_tier_blocks_its_runner_as_it_opens(runner, 
     """The thread ends when the tier lets go of it; a process is killed."""
     if runner == "inline":
         pytest.skip("there the loop is the caller's own")
-    monkeypatch.setattr("kvtier.bridge.base.START_S", 1.0)
+    monkeypatch.setattr("kvtier.runner.bridge.START_S", 1.0)
     limits = {"open_s": 0.1, "close_s": 0.1}
     with pytest.raises(BackendUnavailable, match="blocks"):
         await TieringOffloadingManager.open(describe(4, {"type": f"{RUDE}:Blocks"}, runner=runner, limits=limits))

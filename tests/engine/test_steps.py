@@ -7,9 +7,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvtier.events import Event, EventKind
-from kvtier.ledger import LookupResult
-from kvtier.tier import TierMatcher
+from kvtier.engine.events import Event, EventKind
+from kvtier.engine.ledger import LookupResult
+from kvtier.engine.tier import TierMatcher
 from tests.engine.kit import FAULTY, PATIENCE_S, chunk, key, settled
 
 HIT, PENDING, MISS, RETRY = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.RETRY

@@ -6,8 +6,8 @@ import random
 import pytest
 
 from kvtier.config import EngineConfig
+from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import EngineClosed
-from kvtier.manager import TieringOffloadingManager
 from kvtier.testing.virtual_time import run
 from tests.engine.kit import CHUNK_BYTES, FAULTY, client, describe, found, impatient, key, put, settled
 

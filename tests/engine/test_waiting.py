@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
+from kvtier.engine.ledger import LookupResult
+from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import EngineClosed
-from kvtier.ledger import LookupResult
-from kvtier.manager import TieringOffloadingManager
 from kvtier_backends.dummy import forget_store
 from tests.engine.kit import FAULTY, at_rest, chunk, describe, found, key, put
 

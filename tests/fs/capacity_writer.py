@@ -11,9 +11,9 @@ import random
 import sys
 from typing import Any
 
-from kvtier.backend import TierContext
+from kvtier.backend.contract import TierContext
+from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.errors import BlockMissing, NoSpace
-from kvtier.namespace import FileMapper, Namespace
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, label
 from kvtier_backends.fs import FsBackend, FsOptions

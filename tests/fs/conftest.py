@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.backend import TierContext
-from kvtier.keys import OffloadKey
-from kvtier.namespace import FileMapper, Namespace
+from kvtier.backend.contract import TierContext
+from kvtier.backend.keys import OffloadKey
+from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.testing.conformance import Lender
 from kvtier_backends.fs import FsBackend, FsOptions
-from kvtier_backends.fs.folder import Folder
+from kvtier_backends.fs.disk.root import Folder
 
 ROW_BYTES = 8_192
 WRITER_DEADLINE_S = 30.0

@@ -13,8 +13,8 @@ import random
 import sys
 from typing import Any
 
-from kvtier.backend import TierContext
-from kvtier.namespace import FileMapper, Namespace
+from kvtier.backend.contract import TierContext
+from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of
 from kvtier_backends.fs import FsBackend, FsOptions

@@ -7,7 +7,7 @@ says that the page was changed some more. Its end is told as `dead`.
 import os
 import sys
 
-from kvtier_backends.fs.ledger_file import LedgerFile
+from kvtier_backends.fs.disk.shared_page import LedgerFile
 
 LIMIT_BYTES = 1 << 40
 

@@ -6,8 +6,8 @@ Arguments: root, row length, version, keys, rounds, layout. Not collected by pyt
 import asyncio
 import sys
 
-from kvtier.backend import TierContext
-from kvtier.namespace import FileMapper, Namespace
+from kvtier.backend.contract import TierContext
+from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of
 from kvtier_backends.fs import FsBackend, FsOptions

@@ -12,8 +12,8 @@ from kvtier.policies import Policy
 from kvtier.policies.arc import ARC
 from kvtier.policies.fifo import FIFO
 from kvtier.policies.lfu import LFU
+from kvtier.policies.linked import RowLRU
 from kvtier.policies.lru import LRU
-from kvtier.policies.rows import RowLRU
 from kvtier.policies.s3fifo import S3FIFO
 
 CAPACITY = 12

@@ -1,8 +1,8 @@
 import pytest
 
 from kvtier.policies.base import Policy
+from kvtier.policies.linked import RowLRU
 from kvtier.policies.lru import LRU
-from kvtier.policies.rows import RowLRU
 
 
 def none_kept(key: int) -> bool:

@@ -16,7 +16,7 @@ from typing import ClassVar
 import pytest
 from msgspec.structs import replace
 
-from kvtier.backend import Abandoned, Added, Read, Removed, ScanDone, Write
+from kvtier.backend.contract import Abandoned, Added, Read, Removed, ScanDone, Write
 from kvtier.errors import BackendClosed, BackendUnavailable, BlockMissing, NoSpace
 from kvtier.testing.conformance import (
     BackendConformance,
@@ -424,7 +424,7 @@ class SharesOneBuffer(Tier):
 
 
 class AbandonsThreads(InPlace):
-    """The mistake that `kvtier.lend` exists for: a call that is cancelled returns while its thread goes on."""
+    """The mistake that `kvtier.backend.lending` mends: a cancelled call returns while its thread goes on."""
 
     breaks = (
         "test_a_cancelled_load_leaves_its_buffers_alone",

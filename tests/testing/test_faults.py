@@ -2,10 +2,10 @@ import asyncio
 
 import pytest
 
-from kvtier.backend import Abandoned, Backend, Durability, Inventory, Measured, Occupancy, Ranked, Read
+from kvtier.backend.contract import Abandoned, Backend, Durability, Inventory, Measured, Occupancy, Ranked, Read
+from kvtier.backend.registry import backend_class
 from kvtier.config import decode
 from kvtier.errors import BackendClosed, BackendUnavailable, BlockMissing, ConfigError, NoSpace
-from kvtier.registry import backend_class
 from kvtier.testing import virtual_time
 from kvtier.testing.conformance import (
     BackendConformance,

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from kvtier.inbox import Inbox
-from kvtier.ledger import Ledger
-from kvtier.primary import Primary
+from kvtier.engine.inbox import Inbox
+from kvtier.engine.ledger import Ledger
+from kvtier.engine.primary import Primary
+from kvtier.engine.tier import Tier
+from kvtier.engine.transfers import Transfers
 from kvtier.testing.simulation import SimulationFailed, Subject, simulate
 from kvtier.testing.simulation.many import run_seeds
-from kvtier.tier import Tier
-from kvtier.transfers import Transfers
 from kvtier_backends.dummy import DummyBackend
 
 BATCHES = [range(start, start + 50) for start in range(0, 100, 50)]

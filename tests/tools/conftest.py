@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from kvtier.backend import TierContext
-from kvtier.cli import main
-from kvtier.keys import OffloadKey
-from kvtier.namespace import FileMapper, Namespace
+from kvtier.backend.contract import TierContext
+from kvtier.backend.keys import OffloadKey
+from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.testing.conformance import Lender
+from kvtier.tools.cli import main
 from kvtier_backends.fs import FsBackend, FsOptions
 
 ROW_BYTES = 8_192

@@ -10,7 +10,7 @@ import pytest
 
 from kvtier.testing.conformance.lender import keys_of
 
-COMMAND = [sys.executable, "-c", "from kvtier.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from kvtier.tools.cli import main; main()"]
 TITLES = {"verify": "verifying", "du": "counting", "ls": "listing", "prune": "looking"}
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing.conformance.lender import key_of, keys_of
-from kvtier_backends.fs.attempts import Writer, attempt_name
+from kvtier_backends.fs.disk.attempts import Writer, attempt_name
 
 DAY_S = 86_400
 
@@ -136,7 +136,7 @@ def test_ls_shows_one_namespace_if_asked(store, run_json, root: Path) -> None:
 def test_output_that_nobody_reads_is_no_traceback(store, root: Path) -> None:
     """As in `kvtier ls DIR | head -1`."""
     store(keys_of(3))
-    command = f"{sys.executable} -c 'from kvtier.cli import main; main()' ls {root} | head -c 1"
+    command = f"{sys.executable} -c 'from kvtier.tools.cli import main; main()' ls {root} | head -c 1"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     ran = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False)
     assert ran.stderr == ""

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kvtier.contents import Kind, StoredFile
+from kvtier.backend.directory import Kind, StoredFile
 from kvtier.testing.conformance.lender import keys_of
-from kvtier_backends.fs.contents import FsContents
+from kvtier_backends.fs.directory.files import FsContents
 
 COMMANDS = (("du",), ("ls",), ("verify",), ("prune", "--older-than", "0s", "--yes"), ("prune", "--leftovers", "--yes"))
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.backend import ScanDone, TierContext
-from kvtier.cli import main
-from kvtier.namespace import FileMapper, Namespace
+from kvtier.backend.contract import ScanDone, TierContext
+from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
+from kvtier.tools.cli import main
 from kvtier_backends.fs import FsBackend, FsOptions
-from kvtier_backends.fs.attempts import Writer, attempt_name
-from kvtier_backends.fs.contents import FsContents
+from kvtier_backends.fs.directory.files import FsContents
+from kvtier_backends.fs.disk.attempts import Writer, attempt_name
 
 DAY_S = 86_400
 CHUNK_BYTES = 12_288

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from kvtier.testing.conformance.lender import key_of, keys_of
-from kvtier_backends.fs.footer import FOOTER_BYTES
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 
 HEADER_BYTES, ROW_BYTES = 4_096, 8_192
 SLOT_BYTES = ROW_BYTES + FOOTER_BYTES
@@ -19,7 +19,7 @@ WITHOUT_PRIVILEGE = """
 import ctypes, sys
 CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, PR_CAPBSET_DROP = 1, 2, 24
 if len(sys.argv) > 1 and sys.argv[1] == "--dropped":
-    from kvtier.cli import main
+    from kvtier.tools.cli import main
     main(sys.argv[2:])
 for capability in (CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH):  # Or the superuser may read everything.
     ctypes.CDLL(None).prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from kvtier.backend import TierContext
-from kvtier.cli import main
-from kvtier.namespace import FileMapper, Namespace
+from kvtier.backend.contract import TierContext
+from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of
+from kvtier.tools.cli import main
 from kvtier_backends.fs import FsBackend, FsOptions
-from kvtier_backends.fs.footer import FOOTER_BYTES
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 
 ROW_BYTES = 8_192
 Damage = Callable[[Path], None]

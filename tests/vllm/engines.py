@@ -13,8 +13,8 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.v1.executor import multiproc_executor
 
+from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.integrations.vllm.manager import VllmManager
-from kvtier.manager import TieringOffloadingManager
 from tests.vllm.models import VOCABULARY
 
 BLOCK_TOKENS = 32

@@ -65,7 +65,7 @@ BESIDE = """
 import mmap, subprocess, sys
 from pathlib import Path
 from kvtier.config import EngineConfig
-from kvtier.manager import TieringOffloadingManager
+from kvtier.engine.manager import TieringOffloadingManager
 if __name__ == "__main__":
     name = Path(sys.argv[1])
     with name.open("w+b") as file:

@@ -14,15 +14,15 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvtier import __version__
-from kvtier.assembly import ledger_of
-from kvtier.bridge.log import LOGGERS
+from kvtier.backend.namespace import Namespace
 from kvtier.config import EngineConfig
+from kvtier.engine.ledger import ledger_of
+from kvtier.engine.metrics import Metrics
+from kvtier.engine.tier import Tier, TierSpec
 from kvtier.integrations.vllm import KVTierOffloadingSpec
 from kvtier.integrations.vllm.logs import Summary, log_as_vllm
 from kvtier.integrations.vllm.stats import TransferTimes, metric_definitions
-from kvtier.metrics import Metrics
-from kvtier.namespace import Namespace
-from kvtier.tier import Tier, TierSpec
+from kvtier.runner.log import LOGGERS
 from tests.vllm.engines import Engine, fill, kvtier, prompts
 
 BLOCK_BYTES = 64 << 10

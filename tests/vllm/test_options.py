@@ -2,10 +2,10 @@
 
 import pytest
 
+from kvtier.backend.namespace import Namespace
 from kvtier.config import EngineLimits, TierLimits
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.integrations.vllm.options import ENGINE_ONLY, SecondaryLimits, read_secondary_options, secondary_config
-from kvtier.namespace import Namespace
 from tests.vllm.engines import Engine
 from tests.vllm.test_secondary import behind_vllm
 

@@ -4,8 +4,14 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvtier.bridge.base import Bridge
-from kvtier.bridge.messages import (
+from kvtier.backend.keys import OffloadKey
+from kvtier.engine.events import EventLog
+from kvtier.engine.tier import TierSpec
+from kvtier.integrations.vllm.second_door import TierClient
+from kvtier.integrations.vllm.stats import Stats, TransferTimes, client_readings, tier_metric_definitions
+from kvtier.memory.region import Region
+from kvtier.runner.bridge import Bridge
+from kvtier.runner.messages import (
     Acknowledge,
     Action,
     Answered,
@@ -23,15 +29,11 @@ from kvtier.bridge.messages import (
     RunnerLost,
     Scanned,
     TierUsage,
+    pack_keys,
+    pack_rows,
+    unpack_keys,
 )
-from kvtier.bridge.packing import pack_keys, pack_rows, unpack_keys
-from kvtier.bridge.thread import ThreadBridge
-from kvtier.events import EventLog
-from kvtier.integrations.vllm.stats import Stats, TransferTimes, client_readings, tier_metric_definitions
-from kvtier.integrations.vllm.tier_client import TierClient
-from kvtier.keys import OffloadKey
-from kvtier.region import Region
-from kvtier.tier import TierSpec
+from kvtier.runner.thread import ThreadBridge
 from tests.engine.kit import describe
 
 A, B, C, D = (OffloadKey(bytes([each]) * 36) for each in range(4))
@@ -359,7 +361,7 @@ def test_a_job_that_has_not_one_row_for_each_key_is_refused_and_nothing_of_it_be
 
 
 def test_the_log_hears_of_a_breaker_that_opens_and_of_the_cause(caplog):
-    caplog.set_level("WARNING", "kvtier.tier_log")
+    caplog.set_level("WARNING", "kvtier.engine.tier_log")
     scene = Scene(scanned=True)
     for number, key in enumerate((A, B, C)):
         scene.client.store(number, [key], [number], "one")

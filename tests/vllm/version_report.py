@@ -21,8 +21,8 @@ from kvtier.integrations.vllm import KVTierOffloadingSpec, KVTierSecondaryTier  
 from kvtier.integrations.vllm.manager import VllmManager  # isort: skip
 from kvtier.integrations.vllm.stats import TransferTimes  # isort: skip
 from kvtier.integrations.vllm.worker import VllmWorker  # isort: skip
-from kvtier.keys import make_offload_key  # isort: skip
-from kvtier.manager import TieringOffloadingManager  # isort: skip
+from kvtier.backend.keys import make_offload_key  # isort: skip
+from kvtier.engine.manager import TieringOffloadingManager  # isort: skip
 
 OURS = {
     KVTierOffloadingSpec: base.OffloadingSpec,

@@ -7,30 +7,96 @@ never sleeps, and costs a copy and a checksum.
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Annotated, ClassVar, Self
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
 from kvtier.backend import (
+    INVENTORY_BATCH_KEYS,
     Abandoned,
+    Added,
     Backend,
+    Calls,
     Durability,
+    Fit,
     InventoryEvent,
     Occupancy,
+    OffloadKey,
     Outcome,
     Read,
+    Removed,
+    ScanDone,
     TierContext,
     Write,
+    make_offload_key,
 )
-from kvtier.calls import Calls, Fit
 from kvtier.config import Checked, Count, Duration, PositiveSize, Share, Size
 from kvtier.errors import BlockCorrupt, BlockMissing, NoSpace, TransferFailed
-from kvtier.keys import OffloadKey, make_offload_key
-from kvtier_backends.dummy.device import Device, WriteBudget
-from kvtier_backends.dummy.inventory import Report
-from kvtier_backends.dummy.store import open_store
+from kvtier_backends.dummy.store import Device, WriteBudget, open_store
+
+# What a tier in memory reports of its contents: everything at first, later what went unasked.
+
+
+class Report:
+    """One consumer's view. Remembers losses only while somebody watches, or they would pile up."""
+
+    def __init__(self, holds: Callable[[OffloadKey], bool], *, complete: bool) -> None:
+        self._holds = holds
+        self._complete = complete
+        self._watched = self._ended = False
+        self._lost: dict[OffloadKey, None] = {}
+        self._changed = asyncio.Event()
+
+    def lose(self, key: OffloadKey) -> None:
+        if self._watched:
+            self._lost[key] = None
+            self._changed.set()
+
+    def end(self) -> None:
+        """End the consumer's iteration; idempotent."""
+        self._ended = True
+        self._changed.set()
+
+    async def watch(self, keys: Callable[[], Sequence[OffloadKey]]) -> AsyncIterator[InventoryEvent]:
+        """Yield what is there, then that this was all, then what goes; each is true when it is yielded."""
+        assert not self._watched, "one consumer"
+        self._watched = True
+        try:
+            for batch in _batches(keys()):
+                present = [key for key in batch if self._holds(key)]
+                if present and not self._ended:
+                    yield Added(present)
+            if not self._ended:
+                yield ScanDone(self._complete)
+            while not self._ended:
+                gone = self._take_lost()
+                if gone:
+                    yield Removed(gone)
+                else:
+                    self._changed.clear()
+                    await self._changed.wait()
+        finally:
+            self._watched = False
+            self._lost.clear()
+
+    def _take_lost(self) -> list[OffloadKey]:
+        gone: list[OffloadKey] = []
+        while self._lost and len(gone) < INVENTORY_BATCH_KEYS:
+            key = next(iter(self._lost))
+            del self._lost[key]
+            if not self._holds(key):  # Else it was stored again.
+                gone.append(key)
+        return gone
+
+
+def _batches(keys: Sequence[OffloadKey]) -> Iterator[list[OffloadKey]]:
+    rest = iter(keys)
+    while batch := list(islice(rest, INVENTORY_BATCH_KEYS)):
+        yield batch
+
 
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # As far as it travels to another process.

@@ -12,27 +12,28 @@ import msgspec
 from kvtier.backend import (
     Abandoned,
     Backend,
+    Calls,
     Durability,
+    FileMapper,
+    Fit,
     InventoryEvent,
+    Lanes,
     Occupancy,
+    OffloadKey,
     Outcome,
     Read,
     TierContext,
     Write,
 )
-from kvtier.calls import Calls, Fit
 from kvtier.errors import BackendClosed, BackendUnavailable, ConfigError
-from kvtier.keys import OffloadKey
-from kvtier.lend import Lanes
-from kvtier.namespace import FileMapper
-from kvtier_backends.fs.books import Books, open_books
 from kvtier_backends.fs.counters import FsCounters, Tally, by_name
-from kvtier_backends.fs.files_layout import FilesLayout
-from kvtier_backends.fs.folder import Folder
-from kvtier_backends.fs.footer import FOOTER_BYTES
+from kvtier_backends.fs.disk.beside import Books, open_books
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES
+from kvtier_backends.fs.disk.root import Folder
+from kvtier_backends.fs.files.layout import FilesLayout
 from kvtier_backends.fs.layout import Layout
 from kvtier_backends.fs.options import FsOptions
-from kvtier_backends.fs.segments.tier import SegmentsLayout
+from kvtier_backends.fs.segments.layout import SegmentsLayout
 
 _open = aiofiles.os.wrap(open_books)
 

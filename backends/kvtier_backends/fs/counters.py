@@ -5,7 +5,7 @@ from collections import Counter
 
 import msgspec
 
-from kvtier_backends.fs.faults import Fault
+from kvtier_backends.fs.disk.footer import Fault
 
 
 class FsCounters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

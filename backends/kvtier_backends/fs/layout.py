@@ -8,9 +8,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from kvtier.backend import Occupancy, Outcome, Read, Write
-from kvtier.keys import OffloadKey
-from kvtier_backends.fs.news import News
+from kvtier.backend import Occupancy, OffloadKey, Outcome, Read, Write
+from kvtier_backends.fs.disk.news import News
 
 
 class Left(NamedTuple):

@@ -4,11 +4,11 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from kvtier.backend import NamingKind
 from kvtier.config import Checked
 from kvtier.errors import ConfigError
-from kvtier.naming import NamingKind
 from kvtier.policies.named import policy_class
-from kvtier.units import Duration, Path, PositiveDuration, PositiveSize, Share, Size
+from kvtier.settings import Duration, Path, PositiveDuration, PositiveSize, Share, Size
 
 LANES_MAX = 64  # A device that needs more requests at once than this needs another way of asking, not more threads.
 

@@ -6,10 +6,11 @@ from dataclasses import fields
 from vllm.v1.kv_offload.base import Locality, Medium, OffloadingEvent
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.config import PRIMARY_NAME
-from kvtier.events import Event, EventKind
-from kvtier.keys import OffloadKey
-from kvtier.tier import Tier, TierSpec
+from kvtier import __version__
+from kvtier.backend import FileMapper, OffloadKey
+from kvtier.config import PRIMARY_NAME, EngineConfig
+from kvtier.engine.events import Event, EventKind
+from kvtier.engine.tier import Tier, TierSpec
 
 _TELLS_WHAT_DID_NOT_COME = "metadata_only" in {field.name for field in fields(OffloadingEvent)}  # From vLLM 0.33 on.
 _SOURCES = {Medium.CPU: CacheHitSource.HOST, Medium.STORAGE: CacheHitSource.DISK}
@@ -60,3 +61,31 @@ def offloading_events(
             yield media.event(event)
         elif _TELLS_WHAT_DID_NOT_COME and absent is not None and (keys := list(filter(absent, event.keys))):
             yield OffloadingEvent(keys, Medium.CPU, True, metadata_only=True)
+
+
+# The facts of one engine that never change, as labels of vLLM's info metric (`vllm:kv_offload_config_info`).
+
+
+INFO_KEYS = ("tier", "type", "kvtier_version", "runner", "eviction_policy", "rows", "row_bytes", "namespace", "sharing")
+
+
+def config_info(config: EngineConfig) -> list[dict[str, str | int]]:
+    """Return one mapping for the primary and one for each tier behind it; a label that says nothing there is empty."""
+    mapper = FileMapper(config.namespace)
+    common: dict[str, str | int] = {
+        "kvtier_version": __version__,
+        "runner": config.runner,
+        "namespace": mapper.folder,
+        "sharing": "any parallel size" if mapper.parallel_agnostic else f"this size only: {mapper.why}",
+    }
+    primary: dict[str, str | int] = {
+        "tier": PRIMARY_NAME,
+        "type": PRIMARY_NAME,
+        "eviction_policy": config.eviction_policy,
+        "rows": config.rows,
+        "row_bytes": config.row_bytes,
+    }
+    return [
+        {**common, **primary},
+        *({**common, "tier": tier.name, "type": tier.type} for tier in config.secondary_tiers),
+    ]

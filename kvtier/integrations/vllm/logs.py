@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 import vllm.envs as envs
 from typing_extensions import override
 
-from kvtier.bridge.log import LOGGERS
-from kvtier.tier import Tier
+from kvtier.engine.tier import Tier
+from kvtier.runner.log import LOGGERS
 
 logger = logging.getLogger(__name__)
 

@@ -25,14 +25,13 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.integrations.vllm.events import Media, offloading_events
-from kvtier.integrations.vllm.facts import config_info
+from kvtier.engine.ledger import LookupResult as Found
+from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.requests import by_position
+from kvtier.engine.tier import TierMatcher
+from kvtier.integrations.vllm.events import Media, config_info, offloading_events
 from kvtier.integrations.vllm.logs import Summary
 from kvtier.integrations.vllm.stats import Stats, TransferTimes, engine_readings
-from kvtier.ledger import LookupResult as Found
-from kvtier.manager import TieringOffloadingManager
-from kvtier.request import by_position
-from kvtier.tier import TierMatcher
 
 _RESULTS = {
     Found.MISS: LookupResult.MISS,

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 
-from kvtier.backend import Durability
+from kvtier.backend import Durability, Namespace, backend_class
 from kvtier.config import (
     ActionChunks,
     Checked,
@@ -24,10 +24,8 @@ from kvtier.config import (
     tier_options,
 )
 from kvtier.errors import ConfigError
-from kvtier.fields import decode, struct_fields
 from kvtier.integrations.vllm.rows import RowPlan
-from kvtier.namespace import Namespace
-from kvtier.registry import backend_class
+from kvtier.settings import decode, struct_fields
 
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -125,7 +123,7 @@ class SecondaryOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only
     rest: ClassVar[str | None] = "options"
 
     backend: Text
-    """The tier's type, as `kvtier.registry` knows it."""
+    """The tier's type, as `kvtier.backend.registry` knows it."""
 
     name: str = ""
     limits: SecondaryLimits = SecondaryLimits()

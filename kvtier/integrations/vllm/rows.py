@@ -11,9 +11,9 @@ from typing import NamedTuple
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.canonical_mapping import canonical_format_id
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from kvtier.backend import Group, Namespace
 from kvtier.errors import ConfigError
-from kvtier.namespace import Group, Namespace
-from kvtier.region import RowLayout
+from kvtier.memory import RowLayout
 
 
 class RowPlan(NamedTuple):

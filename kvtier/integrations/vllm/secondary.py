@@ -25,22 +25,21 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvtier.assembly import ledger_of
-from kvtier.bridge.base import Bridge
-from kvtier.bridge.process import ProcessBridge
-from kvtier.bridge.thread import ThreadBridge
 from kvtier.config import EngineConfig
-from kvtier.engine import say_start
-from kvtier.events import EventLog
-from kvtier.integrations.vllm.events import Media, offloading_events
-from kvtier.integrations.vllm.facts import INFO_KEYS, config_info
+from kvtier.engine.events import EventLog
+from kvtier.engine.ledger import ledger_of
+from kvtier.engine.requests import by_position
+from kvtier.engine.steps import say_start
+from kvtier.integrations.vllm.events import INFO_KEYS, Media, config_info, offloading_events
 from kvtier.integrations.vllm.logs import Summary, log_as_vllm
 from kvtier.integrations.vllm.options import SecondaryOptions, read_secondary_options, secondary_config
 from kvtier.integrations.vllm.rows import namespace_of, plan_rows
+from kvtier.integrations.vllm.second_door import TierClient
 from kvtier.integrations.vllm.stats import Stats, TransferTimes, client_readings, tier_metric_definitions
-from kvtier.integrations.vllm.tier_client import TierClient
-from kvtier.region import Region
-from kvtier.request import by_position
+from kvtier.memory import Region
+from kvtier.runner.bridge import Bridge
+from kvtier.runner.process import ProcessBridge
+from kvtier.runner.thread import ThreadBridge
 
 
 class KVTierSecondaryTier(SecondaryTierManager):

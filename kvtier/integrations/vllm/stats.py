@@ -17,11 +17,11 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
-from kvtier.integrations.vllm.tier_client import TierClient
-from kvtier.limits import Breaker, BreakerState
-from kvtier.manager import TieringOffloadingManager
-from kvtier.metrics import CAUSES_HELP, PRIMARY_COUNTERS, SECONDS, TIER_COUNTERS
-from kvtier.tier import Tier
+from kvtier.engine.breaker import Breaker, BreakerState
+from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.metrics import CAUSES_HELP, PRIMARY_COUNTERS, SECONDS, TIER_COUNTERS
+from kvtier.engine.tier import Tier
+from kvtier.integrations.vllm.second_door import TierClient
 
 Labels = tuple[str, ...]
 

@@ -1,4 +1,4 @@
-"""The promises of `kvtier.backend`, as tests that any tier can be held to.
+"""The promises of `kvtier.backend.contract`, as tests that any tier can be held to.
 
 Subclass what your tier offers, in a module that pytest collects, and give it open, empty tiers:
 
@@ -36,22 +36,18 @@ import pytest
 
 # Before they are imported, or third parties would see bare AssertionErrors.
 pytest.register_assert_rewrite(
-    *(
-        f"{__name__}.{module}"
-        for module in (
-            *("lender", "promises", "roundtrip", "batches", "deleting", "concurrency", "cancellation", "manners"),
-            *("ending", "suite", "durable", "namespaces", "inventory", "measured", "bounded", "ranked"),
-        )
-    )
+    *(f"{__name__}.{module}" for module in ("lender", "promises", "moving", "calling", "suite", "durable", "optional"))
 )
 
-from kvtier.testing.conformance.bounded import BoundedConformance  # noqa: E402
-from kvtier.testing.conformance.durable import DurableBackendConformance  # noqa: E402
-from kvtier.testing.conformance.inventory import Follower, InventoryConformance  # noqa: E402
+from kvtier.testing.conformance.durable import DurableBackendConformance, NamespacedConformance  # noqa: E402
 from kvtier.testing.conformance.lender import Lender, key_of, keys_of, label, tier_context  # noqa: E402
-from kvtier.testing.conformance.measured import MeasuredConformance  # noqa: E402
-from kvtier.testing.conformance.namespaces import NamespacedConformance  # noqa: E402
-from kvtier.testing.conformance.ranked import RankedConformance  # noqa: E402
+from kvtier.testing.conformance.optional import (  # noqa: E402
+    BoundedConformance,
+    Follower,
+    InventoryConformance,
+    MeasuredConformance,
+    RankedConformance,
+)
 from kvtier.testing.conformance.suite import BackendConformance  # noqa: E402
 
 __all__ = [

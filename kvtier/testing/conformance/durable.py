@@ -4,8 +4,8 @@ from collections.abc import Awaitable, Callable
 
 from kvtier.backend import Backend
 from kvtier.testing.conformance.lender import Lender, keys_of, label
+from kvtier.testing.conformance.moving import ODD_KEYS
 from kvtier.testing.conformance.promises import Promises, begun, ended
-from kvtier.testing.conformance.roundtrip import ODD_KEYS
 
 Reopen = Callable[[], Awaitable[Backend]]
 
@@ -59,3 +59,27 @@ class DurableBackendConformance(Promises):
         told = await lender.recall(await reopen(), keys)
         await ended(store)
         assert all(chunk in (label(key), "BlockMissing") for key, chunk in zip(keys, told, strict=True)), told
+
+
+# What a tier promises to two models that share its storage: that they never meet.
+
+
+class NamespacedConformance(Promises):
+    """Needs the fixture `neighbour`: a tier over the storage of `backend`, opened in another namespace."""
+
+    async def test_namespaces_share_no_chunk(self, backend: Backend, neighbour: Backend, lender: Lender) -> None:
+        """The same key in two namespaces is two chunks."""
+        keys = keys_of(4)
+        await lender.keep(backend, keys)
+        assert await lender.recall(neighbour, keys) == ["BlockMissing"] * 4
+        assert list(await neighbour.probe(keys)) == [False] * 4
+        await lender.keep(neighbour, keys, version=1)
+        assert await lender.recall(backend, keys) == [label(key) for key in keys]
+        assert await lender.recall(neighbour, keys) == [label(key, 1) for key in keys]
+
+    async def test_deleting_stays_in_its_namespace(self, backend: Backend, neighbour: Backend, lender: Lender) -> None:
+        """Nobody deletes what is not theirs."""
+        keys = keys_of(4)
+        await lender.keep(backend, keys)
+        await neighbour.delete(keys)
+        assert await lender.recall(backend, keys) == [label(key) for key in keys]

@@ -5,9 +5,17 @@ from collections.abc import Sequence
 from functools import lru_cache
 from hashlib import blake2b
 
-from kvtier.backend import Backend, Outcome, Read, TierContext, Write
-from kvtier.keys import OffloadKey, make_offload_key
-from kvtier.namespace import FileMapper, Namespace
+from kvtier.backend import (
+    Backend,
+    FileMapper,
+    Namespace,
+    OffloadKey,
+    Outcome,
+    Read,
+    TierContext,
+    Write,
+    make_offload_key,
+)
 
 PART_BYTES = 32  # Of a chunk: 24 that only its key and version have, and 8 that say which part it is.
 GUARD = b"\x5a"

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvtier.backend import backend_class
 from kvtier.errors import ConfigError
 from kvtier.policies.named import policy_class
-from kvtier.registry import backend_class
 from kvtier.testing.simulation.many import Tally, quiet, tallies
 from kvtier.testing.simulation.scenario import Subject
 

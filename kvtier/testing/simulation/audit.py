@@ -10,10 +10,10 @@ one moment between two calls, so `AuditedManager` makes them whenever a step end
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from kvtier.ledger import Ledger
-from kvtier.manager import TieringOffloadingManager
-from kvtier.tier import Tier
-from kvtier.transfers import Kind, Transfer
+from kvtier.engine.ledger import Ledger
+from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.tier import Tier
+from kvtier.engine.transfers import Kind, Transfer
 
 
 class AuditedManager(TieringOffloadingManager):

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from enum import Enum
 
-from kvtier.keys import OffloadKey
+from kvtier.backend import OffloadKey
 
 CHUNK_UNIT_BYTES = 8
 

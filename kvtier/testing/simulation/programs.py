@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, NamedTuple
 
+from kvtier.backend import OffloadKey
+from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.tier import TierMatcher
 from kvtier.errors import EngineClosed
-from kvtier.keys import OffloadKey
-from kvtier.manager import TieringOffloadingManager
 from kvtier.testing.simulation.books import chunk_of
-from kvtier.tier import TierMatcher
 
 
 class Habits(NamedTuple):

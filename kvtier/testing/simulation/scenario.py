@@ -4,12 +4,12 @@ import random
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
+from kvtier.backend import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig, decode
-from kvtier.keys import OffloadKey, make_offload_key
+from kvtier.engine.tier import TierMatcher
 from kvtier.testing.simulation.programs import Habits
 from kvtier.testing.simulation.scheduler import Pace, Prompt
 from kvtier.testing.simulation.witness import WITNESS
-from kvtier.tier import TierMatcher
 
 ROW_BYTES = 4_096
 DOCUMENT_CHUNKS_MAX = 9

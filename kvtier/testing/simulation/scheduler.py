@@ -11,11 +11,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kvtier.keys import OffloadKey
-from kvtier.ledger import LookupResult
-from kvtier.manager import TieringOffloadingManager
+from kvtier.backend import OffloadKey
+from kvtier.engine.ledger import LookupResult
+from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.tier import TierMatcher
 from kvtier.testing.simulation.books import chunk_of
-from kvtier.tier import TierMatcher
 
 
 class Prompt(NamedTuple):

@@ -21,6 +21,7 @@ from kvtier.backend import (
     Inventory,
     InventoryEvent,
     Measured,
+    OffloadKey,
     Outcome,
     Read,
     Removed,
@@ -28,7 +29,6 @@ from kvtier.backend import (
     Write,
 )
 from kvtier.errors import BackendError, BlockCorrupt, BlockMissing
-from kvtier.keys import OffloadKey
 from kvtier.testing.faults import FAULTLESS, FaultyBackend, FaultyOptions
 from kvtier.testing.simulation.books import Book, Truth, chunk_of
 

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from kvtier.backend import OffloadKey
 from kvtier.config import EngineConfig, TierLimits
 from kvtier.errors import BackendError, KVTierError
-from kvtier.keys import OffloadKey
 from kvtier.testing.simulation.audit import AuditedManager
 from kvtier.testing.simulation.books import Book, Truth, chunk_of
 from kvtier.testing.simulation.life import PATIENCE_S, LifeUnderWay

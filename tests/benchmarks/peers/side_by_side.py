@@ -11,15 +11,24 @@ from typing import Protocol
 
 import uvloop
 
-from kvtier.bench.figures import Figures, Pair, Row, Setting, figures_json, row_of
-from kvtier.bench.files_plan import FULL_SETS, OVERHEAD_BYTES
-from kvtier.bench.machine import load, this_machine
-from kvtier.bench.memory import rate_of
-from kvtier.bench.rounds import ROUNDS, Side, interleaved
-from kvtier.bench.screen import print_figures
-from kvtier.bench.tier import OpenTier, TierCase, layouts
-from kvtier.keys import OffloadKey, make_offload_key
-from kvtier.region import Region
+from kvtier.backend.keys import OffloadKey, make_offload_key
+from kvtier.memory.region import Region
+from kvtier.tools.bench.figures import (
+    ROUNDS,
+    Figures,
+    Pair,
+    Row,
+    Setting,
+    Side,
+    figures_json,
+    interleaved,
+    load,
+    row_of,
+    this_machine,
+)
+from kvtier.tools.bench.files import FULL_SETS, OVERHEAD_BYTES, OpenTier, TierCase, layouts
+from kvtier.tools.bench.memory import rate_of
+from kvtier.tools.bench.screen import print_figures
 
 CALLS = 16  # Requests at once, each of whose chunks are one call.
 

@@ -28,12 +28,11 @@ from vllm.v1.kv_offload.tiering.fs import io
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
-from kvtier.bench.figures import Pair, Row, row_of
-from kvtier.bench.rounds import Side, interleaved
 from kvtier.config import EngineConfig, decode
+from kvtier.engine.manager import TieringOffloadingManager as Kvtier
 from kvtier.integrations.vllm.manager import VllmManager
 from kvtier.integrations.vllm.stats import TransferTimes
-from kvtier.manager import TieringOffloadingManager as Kvtier
+from kvtier.tools.bench.figures import Pair, Row, Side, interleaved, row_of
 from tests.benchmarks.peers.side_by_side import arguments, give_out, new_folder, new_keys
 from tests.benchmarks.peers.vllm_fs import spec_of
 

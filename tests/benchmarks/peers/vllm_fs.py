@@ -24,8 +24,8 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.kv_offload.tiering.fs import io
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 
-from kvtier.keys import OffloadKey
-from kvtier.region import Region
+from kvtier.backend.keys import OffloadKey
+from kvtier.memory.region import Region
 from tests.benchmarks.peers.side_by_side import Opened, arguments, changed, compare_disks, give_out
 
 WAIT_S = 0.0002  # Between two looks at what has ended: a step of an engine is longer.

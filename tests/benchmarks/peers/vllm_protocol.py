@@ -25,11 +25,10 @@ from vllm.v1.kv_offload.tiering.manager import (
     TieringOffloadingManager,
 )
 
-from kvtier.bench.engine_steps import CHUNK_BYTES, KEYS_A_REQUEST, REQUESTS_A_STEP, ROWS, Steps
-from kvtier.bench.figures import Pair, Row, row_of
-from kvtier.bench.rounds import Side, interleaved
 from kvtier.integrations.vllm.manager import VllmManager
 from kvtier.integrations.vllm.stats import TransferTimes
+from kvtier.tools.bench.figures import Pair, Row, Side, interleaved, row_of
+from kvtier.tools.bench.protocol import CHUNK_BYTES, KEYS_A_REQUEST, REQUESTS_A_STEP, ROWS, Steps
 from tests.benchmarks.peers.side_by_side import arguments, give_out
 
 STEPS_A_ROUND = 16

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import Offl
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.keys import OffloadKey as OffloadKey  # Both are bytes, made alike.
+from kvtier.backend.keys import OffloadKey as OffloadKey  # Both are bytes, made alike.
 
 class Medium(Enum):
     CPU = "CPU"

@@ -18,12 +18,10 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64
 
-from kvtier.backend import INVENTORY_BATCH_KEYS
-from kvtier.keys import OffloadKey
-from kvtier.namespace import FileMapper
+from kvtier.backend import INVENTORY_BATCH_KEYS, FileMapper, OffloadKey
 from kvtier_backends.fs.counters import Tally
-from kvtier_backends.fs.folder import Folder
-from kvtier_backends.fs.footer import SLICE_BYTES
+from kvtier_backends.fs.disk.footer import SLICE_BYTES
+from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.segments.slots import Held, Snapshot
 
 logger = logging.getLogger(__name__)

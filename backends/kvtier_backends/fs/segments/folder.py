@@ -12,11 +12,10 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvtier_backends.fs.attempts import attempt_name
-from kvtier_backends.fs.below import open_file, open_folder
-from kvtier_backends.fs.folder import Folder
-from kvtier_backends.fs.segments.files import Segment, write_all
-from kvtier_backends.fs.segments.header import HEADER_BYTES, Header, read_header
+from kvtier_backends.fs.disk.attempts import attempt_name
+from kvtier_backends.fs.disk.below import open_file, open_folder
+from kvtier_backends.fs.disk.root import Folder
+from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, Segment, read_header, write_all
 
 SUFFIX = ".seg"
 NAME = re.compile(r"[0-9]{8}\.seg")

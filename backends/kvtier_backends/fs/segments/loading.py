@@ -7,16 +7,14 @@ catalog says whether the chunk is elsewhere by now: then it is read there.
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvtier.backend import Outcome, Read
+from kvtier.backend import Lanes, OffloadKey, Outcome, Read, in_threads
 from kvtier.errors import BlockCorrupt, BlockMissing
-from kvtier.keys import OffloadKey
-from kvtier.lend import Lanes, in_threads
 from kvtier_backends.fs.counters import Tally
-from kvtier_backends.fs.faults import Fault
-from kvtier_backends.fs.precedence import Precedence
+from kvtier_backends.fs.disk.footer import Fault
+from kvtier_backends.fs.disk.lanes import Precedence
 from kvtier_backends.fs.segments.catalog import Catalog
+from kvtier_backends.fs.segments.lane import SlotChunks
 from kvtier_backends.fs.segments.runs import Segments, Slotted
-from kvtier_backends.fs.segments.slot_chunks import SlotChunks
 from kvtier_backends.fs.segments.wiping import Wiping
 
 LOOKS_MAX = 4  # A chunk that has moved so often while it was read is missed.

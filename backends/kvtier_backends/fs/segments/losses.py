@@ -12,15 +12,14 @@ from collections.abc import Callable, Sequence
 
 import aiofiles.os
 
-from kvtier.backend import Write
-from kvtier.lend import Lanes
+from kvtier.backend import Lanes, Write
 from kvtier_backends.fs.counters import Tally
-from kvtier_backends.fs.failures import failure
+from kvtier_backends.fs.disk.footer import failure
 from kvtier_backends.fs.layout import until
 from kvtier_backends.fs.segments.catalog import Catalog
-from kvtier_backends.fs.segments.files import Segment
 from kvtier_backends.fs.segments.folder import SegmentFolder
 from kvtier_backends.fs.segments.runs import Segments, Share
+from kvtier_backends.fs.segments.segment import Segment
 
 logger = logging.getLogger(__name__)
 

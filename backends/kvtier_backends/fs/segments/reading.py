@@ -9,20 +9,16 @@ from contextlib import suppress
 from itertools import groupby
 from typing import NamedTuple
 
-from kvtier.backend import INVENTORY_BATCH_KEYS
-from kvtier.namespace import FileMapper
-from kvtier.naming import read_folder
-from kvtier_backends.fs.below import open_folder
-from kvtier_backends.fs.entries import believable_ns
-from kvtier_backends.fs.faults import Fault
-from kvtier_backends.fs.folder import Folder
-from kvtier_backends.fs.footer import FOOTER_BYTES, Footer, read_footer
+from kvtier.backend import INVENTORY_BATCH_KEYS, FileMapper, read_folder
+from kvtier_backends.fs.disk.attempts import Sweep
+from kvtier_backends.fs.disk.below import open_folder
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, read_footer
+from kvtier_backends.fs.disk.root import Folder
+from kvtier_backends.fs.files.index import believable_ns
 from kvtier_backends.fs.segments.checkpoint import Memory, Remembered, SlotCheckpoint
-from kvtier_backends.fs.segments.files import Segment
 from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
-from kvtier_backends.fs.segments.header import Header
+from kvtier_backends.fs.segments.segment import Header, Segment
 from kvtier_backends.fs.segments.slots import Held
-from kvtier_backends.fs.sweep import Sweep
 
 logger = logging.getLogger(__name__)
 

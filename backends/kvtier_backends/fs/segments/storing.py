@@ -7,20 +7,18 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 
-from kvtier.backend import Outcome, Write
+from kvtier.backend import Lanes, Outcome, Write, in_thread, in_threads
 from kvtier.errors import NoSpace
-from kvtier.lend import Lanes, in_thread, in_threads
 from kvtier_backends.fs.counters import Tally
-from kvtier_backends.fs.failures import GONE, failure
-from kvtier_backends.fs.footer import FOOTER_BYTES
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES, GONE, failure
+from kvtier_backends.fs.files.storing import WriteBudget
 from kvtier_backends.fs.segments.catalog import Catalog
-from kvtier_backends.fs.segments.files import Segment
+from kvtier_backends.fs.segments.lane import SlotChunks
 from kvtier_backends.fs.segments.losses import Losses
 from kvtier_backends.fs.segments.room import Room
 from kvtier_backends.fs.segments.runs import Segments, Share, Slotted
-from kvtier_backends.fs.segments.slot_chunks import SlotChunks
+from kvtier_backends.fs.segments.segment import Segment
 from kvtier_backends.fs.segments.wiping import Wiping
-from kvtier_backends.fs.storing import WriteBudget
 
 
 class Syncing:

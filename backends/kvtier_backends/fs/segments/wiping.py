@@ -7,20 +7,18 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kvtier.backend import Lanes, OffloadKey
 from kvtier.errors import BackendClosed, BackendUnavailable
-from kvtier.keys import OffloadKey
-from kvtier.lend import Lanes
-from kvtier_backends.fs.attempts import attempt_name
-from kvtier_backends.fs.capacity import Capacity
 from kvtier_backends.fs.counters import Tally
-from kvtier_backends.fs.discard import NAME_CHARACTERS_MAX
-from kvtier_backends.fs.failures import frameless
-from kvtier_backends.fs.faults import Fault
-from kvtier_backends.fs.folder import Folder
+from kvtier_backends.fs.disk.attempts import attempt_name
+from kvtier_backends.fs.disk.capacity import Capacity
+from kvtier_backends.fs.disk.footer import Fault, frameless
+from kvtier_backends.fs.disk.root import Folder
+from kvtier_backends.fs.files.discard import NAME_CHARACTERS_MAX
 from kvtier_backends.fs.segments.catalog import Catalog
-from kvtier_backends.fs.segments.files import Segment
+from kvtier_backends.fs.segments.lane import SlotChunks
 from kvtier_backends.fs.segments.runs import Segments
-from kvtier_backends.fs.segments.slot_chunks import SlotChunks
+from kvtier_backends.fs.segments.segment import Segment
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""A tier's directory, as the commands see it."""

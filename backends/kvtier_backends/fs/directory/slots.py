@@ -1,0 +1,207 @@
+"""Segments as people's commands see them: each slot with a footer is a chunk, named by its segment and place.
+
+An engine may be writing to a segment, and holds its lock then: it is looked at all the same, since whatever is read is
+verified, but nothing in it is removed. A slot's identity is its sequence number, which no later chunk there has.
+"""
+
+import fcntl
+import os
+import re
+from collections.abc import Callable, Iterator
+
+from kvtier.backend import Finding, Kind, State, StoredFile
+from kvtier.errors import ConfigError
+from kvtier_backends.fs.disk.below import open_file
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, payload_checksum, read_footer
+from kvtier_backends.fs.files.index import believable_ns
+from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, ask_ahead, read_header, write_all
+
+_SEGMENT = re.compile(r".*/[0-9]{8}\.seg", re.DOTALL)
+_SLOT = re.compile(r"(.*/[0-9]{8}\.seg)#([0-9]+)", re.DOTALL)
+ZEROS = bytes(FOOTER_BYTES)
+AHEAD_SLOTS = 256
+HEADER_FAULT = "header"  # A segment's first page is damaged, or of another version: none of its chunks is found.
+
+
+def is_segment(name: str) -> bool:
+    return _SEGMENT.fullmatch(name) is not None
+
+
+def is_slot(name: str) -> bool:
+    return _SLOT.fullmatch(name) is not None
+
+
+def unreadable(name: str, error: OSError) -> StoredFile:
+    """Return what stands for a file or folder that there is no looking at."""
+    return StoredFile(Kind.UNREADABLE, name, None, 0, 0, 0, 0, reason(error))
+
+
+def reason(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+class SlotContents:
+    """The segments of a root. Blocks; one thread at a time."""
+
+    def __init__(self, root: str, root_fd: int, now_ns: int, taken_bytes: Callable[[os.stat_result], int]) -> None:
+        """Use an open root; what was used is used by `now_ns` at the latest. `taken_bytes`: what a file takes there."""
+        self._taken_bytes = taken_bytes
+        self._now_ns = now_ns
+        self._root = root
+        self._root_fd = root_fd
+        self._open: tuple[str, int, bool] | None = None  # The segment looked at last, and whether it was locked.
+        self._empty_below = 0  # In that segment, while it is locked.
+
+    def close(self) -> None:
+        """Let go of what is open."""
+        if self._open is not None:
+            os.close(self._open[1])
+            self._open = None
+
+    def files(self, name: str) -> Iterator[StoredFile]:
+        """Yield a segment's chunks, and what was lost with its end; what is no segment is one leftover."""
+        try:
+            fd = self._opened(name)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            yield unreadable(name, error)
+            return
+        header = _header(fd)
+        if header is None:
+            yield self._leftover(name, os.fstat(fd))
+            return
+        for start in range(0, header.slots, AHEAD_SLOTS):
+            fd = self._opened(name)  # What was done with the last chunk may have opened another.
+            places = range(start, min(start + AHEAD_SLOTS, header.slots))
+            ask_ahead(fd, header, places)
+            for place in places:
+                yield from self._slot(name, self._opened(name), header, place)
+
+    def check(self, file: StoredFile) -> Finding:
+        """See `Contents`."""
+        name, place = _split(file.name)
+        try:
+            fd = self._opened(name)
+            header = _header(fd)
+            if header is None:
+                return Finding(State.GONE)
+            slot = os.pread(fd, header.slot_bytes, header.offset(place))
+            os.posix_fadvise(fd, header.offset(place), header.slot_bytes, os.POSIX_FADV_DONTNEED)
+        except FileNotFoundError:
+            return Finding(State.GONE)
+        except OSError as error:
+            return Finding(State.UNREADABLE, reason(error))
+        return _judge(memoryview(slot), header, file.identity)
+
+    def remove(self, file: StoredFile) -> bool:
+        """Wipe a slot's footer, and remove the segment when nothing is left in it.
+
+        Raises `ConfigError` if an engine is writing to it.
+        """
+        name, place = _split(file.name)
+        try:
+            fd = self._opened(name, locked=True)
+            header = _header(fd)
+            if header is None:
+                return False
+            at = header.footer_offset(place)
+            if _identity(os.pread(fd, FOOTER_BYTES, at)) != file.identity:
+                return False
+            write_all(fd, [memoryview(ZEROS)], at)
+            if self._is_empty(fd, header):
+                os.unlink(name, dir_fd=self._root_fd)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"{os.path.join(self._root, name)}: an engine is writing to it; its end accepted, before anything in "
+                "it is removed"
+            ) from error
+        return True
+
+    def _slot(self, name: str, fd: int, header: Header, place: int) -> Iterator[StoredFile]:
+        slot = f"{name}#{place}"
+        try:
+            page = os.pread(fd, FOOTER_BYTES, header.footer_offset(place))
+        except OSError as error:
+            yield unreadable(slot, error)
+            return
+        if page == ZEROS:
+            return
+        if len(page) < FOOTER_BYTES:
+            yield StoredFile(Kind.LOST, slot, None, 0, 0, 0, _identity(page), Fault.TRUNCATED)
+            return
+        footer = read_footer(memoryview(page))
+        key, used_at_ns = (
+            (None, 0) if isinstance(footer, Fault) else (footer.key, believable_ns(footer.sequence, self._now_ns))
+        )
+        size_bytes = header.slot_bytes
+        yield StoredFile(Kind.CHUNK, slot, key, size_bytes, size_bytes, used_at_ns, _identity(page))
+
+    def _leftover(self, name: str, status: os.stat_result) -> StoredFile:
+        """Return a segment without a first page that can be read; an empty one is only being made."""
+        fault = HEADER_FAULT if status.st_size else ""
+        taken, used_at_ns = self._taken_bytes(status), believable_ns(status.st_mtime_ns, self._now_ns)
+        return StoredFile(Kind.LEFTOVER, name, None, status.st_size, taken, used_at_ns, status.st_ino, fault)
+
+    def _is_empty(self, fd: int, header: Header) -> bool:
+        for place in range(self._empty_below, header.slots):
+            if place % AHEAD_SLOTS == 0:
+                ask_ahead(fd, header, range(place, min(place + AHEAD_SLOTS, header.slots)))
+            if os.pread(fd, FOOTER_BYTES, header.footer_offset(place)) != ZEROS:
+                self._empty_below = place  # Nobody else writes: next time, it is looked for from here.
+                return False
+        return True
+
+    def _opened(self, name: str, *, locked: bool = False) -> int:
+        """Return a descriptor of a segment, its own until another is asked for."""
+        if self._open is not None and self._open[0] == name and self._open[2] >= locked:
+            return self._open[1]
+        self.close()
+        fd = open_file(self._root_fd, name, os.O_RDWR if locked else os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+            if locked:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not os.fstat(fd).st_nlink:  # Removed just before, and its name may be another one's by now.
+                    raise FileNotFoundError(name)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._open, self._empty_below = (name, fd, locked), 0
+        return fd
+
+
+def _split(name: str) -> tuple[str, int]:
+    match = _SLOT.fullmatch(name)
+    assert match is not None, name
+    return match[1], int(match[2])
+
+
+def _header(fd: int) -> Header | None:
+    return read_header(os.pread(fd, HEADER_BYTES, 0))
+
+
+def _identity(page: bytes) -> int:
+    """Return what tells a footer from any that comes after it: its sequence number, or its checksum if it is none."""
+    footer = read_footer(memoryview(page)) if len(page) == FOOTER_BYTES else Fault.TRUNCATED
+    return payload_checksum(memoryview(page)) if isinstance(footer, Fault) else footer.sequence
+
+
+def _judge(slot: memoryview, header: Header, identity: int) -> Finding:
+    if len(slot) < header.slot_bytes:
+        return Finding(State.CORRUPT, Fault.TRUNCATED)
+    page = slot[header.row_bytes :]
+    if _identity(bytes(page)) != identity:
+        return Finding(State.GONE)
+    footer = read_footer(page)
+    if footer is Fault.VERSION:
+        return Finding(State.UNVERIFIED)
+    if isinstance(footer, Fault):
+        return Finding(State.CORRUPT, footer)
+    if (footer.payload_bytes, footer.fingerprint) != (header.row_bytes, header.fingerprint):
+        return Finding(State.CORRUPT, Fault.NAMESPACE)
+    if payload_checksum(slot[: header.row_bytes]) != footer.payload_checksum:
+        return Finding(State.CORRUPT, Fault.PAYLOAD)
+    return Finding(State.WHOLE)

@@ -1,0 +1,1 @@
+"""The disk: what both layouts stand on."""

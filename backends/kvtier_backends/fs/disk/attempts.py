@@ -1,0 +1,108 @@
+"""Names for files that are not finished: each attempt has its own, which says whose it is.
+
+Two writers with one temporary name would publish a mixture. A name says which process on which boot of which machine
+is writing, so that what a killed writer left can be told from what a live one is writing.
+"""
+
+import hashlib
+import itertools
+import logging
+import os
+import re
+from typing import NamedTuple, Self
+
+SUFFIX = ".tmp"
+
+_NAME = re.compile(r"\.([0-9a-f]{8})-([0-9]{1,10})-([0-9]{1,20})-[0-9]{1,20}\.tmp")
+
+_numbers = itertools.count()  # The process's own, not a tier's: two tiers may have one directory.
+
+
+class Writer(NamedTuple):
+    """One process, among all that ever were."""
+
+    boot: str  # Of a machine, and of a container on it: process ids mean something within one only.
+    pid: int
+    started: int  # In clock ticks since boot: process ids come round again.
+
+    @classmethod
+    def this_process(cls) -> Self:
+        """Read from /proc who we are."""
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            boot = file.read() + os.readlink("/proc/self/ns/pid").encode()
+        started = started_at(os.getpid())
+        assert started is not None
+        return cls(hashlib.sha256(boot).hexdigest()[:8], os.getpid(), started)
+
+
+def started_at(pid: int) -> int | None:
+    """Return when a process was started, in clock ticks since boot; None if none of this id runs."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            fields = file.read().rpartition(b")")[2].split()  # The name in parentheses may hold anything.
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(fields[19]) if fields[0] != b"Z" else None  # Fields 22 and 3 of proc(5), counted from the third.
+
+
+def attempt_name(writer: Writer) -> str:
+    """Return a file name that no other attempt has: `.<boot>-<pid>-<start>-<number>.tmp`."""
+    return f".{writer.boot}-{writer.pid}-{writer.started}-{next(_numbers)}{SUFFIX}"
+
+
+def read_attempt(name: str) -> Writer | None:
+    """Return whose attempt a file name is; None for any other."""
+    match = _NAME.fullmatch(name)
+    return match and Writer(match[1], int(match[2]), int(match[3]))
+
+
+# What killed processes had under way is removed, and what live ones have is not.
+#
+# Of this machine and container, the process table knows who lives. Of others it knows nothing: their files are left
+# alone for as long as a store could possibly take, by a clock that may be behind ours or ahead. To be wrong costs a
+# live
+# writer that one store, which then fails: its rename finds no file.
+
+
+logger = logging.getLogger(__name__)
+
+ABANDONED_S = 600.0  # Twenty times a batch's deadline. A file under way is younger: a chunk is written in one call.
+
+
+class Sweep:
+    """Removes abandoned temporaries. Blocks; one thread at a time."""
+
+    def __init__(self, root_fd: int, here: Writer, now_s: float) -> None:
+        """`here`: who we are; `now_s`: the time, since the epoch."""
+        self.removed = 0
+        self._root = root_fd
+        self._here = here
+        self._now_s = now_s
+        self._alive: dict[Writer, bool] = {}
+
+    def __call__(self, folder: str, name: str) -> bool:
+        """Remove a file if it is an abandoned temporary; say whether it is a temporary at all."""
+        if read_attempt(name) is None:
+            return False
+        path = f"{folder}/{name}"
+        try:
+            status = os.stat(path, dir_fd=self._root, follow_symlinks=False)
+            if self.is_abandoned(name, status.st_mtime):
+                os.unlink(path, dir_fd=self._root)
+                self.removed += 1
+        except OSError as error:  # Mostly: its writer has just ended, well or not.
+            logger.debug("%s: cannot be swept: %s", path, error.strerror)
+        return True
+
+    def is_own(self, name: str) -> bool:
+        """Say whether a name is that of a temporary of this process."""
+        return read_attempt(name) == self._here
+
+    def is_abandoned(self, name: str, changed_s: float) -> bool:
+        """Say whether nobody is writing a temporary of this name, which may be another program's."""
+        writer = read_attempt(name)
+        if writer is None or writer.boot != self._here.boot:
+            return abs(self._now_s - changed_s) > ABANDONED_S
+        if writer not in self._alive:
+            self._alive[writer] = started_at(writer.pid) == writer.started
+        return not self._alive[writer]

@@ -1,0 +1,279 @@
+"""How much a directory may hold: nothing is written that was not reserved, so that the limit holds at every moment.
+
+What counts is what the file system has allocated: chunks' files whole or not, directories, and the tier's own books.
+A reservation is for the worst that a chunk can take; what it took is known when it is there.
+"""
+
+import os
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Protocol
+
+# The file system as a whole: how it counts what a file takes, how much of it is taken, and what it leaves others.
+#
+# How it counts is tried out, not asked: a file server's answer to `statvfs` has the sizes that it likes to send at
+# once.
+
+
+PAGE_BYTES = 4_096  # Chunks are written in pages of this, whatever the disk's are.
+SECTOR_BYTES = 512  # The unit of st_blocks, whatever the file system's own.
+FRAGMENT_BYTES_MOST = 64 << 10  # No local file system has larger ones; a file server's are no blocks.
+
+
+class Disk:
+    """What was seen of it when it was last looked at. Any thread may look."""
+
+    def __init__(self, fd: int) -> None:
+        """Look at the file system that a directory, open as `fd`, is on. Blocks."""
+        self._fd = fd
+        found = os.fstatvfs(fd)
+        whole = PAGE_BYTES <= found.f_frsize <= FRAGMENT_BYTES_MOST
+        self.block_bytes = found.f_frsize if whole else PAGE_BYTES
+        """By so much a file grows. As it is said, until it has been tried."""
+        self.counts_blocks = True
+        """Whether it says at once what a file takes: not where blocks are found late (ZFS) or are not told at all."""
+        self.size_bytes = found.f_blocks * found.f_frsize
+        self.used_bytes = (found.f_blocks - found.f_bfree) * found.f_frsize
+        self.free_bytes = found.f_bavail * found.f_frsize
+        """For who is not root."""
+
+    def look(self) -> None:
+        """See what is free now. Blocks."""
+        found = os.fstatvfs(self._fd)
+        self.free_bytes = found.f_bavail * found.f_frsize
+
+    def tried(self, page: os.stat_result) -> None:
+        """Learn from a file of one page, just written as chunks are, of bytes that cannot be compressed."""
+        taken_bytes = page.st_blocks * SECTOR_BYTES
+        self.counts_blocks = taken_bytes >= PAGE_BYTES
+        self.block_bytes = max(taken_bytes, PAGE_BYTES)
+
+    def taken_bytes(self, status: os.stat_result) -> int:
+        """Return what a file takes: its blocks, or its length where these are not to be had."""
+        return taken_bytes(status, counts_blocks=self.counts_blocks)
+
+
+def taken_bytes(status: os.stat_result, *, counts_blocks: bool) -> int:
+    """Return what a file takes, on a file system that counts so."""
+    length = 0 if counts_blocks else -(-status.st_size // SECTOR_BYTES)
+    return max(status.st_blocks, length) * SECTOR_BYTES
+
+
+# What directories take on the disk, which is nothing on some file systems and, at a directory a chunk, much on others.
+#
+# Each is counted once, whoever notices that it is there or has grown: a store, or the scan. Only sizes other than a
+# new
+# directory's are remembered, so that a million directories of one block each take no memory.
+
+
+class FolderSizes:
+    """Counts on behalf of any thread."""
+
+    def __init__(self, new_bytes: int) -> None:
+        """`new_bytes`: what an empty directory takes there."""
+        self.new_bytes = new_bytes
+        self.used_bytes = 0
+        self.scanned_bytes = 0
+        """Of those, what the scan has found."""
+        self._other: dict[str, int] = {}
+        self._seen: set[str] | None = set()  # While the scan runs: it must not count again what a store has counted.
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def making(self, name: str) -> Generator[None]:
+        """Count a directory that is made in the block, from before it is there."""
+        with self._lock:
+            self.used_bytes += self.new_bytes
+        try:
+            yield
+        except BaseException:
+            with self._lock:
+                self.used_bytes -= self.new_bytes
+            raise
+        with self._lock:
+            self._other.pop(name, None)
+            if self._seen is not None:
+                self._seen.add(name)
+
+    def looked_at(self, name: str, status: os.stat_result) -> None:
+        """Count what a directory has grown by since it was last looked at."""
+        self._settle(name, status)
+
+    def scanned(self, name: str, status: os.stat_result) -> None:
+        """Count a directory that the scan has come to."""
+        self.scanned_bytes += self._settle(name, status)
+
+    def removed(self, name: str) -> None:
+        """Give back what a directory took."""
+        with self._lock:
+            taken = self._other.pop(name, self.new_bytes)
+            if self._seen is None:
+                self.used_bytes -= taken
+            elif name in self._seen:
+                self._seen.discard(name)
+                self.used_bytes -= taken
+
+    def scan_ended(self) -> None:
+        """From now on every directory has been counted."""
+        with self._lock:
+            self._seen = None
+
+    def _settle(self, name: str, status: os.stat_result) -> int:
+        taken = status.st_blocks * SECTOR_BYTES
+        with self._lock:
+            before = self._other.get(name, self.new_bytes)
+            if self._seen is not None and name not in self._seen:
+                self._seen.add(name)
+                before = 0
+            self.used_bytes += taken - before
+            if taken == self.new_bytes:
+                self._other.pop(name, None)
+            else:
+                self._other[name] = taken
+            return taken - before
+
+
+EXTENTS_INLINE = 4  # Of a file on ext4; more of them take blocks of their own,
+EXTENTS_PER_BLOCK = 340  # each with so many.
+FOLDERS_NEW = 2  # Above a chunk's file,
+FOLDERS_GROWN = 2  # and above these some that grow by a block, also where a new one takes nothing (XFS).
+
+
+class Used(Protocol):
+    """Something that knows what its part of the directory takes."""
+
+    @property
+    def used_bytes(self) -> int: ...
+
+
+def chunk_bytes_worst(file_bytes: int, block_bytes: int, folder_bytes: int) -> int:
+    """Return the most that a chunk's file can take: as fragmented as can be, and the first one in its folders."""
+    blocks = -(-file_bytes // block_bytes)
+    maps = 0 if blocks <= EXTENTS_INLINE else -(-blocks // EXTENTS_PER_BLOCK)
+    return (blocks + maps + FOLDERS_GROWN) * block_bytes + FOLDERS_NEW * folder_bytes
+
+
+class Capacity:
+    """Used, promised and free bytes of one directory. Belongs to the loop's thread."""
+
+    def __init__(
+        self,
+        parts: tuple[Used, ...],
+        disk: Disk,
+        *,
+        limit_bytes: int | None,
+        low_water: float,
+        min_free_bytes: int,
+        kept_free_bytes: int = 0,
+    ) -> None:
+        """`parts`: what is used. `min_free_bytes`: what others of the file system are left.
+
+        `kept_free_bytes`: what chunks leave to whoever asks for it by `reserve_kept`.
+        """
+        self.limit_bytes = limit_bytes
+        self.reserved_bytes = 0
+        """Promised to stores that are under way."""
+        self.leaving_bytes = 0
+        """Of files that are being removed: free once they are gone."""
+        self.in_place_bytes = 0
+        """Promised with files that are to be overwritten: the disk has no less free for it."""
+        self.other_bytes = 0
+        """Of what else of ours lies in the tier's folders."""
+        self.unseen_bytes = disk.used_bytes
+        """As much as the directory may hold that the scan has not come to: at first, all that is on the disk."""
+        self._disk = disk
+        self._parts = parts
+        self._low_water = low_water
+        self._min_free_bytes = min_free_bytes
+        self._kept_free_bytes = kept_free_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """What is on the disk, as far as is known."""
+        return sum(part.used_bytes for part in self._parts) + self.leaving_bytes + self.other_bytes
+
+    def free_bytes(self) -> int | None:
+        """Return what may still be promised, less than nothing if there is too much already; None: no limit."""
+        room: list[int] = []
+        if self.limit_bytes is not None:
+            room.append(self.limit_bytes - self.used_bytes - self.reserved_bytes - self.unseen_bytes)
+        if self._min_free_bytes:
+            room.append(self._disk.free_bytes - self._min_free_bytes - self.reserved_bytes + self.in_place_bytes)
+        return min(room) - self._kept_free_bytes if room else None
+
+    @property
+    def watches_disk(self) -> bool:
+        """Whether it matters what others leave free."""
+        return self._min_free_bytes > 0
+
+    def look(self) -> None:
+        """See what is free on the disk. Blocks; any thread may call."""
+        self._disk.look()
+
+    def wrote(self, added_bytes: int) -> None:
+        """Hear of what was written since anybody has looked, or just before: then it counts twice until the next."""
+        if self.watches_disk:
+            self._disk.free_bytes -= max(0, added_bytes)
+
+    def reserve(self, wanted_bytes: int) -> int:
+        """Promise as much of that as is free, and return how much it was."""
+        free_bytes = self.free_bytes()
+        granted_bytes = wanted_bytes if free_bytes is None else max(0, min(wanted_bytes, free_bytes))
+        self.reserved_bytes += granted_bytes
+        return granted_bytes
+
+    def reserve_kept(self, wanted_bytes: int) -> bool:
+        """Promise that much, of what is kept free before all else; False if there is less, and then nothing."""
+        free_bytes = self.free_bytes()
+        if free_bytes is not None and free_bytes + self._kept_free_bytes < wanted_bytes:
+            return False
+        self._kept_free_bytes -= wanted_bytes
+        self.reserved_bytes += wanted_bytes
+        return True
+
+    def release_kept(self, wanted_bytes: int) -> None:
+        """Take that promise back: what it was for has been counted, and the next one is kept free for."""
+        self._kept_free_bytes += wanted_bytes
+        self.release(wanted_bytes)
+
+    def exchange(self, gone_bytes: int, wanted_bytes: int) -> int:
+        """Promise to whoever made room what has gone for it: the total grows by nothing, however full it is."""
+        granted_bytes = min(gone_bytes, wanted_bytes)
+        self.reserved_bytes += granted_bytes
+        return granted_bytes
+
+    def hand_over(self, leaving_bytes: int) -> None:
+        """Promise what files take that are going to whoever overwrites them: the total does not change."""
+        self.leaving_bytes -= leaving_bytes
+        self.reserved_bytes += leaving_bytes
+        self.in_place_bytes += leaving_bytes
+
+    def take_back(self, in_place_bytes: int) -> None:
+        """Count what files took that were to be overwritten as any other promise: the store has ended."""
+        self.in_place_bytes -= in_place_bytes
+
+    def release(self, reserved_bytes: int) -> None:
+        """Take a promise back: the store has ended, and what it took is counted where it is."""
+        self.reserved_bytes -= reserved_bytes
+        assert self.reserved_bytes >= 0, self.reserved_bytes
+
+    def surplus_bytes(self) -> int:
+        """Return what should go before stores have to wait for it: down to the low-water mark, from halfway to it."""
+        return self.surplus_of(self.used_bytes - self.leaving_bytes, self.reserved_bytes)
+
+    def surplus_of(self, used_bytes: int, reserved_bytes: int) -> int:
+        """Return likewise what should go if so much is used and promised."""
+        surplus = 0
+        if self.limit_bytes is not None:
+            limit_bytes = self.limit_bytes - self._kept_free_bytes
+            low = int(limit_bytes * self._low_water)
+            high = (limit_bytes + low) // 2
+            taken = used_bytes + reserved_bytes
+            surplus = taken - low if taken > high else 0
+        if self._min_free_bytes:
+            least_bytes = self._min_free_bytes + self._kept_free_bytes
+            new_bytes = reserved_bytes - self.in_place_bytes
+            lacking = least_bytes + new_bytes - self._disk.free_bytes - self.leaving_bytes
+            surplus = max(surplus, lacking)
+        return surplus

@@ -1,0 +1,153 @@
+"""What stands behind a chunk's bytes in its file, so that nothing else can be taken for the chunk.
+
+A footer, not a header: whoever knows only the row's length (vLLM's own file tier) reads the bytes from the start and
+never sees it. One page, always, so that row and footer go to the disk in one direct write.
+
+Little-endian: magic 8, version u32, key length u32, payload length u64, payload checksum u64, namespace fingerprint 32,
+key, zeros up to byte 4,080, sequence number u64, checksum u64 of all bytes before it. The sequence number is zero in a
+file, and orders what was stored under one key where there are no names to replace. Checksums are XXH3-64 with seed 0
+(https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md). Magic, version and the last checksum keep their places
+in every version.
+"""
+
+import errno
+import struct
+from enum import Enum, StrEnum
+from typing import NamedTuple
+
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from kvtier.backend import OffloadKey
+from kvtier.errors import BlockError, NoSpace, TransferFailed
+
+# How a file can be something else than the chunk that its name promises.
+
+
+class Fault(StrEnum):
+    """Kinds of corruption, as they are counted and shown."""
+
+    TRUNCATED = "truncated"  # Shorter than a row, or than a row and its footer.
+    OVERLONG = "overlong"
+    ZEROED = "zeroed"  # No footer but zeros: a power cut between a file's length and its bytes.
+    FOREIGN = "foreign"  # No footer of ours.
+    FOOTER = "footer"  # A footer of ours, damaged.
+    VERSION = "version"  # A footer of a format that this version does not know: not corrupt, and left alone.
+    SWAPPED = "swapped"  # Another key's chunk.
+    NAMESPACE = "namespace"  # The key's chunk of another model, layout or row length.
+    PAYLOAD = "payload"  # The bytes are not those that were stored.
+
+
+# What an error of the system says of a chunk, and of the file system.
+
+
+FULL = {errno.ENOSPC, errno.EDQUOT}
+GONE = {errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH}
+"""The whole file system is away."""
+
+
+def failure(key: OffloadKey, error: OSError) -> BlockError:
+    """Return a chunk's outcome, with its cause: both without a traceback, which would keep frames, and lent buffers."""
+    kind = NoSpace if error.errno in FULL else TransferFailed
+    outcome = kind(f"{key.hex()}: {error.strerror or error}")
+    outcome.__cause__ = frameless(error)
+    return outcome
+
+
+def frameless(error: OSError) -> OSError:
+    """Return a copy of an error that keeps nothing of where it was raised."""
+    return OSError(error.errno, error.strerror)
+
+
+FOOTER_BYTES = 4_096
+MAGIC = b"\x89kvtier\n"  # Not text, and damaged by whatever rewrites line ends.
+VERSION = 1
+
+SLICE_BYTES = 64 << 10  # Below the 100 kB from which xxhash lets go of the GIL: getting it back from a busy main
+# thread takes up to 5 ms a chunk, and a slice is summed in 3 µs.
+
+_HEAD = struct.Struct("<8sIIQQ32s")
+_CHECKSUM = struct.Struct("<Q")
+_CHECKSUM_AT = FOOTER_BYTES - _CHECKSUM.size
+_SEQUENCE = struct.Struct("<Q")
+_SEQUENCE_AT = _CHECKSUM_AT - _SEQUENCE.size
+KEY_BYTES_MAX = _SEQUENCE_AT - _HEAD.size
+
+
+class Footer(NamedTuple):
+    """What a footer says of the bytes before it."""
+
+    key: OffloadKey
+    payload_bytes: int
+    payload_checksum: int
+    fingerprint: bytes  # 32 bytes.
+    sequence: int = 0  # Of two chunks of one key, the one with the greater was stored later.
+
+
+def write_footer(page: memoryview, footer: Footer) -> None:
+    """Fill a page of `FOOTER_BYTES` with a footer; ValueError for a key longer than `KEY_BYTES_MAX`."""
+    key, payload_bytes, payload_checksum, fingerprint, sequence = footer
+    if len(key) > KEY_BYTES_MAX:
+        raise ValueError(f"a key of {len(key)} bytes; a footer holds {KEY_BYTES_MAX}")
+    head = _HEAD.pack(MAGIC, VERSION, len(key), payload_bytes, payload_checksum, fingerprint) + key
+    page[:_CHECKSUM_AT] = head.ljust(_SEQUENCE_AT, b"\0") + _SEQUENCE.pack(sequence)
+    _CHECKSUM.pack_into(page, _CHECKSUM_AT, xxh3_64_intdigest(page[:_CHECKSUM_AT]))
+
+
+def read_footer(page: memoryview) -> Footer | Fault:
+    """Read a footer from a page of `FOOTER_BYTES`, or say why it is none."""
+    magic, version, key_bytes, payload_bytes, payload_checksum, fingerprint = _HEAD.unpack_from(page)
+    if magic != MAGIC:
+        return Fault.FOREIGN if any(page) else Fault.ZEROED
+    (checksum,) = _CHECKSUM.unpack_from(page, _CHECKSUM_AT)
+    if checksum != xxh3_64_intdigest(page[:_CHECKSUM_AT]):
+        return Fault.FOOTER
+    if version != VERSION:
+        return Fault.VERSION
+    if key_bytes > KEY_BYTES_MAX:
+        return Fault.FOOTER
+    key = OffloadKey(bytes(page[_HEAD.size : _HEAD.size + key_bytes]))
+    (sequence,) = _SEQUENCE.unpack_from(page, _SEQUENCE_AT)
+    return Footer(key, payload_bytes, payload_checksum, fingerprint, sequence)
+
+
+def payload_checksum(payload: memoryview) -> int:
+    """Return the checksum of a chunk's bytes."""
+    if len(payload) <= SLICE_BYTES:
+        return xxh3_64_intdigest(payload)
+    total = xxh3_64()
+    for start in range(0, len(payload), SLICE_BYTES):
+        total.update(payload[start : start + SLICE_BYTES])
+    return total.intdigest()
+
+
+# Whether what was read is the chunk that was asked for. Pure: bytes in, verdict out.
+
+
+class Whole(Enum):
+    """A file of a right length."""
+
+    FOOTED = "footed"  # A row and a footer, which is still to be compared.
+    BARE = "bare"  # A row and nothing else, as vLLM writes it: nothing says whether it is right.
+
+
+def judge_length(file_bytes: int, row_bytes: int) -> Whole | Fault:
+    """Say what a file of this length can be."""
+    if file_bytes == row_bytes + FOOTER_BYTES:
+        return Whole.FOOTED
+    if file_bytes == row_bytes:
+        return Whole.BARE
+    return Fault.TRUNCATED if file_bytes < row_bytes + FOOTER_BYTES else Fault.OVERLONG
+
+
+def judge_chunk(payload: memoryview, page: memoryview, key: OffloadKey, fingerprint: bytes) -> Fault | None:
+    """Compare a row and its footer with what was asked for; None: they are that, bit for bit."""
+    footer = read_footer(page)
+    if isinstance(footer, Fault):
+        return footer
+    if footer.key != key:
+        return Fault.SWAPPED
+    if footer.fingerprint != fingerprint or footer.payload_bytes != len(payload):
+        return Fault.NAMESPACE
+    if footer.payload_checksum != payload_checksum(payload):
+        return Fault.PAYLOAD
+    return None

@@ -1,0 +1,96 @@
+"""Loads come first: while there are any, stores go on in one lane only, and a slice at a time.
+
+Lanes of their own keep a load from queueing behind stores here, but the device has one queue, and the interpreter one
+lock. One lane that goes on costs a load little and keeps stores from starving, however long loads last.
+"""
+
+import mmap
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+
+# Aligned pages for footers: direct I/O takes no others.
+
+
+class Pages:
+    """As many pages as there are transfers at once. Any thread may borrow one."""
+
+    def __init__(self, count: int, page_bytes: int) -> None:
+        """Map `count` pages of `page_bytes`, a multiple of the system's own page."""
+        assert page_bytes % mmap.PAGESIZE == 0, page_bytes
+        whole = memoryview(mmap.mmap(-1, count * page_bytes))
+        self._free = deque(whole[start : start + page_bytes] for start in range(0, count * page_bytes, page_bytes))
+
+    @contextmanager
+    def one(self) -> Generator[memoryview]:
+        """Lend a page for as long as the block lasts; what is on it is undefined."""
+        page = self._free.pop()  # Empty: a bug, there is a page for every lane.
+        try:
+            yield page
+        finally:
+            self._free.append(page)
+
+
+SLICE_BYTES = 1 << 20  # Written between two looks beside loads: a fraction of a millisecond of a fast disk.
+CALM_SLICE_BYTES = 8 << 20  # Else: more would make the next load wait, less leave the disk idle between two calls.
+CALM_S = 0.01  # After a load another one may follow, and what lanes begin meanwhile would be in its way.
+PATIENCE_S = 1.0  # A lane waits no longer for another one, which may hang.
+
+
+class Precedence:
+    """Of one tier's loads over its stores. Any thread may call."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """Let everybody go. `clock`: in seconds."""
+        self._changed = threading.Condition()
+        self._clock = clock
+        self._loads = 0
+        self._calm_at = 0.0
+        self._going: int | None = None  # The thread that goes on beside loads.
+
+    @property
+    def slice_bytes(self) -> int:
+        """How much to write before the next look."""
+        return SLICE_BYTES if self._left_s() else CALM_SLICE_BYTES
+
+    @contextmanager
+    def loading(self) -> Generator[None]:
+        """Have stores give way for as long as the block lasts. Never waits."""
+        with self._changed:
+            self._loads += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._loads -= 1
+                self._calm_at = self._clock() + CALM_S
+
+    @contextmanager
+    def storing(self) -> Generator[None]:
+        """Write a chunk in the block, when it is this lane's turn."""
+        try:
+            self.give_way()
+            yield
+        finally:
+            if self._going == threading.get_ident():
+                with self._changed:
+                    self._going = None
+                    self._changed.notify_all()  # Once loads have ended, nobody else would wake the others.
+
+    def give_way(self) -> None:
+        """Wait until there are no loads, or until no other lane goes on beside them. Free where there are none."""
+        this = threading.get_ident()
+        if not self._left_s() or self._going == this:
+            return
+        with self._changed:
+            ends_at = self._clock() + PATIENCE_S
+            while self._going is not None and (left_s := min(self._left_s(), ends_at - self._clock())) > 0:
+                self._changed.wait(left_s)
+            if self._going is None and self._left_s():
+                self._going = this
+
+    def _left_s(self) -> float:
+        """Return for how long loads go on at least, as far as is known; 0 if there are none."""
+        return PATIENCE_S if self._loads else max(0.0, self._calm_at - self._clock())

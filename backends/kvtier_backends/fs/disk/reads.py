@@ -1,0 +1,282 @@
+"""How a lane reads: several reads under way at once where the kernel can do that, else one after the other.
+
+A lane that verifies one chunk while the next ones come keeps the disk's queue full, and goes to the kernel (and, each
+time, back to the interpreter's lock) twice for many chunks instead of once for each.
+"""
+
+import ctypes
+import errno
+import os
+import platform
+import struct
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import NamedTuple, Protocol
+
+# Linux AIO: direct reads that the kernel goes on with while the thread that asked for them does something else.
+#
+# System calls by number, since libaio is not everywhere. Not io_uring, which containers refuse as a rule: it was as
+# fast.
+
+
+BUFFERS_MAX = 64  # Of one read.
+
+
+class _Numbers(NamedTuple):
+    setup: int
+    submit: int
+    getevents: int
+
+
+_NUMBERS = {"x86_64": _Numbers(206, 209, 208), "aarch64": _Numbers(0, 2, 4)}  # Of 64-bit programs.
+
+# struct iocb and struct io_event of linux/aio_abi.h, struct iovec.
+_IOCB = struct.Struct("=QQHhiQQqQQ")
+_EVENT = struct.Struct("=QQqq")
+_IOVEC = struct.Struct("=QQ")
+_PREADV = 7
+
+# A foreign call lets go of the GIL, and of a blocked thread nobody else hears.
+_syscall = ctypes.CDLL(None, use_errno=True).syscall
+_syscall.restype = ctypes.c_long
+_syscall_with_lock = ctypes.PyDLL(None, use_errno=True).syscall  # For what never blocks.
+_syscall_with_lock.restype = ctypes.c_long
+_AT_ONCE = (ctypes.c_long * 2)(0, 0)  # A time to wait: struct timespec.
+
+
+class Context:
+    """Reads under way of one thread, each in a place of its own. It ends with the process.
+
+    The kernel writes to a read's buffers until `wait` has returned its place, whatever else happens.
+    """
+
+    def __init__(self, places: int) -> None:
+        """Have room for so many reads; raises OSError if the kernel has none, or no such thing."""
+        numbers = _NUMBERS.get(platform.machine()) if sys.platform == "linux" and sys.maxsize > 1 << 32 else None
+        if numbers is None:
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+        self.places = places
+        self._submit, self._getevents = ctypes.c_long(numbers.submit), ctypes.c_long(numbers.getevents)
+        self._iocbs = (ctypes.c_char * (places * _IOCB.size))()
+        self._iovecs = (ctypes.c_char * (places * BUFFERS_MAX * _IOVEC.size))()
+        self._events = (ctypes.c_char * (places * _EVENT.size))()
+        self._pointers = (ctypes.c_uint64 * places)()
+        self._iocbs_at, self._iovecs_at = ctypes.addressof(self._iocbs), ctypes.addressof(self._iovecs)
+        self._id = ctypes.c_ulong(0)
+        _checked(_syscall(ctypes.c_long(numbers.setup), ctypes.c_long(places), ctypes.byref(self._id)))
+
+    def prepare(self, place: int, fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+        """Write down a read of at most `BUFFERS_MAX` writable buffers, to be started in a free place."""
+        assert len(buffers) <= BUFFERS_MAX, len(buffers)
+        first = place * BUFFERS_MAX
+        for index, buffer in enumerate(buffers, first):
+            at = ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+            _IOVEC.pack_into(self._iovecs, index * _IOVEC.size, at, len(buffer))
+        iovecs_at = self._iovecs_at + first * _IOVEC.size
+        _IOCB.pack_into(
+            self._iocbs, place * _IOCB.size, place, 0, _PREADV, 0, fd, iovecs_at, len(buffers), offset, 0, 0
+        )
+
+    def start(self, places: Sequence[int]) -> int:
+        """Start reads that were prepared; return how many of them, from the first on, the kernel has taken.
+
+        Raises OSError if it takes none.
+        """
+        for index, place in enumerate(places):
+            self._pointers[index] = self._iocbs_at + place * _IOCB.size
+        return _checked(_syscall(self._submit, self._id, ctypes.c_long(len(places)), self._pointers))
+
+    def wait(self, under_way: int) -> list[tuple[int, int]]:
+        """Wait until one has ended; return the places of all that have, with the bytes read, or a negative errno.
+
+        `under_way`: how many are.
+        """
+        ended = self._ended(_syscall, 1)
+        while not ended:  # A signal.
+            ended = self._ended(_syscall, 1)
+        if len(ended) < under_way:
+            ended += self._ended(_syscall_with_lock, 0)  # While this thread waited for the lock, others have ended.
+        return ended
+
+    def _ended(self, syscall: Callable[..., int], least: int) -> list[tuple[int, int]]:
+        try:
+            count = _checked(
+                syscall(
+                    self._getevents,
+                    self._id,
+                    ctypes.c_long(least),
+                    ctypes.c_long(self.places),
+                    self._events,
+                    None if least else _AT_ONCE,
+                )
+            )
+        except InterruptedError:
+            return []
+        events = (_EVENT.unpack_from(self._events, index * _EVENT.size) for index in range(count))
+        return [(place, result) for place, _, result, _ in events]
+
+
+def _checked(result: int) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+    return result
+
+
+PLACES = 32  # As many as a lane is sent chunks in one hop; the system has 65,536 for all its processes.
+LEAST = 2  # Under way at once: one to wait for, and one to go on with.
+START = 4  # Started in one call: the disk begins with these while the next files are opened.
+
+# Contexts that no lane uses. They are the process's, and kept: the kernel takes 30 ms to end one.
+_idle: deque[Context] = deque()
+os.register_at_fork(after_in_child=_idle.clear)  # They stay the parent's.
+
+
+class Wanted(NamedTuple):
+    """One read: what goes where, and who is told."""
+
+    fd: int
+    buffers: Sequence[memoryview]
+    offset: int
+    size_bytes: int
+    done: Callable[[int | OSError], None]  # Called once, with the bytes that came: fewer are an end, or worth a retry.
+
+
+class Reads(Protocol):
+    """What a lane does its reads with."""
+
+    @property
+    def queue_bytes(self) -> int:
+        """About how much is under way at once; 0: one read."""
+        ...
+
+    def __call__(self, wanted: Iterable[Wanted]) -> None:
+        """Do the reads, which are asked for as there is room, and tell what became of each, in any order.
+
+        Blocks. When it returns or raises, none is under way.
+        """
+        ...
+
+
+class PlainReads:
+    """See `Reads`. Any number of threads may call."""
+
+    queue_bytes = 0
+
+    def __call__(self, wanted: Iterable[Wanted]) -> None:
+        for read in wanted:
+            read.done(_read(read))
+
+
+ONE_BY_ONE = PlainReads()
+
+
+class QueuedReads:
+    """See `Reads`. Any number of threads may call."""
+
+    def __init__(self, queue_bytes: int) -> None:
+        """Have about so many bytes under way in each thread; reads that are longer are done one by one."""
+        self.queue_bytes = queue_bytes
+
+    def __call__(self, wanted: Iterable[Wanted]) -> None:
+        reads = iter(wanted)
+        first = list(islice(reads, LEAST))
+        worth_it = len(first) == LEAST and first[0].size_bytes < self.queue_bytes
+        context = _borrow() if worth_it else None
+        if context is None:
+            ONE_BY_ONE(chain(first, reads))
+        else:
+            _Queue(context, self.queue_bytes).run(chain(first, reads))
+            _idle.append(context)  # After a failure it is not: nobody knows what is in it.
+
+
+class _Queue:
+    """The reads of one call."""
+
+    def __init__(self, context: Context, queue_bytes: int) -> None:
+        self._context = context
+        self._queue_bytes = queue_bytes
+        self._free = list(range(context.places))
+        self._under_way: dict[int, Wanted] = {}
+        self._bytes = 0  # Under way.
+
+    def run(self, wanted: Iterator[Wanted]) -> None:
+        try:
+            self._start(wanted)
+            while self._under_way:
+                ended = self._wait()
+                self._start(wanted)  # First: the disk goes on while what came is looked at.
+                for read, result in ended:
+                    read.done(result)
+        finally:
+            while self._under_way:  # Buffers are lent no longer than the call.
+                self._wait()
+
+    def _start(self, wanted: Iterator[Wanted]) -> None:
+        while reads := list(islice(wanted, self._room())):
+            places = [self._free.pop() for _ in reads]
+            for place, read in zip(places, reads, strict=True):
+                self._context.prepare(place, read.fd, read.buffers, read.offset)
+            try:
+                started = self._context.start(places)
+            except OSError:
+                started = 0
+            for place, read in zip(places[:started], reads, strict=False):
+                self._under_way[place] = read
+                self._bytes += read.size_bytes
+            self._free += places[started:]
+            for read in reads[started:]:  # Whatever the kernel has against them: a plain read does it, or says.
+                read.done(_read(read))
+
+    def _room(self) -> int:
+        """Return how many reads to start now."""
+        count = len(self._under_way)
+        if count < LEAST:
+            return LEAST - count
+        return min(START, len(self._free)) if self._bytes < self._queue_bytes else 0
+
+    def _wait(self) -> list[tuple[Wanted, int | OSError]]:
+        ended: list[tuple[Wanted, int | OSError]] = []
+        for place, result in self._context.wait(len(self._under_way)):
+            read = self._under_way.pop(place)
+            self._bytes -= read.size_bytes
+            self._free.append(place)
+            ended.append((read, result if result >= 0 else OSError(-result, os.strerror(-result))))
+        return ended
+
+
+def takes_queued(fd: int, page: memoryview) -> bool:
+    """Say whether reads of a file can be queued, by a read of its first page. Raises OSError if it cannot be read."""
+    length, context = os.preadv(fd, [page], 0), _borrow()
+    if context is None:
+        return False
+    expected = bytes(page)
+    page[:] = bytes(len(page))
+    context.prepare(0, fd, [page], 0)
+    try:
+        context.start([0])
+    except OSError:
+        return False
+    ended = context.wait(1)
+    _idle.append(context)
+    return ended == [(0, length)] and bytes(page) == expected
+
+
+def _read(read: Wanted) -> int | OSError:
+    try:
+        return os.preadv(read.fd, read.buffers, read.offset)
+    except OSError as error:
+        return error.with_traceback(None)  # It would keep the frame, and with it the lent buffers.
+
+
+def _borrow() -> Context | None:
+    try:
+        return _idle.pop()
+    except IndexError:
+        pass
+    try:
+        return Context(PLACES)
+    except OSError:
+        return None  # None of this system, or no more of them.

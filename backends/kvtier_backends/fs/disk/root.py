@@ -1,0 +1,306 @@
+"""The tier's place in its root: made, checked and tried before the first chunk.
+
+Everything is reached through a descriptor of the root, never through its path again: where a mount goes away underfoot,
+the path would lead to the empty directory below it, and chunks would fill the wrong disk.
+"""
+
+import errno
+import json
+import logging
+import mmap
+import os
+import re
+import stat
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from typing import Literal
+
+from kvtier.backend import NAME_BYTES_MAX, SEGMENTS_SUFFIX, FileMapper
+from kvtier.errors import BackendUnavailable, ConfigError
+from kvtier.memory import let_go_in_forks, reason
+from kvtier_backends.fs.disk.attempts import Writer, attempt_name, read_attempt
+from kvtier_backends.fs.disk.below import NO_LINK, ForeignError, open_file, open_folder, refuse_others, refused
+from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk, FolderSizes
+from kvtier_backends.fs.disk.quarantine import Quarantine
+from kvtier_backends.fs.disk.reads import ONE_BY_ONE, QueuedReads, Reads, takes_queued
+from kvtier_backends.fs.options import FsOptions
+
+logger = logging.getLogger(__name__)
+
+ALIGN_BYTES = 4_096  # Of rows and footers; direct I/O is tried at this and nothing coarser.
+CONFIG_BYTES_MAX = 1 << 20  # Thousands of layer names; anything longer is another program's file.
+
+QUARANTINE = "quarantine"
+
+_OWN = re.compile(r"[0-9a-f]{2,3}|[0-9]{8}\.seg")  # Folders of chunks, and segments.
+_BOOK = re.compile(r"config\.json|(?:index|ledger|write-budget)_r[0-9]+(?:_flat|_segments)?")
+
+_REFUSED = {errno.EINVAL, errno.EOPNOTSUPP}  # How file systems say that they have no direct I/O.
+_OURS_TO_MEND = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENAMETOOLONG}
+
+
+class Folder:
+    """An open root, and where this namespace's files are in it."""
+
+    writer: Writer
+    """Who we are in the names of unfinished files; there from `open` on, as are the next three."""
+    quarantine: Quarantine
+    sizes: FolderSizes
+    disk: Disk
+
+    def __init__(self, options: FsOptions, mapper: FileMapper) -> None:
+        """Touch nothing yet."""
+        self.root_fd = -1
+        self.chunks = mapper.chunks_folder + (SEGMENTS_SUFFIX if options.layout == "segments" else "")
+        self.direct = False
+        self.reads: Reads = ONE_BY_ONE
+        self._options = options
+        self._mapper = mapper
+        let_go_in_forks(self)
+
+    def open(self) -> None:
+        """Make what is missing, and find out how files can be written. Blocks.
+
+        Raises `ConfigError` for what the user can mend and `BackendUnavailable` for the rest, and then leaves nothing.
+        """
+        self.writer = Writer.this_process()
+        root = self._options.root
+        try:
+            with ExitStack() as undo:
+                self._make_root(root, undo)
+                self.root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+                undo.callback(self.close)
+                self.disk = Disk(self.root_fd)
+                quarantine, keeps = f"{self._mapper.folder}/{QUARANTINE}", self._options.corrupt == "quarantine"
+                for name in (self._mapper.folder, self.chunks, *([quarantine] if keeps else [])):
+                    self._make(name, undo)
+                self._refuse_links(quarantine)
+                self._settle_config(undo)
+                self.quarantine = Quarantine(self.root_fd, quarantine, self.disk, keeps=keeps)
+                self.direct = self._try_io(self._options.io)
+                self.reads = self._try_queue()
+                self.sizes = FolderSizes(self._new_folder_bytes())
+                undo.pop_all()
+        except ForeignError as error:
+            raise refused(root, error) from error
+        except OSError as error:
+            if error.errno in _OURS_TO_MEND:
+                raise ConfigError(
+                    f"root: {root!r} given, a directory to write to accepted: {error.strerror}"
+                ) from error
+            raise BackendUnavailable(f"{root}: {reason(error)}") from error
+
+    def close(self) -> None:
+        """Let go of the root; idempotent. No thread may be using it: its number would be another file's."""
+        if self.root_fd >= 0:
+            os.close(self.root_fd)
+            self.root_fd = -1
+
+    def forked(self) -> None:
+        self.close()
+
+    def read(self, name: str, bytes_max: int) -> bytes | None:
+        """Return the first bytes of a small file; None if there is none."""
+        try:
+            fd = open_file(self.root_fd, name)
+        except FileNotFoundError:
+            return None
+        with open(fd, "rb") as file:
+            return file.read(min(bytes_max, os.fstat(fd).st_size))  # As much memory is taken as is asked for.
+
+    def taken_bytes(self, name: str) -> int:
+        """Return what a file takes of the disk; 0 if there is none."""
+        try:
+            return self.disk.taken_bytes(os.stat(name, dir_fd=self.root_fd, follow_symlinks=False))
+        except FileNotFoundError:
+            return 0
+
+    def name_bytes_max(self) -> int:
+        """Return how long a file's name may be there: 255 bytes mostly, 143 where names are encrypted."""
+        try:
+            return os.fpathconf(self.root_fd, "PC_NAME_MAX")
+        except OSError:
+            return NAME_BYTES_MAX
+
+    def beside_bytes(self) -> int:
+        """Return what lies beside the chunks and is a tier's takes: its books, unfinished files, and quarantine.
+
+        What we are writing ourselves is not counted, and what somebody else keeps there neither. Raises OSError.
+        """
+        return self._measured(self._mapper.folder, _BOOK.fullmatch) + self._measured(self.quarantine.name, bool)
+
+    def unfinished_bytes(self) -> int:
+        """Return what unfinished files among the chunks take, with their folder. Raises OSError."""
+        return self._measured(self.chunks, lambda _: False)
+
+    def _measured(self, folder: str, is_ours: Callable[[str], object]) -> int:
+        try:
+            fd = open_folder(self.root_fd, folder)
+        except FileNotFoundError:
+            return 0
+        try:
+            total = os.fstat(fd).st_blocks * SECTOR_BYTES
+            for name in os.listdir(fd):
+                unfinished = read_attempt(name)
+                if unfinished != self.writer and (unfinished or is_ours(name)):
+                    with suppress(FileNotFoundError):
+                        status = os.stat(name, dir_fd=fd, follow_symlinks=False)
+                        total += 0 if stat.S_ISDIR(status.st_mode) else self.disk.taken_bytes(status)
+        finally:
+            os.close(fd)
+        return total
+
+    def publish(self, name: str, pieces: Iterable[bytes]) -> None:
+        """Put a file of these bytes beside the chunks, in place of what was there, whole or not at all."""
+        temporary = f"{self._mapper.folder}/{attempt_name(self.writer)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        try:
+            with open(os.open(temporary, flags, 0o644, dir_fd=self.root_fd), "wb") as file:
+                file.writelines(pieces)
+            os.rename(temporary, name, src_dir_fd=self.root_fd, dst_dir_fd=self.root_fd)
+        except BaseException:
+            _quietly(os.unlink, temporary, dir_fd=self.root_fd)
+            raise
+
+    def _make_root(self, root: str, undo: ExitStack) -> None:
+        with suppress(FileExistsError):
+            os.mkdir(root)
+            undo.callback(_quietly, os.rmdir, root)
+
+    def _make(self, name: str, undo: ExitStack) -> None:
+        with suppress(FileExistsError):
+            os.mkdir(name, dir_fd=self.root_fd)
+            undo.callback(_quietly, os.rmdir, name, dir_fd=self.root_fd)
+        os.close(open_folder(self.root_fd, name))
+
+    def _refuse_links(self, quarantine: str) -> None:
+        """Raise `ForeignError` if there is a link in the place of quarantine, or of something that has chunks."""
+        with suppress(FileNotFoundError):
+            os.close(open_folder(self.root_fd, quarantine))
+        fd = open_folder(self.root_fd, self.chunks)
+        try:
+            names = list(filter(_OWN.fullmatch, os.listdir(fd)))  # 4,096 folders at most, or as many segments.
+        finally:
+            os.close(fd)
+        for name in names:
+            with suppress(FileNotFoundError):
+                status = os.stat(f"{self.chunks}/{name}", dir_fd=self.root_fd, follow_symlinks=False)
+                if stat.S_ISLNK(status.st_mode):
+                    kind = stat.S_IFREG if name.endswith(".seg") else stat.S_IFDIR
+                    refuse_others(self.root_fd, f"{self.chunks}/{name}", kind)
+
+    def _new_folder_bytes(self) -> int:
+        """Return what an empty directory takes."""
+        name = f"{self._mapper.folder}/{attempt_name(self.writer)}"
+        try:
+            os.mkdir(name, dir_fd=self.root_fd)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return self.disk.block_bytes
+            raise
+        try:
+            return os.stat(name, dir_fd=self.root_fd).st_blocks * SECTOR_BYTES
+        finally:
+            _quietly(os.rmdir, name, dir_fd=self.root_fd)
+
+    def _settle_config(self, undo: ExitStack) -> None:
+        """Leave the names' meaning beside the chunks, as vLLM does, or see that what is there says the same."""
+        name, ours = self._mapper.config_name, self._mapper.config_bytes
+        there = self.read(name, CONFIG_BYTES_MAX)
+        if there is None:
+            self.publish(name, [ours])
+            undo.callback(_quietly, os.unlink, name, dir_fd=self.root_fd)
+            return
+        try:
+            same = json.loads(there) == json.loads(ours)
+        except ValueError:  # vLLM writes in place: this may be the half that a killed one left.
+            logger.warning("%s/%s: not JSON; written anew", self._options.root, name)
+            self.publish(name, [ours])
+            return
+        if not same:
+            raise ConfigError(
+                f"root: {self._options.root!r} given, a directory whose {name} is this namespace's accepted: "
+                "this one's fields are others"
+            )
+
+    def _try_io(self, mode: Literal["auto", "direct", "buffered"]) -> bool:
+        """Write and read two pages the way that chunks will be; return whether directly."""
+        if mode != "buffered" and self._trial(os.O_DIRECT):
+            return True
+        if mode == "direct":
+            raise ConfigError(f"io: 'direct' given, 'auto' or 'buffered' accepted: {self._options.root} refuses it")
+        if not self._trial(0):
+            raise BackendUnavailable(f"{self._options.root}: what is written there does not come back")
+        if mode == "auto":
+            logger.warning("%s: no direct I/O there; chunks go through the page cache", self._options.root)
+        return False
+
+    def _try_queue(self) -> Reads:
+        """Read a page the way that chunks are to be; return how lanes read.
+
+        Several at once only straight from a disk: without direct I/O the kernel does not go on by itself, and from a
+        machine that has gone silent, reads that it goes on with would keep this process from being killed.
+        """
+        if not self.direct or not self._options.load_queue_bytes:
+            return ONE_BY_ONE
+        with suppress(OSError):
+            fd = os.open(self._mapper.config_name, os.O_RDONLY | os.O_DIRECT | NO_LINK, dir_fd=self.root_fd)
+            try:
+                is_disk = os.major(os.fstat(fd).st_dev) != 0  # What is no block device has a number without a driver.
+                if is_disk and takes_queued(fd, memoryview(mmap.mmap(-1, ALIGN_BYTES))):
+                    return QueuedReads(self._options.load_queue_bytes)
+            finally:
+                os.close(fd)
+        logger.info("%s: a lane reads one chunk at a time there", self._options.root)
+        return ONE_BY_ONE
+
+    def _trial(self, flag: int) -> bool:
+        name = f"{self._mapper.folder}/{attempt_name(self.writer)}"
+        try:
+            with ExitStack() as stack:
+                stack.callback(_quietly, os.unlink, name, dir_fd=self.root_fd)
+                # Linux makes the file before it refuses the flag.
+                fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flag, 0o644, dir_fd=self.root_fd)
+                stack.callback(os.close, fd)
+                page = memoryview(mmap.mmap(-1, ALIGN_BYTES))
+                page[:] = os.urandom(len(page))
+                os.pwrite(fd, page, 0)
+                self.disk.tried(os.fstat(fd))
+                return _come_back(fd)
+        except OSError as error:
+            if flag and error.errno in _REFUSED:
+                return False
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return self._readable(flag)
+            raise
+
+    def _readable(self, flag: int) -> bool:
+        """Try reading alone: a full disk still serves what is on it."""
+        try:
+            fd = os.open(self._mapper.config_name, os.O_RDONLY | flag | NO_LINK, dir_fd=self.root_fd)
+            try:
+                return os.preadv(fd, [mmap.mmap(-1, ALIGN_BYTES)], 0) > 0
+            finally:
+                os.close(fd)
+        except OSError as error:
+            if flag and error.errno in _REFUSED:
+                return False
+            raise
+
+
+def _come_back(fd: int) -> bool:
+    """Say whether two pages written in one call are read back in one."""
+    written, read = (memoryview(mmap.mmap(-1, 2 * ALIGN_BYTES)) for _ in range(2))
+    written[:] = bytes(range(256)) * (len(written) // 256)
+    halves = slice(None, ALIGN_BYTES), slice(ALIGN_BYTES, None)
+    sent = os.pwritev(fd, [written[half] for half in halves], 0)
+    if sent < len(written):
+        os.pwrite(fd, written[sent:], sent)  # Whatever stopped it says so now.
+    received = os.preadv(fd, [read[half] for half in halves], 0)
+    return sent == received == len(written) and read == written
+
+
+def _quietly(call: Callable[..., None], *args: str, **kwargs: int) -> None:
+    """Clean up as far as it goes: the error that led here is the one to report."""
+    with suppress(OSError):
+        call(*args, **kwargs)

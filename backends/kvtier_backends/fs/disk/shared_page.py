@@ -1,0 +1,268 @@
+"""One page that processes share: how much their directory holds, and how much each has promised to its stores.
+
+There is no server. A byte-range lock guards the page for the microseconds of one change, and a process holds the lock
+of its slot for as long as it lives: the kernel, or the file server, lets go of both when it dies. What a dead process
+had promised counts as written, since some of it may be; a later count of the directory corrects that. So whatever is
+not known for sure is counted as used, and the limit holds.
+
+A page that is damaged, or that is older than one that was seen before, is begun anew: nothing is known then until the
+directory has been counted, and nothing is promised until every process that lives has said again what it has promised.
+
+The page: magic 8, version u32, flags u32, boot 8, used u64, added u64, removed u64, 64 slots of 8, when it was begun
+u64, its generation u64, a bit for each slot that is still to say what was promised u64, zeros, XXH3-64 of all before
+it; little-endian. Version 0.1.0 has written zeros from the end of the slots on, and its processes may share the page.
+"""
+
+import fcntl
+import os
+import struct
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+from kvtier.errors import BackendUnavailable
+from kvtier.memory import let_go_in_forks
+from kvtier_backends.fs.disk.below import open_file
+
+PAGE_BYTES = 4_096
+SLOTS = 64  # Processes on one directory. Each costs eight bytes, and a microsecond a count.
+MAGIC = b"\x89kvledg\n"
+VERSION = 1
+KNOWN = 1  # Flag: the directory has been counted.
+ALL_SLOTS = (1 << SLOTS) - 1
+
+_HEAD = struct.Struct("<8sII8sQQQ")
+_SLOTS = struct.Struct(f"<{SLOTS}Q")
+_LIFE = struct.Struct("<QQQ")
+_LIFE_AT = _HEAD.size + _SLOTS.size
+_CHECKSUM = struct.Struct("<Q")
+_CHECKSUM_AT = PAGE_BYTES - _CHECKSUM.size
+_FLOCK = struct.Struct("hhqqi0q")  # struct flock of fcntl(2).
+
+# Bytes that are locked lie behind the page: nobody reads or writes there.
+_PAGE_LOCK = PAGE_BYTES
+_EVICTION_LOCK = PAGE_BYTES + 1
+_SLOT_LOCKS = PAGE_BYTES + 2
+
+
+class Count(NamedTuple):
+    """Where the page stood when a count of the directory began."""
+
+    begun_ns: int
+    added_bytes: int
+    removed_bytes: int
+
+
+class Page:
+    """What the page says, while it is locked."""
+
+    def __init__(self, *, begun_ns: int = 0, untold: int = 0) -> None:
+        """Know nothing."""
+        self.begun_ns = begun_ns
+        """When it was last begun anew; no two lives of a page have the same. 0: by 0.1.0, which does not say."""
+        self.generation = 0
+        """How often it was written since then."""
+        self.untold = untold
+        """A bit for each slot whose process has not said since then what it has promised."""
+        self.known = False
+        self.boot = bytes(8)
+        self.used_bytes = 0
+        self.added_bytes = 0
+        self.removed_bytes = 0
+        self.reserved_bytes = [0] * SLOTS
+
+
+class LedgerFile:
+    """One process's hold on the page. Blocks for as long as others change it; any thread may call."""
+
+    def __init__(self, root_fd: int, name: str, boot: bytes) -> None:
+        """Open the file and take a slot. `boot`: 8 bytes that say on which boot of which machine we are.
+
+        Raises `BackendUnavailable` if all slots are taken, and `OSError` where there are no such locks.
+        """
+        self._fd = open_file(root_fd, name, os.O_RDWR | os.O_CREAT)
+        self._slot = -1
+        self._seen = 0, 0  # When the page was begun, and its generation, as far as we have seen.
+        self._promised_bytes = 0  # As our slot says, whatever has become of the page.
+        self._threads = threading.Lock()
+        self._evictors = threading.Lock()
+        try:
+            with self._page() as page:
+                self._slot = self._take_slot()
+                alone = not any(self._is_alive(slot) for slot in range(SLOTS) if slot != self._slot)
+                if alone and page.boot != boot:  # Since then the machine may have lost what it had not written.
+                    page.known = False
+                page.boot = boot
+                self._reap(page)
+                page.used_bytes += page.reserved_bytes[self._slot]
+                page.reserved_bytes[self._slot] = 0
+                page.untold &= ~(1 << self._slot)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        let_go_in_forks(self)
+
+    def forked(self) -> None:
+        """Let go of the locks in a child: its owner has them for as long as it lives, and no longer."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def close(self) -> None:
+        """Give up the slot; promises that were not taken back count as written. Idempotent."""
+        with self._threads:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1
+
+    def reserve(self, wanted_bytes: int, limit_bytes: int) -> int | None:
+        """Promise as much of that as fits into the limit, and return how much it was; None: nobody knows what fits."""
+        with self._page() as page:
+            if not self._is_sure(page):
+                return None
+            free_bytes = limit_bytes - page.used_bytes - sum(page.reserved_bytes)
+            granted_bytes = max(0, min(wanted_bytes, free_bytes))
+            page.reserved_bytes[self._slot] += granted_bytes
+            return granted_bytes
+
+    def exchange(self, gone_bytes: int, wanted_bytes: int) -> int:
+        """Count what has gone, and promise that much of what is wanted to whoever made it go."""
+        with self._page() as page:
+            _count(page, -gone_bytes)
+            granted_bytes = min(gone_bytes, wanted_bytes)
+            page.reserved_bytes[self._slot] += granted_bytes
+            return granted_bytes
+
+    def settle(self, reserved_bytes: int, added_bytes: int) -> None:
+        """Take a promise back, and count what came of it; less than nothing if more has gone than come."""
+        with self._page() as page:
+            page.reserved_bytes[self._slot] -= reserved_bytes
+            _count(page, added_bytes)
+
+    def taken(self) -> tuple[int, int] | None:
+        """Return what is used and what is promised; None: nobody knows."""
+        with self._page() as page:
+            return (page.used_bytes, sum(page.reserved_bytes)) if self._is_sure(page) else None
+
+    def begin_count(self) -> Count:
+        """Note where the page stands before the directory is looked through; what the dead have left is seen then."""
+        with self._page() as page:
+            self._reap(page)
+            return Count(page.begun_ns, page.added_bytes, page.removed_bytes)
+
+    def end_count(self, began: Count, seen_bytes: int) -> None:
+        """Correct what is used by what was seen, give or take what has changed since the count began.
+
+        That is not known if the page was begun anew meanwhile: then nothing changes, and another count is needed.
+        """
+        with self._page() as page:
+            if page.begun_ns != began.begun_ns:
+                return
+            most = seen_bytes + page.added_bytes - began.added_bytes
+            least = seen_bytes - (page.removed_bytes - began.removed_bytes) - sum(page.reserved_bytes)
+            page.used_bytes = min(max(page.used_bytes, least), most) if page.known else most
+            page.known = True
+
+    @contextmanager
+    def evicting(self) -> Generator[None]:
+        """Keep others from evicting for as long as the block lasts."""
+        with self._evictors:
+            _lock(self._fd, fcntl.F_WRLCK, _EVICTION_LOCK)
+            try:
+                yield
+            finally:
+                _lock(self._fd, fcntl.F_UNLCK, _EVICTION_LOCK)
+
+    @contextmanager
+    def _page(self) -> Generator[Page]:
+        """Lock the page, and write it back if nothing was raised."""
+        with self._threads:
+            _lock(self._fd, fcntl.F_WRLCK, _PAGE_LOCK)
+            try:
+                page = self._current(read_page(os.pread(self._fd, PAGE_BYTES, 0)))
+                yield page
+                page.generation += 1
+                os.pwrite(self._fd, _written(page), 0)
+                self._seen, self._promised_bytes = (page.begun_ns, page.generation), page.reserved_bytes[self._slot]
+            finally:
+                with suppress(OSError):  # With the descriptor gone, so is the lock.
+                    _lock(self._fd, fcntl.F_UNLCK, _PAGE_LOCK)
+
+    def _current(self, page: Page | None) -> Page:
+        """Return the page, or one that is begun anew if there is none, or if it is older than one that was seen."""
+        if page is None or (page.begun_ns and (page.begun_ns, page.generation) < self._seen):
+            page = Page(begun_ns=max(time.time_ns(), self._seen[0] + 1), untold=ALL_SLOTS)
+        if self._slot >= 0:
+            page.reserved_bytes[self._slot] = self._promised_bytes
+            page.untold &= ~(1 << self._slot)
+        return page
+
+    def _is_sure(self, page: Page) -> bool:
+        """Say whether it is known what is used, and what every process that lives has promised."""
+        if page.untold:
+            self._reap(page)
+        return page.known and not page.untold
+
+    def _take_slot(self) -> int:
+        for slot in range(SLOTS):
+            with suppress(BlockingIOError):
+                _lock(self._fd, fcntl.F_WRLCK, _SLOT_LOCKS + slot, wait=False)
+                return slot
+        raise BackendUnavailable(f"{SLOTS} processes share the directory already")
+
+    def _is_alive(self, slot: int) -> bool:
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, _SLOT_LOCKS + slot, 1, 0)
+        told = fcntl.fcntl(self._fd, fcntl.F_OFD_GETLK, asked)
+        return bool(_FLOCK.unpack(told)[0] != fcntl.F_UNLCK)
+
+    def _reap(self, page: Page) -> None:
+        """Count what dead processes had promised as written."""
+        for slot, reserved_bytes in enumerate(page.reserved_bytes):
+            matters = reserved_bytes or page.untold >> slot & 1
+            if matters and slot != self._slot and not self._is_alive(slot):
+                _count(page, reserved_bytes)
+                page.reserved_bytes[slot] = 0
+                page.untold &= ~(1 << slot)
+
+
+def _lock(fd: int, kind: int, at: int, *, wait: bool = True) -> None:
+    """Lock or unlock one byte for this open file: the kernel lets go of it when the last descriptor is closed."""
+    command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
+    fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, at, 1, 0))
+
+
+def _count(page: Page, added_bytes: int) -> None:
+    page.used_bytes = max(0, page.used_bytes + added_bytes)
+    if added_bytes >= 0:
+        page.added_bytes += added_bytes
+    else:
+        page.removed_bytes -= added_bytes
+
+
+def read_page(content: bytes) -> Page | None:
+    """Read a page; None if it is none, because it is new, damaged or of another version."""
+    if len(content) != PAGE_BYTES:
+        return None
+    magic, version, flags, boot, used, added, removed = _HEAD.unpack_from(content)
+    (checksum,) = _CHECKSUM.unpack_from(content, _CHECKSUM_AT)
+    if (magic, version) != (MAGIC, VERSION) or checksum != xxh3_64_intdigest(content[:_CHECKSUM_AT]):
+        return None
+    page = Page()
+    page.known = bool(flags & KNOWN)
+    page.boot = boot
+    page.used_bytes, page.added_bytes, page.removed_bytes = used, added, removed
+    page.reserved_bytes = list(_SLOTS.unpack_from(content, _HEAD.size))
+    page.begun_ns, page.generation, page.untold = _LIFE.unpack_from(content, _LIFE_AT)
+    return page
+
+
+def _written(page: Page) -> bytes:
+    flags = KNOWN if page.known else 0
+    head = _HEAD.pack(MAGIC, VERSION, flags, page.boot, page.used_bytes, page.added_bytes, page.removed_bytes)
+    life = _LIFE.pack(page.begun_ns, page.generation, page.untold)
+    body = (head + _SLOTS.pack(*page.reserved_bytes) + life).ljust(_CHECKSUM_AT, b"\0")
+    return body + _CHECKSUM.pack(xxh3_64_intdigest(body))

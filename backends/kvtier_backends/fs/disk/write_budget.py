@@ -1,0 +1,99 @@
+"""Bytes that may be written in a day, for the sake of flash: a token bucket that survives restarts.
+
+What is in the bucket is in a file. A process draws from it in small advances before it writes, so that one that is
+killed wastes what is left of its advance, and never writes twice on one token. An eighth of the day's bytes may come at
+once; that, the advance and what runs in during 24 hours are together the day's bytes.
+"""
+
+import asyncio
+import fcntl
+import os
+import struct
+from collections.abc import Callable
+
+from xxhash import xxh3_64_intdigest
+
+from kvtier.backend import Lanes, in_thread
+from kvtier.memory import let_go_in_forks
+from kvtier_backends.fs.disk.below import open_file
+
+DAY_NS = 86_400_000_000_000
+BURST_PARTS = 4  # Of the day's bytes, in 32nds: what the bucket holds,
+ADVANCE_PARTS = 1  # what is drawn at once,
+INFLOW_PARTS = 27  # and what runs in during a day.
+
+_RECORD = struct.Struct("<QQ")  # Bytes in the bucket, and when it was looked at, in ns since the epoch.
+_CHECKSUM = struct.Struct("<Q")
+
+
+class WriteBudget:
+    """One tier's. Belongs to the loop's thread, and reads and writes its file in lanes."""
+
+    def __init__(
+        self, root_fd: int, name: str, bytes_per_day: int, unit_bytes: int, clock_ns: Callable[[], int]
+    ) -> None:
+        """Open the file, or make it with a full bucket. Blocks. `unit_bytes`: what is written at once at least."""
+        self._fd = open_file(root_fd, name, os.O_RDWR | os.O_CREAT)
+        self._bytes_per_day = bytes_per_day
+        self._burst_bytes = max(unit_bytes, bytes_per_day * BURST_PARTS // 32)
+        self._advance_bytes = max(unit_bytes, bytes_per_day * ADVANCE_PARTS // 32)
+        self._clock_ns = clock_ns
+        self._advance_left = 0
+        self._drawing = asyncio.Lock()
+        self._draw(0)
+        let_go_in_forks(self)
+
+    def forked(self) -> None:
+        """Let go of the file in a child: what is left of the advance is its owner's."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def use(self, lanes: Lanes) -> None:
+        """Read and write the file in these lanes."""
+        self._lanes = lanes
+
+    async def take(self, wanted_bytes: int, unit_bytes: int) -> int:
+        """Allow as much of what is wanted as there is, in whole units; it counts as written."""
+        if wanted_bytes > self._advance_left:
+            async with self._drawing:
+                short_bytes = wanted_bytes - self._advance_left
+                if short_bytes > 0:
+                    await in_thread(self._lanes, self._draw, max(short_bytes, self._advance_bytes))
+        allowed_bytes = min(wanted_bytes, self._advance_left) // unit_bytes * unit_bytes
+        self._advance_left -= allowed_bytes
+        return allowed_bytes
+
+    def close(self) -> None:
+        """Put back what was not written. Blocks; idempotent."""
+        if self._fd >= 0:
+            self._draw(-self._advance_left)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _draw(self, wanted_bytes: int) -> None:
+        """Take from the bucket, or put back into it, under the file's lock: other processes may draw on it, too."""
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        try:
+            now_ns = self._clock_ns()
+            level_bytes = self._level(os.pread(self._fd, _RECORD.size + _CHECKSUM.size, 0), now_ns)
+            drawn_bytes = min(wanted_bytes, level_bytes)
+            record = _RECORD.pack(min(level_bytes - drawn_bytes, self._burst_bytes), now_ns)
+            os.pwrite(self._fd, record + _CHECKSUM.pack(xxh3_64_intdigest(record)), 0)
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        self._advance_left += drawn_bytes
+
+    def _level(self, content: bytes, now_ns: int) -> int:
+        """Return what is in the bucket by now; nothing if that cannot be known, and no more for a clock set back."""
+        if not content:
+            return self._burst_bytes
+        record = content[: _RECORD.size]
+        if len(content) != _RECORD.size + _CHECKSUM.size or _CHECKSUM.unpack(content[_RECORD.size :]) != (
+            xxh3_64_intdigest(record),
+        ):
+            return 0
+        level_bytes, looked_at_ns = _RECORD.unpack(record)
+        passed_ns = min(DAY_NS, max(0, now_ns - looked_at_ns))
+        inflow_bytes = self._bytes_per_day * INFLOW_PARTS * passed_ns // (32 * DAY_NS)
+        return int(min(self._burst_bytes, level_bytes + inflow_bytes))

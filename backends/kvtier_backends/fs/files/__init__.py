@@ -1,0 +1,1 @@
+"""The layout `files`: one file a chunk."""

@@ -1,0 +1,318 @@
+"""How chunks' bytes reach the disk and come back: one file each, written aside and renamed into place.
+
+The only module that knows where in the file system a chunk is; what its bytes must be is not known here. Everything
+blocks, any thread may call, and what fails raises the `OSError` of the call that failed.
+"""
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import NamedTuple, Self
+
+from kvtier.backend import FileMapper, OffloadKey
+from kvtier_backends.fs.disk.attempts import attempt_name
+from kvtier_backends.fs.disk.below import NO_LINK, ForeignError, open_folder, refuse_others
+from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk
+from kvtier_backends.fs.disk.footer import Fault
+from kvtier_backends.fs.disk.lanes import Precedence
+from kvtier_backends.fs.disk.reads import Wanted
+from kvtier_backends.fs.disk.root import Folder
+from kvtier_backends.fs.files.discard import Discard, Discarded
+
+# A chunk's file while it is read: what is verified and what is taken out of the way is one file, whatever its name.
+
+
+class OpenChunk:
+    """A chunk's file for as long as it is open: what is read and what is discarded are the same file."""
+
+    def __init__(self, name: str, fd: int, disk: Disk, discard: Discard) -> None:
+        """Take over an open descriptor."""
+        self._disk = disk
+        self._name = name
+        self._fd = fd
+        self._discard = discard
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+    def wanted(self, buffers: Sequence[memoryview], done: Callable[[int | OSError], None]) -> Wanted:
+        """Ask for the file's bytes; what comes may be less than there is."""
+        return Wanted(self._fd, buffers, 0, sum(map(len, buffers)), done)
+
+    def read_on(self, buffers: Sequence[memoryview], got: int, expected_bytes: int) -> int:
+        """Fill what a first read has left of the buffers, and return how many bytes came in all.
+
+        That is all that the file has, if the buffers have room for it. `expected_bytes`: the length at which there is
+        no doubt that the end was reached.
+        """
+        if got == expected_bytes:
+            return got
+        end = min(os.fstat(self._fd).st_size, sum(map(len, buffers)))
+        while got < end and (more := os.preadv(self._fd, part_of(buffers, got, end), got)):
+            got += more
+        return got
+
+    def allocated_bytes(self) -> int:
+        """Return the bytes that the file takes on the disk."""
+        return self._disk.taken_bytes(os.fstat(self._fd))
+
+    def discard(self, fault: Fault) -> Discarded:
+        """Take this very file out of the way, not one that has replaced it meanwhile."""
+        return self._discard(self._name, self._fd, fault)
+
+
+def part_of(buffers: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
+    """Return these bytes of the buffers as if they were one."""
+    pieces: list[memoryview] = []
+    for buffer in buffers:
+        if piece := buffer[max(0, start) : max(0, end)]:
+            pieces.append(piece)
+        start, end = start - len(buffer), end - len(buffer)
+    return pieces
+
+
+CREATE_ATTEMPTS = 8  # Someone may remove a folder between its making and its use, but not for ever.
+
+
+class Found(NamedTuple):
+    """What can be seen of a file without opening it."""
+
+    allocated_bytes: int
+    used_at_ns: int
+    file_bytes: int
+
+
+class Attempt(NamedTuple):
+    """A file that is being written, under a name of its own."""
+
+    name: str
+    fd: int
+    allocated_bytes: int | None = None  # What it takes, if writing it will not change that.
+
+
+class ChunkFiles:
+    """The files of one namespace, by key."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        mapper: FileMapper,
+        precedence: Precedence,
+        *,
+        fsync: bool,
+        keeps_folders: bool = False,
+    ) -> None:
+        """Use an opened folder, and let others go first between two slices of a chunk.
+
+        With `fsync`, a chunk is on the device when `write` returns. `keeps_folders`: they are few, and soon used.
+        """
+        self._keeps_folders = keeps_folders
+        self._precedence = precedence
+        self._root = folder.root_fd
+        self._mapper = mapper
+        self._writer = folder.writer
+        self._writer_uid = os.geteuid()
+        self._fsync = fsync
+        self._sizes = folder.sizes
+        self._disk = folder.disk
+        self._chunks = folder.chunks
+        self._direct = os.O_DIRECT if folder.direct else 0
+        self._discard = Discard(folder)
+
+    def open(self, key: OffloadKey) -> OpenChunk:
+        """Open a chunk's file to read it. A link there is none, wherever it leads."""
+        name = self._mapper.name(key)
+        try:
+            fd = os.open(name, os.O_RDONLY | NO_LINK | self._direct, dir_fd=self._root)
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.ENXIO):  # By the latter a socket would pass for a disk that is gone.
+                refuse_others(self._root, name, stat.S_IFREG)
+            raise
+        return OpenChunk(name, fd, self._disk, self._discard)
+
+    def reuse(self, key: OffloadKey, file_bytes: int) -> Attempt | None:
+        """Take a chunk's file out of its place to be overwritten; None if it is gone now, not fit for that.
+
+        `file_bytes`: the length that it has to have. Nobody may read it any more.
+        """
+        name = self._mapper.name(key)
+        aside = f"{os.path.dirname(name)}/{attempt_name(self._writer)}"
+        try:
+            os.rename(name, aside, src_dir_fd=self._root, dst_dir_fd=self._root)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        with suppress(OSError):  # Somebody else's, or a link that would lead elsewhere.
+            status = os.stat(aside, dir_fd=self._root, follow_symlinks=False)
+            ours = stat.S_ISREG(status.st_mode) and status.st_uid == self._writer_uid
+            # Another name for it, such as a backup's, must keep its bytes.
+            if ours and status.st_size == file_bytes and status.st_nlink == 1:
+                fd = os.open(aside, os.O_WRONLY | NO_LINK | self._direct, dir_fd=self._root)
+                blocks_bytes = status.st_blocks * SECTOR_BYTES  # Fewer than it is long: it has holes, or is compressed.
+                return Attempt(aside, fd, blocks_bytes if blocks_bytes >= file_bytes else None)
+        os.unlink(aside, dir_fd=self._root)
+        return None
+
+    def write(
+        self, key: OffloadKey, buffers: Sequence[memoryview], used_at_ns: int, attempt: Attempt | None = None
+    ) -> int:
+        """Put a file of these bytes in place of what was there, and return the bytes that it takes on the disk.
+
+        `used_at_ns` becomes its time: what orders files after a restart. `attempt`: a file of this length to overwrite.
+        Until it has returned, readers find what was there before; a failure leaves that. (But for a failed sync of
+        the folder: then the new file may be in place, whole.)
+        """
+        name = self._mapper.name(key)
+        parent = os.path.dirname(name)
+        temporary, fd, allocated_bytes = attempt or self._create(parent)
+        try:
+            try:
+                self._write_all(fd, buffers)
+                os.utime(fd, ns=(used_at_ns, used_at_ns))
+                if self._fsync:
+                    os.fsync(fd)
+                if allocated_bytes is None:
+                    allocated_bytes = self._disk.taken_bytes(os.fstat(fd))
+            finally:
+                os.close(fd)  # Network file systems report a full disk here.
+            # rename last: a reader sees the old chunk or the new one, never half of each.
+            self._publish(temporary, name)
+        except BaseException:
+            self._drop(temporary)
+            raise
+        try:
+            if self._fsync:
+                self._sync(parent)
+            self._look_at(parent)
+        except ForeignError:
+            os.unlink(name, dir_fd=self._root)  # It is elsewhere, where nobody would look for it.
+            raise
+        return allocated_bytes
+
+    def remove(self, key: OffloadKey) -> bool:
+        """Remove a chunk's file and the folders that it leaves empty; False if there was none."""
+        try:
+            os.unlink(self._mapper.name(key), dir_fd=self._root)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        self.tidy(key)
+        return True
+
+    def tidy(self, key: OffloadKey) -> None:
+        """Remove the folders above a file that is gone, as far as they are empty: they take room, too."""
+        if self._keeps_folders:
+            return
+        folder = os.path.dirname(self._mapper.name(key))
+        with suppress(OSError):  # Mostly because it is not empty.
+            while folder != self._chunks:
+                os.rmdir(folder, dir_fd=self._root)
+                self._sizes.removed(folder)
+                folder = os.path.dirname(folder)
+
+    def stamp(self, key: OffloadKey, used_at_ns: int) -> None:
+        """Have a chunk's file, if there is one, say that it was used then."""
+        with suppress(OSError):  # It is a hint, for after a restart.
+            os.utime(self._mapper.name(key), ns=(used_at_ns, used_at_ns), dir_fd=self._root, follow_symlinks=False)
+
+    def length(self, key: OffloadKey) -> int | None:
+        """Return the length of a chunk's file in bytes; None if there is none."""
+        status = self._stat(key)
+        return status and status.st_size
+
+    def look(self, key: OffloadKey) -> "Found | None":
+        """Return what a chunk's file takes, and when it was used; None if there is none."""
+        status = self._stat(key)
+        return status and Found(self._disk.taken_bytes(status), status.st_mtime_ns, status.st_size)
+
+    def _stat(self, key: OffloadKey) -> os.stat_result | None:
+        try:
+            return os.stat(self._mapper.name(key), dir_fd=self._root, follow_symlinks=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def _publish(self, temporary: str, name: str) -> None:
+        """Rename a file; its new folder may be missing if it was made in another one."""
+        try:
+            os.rename(temporary, name, src_dir_fd=self._root, dst_dir_fd=self._root)
+        except FileNotFoundError:
+            self._make(os.path.dirname(name))
+            os.rename(temporary, name, src_dir_fd=self._root, dst_dir_fd=self._root)
+
+    def _create(self, parent: str) -> Attempt:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._direct
+        for _ in range(CREATE_ATTEMPTS):
+            temporary = f"{parent}/{attempt_name(self._writer)}"
+            try:
+                return Attempt(temporary, os.open(temporary, flags, 0o644, dir_fd=self._root))
+            except FileNotFoundError:
+                self._make(parent)  # Only now: most stores find their folder, and save the call.
+            except FileExistsError:
+                continue  # A process of the same id in another container: the next number is ours.
+            except OSError:
+                self._drop(temporary)  # Linux makes the file before it refuses a flag.
+                raise
+        raise OSError(errno.EAGAIN, "folders vanish as fast as they are made")
+
+    def _write_all(self, fd: int, buffers: Sequence[memoryview]) -> None:
+        total, done = sum(map(len, buffers)), 0
+        while done < total:
+            if done:
+                self._precedence.give_way()
+            slice_bytes = self._precedence.slice_bytes
+            end = total if total - done < 2 * slice_bytes else done + slice_bytes  # No call for a footer alone.
+            wrote = os.pwritev(fd, part_of(buffers, done, end), done)  # Fewer: the next call says why.
+            if wrote == 0:
+                raise OSError(errno.EIO, f"wrote {done} of {total} bytes and then none")
+            done += wrote
+
+    def _drop(self, temporary: str) -> None:
+        with suppress(OSError):  # The error that led here is the one to report.
+            os.unlink(temporary, dir_fd=self._root)
+
+    def _make(self, folder: str) -> None:
+        parent = os.path.dirname(folder)
+        try:
+            self._mkdir(folder)
+        except FileExistsError:
+            return
+        except FileNotFoundError:
+            if not parent:
+                raise  # The root itself is gone.
+            self._make(parent)
+            with suppress(FileExistsError):
+                self._mkdir(folder)
+        self._look_at(folder)
+        try:
+            self._look_at(parent)
+        except ForeignError:
+            os.rmdir(folder, dir_fd=self._root)
+            raise
+        if self._fsync:
+            self._sync(parent or ".")
+
+    def _mkdir(self, folder: str) -> None:
+        with self._sizes.making(folder):
+            os.mkdir(folder, dir_fd=self._root)
+
+    def _look_at(self, folder: str) -> None:
+        """Count what a folder takes. Raises `ForeignError` if a link is in its place."""
+        with suppress(FileNotFoundError):
+            status = os.stat(folder, dir_fd=self._root, follow_symlinks=False)
+            if not stat.S_ISDIR(status.st_mode):
+                refuse_others(self._root, folder, stat.S_IFDIR)
+            self._sizes.looked_at(folder, status)
+
+    def _sync(self, folder: str) -> None:
+        fd = open_folder(self._root, folder)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)

@@ -1,0 +1,83 @@
+"""A corrupt file is taken out of the way, and a good one that has replaced it meanwhile is not.
+
+No call removes a name only if it is still a certain file. So the file is renamed aside, looked at there, and if it
+turns out to be another one than was read, put back unless a still newer one has come: for a moment its chunk is
+missing, but no chunk is lost.
+"""
+
+import logging
+import os
+from contextlib import suppress
+from enum import Enum
+
+from kvtier_backends.fs.disk.attempts import attempt_name
+from kvtier_backends.fs.disk.below import open_folder
+from kvtier_backends.fs.disk.footer import Fault
+from kvtier_backends.fs.disk.root import Folder
+
+logger = logging.getLogger(__name__)
+
+NAME_CHARACTERS_MAX = 64  # Of the chunk's own name in the quarantined file's; its footer has the whole key.
+
+
+class Discarded(Enum):
+    """What became of a corrupt file."""
+
+    DELETED = "deleted"
+    QUARANTINED = "quarantined"
+    REPLACED = "replaced"  # By somebody's newer file, which stays.
+    LEFT = "left"  # It could not be moved.
+
+
+class Discard:
+    """Discards files of one folder. Blocks; any thread may call."""
+
+    def __init__(self, folder: Folder) -> None:
+        """Discard in an opened folder, as its options say."""
+        self._root = folder.root_fd
+        self._writer = folder.writer
+        self._quarantine = folder.quarantine
+        self._warned: set[Fault] = set()
+
+    def __call__(self, name: str, fd: int, fault: Fault) -> Discarded:
+        """Discard the file that is open as `fd` and was found under `name`."""
+        if self._quarantine.admit():
+            stem = os.path.basename(name).removesuffix(".bin")[:NAME_CHARACTERS_MAX]
+            kept = f"{self._quarantine.name}/{stem}.{fault}{attempt_name(self._writer)}"
+            with suppress(OSError):  # Such as a user's tidying away the folder, or a link. Then it is deleted.
+                os.close(open_folder(self._root, self._quarantine.name))
+                if not take_aside(self._root, name, os.fstat(fd), kept):
+                    return Discarded.REPLACED
+                self._log(fault, f"{name}: corrupt ({fault}); moved to {kept}")
+                return Discarded.QUARANTINED
+        aside = f"{os.path.dirname(name)}/{attempt_name(self._writer)}"
+        try:
+            if not take_aside(self._root, name, os.fstat(fd), aside):
+                return Discarded.REPLACED
+            os.unlink(aside, dir_fd=self._root)
+        except FileNotFoundError:
+            return Discarded.REPLACED  # Somebody else has discarded it.
+        except OSError as error:
+            self._log(fault, f"{name}: corrupt ({fault}) and cannot be discarded: {error.strerror}")
+            return Discarded.LEFT
+        self._log(fault, f"{name}: corrupt ({fault}); deleted")
+        return Discarded.DELETED
+
+    def _log(self, fault: Fault, line: str) -> None:
+        """Warn once of each kind: a whole directory may be corrupt, and all of it is counted."""
+        level = logging.DEBUG if fault in self._warned else logging.WARNING
+        self._warned.add(fault)
+        logger.log(level, line)
+
+
+def take_aside(root_fd: int, name: str, file: os.stat_result, aside: str) -> bool:
+    """Rename this file; False if the name is another file's by now, which keeps it."""
+    if not os.path.samestat(os.stat(name, dir_fd=root_fd, follow_symlinks=False), file):
+        return False
+    os.rename(name, aside, src_dir_fd=root_fd, dst_dir_fd=root_fd)
+    if os.path.samestat(os.stat(aside, dir_fd=root_fd, follow_symlinks=False), file):
+        return True
+    with suppress(FileExistsError):  # Newer still: that one stays.
+        os.link(aside, name, src_dir_fd=root_fd, dst_dir_fd=root_fd, follow_symlinks=False)
+    os.unlink(aside, dir_fd=root_fd)
+    return False

@@ -1,0 +1,363 @@
+"""What one hop to a lane does: a lane's worth of chunks, each verified and answered for by itself.
+
+A hop costs as much as reading a small chunk, so a lane is sent with many. What a share has done is written down in the
+share, chunk by chunk: the call that lent the buffers may be cancelled, and its result lost.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Self, TypeVar
+
+from kvtier.backend import OffloadKey, Outcome, Read, Write
+from kvtier.errors import BlockCorrupt, BlockMissing
+from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.disk.below import ForeignError
+from kvtier_backends.fs.disk.footer import (
+    FOOTER_BYTES,
+    GONE,
+    Fault,
+    Footer,
+    Whole,
+    failure,
+    judge_chunk,
+    judge_length,
+    payload_checksum,
+    write_footer,
+)
+from kvtier_backends.fs.disk.lanes import Pages, Precedence
+from kvtier_backends.fs.disk.reads import Reads, Wanted
+from kvtier_backends.fs.files.chunk_files import Attempt, ChunkFiles, Found, OpenChunk
+from kvtier_backends.fs.files.discard import Discarded
+from kvtier_backends.fs.files.index import Held, believable_ns, is_later
+
+# What one store was promised: room, and the files that it is to overwrite for it.
+
+
+class Grant:
+    """One store's. Its lanes take files from it side by side; all else is the loop's thread's."""
+
+    def __init__(self, chunks: int) -> None:
+        """Promise nothing yet to a store of so many chunks."""
+        self.chunks = chunks
+        self.bytes = 0
+        """Of room, what those files take included."""
+        self.spares_bytes = 0
+        """What those files take, whether they were overwritten by now or not."""
+        self._spares: deque[Held] = deque()
+        self._chosen: list[Held] = []
+        self._gone: list[Held] = []
+        self._told = 0  # Of these, whoever asked has heard of so many.
+
+    @property
+    def spares_wanted(self) -> int:
+        """How many files more could be overwritten: one a chunk."""
+        return self.chunks - len(self._chosen)
+
+    def overwrite(self, victims: Sequence[Held]) -> int:
+        """Have these files, which nobody else is at, overwritten; return the room that is promised with them."""
+        taken_bytes = sum(victim.allocated_bytes for victim in victims)
+        self.bytes += taken_bytes
+        self.spares_bytes += taken_bytes
+        self._chosen += victims
+        self._spares += victims
+        return taken_bytes
+
+    def spare(self) -> Held | None:
+        """Take a file; None if there is none left. Any thread may call."""
+        try:
+            return self._spares.popleft()
+        except IndexError:
+            return None
+
+    def gone(self, spare: Held) -> None:
+        """Note that a file which was taken is no more what it was. Any thread may call."""
+        self._gone.append(spare)
+
+    def news_bytes(self) -> int:
+        """Return what files took that have gone since this was asked last."""
+        news = self._gone[self._told :]
+        self._told += len(news)
+        return sum(spare.allocated_bytes for spare in news)
+
+    def end(self) -> tuple[list[Held], list[Held]]:
+        """Return the files that are gone, and those that are left as they were, when no lane is at it any more."""
+        gone = {spare.key for spare in self._gone}
+        return self._gone, [spare for spare in self._chosen if spare.key not in gone]
+
+
+# The files of one lane's loads, several of them open at a time, and what became of each.
+
+
+TAIL_BYTES = 2 * FOOTER_BYTES  # The second page stays empty unless a file is too long: no call asks for that.
+
+
+@dataclass(slots=True)
+class LoadShare:
+    """Reads of one hop, and what became of them, in order, once it is over."""
+
+    reads: Sequence[Read]
+    leaving: Collection[OffloadKey]  # Keys whose files are on their way out, and may be anything by now.
+    measure: bool  # Whether to say how much room the files take: for keys that the index does not know.
+    outcomes: list[Outcome] = field(default_factory=list[Outcome])
+    allocated_bytes: list[int | None] = field(default_factory=list[int | None])  # None: not loaded, or not measured.
+    kept_bytes: int = 0  # Of corrupt files that are there still: quarantined, or not to be moved.
+    gone: int = 0  # Failures that say that the whole file system is away.
+
+
+Judge = Callable[[OpenChunk, Read, memoryview, int], Outcome]
+"""Says what has come of a file, by the page behind the row and how many bytes a first read brought. Raises OSError."""
+
+
+class LoadHop:
+    """One share on its way; what is open still is closed with it."""
+
+    def __init__(self, files: ChunkFiles, share: LoadShare, pages: memoryview, judge: Judge) -> None:
+        """Read what is behind the rows into `pages`, `TAIL_BYTES` for each."""
+        self._files = files
+        self._share = share
+        self._pages = pages
+        self._judge = judge
+        self._opened: dict[int, OpenChunk] = {}
+        self._outcomes: list[Outcome] = [None] * len(share.reads)
+        self._allocated_bytes: list[int | None] = [None] * len(share.reads)
+
+    def wanted(self) -> Iterator[Wanted]:
+        """Open one file after the other, and ask for what is in it."""
+        for place, read in enumerate(self._share.reads):
+            try:
+                if read.key in self._share.leaving:
+                    raise FileNotFoundError  # As good as.
+                self._opened[place] = chunk = self._files.open(read.key)
+            except (FileNotFoundError, NotADirectoryError, ForeignError):
+                self._outcomes[place] = BlockMissing(f"{read.key.hex()}: no file")
+            except OSError as error:
+                self._fail(place, error)
+            else:
+                yield chunk.wanted([read.into, self._page(place)], partial(self._came, place))
+
+    def end(self) -> None:
+        """Write down in the share what became of all of it."""
+        self._share.outcomes, self._share.allocated_bytes = self._outcomes, self._allocated_bytes
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        while self._opened:
+            self._opened.popitem()[1].close()
+
+    def _came(self, place: int, result: int | OSError) -> None:
+        with self._opened.pop(place) as chunk:
+            if isinstance(result, OSError):
+                self._fail(place, result)
+                return
+            try:
+                outcome = self._judge(chunk, self._share.reads[place], self._page(place), result)
+                if self._share.measure and outcome is None:
+                    self._allocated_bytes[place] = chunk.allocated_bytes()
+                self._outcomes[place] = outcome
+            except OSError as error:
+                self._fail(place, error)
+
+    def _fail(self, place: int, error: OSError) -> None:
+        self._outcomes[place] = failure(self._share.reads[place].key, error)
+        self._share.gone += error.errno in GONE
+
+    def _page(self, place: int) -> memoryview:
+        return self._pages[place * TAIL_BYTES : (place + 1) * TAIL_BYTES]
+
+
+T = TypeVar("T")
+
+SHARE_CHUNKS_MAX = 32  # Beyond that, a hop is under 2 % of the time that small chunks take.
+SHARE_BYTES_MAX = (
+    16 << 20
+)  # Large chunks are spread over the lanes, and a cancelled call waits no longer than this takes.
+
+_COUNTED = {Discarded.QUARANTINED: "quarantined", Discarded.LEFT: "corrupt_left"}
+
+
+def share_chunks(row_bytes: int) -> int:
+    """Return how many chunks of this length a lane is sent at most in one hop."""
+    return min(SHARE_CHUNKS_MAX, max(1, SHARE_BYTES_MAX // row_bytes))
+
+
+def share_least(row_bytes: int, queue_bytes: int) -> int:
+    """Return for how many loads a lane is worth its hop, if it can have so many bytes under way."""
+    return max(1, min(share_chunks(row_bytes), queue_bytes // 2 // row_bytes))
+
+
+def share_out(batch: Sequence[T], lanes: int, most: int, least: int = 1) -> list[Sequence[T]]:
+    """Split a batch into pieces of at most so many for the lanes to work on side by side.
+
+    Fewer lanes are taken if there are not about `least` for each.
+    """
+    parts = max(1, min(lanes, -(-len(batch) // least)))
+    size = max(1, min(most, -(-len(batch) // parts)))
+    return [batch[start : start + size] for start in range(0, len(batch), size)]
+
+
+@dataclass(slots=True)
+class StoreShare:
+    """Writes of one hop, and what became of those that were come to, in order."""
+
+    writes: Sequence[Write]
+    used_at_ns: int  # The head's time; each of the others is a little older, so that it goes before the head.
+    grant: Grant  # Whose files are overwritten as long as there are any.
+    outcomes: list[Outcome] = field(default_factory=list[Outcome])
+    allocated_bytes: list[int | None] = field(default_factory=list[int | None])  # None: not stored.
+    gone: int = 0
+
+
+class Chunks:
+    """Loads and stores shares. Blocks; as many threads may call at once as there are pages."""
+
+    def __init__(
+        self,
+        files: ChunkFiles,
+        tally: Tally,
+        precedence: Precedence,
+        *,
+        lanes: int,
+        row_bytes: int,
+        fingerprint: bytes,
+        accept_bare: bool,
+        reads: Reads,
+    ) -> None:
+        """`accept_bare`: whether to take files without a footer, unverified."""
+        self._files = files
+        self._precedence = precedence
+        self._tally = tally
+        self._row_bytes = row_bytes
+        self._fingerprint = fingerprint
+        self._accept_bare = accept_bare
+        self._reads = reads
+        self._pages = Pages(lanes, SHARE_CHUNKS_MAX * TAIL_BYTES)
+
+    def load(self, share: LoadShare) -> None:
+        """Fill the share's buffers; none but a `None` outcome says that one holds its chunk."""
+        with (
+            self._pages.one() as pages,
+            LoadHop(self._files, share, pages, partial(self._judge, share)) as hop,
+        ):
+            self._reads(hop.wanted())
+            hop.end()
+
+    def store(self, share: StoreShare) -> None:
+        """Store the share's chunks, each wholly or not at all."""
+        with self._pages.one() as page:
+            for place, write in enumerate(share.writes):
+                with self._precedence.storing():
+                    self._store(write, share.used_at_ns - place, page[:FOOTER_BYTES], share)
+
+    def remove(self, keys: Sequence[OffloadKey], removed: list[OffloadKey]) -> OSError | None:
+        """Remove the keys' files, note each one that is surely gone, and return the last error of the others."""
+        last: OSError | None = None
+        for key in keys:
+            try:
+                self._files.remove(key)
+            except OSError as error:
+                last = error
+            else:
+                removed.append(key)
+        return last
+
+    def evict(self, victims: Sequence[Held], gone: dict[OffloadKey, int]) -> None:
+        """Remove victims, and note what each has given back."""
+        for victim in victims:
+            with suppress(OSError):  # It is there still, and the caller counts it so.
+                gone[victim.key] = victim.allocated_bytes if self._files.remove(victim.key) else 0
+
+    def evict_unused(
+        self, victims: Sequence[Held], gone: dict[OffloadKey, int], used: list[Held], *, now_ns: int
+    ) -> None:
+        """Do likewise, but spare those that others have used since, as their files' times say."""
+        for victim in victims:
+            try:
+                found = self._files.look(victim.key)
+                if found is None:
+                    gone[victim.key] = 0  # Whoever removed it has had the room.
+                elif self._is_used(found, victim, now_ns):
+                    used.append(Held(victim.key, found.allocated_bytes, found.used_at_ns))
+                else:
+                    gone[victim.key] = found.allocated_bytes if self._files.remove(victim.key) else 0
+            except OSError:
+                continue  # As above.
+
+    def stamp(self, used_at_ns: Mapping[OffloadKey, int]) -> None:
+        """Have files say when they were used."""
+        for key, time_ns in used_at_ns.items():
+            self._files.stamp(key, time_ns)
+
+    def loadable(self, keys: Sequence[OffloadKey]) -> list[bool]:
+        """Ask the file system for each key whether a load would likely find it."""
+        return [self._loadable(key) for key in keys]
+
+    def takes(self, file_bytes: int) -> bool:
+        """Say whether a load would take a file of this length, if its bytes are right."""
+        whole = judge_length(file_bytes, self._row_bytes)
+        return whole is Whole.FOOTED or (whole is Whole.BARE and self._accept_bare)
+
+    def _is_used(self, found: Found, victim: Held, now_ns: int) -> bool:
+        """Say whether others have used a file, or put a chunk in place of one that no load would take."""
+        if not victim.loadable:
+            return self.takes(found.file_bytes)
+        believable = 0 <= found.used_at_ns == believable_ns(found.used_at_ns, now_ns)
+        return believable and is_later(found.used_at_ns, victim.used_at_ns)
+
+    def _loadable(self, key: OffloadKey) -> bool:
+        try:
+            length = self._files.length(key)
+        except OSError:
+            return False
+        return length is not None and self.takes(length)
+
+    def _store(self, write: Write, used_at_ns: int, page: memoryview, share: StoreShare) -> None:
+        key, block = write
+        footer = Footer(key, len(block), payload_checksum(block), self._fingerprint)
+        spare = share.grant.spare()
+        try:
+            write_footer(page, footer)
+            attempt = None if spare is None else self._reuse(spare, share.grant)
+            allocated_bytes = self._files.write(key, [block, page], used_at_ns, attempt)
+        except OSError as error:
+            share.gone += error.errno in GONE
+            share.allocated_bytes.append(None)
+            share.outcomes.append(failure(key, error))
+        else:
+            share.allocated_bytes.append(allocated_bytes)
+            share.outcomes.append(None)
+        if spare is not None:
+            self._files.tidy(spare.key)
+
+    def _reuse(self, spare: Held, grant: Grant) -> Attempt | None:
+        """Return a chunk's file as one to be written, or None if there is no such file any more."""
+        attempt = self._files.reuse(spare.key, self._row_bytes + FOOTER_BYTES)
+        grant.gone(spare)
+        self._tally.count("overwritten", attempt is not None)
+        return attempt
+
+    def _judge(self, share: LoadShare, chunk: OpenChunk, read: Read, page: memoryview, got: int) -> Outcome:
+        key, into = read
+        file_bytes = chunk.read_on([into, page], got, self._row_bytes + FOOTER_BYTES)
+        whole = judge_length(file_bytes, self._row_bytes)
+        if whole is Whole.BARE:
+            self._tally.count("unverified_accepted" if self._accept_bare else "unverified_refused")
+            return None if self._accept_bare else BlockMissing(f"{key.hex()}: a file without a footer; refused")
+        fault = whole if isinstance(whole, Fault) else judge_chunk(into, page[:FOOTER_BYTES], key, self._fingerprint)
+        if fault is None:
+            return None
+        if fault is Fault.VERSION:
+            self._tally.count("other_version")
+            return BlockMissing(f"{key.hex()}: a file of a later format; left alone")
+        self._tally.corrupt(fault)
+        discarded = chunk.discard(fault)
+        if counter := _COUNTED.get(discarded):
+            self._tally.count(counter)
+            share.kept_bytes += chunk.allocated_bytes()
+        self._files.tidy(key)
+        return BlockCorrupt(f"{key.hex()}: {fault}: a file of {file_bytes:,} bytes for a row of {self._row_bytes:,}")

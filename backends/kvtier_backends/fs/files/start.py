@@ -1,0 +1,332 @@
+"""What looks through the directory, and writes down what was found: once at the start, and where it is shared, again.
+
+A tier answers meanwhile. All of it runs in a lane of its own, and none of it is waited for by a tier that closes.
+"""
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import chain
+
+import aiofiles.os
+
+from kvtier.backend import INVENTORY_BATCH_KEYS, FileMapper, Lanes, OffloadKey, read_folder
+from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.disk.attempts import Sweep
+from kvtier_backends.fs.disk.below import open_folder
+from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Capacity
+from kvtier_backends.fs.disk.root import Folder
+from kvtier_backends.fs.disk.shared_page import LedgerFile
+from kvtier_backends.fs.files.checkpoint import Checkpoint
+from kvtier_backends.fs.files.eviction import Eviction
+from kvtier_backends.fs.files.index import Held, Index, believable_ns
+from kvtier_backends.fs.files.shared import SharedEviction
+
+# What is in the directory at the start, a batch at a time, beside the tier's work.
+#
+# A pull, not a push: the next batch is asked for when the last one is indexed, so that a million files never lie in a
+# queue. No buffer is lent, so a cancelled scan need not wait for its thread.
+
+
+logger = logging.getLogger(__name__)
+
+NAMED_MAX = 8  # Neighbours in the log; a line must stay one.
+DEPTH_MAX = 8  # Folders within folders. Names have three; a loop of bind mounts would have no end.
+
+
+class Scan:
+    """One walk over a namespace's files. Blocks; one thread at a time."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        mapper: FileMapper,
+        takes: Callable[[int], bool],
+        recalled: Iterator[list[Held]],
+        *,
+        now_s: float,
+    ) -> None:
+        """`takes`: whether a load would take a file of this length.
+
+        `recalled`: what a checkpoint says, to be looked for; `now_s`: the time, since the epoch.
+        """
+        self.seen_bytes = 0
+        """What is taken by all that it has seen, but for strangers' files."""
+        self.other_bytes = 0
+        """What is taken by a tier's files that are no chunks."""
+        self.skipped = 0
+        """Files of ours by name, that no load would take."""
+        self.failed = 0
+        """Folders that could not be read."""
+        self.others = 0
+        """Folders of other namespaces, or of ours named otherwise: left alone."""
+        self._sweep = Sweep(folder.root_fd, folder.writer, now_s)
+        self._now_ns = int(now_s * 1e9)
+        self._folder = folder
+        self._root = folder.root_fd
+        self._disk = folder.disk
+        self._sizes = folder.sizes
+        self._mapper = mapper
+        self._takes = takes
+        self._stopped = False
+        self._recalled = recalled
+        self._unseen: set[OffloadKey] = set()  # What was recalled and has not been found yet.
+        self._chunks = chain(self._look_around(folder.chunks), self._walk(folder.chunks, DEPTH_MAX))
+
+    @property
+    def swept(self) -> int:
+        """Temporaries of dead processes that were removed."""
+        return self._sweep.removed
+
+    def next_recalled(self) -> list[Held]:
+        """Return the next chunks that the checkpoint names; an empty list at the end."""
+        batch = [self._believed(chunk) for chunk in next(self._recalled, None) or []]
+        self._unseen.update(chunk.key for chunk in batch)
+        return batch
+
+    def next_vanished(self) -> list[OffloadKey]:
+        """Return, when all batches have been, the next chunks that were recalled and are not there."""
+        if self.failed or self._stopped:
+            return []  # They may be where it could not look.
+        vanished = [self._unseen.pop() for _ in range(min(len(self._unseen), INVENTORY_BATCH_KEYS))]
+        if not vanished:
+            self._unseen = set()  # What is empty by now has room for all that was recalled.
+        return vanished
+
+    def next_batch(self) -> list[Held]:
+        """Return the next chunks; an empty list at the end."""
+        batch: list[Held] = []
+        for chunk in self._chunks:
+            batch.append(chunk)
+            if len(batch) == INVENTORY_BATCH_KEYS:
+                break
+        return batch
+
+    def stop(self) -> None:
+        """Have the walk end soon, from any thread."""
+        self._stopped = True
+
+    def _look_around(self, chunks_folder: str) -> Iterator[Held]:
+        """Sweep what is beside the chunks, and say what is left alone. Finds no chunks."""
+        try:
+            for name in self._names(self._mapper.folder):
+                self._sweep(self._mapper.folder, name)
+            beside_bytes = self._folder.beside_bytes()
+            self.other_bytes += beside_bytes
+            self.seen_bytes += beside_bytes
+            others = [name for name in self._names(".") if name != chunks_folder and read_folder(name)]
+        except OSError as error:
+            logger.warning("%s: what is beside its chunks cannot be listed: %s", chunks_folder, error.strerror)
+            return
+        self.others = len(others)
+        if others:
+            logger.info(
+                "%s has %d neighbours, left alone: %s",
+                chunks_folder,
+                len(others),
+                ", ".join(sorted(others)[:NAMED_MAX]),
+            )
+        yield from ()
+
+    def _names(self, folder: str) -> list[str]:
+        fd = open_folder(self._root, folder)
+        try:
+            return os.listdir(fd)
+        finally:
+            os.close(fd)
+
+    def _walk(self, folder: str, depth: int) -> Iterator[Held]:
+        try:
+            names, chunks = self._list(folder)
+        except FileNotFoundError:
+            return  # Removed since it was listed.
+        except OSError as error:
+            self.failed += 1
+            logger.warning("%s: cannot be listed: %s", folder, error.strerror)
+            return
+        yield from chunks
+        for name in names if depth else ():
+            yield from self._walk(f"{folder}/{name}", depth - 1)
+
+    def _list(self, folder: str) -> tuple[list[str], list[Held]]:
+        """Return a folder's folders and chunks; its descriptor is closed before the walk goes on."""
+        folders: list[str] = []
+        chunks: list[Held] = []
+        fd = open_folder(self._root, folder)
+        try:
+            status = os.fstat(fd)
+            self._sizes.scanned(folder, status)
+            self.seen_bytes += status.st_blocks * SECTOR_BYTES
+            with os.scandir(fd) as entries:
+                for entry in entries:
+                    if self._stopped:
+                        break
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.name)
+                    elif (chunk := self._file(folder, entry)) is not None:
+                        chunks.append(chunk)
+        finally:
+            os.close(fd)
+        return ([] if self._stopped else folders), chunks
+
+    def _file(self, folder: str, entry: "os.DirEntry[str]") -> Held | None:
+        """Return what a file of a chunk's name takes; what any other of ours takes is added up."""
+        temporary = self._sweep(folder, entry.name)
+        key = None if temporary else self._mapper.key(f"{folder}/{entry.name}")
+        try:
+            status = entry.stat(follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        taken_bytes = self._disk.taken_bytes(status)
+        if key is None:
+            if temporary and not self._sweep.is_own(entry.name):  # What we write now has been reserved.
+                self.seen_bytes += taken_bytes
+                self.other_bytes += taken_bytes
+            return None
+        self.seen_bytes += taken_bytes
+        loadable = self._takes(status.st_size)
+        self.skipped += not loadable
+        self._unseen.discard(key)
+        used_at_ns = believable_ns(status.st_mtime_ns, self._now_ns)
+        if used_at_ns < status.st_mtime_ns:  # Or each start would take it for the newest.
+            self._date(folder, entry.name, used_at_ns)
+        return Held(key, taken_bytes, used_at_ns, loadable)
+
+    def _believed(self, chunk: Held) -> Held:
+        used_at_ns = believable_ns(chunk.used_at_ns, self._now_ns)
+        return chunk if used_at_ns == chunk.used_at_ns else chunk._replace(used_at_ns=used_at_ns)
+
+    def _date(self, folder: str, name: str, time_ns: int) -> None:
+        with suppress(OSError):  # Somebody else's.
+            os.utime(f"{folder}/{name}", ns=(time_ns, time_ns), dir_fd=self._root, follow_symlinks=False)
+
+
+AGAIN_S_LEAST = 5.0  # Between two looks through a shared directory,
+AGAIN_TIMES = 20  # or so many times as long as the last one took: looking must not be all that the disk does.
+AGAIN_S_MOST = 600.0  # What others have stored, and what dead processes have left, is seen after so long.
+
+_next_recalled = aiofiles.os.wrap(Scan.next_recalled)
+_next_vanished = aiofiles.os.wrap(Scan.next_vanished)
+_next_batch = aiofiles.os.wrap(Scan.next_batch)
+_write = aiofiles.os.wrap(Checkpoint.write)
+_begin_count = aiofiles.os.wrap(LedgerFile.begin_count)
+_end_count = aiofiles.os.wrap(LedgerFile.end_count)
+
+
+class Looking:
+    """One tier's scans and checkpoints. Belongs to the loop's thread."""
+
+    def __init__(
+        self,
+        folder: Folder,
+        mapper: FileMapper,
+        takes: Callable[[int], bool],
+        index: Index,
+        capacity: Capacity,
+        eviction: Eviction,
+        tally: Tally,
+        *,
+        lane: Lanes,
+        checkpoint: Checkpoint,
+        checkpoint_s: float,
+    ) -> None:
+        """`takes`: whether a load would take a file of this length."""
+        self.done = asyncio.Event()
+        """Set once everything that was there at the start is known."""
+        self.gauged = asyncio.Event()
+        """Set once so much was found that the directory is not small, or all of it."""
+        self._folder = folder
+        self._mapper = mapper
+        self._takes = takes
+        self._index = index
+        self._capacity = capacity
+        self._eviction = eviction
+        self._tally = tally
+        self._lane = lane
+        self._checkpoint = checkpoint
+        self._checkpoint_s = checkpoint_s
+        self._recalled = False  # Before that, the last checkpoint is better than one of what is known.
+        self._scan = self._new_scan(recall=checkpoint_s > 0)
+
+    def stop(self) -> None:
+        """Have a scan end soon."""
+        self._scan.stop()
+        self.gauged.set()
+
+    async def run(self) -> None:
+        """Look through the directory; where it is the tier's own, once."""
+        if not isinstance(self._eviction, SharedEviction):
+            await self._look()
+            return
+        eviction = self._eviction
+        while True:
+            eviction.look_began()
+            began_s = time.monotonic()
+            count = await _begin_count(eviction.ledger, executor=self._lane)
+            await self._look()
+            await _end_count(eviction.ledger, count, self._scan.seen_bytes, executor=self._lane)
+            self._end()
+            pause_s = max(AGAIN_S_LEAST, AGAIN_TIMES * (time.monotonic() - began_s))
+            await eviction.until_look_is_wanted(pause_s, AGAIN_S_MOST)
+            self._scan = self._new_scan(recall=False)
+
+    async def run_checkpoints(self) -> None:
+        """Write down what is known every so often."""
+        while self._checkpoint_s:
+            await asyncio.sleep(self._checkpoint_s)
+            if self._recalled and (room_bytes := self._room_for_checkpoint()) is not None:
+                try:
+                    await _write(self._checkpoint, self._index.snapshot(), time.time_ns(), executor=self._lane)
+                finally:
+                    self._capacity.release_kept(room_bytes)
+                    self._eviction.check()  # It may have grown, and there is to be room for the next.
+
+    def write_last_checkpoint(self, left_s: float) -> None:
+        """Queue it on the lane, behind a scan that is being stopped; only the first closing can."""
+        wanted, self._recalled = self._recalled, False
+        if wanted and self._checkpoint_s and left_s and self._room_for_checkpoint() is not None:
+            self._lane.submit(self._checkpoint.write, self._index.snapshot(), time.time_ns())
+
+    def _room_for_checkpoint(self) -> int | None:
+        """Promise room for a checkpoint of what is known; None if there is none, and the last one will have to do."""
+        wanted_bytes = self._checkpoint.bytes_worst(len(self._index))
+        if self._capacity.reserve_kept(wanted_bytes):
+            return wanted_bytes
+        self._tally.count("checkpoints_failed")
+        return None
+
+    def _new_scan(self, *, recall: bool) -> Scan:
+        recalled = self._checkpoint.read() if recall else iter(())
+        return Scan(self._folder, self._mapper, self._takes, recalled, now_s=time.time())
+
+    async def _look(self) -> None:
+        scan, tally = self._scan, self._tally
+        while batch := await _next_recalled(scan, executor=self._lane):
+            self._index.scanned(batch)
+            self._eviction.changed()
+        self._recalled = True
+        while batch := await _next_batch(scan, executor=self._lane):
+            self._eviction.scanned(batch)
+            if len(batch) == INVENTORY_BATCH_KEYS:
+                self.gauged.set()
+        while gone := await _next_vanished(scan, executor=self._lane):
+            self._index.vanished(gone)
+        tally.count("scan_skipped", scan.skipped)
+        tally.count("scan_failed", scan.failed)
+        tally.count("scan_swept", scan.swept)
+        tally.count("scan_others", scan.others)
+        self._capacity.other_bytes += scan.other_bytes
+        self._folder.sizes.scan_ended()
+        shared = isinstance(self._eviction, SharedEviction)
+        self._index.scan_ended(complete=scan.failed == 0 and not shared)
+        self._eviction.scan_ended()
+        if not shared:
+            self._end()
+
+    def _end(self) -> None:
+        """Have nobody wait for the first look any more."""
+        self.done.set()
+        self.gauged.set()

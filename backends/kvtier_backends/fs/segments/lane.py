@@ -1,0 +1,145 @@
+"""What one hop to a lane does with slots: chunks read or written in runs, each verified and answered for by itself."""
+
+import os
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import chain
+from typing import TypeVar
+
+from kvtier.backend import Outcome, Read, Write
+from kvtier_backends.fs.disk.footer import (
+    FOOTER_BYTES,
+    GONE,
+    Fault,
+    Footer,
+    failure,
+    judge_chunk,
+    payload_checksum,
+    write_footer,
+)
+from kvtier_backends.fs.disk.lanes import Pages, Precedence
+from kvtier_backends.fs.disk.reads import Reads, Wanted
+from kvtier_backends.fs.segments.runs import Run, Share, Slotted
+from kvtier_backends.fs.segments.segment import Segment, read_all, write_all
+
+T = TypeVar("T")
+
+PIECE_BYTES = 4 << 20  # Of a run, read in one call: while one is verified, others are under way.
+
+
+class SlotChunks:
+    """Loads and stores shares. Blocks; as many threads may call at once as there are lanes."""
+
+    def __init__(
+        self, precedence: Precedence, *, reads: Reads, lanes: int, share_chunks: int, fingerprint: bytes
+    ) -> None:
+        """`share_chunks`: the most that is in a share."""
+        self._precedence = precedence
+        self._reads = reads
+        self._fingerprint = fingerprint
+        self._pages = Pages(lanes, share_chunks * FOOTER_BYTES)
+
+    def load(self, share: Share[Read], faults: dict[int, Fault]) -> None:
+        """Fill the share's buffers, and note by place in the batch what is not the chunk that was asked for.
+
+        A fault need not be one: the slot may have got another chunk meanwhile. The caller knows.
+        """
+        pieces = [piece for run in share.runs for piece in run.pieces(PIECE_BYTES)]
+        outcomes = [list[Outcome]() for _ in pieces]
+        with self._pages.one() as pages:
+            self._reads(self._wanted(pieces, pages, faults, share, outcomes))
+        share.outcomes += chain.from_iterable(outcomes)
+
+    def store(self, share: Share[tuple[Write, int]]) -> None:
+        """Write the share's chunks, each with its sequence number."""
+        with self._pages.one() as pages:
+            for run in share.runs:
+                done = 0
+                while done < len(run.parts):
+                    with self._precedence.storing():
+                        part = run.parts[done : done + self._slice_slots(run)]
+                        share.outcomes += self._store(Run(run.segment, part), pages, share)
+                        done += len(part)
+
+    def sync(self, segments: Sequence[Segment]) -> None:
+        """Have what was written to segments reach the device."""
+        for segment in segments:
+            os.fdatasync(segment.fd)
+
+    def _slice_slots(self, run: Run[tuple[Write, int]]) -> int:
+        """Return how many slots to write in one call: fewer where loads wait for the disk."""
+        return max(1, self._precedence.slice_bytes // run.segment.header.slot_bytes)
+
+    def _wanted(
+        self,
+        pieces: Sequence[Run[Read]],
+        pages: memoryview,
+        faults: dict[int, Fault],
+        share: Share[Read],
+        outcomes: Sequence[list[Outcome]],
+    ) -> Iterator[Wanted]:
+        footers = iter(_split(pages, len(pages) // FOOTER_BYTES))
+        for piece, found in zip(pieces, outcomes, strict=True):
+            buffers = [each for part in piece.parts for each in (part.item.into, next(footers))]
+            size_bytes = len(piece.parts) * piece.segment.header.slot_bytes
+            came = partial(self._came, piece, buffers, faults, share, found)
+            yield Wanted(piece.segment.fd, buffers, piece.offset, size_bytes, came)
+
+    def _came(
+        self,
+        piece: Run[Read],
+        buffers: Sequence[memoryview],
+        faults: dict[int, Fault],
+        share: Share[Read],
+        found: list[Outcome],
+        result: int | OSError,
+    ) -> None:
+        """Note what has come of neighbouring slots that were read in one call."""
+        error = _read_on(piece, buffers, result)
+        if error is None:
+            for part, footer in zip(piece.parts, buffers[1::2], strict=True):
+                fault = judge_chunk(part.item.into, footer, part.item.key, self._fingerprint)
+                if fault is not None:
+                    faults[part.place] = fault
+            found += [None] * len(piece.parts)
+        elif len(piece.parts) > 1:  # One bad place costs its own chunk only.
+            for index, part in enumerate(piece.parts):
+                self._came(_alone(piece, part), buffers[2 * index : 2 * index + 2], faults, share, found, 0)
+        else:
+            share.gone += error.errno in GONE
+            found.append(failure(piece.parts[0].item.key, error))
+
+    def _store(self, run: Run[tuple[Write, int]], pages: memoryview, share: Share[tuple[Write, int]]) -> list[Outcome]:
+        footers = _split(pages, len(run.parts))
+        for part, page in zip(run.parts, footers, strict=True):
+            (key, block), sequence = part.item
+            footer = Footer(key, len(block), payload_checksum(block), self._fingerprint, sequence)
+            write_footer(page, footer)
+        buffers = chain.from_iterable(zip((part.item[0].block for part in run.parts), footers, strict=True))
+        try:
+            write_all(run.segment.fd, list(buffers), run.offset)
+        except OSError as error:
+            if len(run.parts) > 1:
+                return [outcome for part in run.parts for outcome in self._store(_alone(run, part), pages, share)]
+            share.gone += error.errno in GONE
+            return [failure(run.parts[0].item[0].key, error)]
+        return [None] * len(run.parts)
+
+
+def _split(pages: memoryview, count: int) -> list[memoryview]:
+    return [pages[index * FOOTER_BYTES : (index + 1) * FOOTER_BYTES] for index in range(count)]
+
+
+def _read_on(piece: Run[Read], buffers: Sequence[memoryview], result: int | OSError) -> OSError | None:
+    """Read what a first read has left of a piece, if it has not failed."""
+    if isinstance(result, OSError):
+        return result
+    try:
+        read_all(piece.segment.fd, buffers, piece.offset, result)
+    except OSError as error:
+        return error.with_traceback(None)
+    return None
+
+
+def _alone(run: Run[T], part: Slotted[T]) -> Run[T]:
+    return Run(run.segment, [part])

@@ -1,0 +1,189 @@
+"""A segment's file: what its slots hold is read, written, wiped and copied, whoever decides it.
+
+Everything blocks, any thread may call, and what fails raises the `OSError` of the call that failed.
+"""
+
+import errno
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from xxhash import xxh3_64_intdigest
+
+from kvtier.memory import let_go_in_forks
+from kvtier_backends.fs.disk.below import open_file, open_folder
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES
+
+# A segment's first page: how long its slots are, how many it has, and what their bytes mean.
+#
+# Little-endian: magic 8, version u32, zero u32, row length u64, slots u64, namespace fingerprint 32, zeros up to byte
+# 4,088, XXH3-64 of all bytes before it. Slots follow, each a row and its footer.
+
+
+HEADER_BYTES = 4_096
+MAGIC = b"\x89kvtseg\n"
+VERSION = 1
+
+_HEAD = struct.Struct("<8sIIQQ32s")
+_CHECKSUM = struct.Struct("<Q")
+_CHECKSUM_AT = HEADER_BYTES - _CHECKSUM.size
+
+
+class Header(NamedTuple):
+    """What a segment is."""
+
+    row_bytes: int
+    slots: int
+    fingerprint: bytes  # 32 bytes.
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.row_bytes + FOOTER_BYTES
+
+    @property
+    def file_bytes(self) -> int:
+        return self.offset(self.slots)
+
+    def offset(self, place: int) -> int:
+        """Return where in the file a slot begins."""
+        return HEADER_BYTES + place * self.slot_bytes
+
+    def footer_offset(self, place: int) -> int:
+        """Return where in the file a slot's footer begins."""
+        return self.offset(place) + self.row_bytes
+
+    def written(self) -> bytes:
+        """Return the page."""
+        body = _HEAD.pack(MAGIC, VERSION, 0, self.row_bytes, self.slots, self.fingerprint).ljust(_CHECKSUM_AT, b"\0")
+        return body + _CHECKSUM.pack(xxh3_64_intdigest(body))
+
+
+def read_header(page: bytes) -> Header | None:
+    """Read a segment's first page; None if it is none, damaged, or of another version."""
+    if len(page) != HEADER_BYTES:
+        return None
+    magic, version, _, row_bytes, slots, fingerprint = _HEAD.unpack_from(page)
+    (checksum,) = _CHECKSUM.unpack_from(page, _CHECKSUM_AT)
+    if (magic, version) != (MAGIC, VERSION) or checksum != xxh3_64_intdigest(page[:_CHECKSUM_AT]):
+        return None
+    return Header(row_bytes, slots, fingerprint)
+
+
+WIPED = memoryview(mmap.mmap(-1, FOOTER_BYTES))  # Aligned zeros, which nobody changes.
+AHEAD_SLOTS = 256  # Footers that are asked for before the first of them is read.
+
+
+@dataclass(eq=False, slots=True, weakref_slot=True)
+class Segment:
+    """One open file of slots."""
+
+    name: str  # Within the root.
+    fd: int
+    header: Header
+    own: bool  # False: another process writes it.
+    allocated_bytes: int  # The most that it takes on the disk.
+    first_slot: int = 0  # Its first slot's number among all of the tier's.
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        let_go_in_forks(self)
+
+    def forked(self) -> None:
+        """Let go of it in a child, where it is closed: the lock stays its owner's."""
+        if not self.closed:
+            self.closed = True
+            os.close(self.fd)
+
+    def footers(self, root_fd: int, first: int, count: int) -> Iterator[memoryview]:
+        """Yield the footers of so many slots, which nobody here writes to: each until the next is asked for.
+
+        Read through the page cache, which is asked for many of them at once.
+        """
+        fd = open_file(root_fd, self.name)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
+            page = memoryview(bytearray(FOOTER_BYTES))
+            for start in range(first, first + count, AHEAD_SLOTS):
+                places = range(start, min(start + AHEAD_SLOTS, first + count))
+                ask_ahead(fd, self.header, places)
+                for place in places:
+                    read_all(fd, [page], self.header.footer_offset(place))
+                    yield page
+        finally:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+    def wipe(self, place: int) -> None:
+        """Have a slot's footer say that nothing is there."""
+        write_all(self.fd, [WIPED], self.header.footer_offset(place))
+
+    def keep_copy(self, place: int, root_fd: int, name: str) -> None:
+        """Write what a slot holds to a file of its own, whole or not at all."""
+        slot = mmap.mmap(-1, self.header.slot_bytes)
+        read_all(self.fd, [memoryview(slot)], self.header.offset(place))
+        folder_fd = open_folder(root_fd, os.path.dirname(name))
+        try:
+            _write_new(folder_fd, os.path.basename(name), slot)
+        finally:
+            os.close(folder_fd)
+
+    def close(self) -> None:
+        """Let go of it and of its lock; idempotent. No thread may be using it: its number would be another file's."""
+        if not self.closed:
+            self.closed = True
+            with suppress(OSError):
+                fcntl.flock(self.fd, fcntl.LOCK_UN)  # A fork that has the descriptor, too, would keep the lock.
+            with suppress(OSError):
+                os.close(self.fd)
+
+
+def _write_new(folder_fd: int, name: str, content: mmap.mmap) -> None:
+    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=folder_fd)
+    try:
+        write_all(fd, [memoryview(content)], 0)
+    except OSError:
+        os.unlink(name, dir_fd=folder_fd)
+        raise
+    finally:
+        os.close(fd)
+
+
+def ask_ahead(fd: int, header: Header, places: Sequence[int]) -> None:
+    """Have the kernel read these slots' footers, all at once, before the first of them is asked for."""
+    for place in places:
+        os.posix_fadvise(fd, header.footer_offset(place), FOOTER_BYTES, os.POSIX_FADV_WILLNEED)
+
+
+def read_all(fd: int, buffers: Sequence[memoryview], offset: int, done: int = 0) -> None:
+    """Fill the buffers from there, of which so many bytes are done; an end of the file before that is an error."""
+    total = sum(map(len, buffers))
+    while done < total:
+        read = os.preadv(fd, _rest(buffers, done) if done else buffers, offset + done)
+        if read == 0:
+            raise OSError(errno.EIO, f"{done} of {total} bytes and then the file's end")
+        done += read
+
+
+def write_all(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
+    """Write the buffers there, one behind the other."""
+    total, done = sum(map(len, buffers)), 0
+    while done < total:
+        wrote = os.pwritev(fd, _rest(buffers, done) if done else buffers, offset + done)
+        if wrote == 0:
+            raise OSError(errno.EIO, f"wrote {done} of {total} bytes and then none")
+        done += wrote
+
+
+def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
+    """Return what is left of the buffers after so many bytes."""
+    rest: list[memoryview] = []
+    for buffer in buffers:
+        if done < len(buffer):
+            rest.append(buffer[done:])
+        done = max(0, done - len(buffer))
+    return rest

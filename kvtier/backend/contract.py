@@ -1,0 +1,200 @@
+"""The contract of a secondary tier: five asynchronous methods, batches only.
+
+A tier sees rows of the primary, lent for the length of one call, and answers for each chunk by itself. Everything is
+abstract, because a default that a wrapper forgets to pass on is a bug nobody sees; what a tier may also do (say what
+it holds, how full it is) is a small protocol of its own. `kvtier.testing.conformance` proves this page.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from enum import Enum
+from typing import ClassVar, NamedTuple, Protocol, Self, runtime_checkable
+
+import msgspec
+
+from kvtier.backend.keys import OffloadKey
+from kvtier.backend.namespace import FileMapper
+from kvtier.errors import BlockError
+
+INVENTORY_BATCH_KEYS = 4_096  # Decoding and indexing this many takes about a millisecond of an engine's step.
+
+
+class Durability(Enum):
+    """What a chunk survives once `store` has answered None for it; each level includes the ones before."""
+
+    PROCESS = "process"  # Gone with the process.
+    HOST = "host"  # Survives a killed process.
+    POWER = "power"  # Survives a power cut.
+
+
+class Read(NamedTuple):
+    """One chunk to load: `into` is writable, page-aligned, and exactly one row long."""
+
+    key: OffloadKey
+    into: memoryview
+
+
+class Write(NamedTuple):
+    """One chunk to store: `block` is page-aligned and exactly one row long; the tier only reads it."""
+
+    key: OffloadKey
+    block: memoryview
+
+
+Outcome = BlockError | None  # One chunk's; None: it moved.
+
+
+class Abandoned(NamedTuple):
+    """What a tier left behind when its closing deadline passed: calls whose lent buffers are still in use."""
+
+    transfers: int
+
+
+class TierContext(NamedTuple):
+    """What the engine tells a tier when it opens it."""
+
+    name: str  # As in metrics and messages, e.g. "0:fs".
+    mapper: FileMapper  # Names every chunk; two namespaces never share a name.
+    row_bytes: int  # Length of every buffer that will be lent: a multiple of 4,096.
+
+
+class Backend(ABC):
+    """A secondary tier.
+
+    Buffers: a lent buffer belongs to the call until the call returns or raises, and not a moment longer: no thread, no
+    task and no kernel request may touch it afterwards, cancelled or not.
+
+    Concurrency: any number of calls may run at once, on one event loop. Of two stores of one key at the same time one
+    whole chunk wins; a load beside a store gives the old chunk, the new one, or `BlockMissing`, never a mixture.
+
+    Cancellation: a cancelled call waits until its buffers are out of use and then raises `CancelledError`. Each of its
+    chunks moved wholly or not at all.
+
+    Errors: one chunk's failure is its `Outcome`, in the order of the batch: also where the tier could never hold it,
+    because its key is too long or too short to be one, or its buffer is not one row long. Such a key is not there for
+    a probe, `BlockMissing` for a load, `NoSpace` for a store and ignored by a delete (`kvtier.backend.Fit` does that).
+    A call raises for the whole only: `BackendClosed`, `BackendUnavailable`, cancellation.
+    An empty batch is answered with an empty sequence. A key may appear twice in a batch: each place gets its outcome.
+    """
+
+    durability: ClassVar[Durability]
+    """What a stored chunk survives, proved by tests."""
+
+    Options: ClassVar[type[msgspec.Struct]]
+    """The tier's own configuration fields: a frozen struct that forbids unknown fields."""
+
+    @classmethod
+    @abstractmethod
+    async def open(cls, options: msgspec.Struct, context: TierContext) -> Self:
+        """Open the tier on the running loop. Raises `ConfigError` or `BackendUnavailable`, and then leaves nothing."""
+
+    @abstractmethod
+    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        """Say for each key whether a load would likely find it: a hint; `load` is the truth."""
+
+    @abstractmethod
+    async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+        """Fill each buffer with its chunk. A buffer whose outcome is not None is undefined."""
+
+    @abstractmethod
+    async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+        """Store each chunk wholly or not at all, in place of what was there under its key."""
+
+    @abstractmethod
+    async def delete(self, keys: Sequence[OffloadKey]) -> None:
+        """Forget the keys; unknown ones are ignored."""
+
+    @abstractmethod
+    async def aclose(self, deadline_s: float) -> Abandoned:
+        """Refuse new calls at once, wait at most `deadline_s` seconds for those under way, and say what was left.
+
+        May be called again; then it waits for what is still there.
+        """
+
+
+class Added(NamedTuple):
+    """Keys that the tier holds; at most `INVENTORY_BATCH_KEYS`."""
+
+    keys: Sequence[OffloadKey]
+
+
+class Removed(NamedTuple):
+    """Keys that the tier holds no more; at most `INVENTORY_BATCH_KEYS`."""
+
+    keys: Sequence[OffloadKey]
+
+
+class ScanDone(NamedTuple):
+    """Everything that was there at the start has been reported.
+
+    `complete` says whether the tier reports every later change, too (it has one owner): then a key that was never
+    reported and never stored is absent. Otherwise the engine goes on asking.
+    """
+
+    complete: bool
+
+
+InventoryEvent = Added | Removed | ScanDone
+
+
+@runtime_checkable
+class Inventory(Protocol):
+    """A tier that says what it holds, so that a look-up needs no call."""
+
+    def watch(self) -> AsyncIterator[InventoryEvent]:
+        """Report what is there, then `ScanDone` once, then every change that no `store` or `delete` call explains.
+
+        An event is true when it is yielded: a key that was stored again is not reported as removed. One consumer; the
+        iterator ends when the tier is closed.
+        """
+        ...
+
+
+class Occupancy(NamedTuple):
+    """How full a tier is."""
+
+    chunks: int
+    used_bytes: int
+    capacity_bytes: int | None  # None: no limit of its own.
+    reserved_bytes: int = 0  # Promised to stores that are under way.
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """A tier that knows how full it is, from memory, without a call to the device."""
+
+    def occupancy(self) -> Occupancy: ...
+
+
+@runtime_checkable
+class Ranked(Protocol):
+    """A tier with an order of its own in which chunks go for room.
+
+    It sees only what it is asked to load and store: not the loads that the primary answers, and of a long prompt one
+    piece after the other. So it hears of each request that is over.
+    """
+
+    def rank(self, keys: Sequence[OffloadKey]) -> None:
+        """Renew the recency of those of these keys that it holds, in prefix order: the head goes last.
+
+        At once and from memory. It counts no use, and whether it is heard of at all is not promised.
+        """
+        ...
+
+
+@runtime_checkable
+class Counted(Protocol):
+    """A tier that counts what a user should hear of, such as corrupt chunks by their kind."""
+
+    def counts(self) -> Mapping[str, int]:
+        """Return totals since the tier was opened, by name, from memory; a name that is missing counts as zero."""
+        ...
+
+
+@runtime_checkable
+class Described(Protocol):
+    """A tier that can say where and how it keeps chunks, for the line in the log that tells of its start."""
+
+    def description(self) -> Mapping[str, str]:
+        """Return a few words by name, such as a directory, in the order to be shown; from memory."""
+        ...

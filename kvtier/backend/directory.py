@@ -1,0 +1,94 @@
+"""What lies in a tier's directory, as people's commands see it: without an engine, beside one that may be using it.
+
+A tier that keeps chunks where commands can reach them brings a class that does what `Contents` says. Nothing is known
+there of an engine's configuration: what can be told comes from names, and from what is stored with each chunk.
+"""
+
+from collections.abc import Iterator
+from enum import Enum
+from typing import NamedTuple, Protocol, Self
+
+from kvtier.backend.keys import OffloadKey
+
+
+class Place(NamedTuple):
+    """One namespace's chunks in the directory."""
+
+    name: str  # Of the folder that they are in.
+    model: str  # As its configuration says; empty where there is none to read.
+
+
+class Kind(Enum):
+    """What a file is, by its name."""
+
+    CHUNK = "chunk"
+    TEMPORARY = "temporary"  # A store that is under way.
+    LEFTOVER = "leftover"  # A store that was when its process died, or a corrupt file that was kept.
+    LOST = "lost"  # A place for a chunk beyond the end of a file that was cut off.
+    UNREADABLE = "unreadable"  # A file or folder that there is no looking at.
+
+
+class StoredFile(NamedTuple):
+    """One file, as it was when it was listed."""
+
+    kind: Kind
+    name: str  # Relative to the directory.
+    key: OffloadKey | None  # A chunk's, unless what says so is damaged.
+    size_bytes: int
+    allocated_bytes: int
+    used_at_ns: int  # Since the epoch; as far as the tier keeps note of it, which may be to the hour.
+    identity: int  # Of the file rather than its name, which another may take.
+    fault: str = ""  # What is wrong with it, where that is seen before a chunk is read.
+
+
+class State(Enum):
+    """What a chunk's bytes are found to be."""
+
+    WHOLE = "whole"
+    CORRUPT = "corrupt"
+    UNVERIFIED = "unverified"  # Nothing is stored with them that says what they should be.
+    UNREADABLE = "unreadable"  # The system refuses it.
+    GONE = "gone"  # Replaced or removed since it was listed, which is nothing bad.
+
+
+class Finding(NamedTuple):
+    """What came of looking at one chunk."""
+
+    state: State
+    fault: str = ""  # The kind of corruption, as the tier counts it, or why there was no reading it.
+
+
+class Contents(Protocol):
+    """A tier's directory. Blocks; one thread at a time. What is not said to be removed is not touched."""
+
+    @classmethod
+    def open(cls, root: str) -> Self:
+        """Raises `ConfigError` if this is no directory of the tier's."""
+        ...
+
+    def places(self) -> list[Place]:
+        """Return the namespaces, sorted by name."""
+        ...
+
+    def parts(self, place: Place) -> list[str]:
+        """Return what `files` can be asked for one by one: a few thousand at most, for a progress bar."""
+        ...
+
+    def files(self, place: Place, part: str) -> Iterator[StoredFile]:
+        """Yield the files of one part. What cannot be listed is one of them, and the others come all the same."""
+        ...
+
+    def check(self, place: Place, file: StoredFile) -> Finding:
+        """Read a chunk and compare it with what is stored with it."""
+        ...
+
+    def remove(self, file: StoredFile) -> bool:
+        """Remove this very file; False if it is gone, or another has taken its name.
+
+        Raises `OSError` if it cannot be removed, and `ConfigError` if nothing beside it can be, either.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of the directory."""
+        ...

@@ -1,0 +1,323 @@
+"""Run blocking code in a thread without losing a lent buffer.
+
+A cancelled `asyncio.to_thread` returns while its thread still writes: with rows reused, that is another request's KV
+overwritten. So `in_thread` comes back when the thread does. The threads are our own daemons, because
+`ThreadPoolExecutor` joins its threads at interpreter exit, and one hung mount would hang the exit with it.
+"""
+
+import asyncio
+import queue
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, ParamSpec, TypeVar, cast
+
+from kvtier.backend.contract import Abandoned, Outcome, Read, Write
+from kvtier.backend.keys import GROUP_BYTES, OffloadKey
+from kvtier.errors import BackendClosed, BlockMissing, NoSpace
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+async def in_thread(lanes: "Lanes", fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run `fn(*args)` on a lane and return what it returns, or raise what it raises.
+
+    A cancelled call comes back when the thread is out of `fn`, however often it is cancelled again, and then raises
+    `CancelledError`; what `fn` returned is lost, so whatever must be known of it `fn` writes down itself. If its turn
+    had not come, `fn` never runs. Raises `BackendClosed` if the lanes were closed before its turn came.
+    """
+    return (await in_threads(lanes, [partial(fn, *args, **kwargs)]))[0]
+
+
+async def in_threads(lanes: "Lanes", calls: Sequence[Callable[[], T]]) -> list[T]:
+    """Run the calls side by side on the lanes, as `in_thread` does one, and return their results in order.
+
+    It comes back when the last has ended; what the first of those that failed raised is raised.
+    """
+    jobs = lanes.start(calls)
+    ended = _when_ended(jobs)
+    cancelled: asyncio.CancelledError | None = None
+    while not ended.is_set():
+        try:
+            await ended.wait()
+        except asyncio.CancelledError as error:
+            cancelled = error
+            for job in jobs:
+                job.cancel()  # Only if its turn has not come: a running one is waited for.
+    # An error's traceback keeps this frame, so nothing in it may keep the error: no variable, nor a variable's job.
+    if cancelled is not None:
+        try:
+            raise cancelled
+        finally:
+            del cancelled
+    return [jobs.pop(0).result() for _ in calls]
+
+
+class Lanes(Executor):
+    """A fixed number of daemon threads that take calls in the order they came.
+
+    An `Executor`, so that `loop.run_in_executor` and aiofiles run on it. The queue has no limit of its own: whoever
+    calls is bounded by the runner's budgets, and waiting calls hold nothing but their arguments.
+    """
+
+    def __init__(self, count: int, name: str) -> None:
+        """Start `count` threads named `<name>-<i>`."""
+        self.count = count
+        self._closed = False
+        self._open: set[_Job[Any]] = set()
+        self._lock = threading.Lock()
+        self._queue: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
+        try:
+            for index in range(count):
+                threading.Thread(target=_serve, args=(self._queue,), name=f"{name}-{index}", daemon=True).start()
+        except RuntimeError:  # The process may have no more of them.
+            self.shutdown(wait=False)
+            raise
+
+    def start(self, calls: Iterable[Callable[[], T]]) -> list["_Job[T]"]:
+        """Queue the calls as parts of one; raises `BackendClosed` once closed."""
+        whole = object()
+        jobs = [_Job(call, whole) for call in calls]
+        with self._lock:
+            if self._closed:
+                raise BackendClosed("lanes are closed")
+            for job in jobs:
+                self._open.add(job)
+                job.add_done_callback(self._forget)
+                self._queue.put(job)  # Under the lock: nothing may come behind the threads' last orders.
+        return jobs
+
+    def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
+        """Queue one call, as an `Executor` does; raises `BackendClosed` once closed."""
+        return self.start([partial(fn, *args, **kwargs)])[0]
+
+    async def aclose(self, deadline_s: float) -> int:
+        """Refuse new calls, wait for those under way, drop those whose turn has not come by then.
+
+        Returns how many calls are still in their threads, which end when these return: nothing else waits for them,
+        the interpreter's exit neither. May be called again.
+        """
+        with self._lock:
+            self._closed = True
+            jobs = list(self._open)
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(deadline_s):
+                    await _when_ended(jobs).wait()
+        finally:
+            self.shutdown(wait=False, cancel_futures=True)
+        return len({job.whole for job in jobs if not job.done()})  # A lane may have taken one it has not begun yet.
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Refuse new calls and let the threads go, as an `Executor` does; `aclose` is for use on a loop.
+
+        Calls dropped by `cancel_futures` fail with `BackendClosed`: a cancelled future would look, to the task that
+        waits for it, as if the task itself had been cancelled.
+        """
+        with self._lock:
+            self._closed = True
+            jobs = list(self._open)
+            dropped = self._drain() if cancel_futures else []
+            for _ in range(self.count):
+                self._queue.put(None)
+        for job in dropped:
+            job.drop()
+        if wait:
+            ended = threading.Event()
+            _call_when_ended(jobs, ended.set)
+            ended.wait()
+
+    def _drain(self) -> list["_Job[Any]"]:
+        """Take what waits: whoever takes a job from the queue is the only one to end it."""
+        waiting: list[_Job[Any]] = []
+        with suppress(queue.Empty):
+            while True:
+                job = self._queue.get_nowait()
+                if job is not None:
+                    waiting.append(job)
+        return waiting
+
+    def _forget(self, job: Future[Any]) -> None:
+        with self._lock:
+            self._open.discard(cast("_Job[Any]", job))
+
+
+class _Job(Future[T]):
+    """One call on its way through a lane, and the whole that it is a part of."""
+
+    def __init__(self, call: Callable[[], T], whole: object) -> None:
+        super().__init__()
+        self.whole = whole
+        self._call: Callable[[], T] | None = call
+
+    def run(self) -> None:
+        call, self._call = self._call, None
+        assert call is not None
+        if not self.set_running_or_notify_cancel():
+            return
+        try:
+            result = call()
+        except BaseException as error:  # noqa: BLE001  # Carried to the task that waits, never swallowed.
+            del call
+            self.set_exception(error)
+            del self  # Else the error's traceback would hold the job that holds the error.
+        else:
+            del call  # Before anybody hears that it is over: a buffer is lent no longer than the call lasts.
+            self.set_result(result)
+
+    def drop(self) -> None:
+        """End a job that no lane has taken."""
+        self._call = None
+        if self.set_running_or_notify_cancel():
+            self.set_exception(BackendClosed("closed before the call's turn came"))
+
+
+def _serve(jobs: "queue.SimpleQueue[_Job[Any] | None]") -> None:
+    while (job := jobs.get()) is not None:
+        job.run()
+        del job  # An idle lane must not keep the last call's buffers alive.
+
+
+def _when_ended(jobs: Sequence[Future[Any]]) -> asyncio.Event:
+    """Return an event of the running loop that is set once every job has ended: one wake-up for all of them."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+
+    def wake() -> None:
+        with suppress(RuntimeError):  # The loop was closed while a lane hung: nobody waits any more.
+            loop.call_soon_threadsafe(ended.set)
+
+    _call_when_ended(jobs, wake)
+    return ended
+
+
+def _call_when_ended(jobs: Sequence[Future[Any]], wake: Callable[[], object]) -> None:
+    lock = threading.Lock()
+    left = len(jobs)
+
+    def count(_: Future[Any]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            wake()
+
+    if not jobs:
+        wake()
+    for job in jobs:
+        job.add_done_callback(count)
+
+
+# The calls of one tier: those under way are counted, and what no tier could hold is kept out of a batch.
+#
+# Every tier needs this and it is easy to get nearly right, so it is here once. Tiers whose calls run in threads count
+# them in their lanes (`kvtier.backend.lending`) instead.
+
+
+KEY_BYTES_SHOWN = 68  # In a message; a key that is refused may be as long as it likes.
+
+Chunk = TypeVar("Chunk", Read, Write)
+
+
+class Calls:
+    """How many calls hold lent buffers. Belongs to one event loop."""
+
+    def __init__(self, tier_name: str) -> None:
+        self._tier_name = tier_name
+        self._under_way = 0
+        self._ended = asyncio.Event()
+        self._ended.set()
+        self.closed = False
+
+    @contextmanager
+    def one(self) -> Generator[None]:
+        """Count a call for as long as the block lasts; raises `BackendClosed` once closed."""
+        if self.closed:
+            raise BackendClosed(f"tier {self._tier_name}: called after it was closed")
+        self._under_way += 1
+        self._ended.clear()
+        try:
+            yield
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                self._ended.set()
+
+    async def close(self, deadline_s: float) -> Abandoned:
+        """Refuse new calls at once, wait at most `deadline_s` for those under way, and say how many are left."""
+        self.closed = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                await self._ended.wait()
+        return Abandoned(self._under_way)
+
+
+class Fit:
+    """What a tier can hold. Whatever does not fit is answered for by itself, and its siblings move without it.
+
+    A batch in which everything fits, as in every batch of an engine's, is passed on as it is.
+    """
+
+    def __init__(self, row_bytes: int, key_bytes_max: int = sys.maxsize) -> None:
+        """Hold rows of this length, under keys that have a group and are at most so long."""
+        self._row_bytes = row_bytes
+        self._key_bytes_max = key_bytes_max
+
+    async def probe(
+        self, keys: Sequence[OffloadKey], call: Callable[[Sequence[OffloadKey]], Awaitable[Sequence[bool]]]
+    ) -> Sequence[bool]:
+        """Ask for the keys that fit; of the others there is nothing."""
+        fitting = self.keys(keys)
+        answers = await call(fitting)
+        if fitting is keys:
+            return answers
+        told = iter(answers)
+        return [self._takes(key) and next(told) for key in keys]
+
+    async def load(
+        self, reads: Sequence[Read], call: Callable[[Sequence[Read]], Awaitable[Sequence[Outcome]]]
+    ) -> Sequence[Outcome]:
+        """Load what fits; there is no chunk for anything else."""
+        return await self._move(reads, call, BlockMissing)
+
+    async def store(
+        self, writes: Sequence[Write], call: Callable[[Sequence[Write]], Awaitable[Sequence[Outcome]]]
+    ) -> Sequence[Outcome]:
+        """Store what fits; there is no room for anything else, ever, which is no fault of the tier's."""
+        return await self._move(writes, call, NoSpace)
+
+    def keys(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Return the keys that fit."""
+        return keys if all(map(self._takes, keys)) else list(filter(self._takes, keys))
+
+    async def _move(
+        self,
+        batch: Sequence[Chunk],
+        call: Callable[[Sequence[Chunk]], Awaitable[Sequence[Outcome]]],
+        refused: type[BlockMissing | NoSpace],
+    ) -> Sequence[Outcome]:
+        row_bytes, most = self._row_bytes, self._key_bytes_max
+        unfit = {
+            place: self._why(key, buffer)
+            for place, (key, buffer) in enumerate(batch)
+            if buffer.nbytes != row_bytes or not GROUP_BYTES <= len(key) <= most
+        }
+        if not unfit:
+            return await call(batch)
+        moved = iter(await call([chunk for place, chunk in enumerate(batch) if place not in unfit]))
+        return [refused(unfit[place]) if place in unfit else next(moved) for place in range(len(batch))]
+
+    def _takes(self, key: OffloadKey) -> bool:
+        return GROUP_BYTES <= len(key) <= self._key_bytes_max
+
+    def _why(self, key: OffloadKey, buffer: memoryview) -> str:
+        name = key[:KEY_BYTES_SHOWN].hex()
+        if not self._takes(key):
+            most = "" if self._key_bytes_max == sys.maxsize else f" to {self._key_bytes_max:,}"
+            return f"{name}: a key of {len(key):,} bytes, {GROUP_BYTES}{most or ' or more'} accepted"
+        return f"{name}: a buffer of {buffer.nbytes:,} bytes, rows of {self._row_bytes:,} accepted"

@@ -1,0 +1,250 @@
+"""Where chunks are named: the facts that give bytes their meaning, and the names that follow from them.
+
+Two models that share a tier never meet, because the facts are part of every name. Names are those of vLLM's own file
+tier (0.32: `vllm/v1/kv_offload/file_mapper.py` and `tiering/fs/manager.py`), to the byte, so that either reads what the
+other wrote. What vLLM leaves out of its names, such as the layout of a row, goes into the fingerprint, which a tier
+keeps beside a chunk and compares before it believes it.
+"""
+
+import hashlib
+import json
+from typing import Any, Literal
+
+from kvtier.backend.keys import GROUP_BYTES, OffloadKey
+from kvtier.backend.names import NAMINGS, NamingKind
+from kvtier.errors import ConfigError
+from kvtier.settings import Checked, Count, Index, PositiveSize
+
+Attention = Literal["full_attention", "sliding_window", "chunked_local", "mla", "mamba", "other"]
+
+DIGEST_CHARACTERS = 12
+FINGERPRINT_VERSION = 1  # Change it whenever the fields below change their meaning: old chunks are then misses.
+NAME_BYTES_MAX = 255  # A folder's name on every Linux file system.
+
+HEADS_OUTERMOST = "BHLNC"  # vLLM's layout with a block's heads outside of its layers.
+
+
+class Group(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One KV-cache group: layers that share blocks."""
+
+    tokens_per_block: Count = 16
+    layer_names: tuple[str, ...] = ()
+    attention: Attention | None = None  # None: not known. Not part of any name.
+
+
+class Namespace(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The facts that decide what a chunk's bytes mean.
+
+    The first ones are vLLM's and make up the names. `None` means that a fact is not known: sharing between parallel
+    sizes is then refused, unless the engine has vouched for it (`is_parallelism_agnostic`).
+    """
+
+    model_name: str
+    tokens_per_hash: Count = 16
+    blocks_per_chunk: Count = 1
+    tp_size: Count = 1
+    pp_size: Count = 1
+    pcp_size: Count = 1
+    dcp_size: Count = 1
+    rank: Index = 0
+    dtype: str = "bfloat16"  # Of the KV cache, which need not be the model's.
+    kv_cache_groups: tuple[Group, ...] = ()
+    inference_engine: str = "vllm"
+    replicated_layout: bool = False  # Every worker's bytes are the same, and a row holds them once.
+    canonical_format: str | None = None  # Name of the topology-free page format, e.g. "v1-nhd"; None: workers' own.
+
+    # In names only when given, so that names stay vLLM's own otherwise.
+    weights_revision: str | None = None
+    adapter: str | None = None
+
+    # In the fingerprint only.
+    layout: str | None = None  # Order of a row's axes in vLLM's words, e.g. "LBHNC".
+    row_bytes: PositiveSize | None = None
+
+    # What decides whether caches of different parallel sizes may meet.
+    parallel_agnostic: bool = False  # Asked for; granted where `FileMapper.parallel_agnostic` says so.
+    is_parallelism_agnostic: bool | None = None  # The engine's own verdict; ours is never more generous.
+    certified: bool = False  # Every layer's canonical page was found to be free of the topology.
+    kv_heads_per_rank: Count | None = None
+    total_kv_heads: Count | None = None
+    per_token_head_scales: bool | None = None
+    v2_model_runner: bool | None = None
+    interop: Literal["vllm"] | None = None
+    """`vllm`: one worker's rows go by the names that vLLM gives them, which it gives to rows of other sizes, too."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be part of a folder's name."""
+        super().__post_init__()
+        if not self.model_name:
+            raise ConfigError("model_name: '' given, a name accepted: without one, two models would share their chunks")
+        if "\0" in self.model_name:
+            raise ConfigError(f"model_name: {self.model_name!r} given, a name without NUL bytes accepted")
+        name_bytes = len(f"{_safe(self.model_name)}_{'0' * DIGEST_CHARACTERS}_r{self.rank}".encode())
+        if name_bytes > NAME_BYTES_MAX:
+            raise ConfigError(
+                f"model_name: makes a folder's name of {name_bytes} bytes, at most {NAME_BYTES_MAX} accepted"
+            )
+
+
+class FileMapper:
+    """Chunks' names in one namespace, and back.
+
+    Names are relative, `/`-separated and cannot leave the folder that they are put in. Each key has one name.
+    """
+
+    def __init__(self, namespace: Namespace, naming: NamingKind = "vllm") -> None:
+        """Work out everything that does not depend on the key. A tier may choose `flat` names for its files."""
+        self.namespace = namespace
+        self.naming = naming
+        self.why = refusal(namespace)
+        """Why parallel sizes stay apart, for a log; empty where they share."""
+        self.parallel_agnostic = not self.why
+        """Whether engines of other parallel sizes use the same names."""
+        fields = _fields(namespace, parallel_agnostic=self.parallel_agnostic)
+        rank = 0 if self.parallel_agnostic else namespace.rank
+        self.folder = (
+            f"{_safe(namespace.model_name)}_{hashlib.sha256(_canonical(fields)).hexdigest()[:DIGEST_CHARACTERS]}"
+        )
+        """`<model>_<12 hex of sha256>`"""
+        self.config_name = f"{self.folder}/config.json"
+        self.config_bytes = json.dumps(fields, indent=2, sort_keys=True).encode()
+        """The text under `config_name`: what the folder's digest is over, for whoever looks at it."""
+        self.fingerprint = hashlib.sha256(_canonical(_facts(namespace, fields, rank))).digest()
+        """32 bytes over everything known that decides what a chunk's bytes mean."""
+        self._naming = NAMINGS[naming]
+        self.chunks_folder = f"{self.folder}_r{rank}{self._naming.suffix}"
+        """Where the chunks are: the first part of every name."""
+        self._prefix = f"{self.chunks_folder}/"
+        if (name_bytes := len(self.chunks_folder.encode())) > NAME_BYTES_MAX:
+            raise ConfigError(
+                f"model_name: makes a folder's name of {name_bytes} bytes, at most {NAME_BYTES_MAX} accepted"
+            )
+
+    def name(self, key: OffloadKey) -> str:
+        """Return a chunk's name; ValueError if it is no key.
+
+        vLLM's is `<folder>_r<rank>/<hhh>/<hh>_g<group>/<hash hex>.bin`, the flat one
+        `<folder>_r<rank>_flat/<hh>/<hash hex>_g<group>.bin`.
+        """
+        if len(key) < GROUP_BYTES:
+            raise ValueError(f"a key of {len(key)} bytes has no group: {key.hex()!r}")
+        return self._prefix + self._naming.name(key)
+
+    def key_bytes_max(self, name_bytes: int) -> int:
+        """Return how long a key may be if a file's name, without its folders, may have so many bytes."""
+        return (name_bytes - self._naming.besides_bytes) // 2 + GROUP_BYTES
+
+    def key(self, name: str) -> OffloadKey | None:
+        """Return the key whose name this is; None for anything else: a temporary, another namespace's, a stranger.
+
+        The empty hash has an empty folder in its name, and is known without it, too, as a listing shows it.
+        """
+        return self._naming.key(name[len(self._prefix) :]) if name.startswith(self._prefix) else None
+
+
+def refusal(namespace: Namespace) -> str:
+    """Say why rows depend on the parallel sizes, so that these must stay in the names; empty if they do not.
+
+    A row is its workers' bytes, one after the other. Its bytes are the same at every size if pages are canonical and
+    certified so, if all workers' bytes are one and the same, or if the heads, which the workers share out, are the
+    outermost axis of the row. vLLM 0.32 also shares rows whose outermost axis is the layer: there, size checks pass
+    and heads land in other layers (vllm-project/vllm#55191). Names differ from vLLM's in that one case, unless one
+    worker's are asked to be the same (`interop`): whoever asks vouches that no engine of another size writes there.
+    """
+    if not namespace.parallel_agnostic:
+        return "not asked for"
+    if namespace.interop == "vllm" and namespace.is_parallelism_agnostic and _workers(namespace) == 1:
+        return ""
+    if namespace.is_parallelism_agnostic is False and not namespace.replicated_layout:
+        return "the engine says that its rows depend on the parallel sizes"
+    if namespace.pcp_size > 1 or namespace.dcp_size > 1:
+        return "context parallelism shares out a block's tokens"
+    if namespace.pp_size > 1:
+        return "pipeline parallelism shares out a block's layers"
+    if namespace.canonical_format is not None:
+        vouched = namespace.certified or namespace.is_parallelism_agnostic
+        return "" if vouched else "nobody has certified the canonical pages"
+    if namespace.replicated_layout:
+        latent = all(group.attention in ("mla", None) for group in namespace.kv_cache_groups)
+        return "" if latent else "only MLA's latent KV is the same in every worker"
+    return _refusal_of_workers_own(namespace)
+
+
+def _workers(namespace: Namespace) -> int:
+    return namespace.tp_size * namespace.pp_size * namespace.pcp_size * namespace.dcp_size
+
+
+def _refusal_of_workers_own(namespace: Namespace) -> str:
+    """Say why rows of workers' own pages, each with its share of the heads, depend on how many workers there are."""
+    if len(namespace.kv_cache_groups) != 1:
+        return f"{len(namespace.kv_cache_groups)} KV-cache groups; only a single one is laid out alike at every size"
+    attention = namespace.kv_cache_groups[0].attention
+    heads, total = namespace.kv_heads_per_rank, namespace.total_kv_heads
+    facts = ("kv_heads_per_rank", "total_kv_heads", "per_token_head_scales", "v2_model_runner")
+    unknown = ["attention"] if attention is None else []
+    unknown += [fact for fact in facts if getattr(namespace, fact) is None]
+    if unknown and not namespace.is_parallelism_agnostic:
+        return f"not known: {', '.join(unknown)}"
+    if attention not in ("full_attention", None):
+        return f"the group's attention is {attention}, not full_attention"
+    if heads is not None and total is not None and heads * namespace.tp_size != total:
+        return f"{namespace.tp_size} workers of {heads} KV heads hold copies: there are {total}"
+    if namespace.per_token_head_scales:
+        return "scales per token and head lie apart from the heads"
+    if namespace.v2_model_runner:
+        return "vLLM's V2 model runner may lay out rows differently"
+    if namespace.layout != HEADS_OUTERMOST:
+        return f"heads are outermost in layout {HEADS_OUTERMOST} only; this one is {namespace.layout or 'not known'}"
+    if namespace.blocks_per_chunk > 1:
+        return f"the {namespace.blocks_per_chunk} blocks of a chunk lie outside of the heads"
+    return ""
+
+
+def _fields(namespace: Namespace, *, parallel_agnostic: bool) -> dict[str, Any]:
+    """Return what vLLM's digest is over, under vLLM's names."""
+    fields: dict[str, Any] = {
+        "model_name": namespace.model_name,
+        "tokens_per_hash": namespace.tokens_per_hash,
+        "blocks_per_file": namespace.blocks_per_chunk,
+        "tp_size": 1 if parallel_agnostic else namespace.tp_size,
+        "pp_size": 1 if parallel_agnostic else namespace.pp_size,
+        "pcp_size": 1 if parallel_agnostic else namespace.pcp_size,
+        "dcp_size": 1 if parallel_agnostic else namespace.dcp_size,
+        "dtype": namespace.dtype,
+        "kv_cache_groups": [
+            {"tokens_per_block": group.tokens_per_block, "layer_names": list(group.layer_names)}
+            for group in namespace.kv_cache_groups
+        ],
+        "inference_engine": namespace.inference_engine,
+    }
+    sometimes = {
+        "parallel_agnostic": None if parallel_agnostic else False,
+        "replicated_layout": namespace.replicated_layout or None,
+        "canonical_format": namespace.canonical_format,
+        "weights_revision": namespace.weights_revision,
+        "adapter": namespace.adapter,
+    }
+    return fields | {name: value for name, value in sometimes.items() if value is not None}
+
+
+def _facts(namespace: Namespace, fields: dict[str, Any], rank: int) -> dict[str, Any]:
+    """Return what the fingerprint is over: the names' fields, and what else is known of the bytes."""
+    # Canonical pages are the same under either model runner; workers' own bytes are not (vllm-project/vllm#49440).
+    runner = namespace.v2_model_runner if namespace.canonical_format is None else None
+    return {
+        "version": FINGERPRINT_VERSION,
+        "fields": fields,
+        "rank": rank,
+        "layout": namespace.layout,
+        "row_bytes": namespace.row_bytes,
+        "v2_model_runner": runner,
+    }
+
+
+def _canonical(fields: dict[str, Any]) -> bytes:
+    return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _safe(model_name: str) -> str:
+    """Return the model's part of a folder's name. `..` needs no care: the digest that follows makes it a plain name."""
+    return model_name.replace("/", "_")

@@ -1,0 +1,1 @@
+"""The engine decides: one thread, all state, no I/O."""

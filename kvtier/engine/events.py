@@ -1,0 +1,43 @@
+"""What happened to chunks, for whoever keeps an index of its own (a router, an engine's event stream)."""
+
+from collections import deque
+from collections.abc import Sequence
+from enum import Enum
+from typing import NamedTuple
+
+from kvtier.backend import OffloadKey
+
+
+class EventKind(Enum):
+    STORED = "stored"
+    REMOVED = "removed"
+    FAILED = "failed"
+
+
+class Event(NamedTuple):
+    kind: EventKind
+    tier: str  # "cpu" for the primary, else the tier's name.
+    keys: Sequence[OffloadKey]
+    reason: str = ""  # Of a failure: the code's name; of a store into the primary that was given up: "store".
+
+
+class EventLog:
+    """Events since the last `take`, at most `events_max`; beyond it the oldest go and are counted.
+
+    A consumer that sees `dropped` grow has lost its place and must build its index anew.
+    """
+
+    def __init__(self, events_max: int) -> None:
+        self._events: deque[Event] = deque(maxlen=events_max)
+        self.dropped = 0
+
+    def add(self, event: Event) -> None:
+        if len(self._events) == self._events.maxlen:
+            self.dropped += 1
+        self._events.append(event)
+
+    def take(self) -> list[Event]:
+        """Return what happened since the last call, in order."""
+        events = list(self._events)
+        self._events.clear()
+        return events

@@ -1,0 +1,281 @@
+"""What comes back from the tiers, and what it changes: rows, whereabouts, breakers, counters, events."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from kvtier.backend import OffloadKey
+from kvtier.config import PRIMARY_NAME
+from kvtier.engine.events import Event, EventKind, EventLog
+from kvtier.engine.outbox import Outbox
+from kvtier.engine.primary import Primary
+from kvtier.engine.requests import Leases
+from kvtier.engine.tier import NOT_TRIED, Tier, Whereabouts, failures, judge, unanswered
+from kvtier.engine.transfers import Kind, Transfer, Transfers
+from kvtier.runner.messages import (
+    Acknowledge,
+    Action,
+    Answered,
+    Code,
+    Finished,
+    Found,
+    Gone,
+    Message,
+    Rank,
+    Returned,
+    Scanned,
+    TierUsage,
+    unpack_keys,
+    unpack_rows,
+)
+
+# What tiers say of themselves: what they hold, what they hold no more, and how full they are.
+#
+# Every batch of keys is acknowledged, so that a scan of millions sends one at a time and never floods a step.
+
+
+class Inventories:
+    """Enters reports into the whereabouts."""
+
+    def __init__(self, primary: Primary, where: Whereabouts, outbox: Outbox, events: EventLog | None) -> None:
+        self._primary = primary
+        self._where = where
+        self._outbox = outbox
+        self._events = events
+
+    def found(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
+        """Believe that the tier holds these keys, whatever it answered before."""
+        self._where.add(tier, self._primary.own(keys))
+        tier.forget_answers(keys)
+        self._tell(EventKind.STORED, tier, keys)
+        self._outbox.acknowledge(tier)
+
+    def gone(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
+        """Believe that the tier holds these keys no more; what is on its way there may have come before or after."""
+        self._where.remove(tier, keys)
+        tier.forget_answers(keys)
+        tier.crossed.update(tier.storing.intersection(keys))
+        self._tell(EventKind.REMOVED, tier, keys)
+        self._outbox.acknowledge(tier)
+
+    def scanned(self, tier: Tier, *, complete: bool) -> None:
+        """Take the word of a tier that has one owner for what it does not hold, too."""
+        tier.authoritative = tier.reports = complete
+
+    def used(self, tier: Tier, usage: TierUsage) -> None:
+        tier.chunks, tier.used_bytes = usage.chunks, usage.used_bytes
+        tier.capacity_bytes, tier.reserved_bytes = usage.capacity_bytes, usage.reserved_bytes
+        tier.counters.note(usage.counts)
+
+    def _tell(self, kind: EventKind, tier: Tier, keys: Sequence[OffloadKey]) -> None:
+        if keys and self._events is not None:
+            self._events.add(Event(kind, tier.spec.name, keys))
+
+
+Observe = Callable[[str, str, float], None]  # A tier's name, an operation, and the seconds that it took.
+
+
+class Inbox:
+    """Applies the runner's messages, each in one synchronous step."""
+
+    def __init__(
+        self,
+        primary: Primary,
+        leases: Leases,
+        tiers: Sequence[Tier],
+        where: Whereabouts,
+        transfers: Transfers,
+        outbox: Outbox,
+        events: EventLog | None,
+        observe: Observe | None,
+    ) -> None:
+        self._primary = primary
+        self._leases = leases
+        self._tiers = tiers
+        self._where = where
+        self._transfers = transfers
+        self._outbox = outbox
+        self._events = events
+        self._observe = observe
+        self._inventories = Inventories(primary, where, outbox, events)
+
+    def apply(self, message: Message, now: float) -> None:
+        """Apply one message; one about a transfer that is not under way any more is ignored."""
+        match message:
+            case Finished():
+                self._time(message)
+                self._settle(message.id, failures(message), now, lent=message.lent, cause=message.cause)
+            case Returned():
+                self._end_late(message.id, unpack_rows(message.moved))
+            case Answered():
+                self._time(message)
+                self._learn(message, now)
+            case Found():
+                self._inventories.found(self._tiers[message.tier], unpack_keys(message.keys))
+            case Gone():
+                self._inventories.gone(self._tiers[message.tier], unpack_keys(message.keys))
+            case Scanned():
+                self._inventories.scanned(self._tiers[message.tier], complete=message.complete)
+            case TierUsage():
+                self._inventories.used(self._tiers[message.tier], message)
+            case _:
+                pass  # The rest is between the bridge and its runner.
+
+    def refuse(self, actions: Iterable[Action], now: float) -> None:
+        """Settle actions that never left: nothing was lent, nothing moved."""
+        for action in actions:
+            match action:
+                case Acknowledge():
+                    self._outbox.acknowledge(self._tiers[action.tier])
+                case Rank():
+                    pass  # The tier goes by what it saw itself.
+                case _:
+                    self._settle_whole(action.id, Code.REFUSED, now, lent=False)
+
+    def lose(self, now: float) -> None:
+        """Settle all that a lost runner had; its rows stay lent until `gone`.
+
+        What tiers were known to hold stays known: where that is no longer true, a load answers so, once. What is not
+        known is asked until a new runner has scanned.
+        """
+        for id_, transfer in list(self._transfers.under_way.items()):
+            self._settle_whole(id_, Code.LOST, now, lent=bool(transfer.rows))
+        for tier in self._tiers:
+            tier.authoritative = False
+
+    def give_up(self, now: float) -> None:
+        """Settle what did not end within a reset's deadline, and take its tiers out of use for a while."""
+        for id_, transfer in list(self._transfers.under_way.items()):
+            self._settle_whole(id_, Code.DEADLINE, now, lent=bool(transfer.rows))
+            transfer.tier.breaker.trip(now)
+
+    def gone(self, epoch: int) -> None:
+        """Take back what a lost runner was lent: its process has ended."""
+        for id_ in self._transfers.overdue_of(epoch):
+            self._transfers.take_back(id_)
+
+    def _time(self, message: Finished | Answered) -> None:
+        transfer = self._transfers.under_way.get(message.id)
+        if transfer is not None and self._observe is not None:
+            self._observe(transfer.tier.spec.name, transfer.kind.value, message.seconds)
+
+    def _settle_whole(self, id_: int, code: Code, now: float, *, lent: bool) -> None:
+        chunks = len(self._transfers.under_way[id_].keys)
+        self._settle(id_, dict.fromkeys(range(chunks), code), now, lent=lent)
+
+    def _settle(self, id_: int, failed: Mapping[int, Code], now: float, *, lent: bool, cause: str = "") -> None:
+        transfer = self._transfers.settle(id_, lent=lent)
+        if transfer is None:  # Given up at a reset.
+            late = self._transfers.overdue.get(id_)
+            if late is not None and not lent:
+                self._end_late(id_, [index for index in range(len(late.keys)) if index not in failed])
+            return
+        keys = transfer.keys
+        moved = [key for index, key in enumerate(keys) if index not in failed] if failed else keys
+        if failed:
+            self._count_failures(transfer, failed)
+        if judge(transfer.tier, failed.values(), now, cause):
+            if transfer.kind is Kind.PROBE:
+                transfer.tier.counters.probes_failed += 1
+            else:
+                transfer.tier.counters.transfers_failed += 1
+        match transfer.kind:
+            case Kind.PROMOTION:
+                self._settle_promotion(transfer, moved, failed, now, lent=lent)
+            case Kind.CASCADE:
+                self._settle_cascade(transfer, moved, now, lent=lent)
+            case Kind.PROBE:
+                self._believe(transfer, b"", now)
+            case Kind.DELETE:
+                pass
+
+    def _count_failures(self, transfer: Transfer, failed: Mapping[int, Code]) -> None:
+        tier = transfer.tier
+        for code, indices in _by_code(failed).items():
+            if code is Code.REFUSED and transfer.kind is Kind.CASCADE:
+                tier.counters.drop("bridge", len(indices))
+                continue
+            tier.counters.fail(code.name.lower(), len(indices))
+            if self._events is not None:
+                keys = [transfer.keys[index] for index in indices]
+                self._events.add(Event(EventKind.FAILED, tier.spec.name, keys, code.name.lower()))
+
+    def _settle_promotion(
+        self,
+        transfer: Transfer,
+        moved: Sequence[OffloadKey],
+        failed: Mapping[int, Code],
+        now: float,
+        *,
+        lent: bool,
+    ) -> None:
+        tier, request = transfer.tier, transfer.request
+        tier.loading -= len(transfer.keys)
+        tier.counters.loaded += len(moved)
+        published = self._primary.publish(moved)
+        self._stored(PRIMARY_NAME, published)
+        for index, code in failed.items():
+            key = transfer.keys[index]
+            self._leases.end_row(transfer.rows[index])
+            self._primary.abandon(key, lent=lent)
+            if request is not None:
+                request.search.give_up(key)
+            if code not in NOT_TRIED:
+                tier.believe(key, present=False, now=now)
+            if code in (Code.MISSING, Code.CORRUPT):
+                self._where.remove(tier, (key,))
+
+    def _settle_cascade(
+        self,
+        transfer: Transfer,
+        moved: Sequence[OffloadKey],
+        now: float,
+        *,
+        lent: bool,
+    ) -> None:
+        tier = transfer.tier
+        self._where.add(tier, tier.stored(transfer.keys, moved, now))
+        self._stored(tier.spec.name, moved)
+        if not lent:
+            self._transfers.unpin_cascade(transfer.rows)
+
+    def _learn(self, message: Answered, now: float) -> None:
+        """Take a probe's answers."""
+        transfer = self._transfers.settle(message.id, lent=False)
+        if transfer is None:
+            return
+        if not message.present:
+            unanswered(transfer.tier, message.cause, now)
+        self._believe(transfer, message.present, now)
+
+    def _believe(self, probe: Transfer, present: bytes, now: float) -> None:
+        """Believe answers, but for keys that were stored, deleted or found since they were asked for.
+
+        Without any, the keys count as absent for as long as an answer is believed.
+        """
+        tier = probe.tier
+        for index, key in enumerate(probe.keys):
+            if key in tier.asking:
+                tier.believe(key, present=bool(present and present[index]), now=now)
+
+    def _end_late(self, id_: int, moved: Iterable[int]) -> None:
+        """Take back what a transfer was lent that had been given up. What it stored all the same is asked for.
+
+        Asked for and not believed: nobody knows whether it was deleted, or went for room, before this was heard of.
+        """
+        transfer = self._transfers.overdue.get(id_)
+        if transfer is not None and transfer.kind is Kind.CASCADE:
+            keys = [transfer.keys[index] for index in moved]
+            transfer.tier.forget_answers(keys)
+            for key in keys:
+                transfer.tier.doubt(key)
+        self._transfers.take_back(id_)
+
+    def _stored(self, tier_name: str, keys: Sequence[OffloadKey]) -> None:
+        if keys and self._events is not None:
+            self._events.add(Event(EventKind.STORED, tier_name, keys))
+
+
+def _by_code(failed: Mapping[int, Code]) -> dict[Code, list[int]]:
+    indices: dict[Code, list[int]] = {}
+    for index, code in failed.items():
+        indices.setdefault(code, []).append(index)
+    return indices

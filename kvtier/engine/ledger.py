@@ -1,0 +1,480 @@
+"""What is where and what is under way: every decision of the engine, in plain synchronous calls.
+
+No await, no clock, no I/O: the time is an argument, and what is to be done comes out of `end_step` as actions. So every
+change of state is atomic, and a test is a plain call. The ledger answers the engine; `outbox` and `inbox` are its
+traffic with the tiers, `finding` is how it looks up.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from kvtier.backend import OffloadKey
+from kvtier.config import PRIMARY_NAME, EngineConfig
+from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, LedgerCounters, LedgerLimits, LookupResult, StorePlan
+from kvtier.engine.events import Event, EventKind, EventLog
+from kvtier.engine.inbox import Inbox, Observe
+from kvtier.engine.outbox import Outbox
+from kvtier.engine.primary import Primary
+from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Request
+from kvtier.engine.tier import Tier, TierSpec, Whereabouts
+from kvtier.engine.transfers import Transfers
+from kvtier.policies.base import Policy
+from kvtier.policies.named import policy_class
+from kvtier.runner.messages import Action, LocalMessage, Message, RunnerBack, RunnerGone, RunnerLost
+
+# The books of one engine: all of its state, and what every part of the ledger does to it.
+
+
+class Books:
+    """Where everything is, what is under way, and what time it is."""
+
+    def __init__(
+        self,
+        rows: int,
+        policy: Policy[OffloadKey],
+        tiers: Sequence[TierSpec],
+        limits: LedgerLimits,
+        events: EventLog | None = None,
+        observe: Observe | None = None,
+    ) -> None:
+        self.primary = Primary(rows, policy)
+        self.tiers = [Tier(index, spec) for index, spec in enumerate(tiers)]
+        self.where = Whereabouts()
+        self.leases = Leases(self.primary, limits.lease_rows_max, limits.lease_s)
+        self.transfers = Transfers(self.primary)
+        self.outbox = Outbox(
+            self.primary,
+            self.tiers,
+            self.where,
+            self.transfers,
+            cascade_rows_max=limits.cascade_rows_max,
+            action_chunks=limits.action_chunks,
+        )
+        self.inbox = Inbox(
+            self.primary, self.leases, self.tiers, self.where, self.transfers, self.outbox, events, observe
+        )
+        self.counters = LedgerCounters()
+        self.promoting = True  # False between a reset and the engine's word that its workers have flushed.
+        self.runner_up = True
+        self.rows_in_use = 0  # Given to the engine to read or write, and not yet given back.
+        self.kept: Counter[int] = Counter()  # Row -> views of it that are still read, each of them a pin.
+        self._events = events
+        self._now = 0.0
+        self._looking: list[Request] = []  # Requests with hits in this step, since room was last made.
+        self._looked: list[Request] = []  # And those before; a request may be in both.
+        self._parked: dict[OffloadKey, list[Tier]] = {}  # Filling keys that request-level tiers will get, too.
+        self._request_level = [tier for tier in self.tiers if tier.spec.request_level]
+
+    def begin_step(self, now: float) -> None:
+        """Take the time (seconds, never decreasing) and end the leases that it ends."""
+        self._now = now
+        if self.leases.deadlines:
+            self.leases.expire(now)
+
+    def _reserve(
+        self, keys: Sequence[OffloadKey], offered: Collection[OffloadKey] = (), after: OffloadKey | None = None
+    ) -> list[OffloadKey] | None:
+        """Reserve rows as the primary does, evicting nothing that was answered HIT in this step."""
+        if len(keys) > self.primary.rows_free:
+            for request in self._looking:
+                self.primary.hold(request.hits)
+                request.found += request.hits
+                request.hits.clear()
+            self._looked += self._looking
+            self._looking.clear()
+        return self.primary.reserve(keys, offered, after)
+
+    def _access(self, present: Sequence[OffloadKey], keys: Sequence[OffloadKey], request: Request) -> None:
+        """Note that a request uses `keys`; count an access to those that are present, once.
+
+        Absent ones have been given rows, after what the request used before. All that it used leaves tail first.
+        """
+        used, last = request.used, request.last_used
+        present, keys = request.in_prefix_order(present), request.in_prefix_order(keys)
+        fresh = [key for key in present if key not in used] if used else present
+        if fresh:
+            self.primary.touch(self.primary.rows_of(dict.fromkeys(fresh)))
+        elif len(keys) == len(present):
+            return
+        if last is None:
+            in_place = not fresh or keys[len(present) - 1] is present[-1]
+        else:
+            in_place = not fresh and self.primary.row(last) is not None
+        if not (request.use(keys) and in_place):
+            self.primary.rank(self.primary.rows_of(request.used))
+
+    def _count_hits(self, keys: Sequence[OffloadKey], request: Request) -> None:
+        sources = request.sources
+        if not sources:
+            self.counters.hits += len(keys)
+            return
+        for key in keys:
+            source = sources.get(key)
+            if source is None:
+                self.counters.hits += 1
+            else:
+                self.tiers[source].counters.hits += 1
+
+    def _removed(self, keys: Sequence[OffloadKey]) -> None:
+        if keys and self._events is not None:
+            self._events.add(Event(EventKind.REMOVED, PRIMARY_NAME, keys))
+
+
+# Looking up: where a key is, and having it on its way if a tier has it.
+#
+# What a request finds in a step stays until the step ends; what a waiting request found is leased to it beyond that.
+
+
+class Finder(Books):
+    """The part of a ledger that look-ups go through."""
+
+    def lookup(self, key: OffloadKey, request: Request) -> LookupResult:
+        """Say where a key is; one that a tier has is on its way from now on."""
+        if key not in self.primary.ready:
+            return self._lookup_absent(key, request)
+        hits = request.hits
+        if not hits:
+            self._looking.append(request)
+        hits.append(key)
+        return HIT
+
+    def _lookup_absent(self, key: OffloadKey, request: Request) -> LookupResult:
+        if key in self.primary.filling:
+            return self._wait_for(key, request)
+        search = request.search
+        if not (self.promoting and self.runner_up) or search.promotions.get(key, 0) >= PROMOTIONS_MAX:
+            return self._miss(key, request, ())
+        mask = self.where.mask.get(key, 0)
+        asked: list[Tier] = []
+        silent: list[Tier] = []
+        for tier in self.tiers:
+            if not request.loads_from(tier.spec) or not tier.admits(self._now):
+                continue
+            asked.append(tier)
+            answer = tier.answer(key, bool(mask & tier.bit), self._now)
+            if answer is None and (tier.index, key) in search.asked and key not in tier.asking:
+                answer = tier.last_answer(key)  # A request asks once: else answers older than a step keep it waiting.
+            if answer:
+                return self._promote(key, tier, request)
+            if answer is not None:
+                continue
+            if tier.may_ask(key):
+                silent.append(tier)
+            else:
+                tier.counters.drop("asking", 1)
+        if not silent:
+            return self._miss(key, request, asked)
+        for tier in silent:
+            tier.ask(key)
+            search.asked.add((tier.index, key))
+        return RETRY
+
+    def _wait_for(self, key: OffloadKey, request: Request) -> LookupResult:
+        if not request.hits:
+            self._looking.append(request)
+        request.hits.append(key)
+        request.waits = True
+        return HIT_PENDING
+
+    def _promote(self, key: OffloadKey, tier: Tier, request: Request) -> LookupResult:
+        """Reserve and lease a row for a key that a tier has; without one it is a miss, never a wait.
+
+        What the request found before is leased first: a prefix that exceeds the share keeps its leading part.
+        """
+        evicted = self._reserve((key,)) if self.leases.room(self._rows_found(request), 1) else None
+        if evicted is None:
+            self.counters.promotions_refused += 1
+            return self._miss(key, request, ())
+        self._removed(evicted)
+        self._lease_hits(request)
+        self.leases.take(self.primary.filling[key], request, self._now)
+        search = request.search
+        search.promotions[key] = search.promotions.get(key, 0) + 1
+        search.sources[key] = tier.index
+        self.outbox.promote(key, tier, request)
+        return self._wait_for(key, request)
+
+    def _rows_found(self, request: Request) -> list[int]:
+        """Return the rows of what the request found in this step and has not leased; what failed since has none."""
+        before = len(request.found)
+        if request.held >= before:
+            return self.primary.rows_of(request.hits[request.held - before :])
+        return self.primary.rows_of([*request.found[request.held :], *request.hits])
+
+    def _lease_hits(self, request: Request) -> None:
+        for row in self._rows_found(request):
+            if not self.leases.take(row, request, self._now):
+                break
+        request.held = len(request.found) + len(request.hits)
+
+    def _miss(self, key: OffloadKey, request: Request, asked: Sequence[Tier]) -> LookupResult:
+        missed = request.search.missed
+        if key not in missed:
+            missed.add(key)
+            self.counters.misses += 1
+            for tier in asked:
+                tier.counters.misses += 1
+        return MISS
+
+    def _end_looking(self) -> None:
+        """Lease the rows of requests that wait, and let go of other rows answered HIT."""
+        looking = self._looking
+        if self._looked:  # Room was made, and rows are held for these.
+            looking[:0] = self._looked
+            self._looked.clear()
+            self.primary.end_step()
+        for request in looking:
+            if request.waits and not request.finished:
+                self._lease_hits(request)
+            request.forget_hits()
+        looking.clear()
+
+
+__all__ = ["Ledger", "LedgerCounters", "LedgerLimits", "LookupResult", "StorePlan"]
+
+
+class Ledger(Finder):
+    """All state of one engine, and all that changes it."""
+
+    # Time and messages.
+
+    def apply(self, message: Message | LocalMessage) -> None:
+        """Settle what a message says was done."""
+        match message:
+            case RunnerLost():
+                self.runner_up = False
+                self.inbox.lose(self._now)
+            case RunnerGone():
+                self.inbox.gone(message.epoch)
+            case RunnerBack():
+                self.runner_up = True
+                self.transfers.epoch = message.epoch
+            case _:
+                self.inbox.apply(message, self._now)
+
+    def refuse(self, actions: Sequence[Action]) -> None:
+        """Settle actions that the bridge did not take."""
+        self.inbox.refuse(actions, self._now)
+
+    def end_step(self) -> list[Action]:
+        """Lease the rows of requests that wait, let go of other rows answered HIT, and return what is to be done."""
+        if self._looking or self._looked:
+            self._end_looking()
+        if self._parked:
+            self._cascade_parked()
+        return self.outbox.flush()
+
+    # Requests.
+
+    new_request = Request
+
+    def wants_all(self, request: Request) -> bool:
+        """Say whether a tier wants all of the request's chunks, those that are present already, too."""
+        return bool(self._request_level) and any(request.allows(tier.spec) for tier in self._request_level)
+
+    def finish(self, request: Request) -> None:
+        """Rank the request's keys anew, tail first, here and in tiers, and end its leases.
+
+        Loads and completions may still follow.
+        """
+        request.finished = True
+        if request.leased:
+            self.leases.end_all(request)
+        if request.used:
+            used = list(request.used)
+            self.primary.rank(self.primary.rows_of(used))
+            for tier in self.tiers:
+                if self.runner_up and request.allows(tier.spec):
+                    self.outbox.rank(used, tier)
+
+    # Loading: primary → engine.
+
+    def prepare_load(self, keys: Sequence[OffloadKey], request: Request) -> list[int]:
+        """Pin the rows of these keys, each answered HIT in this step, and return them in order."""
+        ready = self.primary.ready
+        try:
+            rows = list(map(ready.__getitem__, keys))
+        except KeyError as error:
+            raise LookupError(f"prepare_load of {error.args[0].hex()}, which this step's lookup did not find") from None
+        self.primary.pin(rows)
+        self.rows_in_use += len(rows)
+        if request.leased:
+            for row in rows:
+                self.leases.end(row, request)
+        self._count_hits(keys, request)
+        self._access(keys, keys, request)
+        return rows
+
+    def complete_load(self, keys: Sequence[OffloadKey]) -> None:
+        """Drop the pins of one `prepare_load`."""
+        self.primary.unpin(list(map(self.primary.ready.__getitem__, keys)))
+        self.rows_in_use -= len(keys)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Pin rows that come back while whoever loaded them still reads them: each until `let_go`."""
+        self.kept.update(rows)
+        self.counters.rows_kept += len(rows)
+        self.primary.pin(rows)
+
+    def let_go(self, row: int) -> None:
+        """Take note that a kept row is read no more, as far as one of its readers is concerned."""
+        if row not in self.kept:  # The primary was cleared meanwhile: the row is in quarantine.
+            self.primary.release(row)
+            return
+        self.kept[row] -= 1
+        if not self.kept[row]:
+            del self.kept[row]
+        self.primary.unpin((row,))
+
+    def touch(self, keys: Sequence[OffloadKey], request: Request) -> None:
+        """Count an access to those of the keys that are present, once a request."""
+        ready, filling = self.primary.ready, self.primary.filling
+        present = [key for key in keys if key in ready or key in filling]
+        self._access(present, present, request)
+
+    # Storing: engine → primary.
+
+    def prepare_store(self, keys: Sequence[OffloadKey], request: Request) -> StorePlan | None:
+        """Reserve rows for the absent ones of these keys, all or none (None: no room); evict none of these keys."""
+        ready, filling = self.primary.ready, self.primary.filling
+        absent = [key for key in keys if key not in ready and key not in filling]
+        present: Sequence[OffloadKey] = ()
+        if len(absent) < len(keys):
+            present = [key for key in keys if key in ready or key in filling]
+        if len(absent) > 1:
+            absent = list(dict.fromkeys(absent))
+        after = request.last_used
+        evicted = self._reserve(request.in_prefix_order(absent), present, after) if absent else []
+        if evicted is None:
+            self.counters.stores_refused += len(absent)
+            return None
+        if evicted:
+            self._removed(evicted)
+        self._access(present, keys, request)
+        if present and self._request_level:
+            self._offer_present(present, request)
+        request.storing += len(absent)
+        self.rows_in_use += len(absent)
+        return StorePlan(absent, [filling[key] for key in absent], evicted)
+
+    def complete_store(self, keys: Sequence[OffloadKey], request: Request, *, success: bool = True) -> None:
+        """Make keys of a `StorePlan`, all or some, loadable, and have them cascade; without `success`, forget them."""
+        request.storing -= len(keys)
+        self.rows_in_use -= len(keys)
+        if not success:
+            self._give_up(keys)
+            return
+        published = self.primary.publish(keys)
+        self.counters.stores += len(published)
+        if published and self._events is not None:
+            self._events.add(Event(EventKind.STORED, PRIMARY_NAME, published))
+        for tier in self.tiers:
+            if not request.allows(tier.spec):
+                continue
+            if self.runner_up:
+                self.outbox.cascade(published, tier, self._now)
+            else:
+                tier.counters.drop("runner", len(published))
+
+    # The whole.
+
+    def delete(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Forget keys in the primary and in every tier, but for those that something holds: these are returned.
+
+        What only a hung store holds, or a caller that should not, is forgotten, too; its row stays lent, and the store,
+        if it ends, may come after.
+        """
+        lost, ready = self.transfers.pins_overdue() + self.kept, self.primary.ready
+        self._removed([key for key in keys if key in ready and self.primary.discard(key, lost[ready[key]])])
+        held = [key for key in keys if self.primary.row(key) is not None]
+        gone = [key for key in keys if self.primary.row(key) is None]
+        for tier in self.tiers:
+            self.where.remove(tier, gone)
+            tier.forget_answers(gone)
+            self.outbox.delete(gone, tier)
+        return held
+
+    def reset(self) -> None:
+        """Clear the primary; the tiers keep what they have. What is still under way is given up, its rows stay lent."""
+        self.outbox.clear()
+        self.inbox.give_up(self._now)
+        self.leases.clear()
+        self._parked.clear()
+        for requests in (self._looked, self._looking):
+            for request in requests:
+                request.forget_hits()
+            requests.clear()
+        self._removed(self.primary.clear(self.transfers.clear() + self.kept))
+        self.kept.clear()
+        self.rows_in_use = 0
+        self.promoting = False
+
+    @property
+    def pending(self) -> bool:
+        """Something is queued or under way within its deadline: the engine should go on stepping."""
+        return bool(self.transfers.under_way) or not self.outbox.empty
+
+    def _give_up(self, keys: Sequence[OffloadKey]) -> None:
+        """Forget keys that the engine did not store after all."""
+        given_up = [key for key in keys if key in self.primary.filling]
+        for key in given_up:
+            self.leases.end_row(self.primary.filling[key])
+            self.primary.abandon(key, lent=False)
+        if given_up and self._events is not None:
+            self._events.add(Event(EventKind.FAILED, PRIMARY_NAME, given_up, "store"))
+
+    def _offer_present(self, keys: Sequence[OffloadKey], request: Request) -> None:
+        """Give request-level tiers what was there before; what is on its way, once it has come."""
+        for tier in self._request_level:
+            if request.allows(tier.spec):
+                self.outbox.cascade(dict.fromkeys(filter(self.primary.ready.__contains__, keys)), tier, self._now)
+                for key in keys:
+                    if key in self.primary.filling:
+                        self._parked.setdefault(key, []).append(tier)
+
+    def _cascade_parked(self) -> None:
+        for key, tiers in list(self._parked.items()):
+            if key in self.primary.filling:
+                continue
+            del self._parked[key]
+            if key in self.primary.ready:
+                for tier in tiers:
+                    self.outbox.cascade((key,), tier, self._now)
+
+
+# The ledger that a configuration describes: shares become rows, bytes become chunks.
+
+
+def ledger_of(config: EngineConfig, events: EventLog | None, observe: Observe) -> Ledger:
+    """Build the ledger that a configuration describes. Raises `ConfigError` for an unknown policy."""
+    rows, limits = config.rows, config.limits
+    policy = policy_class(config.eviction_policy)(rows)
+    bounds = LedgerLimits(
+        cascade_rows_max=rows_of_share(limits.cascade_share, rows),
+        lease_rows_max=rows_of_share(limits.lease_share, rows),
+        lease_s=limits.lease_s,
+        action_chunks=limits.action_chunks,
+    )
+    tiers = [
+        TierSpec(
+            name=tier.name,
+            store_chunks_max=min(
+                tier.limits.store_chunks_in_flight, tier.limits.store_bytes_in_flight // config.row_bytes
+            ),
+            answer_ttl_s=tier.limits.answer_ttl_s,
+            asked_keys_max=tier.limits.probe_keys_in_flight,
+            breaker_failures=tier.limits.breaker_failures,
+            breaker_cooldown_s=tier.limits.breaker_cooldown_s,
+            trial_chunks=limits.action_chunks,
+            overdue_rows_max=rows_of_share(limits.quarantine_share, rows),
+            request_level=tier.request_level,
+            medium=tier.medium,
+            locality=tier.locality,
+        )
+        for tier in config.secondary_tiers
+    ]
+    return Ledger(rows, policy, tiers, bounds, events, observe)
+
+
+def rows_of_share(share: float, rows: int) -> int:
+    return max(1, int(share * rows))

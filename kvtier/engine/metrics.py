@@ -1,0 +1,143 @@
+"""What an engine counts, for Prometheus: read from the ledger when scraped, so that counting costs the engine nothing.
+
+Only latencies are observed as they happen, once a transfer.
+"""
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from kvtier.engine.breaker import BreakerState
+from kvtier.engine.events import EventLog
+from kvtier.engine.ledger import Ledger
+from kvtier.engine.tier import Tier
+
+SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
+TIER_COUNTERS = {
+    "hits": "Chunks loaded by the request whose look-up promoted them from this tier.",
+    "misses": "Chunks looked up in this tier and not had, once a request and chunk.",
+    "promoted": "Chunks sent for.",
+    "loaded": "Chunks that came.",
+    "stored": "Chunks that the tier said were stored.",
+    "transfers_failed": "Transfers that failed by the tier's fault.",
+    "probes_failed": "Questions about chunks that the tier did not answer.",
+}
+CAUSES_HELP = "Calls of which something failed, by what lay behind it."
+PRIMARY_COUNTERS = {
+    "hits": "Chunks loaded from where they lay in the primary.",
+    "misses": "Chunks looked up and found nowhere, once a request and chunk.",
+    "stores": "Chunks stored by the engine.",
+    "stores_refused": "Chunks offered when there was no room.",
+    "promotions_refused": "Chunks that a tier had, for which there was no row.",
+    "rows_kept": "Rows that something still read when their fetch was over.",
+}
+
+
+class Metrics(Collector):
+    """One engine's metrics in a registry of its own; several engines of one process do not collide."""
+
+    def __init__(self, ledger: Ledger, row_bytes: int, events: EventLog | None = None) -> None:
+        self.registry = CollectorRegistry()
+        self.runners_lost = 0  # Counted by the manager: the ledger also settles a runner that was closed as it should.
+        self._ledger = ledger
+        self._row_bytes = row_bytes
+        self._events = events
+        latency = Histogram(
+            "kvtier_transfer_seconds",
+            "From an action's arrival at the runner to its outcome.",
+            ("tier", "operation"),
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self._latency = {
+            (tier.spec.name, operation): latency.labels(tier.spec.name, operation)
+            for tier in ledger.tiers
+            for operation in ("load", "store", "probe", "delete")
+        }
+        self.registry.register(self)
+
+    def observe(self, tier: str, operation: str, seconds: float) -> None:
+        self._latency[tier, operation].observe(seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._primary()
+        yield from self._tiers()
+        yield from self._by_reason()
+
+    def _primary(self) -> Iterator[Metric]:
+        ledger, primary = self._ledger, self._ledger.primary
+        for name, help_text in PRIMARY_COUNTERS.items():
+            yield CounterMetricFamily(f"kvtier_primary_{name}", help_text, getattr(ledger.counters, name))
+        yield CounterMetricFamily("kvtier_primary_evictions", "Chunks evicted for room.", primary.evictions)
+        yield CounterMetricFamily("kvtier_runners_lost", "Runners that ended too early.", self.runners_lost)
+        dropped = 0 if self._events is None else self._events.dropped
+        yield CounterMetricFamily("kvtier_events_dropped", "Events that nobody took in time.", dropped)
+        rows = GaugeMetricFamily("kvtier_primary_rows", "Rows by state.", labels=("state",))
+        rows.add_metric(("ready",), len(primary.ready))
+        rows.add_metric(("filling",), len(primary.filling))
+        rows.add_metric(("free",), primary.rows_free)
+        rows.add_metric(("quarantined",), len(primary.quarantined))
+        rows.add_metric(("leased",), ledger.leases.rows)
+        rows.add_metric(("cascading",), len(ledger.transfers.cascade_rows))
+        rows.add_metric(("kept",), len(ledger.kept))
+        yield rows
+        yield GaugeMetricFamily("kvtier_primary_row_bytes", "Length of a row.", self._row_bytes)
+
+    def _tiers(self) -> Iterator[Metric]:
+        tiers = self._ledger.tiers
+        for name, help_text in TIER_COUNTERS.items():
+            counter = CounterMetricFamily(f"kvtier_tier_{name}", help_text, labels=("tier",))
+            for tier in tiers:
+                counter.add_metric((tier.spec.name,), getattr(tier.counters, name))
+            yield counter
+        yield self._gauge("loading", "Chunks being loaded.", {tier: tier.loading for tier in tiers})
+        yield self._gauge("storing", "Chunks queued or being stored.", {tier: len(tier.storing) for tier in tiers})
+        yield self._gauge("chunks", "Chunks held.", {tier: tier.chunks for tier in tiers})
+        yield self._gauge("used_bytes", "Bytes held.", {tier: tier.used_bytes for tier in tiers})
+        limited = {tier: tier.capacity_bytes for tier in tiers if tier.capacity_bytes is not None}
+        yield self._gauge("reserved_bytes", "Bytes promised.", {tier: tier.reserved_bytes for tier in tiers})
+        yield self._gauge("capacity_bytes", "Bytes that may be held.", limited)
+        moved = CounterMetricFamily("kvtier_tier_bytes", "Bytes moved.", labels=("tier", "operation"))
+        for tier in tiers:
+            moved.add_metric((tier.spec.name, "load"), tier.counters.loaded * self._row_bytes)
+            moved.add_metric((tier.spec.name, "store"), tier.counters.stored * self._row_bytes)
+        yield moved
+        breaker = GaugeMetricFamily("kvtier_tier_breaker", "1 for the breaker's state.", labels=("tier", "state"))
+        for tier in tiers:
+            for state in BreakerState:
+                breaker.add_metric((tier.spec.name, state.value), float(tier.breaker.state is state))
+        yield breaker
+        opened = CounterMetricFamily("kvtier_tier_breaker_opened", "How often the breaker opened.", labels=("tier",))
+        for tier in tiers:
+            opened.add_metric((tier.spec.name,), tier.breaker.opened)
+        yield opened
+
+    def _by_reason(self) -> Iterator[Metric]:
+        labels = ("tier", "reason")
+        dropped = CounterMetricFamily("kvtier_tier_dropped", "Chunks that were never sent to the tier.", labels=labels)
+        failed = CounterMetricFamily("kvtier_tier_failed", "Chunks that did not move.", labels=labels)
+        causes = CounterMetricFamily("kvtier_tier_causes", CAUSES_HELP, labels=("tier", "cause"))
+        noted = CounterMetricFamily("kvtier_tier_noted", "What the tier itself has counted.", labels=("tier", "what"))
+        for tier in self._ledger.tiers:
+            for what, times in tier.counters.noted.items():
+                noted.add_metric((tier.spec.name, what), times)
+            for reason, chunks in tier.counters.dropped.items():
+                dropped.add_metric((tier.spec.name, reason), chunks)
+            for reason, chunks in tier.counters.failures.items():
+                failed.add_metric((tier.spec.name, reason), chunks)
+            for cause, calls in tier.counters.causes.items():
+                causes.add_metric((tier.spec.name, cause), calls)
+        yield dropped
+        yield failed
+        yield causes
+        yield noted
+
+    def _gauge(self, name: str, help_text: str, values: dict[Tier, int]) -> Metric:
+        gauge = GaugeMetricFamily(f"kvtier_tier_{name}", help_text, labels=("tier",))
+        for tier, value in values.items():
+            gauge.add_metric((tier.spec.name,), value)
+        return gauge

@@ -1,0 +1,175 @@
+"""What goes to the tiers at the end of a step: promotions, cascades, probes and deletes, in batches, loads first.
+
+Rows are reserved or pinned when something is queued, not when it is sent, so that nothing of it can be evicted in
+between. What exceeds a limit is dropped here and counted, with the reason.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
+
+from kvtier.backend import OffloadKey
+from kvtier.engine.primary import Primary
+from kvtier.engine.requests import Request
+from kvtier.engine.tier import Tier, Whereabouts
+from kvtier.engine.transfers import Kind, Transfers
+from kvtier.runner.messages import Acknowledge, Action, Cascade, Delete, Probe, Promote, Rank, pack_keys, pack_rows
+
+_to_ask = attrgetter("to_ask")
+
+RANK_KEYS_MAX = 4_096  # In one action: some milliseconds of the runner's loop.
+RANKS_MAX = 64  # In one step. Of more the oldest are dropped: they only say in which order chunks should go.
+
+
+class Outbox:
+    """Queues of one step, and `flush`, which turns them into actions of at most `action_chunks` chunks."""
+
+    def __init__(
+        self,
+        primary: Primary,
+        tiers: Sequence[Tier],
+        where: Whereabouts,
+        transfers: Transfers,
+        *,
+        cascade_rows_max: int,
+        action_chunks: int,
+    ) -> None:
+        self._primary = primary
+        self._tiers = tiers
+        self._where = where
+        self._transfers = transfers
+        self._cascade_rows_max = cascade_rows_max
+        self._action_chunks = action_chunks
+        self._promotions: dict[tuple[Tier, Request], list[OffloadKey]] = {}
+        self._cascades: dict[Tier, list[OffloadKey]] = {}
+        self._deletes: dict[Tier, list[OffloadKey]] = {}
+        self._ranks: deque[Action] = deque(maxlen=RANKS_MAX)
+        self._acknowledgements: list[Action] = []
+
+    def promote(self, key: OffloadKey, tier: Tier, request: Request) -> None:
+        """Queue a load into the row that is reserved for the key: one batch for each tier and request."""
+        self._promotions.setdefault((tier, request), []).append(key)
+        tier.counters.promoted += 1
+        tier.breaker.take()
+
+    def cascade(self, keys: Iterable[OffloadKey], tier: Tier, now: float) -> None:
+        """Queue stores of ready keys, each given once, that the tier neither has nor is getting."""
+        mask, bit, storing = self._where.mask, tier.bit, tier.storing
+        lacking = [key for key in keys if key not in storing and not mask.get(key, 0) & bit]
+        if not lacking:
+            return
+        queued = self._within_limits(lacking, tier, now)
+        if not queued:
+            return
+        storing.update(queued)
+        self._transfers.pin_cascade([self._primary.ready[key] for key in queued])
+        tier.breaker.take(len(queued))
+        self._cascades.setdefault(tier, []).extend(queued)
+
+    def delete(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
+        self._deletes.setdefault(tier, []).extend(keys)
+
+    def rank(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
+        """Have the tier hear of a request that is over: which of the keys that it holds, in prefix order, were used."""
+        mask, bit = self._where.mask, tier.bit
+        held = [key for key in keys if mask.get(key, 0) & bit or tier.last_answer(key)]
+        for start in reversed(range(0, len(held), RANK_KEYS_MAX)):  # Tail first.
+            self._ranks.append(Rank(tier.index, pack_keys(held[start : start + RANK_KEYS_MAX])))
+
+    def acknowledge(self, tier: Tier) -> None:
+        """Have the runner send the tier's next inventory batch."""
+        self._acknowledgements.append(Acknowledge(tier.index))
+
+    @property
+    def slice_chunks(self) -> int:
+        """The most chunks that can cascade at once without a drop when nothing is under way."""
+        return min([self._action_chunks, self._cascade_rows_max, *(tier.spec.store_chunks_max for tier in self._tiers)])
+
+    def room(self, chunks: int) -> bool:
+        """Say whether so many chunks (at most `slice_chunks`) can cascade now without exceeding a limit."""
+        return len(self._transfers.cascade_rows) + chunks <= self._cascade_rows_max and all(
+            len(tier.storing) + chunks <= tier.spec.store_chunks_max for tier in self._tiers
+        )
+
+    @property
+    def empty(self) -> bool:
+        return not (self._promotions or self._cascades or self._deletes or any(map(_to_ask, self._tiers)))
+
+    def flush(self) -> list[Action]:
+        """Turn what was queued into actions."""
+        actions, self._acknowledgements = self._acknowledgements, []
+        if not self.empty:
+            actions.extend(self._work())
+        if self._ranks:  # Nobody waits for these: with them alone the outbox is empty.
+            actions.extend(self._ranks)
+            self._ranks.clear()
+        return actions
+
+    def _work(self) -> Iterator[Action]:
+        yield from self._probes()
+        yield from self._loads()
+        yield from self._stores()
+        for tier, queued in self._deletes.items():
+            for keys in self._batches(queued):
+                yield Delete(self._transfers.send(Kind.DELETE, tier, keys, ()), tier.index, pack_keys(keys))
+        self._deletes.clear()
+
+    def clear(self) -> None:
+        """Forget promotions and cascades: the primary is about to drop every key and pin."""
+        for tier, keys in self._cascades.items():
+            tier.storing.difference_update(keys)
+            tier.crossed.difference_update(keys)
+        self._promotions.clear()
+        self._cascades.clear()
+
+    def _within_limits(self, keys: list[OffloadKey], tier: Tier, now: float) -> list[OffloadKey]:
+        """Return those of the keys whose cascade exceeds no limit; the others are dropped, each for the first it meets.
+
+        A row that another tier's cascade pins costs no further pin.
+        """
+        cascading = self._transfers.cascade_rows
+        admitted = tier.admits(now)
+        places, pins = tier.spec.store_chunks_max - len(tier.storing), self._cascade_rows_max - len(cascading)
+        if len(keys) <= min(admitted, places, pins):
+            return keys
+        taken: list[OffloadKey] = []
+        for key in keys:
+            pinned = self._primary.ready[key] in cascading
+            if len(taken) >= places:
+                tier.counters.drop("budget", 1)
+            elif pins <= 0 and not pinned:
+                tier.counters.drop("pinned", 1)
+            elif len(taken) >= admitted:
+                overdue = tier.overdue_rows >= tier.spec.overdue_rows_max
+                tier.counters.drop("overdue" if overdue else "breaker", 1)
+            else:
+                taken.append(key)
+                pins -= not pinned
+        return taken
+
+    def _probes(self) -> Iterator[Action]:
+        for tier in self._tiers:
+            queued, tier.to_ask = tier.to_ask, []
+            for keys in self._batches(queued):
+                yield Probe(self._transfers.send(Kind.PROBE, tier, keys, ()), tier.index, pack_keys(keys))
+
+    def _loads(self) -> Iterator[Action]:
+        for (tier, request), queued in self._promotions.items():
+            tier.loading += len(queued)
+            for keys in self._batches(queued):
+                rows = [self._primary.filling[key] for key in keys]
+                id_ = self._transfers.send(Kind.PROMOTION, tier, keys, rows, request)
+                yield Promote(id_, tier.index, pack_keys(keys), pack_rows(rows))
+        self._promotions.clear()
+
+    def _stores(self) -> Iterator[Action]:
+        for tier, queued in self._cascades.items():
+            for keys in self._batches(queued):
+                rows = [self._primary.ready[key] for key in keys]
+                id_ = self._transfers.send(Kind.CASCADE, tier, keys, rows)
+                yield Cascade(id_, tier.index, pack_keys(keys), pack_rows(rows))
+        self._cascades.clear()
+
+    def _batches(self, keys: list[OffloadKey]) -> Iterator[list[OffloadKey]]:
+        size = self._action_chunks
+        return (keys[start : start + size] for start in range(0, len(keys), size))

@@ -1,0 +1,228 @@
+"""The primary's rows: which key lies where, in what state, and why it may not go. Synchronous, no I/O.
+
+A row is free, filling (a store or a promotion writes it), ready, or quarantined (a transfer that ran out of time, or a
+caller, may still use it, so nobody else may). Each reason to keep a row is a pin, being filled is one; what was
+answered HIT is held until the step ends, and that is noted when somebody wants room, because a look-up has no time for
+it.
+"""
+
+from array import array
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from kvtier.backend import OffloadKey
+from kvtier.engine.row_order import row_order
+from kvtier.policies.base import Policy
+
+
+class Primary:
+    """Rows of one primary, and the keys in them.
+
+    `ready` and `filling` map a key to its row. They are read by the ledger on every look-up; only this class changes
+    them, and they stay the same objects.
+    """
+
+    def __init__(self, rows: int, policy: Policy[OffloadKey]) -> None:
+        self.rows = rows
+        self.ready: dict[OffloadKey, int] = {}
+        self.filling: dict[OffloadKey, int] = {}
+        self.quarantined: dict[int, int] = {}  # Row -> borrowers that have yet to return it.
+        self.evictions = 0
+        self._keys: list[OffloadKey | None] = [None] * rows
+        self._pins = array("I", [0]) * rows
+        self._idle = 0  # Ready rows without a pin: what could be evicted, but for what is held.
+        self._held: set[int] = set()  # Answered HIT in this step.
+        self._free = list(range(rows - 1, -1, -1))
+        self._order = row_order(policy, rows, self._keys, self.row)
+
+    @property
+    def rows_free(self) -> int:
+        return len(self._free)
+
+    def row(self, key: OffloadKey) -> int | None:
+        """Return the row of a key that is ready or filling."""
+        row = self.ready.get(key)
+        return self.filling.get(key) if row is None else row
+
+    def key(self, row: int) -> OffloadKey | None:
+        return self._keys[row]
+
+    def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
+        """Return the rows of those of the keys that are ready or filling, in order."""
+        ready, filling = self.ready.get, self.filling.get
+        return [row for key in keys if (row := ready(key)) is not None or (row := filling(key)) is not None]
+
+    def own(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Return the same keys, as the very objects that are kept here: 80 bytes each are not kept twice."""
+        ready, row_keys = self.ready, self._keys
+        if not ready:
+            return keys
+        return [key if (row := ready.get(key)) is None else row_keys[row] or key for key in keys]
+
+    def reserve(
+        self, keys: Sequence[OffloadKey], offered: Collection[OffloadKey] = (), after: OffloadKey | None = None
+    ) -> list[OffloadKey] | None:
+        """Give each of these absent keys a row in state filling; return the keys evicted for it.
+
+        All or nothing: None, and nothing changed, if too few rows are free or evictable. `offered` keys stay. The new
+        ones leave just before `after`, if that is still there: what they continue.
+        """
+        evicted: list[OffloadKey] = []
+        missing = len(keys) - len(self._free)
+        if missing > 0:
+            chosen = self._evict(missing, keys, offered)
+            if chosen is None:
+                return None
+            evicted = chosen
+        behind = None if after is None else self.row(after)
+        free, row_keys, pins = self._free, self._keys, self._pins
+        rows = free[: -len(keys) - 1 : -1]
+        del free[len(free) - len(keys) :]
+        for key, row in zip(keys, rows, strict=True):
+            row_keys[row] = key
+            pins[row] = 1
+        self.filling.update(zip(keys, rows, strict=True))
+        self._order.insert(rows, behind)
+        return evicted
+
+    def publish(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Turn filling rows ready; return the keys for which that was done (the others were not filling)."""
+        filling, ready, pins = self.filling, self.ready, self._pins
+        published: list[OffloadKey] = []
+        idle = 0
+        for key in keys:
+            row = filling.pop(key, None)
+            if row is None:
+                continue
+            ready[key] = row
+            published.append(key)
+            left = pins[row] = pins[row] - 1
+            if not left:
+                idle += 1
+        self._idle += idle
+        return published
+
+    def abandon(self, key: OffloadKey, *, lent: bool) -> int | None:
+        """Forget a filling key whose chunk did not come; its row is quarantined if `lent`, else free once unpinned."""
+        row = self.filling.pop(key, None)
+        if row is None:
+            return None
+        self._order.remove((row,))
+        self._keys[row] = None
+        self._pins[row] -= 1
+        if lent:
+            self.quarantined[row] = 1
+        elif self._pins[row] == 0:
+            self._free.append(row)
+        return row
+
+    def discard(self, key: OffloadKey, lost_pins: int = 0) -> bool:
+        """Forget a ready key that nothing holds; say whether it could be done.
+
+        `lost_pins` of its row belong to nobody who will say when; its row is free when they have gone, too.
+        """
+        row = self.ready.get(key)
+        if row is None or self._pins[row] > lost_pins:
+            return False
+        del self.ready[key]
+        self._order.remove((row,))
+        self._keys[row] = None
+        if self._pins[row] == 0:
+            self._idle -= 1
+            self._free.append(row)
+        return True
+
+    def release(self, row: int) -> None:
+        """Take note that one borrower has returned a quarantined row; the last one frees it."""
+        self.quarantined[row] -= 1
+        if self.quarantined[row] == 0:
+            del self.quarantined[row]
+            if self._pins[row] == 0:
+                self._free.append(row)
+
+    def pin(self, rows: Iterable[int]) -> None:
+        pins = self._pins
+        idle = 0
+        for row in rows:
+            before = pins[row]
+            if not before:
+                idle += 1
+            pins[row] = before + 1
+        self._idle -= idle
+
+    def unpin(self, rows: Iterable[int]) -> None:
+        """Drop one pin of each row. A row that lost its key while it was pinned is free with its last pin."""
+        pins, keys = self._pins, self._keys
+        idle = 0
+        for row in rows:
+            left = pins[row] - 1
+            assert left >= 0, row
+            pins[row] = left
+            if left:
+                continue
+            if keys[row] is not None:
+                idle += 1
+            elif row not in self.quarantined:
+                self._free.append(row)
+        self._idle += idle
+
+    def pinned(self, row: int) -> bool:
+        return self._pins[row] > 0
+
+    def hold(self, keys: Iterable[OffloadKey]) -> None:
+        """Keep the rows of these keys, as far as they are ready, until the step ends."""
+        rows = map(self.ready.get, keys)
+        self._held.update(row for row in rows if row is not None)
+
+    def touch(self, rows: Sequence[int]) -> None:
+        self._order.touch(rows)
+
+    def rank(self, rows: Sequence[int]) -> None:
+        self._order.rank(rows)
+
+    def end_step(self) -> None:
+        """Let rows that were held go again, unless pinned."""
+        self._held.clear()
+
+    def clear(self, lent: Mapping[int, int]) -> list[OffloadKey]:
+        """Forget every key and pin; quarantine just the rows in `lent` (row -> borrowers). Return what was ready."""
+        gone = list(self.ready)
+        self._order.remove([*self.ready.values(), *self.filling.values()])
+        self.ready.clear()
+        self.filling.clear()
+        self._keys[:] = [None] * self.rows
+        self._pins = array("I", [0]) * self.rows
+        self._idle = 0
+        self._held.clear()
+        self.quarantined = dict(lent)
+        self._free = [row for row in range(self.rows - 1, -1, -1) if row not in self.quarantined]
+        return gone
+
+    def _evict(
+        self, count: int, incoming: Sequence[OffloadKey], offered: Collection[OffloadKey]
+    ) -> list[OffloadKey] | None:
+        if count > self._idle:
+            return None
+        rows = self._order.evict(count, self._keeper(offered), incoming)
+        if rows is None:
+            return None
+        ready, row_keys = self.ready, self._keys
+        evicted: list[OffloadKey] = []
+        for row in rows:
+            key = row_keys[row]
+            assert key is not None, row
+            row_keys[row] = None
+            del ready[key]
+            evicted.append(key)
+        self._free += rows
+        self._idle -= len(rows)
+        self.evictions += len(rows)
+        return evicted
+
+    def _keeper(self, offered: Collection[OffloadKey]) -> Callable[[int], int]:
+        """Return what says whether a row must stay, by a number that is 0 if it need not."""
+        pins, kept = self._pins, self._held
+        if offered:
+            kept = kept.union(self.rows_of(offered))
+        if not kept:
+            return pins.__getitem__
+        return lambda row: pins[row] or row in kept

@@ -1,0 +1,206 @@
+"""What the ledger keeps for one request, and the leases that keep a waiting request's rows from being evicted."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from kvtier.backend import OffloadKey, of_one_group
+from kvtier.engine.primary import Primary
+from kvtier.engine.tier import TierMatcher, TierSpec
+
+Position = Callable[[OffloadKey], int | None]
+"""Where a key's chunk ends in its request's tokens; None if that is not known."""
+
+PROMOTIONS_MAX = 2  # Of one key for one request: the second may follow an eviction; a third would be a loop.
+
+
+def by_position(keys: Sequence[OffloadKey], position: Position) -> Sequence[OffloadKey]:
+    """Sort keys by where their chunks end; all stay where they are if that is not known of one."""
+    ends = [(end, place) for place, key in enumerate(keys) if (end := position(key)) is not None]
+    return [keys[place] for _, place in sorted(ends)] if len(ends) == len(keys) else keys
+
+
+class Search:
+    """What a request looked for beyond the primary. Most find all they need there, or are new: these have none."""
+
+    __slots__ = ("asked", "missed", "promotions", "sources")
+
+    def __init__(self) -> None:
+        self.promotions: dict[OffloadKey, int] = {}
+        self.sources: dict[OffloadKey, int] = {}  # Key -> index of the tier that it was promoted from.
+        self.missed: set[OffloadKey] = set()
+        self.asked: set[tuple[int, OffloadKey]] = set()  # Tiers, by index, that were asked for a key on its behalf.
+
+    def give_up(self, key: OffloadKey) -> None:
+        """Never promote this key again: it did not come."""
+        self.promotions[key] = PROMOTIONS_MAX
+        self.sources.pop(key, None)
+
+
+class Request:
+    """One request, from `on_new_request` until it has finished and its last store has completed."""
+
+    __slots__ = (
+        "_search",
+        "finished",
+        "found",
+        "held",
+        "hits",
+        "id",
+        "leased",
+        "load_matchers",
+        "matchers",
+        "position",
+        "storing",
+        "used",
+        "waits",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        matchers: Sequence[TierMatcher] | None = None,
+        load_matchers: Sequence[TierMatcher] | None = None,
+        position: Position | None = None,
+    ) -> None:
+        self.id = request_id
+        self.matchers = matchers  # None: every tier.
+        self.load_matchers = load_matchers  # Of those, the ones that it may be loaded from; None: each of them.
+        self.position = position  # None: keys are used in prefix order.
+        self.used: dict[OffloadKey, None] = {}  # Keys whose one access was counted, in prefix order.
+        self.hits: list[OffloadKey] = []  # Keys answered HIT or HIT_PENDING in this step, since room was last made.
+        self.found: list[OffloadKey] = []  # And those before.
+        self.held = 0  # How many of found and hits together, from the first on, are leased.
+        self.waits = False  # One of them was HIT_PENDING.
+        self.leased: set[int] = set()
+        self._search: Search | None = None
+        self.storing = 0  # Keys reserved and not completed.
+        self.finished = False
+
+    def allows(self, spec: TierSpec) -> bool:
+        return self.matchers is None or any(matcher.matches(spec) for matcher in self.matchers)
+
+    def loads_from(self, spec: TierSpec) -> bool:
+        chosen = self.load_matchers
+        return self.allows(spec) and (chosen is None or any(matcher.matches(spec) for matcher in chosen))
+
+    @property
+    def last_used(self) -> OffloadKey | None:
+        return next(reversed(self.used), None)
+
+    def in_prefix_order(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Return the keys of one call head first: those of a model's groups come one group after the other."""
+        return keys if self.position is None or of_one_group(keys) else by_position(keys, self.position)
+
+    def use(self, keys: Sequence[OffloadKey]) -> bool:
+        """Note that keys, in prefix order, are used; say whether all that was used before lies before them."""
+        used, last = self.used, self.last_used
+        continues = last is None or not keys or (keys[0] not in used and self._lies_before(last, keys[0]))
+        used.update(dict.fromkeys(keys))
+        if not continues:
+            self.order_used()
+        return continues
+
+    def order_used(self) -> None:
+        """Put what was used into prefix order, whatever order it was used in."""
+        if self.position is not None:
+            self.used = dict.fromkeys(by_position(list(self.used), self.position))
+
+    def _lies_before(self, one: OffloadKey, other: OffloadKey) -> bool:
+        """Compare positions; what has none is used in prefix order."""
+        if self.position is None:
+            return True
+        first, second = self.position(one), self.position(other)
+        return first is None or second is None or first <= second
+
+    def forget_hits(self) -> None:
+        """Begin a step with nothing looked up."""
+        self.hits.clear()
+        self.found.clear()
+        self.held = 0
+        self.waits = False
+
+    @property
+    def search(self) -> Search:
+        if self._search is None:
+            self._search = Search()
+        return self._search
+
+    @property
+    def sources(self) -> Mapping[OffloadKey, int]:
+        """Say of promoted keys from which tier they came, by its index."""
+        return {} if self._search is None else self._search.sources
+
+
+class Leases:
+    """Pins with a deadline, one per (row, request), on at most `rows_max` rows together."""
+
+    def __init__(self, primary: Primary, rows_max: int, lease_s: float) -> None:
+        self.rows_max = rows_max
+        self.deadlines: dict[Request, float] = {}  # Of who has leases, in order: every lease is equally long.
+        self._primary = primary
+        self._lease_s = lease_s
+        self._holders: dict[int, list[Request]] = {}
+
+    @property
+    def rows(self) -> int:
+        return len(self._holders)
+
+    @property
+    def ends_at(self) -> float | None:
+        """When the next request's leases end by themselves; None if there are none."""
+        return next(iter(self.deadlines.values()), None)
+
+    def room(self, rows: Iterable[int], more: int) -> bool:
+        """Say whether these rows, leased or not, and so many others fit into the share."""
+        return len(self._holders) + len(set(rows) - self._holders.keys()) + more <= self.rows_max
+
+    def take(self, row: int, request: Request, now: float) -> bool:
+        """Lease a row to a request; False if the share is used up."""
+        if row in request.leased:
+            return True
+        holders = self._holders.get(row)
+        if holders is None:
+            if len(self._holders) >= self.rows_max:
+                return False
+            self._holders[row] = [request]
+        else:
+            holders.append(request)
+        request.leased.add(row)
+        self._primary.pin((row,))
+        self.deadlines.setdefault(request, now + self._lease_s)
+        return True
+
+    def end(self, row: int, request: Request) -> None:
+        """End one lease, if there is one."""
+        if row not in request.leased:
+            return
+        request.leased.discard(row)
+        holders = self._holders[row]
+        holders.remove(request)
+        if not holders:
+            del self._holders[row]
+        if not request.leased:
+            self.deadlines.pop(request, None)
+        self._primary.unpin((row,))
+
+    def end_all(self, request: Request) -> None:
+        for row in tuple(request.leased):
+            self.end(row, request)
+
+    def end_row(self, row: int) -> None:
+        """End every lease of a row whose chunk did not come."""
+        for request in tuple(self._holders.get(row, ())):
+            self.end(row, request)
+
+    def expire(self, now: float) -> None:
+        while self.deadlines:
+            request, deadline = next(iter(self.deadlines.items()))
+            if deadline > now:
+                return
+            self.end_all(request)
+
+    def clear(self) -> None:
+        """Forget all leases without unpinning: the primary has dropped every pin."""
+        for request in self.deadlines:
+            request.leased.clear()
+        self._holders.clear()
+        self.deadlines.clear()

@@ -1,0 +1,267 @@
+"""What the ledger knows of one secondary tier: its health, its answers, what is under way, and what was counted.
+
+Where keys are is kept once for all tiers, as a bit mask a key (`Whereabouts`): a dictionary a tier would cost each
+chunk another hundred bytes.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from kvtier.backend import OffloadKey
+from kvtier.engine.breaker import Breaker
+from kvtier.runner.messages import Code, Finished, unpack_rows
+
+_CAUSES = (
+    "EACCES EBADF EBUSY ECONNREFUSED ECONNRESET EDQUOT EFBIG EHOSTDOWN EHOSTUNREACH EINVAL EIO EMFILE ENFILE ENODEV"
+    " ENOENT ENOMEM ENOSPC ENOTCONN ENOTDIR ENXIO EPERM EPIPE EROFS ESHUTDOWN ESTALE ETIMEDOUT"
+    " corrupt deadline lost no_space"
+)
+CAUSES = frozenset(_CAUSES.split())
+"""What failures are counted by; whatever else there is counts as `other`: a metric's label has few values."""
+
+ANSWERS_MAX = 65_536  # Of each kind a tier: about 10 MB; older ones are asked again.
+
+
+class TierSpec(NamedTuple):
+    """What the owner must know of a tier to decide for it."""
+
+    name: str
+    store_chunks_max: int  # Queued or under way at once.
+    answer_ttl_s: float
+    breaker_failures: int
+    breaker_cooldown_s: float
+    trial_chunks: int
+    asked_keys_max: int = 65_536  # Asked for and not answered, at once.
+    overdue_rows_max: int = 1 << 32  # That its hung transfers may hold; by default as many as there can be.
+    request_level: bool = False
+    medium: str | None = None
+    locality: str | None = None
+
+
+class TierMatcher(NamedTuple):
+    """Tiers of a medium, of a locality, or both; None matches any, and a tier that does not say is matched by all."""
+
+    medium: str | None = None
+    locality: str | None = None
+
+    def matches(self, spec: TierSpec) -> bool:
+        medium = self.medium is None or spec.medium is None or self.medium == spec.medium
+        locality = self.locality is None or spec.locality is None or self.locality == spec.locality
+        return medium and locality
+
+
+class TierCounters:
+    """Totals since the start; chunks unless a name says otherwise."""
+
+    __slots__ = (
+        "causes",
+        "dropped",
+        "failures",
+        "hits",
+        "last_cause",
+        "loaded",
+        "misses",
+        "noted",
+        "probes_failed",
+        "promoted",
+        "stored",
+        "transfers_failed",
+    )
+
+    def __init__(self) -> None:
+        self.hits = 0  # Loaded by the request whose look-up promoted them from here.
+        self.misses = 0  # Looked up here and not had, once a request and key.
+        self.promoted = 0  # Sent for.
+        self.loaded = 0  # Came.
+        self.stored = 0
+        self.transfers_failed = 0
+        self.probes_failed = 0  # Questions that it did not answer.
+        self.failures: dict[str, int] = {}  # Chunks by code's name.
+        self.causes: dict[str, int] = {}  # Calls of which something failed, by what lay behind it: see `CAUSES`.
+        self.last_cause = ""  # As it was heard.
+        self.noted: dict[str, int] = {}  # What the tier itself has counted, by name.
+        self.dropped: dict[str, int] = {}  # Cascaded chunks that were never sent, by reason.
+
+    def note(self, counts: Mapping[str, int]) -> None:
+        for name, times in counts.items():
+            self.noted[name] = self.noted.get(name, 0) + times
+
+    def drop(self, reason: str, chunks: int) -> None:
+        self.dropped[reason] = self.dropped.get(reason, 0) + chunks
+
+    def fail(self, code: str, chunks: int) -> None:
+        self.failures[code] = self.failures.get(code, 0) + chunks
+
+    def blame(self, cause: str) -> None:
+        """Count what lay behind a call's failure."""
+        self.last_cause = cause
+        name = cause if cause in CAUSES else "other"
+        self.causes[name] = self.causes.get(name, 0) + 1
+
+
+class Tier:
+    """One tier as the ledger sees it."""
+
+    def __init__(self, index: int, spec: TierSpec) -> None:
+        self.index = index
+        self.bit = 1 << index
+        self.spec = spec
+        self.breaker = Breaker(spec.breaker_failures, spec.breaker_cooldown_s, spec.trial_chunks)
+        self.counters = TierCounters()
+        self.authoritative = False  # What is not known to be here is absent.
+        self.reports = True  # It says what it removes, so that what is known stays true. False once it said otherwise.
+        self.overdue_rows = 0  # Lent to transfers that ran out of time.
+        self.loading = 0  # Chunks under way.
+        self.storing: set[OffloadKey] = set()  # Queued or under way.
+        self.crossed: set[OffloadKey] = set()  # Of those, what was reported gone meanwhile: before it came, or after?
+        self.asking: set[OffloadKey] = set()  # Asked or about to be, and nothing newer was heard of them since.
+        self.to_ask: list[OffloadKey] = []
+        self.chunks = 0
+        self.used_bytes = 0
+        self.capacity_bytes: int | None = None
+        self.reserved_bytes = 0
+        self._present_until: dict[OffloadKey, float] = {}
+        self._absent_until: dict[OffloadKey, float] = {}
+        self._unsure: dict[OffloadKey, None] = {}  # Asked for even though the tier reports what it holds.
+
+    def admits(self, now: float) -> int:
+        """Return how many chunks may be sent to the tier, or from it, now.
+
+        A breaker lets a few through with every trial; what hangs keeps its rows, so these are bounded for themselves.
+        """
+        return self.breaker.admits(now) if self.overdue_rows < self.spec.overdue_rows_max else 0
+
+    def answer(self, key: OffloadKey, known: bool, now: float) -> bool | None:
+        """Say whether the tier has the key; None if it must be asked."""
+        if self._absent_until and self._absent_until.get(key, 0.0) > now:
+            return False
+        if known:
+            return True
+        if self.authoritative and key not in self._unsure:
+            return False
+        return True if self._present_until.get(key, 0.0) > now else None
+
+    def last_answer(self, key: OffloadKey) -> bool:
+        """Say what the last answer was, however old; what is not remembered counts as absent."""
+        return key in self._present_until
+
+    def believe(self, key: OffloadKey, *, present: bool, now: float) -> None:
+        """Remember an answer for as long as answers are believed; it overrides the last one, and one on its way."""
+        self.asking.discard(key)
+        fresh, stale = self._present_until, self._absent_until
+        if not present:
+            fresh, stale = stale, fresh
+        stale.pop(key, None)
+        fresh.pop(key, None)  # So that the order of insertion is the order of age.
+        fresh[key] = now + self.spec.answer_ttl_s
+        if len(fresh) > ANSWERS_MAX:
+            del fresh[next(iter(fresh))]
+
+    def doubt(self, key: OffloadKey) -> None:
+        """Have the key asked for from now on, until it is stored again or known to be gone."""
+        self._unsure[key] = None
+        if len(self._unsure) > ANSWERS_MAX:
+            del self._unsure[next(iter(self._unsure))]
+
+    def forget_answers(self, keys: Iterable[OffloadKey]) -> None:
+        """Something newer is known of these keys than the last answers, and than those on their way."""
+        self.asking.difference_update(keys)
+        for answers in (self._unsure, self._absent_until, self._present_until):
+            if answers:  # Most are empty, most of the time.
+                for key in keys:
+                    answers.pop(key, None)
+
+    def stored(self, sent: Sequence[OffloadKey], moved: Sequence[OffloadKey], now: float) -> Sequence[OffloadKey]:
+        """Take note that a store is over; return the keys that it has put on record as held here.
+
+        A tier that says what it removes is believed until it does; another's chunks are only remembered like an answer.
+        """
+        self.storing.difference_update(sent)
+        self.counters.stored += len(moved)
+        sure = self._settle_crossed(sent, moved) if self.crossed else moved
+        if self.reports:
+            self.forget_answers(sure)
+            return sure
+        for key in sure:
+            self.believe(key, present=True, now=now)
+        return ()
+
+    def may_ask(self, key: OffloadKey) -> bool:
+        """Say whether the key is being asked for, or may be: within the limit, and a breaker's trial."""
+        return key in self.asking or (len(self.asking) < self.spec.asked_keys_max and self.breaker.admits_asking())
+
+    def ask(self, key: OffloadKey) -> None:
+        """Have the key asked for at the end of the step, unless it is being asked."""
+        if key not in self.asking:
+            self.asking.add(key)
+            self.breaker.ask()
+            self.to_ask.append(key)
+
+    def _settle_crossed(self, sent: Sequence[OffloadKey], moved: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        """Have what was reported gone meanwhile asked for; return the rest of what moved."""
+        crossed = self.crossed.intersection(sent)
+        self.crossed -= crossed
+        for key in moved:
+            if key in crossed:
+                self.doubt(key)
+        return [key for key in moved if key not in crossed]
+
+
+class Whereabouts:
+    """Which tiers are known to hold a key."""
+
+    def __init__(self) -> None:
+        self.mask: dict[OffloadKey, int] = {}
+
+    def add(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
+        mask, bit = self.mask, tier.bit
+        for key in keys:
+            mask[key] = mask.get(key, 0) | bit
+
+    def remove(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
+        mask, bit = self.mask, tier.bit
+        for key in keys:
+            left = mask.get(key, 0) & ~bit
+            if left:
+                mask[key] = left
+            else:
+                mask.pop(key, None)
+
+
+# What an outcome says of its tier: which chunks did not move and why, and whether that is a failure of the tier's.
+
+
+TIER_AT_FAULT = frozenset({Code.FAILED, Code.UNAVAILABLE, Code.DEADLINE})
+NOT_TRIED = frozenset({Code.REFUSED, Code.LOST})  # Says nothing of the tier, nor of the chunk.
+NO_FAILURE = frozenset({Code.MISSING, Code.REFUSED})  # Has no cause that anybody could mend.
+_SAY_ALL = frozenset({Code.CORRUPT, Code.NO_SPACE, Code.DEADLINE, Code.LOST})
+
+
+def failures(message: Finished) -> dict[int, Code]:
+    """Return why chunks did not move, by their index."""
+    if not message.codes:
+        return {}
+    return dict(zip(unpack_rows(message.failed), map(Code, message.codes), strict=True))
+
+
+def judge(tier: Tier, codes: Collection[Code], now: float, cause: str = "") -> bool:
+    """Tell the breaker how a transfer ended; say whether it failed, that is, whether anything was the tier's fault.
+
+    What did not move is blamed on the `cause`, or without one on the worst of its codes.
+    """
+    if codes and not NO_FAILURE.issuperset(codes):
+        worst = max(code for code in codes if code not in NO_FAILURE)
+        tier.counters.blame(cause or (worst.name.lower() if worst in _SAY_ALL else "other"))
+    if not TIER_AT_FAULT.isdisjoint(codes):
+        tier.breaker.failed(now)
+        return True
+    if NOT_TRIED.isdisjoint(codes):
+        tier.breaker.succeeded()
+    return False
+
+
+def unanswered(tier: Tier, cause: str, now: float) -> None:
+    """Take note of a question that the tier did not answer."""
+    tier.counters.probes_failed += 1
+    tier.counters.blame(cause or "other")
+    tier.breaker.failed(now)

@@ -1,0 +1,107 @@
+"""The tiers' log: a breaker that opens or closes, and why, and once a minute what was dropped and what failed.
+
+It looks at what the ledger has counted, whoever asks it to: nothing that counts knows of it, or waits for it.
+"""
+
+import errno
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+
+from kvtier.engine.breaker import CLOSED
+from kvtier.engine.tier import Tier
+
+LOOK_EVERY_S = 1.0  # Where nothing comes back from tiers: drops alone make no message.
+LOSSES_EVERY_S = 60.0  # Between two lines of losses, a tier: a full log tells nobody anything.
+
+logger = logging.getLogger(__name__)
+
+
+class TierLog:
+    """Tells of these tiers what was not told yet."""
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        self.due = -math.inf
+        """When to look again though no message has come."""
+        self._told = [_Told(tier) for tier in tiers]
+
+    def look(self, now: float, *, last: bool = False) -> None:
+        """Log what has changed. `last`: of what was lost also what else would wait for its minute."""
+        self.due = now + LOOK_EVERY_S
+        for told in self._told:
+            told.breaker(now)
+            told.losses(now, last=last)
+
+
+class _Told:
+    """What the log has heard of one tier."""
+
+    def __init__(self, tier: Tier) -> None:
+        self._tier = tier
+        self._name = tier.spec.name
+        self._open = False
+        self._opened = 0
+        self._dropped: dict[str, int] = {}
+        self._failed: dict[str, int] = {}
+        self._losses_at = -math.inf
+
+    def breaker(self, now: float) -> None:
+        """Tell of an opening, and of the end of it; a trial that failed is no new opening."""
+        breaker = self._tier.breaker
+        if breaker.opened != self._opened:
+            self._opened = breaker.opened
+            if not self._open:
+                self._tell_opening(now)
+            self._open = True
+        if self._open and breaker.state is CLOSED:
+            self._open = False
+            logger.info("tier %s: the breaker is closed again", self._name)
+
+    def losses(self, now: float, *, last: bool) -> None:
+        """Tell what was dropped and what failed since the last line, if it is time."""
+        if now < self._losses_at and not last:
+            return
+        counters = self._tier.counters
+        if counters.dropped == self._dropped and counters.failures == self._failed:
+            return
+        if losses := self._losses(now):
+            logger.warning("tier %s: since the last line %s", self._name, losses)
+
+    def _tell_opening(self, now: float) -> None:
+        logger.warning(
+            "tier %s: the breaker is open after %d failures in a row; the last cause is %s; it is tried again every"
+            " %g s; since the last line %s",
+            self._name,
+            self._tier.breaker.failures,
+            _in_words(self._tier.counters.last_cause),
+            self._tier.spec.breaker_cooldown_s,
+            self._losses(now, cause=False) or "no chunk failed",
+        )
+
+    def _losses(self, now: float, *, cause: bool = True) -> str:
+        """Say what was lost since this was last asked; a chunk that the tier does not have is no loss."""
+        counters = self._tier.counters
+        dropped, self._dropped = _grown(self._dropped, counters.dropped), dict(counters.dropped)
+        failed, self._failed = _grown(self._failed, counters.failures), dict(counters.failures)
+        failed.pop("missing", None)
+        parts = [_counted(chunks, verb) for chunks, verb in ((dropped, "were dropped"), (failed, "failed")) if chunks]
+        if parts:
+            self._losses_at = now + LOSSES_EVERY_S
+        if failed and cause and counters.last_cause:
+            parts.append(f"the last cause is {_in_words(counters.last_cause)}")
+        return "; ".join(parts)
+
+
+def _grown(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
+    return {name: count - before.get(name, 0) for name, count in now.items() if count != before.get(name, 0)}
+
+
+def _counted(chunks: Mapping[str, int], verb: str) -> str:
+    return f"{sum(chunks.values())} chunks {verb} ({', '.join(f'{name} {count}' for name, count in chunks.items())})"
+
+
+def _in_words(cause: str) -> str:
+    """Return a cause with what the system says of its errno, if it is one."""
+    number = getattr(errno, cause, None)
+    return f"{cause} ({os.strerror(number)})" if isinstance(number, int) else cause or "unknown"

@@ -1,0 +1,69 @@
+"""KV cache layouts: what layers keep, where it lies, and the canonical pages that everything else moves."""
+
+from kvtier.kvcache.layout.agnostic import parallel_refusal, with_layout
+from kvtier.kvcache.layout.axes import AxesOf, CacheAxes, cache_view, layer_views, state_views
+from kvtier.kvcache.layout.canonical import CanonicalKVCaches, DataRef, LayerCache, canonical_kv_caches
+from kvtier.kvcache.layout.mapping import PageMapping, Run, page_mapping
+from kvtier.kvcache.layout.model import (
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheTensor,
+    ParallelConfig,
+    group_layers,
+    padded_to_one_page,
+)
+from kvtier.kvcache.layout.rows import (
+    RowCaches,
+    allocate_rows,
+    contiguous_refusal,
+    enables_cross_layers_blocks,
+    packing_refusal,
+)
+from kvtier.kvcache.layout.specs import (
+    AttentionSpec,
+    ChunkedLocalSpec,
+    FullAttentionSpec,
+    LayerSpec,
+    MambaSpec,
+    MLASpec,
+    SlidingWindowSpec,
+    UniformSpecs,
+)
+from kvtier.kvcache.layout.tensors import allocate_tensors
+
+__all__ = [
+    "AttentionSpec",
+    "AxesOf",
+    "CacheAxes",
+    "CanonicalKVCaches",
+    "ChunkedLocalSpec",
+    "DataRef",
+    "FullAttentionSpec",
+    "KVCacheConfig",
+    "KVCacheGroup",
+    "KVCacheTensor",
+    "LayerCache",
+    "LayerSpec",
+    "MLASpec",
+    "MambaSpec",
+    "PageMapping",
+    "ParallelConfig",
+    "RowCaches",
+    "Run",
+    "SlidingWindowSpec",
+    "UniformSpecs",
+    "allocate_rows",
+    "allocate_tensors",
+    "cache_view",
+    "canonical_kv_caches",
+    "contiguous_refusal",
+    "enables_cross_layers_blocks",
+    "group_layers",
+    "layer_views",
+    "packing_refusal",
+    "padded_to_one_page",
+    "page_mapping",
+    "parallel_refusal",
+    "state_views",
+    "with_layout",
+]

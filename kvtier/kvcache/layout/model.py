@@ -1,0 +1,163 @@
+"""A model's KV cache: groups of layers that share block tables, and the tensors that hold their pages.
+
+Layers of several groups may share a tensor: a block belongs to one group at a time, so the same bytes serve all of
+them, each group's layer in its turn.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
+
+import msgspec
+
+from kvtier.errors import ConfigError
+from kvtier.kvcache.layout.specs import LayerSpec, MambaSpec, UniformSpecs
+
+
+class KVCacheTensor(msgspec.Struct, frozen=True, kw_only=True):
+    """One allocation and the layers that use it: one of each group over the other or, packed, all of them in rows."""
+
+    size_bytes: int
+    shared_by: tuple[str, ...]
+
+
+class KVCacheGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers with one block table."""
+
+    layer_names: tuple[str, ...]
+    spec: LayerSpec | UniformSpecs
+    kernel_block_size: int | None = None  # Tokens that a kernel takes for a block; None: a block is a kernel's, too.
+
+    def __post_init__(self) -> None:
+        if isinstance(self.spec, UniformSpecs) and set(self.spec.layers) != set(self.layer_names):
+            raise ConfigError(f"specs for {sorted(self.spec.layers)} in a group of {sorted(self.layer_names)}")
+        kernel = self.kernel_block_size
+        if kernel is not None and (kernel < 1 or self.spec.block_size % kernel):
+            raise ConfigError(f"blocks of {self.spec.block_size} tokens cannot be split into kernel blocks of {kernel}")
+
+    @property
+    def block_size(self) -> int:
+        """Tokens in a block."""
+        return self.spec.block_size
+
+    @property
+    def kernel_blocks(self) -> int:
+        """Kernel blocks in a block."""
+        return 1 if self.kernel_block_size is None else self.block_size // self.kernel_block_size
+
+    def spec_of(self, layer: str) -> LayerSpec:
+        return self.spec.layers[layer] if isinstance(self.spec, UniformSpecs) else self.spec
+
+    @property
+    def specs(self) -> Iterator[LayerSpec]:
+        """Each layer's spec, in the layers' order."""
+        return map(self.spec_of, self.layer_names)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of all the layers' pages of one block."""
+        return sum(spec.page_bytes for spec in self.specs)
+
+
+class KVCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's KV cache. Every layer is in one group and uses one tensor."""
+
+    num_blocks: int
+    tensors: tuple[KVCacheTensor, ...]
+    groups: tuple[KVCacheGroup, ...]
+
+    def __post_init__(self) -> None:
+        in_groups = [layer for group in self.groups for layer in group.layer_names]
+        in_tensors = [layer for tensor in self.tensors for layer in tensor.shared_by]
+        if self.num_blocks < 1 or not in_groups:
+            raise ConfigError(f"{self.num_blocks} blocks of {len(in_groups)} layers: at least one of each is needed")
+        if len(in_groups) != len(set(in_groups)) or sorted(in_groups) != sorted(in_tensors):
+            raise ConfigError(f"layers {in_groups} in groups, {in_tensors} in tensors: each is needed once in both")
+        for tensor in self.tensors:
+            page_bytes = max(self.spec_of(layer).page_bytes for layer in tensor.shared_by)
+            if tensor.size_bytes < page_bytes * self.num_blocks:
+                raise ConfigError(
+                    f"{self.num_blocks:,} pages of {page_bytes:,} bytes do not fit into the {tensor.size_bytes:,} "
+                    f"bytes that {', '.join(tensor.shared_by)} share"
+                )
+
+    @property
+    def group_of(self) -> dict[str, KVCacheGroup]:
+        """Each layer's group."""
+        return {layer: group for group in self.groups for layer in group.layer_names}
+
+    def spec_of(self, layer: str) -> LayerSpec:
+        return self.group_of[layer].spec_of(layer)
+
+
+class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How the workers share the model, and which of them this one is."""
+
+    tp_size: int = 1
+    pp_size: int = 1
+    pcp_size: int = 1
+    dcp_size: int = 1
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.tp_size, self.pp_size, self.pcp_size, self.dcp_size) < 1 or not 0 <= self.rank < self.world_size:
+            raise ConfigError(
+                f"rank {self.rank} of {self.world_size} workers: sizes are >= 1, ranks below their number"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """Workers; decode context parallelism divides the tensor-parallel ones."""
+        return self.tp_size * self.pp_size * self.pcp_size
+
+
+def group_layers(layers: Mapping[str, LayerSpec], num_blocks: int) -> KVCacheConfig:
+    """Put layers into groups, and groups over tensors, as vLLM does.
+
+    One kind of layer, or one type of attention with pages that differ: one group, and a tensor for each layer. Several
+    types: groups of as many layers as the rarest type has (as the commonest, where that is not half as many again),
+    the i-th layers of all groups on the i-th tensor. Their pages must be of one size then; pad them. Raises
+    `ConfigError` otherwise.
+    """
+    kinds: dict[LayerSpec, list[str]] = defaultdict(list)
+    for name, spec in layers.items():
+        kinds[spec].append(name)
+    if len(kinds) == 1:
+        return _on_shared_tensors(layers, [list(layers)], num_blocks)
+    if len({(spec.attention, spec.block_size, getattr(spec, "sliding_window", None)) for spec in kinds}) == 1:
+        return _one_uniform_group(layers, num_blocks)
+    counts = [len(names) for names in kinds.values()]
+    size = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
+    groups = [
+        names[part :: -(-len(names) // size)] for names in kinds.values() for part in range(-(-len(names) // size))
+    ]
+    return _on_shared_tensors(layers, groups, num_blocks)
+
+
+def _one_uniform_group(layers: Mapping[str, LayerSpec], num_blocks: int) -> KVCacheConfig:
+    tensors = tuple(
+        KVCacheTensor(size_bytes=spec.page_bytes * num_blocks, shared_by=(name,)) for name, spec in layers.items()
+    )
+    group = KVCacheGroup(layer_names=tuple(layers), spec=UniformSpecs(dict(layers)))
+    return KVCacheConfig(num_blocks=num_blocks, tensors=tensors, groups=(group,))
+
+
+def _on_shared_tensors(layers: Mapping[str, LayerSpec], groups: list[list[str]], num_blocks: int) -> KVCacheConfig:
+    sizes = {spec.page_bytes for spec in layers.values()}
+    if len(sizes) != 1:
+        raise ConfigError(f"groups that share tensors need pages of one size; these have {sorted(sizes)} bytes")
+    tensors = tuple(
+        KVCacheTensor(size_bytes=sizes.copy().pop() * num_blocks, shared_by=tuple(filter(None, shared)))
+        for shared in zip_longest(*groups)
+    )
+    made = tuple(KVCacheGroup(layer_names=tuple(names), spec=layers[names[0]]) for names in groups)
+    return KVCacheConfig(num_blocks=num_blocks, tensors=tensors, groups=made)
+
+
+def padded_to_one_page(layers: Mapping[str, LayerSpec]) -> dict[str, LayerSpec]:
+    """Return the layers with state-space pages padded to the largest page, so that all may share tensors."""
+    page_bytes = max(spec.page_bytes for spec in layers.values())
+    return {
+        name: msgspec.structs.replace(spec, padded_page_bytes=page_bytes) if isinstance(spec, MambaSpec) else spec
+        for name, spec in layers.items()
+    }

@@ -1,0 +1,157 @@
+"""One allocation for all layers: a block's pages of every layer side by side in one row.
+
+A chunk then moves as one copy instead of one a layer. Layers whose pages are equal lie in such rows where the engine's
+connector asks for it (contiguous); layers of one type whose pages differ always may (packed). Groups lie over each
+other, each from the start of the row on, since a block belongs to one group at a time. Where kernels take smaller
+blocks, a row is cut into as many equal parts, and each part has all layers: so a layer's kernel blocks keep one stride.
+"""
+
+from collections.abc import Mapping
+from math import lcm
+from typing import NamedTuple
+
+import torch
+
+from kvtier.errors import ConfigError
+from kvtier.kvcache.layout.axes import AxesOf, CacheAxes, layer_views
+from kvtier.kvcache.layout.canonical import CanonicalKVCaches, DataRef, LayerCache
+from kvtier.kvcache.layout.mapping import row_mapping
+from kvtier.kvcache.layout.model import KVCacheConfig, KVCacheGroup, ParallelConfig
+from kvtier.kvcache.layout.specs import AttentionSpec, LayerSpec, MambaSpec, UniformSpecs
+
+_WORDS = {"true": True, "false": False}
+
+
+class RowCaches(NamedTuple):
+    """All layers' caches in one tensor."""
+
+    rows: torch.Tensor  # (num_blocks, row_bytes), int8.
+    layers: dict[str, LayerCache]  # Views of it, each as its backend wants it.
+    canonical: CanonicalKVCaches  # The one tensor, and one reference a group.
+
+
+def enables_cross_layers_blocks(value: object) -> bool | None:
+    """Read `enable_cross_layers_blocks`: true, false, or text that says so; None: not given.
+
+    Raises `ConfigError` for anything else.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.strip().lower() in _WORDS:
+        return _WORDS[value.strip().lower()]
+    raise ConfigError(f'enable_cross_layers_blocks: {value!r} given, true, false, "true" or "false" accepted')
+
+
+def packing_refusal(config: KVCacheConfig, axes: Mapping[str, CacheAxes | None], enable: object = None) -> str:
+    """Say why blocks' pages are not put side by side in rows; empty if they are.
+
+    `enable` is the value of `enable_cross_layers_blocks`. Without it only groups of one type of attention whose pages
+    differ are packed; with it all models may opt in, dense ones with a single group and those with several alike.
+    """
+    wanted = enables_cross_layers_blocks(enable)
+    uniform = any(isinstance(group.spec, UniformSpecs) for group in config.groups)
+    if wanted is False:
+        return "enable_cross_layers_blocks is false"
+    if uniform:
+        return _leading_refusal(config, axes)
+    return contiguous_refusal(config, axes, wanted=bool(wanted))
+
+
+def contiguous_refusal(config: KVCacheConfig, axes: Mapping[str, CacheAxes | None], *, wanted: bool = True) -> str:
+    """Say why the layers cannot share one contiguous allocation of equal pages; empty if they can.
+
+    `axes` has each layer's, None where its backend has no cache shape of its own.
+    """
+    if not wanted:
+        return "the connector does not ask for it"
+    specs = [
+        (layer, spec) for group in config.groups for layer, spec in zip(group.layer_names, group.specs, strict=True)
+    ]
+    for layer, spec in specs:
+        if not isinstance(spec, AttentionSpec):
+            return f"{layer} is not attention"
+    page_sizes = sorted({spec.page_bytes for _, spec in specs})
+    if len(page_sizes) > 1:
+        return f"page sizes differ: {page_sizes} bytes"
+    tensor_sizes = sorted({tensor.size_bytes for tensor in config.tensors})
+    if len(tensor_sizes) > 1:
+        return f"tensor sizes differ: {tensor_sizes} bytes"
+    return _leading_refusal(config, axes)
+
+
+def _leading_refusal(config: KVCacheConfig, axes: Mapping[str, CacheAxes | None]) -> str:
+    for group in config.groups:
+        for layer, spec in zip(group.layer_names, group.specs, strict=True):
+            if not isinstance(spec, AttentionSpec):
+                continue
+            of_layer = axes.get(layer)
+            if of_layer is None or of_layer.memory is None:
+                return f"the backend of {layer} has no stride order"
+            if of_layer.outside_blocks:
+                return f"blocks do not lead in the stride order {of_layer.memory} of {layer}"
+    return ""
+
+
+def allocate_rows(
+    config: KVCacheConfig,
+    axes: AxesOf,
+    device: torch.device | str = "cpu",
+    *,
+    parallel: ParallelConfig | None = None,
+) -> RowCaches:
+    """Allocate all layers' caches, zero at first, as one `(num_blocks, row_bytes)` int8 tensor.
+
+    A row is as long as the longest group's pages; equal pages make it `page_bytes x layers`. Raises `ConfigError` for
+    caches that do not fit into rows (see `packing_refusal`).
+    """
+    if refused := _leading_refusal(config, axes):
+        raise ConfigError(refused)
+    row_bytes = _row_bytes(config)
+    rows = torch.zeros((config.num_blocks, row_bytes), dtype=torch.int8, device=device)
+    layers = dict[str, LayerCache]()
+    refs = list[tuple[DataRef, ...]]()
+    for group in config.groups:
+        stride_bytes, offset_bytes = row_bytes // group.kernel_blocks, 0
+        for layer, spec in zip(group.layer_names, group.specs, strict=True):
+            layers[layer] = layer_views(
+                rows,
+                layer,
+                spec,
+                axes.get(layer),
+                config.num_blocks,
+                kernel_blocks=group.kernel_blocks,
+                offset_bytes=offset_bytes,
+                block_stride_bytes=stride_bytes,
+            )
+            offset_bytes += spec.page_bytes // group.kernel_blocks
+        used_bytes = row_bytes - stride_bytes + offset_bytes
+        mapping = row_mapping(group.specs, used_bytes, parallel or ParallelConfig())
+        refs.append((DataRef(0, used_bytes, group.layer_names, mapping),))
+    return RowCaches(rows, layers, CanonicalKVCaches((rows,), tuple(refs)))
+
+
+def _row_bytes(config: KVCacheConfig) -> int:
+    """Return the length of a row: a multiple of what each layer's elements and each group's kernel blocks need."""
+    longest = max(group.page_bytes for group in config.groups)
+    multiple = lcm(*(_multiple(group) for group in config.groups))
+    return -(-longest // multiple) * multiple
+
+
+def _multiple(group: KVCacheGroup) -> int:
+    for layer, spec in zip(group.layer_names, group.specs, strict=True):
+        if group.kernel_blocks > 1 and isinstance(spec, MambaSpec):
+            raise ConfigError(f"{layer}: a state cannot be split into {group.kernel_blocks} kernel blocks")
+        if spec.page_bytes % (_item_bytes(spec) * group.kernel_blocks):
+            raise ConfigError(
+                f"{layer}: pages of {spec.page_bytes:,} bytes do not leave the next layer's whole elements, "
+                f"in {group.kernel_blocks} kernel blocks"
+            )
+    return group.kernel_blocks * lcm(*(_item_bytes(spec) for spec in group.specs))
+
+
+def _item_bytes(spec: LayerSpec) -> int:
+    """Return the bytes of the largest element of a layer."""
+    if isinstance(spec, MambaSpec):
+        return max(dtype.itemsize for dtype in spec.dtypes)
+    assert isinstance(spec, AttentionSpec), spec
+    return spec.dtype.itemsize

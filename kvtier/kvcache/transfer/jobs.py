@@ -1,0 +1,168 @@
+"""Transfers that wait, are under way or are done: which may start next, and who is told of their end.
+
+Synchronous, behind one lock; threads that copy take from it and give back to it. Loads and stores start in the order of
+their submission, each among themselves, and loads before stores: a request waits for a load, nobody for a store. Only
+where a load and a store touch the same block or row does the later wait for the earlier.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Collection
+from enum import Enum
+from typing import NamedTuple, Self
+
+from kvtier.errors import TransferFailed
+from kvtier.kvcache.transfer.blocks import Pages
+
+
+class Kind(Enum):
+    """Which way."""
+
+    LOAD = "load"  # From the primary into the engine's blocks.
+    STORE = "store"
+
+
+class TransferResult(NamedTuple):
+    """How a transfer ended. Nothing is known of the bytes of one that failed."""
+
+    job_id: int
+    kind: Kind
+    size_bytes: int
+    seconds: float  # From submission on.
+    error: TransferFailed | None
+
+
+class Job:
+    """A transfer, and those that must be done before it."""
+
+    __slots__ = ("after", "begun", "groups", "job_id", "kind", "mark", "size_bytes", "touched")
+
+    def __init__(
+        self, job_id: int, kind: Kind, groups: tuple[Pages, ...], *, size_bytes: int, begun: float, mark: object = None
+    ) -> None:
+        self.job_id = job_id
+        self.kind = kind
+        self.groups = groups
+        self.size_bytes = size_bytes
+        self.begun = begun
+        self.mark = mark  # What the device has to reach first.
+        self.after = frozenset[int]()
+        self.touched: tuple[frozenset[int], frozenset[int]] | None = None
+
+    def shares_bytes_with(self, other: Self) -> bool:
+        """Say whether both touch a block, or a row."""
+        mine, theirs = self._touched(), other._touched()
+        return not all(one.isdisjoint(another) for one, another in zip(mine, theirs, strict=True))
+
+    def _touched(self) -> tuple[frozenset[int], frozenset[int]]:
+        if self.touched is None:
+            blocks = (block for pages in self.groups for block in pages.blocks.tolist())
+            rows = (row for pages in self.groups for row in pages.rows.tolist())
+            self.touched = (frozenset(blocks), frozenset(rows))
+        return self.touched
+
+
+class _Waiter(NamedTuple):
+    loop: asyncio.AbstractEventLoop
+    future: asyncio.Future[TransferResult]
+
+
+class Jobs:
+    """All transfers of one worker. Each result is told once: to who awaits it, or to the next poll."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._waiting: dict[Kind, deque[Job]] = {kind: deque() for kind in Kind}
+        self._unfinished = dict[int, Job]()
+        self._results = dict[int, TransferResult]()
+        self._waiters = dict[int, _Waiter]()
+        self._telling = set[int]()  # Those whose results are on the way to who awaits them.
+        self._closed = False
+
+    def submit(self, job: Job) -> None:
+        """Queue a transfer; `ValueError` for an id that is still about, `RuntimeError` once closed."""
+        with self._changed:
+            if self._closed:
+                raise RuntimeError("the transfer worker is closed")
+            if job.job_id in self._unfinished or job.job_id in self._results:
+                raise ValueError(f"transfer {job.job_id} is still about")
+            others = [other for other in self._unfinished.values() if other.kind is not job.kind]
+            job.after = frozenset(other.job_id for other in others if other.shares_bytes_with(job))
+            self._unfinished[job.job_id] = job
+            self._waiting[job.kind].append(job)
+            self._changed.notify_all()
+
+    def take(self, kinds: Collection[Kind], *, wait: bool) -> Job | None:
+        """Return the next transfer of these kinds; None once closed and empty or, without `wait`, if none may start."""
+        with self._changed:
+            while True:
+                for queue in (self._waiting[kind] for kind in kinds):
+                    if queue and self._unfinished.keys().isdisjoint(queue[0].after):
+                        return queue.popleft()
+                if not wait or (self._closed and not any(self._waiting[kind] for kind in kinds)):
+                    return None
+                self._changed.wait()
+
+    def finish(self, job: Job, error: TransferFailed | None) -> None:
+        """Note that a transfer has ended, and tell of it."""
+        result = TransferResult(job.job_id, job.kind, job.size_bytes, self._clock() - job.begun, error)
+        with self._changed:
+            del self._unfinished[job.job_id]
+            self._results[job.job_id] = result
+            waiter = self._waiters.pop(job.job_id, None)
+            if waiter is not None:
+                self._telling.add(job.job_id)
+            self._changed.notify_all()
+        if waiter is not None:
+            try:
+                waiter.loop.call_soon_threadsafe(self._tell, job.job_id, waiter.future)
+            except RuntimeError:  # The loop is closed; its awaiter is gone, and the next poll is told.
+                with self._changed:
+                    self._telling.discard(job.job_id)
+
+    def poll(self) -> list[TransferResult]:
+        """Return the results that nobody was told of, and that nobody awaits, as they came."""
+        with self._changed:
+            told = [job_id for job_id in self._results if job_id not in self._telling]
+            return [self._results.pop(job_id) for job_id in told]
+
+    async def done(self, job_id: int) -> TransferResult:
+        """Wait for a transfer; `KeyError` if it is not about. Cancelled, it leaves the result to the next poll."""
+        loop = asyncio.get_running_loop()
+        with self._changed:
+            if job_id in self._results and job_id not in self._telling:
+                return self._results.pop(job_id)
+            if job_id not in self._unfinished or job_id in self._waiters:
+                raise KeyError(job_id)
+            future: asyncio.Future[TransferResult] = loop.create_future()
+            self._waiters[job_id] = _Waiter(loop, future)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled():  # Told in the tick of the cancel: nobody has heard.
+                with self._changed:
+                    self._results[job_id] = future.result()
+            raise
+        finally:
+            with self._changed:
+                self._waiters.pop(job_id, None)
+
+    def wait(self, job_ids: Collection[int], timeout_s: float | None = None) -> bool:
+        """Block until none of these transfers is unfinished; say whether that came to be in time."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._unfinished.keys().isdisjoint(job_ids), timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Refuse new transfers and block until all are done; say whether that came to be in time."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: not self._unfinished, timeout_s)
+
+    def _tell(self, job_id: int, future: asyncio.Future[TransferResult]) -> None:
+        with self._changed:
+            self._telling.discard(job_id)
+            if not future.cancelled():
+                future.set_result(self._results.pop(job_id))

@@ -1,0 +1,209 @@
+"""Copies between pages and chunks by index: each side one strided array, its first axis the pages.
+
+On the host one thread does it. torch's own threads would wait for each other, and for cores that the model computes on:
+beside busy neighbours, their copies took 2 to 20 times as long as a memcpy. Measured alone, memcpy 24 GB/s, at 16, 64
+and 256 KiB a page: numpy's assignment from pages at equal distances 25, 28 and 29; a memmove for each page 12, 19 and
+23; through a buffer that stays in the cache 10, 17 and 20, best for smaller fragments. What was slower: one-threaded
+`index_copy_` from equal distances (16, 20, 22) and through a buffer (9, 12, 14), `_foreach_copy_` over views of pages
+(5, 11, 18), `process_vm_readv` (6), indexing of single bytes (3).
+"""
+
+import ctypes
+from collections import deque
+from collections.abc import Sequence
+from itertools import repeat, starmap
+from math import gcd, prod
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvtier.kvcache.layout.memory import offset_bytes, view_of
+from kvtier.kvcache.transfer.blocks import Indices, Pages, repeated
+from kvtier.kvcache.transfer.jobs import Kind
+from kvtier.kvcache.transfer.pieces import Piece
+from kvtier.kvcache.transfer.runs import Runs, runs_of
+
+Items = npt.NDArray[Any]  # Of numpy.void: bytes that are moved together, and never looked at.
+
+RUN_BYTES_MIN = 1 << 18  # An assignment costs 2 us more than a memmove: below, runs are too short to be worth it.
+MEMMOVE_BYTES_MIN = 1 << 14  # A call costs 0.4 us: below, two passes through the cache take less.
+TILE_BYTES = 1 << 19  # Stays in a core's cache, and below what torch divides among threads (32,768 elements).
+CALL_BYTES_MAX = 1 << 22  # 0.2 ms for which a copy keeps the GIL beyond the interpreter's switch interval.
+
+_ELEMENTS = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8)  # Copied, never computed with.
+_TILE_ELEMENTS_MAX = 32_767
+
+_memmove = ctypes.PyDLL(None).memmove  # Keeps the GIL: asked back for each page, it may cost milliseconds every time.
+_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)  # A size_t as wide takes a third longer.
+_memmove.restype = None
+
+
+class Side(NamedTuple):
+    """Pages at multiples of a step: more of them than there are, as the step may be a part of a page."""
+
+    pages: torch.Tensor  # (steps, *repeats, elements)
+    items: Items | None  # The same, its elements as one; None: not in host memory.
+    period: int | None  # Steps from row to row; None: its pages have no rows.
+
+    @classmethod
+    def over(cls, pages: torch.Tensor, period: int | None = None) -> Self:
+        if pages.device.type != "cpu":
+            return cls(pages, None, period)
+        elements = pages.numpy()
+        return cls(pages, elements.view(f"V{elements.shape[-1] * elements.itemsize}")[..., 0], period)
+
+
+class Moves(NamedTuple):
+    """Which pages go where."""
+
+    from_pages: Indices
+    to_pages: Indices
+    runs: Runs  # Of the pages that are copied from.
+
+
+class Strided(NamedTuple):
+    """One piece on both sides."""
+
+    local: Side
+    host: Side
+    row_steps: int
+    page_steps: int
+    blocks_per_chunk: int
+    writers: int
+    writer_index: int
+
+    @property
+    def alike(self) -> tuple[object, ...]:
+        """What pieces of the same slots have in common whose pages move alike: all but where they lie."""
+        shapes = [(side.pages.dtype, side.pages.shape, side.pages.stride()) for side in (self.local, self.host)]
+        return (*shapes, self.writers, self.writer_index)
+
+    def moves(self, kind: Kind, pages: Pages) -> Moves:
+        """Return which pages go where: of a store, those that are this worker's turn."""
+        if kind is Kind.STORE:
+            turn = pages.written_by(self.blocks_per_chunk, self.writers, self.writer_index)
+            return Moves(turn.blocks, self._host_index(turn), runs_of(turn.blocks))
+        index = self._host_index(pages)
+        return Moves(index, pages.blocks, runs_of(index, self.host.period))
+
+    def sides(self, kind: Kind) -> tuple[Side, Side]:
+        """Return where pages come from, and where they go."""
+        return (self.local, self.host) if kind is Kind.STORE else (self.host, self.local)
+
+    def _host_index(self, pages: Pages) -> Indices:
+        return pages.rows * self.row_steps + pages.positions * self.page_steps
+
+
+def strided(piece: Piece, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Strided:
+    """Bring a piece and the slots of all rows, (rows, slot_bytes) int8, together."""
+    row_stride = slots.stride(0)
+    host = offset_bytes(slots) + piece.host
+    step_bytes = gcd(row_stride, piece.host_stride) if blocks_per_chunk > 1 else row_stride
+    row_steps, page_steps = row_stride // step_bytes, piece.host_stride // step_bytes
+    steps = (slots.shape[0] - 1) * row_steps + (blocks_per_chunk - 1) * page_steps + 1
+    element = _element(piece, host, step_bytes)
+    counts = tuple(repeat.times for repeat in piece.repeats)
+    local_strides = (piece.local_stride, *(repeat.local for repeat in piece.repeats))
+    host_strides = (step_bytes, *(repeat.host for repeat in piece.repeats))
+    size = piece.size_bytes // element.itemsize
+    return Strided(
+        Side.over(_view(piece.memory, element, piece.local, (num_blocks, *counts, size), local_strides)),
+        Side.over(_view(slots, element, host, (steps, *counts, size), host_strides), row_steps),
+        row_steps,
+        page_steps,
+        blocks_per_chunk,
+        piece.writers,
+        piece.writer_index,
+    )
+
+
+def _element(piece: Piece, host: int, step_bytes: int) -> torch.dtype:
+    strides = [stride for repeat in piece.repeats for stride in (repeat.local, repeat.host)]
+    common = gcd(piece.local, piece.local_stride, host, step_bytes, piece.size_bytes, *strides)
+    return next(element for element in _ELEMENTS if common % element.itemsize == 0)
+
+
+def _view(
+    memory: torch.Tensor, element: torch.dtype, offset: int, shape: tuple[int, ...], strides_bytes: tuple[int, ...]
+) -> torch.Tensor:
+    strides = (*(stride // element.itemsize for stride in strides_bytes), 1)
+    return view_of(memory, element, shape, strides, offset)
+
+
+def copy_alike(kind: Kind, pieces: Sequence[Strided], pages: Pages) -> None:
+    """Copy the pages of pieces that are alike, in as few passes and calls as the pages' places allow.
+
+    On a device it is done on the current stream.
+    """
+    moves = pieces[0].moves(kind, pages)
+    sides = [piece.sides(kind) for piece in pieces]
+    source = sides[0][0]
+    if not len(moves.from_pages):
+        return
+    if source.items is None:
+        for each in sides:
+            _on_device(*each, moves)
+        return
+    page_bytes = source.items.itemsize * prod(source.items.shape[1:])
+    if len(moves.from_pages) * page_bytes >= len(moves.runs.starts) * RUN_BYTES_MIN:
+        for each in sides:
+            _assign_runs(*each, moves, max(1, CALL_BYTES_MAX // page_bytes))
+    elif source.items.itemsize >= MEMMOVE_BYTES_MIN:
+        _move_items(sides, moves)
+    else:
+        for each in sides:
+            _through_tiles(*each, moves)
+
+
+def _on_device(source: Side, target: Side, moves: Moves) -> None:
+    chosen = torch.as_tensor(moves.from_pages, device=source.pages.device)
+    wanted = torch.as_tensor(moves.to_pages, device=target.pages.device)
+    target.pages.index_copy_(0, wanted, source.pages.index_select(0, chosen))
+
+
+def _assign_runs(source: Side, target: Side, moves: Moves, call_pages: int) -> None:
+    assert source.items is not None
+    assert target.items is not None
+    step = moves.runs.step
+    wanted = moves.to_pages[moves.runs.order]
+    for start, stop, first in moves.runs.parts(moves.from_pages, call_pages):
+        target.items[wanted[start:stop]] = source.items[first : first + (stop - start) * step : step]
+
+
+def _move_items(sides: list[tuple[Side, Side]], moves: Moves) -> None:
+    items = sides[0][0].items
+    assert items is not None
+    order = moves.runs.order  # Reading on in memory is 5 to 10 % faster than reading here and there.
+    from_where = _addresses([source for source, _ in sides], moves.from_pages[order])
+    to_where = _addresses([target for _, target in sides], moves.to_pages[order])
+    call_items = max(1, CALL_BYTES_MAX // items.itemsize)
+    size = repeat(ctypes.c_void_p(items.itemsize))  # Made once, not for each call.
+    for first in range(0, len(from_where), call_items):
+        part = slice(first, first + call_items)
+        calls = zip(to_where[part], from_where[part], size, strict=False)  # Sizes have no end.
+        deque(starmap(_memmove, calls), maxlen=0)  # A loop in C, and one tuple for all calls.
+
+
+def _addresses(sides: list[Side], indices: Indices) -> list[int]:
+    """Return where items of these pages are, side by side of those that are alike, repeats last."""
+    items = sides[0].items
+    assert items is not None
+    firsts = np.array([side.pages.data_ptr() for side in sides])
+    places: Indices = (firsts[:, None] + indices * items.strides[0]).ravel()
+    found: list[int] = repeated(places, zip(items.shape[1:], items.strides[1:], strict=True)).tolist()
+    return found
+
+
+def _through_tiles(source: Side, target: Side, moves: Moves) -> None:
+    page_elements = source.pages[0].numel()
+    tile_pages = max(1, min(TILE_BYTES // source.pages.element_size(), _TILE_ELEMENTS_MAX) // page_elements)
+    tile = Side.over(source.pages.new_empty((min(tile_pages, len(moves.from_pages)), *source.pages.shape[1:])))
+    assert tile.items is not None
+    assert target.items is not None
+    chosen = torch.as_tensor(moves.from_pages)
+    for first in range(0, len(moves.from_pages), tile_pages):
+        some = chosen[first : first + tile_pages]
+        torch.index_select(source.pages, 0, some, out=tile.pages[: len(some)])
+        target.items[moves.to_pages[first : first + tile_pages]] = tile.items[: len(some)]

@@ -1,0 +1,177 @@
+"""A worker's transfers between its caches and its part of the primary's rows.
+
+Submitting copies nothing and waits for nothing: threads of the worker's own do, one for host memory, one each way for a
+CUDA device. Results are polled or awaited.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import torch
+
+from kvtier.errors import ConfigError, TransferFailed
+from kvtier.kvcache.layout.canonical import CanonicalKVCaches
+from kvtier.kvcache.transfer.blocks import GroupBlocks, pages_of
+from kvtier.kvcache.transfer.copiers import Copier, Finish, HostCopier, StridedCopies
+from kvtier.kvcache.transfer.cuda import cuda_copiers
+from kvtier.kvcache.transfer.jobs import Job, Jobs, Kind, TransferResult
+from kvtier.kvcache.transfer.pieces import Piece, pieces_of
+from kvtier.kvcache.transfer.slots import slot_layout
+
+
+class TransferWorker:
+    """Stores and loads chunks: engine's blocks to and from rows.
+
+    `slots` is (rows, slot_bytes), int8, in host memory: this worker's slot of every row (`CpuMemory.slots`) or, with
+    `canonical`, all of every row, which all workers then share. A row that is lent to a transfer is the worker's until
+    the transfer's result is told, even if it failed; the blocks of a store must not change and those of a load not be
+    used until then. On a CUDA device what was launched on the current stream before a submission is waited for.
+    """
+
+    def __init__(
+        self,
+        caches: CanonicalKVCaches,
+        slots: torch.Tensor,
+        *,
+        blocks_per_chunk: int = 1,
+        canonical: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Raises `ConfigError` if chunks do not fit into the slots."""
+        self.layout = slot_layout(caches, blocks_per_chunk, canonical=canonical)
+        in_host_memory = slots.device.type == "cpu" and slots.dtype == torch.int8
+        if not in_host_memory or slots.ndim != 2 or slots.shape[1] < self.layout.slot_bytes or slots.stride(1) != 1:
+            raise ConfigError(
+                f"slots of {tuple(slots.shape)} {slots.dtype} on {slots.device}, strides {slots.stride()}: "
+                f"(rows, {self.layout.slot_bytes:,} or more) int8 side by side in host memory accepted"
+            )
+        self._sides = _Sides(pieces_of(caches, self.layout), slots, blocks_per_chunk, caches.num_blocks)
+        self._clock = clock
+        self._jobs = Jobs(clock)
+        copiers = _copiers(self._sides)
+        self._copiers: dict[Kind, Copier] = {kind: copier for copier in copiers for kind in copier.kinds}
+        for copier in copiers:
+            names = "+".join(kind.value for kind in copier.kinds)
+            threading.Thread(target=_serve, args=(self._jobs, copier), name=f"kvtier-{names}", daemon=True).start()
+
+    def submit_store(self, job_id: int, groups: Sequence[GroupBlocks]) -> None:
+        """Begin to copy blocks into rows; one `GroupBlocks` for each of the model's groups, empty ones included.
+
+        Raises `ValueError`, with nothing begun, for an id that is still about, or blocks and rows that are not there.
+        """
+        self._submit(job_id, Kind.STORE, groups)
+
+    def submit_load(self, job_id: int, groups: Sequence[GroupBlocks]) -> None:
+        """Begin to copy rows into blocks; as `submit_store`."""
+        self._submit(job_id, Kind.LOAD, groups)
+
+    def poll(self) -> list[TransferResult]:
+        """Return the results of transfers that have ended since, in the order they did; never waits."""
+        return self._jobs.poll()
+
+    async def done(self, job_id: int) -> TransferResult:
+        """Return a transfer's result when it has ended; `KeyError` if it was told already, or never submitted.
+
+        A cancelled wait cancels no transfer; its result is then the next poll's.
+        """
+        return await self._jobs.done(job_id)
+
+    def wait(self, job_ids: Collection[int], timeout_s: float | None = None) -> bool:
+        """Block until these transfers have ended, or for so long; say which. Their results stay to be told."""
+        return self._jobs.wait(job_ids, timeout_s)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Refuse new transfers and block until the others have ended; say if they did in time. May be called again.
+
+        Only if they did may caches and rows be given up.
+        """
+        return self._jobs.close(timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _submit(self, job_id: int, kind: Kind, groups: Sequence[GroupBlocks]) -> None:
+        sides = self._sides
+        if len(groups) != len(sides.pieces):
+            raise ValueError(f"blocks of {len(groups)} groups given, the caches have {len(sides.pieces)}")
+        pages = tuple(
+            pages_of(group, sides.blocks_per_chunk, num_blocks=sides.num_blocks, num_rows=sides.slots.shape[0])
+            for group in groups
+        )
+        size_bytes = 0
+        for pieces, moved in zip(sides.pieces, pages, strict=True):
+            for piece in pieces:
+                written = moved
+                if kind is Kind.STORE:
+                    written = moved.written_by(sides.blocks_per_chunk, piece.writers, piece.writer_index)
+                size_bytes += piece.page_bytes * len(written.blocks)
+        mark = self._copiers[kind].mark()
+        self._jobs.submit(Job(job_id, kind, pages, size_bytes=size_bytes, begun=self._clock(), mark=mark))
+
+
+class _Sides(NamedTuple):
+    """What copies are between."""
+
+    pieces: tuple[tuple[Piece, ...], ...]
+    slots: torch.Tensor
+    blocks_per_chunk: int
+    num_blocks: int
+
+
+def _copiers(sides: _Sides) -> list[Copier]:
+    """Return what copies between these, by the device that the caches are on."""
+    devices = {piece.memory.device for group in sides.pieces for piece in group}
+    if len(devices) > 1:
+        raise ConfigError(f"caches on {' and '.join(sorted(map(str, devices)))}: one device accepted")
+    device = devices.pop()
+    if device.type == "cpu":
+        return [HostCopier(StridedCopies(*sides))]
+    if device.type != "cuda":
+        raise ConfigError(f"caches on {device}: cpu or cuda accepted")
+    return cuda_copiers(*sides, device)
+
+
+def _serve(jobs: Jobs, copier: Copier) -> None:
+    """Take transfers and see them through, until there will be no more."""
+    begun = deque[tuple[Job, Finish]]()
+    while True:
+        job = jobs.take(copier.kinds, wait=not begun) if len(begun) < copier.ahead else None
+        if job is not None:
+            begun.append((job, _begin(copier, job)))
+        elif begun:
+            done, finish = begun.popleft()
+            jobs.finish(done, _failure(done, finish))
+        else:
+            return
+
+
+def _begin(copier: Copier, job: Job) -> Finish:
+    """Begin a transfer; if that fails, its end says so."""
+    try:
+        return copier.begin(job)
+    except Exception as error:  # noqa: BLE001  # A thread that ended would leave all waiting.
+        failed = error
+
+        def fail() -> None:
+            raise failed
+
+        return fail
+
+
+def _failure(job: Job, finish: Finish) -> TransferFailed | None:
+    try:
+        finish()
+    except Exception as error:  # noqa: BLE001  # As above.
+        failure = TransferFailed(f"{job.kind.value} {job.job_id} of {job.size_bytes:,} bytes: {error}")
+        failure.__cause__ = error
+        return failure
+    return None

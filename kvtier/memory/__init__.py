@@ -1,0 +1,23 @@
+"""Host memory: the region that processes share, who maps it, and its pages."""
+
+from kvtier.memory.region import LentRow, Region, RowLayout
+from kvtier.memory.this_process import (
+    GROUP_SIGNALS,
+    fill_standard_streams,
+    is_of_a_limit,
+    let_go_in_forks,
+    reason,
+    require_descriptors,
+)
+
+__all__ = [
+    "GROUP_SIGNALS",
+    "LentRow",
+    "Region",
+    "RowLayout",
+    "fill_standard_streams",
+    "is_of_a_limit",
+    "let_go_in_forks",
+    "reason",
+    "require_descriptors",
+]

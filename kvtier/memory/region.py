@@ -1,0 +1,251 @@
+"""The primary's memory as rows of bytes: one page-aligned mapping, private or shared between processes. No torch.
+
+Memory is never taken away from under a view: closing a region gives up the region's own hold on it, and the last view
+that is still about (a row lent to a thread that hangs, a torch tensor) takes it along.
+"""
+
+import ctypes
+import fcntl
+import mmap
+import os
+import weakref
+from collections.abc import Generator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import lru_cache
+from types import TracebackType
+from typing import Self
+
+import msgspec
+
+from kvtier.errors import ConfigError
+from kvtier.memory.prefault import PAGE_BYTES, advise, prefault, require_free
+from kvtier.memory.rendezvous import PARTICIPANTS_MAX, Meeting, SharedFile
+from kvtier.memory.this_process import fill_standard_streams, reason
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # A shorter file under a mapping is SIGBUS.
+
+
+class RowLayout(msgspec.Struct, frozen=True):
+    """What lies where in a row: `| worker 0 | worker 1 | ... | padding to the page |`."""
+
+    slot_bytes: int  # What one worker holds of one chunk.
+    workers: int
+
+    def __post_init__(self) -> None:
+        if self.slot_bytes < 1 or self.workers < 1:
+            raise ConfigError(
+                f"a row of {self.workers} workers with {self.slot_bytes} bytes each: both must be positive"
+            )
+
+    @property
+    def row_bytes(self) -> int:
+        """Length of a row: the workers' slots, rounded up to whole pages."""
+        return -(-self.slot_bytes * self.workers // PAGE_BYTES) * PAGE_BYTES
+
+    def slot(self, worker: int) -> slice:
+        """Return where a worker's bytes lie in each row."""
+        if not 0 <= worker < self.workers:
+            raise IndexError(f"worker {worker} of {self.workers}")
+        return slice(worker * self.slot_bytes, (worker + 1) * self.slot_bytes)
+
+
+class Region:
+    """Rows of `row_bytes` (a multiple of 4,096), zero at first, in one mapping that this process holds.
+
+    Every way to make one raises `ConfigError` for sizes that cannot be, or that are not free now, before it touches
+    any memory, and then leaves nothing: no mapping, no descriptor, no file. With `prefault` the memory is there when
+    the call returns; without, the first use of each page takes it, and fails hard where there is none left. The calls
+    block (seconds for many GiB) without holding the GIL, so an event loop has them run in a thread.
+    """
+
+    __slots__ = ("_resources", "_view", "fd", "row_bytes", "rows")
+
+    def __init__(
+        self, mapping: mmap.mmap | memoryview, rows: int, row_bytes: int, fd: int | None, resources: ExitStack
+    ) -> None:
+        """Take over a mapping and what must be closed with it; use `private`, `memfd`, `attach`, `shared`, `over`."""
+        self.rows = rows
+        self.row_bytes = row_bytes
+        self.fd = fd  # Names the memory for `attach`; None: it is private, or the region is closed.
+        self._view = memoryview(mapping)  # Holds the mapping, and nothing else here does: see close.
+        self._resources = resources
+
+    @classmethod
+    def private(cls, rows: int, row_bytes: int, *, prefault: bool = True) -> Self:
+        """Make a region that only this process sees."""
+        require_free(_rows_bytes(rows, row_bytes))
+        with _undone_on_failure() as resources:
+            return cls._map(resources, None, rows, row_bytes, prefault_from=0 if prefault else None)
+
+    @classmethod
+    def memfd(cls, rows: int, row_bytes: int, *, prefault: bool = True) -> Self:
+        """Make a region without a name that whoever is given `fd` can attach. It ends with the last who holds it."""
+        require_free(_rows_bytes(rows, row_bytes))
+        with _undone_on_failure() as resources:
+            fd = os.memfd_create("kvtier", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            resources.callback(os.close, fd)
+            os.ftruncate(fd, rows * row_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            return cls._map(resources, fd, rows, row_bytes, prefault_from=0 if prefault else None)
+
+    @classmethod
+    def attach(cls, fd: int, rows: int, row_bytes: int) -> Self:
+        """Map the region behind another region's `fd`; the descriptor stays the caller's to close.
+
+        Raises `ConfigError` if what is behind it has another size.
+        """
+        rows_bytes = _rows_bytes(rows, row_bytes)
+        with _undone_on_failure() as resources:
+            own_fd = os.dup(fd)
+            resources.callback(os.close, own_fd)
+            size_bytes = os.fstat(own_fd).st_size
+            if size_bytes not in (rows_bytes, rows_bytes + PAGE_BYTES):  # Of `memfd`, and of `shared`.
+                raise ConfigError(
+                    f"{rows:,} rows of {row_bytes:,} bytes expected behind a file of {size_bytes:,} bytes"
+                )
+            return cls._map(resources, own_fd, rows, row_bytes, prefault_from=None)
+
+    @classmethod
+    def shared(
+        cls,
+        path: str,
+        rows: int,
+        row_bytes: int,
+        *,
+        participant: int,
+        participants: int,
+        timeout_s: float = 30.0,
+        prefault: bool = True,
+    ) -> Self:
+        """Make or join the region that `participants` processes find by `path`, in a tmpfs such as /dev/shm.
+
+        Whoever comes first makes it. The path is gone as soon as every participant (0 to `participants` - 1) has
+        mapped it, or the last one has closed it; if all of them are killed before, the next region that is made in its
+        directory removes it. Give each start of an engine a path of its own: a participant that finds itself there
+        already waits `timeout_s` for those of that time to be gone, and then fails with `ConfigError`; it fails so at
+        once if the others' sizes are not its own. A runner's process attaches; it is no participant.
+        """
+        rows_bytes = _rows_bytes(rows, row_bytes)
+        if not 0 <= participant < participants <= PARTICIPANTS_MAX:
+            raise ConfigError(f"participant {participant} of {participants}: 0 to {PARTICIPANTS_MAX - 1:,} can be")
+        with _undone_on_failure() as resources:
+            file = SharedFile.meet(Meeting(path, rows, row_bytes, participants, participant), timeout_s)
+            resources.callback(file.leave)
+            start = rows_bytes // participants * participant if prefault else None
+            return cls._map(resources, file.fd, rows, row_bytes, prefault_from=start, file=file)
+
+    @classmethod
+    def over(cls, memory: memoryview, rows: int, row_bytes: int) -> Self:
+        """Make a region of memory that somebody else has mapped, and keeps for as long as the region is open."""
+        whole = memory.cast("B")
+        if whole.nbytes != _rows_bytes(rows, row_bytes):
+            raise ConfigError(f"{rows:,} rows of {row_bytes:,} bytes expected in {whole.nbytes:,} bytes of memory")
+        resources = ExitStack()
+        resources.callback(whole.release)
+        return cls(whole, rows, row_bytes, None, resources)
+
+    @classmethod
+    def _map(
+        cls,
+        resources: ExitStack,
+        fd: int | None,
+        rows: int,
+        row_bytes: int,
+        *,
+        prefault_from: int | None,
+        file: SharedFile | None = None,
+    ) -> Self:
+        if fd is None:
+            mapping = mmap.mmap(-1, rows * row_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            mapping = mmap.mmap(fd, rows * row_bytes)
+        resources.callback(_unmap, mapping)
+        advise(mapping)
+        if file is not None:
+            file.arrive()
+        if prefault_from is not None:
+            prefault(mapping, fd, prefault_from)
+        return cls(mapping, rows, row_bytes, fd, resources.pop_all())
+
+    @property
+    def view(self) -> memoryview:
+        """All rows, one after the other: writable, zero-copy, format "B"."""
+        return self._view[:]  # Ours is released when the region is closed; torch would not notice.
+
+    def row(self, index: int) -> memoryview:
+        """Return one row: writable, zero-copy, format "B", on a page boundary."""
+        if not 0 <= index < self.rows:  # A slice would be cut short in silence.
+            raise IndexError(f"row {index} of {self.rows}")
+        start = index * self.row_bytes
+        return self._view[start : start + self.row_bytes]
+
+    def lend(self, index: int, size_bytes: int) -> "LentRow":
+        """Lend a row's first bytes, to be read."""
+        return LentRow(index, self.row(index)[:size_bytes])
+
+    def close(self) -> None:
+        """Give the memory back: now, or with the last view of it that is still about. May be called again."""
+        self.fd = None
+        self._view.release()
+        self._resources.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class LentRow:
+    """A row, lent through a read-only view, until nothing that was made of the view reads it any more.
+
+    A slice of a view, or numpy's array over it, still reads the row when the view is released: Python counts neither.
+    So every view is of an object of its own, which lives as long as anything that reads through it. What torch makes
+    of a view itself is the exception: it keeps a bare address.
+    """
+
+    __slots__ = ("_read", "row", "view")
+
+    def __init__(self, row: int, memory: memoryview) -> None:
+        """`memory`: the row's, writable, as ctypes wants it."""
+        read = _array_type(len(memory)).from_buffer(memory)
+        self.row = row
+        self.view = memoryview(read).cast("B").toreadonly()
+        self._read = weakref.ref(read)
+
+    def release(self) -> bool:
+        """Release the view; say whether nothing reads the row any more. May be called again."""
+        with suppress(BufferError):  # Somebody exports the view itself.
+            self.view.release()
+        return self._read() is None
+
+
+@lru_cache(maxsize=16)  # An engine's rows are equally long.
+def _array_type(size_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
+    return ctypes.c_char * size_bytes
+
+
+def _rows_bytes(rows: int, row_bytes: int) -> int:
+    if rows < 1:
+        raise ConfigError(f"{rows:,} rows: at least one is needed")
+    if row_bytes < PAGE_BYTES or row_bytes % PAGE_BYTES:
+        raise ConfigError(f"rows of {row_bytes:,} bytes: a positive multiple of {PAGE_BYTES:,} is needed")
+    return rows * row_bytes
+
+
+@contextmanager
+def _undone_on_failure() -> Generator[ExitStack]:
+    """Collect what a region needs closed; close it if the region does not come to be. OSError becomes ConfigError."""
+    fill_standard_streams()
+    try:
+        with ExitStack() as resources:
+            yield resources
+    except (OSError, MemoryError, RuntimeError) as error:  # The last where it has no thread for us.
+        raise ConfigError(f"the kernel refuses host memory: {reason(error)}") from error
+
+
+def _unmap(mapping: mmap.mmap) -> None:
+    with suppress(BufferError):  # Views are still about: the last one unmaps it.
+        mapping.close()

@@ -1,0 +1,223 @@
+"""A file in shared memory where the processes of one engine meet, under a name that goes away by itself.
+
+The file is made without a name and linked to its path when it is complete, so nobody ever sees a half-made one, and
+whoever is killed before leaves nothing. In its last page each participant holds a lock on a byte of its own for as
+long as it lives, and sets that byte once it has mapped the file; whoever sees all of them set removes the name. Locks
+end with the process that holds them, however it ends: a file that nobody holds was left by the dead, and whoever
+comes next to its directory removes it.
+"""
+
+import errno
+import fcntl
+import math
+import os
+import stat
+import struct
+import time
+from contextlib import suppress
+from typing import NamedTuple, Self
+
+from kvtier.errors import ConfigError
+from kvtier.memory.prefault import PAGE_BYTES, require_free
+
+_MAGIC = b"kvtier\x00\x01"
+_HEADER = struct.Struct("=8sQQQ")  # Magic, rows, bytes a row, participants.
+_FLAGS_AT = 64  # Byte 0 of the page is the lock on the name; the participants' bytes begin here.
+PARTICIPANTS_MAX = PAGE_BYTES - _FLAGS_AT  # One byte each in one page.
+
+_LOCK = struct.Struct("hhqqi4x")  # struct flock: type, whence, start, length, process.
+_OPEN = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # A FIFO of that name must not keep us.
+_POLL_S = 0.005  # Far below the time that an engine takes to start.
+
+
+class Meeting(NamedTuple):
+    """What all participants must agree on, and which of them this is."""
+
+    path: str
+    rows: int
+    row_bytes: int
+    participants: int
+    participant: int
+
+    @property
+    def rows_bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+
+class SharedFile:
+    """One participant's open end of the file: the rows, then one page for the meeting itself."""
+
+    def __init__(self, fd: int, meeting: Meeting) -> None:
+        self.fd = fd
+        self._meeting = meeting
+        self._page = os.fstat(fd).st_size - PAGE_BYTES
+        self._pid = os.getpid()
+
+    @classmethod
+    def meet(cls, meeting: Meeting, timeout_s: float) -> Self:
+        """Make the file or open the one that a participant has made; the caller maps it and calls `arrive`.
+
+        If this participant has been there before, waits up to `timeout_s` for those of that time to be gone. Raises
+        `ConfigError`, and leaves nothing, when they are not, when participants disagree on the sizes, when there is
+        too little memory, or when the path cannot be used.
+        """
+        try:
+            for _ in range(1 + math.ceil(timeout_s / _POLL_S)):
+                try:
+                    file = cls._open(meeting)
+                except FileNotFoundError:
+                    file = cls._create(meeting)
+                if file is not None:
+                    return file
+                time.sleep(_POLL_S)
+        except OSError as error:
+            raise ConfigError(f"{meeting.path}: cannot be shared memory: {_reason(error)}") from error
+        raise ConfigError(
+            f"{meeting.path}: participant {meeting.participant} has mapped it already and others of that time still"
+            f" live after {timeout_s:g} s: give each start of an engine a path of its own"
+        )
+
+    def arrive(self) -> None:
+        """Tell the others that this participant has mapped the file; the last one to do so removes its name."""
+        os.pwrite(self.fd, b"\x01", self._page + _FLAGS_AT + self._meeting.participant)
+        flags = os.pread(self.fd, self._meeting.participants, self._page + _FLAGS_AT)
+        # Refused only by another one who has seen the same and is removing the name.
+        if all(flags) and self._lock(0, 1):
+            self._remove_name()
+
+    def leave(self) -> None:
+        """Close the file. The last one to leave before all have arrived removes its name.
+
+        A fork of the participant closes its own copy only: the locks are the participant's.
+        """
+        try:
+            if os.getpid() != self._pid:
+                return
+            self._lock(0, PAGE_BYTES, fcntl.F_UNLCK)  # Of two who leave at once and ask only then, one is alone.
+            self.remove_if_dead()
+        finally:
+            os.close(self.fd)
+
+    def remove_if_dead(self) -> bool:
+        """Remove the name if nobody else holds the file; say whether that was so."""
+        dead = self._lock(0, PAGE_BYTES)
+        if dead:
+            self._remove_name()
+        return dead
+
+    @classmethod
+    def _open(cls, meeting: Meeting) -> Self | None:
+        """Open the file that is there; None if it was left by the dead (and is gone now), or if our place is taken."""
+        fd = os.open(meeting.path, _OPEN)
+        try:
+            file, header = cls(fd, meeting), _read_header(fd, meeting.path)
+            if not file.remove_if_dead() and file._enter():
+                _require_agreement(meeting, header)
+                return file
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+        return None
+
+    @classmethod
+    def _create(cls, meeting: Meeting) -> Self | None:
+        """Make the file; None if another participant was first."""
+        directory = os.path.dirname(meeting.path) or "."
+        _sweep(directory)
+        fd = os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        try:
+            file = cls._publish(fd, directory, meeting)
+        except BaseException:
+            os.close(fd)
+            raise
+        if file is None:
+            os.close(fd)
+        return file
+
+    @classmethod
+    def _publish(cls, fd: int, directory: str, meeting: Meeting) -> Self | None:
+        try:
+            require_free(meeting.rows_bytes + PAGE_BYTES, directory)
+        except ConfigError:
+            if os.path.lexists(meeting.path):  # Another one has made it since and is taking the memory, ours included.
+                return None
+            raise
+        os.ftruncate(fd, meeting.rows_bytes + PAGE_BYTES)
+        os.pwrite(fd, _HEADER.pack(_MAGIC, meeting.rows, meeting.row_bytes, meeting.participants), meeting.rows_bytes)
+        file = cls(fd, meeting)
+        file._lock(_FLAGS_AT + meeting.participant, 1)  # First held, then seen: it never looks like a dead one's.
+        try:
+            # A directory's descriptor, though unused for an absolute name, is what makes os.link follow the link.
+            os.link(f"/proc/self/fd/{fd}", meeting.path, src_dir_fd=fd)
+        except FileExistsError:
+            return None
+        return file
+
+    def _enter(self) -> bool:
+        """Take this participant's place, unless it is or was taken, or the file has lost its name meanwhile."""
+        place = _FLAGS_AT + self._meeting.participant
+        return (
+            self._lock(place, 1)
+            and os.fstat(self.fd).st_nlink > 0
+            and os.pread(self.fd, 1, self._page + place) == b"\x00"
+        )
+
+    def _remove_name(self) -> None:
+        """Remove the name, with the lock on it held: then a file that has a name has this one."""
+        if os.fstat(self.fd).st_nlink > 0:
+            os.unlink(self._meeting.path)
+
+    def _lock(self, start: int, length: int, kind: int = fcntl.F_WRLCK) -> bool:
+        """Lock bytes of the page for this open file (so threads count, too); False if others hold some of them."""
+        request = _LOCK.pack(kind, os.SEEK_SET, self._page + start, length, 0)
+        try:
+            fcntl.fcntl(self.fd, fcntl.F_OFD_SETLK, request)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise
+            return False
+        return True
+
+
+def _sweep(directory: str) -> None:
+    """Remove the regions that the dead have left in a directory: their memory comes back before ours is counted.
+
+    Who is killed before all have met leaves a file, and where each start has a path of its own nobody asks for it.
+    """
+    with os.scandir(directory) as entries:
+        for path in [entry.path for entry in entries if entry.is_file(follow_symlinks=False)]:
+            with suppress(OSError, ConfigError):  # It is gone, or is not ours.
+                fd = os.open(path, _OPEN)
+                try:
+                    SharedFile(fd, Meeting(path, *_read_header(fd, path), participant=0)).remove_if_dead()
+                finally:
+                    os.close(fd)
+
+
+def _read_header(fd: int, path: str) -> tuple[int, int, int]:
+    """Return rows, bytes a row and participants. ConfigError for a file that is not ours: it is left as it is."""
+    status = os.fstat(fd)
+    header = b""
+    if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and status.st_size > PAGE_BYTES:
+        header = os.pread(fd, _HEADER.size, status.st_size - PAGE_BYTES)
+    if not header.startswith(_MAGIC):
+        raise ConfigError(f"{path}: is there already and is no region of this user's: give another path")
+    _, rows, row_bytes, participants = _HEADER.unpack(header)
+    return rows, row_bytes, participants
+
+
+def _require_agreement(meeting: Meeting, header: tuple[int, int, int]) -> None:
+    rows, row_bytes, participants = header
+    if header != (meeting.rows, meeting.row_bytes, meeting.participants):
+        raise ConfigError(
+            f"{meeting.path}: has {rows:,} rows of {row_bytes:,} bytes for {participants} participants, but participant"
+            f" {meeting.participant} expects {meeting.rows:,} of {meeting.row_bytes:,} for {meeting.participants}:"
+            " give all participants the same configuration"
+        )
+
+
+def _reason(error: OSError) -> str:
+    if error.errno == errno.EOPNOTSUPP:
+        return "its file system cannot make a file without a name; use a tmpfs such as /dev/shm"
+    return error.strerror or str(error)

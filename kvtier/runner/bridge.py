@@ -1,0 +1,72 @@
+"""Where a runner lives, as its owner sees it: actions go out, messages come in, and neither ever waits."""
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar
+
+from kvtier.config import EngineConfig
+from kvtier.runner.messages import Action, LocalMessage, Message
+
+START_S = (
+    30.0  # For a runner to come up, beside its tiers' own deadlines: on a busy machine an interpreter takes seconds.
+)
+
+
+def opening_s(config: EngineConfig) -> float:
+    """Return how long a start waits for its runner: what its tiers may take to open, and to be closed again."""
+    limits = config.limits
+    return START_S + limits.close_s + limits.open_s * len(config.secondary_tiers)
+
+
+class Bridge(ABC):
+    """The owner's end. All methods belong to the owner's thread; `mailbox` is filled from wherever the runner lives."""
+
+    kind: ClassVar[str]
+    """Where the runner lives, as a configuration names it."""
+
+    def __init__(self) -> None:
+        self.mailbox: deque[Message | LocalMessage] = deque()
+        self.notify: Callable[[], None] | None = None  # Called after messages came, from any thread; must not block.
+        self._arrived = threading.Event()
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process of the runner that takes actions; None while there is none."""
+        return os.getpid()
+
+    @abstractmethod
+    def send(self, actions: Sequence[Action]) -> Sequence[Action]:
+        """Hand actions to the runner, with one wake-up; return those that it cannot take. Never waits."""
+
+    @abstractmethod
+    def admit(self, epoch: int) -> None:
+        """Send to the runner of this epoch from now on: the owner has settled everything of the one before.
+
+        Until the owner says so nothing is sent to a new runner, or what it is lent would be settled with the old one's.
+        """
+
+    @abstractmethod
+    def replace(self) -> bool:
+        """Kill the runner and start another one; False where it cannot be killed."""
+
+    @abstractmethod
+    def close(self, deadline_s: float) -> int:
+        """Close the tiers and end the runner; return how many transfers were left behind. Blocks; idempotent."""
+
+    def forked(self) -> None:  # noqa: B027  # Most have nothing.
+        """Let go, in a forked child, of what ties the runner to its owner; nothing else is called there any more."""
+
+    def wait(self, timeout_s: float) -> bool:
+        """Block until messages came since the last `wait`, or the time is over."""
+        came = self._arrived.wait(timeout_s)
+        self._arrived.clear()
+        return came
+
+    def _deliver(self, messages: Iterable[Message | LocalMessage]) -> None:
+        self.mailbox.extend(messages)
+        self._arrived.set()
+        if self.notify is not None:
+            self.notify()

@@ -1,0 +1,140 @@
+"""The runner's own process: `python -m kvtier.runner.child SOCKET_FD REGION_FD LOG_LEVEL [OWNER_PIDFD]`.
+
+It imports no torch and never forks, so it starts in well under a second and holds nothing of the engine's. It ends
+when its socket does, or its owner: an owner that is killed leaves no process behind, even if a fork of it lives on.
+What is sent to the whole process group, such as Ctrl-C, is the owner's to handle: it may have chunks to store yet.
+"""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from asyncio import StreamReader, StreamWriter
+from collections.abc import Awaitable, Sequence
+
+import msgspec
+import uvloop
+
+from kvtier.config import EngineConfig
+from kvtier.errors import ConfigError, KVTierError
+from kvtier.memory import GROUP_SIGNALS, Region, fill_standard_streams
+from kvtier.runner.log import ToOwner
+from kvtier.runner.messages import Action, Beat, Close, Closed, Message, Opened, OpenFailed
+from kvtier.runner.opening import open_tiers
+from kvtier.runner.runner import Runner, RunnerTier
+from kvtier.runner.wire import actions_of, frame, read_frame
+
+logger = logging.getLogger(__name__)
+
+ORPHAN_S = 0.5  # For writes under way to finish or be cleaned up when the owner is gone; who waits longer is a leak.
+
+
+class Owner:
+    """The way back: messages of one turn of the loop leave in one frame."""
+
+    def __init__(self, writer: StreamWriter) -> None:
+        self._writer = writer
+        self._waiting: list[Message] = []
+
+    def post(self, message: Message) -> None:
+        if not self._waiting:
+            asyncio.get_running_loop().call_soon(self.flush)
+        self._waiting.append(message)
+
+    def flush(self) -> None:
+        if self._waiting and not self._writer.is_closing():
+            self._writer.write(frame(self._waiting))
+        self._waiting = []
+
+    async def drain(self) -> None:
+        self.flush()
+        try:
+            await self._writer.drain()
+            self._writer.close()
+            await self._writer.wait_closed()
+        except OSError:
+            pass  # The owner is gone: nobody listens.
+
+
+async def serve(owner_socket: socket.socket, region_fd: int, owner_fds: Sequence[int]) -> None:
+    """Open the tiers, run what comes, close them when told to, or when the owner is gone."""
+    reader, writer = await asyncio.open_unix_connection(sock=owner_socket, limit=1 << 20)
+    owner = Owner(writer)
+    logging.getLogger().handlers = [ToOwner(asyncio.get_running_loop(), owner.post)]
+    for fd in owner_fds:
+        asyncio.get_running_loop().add_reader(fd, _end, reader, fd)
+    first = await read_frame(reader)
+    if first is None:
+        return
+    config = msgspec.msgpack.decode(first, type=EngineConfig)
+    opening = asyncio.ensure_future(_opened(config, region_fd))
+    coming = asyncio.ensure_future(read_frame(reader))  # The end, if it comes while a tier hangs in opening.
+    await asyncio.wait({opening, coming}, return_when=asyncio.FIRST_COMPLETED)
+    if not opening.done():
+        return
+    try:
+        region, tiers = opening.result()
+    except Exception as error:  # Told to the owner, which raises it; what is no refusal is logged, too.
+        if not isinstance(error, KVTierError):
+            logger.exception("a tier broke as it was opened")
+        owner.post(OpenFailed(str(error) or repr(error), config=isinstance(error, ConfigError)))
+        await owner.drain()
+        return
+    runner = Runner(tiers, region, owner.post)
+    owner.post(Opened())
+    runner.start()
+    beating = asyncio.ensure_future(_beat(owner, config.limits.heartbeat_s / 2))
+    deadline_s = await _take(coming, reader, runner)
+    abandoned = await runner.aclose(deadline_s)
+    beating.cancel()
+    owner.post(Closed(abandoned))
+    await owner.drain()
+
+
+async def _opened(config: EngineConfig, region_fd: int) -> tuple[Region, list[RunnerTier]]:
+    return Region.attach(region_fd, config.rows, config.row_bytes), await open_tiers(config)
+
+
+def _end(reader: StreamReader, fd: int) -> None:
+    """Take the owner's end for its socket's, which a fork of the owner may keep open."""
+    asyncio.get_running_loop().remove_reader(fd)
+    reader.feed_eof()
+
+
+async def _take(coming: Awaitable[bytes | None], reader: StreamReader, runner: Runner) -> float:
+    """Submit actions until it is time to close; return the deadline for that."""
+    body = await coming
+    while body is not None:
+        actions: list[Action] = []
+        for action in actions_of(body):
+            if isinstance(action, Close):
+                return action.deadline_s
+            actions.append(action)
+        runner.submit(actions)
+        body = await read_frame(reader)
+    return ORPHAN_S
+
+
+async def _beat(owner: Owner, every_s: float) -> None:
+    while True:
+        owner.post(Beat())
+        await asyncio.sleep(every_s)
+
+
+def main() -> None:
+    for number in GROUP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    fill_standard_streams()
+    socket_fd, region_fd, log_level, *owner_fds = map(int, sys.argv[1:])
+    logging.basicConfig(level=log_level, format="%(asctime)s kvtier runner %(process)d: %(levelname)s %(message)s")
+    loop = uvloop.new_event_loop()
+    asyncio.set_event_loop(loop)
+    loop.run_until_complete(serve(socket.socket(fileno=socket_fd), region_fd, owner_fds))
+    logging.shutdown()
+    os._exit(0)  # At once: ending the loop in order would wait for calls that hang in a lane.
+
+
+if __name__ == "__main__":
+    main()

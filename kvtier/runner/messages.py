@@ -1,0 +1,272 @@
+"""What crosses the bridge: actions to a runner, messages back. Plain data, packed.
+
+Messages name an action by its id and its chunks by their index, never by key: the ledger knows what it asked for.
+"""
+
+from array import array
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import msgspec
+
+from kvtier.backend import OffloadKey
+from kvtier.errors import BlockCorrupt, BlockError, BlockMissing, NoSpace
+
+# Keys and rows as they cross the bridge: keys as one bytes object, rows as packed u32.
+#
+# A list of bytes objects takes fifteen times as long to decode.
+
+
+class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
+    """Keys one after the other. `length` is that of every key, or 0 and then `lengths` has each one's (u32)."""
+
+    joined: bytes
+    length: int
+    lengths: bytes = b""
+
+
+def pack_keys(keys: Sequence[OffloadKey]) -> PackedKeys:
+    joined = b"".join(keys)
+    if not keys:
+        return PackedKeys(joined, 0)
+    sizes = set(map(len, keys))
+    if len(sizes) == 1 and 0 not in sizes:
+        return PackedKeys(joined, sizes.pop())
+    return PackedKeys(joined, 0, array("I", map(len, keys)).tobytes())
+
+
+def unpack_keys(packed: PackedKeys) -> list[OffloadKey]:
+    joined, length = packed.joined, packed.length
+    if length:
+        return [OffloadKey(joined[start : start + length]) for start in range(0, len(joined), length)]
+    keys: list[OffloadKey] = []
+    start = 0
+    for size in array("I", packed.lengths):
+        keys.append(OffloadKey(joined[start : start + size]))
+        start += size
+    return keys
+
+
+def pack_rows(rows: Sequence[int]) -> bytes:
+    return array("I", rows).tobytes()
+
+
+def unpack_rows(packed: bytes) -> "array[int]":
+    return array("I", packed)
+
+
+class Code(IntEnum):
+    """Why a chunk did not move, in one byte."""
+
+    MISSING = 1
+    CORRUPT = 2
+    NO_SPACE = 3
+    FAILED = 4  # This transfer failed.
+    UNAVAILABLE = 5  # The whole call failed.
+    DEADLINE = 6  # It ran out of time; its rows are still lent.
+    REFUSED = 7  # It never started: the bridge was full, or there was no runner.
+    LOST = 8  # Its runner died; its rows are lent until the process is known to have ended.
+
+
+def code_of(error: BlockError) -> Code:
+    match error:
+        case BlockMissing():
+            return Code.MISSING
+        case BlockCorrupt():
+            return Code.CORRUPT
+        case NoSpace():
+            return Code.NO_SPACE
+        case _:
+            return Code.FAILED
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Tagged by its class's name."""
+
+
+# Actions: owner → runner.
+
+
+class Promote(_Message, frozen=True, tag="P"):
+    """Load chunks from a tier into rows."""
+
+    id: int
+    tier: int
+    keys: PackedKeys
+    rows: bytes
+
+
+class Cascade(_Message, frozen=True, tag="C"):
+    """Store the chunks in rows to a tier."""
+
+    id: int
+    tier: int
+    keys: PackedKeys
+    rows: bytes
+
+
+class Probe(_Message, frozen=True, tag="Q"):
+    """Ask a tier which keys it has."""
+
+    id: int
+    tier: int
+    keys: PackedKeys
+
+
+class Delete(_Message, frozen=True, tag="D"):
+    """Have a tier forget keys."""
+
+    id: int
+    tier: int
+    keys: PackedKeys
+
+
+class Rank(_Message, frozen=True, tag="R"):
+    """A request is over that used these chunks, in prefix order. Nothing comes back."""
+
+    tier: int
+    keys: PackedKeys
+
+
+class Acknowledge(_Message, frozen=True, tag="K"):
+    """The last inventory batch of a tier has been applied: send the next."""
+
+    tier: int
+
+
+class Close(_Message, frozen=True, tag="Z"):
+    """Close the tiers within the deadline and end. Only a bridge sends it."""
+
+    deadline_s: float
+
+
+Action = Promote | Cascade | Probe | Delete | Rank | Acknowledge
+
+
+# Messages: runner → owner.
+
+
+class Finished(_Message, frozen=True, tag="f"):
+    """An action's outcome: the chunks at `failed` (packed u32) did not move, for the reasons in `codes` (a byte each).
+
+    `lent`: its rows are still in use; `Returned` follows when they are not. `cause`: what lies behind the worst
+    failure, as `cause_of` has it; empty where the codes say all.
+    """
+
+    id: int
+    failed: bytes
+    codes: bytes
+    seconds: float
+    lent: bool = False
+    cause: str = ""
+
+
+class Returned(_Message, frozen=True, tag="r"):
+    """Nothing uses the rows of this action any more; the chunks at `moved` (packed u32) had moved when it ended."""
+
+    id: int
+    moved: bytes = b""
+
+
+class Answered(_Message, frozen=True, tag="a"):
+    """A probe's answer: one byte a key, 1 if the tier has it; empty if the tier could not say, for this `cause`."""
+
+    id: int
+    present: bytes
+    seconds: float
+    cause: str = ""
+
+
+class Found(_Message, frozen=True, tag="+"):
+    """Inventory: the tier holds these keys."""
+
+    tier: int
+    keys: PackedKeys
+
+
+class Gone(_Message, frozen=True, tag="-"):
+    """Inventory: the tier holds these keys no more."""
+
+    tier: int
+    keys: PackedKeys
+
+
+class Scanned(_Message, frozen=True, tag="s"):
+    """Inventory: everything that was there at the start has been reported."""
+
+    tier: int
+    complete: bool
+
+
+class TierUsage(_Message, frozen=True, tag="u"):
+    """How full a tier is, sent about once a second while that changes."""
+
+    tier: int
+    chunks: int
+    used_bytes: int
+    capacity_bytes: int | None
+    reserved_bytes: int = 0
+    counts: dict[str, int] = {}  # What it has counted itself since it last said so, by name.
+
+
+class Opened(_Message, frozen=True, tag="o"):
+    """Every tier is open: the runner takes actions."""
+
+
+class OpenFailed(_Message, frozen=True, tag="x"):
+    """The tiers could not be opened; `config` says that the configuration is to blame."""
+
+    reason: str
+    config: bool
+
+
+class Beat(_Message, frozen=True, tag="b"):
+    """The runner's loop is alive."""
+
+
+class Logged(_Message, frozen=True, tag="l"):
+    """A line of the runner's log, with its logger's name, its time since the epoch and its place in the code."""
+
+    name: str
+    level: int
+    text: str
+    at: float
+    process: int
+    path: str
+    line: int
+    function: str
+
+
+class Closed(_Message, frozen=True, tag="c"):
+    """The runner has closed its tiers; `abandoned` transfers were left behind."""
+
+    abandoned: int
+
+
+# What a bridge itself reports of its runner; these never travel. An epoch counts a bridge's runners from 0.
+
+
+class RunnerLost(NamedTuple):
+    """This runner takes no more actions and sends no more outcomes; what it was lent may still be in use."""
+
+    epoch: int
+    reason: str
+
+
+class RunnerGone(NamedTuple):
+    """The process of a lost runner has ended: nothing that it was lent is in use."""
+
+    epoch: int
+
+
+class RunnerBack(NamedTuple):
+    """A new runner has opened the tiers and takes actions."""
+
+    epoch: int
+
+
+Message = (
+    Finished | Returned | Answered | Found | Gone | Scanned | TierUsage | Opened | OpenFailed | Beat | Logged | Closed
+)
+LocalMessage = RunnerLost | RunnerGone | RunnerBack

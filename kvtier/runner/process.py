@@ -1,0 +1,375 @@
+"""The runner in a process of its own: out of reach of the engine's GIL, and killed and replaced when it hangs.
+
+A daemon thread of the owner's process supervises it: it reads messages, sends what the socket did not take at once,
+listens for heartbeats, and starts the next runner when one is lost. The owner's thread only pops and pushes.
+"""
+
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Self
+
+import msgspec
+
+from kvtier.config import EngineConfig
+from kvtier.errors import BackendUnavailable, ConfigError
+from kvtier.memory import GROUP_SIGNALS, Region, fill_standard_streams, reason
+from kvtier.runner.bridge import Bridge, opening_s
+from kvtier.runner.log import log_again, wanted_level
+from kvtier.runner.messages import (
+    Action,
+    Beat,
+    Close,
+    Closed,
+    Logged,
+    Message,
+    Opened,
+    OpenFailed,
+    RunnerBack,
+    RunnerGone,
+    RunnerLost,
+)
+from kvtier.runner.wire import FrameBuffer, frame, framed, messages_of
+
+# One runner's process, and the owner's end of its socket. `kvtier.runner.process` listens to it and reaps it.
+
+
+class RunnerProcess:
+    """A child, and what its socket did not take yet.
+
+    Whoever queues and flushes from more than one thread does so under a lock of its own.
+    """
+
+    def __init__(self, epoch: int, process: "subprocess.Popen[bytes]", owner_socket: socket.socket) -> None:
+        self.epoch = epoch
+        self.process = process
+        self.socket = owner_socket
+        self.actions_unsent = 0
+        self._unsent: deque[tuple[memoryview, int]] = deque()  # A frame's rest, and its number of actions.
+
+    @classmethod
+    def start(cls, epoch: int, config: EngineConfig, region_fd: int, environment: Mapping[str, str]) -> Self:
+        """Start a child and give it the configuration; OSError if it cannot be started."""
+        fill_standard_streams()  # They may have been closed since the last one was started.
+        ours, theirs = socket.socketpair()
+        with theirs, _this_process() as owner_fds, ExitStack() as unless_started:
+            unless_started.callback(ours.close)
+            fds = (theirs.fileno(), region_fd, *owner_fds)
+            given = map(str, (theirs.fileno(), region_fd, wanted_level(), *owner_fds))
+            process = subprocess.Popen(  # noqa: S603  # Our own module, with numbers for arguments.
+                [sys.executable, "-P", "-m", "kvtier.runner.child", *given],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+            )
+            unless_started.pop_all()
+        with suppress(OSError):  # It has ended already: its socket says so to whoever listens.
+            ours.sendall(framed(msgspec.msgpack.encode(config)))
+        return cls(epoch, process, ours)
+
+    @property
+    def unsent(self) -> bool:
+        return bool(self._unsent)
+
+    def queue(self, items: Sequence[Action | Close]) -> None:
+        """Put one frame behind those that wait."""
+        self._unsent.append((memoryview(frame(items)), len(items)))
+        self.actions_unsent += len(items)
+
+    def flush(self) -> bool:
+        """Send what the socket takes now, without waiting; say whether it has to be tried again.
+
+        What a child that has ended will not take is lost with it: who listens to the socket hears of it.
+        """
+        while self._unsent:
+            rest, actions = self._unsent[0]
+            try:
+                sent = self.socket.send(rest, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                return True
+            except OSError:
+                return False
+            if sent < len(rest):
+                self._unsent[0] = (rest[sent:], actions)
+            else:
+                self._unsent.popleft()
+                self.actions_unsent -= actions
+        return False
+
+
+def environment() -> dict[str, str]:
+    """Return the environment in which a child finds the modules that this process finds now, wherever it is by then."""
+    places: list[str] = []
+    given: list[object] = list(sys.path)
+    for place in given:
+        if isinstance(place, str):  # Others, such as a `Path`, Python itself does not search.
+            with suppress(FileNotFoundError):  # It is relative to a directory that is gone.
+                places.append(os.path.abspath(place))
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+
+
+@contextmanager
+def _this_process() -> Generator[Sequence[int]]:
+    """Give a descriptor by which a child sees this process end; none where the kernel, or a sandbox, has no such."""
+    try:
+        fd = os.pidfd_open(os.getpid())
+    except OSError:
+        yield ()
+        return
+    try:
+        yield (fd,)
+    finally:
+        os.close(fd)
+
+
+RECEIVE_BYTES = 1 << 20
+BEATS_MISSED = 3  # Silence for so many heartbeats is a hung loop.
+RESTART_S = (0.0, 0.1, 0.5, 1.0, 5.0)  # Before each further start in a row that did not get as far as open tiers.
+
+logger = logging.getLogger(__name__)
+
+
+class ProcessBridge(Bridge):
+    """One runner's process at a time, counted by epoch."""
+
+    kind = "process"
+
+    def __init__(self, config: EngineConfig, region: Region) -> None:
+        """Start the runner and wait until its tiers are open.
+
+        Raises:
+            ConfigError: the tiers' configuration cannot be used.
+            BackendUnavailable: a tier cannot be opened now, or the process ended before it said anything.
+        """
+        super().__init__()
+        assert region.fd is not None, "a process needs a region that can be shared"
+        self._config = config
+        self._region_fd = region.fd
+        self._environment = environment()
+        self._lock = threading.Lock()  # Around what a child is to be sent; never held across anything that waits.
+        fill_standard_streams()
+        try:
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError as error:
+            raise BackendUnavailable(f"the runner's process cannot be started: {reason(error)}") from error
+        self._ready: RunnerProcess | None = None  # Open, but not yet admitted.
+        self._child: RunnerProcess | None = None  # Takes actions.
+        self._newest: RunnerProcess | None = None  # Has a socket of ours.
+        self._closing = False
+        self._abandoned = 0
+        self._started = threading.Event()
+        self._failure: OpenFailed | None = None
+        self._supervisor = threading.Thread(target=self._supervise, name="kvtier-supervisor", daemon=True)
+        try:
+            self._supervisor.start()
+            if not self._started.wait(opening_s(config)):
+                raise BackendUnavailable(f"the runner does not open within {opening_s(config):g} s: a tier blocks")
+            if self._failure is not None:
+                raise (ConfigError if self._failure.config else BackendUnavailable)(self._failure.reason)
+        except RuntimeError as error:
+            self._forget()
+            raise BackendUnavailable(f"the runner's supervisor cannot be started: {reason(error)}") from error
+        except BaseException:  # An interrupt, too: who is not there cannot be closed.
+            self.close(0)
+            raise
+        self.admit(0)
+
+    @property
+    def pid(self) -> int | None:
+        return None if self._child is None else self._child.process.pid
+
+    def send(self, actions: Sequence[Action]) -> Sequence[Action]:
+        with self._lock:
+            child = self._child
+            if child is None or self._closing:
+                return actions
+            if child.actions_unsent + len(actions) > self._config.limits.queued_actions:
+                return actions
+            child.queue(actions)
+            self._flush(child)
+        return ()
+
+    def admit(self, epoch: int) -> None:
+        with self._lock:
+            if self._ready is not None and self._ready.epoch == epoch:
+                self._child = self._ready
+
+    def replace(self) -> bool:
+        child = self._child
+        if child is None:
+            return False
+        child.process.kill()  # The supervisor sees its socket end.
+        return True
+
+    def close(self, deadline_s: float) -> int:
+        with self._lock:
+            if not self._closing:
+                self._closing = True
+                if self._child is not None:
+                    self._child.queue([Close(deadline_s)])
+                    self._flush(self._child)
+                if self._supervisor.is_alive():
+                    os.eventfd_write(self._wake, 1)
+        self._supervisor.join(deadline_s + 1.0)  # It answers within the deadline, or is killed.
+        child = self._child
+        if child is not None and child.process.poll() is None:
+            child.process.kill()
+            self._supervisor.join(1.0)
+        if not self._supervisor.is_alive():
+            self._forget()
+        return self._abandoned
+
+    def forked(self) -> None:
+        self._closing = True
+        self._child = self._ready = None
+        if self._newest is not None:
+            self._newest.socket.close()
+        self._forget()
+
+    def _forget(self) -> None:
+        """Let go of the supervisor's descriptor; idempotent."""
+        if self._wake >= 0:
+            os.close(self._wake)
+            self._wake = -1
+
+    def _flush(self, child: RunnerProcess) -> None:
+        """Send what the socket takes now, and leave the rest to the supervisor. Under the lock."""
+        if child.flush():
+            os.eventfd_write(self._wake, 1)
+
+    # The supervisor's thread.
+
+    def _supervise(self) -> None:
+        # A runner begins with its starter's mask: what is sent to the whole group does not end it before it ignores it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
+        epoch, failures = 0, 0
+        while not self._closing:
+            opened = self._run_child(epoch)
+            if not self._started.is_set():
+                ended = MemoryError("the runner's process ended before it was open")  # As it does for want of memory.
+                self._failure = self._failure or OpenFailed(reason(ended), config=False)
+                self._started.set()
+                return
+            failures = 0 if opened else failures + 1
+            epoch += 1
+            if failures and not self._closing:
+                self._pause(RESTART_S[min(failures, len(RESTART_S) - 1)])
+
+    def _run_child(self, epoch: int) -> bool:
+        """Have one runner from its start to its end; say whether it got as far as open tiers."""
+        try:
+            child = RunnerProcess.start(epoch, self._config, self._region_fd, self._environment)
+        except Exception as error:  # noqa: BLE001  # Told to whoever waits for the start; whatever it is, we try again.
+            self._fail(OpenFailed(f"the runner's process cannot be started: {reason(error)}", config=False))
+            return False
+        self._newest = child
+        try:
+            opened = self._listen(child)
+        except Exception:  # Our bug, or a runner that talks nonsense: no reason to be without a runner.
+            logger.exception("runner %d: cannot be listened to", child.process.pid)
+            opened = self._ready is child
+        self._lose(child, announced=opened)
+        return opened
+
+    def _listen(self, child: RunnerProcess) -> bool:
+        """Deliver what a runner says until it ends; say whether it got as far as open tiers."""
+        opened = False
+        buffer = FrameBuffer()
+        silence_s = self._config.limits.heartbeat_s * BEATS_MISSED
+        heard = time.monotonic()
+        poller = select.poll()
+        poller.register(self._wake, select.POLLIN)
+        while True:
+            poller.register(child.socket, select.POLLIN | (select.POLLOUT if child.unsent else 0))
+            ready = dict(poller.poll(silence_s * 250))
+            if self._wake in ready:
+                os.eventfd_read(self._wake)
+            if ready.get(child.socket.fileno(), 0) & select.POLLOUT:
+                with self._lock:
+                    self._flush(child)
+            if ready.get(child.socket.fileno(), 0) & ~select.POLLOUT:
+                try:
+                    received = child.socket.recv(RECEIVE_BYTES)
+                except OSError:
+                    received = b""
+                if not received:
+                    return opened
+                heard = time.monotonic()
+                for body in buffer.feed(received):
+                    opened = self._hear(child, messages_of(body)) or opened
+            elif opened and time.monotonic() - heard > silence_s:
+                logger.error("runner %d: no heartbeat for %.1f s: killed", child.process.pid, silence_s)
+                child.process.kill()
+                return opened
+            if self._closing and self._child is not child:  # Nobody could tell it to close.
+                child.process.kill()
+
+    def _hear(self, child: RunnerProcess, messages: Sequence[Message]) -> bool:
+        """Take the bridge's own messages out, deliver the rest; say whether the tiers are open now."""
+        opened = False
+        rest: list[Message] = []
+        for message in messages:
+            match message:
+                case Opened():
+                    opened = True
+                    self._ready = child
+                    if self._started.is_set():
+                        logger.info("runner %d takes its place", child.process.pid)
+                        self._deliver((RunnerBack(child.epoch),))
+                    self._started.set()
+                case OpenFailed():
+                    self._fail(message)
+                case Closed():
+                    self._abandoned = message.abandoned
+                case Beat():
+                    pass
+                case Logged():
+                    log_again(message)
+                case _:
+                    rest.append(message)
+        if rest:
+            self._deliver(rest)
+        return opened
+
+    def _fail(self, failure: OpenFailed) -> None:
+        """Keep the reason for whoever waits for the start; later nobody does, and it is logged."""
+        self._failure = failure
+        if self._started.is_set():
+            logger.error("no new runner: %s", failure.reason)
+
+    def _lose(self, child: RunnerProcess, *, announced: bool) -> None:
+        """Tell the owner that a runner is lost, and have a thread of its own tell when its process has ended."""
+        with self._lock:
+            if self._child is child:
+                self._child = None
+            if self._ready is child:
+                self._ready = None
+        child.socket.close()
+        if announced and not self._closing:
+            logger.error("runner %d is lost; starting another", child.process.pid)
+            self._deliver((RunnerLost(child.epoch, "the runner's process ended or hung"),))
+        try:
+            threading.Thread(target=self._reap, args=(child,), name="kvtier-reaper", daemon=True).start()
+        except RuntimeError:  # The process may have no more threads: then the next runner waits for it.
+            self._reap(child)
+
+    def _reap(self, child: RunnerProcess) -> None:
+        child.process.kill()
+        child.process.wait()  # For as long as it takes: a process in uninterruptible I/O still uses its rows.
+        self._deliver((RunnerGone(child.epoch),))
+
+    def _pause(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while not self._closing and (left := deadline - time.monotonic()) > 0:
+            poller = select.poll()  # Not select.select, which takes no descriptor above 1,023.
+            poller.register(self._wake, select.POLLIN)
+            poller.poll(left * 1_000)

@@ -1,0 +1,288 @@
+"""Runs actions on backends within limits: owns the event loop's tasks, the backends and their budgets.
+
+The runner decides nothing. It finds rows in its own mapping of the region, lends them to a backend for one call, and
+posts what came of it. **A deadline never cancels**: a call that runs out of time is reported as such, and what it was
+lent is reported as returned when it has really ended.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
+
+from kvtier.backend import Backend, OffloadKey, Outcome, Ranked, Read, Write
+from kvtier.errors import BackendClosed, BackendError, cause_of
+from kvtier.memory import Region
+from kvtier.runner.budget import Budget
+from kvtier.runner.messages import (
+    Acknowledge,
+    Action,
+    Answered,
+    Cascade,
+    Code,
+    Delete,
+    Finished,
+    Message,
+    Probe,
+    Promote,
+    Rank,
+    Returned,
+    code_of,
+    pack_rows,
+    unpack_keys,
+    unpack_rows,
+)
+from kvtier.runner.reports import Reports
+
+TURNS_S = 0.05  # A call that has ended leaves its task a few turns of the loop from its own end.
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Call = Callable[[], Awaitable[Sequence[Outcome]]]
+
+_Answerable = Promote | Cascade | Probe | Delete  # What an owner waits for.
+
+
+class RunnerTier(NamedTuple):
+    """One open tier with its limits."""
+
+    name: str
+    backend: Backend
+    deadline_s: float
+    loads: Budget
+    stores: Budget
+
+
+class Runner:
+    """One engine's tasks. All methods belong to the loop that it was made on."""
+
+    def __init__(
+        self,
+        tiers: Sequence[RunnerTier],
+        region: Region,
+        post: Callable[[Message], None],
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Take open tiers; `clock` times transfers (uvloop's own has milliseconds only)."""
+        self._tiers = tiers
+        self._region = region
+        self._post = post
+        self._clock = clock
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._reports = [Reports(index, tier.name, tier.backend, post) for index, tier in enumerate(tiers)]
+
+    def start(self) -> None:
+        """Begin to report what the tiers hold."""
+        for reports in self._reports:
+            reports.start()
+
+    def submit(self, actions: Iterable[Action]) -> None:
+        """Start a task for each action. Never waits."""
+        for action in actions:
+            match action:
+                case Promote():
+                    self._spawn(action, self._promote(action))
+                case Cascade():
+                    self._spawn(action, self._cascade(action))
+                case Probe():
+                    self._spawn(action, self._probe(action))
+                case Delete():
+                    self._spawn(action, self._delete(action))
+                case Rank() | Acknowledge():
+                    self._tell(action)
+
+    async def aclose(self, deadline_s: float) -> int:
+        """Close the tiers, wait at most `deadline_s` for what is under way, and return how much was left behind."""
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + deadline_s
+        silent = await asyncio.gather(*(reports.aclose(max(TURNS_S, deadline_s / 2)) for reports in self._reports))
+        left_s = max(0.0, ends_at - loop.time())
+        closings = [asyncio.ensure_future(_awaited(partial(tier.backend.aclose, left_s))) for tier in self._tiers]
+        if closings:
+            await asyncio.wait(closings, timeout=left_s + TURNS_S)
+        for tier, closing in zip(self._tiers, closings, strict=True):
+            if not closing.done():
+                logger.error("tier %s does not close", tier.name)
+            else:
+                _completed(closing, tier.name)
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=max(TURNS_S, ends_at - loop.time()))
+        return len(self._tasks) + silent.count(False)
+
+    def _spawn(self, action: _Answerable, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(self._see_through(action, work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _see_through(self, action: _Answerable, work: Coroutine[Any, Any, None]) -> None:
+        """Do the work. Whatever it raises is the action's outcome: else its owner would wait for one for ever."""
+        begun = self._clock()
+        try:
+            await work
+        except Exception as error:  # The supervisor's edge: no tier's fault, but a row or a tier that is not there.
+            logger.exception("%s %d cannot be done", type(action).__name__, action.id)
+            seconds, cause = self._clock() - begun, cause_of(error)
+            if isinstance(action, Probe):
+                self._post(Answered(action.id, b"", seconds, cause))
+            else:
+                failed = _all(Code.UNAVAILABLE, len(unpack_keys(action.keys)))
+                self._post(_finished(action.id, failed, seconds, cause=cause))
+
+    async def _promote(self, action: Promote) -> None:
+        tier = self._tiers[action.tier]
+        reads = [Read(key, row) for key, row in self._lent(action)]
+        await self._transfer(action, len(reads), tier.loads, partial(tier.backend.load, reads))
+
+    async def _cascade(self, action: Cascade) -> None:
+        tier = self._tiers[action.tier]
+        writes = [Write(key, row) for key, row in self._lent(action)]
+        await self._transfer(action, len(writes), tier.stores, partial(tier.backend.store, writes))
+
+    def _lent(self, action: Promote | Cascade) -> Iterable[tuple[OffloadKey, memoryview]]:
+        """Give the keys and rows of a transfer; IndexError for a row that is not there."""
+        return zip(unpack_keys(action.keys), map(self._region.row, unpack_rows(action.rows)), strict=True)
+
+    async def _transfer(self, action: Promote | Cascade, chunks: int, budget: Budget, call: Call) -> None:
+        """Wait for budget, then for the call, each at most the tier's deadline, and post what came of it."""
+        tier = self._tiers[action.tier]
+        begun = self._clock()
+        size_bytes = chunks * self._region.row_bytes
+        if not await _in_time(budget.acquire(size_bytes, chunks), tier.deadline_s):
+            self._post(_finished(action.id, _all(Code.DEADLINE, chunks), self._clock() - begun))
+            return
+        task = asyncio.ensure_future(_listed(call))
+        done, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
+        budget.release(size_bytes, chunks)
+        if done:
+            failed, cause = _outcome(task, chunks, tier.name)
+            self._post(_finished(action.id, failed, self._clock() - begun, cause=cause))
+        else:
+            logger.warning("tier %s: %d chunks ran out of time (%g s)", tier.name, chunks, tier.deadline_s)
+            self._post(_finished(action.id, _all(Code.DEADLINE, chunks), self._clock() - begun, lent=True))
+            await asyncio.wait({task})
+            failed, _ = _outcome(task, chunks, tier.name)
+            self._post(Returned(action.id, pack_rows([index for index in range(chunks) if index not in failed])))
+        self._reports[action.tier].usage()
+
+    async def _probe(self, action: Probe) -> None:
+        """Ask; a tier that does not say in time is waited for all the same, so that its task is not lost."""
+        tier, keys = self._tiers[action.tier], unpack_keys(action.keys)
+        begun = self._clock()
+        task = asyncio.ensure_future(_told(partial(tier.backend.probe, keys)))
+        done, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
+        present, cause = b"", ""
+        if not done:
+            cause = "deadline"
+            logger.warning("tier %s: a question about %d chunks ran out of time", tier.name, len(keys))
+        elif not _completed(task, tier.name):
+            cause = _cause(task)
+        elif len(task.result()) == len(keys):
+            present = task.result()
+        self._post(Answered(action.id, present, self._clock() - begun, cause))
+        if not done:
+            await asyncio.wait({task})
+            _completed(task, tier.name)
+
+    async def _delete(self, action: Delete) -> None:
+        tier, keys = self._tiers[action.tier], unpack_keys(action.keys)
+        begun = self._clock()
+        task = asyncio.ensure_future(_awaited(partial(tier.backend.delete, keys)))
+        done, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
+        if not done:
+            logger.warning("tier %s: a deletion of %d chunks ran out of time", tier.name, len(keys))
+            failed, cause = _all(Code.DEADLINE, len(keys)), ""
+        elif _completed(task, tier.name):
+            failed, cause = {}, ""
+        else:
+            failed, cause = _all(Code.UNAVAILABLE, len(keys)), _cause(task)
+        self._post(_finished(action.id, failed, self._clock() - begun, cause=cause))
+        if not done:
+            await asyncio.wait({task})
+            _completed(task, tier.name)
+        self._reports[action.tier].usage()
+
+    def _tell(self, action: Rank | Acknowledge) -> None:
+        """Tell a tier what nobody waits for an answer to."""
+        try:
+            if isinstance(action, Acknowledge):
+                self._reports[action.tier].acknowledge()
+            elif isinstance(backend := self._tiers[action.tier].backend, Ranked):
+                backend.rank(unpack_keys(action.keys))
+        except Exception:  # The supervisor's edge: a bug in a tier costs its order, not what else was submitted.
+            logger.exception("tier %d: it does not take %s", action.tier, type(action).__name__)
+
+
+async def _in_time(work: Coroutine[Any, Any, None], deadline_s: float) -> bool:
+    try:
+        async with asyncio.timeout(deadline_s):
+            await work
+    except TimeoutError:
+        return False
+    return True
+
+
+async def _awaited(call: Callable[[], Awaitable[T]]) -> T:
+    """Call a tier: whatever is wrong with it, even before there is anything to wait for, is the task's failure."""
+    try:
+        return await call()
+    except SystemExit as error:  # It would end the loop, and with it every other tier's work.
+        raise RuntimeError(f"a tier may not exit, {error.code!r}") from error
+
+
+async def _listed(call: Call) -> list[Outcome]:
+    """Call a tier likewise, and take its answer."""
+    return list(await _awaited(call))
+
+
+async def _told(call: Callable[[], Awaitable[Sequence[bool]]]) -> bytes:
+    """Ask a tier likewise, and take its answers, one byte each."""
+    return bytes(map(bool, await _awaited(call)))
+
+
+def _completed(task: "asyncio.Task[Any]", name: str) -> bool:
+    """Say whether an ended call returned; log it if not."""
+    if task.cancelled():
+        logger.error("tier %s: its call was cancelled from within", name)
+        return False
+    error = task.exception()
+    if error is None:
+        return True
+    if isinstance(error, BackendClosed):  # It is we who close: what was still queued is given up, and nobody's fault.
+        logger.info("tier %s: %s", name, error)
+    elif isinstance(error, BackendError):
+        logger.warning("tier %s: %s", name, error)
+    else:  # The supervisor's edge: a bug in a tier costs its hits, not the engine.
+        logger.error("tier %s: its call raised what no tier may raise", name, exc_info=error)
+    return False
+
+
+def _cause(task: "asyncio.Task[Any]") -> str:
+    """Return what lies behind the failure of an ended call."""
+    error = None if task.cancelled() else task.exception()
+    return "" if error is None else cause_of(error)
+
+
+def _outcome(task: "asyncio.Task[Sequence[Outcome]]", chunks: int, name: str) -> tuple[dict[int, Code], str]:
+    """Return index → code of the chunks that did not move, and what lies behind the worst of these failures."""
+    if not _completed(task, name):
+        return _all(Code.UNAVAILABLE, chunks), _cause(task)
+    outcomes = task.result()
+    if len(outcomes) != chunks:
+        logger.error("tier %s: %d outcomes for %d chunks", name, len(outcomes), chunks)
+        return _all(Code.FAILED, chunks), ""
+    failed = {index: code_of(outcome) for index, outcome in enumerate(outcomes) if outcome is not None}
+    if not failed:
+        return failed, ""
+    return failed, cause_of(max(filter(None, outcomes), key=code_of))
+
+
+def _all(code: Code, chunks: int) -> dict[int, Code]:
+    return dict.fromkeys(range(chunks), code)
+
+
+def _finished(id_: int, failed: dict[int, Code], seconds: float, *, lent: bool = False, cause: str = "") -> Finished:
+    return Finished(id_, pack_rows(list(failed)), bytes(failed.values()), seconds, lent, cause)

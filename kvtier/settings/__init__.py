@@ -1,0 +1,40 @@
+"""Settings: fields of configuration structs, their units, words for errors, and plug-ins."""
+
+from kvtier.settings.fields import Checked, decode, struct_fields
+from kvtier.settings.plugins import find_class, known_names
+from kvtier.settings.units import (
+    DURATION_S_MAX,
+    SIZE_BYTES_MAX,
+    Count,
+    Duration,
+    Index,
+    Path,
+    PositiveDuration,
+    PositiveSize,
+    Share,
+    Size,
+    parse_duration,
+    parse_size,
+)
+from kvtier.settings.words import names_a_path
+
+__all__ = [
+    "DURATION_S_MAX",
+    "SIZE_BYTES_MAX",
+    "Checked",
+    "Count",
+    "Duration",
+    "Index",
+    "Path",
+    "PositiveDuration",
+    "PositiveSize",
+    "Share",
+    "Size",
+    "decode",
+    "find_class",
+    "known_names",
+    "names_a_path",
+    "parse_duration",
+    "parse_size",
+    "struct_fields",
+]

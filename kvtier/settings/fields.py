@@ -1,0 +1,184 @@
+"""Configuration structs from untyped input: strict, and every mistake is named by the path of its field.
+
+Input is walked field by field beside the struct's annotations, and msgspec converts the leaves. msgspec could convert
+the whole at once, but its messages leave out what would be accepted, and the keys of dictionaries on the way.
+"""
+
+import difflib
+import math
+from collections.abc import Iterable
+from functools import cache
+from types import NoneType, UnionType
+from typing import Any, ClassVar, TypeVar, Union, get_args, get_origin
+
+import msgspec
+from msgspec.structs import FieldInfo, force_setattr
+
+from kvtier.errors import ConfigError
+from kvtier.settings.words import accepted, is_list, is_struct, is_table, shown, unwrapped
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A struct whose fields are checked however it is made: a constructor is as strict as a file.
+
+    A subclass that adds rules between fields defines `__post_init__`, calls this one first, and raises a `ConfigError`
+    whose message begins with the field to mend: `raise ConfigError("rows: …")`.
+    """
+
+    rest: ClassVar[str | None] = None
+    """Name of the field, a dict, that takes every key which is no field; None: such a key is a mistake."""
+
+    def __post_init__(self) -> None:
+        for name, field in struct_fields(type(self)).items():
+            given = getattr(self, field.name)
+            value = _value(field.type, given, name)
+            if value is not given:  # Read from text, or a list made a tuple.
+                force_setattr(self, field.name, value)
+
+
+def decode(cls: type[S], given: object, where: str = "", *, siblings: Iterable[str] = ()) -> S:
+    """Make a `cls` of a mapping, strictly: unknown fields, wrong types and values out of range are refused.
+
+    `where` is the path of the mapping itself, `""` for a whole configuration. `siblings` are valid keys beside it that
+    were decoded elsewhere; they are only named in messages.
+
+    Raises `ConfigError("<path>: <what was given>, <what is> accepted")`.
+    """
+    return _struct(cls, given, where, tuple(siblings))
+
+
+@cache
+def struct_fields(cls: type[msgspec.Struct]) -> dict[str, FieldInfo]:
+    """Return a struct's fields by the names that they have in a file."""
+    return {field.encode_name: field for field in msgspec.structs.fields(cls)}
+
+
+def _struct(cls: type[S], given: object, path: str, siblings: tuple[str, ...] = ()) -> S:
+    if isinstance(given, cls):
+        return given
+    fields = struct_fields(cls)
+    table = _gathered(cls, _table(given, path), path)
+    for key in table:
+        if key not in fields:
+            raise ConfigError(_unknown(_join(path, key), key, [*siblings, *fields]))
+    for name, field in fields.items():
+        if field.required and name not in table:
+            close = difflib.get_close_matches(name, set(_table(given, path)) - fields.keys(), n=1)
+            hint = f" (did you mean it by {close[0]!r}?)" if close else ""
+            raise ConfigError(f"{_join(path, name)}: missing, {accepted(field.type)} required{hint}")
+    rest = _rest(cls)  # Its keys were written beside the fields, so that is where a message places them.
+    paths = {key: path if key == rest else _join(path, key) for key in table}
+    values = {fields[key].name: _value(fields[key].type, value, paths[key]) for key, value in table.items()}
+    try:
+        return cls(**values)
+    except ConfigError as error:  # From `__post_init__`, which knows its fields' names but not their path.
+        raise ConfigError(f"{path}.{error}" if path else str(error)) from error
+    except ValueError as error:  # From the `__post_init__` of a struct that is not ours.
+        raise ConfigError(f"{path}: {error}" if path else str(error)) from error
+
+
+def _gathered(cls: type[msgspec.Struct], table: dict[str, Any], path: str) -> dict[str, Any]:
+    """Move the keys that are no fields into the field that takes the rest, if the struct has one."""
+    rest = _rest(cls)
+    fields = struct_fields(cls)
+    loose = {key: value for key, value in table.items() if key not in fields}
+    if rest is None or not loose:
+        return table
+    kept = {key: value for key, value in table.items() if key in fields}
+    gathered = _table(kept.get(rest, {}), _join(path, rest))
+    for key in loose:
+        if key in gathered:
+            raise ConfigError(f"{_join(path, key)}: given twice, here and in {_join(path, rest)}")
+    return kept | {rest: gathered | loose}
+
+
+def _rest(cls: type[msgspec.Struct]) -> str | None:
+    return cls.rest if issubclass(cls, Checked) else None
+
+
+def _value(kind: Any, given: Any, path: str) -> Any:
+    """Make a value of the annotation `kind`, or say at `path` what is wrong with it."""
+    bare, unit = unwrapped(kind)
+    if get_origin(bare) in (Union, UnionType):
+        return _one_of(bare, given, path)
+    if is_struct(bare):
+        return _struct(bare, given, path)
+    if bare is Any:
+        return _plain(given, path)
+    if isinstance(given, str):
+        _plain(given, path)
+    try:
+        value = unit.parse(given) if unit is not None and isinstance(given, str) else _elements(bare, given, path)
+        return msgspec.convert(value, kind)
+    except ValueError as error:  # Of which msgspec's ValidationError is one.
+        raise ConfigError(_refusal(path, given, kind)) from error
+
+
+def _one_of(union: Any, given: Any, path: str) -> Any:
+    """Make a value of the first member that takes it."""
+    members = [member for member in get_args(union) if member is not NoneType]
+    if given is None and len(members) < len(get_args(union)):
+        return None
+    if len(members) == 1:  # `X | None`: X's own message is the best one.
+        return _value(members[0], given, path)
+    for member in members:
+        try:
+            return _value(member, given, path)
+        except ConfigError:
+            continue
+    raise ConfigError(_refusal(path, given, union))
+
+
+def _elements(bare: Any, given: Any, path: str) -> Any:
+    """Make the elements of a list, a tuple or a dict one by one, so that a mistake in one of them has its own path."""
+    origin, arguments = get_origin(bare), get_args(bare)
+    if is_list(given) and (origin is list or (origin is tuple and arguments[1:] == (...,))):
+        return [_value(arguments[0], element, f"{path}[{index}]") for index, element in enumerate(given)]
+    if is_table(given) and origin is dict and arguments[0] is str:
+        return {key: _value(arguments[1], value, _join(path, key)) for key, value in _table(given, path).items()}
+    return given
+
+
+def _plain(given: Any, path: str) -> Any:
+    """Make a value of builtin types that JSON and msgpack can carry to another process."""
+    if is_table(given):
+        return {key: _plain(value, _join(path, key)) for key, value in _table(given, path).items()}
+    if is_list(given):
+        return [_plain(element, f"{path}[{index}]") for index, element in enumerate(given)]
+    if given is None or isinstance(given, bool):
+        return given
+    if isinstance(given, int) and not -(1 << 63) <= given < 1 << 64:
+        raise ConfigError(f"{path}: {shown(given)} given, an integer of at most 64 bits accepted")
+    if isinstance(given, float) and not math.isfinite(given):
+        raise ConfigError(f"{path}: {shown(given)} given, a finite number accepted")
+    if isinstance(given, str) and not given.isascii() and any("\ud800" <= letter <= "\udfff" for letter in given):
+        raise ConfigError(f"{path}: {shown(given)} given, text that UTF-8 can encode accepted")
+    if not isinstance(given, int | float | str):
+        raise ConfigError(f"{path}: {shown(given)} given, text, a number, true, false, a list or a table accepted")
+    return given
+
+
+def _table(given: object, path: str) -> dict[str, Any]:
+    if not is_table(given):
+        raise ConfigError(f"{path + ': ' if path else ''}{shown(given)} given, a table of fields accepted")
+    for key in given:
+        if not isinstance(key, str):
+            raise ConfigError(f"{_join(path, str(key))}: {shown(key)} given as a field's name, text accepted")
+        _plain(key, _join(path, repr(key)))
+    return dict(given)
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _refusal(path: str, given: object, kind: Any) -> str:
+    return f"{path}: {shown(given)} given, {accepted(kind)} accepted"
+
+
+def _unknown(path: str, key: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{path}: no such field; {hint}Known here: {', '.join(sorted(known))}"

@@ -1,0 +1,119 @@
+"""Quantities in a configuration: plain numbers in the program, text with a unit in a file.
+
+`Size` and `Duration` are annotations, not classes, so that a field is an int or a float to everything that reads it,
+and travels to another process as one. `kvtier.settings.fields` sees the annotation and reads the text.
+"""
+
+import os
+import re
+from collections.abc import Callable
+from decimal import Decimal
+from typing import Annotated, NamedTuple
+
+import msgspec
+
+SIZE_BYTES_MAX = 1 << 60  # 1 EiB. No tier is larger; a mistyped unit is.
+DURATION_S_MAX = 10 * 365 * 86_400.0  # Ten years, for the same reason.
+
+_UNIT = "kvtier_unit"  # Key in `Meta.extra` under which an annotation says how its text is read.
+
+_SIZE_UNITS: dict[str, Decimal] = {
+    "B": Decimal(1),
+    "kB": Decimal("1e3"),
+    "KB": Decimal("1e3"),
+    "MB": Decimal("1e6"),
+    "GB": Decimal("1e9"),
+    "TB": Decimal("1e12"),
+    "PB": Decimal("1e15"),
+    "KiB": Decimal(1 << 10),
+    "MiB": Decimal(1 << 20),
+    "GiB": Decimal(1 << 30),
+    "TiB": Decimal(1 << 40),
+    "PiB": Decimal(1 << 50),
+}
+_DURATION_UNITS: dict[str, Decimal] = {
+    "us": Decimal("1e-6"),
+    "ms": Decimal("1e-3"),
+    "s": Decimal(1),
+    "min": Decimal(60),
+    "h": Decimal(3_600),
+    "d": Decimal(86_400),
+}
+_QUANTITY = re.compile(r"([0-9][0-9_]{0,24}(?:\.[0-9]{1,12})?) ?([A-Za-z]+)")
+
+
+def parse_size(text: str) -> int:
+    """Read `"10GiB"`, `"512 KiB"` or `"1.5GB"` as bytes, rounded down; ValueError for anything else."""
+    return int(_quantity(text, _SIZE_UNITS))
+
+
+def parse_duration(text: str) -> float:
+    """Read `"30s"`, `"500 ms"` or `"1.5h"` as seconds; ValueError for anything else."""
+    return float(_quantity(text, _DURATION_UNITS))
+
+
+def parse_path(text: str) -> str:
+    """Read a path: a relative one is meant from the working directory, `~` is the user's home.
+
+    ValueError for one that is empty or has a zero byte.
+    """
+    if not text or "\0" in text:
+        raise ValueError("no path")
+    path = os.path.expanduser(text)
+    return path if os.path.isabs(path) else os.path.join(_working_directory(), path)
+
+
+class Unit(NamedTuple):
+    """How an annotated quantity is written as text."""
+
+    parse: Callable[[str], int] | Callable[[str], float] | Callable[[str], str]
+    accepted: str  # Ends the sentence "… accepted".
+
+
+_SIZE = Unit(parse_size, 'bytes as an integer, or text such as "10GiB" or "1.5 GB" (B, kB to PB, KiB to PiB)')
+_DURATION = Unit(parse_duration, 'seconds as a number, or text such as "30s" or "500ms" (us, ms, s, min, h, d)')
+_PATH = Unit(parse_path, "a path")
+
+Size = Annotated[int, msgspec.Meta(ge=0, le=SIZE_BYTES_MAX, extra={_UNIT: _SIZE})]
+"""Bytes: an int, or text with a unit. Decimal units are powers of 1,000, binary ones of 1,024."""
+
+Duration = Annotated[float, msgspec.Meta(ge=0, le=DURATION_S_MAX, extra={_UNIT: _DURATION})]
+"""Seconds: a number, or text with a unit."""
+
+PositiveSize = Annotated[int, msgspec.Meta(ge=1, le=SIZE_BYTES_MAX, extra={_UNIT: _SIZE})]
+"""A `Size` of at least one byte."""
+
+PositiveDuration = Annotated[float, msgspec.Meta(gt=0, le=DURATION_S_MAX, extra={_UNIT: _DURATION})]
+"""A `Duration` longer than nothing."""
+
+Path = Annotated[str, msgspec.Meta(min_length=1, extra={_UNIT: _PATH})]
+"""Where something lies in the file system, made absolute once: an engine that changes its directory finds it again."""
+
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+"""A part of a whole: more than 0, at most 1."""
+
+Count = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
+"""How many of something, at least one."""
+
+Index = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
+"""Which one of several, from zero."""
+
+
+def unit_of(meta: msgspec.Meta) -> Unit | None:
+    """Return how text is read for an annotation of this module; None for any other."""
+    found = (meta.extra or {}).get(_UNIT)
+    return found if isinstance(found, Unit) else None
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError as error:
+        raise ValueError("the working directory is gone") from error
+
+
+def _quantity(text: str, units: dict[str, Decimal]) -> Decimal:
+    match = _QUANTITY.fullmatch(text.strip())
+    if match is None or match[2] not in units:
+        raise ValueError(f"not a number and one of {', '.join(units)}")
+    return Decimal(match[1].replace("_", "")) * units[match[2]]

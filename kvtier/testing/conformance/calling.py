@@ -1,0 +1,412 @@
+"""The end: a closed tier refuses, waits for what is under way, and says what it leaves."""
+
+import asyncio
+import gc
+import random
+from collections.abc import Awaitable, Coroutine, Generator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from blockbuster import BlockBuster, BlockBusterFunction
+
+from kvtier.backend import Abandoned, Backend
+from kvtier.errors import BackendClosed
+from kvtier.testing.conformance.lender import Lender, key_of, keys_of, label
+from kvtier.testing.conformance.promises import PATIENCE_S, Promises, begun, ended, steps
+
+# Concurrency: any number of calls at once, and never half of a chunk.
+
+
+class Concurrency(Promises):
+    async def test_stores_at_once_all_arrive(self, backend: Backend, lender: Lender) -> None:
+        """Calls on different keys do not get in each other's way."""
+        batches = [keys_of(8, start=100 * index) for index in range(12)]
+        await asyncio.gather(*(lender.keep(backend, keys) for keys in batches))
+        told = await asyncio.gather(*(lender.recall(backend, keys) for keys in batches))
+        assert told == [[label(key) for key in keys] for keys in batches]
+
+    async def test_of_stores_of_one_key_at_once_one_whole_chunk_wins(self, backend: Backend, lender: Lender) -> None:
+        """Whoever wins, all of what is there is the winner's."""
+        versions = range(1, 9)
+        for number in range(4):
+            keys = keys_of(4, start=10 * number)
+            await asyncio.gather(*(lender.keep(backend, keys, version) for version in versions))
+            told = await lender.recall(backend, keys)
+            assert all(chunk in map(label, [key] * 8, versions) for key, chunk in zip(keys, told, strict=True)), told
+
+    async def test_a_load_beside_a_store_is_old_or_new_or_missing(self, backend: Backend, lender: Lender) -> None:
+        """A reader sees the chunk that was there, the one that comes, or none: never half of each."""
+        keys = keys_of(4)
+        await lender.keep(backend, keys)
+        whole = {"BlockMissing", *(label(key, version) for key in keys for version in range(4))}
+        for version in range(1, 4):
+            calls = [lender.recall(backend, keys) for _ in range(6)]
+            told = await asyncio.gather(*calls[:2], _nothing(lender.keep(backend, keys, version)), *calls[2:])
+            assert not {chunk for chunks in told for chunk in chunks} - whole
+        assert await lender.recall(backend, keys) == [label(key, 3) for key in keys]
+
+    async def test_a_load_beside_a_delete_is_whole_or_missing(self, backend: Backend, lender: Lender) -> None:
+        """What goes away goes in one piece."""
+        keys = keys_of(4)
+        for _ in range(3):
+            await lender.keep(backend, keys)
+            calls = [lender.recall(backend, keys) for _ in range(6)]
+            told = await asyncio.gather(*calls[:2], _nothing(backend.delete(keys)), *calls[2:])
+            assert not {chunk for chunks in told for chunk in chunks} - {"BlockMissing", *map(label, keys)}
+            assert await lender.recall(backend, keys) == ["BlockMissing"] * 4
+
+    async def test_one_chunk_goes_into_many_buffers_at_once(self, backend: Backend, lender: Lender) -> None:
+        """Loads of one key at the same time all get it."""
+        await lender.keep(backend, [key_of(1)])
+        told = await asyncio.gather(*(lender.recall(backend, [key_of(1)]) for _ in range(16)))
+        assert told == [[label(key_of(1))]] * 16
+
+    async def test_in_a_throng_every_chunk_is_whole(self, backend: Backend, lender: Lender) -> None:
+        """Every operation on the same few keys at once: each load gives a chunk that was stored under its key."""
+        rng = random.Random(0)
+        keys = keys_of(6)
+
+        async def load(some: list[int]) -> None:
+            for number, chunk in zip(
+                some, await lender.recall(backend, [keys[number] for number in some]), strict=True
+            ):
+                assert chunk in {"BlockMissing", *(label(keys[number], version) for version in range(40))}
+
+        async def act(turn: int) -> None:
+            some = rng.sample(range(6), 3)
+            match turn % 4:
+                case 0:
+                    await lender.keep(backend, [keys[number] for number in some], turn)
+                case 1 if turn % 8 == 1:
+                    await backend.delete([keys[number] for number in some])
+                case 2 if turn % 8 == 2:
+                    assert len(await backend.probe(keys)) == 6
+                case _:
+                    await load(some)
+
+        await asyncio.gather(*map(act, range(40)))
+
+
+async def _nothing(call: Awaitable[None]) -> list[str]:
+    """Run a call among loads, and be told no chunk by it."""
+    await call
+    return []
+
+
+# Cancellation: a cancelled call comes back when its buffers are out of use, and says that it was cancelled.
+#
+# Nobody can look into a tier to see what it is doing when it is cancelled, so it is tried after 0, 1, 2 and 5 steps of
+# the loop. The owner of the buffers then does what an engine does: it uses them for something else, at once. Then it
+# looks again, and again after a while.
+
+
+BATCH_CHUNKS = 16
+CANCELS_MAX = 10_000
+ROUNDS = 3  # A thread that was abandoned may happen to be done before anybody looks; hardly three times.
+
+after_steps = pytest.mark.parametrize("after", [0, 1, 2, 5])
+
+
+class Cancellation(Promises):
+    @after_steps
+    async def test_a_cancelled_load_leaves_its_buffers_alone(
+        self, backend: Backend, lender: Lender, after: int
+    ) -> None:
+        """When a cancelled load has raised, nobody writes into its buffers any more."""
+        keys = keys_of(BATCH_CHUNKS)
+        await lender.keep(backend, keys)
+        for _ in range(ROUNDS):
+            reads = lender.reads(keys)
+            await _cancel(backend.load(reads), after)
+            await self.look_later(lender, [read.into for read in reads])
+        assert await lender.recall(backend, keys) == [label(key) for key in keys]
+
+    @after_steps
+    async def test_a_cancelled_store_leaves_its_buffers_alone(
+        self, backend: Backend, lender: Lender, after: int
+    ) -> None:
+        """When a cancelled store has raised, nobody reads its buffers any more, and each chunk is stored or is not."""
+        for number in range(ROUNDS):
+            keys = keys_of(BATCH_CHUNKS, start=100 * number)
+            await lender.keep(backend, keys[::2])
+            writes = lender.writes(keys, version=1)
+            await _cancel(backend.store(writes), after)
+            await self.look_later(lender, [write.block for write in writes])
+            for index, told in enumerate(await lender.recall(backend, keys)):
+                old = "BlockMissing" if index % 2 else label(keys[index])
+                assert told in (old, label(keys[index], 1))
+
+    @pytest.mark.parametrize("operation", ["load", "store"])
+    async def test_a_call_cancelled_again_and_again_still_waits(
+        self, backend: Backend, lender: Lender, operation: str
+    ) -> None:
+        """The second cancellation is no reason to give up waiting that the first was not."""
+        keys = keys_of(BATCH_CHUNKS)
+        await lender.keep(backend, keys)
+        if operation == "load":
+            reads = lender.reads(keys)
+            rows, call = [read.into for read in reads], backend.load(reads)
+        else:
+            writes = lender.writes(keys, version=1)
+            rows, call = [write.block for write in writes], backend.store(writes)
+        task = await begun(call)
+        for attempt in range(CANCELS_MAX):
+            if not task.cancel():
+                break
+            await asyncio.sleep(0 if attempt < 10 else PATIENCE_S / CANCELS_MAX)
+        await ended(task)
+        await self.look_later(lender, rows)
+        told = await lender.recall(backend, keys)
+        assert all(chunk in (label(key), label(key, 1)) for key, chunk in zip(keys, told, strict=True)), told
+
+    @after_steps
+    async def test_a_cancelled_delete_has_deleted_each_key_or_not(
+        self, backend: Backend, lender: Lender, after: int
+    ) -> None:
+        """Half a delete leaves whole chunks, and a tier that works."""
+        keys = keys_of(BATCH_CHUNKS)
+        await lender.keep(backend, keys)
+        await _cancel(backend.delete(keys), after)
+        told = await lender.recall(backend, keys)
+        assert all(chunk in (label(key), "BlockMissing") for key, chunk in zip(keys, told, strict=True)), told
+        await backend.delete(keys)
+        assert list(await backend.probe(keys)) == [False] * len(keys)
+
+    @after_steps
+    async def test_a_cancelled_probe_leaves_a_tier_that_works(
+        self, backend: Backend, lender: Lender, after: int
+    ) -> None:
+        """Whoever asked and went away has changed nothing."""
+        keys = keys_of(BATCH_CHUNKS)
+        await lender.keep(backend, keys)
+        await _cancel(backend.probe(keys), after)
+        assert list(await backend.probe(keys)) == [True] * len(keys)
+
+    @after_steps
+    async def test_a_cancelled_call_costs_the_others_nothing(
+        self, backend: Backend, lender: Lender, after: int
+    ) -> None:
+        """Calls on the same keys at the same time are each answered in full when one of them is cancelled."""
+        keys, others = keys_of(BATCH_CHUNKS), keys_of(BATCH_CHUNKS, start=100)
+        await lender.keep(backend, keys)
+        load = asyncio.create_task(lender.recall(backend, keys))
+        store = asyncio.create_task(lender.keep(backend, others))
+        cancelled = [backend.load(lender.reads(keys)), backend.store(lender.writes(others))]
+        await asyncio.gather(*(_cancel(call, after) for call in cancelled))
+        await ended(load)
+        await ended(store)
+        assert load.result() == [label(key) for key in keys]
+        assert store.result() is None
+        assert await lender.recall(backend, others) == [label(key) for key in others]
+
+    async def test_in_a_throng_of_cancelled_calls_every_chunk_is_whole(self, backend: Backend, lender: Lender) -> None:
+        """Calls on the same few keys, each cancelled somewhere: no buffer is touched later, and no chunk is torn."""
+        rng = random.Random(0)
+        keys = keys_of(6)
+        await lender.keep(backend, keys)
+
+        async def act(turn: int) -> None:
+            some = rng.sample(keys, 3)
+            writes, reads = lender.writes(some, turn), lender.reads(some)
+            if turn % 7 == 0:
+                call: Coroutine[Any, Any, Any] = backend.delete(some)
+            else:
+                call = backend.load(reads) if turn % 2 else backend.store(writes)
+            await _cancel(call, after=rng.randrange(8))
+            await self.look_later(lender, [*(write.block for write in writes), *(read.into for read in reads)])
+
+        await asyncio.gather(*map(act, range(42)))
+        for key, told in zip(keys, await lender.recall(backend, keys), strict=True):
+            assert told in {"BlockMissing", *(label(key, turn) for turn in range(42))}
+
+    async def test_a_tier_ends_as_usual_after_cancelled_calls(self, backend: Backend, lender: Lender) -> None:
+        """A cancelled call that has raised is no call under way."""
+        keys = keys_of(BATCH_CHUNKS)
+        for after in (0, 1, 2, 5):
+            await _cancel(backend.store(lender.writes(keys)), after)
+            await _cancel(backend.load(lender.reads(keys)), after)
+        assert await backend.aclose(PATIENCE_S) == Abandoned(0)
+
+
+async def _cancel(call: Coroutine[Any, Any, Any], after: int) -> None:
+    """Cancel a call after so many steps, and wait until it has ended; a cancel that came in time must be its end."""
+    task = asyncio.create_task(call)
+    await steps(after)
+    in_time = task.cancel()
+    await ended(task)
+    assert task.cancelled() or not in_time, f"cancelled after {after} steps, but it answered {task}"
+    if not in_time:
+        task.result()
+
+
+# Good manners: the loop is everybody's, and a lent buffer is the owner's.
+
+
+# What blockbuster does not watch by itself, and a tier on files would call.
+ALSO_BLOCKING = (
+    *("builtins.open", "os.open", "os.pread", "os.preadv", "os.pwrite", "os.pwritev", "os.readv", "os.writev"),
+    *(
+        "os.fsync",
+        "os.fdatasync",
+        "os.ftruncate",
+        "os.truncate",
+        "os.posix_fallocate",
+        "os.utime",
+        "os.copy_file_range",
+    ),
+)
+
+
+class GoodManners(Promises):
+    async def test_no_call_blocks_the_loop(self, backend: Backend, lender: Lender) -> None:
+        """What may wait for a device or for a lock does so elsewhere; the loop goes on."""
+        keys = keys_of(8)
+        writes, reads = lender.writes(keys), lender.reads([*keys, key_of(9)])
+        with _nothing_may_block():
+            await backend.store(writes)
+            await backend.probe(keys)
+            await backend.load(reads)
+            await backend.store(writes)
+            await backend.delete([*keys[:4], key_of(9)])
+            await asyncio.gather(backend.store(writes), backend.load(reads), backend.delete(keys))
+            await backend.aclose(PATIENCE_S)
+
+    async def test_a_store_changes_nothing_in_the_buffers(self, backend: Backend, lender: Lender) -> None:
+        """The tier only reads what it is given to store."""
+        keys = keys_of(8)
+        writes = lender.writes(keys)
+        await backend.store(writes)
+        assert [lender.identify(write.block) for write in writes] == [label(key) for key in keys]
+
+    async def test_what_is_stored_is_a_copy(self, backend: Backend, lender: Lender) -> None:
+        """When `store` has answered, the owner may use the buffers for something else."""
+        keys = keys_of(8)
+        writes = lender.writes(keys)
+        assert list(await backend.store(writes)) == [None] * 8
+        for _, block in writes:
+            block[:] = lender.chunk(key_of(99))
+        assert await lender.recall(backend, keys) == [label(key) for key in keys]
+
+    async def test_what_is_loaded_is_a_copy(self, backend: Backend, lender: Lender) -> None:
+        """When `load` has answered, the buffers are the owner's, and writing into them changes nothing in the tier."""
+        keys = keys_of(8)
+        await lender.keep(backend, keys)
+        reads = lender.reads(keys)
+        assert list(await backend.load(reads)) == [None] * 8
+        for _, into in reads:
+            into[:] = lender.chunk(key_of(99))
+        assert await lender.recall(backend, keys) == [label(key) for key in keys]
+        await lender.keep(backend, keys, version=1)
+        assert [lender.identify(read.into) for read in reads] == [label(key_of(99))] * 8
+
+    async def test_nothing_beside_the_lent_rows_is_written(self, backend: Backend, lender: Lender) -> None:
+        """The rows before and after a lent one are somebody else's."""
+        keys = keys_of(8)
+        await lender.keep(backend, keys[:6])
+        await lender.recall(backend, keys)
+        await lender.keep(backend, keys, version=1)
+        await asyncio.gather(*(lender.recall(backend, keys) for _ in range(4)))
+        assert lender.guards_are_intact()
+
+    async def test_no_buffer_is_kept(self, backend: Backend, lender: Lender) -> None:
+        """When a call has answered, nothing of the tier refers to its buffers: their memory can be unmapped.
+
+        A thread may need a moment to forget its last arguments, and that is waited for; an idle one must not keep them.
+        """
+        keys = keys_of(8)
+        await lender.keep(backend, keys)
+        assert len(await lender.recall(backend, [*keys, key_of(9)])) == 9
+        await lender.keep(backend, keys, version=1)
+        gc.collect()
+        for patience in range(8):
+            if lender.take_back():
+                return
+            await asyncio.sleep(self.settle_s * 2**patience)
+            gc.collect()
+        assert lender.take_back(), "somebody still has a view of a lent row"
+
+
+@contextmanager
+def _nothing_may_block() -> Generator[None]:
+    """Make blocking calls on the loop raise `blockbuster.BlockingError`."""
+    watch = BlockBuster()
+    watch.functions |= {name: BlockBusterFunction(None, name) for name in ALSO_BLOCKING}
+    watch.activate()
+    try:
+        yield
+    finally:
+        watch.deactivate()
+
+
+class TheEnd(Promises):
+    async def test_a_closed_tier_refuses_every_call(self, backend: Backend, lender: Lender) -> None:
+        """`BackendClosed`: calling a closed tier is the caller's mistake, and never an answer about its chunks."""
+        await lender.keep(backend, [key_of(0)])
+        assert await backend.aclose(PATIENCE_S) == Abandoned(0)
+        with pytest.raises(BackendClosed):
+            await backend.probe([key_of(0)])
+        with pytest.raises(BackendClosed):
+            await backend.load(lender.reads([key_of(0)]))
+        with pytest.raises(BackendClosed):
+            await backend.store(lender.writes([key_of(0)]))
+        with pytest.raises(BackendClosed):
+            await backend.delete([key_of(0)])
+
+    async def test_closing_again_is_no_error(self, backend: Backend) -> None:
+        """`aclose` may be called any number of times, at once or in turn."""
+        closings = await asyncio.gather(*(backend.aclose(PATIENCE_S) for _ in range(2)))
+        assert closings == [Abandoned(0)] * 2
+        assert await backend.aclose(0) == Abandoned(0)
+
+    async def test_what_is_under_way_is_waited_for(self, backend: Backend, lender: Lender) -> None:
+        """Calls that began before `aclose` are answered as if it had not been called."""
+        keys, others = keys_of(32), keys_of(32, start=100)
+        await lender.keep(backend, keys)
+        reads = lender.reads(keys)
+        load, store = await begun(backend.load(reads)), await begun(backend.store(lender.writes(others)))
+        assert await backend.aclose(PATIENCE_S) == Abandoned(0)
+        await ended(load)
+        await ended(store)
+        assert lender.told(reads, load.result()) == [label(key) for key in keys]
+        assert list(store.result()) == [None] * 32
+
+    async def test_new_calls_are_refused_while_closing_waits(self, backend: Backend, lender: Lender) -> None:
+        """`aclose` refuses from its first step, not from its last."""
+        store = await begun(backend.store(lender.writes(keys_of(32))))
+        closing = await begun(backend.aclose(PATIENCE_S))
+        with pytest.raises(BackendClosed):
+            await backend.load(lender.reads([key_of(0)]))
+        await ended(closing)
+        await ended(store)
+        assert (closing.result(), list(store.result())) == (Abandoned(0), [None] * 32)
+
+    async def test_closing_without_patience_says_what_it_leaves(self, backend: Backend, lender: Lender) -> None:
+        """With no time to wait `aclose` answers at once: buffers are out of use, or their calls are counted as left.
+
+        What was left ends by itself, and the next `aclose` sees that.
+        """
+        keys = keys_of(32)
+        await lender.keep(backend, keys)
+        batches = [lender.reads(keys) for _ in range(3)]
+        loads = [await begun(backend.load(reads)) for reads in batches]
+        closing = asyncio.create_task(backend.aclose(0))
+        await ended(closing)
+        left = closing.result().transfers
+        assert 0 <= left <= len(loads)
+        if not left:
+            await self.look_later(lender, [read.into for reads in batches for read in reads])
+        for load in loads:
+            await ended(load)
+        assert await backend.aclose(PATIENCE_S) == Abandoned(0)
+
+    async def test_a_cancelled_close_can_be_called_again(self, backend: Backend, lender: Lender) -> None:
+        """Whoever gives up waiting has closed the tier all the same."""
+        store = await begun(backend.store(lender.writes(keys_of(32))))
+        closing = await begun(backend.aclose(PATIENCE_S))
+        closing.cancel()
+        await ended(closing)
+        with pytest.raises(BackendClosed):
+            await backend.probe([key_of(0)])
+        assert await backend.aclose(PATIENCE_S) == Abandoned(0)
+        await ended(store)

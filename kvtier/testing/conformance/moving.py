@@ -1,0 +1,276 @@
+"""Deleting: what is gone is gone, and nothing else."""
+
+from operator import attrgetter
+
+import msgspec
+import pytest
+
+from kvtier.backend import Backend, Durability, OffloadKey, Read, Write, make_offload_key
+from kvtier.errors import BlockError
+from kvtier.testing.conformance.lender import Lender, key_of, keys_of, label
+from kvtier.testing.conformance.promises import Promises
+
+# What goes in comes out, under any key, and only there.
+
+
+ODD_KEYS: dict[str, OffloadKey] = {
+    "an empty hash": make_offload_key(b""),
+    "a slash": make_offload_key(b"/"),
+    "a dot": make_offload_key(b"."),
+    "two dots": make_offload_key(b".."),
+    "a way out": make_offload_key(b"../../../etc/passwd"),
+    "a zero byte": make_offload_key(b"\0"),
+    "two zero bytes": make_offload_key(b"\0\0"),
+    "a line break": make_offload_key(b"\n"),
+    "a percent sign": make_offload_key(b"%00"),
+    "not text": make_offload_key(b"\xc3\x28"),
+    "a lower case letter": make_offload_key(b"a"),
+    "an upper case letter": make_offload_key(b"A"),
+    "lower case digits": make_offload_key(b"deadbeef"),
+    "upper case digits": make_offload_key(b"DEADBEEF"),
+    "a hash": key_of(0),
+    "the hash's first half": make_offload_key(key_of(0)[:16]),
+    "the hash in the next group": key_of(0, group=1),
+    "the hash in a far group": key_of(0, group=256),
+    "the hash in the last group": key_of(0, group=0xFFFF_FFFF),
+    "a long hash": make_offload_key(bytes(range(64))),
+    "all ones": OffloadKey(b"\xff" * 36),
+}
+CONTENTS = {
+    "zeros": b"\0",
+    "ones": b"\xff",
+    "text": b"KV cache. ",
+    "every byte": bytes(range(256)),
+}
+
+
+class WhatGoesInComesOut(Promises):
+    async def test_what_was_stored_is_loaded_bit_for_bit(self, backend: Backend, lender: Lender) -> None:
+        """A chunk for which `store` answered None is what `load` gives."""
+        keys = keys_of(8)
+        await lender.keep(backend, keys)
+        assert await lender.recall(backend, keys) == [label(key) for key in keys]
+
+    async def test_what_was_loaded_can_be_loaded_again(self, backend: Backend, lender: Lender) -> None:
+        """Loading takes nothing away."""
+        await lender.keep(backend, [key_of(1)])
+        for _ in range(3):
+            assert await lender.recall(backend, [key_of(1)]) == [label(key_of(1))]
+
+    async def test_what_was_never_stored_is_missing(self, backend: Backend, lender: Lender) -> None:
+        """`BlockMissing` is a value, and the only answer for a key that the tier does not have."""
+        assert await lender.recall(backend, keys_of(4)) == ["BlockMissing"] * 4
+
+    async def test_a_probe_says_what_a_load_would_find(self, backend: Backend, lender: Lender) -> None:
+        """In a tier where nothing else goes on the hint is right."""
+        keys = keys_of(6)
+        await lender.keep(backend, keys[::2])
+        assert list(await backend.probe(keys)) == [True, False] * 3
+
+    async def test_the_last_store_of_a_key_counts(self, backend: Backend, lender: Lender) -> None:
+        """A store puts its chunk in place of what was there under its key."""
+        keys = keys_of(4)
+        for version in range(3):
+            await lender.keep(backend, keys, version)
+            assert await lender.recall(backend, keys) == [label(key, version) for key in keys]
+
+    @pytest.mark.parametrize("odd", ODD_KEYS)
+    async def test_an_odd_key_is_a_key_like_any_other(self, backend: Backend, lender: Lender, odd: str) -> None:
+        """Keys are bytes: no value of theirs is special."""
+        key = ODD_KEYS[odd]
+        assert list(await backend.probe([key])) == [False]
+        await lender.keep(backend, [key])
+        assert list(await backend.probe([key])) == [True]
+        assert await lender.recall(backend, [key]) == [label(key)]
+        await backend.delete([key])
+        assert await lender.recall(backend, [key]) == ["BlockMissing"]
+
+    async def test_keys_that_look_alike_are_different_chunks(self, backend: Backend, lender: Lender) -> None:
+        """No two keys share a chunk, whatever they have in common: letters, a beginning, a hash."""
+        keys = list(ODD_KEYS.values())
+        await lender.keep(backend, keys)
+        assert await lender.recall(backend, keys) == [label(key) for key in keys]
+        await backend.delete(keys[::2])
+        assert list(await backend.probe(keys)) == [index % 2 == 1 for index in range(len(keys))]
+
+    @pytest.mark.parametrize("content", CONTENTS)
+    async def test_any_bytes_come_back(self, backend: Backend, lender: Lender, content: str) -> None:
+        """A chunk's bytes are the tier's to keep, not to understand."""
+        block = (CONTENTS[content] * self.chunk_bytes)[: self.chunk_bytes]
+        row = lender.rows(1)[0]
+        row[:] = block
+        assert list(await backend.store([Write(key_of(1), row)])) == [None]
+        reads = lender.reads([key_of(1)])
+        assert list(await backend.load(reads)) == [None]
+        assert bytes(reads[0].into) == block
+
+    async def test_a_tier_says_what_it_promises_and_takes(self, backend: Backend) -> None:
+        """`durability` and `Options` are declared, and options are frozen and closed to unknown fields."""
+        assert isinstance(backend.durability, Durability)
+        assert issubclass(backend.Options, msgspec.Struct)
+        settings = backend.Options.__struct_config__
+        assert (settings.frozen, settings.forbid_unknown_fields) == (True, True)
+
+
+# Batches: one answer for each place, in order, and one bad chunk costs nobody else.
+
+
+LARGE_BATCH_CHUNKS = 300  # More than lanes, slots or queues usually hold.
+UNFIT_KEYS: dict[str, OffloadKey] = {
+    "nothing": OffloadKey(b""),
+    "less than a group": OffloadKey(b"\0\0\1"),
+    "too long for a file's name": make_offload_key(b"\x11" * 200),
+    "longer than a page": make_offload_key(b"\x22" * 5_000),
+    "longer than 16 bits can say": make_offload_key(b"\x33" * 70_000),
+}
+
+
+class Batches(Promises):
+    async def test_an_empty_batch_is_answered_with_nothing(self, backend: Backend) -> None:
+        """An empty batch is no error, and has no outcomes."""
+        assert list(await backend.probe([])) == []
+        assert list(await backend.load([])) == []
+        assert list(await backend.store([])) == []
+        await backend.delete([])
+
+    async def test_outcomes_come_in_the_order_of_the_batch(self, backend: Backend, lender: Lender) -> None:
+        """Each place of a batch gets its own outcome, and each buffer its own chunk."""
+        keys = keys_of(24)
+        await lender.keep(backend, [key for index, key in enumerate(keys) if index % 3])
+        shuffled = sorted(keys)  # By hash: an order that has nothing to do with the one they were stored in.
+        expected = [label(key) if keys.index(key) % 3 else "BlockMissing" for key in shuffled]
+        assert await lender.recall(backend, shuffled) == expected
+        assert list(await backend.probe(shuffled)) == [answer != "BlockMissing" for answer in expected]
+
+    async def test_a_missing_chunk_costs_its_neighbours_nothing(self, backend: Backend, lender: Lender) -> None:
+        """One chunk's failure is its own outcome; the others move."""
+        keys = keys_of(9)
+        await lender.keep(backend, [key for key in keys if key != keys[4]])
+        reads = lender.reads(keys)
+        outcomes = await backend.load(reads)
+        assert [outcome is None for outcome in outcomes] == [key != keys[4] for key in keys]
+        assert isinstance(outcomes[4], BlockError)
+        assert lender.told(reads, outcomes) == [label(key) if key != keys[4] else "BlockMissing" for key in keys]
+
+    async def test_a_key_twice_in_a_load_fills_both_buffers(self, backend: Backend, lender: Lender) -> None:
+        """A key may appear twice in a batch: each place gets its outcome."""
+        await lender.keep(backend, keys_of(2))
+        batch = [key_of(0), key_of(1), key_of(0), key_of(7), key_of(7), key_of(0)]
+        first, second = label(key_of(0)), label(key_of(1))
+        assert await lender.recall(backend, batch) == [first, second, first, "BlockMissing", "BlockMissing", first]
+
+    async def test_a_key_twice_in_a_store_leaves_one_whole_chunk(self, backend: Backend, lender: Lender) -> None:
+        """Of two chunks for one key in one batch one wins, and both places are answered."""
+        writes = [*lender.writes(keys_of(3), version=0), *lender.writes(keys_of(2), version=1)]
+        assert list(await backend.store(writes)) == [None] * 5
+        first, second, third = await lender.recall(backend, keys_of(3))
+        assert first in (label(key_of(0), 0), label(key_of(0), 1))
+        assert second in (label(key_of(1), 0), label(key_of(1), 1))
+        assert third == label(key_of(2), 0)
+
+    async def test_a_key_twice_in_a_probe_or_a_delete_is_nothing_special(
+        self, backend: Backend, lender: Lender
+    ) -> None:
+        """Each place of a probe is answered, and deleting twice is deleting."""
+        await lender.keep(backend, [key_of(0)])
+        assert list(await backend.probe([key_of(0), key_of(1), key_of(0)])) == [True, False, True]
+        await backend.delete([key_of(0), key_of(0)])
+        assert list(await backend.probe([key_of(0), key_of(0)])) == [False, False]
+
+    async def test_a_large_batch_moves_as_a_small_one_does(self, backend: Backend, lender: Lender) -> None:
+        """The size of a batch is the caller's choice."""
+        keys = keys_of(LARGE_BATCH_CHUNKS)
+        await lender.keep(backend, keys)
+        assert await lender.recall(backend, keys) == [label(key) for key in keys]
+        assert list(await backend.probe(keys)) == [True] * len(keys)
+        await backend.delete(keys)
+        assert list(await backend.probe(keys)) == [False] * len(keys)
+
+    @pytest.mark.parametrize("unfit", UNFIT_KEYS)
+    async def test_a_key_that_a_tier_cannot_hold_costs_its_neighbours_nothing(
+        self, backend: Backend, lender: Lender, unfit: str
+    ) -> None:
+        """A tier may refuse a key, for that chunk alone: what it refused it does not have, what it took it has."""
+        keys = [key_of(0), UNFIT_KEYS[unfit], key_of(1)]
+        assert list(await backend.probe(keys)) == [False] * 3
+        assert await lender.recall(backend, keys) == ["BlockMissing"] * 3
+        outcomes = list(await backend.store(lender.writes(keys)))
+        assert (outcomes[0], outcomes[2]) == (None, None)
+        assert outcomes[1] is None or isinstance(outcomes[1], BlockError)
+        taken = outcomes[1] is None
+        assert list(await backend.probe(keys)) == [True, taken, True]
+        told = [label(keys[0]), label(keys[1]) if taken else "BlockMissing", label(keys[2])]
+        assert await lender.recall(backend, keys) == told
+        await backend.delete(keys[:2])
+        assert list(await backend.probe(keys)) == [False, False, True]
+
+    @pytest.mark.parametrize("excess_bytes", [-4_096, -1, 1, 4_096])
+    async def test_a_load_into_a_buffer_of_the_wrong_length_is_refused(
+        self, backend: Backend, lender: Lender, excess_bytes: int
+    ) -> None:
+        """A buffer that is not one row long gets no chunk, and costs its neighbours nothing."""
+        await lender.keep(backend, keys_of(2))
+        wrong = Read(key_of(0), lender.rows(1, self.chunk_bytes + excess_bytes)[0])
+        reads = lender.reads([key_of(1)])
+        refused, *outcomes = await backend.load([wrong, *reads])
+        assert isinstance(refused, BlockError)
+        assert lender.told(reads, outcomes) == [label(key_of(1))]
+        assert lender.guards_are_intact()
+        assert await lender.recall(backend, keys_of(2)) == [label(key) for key in keys_of(2)]
+
+    @pytest.mark.parametrize("excess_bytes", [-4_096, -1, 1, 4_096])
+    async def test_a_store_from_a_buffer_of_the_wrong_length_is_refused(
+        self, backend: Backend, lender: Lender, excess_bytes: int
+    ) -> None:
+        """A chunk that is not one row long is never stored, since no load could give it back; its neighbours are."""
+        wrong = Write(key_of(0), lender.rows(1, self.chunk_bytes + excess_bytes)[0])
+        refused, outcome = await backend.store([wrong, *lender.writes([key_of(1)])])
+        assert isinstance(refused, BlockError)
+        assert outcome is None
+        assert await lender.recall(backend, keys_of(2)) == ["BlockMissing", label(key_of(1))]
+        await lender.keep(backend, keys_of(2))
+        assert await lender.recall(backend, keys_of(2)) == [label(key) for key in keys_of(2)]
+
+    async def test_a_batch_is_any_sequence(self, backend: Backend, lender: Lender) -> None:
+        """Lists and tuples are both batches."""
+        keys = tuple(keys_of(3))
+        assert list(await backend.store(tuple(lender.writes(keys)))) == [None] * 3
+        reads = tuple(lender.reads(keys))
+        assert lender.told(reads, await backend.load(reads)) == [label(key) for key in keys]
+        assert list(await backend.probe(keys)) == [True] * 3
+        await backend.delete(tuple(map(attrgetter("key"), reads)))
+        assert list(await backend.probe(keys)) == [False] * 3
+
+
+class Deleting(Promises):
+    async def test_what_was_deleted_is_missing(self, backend: Backend, lender: Lender) -> None:
+        """A deleted key answers as one that was never stored."""
+        keys = keys_of(4)
+        await lender.keep(backend, keys)
+        await backend.delete(keys)
+        assert await lender.recall(backend, keys) == ["BlockMissing"] * 4
+        assert list(await backend.probe(keys)) == [False] * 4
+
+    async def test_deleting_takes_nothing_else(self, backend: Backend, lender: Lender) -> None:
+        """Only the keys that were named go; the same hash in another group stays."""
+        keys = [key_of(number, group) for number in range(3) for group in range(3)]
+        await lender.keep(backend, keys)
+        await backend.delete(keys[::2])
+        expected = ["BlockMissing" if index % 2 == 0 else label(key) for index, key in enumerate(keys)]
+        assert await lender.recall(backend, keys) == expected
+
+    async def test_unknown_keys_are_ignored(self, backend: Backend, lender: Lender) -> None:
+        """Deleting what is not there is no error, alone or among others, and may be repeated."""
+        await backend.delete(keys_of(3))
+        await lender.keep(backend, keys_of(2))
+        for _ in range(2):
+            await backend.delete([key_of(8), key_of(0), key_of(9)])
+        assert await lender.recall(backend, keys_of(2)) == ["BlockMissing", label(key_of(1))]
+
+    async def test_a_deleted_key_can_be_stored_again(self, backend: Backend, lender: Lender) -> None:
+        """Nothing remembers that a key was deleted."""
+        keys = keys_of(3)
+        for version in range(3):
+            await lender.keep(backend, keys, version)
+            assert await lender.recall(backend, keys) == [label(key, version) for key in keys]
+            await backend.delete(keys)

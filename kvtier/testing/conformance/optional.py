@@ -1,0 +1,319 @@
+"""What a tier promises that hears of the requests that are over."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import ClassVar
+
+from kvtier.backend import (
+    INVENTORY_BATCH_KEYS,
+    Added,
+    Backend,
+    Inventory,
+    InventoryEvent,
+    Measured,
+    Occupancy,
+    OffloadKey,
+    Ranked,
+    Removed,
+    ScanDone,
+    Write,
+)
+from kvtier.testing.conformance.lender import Lender, key_of, keys_of, label
+from kvtier.testing.conformance.promises import PATIENCE_S, Promises, ended
+
+# What a tier promises that has a capacity: never more, and what went for room is told.
+
+
+class BoundedConformance(Promises):
+    """Needs the fixture `small`: an empty tier with room for at least `room_chunks` chunks, and for less than twice."""
+
+    room_chunks: ClassVar[int] = 16
+
+    async def test_the_capacity_is_never_exceeded(self, small: Backend, lender: Lender) -> None:
+        """However much is stored, one after the other or at once, the tier stays within its capacity."""
+        for start in range(0, 8 * self.room_chunks, self.room_chunks // 2):
+            batches = [keys_of(self.room_chunks // 4, start=1_000 * number + start) for number in range(3)]
+            stores = [asyncio.create_task(small.store(lender.writes(batch))) for batch in batches]
+            pending = set(stores)
+            while pending:
+                assert 0 <= occupancy(small).used_bytes <= (occupancy(small).capacity_bytes or 0)
+                _, pending = await asyncio.wait(pending, timeout=0.001)
+            assert {type(outcome).__name__ for store in stores for outcome in store.result()} <= {"NoneType", "NoSpace"}
+        assert occupancy(small).chunks <= 2 * self.room_chunks
+
+    async def test_the_newest_chunks_are_there(self, small: Backend, lender: Lender) -> None:
+        """A full tier makes room: what it says it has stored just now can be loaded."""
+        for start in range(0, 4 * self.room_chunks, self.room_chunks // 4):
+            keys = keys_of(self.room_chunks // 4, start)
+            outcomes = await small.store(lender.writes(keys))
+            told = await lender.recall(small, keys)
+            assert outcomes.count(None) > 0, "a full tier must make room"
+            for key, outcome, chunk in zip(keys, outcomes, told, strict=True):
+                assert chunk == (label(key) if outcome is None else "BlockMissing")
+
+    async def test_a_batch_that_does_not_fit_is_stored_in_part(self, small: Backend, lender: Lender) -> None:
+        """Chunks without room are answered `NoSpace`, or were let go for later ones; nothing fails but they."""
+        keys = keys_of(4 * self.room_chunks)
+        outcomes = await small.store(lender.writes(keys))
+        assert {type(outcome).__name__ for outcome in outcomes} <= {"NoneType", "NoSpace"}
+        told = await lender.recall(small, keys)
+        assert {label(key) for key in keys} | {"BlockMissing"} >= set(told)
+        assert self.room_chunks // 2 <= len(keys) - told.count("BlockMissing") <= 2 * self.room_chunks
+
+    async def test_deleting_makes_room(self, small: Backend, lender: Lender) -> None:
+        """What was deleted leaves its room to others, for ever."""
+        for round_number in range(6):
+            keys = keys_of(self.room_chunks, start=1_000 * round_number)
+            await lender.keep(small, keys)
+            assert await lender.recall(small, keys) == [label(key) for key in keys]
+            await small.delete(keys)
+        assert occupancy(small)[:2] == (0, 0)
+
+    async def test_storing_again_takes_no_second_place(self, small: Backend, lender: Lender) -> None:
+        """A tier full of chunks takes new versions of them all without losing one."""
+        keys = keys_of(self.room_chunks)
+        for version in range(4):
+            for start in range(0, len(keys), 4):
+                await lender.keep(small, keys[start : start + 4], version)
+        assert await lender.recall(small, keys) == [label(key, 3) for key in keys]
+
+    async def test_what_went_for_room_is_reported(self, small: Backend, lender: Lender) -> None:
+        """A tier whose scan is complete reports all that goes unasked: what it still claims to hold it has."""
+        if not isinstance(small, Inventory):
+            return
+        follower = Follower(small)
+        await follower.until(lambda: follower.scanned)
+        every: list[OffloadKey] = []
+        for start in range(0, 4 * self.room_chunks, 4):
+            keys = keys_of(4, start)
+            outcomes = await small.store(lender.writes(keys))
+            follower.held.update(key for key, outcome in zip(keys, outcomes, strict=True) if outcome is None)
+            every += keys
+        if follower.complete:
+            present = {key for key, there in zip(every, await small.probe(every), strict=True) if there}
+            await follower.until(lambda: follower.held == present)
+        await small.aclose(PATIENCE_S)
+        await ended(follower.task)
+
+
+# What a tier promises that says what it holds.
+
+
+class InventoryConformance(Promises):
+    """Needs no further fixture. What goes unasked, because room was needed, is `BoundedConformance`'s."""
+
+    many_chunks: ClassVar[int] = INVENTORY_BATCH_KEYS + 1
+    """How many chunks are stored to see that a report comes in batches."""
+
+    async def test_what_is_there_is_reported_before_the_scan_is_done(self, backend: Backend, lender: Lender) -> None:
+        """Every chunk that is there at the start is `Added` before `ScanDone`, and nothing else is."""
+        keys = keys_of(20)
+        await lender.keep(backend, keys)
+        await backend.delete(keys[15:])
+        events = await _scan(_watch(backend))
+        assert _added(events) == set(keys[:15])
+
+    async def test_an_empty_tier_reports_that_the_scan_is_done(self, backend: Backend) -> None:
+        """`ScanDone` comes although there was nothing to report."""
+        assert [type(event) for event in await _scan(_watch(backend))] == [ScanDone]
+
+    async def test_reports_come_in_batches(self, backend: Backend, lender: Lender) -> None:
+        """No event has more than `INVENTORY_BATCH_KEYS` keys: one of them is a millisecond of an engine's step."""
+        keys = keys_of(self.many_chunks)
+        row = lender.rows(1)[0]
+        for start in range(0, len(keys), 256):
+            batch = [Write(key, row) for key in keys[start : start + 256]]
+            assert list(await backend.store(batch)) == [None] * len(batch)
+        events = await _scan(_watch(backend))
+        assert _added(events) == set(keys)
+        assert all(len(event.keys) <= INVENTORY_BATCH_KEYS for event in events if not isinstance(event, ScanDone))
+
+    async def test_the_report_ends_with_the_tier(self, backend: Backend, lender: Lender) -> None:
+        """Closing ends the iteration, with one `ScanDone` in all of it."""
+        await lender.keep(backend, keys_of(5))
+        follower = Follower(backend)
+        await lender.keep(backend, keys_of(5, start=10))
+        await follower.until(lambda: follower.scanned)
+        await backend.aclose(PATIENCE_S)
+        await ended(follower.task)
+        follower.task.result()
+        assert [type(event) for event in follower.events].count(ScanDone) == 1
+
+    async def test_what_is_there_is_not_reported_as_removed(self, backend: Backend, lender: Lender) -> None:
+        """An event is true when it is yielded; what `store` and `delete` were asked to do needs none."""
+        keys = keys_of(6)
+        follower = Follower(backend)
+        await follower.until(lambda: follower.scanned)
+        for version in range(4):
+            await lender.keep(backend, keys, version)
+            await backend.delete(keys[:3])
+            await lender.keep(backend, keys, version)
+        follower.held.update(keys)
+        await asyncio.sleep(self.settle_s)
+        assert follower.held == set(keys)
+        await backend.aclose(PATIENCE_S)
+        await ended(follower.task)
+        assert follower.held == set(keys)
+
+    async def test_a_consumer_may_go_away(self, backend: Backend, lender: Lender) -> None:
+        """Cancelling whoever listens costs the tier nothing."""
+        await lender.keep(backend, keys_of(3))
+        follower = Follower(backend)
+        await follower.until(lambda: follower.scanned)
+        follower.task.cancel()
+        await ended(follower.task)
+        assert follower.task.cancelled()
+        await lender.keep(backend, keys_of(3, start=10))
+        assert list(await backend.probe([key_of(0), key_of(10), key_of(20)])) == [True, True, False]
+
+
+class Follower:
+    """Listens to a tier's report in a task of its own, and keeps what it heard."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.events: list[InventoryEvent] = []
+        self.held: set[OffloadKey] = set()
+        """What was reported as added and not as removed since; whoever stores and deletes keeps it up to date."""
+        self.scanned = self.complete = False
+        self._heard = asyncio.Event()
+        self.task = asyncio.create_task(self._follow(_watch(backend)))
+
+    async def _follow(self, events: AsyncIterator[InventoryEvent]) -> None:
+        async for event in events:
+            self.events.append(event)
+            match event:
+                case Added(keys):
+                    self.held.update(keys)
+                case Removed(keys):
+                    self.held.difference_update(keys)
+                case ScanDone(complete):
+                    self.scanned, self.complete = True, complete
+            self._heard.set()
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        """Wait until something is true that the next events make so; a report that falls silent is a failure."""
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                while not true():
+                    self._heard.clear()
+                    await self._heard.wait()
+        except TimeoutError:
+            raise AssertionError(f"the report fell silent after {self.events}, with more to come") from None
+
+
+def _watch(backend: Backend) -> AsyncIterator[InventoryEvent]:
+    assert isinstance(backend, Inventory), f"{type(backend).__name__} has no watch()"
+    return backend.watch()
+
+
+async def _scan(events: AsyncIterator[InventoryEvent]) -> list[InventoryEvent]:
+    """Collect events up to `ScanDone`."""
+    seen: list[InventoryEvent] = []
+    with suppress(TimeoutError):
+        async with asyncio.timeout(PATIENCE_S):
+            async for event in events:
+                seen.append(event)
+                if isinstance(event, ScanDone):
+                    return seen
+    raise AssertionError(f"no ScanDone after {seen}")
+
+
+def _added(events: list[InventoryEvent]) -> set[OffloadKey]:
+    """Return all keys that were reported before the scan was done; nothing may have been taken back."""
+    assert not any(isinstance(event, Removed) for event in events)
+    return {key for event in events if isinstance(event, Added) for key in event.keys}
+
+
+# What a tier promises that knows how full it is.
+
+
+class MeasuredConformance(Promises):
+    async def test_an_empty_tier_holds_nothing(self, backend: Backend) -> None:
+        """No chunks use no bytes."""
+        assert occupancy(backend)[:2] == (0, 0)
+
+    async def test_every_chunk_is_counted_once(self, backend: Backend, lender: Lender) -> None:
+        """Storing a key again takes no second place."""
+        keys = keys_of(10)
+        await lender.keep(backend, keys)
+        once = occupancy(backend)
+        await lender.keep(backend, keys[:5], version=1)
+        assert once.chunks == occupancy(backend).chunks == 10
+        assert once.used_bytes > 0
+        assert occupancy(backend).used_bytes <= once.used_bytes * 2
+
+    async def test_what_was_deleted_uses_nothing(self, backend: Backend, lender: Lender) -> None:
+        """Chunks give back what they took; deleting unknown keys gives back nothing."""
+        keys = keys_of(10)
+        await lender.keep(backend, keys)
+        full = occupancy(backend)
+        await backend.delete([*keys[5:], *keys_of(5, start=100)])
+        half = occupancy(backend)
+        assert half.chunks == 5
+        assert 0 < half.used_bytes < full.used_bytes
+        await backend.delete(keys)
+        assert occupancy(backend)[:2] == (0, 0)
+
+    async def test_loading_and_probing_change_nothing(self, backend: Backend, lender: Lender) -> None:
+        """Hits and misses take no room."""
+        await lender.keep(backend, keys_of(5))
+        before = occupancy(backend)
+        await lender.recall(backend, keys_of(10))
+        await backend.probe(keys_of(10))
+        assert occupancy(backend) == before
+
+
+def occupancy(backend: Backend) -> Occupancy:
+    """Ask how full a tier is, and check that the answer can be."""
+    assert isinstance(backend, Measured), f"{type(backend).__name__} has no occupancy()"
+    answer = backend.occupancy()
+    assert answer.chunks >= 0
+    assert 0 <= answer.used_bytes <= (answer.capacity_bytes or answer.used_bytes)
+    return answer
+
+
+class RankedConformance(Promises):
+    """Needs the fixture `small`: an empty tier that evicts by recency and has room for about `room_chunks` chunks."""
+
+    room_chunks: ClassVar[int] = 16
+
+    async def test_a_request_that_is_over_leaves_its_head_newest(self, small: Backend, lender: Lender) -> None:
+        """Its chunks came one by one, the tail last; when others need their room, the tail goes first."""
+        prefix = keys_of(self.room_chunks // 2)
+        for key in prefix:
+            await lender.keep(small, [key])
+        rank(small, prefix)
+        newer = 1_000
+        while (run := list(await small.probe(prefix)).count(True)) == len(prefix):
+            await lender.keep(small, [key_of(newer)])
+            newer += 1
+        assert list(await small.probe(prefix)) == [True] * run + [False] * (len(prefix) - run)
+
+    async def test_what_was_ranked_goes_after_what_was_not(self, small: Backend, lender: Lender) -> None:
+        """The primary served all of a prefix: in the tier it counts as used all the same."""
+        prefix, others = keys_of(4), keys_of(self.room_chunks // 4, start=100)
+        await lender.keep(small, prefix)
+        await lender.keep(small, others)
+        rank(small, prefix)
+        newer = 1_000
+        while all(await small.probe(others)):
+            await lender.keep(small, [key_of(newer)])
+            newer += 1
+        assert all(await small.probe(prefix))
+
+    async def test_ranking_changes_nothing_that_is_there(self, small: Backend, lender: Lender) -> None:
+        """Unknown keys, and keys that come twice, are no matter."""
+        keys = keys_of(4)
+        await lender.keep(small, keys)
+        before = occupancy(small)
+        rank(small, [*keys, *keys_of(4, start=100), keys[0]])
+        rank(small, [])
+        assert occupancy(small) == before
+        assert await lender.recall(small, [*keys, key_of(100)]) == [*map(label, keys), "BlockMissing"]
+
+
+def rank(tier: Backend, keys: list[OffloadKey]) -> None:
+    """Say that a request is over that used these keys."""
+    assert isinstance(tier, Ranked), f"{type(tier).__name__} has no rank()"
+    tier.rank(keys)

@@ -1,0 +1,193 @@
+"""Copies between an engine's KV caches and rows, from submission to the result, beside a memcpy of as many bytes.
+
+On the CPU it is CPU time that counts, of all threads: neighbours on a busy machine then do not. On a CUDA device it is
+time on the clock, the memcpy is of pinned memory, and a copy for each page is there to compare with. Each layer has an
+allocation of its own, which is the hardest case.
+"""
+
+import ctypes
+import time
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import count
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kvtier.kvcache.layout import (
+    CanonicalKVCaches,
+    FullAttentionSpec,
+    LayerSpec,
+    allocate_tensors,
+    canonical_kv_caches,
+    group_layers,
+)
+from kvtier.kvcache.layout.axes import KV_JOINED_NHD
+from kvtier.kvcache.transfer import GroupBlocks, TransferWorker, slot_layout
+from kvtier.memory import Region, RowLayout
+from kvtier.settings import find_class
+from kvtier.tools.bench.figures import Pair, Row, Setting, Side, interleaved, row_of, steps_of
+
+MOVED_BYTES = 64 << 20
+PAGE_SIZES = (16 << 10, 64 << 10, 256 << 10, 2 << 20)
+LAYERS = (1, 8, 80)
+PLACES = ("in order", "blocks anywhere", "both anywhere")
+TOKEN_BYTES = 4_096  # Of a layer with 8 heads of 128 in bfloat16.
+TORCH = torch.__version__
+LIMIT_IS = {"cpu": "memcpy, in CPU time", "cuda": "memcpy of pinned memory"}
+
+Numbers = npt.NDArray[np.int64]
+
+
+class Case(NamedTuple):
+    """Which pages are copied from where to where: `place` says what lies in order, of blocks and rows."""
+
+    page_bytes: int
+    layers: int
+    place: str = "both anywhere"
+    device: str = "cpu"
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of one block."""
+        return max(1, MOVED_BYTES // (self.page_bytes * self.layers))
+
+    @property
+    def moved_bytes(self) -> int:
+        return self.chunks * self.page_bytes * self.layers
+
+
+class Copies(NamedTuple):
+    """What a case does, each way, and what it is compared with."""
+
+    store: Callable[[], None]
+    load: Callable[[], None]
+    memcpy: Callable[[], None]
+    page_by_page: Callable[[], None] | None  # On a CUDA device only.
+
+
+def has_device(name: str) -> bool:
+    return name == "cpu" or torch.cuda.is_available()
+
+
+def measure_copies(cases: list[Case], rounds: int, step: Callable[[], None]) -> Iterator[Row]:
+    """Yield rows of MB/s for both ways of each case, and on a CUDA device for a copy for each page."""
+    for case in cases:
+        clock = time.process_time if case.device == "cpu" else time.perf_counter
+        with copies(case) as each:
+            sides = [
+                Side(name, _rate(copy, case.moved_bytes, clock))
+                for name, copy in each._asdict().items()
+                if copy is not None
+            ]
+            measured = interleaved(sides, rounds, step=step)
+        settings: dict[str, Setting] = {
+            "page_bytes": case.page_bytes,
+            "layers": case.layers,
+            "place": case.place,
+            "device": case.device,
+        }
+        chunk_bytes = case.page_bytes * case.layers
+        for side in sides:
+            if side.name != "memcpy":
+                operation = f"{side.name.replace('_', ' ')} KV pages"
+                limit_is = LIMIT_IS[case.device]
+                yield row_of(Pair(operation, chunk_bytes, settings, "MB/s", side.name, "memcpy", limit_is), measured)
+
+
+def cases_for(device: str) -> list[Case]:
+    return [Case(page, layers, place, device) for page in PAGE_SIZES for layers in LAYERS for place in PLACES]
+
+
+def copies_steps(cases: list[Case], rounds: int) -> int:
+    return sum(steps_of(3 if case.device == "cpu" else 4, rounds) for case in cases)
+
+
+@contextmanager
+def copies(case: Case) -> Generator[Copies]:
+    """Give a transfer either way, a plain copy of as many bytes, and one for each page."""
+    caches = _model(case)
+    layout = RowLayout(slot_bytes=slot_layout(caches).slot_bytes, workers=1)
+    with ExitStack() as stack:
+        region = stack.enter_context(Region.private(2 * case.chunks, layout.row_bytes))
+        memory = stack.enter_context(_host_memory(region, pinned=case.device == "cuda"))
+        worker = stack.enter_context(TransferWorker(caches, memory.slots(layout, 0)))
+        random = np.random.default_rng(1)
+        anywhere, elsewhere = (random.permutation(2 * case.chunks)[: case.chunks] for _ in range(2))
+        blocks = np.arange(case.chunks) if case.place == "in order" else anywhere
+        rows = elsewhere if case.place == "both anywhere" else np.arange(case.chunks)
+        numbers = count()
+
+        def see_through(submit: Callable[[int, list[GroupBlocks]], None]) -> None:
+            number = next(numbers)
+            submit(number, [GroupBlocks(blocks, rows)])
+            worker.wait([number])
+            (result,) = worker.poll()
+            assert result.size_bytes == case.moved_bytes, result
+            assert result.error is None, result.error
+
+        yield Copies(
+            lambda: see_through(worker.submit_store),
+            lambda: see_through(worker.submit_load),
+            _plain_copy(case),
+            _page_by_page(caches, memory.rows, blocks, rows) if case.device == "cuda" else None,
+        )
+
+
+def _rate(work: Callable[[], None], moved_bytes: int, clock: Callable[[], float]) -> Callable[[], float]:
+    def measure() -> float:
+        begun = clock()
+        work()
+        return moved_bytes / 1e6 / (clock() - begun)
+
+    return measure
+
+
+def _host_memory(region: Region, *, pinned: bool) -> Any:
+    """Return the region as torch sees it: what knows both belongs to the backends, and is found by name."""
+    module = "kvtier_backends.cpu"
+    memory: Any = find_class("host memory", "cpu", {"cpu": f"{module}:CpuMemory"}, "kvtier.memory.prefault")
+    runtime: Any = find_class("CUDA runtime", "cuda", {"cuda": f"{module}:cuda_runtime"}, "kvtier.memory.prefault")
+    return memory(region, pin_with=runtime() if pinned else None)
+
+
+def _model(case: Case) -> CanonicalKVCaches:
+    """Make layers whose pages are of the case's size: 8 heads of 128 in bfloat16, and as many tokens as that takes."""
+    spec: LayerSpec = FullAttentionSpec(
+        block_size=case.page_bytes // TOKEN_BYTES, num_kv_heads=8, head_size=128, dtype=torch.bfloat16
+    )
+    layers = {str(layer): spec for layer in range(case.layers)}
+    config, axes = group_layers(layers, 2 * case.chunks), dict.fromkeys(layers, KV_JOINED_NHD)
+    caches = canonical_kv_caches(config, allocate_tensors(config, axes, case.device), axes)
+    for tensor in caches.tensors:
+        tensor.fill_(1)
+    return caches
+
+
+def _plain_copy(case: Case) -> Callable[[], None]:
+    pinned = case.device == "cuda"
+    source = torch.ones(case.moved_bytes, dtype=torch.int8, device=case.device)
+    target = torch.ones(case.moved_bytes, dtype=torch.int8, pin_memory=pinned)
+
+    def copy() -> None:
+        if pinned:
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+        else:
+            ctypes.memmove(target.data_ptr(), source.data_ptr(), case.moved_bytes)
+
+    return copy
+
+
+def _page_by_page(caches: CanonicalKVCaches, slots: torch.Tensor, blocks: Numbers, rows: Numbers) -> Callable[[], None]:
+    def copy() -> None:
+        for number, tensor in enumerate(caches.tensors):
+            page_bytes = tensor.shape[1]
+            place = slice(number * page_bytes, (number + 1) * page_bytes)
+            for block, row in zip(blocks.tolist(), rows.tolist(), strict=True):
+                slots[row, place].copy_(tensor[block], non_blocking=True)
+        torch.cuda.synchronize()
+
+    return copy

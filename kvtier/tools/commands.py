@@ -1,0 +1,96 @@
+"""The commands of `kvtier`: which there are. What one does is in a module of its own, imported when it is called.
+
+So `kvtier --help` answers at once, whatever the commands need.
+"""
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import NamedTuple, cast
+
+import typer
+
+from kvtier.errors import ConfigError, KVTierError, TraceError, one_line
+
+EXIT_REFUSED = 2  # As for a wrong option: mend the call, then try again.
+EXIT_UNAVAILABLE = 3  # Mend what the call needs.
+
+# What typer raises for a wrong call: the class has no public name, and a different one in each version.
+UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
+
+
+class Command(NamedTuple):
+    """One command: where its function is, and its line in the help."""
+
+    module: str
+    function: str
+    summary: str
+
+
+COMMANDS = {
+    "policies": Command(
+        "kvtier.tools.replay.policies_command",
+        "policies",
+        "Compare eviction policies by their hit ratios over a trace.",
+    ),
+    "verify": Command("kvtier.tools.directory", "verify", "Check every chunk in a tier's directory."),
+    "du": Command("kvtier.tools.directory", "du", "Show what each namespace in a tier's directory takes."),
+    "ls": Command("kvtier.tools.directory", "ls", "List the chunks in a tier's directory."),
+    "prune": Command("kvtier.tools.prune_command", "prune", "Remove chunks from a tier's directory."),
+    "replay": Command(
+        "kvtier.tools.replay.replay_command", "replay", "Replay a trace through a whole engine, byte for byte."
+    ),
+    "bench lookup": Command("kvtier.tools.bench.commands", "lookup", "Measure look-ups."),
+    "bench steps": Command("kvtier.tools.bench.commands", "steps", "Measure the whole step protocol."),
+    "bench cpu": Command("kvtier.tools.bench.commands", "cpu", "Measure memory copies and checksums."),
+    "bench fs": Command("kvtier.tools.bench.commands", "fs", "Measure a directory as an fs tier."),
+    "bench tiers": Command("kvtier.tools.bench.commands", "tiers", "Measure the tiers of a configuration, end to end."),
+}
+GROUPS = {"bench": "Measure what this machine can do, and what kvtier makes of it."}
+
+
+def run(args: Sequence[str]) -> int:
+    """Run a command and return its exit status; what kvtier refuses is said in one line on stderr."""
+    given = [*args, "--help"] if list(args) in ([], *([group] for group in GROUPS)) else list(args)
+    try:
+        command = typer.main.get_command(command_line(given))
+        with command.make_context("kvtier", given) as context:
+            command.invoke(context)
+    except typer.Exit as end:
+        return end.exit_code
+    except UsageError as error:
+        return _refused(error.format_message(), EXIT_REFUSED)
+    except (ConfigError, TraceError) as error:
+        return _refused(str(error), EXIT_REFUSED)
+    except KVTierError as error:
+        return _refused(str(error), EXIT_UNAVAILABLE)
+    return 0
+
+
+def _refused(why: str, status: int) -> int:
+    typer.echo(f"kvtier: {one_line(why)}", err=True)
+    return status
+
+
+def command_line(args: Sequence[str]) -> typer.Typer:
+    """Return the commands, the one that these arguments call with its options, the others as names."""
+    app = _app("Tier the KV cache of an LLM engine over host memory, file systems and slower tiers.")
+    groups = {name: _app(summary) for name, summary in GROUPS.items()}
+    words = [arg for arg in args if not arg.startswith("-")]
+    for name, command in COMMANDS.items():
+        *group, own_name = name.split()
+        called = words[: len(group) + 1] == [*group, own_name]
+        function = getattr(import_module(command.module), command.function) if called else _frame
+        (groups[group[0]] if group else app).command(own_name, short_help=command.summary)(function)
+    for name, group_app in groups.items():
+        app.add_typer(group_app, name=name)
+    return app
+
+
+def _app(summary: str) -> typer.Typer:
+    app = typer.Typer(help=summary, add_completion=False, pretty_exceptions_enable=False)
+    app.callback()(_frame)
+    return app
+
+
+def _frame() -> None:
+    """Stand for a command that is not called, and for what all have in common."""

@@ -1,0 +1,329 @@
+"""`kvtier verify`: whether every chunk is what was stored."""
+
+import json
+import time
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from typing import Annotated, Any, NamedTuple, cast
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from kvtier.backend import Contents, Finding, Kind, Place, State, StoredFile, chunk_hash, group_index
+from kvtier.errors import ConfigError, one_line
+from kvtier.settings import find_class
+
+# What the commands over a directory have in common: its opening, which namespaces are meant, and the bar.
+
+
+EXIT_UNWELL = 1  # As a wrong byte: whoever reads the status alone is to look.
+_PROGRESS_FILES = 256  # Between two changes of the bar's words.
+
+DirectoryArgument = Annotated[str, typer.Argument(metavar="DIR", help="The directory that a tier has as its root.")]
+NamespaceOption = Annotated[
+    str | None, typer.Option("--namespace", help="Only this one: the name of a folder, as du shows it.")
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON to stdout instead of a table.")]
+
+
+class LeftOut:
+    """What a command could not look at, or not remove: it goes on, and says so at its end."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._first = ""
+
+    def add(self, name: str, why: str) -> None:
+        self._first = self._first or f"{name}: {why}"
+        self.count += 1
+
+    def say(self) -> None:
+        """End the command, with one line on stderr and a status of its own, if anything was left out."""
+        if self.count:
+            typer.echo(f"kvtier: {one_line(self._first)}; {self.count:,} left out", err=True)
+            raise typer.Exit(EXIT_UNWELL)
+
+
+@contextmanager
+def opened(directory: str) -> Generator[Contents]:
+    """Open a directory, of the kind that there is: chunks as files."""
+    kind = find_class("directory", "fs", {"fs": "kvtier_backends.fs.directory.files:FsContents"}, "kvtier.contents")
+    contents = cast("type[Contents]", kind).open(directory)
+    try:
+        yield contents
+    finally:
+        contents.close()
+
+
+def chosen(contents: Contents, namespace: str | None) -> list[Place]:
+    """Return the namespaces that are meant. Raises `ConfigError` if there is none of that name."""
+    places = contents.places()
+    if namespace is None:
+        return places
+    found = [place for place in places if place.name == namespace]
+    if not found:
+        names = ", ".join(place.name for place in places) or "none"
+        raise ConfigError(f"--namespace {namespace!r}: not in the directory, which holds: {names}")
+    return found
+
+
+def walked(contents: Contents, places: Sequence[Place], title: str) -> Iterator[tuple[Place, StoredFile]]:
+    """Yield all files of these namespaces, with a bar on stderr where somebody watches."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=None)
+        parts = [(place, part) for place in places for part in contents.parts(place)]
+        progress.update(task, total=len(parts))
+        seen = 0
+        for place, part in parts:
+            for file in contents.files(place, part):
+                yield place, file
+                seen += 1
+                if seen % _PROGRESS_FILES == 0:
+                    progress.update(task, description=f"{title} {seen:,}")
+            progress.advance(task)
+
+
+def readable(
+    contents: Contents, places: Sequence[Place], title: str, left_out: LeftOut
+) -> Iterator[tuple[Place, StoredFile]]:
+    """Yield likewise, but for what cannot be read."""
+    for place, file in walked(contents, places, title):
+        if file.kind is Kind.UNREADABLE:
+            left_out.add(file.name, file.fault)
+        else:
+            yield place, file
+
+
+def shown_bytes(size_bytes: int) -> str:
+    """Write a size for people, in binary units."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1_024:
+            return f"{size_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1_024
+    return f"{size:.1f} TiB"
+
+
+# `kvtier du`: what each namespace takes of the disk.
+
+
+_FIELDS = {Kind.CHUNK: "chunks", Kind.TEMPORARY: "temporaries", Kind.LEFTOVER: "leftovers"}
+
+
+def du(directory: DirectoryArgument, namespace: NamespaceOption = None, as_json: JsonOption = False) -> None:
+    """Show how many chunks each namespace has and what they take of the disk, in blocks rather than by their lengths.
+
+    Leftovers are what killed processes had under way and corrupt files that were kept: `kvtier prune --leftovers`.
+    """
+    left_out = LeftOut()
+    with opened(directory) as contents:
+        places = chosen(contents, namespace)
+        counted: dict[str, Counter[str]] = {place.name: Counter() for place in places}
+        for place, file in readable(contents, places, "counting", left_out):
+            if file.kind is Kind.LOST:
+                continue
+            counts, field = counted[place.name], _FIELDS[file.kind]
+            counts[field] += 1
+            counts[_bytes_of(field)] += file.allocated_bytes
+    rows = {place: _usage_row(counted[place.name]) for place in places}
+    total = _usage_row(sum(counted.values(), Counter[str]()))
+    if as_json:
+        namespaces = {place.name: {"model": place.model, **row} for place, row in rows.items()}
+        typer.echo(json.dumps({"namespaces": namespaces, **total, "left_out": left_out.count}))
+    else:
+        _show_usage(rows, total)
+    left_out.say()
+
+
+def _bytes_of(field: str) -> str:
+    return {"chunks": "bytes", "temporaries": "temporary_bytes", "leftovers": "leftover_bytes"}[field]
+
+
+def _usage_row(counts: Counter[str]) -> dict[str, int]:
+    return {name: counts[name] for field in _FIELDS.values() for name in (field, _bytes_of(field))}
+
+
+def _show_usage(rows: dict[Place, dict[str, int]], total: dict[str, int]) -> None:
+    table = Table("namespace", "model")
+    for heading in ("chunks", "size", "temporaries", "leftovers", "size"):
+        table.add_column(heading, justify="right")
+    for place, row in rows.items():
+        table.add_row(Text(place.name), Text(place.model), *_cells(row))
+    if len(rows) != 1:
+        table.add_section()
+        table.add_row("total", "", *_cells(total))
+    Console().print(table)
+
+
+def _cells(row: dict[str, int]) -> list[str]:
+    return [
+        f"{row['chunks']:,}",
+        shown_bytes(row["bytes"]),
+        f"{row['temporaries']:,}",
+        f"{row['leftovers']:,}",
+        shown_bytes(row["leftover_bytes"]),
+    ]
+
+
+# `kvtier ls`: the chunks that are there.
+
+
+LISTED_MAX = 1_000_000_000_000  # Chunks. No directory holds so many.
+
+
+def ls(
+    directory: DirectoryArgument,
+    namespace: NamespaceOption = None,
+    limit: Annotated[int | None, typer.Option(min=1, max=LISTED_MAX, help="Show at most this many.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the chunks, as they are found: hash, KV-cache group, size on the disk, time since the last use, namespace.
+
+    A tier sets a file's time to the chunk's last use at most once an hour. Nothing is kept in memory, so that a
+    million chunks can be listed.
+    """
+    now_s, left_out = time.time(), LeftOut()
+    with opened(directory) as contents:
+        found = readable(contents, chosen(contents, namespace), "listing", left_out)
+        chunks = ((place, file) for place, file in found if file.kind is Kind.CHUNK and file.key is not None)
+        rows = islice((_chunk_row(place, file, now_s) for place, file in chunks), limit)
+        if as_json:
+            _write_chunks(rows)
+        else:
+            _write_lines(rows)
+    left_out.say()
+
+
+def _chunk_row(place: Place, file: StoredFile, now_s: float) -> dict[str, Any]:
+    assert file.key is not None, file
+    return {
+        "hash": chunk_hash(file.key).hex(),
+        "group": group_index(file.key),
+        "bytes": file.allocated_bytes,
+        "age_s": round(max(0.0, now_s - file.used_at_ns / 1e9), 3),
+        "namespace": place.name,
+        "file": file.name,
+    }
+
+
+def _write_chunks(rows: Iterator[dict[str, Any]]) -> None:
+    """Write one array, an element a line, as the elements come."""
+    typer.echo("[", nl=False)
+    for number, row in enumerate(rows):
+        typer.echo((",\n " if number else "") + json.dumps(row), nl=False)
+    typer.echo("]")
+
+
+def _write_lines(rows: Iterator[dict[str, Any]]) -> None:
+    for row in rows:
+        age = _shown_age(row["age_s"])
+        typer.echo(f"{row['hash']}  {row['group']:>3}  {shown_bytes(row['bytes']):>10}  {age:>8}  {row['namespace']}")
+
+
+def _shown_age(age_s: float) -> str:
+    for unit, seconds in (("d", 86_400), ("h", 3_600), ("min", 60)):
+        if age_s >= seconds:
+            return f"{age_s / seconds:.1f} {unit}"
+    return f"{age_s:.0f} s"
+
+
+NAMED_MAX = 100  # Files listed for people; all of them are counted, and listed as JSON.
+
+
+class Unwell(NamedTuple):
+    """A file that is not what was stored, or that there is no telling of."""
+
+    file: StoredFile
+    finding: Finding
+
+
+def verify(directory: DirectoryArgument, namespace: NamespaceOption = None, as_json: JsonOption = False) -> None:
+    """Read every chunk and compare it with the checksum, key and length that were stored with it.
+
+    Exit status 1 if any is corrupt or cannot be read. Files without a footer, which vLLM writes, cannot be verified
+    and are counted. Nothing is changed: `kvtier prune --corrupt` removes what is corrupt.
+    """
+    states, faults = Counter[State](), Counter[str]()
+    with opened(directory) as contents:
+        unwell = _unwell(contents, chosen(contents, namespace), states, faults)
+        if as_json:
+            _write_json(unwell, states, faults)
+        else:
+            _show_findings(unwell, states, faults)
+    if states[State.CORRUPT] or states[State.UNREADABLE]:
+        raise typer.Exit(EXIT_UNWELL)
+
+
+def _unwell(
+    contents: Contents, places: Sequence[Place], states: Counter[State], faults: Counter[str]
+) -> Iterator[Unwell]:
+    """Look at everything: count it, and yield what is not well."""
+    for place, file in walked(contents, places, "verifying"):
+        finding = _found(contents, place, file)
+        if finding is None:
+            continue
+        states[finding.state] += 1
+        faults[finding.fault] += finding.state is State.CORRUPT
+        if finding.state in (State.CORRUPT, State.UNREADABLE):
+            yield Unwell(file, finding)
+
+
+def _found(contents: Contents, place: Place, file: StoredFile) -> Finding | None:
+    """Look at a file; None for what holds no chunk, and should not."""
+    match file.kind:
+        case Kind.CHUNK:
+            return contents.check(place, file)
+        case Kind.UNREADABLE:
+            return Finding(State.UNREADABLE, file.fault)
+        case Kind.LOST | Kind.LEFTOVER | Kind.TEMPORARY:
+            return Finding(State.CORRUPT, file.fault) if file.fault else None
+
+
+def _checked(states: Counter[State]) -> int:
+    return states.total() - states[State.GONE] - states[State.UNREADABLE]
+
+
+def _corrupt(faults: Counter[str]) -> dict[str, int]:
+    return {fault: count for fault, count in sorted(faults.items()) if count}
+
+
+def _write_json(unwell: Iterator[Unwell], states: Counter[State], faults: Counter[str]) -> None:
+    """Write one object, a file a line, as they are found: a million of them are not kept in memory."""
+    typer.echo('{"files": [', nl=False)
+    for number, (file, finding) in enumerate(unwell):
+        key = None if file.key is None else file.key.hex()
+        row = {"file": file.name, "key": key, "state": finding.state.value, "fault": finding.fault}
+        typer.echo((",\n " if number else "") + json.dumps(row), nl=False)
+    counts = {
+        "checked": _checked(states),
+        "corrupt": _corrupt(faults),
+        "unverified": states[State.UNVERIFIED],
+        "unreadable": states[State.UNREADABLE],
+    }
+    typer.echo(f"],\n {json.dumps(counts)[1:]}")
+
+
+def _show_findings(unwell: Iterator[Unwell], states: Counter[State], faults: Counter[str]) -> None:
+    console = Console()
+    table = Table("fault", "file")
+    for file, finding in islice(unwell, NAMED_MAX):
+        table.add_row(Text(finding.fault), Text(file.name))
+    left = sum(1 for _ in unwell)
+    if table.row_count:
+        console.print(table)
+    if left:
+        console.out(f"and {left:,} more", highlight=False)
+    kinds = ", ".join(f"{fault} {count:,}" for fault, count in _corrupt(faults).items())
+    console.out(
+        f"{_checked(states):,} chunks checked, {states[State.CORRUPT]:,} corrupt{f' ({kinds})' if kinds else ''}, "
+        f"{states[State.UNVERIFIED]:,} without anything to verify them by"
+        + (f", {states[State.UNREADABLE]:,} unreadable" if states[State.UNREADABLE] else ""),
+        highlight=False,
+    )

@@ -1,0 +1,358 @@
+"""Replays a trace through an engine as fast as it goes, with real bytes: every chunk that comes back is compared."""
+
+import asyncio
+import time
+from array import array
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from typing import NamedTuple
+
+from kvtier.backend import OffloadKey
+from kvtier.config import PRIMARY_NAME, EngineConfig
+from kvtier.engine.ledger import Ledger
+from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.runner.budget import Budget
+from kvtier.tools.replay.chunks import ChunkSource
+from kvtier.tools.replay.traces import Request
+
+# What a replay counts as it goes: for the progress bar while it runs, and for the report whenever it ends.
+
+
+GPU_NAME = "gpu"  # What the engine's own prefix cache is called where hits are told apart by where they lay.
+SAMPLES_MAX = 400  # Of one replay's course: a picture has no more points than this to show.
+WRONG_KEYS_MAX = 8  # Named in the report; the others are counted.
+
+
+class TierTotals(NamedTuple):
+    """What one tier has done, in chunks."""
+
+    hits: int
+    loaded: int
+    stored: int
+    dropped: Mapping[str, int] = {}  # Cascades that were never sent, by reason.
+    failed: Mapping[str, int] = {}  # Chunks that did not move, by what was wrong.
+
+
+class Sample(NamedTuple):
+    """The totals at one moment."""
+
+    seconds: float  # Since the replay began.
+    requests: int
+    chunk_references: int
+    tiers: Mapping[str, TierTotals]
+
+
+class Tally:
+    """Counts of one replay."""
+
+    def __init__(self, requests_expected: int) -> None:
+        self.requests = 0
+        self.chunk_references = 0
+        self.hits = 0
+        self.gpu_hits: int | None = None  # Of those, what the engine's own cache had; None: it has none.
+        self.wrong_chunks = 0
+        self.wrong_keys: list[OffloadKey] = []
+        self.seconds = 0.0
+        self.drained = False  # Whether everything that was stored had reached the tiers when it ended.
+        self.latencies_s: dict[str, array[float]] = {}
+        self.samples: list[Sample] = []
+        self._requests_a_sample = max(1, -(-requests_expected // SAMPLES_MAX))
+
+    def time(self, operation: str, seconds: float) -> None:
+        """Take note of how long one call took."""
+        samples = self.latencies_s.get(operation)
+        if samples is None:
+            samples = self.latencies_s[operation] = array("d")
+        samples.append(seconds)
+
+    def observe(self, tier: str, operation: str, seconds: float) -> None:
+        """Take note of how long a tier took for one batch; an engine's observer."""
+        self.time(f"{tier} {operation}", seconds)
+
+    def looked_up(self, chunks: int, hits: int, wrong: Sequence[OffloadKey]) -> None:
+        self.chunk_references += chunks
+        self.hits += hits
+        self.wrong_chunks += len(wrong)
+        self.wrong_keys.extend(wrong[: WRONG_KEYS_MAX - len(self.wrong_keys)])
+
+    def found_in_gpu(self, chunks: int) -> None:
+        """Count chunks that the engine's own cache had, which nobody looked up."""
+        assert self.gpu_hits is not None
+        self.chunk_references += chunks
+        self.hits += chunks
+        self.gpu_hits += chunks
+
+    def finished(self, ledger: Ledger, seconds: float) -> None:
+        """Count a request that has ended, and now and then keep the totals."""
+        self.requests += 1
+        if self.requests % self._requests_a_sample == 0:
+            self.sample(ledger, seconds)
+
+    def sample(self, ledger: Ledger, seconds: float) -> None:
+        """Keep the totals of this moment."""
+        self.seconds = seconds
+        gpu = {} if self.gpu_hits is None else {GPU_NAME: TierTotals(self.gpu_hits, 0, 0)}
+        self.samples.append(Sample(seconds, self.requests, self.chunk_references, gpu | totals(ledger)))
+
+    @property
+    def hit_ratio(self) -> float:
+        return self.hits / self.chunk_references if self.chunk_references else 0.0
+
+
+def totals(ledger: Ledger) -> dict[str, TierTotals]:
+    """Return what every tier has done, the primary first: loaded are its rows that were read, by whoever asked."""
+    tiers = [tier.counters for tier in ledger.tiers]
+    read = ledger.counters.hits + sum(counters.hits for counters in tiers)
+    found = {PRIMARY_NAME: TierTotals(ledger.counters.hits, read, ledger.counters.stores)}
+    for tier in ledger.tiers:
+        counters = tier.counters
+        found[tier.spec.name] = TierTotals(
+            counters.hits, counters.loaded, counters.stored, dict(counters.dropped), dict(counters.failures)
+        )
+    return found
+
+
+# What lets open requests overlap and still find what a replay one by one would have found.
+#
+# A request whose prefix an earlier open one is about to compute waits for that one; all others go on. Without it the
+# hits of a replay would depend on how many requests are open: those that look before a chunk is stored would miss it.
+# What no tier has lost is found as it would be one by one; what was lost, two that look at once may both compute.
+
+
+class Turn(NamedTuple):
+    """One open request's place in the order."""
+
+    number: int
+    block_ids: Sequence[int]
+    claimed: set[int]  # Blocks that only this request computes.
+    ended: asyncio.Event
+
+
+class Order:
+    """Which open request computes which blocks. Belongs to one event loop."""
+
+    def __init__(self) -> None:
+        self._claims: dict[int, Turn] = {}  # Block -> the request that computes it.
+        self._computed: set[int] = set()  # Blocks that some request has computed; a tier may have lost them since.
+        self._admitted = 0
+
+    def admit(self, block_ids: Sequence[int]) -> Turn:
+        """Enter a request behind all others, as the one that computes every block that no other has or does."""
+        self._admitted += 1
+        turn = Turn(self._admitted, block_ids, set(), asyncio.Event())
+        self._claim(turn, [block for block in block_ids if block not in self._computed])
+        return turn
+
+    async def wait(self, turn: Turn) -> None:
+        """Wait until no earlier open request computes a block of this one."""
+        while earlier := next(filter(None, (self._earlier(block, turn) for block in turn.block_ids)), None):
+            await earlier.ended.wait()
+
+    def looked_up(self, turn: Turn, hits: int) -> None:
+        """Say how many leading blocks were there: those are to be had, and all others are computed now."""
+        self._drop(turn, turn.block_ids[:hits])
+        self._computed.update(turn.block_ids[:hits])
+        self._claim(turn, turn.block_ids[hits:])
+
+    def leave(self, turn: Turn) -> None:
+        """Say that what the request computed can be had, as far as it was kept, and that it is over."""
+        self._computed.update(turn.claimed)
+        self._drop(turn, tuple(turn.claimed))
+        turn.ended.set()
+
+    def _earlier(self, block: int, turn: Turn) -> Turn | None:
+        # Only earlier ones: so nobody waits for one that waits for him.
+        holder = self._claims.get(block)
+        return holder if holder is not None and holder.number < turn.number else None
+
+    def _claim(self, turn: Turn, block_ids: Sequence[int]) -> None:
+        for block in block_ids:
+            if self._claims.setdefault(block, turn) is turn:
+                turn.claimed.add(block)
+
+    def _drop(self, turn: Turn, block_ids: Sequence[int]) -> None:
+        for block in turn.claimed.intersection(block_ids):
+            del self._claims[block]
+            turn.claimed.discard(block)
+
+
+# What an engine does for one request, done for a trace: find the prefix, check its bytes, store what was computed.
+
+
+PUT_BYTES_MAX = 64 << 20  # Of chunks made and handed over at once: longer prompts go in pieces, or memory would grow.
+
+
+class Client:
+    """One engine's user. A prompt longer than the primary counts with its leading chunks, as many as there are rows."""
+
+    def __init__(
+        self,
+        manager: TieringOffloadingManager,
+        source: ChunkSource,
+        tally: Tally,
+        *,
+        clock: Callable[[], float],
+        load_s_per_chunk: float = 0.0,
+    ) -> None:
+        """`clock` gives seconds. `load_s_per_chunk`: how long each row of a hit is read for, as if by a GPU."""
+        self.manager = manager
+        self.source = source
+        self.tally = tally
+        self._load_s_per_chunk = load_s_per_chunk
+        self._put_chunks = max(1, PUT_BYTES_MAX // source.chunk_bytes)
+        self._clock = clock
+        self._begun = clock()
+        self._numbers = 0
+
+    @property
+    def seconds(self) -> float:
+        """Give the time since the client was made."""
+        return self._clock() - self._begun
+
+    @contextmanager
+    def request(self) -> Generator[str]:
+        """Give the id of a request that is known to the engine for as long as the block lasts."""
+        self._numbers += 1
+        request_id = f"replay-{self._numbers}"
+        self.manager.on_new_request(request_id)
+        try:
+            yield request_id
+        finally:
+            self.manager.on_request_finished(request_id)
+
+    async def fetch(self, keys: Sequence[OffloadKey], request_id: str) -> int:
+        """Have the longest leading run brought in, compare its bytes, and return how long it is."""
+        begun = self._clock()
+        async with self.manager.fetch(keys, request_id=request_id) as chunks:
+            self.tally.time("fetch", self._clock() - begun)
+            hits = len(chunks)
+            self.tally.looked_up(len(keys), hits, self.source.wrong(keys, chunks))
+            if hits and self._load_s_per_chunk:
+                await asyncio.sleep(hits * self._load_s_per_chunk)
+        return hits
+
+    async def put(self, keys: Sequence[OffloadKey], hits: int, request_id: str) -> None:
+        """Store what was not found, waiting for room and for the tiers' budgets."""
+        for piece in self._computed(keys, hits):
+            chunks = self.source.chunks(piece)
+            begun = self._clock()
+            await self.manager.put(piece, chunks, request_id=request_id)
+            self.tally.time("put", self._clock() - begun)
+
+    def store(self, keys: Sequence[OffloadKey], hits: int, request_id: str) -> None:
+        """Store what was not found as an engine does that never waits: what there is no room for is dropped."""
+        manager, size = self.manager, self.source.chunk_bytes
+        for piece in self._computed(keys, hits):
+            plan = manager.prepare_store(piece, request_id)
+            if plan is None or not plan.keys:
+                continue
+            for row, chunk in zip(plan.rows, self.source.chunks(plan.keys), strict=True):
+                manager.region.row(row)[:size] = chunk
+            manager.complete_store(plan.keys, request_id)
+            manager.end_step()
+
+    def _computed(self, keys: Sequence[OffloadKey], hits: int) -> Generator[Sequence[OffloadKey]]:
+        end = min(len(keys), self.manager.config.rows)
+        return (keys[start : min(start + self._put_chunks, end)] for start in range(hits, end, self._put_chunks))
+
+
+@asynccontextmanager
+async def task_group() -> AsyncGenerator[asyncio.TaskGroup]:
+    """Give a group of tasks that raises the first error as it is: the others follow from it."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+CONCURRENCY = 8
+CONCURRENCY_MAX = (
+    4_096  # Requests, a task each. Engines run some hundreds at once; the bytes have a limit of their own.
+)
+OPEN_BYTES_MAX = 256 << 20  # Made for all open requests together, beside the primary.
+INTERRUPTED_CLOSE_S = 0.1  # Twice this, for transfers and for the tiers: whoever interrupts waits for a second at most.
+
+
+class Replay:
+    """One pass of requests through one engine. `tally` may be read at any time, and after a cancelled run, too."""
+
+    times_to_first_token_s: None = None  # Requests do not come at their own times here.
+
+    def __init__(
+        self,
+        requests: Iterable[Request],
+        config: EngineConfig,
+        source: ChunkSource,
+        tally: Tally,
+        *,
+        concurrency: int = CONCURRENCY,
+    ) -> None:
+        """`concurrency`: the most requests open at once."""
+        self.tally = tally
+        self._requests = iter(requests)
+        self._config = config
+        self._source = source
+        self._concurrency = concurrency
+
+    async def run(self, progress: Callable[[], None] = lambda: None) -> Tally:
+        """Replay all requests, calling `progress` after each, and wait until what they stored has reached the tiers.
+
+        Cancelled, it closes the engine in under a second and leaves what was counted in `tally`.
+        """
+        manager = await TieringOffloadingManager.open(self._config, observer=self.tally.observe)
+        close_s = None
+        try:
+            client = Client(manager, self._source, self.tally, clock=time.perf_counter)  # uvloop's ticks in ms.
+            try:
+                await self._replay(client, progress)
+                self.tally.drained = await manager.drained(_drain_s(self._config))
+            finally:
+                self.tally.sample(manager.ledger, client.seconds)
+        except asyncio.CancelledError:
+            close_s = INTERRUPTED_CLOSE_S
+            raise
+        finally:
+            await manager.aclose(close_s)
+        return self.tally
+
+    async def _replay(self, client: Client, progress: Callable[[], None]) -> None:
+        order = Order()
+        room = Budget(OPEN_BYTES_MAX, _open_chunks_max(client.manager))
+        async with task_group() as group:
+            for _ in range(self._concurrency):
+                group.create_task(self._work(client, order, room, progress))
+
+    async def _work(self, client: Client, order: Order, room: Budget, progress: Callable[[], None]) -> None:
+        """Take the next request, serve it, and so on. What is taken is in the order at once: nothing waits between."""
+        for request in self._requests:
+            turn = order.admit(request.hash_ids)
+            chunks = len(request.hash_ids)
+            size_bytes = min(chunks * self._source.chunk_bytes, PUT_BYTES_MAX)
+            await room.acquire(size_bytes, chunks)
+            try:
+                await order.wait(turn)
+                await self._serve(client, order, turn)
+            finally:
+                room.release(size_bytes, chunks)
+                order.leave(turn)
+            self.tally.finished(client.manager.ledger, client.seconds)
+            progress()
+
+    async def _serve(self, client: Client, order: Order, turn: Turn) -> None:
+        keys = list(map(self._source.key, turn.block_ids))
+        with client.request() as request_id:
+            hits = await client.fetch(keys, request_id)
+            order.looked_up(turn, hits)
+            await client.put(keys, hits, request_id)
+
+
+def _open_chunks_max(manager: TieringOffloadingManager) -> int:
+    """Return how many rows open requests can hold for sure: none is then refused one that cascades or leases hold."""
+    limits, rows = manager.config.limits, manager.config.rows
+    return max(1, int(min(limits.lease_share, 1 - limits.cascade_share) * rows))
+
+
+def _drain_s(config: EngineConfig) -> float:
+    """Return when all must have ended: each transfer waits for budget and then for the tier, at most so long."""
+    return 1.0 + 2 * max((tier.limits.deadline_s for tier in config.secondary_tiers), default=0.0)

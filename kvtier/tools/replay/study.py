@@ -1,0 +1,185 @@
+"""Hit ratios of eviction policies over a trace, cache size by cache size: no engine, no bytes, no time.
+
+The model: a request's hits are its longest resident leading run. Then all of its blocks, or as many as the cache holds,
+are used and stored: room is made first, never at the cost of a block of the request itself; what is there is touched
+and what is missing inserted, tail first. Nothing takes time, and the cache starts cold. The classes that decide are the
+engine's own, so an engine with a primary alone has exactly these hits, request by request.
+"""
+
+from array import array
+from collections.abc import Callable, Container, Iterable, Iterator
+from functools import partial
+from heapq import heapify, heappop, heappush
+from itertools import filterfalse, takewhile
+from typing import Any, NamedTuple
+
+from kvtier.errors import ConfigError
+from kvtier.policies.base import Policy
+from kvtier.policies.named import known_policies, policy_class
+from kvtier.tools.replay.traces import Request
+
+# Belady's OPT with bypass: the hits of a cache that knows the future. For studies only, so it is no `Policy`.
+#
+# After each request it keeps, of what was resident and what the request used, the blocks with the nearest next use; a
+# block need not be kept at all (bypass). Belady, "A study of replacement algorithms for a virtual-storage computer",
+# IBM
+# Systems Journal 5(2), 1966. A next use is a place among all references of the trace; so of two blocks that the same
+# request uses next, the head is kept.
+
+
+_NEVER = 0  # The first reference is nobody's next use.
+_STALE_MIN = 65_536  # Fewer outdated entries than this are not worth a new heap.
+
+
+def opt_hits(requests: Iterable[Request], capacity: int) -> Iterator[int]:
+    """Give each request's hits: its longest resident leading run, with room for `capacity` blocks.
+
+    Takes 8 bytes of memory a reference, and time that grows with the logarithm of the capacity.
+    """
+    references, lengths = _flattened(requests)
+    next_uses = _next_uses(references)
+    resident: dict[int, int] = {}  # Block -> its next use.
+    farthest: list[int] = []  # A heap of the resident blocks' next uses, negated; some entries are outdated.
+    begin = 0
+    for length in lengths:
+        end = begin + length
+        blocks = references[begin:end]
+        yield _leading_run(blocks, resident)
+        for block, next_use in zip(blocks, next_uses[begin:end], strict=True):
+            if next_use == _NEVER:
+                resident.pop(block, None)
+            else:
+                resident[block] = next_use
+                heappush(farthest, -next_use)
+        while len(resident) > capacity:
+            next_use = -heappop(farthest)
+            block = references[next_use]
+            if resident.get(block) == next_use:
+                del resident[block]
+        if len(farthest) > 2 * len(resident) + _STALE_MIN:
+            farthest = [-next_use for next_use in resident.values()]
+            heapify(farthest)
+        begin = end
+
+
+def _flattened(requests: Iterable[Request]) -> "tuple[array[int], list[int]]":
+    """Return all references in order, with blocks numbered from 0, and how many each request has."""
+    numbers: dict[int, int] = {}
+    references = array("I")
+    lengths: list[int] = []
+    for request in requests:
+        references.extend([numbers.setdefault(block, len(numbers)) for block in request.hash_ids])
+        lengths.append(len(request.hash_ids))
+    return references, lengths
+
+
+def _next_uses(references: "array[int]") -> "array[int]":
+    next_uses = array("I", bytes(references.itemsize * len(references)))
+    soonest = [_NEVER] * (max(references, default=-1) + 1)
+    for place in range(len(references) - 1, -1, -1):
+        block = references[place]
+        next_uses[place] = soonest[block]
+        soonest[block] = place
+    return next_uses
+
+
+OPT = "opt"
+REQUESTS_MAX = 1_000_000_000  # Reading so many takes hours; a larger limit is a mistyped one.
+
+Simulation = Callable[[Iterable[Request], int], Iterator[int]]
+"""From requests and a cache's capacity in blocks to each request's hits."""
+
+
+class Extent(NamedTuple):
+    """How much there is in a trace."""
+
+    requests: int
+    block_references: int
+    unique_blocks: int
+    best_hits: int  # Of a cache that keeps everything.
+
+    def capacity(self, share: float) -> int:
+        """Return the size of a cache that holds this share of the unique blocks: rounded, at least one."""
+        return max(1, round(share * self.unique_blocks))
+
+    def hit_ratio(self, hits: int) -> float:
+        """Return which part of the references these hits are; 0 if there are none."""
+        return hits / self.block_references if self.block_references else 0.0
+
+
+def measure(requests: Iterable[Request]) -> Extent:
+    """Read all requests once and count what is in them."""
+    seen: set[int] = set()
+    count = references = best_hits = 0
+    for request in requests:
+        count += 1
+        references += len(request.hash_ids)
+        best_hits += _leading_run(request.hash_ids, seen)
+        seen.update(request.hash_ids)
+    return Extent(count, references, len(seen), best_hits)
+
+
+def known_simulations() -> tuple[str, ...]:
+    """Return the names that `simulation` knows without an import."""
+    return (*known_policies(), OPT)
+
+
+def simulation(name: str) -> Simulation:
+    """Return how a policy is simulated: `opt`, or what `policy_class` knows. Raises `ConfigError` for anything else."""
+    if name == OPT:
+        return opt_hits
+    try:
+        return partial(_simulate, policy_class(name))
+    except ConfigError as error:
+        if ":" in name:
+            raise
+        raise ConfigError(f"{error}; or {OPT!r}, the best that any could do") from error
+
+
+class Cache:
+    """One cache under a policy that was made for its `capacity` blocks and is still empty."""
+
+    def __init__(self, policy: Policy[int], capacity: int) -> None:
+        self._policy = policy
+        self._capacity = capacity
+        self._resident: set[int] = set()
+
+    def leading_run(self, blocks: tuple[int, ...]) -> int:
+        """Return how many blocks from the first on are resident."""
+        return _leading_run(blocks, self._resident)
+
+    def use(self, blocks: tuple[int, ...]) -> None:
+        """Use and store a request's blocks, or as many as there is room for."""
+        resident, policy = self._resident, self._policy
+        used = blocks[: self._capacity]
+        offered = frozenset(used)
+        if len(offered) < len(used):  # Prefix-chained blocks cannot come twice, but not every trace is well made.
+            used = tuple(dict.fromkeys(used))
+        missing = list(filterfalse(resident.__contains__, used))
+        present = list(filter(resident.__contains__, used)) if missing else used
+        excess = len(resident) + len(missing) - self._capacity
+        if excess > 0:
+            victims = policy.evict(excess, offered.__contains__, missing)
+            assert victims is not None  # At most `capacity` blocks are offered, and all others may go.
+            resident.difference_update(victims)
+        resident.update(missing)
+        policy.insert(missing)
+        policy.touch(present)
+        policy.rank(used)
+
+
+def policy_hits(requests: Iterable[Request], policy: Policy[int], capacity: int) -> Iterator[int]:
+    """Give each request's hits under a policy that was made for `capacity` blocks and is still empty."""
+    cache = Cache(policy, capacity)
+    for request in requests:
+        yield cache.leading_run(request.hash_ids)
+        cache.use(request.hash_ids)
+
+
+def _simulate(cls: type[Policy[Any]], requests: Iterable[Request], capacity: int) -> Iterator[int]:
+    return policy_hits(requests, cls(capacity), capacity)
+
+
+def _leading_run(blocks: Iterable[int], resident: Container[int]) -> int:
+    """Return how many blocks from the first on are resident."""
+    return len(list(takewhile(resident.__contains__, blocks)))

@@ -1,0 +1,292 @@
+"""Buffers lent to threads come back, and threads that hang hold nobody up."""
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import AsyncIterator, Iterator
+
+import aiofiles
+import aiofiles.os
+import pytest
+
+from kvtier.backend.lending import Lanes, in_thread, in_threads
+from kvtier.errors import BackendClosed
+
+DEADLINE_S = 20.0  # For what happens at once; only a broken promise reaches it.
+
+
+@pytest.fixture
+async def lanes() -> AsyncIterator[Lanes]:
+    lanes = Lanes(2, "test")
+    yield lanes
+    assert await lanes.aclose(DEADLINE_S) == 0
+
+
+class Gate:
+    """A call that says when a thread is in it, and stays there until it is let go."""
+
+    def __init__(self) -> None:
+        self.entered = threading.Event()
+        self.opened = threading.Event()
+        self.done = False
+
+    def __call__(self) -> str:
+        self.entered.set()
+        assert self.opened.wait(DEADLINE_S)
+        self.done = True
+        return "through"
+
+    async def wait_entered(self) -> None:
+        assert await asyncio.to_thread(self.entered.wait, DEADLINE_S)
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    gate = Gate()
+    yield gate
+    gate.opened.set()
+
+
+async def turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_what_the_call_returns_comes_back(lanes: Lanes) -> None:
+    assert await in_thread(lanes, divmod, 7, 2) == (3, 1)
+    assert await in_thread(lanes, int, "ff", base=16) == 255
+
+
+async def test_what_the_call_raises_comes_back(lanes: Lanes) -> None:
+    with pytest.raises(ZeroDivisionError):
+        await in_thread(lanes, divmod, 7, 0)
+
+
+async def test_the_call_runs_on_a_daemon_thread_of_the_lanes_name(lanes: Lanes) -> None:
+    thread = await in_thread(lanes, threading.current_thread)
+    assert thread.daemon
+    assert thread.name in ("test-0", "test-1")
+
+
+async def test_calls_run_side_by_side_and_answer_in_order(lanes: Lanes) -> None:
+    both = threading.Barrier(2)
+    assert sorted(await in_threads(lanes, [lambda: both.wait(DEADLINE_S)] * 2)) == [0, 1]
+    assert await in_threads(lanes, [lambda number=number: number for number in range(50)]) == list(range(50))
+
+
+async def test_no_calls_have_no_results(lanes: Lanes) -> None:
+    assert await in_threads(lanes, []) == []
+
+
+async def test_every_call_ends_before_a_failure_is_raised(lanes: Lanes, gate: Gate) -> None:
+    whole = asyncio.create_task(in_threads(lanes, [lambda: 1 / 0, gate]))
+    await gate.wait_entered()
+    await turns()
+    assert not whole.done()
+    gate.opened.set()
+    with pytest.raises(ZeroDivisionError):
+        await whole
+    assert gate.done
+
+
+async def test_a_cancelled_call_waits_for_its_thread_however_often_it_is_cancelled(lanes: Lanes, gate: Gate) -> None:
+    call = asyncio.create_task(in_thread(lanes, gate))
+    await gate.wait_entered()
+    for _ in range(3):
+        call.cancel()
+        await turns()
+        assert not call.done()
+    gate.opened.set()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert gate.done
+
+
+async def test_a_call_cancelled_in_the_tick_its_thread_ends_is_cancelled(lanes: Lanes) -> None:
+    ended = threading.Event()
+    call = asyncio.create_task(in_thread(lanes, ended.set))
+    await turns(1)
+    assert ended.wait(DEADLINE_S)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+
+
+async def test_a_call_cancelled_before_its_turn_never_runs(gate: Gate) -> None:
+    lanes = Lanes(1, "test")
+    first = asyncio.create_task(in_thread(lanes, gate))
+    await gate.wait_entered()
+    ran: list[int] = []
+    second = asyncio.create_task(in_thread(lanes, ran.append, 2))
+    await turns()
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    gate.opened.set()
+    assert await first == "through"
+    await in_thread(lanes, ran.append, 3)
+    assert ran == [3]
+    assert await lanes.aclose(DEADLINE_S) == 0
+
+
+async def test_a_cancelled_whole_waits_for_the_part_that_runs_and_drops_the_part_that_waits(gate: Gate) -> None:
+    lanes = Lanes(1, "test")
+    ran: list[int] = []
+    whole = asyncio.create_task(in_threads(lanes, [gate, lambda: ran.append(2)]))
+    await gate.wait_entered()
+    whole.cancel()
+    await turns()
+    assert not whole.done()
+    gate.opened.set()
+    with pytest.raises(asyncio.CancelledError):
+        await whole
+    assert ran == []
+    assert await lanes.aclose(DEADLINE_S) == 0
+
+
+async def test_a_timeout_comes_with_the_thread_not_before(lanes: Lanes, gate: Gate) -> None:
+    limit = asyncio.timeout(None)
+
+    async def limited() -> None:
+        async with limit:
+            await in_thread(lanes, gate)
+
+    call = asyncio.create_task(limited())
+    await gate.wait_entered()
+    limit.reschedule(0)
+    while not limit.expired():
+        await turns()
+    assert not call.done()
+    gate.opened.set()
+    with pytest.raises(TimeoutError):
+        await call
+
+
+async def test_an_idle_lane_keeps_nothing_of_the_last_call(lanes: Lanes) -> None:
+    class Buffer(bytearray):
+        """One that can be watched."""
+
+    buffer = Buffer(8)
+    gone = weakref.ref(buffer)
+    await in_thread(lanes, len, buffer)
+    with pytest.raises(TypeError):
+        await in_thread(lanes, divmod, buffer, 1)
+    await in_threads(lanes, [threading.Barrier(2).wait] * 2)  # Both lanes have moved on.
+    gc.disable()  # Reference counts alone must do: nobody knows when a collection comes.
+    try:
+        del buffer
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+async def test_closed_lanes_refuse(lanes: Lanes) -> None:
+    assert await lanes.aclose(0) == 0
+    with pytest.raises(BackendClosed):
+        await in_thread(lanes, int)
+    with pytest.raises(BackendClosed):
+        lanes.submit(int)
+
+
+async def test_closing_waits_for_what_runs(lanes: Lanes, gate: Gate) -> None:
+    call = asyncio.create_task(in_thread(lanes, gate))
+    await gate.wait_entered()
+    closing = asyncio.create_task(lanes.aclose(DEADLINE_S))
+    await turns()
+    assert not closing.done()
+    gate.opened.set()
+    assert await closing == 0
+    assert await call == "through"
+
+
+async def test_closing_says_what_its_deadline_left_and_may_be_asked_again(gate: Gate) -> None:
+    lanes = Lanes(2, "test")
+    other = Gate()
+    whole = asyncio.create_task(in_threads(lanes, [gate, other]))
+    await gate.wait_entered()
+    await other.wait_entered()
+    assert await lanes.aclose(0) == 1  # One call, though it holds two threads.
+    gate.opened.set()
+    other.opened.set()
+    assert await lanes.aclose(DEADLINE_S) == 0
+    assert await whole == ["through", "through"]
+
+
+async def test_closing_drops_what_waits_behind_a_hung_call(gate: Gate) -> None:
+    lanes = Lanes(1, "test")
+    hung = asyncio.create_task(in_thread(lanes, gate))
+    await gate.wait_entered()
+    ran: list[int] = []
+    waiting = asyncio.create_task(in_thread(lanes, ran.append, 1))
+    through_aiofiles = asyncio.create_task(aiofiles.os.wrap(ran.append)(2, executor=lanes))
+    await turns()
+    assert await lanes.aclose(0) == 1
+    with pytest.raises(BackendClosed):
+        await waiting
+    with pytest.raises(BackendClosed):  # Not a cancellation that nobody asked for.
+        await through_aiofiles
+    gate.opened.set()
+    assert await hung == "through"
+    assert ran == []
+
+
+async def test_threads_end_with_their_lanes() -> None:
+    lanes = Lanes(3, "to-be-closed")
+    await lanes.aclose(0)
+    for thread in threading.enumerate():
+        if thread.name.startswith("to-be-closed"):
+            await asyncio.to_thread(thread.join, DEADLINE_S)
+            assert not thread.is_alive()
+
+
+async def test_aiofiles_runs_on_the_lanes(lanes: Lanes, tmp_path: object) -> None:
+    path = f"{tmp_path}/file"
+    async with aiofiles.open(path, "wb", executor=lanes) as file:
+        await file.write(b"bytes")
+    assert (await aiofiles.os.stat(path, executor=lanes)).st_size == 5
+    names = await aiofiles.os.wrap(threading.current_thread)(executor=lanes)
+    assert names.name.startswith("test-")
+
+
+def test_lanes_are_an_executor_without_a_loop() -> None:
+    with Lanes(2, "test") as lanes:
+        assert list(lanes.map(abs, [-1, 2, -3])) == [1, 2, 3]
+    with pytest.raises(BackendClosed):
+        lanes.submit(int)
+
+
+@pytest.mark.parametrize("ending", ["", "import asyncio; asyncio.run(lanes.aclose(0))"])
+def test_a_hung_lane_does_not_hold_up_the_interpreters_exit(ending: str) -> None:
+    script = f"""
+import threading
+from kvtier.backend.lending import Lanes
+lanes, entered = Lanes(2, "hung"), threading.Event()
+def hang():
+    entered.set()
+    threading.Event().wait()
+lanes.submit(hang)
+entered.wait()
+{ending}
+print("leaving", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=DEADLINE_S, check=True)
+    assert done.stdout == b"leaving\n"
+    assert done.stderr == b""
+
+
+def test_a_thread_that_outlives_its_loop_ends_quietly(gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    lanes = Lanes(1, "test")
+    loop = asyncio.new_event_loop()
+    call = loop.create_task(in_thread(lanes, gate))
+    loop.run_until_complete(gate.wait_entered())
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+    gate.opened.set()
+    lanes.shutdown(wait=True)
+    assert not call.done()
+    call.get_coro().close()  # type: ignore[union-attr]  # As the interpreter's end would; a pending task complains.
+    call._log_destroy_pending = False  # type: ignore[attr-defined]
+    assert caplog.records == []

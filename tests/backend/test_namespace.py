@@ -1,0 +1,601 @@
+import hashlib
+import itertools
+import json
+import os.path
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.backend.keys import OffloadKey, make_offload_key
+from kvtier.backend.names import NAMINGS, NamingKind, read_folder
+from kvtier.backend.namespace import FileMapper, Group, Namespace
+from kvtier.config import decode
+from kvtier.errors import ConfigError
+
+ASCENDING = make_offload_key(bytes(range(32)), 0)
+ONES = make_offload_key(b"\xff" * 32, 7)
+
+
+def layers(count: int) -> tuple[str, ...]:
+    return tuple(f"model.layers.{index}.self_attn.attn" for index in range(count))
+
+
+LLAMA = Namespace(
+    model_name="meta-llama/Llama-3.1-8B-Instruct", tp_size=2, rank=1, kv_cache_groups=(Group(layer_names=layers(3)),)
+)
+QWEN = Namespace(  # Every fact that lets tensor-parallel sizes share, without the engine's word for it.
+    model_name="Qwen/Qwen2.5-7B",
+    tp_size=4,
+    rank=3,
+    kv_cache_groups=(Group(layer_names=layers(2), attention="full_attention"),),
+    parallel_agnostic=True,
+    kv_heads_per_rank=2,
+    total_kv_heads=8,
+    per_token_head_scales=False,
+    v2_model_runner=False,
+    layout="BHLNC",
+)
+DEEPSEEK = Namespace(
+    model_name="deepseek-ai/DeepSeek-V2-Lite",
+    tp_size=2,
+    dtype="fp8_e4m3",
+    blocks_per_chunk=4,
+    kv_cache_groups=(Group(tokens_per_block=64, layer_names=layers(1), attention="mla"),),
+    parallel_agnostic=True,
+    replicated_layout=True,
+)
+GEMMA = Namespace(
+    model_name="google/gemma-3-27b-it",
+    tp_size=2,
+    tokens_per_hash=32,
+    kv_cache_groups=(
+        Group(tokens_per_block=32, layer_names=layers(2), attention="full_attention"),
+        Group(tokens_per_block=32, layer_names=layers(3)[2:], attention="sliding_window"),
+    ),
+    parallel_agnostic=True,
+    canonical_format="v1-hnd",
+    is_parallelism_agnostic=True,
+)
+SPREAD_OUT = Namespace(
+    model_name="google/gemma-3-27b-it",
+    tp_size=2,
+    pp_size=2,
+    pcp_size=2,
+    dcp_size=2,
+    rank=7,
+    parallel_agnostic=True,
+    canonical_format="v1-nhd",
+)
+ODD = Namespace(
+    model_name='модель/名前 "x"\n\\',
+    kv_cache_groups=(Group(layer_names=("слой.0",)),),
+    inference_engine="kvtier",
+)
+
+# What the FileMapper of vLLM 0.32.0 answers for the same fields.
+VLLM_FOLDERS = [
+    (Namespace(model_name="default"), "default_e58d9229ebb8", 0),
+    (LLAMA, "meta-llama_Llama-3.1-8B-Instruct_033c66e1c547", 1),
+    (QWEN, "Qwen_Qwen2.5-7B_0383cc48d446", 0),
+    (DEEPSEEK, "deepseek-ai_DeepSeek-V2-Lite_32a0a33acc3f", 0),
+    (GEMMA, "google_gemma-3-27b-it_e53d1acfa369", 0),
+    (SPREAD_OUT, "google_gemma-3-27b-it_78301c46d8c8", 7),
+    (Namespace(model_name="../../etc/passwd"), ".._.._etc_passwd_183604a3fafe", 0),
+    (Namespace(model_name=".."), ".._938f251413a2", 0),
+    (ODD, 'модель_名前 "x"\n\\_622912f16c20', 0),
+]
+
+VLLM_LLAMA_CONFIG = b"""{
+  "blocks_per_file": 1,
+  "dcp_size": 1,
+  "dtype": "bfloat16",
+  "inference_engine": "vllm",
+  "kv_cache_groups": [
+    {
+      "layer_names": [
+        "model.layers.0.self_attn.attn",
+        "model.layers.1.self_attn.attn",
+        "model.layers.2.self_attn.attn"
+      ],
+      "tokens_per_block": 16
+    }
+  ],
+  "model_name": "meta-llama/Llama-3.1-8B-Instruct",
+  "parallel_agnostic": false,
+  "pcp_size": 1,
+  "pp_size": 1,
+  "tokens_per_hash": 16,
+  "tp_size": 2
+}"""
+
+VLLM_DEEPSEEK_CONFIG = b"""{
+  "blocks_per_file": 4,
+  "dcp_size": 1,
+  "dtype": "fp8_e4m3",
+  "inference_engine": "vllm",
+  "kv_cache_groups": [
+    {
+      "layer_names": [
+        "model.layers.0.self_attn.attn"
+      ],
+      "tokens_per_block": 64
+    }
+  ],
+  "model_name": "deepseek-ai/DeepSeek-V2-Lite",
+  "pcp_size": 1,
+  "pp_size": 1,
+  "replicated_layout": true,
+  "tokens_per_hash": 16,
+  "tp_size": 1
+}"""
+
+
+@pytest.mark.parametrize(("namespace", "folder", "rank"), VLLM_FOLDERS)
+def test_names_are_those_of_vllm(namespace: Namespace, folder: str, rank: int) -> None:
+    mapper = FileMapper(namespace)
+    assert mapper.folder == folder
+    assert mapper.config_name == f"{folder}/config.json"
+    digits = "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"
+    assert mapper.name(ASCENDING) == f"{folder}_r{rank}/000/10_g0/{digits}.bin"
+    assert mapper.name(ONES) == f"{folder}_r{rank}/fff/ff_g7/{'f' * 64}.bin"
+
+
+def test_names_of_short_hashes_are_those_of_vllm() -> None:
+    mapper = FileMapper(Namespace(model_name="default"))
+    assert mapper.name(make_offload_key(b"", 2**32 - 1)) == "default_e58d9229ebb8_r0//_g4294967295/.bin"
+    assert mapper.name(make_offload_key(b"\xa0")) == "default_e58d9229ebb8_r0/a0/_g0/a0.bin"
+    assert mapper.name(make_offload_key(b"\xab\xcd")) == "default_e58d9229ebb8_r0/abc/d_g0/abcd.bin"
+
+
+def test_the_configuration_beside_the_chunks_is_the_text_that_vllm_writes() -> None:
+    assert FileMapper(LLAMA).config_bytes == VLLM_LLAMA_CONFIG
+    assert FileMapper(DEEPSEEK).config_bytes == VLLM_DEEPSEEK_CONFIG
+
+
+SIZES = st.integers(1, 64)
+NAMES = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1, max_size=40)
+OPTIONAL_NAMES = st.none() | NAMES
+GROUPS = st.builds(
+    Group,
+    tokens_per_block=st.integers(1, 4096),
+    layer_names=st.lists(NAMES, max_size=3).map(tuple),
+    attention=st.sampled_from([None, "full_attention", "mla", "mamba"]),
+)
+NAMESPACES = st.builds(
+    Namespace,
+    model_name=NAMES,
+    tokens_per_hash=SIZES,
+    blocks_per_chunk=SIZES,
+    tp_size=SIZES,
+    pp_size=SIZES,
+    pcp_size=SIZES,
+    dcp_size=SIZES,
+    rank=st.integers(0, 4096),
+    dtype=NAMES,
+    kv_cache_groups=st.lists(GROUPS, max_size=3).map(tuple),
+    inference_engine=NAMES,
+    replicated_layout=st.booleans(),
+    canonical_format=OPTIONAL_NAMES,
+    weights_revision=OPTIONAL_NAMES,
+    adapter=OPTIONAL_NAMES,
+    layout=st.sampled_from([None, "LBHNC", "BHLNC"]),
+    parallel_agnostic=st.booleans(),
+    is_parallelism_agnostic=st.sampled_from([None, True, False]),
+)
+NAMING = st.sampled_from(sorted(NAMINGS))
+KEYS = st.builds(make_offload_key, st.binary(max_size=40), st.integers(0, 2**32 - 1))
+
+
+def derived_by_hand(namespace: Namespace, shared: bool) -> dict[str, Any]:
+    """The digest's fields, written down a second time from the format's description."""
+    fields: dict[str, Any] = {
+        "tp_size": namespace.tp_size,
+        "pp_size": namespace.pp_size,
+        "pcp_size": namespace.pcp_size,
+        "dcp_size": namespace.dcp_size,
+        "parallel_agnostic": False,
+    }
+    if shared:
+        fields = dict.fromkeys(["tp_size", "pp_size", "pcp_size", "dcp_size"], 1)
+    for name in ("model_name", "tokens_per_hash", "dtype", "inference_engine"):
+        fields[name] = getattr(namespace, name)
+    fields["blocks_per_file"] = namespace.blocks_per_chunk
+    fields["kv_cache_groups"] = [
+        {"layer_names": list(group.layer_names), "tokens_per_block": group.tokens_per_block}
+        for group in namespace.kv_cache_groups
+    ]
+    if namespace.replicated_layout:
+        fields["replicated_layout"] = True
+    for name in ("canonical_format", "weights_revision", "adapter"):
+        if getattr(namespace, name) is not None:
+            fields[name] = getattr(namespace, name)
+    return fields
+
+
+@given(namespace=NAMESPACES, key=KEYS)
+def test_names_follow_from_the_fields_alone(namespace: Namespace, key: OffloadKey) -> None:
+    mapper = FileMapper(namespace)
+    fields = derived_by_hand(namespace, mapper.parallel_agnostic)
+    digest = hashlib.sha256(json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()).hexdigest()[:12]
+    folder = f"{namespace.model_name.replace('/', '_')}_{digest}"
+    rank = 0 if mapper.parallel_agnostic else namespace.rank
+    digits, group = key[:-4].hex(), int.from_bytes(key[-4:], "big")
+    assert mapper.folder == folder
+    assert mapper.config_bytes == json.dumps(fields, sort_keys=True, indent=2).encode()
+    assert mapper.name(key) == f"{folder}_r{rank}/{digits[:3]}/{digits[3:5]}_g{group}/{digits}.bin"
+
+
+@given(namespace=NAMESPACES, key=KEYS)
+def test_flat_names_follow_from_the_fields_alone(namespace: Namespace, key: OffloadKey) -> None:
+    mapper, vllms = FileMapper(namespace, "flat"), FileMapper(namespace)
+    rank = 0 if mapper.parallel_agnostic else namespace.rank
+    digits, group = key[:-4].hex(), int.from_bytes(key[-4:], "big")
+    assert (mapper.folder, mapper.config_bytes, mapper.fingerprint) == (
+        vllms.folder,
+        vllms.config_bytes,
+        vllms.fingerprint,
+    )
+    assert mapper.name(key) == f"{mapper.folder}_r{rank}_flat/{(digits + '00')[:2]}/{digits}_g{group}.bin"
+
+
+def test_flat_names_need_256_folders_at_most() -> None:
+    mapper = FileMapper(Namespace(model_name="default"), "flat")
+    hashes = (hashlib.sha256(number.to_bytes(4, "big")).digest() for number in range(5_000))
+    folders = {os.path.dirname(mapper.name(make_offload_key(digest))) for digest in hashes}
+    assert len(folders) == 256
+
+
+@given(namespace=NAMESPACES, key=KEYS, naming=NAMING)
+def test_a_folder_of_chunks_is_known_by_its_name(namespace: Namespace, key: OffloadKey, naming: NamingKind) -> None:
+    mapper = FileMapper(namespace, naming)
+    rank = 0 if mapper.parallel_agnostic else namespace.rank
+    folder, _, name = mapper.name(key).partition("/")
+    assert folder == mapper.chunks_folder
+    assert read_folder(folder) == (mapper.folder, rank, naming)
+    assert NAMINGS[naming].key(name) == key
+
+
+@pytest.mark.parametrize("name", ["", "lost+found", "m_e58d9229ebb8", "m_e58d9229ebb8_r", "m_e58d9229ebb8_r00", "_r0"])
+def test_other_folders_are_no_folders_of_chunks(name: str) -> None:
+    assert read_folder(name) is None
+
+
+@given(namespace=NAMESPACES, key=KEYS)
+def test_names_of_one_kind_are_none_of_the_other(namespace: Namespace, key: OffloadKey) -> None:
+    vllms, flat = FileMapper(namespace), FileMapper(namespace, "flat")
+    assert vllms.key(flat.name(key)) is None
+    assert flat.key(vllms.name(key)) is None
+
+
+@given(namespace=NAMESPACES, key=KEYS, naming=NAMING)
+def test_a_name_gives_back_its_key(namespace: Namespace, key: OffloadKey, naming: NamingKind) -> None:
+    mapper = FileMapper(namespace, naming)
+    assert mapper.key(mapper.name(key)) == key
+    assert mapper.key(os.path.normpath(mapper.name(key))) == key  # As a walk through directories sees it.
+
+
+@given(namespace=NAMESPACES, one=KEYS, other=KEYS, naming=NAMING)
+def test_two_keys_never_share_a_name(
+    namespace: Namespace, one: OffloadKey, other: OffloadKey, naming: NamingKind
+) -> None:
+    mapper = FileMapper(namespace, naming)
+    assert (mapper.name(one) == mapper.name(other)) == (one == other)
+
+
+@given(namespace=NAMESPACES, key=KEYS, place=st.integers(0), letter=st.characters(), naming=NAMING)
+def test_a_name_with_a_letter_changed_is_no_name_of_the_same_key(
+    namespace: Namespace, key: OffloadKey, place: int, letter: str, naming: NamingKind
+) -> None:
+    mapper = FileMapper(namespace, naming)
+    name = mapper.name(key)
+    place %= len(name)
+    changed = name[:place] + letter + name[place + 1 :]
+    found = mapper.key(changed)
+    assert found is None or changed in (mapper.name(found), os.path.normpath(mapper.name(found)))
+
+
+@given(namespace=NAMESPACES, key=KEYS, naming=NAMING)
+def test_a_name_stays_in_the_folder_that_it_is_put_in(
+    namespace: Namespace, key: OffloadKey, naming: NamingKind
+) -> None:
+    mapper = FileMapper(namespace, naming)
+    for name in (mapper.name(key), mapper.config_name):
+        assert not name.startswith("/")
+        assert not {".", ".."} & set(name.split("/"))
+        assert "\0" not in name
+        assert max(len(part.encode()) for part in name.split("/")) <= 255
+
+
+def strange_names() -> list[str]:
+    mapper = FileMapper(Namespace(model_name="default"))
+    prefix, digits = f"{mapper.folder}_r0", "00" * 32
+    other = FileMapper(Namespace(model_name="another"))
+    return [
+        "",
+        ".",
+        mapper.folder,
+        mapper.config_name,
+        other.name(make_offload_key(bytes(32))),
+        f"{mapper.folder}_r1/000/00_g0/{digits}.bin",
+        f"{prefix}/000/00_g0",
+        f"{prefix}/000/00_g0/{digits}",
+        f"{prefix}/000/00_g0/{digits}.bin.tmp",
+        f"{prefix}/000/00_g0/{digits}.bin_12345.tmp",
+        f"{prefix}/000/00_g0/{digits}.bin\n",
+        f"{prefix}/000/00_g0/{digits}.BIN",
+        f"{prefix}/000/00_g0/{digits[1:]}.bin",
+        f"{prefix}/001/00_g0/{digits}.bin",
+        f"{prefix}/000/01_g0/{digits}.bin",
+        f"{prefix}/00/000_g0/{digits}.bin",
+        f"{prefix}/00000_g0/{digits}.bin",
+        f"{prefix}//000/00_g0/{digits}.bin",
+        f"{prefix}/_g0/{digits}.bin",
+        f"{prefix}/000/00_g00/{digits}.bin",
+        f"{prefix}/000/00_g+1/{digits}.bin",
+        f"{prefix}/000/00_g-1/{digits}.bin",
+        f"{prefix}/000/00_g1_0/{digits}.bin",
+        f"{prefix}/000/00_g٣/{digits}.bin",
+        f"{prefix}/000/00_g4294967296/{digits}.bin",
+        f"{prefix}/000/00_g/{digits}.bin",
+        f"{prefix}/fff/ff_g0/{'FF' * 32}.bin",
+        f"{prefix}/FFF/FF_g0/{'FF' * 32}.bin",
+        f"{prefix}/../{prefix}/000/00_g0/{digits}.bin",
+        f"/{prefix}/000/00_g0/{digits}.bin",
+        f"./{prefix}/000/00_g0/{digits}.bin",
+    ]
+
+
+@pytest.mark.parametrize("name", strange_names())
+def test_a_name_that_is_not_ours_has_no_key(name: str) -> None:
+    assert FileMapper(Namespace(model_name="default")).key(name) is None
+
+
+@pytest.mark.parametrize("short", [b"", b"a", b"abc"])
+def test_a_key_without_a_group_has_no_name(short: bytes) -> None:
+    with pytest.raises(ValueError, match=f"{len(short)} bytes"):
+        FileMapper(Namespace(model_name="default")).name(OffloadKey(short))
+
+
+@pytest.mark.parametrize("model_name", [".", "..", "/", "/etc", "../..", ".hidden", "a\\b", "C:", " ", "~", "*"])
+def test_any_model_name_makes_one_plain_folder(tmp_path: Path, model_name: str) -> None:
+    mapper = FileMapper(Namespace(model_name=model_name))
+    name = mapper.name(make_offload_key(bytes(32)))
+    place = tmp_path / name
+    place.parent.mkdir(parents=True)
+    place.write_bytes(b"chunk")
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.bin")] == [name]
+    assert os.listdir(tmp_path) == [f"{mapper.folder}_r0"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_name": ""}, "model_name: ''"),
+        ({"model_name": "a\0b"}, "model_name: 'a\\x00b' given, a name without NUL"),
+        ({"model_name": "\udc80"}, "model_name: '\\udc80' given, text that UTF-8 can encode"),
+        ({"model_name": "é" * 121}, "model_name: makes a folder's name of 258 bytes, at most 255"),
+        ({"model_name": "m", "rank": -1}, "rank: -1 given"),
+        ({"model_name": "m", "tp_size": 0}, "tp_size: 0 given"),
+        ({"model_name": "m", "tp_size": True}, "tp_size: true given"),
+        ({"model_name": "m", "dtype": 16}, "dtype: 16 given, text accepted"),
+        ({"model_name": "m", "kv_cache_groups": [{"attention": "magic"}]}, "kv_cache_groups[0].attention: 'magic'"),
+        ({"model_name": "m", "kv_cache_groups": [{"layer_names": ["\ud800"]}]}, "kv_cache_groups[0].layer_names[0]: "),
+    ],
+)
+def test_a_namespace_that_cannot_be_named_is_refused_by_its_field(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as made:
+        Namespace(**fields)
+    assert str(made.value).startswith(message)
+    with pytest.raises(ConfigError) as decoded:
+        decode(Namespace, fields, where="namespace")
+    assert str(decoded.value).startswith(f"namespace.{message}")
+
+
+def test_a_model_name_too_long_for_a_flat_folder_is_refused() -> None:
+    assert len(FileMapper(Namespace(model_name="m" * 234), "flat").chunks_folder) == 255
+    with pytest.raises(ConfigError, match=r"^model_name: makes a folder's name of 256 bytes"):
+        FileMapper(Namespace(model_name="m" * 235), "flat")
+
+
+def test_the_longest_model_name_still_makes_a_folder(tmp_path: Path) -> None:
+    mapper = FileMapper(Namespace(model_name="m" * 239))
+    name = mapper.name(ASCENDING)
+    assert len(name.split("/")[0]) == 255
+    (tmp_path / name).parent.mkdir(parents=True)
+
+
+@given(namespace=NAMESPACES)
+def test_a_namespace_survives_the_way_to_another_process(namespace: Namespace) -> None:
+    as_json = msgspec.json.decode(msgspec.json.encode(namespace), type=Namespace)
+    as_msgpack = msgspec.msgpack.decode(msgspec.msgpack.encode(namespace), type=Namespace)
+    as_builtins = decode(Namespace, msgspec.to_builtins(namespace))
+    assert as_json == as_msgpack == as_builtins == namespace
+    assert FileMapper(as_json).fingerprint == FileMapper(namespace).fingerprint
+
+
+def test_weights_and_adapters_have_names_of_their_own_and_none_without_them() -> None:
+    def folder(**given: str) -> str:
+        return FileMapper(Namespace(model_name="default", **given)).folder  # type: ignore[arg-type]
+
+    kinds = [{}, {"weights_revision": "a"}, {"weights_revision": "b"}, {"adapter": "a"}]
+    assert len({folder(**kind) for kind in kinds}) == len(kinds)
+    assert folder() == "default_e58d9229ebb8"
+
+
+# --- The gate ---------------------------------------------------------------------------------------------------------
+
+REFUSALS: list[tuple[Namespace, dict[str, Any], str]] = [
+    (QWEN, {"parallel_agnostic": False}, "not asked for"),
+    (QWEN, {"is_parallelism_agnostic": False}, "the engine says"),
+    (QWEN, {"pcp_size": 2}, "context parallelism"),
+    (QWEN, {"dcp_size": 2}, "context parallelism"),
+    (QWEN, {"pp_size": 2}, "pipeline parallelism"),
+    (QWEN, {"kv_cache_groups": ()}, "0 KV-cache groups"),
+    (QWEN, {"kv_cache_groups": QWEN.kv_cache_groups * 2}, "2 KV-cache groups"),
+    (QWEN, {"kv_cache_groups": (Group(attention="sliding_window"),)}, "attention is sliding_window"),
+    (QWEN, {"kv_cache_groups": (Group(attention="chunked_local"),)}, "attention is chunked_local"),
+    (QWEN, {"kv_cache_groups": (Group(attention="mla"),)}, "attention is mla"),
+    (QWEN, {"kv_cache_groups": (Group(attention="mamba"),)}, "attention is mamba"),
+    (QWEN, {"kv_cache_groups": (Group(),)}, "not known: attention"),
+    (QWEN, {"kv_heads_per_rank": None}, "not known: kv_heads_per_rank"),
+    (QWEN, {"total_kv_heads": None}, "not known: total_kv_heads"),
+    (QWEN, {"per_token_head_scales": None}, "not known: per_token_head_scales"),
+    (QWEN, {"v2_model_runner": None}, "not known: v2_model_runner"),
+    (QWEN, {"total_kv_heads": 2, "kv_heads_per_rank": 1}, "4 workers of 1 KV heads hold copies: there are 2"),
+    (QWEN, {"per_token_head_scales": True}, "scales per token and head"),
+    (QWEN, {"v2_model_runner": True}, "V2 model runner"),
+    (QWEN, {"layout": None}, "this one is not known"),
+    (QWEN, {"layout": "LBHNC"}, "this one is LBHNC"),
+    (QWEN, {"blocks_per_chunk": 2}, "the 2 blocks of a chunk"),
+    (DEEPSEEK, {"parallel_agnostic": False}, "not asked for"),
+    (DEEPSEEK, {"pp_size": 2}, "pipeline parallelism"),
+    (DEEPSEEK, {"dcp_size": 2}, "context parallelism"),
+    (DEEPSEEK, {"kv_cache_groups": (Group(attention="full_attention"),)}, "only MLA's latent KV"),
+    (GEMMA, {"is_parallelism_agnostic": None}, "nobody has certified"),
+    (GEMMA, {"is_parallelism_agnostic": False, "certified": True}, "the engine says"),
+    (GEMMA, {"pp_size": 2}, "pipeline parallelism"),
+    (GEMMA, {"pcp_size": 2}, "context parallelism"),
+]
+
+
+@pytest.mark.parametrize(("namespace", "change", "why"), REFUSALS)
+def test_one_condition_that_fails_keeps_parallel_sizes_apart_and_says_so(
+    namespace: Namespace, change: dict[str, Any], why: str
+) -> None:
+    assert FileMapper(namespace).parallel_agnostic
+    refused = FileMapper(msgspec.structs.replace(namespace, **change))
+    assert not refused.parallel_agnostic
+    assert why in refused.why
+    assert json.loads(refused.config_bytes)["parallel_agnostic"] is False
+    assert json.loads(refused.config_bytes)["tp_size"] == namespace.tp_size
+
+
+def test_the_engines_word_stands_in_for_facts_that_are_not_known_but_not_for_the_layout() -> None:
+    vouched = Namespace(
+        model_name=QWEN.model_name,
+        tp_size=4,
+        kv_cache_groups=(Group(layer_names=layers(2)),),
+        parallel_agnostic=True,
+        is_parallelism_agnostic=True,
+        layout="BHLNC",
+    )
+    assert FileMapper(vouched).folder == FileMapper(QWEN).folder
+    assert not FileMapper(msgspec.structs.replace(vouched, layout=None)).parallel_agnostic
+
+
+@pytest.mark.parametrize("change", [{"v2_model_runner": True}, {"per_token_head_scales": True}, {"total_kv_heads": 4}])
+def test_the_engines_word_does_not_outweigh_a_known_fact(change: dict[str, Any]) -> None:
+    assert not FileMapper(msgspec.structs.replace(QWEN, is_parallelism_agnostic=True, **change)).parallel_agnostic
+
+
+@given(namespace=NAMESPACES)
+def test_we_never_share_what_the_engine_would_not(namespace: Namespace) -> None:
+    if namespace.is_parallelism_agnostic is False and not namespace.replicated_layout:
+        assert not FileMapper(namespace).parallel_agnostic
+    if not namespace.parallel_agnostic:
+        assert not FileMapper(namespace).parallel_agnostic
+
+
+@pytest.mark.parametrize("namespace", [QWEN, DEEPSEEK, GEMMA])
+def test_a_shared_cache_is_the_same_at_every_tensor_parallel_size(namespace: Namespace) -> None:
+    heads = namespace.total_kv_heads
+    mappers = [
+        FileMapper(
+            msgspec.structs.replace(
+                namespace, tp_size=size, rank=size - 1, kv_heads_per_rank=None if heads is None else heads // size
+            )
+        )
+        for size in (1, 2, 4)
+    ]
+    assert len({mapper.name(ASCENDING) for mapper in mappers}) == 1
+    assert len({mapper.config_bytes for mapper in mappers}) == 1
+    assert len({mapper.fingerprint for mapper in mappers}) == 1
+
+
+LAYOUTS = ["LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC"]
+AXES = "LBHNC"  # Layers, blocks of the chunk, heads, tokens, and a head's content.
+
+
+def row(chunk: np.ndarray, layout: str, workers: int) -> bytes:
+    """A chunk as a row: each worker's share of the heads in the layout's order, one worker after the other."""
+    shares = np.split(chunk, workers, axis=AXES.index("H"))
+    return b"".join(np.transpose(share, [AXES.index(axis) for axis in layout]).tobytes() for share in shares)
+
+
+@pytest.mark.parametrize(("layout", "blocks"), list(itertools.product(LAYOUTS, [1, 2])))
+def test_the_gate_opens_exactly_where_rows_are_the_same_at_every_size(layout: str, blocks: int) -> None:
+    chunk = np.arange(3 * blocks * 8 * 2 * 2, dtype=np.uint16).reshape(3, blocks, 8, 2, 2)
+    namespace = msgspec.structs.replace(QWEN, layout=layout, blocks_per_chunk=blocks)
+    alike = len({row(chunk, layout, workers) for workers in (1, 2, 4, 8)}) == 1
+    assert FileMapper(namespace).parallel_agnostic == alike
+
+
+# --- The fingerprint --------------------------------------------------------------------------------------------------
+
+DIFFERENCES: list[dict[str, Any]] = [
+    {"model_name": "another"},
+    {"tokens_per_hash": 32},
+    {"blocks_per_chunk": 2},
+    {"tp_size": 4},
+    {"pp_size": 2},
+    {"pcp_size": 2},
+    {"dcp_size": 2},
+    {"rank": 0},
+    {"dtype": "float16"},
+    {"kv_cache_groups": ()},
+    {"inference_engine": "another"},
+    {"replicated_layout": True},
+    {"canonical_format": "v1-nhd"},
+    {"weights_revision": "main"},
+    {"adapter": "lora"},
+    {"layout": "LBHNC"},
+    {"layout": "LBNHC"},
+    {"row_bytes": 4096},
+    {"row_bytes": 8192},
+    {"v2_model_runner": True},
+    {"v2_model_runner": False},
+]
+
+
+def test_whatever_gives_bytes_another_meaning_gives_another_fingerprint() -> None:
+    mappers = [FileMapper(LLAMA)] + [FileMapper(msgspec.structs.replace(LLAMA, **change)) for change in DIFFERENCES]
+    assert len({mapper.fingerprint for mapper in mappers}) == len(mappers)
+    assert {len(mapper.fingerprint) for mapper in mappers} == {32}
+
+
+@pytest.mark.parametrize("change", [{"layout": "LBHNC"}, {"row_bytes": 4096}, {"v2_model_runner": True}])
+def test_what_vllm_leaves_out_of_its_names_stays_out_of_ours(change: dict[str, Any]) -> None:
+    changed = FileMapper(msgspec.structs.replace(LLAMA, **change))
+    assert changed.name(ASCENDING) == FileMapper(LLAMA).name(ASCENDING)
+    assert changed.config_bytes == FileMapper(LLAMA).config_bytes
+
+
+LLAMA_FINGERPRINT = "a118c5bde910c4c4a0a302541bc996a9e3596f43e88e8a294f87c32a9a09266c"
+
+
+def test_a_fingerprint_stays_what_it_is_from_release_to_release() -> None:
+    assert FileMapper(LLAMA).fingerprint.hex() == LLAMA_FINGERPRINT
+
+
+def test_one_workers_rows_go_by_vllms_names_where_that_is_asked_for():
+    one = Namespace(
+        model_name="m", kv_cache_groups=(Group(),), parallel_agnostic=True, is_parallelism_agnostic=True, layout="LBHNC"
+    )
+    assert json.loads(FileMapper(one).config_bytes)["parallel_agnostic"] is False
+    asked = FileMapper(msgspec.structs.replace(one, interop="vllm"))
+    assert "parallel_agnostic" not in json.loads(asked.config_bytes)
+    assert asked.parallel_agnostic
+
+
+@pytest.mark.parametrize(
+    "fact", [{"tp_size": 2}, {"pp_size": 2}, {"is_parallelism_agnostic": False}, {"parallel_agnostic": False}]
+)
+def test_vllms_names_are_not_given_to_rows_that_depend_on_the_workers(fact):
+    facts = {"parallel_agnostic": True, "is_parallelism_agnostic": True, "layout": "LBHNC", "interop": "vllm"}
+    namespace = Namespace(model_name="m", kv_cache_groups=(Group(),), **facts | fact)
+    assert json.loads(FileMapper(namespace).config_bytes)["parallel_agnostic"] is False

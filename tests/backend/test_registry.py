@@ -1,0 +1,236 @@
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import msgspec
+import pytest
+
+from kvtier.backend.contract import Abandoned, Backend, Durability, Outcome, Read, TierContext, Write
+from kvtier.backend.keys import OffloadKey
+from kvtier.backend.registry import backend_class, known_types
+from kvtier.config import Checked
+from kvtier.errors import ConfigError
+
+
+class NullOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    pass
+
+
+class NullBackend(Backend):
+    """A whole backend that keeps nothing."""
+
+    durability: ClassVar[Durability] = Durability.PROCESS
+    Options = NullOptions
+
+    @classmethod
+    async def open(cls, options: msgspec.Struct, context: TierContext) -> Self:
+        return cls()
+
+    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        return [False for _ in keys]
+
+    async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+        raise NotImplementedError
+
+    async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+        raise NotImplementedError
+
+    async def delete(self, keys: Sequence[OffloadKey]) -> None:
+        pass
+
+    async def aclose(self, deadline_s: float) -> Abandoned:
+        return Abandoned(transfers=0)
+
+
+class Unfinished(NullBackend):
+    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        raise NotImplementedError
+
+    probe.__isabstractmethod__ = True  # type: ignore[attr-defined]
+
+
+class Forgetful(NullBackend):
+    durability = "host"  # type: ignore[assignment]
+
+
+class Optionless(NullBackend):
+    Options = dict  # type: ignore[assignment]
+
+
+class LaxOptions(msgspec.Struct):
+    pass
+
+
+class Lax(NullBackend):
+    Options = LaxOptions
+
+
+class Shelf:
+    Inner = NullBackend
+    number = 3
+
+
+HERE = __name__
+Install = Callable[..., str]
+numbers = itertools.count()
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Make an importable module of some source text; answers its name, which no other test has used."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def install(source: str) -> str:
+        name = f"kvtier_test_module_{next(numbers)}"
+        (tmp_path / f"{name}.py").write_text(source)
+        return name
+
+    return install
+
+
+@pytest.fixture
+def distribution(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Install a distribution with entry points of ours."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def install(name: str, points: dict[str, str]) -> str:
+        folder = tmp_path / f"{name.replace('-', '_')}-1.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        lines = "\n".join(f"{point} = {value}" for point, value in points.items())
+        (folder / "entry_points.txt").write_text(f"[kvtier.backends]\n{lines}\n")
+        return name
+
+    return install
+
+
+def refused(type_name: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        backend_class(type_name)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("type_name", ["dummy", "fs"])
+def test_a_built_in_type_is_known_and_whole(type_name: str) -> None:
+    assert type_name in known_types()
+    assert issubclass(backend_class(type_name), Backend)
+
+
+def test_a_class_is_found_by_its_module_and_name() -> None:
+    assert backend_class(f"{HERE}:NullBackend") is NullBackend
+    assert backend_class(f"{HERE}:Shelf.Inner") is NullBackend
+
+
+def test_a_distributions_type_is_found_by_its_entry_point(distribution: Install) -> None:
+    distribution("kvtier-null", {"null": f"{HERE}:NullBackend"})
+    assert backend_class("null") is NullBackend
+    assert {"null", "fs", "dummy"} <= set(known_types())
+    assert list(known_types()) == sorted(known_types())
+
+
+@pytest.mark.parametrize("value", [f"{HERE}:NullBackend", f"{HERE} : NullBackend", f"{HERE}:NullBackend [extra]"])
+def test_an_entry_point_may_have_spaces_and_extras(distribution: Install, value: str) -> None:
+    distribution("kvtier-null", {"null": value})
+    assert backend_class("null") is NullBackend
+
+
+@pytest.mark.parametrize("value", ["kvtier", "a b:", "!", "[extra]"])
+def test_an_entry_point_that_names_no_class_is_refused(distribution: Install, value: str) -> None:
+    distribution("kvtier-null", {"null": value})
+    assert refused("null") == "tier type 'null' is not of the form \"module:Class\""
+
+
+def test_a_distribution_cannot_replace_a_built_in_type(distribution: Install) -> None:
+    distribution("kvtier-null", {"dummy": f"{HERE}:NullBackend"})
+    assert backend_class("dummy") is not NullBackend
+    assert known_types().count("dummy") == 1
+
+
+def test_a_type_that_two_distributions_claim_is_refused_naming_both(distribution: Install) -> None:
+    distribution("kvtier-one", {"null": f"{HERE}:NullBackend"})
+    distribution("kvtier-two", {"null": f"{HERE}:Shelf.Inner"})
+    message = refused("null")
+    assert f"{HERE}:NullBackend (kvtier-one)" in message
+    assert f"{HERE}:Shelf.Inner (kvtier-two)" in message
+
+
+def test_two_distributions_that_mean_the_same_class_are_one(distribution: Install) -> None:
+    distribution("kvtier-one", {"null": f"{HERE}:NullBackend"})
+    distribution("kvtier-two", {"null": f"{HERE}:NullBackend"})
+    assert backend_class("null") is NullBackend
+
+
+def test_an_unknown_type_is_refused_with_the_closest_one_and_all_that_are_known(distribution: Install) -> None:
+    distribution("kvtier-null", {"null": f"{HERE}:NullBackend"})
+    message = refused("dumy")
+    assert message.startswith("'dumy' is no tier type; did you mean 'dummy'? Known: ")
+    assert all(name in message for name in ["dummy", "fs", "null", '"module:Class"'])
+
+
+@pytest.mark.parametrize("type_name", ["", " ", "FS", "fs ", "../fs", "zzz"])
+def test_a_name_that_is_almost_a_type_is_refused(type_name: str) -> None:
+    assert refused(type_name).startswith(f"{type_name!r} is no tier type")
+
+
+@pytest.mark.parametrize("type_name", [":", "a:", ":B", "a:b:c", "a..b:C", ".a:B", "a:B-C", "a b:C", "a:B.", "1a:B"])
+def test_what_is_not_of_the_form_module_and_class_is_refused(type_name: str) -> None:
+    assert refused(type_name) == f'tier type {type_name!r} is not of the form "module:Class"'
+
+
+def test_a_module_that_is_not_there_is_named() -> None:
+    assert refused("kvtier_nowhere.deep:Tier").endswith("there is no module 'kvtier_nowhere' to import")
+    assert refused("kvtier.nowhere:Tier").endswith("there is no module 'kvtier.nowhere' to import")
+
+
+def test_a_dependency_that_is_not_installed_is_named_and_the_cause_is_kept(module: Install) -> None:
+    name = module("import kvtier_no_such_dependency.deep\n")
+    with pytest.raises(
+        ConfigError, match="needs the module 'kvtier_no_such_dependency', which is not installed"
+    ) as caught:
+        backend_class(f"{name}:Tier")
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
+def test_a_dependency_that_cannot_be_imported_is_reported_in_its_own_words(module: Install) -> None:
+    name = module("raise ImportError('libfabric.so.1: cannot open shared object file')\n")
+    message = refused(f"{name}:Tier")
+    assert message.endswith("cannot be imported: libfabric.so.1: cannot open shared object file")
+
+
+BUGS: list[tuple[str, type[Exception]]] = [
+    ("1 / 0\n", ZeroDivisionError),
+    ("def f(:\n", SyntaxError),
+    ("import os; os.nothing\n", AttributeError),
+    ("undefined\n", NameError),
+    ("import importlib; importlib.import_module(__name__ + '.missing')\n", ModuleNotFoundError),
+]
+
+
+@pytest.mark.parametrize(("source", "kind"), BUGS)
+def test_a_bug_in_a_module_comes_out_as_it_is(module: Install, source: str, kind: type[Exception]) -> None:
+    with pytest.raises(kind):
+        backend_class(f"{module(source)}:Tier")
+
+
+NOT_WHOLE: list[tuple[str, Any]] = [
+    ("Nothing", f"module {HERE!r} has no 'Nothing'"),
+    ("Shelf.Nothing", f"module {HERE!r} has no 'Shelf.Nothing'"),
+    ("Shelf", "is no subclass of kvtier.backend.contract.Backend"),
+    ("Shelf.number", "3 is no subclass of kvtier.backend.contract.Backend"),
+    ("Unfinished", "Unfinished does not implement probe"),
+    ("Forgetful", "Forgetful.durability is no Durability"),
+    ("Optionless", "Optionless.Options is no msgspec.Struct"),
+    ("Lax", "Lax.Options is not both frozen and closed to unknown fields"),
+]
+
+
+@pytest.mark.parametrize(("name", "message"), NOT_WHOLE)
+def test_a_class_that_is_no_whole_backend_is_refused_with_what_it_lacks(name: str, message: str) -> None:
+    assert refused(f"{HERE}:{name}").endswith(message)
+
+
+def test_the_abstract_backend_itself_is_refused() -> None:
+    assert refused("kvtier.backend.contract:Backend").endswith(
+        "does not implement aclose, delete, load, open, probe, store"
+    )

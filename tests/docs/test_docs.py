@@ -1,0 +1,285 @@
+"""The pages do what they say: their code runs, their files decode, their tables name what there is.
+
+A page is one story, in a folder of its own: its blocks run in order. A block with a title is a file, written under that
+name; Python without a title runs in one namespace a page; shell blocks run `kvtier` and `python`. Commands of the
+checkout itself (`make …`) are run by `.ci/run`; here only their names are checked.
+"""
+
+import asyncio
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+import typer
+from markdown_it import MarkdownIt
+from prometheus_client import CollectorRegistry
+
+import kvtier.errors
+from kvtier.backend.keys import make_offload_key
+from kvtier.backend.namespace import Group, Namespace
+from kvtier.backend.registry import backend_class, known_types
+from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits, decode, tier_options
+from kvtier.engine.events import EventKind
+from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.policies.named import known_policies
+from kvtier.runner.messages import Code
+from kvtier.settings.fields import struct_fields
+from kvtier.tools.commands import COMMANDS, command_line
+from kvtier.tools.replay.report import Report
+from kvtier.tools.replay.setup import rooted
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+COMMANDS_OF_THE_CHECKOUT = ("make", "git", "pip", "cd")
+
+
+class Block(NamedTuple):
+    """A fenced block of code."""
+
+    page: Path
+    line: int  # Of its first line of code, from 1.
+    language: str
+    title: str  # Of a file; else empty.
+    text: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def commands(self) -> list[str]:
+        return [line.split()[0] for line in self.text.splitlines() if line.strip() and line[0] not in " #"]
+
+    @property
+    def of_the_checkout(self) -> bool:
+        return any(command in COMMANDS_OF_THE_CHECKOUT for command in self.commands)
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    for token in MarkdownIt().parse(page.read_text()):
+        if token.type == "fence" and token.map is not None:
+            language, _, rest = token.info.strip().partition(" ")
+            title = re.search(r'title="([^"]+)"', rest)
+            text = re.sub(r'^--8<-- "([^"]+)"$', included, token.content, flags=re.MULTILINE)
+            yield Block(page, token.map[0] + 2, language, title[1] if title else "", text)
+
+
+def included(snippet: re.Match[str]) -> str:
+    return (ROOT / snippet[1]).read_text()
+
+
+def run_python(block: Block, namespace: dict[str, Any]) -> None:
+    code = compile("\n" * (block.line - 1) + block.text, str(block.page), "exec")
+    exec(code, namespace)
+
+
+def run_shell(block: Block, folder: Path) -> None:
+    path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
+    ran = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.text],
+        cwd=folder,
+        env={**os.environ, "PATH": path, "COLUMNS": "120"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, f"{block.where}: exit status {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
+
+
+def decode_configuration(block: Block, table: dict[str, Any]) -> None:
+    """Decode a configuration as a replay would; what a fragment leaves out is made up."""
+    config = decode(EngineConfig, {"cpu_bytes_to_use": "1GiB", "chunk_bytes": "1MiB", **table}, where=block.where)
+    for index, tier in enumerate(rooted(config, "tier", override=False).secondary_tiers):
+        if ":" not in tier.type:
+            tier_options(tier, f"{block.where} secondary_tiers[{index}]")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "__page__"}
+    for block in blocks(page):
+        if block.title:
+            (tmp_path / block.title).write_text(block.text)
+        match block.language:
+            case "python" if block.title:
+                compile(block.text, block.where, "exec")
+            case "python":
+                run_python(block, namespace)
+            case "sh":
+                if not block.of_the_checkout:
+                    run_shell(block, tmp_path)
+            case "toml":
+                table = tomllib.loads(block.text)
+                if "project" not in table:
+                    decode_configuration(block, table)
+            case "json":
+                json.loads(block.text)
+            case other:
+                assert other == "text", f"{block.where}: a block of {other!r} is not checked by anything"
+
+
+def test_a_page_only_names_commands_that_make_has() -> None:
+    rules = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", page.read_text(), re.MULTILINE))
+        assert {first or second for first, second in named} <= rules, page
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+def test_make_reads_its_rules_and_lists_them() -> None:
+    done = subprocess.run(
+        ["make", "--no-print-directory", "help"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    rules = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert [line.split()[0] for line in done.stdout.splitlines()] == rules
+
+
+def test_no_page_holds_a_merges_marks() -> None:
+    assert [name for name in NAMES if re.search(r"^(<{7}|>{7}) ", (ROOT / name).read_text(), re.MULTILINE)] == []
+
+
+def test_every_test_that_a_page_names_is_there() -> None:
+    modules = [*(ROOT / "tests").rglob("*.py"), *(ROOT / "kvtier" / "testing").rglob("*.py")]
+    there = {name for module in modules for name in re.findall(r"def (test_\w+)", module.read_text())}
+    named = {name for page in PAGES for name in re.findall(r"`(test_\w+)`", page.read_text())}
+    assert named - there == set()
+
+
+# What the reference says there is, and what there is.
+
+
+def rows_of(page: str, heading: str) -> dict[str, list[str]]:
+    """Return a table's rows by their first cell, from the section under a heading."""
+    text = (DOCS / "reference" / page).read_text()
+    section = re.search(rf"^## {re.escape(heading)}$(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    assert section, f"{page} has no section {heading!r}"
+    lines = [line for line in section[1].splitlines() if line.startswith("| `")]
+    cells = [[cell.strip().replace(r"\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    return {row[0].strip("`"): row[1:] for row in cells}
+
+
+STRUCTS: dict[str, type[msgspec.Struct]] = {
+    "The engine": EngineConfig,
+    "Limits of the engine": EngineLimits,
+    "A tier": TierConfig,
+    "Limits of a tier": TierLimits,
+    "The namespace": Namespace,
+    "A KV-cache group": Group,
+    **{f"Options of {name}": backend_class(name).Options for name in known_types()},
+}
+
+
+@pytest.mark.parametrize("heading", STRUCTS)
+def test_the_configuration_page_names_every_field_with_its_default(heading: str) -> None:
+    written = {name: cells[0] for name, cells in rows_of("configuration.md", heading).items()}
+    assert written == {name: as_written(field) for name, field in struct_fields(STRUCTS[heading]).items()}
+
+
+def as_written(field: msgspec.structs.FieldInfo) -> str:
+    """Write a field's default as a table does, in TOML's words and with the largest unit that fits."""
+    if field.required:
+        return "required"
+    default = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    if default is None:
+        return "none"
+    if isinstance(default, msgspec.Struct | dict):
+        return "see below"
+    if field.name.endswith("_s"):
+        return f"`{default:g}`"
+    if "bytes" in field.name and isinstance(default, int):
+        return f'`"{default >> 20}MiB"`'
+    return f"`{json.dumps(default)}`"
+
+
+def test_the_configuration_page_names_every_policy() -> None:
+    assert set(rows_of("configuration.md", "Eviction policies")) == set(known_policies())
+
+
+def test_the_errors_page_names_every_error_and_every_code() -> None:
+    errors = {name for name, value in vars(kvtier.errors).items() if isinstance(value, type)}
+    assert set(rows_of("errors.md", "Errors")) == errors
+    assert set(rows_of("errors.md", "Reasons")) == {code.name.lower() for code in Code}
+
+
+def test_the_events_page_names_every_kind() -> None:
+    assert set(rows_of("events.md", "Kinds")) == {kind.value for kind in EventKind}
+
+
+def test_the_metrics_page_names_every_metric_with_its_kind_and_labels() -> None:
+    async def registry() -> CollectorRegistry:
+        tier = {"type": "dummy", "capacity_bytes": "1MiB"}
+        config = {"cpu_bytes_to_use": 8192, "chunk_bytes": 4096, "runner": "inline", "secondary_tiers": [tier]}
+        async with await TieringOffloadingManager.open(decode(EngineConfig, config)) as engine:
+            await engine.put([make_offload_key(b"key")], [bytes(4096)])
+            await engine.drained()  # By now the tier has said how full it is.
+            for counters in (tier.counters for tier in engine.ledger.tiers):
+                counters.drop("budget", 1)
+                counters.fail("missing", 1)
+                counters.blame("EIO")
+                counters.note({"corrupt_payload": 1})
+            return engine.metrics
+
+    found = {
+        metric.name + ("_total" if metric.type == "counter" else ""): (metric.type, labels_of(metric.samples))
+        for metric in asyncio.run(registry()).collect()
+    }
+    written = rows_of("metrics.md", "Of the primary") | rows_of("metrics.md", "Of each tier")
+    assert {name: (cells[0], set(re.findall(r"`(\w+)`", cells[1]))) for name, cells in written.items()} == found
+
+
+def labels_of(samples: list[Any]) -> set[str]:
+    return {label for sample in samples for label in sample.labels} - {"le"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_command_line_page_names_every_option_with_its_default(name: str) -> None:
+    command = typer.main.get_command(command_line(name.split()))
+    for word in name.split():
+        command = command.commands[word]
+    options = {option.opts[0]: option.default for option in command.params if option.opts[0].startswith("--")}
+    written = {option: cells[0].strip("`") for option, cells in rows_of("cli.md", f"kvtier {name}").items()}
+    found = {option: "none" if default is None else str(default) for option, default in options.items()}
+    assert {option: default for option, default in written.items() if option.startswith("--")} == found
+
+
+def test_the_command_line_page_names_every_field_of_a_report() -> None:
+    written = rows_of("cli.md", "kvtier replay")
+    assert [name for name in written if not name.startswith("-")] == list(struct_fields(Report))
+
+
+def test_the_api_page_leads_to_things_that_there_are() -> None:
+    for name in re.findall(r"^::: ([\w.]+)$", (DOCS / "reference" / "api.md").read_text(), re.MULTILINE):
+        assert resolved(name) is not None, name
+
+
+def resolved(name: str) -> object:
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: object = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part, None)
+        return found
+    return None
+
+
+def test_the_api_page_leads_to_every_public_name() -> None:
+    text = (DOCS / "reference" / "api.md").read_text()
+    named = set(re.findall(r"`(\w+)`", text)) | set(re.findall(r"^::: [\w.]+\.(\w+)$", text, re.MULTILINE))
+    assert set(kvtier.__all__) - {"__version__"} <= named

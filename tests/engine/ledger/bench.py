@@ -1,0 +1,175 @@
+"""A ledger with tiers that the test itself plays: it sees what is sent and says what became of it."""
+
+import string
+from collections.abc import Mapping, Sequence
+
+from kvtier.backend.keys import OffloadKey, chunk_hash, make_offload_key
+from kvtier.engine.events import EventLog
+from kvtier.engine.ledger import Ledger, LedgerLimits, LookupResult, StorePlan
+from kvtier.engine.requests import Position, Request
+from kvtier.engine.tier import TierMatcher, TierSpec
+from kvtier.policies.named import policy_class
+from kvtier.runner.messages import (
+    Acknowledge,
+    Action,
+    Answered,
+    Cascade,
+    Code,
+    Finished,
+    Found,
+    Probe,
+    Promote,
+    Rank,
+    Returned,
+    Scanned,
+    pack_keys,
+    pack_rows,
+    unpack_keys,
+)
+
+SECONDS = 0.25  # What every transfer here is said to have taken.
+
+
+def keys_of(names: str) -> list[OffloadKey]:
+    """Give one key a letter, in order."""
+    return [make_offload_key(name.encode()) for name in names]
+
+
+def names_of(keys: Sequence[OffloadKey]) -> str:
+    return "".join(chunk_hash(key).decode() for key in keys)
+
+
+class Bench:
+    """One ledger, its events, and the actions that it has sent since the last look."""
+
+    def __init__(
+        self,
+        rows: int = 8,
+        tiers: int | Sequence[TierSpec] = 1,
+        *,
+        policy: str = "lru",
+        cascade_rows_max: int | None = None,
+        lease_rows_max: int | None = None,
+        lease_s: float = 10.0,
+        action_chunks: int = 64,
+    ) -> None:
+        specs = [self.spec(f"tier{index}") for index in range(tiers)] if isinstance(tiers, int) else tiers
+        limits = LedgerLimits(cascade_rows_max or rows, lease_rows_max or rows, lease_s, action_chunks)
+        self.events = EventLog(10_000)
+        self.observed: list[tuple[str, str, float]] = []
+        self.acknowledged: list[int] = []
+        self.ranked: list[tuple[int, str]] = []  # Tiers, and the keys that each heard of.
+        self.ledger = Ledger(
+            rows, policy_class(policy)(rows), specs, limits, self.events, lambda *seen: self.observed.append(seen)
+        )
+        self.now = 0.0
+        self.ledger.begin_step(self.now)
+
+    @staticmethod
+    def spec(name: str = "tier", **changes: object) -> TierSpec:
+        """Describe a tier; failures that open its breaker, chunks that try it, and seconds are small."""
+        described = TierSpec(
+            name,
+            store_chunks_max=1_000,
+            answer_ttl_s=10.0,
+            breaker_failures=3,
+            breaker_cooldown_s=5.0,
+            trial_chunks=2,
+            medium="STORAGE",
+        )
+        return described._replace(**changes)
+
+    # As the engine.
+
+    keys = staticmethod(keys_of)
+
+    def request(
+        self, name: str = "r", matchers: Sequence[TierMatcher] | None = None, *, position: Position | None = None
+    ) -> Request:
+        return self.ledger.new_request(name, matchers, position=position)
+
+    def lookup(self, names: str, request: Request | None = None) -> list[LookupResult]:
+        request = request or self.request()
+        return [self.ledger.lookup(key, request) for key in keys_of(names)]
+
+    def store(self, names: str, request: Request | None = None) -> StorePlan | None:
+        """Offer the keys and complete what was planned."""
+        request = request or self.request()
+        plan = self.ledger.prepare_store(keys_of(names), request)
+        if plan is not None:
+            self.ledger.complete_store(plan.keys, request)
+        return plan
+
+    def stored_alone(self, names: str) -> None:
+        """Put keys into the primary alone: nothing cascades."""
+        self.store(names, self.request("alone", [TierMatcher(medium="CPU")]))
+
+    def step(self, seconds: float = 0.0) -> list[Action]:
+        """End the step and begin the next one so much later; return what was sent that is answered."""
+        actions = self.ledger.end_step()
+        self.acknowledged += [action.tier for action in actions if isinstance(action, Acknowledge)]
+        self.ranked += [
+            (action.tier, names_of(unpack_keys(action.keys))) for action in actions if isinstance(action, Rank)
+        ]
+        self.now += seconds
+        self.ledger.begin_step(self.now)
+        return [action for action in actions if not isinstance(action, Acknowledge | Rank)]
+
+    def load(self, names: str, request: Request | None = None) -> list[int]:
+        """Load keys, all the way."""
+        rows = self.ledger.prepare_load(keys_of(names), request or self.request())
+        self.ledger.complete_load(keys_of(names))
+        return rows
+
+    def row(self, name: str) -> int | None:
+        return self.ledger.primary.row(*keys_of(name))
+
+    def ready(self) -> str:
+        """Name the keys that are ready, in alphabetical order."""
+        return "".join(name for name in string.ascii_letters if keys_of(name)[0] in self.ledger.primary.ready)
+
+    # As the tiers.
+
+    def holds(self, names: str, tier: int = 0) -> None:
+        """Have a tier report that it holds these keys."""
+        self.ledger.apply(Found(tier, pack_keys(keys_of(names))))
+
+    def knows_all(self, tier: int = 0, *, complete: bool = True) -> None:
+        """Have a tier report that it has reported everything."""
+        self.ledger.apply(Scanned(tier, complete))
+
+    def finish(self, action: Action, failed: Mapping[int, Code] | None = None, *, lent: bool = False) -> None:
+        failed = failed or {}
+        self.ledger.apply(Finished(action.id, pack_rows(list(failed)), bytes(failed.values()), SECONDS, lent))
+
+    def finish_all(self, actions: Sequence[Action]) -> None:
+        """Have every transfer do all that it was asked to."""
+        for action in actions:
+            if isinstance(action, Promote | Cascade):
+                self.finish(action)
+
+    def fail(self, action: Action, code: Code, *, lent: bool = False) -> None:
+        """Have all chunks of an action fail for one reason."""
+        self.finish(action, dict.fromkeys(range(len(unpack_keys(action.keys))), code), lent=lent)
+
+    def give_back(self, action: Action, moved: Sequence[int] = ()) -> None:
+        self.ledger.apply(Returned(action.id, pack_rows(moved)))
+
+    def answer(self, action: Action, present: bool | Sequence[bool] | None) -> None:
+        """Answer a probe: the same for every key, one by one, or (None) not at all."""
+        assert isinstance(action, Probe)
+        if isinstance(present, bool):
+            present = [present] * len(unpack_keys(action.keys))
+        self.ledger.apply(Answered(action.id, bytes(map(int, present or ())), SECONDS))
+
+    def settled(self) -> bool:
+        """Say whether no row is pinned, leased, filling, lent or lost, and nothing is under way."""
+        ledger, primary = self.ledger, self.ledger.primary
+        transfers = ledger.transfers
+        return (
+            not any(map(primary.pinned, range(primary.rows)))
+            and not (ledger.pending or transfers.overdue or transfers.cascade_rows)
+            and not (ledger.leases.rows or primary.filling or primary.quarantined)
+            and primary.rows_free + len(primary.ready) == primary.rows
+            and not any(tier.loading or tier.storing or tier.asking for tier in ledger.tiers)
+        )

@@ -1,0 +1,9 @@
+import pytest
+
+from tests.engine.ledger.bench import Bench
+
+
+@pytest.fixture
+def bench() -> type[Bench]:
+    """A ledger with tiers that the test itself plays; see `Bench`."""
+    return Bench

@@ -1,0 +1,321 @@
+"""From the primary into the tiers: each chunk once, each drop counted with its reason."""
+
+import pytest
+
+from kvtier.engine.events import Event, EventKind
+from kvtier.engine.ledger import LookupResult
+from kvtier.engine.tier import TierMatcher
+from kvtier.runner.messages import Cascade, Code, Delete, Probe, Promote, unpack_keys, unpack_rows
+
+HIT, PENDING, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS
+RETRY = LookupResult.RETRY
+
+
+def cascades(actions):
+    return sorted((action.tier, unpack_keys(action.keys)) for action in actions if isinstance(action, Cascade))
+
+
+def test_a_store_that_is_complete_cascades_to_every_tier(bench):
+    engine = bench(tiers=2)
+    request = engine.request()
+    engine.ledger.prepare_store(engine.keys("ab"), request)
+    assert engine.step() == []
+    engine.ledger.complete_store(engine.keys("ab"), request)
+    sent = engine.step()
+    assert cascades(sent) == [(0, engine.keys("ab")), (1, engine.keys("ab"))]
+    assert all(list(unpack_rows(action.rows)) == [engine.row("a"), engine.row("b")] for action in sent)
+
+
+def test_a_row_may_go_when_its_last_cascade_is_done(bench):
+    engine = bench(rows=1, tiers=2)
+    engine.store("a")
+    first, second = engine.step()
+    engine.finish(first)
+    assert engine.store("x") is None
+    engine.fail(second, Code.UNAVAILABLE)
+    assert engine.store("x").evicted == engine.keys("a")
+
+
+def test_a_chunk_cascades_to_the_tiers_that_its_request_allows(bench):
+    engine = bench(tiers=[bench.spec("disk"), bench.spec("peer", locality="REMOTE")])
+    engine.store("a", engine.request("r", [TierMatcher(locality="LOCAL")]))
+    assert cascades(engine.step()) == [(0, engine.keys("a"))]
+
+
+def test_what_a_tier_has_or_is_getting_is_not_sent_to_it_again(bench):
+    engine = bench(rows=2, tiers=[bench.spec(request_level=True)])
+    engine.holds("b")
+    engine.store("a", engine.request("first"))
+    engine.store("ab", engine.request("second"))
+    sent = engine.step()
+    assert cascades(sent) == [(0, engine.keys("a"))]
+    engine.store("a", engine.request("third"))
+    assert engine.step() == []
+    engine.finish_all(sent)
+    engine.store("a", engine.request("fourth"))
+    assert engine.step() == []
+
+
+def test_what_a_tier_lost_is_sent_to_it_again(bench):
+    engine = bench(rows=1)
+    engine.holds("a")
+    engine.knows_all()
+    engine.lookup("a", request := engine.request())
+    (load,) = engine.step()
+    engine.fail(load, Code.MISSING)
+    engine.store("a", request)
+    assert cascades(engine.step()) == [(0, engine.keys("a"))]
+
+
+def test_request_level_tiers_get_what_was_present_before(bench):
+    engine = bench(tiers=[bench.spec("plain"), bench.spec("whole", request_level=True)])
+    engine.stored_alone("a")
+    engine.store("ab")
+    assert cascades(engine.step()) == [(0, engine.keys("b")), (1, engine.keys("ab"))]
+
+
+def test_a_present_key_that_is_offered_twice_cascades_once(bench):
+    engine = bench(tiers=[bench.spec("whole", request_level=True)])
+    engine.stored_alone("a")
+    engine.store("aa")
+    sent = engine.step()
+    assert cascades(sent) == [(0, engine.keys("a"))]
+    engine.finish_all(sent)
+    assert engine.settled()
+
+
+def test_request_level_tiers_get_what_was_on_its_way_once_it_has_come(bench):
+    engine = bench(tiers=[bench.spec("plain"), bench.spec("whole", request_level=True)])
+    engine.holds("a", tier=0)
+    engine.lookup("a")
+    (load,) = engine.step()
+    writer = engine.request("writer", [TierMatcher(medium="CPU")])
+    engine.ledger.prepare_store(engine.keys("b"), writer)
+    assert engine.store("ab") is not None
+    assert engine.step() == []
+    engine.finish(load)
+    assert cascades(engine.step()) == [(1, engine.keys("a"))]
+    engine.ledger.complete_store(engine.keys("b"), writer)
+    assert cascades(engine.step()) == [(1, engine.keys("b"))]
+
+
+def test_request_level_tiers_do_not_wait_for_what_never_came(bench):
+    engine = bench(tiers=[bench.spec("plain"), bench.spec("whole", request_level=True)])
+    engine.holds("a", tier=0)
+    engine.lookup("a")
+    (load,) = engine.step()
+    engine.store("a")
+    engine.fail(load, Code.MISSING)
+    assert engine.step() == []
+    assert engine.settled()
+
+
+def test_request_level_tiers_are_filtered_like_all_others(bench):
+    engine = bench(tiers=[bench.spec("whole", request_level=True)])
+    engine.stored_alone("a")
+    engine.store("a", engine.request("r", []))
+    assert engine.step() == []
+
+
+def test_loads_leave_before_stores_and_probes_before_both(bench):
+    engine = bench(tiers=2)
+    engine.holds("b")
+    engine.store("a")
+    engine.lookup("bc")
+    engine.ledger.delete(engine.keys("d"))
+    kinds = [type(action) for action in engine.step()]
+    assert kinds == [Probe, Probe, Promote, Cascade, Cascade, Delete, Delete]
+
+
+def test_a_step_cascades_in_batches_that_an_action_may_move(bench):
+    engine = bench(action_chunks=2)
+    engine.store("abc")
+    assert cascades(engine.step()) == [(0, engine.keys("ab")), (0, engine.keys("c"))]
+
+
+def test_keys_of_differing_lengths_travel_together(bench):
+    engine = bench()
+    keys = [b"", b"/", b"..", b"k" * 36, b"\xff" * 36, b"a", b"A"]
+    request = engine.request()
+    engine.ledger.complete_store(engine.ledger.prepare_store(keys, request).keys, request)
+    (store,) = engine.step()
+    assert unpack_keys(store.keys) == keys
+
+
+def test_beyond_a_tiers_budget_cascades_are_dropped_and_counted(bench):
+    engine = bench(tiers=[bench.spec("slow", store_chunks_max=2), bench.spec("fast")])
+    engine.store("abc")
+    sent = engine.step()
+    assert cascades(sent) == [(0, engine.keys("ab")), (1, engine.keys("abc"))]
+    slow, fast = engine.ledger.tiers
+    assert (slow.counters.dropped, fast.counters.dropped) == ({"budget": 1}, {})
+    engine.finish_all(sent)
+    assert engine.settled()
+    engine.store("d")
+    assert cascades(engine.step()) == [(0, engine.keys("d")), (1, engine.keys("d"))]
+
+
+def test_beyond_the_cascades_share_of_the_primary_they_are_dropped_so_that_stores_go_on(bench):
+    engine = bench(rows=4, tiers=2, cascade_rows_max=2)
+    engine.store("abc")
+    sent = engine.step()
+    assert cascades(sent) == [(0, engine.keys("ab")), (1, engine.keys("ab"))]
+    assert [tier.counters.dropped for tier in engine.ledger.tiers] == [{"pinned": 1}] * 2
+    assert engine.store("xy").evicted == engine.keys("c")
+    engine.finish_all(sent)
+    assert engine.settled()
+
+
+def test_a_tier_behind_an_open_breaker_is_sent_nothing_and_then_a_few_to_try_it(bench):
+    engine = bench(rows=20, tiers=[bench.spec(breaker_failures=1, breaker_cooldown_s=5.0, trial_chunks=2)])
+    engine.store("a")
+    engine.fail(*engine.step(), Code.UNAVAILABLE)
+    engine.store("b")
+    (tier,) = engine.ledger.tiers
+    assert engine.step(seconds=5.0) == []
+    assert tier.counters.dropped == {"breaker": 1}
+    engine.store("cde")
+    (trial,) = engine.step()
+    assert unpack_keys(trial.keys) == engine.keys("cd")
+    assert tier.counters.dropped == {"breaker": 2}
+    engine.finish(trial)
+    engine.store("fgh")
+    assert cascades(engine.step()) == [(0, engine.keys("fgh"))]
+
+
+def test_what_the_bridge_does_not_take_is_dropped_and_counted(bench):
+    engine = bench(rows=4)
+    engine.holds("x")
+    engine.store("ab")
+    engine.lookup("x", request := engine.request())
+    engine.lookup("y")
+    engine.ledger.refuse(engine.step())
+    (tier,) = engine.ledger.tiers
+    assert tier.counters.dropped == {"bridge": 2}
+    assert tier.counters.failures == {"refused": 2}  # The load and the probe.
+    assert tier.counters.transfers_failed == 0
+    assert engine.lookup("x", request) == [MISS]
+    assert engine.settled()
+
+
+def test_an_acknowledgement_that_the_bridge_does_not_take_is_sent_again(bench):
+    engine = bench()
+    engine.holds("a")
+    engine.ledger.refuse(engine.ledger.end_step())
+    engine.step()
+    assert engine.acknowledged == [0]
+
+
+def test_a_chunk_that_did_not_reach_a_tier_is_not_looked_for_there(bench):
+    engine = bench(rows=2)
+    engine.knows_all()
+    engine.store("ab")
+    (store,) = engine.step()
+    engine.finish(store, {0: Code.NO_SPACE})
+    (tier,) = engine.ledger.tiers
+    assert (tier.counters.stored, tier.counters.failures) == (1, {"no_space": 1})
+    engine.stored_alone("xy")
+    assert engine.lookup("ab") == [MISS, PENDING]
+
+
+def test_what_a_tier_stored_is_an_event_of_the_tier(bench):
+    engine = bench()
+    engine.store("ab")
+    (store,) = engine.step()
+    engine.finish(store, {1: Code.FAILED})
+    assert engine.events.take()[1:] == [
+        Event(EventKind.FAILED, "tier0", engine.keys("b"), "failed"),
+        Event(EventKind.STORED, "tier0", engine.keys("a")),
+    ]
+    assert engine.observed == [("tier0", "store", 0.25)]
+
+
+def test_a_cascade_that_ran_out_of_time_keeps_its_row_readable_and_pinned(bench):
+    engine = bench(rows=1)
+    engine.store("a")
+    (store,) = engine.step()
+    engine.fail(store, Code.DEADLINE, lent=True)
+    assert not engine.ledger.pending
+    assert engine.lookup("a") == [HIT]
+    engine.step()
+    assert engine.store("x") is None
+    engine.give_back(store)
+    assert engine.store("x").evicted == engine.keys("a")
+
+
+def test_room_for_a_slice_is_what_can_cascade_without_a_drop(bench):
+    engine = bench(rows=8, tiers=[bench.spec(store_chunks_max=3)], cascade_rows_max=4, action_chunks=64)
+    outbox = engine.ledger.outbox
+    assert outbox.slice_chunks == 3
+    assert outbox.room(3)
+    engine.store("a")
+    assert outbox.room(2)
+    assert not outbox.room(3)
+
+
+@pytest.mark.parametrize("code", list(Code))
+def test_each_reason_why_a_chunk_did_not_move_is_counted_by_its_name(bench, code):
+    engine = bench()
+    engine.store("a")
+    (store,) = engine.step()
+    engine.fail(store, code)
+    (tier,) = engine.ledger.tiers
+    assert (tier.counters.failures | tier.counters.dropped) == {
+        "bridge" if code is Code.REFUSED else code.name.lower(): 1
+    }
+    assert tier.counters.transfers_failed == (code in (Code.FAILED, Code.UNAVAILABLE, Code.DEADLINE))
+
+
+def test_a_tier_whose_hung_stores_hold_too_many_rows_is_sent_no_more_until_some_come_back(bench):
+    """Or one hung tier takes the whole share of cascades, a few rows with every trial, and starves the healthy ones."""
+    engine = bench(rows=8, tiers=[bench.spec("hung", overdue_rows_max=2), bench.spec("well")], cascade_rows_max=4)
+    engine.store("ab")
+    hung, well = engine.step()
+    engine.finish(well)
+    engine.fail(hung, Code.DEADLINE, lent=True)
+    engine.store("cdef")
+    assert cascades(engine.step()) == [(1, engine.keys("cd"))]
+    assert engine.ledger.tiers[0].counters.dropped == {"overdue": 4}
+    assert engine.ledger.tiers[1].counters.dropped == {"pinned": 2}
+    engine.give_back(hung)
+    engine.store("gh")
+    assert (0, engine.keys("gh")) in cascades(engine.step())
+
+
+def test_a_tier_whose_hung_loads_hold_too_many_rows_is_not_loaded_from_until_some_come_back(bench):
+    engine = bench(tiers=[bench.spec(overdue_rows_max=1, answer_ttl_s=0.1)])
+    engine.holds("ab")
+    engine.knows_all()
+    assert engine.lookup("a") == [PENDING]
+    (load,) = engine.step()
+    engine.fail(load, Code.DEADLINE, lent=True)
+    assert engine.lookup("b") == [MISS]
+    engine.give_back(load)
+    assert engine.lookup("b") == [PENDING]
+
+
+def test_what_a_store_moved_after_its_deadline_is_asked_for(bench):
+    """It was given up, and the tier has it all the same: neither a miss nor believed."""
+    engine = bench(rows=2)
+    engine.knows_all()
+    engine.store("ab")
+    (late,) = engine.step()
+    engine.fail(late, Code.DEADLINE, lent=True)
+    engine.give_back(late, moved=[0])
+    engine.stored_alone("cd")
+    assert engine.lookup("ab") == [RETRY, MISS]
+    (probe,) = engine.step()
+    engine.answer(probe, present=True)
+    assert engine.lookup("a") == [PENDING]
+
+
+def test_what_a_store_moved_after_it_was_given_up_at_a_reset_is_asked_for(bench):
+    engine = bench(rows=2)
+    engine.knows_all()
+    engine.store("ab")
+    (late,) = engine.step()
+    engine.ledger.reset()
+    engine.ledger.promoting = True
+    engine.step(seconds=60.0)  # The breaker lets somebody try.
+    engine.finish(late, {1: Code.FAILED})
+    assert engine.lookup("ab") == [RETRY, MISS]

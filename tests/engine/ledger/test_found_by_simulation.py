@@ -1,0 +1,102 @@
+"""What simulated engines found, each as the shortest story of plain calls, with the first seed that told it."""
+
+from kvtier.engine.ledger import LookupResult
+from kvtier.runner.messages import Code, Delete, Gone, Probe, Promote, pack_keys
+
+PENDING, MISS, RETRY = LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.RETRY
+
+
+def gone(engine, names):
+    engine.ledger.apply(Gone(0, pack_keys(engine.keys(names))))
+
+
+def test_seed_7_a_request_asks_a_tier_once_however_short_answers_are_believed(bench):
+    engine = bench(tiers=[bench.spec(answer_ttl_s=0.0)])
+    request = engine.request()
+    assert engine.lookup("ab", request) == [RETRY, RETRY]
+    (probe,) = engine.step(seconds=1.0)
+    assert engine.lookup("ab", request) == [RETRY, RETRY]  # It has not answered yet.
+    assert engine.step() == []
+    engine.answer(probe, [True, False])
+    engine.step(seconds=1.0)
+    assert engine.lookup("ab", request) == [PENDING, MISS]
+    assert engine.lookup("b", engine.request("next")) == [RETRY]
+
+
+def test_seed_7_a_tier_that_does_not_answer_is_a_miss_for_who_asked(bench):
+    engine = bench(tiers=[bench.spec(answer_ttl_s=0.0)])
+    request = engine.request()
+    engine.lookup("a", request)
+    (probe,) = engine.step()
+    engine.answer(probe, None)
+    engine.step(seconds=1.0)
+    assert engine.lookup("a", request) == [MISS]
+
+
+def test_seed_51_a_delete_forgets_what_only_a_hung_store_holds(bench):
+    engine = bench(rows=1)
+    engine.store("a")
+    (store,) = engine.step()
+    assert engine.ledger.delete(engine.keys("a")) == engine.keys("a")  # Under way: it will end.
+    engine.fail(store, Code.DEADLINE, lent=True)
+    assert engine.ledger.delete(engine.keys("a")) == []
+    assert isinstance(engine.step()[0], Delete)
+    assert engine.store("b") is None  # The row is lent still.
+    engine.give_back(store)
+    assert engine.store("b").keys == engine.keys("b")
+
+
+def test_seed_51_a_delete_leaves_what_a_load_holds_beside_a_hung_store(bench):
+    engine = bench(rows=1)
+    engine.store("a")
+    (store,) = engine.step()
+    engine.fail(store, Code.DEADLINE, lent=True)
+    engine.ledger.prepare_load(engine.keys("a"), engine.request())
+    assert engine.ledger.delete(engine.keys("a")) == engine.keys("a")
+    engine.ledger.complete_load(engine.keys("a"))
+    assert engine.ledger.delete(engine.keys("a")) == []
+
+
+def test_seed_249_what_was_evicted_before_its_store_was_heard_of_is_asked_for(bench):
+    engine = bench(rows=2)
+    engine.knows_all()
+    engine.store("ab")
+    (store,) = engine.step()
+    gone(engine, "a")  # Stored, evicted, and that was said before the store's own end.
+    engine.finish(store)
+    engine.store("cd")
+    engine.step(seconds=100.0)
+    engine.ledger.begin_step(engine.now)
+    assert engine.lookup("a", engine.request()) == [RETRY]
+    (probe,) = [action for action in engine.step() if isinstance(action, Probe)]
+    engine.answer(probe, present=False)
+    assert engine.lookup("a", engine.request()) == [MISS]
+
+
+def test_seed_1052_what_was_evicted_before_it_was_stored_anew_is_found(bench):
+    engine = bench(rows=2)
+    engine.knows_all()
+    engine.store("a")
+    (store,) = engine.step()
+    gone(engine, "a")  # An old copy, of which nothing was known.
+    engine.finish(store)
+    engine.store("cd")
+    engine.finish_all(engine.step(seconds=100.0))
+    assert engine.lookup("a", engine.request("asks")) == [RETRY]
+    (probe,) = [action for action in engine.step() if isinstance(action, Probe)]
+    engine.answer(probe, present=True)
+    assert engine.lookup("a", engine.request()) == [PENDING]
+    assert isinstance(engine.step()[0], Promote)
+
+
+def test_seed_249_a_second_store_settles_the_doubt(bench):
+    engine = bench(rows=1)
+    engine.knows_all()
+    engine.store("a")
+    (store,) = engine.step()
+    gone(engine, "a")
+    engine.finish(store)
+    for name in "bac":
+        engine.store(name)
+        engine.finish_all(engine.step(seconds=100.0))
+    assert engine.lookup("a", engine.request()) == [PENDING]

@@ -1,0 +1,149 @@
+"""A waiting request's rows stay: for how long, for whom, and how many."""
+
+import pytest
+
+from kvtier.engine.ledger import LookupResult
+from kvtier.runner.messages import Code, Promote
+
+HIT, PENDING, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS
+
+
+def test_a_request_that_waits_leases_its_hits(bench):
+    engine = bench(rows=4)
+    engine.holds("c")
+    engine.stored_alone("ab")
+    waiting = engine.request("waiting")
+    assert engine.lookup("abc", waiting) == [HIT, HIT, PENDING]
+    engine.step()
+    assert engine.ledger.leases.rows == 3
+    assert engine.store("xyz") is None  # Only one row is free, and none can be evicted.
+
+
+def test_a_request_that_need_not_wait_leases_nothing(bench):
+    engine = bench(rows=2)
+    engine.stored_alone("ab")
+    assert engine.lookup("ab", engine.request()) == [HIT, HIT]
+    engine.step()
+    assert engine.ledger.leases.rows == 0
+    assert engine.store("xy").evicted
+
+
+def test_a_lease_ends_when_its_request_loads_the_row(bench):
+    engine = bench()
+    engine.holds("b")
+    engine.stored_alone("a")
+    waiting = engine.request()
+    engine.lookup("ab", waiting)
+    (load,) = engine.step()
+    engine.finish(load)
+    assert engine.lookup("ab", waiting) == [HIT, HIT]
+    engine.load("ab", waiting)
+    assert engine.ledger.leases.rows == 0
+    engine.step()
+    assert engine.settled()
+
+
+def test_a_lease_ends_with_its_request(bench):
+    engine = bench()
+    engine.holds("b")
+    waiting = engine.request()
+    engine.lookup("b", waiting)
+    engine.finish_all(engine.step())
+    assert engine.ledger.leases.rows == 1
+    engine.ledger.finish(waiting)
+    assert engine.settled()
+
+
+def test_a_request_that_finishes_in_the_step_of_its_lookup_leases_nothing(bench):
+    engine = bench()
+    engine.holds("b")
+    engine.stored_alone("a")
+    waiting = engine.request()
+    assert engine.lookup("ab", waiting) == [HIT, PENDING]
+    engine.ledger.finish(waiting)
+    engine.finish_all(engine.step())
+    assert engine.ledger.leases.rows == 0
+    assert engine.settled()
+
+
+def test_a_lease_ends_after_its_time(bench):
+    engine = bench(lease_s=10.0)
+    engine.holds("a")
+    engine.lookup("a", engine.request())
+    engine.finish_all(engine.step(seconds=9.0))
+    assert engine.ledger.leases.rows == 1
+    engine.step(seconds=1.0)
+    assert engine.settled()
+
+
+def test_a_row_is_leased_as_long_as_one_of_its_requests_waits(bench):
+    engine = bench()
+    engine.holds("a")
+    first, second = engine.request("first"), engine.request("second")
+    assert engine.lookup("a", first) == engine.lookup("a", second) == [PENDING]
+    engine.finish_all(engine.step())
+    engine.ledger.finish(first)
+    assert engine.ledger.leases.rows == 1
+    engine.ledger.finish(second)
+    assert engine.settled()
+
+
+def test_leases_of_all_requests_together_take_no_more_than_their_share(bench):
+    engine = bench(rows=8, lease_rows_max=3)
+    engine.holds("abcdef")
+    assert engine.lookup("ab", engine.request("first")) == [PENDING, PENDING]
+    assert engine.lookup("cdef", engine.request("second")) == [PENDING, MISS, MISS, MISS]
+    assert engine.ledger.counters.promotions_refused == 3
+    engine.step()
+    assert engine.ledger.leases.rows == 3
+
+
+def test_a_prefix_that_exceeds_the_share_keeps_its_leading_part(bench):
+    engine = bench(rows=8, lease_rows_max=3)
+    engine.holds("cdef")
+    engine.stored_alone("ab")
+    waiting = engine.request()
+    assert engine.lookup("abcdef", waiting) == [HIT, HIT, PENDING, MISS, MISS, MISS]
+    engine.finish_all(engine.step())
+    assert engine.store("stuvwx") is None  # Or the head would go, and the tail would be held for nothing.
+    engine.store("stuvw")
+    assert engine.lookup("abc", waiting) == [HIT, HIT, HIT]
+
+
+def test_the_lease_of_a_failed_promotion_ends(bench):
+    engine = bench()
+    engine.holds("a")
+    engine.lookup("a", engine.request())
+    (load,) = engine.step()
+    assert isinstance(load, Promote)
+    engine.fail(load, Code.MISSING)
+    assert engine.settled()
+
+
+@pytest.mark.parametrize("lent", [False, True])
+def test_a_row_whose_promotion_fails_in_the_step_of_its_lookup_is_not_leased(bench, lent):
+    engine = bench(rows=2)
+    engine.holds("a")
+    engine.lookup("a", engine.request("first"))
+    (load,) = engine.step()
+    second = engine.request("second")
+    assert engine.lookup("a", second) == [PENDING]
+    engine.fail(load, Code.FAILED, lent=lent)
+    engine.step()
+    assert engine.ledger.leases.rows == 0
+    if lent:
+        engine.give_back(load)
+    assert engine.settled()
+
+
+def test_a_row_that_was_given_to_another_key_since_the_lookup_is_not_given_out_twice(bench):
+    engine = bench(rows=1)
+    engine.holds("a")
+    engine.lookup("a", engine.request("first"))
+    (load,) = engine.step()
+    second = engine.request("second")
+    assert engine.lookup("a", second) == [PENDING]
+    engine.fail(load, Code.FAILED)
+    engine.step()
+    engine.ledger.finish(second)
+    assert engine.ledger.primary.rows_free == 1

@@ -1,0 +1,369 @@
+"""Whatever an engine, its tiers and its runner do, in whatever order: no row is lost, shared or overwritten.
+
+The machine plays all three. It keeps what lies in each row, so a chunk that would be wrong is seen: an engine or a
+promotion writes a row when it is done with it, and what is late, or was lost with its process, writes rubbish at the
+last moment at which it may.
+"""
+
+import string
+from collections import Counter
+from typing import NamedTuple
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvtier.backend.keys import OffloadKey
+from kvtier.engine.ledger import LookupResult
+from kvtier.engine.requests import Request
+from kvtier.engine.tier import TierMatcher
+from kvtier.runner.messages import (
+    Acknowledge,
+    Action,
+    Cascade,
+    Code,
+    Gone,
+    Probe,
+    Promote,
+    Rank,
+    RunnerBack,
+    RunnerGone,
+    RunnerLost,
+    pack_keys,
+    unpack_keys,
+    unpack_rows,
+)
+from tests.engine.ledger.bench import Bench, keys_of
+
+ROWS = 5
+NAMES = string.ascii_lowercase[:7]
+RUBBISH = OffloadKey(b"rubbish")
+
+names = st.lists(st.sampled_from(NAMES), min_size=1, max_size=4).map("".join)
+tiers = st.integers(0, 1)
+codes = st.sampled_from([Code.MISSING, Code.CORRUPT, Code.NO_SPACE, Code.FAILED, Code.UNAVAILABLE])
+pick = st.integers(0, 1_000)
+seldom = st.integers(0, 3).map(lambda drawn: drawn == 0)  # Or the machine would spend its time in ruins.
+
+
+class Lent(NamedTuple):
+    """An action that the runner has, and what it works on."""
+
+    action: Action
+    keys: list[OffloadKey]
+    rows: list[int]
+    epoch: int
+
+
+class Engine(RuleBasedStateMachine):
+    """An engine, two tiers (one of them for whole requests) and a runner."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        specs = [
+            Bench.spec("disk", store_chunks_max=3),
+            Bench.spec("peer", locality="REMOTE", request_level=True, breaker_failures=1),
+        ]
+        self.bench = Bench(ROWS, specs, lease_rows_max=3, cascade_rows_max=3, lease_s=4.0, action_chunks=2)
+        self.ledger = self.bench.ledger
+        self.content: list[OffloadKey | None] = [None] * ROWS
+        self.requests = [self.bench.request()]
+        self.loads: list[tuple[list[OffloadKey], list[int]]] = []
+        self.stores: list[tuple[Request, list[OffloadKey], list[int]]] = []
+        self.under_way: dict[int, Lent] = {}
+        self.late: dict[int, Lent] = {}
+        self.hits: dict[OffloadKey, int] = {}
+        self.last_before_reset = 0
+        self.epoch = 0
+        self.runner_up = True
+        self.between_steps = True
+
+    @initialize(scanned=st.booleans())
+    def scan(self, scanned: bool) -> None:
+        self.bench.knows_all(0)
+        if scanned:
+            self.bench.knows_all(1, complete=False)
+
+    # The engine.
+
+    @precondition(lambda self: len(self.requests) < 4)
+    @rule(matchers=st.sampled_from([None, None, (), (TierMatcher(locality="REMOTE"),)]))
+    def new_request(self, matchers: tuple[TierMatcher, ...] | None) -> None:
+        self.requests.append(self.bench.request("r", matchers))
+
+    @rule(names=names, which=pick)
+    def look_up(self, names: str, which: int) -> None:
+        self.between_steps = False
+        for key in keys_of(names):
+            if self.ledger.lookup(key, self._request(which)) is LookupResult.HIT:
+                row = self.ledger.primary.ready[key]
+                assert self.content[row] == key
+                self.hits[key] = row
+
+    @precondition(lambda self: self.hits)
+    @rule(which=pick, count=st.integers(1, 3))
+    def begin_load(self, which: int, count: int) -> None:
+        keys = list(self.hits)[:count]
+        self.loads.append((keys, self.ledger.prepare_load(keys, self._request(which))))
+
+    @precondition(lambda self: self.loads)
+    @rule(which=pick)
+    def end_load(self, which: int) -> None:
+        keys, rows = self.loads.pop(which % len(self.loads))
+        assert [self.content[row] for row in rows] == keys
+        self.ledger.complete_load(keys)
+
+    @rule(names=names, which=pick)
+    def begin_store(self, names: str, which: int) -> None:
+        self.between_steps = False
+        request = self._request(which)
+        plan = self.ledger.prepare_store(keys_of(names), request)
+        if plan is not None and plan.keys:
+            assert not set(plan.evicted) & set(keys_of(names))
+            self.stores.append((request, plan.keys, plan.rows))
+
+    @precondition(lambda self: self.stores)
+    @rule(which=pick, part=st.integers(1, 6), success=st.booleans())
+    def end_store(self, which: int, part: int, success: bool) -> None:
+        self.between_steps = False
+        request, keys, rows = self.stores.pop(which % len(self.stores))
+        for key, row in zip(keys[:part], rows, strict=False):
+            self.content[row] = key
+        self.ledger.complete_store(keys[:part], request, success=success)
+        if keys[part:]:
+            self.stores.append((request, keys[part:], rows[part:]))
+
+    @rule(names=names, which=pick)
+    def touch(self, names: str, which: int) -> None:
+        self.ledger.touch(keys_of(names), self._request(which))
+
+    @precondition(lambda self: len(self.requests) > 1)
+    @rule(which=pick)
+    def finish_request(self, which: int) -> None:
+        request = self.requests.pop(which % len(self.requests))
+        self.ledger.finish(request)
+        assert not request.leased
+
+    @rule(names=names, sure=seldom)
+    def delete(self, names: str, sure: bool) -> None:
+        if not sure:
+            return
+        self.between_steps = False
+        held = self.ledger.delete(keys_of(names))
+        for key in set(keys_of(names)) - set(held):
+            self.hits.pop(key, None)
+
+    @rule(refused=seldom, seconds=st.sampled_from([0.0, 0.0, 1.0, 6.0]))
+    def end_step(self, refused: bool, seconds: float) -> None:
+        actions = self.ledger.end_step()
+        if refused or not self.runner_up:
+            self.ledger.refuse(actions)
+        else:
+            for action in actions:
+                self._lend(action)
+        self.hits.clear()
+        self.bench.now += seconds
+        self.ledger.begin_step(self.bench.now)
+        self.between_steps = not refused
+
+    @rule(flushed=st.booleans(), sure=seldom)
+    def reset(self, flushed: bool, sure: bool) -> None:
+        """Give up what is under way; the engine's own loads and stores are over by contract."""
+        if not sure:
+            return
+        self.ledger.reset()
+        self.last_before_reset = max([self.last_before_reset, *self.under_way, *self.late])
+        self.late |= self.under_way
+        self.under_way.clear()
+        self.late = {id_: lent for id_, lent in self.late.items() if lent.rows}
+        self.loads.clear()
+        self.stores.clear()
+        self.hits.clear()
+        self.ledger.promoting = flushed
+        self.between_steps = False
+
+    @precondition(lambda self: not self.ledger.promoting)
+    @rule()
+    def flushed(self) -> None:
+        self.ledger.promoting = True
+
+    # The runner.
+
+    @precondition(lambda self: self.under_way)
+    @rule(which=pick, failed=st.lists(st.none() | codes, max_size=2), present=st.none() | st.booleans())
+    def outcome(self, which: int, failed: list[Code | None], present: bool | None) -> None:
+        lent = self.under_way.pop(list(self.under_way)[which % len(self.under_way)])
+        codes = {index: code for index, code in enumerate(failed[: len(lent.keys)]) if code}
+        self._work(lent, codes)
+        if isinstance(lent.action, Probe):
+            self.bench.answer(lent.action, present)
+        else:
+            self.bench.finish(lent.action, codes)
+
+    @precondition(lambda self: any(lent.rows for lent in self.under_way.values()))
+    @rule(which=pick)
+    def deadline(self, which: int) -> None:
+        with_rows = [id_ for id_, lent in self.under_way.items() if lent.rows]
+        id_ = with_rows[which % len(with_rows)]
+        self.late[id_] = lent = self.under_way.pop(id_)
+        self.bench.fail(lent.action, Code.DEADLINE, lent=True)
+
+    @precondition(lambda self: self.late)
+    @rule(which=pick, finished=st.booleans())
+    def rows_come_back(self, which: int, finished: bool) -> None:
+        lent = self.late.pop(list(self.late)[which % len(self.late)])
+        self._end_late(lent)
+        if finished:
+            self.bench.finish(lent.action)
+        else:
+            self.bench.give_back(lent.action)
+
+    @precondition(lambda self: self.late)
+    @rule()
+    def late_twice(self) -> None:
+        """A deadline that passes after a reset gave the transfer up."""
+        for lent in self.late.values():
+            self.bench.fail(lent.action, Code.DEADLINE, lent=True)
+
+    @precondition(lambda self: self.runner_up)
+    @rule(sure=seldom)
+    def lose_runner(self, sure: bool) -> None:
+        if not sure:
+            return
+        self.ledger.apply(RunnerLost(self.epoch, "killed by the machine"))
+        self.late |= {id_: lent for id_, lent in self.under_way.items() if lent.rows}
+        self.under_way.clear()
+        self.runner_up = False
+
+    @precondition(lambda self: not self.runner_up)
+    @rule()
+    def new_runner(self) -> None:
+        self.epoch += 1
+        self.ledger.apply(RunnerBack(self.epoch))
+        self.runner_up = True
+
+    @precondition(lambda self: self.epoch or not self.runner_up)
+    @rule(which=pick)
+    def old_process_ends(self, which: int) -> None:
+        epoch = which % (self.epoch + (not self.runner_up))
+        for id_, lent in list(self.late.items()):
+            if lent.epoch == epoch:
+                self._end_late(self.late.pop(id_))
+        self.ledger.apply(RunnerGone(epoch))
+
+    @rule(names=names, tier=tiers)
+    def found(self, names: str, tier: int) -> None:
+        self.bench.holds(names, tier)
+
+    @rule(names=names, tier=tiers)
+    def gone(self, names: str, tier: int) -> None:
+        self.ledger.apply(Gone(tier, pack_keys(keys_of(names))))
+
+    # What must be true after each of them.
+
+    @invariant()
+    def each_row_has_one_owner(self) -> None:
+        primary = self.ledger.primary
+        owned = [*primary.ready.values(), *primary.filling.values(), *primary.quarantined]
+        assert len(set(owned)) == len(owned), owned
+        limbo = [row for row in range(ROWS) if row not in owned and primary.pinned(row)]
+        assert primary.rows_free + len(owned) + len(limbo) == ROWS
+        assert all(primary.key(row) == key for key, row in (primary.ready | primary.filling).items())
+
+    @invariant()
+    def every_ready_row_holds_its_chunk(self) -> None:
+        assert {row: self.content[row] for row in self.ledger.primary.ready.values()} == {
+            row: key for key, row in self.ledger.primary.ready.items()
+        }
+
+    @invariant()
+    def every_pin_has_a_reason(self) -> None:
+        primary, leased = self.ledger.primary, self._leased()
+        loaded = {row for _, rows in self.loads for row in rows}
+        cascading = set(self.ledger.transfers.cascade_rows)
+        filling = set(primary.filling.values())
+        assert {row for row in range(ROWS) if primary.pinned(row)} == loaded | cascading | leased | filling
+        assert self.ledger.leases.rows == len(leased) <= 3
+        assert all(primary.key(row) is not None for row in leased)
+        assert self.ledger.rows_in_use == sum(len(rows) for _, rows in self.loads) + sum(
+            len(rows) for _, _, rows in self.stores
+        )
+
+    @invariant()
+    def every_transfer_is_accounted_for(self) -> None:
+        transfers = self.ledger.transfers
+        assert set(transfers.under_way) == set(self.under_way)
+        assert set(transfers.overdue) == set(self.late)
+        if self.between_steps:
+            assert transfers.cascade_rows == self._cascading()
+            assert self.ledger.outbox.empty
+
+    @invariant()
+    def what_is_lent_stays_where_it_is(self) -> None:
+        primary = self.ledger.primary
+        for lent in self.under_way.values():
+            for key, row in zip(lent.keys, lent.rows, strict=False):
+                assert primary.row(key) == row, key
+        writing = Counter(row for lent in self.late.values() if isinstance(lent.action, Promote) for row in lent.rows)
+        assert set(writing) <= set(primary.quarantined)
+        assert not writing or max(writing.values()) == 1
+
+    @invariant()
+    def a_hit_stays_until_the_step_ends(self) -> None:
+        assert self.hits.items() <= self.ledger.primary.ready.items()
+
+    def teardown(self) -> None:
+        """Let everything end: then nothing is pinned, leased, lent or under way."""
+        for lent in [*self.under_way.values()]:
+            self._work(lent, {})
+            self.bench.finish(lent.action)
+        for lent in self.late.values():
+            self._end_late(lent)
+            self.bench.give_back(lent.action)
+        for keys, _ in self.loads:
+            self.ledger.complete_load(keys)
+        for request, keys, _ in self.stores:
+            self.ledger.complete_store(keys, request, success=False)
+        for request in self.requests:
+            self.ledger.finish(request)
+        self.ledger.refuse(self.ledger.end_step())
+        assert self.bench.settled()
+
+    # How the machine plays.
+
+    def _request(self, which: int) -> Request:
+        return self.requests[which % len(self.requests)]
+
+    def _leased(self) -> set[int]:
+        return set().union(*(request.leased for request in self.requests))
+
+    def _cascading(self) -> Counter[int]:
+        """Count the cascades that pin each row: those of before a reset pin nothing."""
+        everything = self.under_way | {id_: lent for id_, lent in self.late.items() if id_ > self.last_before_reset}
+        return Counter(row for lent in everything.values() if isinstance(lent.action, Cascade) for row in lent.rows)
+
+    def _lend(self, action: Action) -> None:
+        if isinstance(action, Acknowledge | Rank):
+            return
+        rows = list(unpack_rows(action.rows)) if isinstance(action, Promote | Cascade) else []
+        self.under_way[action.id] = Lent(action, unpack_keys(action.keys), rows, self.epoch)
+
+    def _work(self, lent: Lent, failed: dict[int, Code]) -> None:
+        """Write what a promotion brings, and read what a cascade takes."""
+        for index, (key, row) in enumerate(zip(lent.keys, lent.rows, strict=False)):
+            if isinstance(lent.action, Promote):
+                self.content[row] = RUBBISH if index in failed else key
+            else:
+                assert self.content[row] == key
+
+    def _end_late(self, lent: Lent) -> None:
+        """Write or read for the last time."""
+        for key, row in zip(lent.keys, lent.rows, strict=True):
+            if isinstance(lent.action, Promote):
+                self.content[row] = RUBBISH
+            else:
+                assert self.content[row] == key
+
+
+TestEngine = Engine.TestCase
+TestEngine.settings = settings(stateful_step_count=100, max_examples=4 * settings().max_examples)

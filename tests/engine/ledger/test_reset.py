@@ -1,0 +1,202 @@
+"""A reset forgets the primary, never what is lent, and promotes nothing before the engine's word."""
+
+import pytest
+
+from kvtier.engine.breaker import BreakerState
+from kvtier.engine.events import Event, EventKind
+from kvtier.engine.ledger import LookupResult
+from kvtier.runner.messages import Cascade, Code, Delete, Promote
+
+HIT, PENDING, MISS, RETRY = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.RETRY
+
+
+def test_a_reset_forgets_every_key_of_the_primary_and_says_so(bench):
+    engine = bench(rows=4, tiers=0)
+    engine.store("ab")
+    engine.ledger.prepare_store(engine.keys("c"), engine.request())
+    engine.events.take()
+    engine.ledger.reset()
+    assert engine.lookup("abc") == [MISS, MISS, MISS]
+    assert engine.events.take() == [Event(EventKind.REMOVED, "cpu", engine.keys("ab"))]
+    assert engine.settled()
+    assert engine.store("wxyz").evicted == []
+
+
+def test_tiers_keep_what_they_have(bench):
+    engine = bench()
+    engine.store("a")
+    engine.finish_all(engine.step())
+    engine.ledger.reset()
+    engine.ledger.promoting = True
+    assert engine.lookup("a") == [PENDING]
+
+
+def test_nothing_is_promoted_until_the_workers_have_flushed(bench):
+    engine = bench()
+    engine.holds("a")
+    engine.ledger.reset()
+    assert engine.lookup("ab") == [MISS, MISS]
+    assert engine.step() == []
+    engine.ledger.promoting = True
+    assert engine.lookup("ab") == [PENDING, RETRY]
+
+
+def test_stores_go_on_before_the_workers_have_flushed(bench):
+    engine = bench()
+    engine.ledger.reset()
+    engine.store("a")
+    assert [type(action) for action in engine.step()] == [Cascade]
+    assert engine.lookup("a") == [HIT]
+
+
+def test_what_was_queued_is_not_sent_but_for_deletions(bench):
+    engine = bench()
+    engine.holds("b")
+    engine.store("a")
+    engine.lookup("b")
+    engine.ledger.delete(engine.keys("c"))
+    engine.ledger.reset()
+    (delete,) = engine.step()
+    assert isinstance(delete, Delete)
+    engine.finish(delete)
+    assert engine.settled()
+    engine.store("a")
+    assert len(engine.step()) == 1  # The tier is not thought to be getting it.
+
+
+def test_pins_and_leases_of_before_are_gone(bench):
+    engine = bench(rows=3)
+    engine.holds("b")
+    engine.stored_alone("a")
+    waiting = engine.request()
+    engine.lookup("ab", waiting)
+    engine.finish_all(engine.step())
+    engine.ledger.prepare_load(engine.keys("a"), waiting)
+    engine.lookup("b", engine.request("second"))
+    engine.ledger.reset()
+    engine.ledger.finish(waiting)
+    engine.step()
+    assert engine.settled()
+
+
+@pytest.mark.parametrize("kind", [Promote, Cascade])
+def test_what_did_not_end_in_time_keeps_its_rows_until_it_gives_them_back(bench, kind):
+    engine = bench(rows=2)
+    if kind is Promote:
+        engine.holds("a")
+        engine.lookup("a")
+    else:
+        engine.store("a")
+    (transfer,) = engine.step()
+    row = engine.row("a")
+    engine.ledger.reset()
+    assert not engine.ledger.pending
+    assert engine.store("xy") is None
+    assert engine.store("x").rows != [row]
+    engine.give_back(transfer)
+    assert engine.store("y").rows == [row]
+
+
+def test_an_outcome_that_comes_after_a_reset_gives_the_rows_back_and_nothing_else(bench):
+    engine = bench(rows=2)
+    engine.holds("a")
+    engine.store("b")
+    engine.lookup("a")
+    load, store = engine.step()
+    engine.ledger.reset()
+    engine.finish(load)
+    engine.finish(store)
+    assert engine.settled()
+    assert engine.ready() == ""
+    (tier,) = engine.ledger.tiers
+    assert (tier.counters.loaded, tier.counters.stored) == (0, 0)
+
+
+def test_a_deadline_that_comes_after_a_reset_does_not_give_the_rows_back(bench):
+    engine = bench(rows=1)
+    engine.store("a")
+    (store,) = engine.step()
+    engine.ledger.reset()
+    engine.fail(store, Code.DEADLINE, lent=True)
+    assert engine.store("x") is None
+    engine.give_back(store)
+    assert engine.store("x") is not None
+
+
+def test_a_row_that_two_tiers_still_read_is_free_when_both_have_given_it_back(bench):
+    engine = bench(rows=1, tiers=2)
+    engine.store("a")
+    first, second = engine.step()
+    engine.ledger.reset()
+    engine.give_back(first)
+    assert engine.ledger.primary.quarantined
+    engine.give_back(second)
+    assert engine.settled()
+
+
+def test_what_was_lent_before_two_resets_comes_back_once(bench):
+    engine = bench(rows=1)
+    engine.store("a")
+    (store,) = engine.step()
+    engine.ledger.reset()
+    engine.ledger.reset()
+    engine.give_back(store)
+    assert engine.settled()
+
+
+def test_a_tier_that_did_not_end_in_time_is_out_of_use_until_it_has_proved_itself(bench):
+    engine = bench(tiers=[bench.spec("hung", breaker_cooldown_s=5.0), bench.spec("well")], action_chunks=1)
+    engine.store("abc")
+    sent = engine.step()
+    engine.finish_all(action for action in sent if action.tier == 1)
+    engine.ledger.reset()
+    engine.ledger.promoting = True
+    hung, well = engine.ledger.tiers
+    assert (hung.breaker.state, well.breaker.state) == (BreakerState.OPEN, BreakerState.CLOSED)
+    assert hung.breaker.opened == 1
+    engine.store("d")
+    assert [action.tier for action in engine.step(seconds=5.0)] == [1]
+    engine.store("e")
+    assert sorted(action.tier for action in engine.step()) == [0, 1]
+
+
+def test_what_request_level_tiers_were_still_to_get_is_forgotten(bench):
+    engine = bench(tiers=[bench.spec("plain"), bench.spec("whole", request_level=True)])
+    engine.holds("a", tier=0)
+    engine.lookup("a")
+    engine.step()
+    engine.store("a")
+    engine.ledger.reset()
+    engine.stored_alone("a")
+    assert engine.step() == []
+
+
+@pytest.mark.parametrize("first", ["reader", "store"])
+def test_a_row_that_a_reader_and_a_hung_store_keep_is_free_when_both_are_through(bench, first):
+    engine = bench(rows=1)
+    engine.store("a")
+    (store,) = engine.step()
+    engine.fail(store, Code.DEADLINE, lent=True)
+    engine.lookup("a")
+    (row,) = engine.load("a")
+    engine.ledger.keep([row])
+    engine.ledger.reset()
+    through = [lambda: engine.ledger.let_go(row), lambda: engine.give_back(store)]
+    for end in through if first == "reader" else reversed(through):
+        assert engine.store("x") is None
+        end()
+    assert engine.settled()
+    assert engine.store("x") is not None
+
+
+def test_a_row_that_is_kept_since_before_a_deletion_is_free_when_its_last_reader_is_through(bench):
+    engine = bench(rows=1, tiers=0)
+    engine.store("a")
+    engine.lookup("a")
+    (row,) = engine.load("a")
+    engine.ledger.keep([row, row])
+    assert engine.ledger.delete(engine.keys("a")) == []
+    for _ in range(2):
+        assert engine.store("x") is None
+        engine.ledger.let_go(row)
+    assert engine.store("x") is not None

@@ -1,0 +1,265 @@
+"""The engine's own reads and writes: rows, pins, recency, and nothing evicted that was offered."""
+
+import pytest
+
+from kvtier.engine.events import Event, EventKind
+from kvtier.engine.ledger import Ledger, LedgerLimits, LookupResult, StorePlan
+from kvtier.policies.lru import LRU
+from kvtier.runner.messages import Code
+
+HIT, PENDING, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS
+
+
+class Recorder(LRU):
+    """An LRU that notes what it was told, and holds its owner to the contract: no batch names a key twice."""
+
+    def __init__(self, capacity):
+        super().__init__(capacity)
+        self.told = []
+
+    def insert(self, keys):
+        self._note("insert", keys)
+        super().insert(keys)
+
+    def touch(self, keys):
+        self._note("touch", keys)
+        super().touch(keys)
+
+    def rank(self, keys):
+        self._note("rank", keys)
+        super().touch(keys)
+
+    def _note(self, what, keys):
+        assert len(set(keys)) == len(keys), keys
+        if keys:
+            self.told.append((what, list(keys)))
+
+
+@pytest.fixture
+def recorded():
+    """A ledger of eight rows without tiers, and what its policy is told."""
+    policy = Recorder(8)
+    return Ledger(8, policy, (), LedgerLimits(8, 8, 10.0, 64)), policy.told
+
+
+def test_a_plan_gives_each_absent_key_a_row_of_its_own(bench):
+    engine = bench()
+    engine.stored_alone("b")
+    plan = engine.store("abc")
+    assert plan.keys == engine.keys("ac")
+    assert plan.rows == [engine.row("a"), engine.row("c")]
+    assert len({engine.row(name) for name in "abc"}) == 3
+
+
+def test_a_store_without_room_for_all_takes_none(bench):
+    engine = bench(rows=3)
+    engine.ledger.prepare_store(engine.keys("a"), engine.request())
+    engine.stored_alone("b")
+    assert engine.store("xyz") is None
+    assert engine.ready() == "b"
+    assert engine.ledger.primary.rows_free == 1
+    assert engine.ledger.counters.stores_refused == 3
+
+
+def test_a_store_never_evicts_what_it_was_offered(bench):
+    engine = bench(rows=3)
+    engine.stored_alone("abc")
+    assert engine.store("abcd") is None
+    assert engine.ready() == "abc"
+    assert engine.store("cde").evicted == engine.keys("ba")
+    assert engine.ready() == "cde"
+
+
+def test_a_store_of_nothing_new_is_an_empty_plan(bench):
+    engine = bench()
+    engine.store("ab")
+    assert engine.store("ab") == engine.store("") == StorePlan([], [], [])
+
+
+def test_a_key_offered_twice_in_one_call_gets_one_row(bench):
+    engine = bench()
+    assert engine.store("aab").keys == engine.keys("ab")
+    assert engine.ledger.primary.rows_free == 6
+
+
+def test_a_chunk_is_loadable_only_when_its_store_is_complete(bench):
+    engine = bench()
+    request = engine.request()
+    engine.ledger.prepare_store(engine.keys("ab"), request)
+    engine.ledger.complete_store(engine.keys("a"), request)
+    assert engine.lookup("ab") == [HIT, PENDING]
+    with pytest.raises(LookupError, match=engine.keys("b")[0].hex()):
+        engine.ledger.prepare_load(engine.keys("ab"), request)
+    assert engine.ledger.counters.hits == 0
+
+
+def test_a_store_that_failed_leaves_nothing_and_can_be_made_again(bench):
+    engine = bench(rows=2)
+    request = engine.request()
+    engine.ledger.prepare_store(engine.keys("ab"), request)
+    engine.lookup("a")
+    engine.step()
+    engine.ledger.complete_store(engine.keys("ab"), request, success=False)
+    assert engine.step() == []
+    assert engine.settled()
+    assert engine.lookup("a", engine.request("none", [])) == [MISS]
+    assert engine.store("ab").keys == engine.keys("ab")
+
+
+def test_a_load_pins_its_rows_until_it_is_complete(bench):
+    engine = bench(rows=2)
+    engine.stored_alone("ab")
+    engine.lookup("a", request := engine.request())
+    assert engine.ledger.prepare_load(engine.keys("a"), request) == [engine.row("a")]
+    engine.step()
+    assert engine.store("xy") is None
+    assert engine.store("x").evicted == engine.keys("b")
+    engine.ledger.complete_load(engine.keys("a"))
+    engine.finish_all(engine.step())
+    assert engine.settled()
+
+
+def test_two_loads_of_a_row_pin_it_twice(bench):
+    engine = bench(rows=1)
+    engine.stored_alone("a")
+    for request in (engine.request("first"), engine.request("second")):
+        engine.lookup("a", request)
+        engine.ledger.prepare_load(engine.keys("a"), request)
+    engine.step()
+    engine.ledger.complete_load(engine.keys("a"))
+    assert engine.store("x") is None
+    engine.ledger.complete_load(engine.keys("a"))
+    assert engine.store("x").evicted == engine.keys("a")
+
+
+def test_a_key_has_one_access_a_request_however_it_is_used(bench, recorded):
+    ledger, told = recorded
+    a, b, c = bench.keys("abc")
+    writer, reader = ledger.new_request("writer"), ledger.new_request("reader")
+    ledger.complete_store(ledger.prepare_store([a, b], writer).keys, writer)
+    ledger.touch([a, b, c], writer)
+    assert told == [("insert", [a, b])]
+    told.clear()
+    for key in (a, b):
+        ledger.lookup(key, reader)
+    ledger.prepare_load([a], reader)
+    ledger.complete_load([a])
+    ledger.prepare_store([a, b, c], reader)
+    ledger.touch([a, b, c], reader)
+    assert told == [("touch", [a]), ("insert", [c]), ("touch", [b]), ("rank", [a, b, c])]
+
+
+def test_keys_given_twice_in_one_call_have_one_access(bench, recorded):
+    ledger, told = recorded
+    (a,) = bench.keys("a")
+    writer, reader = ledger.new_request("writer"), ledger.new_request("reader")
+    ledger.complete_store(ledger.prepare_store([a, a], writer).keys, writer)
+    ledger.lookup(a, reader)
+    assert len(set(ledger.prepare_load([a, a], reader))) == 1
+    ledger.complete_load([a, a])
+    ledger.prepare_store([a, a], ledger.new_request("third"))
+    assert told == [("insert", [a]), ("touch", [a]), ("touch", [a])]
+
+
+def test_a_request_that_finishes_has_its_keys_ranked_in_prefix_order(bench, recorded):
+    ledger, told = recorded
+    a, b, c, d = bench.keys("abcd")
+    other, request = ledger.new_request("other"), ledger.new_request("r")
+    ledger.complete_store(ledger.prepare_store([b], other).keys, other)
+    ledger.complete_store(ledger.prepare_store([a, b, c], request).keys, request)
+    ledger.complete_store(ledger.prepare_store([d], request).keys, request)
+    ledger.finish(request)
+    assert told[-1] == ("rank", [a, b, c, d])
+
+
+def test_ranking_leaves_out_what_has_gone_since(bench, recorded):
+    ledger, told = recorded
+    a, b, c = bench.keys("abc")
+    request = ledger.new_request("r")
+    ledger.prepare_store([a, b, c], request)
+    ledger.complete_store([a], request)
+    ledger.complete_store([b], request, success=False)
+    ledger.finish(request)
+    assert told[-1] == ("rank", [a, c])
+
+
+def test_a_prefix_outlives_its_continuation(bench):
+    engine = bench(rows=3)
+    first, second = engine.request("first"), engine.request("second")
+    engine.store("abc", first)
+    engine.ledger.finish(first)
+    engine.finish_all(engine.step())
+    assert engine.store("x", second).evicted == engine.keys("c")
+    engine.finish_all(engine.step())
+    assert engine.store("y", second).evicted == engine.keys("b")
+
+
+def test_touching_keeps_a_key(bench):
+    engine = bench(rows=2)
+    engine.stored_alone("a")
+    engine.stored_alone("b")
+    engine.ledger.touch(engine.keys("a?"), engine.request())
+    assert engine.store("x").evicted == engine.keys("b")
+
+
+def test_each_eviction_and_each_store_is_an_event_and_counted(bench):
+    engine = bench(rows=1, tiers=0)
+    engine.store("a")
+    engine.store("b")
+    assert engine.events.take() == [
+        Event(EventKind.STORED, "cpu", engine.keys("a")),
+        Event(EventKind.REMOVED, "cpu", engine.keys("a")),
+        Event(EventKind.STORED, "cpu", engine.keys("b")),
+    ]
+    assert (engine.ledger.counters.stores, engine.ledger.primary.evictions) == (2, 1)
+
+
+def test_a_store_that_is_given_up_is_an_event(bench):
+    engine = bench(tiers=0)
+    plan = engine.ledger.prepare_store(engine.keys("ab"), request := engine.request())
+    engine.ledger.complete_store(plan.keys, request, success=False)
+    engine.ledger.complete_store(plan.keys, request, success=False)
+    assert engine.events.take() == [Event(EventKind.FAILED, "cpu", engine.keys("ab"), "store")]
+
+
+def test_what_is_deleted_is_gone_from_the_primary_and_from_every_tier(bench):
+    engine = bench(tiers=2)
+    engine.store("a")
+    engine.finish_all(engine.step())
+    for tier in (0, 1):
+        engine.knows_all(tier)
+    assert engine.ledger.delete(engine.keys("a")) == []
+    assert engine.lookup("a") == [MISS]
+    deletes = engine.step()
+    assert [type(action).__name__ for action in deletes] == ["Delete", "Delete"]
+    assert engine.ledger.pending
+    for action in deletes:
+        engine.finish(action)
+    assert engine.settled()
+
+
+def test_what_is_held_is_not_deleted_and_said_to_be_held(bench):
+    engine = bench()
+    engine.store("ab")
+    (store,) = engine.step()
+    assert engine.ledger.delete(engine.keys("abc")) == engine.keys("ab")
+    deletes = engine.step()
+    assert [action.keys.joined for action in deletes] == engine.keys("c")
+    engine.finish(store)
+    assert engine.ledger.delete(engine.keys("ab")) == []
+    assert engine.ready() == ""
+
+
+def test_deleting_what_never_was_is_no_event(bench):
+    engine = bench()
+    engine.ledger.delete(engine.keys("a"))
+    assert engine.events.take() == []
+
+
+def test_a_deletion_that_failed_is_counted(bench):
+    engine = bench()
+    engine.ledger.delete(engine.keys("a"))
+    (delete,) = engine.step()
+    engine.fail(delete, Code.UNAVAILABLE)
+    assert engine.ledger.tiers[0].counters.failures == {"unavailable": 1}
+    assert engine.settled()

@@ -1,0 +1,130 @@
+import pytest
+from prometheus_client import generate_latest
+
+from kvtier.engine.events import Event, EventKind, EventLog
+from kvtier.engine.metrics import Metrics
+from kvtier.runner.messages import Code, TierUsage
+from tests.engine.ledger.bench import Bench
+
+ROW_BYTES = 4_096
+
+
+@pytest.fixture
+def engine() -> Bench:
+    """An engine of four rows with two tiers: something of everything that is counted has happened."""
+    engine = Bench(rows=4, tiers=[Bench.spec("disk", store_chunks_max=2), Bench.spec("peer", breaker_failures=1)])
+    engine.knows_all(0)
+    engine.knows_all(1)
+    engine.holds("xy", tier=0)
+    engine.store("abc")  # One too many for the disk.
+    disk, peer = engine.step()
+    engine.finish(disk, {1: Code.NO_SPACE})
+    engine.fail(peer, Code.DEADLINE, lent=True)
+    reader = engine.request()
+    engine.lookup("axz", reader)
+    (load,) = engine.step()
+    engine.finish(load)
+    engine.load("ax", reader)
+    engine.store("nope")
+    return engine
+
+
+def samples(engine: Bench) -> dict[tuple[str, ...], float]:
+    """Give every sample by name and labels' values."""
+    metrics = Metrics(engine.ledger, ROW_BYTES)
+    metrics.observe("disk", "load", 0.2)
+    return {
+        (sample.name.removeprefix("kvtier_"), *sample.labels.values()): sample.value
+        for family in metrics.registry.collect()
+        for sample in family.samples
+    }
+
+
+def test_the_primary_tells_what_it_did_and_how_its_rows_are(engine: Bench) -> None:
+    seen = samples(engine)
+    assert {name[0].removeprefix("primary_"): value for name, value in seen.items() if len(name) == 1} == {
+        "hits_total": 1,
+        "misses_total": 1,
+        "stores_total": 3,
+        "stores_refused_total": 4,
+        "promotions_refused_total": 0,
+        "rows_kept_total": 0,
+        "evictions_total": 0,
+        "runners_lost_total": 0,
+        "events_dropped_total": 0,
+        "row_bytes": ROW_BYTES,
+    }
+    rows = {name[1]: value for name, value in seen.items() if name[0] == "primary_rows"}
+    assert rows == {"ready": 4, "filling": 0, "free": 0, "quarantined": 0, "leased": 0, "cascading": 3, "kept": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "disk", "peer"),
+    [
+        ("hits_total", 1, 0),
+        ("misses_total", 1, 0),
+        ("promoted_total", 1, 0),
+        ("loaded_total", 1, 0),
+        ("stored_total", 1, 0),
+        ("transfers_failed_total", 0, 1),
+        ("probes_failed_total", 0, 0),
+        ("breaker_opened_total", 0, 1),
+        ("loading", 0, 0),
+        ("storing", 0, 0),
+    ],
+)
+def test_each_tier_tells_what_it_did(engine: Bench, name: str, disk: int, peer: int) -> None:
+    seen = samples(engine)
+    assert (seen[f"tier_{name}", "disk"], seen[f"tier_{name}", "peer"]) == (disk, peer)
+
+
+def test_bytes_are_counted_by_direction(engine: Bench) -> None:
+    seen = samples(engine)
+    moved = {name[1:]: value for name, value in seen.items() if name[0] == "tier_bytes_total"}
+    assert moved == {
+        ("disk", "load"): ROW_BYTES,
+        ("disk", "store"): ROW_BYTES,
+        ("peer", "load"): 0,
+        ("peer", "store"): 0,
+    }
+
+
+def test_what_did_not_move_is_counted_by_reason(engine: Bench) -> None:
+    seen = samples(engine)
+    failed = {name[1:]: value for name, value in seen.items() if name[0] == "tier_failed_total"}
+    dropped = {name[1:]: value for name, value in seen.items() if name[0] == "tier_dropped_total"}
+    assert failed == {("disk", "no_space"): 1, ("peer", "deadline"): 3}
+    assert dropped == {("disk", "budget"): 1}
+
+
+def test_exactly_one_state_of_each_breaker_is_shown(engine: Bench) -> None:
+    seen = samples(engine)
+    shown = {name[1:] for name, value in seen.items() if name[0] == "tier_breaker" and value == 1}
+    assert shown == {("disk", "closed"), ("peer", "open")}
+
+
+def test_latencies_are_observed_once_a_transfer(engine: Bench) -> None:
+    seen = samples(engine)
+    assert seen["transfer_seconds_count", "disk", "load"] == 1
+    assert seen["transfer_seconds_sum", "disk", "load"] == 0.2
+    assert seen["transfer_seconds_bucket", "disk", "load", "0.1"] == 0
+    assert seen["transfer_seconds_bucket", "disk", "load", "0.25"] == 1
+
+
+def test_a_registry_is_an_engines_own_and_can_be_scraped(engine: Bench) -> None:
+    for registry in (Metrics(engine.ledger, ROW_BYTES).registry, Metrics(engine.ledger, ROW_BYTES).registry):
+        assert b'kvtier_tier_hits_total{tier="disk"} 1.0' in generate_latest(registry)
+
+
+def test_events_that_nobody_took_are_counted(engine: Bench) -> None:
+    events = EventLog(2)
+    for _ in range(5):
+        events.add(Event(EventKind.STORED, "cpu", ()))
+    registry = Metrics(engine.ledger, ROW_BYTES, events).registry
+    assert registry.get_sample_value("kvtier_events_dropped_total") == 3
+
+
+def test_a_tier_tells_what_it_has_promised(engine: Bench) -> None:
+    engine.ledger.apply(TierUsage(0, 10, 40_960, 1 << 20, 8_192))
+    registry = Metrics(engine.ledger, ROW_BYTES).registry
+    assert registry.get_sample_value("kvtier_tier_reserved_bytes", {"tier": "disk"}) == 8_192

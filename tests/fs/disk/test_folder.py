@@ -1,0 +1,226 @@
+"""A directory is checked, tried and made before the first chunk, or refused and left as it was."""
+
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.backend.namespace import FileMapper
+from kvtier.errors import BackendUnavailable, ConfigError
+from kvtier_backends.fs import FsOptions
+from kvtier_backends.fs.disk.root import Folder
+
+OpenFolder = Callable[..., Folder]
+
+
+def entries(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*"))
+
+
+def test_a_missing_root_is_made_with_its_config(open_folder: OpenFolder, mapper: FileMapper, root: Path) -> None:
+    folder = open_folder()
+    assert (root / mapper.config_name).read_bytes() == mapper.config_bytes
+    assert entries(root) == sorted([mapper.folder, mapper.config_name, folder.chunks])
+
+
+def test_opening_again_changes_nothing(open_folder: OpenFolder, mapper: FileMapper, root: Path) -> None:
+    open_folder()
+    before = (root / mapper.config_name).stat()
+    open_folder()
+    assert (root / mapper.config_name).stat().st_mtime_ns == before.st_mtime_ns
+
+
+def test_other_files_in_the_root_are_left_alone(open_folder: OpenFolder, root: Path) -> None:
+    root.mkdir()
+    (root / "notes.txt").write_text("mine")
+    open_folder()
+    assert (root / "notes.txt").read_text() == "mine"
+
+
+def test_direct_io_is_found_where_it_works(open_folder: OpenFolder) -> None:
+    assert open_folder(io="auto").direct
+    assert open_folder(io="direct").direct
+    assert not open_folder(io="buffered").direct
+
+
+def test_a_config_written_in_another_style_is_the_same(open_folder: OpenFolder, mapper: FileMapper, root: Path) -> None:
+    config = root / mapper.config_name
+    config.parent.mkdir(parents=True)
+    config.write_text(json.dumps(json.loads(mapper.config_bytes)))
+    open_folder()
+
+
+def test_a_config_of_another_namespace_is_refused(open_folder: OpenFolder, mapper: FileMapper, root: Path) -> None:
+    config = root / mapper.config_name
+    config.parent.mkdir(parents=True)
+    config.write_text('{"model_name": "another"}')
+    with pytest.raises(ConfigError, match=r"^root: .*config\.json"):
+        open_folder()
+    assert entries(root) == sorted([mapper.folder, mapper.config_name])
+
+
+@pytest.mark.parametrize("torn", [b"", b'{"model_na', b"\xff\xfe"])
+def test_a_config_that_a_killed_writer_left_is_written_anew(
+    open_folder: OpenFolder, mapper: FileMapper, root: Path, torn: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = root / mapper.config_name
+    config.parent.mkdir(parents=True)
+    config.write_bytes(torn)
+    open_folder()
+    assert config.read_bytes() == mapper.config_bytes
+    assert "not JSON" in caplog.text
+
+
+def test_a_missing_parent_is_refused(open_folder: OpenFolder, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^root: .*missing/tier.*No such file"):
+        open_folder(root=str(tmp_path / "missing" / "tier"))
+    assert entries(tmp_path) == []
+
+
+def test_a_file_is_no_root(open_folder: OpenFolder, root: Path) -> None:
+    root.write_text("a file")
+    with pytest.raises(ConfigError, match=r"^root: .*Not a directory"):
+        open_folder()
+    assert root.read_text() == "a file"
+
+
+@pytest.mark.parametrize("kernels", ["/proc", "/sys/kernel"])
+def test_a_directory_where_nothing_can_be_made_is_refused(open_folder: OpenFolder, kernels: str) -> None:
+    with pytest.raises(ConfigError, match=r"^root: "):
+        open_folder(root=kernels)
+
+
+def test_an_empty_root_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^root: "):
+        FsOptions(root="")
+
+
+@pytest.fixture
+def public_directory() -> Iterator[Path]:
+    """A directory that anyone may enter: pytest's own are for one user."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming somebody without permission needs root")
+def test_a_directory_without_permission_is_refused(public_directory: Path) -> None:
+    script = """
+import os, sys
+from kvtier.errors import ConfigError
+from kvtier.backend.namespace import FileMapper, Namespace
+from kvtier_backends.fs.disk.root import Folder
+from kvtier_backends.fs.options import FsOptions
+os.setuid(65534)
+try:
+    Folder(FsOptions(root=sys.argv[1]), FileMapper(Namespace(model_name="m"))).open()
+except ConfigError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(public_directory)],
+        env={"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        check=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.startswith("root: ")
+    assert "Permission denied" in done.stdout
+    assert entries(public_directory) == []
+
+
+def test_nothing_is_left_of_a_root_that_was_made_in_vain(
+    open_folder: OpenFolder, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fds = os.listdir("/proc/self/fd")
+
+    def fail(*args: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "preadv", fail)
+    with pytest.raises(BackendUnavailable, match="Input/output error"):
+        open_folder(corrupt="quarantine")
+    assert not root.exists()
+    assert len(os.listdir("/proc/self/fd")) == len(fds)
+
+
+def test_what_does_not_come_back_is_refused(
+    open_folder: OpenFolder, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = os.preadv
+
+    def damage(fd: int, buffers: list[memoryview], at: int) -> int:
+        done = read(fd, buffers, at)
+        buffers[1][17] ^= 1
+        return done
+
+    monkeypatch.setattr(os, "preadv", damage)
+    with pytest.raises(BackendUnavailable, match="does not come back"):
+        open_folder()
+    assert not root.exists()
+
+
+def test_where_direct_io_is_refused_the_page_cache_is_used_and_said_so(
+    open_folder: OpenFolder, mount: Callable[[str, str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    root = mount("ramfs", "size=1m")
+    folder = open_folder(root=str(root))
+    assert not folder.direct
+    assert [record.levelno for record in caplog.records if "no direct I/O" in record.getMessage()] == [logging.WARNING]
+
+
+def test_where_direct_io_is_refused_asking_for_it_is_a_mistake(
+    open_folder: OpenFolder, mount: Callable[[str, str], Path]
+) -> None:
+    root = mount("ramfs", "size=1m")
+    with pytest.raises(ConfigError, match=r"^io: 'direct'"):
+        open_folder(root=str(root), io="direct")
+    assert entries(root) == []
+
+
+@pytest.mark.parametrize("flag", ["open", "pwritev"])
+def test_direct_io_that_is_refused_at_any_call_is_refused(
+    open_folder: OpenFolder, flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = getattr(os, flag)
+
+    def refuse_direct(what: str | int, *args: object, **kwargs: object) -> object:
+        flags = args[0] if flag == "open" else os.O_RDWR | _flags(int(what))
+        assert isinstance(flags, int)
+        if flags & os.O_DIRECT:
+            raise OSError(22, "Invalid argument")
+        return call(what, *args, **kwargs)
+
+    monkeypatch.setattr(os, flag, refuse_direct)
+    assert not open_folder().direct
+
+
+def _flags(fd: int) -> int:
+    lines = Path(f"/proc/self/fdinfo/{fd}").read_text().splitlines()
+    return int(next(line.split()[1] for line in lines if line.startswith("flags:")), 8)
+
+
+def test_a_read_only_file_system_is_refused(open_folder: OpenFolder, mount: Callable[[str, str], Path]) -> None:
+    root = mount("tmpfs", "size=1m")
+    subprocess.run(["mount", "-o", "remount,ro", str(root)], check=True)
+    with pytest.raises(ConfigError, match=r"^root: .*Read-only"):
+        open_folder(root=str(root))
+
+
+def test_a_full_disk_can_be_opened_again(
+    open_folder: OpenFolder, mount: Callable[[str, str], Path], mapper: FileMapper
+) -> None:
+    root = mount("tmpfs", "size=64k")
+    open_folder(root=str(root), io="buffered").close()
+    with (root / "ballast").open("wb", buffering=0) as file:
+        assert file.write(bytes(65_536)) < 65_536
+    folder = open_folder(root=str(root))
+    assert (root / mapper.config_name).exists()
+    assert folder.root_fd >= 0

@@ -1,0 +1,102 @@
+"""A footer says what stands before it, and nothing else reads as one."""
+
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
+
+from kvtier.backend.keys import OffloadKey, make_offload_key
+from kvtier_backends.fs.disk.footer import (
+    FOOTER_BYTES,
+    KEY_BYTES_MAX,
+    SLICE_BYTES,
+    Fault,
+    Footer,
+    payload_checksum,
+    read_footer,
+    write_footer,
+)
+
+FOOTER = Footer(make_offload_key(bytes(range(32)), 7), 2_097_152, 0x0123456789ABCDEF, bytes(range(100, 132)))
+
+
+def page_of(footer: Footer, before: bytes = b"\xee") -> memoryview:
+    page = memoryview(bytearray(before * FOOTER_BYTES))
+    write_footer(page, footer)
+    return page
+
+
+def sealed(page: memoryview) -> memoryview:
+    """Make the page's own checksum right again."""
+    struct.pack_into("<Q", page, FOOTER_BYTES - 8, xxh3_64_intdigest(page[:-8]))
+    return page
+
+
+@given(
+    st.builds(
+        Footer,
+        st.binary(max_size=300).map(OffloadKey),
+        st.integers(0, 2**64 - 1),
+        st.integers(0, 2**64 - 1),
+        st.binary(min_size=32, max_size=32),
+        st.integers(0, 2**64 - 1),
+    )
+)
+def test_what_was_written_is_read(footer: Footer) -> None:
+    assert read_footer(page_of(footer)) == footer
+
+
+@given(st.integers(0, 8 * FOOTER_BYTES - 1))
+def test_every_flipped_bit_is_seen(bit: int) -> None:
+    page = page_of(FOOTER)
+    page[bit // 8] ^= 1 << bit % 8
+    assert read_footer(page) in (Fault.FOREIGN, Fault.FOOTER)
+
+
+def test_the_format_is_what_was_published() -> None:
+    """Files outlive programs: a change of format is a change of version, never of this test."""
+    page = bytes(page_of(FOOTER))
+    assert page[:8] == b"\x89kvtier\n"
+    assert page[8:16] == (1).to_bytes(4, "little") + (36).to_bytes(4, "little")
+    assert page[16:24] == (2_097_152).to_bytes(8, "little")
+    assert page[24:32] == bytes.fromhex("efcdab8967452301")
+    assert page[32:64] == bytes(range(100, 132))
+    assert page[64:100] == bytes(range(32)) + b"\0\0\0\x07"
+    assert page[100:4_088] == bytes(3_988)
+    assert page[4_088:] == bytes.fromhex("87417f936c3dae22")
+
+
+def test_nothing_of_the_page_before_stays() -> None:
+    assert bytes(page_of(FOOTER, b"\xff")) == bytes(page_of(FOOTER, b"\0"))
+
+
+def test_a_page_of_zeros_is_told_from_other_strangers() -> None:
+    assert read_footer(memoryview(bytes(FOOTER_BYTES))) is Fault.ZEROED
+    assert read_footer(memoryview(b"KV" * (FOOTER_BYTES // 2))) is Fault.FOREIGN
+
+
+def test_a_later_format_is_not_guessed_at() -> None:
+    page = page_of(FOOTER)
+    page[8] = 2
+    assert read_footer(sealed(page)) is Fault.VERSION
+
+
+def test_a_key_that_cannot_be_in_there_is_a_fault() -> None:
+    page = page_of(FOOTER)
+    struct.pack_into("<I", page, 12, KEY_BYTES_MAX + 1)
+    assert read_footer(sealed(page)) is Fault.FOOTER
+
+
+def test_the_longest_key_fits_and_a_longer_one_is_refused() -> None:
+    longest = FOOTER._replace(key=OffloadKey(b"k" * KEY_BYTES_MAX))
+    assert read_footer(page_of(longest)) == longest
+    with pytest.raises(ValueError, match="4017"):
+        page_of(FOOTER._replace(key=OffloadKey(b"k" * (KEY_BYTES_MAX + 1))))
+
+
+@pytest.mark.parametrize("size", [0, 1, 4_096, SLICE_BYTES - 1, SLICE_BYTES, SLICE_BYTES + 1, 3 * SLICE_BYTES + 17])
+def test_a_checksum_in_slices_is_the_checksum_of_the_whole(size: int) -> None:
+    payload = (bytes(range(251)) * (size // 251 + 1))[:size]
+    assert payload_checksum(memoryview(payload)) == xxh3_64_intdigest(payload)

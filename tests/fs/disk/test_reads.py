@@ -1,0 +1,357 @@
+"""Several reads under way at once: whatever becomes of them, each is told once, and none outlasts the call."""
+
+import asyncio
+import errno
+import itertools
+import mmap
+import os
+import platform
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import BackendClosed
+from kvtier.testing.conformance import Lender
+from kvtier.testing.conformance.lender import keys_of, label
+from kvtier_backends.fs.disk import reads as reads_module
+from kvtier_backends.fs.disk.reads import ONE_BY_ONE, PLACES, Context, QueuedReads, Wanted, takes_queued
+from kvtier_backends.fs.files import lane as chunks
+
+DEADLINE_S = 20.0
+PAGE = mmap.PAGESIZE
+PAGES = 200
+
+
+def refuse(*args: object) -> None:
+    raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+
+def is_queued() -> bool:
+    try:
+        Context(1)
+    except OSError:
+        return False
+    return True
+
+
+pytestmark = pytest.mark.skipif(not is_queued(), reason="this kernel does not queue reads")
+
+
+class Watched(Context):
+    """One that sees what is under way, and may take less than it is given."""
+
+    def __init__(self, places: int = PLACES) -> None:
+        super().__init__(places)
+        self.under_way = 0
+        self.most = 0
+        self.takes = places
+        self.error = 0  # With which all that is not taken is refused.
+        self.spoil: Callable[[int, int], int] = lambda place, result: result
+
+    def start(self, places):
+        if not self.takes:
+            raise OSError(self.error, os.strerror(self.error))
+        started = super().start(places[: self.takes])
+        self.under_way += started
+        self.most = max(self.most, self.under_way)
+        return started
+
+    def wait(self, under_way):
+        ended = super().wait(under_way)
+        self.under_way -= len(ended)
+        return [(place, self.spoil(place, result)) for place, result in ended]
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    """The one context that there is."""
+    context = Watched()
+    monkeypatch.setattr(reads_module, "_idle", reads_module.deque([context]))
+    return context
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Iterator[tuple[int, bytes]]:
+    content = random.Random(0).randbytes(PAGES * PAGE)
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    fd = os.open(path, os.O_RDONLY)
+    yield fd, content
+    os.close(fd)
+
+
+class Asked:
+    """Reads of a file's pages, and what was told of each."""
+
+    def __init__(self, fd: int, pages: list[int], page_bytes: int = PAGE) -> None:
+        memory = memoryview(mmap.mmap(-1, max(1, len(pages)) * page_bytes))[: len(pages) * page_bytes]
+        self.rows = [memory[at : at + page_bytes] for at in range(0, len(memory), page_bytes)]
+        self.told: list[list[int | OSError]] = [[] for _ in pages]
+        half = page_bytes // 2
+        self.wanted = [
+            Wanted(fd, [row[:half], row[half:]], page * PAGE, page_bytes, told.append)
+            for page, row, told in zip(pages, self.rows, self.told, strict=True)
+        ]
+
+
+@pytest.mark.parametrize("queue_bytes", [PAGE, PAGE + 1, 3 * PAGE, 1 << 30])
+@pytest.mark.parametrize("count", [0, 1, 2, 3, PAGES])
+def test_each_read_brings_its_bytes_and_is_told_once(
+    file: tuple[int, bytes], watched: Watched, queue_bytes: int, count: int
+) -> None:
+    fd, content = file
+    pages = random.Random(count).sample(range(PAGES), count)
+    asked = Asked(fd, pages)
+    QueuedReads(queue_bytes)(iter(asked.wanted))
+    assert asked.told == [[PAGE]] * count
+    assert [bytes(row) for row in asked.rows] == [content[page * PAGE :][:PAGE] for page in pages]
+    assert watched.under_way == 0
+
+
+@pytest.mark.parametrize(("queue_bytes", "most"), [(PAGE, 0), (PAGE + 1, 2), (3 * PAGE, 6), (1 << 30, PLACES)])
+def test_no_more_is_under_way_than_there_is_room_for(
+    file: tuple[int, bytes], watched: Watched, queue_bytes: int, most: int
+) -> None:
+    QueuedReads(queue_bytes)(Asked(file[0], list(range(PAGES))).wanted)
+    assert min(2, most) <= watched.most <= most
+
+
+def test_a_read_beyond_the_end_brings_what_there_is(file: tuple[int, bytes]) -> None:
+    asked = Asked(file[0], [PAGES - 1, PAGES, PAGES + 1], 2 * PAGE)
+    QueuedReads(1 << 20)(asked.wanted)
+    assert asked.told == [[PAGE], [0], [0]]
+
+
+@pytest.mark.parametrize("takes", [0, 1, 3])
+def test_what_the_kernel_does_not_take_is_read_all_the_same(
+    file: tuple[int, bytes], watched: Watched, takes: int
+) -> None:
+    watched.takes, watched.error = takes, errno.EAGAIN
+    asked = Asked(file[0], list(range(PAGES)))
+    QueuedReads(1 << 20)(asked.wanted)
+    assert asked.told == [[PAGE]] * PAGES
+    assert b"".join(asked.rows) == file[1]
+
+
+def test_a_read_that_cannot_be_says_why_and_costs_no_other(file: tuple[int, bytes]) -> None:
+    asked = Asked(file[0], list(range(8)))
+    asked.wanted[3] = asked.wanted[3]._replace(fd=-1)
+    QueuedReads(1 << 20)(asked.wanted)
+    told = asked.told.pop(3)[0]
+    assert isinstance(told, OSError)
+    assert told.errno == errno.EBADF
+    assert asked.told == [[PAGE]] * 7
+
+
+def test_without_a_context_reads_are_done_one_by_one(file: tuple[int, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reads_module, "_idle", reads_module.deque())
+    monkeypatch.setattr(reads_module, "Context", refuse)
+    asked = Asked(file[0], list(range(PAGES)))
+    QueuedReads(1 << 20)(asked.wanted)
+    assert asked.told == [[PAGE]] * PAGES
+    assert not takes_queued(file[0], memoryview(bytearray(PAGE)))
+
+
+@pytest.mark.parametrize("asked_for", [2, 7, 40])
+def test_nothing_is_under_way_when_asking_fails(file: tuple[int, bytes], watched: Watched, asked_for: int) -> None:
+    def fail(wanted: list[Wanted]) -> Iterator[Wanted]:
+        yield from wanted[:asked_for]
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        QueuedReads(1 << 20)(fail(Asked(file[0], list(range(PAGES))).wanted))
+    assert watched.most
+    assert watched.under_way == 0
+
+
+def test_nothing_is_under_way_when_telling_fails(file: tuple[int, bytes], watched: Watched) -> None:
+    def fail(result: int | OSError) -> None:
+        raise LookupError(watched.under_way)
+
+    wanted = Asked(file[0], list(range(PAGES))).wanted
+    with pytest.raises(LookupError) as error:
+        QueuedReads(1 << 20)([*wanted[:20], *(each._replace(done=fail) for each in wanted[20:])])
+    assert error.value.args[0]
+    assert watched.under_way == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_has_contexts_of_its_own(file: tuple[int, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent's would take no read of the child's."""
+    results = spoiled(monkeypatch, lambda result: result)
+    asked = Asked(file[0], list(range(PAGES)))
+    QueuedReads(1 << 20)(asked.wanted)
+    if not (child := os.fork()):
+        QueuedReads(1 << 20)(asked.wanted)
+        os._exit(asked.told != [[PAGE, PAGE]] * PAGES or results != [PAGE] * 2 * PAGES)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_signal_does_not_end_the_waiting(file: tuple[int, bytes]) -> None:
+    context, row = Context(1), memoryview(mmap.mmap(-1, PAGE))
+    ended: list[tuple[int, int]] = []
+    caught = threading.Event()
+    waiting = threading.Thread(target=lambda: ended.extend(context.wait(1)), daemon=True)
+    before = signal.signal(signal.SIGUSR1, lambda *_: caught.set())
+    try:
+        waiting.start()
+        while not is_waiting(waiting):
+            assert waiting.is_alive()
+        signal.pthread_kill(waiting.ident, signal.SIGUSR1)
+        while not caught.is_set():  # Which this thread does, when it comes to it.
+            assert waiting.is_alive()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    context.prepare(0, file[0], [row], PAGE)
+    context.start([0])
+    waiting.join(DEADLINE_S)
+    assert ended == [(0, PAGE)]
+    assert row == file[1][PAGE : 2 * PAGE]
+
+
+def is_waiting(thread: threading.Thread) -> bool:
+    """Say whether a thread sleeps in the kernel's `io_getevents`."""
+    number = {"x86_64": b"208", "aarch64": b"4"}[platform.machine()]
+    with open(f"/proc/self/task/{thread.native_id}/syscall", "rb") as syscall:
+        return syscall.read().split()[0] == number
+
+
+def test_a_read_that_is_queued_is_tried_for_real(file: tuple[int, bytes], watched: Watched) -> None:
+    page = memoryview(bytearray(PAGE))
+    assert takes_queued(file[0], page)
+    assert bytes(page) == file[1][:PAGE]
+    watched.spoil = lambda place, result: -errno.EIO
+    assert not takes_queued(file[0], page)
+    watched.takes, watched.error = 0, errno.EINVAL
+    assert not takes_queued(file[0], page)
+
+
+@pytest.mark.parametrize("options", [{"load_queue_bytes": 0}, {"io": "buffered"}])
+def test_reads_are_queued_where_it_is_wanted_and_direct(open_folder, options: dict[str, object]) -> None:
+    assert open_folder(**options).reads is ONE_BY_ONE
+
+
+def test_reads_are_queued_on_a_disk_unless_the_kernel_refuses(open_folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = open_folder()
+    if not folder.direct or not os.major(os.fstat(folder.root_fd).st_dev):
+        pytest.skip("chunks are not on a disk with direct I/O here")
+    assert isinstance(folder.reads, QueuedReads)
+    monkeypatch.setattr(Context, "start", refuse)
+    assert open_folder().reads is ONE_BY_ONE
+
+
+def test_reads_of_what_is_no_disk_are_not_queued(open_folder, mount) -> None:
+    assert open_folder(root=str(mount("tmpfs", "size=1m") / "tier")).reads is ONE_BY_ONE
+
+
+@pytest.fixture(params=["files", "segments"])
+def layout(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def spoiled(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[int], int]) -> list[int]:
+    """Have results of queued reads changed; return what they were."""
+    results: list[int] = []
+    wait = Context.wait
+
+    def changed(self: Context, under_way: int) -> list[tuple[int, int]]:
+        ended = wait(self, under_way)
+        results.extend(result for _, result in ended)
+        return [(place, spoil(result)) for place, result in ended]
+
+    monkeypatch.setattr(Context, "wait", changed)
+    return results
+
+
+def needs_queue(results: list[int]) -> None:
+    if not results:
+        pytest.skip("chunks are not on a disk with direct I/O here")
+
+
+async def scattered(open_tier, lender: Lender, layout: str, **options: object):
+    """Open a tier whose chunks are read in more than one call."""
+    tier = await open_tier(layout=layout, load_lanes=1, **options)
+    for start in range(40):
+        await lender.keep(tier, keys_of(1, start=start))
+    return tier, keys_of(40)[::2]
+
+
+async def test_an_error_of_a_queued_read_is_the_chunks_alone_that_have_it(
+    open_tier, lender: Lender, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, keys = await scattered(open_tier, lender, layout)
+    with monkeypatch.context() as patch:
+        ended = itertools.count()
+        results = spoiled(patch, lambda result: -errno.EIO if next(ended) == len(keys) // 2 else result)
+        got = await lender.recall(tier, keys)
+        needs_queue(results)
+    failed = got.index("TransferFailed")
+    assert failed
+    assert got == ["TransferFailed" if place == failed else label(key) for place, key in enumerate(keys)]
+    assert await lender.recall(tier, keys) == [label(key) for key in keys]
+
+
+async def test_a_queued_read_that_comes_short_is_gone_on_with(
+    open_tier, lender: Lender, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, keys = await scattered(open_tier, lender, layout)
+    prepare = Context.prepare
+
+    def shortened(self: Context, place: int, fd: int, buffers: list[memoryview], offset: int) -> None:
+        prepare(self, place, fd, [buffers[0][:PAGE]], offset)
+
+    monkeypatch.setattr(Context, "prepare", shortened)
+    results = spoiled(monkeypatch, lambda result: result)
+    assert await lender.recall(tier, keys) == [label(key) for key in keys]
+    needs_queue(results)
+    assert set(results) == {PAGE}
+
+
+async def test_a_hung_queued_read_is_left_behind_and_its_buffer_stays_lent(
+    open_tier, lender: Lender, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, keys = await scattered(open_tier, lender, layout)
+    waiting, go_on, wait = threading.Event(), threading.Event(), Context.wait
+
+    def stuck(self: Context, under_way: int) -> list[tuple[int, int]]:
+        waiting.set()
+        assert go_on.wait(DEADLINE_S)
+        return wait(self, under_way)
+
+    monkeypatch.setattr(Context, "wait", stuck)
+    load = asyncio.create_task(tier.load(lender.reads(keys)))
+    if not await asyncio.to_thread(waiting.wait, 1.0) and load.done():
+        pytest.skip("chunks are not on a disk with direct I/O here")
+    load.cancel()
+    assert await tier.aclose(0) == (1,)
+    assert not load.done()
+    with pytest.raises(BackendClosed):
+        await tier.load([])
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await load
+    assert await tier.aclose(DEADLINE_S) == (0,)
+
+
+async def test_files_are_closed_whatever_becomes_of_their_reads(
+    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier, keys = await scattered(open_tier, lender, "files")
+    before = len(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(chunks, "judge_chunk", _no_memory)
+        with pytest.raises(MemoryError):
+            await tier.load(lender.reads(keys))
+    with monkeypatch.context() as patch:
+        spoiled(patch, lambda result: -errno.EIO)
+        await tier.load(lender.reads(keys))
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert await lender.recall(tier, keys) == [label(key) for key in keys]
+
+
+def _no_memory(*args: object) -> None:
+    raise MemoryError

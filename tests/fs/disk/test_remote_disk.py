@@ -1,0 +1,52 @@
+"""What a file server says of its disk is what it likes to send at once, and is no size of its blocks."""
+
+import os
+
+import pytest
+
+from kvtier.testing.conformance import Lender
+from kvtier.testing.conformance.lender import keys_of
+from kvtier_backends.fs.files import layout as files_layout
+
+MIB = 1 << 20
+CAPACITY_BYTES = 24 * MIB
+BATCH_CHUNKS = 16
+WAYS = [{}, {"naming": "flat"}, {"layout": "segments"}, {"shared": True}]
+
+
+@pytest.fixture
+def nfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have the file system be described as NFS does it: in fragments of 1 MiB, which Linux takes from `wtpref`."""
+    real = os.fstatvfs
+
+    def described(fd: int) -> os.statvfs_result:
+        found = list(real(fd))
+        scale = MIB // found[1]
+        return os.statvfs_result([MIB, MIB, *(count // scale for count in found[2:5]), *found[5:]])
+
+    monkeypatch.setattr(os, "fstatvfs", described)
+
+
+@pytest.mark.usefixtures("nfs")
+@pytest.mark.parametrize("options", WAYS, ids=str)
+async def test_a_directory_on_nfs_is_filled_to_its_capacity(open_tier, lender: Lender, taken_bytes, root, options):
+    tier = await open_tier(capacity_bytes=CAPACITY_BYTES, checkpoint_s=0, **options)
+    stored = 0
+    while not tier.counters().evicted + tier.counters().overwritten:
+        outcomes = await tier.store(lender.writes(keys_of(BATCH_CHUNKS, stored)))
+        assert list(outcomes) == [None] * BATCH_CHUNKS
+        stored += BATCH_CHUNKS
+    assert CAPACITY_BYTES * 0.8 < taken_bytes(root) <= CAPACITY_BYTES
+
+
+@pytest.mark.parametrize("options", [{"capacity_bytes": CAPACITY_BYTES}, {"min_free_bytes": MIB}], ids=str)
+@pytest.mark.parametrize("shared", [False, True])
+async def test_a_small_directory_has_room_before_its_first_count_is_over(
+    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch, options: dict[str, int], shared: bool
+) -> None:
+    """However long the engine took to its first store: that takes nothing off the time for the count."""
+    monkeypatch.setattr(files_layout, "SCAN_PATIENCE_S", 0.0)
+    for version in range(3):
+        tier = await open_tier(shared=shared, **options)
+        await lender.keep(tier, keys_of(BATCH_CHUNKS), version)
+        await tier.aclose(20)

@@ -1,0 +1,129 @@
+"""Never more than a day's bytes in any day, whoever is killed and whatever the clock does."""
+
+import asyncio
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier.backend.lending import Lanes
+from kvtier.testing.conformance import Lender
+from kvtier.testing.conformance.lender import keys_of
+from kvtier_backends.fs.disk.write_budget import DAY_NS, WriteBudget
+
+UNIT_BYTES = 1_000
+DAY_BYTES = 3_200_000
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_ns = 1_800_000_000 * 10**9
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+async def open_budget(tmp_path: Path, clock: Clock):
+    fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    lanes = Lanes(1, "budget")
+    opened: list[WriteBudget] = []
+
+    def open_budget(bytes_per_day: int = DAY_BYTES) -> WriteBudget:
+        opened.append(WriteBudget(fd, "budget", bytes_per_day, UNIT_BYTES, clock))
+        opened[-1].use(lanes)
+        return opened[-1]
+
+    yield open_budget
+    for budget in opened:
+        budget.close()
+    await lanes.aclose(10)
+    os.close(fd)
+
+
+OpenBudget = Callable[..., WriteBudget]
+
+
+async def spend(budget: WriteBudget) -> int:
+    """Write as much as there is."""
+    total = 0
+    while taken := await budget.take(8 * UNIT_BYTES, UNIT_BYTES):
+        total += taken
+    return total
+
+
+async def test_a_full_bucket_is_an_eighth_of_a_day(open_budget: OpenBudget) -> None:
+    budget = open_budget()
+    assert await spend(budget) == DAY_BYTES // 8
+    assert await budget.take(UNIT_BYTES, UNIT_BYTES) == 0
+
+
+async def test_no_day_sees_more_than_its_bytes(open_budget: OpenBudget, clock: Clock) -> None:
+    """Through closings, kills, a clock that jumps back, and pauses of every length."""
+    dice = random.Random(7)
+    written: list[tuple[int, int]] = []
+    passed_ns = 0
+    budget = open_budget()
+    for _ in range(600):
+        step_ns = int(dice.expovariate(1.0) * 600e9)
+        clock.now_ns += step_ns
+        passed_ns += step_ns
+        written.append((passed_ns, await budget.take(dice.randint(1, 400) * UNIT_BYTES, UNIT_BYTES)))
+        match dice.randrange(20):
+            case 0:
+                budget.close()
+                budget = open_budget()
+            case 1:
+                budget = open_budget()  # The one before was killed, with what it had drawn.
+            case 2:
+                clock.now_ns -= 3_600 * 10**9
+    for at_ns, _ in written:
+        assert sum(size for when, size in written if at_ns <= when < at_ns + DAY_NS) <= DAY_BYTES
+    assert sum(size for _, size in written) > DAY_BYTES
+
+
+async def test_a_restart_gives_back_what_was_not_written(open_budget: OpenBudget) -> None:
+    first = open_budget()
+    assert await first.take(UNIT_BYTES, UNIT_BYTES) == UNIT_BYTES
+    first.close()
+    assert await spend(open_budget()) == DAY_BYTES // 8 - UNIT_BYTES
+
+
+async def test_a_damaged_file_is_an_empty_bucket(open_budget: OpenBudget, tmp_path: Path, clock: Clock) -> None:
+    (tmp_path / "budget").write_bytes(b"?" * 24)
+    budget = open_budget()
+    assert await spend(budget) == 0
+    clock.now_ns += DAY_NS
+    assert await spend(budget) == DAY_BYTES // 8
+
+
+async def test_only_whole_chunks_are_allowed(open_budget: OpenBudget) -> None:
+    budget = open_budget(8 * 2_500)
+    assert await budget.take(5 * UNIT_BYTES, UNIT_BYTES) == 2 * UNIT_BYTES
+
+
+async def test_beyond_it_nothing_is_stored_and_everything_loads(open_tier, lender: Lender) -> None:
+    file_bytes = 8_192 + 4_096
+    tier = await open_tier(write_budget_bytes_per_day=8 * 10 * file_bytes)
+    outcomes = list(await tier.store(lender.writes(keys_of(16))))
+    assert outcomes[:10] == [None] * 10
+    assert {type(outcome).__name__ for outcome in outcomes[10:]} == {"NoSpace"}
+    assert all("write budget" in str(outcome) for outcome in outcomes[10:])
+    assert tier.counters().refused == {"write_budget": 6}
+    assert "BlockMissing" not in await lender.recall(tier, keys_of(10))
+    await tier.aclose(10)
+    again = await open_tier(write_budget_bytes_per_day=8 * 10 * file_bytes)
+    assert type((await again.store(lender.writes(keys_of(1, 50))))[0]).__name__ == "NoSpace"
+
+
+async def test_two_engines_draw_on_one_bucket(open_budget: OpenBudget) -> None:
+    one, two = open_budget(), open_budget()
+    spent = await asyncio.gather(spend(one), spend(two))
+    assert sum(spent) == DAY_BYTES // 8

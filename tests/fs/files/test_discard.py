@@ -1,0 +1,167 @@
+"""A corrupt file goes; a good one that has taken its place stays."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier.backend.keys import OffloadKey, make_offload_key
+from kvtier.backend.namespace import FileMapper
+from kvtier_backends.fs.disk import quarantine
+from kvtier_backends.fs.disk.footer import Fault
+from kvtier_backends.fs.disk.root import Folder
+from kvtier_backends.fs.files.discard import Discard, Discarded
+
+KEY = make_offload_key(b"k" * 32)
+
+
+@pytest.fixture
+def path(root: Path, path_of: Callable[[OffloadKey], Path]) -> Path:
+    return path_of(KEY)
+
+
+@pytest.fixture
+def opened(open_folder: Callable[..., Folder], path: Path) -> Callable[..., Discard]:
+    """Open a folder with one bad file in it."""
+
+    def opened(**options: object) -> Discard:
+        folder = open_folder(**options)
+        put(path, b"bad")
+        return Discard(folder)
+
+    return opened
+
+
+def put(path: Path, content: bytes) -> None:
+    """As a writer does: a new file in place of the old one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".new")
+    aside.write_bytes(content)
+    aside.replace(path)
+
+
+def found_in(folder: Path) -> list[bytes]:
+    return sorted(entry.read_bytes() for entry in folder.iterdir())
+
+
+def quarantine_of(root: Path, mapper: FileMapper) -> Path:
+    return root / mapper.folder / "quarantine"
+
+
+def test_a_corrupt_file_is_deleted(opened: Callable[..., Discard], mapper: FileMapper, path: Path) -> None:
+    gone = opened()
+    with path.open("rb") as file:
+        assert gone(mapper.name(KEY), file.fileno(), Fault.PAYLOAD) is Discarded.DELETED
+    assert found_in(path.parent) == []
+
+
+def test_a_corrupt_file_is_kept_in_quarantine(
+    opened: Callable[..., Discard], mapper: FileMapper, root: Path, path: Path
+) -> None:
+    gone = opened(corrupt="quarantine")
+    with path.open("rb") as file:
+        assert gone(mapper.name(KEY), file.fileno(), Fault.PAYLOAD) is Discarded.QUARANTINED
+    assert found_in(path.parent) == []
+    (kept,) = quarantine_of(root, mapper).iterdir()
+    assert kept.read_bytes() == b"bad"
+    assert kept.name.startswith(f"{(b'k' * 32).hex()}.payload.")
+
+
+@pytest.mark.parametrize("corrupt", ["delete", "quarantine"])
+def test_a_file_that_was_replaced_since_it_was_read_stays(
+    opened: Callable[..., Discard], mapper: FileMapper, root: Path, path: Path, corrupt: str
+) -> None:
+    gone = opened(corrupt=corrupt)
+    with path.open("rb") as file:
+        put(path, b"good")
+        assert gone(mapper.name(KEY), file.fileno(), Fault.PAYLOAD) is Discarded.REPLACED
+    assert found_in(path.parent) == [b"good"]
+
+
+@pytest.mark.parametrize("corrupt", ["delete", "quarantine"])
+@pytest.mark.parametrize("newer_still", [False, True])
+def test_a_file_that_is_replaced_at_the_last_moment_stays(
+    opened: Callable[..., Discard],
+    mapper: FileMapper,
+    root: Path,
+    path: Path,
+    corrupt: str,
+    newer_still: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gone = opened(corrupt=corrupt)
+    rename = os.rename
+
+    def replaced_around(*args: str, **kwargs: int) -> None:
+        monkeypatch.undo()
+        put(path, b"good")
+        rename(*args, **kwargs)
+        if newer_still:
+            put(path, b"better")
+
+    with path.open("rb") as file:
+        monkeypatch.setattr(os, "rename", replaced_around)
+        assert gone(mapper.name(KEY), file.fileno(), Fault.PAYLOAD) is Discarded.REPLACED
+    assert found_in(path.parent) == [b"better" if newer_still else b"good"]
+    assert corrupt == "delete" or found_in(quarantine_of(root, mapper)) == []
+
+
+def test_a_file_that_somebody_else_has_discarded_is_gone(
+    opened: Callable[..., Discard], mapper: FileMapper, path: Path
+) -> None:
+    gone = opened()
+    with path.open("rb") as file:
+        path.unlink()
+        assert gone(mapper.name(KEY), file.fileno(), Fault.PAYLOAD) is Discarded.REPLACED
+
+
+def test_without_its_quarantine_a_file_is_deleted(
+    opened: Callable[..., Discard], mapper: FileMapper, root: Path, path: Path
+) -> None:
+    gone = opened(corrupt="quarantine")
+    quarantine_of(root, mapper).rmdir()
+    with path.open("rb") as file:
+        assert gone(mapper.name(KEY), file.fileno(), Fault.PAYLOAD) is Discarded.DELETED
+    assert found_in(path.parent) == []
+
+
+def test_a_quarantine_has_a_limit_that_outlives_the_tier(
+    opened: Callable[..., Discard], mapper: FileMapper, root: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quarantine, "FILES_MAX", 3)
+    outcomes: list[Discarded] = []
+    for _ in range(2):
+        gone = opened(corrupt="quarantine")
+        for _ in range(2):
+            put(path, b"bad")
+            with path.open("rb") as file:
+                outcomes.append(gone(mapper.name(KEY), file.fileno(), Fault.PAYLOAD))
+    assert outcomes == [Discarded.QUARANTINED] * 3 + [Discarded.DELETED]
+    assert len(list(quarantine_of(root, mapper).iterdir())) == 3
+
+
+def test_a_file_that_cannot_be_moved_is_left(
+    opened: Callable[..., Discard], mapper: FileMapper, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = opened()
+
+    def refuse(*args: str, **kwargs: int) -> None:
+        raise PermissionError(1, "not yours")
+
+    with path.open("rb") as file:
+        monkeypatch.setattr(os, "rename", refuse)
+        assert gone(mapper.name(KEY), file.fileno(), Fault.PAYLOAD) is Discarded.LEFT
+    assert found_in(path.parent) == [b"bad"]
+
+
+def test_each_kind_is_warned_of_once(
+    opened: Callable[..., Discard], mapper: FileMapper, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = opened()
+    for fault in [Fault.PAYLOAD, Fault.PAYLOAD, Fault.SWAPPED, Fault.PAYLOAD]:
+        put(path, b"bad")
+        with path.open("rb") as file:
+            gone(mapper.name(KEY), file.fileno(), fault)
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert [message.split("(")[1].split(")")[0] for message in warnings] == ["payload", "swapped"]

@@ -1,0 +1,380 @@
+"""Several processes, one directory, one budget, no server: whoever dies, the limit holds and the others go on.
+
+`KVTIER_SHARED_ROUNDS` sets how often the directory is looked at, and processes are killed.
+"""
+
+import asyncio
+import errno
+import fcntl
+import os
+import random
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from xxhash import xxh3_64_intdigest
+
+from kvtier.backend.contract import ScanDone
+from kvtier.backend.keys import OffloadKey
+from kvtier.backend.namespace import FileMapper
+from kvtier.errors import BackendUnavailable, ConfigError
+from kvtier.testing.conformance import Lender
+from kvtier.testing.conformance.lender import keys_of, label
+from kvtier_backends.fs import FsBackend, FsOptions
+from kvtier_backends.fs.disk.shared_page import PAGE_BYTES, SLOTS, VERSION, LedgerFile, read_page
+
+ROUNDS = int(os.environ.get("KVTIER_SHARED_ROUNDS", "20"))
+SEED = int(os.environ.get("KVTIER_SHARED_SEED", "1"))
+DEADLINE_S = 30.0
+CHUNKS = 600
+CAPACITY_BYTES = 40 * (8_192 + 4_096 + 8_192) + 524_288
+BOOT = b"8 bytes."
+
+
+@pytest.fixture
+def open_ledger(tmp_path: Path):
+    fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    opened: list[LedgerFile] = []
+
+    def open_ledger(boot: bytes = BOOT) -> LedgerFile:
+        opened.append(LedgerFile(fd, "ledger", boot))
+        return opened[-1]
+
+    yield open_ledger
+    for ledger in opened:
+        ledger.close()
+    os.close(fd)
+
+
+def counted(ledger: LedgerFile, seen_bytes: int) -> LedgerFile:
+    ledger.end_count(ledger.begin_count(), seen_bytes)
+    return ledger
+
+
+async def test_processes_that_are_killed_keep_the_limit_together(
+    start_writer: Callable[..., Awaitable[Any]], taken_bytes: Callable[[Path], int], root: Path, open_tier
+) -> None:
+    """Two at a time; all are held still, looked at, and now and then one is killed and followed by another."""
+    dice = random.Random(SEED)
+    options = {"capacity_bytes": CAPACITY_BYTES, "shared": True}
+    writers = [await start_writer(CHUNKS, **options) for _ in range(2)]
+    for number, writer in enumerate(writers):
+        await writer.begin(SEED + number)
+        await writer.works()
+    most = 0
+    for number in range(ROUNDS):
+        await asyncio.sleep(dice.random() * 0.05)  # Not to wait for anything: to stop at any moment of a call.
+        for writer in writers:
+            await writer.stop()
+        most = max(most, taken_bytes(root))
+        assert most <= CAPACITY_BYTES
+        for writer in writers:
+            writer.go_on()
+        if number % 4 == 3:
+            victim = dice.choice(writers)
+            await victim.kill()
+            assert taken_bytes(root) <= CAPACITY_BYTES + 0
+            await victim.begin(1_000 + number)
+            await victim.works()
+    for writer in writers:
+        await writer.works()
+    assert [writer.wrong for writer in writers] == [[], []]
+    assert most > CAPACITY_BYTES / 3, "it holds far less than it may"  # Of two writers, most is promised.
+
+
+async def test_each_sees_what_the_others_store_and_delete(open_tier, lender: Lender) -> None:
+    one, two = [await open_tier(shared=True, capacity_bytes="64MiB") for _ in range(2)]
+    report = two.watch()
+    async with asyncio.timeout(DEADLINE_S):
+        assert await anext(report) == ScanDone(complete=False)
+    await lender.keep(one, keys_of(4))
+    assert list(await two.probe(keys_of(5))) == [True] * 4 + [False]
+    assert await lender.recall(two, keys_of(4)) == [label(key) for key in keys_of(4)]
+    await one.delete(keys_of(2))
+    assert list(await two.probe(keys_of(4))) == [False, False, True, True]
+    await report.aclose()
+
+
+async def test_what_another_has_used_is_spared(open_tier, lender: Lender, path_of) -> None:
+    capacity_bytes = 24 * (8_192 + 4_096 + 16_384)
+    one = await open_tier(shared=True, capacity_bytes=capacity_bytes)
+    await lender.keep(one, keys_of(4))
+    later_s = time.time() + 120
+    os.utime(path_of(keys_of(1)[0]), (later_s, later_s))  # As another does that has used it.
+    for start in range(100, 144, 4):
+        await one.store(lender.writes(keys_of(4, start)))
+    told = await lender.recall(one, keys_of(4))
+    assert told == [label(keys_of(1)[0]), "BlockMissing", "BlockMissing", "BlockMissing"]
+
+
+def test_only_lru_is_shared() -> None:
+    with pytest.raises(ConfigError, match=r"^eviction_policy: 'arc' given, 'lru' accepted with shared"):
+        FsOptions(root="/x", shared=True, eviction_policy="arc")
+
+
+async def test_without_locks_it_is_not_shared(open_tier, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> bytes:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "fcntl", refuse)
+    with pytest.raises(ConfigError, match="with locks on files accepted"):
+        await open_tier(shared=True)
+
+
+def test_nothing_is_promised_before_the_directory_was_counted(open_ledger: Callable[..., LedgerFile]) -> None:
+    ledger = open_ledger()
+    assert ledger.reserve(10, 100) is None
+    counted(ledger, 40)
+    assert ledger.reserve(100, 100) == 60
+    assert ledger.taken() == (40, 60)
+
+
+def test_what_one_promises_the_other_cannot(open_ledger: Callable[..., LedgerFile]) -> None:
+    one, two = counted(open_ledger(), 0), open_ledger()
+    assert (one.reserve(70, 100), two.reserve(70, 100)) == (70, 30)
+    one.settle(70, 50)
+    assert two.taken() == (50, 30)
+    assert two.exchange(20, 15) == 15
+    assert two.taken() == (30, 45)
+
+
+def test_what_the_dead_had_promised_counts_as_written_until_it_is_counted(
+    open_ledger: Callable[..., LedgerFile],
+) -> None:
+    dead, alive = counted(open_ledger(), 0), open_ledger()
+    assert dead.reserve(60, 100) == 60
+    dead.close()  # As the kernel does.
+    assert alive.reserve(60, 100) == 40
+    alive.settle(40, 40)
+    assert alive.reserve(10, 100) == 0
+    counted(alive, 40 + 20)  # Of the dead one's sixty, twenty had been written.
+    assert alive.taken() == (60, 0)
+
+
+def test_a_count_beside_stores_is_at_least_what_is_there(open_ledger: Callable[..., LedgerFile]) -> None:
+    one, two = counted(open_ledger(), 0), open_ledger()
+    began = one.begin_count()
+    two.settle(two.reserve(50, 1_000), 50)  # May have been seen, or not.
+    one.end_count(began, 50)
+    assert 50 <= one.taken()[0] <= 100
+    counted(one, 50)
+    assert one.taken()[0] == 50
+
+
+def test_a_damaged_page_says_that_nothing_is_known(open_ledger: Callable[..., LedgerFile], tmp_path: Path) -> None:
+    ledger = counted(open_ledger(), 10)
+    for damage in (b"", b"?" * PAGE_BYTES, (tmp_path / "ledger").read_bytes()[:-1] + b"!"):
+        (tmp_path / "ledger").write_bytes(damage)
+        assert ledger.reserve(10, 100) is None
+        ledger.settle(0, 5)
+        counted(ledger, 40)
+        assert ledger.taken() == (40, 0)
+
+
+@pytest.mark.parametrize("damage", ["a flipped bit", "zeros", "truncated", "empty", "another version"])
+async def test_for_a_damaged_page_nothing_is_removed_and_the_directory_is_counted_at_once(
+    open_tier, lender: Lender, root: Path, mapper: FileMapper, path_of, damage: str
+) -> None:
+    """Two tiers share it; each says again what it has promised when it stores."""
+    one, two = [await open_tier(shared=True, capacity_bytes="64MiB") for _ in range(2)]
+    await until_taken(one, lender, keys_of(8))
+    await until_taken(two, lender, keys_of(8, 8))
+    (page,) = (root / mapper.folder).glob("ledger*")
+    content = bytearray(page.read_bytes())
+    match damage:
+        case "a flipped bit":
+            content[40] ^= 1
+        case "zeros":
+            content[:] = bytes(len(content))
+        case "truncated":
+            del content[-1:]
+        case "empty":
+            content.clear()
+        case "another version":
+            content[8:12] = (VERSION + 1).to_bytes(4, "little")
+    page.write_bytes(content)
+    await asyncio.gather(until_taken(one, lender, keys_of(8, 16)), until_taken(two, lender, keys_of(8, 24)))
+    assert [tier.counters().evicted for tier in (one, two)] == [0, 0]
+    assert await lender.recall(one, keys_of(32)) == [label(key) for key in keys_of(32)]
+
+
+async def until_taken(tier: FsBackend, lender: Lender, keys: list[OffloadKey]) -> None:
+    """Offer chunks until all are stored."""
+    async with asyncio.timeout(DEADLINE_S):
+        while any(outcome is not None for outcome in await tier.store(lender.writes(keys))):
+            await asyncio.sleep(0.01)
+
+
+def test_every_flipped_bit_is_seen(open_ledger: Callable[..., LedgerFile], tmp_path: Path) -> None:
+    """And whatever mixture of two pages a torn write leaves is one of them, or seen."""
+    ledger = counted(open_ledger(), 10)
+    old = (tmp_path / "ledger").read_bytes()
+    ledger.settle(ledger.reserve(77, 100) or 0, 33)
+    new = (tmp_path / "ledger").read_bytes()
+    for bit in range(8 * PAGE_BYTES):
+        page = bytearray(new)
+        page[bit // 8] ^= 1 << bit % 8
+        assert read_page(bytes(page)) is None, bit
+    for end in range(PAGE_BYTES):
+        assert (torn := new[:end] + old[end:]) in (old, new) or read_page(torn) is None, end
+
+
+@given(bits=st.lists(st.integers(0, 8 * PAGE_BYTES - 1), min_size=1, max_size=8, unique=True))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_what_was_promised_is_promised_still_on_a_page_that_is_begun_anew(
+    bits: list[int], open_ledger: Callable[..., LedgerFile], tmp_path: Path
+) -> None:
+    one, two = counted(open_ledger(), 10), open_ledger()
+    assert one.reserve(60, 100) == 60
+    assert two.reserve(5, 100) == 5
+    page = bytearray((tmp_path / "ledger").read_bytes())
+    for bit in bits:
+        page[bit // 8] ^= 1 << bit % 8
+    (tmp_path / "ledger").write_bytes(page)
+    began = two.begin_count()
+    two.end_count(began, 10)
+    assert two.reserve(5, 100) is None, "the first has not said what it has promised"
+    assert two.taken() is None
+    assert one.taken() == (10, 65)
+    assert two.reserve(50, 100) == 25
+    one.settle(60, 0)
+    two.settle(30, 0)
+    assert one.taken() == two.taken() == (10, 0)
+    one.close()
+    two.close()
+
+
+def test_whoever_dies_before_it_says_what_it_has_promised_is_not_waited_for(
+    open_ledger: Callable[..., LedgerFile], tmp_path: Path
+) -> None:
+    dead, alive = counted(open_ledger(), 10), open_ledger()
+    assert dead.reserve(60, 100) == 60
+    (tmp_path / "ledger").write_bytes(b"")
+    assert alive.reserve(1, 100) is None
+    dead.close()
+    counted(alive, 40)
+    assert alive.reserve(100, 100) == 60
+
+
+def test_a_count_that_began_before_the_page_was_lost_is_not_taken(
+    open_ledger: Callable[..., LedgerFile], tmp_path: Path
+) -> None:
+    one, two = counted(open_ledger(), 0), open_ledger()
+    one.settle(0, 80)
+    began = one.begin_count()
+    (tmp_path / "ledger").write_bytes(b"")
+    assert two.taken() is None
+    one.end_count(began, 80)
+    assert one.taken() is None
+    counted(two, 80)
+    assert one.taken() == (80, 0)
+
+
+def test_a_page_that_is_older_than_one_that_was_seen_is_not_taken(
+    open_ledger: Callable[..., LedgerFile], tmp_path: Path
+) -> None:
+    """As a backup brings it back, or a disk that has lost a write."""
+    ledger = counted(open_ledger(), 10)
+    old = (tmp_path / "ledger").read_bytes()
+    ledger.settle(0, 80)
+    (tmp_path / "ledger").write_bytes(old)
+    assert ledger.reserve(90, 100) is None
+    counted(ledger, 90)
+    assert ledger.reserve(90, 100) == 10
+
+
+def test_a_page_of_version_0_1_0_is_taken_as_it_is(open_ledger: Callable[..., LedgerFile], tmp_path: Path) -> None:
+    """It has zeros where a page now says when it was begun; its processes may still be at it."""
+    head = struct.pack("<8sII8sQQQ64Q", b"\x89kvledg\n", 1, 1, BOOT, 30, 70, 40, *bytes(64))
+    body = head.ljust(PAGE_BYTES - 8, b"\0")
+    former = body + xxh3_64_intdigest(body).to_bytes(8, "little")
+    (tmp_path / "ledger").write_bytes(former)
+    ledger = open_ledger()
+    assert ledger.taken() == (30, 0)
+    assert ledger.reserve(50, 100) == 50
+    (tmp_path / "ledger").write_bytes(former)  # As one of its processes does that has seen nothing of ours.
+    assert ledger.taken() == (30, 50)
+
+
+def test_a_writer_that_is_killed_leaves_a_page_that_the_others_go_on_with(
+    open_ledger: Callable[..., LedgerFile], tmp_path: Path
+) -> None:
+    """Two processes change it all the time, and one is killed, over and over."""
+    dice, ledger = random.Random(SEED), counted(open_ledger(), 0)
+    with LedgerWriter(tmp_path) as one, LedgerWriter(tmp_path) as two:
+        for _ in range(ROUNDS):
+            for writer in (one, two):
+                writer.works()
+            dice.choice((one, two)).kill()
+            used_bytes, promised_bytes = ledger.taken() or pytest.fail("the page is lost")
+            assert used_bytes <= ROUNDS * 128
+            assert promised_bytes <= 3 * 128
+
+
+class LedgerWriter:
+    """A process that changes a page until it is killed, and then another."""
+
+    def __init__(self, directory: Path) -> None:
+        program = os.path.join(os.path.dirname(__file__), "..", "ledger_writer.py")
+        self._launcher = subprocess.Popen(
+            [sys.executable, program, str(directory)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            text=True,
+        )
+        self._pid = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+        self._launcher.communicate()
+
+    def works(self) -> None:
+        """Wait until it has changed the page some more; begin another if it was killed."""
+        if not self._pid:
+            self._pid = int(self._told("next\n").removeprefix("child "))
+        assert self._told() == "changed\n"
+
+    def kill(self) -> None:
+        if self._pid:
+            os.kill(self._pid, signal.SIGKILL)
+            while (told := self._told()) != "dead\n":
+                assert told == "changed\n"
+            self._pid = 0
+
+    def _told(self, asked: str = "") -> str:
+        assert self._launcher.stdin is not None
+        assert self._launcher.stdout is not None
+        self._launcher.stdin.write(asked)
+        self._launcher.stdin.flush()
+        return self._launcher.stdout.readline()
+
+
+def test_after_another_boot_the_directory_is_counted_anew(open_ledger: Callable[..., LedgerFile]) -> None:
+    """Unless somebody has been there all the time: another machine."""
+    first = counted(open_ledger(), 10)
+    assert open_ledger(b"another.").reserve(1, 100) == 1
+    first.close()
+
+
+def test_alone_after_another_boot_nothing_is_known(open_ledger: Callable[..., LedgerFile]) -> None:
+    counted(open_ledger(), 10).close()
+    assert open_ledger(b"another.").reserve(1, 100) is None
+
+
+def test_there_are_only_so_many_slots(open_ledger: Callable[..., LedgerFile]) -> None:
+    for _ in range(SLOTS):
+        open_ledger()
+    with pytest.raises(BackendUnavailable, match="64 processes"):
+        open_ledger()

@@ -1,0 +1,197 @@
+"""A disk that fails, hangs, goes read-only or goes away, for real: a file system of the test's own, or a remount.
+
+Device-mapper would do it to a block device; where there is FUSE nothing else is needed, so that is what is used.
+Skipped where mounting is not allowed.
+"""
+
+import asyncio
+import errno
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.errors import BackendUnavailable
+from kvtier.testing.conformance import Lender
+from kvtier.testing.conformance.lender import keys_of, label
+from tests.engine.kit import describe, put
+
+PATIENCE_S = 30.0
+SERVER = Path(__file__).parents[1] / "faulty_disk.py"
+
+
+class FaultyDisk:
+    """A mounted folder, and the process behind it."""
+
+    def __init__(self, folder: Path, mountpoint: Path) -> None:
+        self.path = mountpoint
+        command = [sys.executable, str(SERVER), str(folder), str(mountpoint)]
+        self._server = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self._server.stdout is not None
+        self.ready = self._server.stdout.readline().strip() == "ready"
+
+    def why_not(self) -> str:
+        return self._server.communicate()[1].strip()
+
+    def tell(self, fault: str) -> None:
+        assert self._server.stdin is not None
+        assert self._server.stdout is not None
+        print(fault, file=self._server.stdin, flush=True)
+        assert self._server.stdout.readline().strip() == fault
+
+    def end(self) -> None:
+        """As when its server dies."""
+        self._server.kill()
+        self._server.communicate()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[FaultyDisk]:
+    if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
+        pytest.skip("mounting a file system of one's own needs root and FUSE")
+    folder, mountpoint = tmp_path / "behind", tmp_path / "disk"
+    folder.mkdir()
+    mountpoint.mkdir()
+    disk = FaultyDisk(folder, mountpoint)
+    if not disk.ready:
+        pytest.skip(disk.why_not())
+    yield disk
+    disk.end()
+    subprocess.run(["umount", "-l", str(mountpoint)], check=True)
+
+
+@pytest.fixture(params=["files", "segments"])
+def layout(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+async def test_a_tier_without_a_segment_that_cannot_make_one_says_why(
+    disk: FaultyDisk, open_tier, lender: Lender
+) -> None:
+    tier = await open_tier(root=str(disk.path / "tier"), layout="segments", capacity_bytes="1MiB")
+    assert list(await tier.probe(keys_of(1))) == [False]
+    disk.tell("eio")
+    outcomes = await tier.store(lender.writes(keys_of(3)))
+    assert [type(outcome).__name__ for outcome in outcomes] == ["TransferFailed"] * 3
+    disk.tell("well")
+    await lender.keep(tier, keys_of(3))
+    assert await lender.recall(tier, keys_of(3)) == list(map(label, keys_of(3)))
+
+
+async def test_a_disk_of_ones_own_is_a_disk(disk: FaultyDisk, open_tier, lender: Lender, layout: str) -> None:
+    tier = await open_tier(layout=layout, root=str(disk.path / "tier"), capacity_bytes="1MiB")
+    for start in range(0, 100, 10):
+        await lender.keep(tier, keys_of(10, start))
+    assert await lender.recall(tier, keys_of(10, 90)) == list(map(label, keys_of(10, 90)))
+    assert tier.counters().evicted > 0
+
+
+async def test_reads_that_fail_are_failures_and_leave_the_file_alone(
+    disk: FaultyDisk, open_tier, lender: Lender, layout: str
+) -> None:
+    tier = await open_tier(layout=layout, root=str(disk.path / "tier"))
+    await lender.keep(tier, keys_of(3))
+    disk.tell("eio")
+    assert await lender.recall(tier, keys_of(3)) == ["TransferFailed"] * 3
+    disk.tell("well")
+    assert await lender.recall(tier, keys_of(3)) == list(map(label, keys_of(3)))
+    assert tier.counters().corrupt == {}
+
+
+async def test_writes_that_fail_leave_what_was_there_and_nothing_else(
+    disk: FaultyDisk, open_tier, lender: Lender, layout: str
+) -> None:
+    tier = await open_tier(layout=layout, root=str(disk.path / "tier"))
+    await lender.keep(tier, keys_of(3))
+    disk.tell("eio")
+    outcomes = await tier.store(lender.writes(keys_of(6), version=1))
+    assert [type(outcome).__name__ for outcome in outcomes] == ["TransferFailed"] * 6
+    disk.tell("well")
+    assert await lender.recall(tier, keys_of(6)) == [*map(label, keys_of(3)), *["BlockMissing"] * 3]
+    assert [path for path in (disk.path / "tier").rglob("*.tmp") if path.is_file()] == []
+
+
+async def test_a_mount_that_hangs_holds_its_calls_and_nothing_else(
+    disk: FaultyDisk, open_tier, lender: Lender, layout: str
+) -> None:
+    tier = await open_tier(layout=layout, root=str(disk.path / "tier"))
+    await lender.keep(tier, keys_of(3))
+    disk.tell("hang")
+    load = asyncio.create_task(lender.recall(tier, keys_of(3)))
+    store = asyncio.create_task(tier.store(lender.writes(keys_of(3, start=10))))
+    async with asyncio.timeout(PATIENCE_S):
+        await asyncio.sleep(0)  # Both have begun.
+        assert list(await tier.probe(keys_of(4))) == [True] * 3 + [False]
+        assert (await tier.aclose(0.1)).transfers == 2
+        assert not load.done()
+        assert not store.done()
+        disk.tell("well")
+        assert await load == list(map(label, keys_of(3)))
+        assert list(await store) == [None] * 3
+
+
+async def test_a_mount_whose_server_has_died_is_unavailable(
+    disk: FaultyDisk, open_tier, lender: Lender, layout: str
+) -> None:
+    tier = await open_tier(layout=layout, root=str(disk.path / "tier"))
+    await lender.keep(tier, keys_of(3))
+    disk.end()
+    with pytest.raises(BackendUnavailable, match=os.strerror(errno.ENOTCONN)):
+        await lender.recall(tier, keys_of(3))
+    with pytest.raises(BackendUnavailable, match=os.strerror(errno.ENOTCONN)):
+        await tier.store(lender.writes(keys_of(3)))
+
+
+def remount(disk: Path, how: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,{how}", str(disk)], check=True)
+
+
+async def test_a_disk_that_was_remounted_read_only_serves_what_it_has(
+    mount_image: Callable[[str, int], Path], open_tier, lender: Lender
+) -> None:
+    disk = mount_image("ext4", 32 << 20)
+    tier = await open_tier(root=str(disk / "tier"), capacity_bytes="4MiB")
+    await lender.keep(tier, keys_of(3))
+    remount(disk, "ro")
+    outcomes = await tier.store(lender.writes(keys_of(3, start=10)))
+    assert [type(outcome).__name__ for outcome in outcomes] == ["TransferFailed"] * 3
+    assert await lender.recall(tier, keys_of(3)) == list(map(label, keys_of(3)))
+    remount(disk, "rw")
+    await lender.keep(tier, keys_of(3, start=10))
+    assert await lender.recall(tier, keys_of(3, start=10)) == list(map(label, keys_of(3, start=10)))
+
+
+@pytest.mark.parametrize("runner", ["inline", "thread", "process"])
+async def test_an_engine_whose_disk_was_remounted_read_only_says_so_with_the_cause(
+    mount_image: Callable[[str, int], Path], runner: str, layout: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    disk = mount_image("ext4", 32 << 20)
+    options = {"root": str(disk / "tier"), "layout": layout, "capacity_bytes": "4MiB"}
+    tier = {"type": "fs", "name": "disk", "limits": {"breaker_failures": 3}, **options}
+    engine = await TieringOffloadingManager.open(describe(64, tier, runner=runner, limits={"action_chunks": 1}))
+    caplog.set_level(logging.INFO, "kvtier.engine.tier_log")
+    async with engine:
+        if layout == "files":
+            await put(engine, range(4))
+            assert await engine.drained()
+        remount(disk, "ro")
+        for number in range(4, 20):
+            await put(engine, [number])
+            assert await engine.drained()
+        (told,) = engine.ledger.tiers
+        assert told.counters.causes == {"EROFS": 3}
+        assert told.counters.dropped == {"breaker": 13}
+        assert engine.metrics.get_sample_value("kvtier_tier_causes_total", {"tier": "disk", "cause": "EROFS"}) == 3
+        remount(disk, "rw")
+    first, opened, dropped = [record for record in caplog.records if record.name == "kvtier.engine.tier_log"]
+    assert first.levelno == opened.levelno == dropped.levelno == logging.WARNING
+    assert "1 chunks failed (failed 1); the last cause is EROFS (Read-only file system)" in first.getMessage()
+    assert "tier disk: the breaker is open after 3 failures in a row; the last cause is EROFS" in opened.getMessage()
+    assert dropped.getMessage() == "tier disk: since the last line 13 chunks were dropped (breaker 13)"

@@ -1,0 +1,98 @@
+"""What is not the tier's own takes no room of its: its chunks do not pay for it, nor for bytes that are nowhere."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvtier.backend.contract import ScanDone
+from kvtier.backend.namespace import FileMapper
+from kvtier.testing.conformance import Lender
+from kvtier.testing.conformance.lender import keys_of, label
+from kvtier_backends.fs import FsBackend
+
+DEADLINE_S = 20.0
+CAPACITY_BYTES = 1 << 20
+HUGE_BYTES = 1 << 40
+WAYS = {"vllm": {}, "flat": {"naming": "flat"}, "shared": {"shared": True}, "segments": {"layout": "segments"}}
+NAMES = {
+    "a stranger among the chunks": "{chunks}/README",
+    "a stranger in a folder of theirs": "{chunks}/abc/README",
+    "a stranger beside the chunks": "{folder}/backup.tar",
+    "a stranger's folder beside the chunks": "{folder}/backup/a/b",
+    "a stranger's temporary": "{chunks}/.00000000-1-1-1.tmp",
+    "a checkpoint's name": "{folder}/index_r7",
+}
+CHUNK_NAMES = {
+    "vllm": "{chunks}/aaa/aa_g0/" + "a" * 64 + ".bin",
+    "flat": "{chunks}/aa/" + "a" * 64 + "_g0.bin",
+    "shared": "{chunks}/aaa/aa_g0/" + "a" * 64 + ".bin",
+    "segments": "{chunks}/00000077.seg",
+}
+
+
+@pytest.fixture
+def lay(root: Path, mapper: FileMapper) -> Callable[[str, str], Path]:
+    """Return a path beside a tier's chunks, in a folder that is there."""
+
+    def lay(way: str, name: str) -> Path:
+        suffix = {"flat": "_flat", "segments": "_segments"}.get(way, "")
+        path = root / name.format(chunks=mapper.chunks_folder + suffix, folder=mapper.folder)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path
+
+    return lay
+
+
+async def scanned(tier: FsBackend) -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        async for event in tier.watch():
+            if isinstance(event, ScanDone):
+                return
+
+
+async def costs_nothing(open_tier, lender: Lender, way: str, place: Callable[[], None]) -> None:
+    """Say that chunks stay, and others are stored, with something in the directory from before the start."""
+    first = await open_tier(capacity_bytes=CAPACITY_BYTES, **WAYS[way])
+    await lender.keep(first, keys_of(8))
+    await first.aclose(DEADLINE_S)
+    place()
+    tier = await open_tier(capacity_bytes=CAPACITY_BYTES, **WAYS[way])
+    await scanned(tier)
+    await lender.keep(tier, keys_of(8, start=8))
+    assert await lender.recall(tier, keys_of(16)) == [label(key) for key in keys_of(16)]
+    assert tier.counters().evicted == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", NAMES)
+async def test_a_file_of_holes_costs_no_chunk(open_tier, lender: Lender, lay, way: str, name: str) -> None:
+    def place() -> None:
+        path = lay(way, NAMES[name])
+        path.touch()
+        os.truncate(path, HUGE_BYTES)
+
+    await costs_nothing(open_tier, lender, way, place)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_file_of_holes_under_a_chunks_name_costs_no_other(open_tier, lender: Lender, lay, way: str) -> None:
+    def place() -> None:
+        path = lay(way, CHUNK_NAMES[way])
+        path.touch()
+        os.truncate(path, HUGE_BYTES)
+
+    await costs_nothing(open_tier, lender, way, place)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", list(NAMES)[:4])
+async def test_chunks_do_not_pay_for_what_somebody_else_keeps_there(
+    open_tier, lender: Lender, lay, way: str, name: str
+) -> None:
+    def place() -> None:
+        lay(way, NAMES[name]).write_bytes(os.urandom(2 * CAPACITY_BYTES))
+
+    await costs_nothing(open_tier, lender, way, place)

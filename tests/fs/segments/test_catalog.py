@@ -1,0 +1,322 @@
+"""The catalog and the disk's footers say the same, whatever is stored, deleted, evicted and cut short at any moment."""
+
+from contextlib import AbstractContextManager
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from kvtier.backend.keys import OffloadKey
+from kvtier.policies.lru import LRU
+from kvtier.testing.conformance.lender import key_of, keys_of
+from kvtier_backends.fs.segments.catalog import Catalog
+from kvtier_backends.fs.segments.free_slots import FreeSlots
+from kvtier_backends.fs.segments.slots import Held
+
+FILE_SLOTS = 8
+KEYS = 3  # Few, and hardly fewer slots: they are fought over.
+Footer = tuple[OffloadKey, int]
+
+
+class Disk:
+    """Footers by slot, as they outlive a process."""
+
+    def __init__(self) -> None:
+        self.footers: dict[int, Footer | None] = {}
+
+    def newest(self) -> dict[OffloadKey, int]:
+        newest: dict[OffloadKey, int] = {}
+        for footer in self.footers.values():
+            if footer is not None:
+                newest[footer[0]] = max(newest.get(footer[0], 0), footer[1])
+        return newest
+
+
+class CatalogMachine(RuleBasedStateMachine):
+    """A tier's life: what the catalog is told is done to the disk in steps of its own, and a kill may come between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.disk = Disk()
+        self.clock = 1_000
+        self.stores: list[tuple[OffloadKey, int, int, bool]] = []  # Key, slot, sequence number, whether written.
+        self.least: dict[OffloadKey, int] = {}  # The oldest that may be found: what a store has answered None for.
+        self.deleting: set[OffloadKey] = set()
+        self.policy = False
+        self.in_use: dict[int, AbstractContextManager[None]] = {}  # By the slot that is stored to.
+        self.catalog = self.started()
+
+    def started(self) -> Catalog:
+        """Read the footers of a disk as a start does."""
+        catalog = Catalog(LRU(100) if self.policy else None)
+        catalog.add(len(self.disk.footers))
+        for slot, footer in self.disk.footers.items():
+            if footer is None:
+                catalog.free.add(slot)
+            else:
+                catalog.found(Held(footer[0], slot, footer[1], footer[1]))
+        catalog.scan_ended(complete=True)
+        return catalog
+
+    @initialize(slots=st.integers(2, 5), policy=st.booleans())
+    def make(self, slots: int, policy: bool) -> None:
+        self.policy = policy
+        self.disk.footers = dict.fromkeys(range(slots))
+        self.catalog = self.started()
+
+    @rule(numbers=st.lists(st.integers(0, KEYS - 1), min_size=1, max_size=4))
+    def begin_store(self, numbers: list[int]) -> None:
+        keys = [key_of(number) for number in numbers]
+        in_use = [self.catalog.in_use([key]) for key in keys]
+        for one in in_use:
+            one.__enter__()
+        slots = self.catalog.take_free(len(keys))
+        slots += self.catalog.evict(len(keys) - len(slots), keys)
+        for one in in_use[len(slots) :]:
+            one.__exit__(None, None, None)
+        self.in_use.update(zip(slots, in_use, strict=False))
+        self.clock += 1
+        first = self.catalog.next_sequences(len(slots), self.clock)
+        for key, slot, sequence in zip(keys, slots, range(first, first + len(slots)), strict=False):
+            self.stores.append((key, slot, sequence, False))
+
+    @rule(number=st.integers(0, KEYS - 1))
+    def store(self, number: int) -> None:
+        """From its beginning to its end."""
+        earlier = len(self.stores)
+        self.begin_store([number])
+        for key, slot, sequence, _ in self.stores[earlier:]:
+            self.disk.footers[slot] = key, sequence
+            self.catalog.stored(key, slot, sequence, sequence)
+            self.least[key] = max(self.least.get(key, 0), sequence)
+            self.in_use.pop(slot).__exit__(None, None, None)
+        del self.stores[earlier:]
+
+    @precondition(lambda self: self.stores)
+    @rule(data=st.data())
+    def write(self, data: st.DataObject) -> None:
+        index = data.draw(st.integers(0, len(self.stores) - 1))
+        key, slot, sequence, _ = self.stores[index]
+        assert self.catalog.slot(self.key_at(slot)) != slot, "a held slot was given out"
+        self.disk.footers[slot] = key, sequence
+        self.stores[index] = key, slot, sequence, True
+
+    def key_at(self, slot: int) -> OffloadKey:
+        footer = self.disk.footers[slot]
+        return footer[0] if footer is not None else OffloadKey(b"nobody's")
+
+    @precondition(lambda self: self.stores)
+    @rule(data=st.data())
+    def end_store(self, data: st.DataObject) -> None:
+        """It may also fail when everything is written, as where a sync fails or the call is cancelled."""
+        key, slot, sequence, written = self.stores.pop(data.draw(st.integers(0, len(self.stores) - 1)))
+        if written and data.draw(st.booleans()):
+            self.catalog.stored(key, slot, sequence, sequence)
+            self.least[key] = max(self.least.get(key, 0), sequence)
+        elif written or data.draw(st.booleans()):
+            self.catalog.failed(key, slot)
+        else:
+            self.catalog.give_back([slot])
+        self.in_use.pop(slot).__exit__(None, None, None)
+
+    @rule(number=st.integers(0, KEYS - 1))
+    def use(self, number: int) -> None:
+        self.clock += 1
+        self.catalog.used(key_of(number), self.clock)
+
+    @rule(numbers=st.lists(st.integers(0, KEYS - 1), max_size=4))
+    def rank(self, numbers: list[int]) -> None:
+        self.catalog.rank([key_of(number) for number in numbers], self.clock)
+
+    @rule(number=st.integers(0, KEYS - 1))
+    def delete(self, number: int) -> None:
+        self.catalog.remove([key_of(number)])
+        self.least.pop(key_of(number), None)
+        self.deleting.add(key_of(number))
+
+    @rule(data=st.data())
+    def wipe(self, data: st.DataObject) -> None:
+        due = self.catalog.outdated.take_due()
+        failed = data.draw(st.sets(st.sampled_from(due))) if due else set[int]()
+        for slot in set(due) - failed:
+            self.disk.footers[slot] = None
+            self.catalog.outdated.clear(slot)
+            self.catalog.free.add(slot)
+        self.catalog.outdated.still_due(failed)
+
+    @rule()
+    def deletes_return(self) -> None:
+        """A delete has returned when nothing outdated of its key is left: then the key may not come back."""
+        under_way = {key for key, *_ in self.stores}
+        for key in list(self.deleting):
+            if key not in self.catalog.outdated:
+                self.deleting.discard(key)
+                if key not in self.catalog and key not in under_way:
+                    assert key not in self.disk.newest(), "a deleted key would come back"
+
+    @rule()
+    def kill(self) -> None:
+        """Whatever was under way is cut short; a start finds footers and nothing else."""
+        newest = self.disk.newest()
+        before = {
+            key: self.catalog.sequence(slot) for key in keys_of(KEYS) if (slot := self.catalog.slot(key)) is not None
+        }
+        for key, sequence in before.items():
+            assert newest[key] >= sequence, "an older chunk would come back"
+        self.catalog, self.stores, self.deleting, self.in_use = self.started(), [], set(), {}
+        for key in keys_of(KEYS):
+            slot = self.catalog.slot(key)
+            assert (None if slot is None else self.catalog.sequence(slot)) == newest.get(key)
+            if key in newest and key in self.least:
+                assert newest[key] >= self.least[key], "what was stored later was lost to what was before"
+
+    @invariant()
+    def every_slot_is_one_thing(self) -> None:
+        held = {slot for key in keys_of(KEYS) if (slot := self.catalog.slot(key)) is not None}
+        under_way = {slot for _, slot, _, _ in self.stores}
+        due = {slot for slot in self.catalog.outdated.slots() if slot not in under_way}
+        assert not held & under_way
+        assert not held & due
+        assert self.catalog.free.count == len(self.disk.footers) - len(held) - len(under_way) - len(due)
+
+    @invariant()
+    def what_is_held_is_on_the_disk(self) -> None:
+        for key in keys_of(KEYS):
+            slot = self.catalog.slot(key)
+            if slot is not None:
+                assert self.disk.footers[slot] == (key, self.catalog.sequence(slot))
+                assert self.catalog.sequence(slot) >= self.least.get(key, 0), "an older chunk has replaced a later one"
+
+
+TestCatalog = CatalogMachine.TestCase
+
+
+class FreeSlotsMachine(RuleBasedStateMachine):
+    """Runs beside a set of numbers: those of some files' slots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.free, self.model, self.taken = FreeSlots(), set[int](), set(range(5 * FILE_SLOTS))
+        self.dropped = set[int]()
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def add(self, data: st.DataObject) -> None:
+        first = data.draw(st.sampled_from(sorted(self.taken)))
+        count = 1
+        while (first + count) % FILE_SLOTS and first + count in self.taken and data.draw(st.booleans()):
+            count += 1
+        self.free.add(first, count)
+        self.model |= set(range(first, first + count)) - self.dropped
+        self.taken -= set(range(first, first + count))
+
+    @rule(count=st.integers(0, 12))
+    def take(self, count: int) -> None:
+        longest = self.longest()
+        taken = self.free.take(count)
+        assert len(taken) == min(count, len(self.model))
+        assert len(set(taken)) == len(taken)
+        assert set(taken) <= self.model
+        if count <= longest:
+            assert taken == list(range(taken[0], taken[0] + count)) if taken else count == 0 or not longest
+        self.model -= set(taken)
+        self.taken |= set(taken)
+
+    @rule(file=st.integers(0, 4))
+    def drop(self, file: int) -> None:
+        slots = set(range(file * FILE_SLOTS, (file + 1) * FILE_SLOTS))
+        assert self.free.drop(file * FILE_SLOTS, FILE_SLOTS) == len(self.model & slots)
+        self.model -= slots
+        self.dropped |= slots
+
+    def longest(self) -> int:
+        return max((next(n for n in range(1, 42) if slot + n not in self.model) for slot in self.model), default=0)
+
+    @invariant()
+    def they_are_as_many(self) -> None:
+        assert self.free.count == len(self.model)
+
+
+TestFreeSlots = FreeSlotsMachine.TestCase
+
+
+def held(catalog: Catalog, count: int) -> list[OffloadKey]:
+    """Have that many chunks stored, the first of them longest ago."""
+    first = catalog.add(count)
+    catalog.free.add(first, count)
+    catalog.scan_ended(complete=True)
+    for key in keys_of(count):
+        (slot,) = catalog.take_free(1)
+        catalog.stored(key, slot, sequence := catalog.next_sequences(1, 1), sequence)
+    return keys_of(count)
+
+
+@pytest.mark.parametrize("policy", [None, LRU[OffloadKey](100)])
+def test_what_was_used_longest_ago_goes_first(policy: LRU[OffloadKey] | None) -> None:
+    catalog = Catalog(policy)
+    keys = held(catalog, 5)
+    catalog.used(keys[0], 10)
+    catalog.rank([keys[2], keys[1]], 20)
+    order: list[OffloadKey] = []
+    while slots := catalog.evict(1, ()):
+        (gone,) = {key for key in keys if key not in catalog and key not in order}
+        order.append(gone)
+        assert len(slots) == 1
+    assert order == [keys[3], keys[4], keys[0], keys[1], keys[2]]
+
+
+def test_what_a_call_is_at_does_not_go() -> None:
+    catalog = Catalog(None)
+    keys = held(catalog, 3)
+    with catalog.in_use([keys[0], keys[0], keys[1]]):
+        assert len(catalog.evict(3, ())) == 1
+        assert keys[2] not in catalog
+    assert len(catalog.evict(3, ())) == 2
+
+
+def test_nothing_goes_before_every_footer_was_seen() -> None:
+    """An older chunk of the same key may lie where nobody has looked yet."""
+    catalog = Catalog(None)
+    catalog.add(2)
+    catalog.found(Held(key_of(0), 0, 5, 5))
+    assert catalog.evict(1, ()) == []
+    catalog.scan_ended(complete=True)
+    assert catalog.evict(1, ()) == [0]
+
+
+def test_sequence_numbers_rise_whatever_the_clock_does() -> None:
+    catalog = Catalog(None)
+    catalog.add(1)
+    catalog.found(Held(key_of(0), 0, 10_000, 0))
+    first = catalog.next_sequences(4, 50)
+    assert first > 10_000
+    assert catalog.next_sequences(1, 50) == first + 4
+
+
+def test_slots_that_are_being_wiped_are_unsettled() -> None:
+    """Their segment may not go, nor be trusted by the next start, though nobody knows what is in them."""
+    catalog = Catalog(None)
+    catalog.add(3)
+    catalog.outdated.retire(1, None)
+    catalog.scan_ended(complete=True)
+    assert catalog.outdated.take_due() == [1]
+    assert catalog.unsettled() == [1]
+    assert catalog.clear_range(0, 3) is None
+    catalog.outdated.still_due([1])
+    assert catalog.unsettled() == [1]
+    assert catalog.outdated.take_due() == [1]
+    catalog.outdated.clear(1)
+    assert catalog.unsettled() == []
+    assert catalog.clear_range(0, 3) == 0
+
+
+def test_what_a_failed_store_may_have_left_is_waited_for() -> None:
+    """Else its key comes back after a delete. What had gone for room in the same slot may be there still."""
+    catalog = Catalog(None)
+    (old,) = held(catalog, 1)
+    (slot,) = catalog.evict(1, ())
+    catalog.failed(key_of(7), slot)
+    assert set(catalog.outdated.keys()) == {old, key_of(7)}
+    assert catalog.outdated.take_due() == [slot]
+    catalog.outdated.clear(slot)
+    assert not [*catalog.outdated.keys(), *catalog.outdated.slots()]

@@ -1,0 +1,745 @@
+"""Chunks in segments: damage, restarts, locks, and what a directory of them is told to be."""
+
+import asyncio
+import fcntl
+import os
+import random
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvtier.backend.contract import Added, Removed, ScanDone, TierContext
+from kvtier.backend.keys import OffloadKey
+from kvtier.backend.namespace import FileMapper
+from kvtier.errors import BackendUnavailable, BlockCorrupt, ConfigError, NoSpace, TransferFailed, cause_of
+from kvtier.testing.conformance import Lender
+from kvtier.testing.conformance.lender import key_of, keys_of, label
+from kvtier_backends.fs import Fault, FsBackend, FsOptions
+from kvtier_backends.fs.directory.slots import SlotContents
+from kvtier_backends.fs.disk.capacity import Disk
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES
+from kvtier_backends.fs.segments.catalog import Catalog
+from kvtier_backends.fs.segments.runs import RUN_SLOTS_MAX
+from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, read_header
+from kvtier_backends.fs.segments.slots import Held
+
+ROW_BYTES = 8_192
+SLOT_BYTES = ROW_BYTES + FOOTER_BYTES
+KEY = key_of(1)
+DEADLINE_S = 20.0
+SMALL = "1MiB"  # So that a segment is read in no time.
+
+DAMAGES: dict[str, tuple[int, bytes, Fault]] = {
+    "a zeroed footer": (ROW_BYTES, bytes(FOOTER_BYTES), Fault.ZEROED),
+    "a stranger": (ROW_BYTES, b"PK\3\4" * 1_024, Fault.FOREIGN),
+    "a damaged footer": (ROW_BYTES + 70, b"\xff", Fault.FOOTER),
+    "a damaged sequence number": (ROW_BYTES + 4_085, b"\xff", Fault.FOOTER),
+    "a damaged payload": (0, b"\xff", Fault.PAYLOAD),
+    "a zeroed page": (4_096, bytes(4_096), Fault.PAYLOAD),
+}
+
+
+def segments(root: Path) -> list[Path]:
+    return sorted(root.glob("*_segments/*.seg"))
+
+
+def overwrite(path: Path, at: int, content: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(content)
+
+
+def slot_of(path: Path, key: OffloadKey) -> int:
+    """Return where in a segment a key's slot begins."""
+    content = path.read_bytes()
+    for at in range(HEADER_BYTES, len(content), SLOT_BYTES):
+        page = content[at + ROW_BYTES : at + SLOT_BYTES]
+        if page[64 : 64 + len(key)] == key:
+            return at
+    raise AssertionError("no slot has it")
+
+
+async def scanned(tier: FsBackend) -> set[OffloadKey]:
+    keys: set[OffloadKey] = set()
+    async with asyncio.timeout(DEADLINE_S):
+        async for event in tier.watch():
+            match event:
+                case Added(added):
+                    keys.update(added)
+                case ScanDone(complete):
+                    assert complete
+                    return keys
+                case Removed():
+                    raise AssertionError(event)
+    raise AssertionError("closed")
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+@pytest.mark.parametrize("io", ["direct", "buffered"])
+async def test_a_damaged_slot_is_a_miss_and_free_again(
+    open_tier, lender: Lender, root: Path, kind: str, io: str
+) -> None:
+    at, content, fault = DAMAGES[kind]
+    tier = await open_tier(layout="segments", capacity_bytes=SMALL, io=io)
+    await lender.keep(tier, keys_of(3))
+    (segment,) = segments(root)
+    overwrite(segment, slot_of(segment, KEY) + at, content)
+    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), "BlockCorrupt", label(key_of(2))]
+    assert tier.counters().corrupt == {fault.value: 1}
+    assert list(await tier.probe(keys_of(3))) == [True, False, True]
+    assert await lender.recall(tier, [KEY]) == ["BlockMissing"]
+    await lender.keep(tier, [KEY], version=1)
+    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), label(KEY, 1), label(key_of(2))]
+    assert tier.counters().corrupt == {fault.value: 1}
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(data=st.data())
+async def test_a_flipped_bit_anywhere_in_a_slot_is_a_miss(open_tier, lender: Lender, root: Path, data) -> None:
+    bit = data.draw(st.integers(0, 8 * SLOT_BYTES - 1))
+    tier = await open_tier(
+        layout="segments", capacity_bytes=SMALL, io=data.draw(st.sampled_from(["direct", "buffered"]))
+    )
+    await lender.keep(tier, [KEY])
+    segment = segments(root)[-1]
+    at = slot_of(segment, KEY) + bit // 8
+    overwrite(segment, at, bytes([segment.read_bytes()[at] ^ 1 << bit % 8]))
+    assert await lender.recall(tier, [KEY]) == ["BlockCorrupt"]
+    assert await tier.aclose(10) == (0,)
+
+
+async def test_swapped_slots_are_misses(open_tier, lender: Lender, root: Path) -> None:
+    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(tier, keys_of(2))
+    (segment,) = segments(root)
+    first, second = (slot_of(segment, key) for key in keys_of(2))
+    content = segment.read_bytes()
+    overwrite(segment, first, content[second : second + SLOT_BYTES])
+    assert await lender.recall(tier, keys_of(2)) == ["BlockCorrupt", label(key_of(1))]
+    assert tier.counters().corrupt == {"swapped": 1}
+
+
+async def test_a_torn_slot_is_a_miss_after_a_restart_too(open_tier, lender: Lender, root: Path) -> None:
+    """Its footer is whole, so that the scan believes it; its row is not."""
+    first = await open_tier(layout="segments", checkpoint_s=0)
+    await lender.keep(first, keys_of(3))
+    await first.aclose(DEADLINE_S)
+    (segment,) = segments(root)
+    overwrite(segment, slot_of(segment, KEY), b"half of another chunk")
+    tier = await open_tier(layout="segments", checkpoint_s=0)
+    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), "BlockCorrupt", label(key_of(2))]
+    assert tier.counters().corrupt == {"payload": 1}
+
+
+async def test_a_footer_that_is_damaged_at_the_start_is_counted_and_its_slot_is_free(
+    open_tier, lender: Lender, root: Path
+) -> None:
+    first = await open_tier(layout="segments", capacity_bytes=10 * SLOT_BYTES + 65_536)
+    await lender.keep(first, keys_of(3))
+    await first.aclose(DEADLINE_S)
+    (segment,) = segments(root)
+    overwrite(segment, slot_of(segment, KEY) + ROW_BYTES + 70, b"\xff")
+    tier = await open_tier(layout="segments", capacity_bytes=10 * SLOT_BYTES + 65_536)
+    assert await scanned(tier) == {key_of(0), key_of(2)}
+    assert tier.counters().corrupt == {"footer": 1}
+    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), "BlockMissing", label(key_of(2))]
+
+
+async def test_quarantine_keeps_a_corrupt_slot_as_it_was(open_tier, lender: Lender, root: Path, mapper) -> None:
+    tier = await open_tier(layout="segments", corrupt="quarantine", capacity_bytes=SMALL)
+    await lender.keep(tier, [KEY])
+    (segment,) = segments(root)
+    at = slot_of(segment, KEY)
+    overwrite(segment, at, b"?")
+    bad = segment.read_bytes()[at : at + SLOT_BYTES]
+    assert await lender.recall(tier, [KEY]) == ["BlockCorrupt"]
+    await tier.delete([KEY])  # When it returns, what was wrong under this key is off the disk.
+    (kept,) = (root / mapper.folder / "quarantine").iterdir()
+    assert kept.read_bytes() == bad
+    assert tier.counters().quarantined == 1
+
+
+async def test_what_was_wrong_is_in_the_outcome(open_tier, lender: Lender, root: Path) -> None:
+    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(tier, [KEY])
+    (segment,) = segments(root)
+    overwrite(segment, slot_of(segment, KEY), b"?")
+    (outcome,) = await tier.load(lender.reads([KEY]))
+    assert isinstance(outcome, BlockCorrupt)
+    assert str(outcome) == f"{KEY.hex()}: payload: slot 0"
+
+
+@pytest.mark.parametrize("checkpoint_s", [0, 1_800])
+async def test_a_restart_knows_every_chunk_and_no_other(open_tier, lender: Lender, checkpoint_s: float) -> None:
+    first = await open_tier(layout="segments", checkpoint_s=checkpoint_s)
+    keys = keys_of(40)
+    await lender.keep(first, keys)
+    await lender.keep(first, keys[:10], version=1)
+    await first.delete(keys[30:])
+    await first.aclose(DEADLINE_S)
+    tier = await open_tier(layout="segments", checkpoint_s=checkpoint_s)
+    assert await scanned(tier) == set(keys[:30])
+    expected = [label(key, int(index < 10)) for index, key in enumerate(keys[:30])]
+    assert await lender.recall(tier, keys) == [*expected, *["BlockMissing"] * 10]
+    assert tier.counters().checkpoint_chunks == (30 if checkpoint_s else 0)
+    await lender.keep(tier, keys, version=2)
+    assert await lender.recall(tier, keys) == [label(key, 2) for key in keys]
+
+
+async def test_what_was_written_since_the_checkpoint_is_looked_at(
+    open_tier, lender: Lender, root: Path, mapper
+) -> None:
+    """As after a kill: the checkpoint is from before."""
+    first = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(first, keys_of(5))
+    await first.aclose(DEADLINE_S)
+    (index,) = (root / mapper.folder).glob("index_*_segments")
+    old = index.read_bytes()
+    second = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await second.delete(keys_of(2))
+    await lender.keep(second, keys_of(3, start=2), version=1)
+    await lender.keep(second, keys_of(3, start=10))
+    await second.aclose(DEADLINE_S)
+    index.write_bytes(old)
+    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
+    assert await scanned(tier) == {*keys_of(3, start=2), *keys_of(3, start=10)}
+    expected = ["BlockMissing"] * 2 + [label(key, 1) for key in keys_of(3, start=2)]
+    assert await lender.recall(tier, keys_of(5)) == expected
+
+
+@pytest.mark.parametrize("damage", [lambda old: old[:-9], lambda old: b"", lambda old: old[:200] + b"\xff" + old[201:]])
+async def test_a_damaged_checkpoint_of_segments_is_none(
+    open_tier, lender: Lender, root: Path, mapper, damage: Callable[[bytes], bytes]
+) -> None:
+    first = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(first, keys_of(5))
+    await first.aclose(DEADLINE_S)
+    (index,) = (root / mapper.folder).glob("index_*_segments")
+    index.write_bytes(damage(index.read_bytes()))
+    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
+    assert await lender.recall(tier, keys_of(5)) == [label(key) for key in keys_of(5)]
+    assert tier.counters().checkpoints_ignored == 1
+
+
+@pytest.mark.parametrize("checkpoint_s", [0, 1_800])
+async def test_a_restart_keeps_the_order_of_last_use_in_segments(
+    open_tier, lender: Lender, checkpoint_s: float
+) -> None:
+    """Without a checkpoint, of the order of stores: that is what footers say."""
+    capacity_bytes = 8 * SLOT_BYTES + 24_576
+    first = await open_tier(layout="segments", capacity_bytes=capacity_bytes, checkpoint_s=checkpoint_s)
+    await lender.keep(first, keys_of(4))
+    await lender.keep(first, keys_of(2, start=4))
+    await lender.recall(first, keys_of(2))
+    chunks = first.occupancy().chunks
+    await first.aclose(DEADLINE_S)
+    tier = await open_tier(layout="segments", capacity_bytes=capacity_bytes, checkpoint_s=checkpoint_s)
+    await scanned(tier)
+    new = 100
+    gone: list[OffloadKey] = []
+    while len(gone) < 3:
+        await lender.keep(tier, [key_of(new)])
+        new += 1
+        there = await tier.probe(keys_of(6))
+        gone += [key for key, known in zip(keys_of(6), there, strict=True) if not known and key not in gone]
+    assert chunks == 6
+    numbers = [keys_of(6).index(key) for key in gone]
+    assert numbers == ([3, 2, 5] if checkpoint_s else [3, 2, 1])
+
+
+async def test_two_tiers_on_one_directory_write_to_segments_of_their_own(open_tier, lender: Lender, root: Path) -> None:
+    """Each reads what the other had stored when it started, and takes none of the other's slots."""
+    first = await open_tier(layout="segments", capacity_bytes="1MiB")
+    await lender.keep(first, keys_of(4))
+    second = await open_tier(layout="segments", capacity_bytes="4MiB")
+    assert await scanned(second) == set(keys_of(4))
+    assert await lender.recall(second, keys_of(4)) == [label(key) for key in keys_of(4)]
+    await lender.keep(second, keys_of(4, start=10))
+    await lender.keep(second, [KEY], version=1)
+    assert len(segments(root)) == 2
+    assert await lender.recall(second, [KEY]) == [label(KEY, 1)]
+    assert await lender.recall(first, [KEY]) == [label(KEY)]
+    await first.delete(keys_of(4))
+    await lender.keep(first, keys_of(80, start=200))  # What was read of the first one's slots is no more.
+    assert await lender.recall(second, [key_of(0), KEY, key_of(10)]) == [
+        "BlockMissing",
+        label(KEY, 1),
+        label(key_of(10)),
+    ]
+    assert second.counters().corrupt == {}
+
+
+async def test_rows_of_another_length_take_room_until_it_is_wanted(
+    open_tier, lender: Lender, root: Path, mapper: FileMapper
+) -> None:
+    longer = Lender(4 * ROW_BYTES)
+    options = FsOptions(root=str(root), layout="segments", capacity_bytes="1MiB")
+    before = await FsBackend.open(options, TierContext("1:fs", mapper, 4 * ROW_BYTES))
+    await longer.keep(before, keys_of(4))
+    await before.aclose(DEADLINE_S)
+    (old,) = segments(root)
+    tier = await open_tier(layout="segments", capacity_bytes="1MiB")
+    assert await lender.recall(tier, keys_of(4)) == ["BlockMissing"] * 4
+    assert tier.counters().scan_skipped == 1
+    await lender.keep(tier, keys_of(4))
+    assert not old.exists() or len(segments(root)) == 1
+    assert await lender.recall(tier, keys_of(4)) == [label(key) for key in keys_of(4)]
+
+
+async def test_a_job_lies_together_and_is_one_call_a_lane(
+    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = await open_tier(layout="segments", load_lanes=1, store_lanes=1)
+    await lender.keep(tier, keys_of(2, start=50))
+    written: list[int] = []
+    read: list[int] = []
+    monkeypatch.setattr(os, "pwritev", _noting(os.pwritev, written))
+    monkeypatch.setattr(os, "preadv", _noting(os.preadv, read))
+    await lender.keep(tier, keys_of(24))
+    assert written == [48]
+    assert await lender.recall(tier, random.Random(1).sample(keys_of(24), 24)) != []
+    assert read == [48]
+    assert os.sysconf("SC_IOV_MAX") >= RUN_SLOTS_MAX * 2
+
+
+def _noting(call, counts: list[int]):
+    def noting(fd: int, buffers: list[memoryview], at: int) -> int:
+        counts.append(len(buffers))
+        return call(fd, buffers, at)
+
+    return noting
+
+
+async def test_one_place_that_cannot_be_written_costs_its_own_chunk_only(
+    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(tier, keys_of(6))
+    write = os.pwritev
+    bad = HEADER_BYTES + 8 * SLOT_BYTES
+
+    def refuse(fd: int, buffers: list[memoryview], at: int) -> int:
+        if at <= bad < at + sum(map(len, buffers)):
+            raise OSError(5, "Input/output error")
+        return write(fd, buffers, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", refuse)
+        outcomes = await tier.store(lender.writes(keys_of(6), version=1))
+        assert [type(outcome) for outcome in outcomes].count(TransferFailed) == 1
+        failed = next(index for index, outcome in enumerate(outcomes) if outcome is not None)
+        expected = [label(key, int(index != failed)) for index, key in enumerate(keys_of(6))]
+        assert await lender.recall(tier, keys_of(6)) == expected, "what was there before has stayed"
+
+
+async def test_a_delete_whose_footer_cannot_be_wiped_says_so(
+    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(tier, keys_of(2))
+
+    def refuse(*args: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", refuse)
+        with pytest.raises(BackendUnavailable, match="could not be wiped") as failed:
+            await tier.delete([KEY])
+    assert cause_of(failed.value) == "EIO"
+    await tier.delete([KEY])
+    assert await lender.recall(tier, keys_of(2)) == [label(key_of(0)), "BlockMissing"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"shared": True}, "shared: True given, False accepted with layout = 'segments': each segment has one writer"),
+        ({"naming": "flat"}, "naming: 'flat' given, none accepted with layout = 'segments'"),
+        ({"unverified": "accept"}, "unverified: 'accept' given, none accepted with layout = 'segments'"),
+    ],
+)
+def test_what_segments_cannot_do_is_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FsOptions(root="x", layout="segments", **options)  # type: ignore[arg-type]
+
+
+async def test_unused_chunks_expire_in_segments(open_tier, lender: Lender) -> None:
+    tier = await open_tier(layout="segments", ttl_s=0.05)
+    await lender.keep(tier, keys_of(3))
+    async with asyncio.timeout(DEADLINE_S):
+        while any(await tier.probe(keys_of(3))):
+            await asyncio.sleep(0.01)
+    assert tier.counters().expired == 3
+    await lender.keep(tier, keys_of(3), version=1)
+
+
+async def test_a_days_write_budget_counts_slots(open_tier, lender: Lender) -> None:
+    tier = await open_tier(layout="segments", write_budget_bytes_per_day=64 * SLOT_BYTES)
+    outcomes = await tier.store(lender.writes(keys_of(20)))
+    assert outcomes.count(None) == 8
+    assert tier.counters().refused == {"write_budget": 12}
+    await lender.keep(tier, [])
+
+
+@given(st.integers(0, 2**63), st.integers(0, 2**63), st.binary(min_size=32, max_size=32))
+def test_a_header_is_read_as_it_was_written(row_bytes: int, slots: int, fingerprint: bytes) -> None:
+    header = Header(row_bytes, slots, fingerprint)
+    page = header.written()
+    assert read_header(page) == header
+    assert read_header(page[:-1]) is None
+    assert read_header(bytes([page[0] ^ 1]) + page[1:]) is None
+
+
+def test_a_segments_first_page_is_what_was_published() -> None:
+    page = Header(8_192, 3, bytes(range(32))).written()
+    assert page[:40] == b"\x89kvtseg\n" + bytes([1, 0, 0, 0] + [0] * 4) + (8_192).to_bytes(8, "little") + (3).to_bytes(
+        8, "little"
+    ) + bytes(range(8))
+    assert Header(8_192, 3, bytes(32)).offset(2) == 4_096 + 2 * 12_288
+
+
+def test_a_chunk_takes_less_than_200_bytes_of_memory() -> None:
+    chunks = 90_000  # Just behind the growth of a dictionary, where it takes most.
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        catalog = Catalog(None)
+        catalog.add(chunks)
+        for slot in range(chunks):
+            catalog.found(Held(key_of(slot), slot, slot + 1, slot + 1))
+        catalog.scan_ended(complete=True)
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(catalog) == chunks
+    assert (after - before) / chunks <= 200
+
+
+async def test_a_delete_ends_with_the_cancelled_store_that_has_its_chunks_slot(
+    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The chunk has gone for room, and what is stored in its place is written though nobody waits for it any more."""
+    tier = await open_tier(layout="segments", capacity_bytes=2 * SLOT_BYTES + 65_536, store_lanes=1)
+    number = 0
+    while not tier.counters().evicted:
+        await lender.keep(tier, [key_of(number)])
+        number += 1
+    victim = key_of(1)
+    writing, go_on = threading.Event(), threading.Event()
+    write = os.pwritev
+
+    def held_up(fd: int, buffers: list[memoryview], at: int) -> int:
+        if len(buffers) == 2:
+            writing.set()
+            go_on.wait(DEADLINE_S)
+        return write(fd, buffers, at)
+
+    monkeypatch.setattr(os, "pwritev", held_up)
+    store = asyncio.create_task(tier.store(lender.writes([key_of(number)])))
+    assert await asyncio.to_thread(writing.wait, DEADLINE_S)
+    assert list(await tier.probe([victim])) == [False]
+    delete = asyncio.create_task(tier.delete([victim]))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    store.cancel()
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await store
+    async with asyncio.timeout(DEADLINE_S):
+        await delete
+
+
+async def test_corrupt_slots_that_are_kept_go_before_any_chunk(
+    open_tier, lender: Lender, root: Path, mapper: FileMapper, taken_bytes
+) -> None:
+    capacity_bytes = 64 * SLOT_BYTES + 262_144
+    tier = await open_tier(layout="segments", corrupt="quarantine")
+    await lender.keep(tier, keys_of(4, start=500))
+    (segment,) = segments(root)
+    for key in keys_of(4, start=500):
+        overwrite(segment, slot_of(segment, key), b"?")
+    assert await lender.recall(tier, keys_of(4, start=500)) == ["BlockCorrupt"] * 4
+    await tier.delete(keys_of(4, start=500))
+    await tier.aclose(DEADLINE_S)
+    segment.unlink()
+    kept = root / mapper.folder / "quarantine"
+    assert len(os.listdir(kept)) == 4
+    tier = await open_tier(layout="segments", capacity_bytes=capacity_bytes)
+    number = 0
+    while not tier.counters().evicted:
+        await lender.keep(tier, [key_of(number)])
+        assert taken_bytes(root) <= capacity_bytes
+        number += 1
+    assert os.listdir(kept) == []
+    assert tier.counters().quarantine_evicted == 4
+    assert len(await scanned(tier)) > 60
+
+
+async def test_a_smaller_capacity_takes_kept_slots_before_chunks(
+    open_tier, lender: Lender, root: Path, mapper: FileMapper, taken_bytes
+) -> None:
+    before = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(before, keys_of(4))
+    await before.aclose(DEADLINE_S)
+    kept = root / mapper.folder / "quarantine"
+    kept.mkdir(exist_ok=True)
+    for number in range(8):
+        (kept / str(number)).write_bytes(bytes(SLOT_BYTES))
+    capacity_bytes = taken_bytes(root) - 4 * SLOT_BYTES + 32_768
+    tier = await open_tier(layout="segments", capacity_bytes=capacity_bytes)
+    await tier.delete([key_of(999)])  # Waits for all that a start does.
+    assert await lender.recall(tier, keys_of(4)) == [label(key) for key in keys_of(4)]
+    assert 0 < len(os.listdir(kept)) < 8
+
+
+async def test_a_segment_that_was_removed_before_it_was_locked_is_not_there(
+    open_tier, lender: Lender, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks that are stored in a file without a name are lost, though they were said to be stored."""
+    first = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(first, [KEY])
+    await first.aclose(DEADLINE_S)
+    (old,) = segments(root)
+    lock = fcntl.flock
+
+    def too_late(fd: int, how: int) -> None:
+        old.unlink(missing_ok=True)
+        lock(fd, how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", too_late)
+        second = await open_tier(layout="segments", capacity_bytes=SMALL)
+        assert await scanned(second) == set()
+    await lender.keep(second, [key_of(2)])
+    await second.aclose(DEADLINE_S)
+    third = await open_tier(layout="segments", capacity_bytes=SMALL)
+    assert await lender.recall(third, [key_of(2)]) == [label(key_of(2))]
+
+
+async def test_a_slot_that_cannot_be_copied_takes_no_room_in_quarantine(
+    open_tier, lender: Lender, root: Path, mapper: FileMapper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = await open_tier(layout="segments", corrupt="quarantine", capacity_bytes=SMALL)
+    await lender.keep(tier, [KEY])
+    (segment,) = segments(root)
+    overwrite(segment, slot_of(segment, KEY), b"?")
+    write = os.pwritev
+
+    def full(fd: int, buffers: list[memoryview], at: int) -> int:
+        if at == 0 and sum(map(len, buffers)) == SLOT_BYTES:
+            write(fd, [buffers[0][:4_096]], at)
+            raise OSError(28, "No space left on device")
+        return write(fd, buffers, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", full)
+        assert await lender.recall(tier, [KEY]) == ["BlockCorrupt"]
+        await tier.delete([KEY])
+    assert os.listdir(root / mapper.folder / "quarantine") == []
+    assert tier.counters().quarantined == 0
+
+
+async def test_no_more_segments_go_for_others_than_are_needed(
+    open_tier, lender: Lender, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        before = await open_tier(layout="segments", capacity_bytes=(number + 1) << 20)
+        await lender.keep(before, keys_of(60, start=100 * number))
+        await before.aclose(DEADLINE_S)
+    assert len(segments(root)) == 3
+    taken = sum(path.stat().st_blocks for path in segments(root)) * 512
+    look = os.fstatvfs
+
+    def nearly_full(fd: int) -> SimpleNamespace:
+        found = look(fd)
+        free_bytes = taken + (2 << 20) - sum(path.stat().st_blocks for path in segments(root)) * 512
+        names = "f_frsize", "f_blocks", "f_bfree"
+        return SimpleNamespace(f_bavail=free_bytes // found.f_frsize, **{name: getattr(found, name) for name in names})
+
+    monkeypatch.setattr(os, "fstatvfs", nearly_full)
+    tier = await open_tier(layout="segments", min_free_bytes=(2 << 20) + 4_096)
+    await tier.delete([key_of(999)])  # Waits for all that a start does.
+    assert len(segments(root)) == 2
+
+
+@pytest.mark.parametrize("checkpoint_s", [0, 1_800])
+async def test_a_segment_that_cannot_be_opened_takes_its_room(
+    open_tier, lender: Lender, root: Path, monkeypatch: pytest.MonkeyPatch, taken_bytes, checkpoint_s: float
+) -> None:
+    capacity_bytes = 1 << 20
+    before = await open_tier(layout="segments", capacity_bytes=capacity_bytes)
+    await lender.keep(before, [KEY])
+    await before.aclose(DEADLINE_S)
+    look = os.open
+
+    def refuse(path: str, *args: int, **kwargs: int | None) -> int:
+        if str(path).endswith(".seg"):
+            raise OSError(24, "Too many open files")
+        return look(path, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        tier = await open_tier(layout="segments", capacity_bytes=capacity_bytes, checkpoint_s=checkpoint_s)
+        assert await lender.recall(tier, [KEY]) == ["BlockMissing"]
+    assert [type(outcome) for outcome in await tier.store(lender.writes(keys_of(4)))] == [NoSpace] * 4
+    assert taken_bytes(root) <= capacity_bytes
+
+
+async def test_a_delete_says_so_when_a_failed_store_has_left_its_chunk(
+    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sync failed, but not its write: without a wipe it is there after a restart."""
+    tier = await open_tier(layout="segments", fsync=True, capacity_bytes=SMALL)
+    await lender.keep(tier, [key_of(0)])
+
+    def refuse(fd: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdatasync", refuse)
+        (outcome,) = await tier.store(lender.writes([KEY]))
+        assert isinstance(outcome, TransferFailed)
+        with pytest.raises(BackendUnavailable, match="could not be wiped") as failed:
+            await tier.delete([KEY])
+    assert cause_of(failed.value) == "EIO"
+    await tier.delete([KEY])
+
+
+async def test_chunks_in_a_segment_that_was_taken_for_nothing_do_not_go_for_room(
+    open_tier, lender: Lender, root: Path
+) -> None:
+    """It was looked at as its maker was giving it its name; by the time that room is wanted, its maker has gone."""
+    first = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(first, keys_of(4))
+    await first.aclose(DEADLINE_S)
+    (segment,) = segments(root)
+    content = segment.read_bytes()
+    segment.write_bytes(b"")
+    second = await open_tier(layout="segments", capacity_bytes=SMALL)
+    assert await scanned(second) == set()
+    segment.write_bytes(content)
+    for start in range(100, 220, 40):
+        await lender.keep(second, keys_of(40, start=start))
+    await second.aclose(DEADLINE_S)
+    third = await open_tier(layout="segments", capacity_bytes="8MiB")
+    assert await lender.recall(third, keys_of(4)) == [label(key) for key in keys_of(4)]
+
+
+async def test_a_closed_tiers_segments_are_free_though_a_fork_has_them(open_tier, lender: Lender, root: Path) -> None:
+    first = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(first, [KEY])
+    copies = [os.dup(int(fd)) for fd in os.listdir("/proc/self/fd") if _leads_to(fd, segments(root)[0])]
+    assert copies
+    await first.aclose(DEADLINE_S)
+    second = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(second, [key_of(2)])
+    assert len(segments(root)) == 1
+    for copy in copies:
+        os.close(copy)
+
+
+def _leads_to(fd: str, path: Path) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}") == str(path)
+    except FileNotFoundError:
+        return False
+
+
+async def test_a_pruned_slots_segment_may_be_another_one_by_then(
+    open_tier, lender: Lender, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(tier, [KEY])
+    await tier.aclose(DEADLINE_S)
+    (segment,) = segments(root)
+    content, lock = segment.read_bytes(), fcntl.flock
+
+    def too_late(fd: int, how: int) -> None:
+        segment.unlink()
+        segment.write_bytes(content)
+        lock(fd, how)
+
+    root_fd = os.open(root, os.O_RDONLY)
+    contents = SlotContents(str(root), root_fd, time.time_ns(), Disk(root_fd).taken_bytes)
+    (chunk,) = contents.files(str(segment.relative_to(root)))
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", too_late)
+        assert not contents.remove(chunk)
+    assert segment.read_bytes() == content
+    assert contents.remove(chunk)
+    assert not segment.exists()
+    contents.close()
+    os.close(root_fd)
+
+
+async def test_a_chunk_that_moved_while_it_could_not_be_read_is_read_where_it_is(
+    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its old slot's segment may have been removed."""
+    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(tier, [KEY])
+    reading, go_on = threading.Event(), threading.Event()
+    read = os.preadv
+
+    def too_late(fd: int, buffers: list[memoryview], at: int) -> int:
+        if not go_on.is_set():
+            reading.set()
+            go_on.wait(DEADLINE_S)
+            raise OSError(9, "Bad file descriptor")
+        return read(fd, buffers, at)
+
+    monkeypatch.setattr(os, "preadv", too_late)
+    recall = asyncio.create_task(lender.recall(tier, [KEY]))
+    assert await asyncio.to_thread(reading.wait, DEADLINE_S)
+    await lender.keep(tier, [KEY], version=1)
+    go_on.set()
+    assert await recall == [label(KEY, 1)]
+
+
+async def test_kept_slots_and_their_folder_stay_within_the_capacity(
+    open_tier, lender: Lender, root: Path, taken_bytes
+) -> None:
+    """A folder of many files takes more than an empty one."""
+    before = await open_tier(layout="segments", capacity_bytes=400 * SLOT_BYTES)
+    for start in range(0, 300, 50):
+        await lender.keep(before, keys_of(50, start=start))
+    await before.aclose(DEADLINE_S)
+    assert len(segments(root)) == 1
+    content = bytearray(segments(root)[0].read_bytes())
+    for at in range(HEADER_BYTES, len(content), SLOT_BYTES):
+        content[at] ^= 1
+    segments(root)[0].write_bytes(content)
+    capacity_bytes = taken_bytes(root) + 80 * SLOT_BYTES + 4_096
+    tier = await open_tier(layout="segments", capacity_bytes=capacity_bytes, corrupt="quarantine")
+    for start in range(0, 300, 50):
+        assert await lender.recall(tier, keys_of(50, start=start)) == ["BlockCorrupt"] * 50
+        await tier.delete(keys_of(50, start=start))
+        assert taken_bytes(root) <= capacity_bytes
+    assert tier.counters().quarantined > 60
+
+
+async def test_where_no_segment_can_be_removed_no_more_are_given_up(
+    open_tier, lender: Lender, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(3):
+        before = await open_tier(layout="segments", capacity_bytes=(number + 1) << 20)
+        await lender.keep(before, keys_of(60, start=100 * number))
+        await before.aclose(DEADLINE_S)
+
+    def refuse(name: str, **kwargs: int | None) -> None:
+        raise OSError(30, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", refuse)
+        tier = await open_tier(layout="segments", capacity_bytes="1MiB")
+        await tier.delete([key_of(999)])  # Waits for all that a start does.
+        keys = [key for number in range(3) for key in keys_of(60, start=100 * number)]
+        assert sum(await tier.probe(keys)) > 90, "a segment has some 80 of these 180"
+    assert tier.counters().evictions_failed == 1

@@ -1,0 +1,190 @@
+"""Rows as torch tensors: the same bytes, kept alive, pinned where that can be done."""
+
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvtier
+from kvtier.memory.region import Region, RowLayout
+from kvtier_backends.cpu import CpuMemory, cuda_runtime
+
+ROW_BYTES = 8_192
+SUCCESS, OUT_OF_MEMORY, NOT_REGISTERED = 0, 2, 713
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device here")
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+
+
+class HostRegistry:
+    """Registers memory by CUDA's rules, up to a limit: nothing twice, and nothing freed that is not registered."""
+
+    def __init__(self, limit_bytes: int = 1 << 62) -> None:
+        self.limit_bytes = limit_bytes
+        self.ranges: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int, /) -> int:  # noqa: N802
+        assert not any(start < address + size_bytes and address < start + size for start, size in self.ranges.items())
+        assert flags == 1  # Portable.
+        if sum(self.ranges.values()) + size_bytes > self.limit_bytes:
+            return OUT_OF_MEMORY
+        self.ranges[address] = size_bytes
+        return SUCCESS
+
+    def cudaHostUnregister(self, address: int, /) -> int:  # noqa: N802
+        return NOT_REGISTERED if self.ranges.pop(address, None) is None else SUCCESS
+
+
+def test_a_tensor_and_its_row_are_the_same_bytes() -> None:
+    with Region.private(4, ROW_BYTES) as region, CpuMemory(region) as memory:
+        assert (memory.rows.shape, memory.rows.dtype, memory.rows.is_contiguous()) == ((4, ROW_BYTES), torch.int8, True)
+        memory.row(1).fill_(-1)
+        region.row(2)[:] = b"\x02" * ROW_BYTES
+        assert bytes(region.row(1)) == b"\xff" * ROW_BYTES
+        assert memory.row(2).tolist() == [2] * ROW_BYTES
+        assert [memory.row(index).data_ptr() - memory.rows.data_ptr() for index in range(4)] == [
+            index * ROW_BYTES for index in range(4)
+        ]
+        assert memory.rows.data_ptr() % 4_096 == 0
+
+
+def test_each_worker_writes_its_own_slot_of_every_row() -> None:
+    layout = RowLayout(slot_bytes=3_000, workers=2)
+    with Region.memfd(3, layout.row_bytes) as region, CpuMemory(region) as memory:
+        for worker in range(2):
+            slots = memory.slots(layout, worker)
+            assert (slots.shape, slots.stride()) == ((3, 3_000), (8_192, 1))
+            for row in range(3):
+                slots[row] = 10 * row + worker + 1
+        for row in range(3):
+            expected = bytes([10 * row + 1]) * 3_000 + bytes([10 * row + 2]) * 3_000 + bytes(2_192)
+            assert bytes(region.row(row)) == expected
+
+
+def test_a_slot_can_be_seen_as_the_engines_own_type() -> None:
+    layout = RowLayout(slot_bytes=4_096, workers=2)
+    with Region.private(2, layout.row_bytes) as region, CpuMemory(region) as memory:
+        memory.slots(layout, 1).view(torch.bfloat16)[0].fill_(1.0)
+        assert bytes(region.row(0)) == bytes(4_096) + b"\x80\x3f" * 2_048
+
+
+def test_a_row_that_is_not_there_is_an_error() -> None:
+    with Region.private(2, ROW_BYTES) as region, CpuMemory(region) as memory, pytest.raises(IndexError):
+        memory.row(2)
+
+
+def test_memory_stays_under_a_tensor_whatever_is_closed_first() -> None:
+    region = Region.memfd(2, ROW_BYTES)
+    memory = CpuMemory(region)
+    slots = memory.slots(RowLayout(slot_bytes=ROW_BYTES, workers=1), 0)
+    region.close()
+    memory.rows.fill_(3)
+    memory.close()
+    assert slots.sum().item() == 2 * ROW_BYTES * 3
+
+
+def test_closed_memory_has_no_rows() -> None:
+    with Region.private(2, ROW_BYTES) as region:
+        memory = CpuMemory(region)
+        memory.close()
+        memory.close()
+        with pytest.raises(IndexError):
+            memory.row(0)
+
+
+def test_memory_is_not_pinned_unless_asked_for() -> None:
+    with Region.private(2, ROW_BYTES) as region, CpuMemory(region) as memory:
+        assert not memory.pinned
+        assert not memory.rows.is_pinned()
+
+
+def test_every_row_is_pinned_once_in_slices_of_whole_rows() -> None:
+    registry = HostRegistry()
+    with Region.private(7, ROW_BYTES) as region:
+        with CpuMemory(region, pin_with=registry, pin_slice_bytes=3 * ROW_BYTES - 1) as memory:
+            start = memory.rows.data_ptr()
+            assert memory.pinned
+            assert registry.ranges == {
+                start: 2 * ROW_BYTES,
+                start + 2 * ROW_BYTES: 2 * ROW_BYTES,
+                start + 4 * ROW_BYTES: 2 * ROW_BYTES,
+                start + 6 * ROW_BYTES: ROW_BYTES,
+            }
+        assert registry.ranges == {}
+        assert not memory.pinned
+
+
+def test_a_row_larger_than_a_slice_is_pinned_whole() -> None:
+    registry = HostRegistry()
+    with Region.private(2, ROW_BYTES) as region, CpuMemory(region, pin_with=registry, pin_slice_bytes=1):
+        assert list(registry.ranges.values()) == [ROW_BYTES, ROW_BYTES]
+
+
+def test_what_cannot_be_pinned_whole_is_not_pinned_at_all_and_works(caplog: pytest.LogCaptureFixture) -> None:
+    registry = HostRegistry(limit_bytes=3 * ROW_BYTES)
+    with (
+        caplog.at_level(logging.WARNING, "kvtier_backends.cpu"),
+        Region.private(8, ROW_BYTES) as region,
+        CpuMemory(region, pin_with=registry, pin_slice_bytes=2 * ROW_BYTES) as memory,
+    ):
+        assert registry.ranges == {}
+        assert not memory.pinned
+        memory.row(7).fill_(7)
+        assert bytes(region.row(7)) == b"\x07" * ROW_BYTES
+    assert [record.getMessage() for record in caplog.records] == [
+        "Host memory stays unpinned, its copies slow: cudaHostRegister failed with 2 at row 2 of 8"
+    ]
+
+
+def test_memory_that_cannot_be_unpinned_is_reported_and_let_go(caplog: pytest.LogCaptureFixture) -> None:
+    registry = HostRegistry()
+    with Region.private(2, ROW_BYTES) as region:
+        memory = CpuMemory(region, pin_with=registry)
+        registry.ranges.clear()
+        with caplog.at_level(logging.WARNING, "kvtier_backends.cpu"):
+            memory.close()
+    assert [record.getMessage() for record in caplog.records] == ["cudaHostUnregister failed with error 713"]
+
+
+@without_cuda
+def test_without_cuda_there_is_nothing_to_pin_with() -> None:
+    assert cuda_runtime() is None
+    with Region.private(2, ROW_BYTES) as region, CpuMemory(region, pin_with=cuda_runtime()) as memory:
+        assert not memory.pinned
+
+
+@needs_cuda
+def test_cuda_pins_the_rows_and_copies_to_and_from_them() -> None:
+    runtime = cuda_runtime()
+    with Region.memfd(4, 1 << 20) as region:
+        with CpuMemory(region, pin_with=runtime, pin_slice_bytes=2 << 20) as memory:
+            assert memory.pinned
+            assert all(memory.row(index).is_pinned() for index in range(4))
+            region.row(1)[:] = bytes(range(256)) * 4_096
+            on_device = memory.row(1).to("cuda", non_blocking=True)
+            memory.row(3).copy_(on_device, non_blocking=True)
+            torch.cuda.synchronize()
+            assert bytes(region.row(3)) == bytes(range(256)) * 4_096
+            rows = memory.rows
+        assert not rows.is_pinned()
+
+
+@needs_cuda
+def test_a_failure_to_pin_does_not_fail_the_next_kernel(caplog: pytest.LogCaptureFixture) -> None:
+    runtime = cuda_runtime()
+    with Region.memfd(2, 1 << 20) as region, CpuMemory(region, pin_with=runtime) as first:
+        assert first.pinned
+        with CpuMemory(region, pin_with=runtime) as second:  # The same memory twice is refused.
+            assert not second.pinned
+        assert torch.ones(8, device="cuda").sum().item() == 8
+    assert "cudaHostRegister failed with 712" in caplog.text
+
+
+def test_the_core_and_its_region_load_no_torch() -> None:
+    script = "import sys, kvtier, kvtier.memory.region; print('torch' in sys.modules, 'kvtier_backends' in sys.modules)"
+    root = Path(kvtier.__file__).parents[1]
+    result = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=True)
+    assert result.stdout == "False False\n"

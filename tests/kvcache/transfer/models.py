@@ -1,0 +1,236 @@
+"""Random models and requests, and what the bytes of their layers are, worked out from the tensors alone."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from hypothesis import strategies as st
+
+from kvtier.kvcache.layout import (
+    AttentionSpec,
+    AxesOf,
+    CacheAxes,
+    CanonicalKVCaches,
+    ChunkedLocalSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheTensor,
+    LayerCache,
+    LayerSpec,
+    MambaSpec,
+    MLASpec,
+    SlidingWindowSpec,
+    UniformSpecs,
+    allocate_rows,
+    allocate_tensors,
+    canonical_kv_caches,
+)
+from kvtier.kvcache.layout.axes import (
+    HEADS_FRONT,
+    KV_FRONT_HND,
+    KV_FRONT_NHD,
+    KV_JOINED_HND,
+    KV_JOINED_NHD,
+    KV_SPLIT_HND,
+    KV_SPLIT_NHD,
+    LATENT,
+)
+from kvtier.kvcache.transfer import GroupBlocks
+
+LEADING = (KV_SPLIT_NHD, KV_SPLIT_HND, KV_JOINED_NHD, KV_JOINED_HND)
+ALL_AXES = (*LEADING, KV_FRONT_NHD, KV_FRONT_HND, HEADS_FRONT)
+DTYPES = (torch.bfloat16, torch.float32, torch.uint8)
+HOW = ("own tensors", "shared tensors", "rows", "rows found again")
+
+
+class Model(NamedTuple):
+    """A model's configuration, how it is allocated, and the chunks it is moved in."""
+
+    config: KVCacheConfig
+    axes: dict[str, CacheAxes]
+    how: str
+    blocks_per_chunk: int
+
+    @property
+    def in_rows(self) -> bool:
+        return self.how.startswith("rows")
+
+    def allocate(self, device: str) -> tuple[dict[str, LayerCache], CanonicalKVCaches]:
+        if self.in_rows:
+            rows = allocate_rows(self.config, self.axes, device)
+            found = canonical_kv_caches(self.config, rows.layers, self.axes) if self.how != "rows" else rows.canonical
+            return rows.layers, found
+        layers = allocate_tensors(self.config, self.axes, device)
+        return layers, canonical_kv_caches(self.config, layers, self.axes)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> Model:
+    """Models of one to four groups: kinds of layers, padding, orders of axes, sharing and splits into kernel blocks."""
+    how = draw(st.sampled_from(HOW))
+    num_blocks = draw(st.integers(4, 9))
+    block_size = draw(st.sampled_from([2, 4, 6]))
+    kernel_blocks = draw(st.sampled_from([1, 2])) if how != "shared tensors" else 1
+    drawn: list[dict[str, LayerSpec]] = []
+    axes: dict[str, CacheAxes] = {}
+    for group in range(draw(st.integers(1, 4))):
+        kind = draw(st.sampled_from(["full", "window", "chunked", "latent", "state", "uniform"]))
+        if kind == "state" and kernel_blocks > 1:
+            kind = "full"
+        names = [f"g{group}.l{layer}" for layer in range(draw(st.integers(1, 3)))]
+        padding = draw(st.sampled_from([0, 16, 64])) if kernel_blocks == 1 else 0
+        first = draw(specs(kind, block_size))
+        several = kind == "uniform" and how != "shared tensors"
+        layers = {name: draw(specs(kind, block_size)) if several else first for name in names}
+        padded = {name: _padded(spec, padding) for name, spec in layers.items()}
+        orders = LEADING if how != "own tensors" or padding else ALL_AXES
+        for name, spec in padded.items():
+            if isinstance(spec, AttentionSpec):
+                axes[name] = LATENT if isinstance(spec, MLASpec) else draw(st.sampled_from(orders))
+        drawn.append(padded)
+    if how == "shared tensors":
+        page_bytes = max(spec.page_bytes for group in drawn for spec in group.values())
+        drawn = [{name: _widened(spec, page_bytes) for name, spec in group.items()} for group in drawn]
+    config = _config(drawn, num_blocks, how, block_size // kernel_blocks if kernel_blocks > 1 else None)
+    return Model(config, axes, how, draw(st.integers(1, 4)))
+
+
+@st.composite
+def specs(draw: st.DrawFn, kind: str, block_size: int) -> LayerSpec:
+    dtype = draw(st.sampled_from(DTYPES))
+    if kind == "state":
+        shapes = draw(st.lists(st.tuples(st.integers(1, 4), st.sampled_from([4, 8])), min_size=1, max_size=3))
+        return MambaSpec(block_size=block_size, shapes=tuple(shapes), dtypes=(dtype,) * len(shapes))
+    size = draw(st.sampled_from([4, 8]))
+    if kind == "latent":
+        return MLASpec(block_size=block_size, head_size=size, dtype=dtype)
+    heads = draw(st.integers(1, 3))
+    if kind == "window":
+        return SlidingWindowSpec(
+            block_size=block_size, num_kv_heads=heads, head_size=size, dtype=dtype, sliding_window=8
+        )
+    if kind == "chunked":
+        return ChunkedLocalSpec(
+            block_size=block_size, num_kv_heads=heads, head_size=size, dtype=dtype, attention_chunk_size=8
+        )
+    return FullAttentionSpec(block_size=block_size, num_kv_heads=heads, head_size=size, dtype=dtype)
+
+
+def _padded(spec: LayerSpec, padding: int) -> LayerSpec:
+    return _widened(spec, -(-spec.page_bytes // 16) * 16 + padding) if padding else spec
+
+
+def _widened(spec: LayerSpec, page_bytes: int) -> LayerSpec:
+    from msgspec.structs import replace
+
+    page_bytes = -(-page_bytes // 16) * 16
+    return replace(spec, padded_page_bytes=page_bytes)
+
+
+def _config(
+    groups: list[dict[str, LayerSpec]], num_blocks: int, how: str, kernel_block_size: int | None
+) -> KVCacheConfig:
+    sharing: dict[int, list[str]] = {}
+    sizes: dict[int, int] = {}
+    for layers in groups:
+        for index, (name, spec) in enumerate(layers.items()):
+            tensor = index if how == "shared tensors" else len(sharing)
+            sharing.setdefault(tensor, []).append(name)
+            sizes[tensor] = max(sizes.get(tensor, 0), spec.page_bytes * num_blocks)
+    return KVCacheConfig(
+        num_blocks=num_blocks,
+        tensors=tuple(
+            KVCacheTensor(size_bytes=sizes[tensor], shared_by=tuple(names)) for tensor, names in sharing.items()
+        ),
+        groups=tuple(_group(layers, kernel_block_size) for layers in groups),
+    )
+
+
+def _group(layers: dict[str, LayerSpec], kernel_block_size: int | None) -> KVCacheGroup:
+    different = len(set(layers.values())) > 1
+    spec = UniformSpecs(layers) if different else next(iter(layers.values()))
+    return KVCacheGroup(layer_names=tuple(layers), spec=spec, kernel_block_size=kernel_block_size)
+
+
+@st.composite
+def requests(draw: st.DrawFn, config: KVCacheConfig, blocks_per_chunk: int, num_rows: int) -> list[GroupBlocks]:
+    """Some of the blocks for each group, none for two of them, from any place in a chunk on, in any rows."""
+    blocks = draw(st.permutations(range(config.num_blocks)))
+    rows = draw(st.permutations(range(num_rows)))
+    groups = list[GroupBlocks]()
+    for _ in config.groups:
+        count = draw(st.integers(0, len(blocks)))
+        first_block = draw(st.integers(0, 2 * blocks_per_chunk))
+        chunks = -(-(first_block % blocks_per_chunk + count) // blocks_per_chunk) if count else 0
+        if chunks > len(rows):
+            count = chunks = 0
+        groups.append(GroupBlocks(blocks[:count], rows[:chunks], first_block))
+        blocks, rows = blocks[count:], rows[chunks:]
+    return groups
+
+
+def tensors_of(cache: LayerCache) -> list[torch.Tensor]:
+    return [cache] if isinstance(cache, torch.Tensor) else list(cache)
+
+
+def contents(
+    config: KVCacheConfig, axes: AxesOf, layers: Mapping[str, LayerCache], groups: list[GroupBlocks]
+) -> dict[str, list[bytes]]:
+    """Return what the layers of each group keep in its blocks, element by element in the order of their shapes."""
+    found = dict[str, list[bytes]]()
+    for group, request in zip(config.groups, groups, strict=True):
+        for layer in group.layer_names:
+            found[layer] = [
+                block_bytes(part, axes.get(layer), group.kernel_blocks, block)
+                for block in request.blocks
+                for part in tensors_of(layers[layer])
+            ]
+    return found
+
+
+def block_bytes(tensor: torch.Tensor, axes: CacheAxes | None, kernel_blocks: int, block: int) -> bytes:
+    axis = axes.shape.index("B") if axes else 0
+    part = tensor.narrow(axis, block * kernel_blocks, kernel_blocks) if axes else tensor[block]
+    return part.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def storages(layers: Mapping[str, LayerCache]) -> dict[int, torch.Tensor]:
+    """Return all bytes of every allocation, by its address."""
+    found = dict[int, torch.Tensor]()
+    for tensor in (part for cache in layers.values() for part in tensors_of(cache)):
+        storage = tensor.untyped_storage()
+        found[storage.data_ptr()] = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+    return found
+
+
+def touched(
+    model: Model, layers: Mapping[str, LayerCache], canonical: CanonicalKVCaches, groups: list[GroupBlocks]
+) -> dict[int, torch.Tensor]:
+    """Return which bytes of every allocation are the groups' in their blocks; whole rows where layers are in rows."""
+    masks = {address: torch.zeros(len(data), dtype=torch.bool) for address, data in storages(layers).items()}
+    for number, (group, request) in enumerate(zip(model.config.groups, groups, strict=True)):
+        for block in request.blocks:
+            if model.in_rows:
+                for ref in canonical.groups[number]:
+                    rows = canonical.tensors[ref.tensor]
+                    start = rows.storage_offset() + int(block) * rows.stride(0)
+                    masks[rows.untyped_storage().data_ptr()][start:][: ref.page_bytes] = True
+                continue
+            for layer in group.layer_names:
+                of_layer = model.axes.get(layer)
+                for part in tensors_of(layers[layer]):
+                    mask = masks[part.untyped_storage().data_ptr()]
+                    shape = (*part.shape, part.element_size())
+                    strides = (*(stride * part.element_size() for stride in part.stride()), 1)
+                    marked = mask.as_strided(shape, strides, part.storage_offset() * part.element_size())
+                    axis = of_layer.shape.index("B") if of_layer else 0
+                    marked.narrow(axis, int(block) * group.kernel_blocks, group.kernel_blocks).fill_(True)
+    return masks
+
+
+def fill(tensor: torch.Tensor, seed: int) -> None:
+    """Fill with random bytes, all values of every dtype included."""
+    data = np.random.default_rng(seed).integers(0, 256, tensor.nbytes, dtype=np.uint8)
+    tensor.view(torch.uint8).copy_(torch.from_numpy(data).view(tensor.shape))

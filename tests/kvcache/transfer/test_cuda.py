@@ -1,0 +1,282 @@
+"""What a CUDA device is told, and in which order: on streams that do nothing until they are waited for."""
+
+import contextlib
+import ctypes
+import importlib
+import re
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from kvtier.kvcache.transfer import cuda
+from kvtier.kvcache.transfer.blocks import GroupBlocks, pages_of
+from kvtier.kvcache.transfer.descriptors import Descriptors
+from kvtier.kvcache.transfer.jobs import Job, Kind
+from kvtier.kvcache.transfer.pieces import Piece
+
+HOST = torch.device("cpu")
+
+
+class Stream:
+    """A queue of what a device was told to do."""
+
+    current: "Stream"
+
+    def __init__(self, device: object = None, priority: int = 0) -> None:
+        self.priority = priority
+        self.cuda_stream = id(self)
+        self.queue = deque[Callable[[], None]]()
+
+    def synchronize(self) -> None:
+        while self.queue:
+            self.queue.popleft()()
+
+    def wait_event(self, event: "Event") -> None:
+        self.queue.append(event.synchronize)
+
+
+class Event:
+    """A place in a stream's queue."""
+
+    def __init__(self, blocking: bool = False) -> None:
+        self.blocking = blocking
+        self.reached = False
+
+    def record(self, stream: Stream) -> None:
+        self.stream = stream
+        stream.queue.append(self._reach)
+
+    def synchronize(self) -> None:
+        while not self.reached:
+            self.stream.queue.popleft()()
+
+    def _reach(self) -> None:
+        self.reached = True
+
+
+@contextlib.contextmanager
+def on(stream: Stream) -> Iterator[None]:
+    before, Stream.current = Stream.current, stream
+    try:
+        yield
+    finally:
+        Stream.current = before
+
+
+@pytest.fixture(autouse=True)
+def streams(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """Return the engine's stream."""
+    Stream.current = engines = Stream()
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream.current)
+    return engines
+
+
+def job(copier: cuda.CudaCopier, number: int = 1) -> Job:
+    return Job(number, Kind.STORE, (), size_bytes=0, begun=0.0, mark=copier.mark())
+
+
+def test_a_transfer_comes_after_what_the_device_was_told_before_its_submission_and_not_after_the_rest(
+    streams: Stream,
+) -> None:
+    done = list[str]()
+    copier = cuda.CudaCopier(Kind.STORE, HOST, lambda job: Stream.current.queue.append(lambda: done.append("copy")))
+    streams.queue.append(lambda: done.append("the blocks are written"))
+    one = job(copier)
+    streams.queue.append(lambda: done.append("later"))
+    finish = copier.begin(one)
+    assert done == []  # Begun, and nobody has waited.
+    finish()
+    assert done == ["the blocks are written", "copy"]
+
+
+def test_transfers_of_one_way_end_in_the_order_in_which_they_begin(streams: Stream) -> None:
+    done = list[int]()
+
+    def copy(job: Job) -> None:
+        Stream.current.queue.append(lambda: done.append(job.job_id))
+
+    copier = cuda.CudaCopier(Kind.LOAD, HOST, copy)
+    finishes = [copier.begin(job(copier, number)) for number in range(3)]
+    finishes[1]()
+    assert done == [0, 1]
+    finishes[2]()
+    assert done == [0, 1, 2]
+
+
+def test_loads_have_the_more_urgent_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[Stream]()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: made.append(Stream(priority=priority)))
+    for kind in (Kind.LOAD, Kind.STORE):
+        assert cuda.CudaCopier(kind, HOST, lambda job: None).kinds == (kind,)
+    assert [stream.priority for stream in made] == [-1, 0]
+
+
+def test_a_transfer_that_fails_to_begin_has_let_go_of_its_rows_when_it_says_so() -> None:
+    """Its first batch may be under way when the second is refused; its rows are another's once the failure is told."""
+    moved = list[str]()
+
+    def copy(job: Job) -> None:
+        Stream.current.queue.append(lambda: moved.append("first batch"))
+        raise RuntimeError("cudaMemcpyBatchAsync of 2 copies: (1, 1)")
+
+    copier = cuda.CudaCopier(Kind.STORE, HOST, copy)
+    with pytest.raises(RuntimeError, match="of 2 copies"):
+        copier.begin(job(copier))
+    assert moved == ["first batch"]
+
+
+class FakeRuntime:
+    """What cuda-python's runtime module offers, on host memory; it notes its calls."""
+
+    class cudaMemcpyAttributes:  # noqa: N801
+        srcAccessOrder: int  # noqa: N815
+
+    cudaMemcpySrcAccessOrder = int  # noqa: N815
+
+    cudaDeviceAttr = SimpleNamespace(cudaDevAttrCanUseHostPointerForRegisteredMem=91)  # noqa: N815
+
+    def cudaDeviceGetAttribute(self, attribute: int, device: int) -> tuple[int, int]:  # noqa: N802
+        assert (attribute, device) == (91, 0)
+        return 0, 1
+
+    def __init__(self, answer: int = 0) -> None:
+        self.answer = answer
+        self.calls: list[tuple[int, int, int]] = []
+
+    def cudaMemcpyBatchAsync(  # noqa: N802
+        self,
+        targets: list,
+        sources: list,
+        sizes: list,
+        count: int,
+        attributes: list,
+        starts: list,
+        kinds: int,
+        stream: int,
+    ) -> tuple[int]:
+        assert (starts, kinds, len(attributes)) == ([0], 1, 1)
+        self.calls.append((count, attributes[0].srcAccessOrder, stream))
+        for target, source, size in zip(targets, sources, sizes, strict=True):
+            ctypes.memmove(target, source, size)
+        return (self.answer,)
+
+
+def test_batched_copies_are_handed_over_as_cuda_python_takes_them() -> None:
+    source, target = torch.arange(64, dtype=torch.int8), torch.zeros(64, dtype=torch.int8)
+    starts = np.array([0, 16, 40])
+    copies = Descriptors(source.data_ptr() + starts, target.data_ptr() + starts, np.array([8, 8, 24]))
+    runtime = FakeRuntime()
+    copy = cuda._through(runtime)
+    copy(copies, 77, False)
+    copy(copies, 77, True)
+    assert runtime.calls == [(3, 1, 77), (3, 3, 77)]  # In stream order; at any time.
+    kept = [index for start, end in ((0, 8), (16, 24), (40, 64)) for index in range(start, end)]
+    assert target[kept].tolist() == kept
+    assert all(later > earlier for earlier, later in pairwise(kept))
+
+
+def test_a_refused_batch_is_an_error_with_cudas_answer() -> None:
+    copies = Descriptors(*(np.empty(0, dtype=np.int64) for _ in range(3)))
+    with pytest.raises(RuntimeError, match=r"cudaMemcpyBatchAsync of 0 copies: \(35,\)"):
+        cuda._through(FakeRuntime(answer=35))(copies, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("runtime", "reason"),
+    [
+        (None, "No module named 'cuda"),
+        (SimpleNamespace(), "cuda-bindings older than 12.8"),
+        (FakeRuntime(answer=35), r"cudaMemcpyBatchAsync of 1 copies: \(35,\)"),
+    ],
+)
+def test_without_batched_copies_chunks_go_through_a_buffer_and_the_log_says_why(
+    runtime: object, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    find(runtime, monkeypatch)
+    assert cuda.batched_copy(HOST) is None
+    assert re.search(reason, caplog.text)
+
+
+def test_batched_copies_are_tried_once_before_they_are_relied_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = FakeRuntime()
+    find(runtime, monkeypatch)
+    assert cuda.batched_copy(HOST) is not None
+    assert [(count, order) for count, order, _ in runtime.calls] == [(1, 1)]
+
+
+def test_a_runtime_that_says_it_copied_and_did_not_is_not_relied_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime = FakeRuntime()
+    monkeypatch.setattr(runtime, "cudaMemcpyBatchAsync", lambda *args: (0,))
+    find(runtime, monkeypatch)
+    assert cuda.batched_copy(HOST) is None
+    assert "says that it copied, and did not" in caplog.text
+
+
+def find(runtime: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have cuda-python's runtime found; None: have it not installed."""
+
+    def find_module(name: str) -> object:
+        if runtime is None:
+            raise ModuleNotFoundError("No module named 'cuda'")
+        return runtime
+
+    monkeypatch.setattr(importlib, "import_module", find_module)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+
+
+def test_many_copies_are_several_batches_on_the_stream_of_the_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "BATCH_COPIES_MAX", 2)
+    runtime, stream = FakeRuntime(), Stream()
+    cache, slots = torch.arange(80, dtype=torch.int8).view(5, 16), torch.zeros((5, 16), dtype=torch.int8)
+    begin = cuda.batched(((Piece(cache, 0, 16, 0, 16, 16, ()),),), slots, 1, cuda._through(runtime))
+    blocks, rows = [4, 2, 0, 3, 1], [0, 2, 4, 1, 3]
+    pages = pages_of(GroupBlocks(blocks, rows), 1, num_blocks=5, num_rows=5)
+    kept = cache.clone()
+    with on(stream):
+        begin(Job(1, Kind.STORE, (pages,), size_bytes=0, begun=0.0))
+        assert torch.equal(slots[rows], kept[blocks])
+        cache.zero_()
+        begin(Job(2, Kind.LOAD, (pages,), size_bytes=0, begun=0.0))
+    assert torch.equal(cache, kept)
+    in_stream_order, any_time = 1, 3  # A store's source may still be written to; rows do not change.
+    handle = stream.cuda_stream
+    assert runtime.calls == [(count, order, handle) for order in (in_stream_order, any_time) for count in (2, 2, 1)]
+
+
+def test_a_buffer_is_used_when_nobody_works_on_its_memory_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes from the pool of the stream that is current where it is made: the engine's, which may be behind."""
+    done = list[str]()
+    monkeypatch.setattr(cuda, "batched_copy", lambda device: None)
+    monkeypatch.setattr(cuda, "StagedCopies", lambda *_: done.append("made"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("waited"))
+    cuda.cuda_copiers((), torch.zeros((1, 1), dtype=torch.int8), 1, 1, HOST)
+    assert done == ["made", "made", "waited"]
+
+
+def test_a_device_that_takes_no_addresses_of_pinned_memory_has_no_batches(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Batches fault there; single copies are translated."""
+    for answer, able, why in ((0, 0, "takes no addresses of registered host memory"), (35, None, "35")):
+        runtime = SimpleNamespace(
+            cudaMemcpyBatchAsync=lambda *_: (0,),
+            cudaMemcpyAttributes=SimpleNamespace,
+            cudaMemcpySrcAccessOrder=int,
+            cudaDeviceAttr=SimpleNamespace(cudaDevAttrCanUseHostPointerForRegisteredMem=91),
+            cudaDeviceGetAttribute=lambda attribute, device, answer=answer, able=able: (answer, able),
+        )
+        monkeypatch.setattr(importlib, "import_module", lambda name, runtime=runtime: runtime)
+        assert cuda.batched_copy(HOST) is None
+        assert why in caplog.text
+        caplog.clear()

@@ -1,0 +1,218 @@
+"""Every way to copy moves the same bytes: by index, by addresses as a copy engine gets them, and through a buffer."""
+
+import ctypes
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvtier.kvcache.layout import CanonicalKVCaches, DataRef, ParallelConfig, canonical_kv_caches
+from kvtier.kvcache.layout.mapping import own_part
+from kvtier.kvcache.transfer import staged, strided
+from kvtier.kvcache.transfer.blocks import GroupBlocks, Pages, pages_of
+from kvtier.kvcache.transfer.copiers import StridedCopies
+from kvtier.kvcache.transfer.descriptors import Descriptors, descriptors, joined
+from kvtier.kvcache.transfer.jobs import Job, Kind
+from kvtier.kvcache.transfer.pieces import Piece, Repeat, pieces_of
+from kvtier.kvcache.transfer.slots import slot_layout
+from tests.kvcache.transfer.models import Model, fill, models, requests, storages
+
+NUM_ROWS = 7
+
+Move = Callable[[Kind, tuple[Pages, ...]], None]
+Pieces = tuple[tuple[Piece, ...], ...]
+
+
+def by_index(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
+    return StridedCopies(pieces, slots, blocks_per_chunk, num_blocks).copy
+
+
+def by_address(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
+    def move(kind: Kind, groups: tuple[Pages, ...]) -> None:
+        copies = descriptors(pieces, slots, kind, groups, blocks_per_chunk)
+        for source, target, size in zip(*(column.tolist() for column in copies), strict=True):
+            ctypes.memmove(target, source, size)
+
+    return move
+
+
+def through_a_buffer(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
+    copies = staged.StagedCopies(pieces, slots, blocks_per_chunk, num_blocks)
+    return lambda kind, groups: copies(Job(1, kind, groups, size_bytes=0, begun=0.0))
+
+
+def on_a_device(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
+    """As through a buffer, which then is beside the caches: no numpy there, torch's own copies by index."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strided.Side, "over", classmethod(lambda cls, pages, period=None: cls(pages, None, period)))
+        return through_a_buffer(pieces, slots, blocks_per_chunk, num_blocks)
+
+
+@pytest.fixture(params=[by_address, through_a_buffer, on_a_device], ids=lambda strategy: strategy.__name__)
+def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Move]:
+    monkeypatch.setattr(staged, "BUFFER_BYTES_MAX", 1_000)  # So that a request needs the buffer several times.
+    monkeypatch.setattr(strided, "RUN_BYTES_MIN", 100)  # So that each way is taken by some models.
+    monkeypatch.setattr(strided, "MEMMOVE_BYTES_MIN", 64)
+    return request.param
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(model=models(), data=st.data(), canonical_rows=st.booleans(), rank=st.integers(0, 3))
+def test_each_strategy_moves_what_copies_by_index_move(
+    model: Model, data: st.DataObject, canonical_rows: bool, rank: int, strategy: Callable[..., Move]
+) -> None:
+    layers, caches = model.allocate("cpu")
+    caches = in_a_group_of_four(model, layers, caches, rank)
+    layout = slot_layout(caches, model.blocks_per_chunk, canonical=canonical_rows)
+    slots = torch.empty((NUM_ROWS, layout.slot_bytes + 24), dtype=torch.int8)[:, 8 : 8 + layout.slot_bytes]
+    groups = data.draw(requests(model.config, model.blocks_per_chunk, NUM_ROWS))
+    pages = tuple(
+        pages_of(group, model.blocks_per_chunk, num_blocks=caches.num_blocks, num_rows=NUM_ROWS) for group in groups
+    )
+    pieces = pieces_of(caches, layout)
+    for kind in (Kind.STORE, Kind.LOAD):
+        assert moved(by_index, kind, pages, pieces, slots, model, layers) == moved(
+            strategy, kind, pages, pieces, slots, model, layers
+        )
+
+
+def in_a_group_of_four(model: Model, layers: dict, caches: CanonicalKVCaches, rank: int) -> CanonicalKVCaches:
+    """Four workers take turns with latent pages; the other pages are each one's own."""
+    parallel = ParallelConfig(tp_size=4, rank=rank)
+    return canonical_kv_caches(model.config, layers, model.axes, parallel=parallel)
+
+
+def moved(
+    strategy: Callable[..., Move],
+    kind: Kind,
+    pages: tuple[Pages, ...],
+    pieces: Pieces,
+    slots: torch.Tensor,
+    model: Model,
+    layers: dict,
+) -> list[bytes]:
+    for seed, memory in enumerate(storages(layers).values()):
+        fill(memory, seed)
+    rows = slots._base
+    fill(rows, 50)
+    strategy(pieces, slots, model.blocks_per_chunk, model.config.num_blocks)(kind, pages)
+    return [memory.numpy().tobytes() for memory in (*storages(layers).values(), rows)]
+
+
+@pytest.mark.parametrize("scattered", ["blocks", "rows", "both", "neither"])
+@pytest.mark.parametrize("blocks_per_chunk", [1, 3])
+def test_runs_are_assigned_and_scattered_pages_moved_one_by_one_or_in_tiles(
+    scattered: str, blocks_per_chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes are the same whichever way is taken: the limits between them are moved so that each is."""
+    chunks, page_bytes = 8, 64
+    count = chunks * blocks_per_chunk
+    random = np.random.default_rng(7)
+    blocks = random.permutation(count) if scattered in ("blocks", "both") else np.arange(count)
+    rows = random.permutation(2 * chunks)[:chunks] if scattered in ("rows", "both") else np.arange(3, 3 + chunks)
+    cache = torch.empty((count, page_bytes), dtype=torch.int8)
+    fill(cache, 1)
+    for run_bytes_min, memmove_bytes_min in ((1 << 40, 1 << 40), (1 << 40, 0), (0, 0), (4 * page_bytes, 1 << 40)):
+        monkeypatch.setattr(strided, "RUN_BYTES_MIN", run_bytes_min)
+        monkeypatch.setattr(strided, "MEMMOVE_BYTES_MIN", memmove_bytes_min)
+        monkeypatch.setattr(strided, "TILE_BYTES", 200)
+        monkeypatch.setattr(strided, "CALL_BYTES_MAX", 300)
+        slots = torch.zeros((2 * chunks, blocks_per_chunk * page_bytes), dtype=torch.int8)
+        piece = Piece(cache, 0, page_bytes, 0, page_bytes, page_bytes, ())
+        pages = pages_of(GroupBlocks(blocks, rows), blocks_per_chunk, num_blocks=len(cache), num_rows=len(slots))
+        one = strided.strided(piece, slots, blocks_per_chunk, len(cache))
+        strided.copy_alike(Kind.STORE, [one], pages)
+        expected = torch.zeros_like(slots)
+        expected[rows] = cache[blocks].view(chunks, -1)
+        assert torch.equal(slots, expected)
+        before = cache.clone()
+        fill(cache, 2)
+        strided.copy_alike(Kind.LOAD, [one], pages)
+        assert torch.equal(cache, before)
+
+
+@pytest.mark.parametrize("limits", [(0, 0), (1 << 40, 0), (1 << 40, 1 << 40)], ids=["runs", "one by one", "tiles"])
+def test_repeats_may_lie_at_distances_that_are_no_multiples_of_their_length(
+    limits: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strided, "RUN_BYTES_MIN", limits[0])
+    monkeypatch.setattr(strided, "MEMMOVE_BYTES_MIN", limits[1])
+    cache, slots = torch.empty((4, 48), dtype=torch.int8), torch.zeros((4, 64), dtype=torch.int8)
+    fill(cache, 1)
+    piece = Piece(cache, 0, 48, 0, 64, 16, (Repeat(2, 24, 40),))
+    pages = pages_of(GroupBlocks([3, 0, 1], [1, 2, 0]), 1, num_blocks=4, num_rows=4)
+    strided.copy_alike(Kind.STORE, [strided.strided(piece, slots, 1, 4)], pages)
+    expected = torch.zeros_like(slots)
+    expected[[1, 2, 0], :16], expected[[1, 2, 0], 40:56] = cache[[3, 0, 1], :16], cache[[3, 0, 1], 24:40]
+    assert torch.equal(slots, expected)
+
+
+def test_pieces_that_are_alike_but_for_whose_turn_it_is_move_apart() -> None:
+    everyones, shared = (torch.full((4, 32), value, dtype=torch.int8) for value in (1, 2))
+    slots = torch.zeros((4, 64), dtype=torch.int8)
+    pieces = (Piece(everyones, 0, 32, 0, 64, 32, ()), Piece(shared, 0, 32, 32, 64, 32, (), 2, 1))
+    pages = pages_of(GroupBlocks(range(4), range(4)), 1, num_blocks=4, num_rows=4)
+    StridedCopies((pieces,), slots, 1, 4).copy(Kind.STORE, (pages,))
+    assert slots[:, [0, 32]].tolist() == [[1, 0], [1, 2], [1, 0], [1, 2]]
+
+
+def test_neighbours_on_both_sides_are_one_copy() -> None:
+    columns = ([300, 100, 110, 500], [30, 10, 20, 40], [10, 10, 10, 10], [3, 3, 3, 3])
+    copies = joined(*(np.array(column) for column in columns))
+    assert [column.tolist() for column in copies] == [[100, 300, 500], [10, 30, 40], [20, 10, 10]]
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_no_copy_reaches_from_one_row_into_the_next(kind: Kind) -> None:
+    """Rows are pinned in slices: a copy over two of them is refused, and rows that are neighbours may lie in two."""
+    memory = torch.zeros((6, 64), dtype=torch.int8)
+    caches = CanonicalKVCaches((memory,), ((DataRef(0, 64, ("a",), own_part(64, ParallelConfig())),),))
+    slots = torch.zeros((3, 128), dtype=torch.int8)
+    pages = pages_of(GroupBlocks(range(6), range(3)), 2, num_blocks=6, num_rows=3)
+    copies = descriptors(pieces_of(caches, slot_layout(caches, 2)), slots, kind, (pages,), 2)
+    assert copies.sizes.tolist() == [128, 128, 128]  # The two blocks of a chunk are neighbours, and one copy.
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_no_copy_of_a_buffer_reaches_from_one_row_into_the_next(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[Descriptors]()
+
+    def noted(*columns: np.ndarray) -> Descriptors:
+        made.append(joined(*columns))
+        return made[-1]
+
+    monkeypatch.setattr(staged, "joined", noted)
+    cache, slots = torch.zeros((6, 64), dtype=torch.int8), torch.zeros((3, 128), dtype=torch.int8)
+    pages = pages_of(GroupBlocks(range(6), range(3)), 2, num_blocks=6, num_rows=3)
+    through_a_buffer(((Piece(cache, 0, 64, 0, 64, 64, ()),),), slots, 2, 6)(kind, (pages,))
+    assert [copies.sizes.tolist() for copies in made] == [[128, 128, 128]]
+
+
+def test_layers_of_one_allocation_are_one_piece() -> None:
+    memory = torch.zeros((40, 6, 64), dtype=torch.int8)
+    caches = CanonicalKVCaches(tuple(memory.unbind(0)), ((),))
+    refs = tuple(DataRef(layer, 64, (str(layer),), own_part(64, ParallelConfig())) for layer in range(40))
+    (pieces,) = pieces_of(caches._replace(groups=(refs,)), slot_layout(caches, 2))
+    assert [piece.repeats for piece in pieces] == [((40, 6 * 64, 2 * 64),)]
+
+
+def test_pieces_of_several_allocations_or_turns_stay_apart() -> None:
+    one, other = torch.zeros(100, dtype=torch.int8), torch.zeros(100, dtype=torch.int8)
+    from kvtier.kvcache.transfer.pieces import _merged
+
+    first = Piece(one, 0, 8, 0, 8, 8, ())
+    for second in (first._replace(memory=other), first._replace(writers=2)):
+        assert len(_merged([first, second._replace(local=16, host=16)])) == 2
+    assert len(_merged([first, first._replace(local=16, host=16)])) == 1
+
+
+def test_pieces_at_uneven_distances_stay_apart() -> None:
+    memory = torch.zeros(1_000, dtype=torch.int8)
+    starts = [0, 64, 128, 300, 200]  # Three at one distance; then on, and back again.
+    pieces = [Piece(memory, start, 8, start, 8, 8, ()) for start in starts]
+    from kvtier.kvcache.transfer.pieces import _merged
+
+    assert [(piece.local, piece.page_bytes) for piece in _merged(pieces)] == [(0, 24), (300, 8), (200, 8)]

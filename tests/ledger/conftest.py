@@ -1,9 +1,0 @@
-import pytest
-
-from tests.ledger.bench import Bench
-
-
-@pytest.fixture
-def bench() -> type[Bench]:
-    """A ledger with tiers that the test itself plays; see `Bench`."""
-    return Bench

@@ -1,0 +1,135 @@
+"""What is free, as the kernel's own files say it, and pages that are there before they are needed."""
+
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.memory.prefault import prefault, require_free
+from kvtier.memory.region import Region
+
+MIB = 1 << 20
+
+
+def machine(root: Path, *, groups: str = "0::/\n", available_bytes: int = 1_000 * MIB, **files: str) -> str:
+    """Lay out what the kernel shows of a machine: /proc, and control-group files by path (`__` stands for `/`)."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(f"MemTotal: 99999999 kB\nMemAvailable:  {available_bytes // 1024} kB\n")
+    (root / "proc/self/cgroup").write_text(groups)
+    for name, text in files.items():
+        file = root / "sys/fs/cgroup" / name.replace("__", "/")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.with_name(file.name.replace("memory_", "memory.")).write_text(text)
+    return str(root)
+
+
+def limited(group: str, limit: int, used: int, cache: int = 0) -> dict[str, str]:
+    """A version-2 group's files."""
+    return {
+        f"{group}memory_max": f"{limit}\n",
+        f"{group}memory_current": f"{used}\n",
+        f"{group}memory_stat": f"anon 1\ninactive_file {cache // 2}\nactive_file {cache // 2}\n",
+    }
+
+
+def free_bytes(root: str) -> int:
+    """Return the most that is not refused."""
+    low, high = 0, 1 << 62
+    while low < high:
+        middle = (low + high + 1) // 2
+        try:
+            require_free(middle, root=root)
+            low = middle
+        except ConfigError:
+            high = middle - 1
+    return low
+
+
+def test_no_more_than_the_machine_has_available(tmp_path: Path) -> None:
+    root = machine(tmp_path, available_bytes=100 * MIB)
+    require_free(100 * MIB, root=root)
+    message = (
+        r"^104,857,601 bytes of host memory were asked for and 104,857,600 are free in this machine's memory"
+        r" \(MemAvailable\): ask for fewer bytes, or free some$"
+    )
+    with pytest.raises(ConfigError, match=message):
+        require_free(100 * MIB + 1, root=root)
+
+
+def test_a_control_group_limits_less_what_is_used_and_not_page_cache(tmp_path: Path) -> None:
+    root = machine(tmp_path, groups="0::/pod\n", **limited("pod__", 500 * MIB, 300 * MIB, 40 * MIB))
+    assert free_bytes(root) == 240 * MIB
+    with pytest.raises(ConfigError, match=r"control group .*/sys/fs/cgroup/pod: .* raise its memory.max"):
+        require_free(241 * MIB, root=root)
+
+
+def test_the_tightest_of_all_groups_above_counts(tmp_path: Path) -> None:
+    groups = limited("pod__", 500 * MIB, 450 * MIB) | limited("pod__engine__", 400 * MIB, 100 * MIB)
+    assert free_bytes(machine(tmp_path, groups="0::/pod/engine\n", **groups)) == 50 * MIB
+
+
+def test_a_container_finds_its_group_at_the_root(tmp_path: Path) -> None:
+    root = machine(tmp_path, groups="0::/host/path/of/it\n", **limited("", 500 * MIB, 200 * MIB))
+    assert free_bytes(root) == 300 * MIB
+
+
+def test_a_group_without_a_limit_does_not_limit(tmp_path: Path) -> None:
+    assert free_bytes(machine(tmp_path, groups="0::/pod\n", pod__memory_max="max\n")) == 1_000 * MIB
+
+
+def test_a_group_that_is_over_its_limit_has_nothing_free(tmp_path: Path) -> None:
+    root = machine(tmp_path, groups="0::/pod\n", **limited("pod__", 100 * MIB, 110 * MIB))
+    with pytest.raises(ConfigError, match="and 0 are free in control group"):
+        require_free(1, root=root)
+
+
+def test_the_first_version_of_control_groups_counts_too(tmp_path: Path) -> None:
+    root = machine(
+        tmp_path,
+        groups="12:cpu,cpuacct:/pod\n4:memory:/pod\n1:name=systemd:/\n0::/\n",
+        memory__pod__memory_limit_in_bytes=str(500 * MIB),
+        memory__pod__memory_usage_in_bytes=str(100 * MIB),
+        memory__pod__memory_stat=f"inactive_file 1\ntotal_inactive_file {10 * MIB}\ntotal_active_file {20 * MIB}\n",
+    )
+    assert free_bytes(root) == 430 * MIB
+
+
+def test_a_kernel_without_control_groups_has_only_its_memory(tmp_path: Path) -> None:
+    root = machine(tmp_path)
+    os.unlink(tmp_path / "proc/self/cgroup")
+    assert free_bytes(root) == 1_000 * MIB
+
+
+def test_this_machine_can_be_read() -> None:
+    require_free(1)
+    with pytest.raises(ConfigError):
+        require_free(1 << 60)
+
+
+def test_no_more_than_the_file_system_has(small_tmpfs: Path) -> None:
+    path = str(small_tmpfs / "region")
+    with pytest.raises(ConfigError, match=rf"free in {small_tmpfs}: .*--shm-size"):
+        Region.shared(path, 512, 4_096, participant=0, participants=2)
+    assert os.listdir(small_tmpfs) == []
+    Region.shared(path, 128, 4_096, participant=0, participants=2).close()
+    assert os.listdir(small_tmpfs) == []
+
+
+def test_a_file_system_that_fills_up_meanwhile_is_an_error_and_kills_nobody(small_tmpfs: Path) -> None:
+    path = str(small_tmpfs / "region")
+    with Region.shared(path, 128, 4_096, participant=0, participants=2, prefault=False) as region:
+        (small_tmpfs / "other").write_bytes(bytes(800 * 1024))
+        with pytest.raises(ConfigError, match="No space left on device"):
+            Region.shared(path, 128, 4_096, participant=1, participants=2)
+        region.row(0)[:] = b"\x01" * 4_096
+
+
+def test_prefaulting_changes_no_byte_wherever_it_begins() -> None:
+    with mmap.mmap(-1, 130 * MIB) as mapping:
+        for first in (0, 65 * MIB, 129 * MIB):
+            mapping[first : first + 5] = b"bytes"
+            prefault(mapping, None, first)
+            assert mapping[first : first + 5] == b"bytes"
+        assert sum(mapping[start] for start in range(0, len(mapping), 4_096)) == 3 * ord("b")

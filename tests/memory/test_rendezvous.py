@@ -1,0 +1,309 @@
+"""Processes that meet in one file of shared memory: under a race, after deaths, in disagreement."""
+
+import fcntl
+import functools
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.memory.region import Region
+from kvtier.memory.rendezvous import Meeting, SharedFile
+
+ROW_BYTES = 4_096
+
+Process = subprocess.Popen[str]
+Spawn = Callable[..., Process]
+
+# Joins as one participant, writes its number into its row, and says so; then waits to be told to look, or to be killed.
+PARTICIPANT = """
+import sys
+from kvtier.errors import ConfigError
+from kvtier.memory.region import Region
+path, participant, participants = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+sys.stdout.write("ready\\n"); sys.stdout.flush()
+sys.stdin.readline()
+region = Region.shared(path, participants, 4096, participant=participant, participants=participants)
+region.row(participant)[:] = bytes([participant + 1]) * 4096
+sys.stdout.write("written\\n"); sys.stdout.flush()
+sys.stdin.readline()
+sys.stdout.write(" ".join(str(region.row(row)[4095]) for row in range(participants)) + "\\n"); sys.stdout.flush()
+sys.stdin.readline()
+"""
+
+# Meets and parts over and over as one of two participants, alone, saying so each time: something to kill at any moment.
+RESTLESS = """
+import sys
+from kvtier.memory.region import Region
+while True:
+    region = Region.shared(sys.argv[1], 64, 4096, participant=0, participants=2)
+    assert bytes(region.view) == bytes(64 * 4096)
+    region.view[:] = bytes([1]) * (64 * 4096)
+    sys.stdout.write("met\\n"); sys.stdout.flush()
+    region.close()
+"""
+
+
+def tell(process: Process) -> None:
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
+def kill(process: Process) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def joined(spawn: Spawn, path: str, participant: int, participants: int) -> Process:
+    process = spawn(PARTICIPANT, path, participant, participants)
+    tell(process)
+    assert process.stdout.readline() == "ready\n"
+    assert process.stdout.readline() == "written\n"
+    return process
+
+
+def shared(path: str, participant: int, participants: int, *, rows: int = 4, timeout_s: float = 10.0) -> Region:
+    return Region.shared(path, rows, ROW_BYTES, participant=participant, participants=participants, timeout_s=timeout_s)
+
+
+def test_eight_processes_that_race_share_one_memory(spawn: Spawn, shm_path: str) -> None:
+    processes = [spawn(PARTICIPANT, shm_path, number, 8) for number in range(8)]
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        tell(process)
+    for process in processes:
+        assert process.stdout.readline() == "written\n"
+    assert not os.path.exists(shm_path)
+    for process in processes:
+        tell(process)
+        assert process.stdout.readline() == "1 2 3 4 5 6 7 8\n"
+
+
+@pytest.mark.usefixtures("no_descriptor_left")
+def test_many_races_make_one_memory_each_and_leave_no_name(shm_path: str) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        for number in range(40):
+            path, barrier = f"{shm_path}-{number}", threading.Barrier(8)
+
+            def meet(participant: int, path: str = path, barrier: threading.Barrier = barrier) -> bytes:
+                barrier.wait()
+                with shared(path, participant, 8, rows=8) as region:
+                    region.row(participant)[:] = bytes([participant]) * ROW_BYTES
+                    barrier.wait()
+                    return bytes(region.view)
+
+            assert set(threads.map(meet, range(8))) == {b"".join(bytes([n]) * ROW_BYTES for n in range(8))}
+            assert not os.path.exists(path)
+
+
+@pytest.mark.usefixtures("no_descriptor_left")
+def test_memory_that_a_peer_has_taken_for_all_is_not_missed(small_tmpfs: Path) -> None:
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(20):
+            barrier = threading.Barrier(4)
+
+            def meet(participant: int, barrier: threading.Barrier = barrier) -> Region:
+                barrier.wait()
+                return shared(str(small_tmpfs / "region"), participant, 4, rows=200)
+
+            for region in list(threads.map(meet, range(4))):
+                region.close()
+
+
+@pytest.mark.usefixtures("no_descriptor_left")
+def test_the_name_is_there_until_the_last_has_mapped(shm_path: str) -> None:
+    with shared(shm_path, 0, 3), shared(shm_path, 2, 3):
+        assert os.path.exists(shm_path)
+        with shared(shm_path, 1, 3):
+            assert not os.path.exists(shm_path)
+
+
+@pytest.mark.usefixtures("no_descriptor_left")
+def test_those_who_leave_before_all_have_met_take_the_name_along(shm_path: str) -> None:
+    first, second = shared(shm_path, 0, 3), shared(shm_path, 1, 3)
+    first.close()
+    assert os.path.exists(shm_path)
+    second.close()
+    assert not os.path.exists(shm_path)
+
+
+@pytest.mark.usefixtures("no_descriptor_left")
+def test_of_those_who_leave_at_once_the_last_takes_the_name_along(
+    shm_path: str, request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(functools.partial(sys.setswitchinterval, sys.getswitchinterval()))
+    sys.setswitchinterval(1e-6)
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(200):
+            meetings = [Meeting(shm_path, 1, ROW_BYTES, 5, number) for number in range(4)]
+            files, barrier = [SharedFile.meet(meeting, timeout_s=1.0) for meeting in meetings], threading.Barrier(4)
+
+            def leave(file: SharedFile, barrier: threading.Barrier = barrier) -> None:
+                barrier.wait()
+                file.leave()
+
+            list(threads.map(leave, files))
+            assert not os.path.exists(shm_path)
+
+
+def test_nothing_is_left_when_all_are_killed_after_they_have_met(spawn: Spawn, shm_path: str) -> None:
+    for process in (joined(spawn, shm_path, 0, 2), joined(spawn, shm_path, 1, 2)):
+        kill(process)
+    assert not os.path.exists(shm_path)
+
+
+def test_the_memory_of_the_dead_is_not_taken_for_that_of_the_living(spawn: Spawn, shm_path: str) -> None:
+    for process in (joined(spawn, shm_path, 0, 3), joined(spawn, shm_path, 2, 3)):
+        kill(process)
+    assert os.path.exists(shm_path)
+    # The one who never came is the one who could be deceived: its place in the old file is free.
+    with shared(shm_path, 1, 3) as second, shared(shm_path, 0, 3) as first, shared(shm_path, 2, 3) as third:
+        assert not os.path.exists(shm_path)
+        assert bytes(second.view) == bytes(4 * ROW_BYTES)
+        second.row(0)[:] = b"\x05" * ROW_BYTES
+        assert bytes(first.row(0)) == bytes(third.row(0)) == b"\x05" * ROW_BYTES
+
+
+def test_many_who_find_the_memory_of_the_dead_meet_in_a_new_one(spawn: Spawn, shm_path: str) -> None:
+    for _ in range(3):
+        kill(joined(spawn, shm_path, 1, 4))
+        with ThreadPoolExecutor(4) as threads:
+            regions = list(threads.map(lambda number: shared(shm_path, number, 4), range(4)))
+        assert not os.path.exists(shm_path)
+        regions[0].view[:] = b"\x08" * (4 * ROW_BYTES)
+        assert all(bytes(region.view) == b"\x08" * (4 * ROW_BYTES) for region in regions)
+        for region in regions:
+            region.close()
+
+
+def test_the_memory_of_the_dead_comes_back_with_the_next_region_in_its_directory(spawn: Spawn, shm_path: str) -> None:
+    kill(joined(spawn, f"{shm_path}-dead", 0, 2))
+    somebodys = Path(f"{shm_path}-somebodys")
+    somebodys.write_bytes(bytes(2 * 4_096))
+    with shared(f"{shm_path}-alive", 0, 2), shared(shm_path, 0, 1):
+        assert not os.path.exists(f"{shm_path}-dead")
+        assert os.path.exists(f"{shm_path}-alive")
+        somebodys.unlink()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whoever_is_killed_at_any_moment_stands_in_nobodys_way(seed: int, spawn: Spawn, shm_path: str) -> None:
+    process = spawn(RESTLESS, shm_path)
+    for _ in range(random.Random(seed).randrange(1, 300)):
+        assert process.stdout.readline() == "met\n"
+    kill(process)
+    with shared(shm_path, 0, 2) as first, shared(shm_path, 1, 2) as second:
+        assert bytes(first.view) == bytes(second.view) == bytes(4 * ROW_BYTES)
+    assert not os.path.exists(shm_path)
+
+
+def test_the_living_stay_together_when_one_of_them_is_killed(spawn: Spawn, shm_path: str) -> None:
+    with shared(shm_path, 0, 3, rows=3) as first:
+        kill(joined(spawn, shm_path, 1, 3))
+        with pytest.raises(ConfigError, match="participant 1 has mapped it already"):
+            shared(shm_path, 1, 3, rows=3, timeout_s=0.02)  # It would be a stranger among them: all start anew.
+        with shared(shm_path, 2, 3, rows=3) as third:
+            third.row(2)[:] = b"\x03" * ROW_BYTES
+            assert bytes(first.view) == bytes(ROW_BYTES) + b"\x02" * ROW_BYTES + b"\x03" * ROW_BYTES
+
+
+@pytest.mark.usefixtures("no_descriptor_left")
+def test_a_participant_that_lives_already_is_not_joined(shm_path: str) -> None:
+    with shared(shm_path, 0, 2) as first:
+        with pytest.raises(ConfigError, match=r"participant 0 has mapped it already .* a path of its own"):
+            shared(shm_path, 0, 2, timeout_s=0.02)
+        with shared(shm_path, 1, 2) as second:
+            second.row(0)[:] = b"\x01" * ROW_BYTES
+            assert bytes(first.row(0)) == b"\x01" * ROW_BYTES
+
+
+def test_a_successor_waits_until_its_predecessor_is_dead(spawn: Spawn, shm_path: str) -> None:
+    predecessor = joined(spawn, shm_path, 0, 2)  # With two rows: of another size, even.
+    with ThreadPoolExecutor(1) as threads:
+        successor = threads.submit(shared, shm_path, 0, 2)
+        kill(predecessor)
+        with successor.result() as region:
+            assert bytes(region.view) == bytes(4 * ROW_BYTES)
+
+
+@pytest.mark.parametrize(("rows", "row_bytes", "participants"), [(5, 4_096, 2), (2, 8_192, 2), (4, 4_096, 3)])
+@pytest.mark.usefixtures("no_descriptor_left")
+def test_participants_that_disagree_are_told_both_sizes(
+    rows: int, row_bytes: int, participants: int, shm_path: str
+) -> None:
+    with shared(shm_path, 0, 2) as first:
+        message = (
+            rf"has 4 rows of 4,096 bytes for 2 participants, but participant 1 expects {rows} of {row_bytes:,}"
+            rf" for {participants}: give all participants the same configuration"
+        )
+        with pytest.raises(ConfigError, match=message):
+            Region.shared(shm_path, rows, row_bytes, participant=1, participants=participants)
+        with shared(shm_path, 1, 2) as second:
+            second.row(3)[:] = b"\x09" * ROW_BYTES
+            assert bytes(first.row(3)) == b"\x09" * ROW_BYTES
+
+
+@pytest.mark.parametrize(("participant", "participants"), [(-1, 2), (2, 2), (0, 0), (0, 5_000)])
+@pytest.mark.usefixtures("no_descriptor_left")
+def test_a_participant_that_cannot_be_is_refused(participant: int, participants: int, shm_path: str) -> None:
+    with pytest.raises(ConfigError, match=f"participant {participant} of {participants}"):
+        shared(shm_path, participant, participants)
+
+
+@pytest.mark.parametrize("content", [b"", b"somebody's", bytes(5 * 4_096)])
+@pytest.mark.usefixtures("no_descriptor_left")
+def test_a_file_that_is_no_region_is_left_as_it_is(content: bytes, shm_path: str) -> None:
+    Path(shm_path).write_bytes(content)
+    with pytest.raises(ConfigError, match="is no region of this user's"):
+        shared(shm_path, 0, 2)
+    assert Path(shm_path).read_bytes() == content
+    os.unlink(shm_path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+@pytest.mark.usefixtures("no_descriptor_left")
+def test_a_region_of_another_user_is_not_joined(shm_path: str) -> None:
+    with shared(shm_path, 0, 2):
+        os.chown(shm_path, 65_534, 65_534)
+        with pytest.raises(ConfigError, match="is no region of this user's"):
+            shared(shm_path, 1, 2)
+
+
+@pytest.mark.usefixtures("no_descriptor_left")
+def test_a_path_that_cannot_hold_shared_memory_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    os.symlink("nowhere", tmp_path / "link")
+    for path, reason in (
+        (tmp_path / "missing" / "region", "No such file or directory"),
+        (tmp_path, "Is a directory"),
+        (tmp_path / "fifo", "is no region of this user's"),
+        (tmp_path / "link", "Too many levels of symbolic links"),
+        ("/proc/self/fd/region", "cannot make a file without a name; use a tmpfs such as /dev/shm"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            shared(str(path), 0, 2)
+    assert sorted(os.listdir(tmp_path)) == ["fifo", "link"]
+
+
+def test_the_file_is_for_its_user_alone_and_not_inherited(shm_path: str) -> None:
+    with shared(shm_path, 0, 2) as region:
+        assert os.stat(shm_path).st_mode & 0o777 == 0o600
+        assert fcntl.fcntl(region.fd, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+
+
+@pytest.mark.usefixtures("no_descriptor_left")
+def test_one_who_dies_between_making_and_mapping_is_dead_like_any_other(shm_path: str) -> None:
+    file = SharedFile.meet(Meeting(shm_path, 4, ROW_BYTES, 2, 0), timeout_s=1.0)
+    os.close(file.fd)  # What the kernel does for a process that is killed here.
+    assert os.path.exists(shm_path)
+    with shared(shm_path, 0, 2):
+        pass

@@ -1,0 +1,82 @@
+import errno
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.backend.keys import OffloadKey
+from kvtier.errors import BackendUnavailable, BlockCorrupt, BlockError, BlockMissing, NoSpace, TransferFailed, cause_of
+from kvtier.runner.messages import Code, PackedKeys, code_of, pack_keys, pack_rows, unpack_keys, unpack_rows
+
+keys = st.binary(max_size=40).map(OffloadKey)
+
+
+@given(st.lists(keys, max_size=100))
+def test_keys_are_unpacked_as_they_were_packed(keys: list[OffloadKey]) -> None:
+    assert unpack_keys(pack_keys(keys)) == keys
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=100))
+def test_rows_are_unpacked_as_they_were_packed(rows: list[int]) -> None:
+    assert list(unpack_rows(pack_rows(rows))) == rows
+
+
+def test_keys_of_one_length_need_no_table_of_lengths() -> None:
+    assert pack_keys([OffloadKey(b"ab"), OffloadKey(b"cd")]) == PackedKeys(b"abcd", 2)
+
+
+def test_keys_that_are_all_empty_are_not_forgotten() -> None:
+    assert unpack_keys(pack_keys([OffloadKey(b"")] * 3)) == [b"", b"", b""]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (BlockMissing("gone"), Code.MISSING),
+        (BlockCorrupt("rotten"), Code.CORRUPT),
+        (NoSpace("full"), Code.NO_SPACE),
+        (TransferFailed("broken"), Code.FAILED),
+        (BlockError("of a kind that is not known here"), Code.FAILED),
+    ],
+)
+def test_each_error_has_its_code(error: BlockError, code: Code) -> None:
+    assert code_of(error) is code
+
+
+def caused(error: Exception, cause: BaseException) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+def handled(error: Exception, cause: BaseException) -> Exception:
+    """Give an error as it is when it was raised while another was handled, without a word of it."""
+    error.__context__ = cause
+    return error
+
+
+READ_ONLY = OSError(errno.EROFS, "Read-only file system")
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (READ_ONLY, "EROFS"),
+        (caused(TransferFailed("k"), READ_ONLY), "EROFS"),
+        (caused(BackendUnavailable("away"), caused(TransferFailed("k"), OSError(errno.ESTALE, ""))), "ESTALE"),
+        (handled(BackendUnavailable("away"), READ_ONLY), "EROFS"),
+        (TransferFailed("k"), ""),
+        (BackendUnavailable("away"), ""),
+        (caused(BackendUnavailable("away"), ZeroDivisionError()), "ZeroDivisionError"),
+        (RuntimeError("a bug"), "RuntimeError"),
+        (OSError("without a number"), "OSError"),
+        (OSError(99_999, "of no name"), "OSError"),
+    ],
+)
+def test_what_lies_behind_an_error_is_one_word(error: Exception, cause: str) -> None:
+    assert cause_of(error) == cause
+
+
+def test_errors_that_cause_each_other_end() -> None:
+    one, other = TransferFailed("one"), TransferFailed("other")
+    one.__cause__, other.__cause__ = other, one
+    assert cause_of(one) == ""

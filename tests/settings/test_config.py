@@ -1,0 +1,422 @@
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.backend.contract import Abandoned, Backend, Durability, Outcome, Read, TierContext, Write
+from kvtier.backend.keys import OffloadKey
+from kvtier.backend.namespace import FileMapper, Namespace
+from kvtier.config import (
+    Checked,
+    EngineConfig,
+    EngineLimits,
+    PositiveSize,
+    TierConfig,
+    TierLimits,
+    decode,
+    load_config,
+    tier_options,
+)
+from kvtier.errors import ConfigError
+
+SMALL: dict[str, Any] = {"cpu_bytes_to_use": "1MiB", "chunk_bytes": "16KiB"}
+
+
+class ShelfOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    root: str
+    capacity_bytes: PositiveSize | None = None
+
+
+class Shelf(Backend):
+    """A backend with an option that must be given; never opened here."""
+
+    durability: ClassVar[Durability] = Durability.HOST
+    Options = ShelfOptions
+
+    @classmethod
+    async def open(cls, options: msgspec.Struct, context: TierContext) -> Self:
+        raise NotImplementedError
+
+    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        raise NotImplementedError
+
+    async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+        raise NotImplementedError
+
+    async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+        raise NotImplementedError
+
+    async def delete(self, keys: Sequence[OffloadKey]) -> None:
+        raise NotImplementedError
+
+    async def aclose(self, deadline_s: float) -> Abandoned:
+        raise NotImplementedError
+
+
+class GreedyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    limits: int = 0
+    name: str = ""
+
+
+class Greedy(Shelf):
+    Options = GreedyOptions  # type: ignore[assignment]
+
+
+SHELF = f"{__name__}:Shelf"
+GREEDY = f"{__name__}:Greedy"
+
+
+def refused(given: dict[str, Any]) -> str:
+    with pytest.raises(ConfigError) as caught:
+        decode(EngineConfig, given)
+    return str(caught.value)
+
+
+# --- The engine -------------------------------------------------------------------------------------------------------
+
+
+def test_a_small_configuration_is_enough() -> None:
+    config = decode(EngineConfig, SMALL)
+    assert config == EngineConfig(cpu_bytes_to_use=1 << 20, chunk_bytes=16 << 10)
+    assert (config.rows, config.row_bytes, config.eviction_policy, config.runner) == (64, 16_384, "lru", "thread")
+    assert config.secondary_tiers == ()
+    assert config.namespace.model_name == "default"
+
+
+@pytest.mark.parametrize(
+    ("chunk_bytes", "row_bytes"), [(1, 4_096), (4_095, 4_096), (4_096, 4_096), (4_097, 8_192), (1 << 40, 1 << 40)]
+)
+def test_a_row_is_a_chunk_padded_to_the_page(chunk_bytes: int, row_bytes: int) -> None:
+    config = EngineConfig(cpu_bytes_to_use=3 * row_bytes + 1, chunk_bytes=chunk_bytes)
+    assert (config.row_bytes, config.rows) == (row_bytes, 3)
+
+
+def test_a_primary_of_one_row_is_a_primary() -> None:
+    assert EngineConfig(cpu_bytes_to_use=4_096, chunk_bytes=1).rows == 1
+
+
+def test_a_primary_of_no_row_is_refused_with_both_numbers() -> None:
+    assert refused({"cpu_bytes_to_use": 8_191, "chunk_bytes": 4_097}) == (
+        "cpu_bytes_to_use: 8,191 bytes given, which hold 0 rows of 8,192; "
+        "at least 1 row and at most 4,294,967,295 accepted"
+    )
+
+
+def test_more_rows_than_can_be_numbered_are_refused() -> None:
+    assert "hold 4,294,967,296 rows of 4,096" in refused({"cpu_bytes_to_use": 1 << 44, "chunk_bytes": 1})
+
+
+def test_the_namespace_learns_how_long_a_row_is() -> None:
+    short = decode(EngineConfig, SMALL | {"namespace": {"model_name": "m"}})
+    long = decode(EngineConfig, SMALL | {"chunk_bytes": "20KiB", "namespace": {"model_name": "m"}})
+    assert short.namespace == Namespace(model_name="m", row_bytes=16_384)
+    assert FileMapper(short.namespace).folder == FileMapper(long.namespace).folder
+    assert FileMapper(short.namespace).fingerprint != FileMapper(long.namespace).fingerprint
+
+
+def test_a_namespace_of_other_rows_is_refused() -> None:
+    message = refused(SMALL | {"namespace": {"model_name": "m", "row_bytes": 4_096}})
+    assert message == "namespace.row_bytes: 4,096 given, but chunk_bytes makes rows of 16,384"
+
+
+def test_a_changed_copy_is_checked_like_a_new_one() -> None:
+    config = decode(EngineConfig, SMALL)
+    assert msgspec.structs.replace(config, cpu_bytes_to_use=1 << 21).rows == 128
+    with pytest.raises(ConfigError, match="cpu_bytes_to_use: 1 bytes given"):
+        msgspec.structs.replace(config, cpu_bytes_to_use=1)
+
+
+TIER: dict[str, Any] = {"type": "fs", "root": "/x"}
+
+MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"cpu_bytes_to_use": -1}, "cpu_bytes_to_use: -1 given, bytes as an integer, or text such as"),
+    ({"cpu_bytes_to_use": "10 gigs"}, "cpu_bytes_to_use: '10 gigs' given, bytes as an integer, or text such as"),
+    ({"cpu_bytes_to_use": "2000PiB"}, "cpu_bytes_to_use: '2000PiB' given, bytes as an integer, or text such as"),
+    ({"chunk_bytes": 0}, "chunk_bytes: 0 given, bytes as an integer, or text such as"),
+    ({"cpu_bytes": 1}, "cpu_bytes: no such field; did you mean 'chunk_bytes'?"),
+    ({"runner": "fork"}, "runner: 'fork' given, 'inline' or 'thread' or 'process' accepted"),
+    ({"eviction_policy": ""}, "eviction_policy: '' given, text"),
+    ({"eviction_policy": None}, "eviction_policy: nothing given, text"),
+    ({"events": "yes"}, "events: 'yes' given, true or false accepted"),
+    ({"limits": {"lease_share": 2}}, "limits.lease_share: 2 given, a number, more than 0 and at most 1"),
+    ({"limits": {"heartbeat_s": "0s"}}, "limits.heartbeat_s: '0s' given, seconds as a number"),
+    ({"limits": {"events": 0}}, "limits.events: 0 given, an integer, at least 1"),
+    *(
+        ({"limits": {name: 1 << 30}}, f"limits.{name}: 1073741824 given, an integer, at least 1 and at most")
+        for name in ("action_chunks", "queued_actions", "events")
+    ),
+    *(
+        (
+            {"secondary_tiers": [TIER | {"limits": {name: 1 << 30}}]},
+            f"secondary_tiers[0].limits.{name}: 1073741824 given, an integer, at least 1 and at most",
+        )
+        for name in ("load_chunks_in_flight", "store_chunks_in_flight", "probe_keys_in_flight")
+    ),
+    ({"namespace": {}}, "namespace.model_name: missing, text required"),
+    ({"namespace": {"model_name": "a\0"}}, "namespace.model_name: 'a\\x00' given"),
+    ({"secondary_tiers": TIER}, "secondary_tiers: a table given, a list, each"),
+    ({"secondary_tiers": [TIER, "fs"]}, "secondary_tiers[1]: 'fs' given, a table"),
+    ({"secondary_tiers": [TIER, {"root": "/x"}]}, "secondary_tiers[1].type: missing, text"),
+    ({"secondary_tiers": [TIER | {"type": ""}]}, "secondary_tiers[0].type: '' given, text"),
+    ({"secondary_tiers": [TIER | {"medium": "DISK"}]}, "secondary_tiers[0].medium: 'DISK' given, 'CPU' or 'STORAGE'"),
+    ({"secondary_tiers": [TIER | {"locality": "local"}]}, "secondary_tiers[0].locality: 'local' given, 'LOCAL' or"),
+    (
+        {"secondary_tiers": [TIER | {"limits": {"deadline": 1}}]},
+        "secondary_tiers[0].limits.deadline: no such field; did",
+    ),
+    ({"secondary_tiers": [TIER | {"limits": {"deadline_s": 0}}]}, "secondary_tiers[0].limits.deadline_s: 0 given"),
+    ({"secondary_tiers": [TIER | {"name": "cpu"}]}, "secondary_tiers[0].name: 'cpu' given, a name of its own accepted"),
+    ({"secondary_tiers": [TIER, TIER | {"name": "0:fs"}]}, "secondary_tiers[1].name: '0:fs' given, a name of its own"),
+    ({"secondary_tiers": [TIER | {"options": {"root": "/y"}}]}, "secondary_tiers[0].root: given twice"),
+    (
+        {"secondary_tiers": [TIER | {"limits": {"store_bytes_in_flight": "12KiB"}}]},
+        "secondary_tiers[0].limits.store_bytes_in_flight: 12,288 bytes given, at least one row of 16,384 accepted",
+    ),
+    (
+        {"secondary_tiers": [TIER | {"limits": {"load_bytes_in_flight": 1}}]},
+        "secondary_tiers[0].limits.load_bytes_in_flight: 1 bytes given, at least one row of 16,384 accepted",
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), MISTAKES)
+def test_a_mistake_is_named_by_its_path(change: dict[str, Any], message: str) -> None:
+    assert refused(SMALL | change).startswith(message)
+
+
+@pytest.mark.parametrize("field", ["cpu_bytes_to_use", "chunk_bytes"])
+def test_what_must_be_given_is_named(field: str) -> None:
+    assert refused({name: value for name, value in SMALL.items() if name != field}).startswith(f"{field}: missing, ")
+
+
+# --- Tiers ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_tier_is_written_flat() -> None:
+    tier = decode(
+        TierConfig, {"type": "fs", "root": "/x", "lanes": [1, {"deep": 2}], "request_level": True, "medium": "STORAGE"}
+    )
+    assert tier == TierConfig(
+        type="fs", request_level=True, medium="STORAGE", options={"root": "/x", "lanes": [1, {"deep": 2}]}
+    )
+    assert tier.limits == TierLimits()
+
+
+def test_tiers_are_named_by_place_and_type_unless_they_have_names() -> None:
+    tiers = [TIER, TIER | {"name": "slow"}, {"type": "dummy"}]
+    config = decode(EngineConfig, SMALL | {"secondary_tiers": tiers})
+    assert [tier.name for tier in config.secondary_tiers] == ["0:fs", "slow", "2:dummy"]
+
+
+def test_a_tiers_own_options_are_decoded_by_its_backend() -> None:
+    tier = decode(TierConfig, {"type": SHELF, "root": "/x", "capacity_bytes": "1.5GB"})
+    assert tier_options(tier, "secondary_tiers[0]") == ShelfOptions(root="/x", capacity_bytes=1_500_000_000)
+
+
+def test_the_dummy_tier_needs_no_options() -> None:
+    assert isinstance(tier_options(TierConfig(type="dummy"), "secondary_tiers[0]"), msgspec.Struct)
+
+
+OPTION_MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"type": SHELF}, "secondary_tiers[1].root: missing, text required"),
+    ({"type": SHELF, "root": 3}, "secondary_tiers[1].root: 3 given, text accepted"),
+    ({"type": SHELF, "root": "/x", "capacity_bytes": "0B"}, "secondary_tiers[1].capacity_bytes: '0B' given, bytes"),
+    ({"type": SHELF, "root": "/x", "limts": {}}, "secondary_tiers[1].limts: no such field; did you mean 'limits'?"),
+    ({"type": SHELF, "rot": "/x"}, "secondary_tiers[1].rot: no such field; did you mean 'root'? Known here: capacity_"),
+    ({"type": "dumy"}, "secondary_tiers[1].type: 'dumy' is no tier type; did you mean 'dummy'?"),
+    ({"type": "kvtier_nowhere:Tier"}, "secondary_tiers[1].type: tier type 'kvtier_nowhere:Tier': there is no module"),
+    ({"type": GREEDY}, f"secondary_tiers[1].type: {GREEDY!r} has options named like fields of every tier: "),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), OPTION_MISTAKES)
+def test_a_mistake_in_a_tiers_own_options_is_named_by_its_path(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tier_options(decode(TierConfig, given), "secondary_tiers[1]")
+    assert str(caught.value).startswith(message)
+
+
+# --- To another process -----------------------------------------------------------------------------------------------
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 63), (1 << 64) - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), inner, max_size=3)
+    ),
+)
+SIZES = st.integers(1 << 20, 1 << 40)
+SHARES = st.floats(0.01, 1.0)
+LIMITS = st.builds(
+    TierLimits,
+    deadline_s=st.floats(0.001, 1e6),
+    load_bytes_in_flight=SIZES,
+    store_bytes_in_flight=SIZES,
+    breaker_failures=st.integers(1, 100),
+)
+TIERS = st.builds(
+    TierConfig,
+    type=st.sampled_from(["fs", "dummy", "module:Class"]),
+    limits=LIMITS,
+    request_level=st.booleans(),
+    medium=st.sampled_from([None, "CPU", "STORAGE"]),
+    options=st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), PLAIN, max_size=4),
+)
+CONFIGS = st.builds(
+    EngineConfig,
+    cpu_bytes_to_use=SIZES,
+    chunk_bytes=st.integers(1, 1 << 20),
+    secondary_tiers=st.lists(TIERS, max_size=3).map(tuple),
+    runner=st.sampled_from(["inline", "thread", "process"]),
+    limits=st.builds(EngineLimits, cascade_share=SHARES, lease_share=SHARES, action_chunks=st.integers(1, 4096)),
+    events=st.booleans(),
+)
+
+
+@given(config=CONFIGS)
+def test_a_configuration_survives_the_way_to_another_process(config: EngineConfig) -> None:
+    assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
+    assert decode(EngineConfig, msgspec.to_builtins(config)) == config
+    assert decode(EngineConfig, json.loads(msgspec.json.encode(config))) == config
+
+
+def test_options_are_sent_as_they_were_given_and_decoded_there() -> None:
+    given = SMALL | {"secondary_tiers": [{"type": SHELF, "root": "/x", "capacity_bytes": "1GiB"}]}
+    sent = msgspec.msgpack.encode(decode(EngineConfig, given))
+    (tier,) = msgspec.msgpack.decode(sent, type=EngineConfig).secondary_tiers
+    assert tier.options == {"root": "/x", "capacity_bytes": "1GiB"}
+    assert tier_options(tier, tier.name) == ShelfOptions(root="/x", capacity_bytes=1 << 30)
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+TOML = """
+cpu_bytes_to_use = "1MiB"
+chunk_bytes = "16KiB"
+eviction_policy = "s3fifo"
+
+[namespace]
+model_name = "meta-llama/Llama-3.1-8B"
+kv_cache_groups = [{ tokens_per_block = 16, layer_names = ["model.layers.0"], attention = "full_attention" }]
+
+[limits]
+lease_s = "3s"
+
+[[secondary_tiers]]
+type = "fs"
+root = "/mnt/kv"
+limits = { deadline_s = "10s", load_bytes_in_flight = "64MiB" }
+
+[[secondary_tiers]]
+type = "dummy"
+name = "model of a disk"
+"""
+
+
+def write(folder: Path, name: str, text: str | bytes) -> str:
+    path = folder / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return str(path)
+
+
+def unreadable(path: str | Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    message = str(caught.value)
+    assert message.startswith(f"{os.fspath(path)}: ")
+    return message.removeprefix(f"{os.fspath(path)}: ")
+
+
+def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
+    from_toml = load_config(write(tmp_path, "engine.toml", TOML))
+    from_json = load_config(Path(write(tmp_path, "engine.json", msgspec.json.encode(from_toml))))
+    assert from_toml == from_json
+    assert from_toml.limits.lease_s == 3.0
+    assert from_toml.secondary_tiers[0].limits == TierLimits(deadline_s=10.0, load_bytes_in_flight=64 << 20)
+    assert from_toml.secondary_tiers[0].options == {"root": "/mnt/kv"}
+    assert [tier.name for tier in from_toml.secondary_tiers] == ["0:fs", "model of a disk"]
+
+
+def test_a_mistake_in_a_file_is_named_by_file_and_path(tmp_path: Path) -> None:
+    path = write(tmp_path, "engine.toml", TOML.replace('"10s"', '"ten"'))
+    assert unreadable(path).startswith("secondary_tiers[0].limits.deadline_s: 'ten' given, seconds as a number")
+
+
+def test_a_date_among_a_tiers_options_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "engine.toml", TOML + "since = 2026-01-01\n")
+    assert unreadable(path).startswith("secondary_tiers[1].since: datetime.date(2026, 1, 1) given, text, a number")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.toml", "a = 1\nb = = 2\n", r"is malformed: Invalid value \(at line 2, column 5\)"),
+        ("a.toml", "a = 1\na = 2\n", r"is malformed: .*overwrite.*line 2"),
+        ("a.toml", b"a = 1 # \xff\n", r"is not UTF-8 at byte 8"),
+        ("a.toml", "", r"cpu_bytes_to_use: missing"),
+        ("a.json", '{\n"a": 1,\n}', r"is malformed: .*line 3"),
+        ("a.json", "", r"is malformed: Expecting value: line 1"),
+        ("a.json", '{"a": 1, "b": 1, "a": 2}', r"is malformed: given twice: a$"),
+        ("a.json", "[]", r"a list given, a table of fields accepted"),
+        ("a.json", b"\xff\xfe{}", r"is not UTF-8 at byte 0"),
+        ("a.json", '{"cpu_bytes_to_use": NaN, "chunk_bytes": 1}', r"cpu_bytes_to_use: nan given"),
+        (
+            "a.json",
+            '{"cpu_bytes_to_use": 4096, "chunk_bytes": 1, "runner": "\\ud800"}',
+            r"runner: .* given, text that UTF-8 can encode accepted",
+        ),
+        ("a.json", '{"a": ' + "[" * 100_000, r"is nested too deeply"),
+        ("a.toml", "a = " + "[" * 100_000, r"is nested too deeply|is malformed"),
+        ("a.json", '{"a": ' + "[" * 900 + "]" * 900 + "}", r"is nested too deeply|a: no such field"),
+        ("a.yaml", "a: 1", r"the file's name ends neither in \.toml nor in \.json"),
+        ("toml", "a: 1", r"the file's name ends neither in \.toml nor in \.json"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, name: str, text: str | bytes, message: str) -> None:
+    assert re.match(message, unreadable(write(tmp_path, name, text)))
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    assert unreadable(tmp_path / "a.toml") == "cannot be read: No such file or directory"
+    assert unreadable(tmp_path / "a.toml" / "b.toml") == "cannot be read: No such file or directory"
+
+
+def test_a_directory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").mkdir()
+    assert unreadable(tmp_path / "a.toml") == "cannot be read: Is a directory"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_file_without_permission_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "a.toml", TOML)
+    os.chmod(path, 0)
+    assert unreadable(path) == "cannot be read: Permission denied"
+
+
+def test_a_file_that_is_a_loop_of_links_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").symlink_to(tmp_path / "a.toml")
+    assert unreadable(tmp_path / "a.toml") == "cannot be read: Too many levels of symbolic links"
+
+
+def test_reading_a_configuration_imports_neither_torch_nor_a_backend(tmp_path: Path) -> None:
+    path = write(tmp_path, "engine.toml", TOML)
+    program = (
+        "import sys, kvtier.config; kvtier.config.load_config(sys.argv[1]);"
+        "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'kvtier_backends', 'vllm')])"
+    )
+    done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

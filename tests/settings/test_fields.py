@@ -1,0 +1,228 @@
+import enum
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.errors import ConfigError
+from kvtier.settings.fields import Checked, decode
+from kvtier.settings.units import Count, Duration, Share, Size
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Leaf(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    root: str
+    size_bytes: Size = 0
+    wait_s: Duration | None = None
+
+
+class Tree(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    leaf: Leaf | None = None
+    leaves: tuple[Leaf, ...] = ()
+    by_name: dict[str, Leaf] = msgspec.field(default_factory=dict[str, Leaf])
+    mode: Literal["read", "write"] = "read"
+    share: Share = 1.0
+    count: Count = 1
+    flag: bool = False
+    pair: tuple[int, str] = (0, "")
+    words: Annotated[list[str], msgspec.Meta(max_length=2)] = msgspec.field(default_factory=list[str])
+    capacity: Size | Literal["all"] = "all"
+    colour: Colour = Colour.RED
+    even: Annotated[int, msgspec.Meta(multiple_of=2)] = 0
+    code: Annotated[str, msgspec.Meta(pattern="^[a-z]+$")] = "a"
+    bytes_or_wait: Size | Duration = 0
+
+
+class Open(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A struct with room for more."""
+
+    rest: ClassVar[str | None] = "more"
+
+    kind: str
+    more: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
+
+
+class Forest(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    open: tuple[Open, ...] = ()
+
+
+class Foreign(msgspec.Struct, frozen=True, rename="kebab"):
+    """Somebody else's struct: msgspec's own, with rules and names of its own."""
+
+    low_bytes: Size = 0
+    high_bytes: Size = 10
+
+    def __post_init__(self) -> None:
+        if self.low_bytes > self.high_bytes:
+            raise ValueError(f"low-bytes {self.low_bytes} is above high-bytes {self.high_bytes}")
+
+
+def test_what_is_given_arrives_with_units_read_and_lists_frozen() -> None:
+    tree = decode(
+        Tree,
+        {
+            "leaf": {"root": "/a", "size_bytes": "1KiB"},
+            "leaves": [{"root": "/b", "wait_s": "5min"}, {"root": "/c", "wait_s": 3}],
+            "by_name": {"x y": {"root": "/d"}},
+            "share": 1,
+            "pair": [1, "one"],
+            "words": ["a", "b"],
+            "capacity": "10GiB",
+            "colour": "blue",
+            "bytes_or_wait": "5s",
+        },
+    )
+    assert tree == Tree(
+        leaf=Leaf(root="/a", size_bytes=1024),
+        leaves=(Leaf(root="/b", wait_s=300.0), Leaf(root="/c", wait_s=3.0)),
+        by_name={"x y": Leaf(root="/d")},
+        share=1.0,
+        pair=(1, "one"),
+        words=["a", "b"],
+        capacity=10 << 30,
+        colour=Colour.BLUE,
+        bytes_or_wait=5.0,
+    )
+    assert isinstance(tree.leaves, tuple)
+    assert type(tree.share) is float
+
+
+def test_a_constructor_reads_and_checks_what_a_file_would() -> None:
+    assert Leaf(root="/a", size_bytes="1KiB", wait_s="5min") == Leaf(root="/a", size_bytes=1024, wait_s=300)  # type: ignore[arg-type]
+    assert Tree(leaves=[{"root": "/a"}]).leaves == (Leaf(root="/a"),)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^leaves\[0\]\.size_bytes: -1 given"):
+        Tree(leaves=[{"root": "/a", "size_bytes": -1}])  # type: ignore[arg-type]
+
+
+MISTAKES: list[tuple[object, str]] = [
+    (None, "nothing given, a table of fields accepted"),
+    ([], "a list given, a table of fields accepted"),
+    ("text", "'text' given, a table of fields accepted"),
+    ({1: 2}, "1: 1 given as a field's name, text accepted"),
+    ({"\ud800": 2}, "'\\ud800': '\\ud800' given, text that UTF-8 can encode accepted"),
+    ({"leaves": [{"root": "/a"}, {"rot": "/b"}]}, "leaves[1].rot: no such field; did you mean 'root'?"),
+    ({"leaf": {"root": "/a", "zzz": 1}}, "leaf.zzz: no such field; Known here: root, size_bytes, wait_s"),
+    ({"leaf": {}}, "leaf.root: missing, text required"),
+    ({"leaf": {"root": 3}}, "leaf.root: 3 given, text accepted"),
+    ({"leaf": {"root": None}}, "leaf.root: nothing given, text accepted"),
+    ({"leaf": {"root": "\ud800"}}, "leaf.root: '\\ud800' given, text that UTF-8 can encode accepted"),
+    ({"leaf": 3}, "leaf: 3 given, a table of fields accepted"),
+    ({"leaves": {"root": "/a"}}, "leaves: a table given, a list, each element a table of fields accepted"),
+    ({"leaves": "abc"}, "leaves: 'abc' given, a list, each"),
+    ({"by_name": {"x": {"root": 1}}}, "by_name.x.root: 1 given"),
+    ({"by_name": [1]}, "by_name: a list given, a table of fields accepted"),
+    ({"by_name": {1: {"root": ""}}}, "by_name.1: 1 given as a field's name, text accepted"),
+    ({"mode": "append"}, "mode: 'append' given, 'read' or 'write' accepted"),
+    ({"share": 0}, "share: 0 given, a number, more than 0 and at most 1 accepted"),
+    ({"share": float("nan")}, "share: nan given, a number, more than 0"),
+    ({"count": 0}, "count: 0 given, an integer, at least 1 and at most 2,147,483,647 accepted"),
+    ({"count": 1.0}, "count: 1.0 given, an integer"),
+    ({"count": 10**5_000}, "count: an integer of 16,610 bits given, an integer, at least 1"),
+    ({"count": True}, "count: true given, an integer"),
+    ({"count": "3"}, "count: '3' given, an integer"),
+    ({"flag": 1}, "flag: 1 given, true or false accepted"),
+    ({"pair": [1]}, "pair: a list given, a list"),
+    ({"words": ["a", 2]}, "words[1]: 2 given, text accepted"),
+    ({"words": ["a", "b", "c"]}, "words: a list given, a list, of length at most 2, each element text accepted"),
+    ({"capacity": "some"}, "capacity: 'some' given, bytes as an integer"),
+    ({"colour": "green"}, "colour: 'green' given, 'red' or 'blue' accepted"),
+    ({"even": 3}, "even: 3 given, an integer, a multiple of 2 accepted"),
+    ({"code": "1"}, "code: '1' given, text, matching ^[a-z]+$ accepted"),
+    ({"leaf": {"root": "", "size_bytes": True}}, "leaf.size_bytes: true given, bytes as an integer, or text such as"),
+    ({"leaf": {"root": "", "size_bytes": 1.0}}, "leaf.size_bytes: 1.0 given, bytes as an integer, or text such as"),
+    ({"leaf": {"root": "", "size_bytes": -1}}, "leaf.size_bytes: -1 given, bytes as an integer, or text such as"),
+    ({"leaf": {"root": "", "size_bytes": "1 GiBs"}}, "leaf.size_bytes: '1 GiBs' given, bytes as an integer, or"),
+    ({"leaf": {"root": "", "size_bytes": "9999PiB"}}, "leaf.size_bytes: '9999PiB' given, bytes as an integer, or"),
+    ({"leaf": {"root": "", "wait_s": float("inf")}}, "leaf.wait_s: inf given, seconds as a number, or text such as"),
+    ({"leaf": {"root": "", "wait_s": False}}, "leaf.wait_s: false given, seconds as a number, or text such as"),
+    ({"leaf": {"root": "", "wait_s": "1 week"}}, "leaf.wait_s: '1 week' given, seconds as a number, or text such as"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), MISTAKES)
+def test_a_mistake_is_named_by_its_path_what_was_given_and_what_would_do(given: object, message: str) -> None:
+    with pytest.raises(ConfigError) as plain:
+        decode(Tree, given)
+    assert str(plain.value).startswith(message)
+    with pytest.raises(ConfigError) as placed:
+        decode(Tree, given, where="engine.tree")
+    assert str(placed.value).startswith(("engine.tree.", "engine.tree: "))
+    assert str(placed.value).removeprefix("engine.tree")[1:].strip().startswith(message)
+
+
+def test_a_long_value_is_cut_in_the_message() -> None:
+    with pytest.raises(ConfigError) as caught:
+        decode(Tree, {"count": "x" * 10_000})
+    assert len(str(caught.value)) < 200
+
+
+def test_a_missing_field_is_looked_for_among_the_misspelt_ones() -> None:
+    with pytest.raises(ConfigError, match=r"^open\[0\]\.kind: missing, text required \(did you mean it by 'kin'\?\)$"):
+        decode(Forest, {"open": [{"kin": "a"}]})
+
+
+def test_keys_that_are_no_fields_go_where_a_struct_has_room_for_them() -> None:
+    flat = decode(Open, {"kind": "a", "x": 1, "y": {"z": [1, (2,)]}})
+    assert flat == Open(kind="a", more={"x": 1, "y": {"z": [1, [2]]}})
+    assert decode(Open, {"kind": "a", "more": {"x": 1}, "y": {"z": [1, [2]]}}) == flat
+    assert decode(Open, msgspec.to_builtins(flat)) == flat
+
+
+REST_MISTAKES: list[tuple[dict[str, Any], str]] = [
+    ({"x": 1, "more": {"x": 2}}, "open[0].x: given twice, here and in open[0].more"),
+    ({"x": 1, "more": 3}, "open[0].more: 3 given, a table of fields accepted"),
+    ({"x": {"y": [b"bytes"]}}, "open[0].x.y[0]: b'bytes' given, text, a number"),
+    ({"x": float("inf")}, "open[0].x: inf given, a finite number accepted"),
+    ({"x": 1 << 64}, "open[0].x: 18446744073709551616 given, an integer of at most 64 bits accepted"),
+    ({"x": {"\udfff": 1}}, "open[0].x.'\\udfff': '\\udfff' given, text that UTF-8 can encode accepted"),
+]
+
+
+@pytest.mark.parametrize(("given", "message"), REST_MISTAKES)
+def test_what_goes_into_the_room_must_be_plain_data(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        decode(Forest, {"open": [{"kind": "a", **given}]})
+    assert str(caught.value).startswith(message)
+
+
+def test_a_struct_that_is_not_ours_is_decoded_as_strictly() -> None:
+    assert decode(Foreign, {"low-bytes": "1kB", "high-bytes": "1KiB"}) == Foreign(low_bytes=1000, high_bytes=1024)
+    with pytest.raises(ConfigError, match=r"^tiers\[0\]: low-bytes 11 is above high-bytes 10$"):
+        decode(Foreign, {"low-bytes": 11}, where="tiers[0]")
+    with pytest.raises(ConfigError, match=r"^low-bytes 11 is above high-bytes 10$"):
+        decode(Foreign, {"low-bytes": 11})
+    with pytest.raises(ConfigError, match=r"^low_bytes: no such field; did you mean 'low-bytes'\?"):
+        decode(Foreign, {"low_bytes": 11})
+
+
+def test_siblings_are_named_beside_the_fields() -> None:
+    with pytest.raises(ConfigError, match=r"did you mean 'limits'\? Known here: limits, root, size_bytes, wait_s$"):
+        decode(Leaf, {"root": "/a", "limts": {}}, siblings=["limits"])
+
+
+def test_what_is_already_made_is_taken_as_it_is() -> None:
+    leaf = Leaf(root="/a")
+    assert decode(Leaf, leaf) is leaf
+    assert Tree(leaf=leaf).leaf is leaf
+
+
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.integers(), inner, max_size=3),
+)
+FIELDS = st.sampled_from([*Tree.__struct_fields__, *Leaf.__struct_fields__])
+
+
+@given(given_=st.dictionaries(FIELDS, ANYTHING | st.dictionaries(FIELDS, ANYTHING), max_size=4))
+def test_whatever_is_given_is_a_struct_or_a_config_error(given_: dict[str, Any]) -> None:
+    try:
+        tree = decode(Tree, given_)
+    except ConfigError:
+        return
+    assert msgspec.json.decode(msgspec.json.encode(tree), type=Tree) == tree

@@ -1,0 +1,271 @@
+"""`kvtier bench`: what is measured and written, what is refused, and that nothing is left behind."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.tools.bench.commands import run_bench
+from kvtier.tools.bench.figures import Row
+from kvtier.tools.cli import main
+from kvtier.tools.commands import COMMANDS
+
+ROOT = Path(__file__).parents[3]
+KVTIER = [sys.executable, "-c", "from kvtier.tools.cli import main; main()"]
+FAKE_FIO = """#!/bin/sh
+echo '{"jobs": [{"read": {"bw_bytes": 2500000}, "write": {"bw_bytes": 1250000}}]}'
+"""
+FS = ["--chunk-sizes", "8KiB", "--size", "64KiB", "--rounds", "2"]
+
+
+def run(*args: object) -> int:
+    with pytest.raises(SystemExit) as end:
+        main(["bench", *map(str, args)])
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
+@pytest.fixture
+def measured(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, Any]]:
+    """Run a command with --json - and return what it wrote."""
+
+    def measured(*args: object) -> dict[str, Any]:
+        assert run(*args, "--json", "-") == 0
+        told: dict[str, Any] = json.loads(capsys.readouterr().out)
+        for row in told["rows"]:
+            assert row["figure"] > 0
+            assert row["limit"] > 0
+            assert row["spread"][0] <= row["ratio"] <= row["spread"][1]
+            assert row["limit_is"]
+        return told
+
+    return measured
+
+
+def operations(told: dict[str, Any]) -> set[str]:
+    return {row["operation"] for row in told["rows"]}
+
+
+@pytest.fixture(autouse=True)
+def no_fio(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Have no fio but the one that a test puts here."""
+    folder = tmp_path_factory.mktemp("bin")
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+# What is measured.
+
+
+def test_look_ups_stand_beside_dictionary_operations(measured: Callable[..., dict[str, Any]]) -> None:
+    told = measured("lookup", "--keys", "1024,2048", "--rounds", 2)
+    assert [(row["operation"], row["settings"]["keys"], row["unit"], row["rounds"]) for row in told["rows"]] == [
+        ("look up, hit", 1_024, "keys/s", 2),
+        ("look up, miss", 1_024, "keys/s", 2),
+        ("look up, hit", 2_048, "keys/s", 2),
+        ("look up, miss", 2_048, "keys/s", 2),
+    ]
+    assert told["command"] == "kvtier bench lookup"
+    assert len(told["machine"]["load_before"]) == len(told["machine"]["load_after"]) == 3
+
+
+def test_steps_are_measured_over_tiers_and_over_what_they_hold(measured: Callable[..., dict[str, Any]]) -> None:
+    told = measured("steps", "--tiers", "1,2", "--held", "0,5000", "--rounds", 1)
+    steps = [row for row in told["rows"] if row["operation"] == "step"]
+    assert [(row["settings"]["tiers"], row["settings"]["keys_held"], row["limit_is"]) for row in steps] == [
+        (1, 0, "dictionary operations"),
+        (2, 0, "dictionary operations"),
+        (2, 0, "a step over 1 tier with 0 keys"),
+        (1, 5_000, "dictionary operations"),
+        (1, 5_000, "a step over 1 tier with 0 keys"),
+    ]
+    assert {"prepare and complete a store", "touch, prepare and complete a load"} < operations(told)
+
+
+def test_copies_stand_beside_a_memcpy(measured: Callable[..., dict[str, Any]]) -> None:
+    told = measured("cpu", "--chunk-sizes", "64KiB", "--no-pages", "--rounds", 1)
+    assert operations(told) == {"write rows", "read rows", "checksum"}
+    assert {row["chunk_bytes"] for row in told["rows"]} == {65_536}
+
+
+def test_copies_of_kv_pages_are_measured_both_ways(
+    measured: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("PAGE_SIZES", (16 << 10,)), ("LAYERS", (2,)), ("MOVED_BYTES", 1 << 20)):
+        monkeypatch.setattr(f"kvtier.tools.bench.copies.{name}", value)
+    told = measured("cpu", "--chunk-sizes", "64KiB", "--rounds", 1)
+    assert {"store KV pages", "load KV pages"} < operations(told)
+
+
+def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path, measured: Callable[..., dict[str, Any]]) -> None:
+    (tmp_path / "mine").write_text("stays")
+    told = measured("fs", tmp_path, *FS, "--depths", "1,2", "--fsync", "--namings", "vllm,flat", "--layouts", "files")
+    assert operations(told) == {"store", "store, evicting", "load"}
+    assert {row["settings"]["fsync"] for row in told["rows"]} == {True, False}
+    assert {row["settings"]["depth"] for row in told["rows"]} == {1, 2}
+    assert {row["settings"]["naming"] for row in told["rows"]} == {"vllm", "flat"}
+    assert {row["settings"].get("checksum") for row in told["rows"]} == {None, True, False}
+    assert {row["limit_is"] for row in told["rows"]} == {
+        "preadv of one file",
+        "pwritev of one file",
+        "pwritev of new files",
+    }
+    assert told["machine"]["file_system"]
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_every_layout_is_measured_by_default(tmp_path: Path, measured: Callable[..., dict[str, Any]]) -> None:
+    from kvtier.tools.bench.files import layouts
+
+    told = measured("fs", tmp_path, *FS)
+    assert {row["settings"]["layout"] for row in told["rows"]} == set(layouts())
+
+
+def test_the_page_cache_is_measured_if_asked_for(tmp_path: Path, measured: Callable[..., dict[str, Any]]) -> None:
+    told = measured("fs", tmp_path, *FS, "--io", "buffered", "--layouts", "files")
+    assert {row["settings"]["io"] for row in told["rows"]} == {"buffered"}
+
+
+def test_fio_stands_beside_the_raw_limit_where_it_is_installed(
+    tmp_path: Path, no_fio: Path, measured: Callable[..., dict[str, Any]]
+) -> None:
+    (no_fio / "fio").write_text(FAKE_FIO)
+    (no_fio / "fio").chmod(0o755)
+    told = measured("fs", tmp_path, *FS, "--layouts", "files")
+    fio = {row["operation"]: row for row in told["rows"] if row["limit_is"] == "fio"}
+    assert fio["raw read"]["limit"] == 2.5
+    assert fio["raw write"]["limit"] == 1.25
+
+
+def test_each_tier_of_a_configuration_is_measured_through_an_engine(
+    tmp_path: Path, measured: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.tools.bench.whole.WAITS", 3)
+    monkeypatch.setattr("kvtier.tools.bench.whole.STEPS", 3)
+    root = tmp_path / "root"
+    root.mkdir()
+    config = tmp_path / "engine.toml"
+    config.write_text(
+        'cpu_bytes_to_use = "4MiB"\nchunk_bytes = "8KiB"\nrunner = "thread"\n'
+        f'[[secondary_tiers]]\ntype = "fs"\nroot = "{root}"\n[[secondary_tiers]]\ntype = "dummy"\n'
+    )
+    told = measured("tiers", config, "--size", "256KiB", "--rounds", 1)
+    expected = {
+        "store",
+        "load",
+        "load, engine busy in Python",
+        "p99 of waits for a load beside stores",
+        "p99 of steps beside transfers",
+    }
+    for tier, limit in (("0:fs", "preadv and pwritev of one file"), ("1:dummy", "memcpy")):
+        rows = {row["operation"]: row for row in told["rows"] if row["settings"]["tier"] == tier}
+        assert rows.keys() == expected
+        assert rows["load"]["limit_is"] == limit
+    assert not list(root.iterdir())
+
+
+# What is written and shown.
+
+
+def test_the_table_names_the_operation_the_limit_and_the_machines_load(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert run("lookup", "--keys", "1024", "--rounds", 1) == 0
+    shown = capsys.readouterr()
+    for words in ("look up, hit", "keys 1,024", "dictionary operations", "Medians of 1 rounds", "load of the machine"):
+        assert words in shown.out
+    assert shown.err == ""
+
+
+def test_json_and_picture_are_written_as_asked(tmp_path: Path) -> None:
+    out, picture = tmp_path / "out.json", tmp_path / "out.svg"
+    assert run("lookup", "--keys", "1024", "--rounds", 1, "--json", out, "--plot", picture) == 0
+    assert [row["operation"] for row in json.loads(out.read_text())["rows"]] == ["look up, hit", "look up, miss"]
+    assert picture.read_bytes().startswith(b"<?xml")
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("args", "complaint"),
+    [
+        (["lookup", "--keys", "many"], "--keys 'many': expected numbers from 1,024 to 10,000,000"),
+        (["lookup", "--json", "{tmp}/absent/out"], "--json {tmp}/absent/out: No such file or directory"),
+        (["steps", "--tiers", "0"], "--tiers '0': expected numbers from 1 to 16"),
+        (["cpu", "--chunk-sizes", "5000"], "--chunk-sizes '5000': expected multiples of 4,096 bytes"),
+        (["cpu", "--device", "tpu"], "--device 'tpu': expected one or more of cpu, cuda"),
+        (["fs", "{tmp}/absent"], "DIR '{tmp}/absent': no such directory"),
+        (["fs", "{tmp}", "--size", "lots"], "--size 'lots': expected sizes with commas between them"),
+        (["fs", "{tmp}", "--size", "16GiB"], "bytes are needed"),
+        (["fs", "{tmp}", "--layouts", "piles"], "--layouts 'piles': expected one or more of files"),
+        (["fs", "{tmp}", "--io", "psychic"], "--io 'psychic': expected one or more of auto, direct, buffered"),
+        (["tiers", "{tmp}/absent.toml"], "{tmp}/absent.toml: cannot be read"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_line(
+    args: list[str], complaint: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(*(arg.format(tmp=tmp_path) for arg in args)) == 2
+    shown = capsys.readouterr()
+    assert complaint.format(tmp=tmp_path) in shown.err
+    assert shown.out == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_engine_without_tiers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "engine.toml"
+    config.write_text('cpu_bytes_to_use = "1MiB"\nchunk_bytes = "4KiB"\n')
+    assert run("tiers", config) == 2
+    assert "secondary_tiers: none given, at least one accepted" in capsys.readouterr().err
+
+
+def test_an_engine_too_small_to_measure_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "engine.toml"
+    config.write_text('cpu_bytes_to_use = "64KiB"\nchunk_bytes = "4KiB"\n[[secondary_tiers]]\ntype = "dummy"\n')
+    assert run("tiers", config) == 2
+    assert "cpu_bytes_to_use: 65,536 bytes given, at least 262,144 accepted" in capsys.readouterr().err
+
+
+def test_a_disk_that_fills_up_is_said_so_in_one_line() -> None:
+    def work(step: Callable[[], None]) -> Iterator[Row]:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(ConfigError, match="/somewhere: No space left on device; a smaller --size accepted"):
+        run_bench("bench", work, 1, json_path=None, plot_path=None, directory="/somewhere")
+
+
+# How it ends.
+
+
+def test_ctrl_c_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
+    command = [*KVTIER, "bench", "fs", str(tmp_path), "--chunk-sizes", "64KiB", "--size", "128KiB", "--rounds", "2000"]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'backends'}"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as bench:
+        while not list(tmp_path.glob("*/*/raw-*")):
+            assert bench.poll() is None, bench.communicate()
+            time.sleep(0.01)
+        bench.send_signal(signal.SIGINT)
+        out, _ = bench.communicate(timeout=60)
+    assert bench.returncode == 130
+    assert out == b""
+    assert not list(tmp_path.iterdir())
+
+
+def test_every_bench_command_has_a_line_in_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--help") == 0
+    shown = capsys.readouterr().out
+    for name, command in COMMANDS.items():
+        if name.startswith("bench "):
+            assert name.split()[1] in shown
+            assert command.summary in shown

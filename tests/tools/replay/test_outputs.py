@@ -1,0 +1,82 @@
+import os
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.tools.replay.outputs import check_writable, replacing
+
+
+def test_a_file_takes_its_place_when_it_is_whole(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_bytes(b"old")
+    with replacing(path) as file:
+        file.write(b"new")
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def write_and_be_interrupted(path: Path) -> None:
+    with replacing(path) as file:
+        file.write(b"ne")
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_file_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_bytes(b"old")
+    with pytest.raises(KeyboardInterrupt):
+        write_and_be_interrupted(path)
+    assert path.read_bytes() == b"old"
+    assert os.listdir(tmp_path) == ["out"]
+
+
+def test_a_link_still_leads_to_the_file_that_was_written(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "elsewhere" / "file")
+    check_writable("--json", tmp_path / "out")
+    with replacing(tmp_path / "out") as file:
+        file.write(b"new")
+    assert (tmp_path / "out").is_symlink()
+    assert (tmp_path / "elsewhere" / "file").read_bytes() == b"new"
+
+
+def test_what_is_no_regular_file_is_written_directly(tmp_path: Path) -> None:
+    """A pipe, as `/dev/stdout` is one: replacing it would put a file where the pipe was."""
+    reader, writer = os.pipe()
+    path = f"/proc/self/fd/{writer}"
+    check_writable("--json", path)
+    with replacing(path) as file:
+        file.write(b"new")
+    assert os.read(reader, 10) == b"new"
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_file_that_can_be_written_is_accepted_and_left_alone(tmp_path: Path) -> None:
+    check_writable("--json", tmp_path / "new")
+    (tmp_path / "old").write_bytes(b"old")
+    check_writable("--json", tmp_path / "old")
+    assert os.listdir(tmp_path) == ["old"]
+    assert (tmp_path / "old").read_bytes() == b"old"
+
+
+def test_a_file_that_cannot_be_written_is_refused_with_its_option(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    for path, complaint in (
+        (tmp_path, "it is a directory"),
+        (tmp_path / "absent" / "out", "No such file or directory"),
+        (tmp_path / "file" / "out", "Not a directory"),
+        (tmp_path / ("x" * 300), "File name too long"),
+    ):
+        with pytest.raises(ConfigError, match=f"^--json {path}: {complaint}; expected a file that can be written"):
+            check_writable("--json", path)
+
+
+def test_a_directory_without_permission_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    if os.access(tmp_path, os.W_OK):
+        pytest.skip("this user may write everywhere")
+    with pytest.raises(ConfigError, match="Permission denied"):
+        check_writable("--json", tmp_path / "out")

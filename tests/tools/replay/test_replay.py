@@ -1,0 +1,247 @@
+"""A trace through a whole engine: what comes back is right, and what is reported is true."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.config import EngineConfig, decode
+from kvtier.errors import ConfigError, TraceError
+from kvtier.policies.named import policy_class
+from kvtier.tools.replay.chunks import ChunkSource
+from kvtier.tools.replay.replay import SAMPLES_MAX, Replay, Tally, TierTotals
+from kvtier.tools.replay.study import measure, policy_hits
+from kvtier.tools.replay.traces import Request, Trace
+from kvtier.tools.replay.workload import GeneratedTrace, Workload
+
+CHUNK_BYTES = 4_096
+SLOW = {"type": "dummy", "latency_s": "2ms", "concurrency": 4}
+
+
+@pytest.fixture(scope="module")
+def requests() -> Sequence[Request]:
+    """Return 300 requests of a generated workload, some 9,000 chunks."""
+    return tuple(GeneratedTrace(Workload(seed=3), limit=300))
+
+
+def replay_of(
+    requests: Sequence[Request],
+    *tiers: dict[str, Any],
+    rows: int,
+    concurrency: int = 8,
+    runner: str = "inline",
+    policy: str = "lru",
+    **limits: Any,
+) -> Replay:
+    config = decode(
+        EngineConfig,
+        {
+            "cpu_bytes_to_use": rows * CHUNK_BYTES,
+            "chunk_bytes": CHUNK_BYTES,
+            "runner": runner,
+            "eviction_policy": policy,
+            "secondary_tiers": tiers,
+            "limits": limits,
+        },
+    )
+    return Replay(requests, config, ChunkSource(CHUNK_BYTES), Tally(len(requests)), concurrency=concurrency)
+
+
+def tiers_of(tally: Tally) -> dict[str, TierTotals]:
+    return dict(tally.samples[-1].tiers)
+
+
+def check(tally: Tally, requests: Sequence[Request]) -> None:
+    """Check what is true of every replay that went to its end."""
+    assert tally.wrong_chunks == 0
+    assert tally.requests == len(requests)
+    assert tally.chunk_references == measure(requests).block_references
+    assert sum(tier.hits for tier in tiers_of(tally).values()) == tally.hits
+    assert tally.drained
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("concurrency", [1, 8, 32])
+async def test_over_a_tier_of_everything_the_hits_are_the_best_possible_however_many_requests_are_open(
+    requests: Sequence[Request], concurrency: int
+) -> None:
+    tally = await replay_of(requests, SLOW, rows=600, concurrency=concurrency).run()
+    check(tally, requests)
+    extent = measure(requests)
+    assert tally.hits == extent.best_hits
+    tiers = tiers_of(tally)
+    assert tiers["0:dummy"].stored == extent.unique_blocks
+    assert tiers["cpu"].stored == extent.unique_blocks
+    assert tiers["0:dummy"].loaded >= tiers["0:dummy"].hits > 0
+    assert tiers["cpu"].hits > 0
+    assert tiers["0:dummy"].dropped == {}
+
+
+@pytest.mark.parametrize("rows", [1, 40, 600])
+@pytest.mark.parametrize("policy", ["lru", "fifo"])
+async def test_without_tiers_the_hits_are_the_policy_studys(
+    requests: Sequence[Request], policy: str, rows: int
+) -> None:
+    """Prompts larger than the primary among them: they count with their leading part."""
+    tally = await replay_of(requests, rows=rows, concurrency=1, policy=policy).run()
+    check(tally, requests)
+    assert tally.hits == sum(policy_hits(requests, policy_class(policy)(rows), rows))
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("rows", [1, 2, 17])
+async def test_a_primary_smaller_than_a_request_gives_and_stores_leading_parts(
+    requests: Sequence[Request], rows: int
+) -> None:
+    tally = await replay_of(requests, SLOW, rows=rows).run()
+    check(tally, requests)
+    tiers = tiers_of(tally)
+    assert 0 < tally.hits <= sum(min(len(request.hash_ids), rows) for request in requests)
+    assert 0 < tiers["0:dummy"].stored <= measure(requests).unique_blocks
+
+
+@pytest.mark.virtual_time
+async def test_three_tiers_of_different_speeds_all_get_everything_and_the_first_is_asked_first(
+    requests: Sequence[Request],
+) -> None:
+    speeds = ({"latency_s": "10us"}, {"latency_s": "5ms", "concurrency": 2}, {"bandwidth_bytes_per_s": "20MB"})
+    tiers = [{"type": "dummy", "name": f"tier {index}", **speed} for index, speed in enumerate(speeds)]
+    tally = await replay_of(requests, *tiers, rows=600).run()
+    check(tally, requests)
+    extent = measure(requests)
+    assert tally.hits == extent.best_hits
+    found = tiers_of(tally)
+    assert [found[f"tier {index}"].stored for index in range(3)] == [extent.unique_blocks] * 3
+    assert [found[f"tier {index}"].dropped for index in range(3)] == [{}] * 3
+    assert found["tier 0"].hits > 0
+
+
+@pytest.mark.virtual_time
+@pytest.mark.filterwarnings("default")
+async def test_a_tier_that_fails_every_call_costs_its_hits_and_is_reported(requests: Sequence[Request]) -> None:
+    failing = {
+        "type": "kvtier.testing.faults:FaultyBackend",
+        "inner": {"type": "dummy"},
+        "faults": {"unavailable": 1.0},
+        "name": "bad",
+    }
+    tally = await replay_of(requests, failing, rows=600, concurrency=1).run()
+    check(tally, requests)
+    tiers = tiers_of(tally)
+    assert tally.hits == tiers["cpu"].hits == sum(policy_hits(requests, policy_class("lru")(600), 600))
+    assert tiers["bad"].hits == tiers["bad"].loaded == tiers["bad"].stored == 0
+    assert tiers["bad"].failed["unavailable"] > 0
+    assert tiers["bad"].dropped["breaker"] > 0
+
+
+@pytest.mark.virtual_time
+async def test_a_failing_tier_before_a_good_one_costs_no_right_byte(requests: Sequence[Request]) -> None:
+    half: dict[str, Any] = {"type": "dummy", "failure_rate": 0.3, "corruption_rate": 0.1, "seed": 7, "name": "half"}
+    half["limits"] = {"breaker_failures": 1_000_000}  # Or it would hardly be asked.
+    tally = await replay_of(requests, half, {"type": "dummy", "name": "good"}, rows=600).run()
+    check(tally, requests)
+    tiers = tiers_of(tally)
+    assert tiers["half"].failed.keys() == {"failed", "corrupt"}
+    assert tiers["good"].hits > 0
+
+
+async def test_bytes_that_are_not_what_was_stored_are_counted_and_named(
+    requests: Sequence[Request], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "lying_tier.py").write_text(
+        "from kvtier_backends.dummy import DummyBackend\n"
+        "class Lying(DummyBackend):\n"
+        "    async def load(self, reads):\n"
+        "        outcomes = await super().load(reads)\n"
+        "        reads[-1].into[77] ^= 1\n"
+        "        return outcomes\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    tally = await replay_of(requests, {"type": "lying_tier:Lying"}, rows=600).run()
+    assert tally.requests == len(requests)
+    assert tally.wrong_chunks > 0
+    source = ChunkSource(CHUNK_BYTES)
+    assert tally.wrong_keys
+    assert set(tally.wrong_keys) <= {source.key(block) for request in requests for block in request.hash_ids}
+
+
+@pytest.mark.parametrize("runner", ["inline", "thread", "process"])
+async def test_through_files_all_chunks_come_back_right_and_a_second_replay_finds_them_there(
+    requests: Sequence[Request], tmp_path: Path, runner: str
+) -> None:
+    some, tier = requests[:25], {"type": "fs", "root": str(tmp_path)}
+    extent = measure(some)
+    first = await replay_of(some, tier, rows=600, runner=runner).run()
+    check(first, some)
+    assert first.hits == extent.best_hits
+    again = await replay_of(some, tier, rows=600, runner=runner).run()
+    check(again, some)
+    assert again.hits == extent.block_references
+    assert tiers_of(again)["0:fs"].stored == 0
+
+
+@pytest.mark.virtual_time
+async def test_a_cancelled_replay_ends_within_a_second_and_has_counted_what_it_did(
+    requests: Sequence[Request],
+) -> None:
+    """Its tier would take days, and its closing as long."""
+    replay = replay_of(requests, {"type": "dummy", "latency_s": "1h", "concurrency": 1}, rows=600)
+    task = asyncio.create_task(replay.run())
+    await asyncio.sleep(5)
+    assert not task.done()
+    task.cancel()
+    cancelled_at = asyncio.get_running_loop().time()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert asyncio.get_running_loop().time() - cancelled_at < 1
+    tally = replay.tally
+    assert 0 < tally.requests < len(requests)
+    assert tally.samples[-1].requests == tally.requests
+    assert not tally.drained
+
+
+async def test_a_trace_that_turns_out_bad_ends_the_replay_with_its_own_error(tmp_path: Path) -> None:
+    line = b'{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [%d]}\n'
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(line % 1 + line % 2 + b"{}\n")
+    config = EngineConfig(cpu_bytes_to_use=1 << 20, chunk_bytes=CHUNK_BYTES, runner="inline")
+    replay = Replay(Trace(path), config, ChunkSource(CHUNK_BYTES), Tally(3))
+    with pytest.raises(TraceError, match="line 3"):
+        await replay.run()
+    assert replay.tally.requests == 2
+
+
+async def test_an_engine_that_cannot_be_had_is_the_engines_own_error(requests: Sequence[Request]) -> None:
+    replay = replay_of(requests, {"type": "dumy"}, rows=10)
+    with pytest.raises(ConfigError, match="did you mean 'dummy'"):
+        await replay.run()
+    assert replay.tally.samples == []
+
+
+async def test_calls_are_timed_and_the_course_is_sampled(requests: Sequence[Request]) -> None:
+    steps: list[int] = []
+    replay = replay_of(requests, {"type": "dummy"}, rows=600)
+    tally = await replay.run(lambda: steps.append(replay.tally.requests))
+    assert steps == list(range(1, len(requests) + 1))
+    assert len(tally.latencies_s["fetch"]) == len(requests)
+    assert {"put", "0:dummy load", "0:dummy store"} <= tally.latencies_s.keys()
+    assert len(requests) <= len(tally.samples) <= SAMPLES_MAX + 1
+    assert [sample.seconds for sample in tally.samples] == sorted(sample.seconds for sample in tally.samples)
+    assert tally.samples[-1].seconds == tally.seconds
+
+
+async def test_a_request_without_blocks_is_a_request_all_the_same() -> None:
+    requests = [Request(0, 3, 1, ()), Request(1, 600, 1, (1, 2)), Request(2, 600, 1, (1, 2))]
+    tally = await replay_of(requests, rows=4).run()
+    check(tally, requests)
+    assert tally.hits == 2
+    assert tally.hit_ratio == 0.5
+
+
+async def test_a_block_that_comes_twice_in_a_request_does_no_harm() -> None:
+    requests = [Request(0, 600, 1, (1, 2, 1, 3)), Request(1, 600, 1, (1, 2, 1, 3))]
+    tally = await replay_of(requests, {"type": "dummy"}, rows=8).run()
+    check(tally, requests)
+    assert tally.hits == 4

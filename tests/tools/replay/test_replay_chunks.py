@@ -1,0 +1,75 @@
+"""Chunks that identify themselves."""
+
+import pytest
+
+from kvtier.tools.replay.chunks import ChunkSource
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 7, 8, 4_096, 16_384, 20_000])
+def test_what_was_made_for_a_key_is_right_for_it_and_as_long_as_a_chunk(chunk_bytes: int) -> None:
+    source = ChunkSource(chunk_bytes)
+    keys = list(map(source.key, range(50)))
+    chunks = source.chunks(keys)
+    assert [len(chunk) for chunk in chunks] == [chunk_bytes] * 50
+    assert source.wrong(keys, chunks) == []
+
+
+def test_every_word_of_a_chunk_differs_from_the_same_word_of_any_other_and_from_its_neighbours() -> None:
+    source = ChunkSource(16_384)
+    words = [memoryview(bytes(chunk)).cast("Q").tolist() for chunk in source.chunks(list(map(source.key, range(20))))]
+    assert all(len({chunk[place] for chunk in words}) == len(words) for place in range(len(words[0])))
+    assert all(len(set(chunk)) == len(chunk) for chunk in words)
+
+
+def test_a_single_wrong_bit_is_found() -> None:
+    source = ChunkSource(4_096)
+    keys = list(map(source.key, range(10)))
+    chunks = [bytearray(chunk) for chunk in source.chunks(keys)]
+    chunks[7][4_095] ^= 1
+    assert source.wrong(keys, list(map(memoryview, chunks))) == [keys[7]]
+
+
+def test_exchanged_chunks_a_mixture_and_a_shifted_one_are_found() -> None:
+    source = ChunkSource(4_096)
+    keys = list(map(source.key, range(6)))
+    good = list(map(bytes, source.chunks(keys)))
+    mixed = good[2][:8] + good[3][8:16] + good[2][16:]
+    shifted = good[4][8:] + good[4][:8]
+    given = [good[1], good[0], mixed, good[3], shifted, good[5]]
+    assert source.wrong(keys, list(map(memoryview, given))) == [keys[0], keys[1], keys[2], keys[4]]
+
+
+def test_a_chunk_of_another_length_is_wrong() -> None:
+    source = ChunkSource(4_096)
+    assert source.wrong([source.key(1)], [source.chunks([source.key(1)])[0][:4_088]]) == [source.key(1)]
+
+
+def test_only_leading_keys_are_compared_where_there_are_fewer_chunks() -> None:
+    source = ChunkSource(4_096)
+    keys = list(map(source.key, range(5)))
+    assert source.wrong(keys, source.chunks(keys[:3])) == []
+    assert source.wrong(keys, []) == []
+
+
+def test_comparing_keeps_no_hold_of_the_chunks() -> None:
+    source = ChunkSource(4_096)
+    keys = [source.key(1)]
+    chunk = source.chunks(keys)[0].toreadonly()
+    assert source.wrong(keys, [chunk]) == []
+    chunk.release()  # Raises BufferError if somebody still looked at it.
+
+
+def test_seed_and_trace_tell_chunks_apart_and_nothing_else_does() -> None:
+    same = ChunkSource(4_096, seed=1, trace=b"a"), ChunkSource(4_096, seed=1, trace=b"a")
+    assert same[0].key(5) == same[1].key(5)
+    assert same[0].chunks([same[0].key(5)]) == same[1].chunks([same[1].key(5)])
+    others = ChunkSource(4_096, seed=2, trace=b"a"), ChunkSource(4_096, seed=1, trace=b"b"), same[0]
+    assert len({source.key(5) for source in others}) == 3
+    assert len({bytes(source.chunks([same[0].key(5)])[0]) for source in others}) == 3
+
+
+def test_keys_are_as_long_as_an_engines_own_and_any_integer_has_one() -> None:
+    source = ChunkSource(4_096)
+    ids = (0, 1, -1, 12, 1 << 64, -(1 << 70))
+    assert {len(source.key(number)) for number in ids} == {36}
+    assert len({source.key(number) for number in ids}) == len(ids)

@@ -1,0 +1,122 @@
+"""The figures of a replay as JSON, as tables and as a picture."""
+
+import json
+from array import array
+from pathlib import Path
+
+import pytest
+
+from kvtier.backend.keys import OffloadKey
+from kvtier.tools.replay.pictures import Course, write_replay_picture
+from kvtier.tools.replay.replay import WRONG_KEYS_MAX, Sample, Tally, TierTotals
+from kvtier.tools.replay.replay_screen import print_report
+from kvtier.tools.replay.report import Quantiles, Report, make_report, quantiles, report_json
+
+ROW_BYTES = 4_096
+
+
+def tally_of(samples: int) -> Tally:
+    """Return the tally of a replay that found a half of ten chunks a request, a second each."""
+    tally = Tally(samples)
+    for number in range(1, samples + 1):
+        tally.requests = number
+        tally.looked_up(10, 5, ())
+        tally.time("fetch", number / 1_000)
+        tally.samples.append(
+            Sample(
+                float(number),
+                number,
+                10 * number,
+                {
+                    "cpu": TierTotals(2 * number, 5 * number, 5 * number),
+                    "disk [1]": TierTotals(3 * number, 4 * number, 5 * number, {"budget": 7}, {"failed": 1, "lost": 2}),
+                },
+            )
+        )
+    tally.seconds = float(samples)
+    return tally
+
+
+def report_of(tally: Tally, **given: object) -> Report:
+    fixed = {"trace": "a $trace$ [bold]", "seed": 3, "best_hit_ratio": 0.75, "row_bytes": ROW_BYTES, "engine": {}}
+    return make_report(tally, **({**fixed, "interrupted": False, "ttft_s": None, **given}))  # type: ignore[arg-type]
+
+
+def test_the_json_has_every_figure_under_its_name() -> None:
+    told = json.loads(report_json(report_of(tally_of(100))))
+    assert told["requests"] == 100
+    assert told["chunk_references"] == 1_000
+    assert told["hit_ratio"] == 0.5
+    assert told["best_hit_ratio"] == 0.75
+    assert told["hits"] == {"cpu": 200, "disk [1]": 300}
+    assert told["bytes"] == {"cpu": 1_000 * ROW_BYTES, "disk [1]": 900 * ROW_BYTES}
+    assert told["wrong_chunks"] == 0
+    assert told["cascades"] == 500
+    assert told["promotions"] == 400
+    assert told["dropped"] == 7
+    assert told["failed"] == 3
+    assert told["seconds"] == 100.0
+    assert told["requests_per_s"] == 1.0
+    assert told["interrupted"] is False
+    assert told["latency_s"]["fetch"]["p50"] == pytest.approx(0.0505)
+    assert told["latency_s"]["fetch"]["p99"] == pytest.approx(0.09901)
+    assert told["latency_s"]["fetch"]["samples"] == 100
+    assert told["tiers"]["disk [1]"]["dropped"] == {"budget": 7}
+
+
+def test_nothing_replayed_is_a_report_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    report = report_of(Tally(100), interrupted=True)
+    told = json.loads(report_json(report))
+    assert (told["requests"], told["hit_ratio"], told["requests_per_s"], told["hits"]) == (0, 0.0, 0.0, {"cpu": 0})
+    assert told["interrupted"] is True
+    print_report(report)
+    assert "interrupted after 0 requests" in capsys.readouterr().out
+
+
+def test_quantiles_of_nothing_are_zero() -> None:
+    assert quantiles(array("d")) == Quantiles(0.0, 0.0, 0.0, 0)
+
+
+def test_some_of_the_wrong_keys_are_named_and_all_are_counted() -> None:
+    tally = Tally(1)
+    keys = [OffloadKey(bytes([number])) for number in range(2 * WRONG_KEYS_MAX)]
+    tally.looked_up(100, 50, keys[:3])
+    tally.looked_up(100, 50, keys[3:])
+    report = report_of(tally)
+    assert report.wrong_chunks == 2 * WRONG_KEYS_MAX
+    assert report.wrong_keys == [key.hex() for key in keys[:WRONG_KEYS_MAX]]
+
+
+def test_the_tables_say_it_too(capsys: pytest.CaptureFixture[str]) -> None:
+    times = {"with_tiering": array("d", [1.0, 2.0]), "without_tiering": array("d", [3.0, 4.0])}
+    tally = tally_of(100)
+    print_report(report_of(tally, ttft_s=times))
+    shown = capsys.readouterr().out
+    for part in (
+        "a $trace$ [bold]: replayed 100 requests",
+        "hit ratio 0.5000 (best possible 0.7500)",
+        "0 wrong chunks",
+    ):
+        assert part in shown
+    for part in ("disk [1]", "0.3000", "budget 7", "lost 2", "fetch", "50.50", "with_tiering", "1.50", "virtual time"):
+        assert part in shown
+    assert "had not reached" in shown  # Nobody said that this one was drained.
+
+
+@pytest.mark.parametrize(("suffix", "begin"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
+@pytest.mark.parametrize("samples", [0, 1, 3, 400])
+def test_the_course_of_any_replay_is_drawn_as_the_name_says(
+    tmp_path: Path, samples: int, suffix: str, begin: bytes
+) -> None:
+    tally = tally_of(samples)
+    write_replay_picture(str(tmp_path / f"course{suffix}"), report_of(tally), tally.samples, ROW_BYTES)
+    assert (tmp_path / f"course{suffix}").read_bytes().startswith(begin)
+
+
+def test_the_courses_bins_add_up_to_the_totals() -> None:
+    samples = tally_of(100).samples
+    course = Course(samples)
+    assert sum(course.total(lambda sample: sample.requests)) == pytest.approx(100)
+    assert sum(course.tier("disk [1]", lambda totals: totals.hits)) == pytest.approx(300)
+    assert course.tier("disk [1]", lambda totals: totals.hits) == pytest.approx([15.0] * 20)
+    assert course.per_s(course.total(lambda sample: sample.requests)) == pytest.approx([1.0] * 20)

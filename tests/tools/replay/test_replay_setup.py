@@ -1,0 +1,84 @@
+"""Where a replay's tiers keep their chunks."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.config import EngineConfig, decode
+from kvtier.errors import ConfigError
+from kvtier.tools.replay.setup import (
+    PRIMARY_ROWS_MIN,
+    check_directory,
+    check_room,
+    check_roots,
+    default_config,
+    rooted,
+    without_root,
+)
+from kvtier.tools.replay.study import Extent
+
+HOUR = Extent(requests=12_031, block_references=288_500, unique_blocks=182_790, best_hits=105_710)
+
+
+def engine(*tiers: dict[str, Any]) -> EngineConfig:
+    return decode(EngineConfig, {"cpu_bytes_to_use": "1MiB", "chunk_bytes": "16KiB", "secondary_tiers": tiers})
+
+
+def roots(config: EngineConfig) -> list[object]:
+    return [tier.options.get("root") for tier in config.secondary_tiers]
+
+
+def test_by_default_a_small_primary_stands_over_files_without_a_place() -> None:
+    config = default_config(HOUR)
+    assert (config.rows, config.chunk_bytes) == (9_140, 16 << 10)
+    assert [tier.type for tier in config.secondary_tiers] == ["fs"]
+    assert without_root(config)
+
+
+def test_however_short_the_trace_the_default_primary_holds_a_long_prompt() -> None:
+    assert default_config(Extent(1, 10, 10, 0)).rows == PRIMARY_ROWS_MIN
+
+
+def test_the_only_fs_tier_gets_the_directory_itself() -> None:
+    config = engine({"type": "dummy"}, {"type": "fs"})
+    assert without_root(config)
+    placed = rooted(config, "/there", override=False)
+    assert roots(placed) == [None, "/there"]
+    assert not without_root(placed)
+
+
+def test_several_get_a_folder_each() -> None:
+    placed = rooted(engine({"type": "fs"}, {"type": "dummy"}, {"type": "fs"}), "/there", override=True)
+    assert roots(placed) == ["/there/0", None, "/there/2"]
+
+
+def test_a_root_of_ones_own_is_kept_unless_it_is_to_be_overridden() -> None:
+    config = engine({"type": "fs", "root": "/own"}, {"type": "fs"})
+    assert roots(rooted(config, "/there", override=False)) == ["/own", "/there/1"]
+    assert roots(rooted(config, "/there", override=True)) == ["/there/0", "/there/1"]
+
+
+def test_a_directory_for_an_engine_without_files_is_refused() -> None:
+    with pytest.raises(ConfigError, match="--fs /there: the configuration has no tier of type fs"):
+        rooted(engine({"type": "dummy"}), "/there", override=True)
+
+
+def test_a_directory_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -> None:
+    missing, file = str(tmp_path / "missing"), tmp_path / "file"
+    file.touch()
+    for path in (missing, str(file)):
+        with pytest.raises(ConfigError, match=f"--fs '{path}': no such directory"):
+            check_directory("--fs", path)
+        with pytest.raises(ConfigError, match=rf"secondary_tiers\[1\].root '{path}': no such directory"):
+            check_roots(engine({"type": "dummy"}, {"type": "fs", "root": path}))
+    assert os.listdir(tmp_path) == ["file"]
+    check_roots(engine({"type": "fs", "root": str(tmp_path)}, {"type": "fs"}))
+
+
+def test_a_trace_that_would_fill_the_disk_of_a_temporary_directory_is_refused(tmp_path: Path) -> None:
+    check_room(engine({"type": "fs"}), Extent(1, 1, 1, 0), str(tmp_path))
+    check_room(engine({"type": "dummy"}), Extent(1, 1 << 40, 1 << 40, 0), str(tmp_path))
+    with pytest.raises(ConfigError, match=r"the trace's chunks take about .* bytes, .* are free"):
+        check_room(engine({"type": "fs"}), Extent(1, 1 << 40, 1 << 40, 0), str(tmp_path))

@@ -1,0 +1,222 @@
+"""Requests at their own times: who waits how long for the first token."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvtier.config import EngineConfig, decode
+from kvtier.errors import ConfigError, TraceError
+from kvtier.testing.virtual_time import run
+from kvtier.tools.replay.chunks import ChunkSource
+from kvtier.tools.replay.replay import Tally
+from kvtier.tools.replay.study import measure
+from kvtier.tools.replay.traces import Request, Trace
+from kvtier.tools.replay.virtual import (
+    GPU_LOAD_BYTES_PER_S,
+    SSD,
+    WITH_TIERING,
+    WITHOUT_TIERING,
+    Prefill,
+    VirtualReplay,
+    arrivals_s,
+    default_model,
+    scale_model,
+    without_tiering_s,
+)
+from kvtier.tools.replay.workload import GeneratedTrace, Workload
+
+BLOCK_TOKENS = 512
+MIB = 1 << 20
+
+
+def at(*stamps_ms: float) -> list[Request]:
+    return [Request(stamp, 1, 1, ()) for stamp in stamps_ms]
+
+
+def prompts(*prompts: tuple[float, Sequence[int]]) -> list[Request]:
+    return [Request(at_ms, len(blocks) * BLOCK_TOKENS, 1, tuple(blocks)) for at_ms, blocks in prompts]
+
+
+def engine(rows: int, *tiers: dict[str, Any], chunk_bytes: int = MIB) -> EngineConfig:
+    return decode(
+        EngineConfig,
+        {"cpu_bytes_to_use": rows * chunk_bytes, "chunk_bytes": chunk_bytes, "secondary_tiers": tiers},
+    )
+
+
+def replay_of(
+    requests: Sequence[Request], config: EngineConfig, prefill: Prefill, *, gpu_cache_blocks: int = 0
+) -> VirtualReplay:
+    model = scale_model(config).config
+    return VirtualReplay(
+        requests,
+        model,
+        ChunkSource(model.chunk_bytes),
+        Tally(len(requests)),
+        chunk_bytes=config.chunk_bytes,
+        block_tokens=BLOCK_TOKENS,
+        prefill=prefill,
+        gpu_cache_blocks=gpu_cache_blocks,
+    )
+
+
+def first_tokens_s(requests: Sequence[Request], config: EngineConfig, prefill: Prefill) -> list[float]:
+    """Replay, and return the times to first token in the order in which they came."""
+    replay = replay_of(requests, config, prefill)
+    tally = run(replay.run())
+    assert tally.wrong_chunks == 0
+    assert tally.requests == len(requests)
+    return list(replay.times_to_first_token_s[WITH_TIERING])
+
+
+# When requests arrive.
+
+
+def test_requests_with_times_of_their_own_arrive_at_them_counted_from_the_first() -> None:
+    assert list(arrivals_s(at(1_000, 1_250, 4_000))) == [0.0, 0.25, 3.0]
+
+
+def test_those_of_a_batch_are_spread_over_the_time_that_a_batch_covers() -> None:
+    assert list(arrivals_s(at(0, 0, 0, 3_000, 3_000, 9_000))) == [0.0, 1.0, 2.0, 3.0, 4.5, 9.0]
+
+
+def test_the_last_batch_is_spread_like_the_others() -> None:
+    assert list(arrivals_s(at(0, 3_000, 3_000, 3_000))) == [0.0, 3.0, 4.0, 5.0]
+
+
+def test_where_there_is_one_time_only_all_arrive_at_once() -> None:
+    assert list(arrivals_s(at(7, 7, 7))) == [0.0, 0.0, 0.0]
+    assert list(arrivals_s([])) == []
+
+
+def test_times_that_go_back_are_refused_with_the_request_that_does() -> None:
+    with pytest.raises(TraceError, match="request 3: timestamp 4 after 5"):
+        arrivals_s(at(0, 5, 4))
+
+
+def test_the_conversation_of_an_hour_arrives_steadily(traces: Path) -> None:
+    arrivals = arrivals_s(Trace(traces / "mooncake_conversation.jsonl.gz"))
+    assert len(arrivals) == 12_031
+    assert list(arrivals) == sorted(arrivals)
+    assert len(set(arrivals)) == len(arrivals)
+    assert 3_536 < arrivals[-1] < 3_540
+
+
+# How long the first token takes.
+
+
+def test_without_tiering_prompts_queue_for_the_servers_and_are_computed_whole() -> None:
+    requests = prompts((0, range(2)), (0, range(2)), (0, range(4)), (5_000, range(1)))
+    prefill = Prefill(tokens_per_s=512, slots=2)
+    assert list(without_tiering_s(requests, [0.0, 0.0, 0.0, 5.0], prefill)) == [2.0, 2.0, 6.0, 1.0]
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+def test_where_nothing_returns_an_engine_is_as_fast_as_none(slots: int) -> None:
+    requests = prompts(*((number * 100, range(number * 10, number * 10 + 1 + number % 5)) for number in range(60)))
+    prefill = Prefill(tokens_per_s=10_000, slots=slots)
+    with_tiering = first_tokens_s(requests, engine(64, {"type": "dummy"}), prefill)
+    assert sorted(with_tiering) == pytest.approx(sorted(without_tiering_s(requests, arrivals_s(requests), prefill)))
+
+
+def test_a_prefix_in_the_primary_takes_the_time_of_its_copy_to_the_gpu() -> None:
+    requests = prompts((0, range(4)), (60_000, range(6)))
+    times = first_tokens_s(requests, engine(64), Prefill(tokens_per_s=512))
+    assert times == pytest.approx([4.0, 2.0 + 4 * MIB / GPU_LOAD_BYTES_PER_S])
+
+
+def test_a_prefix_in_a_tier_takes_the_tiers_time_too() -> None:
+    """Four chunks of a MiB at a MiB a second and half a second of latency; two others had pushed them out."""
+    tier = {"type": "dummy", "latency_s": 0.5, "bandwidth_bytes_per_s": "1MiB"}
+    requests = prompts((0, range(4)), (60_000, range(100, 106)), (120_000, range(200, 206)), (180_000, range(6)))
+    times = first_tokens_s(requests, engine(12, tier), Prefill(tokens_per_s=512))
+    assert times == pytest.approx([4.0, 6.0, 6.0, 4.5 + 4 * MIB / GPU_LOAD_BYTES_PER_S + 2.0])
+
+
+def test_a_prompt_that_is_all_there_still_computes_a_token() -> None:
+    requests = prompts((0, range(2)), (60_000, range(2)))
+    times = first_tokens_s(requests, engine(64), Prefill(tokens_per_s=512))
+    assert times[1] == pytest.approx(2 * MIB / GPU_LOAD_BYTES_PER_S + 1 / 512)
+
+
+def test_what_a_tier_cannot_take_in_time_is_dropped_and_nobody_waits_for_it() -> None:
+    slow = {"type": "dummy", "bandwidth_bytes_per_s": "1kB", "limits": {"store_chunks_in_flight": 2}}
+    requests = prompts(*((number * 10_000, range(number * 10, number * 10 + 5)) for number in range(20)))
+    prefill = Prefill(tokens_per_s=512)
+    replay = replay_of(requests, engine(1_000, slow), prefill)
+    tally = run(replay.run())
+    assert tally.samples[-1].tiers["0:dummy"].dropped["budget"] > 0
+    assert list(replay.times_to_first_token_s[WITH_TIERING]) == pytest.approx([5.0] * 20)
+
+
+def test_an_hour_of_chat_has_its_first_tokens_earlier_and_the_same_story_every_time() -> None:
+    requests = GeneratedTrace(Workload(seed=5), limit=400)
+    extent = measure(requests)
+
+    def story() -> tuple[bytes, list[float], list[float]]:
+        replay = replay_of(tuple(requests), default_model(extent, BLOCK_TOKENS), Prefill())
+        tally = run(replay.run())
+        assert tally.wrong_chunks == 0
+        assert tally.drained
+        told = msgspec.json.encode([sample._asdict() for sample in tally.samples])
+        times = replay.times_to_first_token_s
+        return told, list(times[WITH_TIERING]), list(times[WITHOUT_TIERING])
+
+    told, with_tiering, without_tiering = story()
+    assert len(with_tiering) == len(without_tiering) == 400
+    assert sum(with_tiering) < 0.9 * sum(without_tiering)
+    assert (told, with_tiering, without_tiering) == story()
+
+
+def test_an_interrupted_replay_has_the_times_of_the_requests_that_were_served() -> None:
+    replay = replay_of(prompts((0, range(2)), (3_600_000, range(2))), engine(64), Prefill(tokens_per_s=512))
+
+    async def interrupted() -> None:
+        task = asyncio.create_task(replay.run())
+        await asyncio.sleep(60)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    run(interrupted())
+    assert {name: list(times) for name, times in replay.times_to_first_token_s.items()} == {WITH_TIERING: [2.0]}
+    assert replay.tally.requests == 1
+
+
+# The scale model.
+
+
+def test_a_page_stands_for_a_chunk_and_everything_else_for_its_part() -> None:
+    tier = {"type": "dummy", "bandwidth_bytes_per_s": "1GiB", "capacity_bytes": "8GiB", "latency_s": "1ms"}
+    config = engine(100, {**tier, "limits": {"load_bytes_in_flight": "512MiB"}}, chunk_bytes=64 * MIB)
+    model = scale_model(config).config
+    assert (model.rows, model.chunk_bytes, model.runner) == (100, 4_096, "inline")
+    scaled = model.secondary_tiers[0]
+    assert scaled.options["bandwidth_bytes_per_s"] == (1 << 30) // 16_384
+    assert scaled.options["capacity_bytes"] == (8 << 30) // 16_384
+    assert scaled.options["latency_s"] == 0.001
+    assert scaled.limits.load_bytes_in_flight == 8 * 4_096
+    assert model.namespace.row_bytes == 4_096
+
+
+def test_an_fs_tier_is_modelled_as_disks_with_its_own_name_and_limits() -> None:
+    tier = {"type": "fs", "root": "/nowhere", "name": "disk", "limits": {"deadline_s": 7}}
+    modelled = scale_model(engine(4, tier, chunk_bytes=4_096)).config.secondary_tiers[0]
+    assert (modelled.type, modelled.name, modelled.limits.deadline_s) == ("dummy", "disk", 7.0)
+    assert modelled.options["bandwidth_bytes_per_s"] == SSD.load_bytes_per_s
+    assert modelled.options["store_bandwidth_bytes_per_s"] == SSD.store_bytes_per_s
+
+
+def test_a_tier_of_another_type_stays_what_it_is() -> None:
+    tier = {"type": "kvtier.testing.faults:FaultyBackend", "inner": {"type": "dummy"}, "faults": {"missing": 0.1}}
+    config = engine(4, tier)
+    assert scale_model(config).config.secondary_tiers[0].options == config.secondary_tiers[0].options
+
+
+def test_options_that_are_none_of_the_tiers_are_refused_with_their_path() -> None:
+    with pytest.raises(ConfigError, match=r"secondary_tiers\[0\].latency: "):
+        scale_model(engine(4, {"type": "dummy", "latency": 3}))

@@ -1,0 +1,223 @@
+"""A trace that parses may still be wrong: its ids not chained, its lengths another unit's, its times in seconds."""
+
+import logging
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import TraceError
+from kvtier.tools.replay.study import measure
+from kvtier.tools.replay.trace_check import IDS_MAX, REQUESTS_MIN, TraceCheck
+from kvtier.tools.replay.traces import Request, Trace, write_trace
+from kvtier.tools.replay.workload import DEFAULT, GeneratedTrace, generate
+
+REAL = ["mooncake_conversation.jsonl.gz", "agentic_local_b512.jsonl.zst", "lmcache_miniswe_b16.jsonl.gz"]
+CHAINED, LENGTHS, TIMES = "hash_ids must be chained", "hash_ids and input_length must fit", "milliseconds"
+
+Told = Callable[[Iterable[Request]], list[str]]
+
+
+@pytest.fixture
+def told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Told:
+    """Write requests as a trace, read it, and return the warnings."""
+
+    def told(requests: Iterable[Request]) -> list[str]:
+        path = tmp_path / "trace.jsonl"
+        write_trace(path, requests)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            measure(Trace(path))
+        return [record.getMessage() for record in caplog.records]
+
+    return told
+
+
+def prompts(*prompts: tuple[int, ...]) -> list[Request]:
+    return [Request(number * 1_000, 512 * len(ids), 1, ids) for number, ids in enumerate(prompts)]
+
+
+def in_seconds(requests: Iterable[Request]) -> list[Request]:
+    return [Request(each.timestamp_ms / 1_000, each.input_length, 1, each.hash_ids) for each in requests]
+
+
+# What is right.
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_real_trace_gives_no_warning_and_passes_the_strict_check(
+    traces: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    assert measure(Trace(traces / name, strict=True)).requests > 0
+    assert caplog.records == []
+
+
+def test_the_generated_workload_passes_the_strict_check(told: Told) -> None:
+    assert told(GeneratedTrace(limit=1_000)) == []
+
+
+def test_blocks_that_are_only_partly_filled_may_have_an_id_or_none(told: Told) -> None:
+    assert told([Request(0, 1_030, 1, (0, 1)), Request(1, 1_030, 1, (0, 1, 2)), Request(2, 5, 1, ())]) == []
+
+
+# Ids that are not chained.
+
+
+@pytest.mark.parametrize(
+    ("second", "complaint"),
+    [
+        ((4, 1), "line 2: id 1 follows id 4 here and id 0 before"),
+        ((1, 2), "line 2: id 1 stands first here and later before"),
+        ((0, 2, 3, 0), "line 2: id 0 follows id 3 here and stood first before"),
+        ((5, 6, 5), "line 2: id 5 follows id 6 here and stood first before"),
+    ],
+    ids=["other_predecessor", "now_first", "twice", "new_and_twice"],
+)
+def test_an_id_after_two_different_ids_is_no_prefixs_hash_and_is_warned_of_with_its_line(
+    told: Told, second: tuple[int, ...], complaint: str
+) -> None:
+    (warning,) = told(prompts((0, 1), second))
+    assert complaint in warning
+    assert CHAINED in warning
+    assert "[0, 1, 2] and [0, 1, 3]" in warning
+
+
+def test_each_kind_of_fault_is_warned_of_once_with_its_first_line_and_how_many_there_are(told: Told) -> None:
+    (warning,) = told(prompts((0, 1), (0, 1), (2, 1), (3, 1), (0, 1), (4, 1)))
+    assert "line 3: id 1 follows id 2 here" in warning
+    assert "3 such lines" in warning
+
+
+def test_a_trace_is_warned_of_once_however_often_it_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_trace(tmp_path / "trace", prompts((0, 1), (1, 0)))
+    trace = Trace(tmp_path / "trace")
+    assert next(iter(trace)).hash_ids == (0, 1)  # What is not read to its end is not judged.
+    assert caplog.records == []
+    for _ in range(3):
+        measure(trace)
+    assert len(caplog.records) == 1
+
+
+def test_a_hash_of_each_blocks_own_content_is_found_in_the_generated_workload(told: Told) -> None:
+    """As who hashes blocks alone would have it: the second block of one prompt is the third of another."""
+    requests = [
+        Request(each.timestamp_ms, each.input_length, 1, tuple(block % 1_000 for block in each.hash_ids))
+        for each in GeneratedTrace(limit=200)
+    ]
+    assert any(CHAINED in warning for warning in told(requests))
+
+
+# Lengths that do not fit.
+
+
+@pytest.mark.parametrize("tokens", [511, 1_536, 32, 0])
+def test_a_length_that_does_not_fit_its_ids_is_warned_of_with_its_line(told: Told, tokens: int) -> None:
+    (warning,) = told([Request(0, 1_024, 1, (0, 1)), Request(1, tokens, 1, (0, 1))])
+    assert f"line 2: 2 ids of 512 tokens for {tokens:,} tokens" in warning
+    assert LENGTHS in warning
+    assert '{"meta": {"block_size": ' in warning
+
+
+# Times in seconds.
+
+
+def test_times_in_seconds_are_warned_of_with_the_rate_that_they_would_mean(told: Told) -> None:
+    requests = list(GeneratedTrace(limit=500))
+    (warning,) = told(in_seconds(requests))
+    assert "line 500: 500 requests with " in warning
+    assert TIMES in warning
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_a_real_trace_whose_times_were_in_seconds_is_found(traces: Path, told: Told, name: str) -> None:
+    trace = Trace(traces / name, limit=3_000)
+    requests = [Request(each.timestamp_ms / 1_000, each.input_length, 1, ()) for each in trace]
+    assert any(TIMES in warning for warning in told(requests))
+
+
+def test_a_burst_and_a_trace_without_times_are_believed(told: Told) -> None:
+    burst = [Request(number / 1_000, 512 * 40, 1, tuple(range(40))) for number in range(REQUESTS_MIN - 1)]
+    assert told(burst) == []
+    timeless = [Request(7, 512 * 40, 1, tuple(range(40))) for _ in range(2 * REQUESTS_MIN)]
+    assert told(timeless) == []
+
+
+# Strict.
+
+
+@pytest.mark.parametrize(
+    ("requests", "complaint"),
+    [
+        (prompts((0, 1), (0, 2), (1, 2)), f"line 3: id 1 stands first here and later before; {CHAINED}"),
+        ([Request(0, 16, 1, (0, 1))], f"line 1: 2 ids of 512 tokens for 16 tokens; {LENGTHS}"),
+        (in_seconds(generate(DEFAULT)), "line 3000: 3,000 requests with "),
+    ],
+    ids=["chain", "length", "times"],
+)
+def test_a_strict_reader_refuses_at_the_line(tmp_path: Path, requests: list[Request], complaint: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    write_trace(path, requests)
+    with pytest.raises(TraceError) as refusal:
+        measure(Trace(path, strict=True))
+    assert str(refusal.value).startswith(f"{path}, {complaint}")
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("command", [["replay"], ["replay", "--virtual-time"], ["policies"]])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_command_warns_in_one_line_and_strict_refuses_in_one_line_with_2(
+    tmp_path: Path, command: list[str], strict: bool
+) -> None:
+    path = tmp_path / "trace.jsonl"
+    write_trace(path, prompts((0, 1), (1, 2), (2, 1)))
+    kvtier = [
+        sys.executable,
+        "-c",
+        "from kvtier.tools.cli import main; main()",
+        *command,
+        str(path),
+        *["--strict"] * strict,
+    ]
+    ended = subprocess.run(kvtier, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == (2 if strict else 0)
+    assert (ended.stdout == "") is strict
+    assert f"{path}, line 2: id 1 stands first here and later before; {CHAINED}" in ended.stderr
+    assert ended.stderr.count("\n") == 1
+
+
+def test_the_generated_workload_is_as_strict_as_a_trace(capfd: pytest.CaptureFixture[str]) -> None:
+    kvtier = [sys.executable, "-c", "from kvtier.tools.cli import main; main()", "policies", "generated", "--strict"]
+    assert subprocess.run([*kvtier, "--limit", "20"], timeout=60, check=False).returncode == 0
+    assert capfd.readouterr().err == ""
+
+
+# What it costs.
+
+
+def kept_bytes(ids: int, ids_max: int) -> int:
+    """Return what the check keeps of a trace with so many distinct ids."""
+    check = TraceCheck("trace", 1, strict=True, ids_max=ids_max)
+    tracemalloc.start()
+    try:
+        for start in range(10**12, 10**12 + ids, 100):
+            check.look(1, Request(0, 100, 1, tuple(range(start, start + 100))))
+        return tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+
+
+def test_an_id_costs_about_100_bytes_and_ids_beyond_the_limit_cost_nothing() -> None:
+    assert 50 < kept_bytes(40_000, IDS_MAX) / 40_000 < 140
+    assert kept_bytes(200_000, 40_000) < 50_000 * 140
+
+
+def test_beyond_the_limit_ids_that_are_known_are_still_judged() -> None:
+    check = TraceCheck("trace", 1, strict=True, ids_max=2)
+    check.look(1, Request(0, 2, 1, (0, 1)))
+    check.look(2, Request(0, 4, 1, (2, 3, 4, 5)))
+    check.look(3, Request(0, 2, 1, (3, 5)))  # Not remembered.
+    with pytest.raises(TraceError, match="line 4: id 1 follows id 3"):
+        check.look(4, Request(0, 2, 1, (3, 1)))

@@ -1,0 +1,239 @@
+import gzip
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.errors import TraceError
+from kvtier.tools.replay.traces import LINE_BYTES_MAX, Request, Trace, write_trace
+
+TraceFile = Callable[..., str]
+
+LINES = (
+    b'{"timestamp": 0, "input_length": 1030, "output_length": 5, "hash_ids": [0, 1, 2]}\n'
+    b'{"timestamp": 2.5, "input_length": 512, "output_length": 0, "hash_ids": [0], "session_id": "a"}\n'
+)
+REQUESTS = [Request(0, 1030, 5, (0, 1, 2)), Request(2.5, 512, 0, (0,), "a")]
+META = b'{"meta": {"block_size": 16, "source": "here"}}\n'
+
+COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
+    "plain": bytes,
+    "gzip": gzip.compress,
+    "zstd": zstandard.ZstdCompressor().compress,
+    "zstd_stream": lambda content: (
+        (stream := zstandard.ZstdCompressor().compressobj()).compress(content) + stream.flush()
+    ),
+}
+compressed = pytest.mark.parametrize("compress", COMPRESSIONS.values(), ids=COMPRESSIONS.keys())
+
+
+@compressed
+def test_a_trace_is_read_whatever_it_is_compressed_with_and_called(
+    trace_file: TraceFile, compress: Callable[[bytes], bytes]
+) -> None:
+    trace = Trace(trace_file(compress(META + LINES), "trace.dat"))
+    assert list(trace) == REQUESTS
+    assert list(trace) == REQUESTS  # Each iteration is a pass of its own.
+    assert trace.block_tokens == 16
+    assert trace.meta == {"block_size": 16, "source": "here"}
+
+
+@compressed
+def test_compressed_streams_that_follow_each_other_are_one_trace(
+    trace_file: TraceFile, compress: Callable[[bytes], bytes]
+) -> None:
+    first, second = LINES[:100], LINES[100:]
+    assert list(Trace(trace_file(compress(first) + compress(second)))) == REQUESTS
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        LINES.rstrip(b"\n"),
+        LINES.replace(b"\n", b"\r\n"),
+        b"\xef\xbb\xbf" + LINES,
+        b"\n\n" + LINES.replace(b"\n", b"\n  \n"),
+        LINES.replace(b'"timestamp"', b'"chat_id": 7, "type": "text", "timestamp"'),
+    ],
+    ids=["no_last_newline", "carriage_returns", "byte_order_mark", "blank_lines", "further_fields"],
+)
+def test_what_harmless_tools_do_to_files_is_accepted(trace_file: TraceFile, content: bytes) -> None:
+    assert list(Trace(trace_file(content))) == REQUESTS
+
+
+def test_a_trace_without_meta_has_mooncakes_blocks(trace_file: TraceFile) -> None:
+    trace = Trace(trace_file(LINES))
+    assert trace.block_tokens == 512
+    assert trace.meta == {}
+
+
+def test_a_request_may_have_no_blocks(trace_file: TraceFile) -> None:
+    line = b'{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": []}'
+    assert list(Trace(trace_file(line))) == [Request(0, 5, 1, ())]
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2, 3])
+@pytest.mark.parametrize("before", [b"", META])
+def test_a_limit_counts_requests(trace_file: TraceFile, before: bytes, limit: int) -> None:
+    assert list(Trace(trace_file(before + LINES), limit=limit)) == REQUESTS[:limit]
+
+
+def test_what_follows_the_limit_is_not_read(trace_file: TraceFile) -> None:
+    assert list(Trace(trace_file(LINES + b"not a request"), limit=2)) == REQUESTS
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        (b'{"timestamp": 0, "input_length": 1030, "output_length": 5, "hash_ids": [0, 1', "Input data was truncated"),
+        (b'{"timestamp": 0, "input_length": 1030, "output_length": 5}', "missing required field `hash_ids`"),
+        (b'{"timestamp": 0, "input_length": 1030, "hash_ids": [0]}', "missing required field `output_length`"),
+        (b'{"timestamp": -1, "input_length": 1, "output_length": 5, "hash_ids": []}', ">= 0 - at `$.timestamp`"),
+        (b'{"timestamp": 0, "input_length": -1, "output_length": 5, "hash_ids": []}', ">= 0 - at `$.input_length`"),
+        (b'{"timestamp": 0, "input_length": 1, "output_length": -5, "hash_ids": []}', ">= 0 - at `$.output_length`"),
+        (b'{"timestamp": 0, "input_length": 1, "output_length": 5, "hash_ids": [null]}', "`$.hash_ids[0]`"),
+        (b'{"timestamp": 0, "input_length": 1, "output_length": 5, "hash_ids": ["a"]}', "Expected `int`, got `str`"),
+        (b'{"timestamp": NaN, "input_length": 1, "output_length": 5, "hash_ids": []}', "malformed"),
+        (b'{"timestamp": 1e999, "input_length": 1, "output_length": 5, "hash_ids": []}', "out of range"),
+        (b'{"timestamp": "\xff", "input_length": 1, "output_length": 5, "hash_ids": []}', "`$.timestamp`"),
+        (b'{"session_id": "\xff"}', "utf-8"),
+        (b"[0, 1, 2]", "Expected `object`, got `array`"),
+        (b'{"meta": {"block_size": 16}}', "missing required field"),
+        (b'{"further": ' * 10_000, "recursion"),
+        (b"\x00\x01\x02", "malformed"),
+    ],
+)
+def test_a_bad_line_is_named_by_number_with_what_is_wrong_and_what_was_expected(
+    trace_file: TraceFile, line: bytes, complaint: str
+) -> None:
+    path = trace_file(LINES + b"\n" + line + b"\n" + LINES)
+    requests = iter(Trace(path))
+    assert [next(requests), next(requests)] == REQUESTS
+    with pytest.raises(TraceError) as refusal:
+        next(requests)
+    message = str(refusal.value)
+    assert message.startswith(f"{path}, line 4: ")
+    assert complaint in message
+    assert 'expected one JSON object a line, such as {"timestamp": 0, ' in message
+    assert "\n" not in message
+
+
+def test_a_bad_first_line_is_named_too(trace_file: TraceFile) -> None:
+    path = trace_file(b'{"meta": 5}\n' + LINES)
+    with pytest.raises(TraceError, match="line 1: Object missing required field"):
+        list(Trace(path))
+
+
+@pytest.mark.parametrize("size", [b"0", b"-512", b'"512"', b"null", b"true", b"0.5"])
+def test_a_block_size_that_is_none_is_refused(trace_file: TraceFile, size: bytes) -> None:
+    with pytest.raises(TraceError, match=r"line 1: meta.block_size is .*; expected tokens a block"):
+        Trace(trace_file(b'{"meta": {"block_size": ' + size + b"}}\n" + LINES))
+
+
+@pytest.mark.parametrize("name", ["gzip", "zstd", "zstd_stream"])
+def test_a_compressed_trace_that_is_cut_short_is_an_error_wherever_it_ends(trace_file: TraceFile, name: str) -> None:
+    content = COMPRESSIONS[name](LINES)
+    for length in range(4, len(content)):
+        with pytest.raises(TraceError, match=r"line [123]: the compressed file is cut short or damaged"):
+            list(Trace(trace_file(content[:length])))
+
+
+@pytest.mark.parametrize("name", ["gzip", "zstd"])
+def test_a_damaged_compressed_trace_is_an_error(trace_file: TraceFile, name: str) -> None:
+    content = bytearray(COMPRESSIONS[name](LINES * 50))
+    content[len(content) // 2] ^= 0xFF
+    with pytest.raises(TraceError):
+        assert len(list(Trace(trace_file(bytes(content))))) == 100
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n", META, b"\xef\xbb\xbf"])
+def test_a_file_without_requests_is_an_error_at_once(trace_file: TraceFile, content: bytes) -> None:
+    with pytest.raises(TraceError, match="no requests in it; expected one a line"):
+        Trace(trace_file(content))
+
+
+def test_a_file_without_lines_is_given_up_on_early(trace_file: TraceFile) -> None:
+    with pytest.raises(TraceError, match="line 1: longer than 16,777,216 bytes"):
+        Trace(trace_file(b"x" * (LINE_BYTES_MAX + (1 << 20))))
+
+
+def test_what_is_no_file_is_an_error_at_once(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match=r"absent\.jsonl: No such file"):
+        Trace(tmp_path / "absent.jsonl")
+    with pytest.raises(TraceError, match="no regular file"):
+        Trace(tmp_path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(TraceError, match="no regular file"):
+        Trace(tmp_path / "pipe")
+
+
+requests = st.builds(
+    Request,
+    st.integers(0, 10**9) | st.floats(0, 1e9),
+    st.integers(0, 10**6),
+    st.integers(0, 10**6),
+    st.lists(st.integers(-(2**63), 2**64), max_size=5).map(tuple),
+    st.none() | st.integers(0, 10**6) | st.text(max_size=5),
+)
+
+
+@given(written=st.lists(requests, min_size=1, max_size=5), suffix=st.sampled_from(["", ".gz", ".zst"]))
+def test_what_is_written_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory, written: list[Request], suffix: str
+) -> None:
+    path = tmp_path_factory.mktemp("written") / f"trace.jsonl{suffix}"
+    write_trace(path, written, {"block_size": 32})
+    trace = Trace(path)
+    assert list(trace) == written
+    assert trace.block_tokens == 32
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+def test_the_same_requests_give_the_same_bytes(tmp_path: Path, suffix: str) -> None:
+    first, second = tmp_path / f"first{suffix}", tmp_path / f"second{suffix}"
+    write_trace(first, REQUESTS)
+    write_trace(second, REQUESTS)
+    assert first.read_bytes() == second.read_bytes()
+    assert (first.read_bytes()[:1] == b"{") == (suffix == "")
+
+
+def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(LINES)
+
+    def failing() -> list[Request]:
+        raise TraceError("the source ran dry")
+
+    with pytest.raises(TraceError, match="the source ran dry"):
+        write_trace(path, (request for request in [*REQUESTS, *failing()]))
+    assert path.read_bytes() == LINES
+    assert os.listdir(tmp_path) == ["trace.jsonl"]
+
+
+@given(content=st.binary(max_size=200))
+def test_any_bytes_are_requests_or_an_error(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
+    path = tmp_path_factory.mktemp("any") / "trace"
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match="any"):
+        list(Trace(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "references", "block_tokens"),
+    [
+        ("mooncake_conversation.jsonl.gz", 12_031, 288_500, 512),
+        ("agentic_local_b512.jsonl.zst", 47_972, 11_211_165, 512),
+        ("lmcache_miniswe_b16.jsonl.gz", 402, 196_744, 16),
+    ],
+)
+def test_the_real_traces_are_read_whole(
+    traces: Path, name: str, count: int, references: int, block_tokens: int
+) -> None:
+    trace = Trace(traces / name)
+    assert trace.block_tokens == block_tokens
+    lengths = [len(request.hash_ids) for request in trace]
+    assert (len(lengths), sum(lengths)) == (count, references)

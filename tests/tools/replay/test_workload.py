@@ -1,0 +1,121 @@
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.errors import ConfigError
+from kvtier.settings.fields import decode
+from kvtier.tools.replay.study import measure, simulation
+from kvtier.tools.replay.traces import Request, Trace, write_trace
+from kvtier.tools.replay.workload import AGENTS, CHAT, GeneratedTrace, Spread, Workload, generate, open_trace
+
+workloads = st.builds(
+    Workload,
+    requests=st.integers(1, 200),
+    seed=st.integers(),
+    block_tokens=st.sampled_from([1, 16, 512]),
+    context_tokens_max=st.sampled_from([1, 100, 5_000]),
+    sessions_per_s=st.sampled_from([0.01, 1.0, 100.0]),
+    arrival_cv=st.sampled_from([0.1, 1.0, 5.0]),
+    agent_share=st.sampled_from([0.0, 0.5, 1.0]),
+)
+
+
+@given(workload=workloads)
+def test_whatever_the_workload_its_requests_are_a_well_made_trace(workload: Workload) -> None:
+    requests = list(generate(workload))
+    assert len(requests) == workload.requests
+    assert requests[0].timestamp_ms == 0
+    assert all(earlier.timestamp_ms <= later.timestamp_ms for earlier, later in pairwise(requests))
+    before: dict[int, int | None] = {}
+    for request in requests:
+        assert 1 <= request.input_length <= workload.context_tokens_max
+        assert request.output_length >= 1
+        assert len(request.hash_ids) == -(-request.input_length // workload.block_tokens)
+        for previous, block in pairwise((None, *request.hash_ids)):
+            assert before.setdefault(block, previous) == previous
+
+
+@given(workload=workloads)
+def test_the_same_workload_is_the_same_requests(workload: Workload) -> None:
+    assert list(generate(workload)) == list(generate(workload))
+
+
+def test_another_seed_is_another_workload() -> None:
+    assert list(generate(Workload(requests=9, seed=1))) != list(generate(Workload(requests=9, seed=2)))
+
+
+def test_a_later_turn_begins_with_the_prompt_before_it() -> None:
+    """All whole blocks of a prompt come again; the last one, partly filled, becomes another block."""
+    last: dict[object, Request] = {}
+    later_turns = 0
+    for request in generate(Workload(requests=1_000)):
+        previous = last.get(request.session_id)
+        if previous:
+            later_turns += 1
+            whole = previous.input_length // 512
+            assert request.hash_ids[:whole] == previous.hash_ids[:whole]
+            assert request.input_length > previous.input_length + previous.output_length
+            assert request.timestamp_ms >= previous.timestamp_ms
+            if previous.input_length % 512:
+                assert previous.hash_ids[-1] not in request.hash_ids
+        last[request.session_id] = request
+    assert later_turns > 200
+
+
+def test_sessions_share_system_prompts_and_some_are_more_popular() -> None:
+    first_turns = {request.session_id: request for request in reversed(list(generate(Workload())))}
+    heads = Counter(request.hash_ids[0] for request in first_turns.values())
+    shared = [sessions for _, sessions in heads.most_common() if sessions > 1]
+    assert 3 <= len(shared) <= CHAT.system_prompts + AGENTS.system_prompts
+    assert shared[0] > 4 * shared[-1]
+
+
+def test_chats_resemble_the_trace_that_they_are_modelled_on(traces: Path) -> None:
+    real = list(Trace(traces / "mooncake_conversation.jsonl.gz"))
+    made = list(generate(Workload(requests=len(real), agent_share=0.0)))
+    for length in ("input_length", "output_length"):
+        means = [fmean(getattr(request, length) for request in requests) for requests in (made, real)]
+        assert means[0] == pytest.approx(means[1], rel=0.15)
+    made_extent, real_extent = measure(made), measure(real)
+    assert made_extent.hit_ratio(made_extent.best_hits) == pytest.approx(
+        real_extent.hit_ratio(real_extent.best_hits), abs=0.06
+    )
+    assert made[-1].timestamp_ms == pytest.approx(real[-1].timestamp_ms, rel=0.1)
+
+
+def test_policies_can_be_told_apart_on_the_default_workload() -> None:
+    trace = open_trace("generated")
+    extent = measure(trace)
+    ratios = {
+        name: extent.hit_ratio(sum(simulation(name)(trace, extent.capacity(0.05)))) for name in ("fifo", "lru", "opt")
+    }
+    assert ratios["fifo"] + 0.03 < ratios["lru"] < ratios["opt"] - 0.1
+
+
+def test_a_generated_trace_is_read_like_one_from_a_file(tmp_path: Path) -> None:
+    generated = GeneratedTrace(Workload(requests=50, block_tokens=16), limit=20)
+    write_trace(tmp_path / "trace.jsonl.zst", generated, generated.meta)
+    written = open_trace(str(tmp_path / "trace.jsonl.zst"))
+    assert list(written) == list(generated) == list(generate(Workload(requests=20, block_tokens=16)))
+    assert written.block_tokens == generated.block_tokens == 16
+    assert decode(Workload, written.meta["workload"]) == generated.workload
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("requests", 0), ("sessions_per_s", 0), ("agent_share", 1.5), ("arrival_cv", -1), ("block_tokens", "many")],
+)
+def test_a_workload_that_makes_no_sense_is_refused_by_field(field: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=field):
+        decode(Workload, {field: value})
+
+
+def test_a_workload_round_trips_through_plain_data() -> None:
+    workload = Workload(chat=msgspec.structs.replace(CHAT, turns=Spread(median=3, sigma=0.5, most=9)))
+    assert decode(Workload, msgspec.to_builtins(workload)) == workload

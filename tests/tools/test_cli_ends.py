@@ -1,0 +1,302 @@
+"""However a command ends, its status says how, and one line on stderr says why. There is no traceback."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvtier.errors import BackendUnavailable
+from kvtier.tools.cli import main
+from kvtier.tools.commands import COMMANDS
+from kvtier.tools.replay.traces import Request, write_trace
+
+PROGRAM = "from kvtier.tools.cli import main; main()"
+DIRECTORY_COMMANDS = ("verify", "du", "ls", "prune")
+BENCHES = tuple(name for name in COMMANDS if name.startswith("bench "))
+LONG = "9" * 5_000
+NOT_TEXT = "\udcff"  # As Python has a byte on the command line that is no UTF-8.
+
+NUMBERS = ("", " ", "x", "-1", "0", "²", "1.5", "99999999999999999999", LONG, "nan", NOT_TEXT)
+LISTS = ("", ",", "x", "-1", "²", "1,,2", "99999999999999999999", LONG, NOT_TEXT, "1\n2x")
+OUTPUTS = ("", ".", "absent/out.png", "/proc/absent/out.png", "n" * 300, "trace.jsonl/out.png")
+NAMES = ("", "x", "[bold]", "a\nb", NOT_TEXT)
+PLACES = ("", "absent", "trace.jsonl", "photos", "n" * 300, "n" * 5_000, NOT_TEXT, "a\nb", "/proc/self/mem")
+CONFIGS = {
+    "broken.toml": "= 1",
+    "empty.toml": "",
+    "list.json": "[]",
+    "deep.json": "[" * 100_000,
+    "binary.toml": "\xff\x00",
+    "string.toml": 'cpu_bytes_to_use = "lots"\nchunk_bytes = "4KiB"',
+    "huge.json": '{"cpu_bytes_to_use": 1' + "0" * 400 + ', "chunk_bytes": 4096}',
+    "long.json": '{"cpu_bytes_to_use": ' + LONG + ', "chunk_bytes": 4096}',
+    "negative.toml": 'cpu_bytes_to_use = -1\nchunk_bytes = "4KiB"',
+    "nan.toml": 'cpu_bytes_to_use = nan\nchunk_bytes = "4KiB"',
+    "unknown.toml": 'cpu_bytes_to_use = "1MiB"\nchunk_bytes = "4KiB"\nwhat = 1',
+    "type.toml": 'cpu_bytes_to_use = "1MiB"\nchunk_bytes = "4KiB"\n[[secondary_tiers]]\ntype = "absent"',
+    "module.toml": 'cpu_bytes_to_use = "1MiB"\nchunk_bytes = "4KiB"\n[[secondary_tiers]]\ntype = "absent:Class"',
+    "root.toml": 'cpu_bytes_to_use = "1MiB"\nchunk_bytes = "4KiB"\n[[secondary_tiers]]\ntype = "fs"\nroot = "no/no"',
+    "nul.toml": 'cpu_bytes_to_use = "1MiB"\nchunk_bytes = "4KiB"\n[[secondary_tiers]]\ntype = "fs"\nroot = "a\\u0000b"',
+    "limit.toml": 'cpu_bytes_to_use = "1MiB"\nchunk_bytes = "4KiB"\n[limits]\nqueued_actions = 1000000000000',
+}
+TRACES = ("", "absent", ".", "photos", "broken.toml", "empty.toml", "binary.toml", "deep.json", NOT_TEXT, "/dev/null")
+
+
+def whole(name: str) -> list[str]:
+    """Return a call of a command that only lacks the option which is to be wrong."""
+    extra = {"bench fs": ["."], "bench tiers": ["good.toml"], "policies": ["trace.jsonl"], "replay": ["trace.jsonl"]}
+    return [*name.split(), *(["root"] if name in DIRECTORY_COMMANDS else extra.get(name, []))]
+
+
+def calls() -> Iterator[list[str]]:
+    for name in COMMANDS:
+        yield [*whole(name), "--nonsense"]
+        yield [*whole(name), "more", "than", "it", "takes"]
+    yield from (["absent"], ["bench", "absent"], ["--absent"], [NOT_TEXT], ["a\nb"], ["verify"], ["ls", "--limit"])
+    for name in ("ls", "policies", "replay"):
+        yield from ([*whole(name), "--limit", bad] for bad in NUMBERS)
+    for option in ("--concurrency", "--slots", "--prefill-tokens-per-s", "--seed"):
+        fine = {"--prefill-tokens-per-s": ("1.5", "99999999999999999999"), "--seed": ("0",)}.get(option, ())
+        yield from (["replay", "trace.jsonl", option, bad] for bad in NUMBERS if bad not in fine)
+    yield ["replay", "trace.jsonl", "--virtual-time", "--prefill-tokens-per-s", "inf"]
+    for name in BENCHES:
+        yield from ([*whole(name), "--rounds", bad] for bad in NUMBERS)
+    for name, option in (
+        *(("bench lookup", each) for each in ("--keys",)),
+        *(("bench steps", each) for each in ("--tiers", "--held")),
+        *(("bench cpu", each) for each in ("--chunk-sizes", "--device")),
+        *(("bench fs", each) for each in ("--chunk-sizes", "--size", "--depths", "--io", "--layouts", "--namings")),
+        *(("bench tiers", each) for each in ("--size",)),
+        ("policies", "--sizes"),
+        ("policies", "--policies"),
+        ("prune", "--older-than"),
+        ("prune", "--to-size"),
+    ):
+        yield from ([*whole(name), option, bad] for bad in LISTS)
+    for name in ("policies", "replay", *BENCHES):
+        yield from ([*whole(name), option, bad] for option in ("--json", "--plot") for bad in OUTPUTS)
+    for name in DIRECTORY_COMMANDS:
+        yield from ([*whole(name), "--namespace", bad] for bad in NAMES)
+    for name in (*DIRECTORY_COMMANDS, "bench fs"):
+        yield from (
+            [*name.split(), *(["--leftovers"] if name == "prune" else []), bad]
+            for bad in PLACES
+            if bad != "photos" or name != "bench fs"
+        )
+    yield from (["replay", "trace.jsonl", "--fs", bad] for bad in PLACES if bad != "photos")
+    for config in (*CONFIGS, "absent.toml", ".", "", "trace.jsonl", NOT_TEXT):
+        yield ["replay", "trace.jsonl", "--config", config]
+        yield ["bench", "tiers", config]
+    for name in ("policies", "replay"):
+        yield from ([name, bad] for bad in TRACES)
+
+
+CALLS = list(calls())
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("place")
+    (folder / "root").mkdir()
+    (folder / "photos" / "summer").mkdir(parents=True)
+    (folder / "good.toml").write_text(
+        'cpu_bytes_to_use = "1MiB"\nchunk_bytes = "4KiB"\n[[secondary_tiers]]\ntype = "dummy"'
+    )
+    for name, text in CONFIGS.items():
+        (folder / name).write_text(text, encoding="latin-1")
+    write_trace(folder / "trace.jsonl", [Request(number, 1_024, 1, (number, number + 1)) for number in range(5)])
+    return folder
+
+
+def shown(call: list[str]) -> str:
+    return " ".join(arg if len(arg) <= 30 else f"{arg[:9]}…" for arg in call).encode("unicode_escape").decode()
+
+
+@pytest.mark.parametrize("call", CALLS, ids=map(shown, CALLS))
+def test_a_bad_call_is_refused_in_one_line_with_2(
+    place: Path, call: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    before = sorted(os.listdir())
+    with pytest.raises(SystemExit) as end:
+        main(call)
+    told = capsys.readouterr()
+    assert told.err.startswith("kvtier: ")
+    assert told.err.count("\n") == 1
+    assert "Traceback" not in told.err
+    assert end.value.code == 2
+    assert told.out == ""
+    assert sorted(os.listdir()) == before
+
+
+def test_there_are_a_good_many_bad_calls() -> None:
+    assert len(CALLS) >= 300
+
+
+# In processes of their own: what the system does to them.
+
+
+def ended(
+    *args: str, program: str = PROGRAM, stdout: int | None = subprocess.PIPE, **environment: str
+) -> tuple[int, str, str]:
+    """Run a command; return its status and what it wrote to both outputs."""
+    command = [sys.executable, "-c", program, *args]
+    surroundings = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONUNBUFFERED": "", **environment}
+    ran = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, env=surroundings, check=False)
+    return ran.returncode, (ran.stdout or b"").decode(), ran.stderr.decode()
+
+
+WRITES = {
+    "policies": ["policies", "{place}/trace.jsonl", "--policies", "lru"],
+    "replay": ["replay", "{place}/trace.jsonl", "--virtual-time"],
+    "verify": ["verify", "{place}/root"],
+    "verify as JSON": ["verify", "{place}/root", "--json"],
+    "du": ["du", "{place}/root"],
+    "ls": ["ls", "{place}/root", "--json"],
+    "prune": ["prune", "{place}/root", "--leftovers"],
+    "bench": ["bench", "lookup", "--keys", "1024", "--rounds", "1"],
+    "bench as JSON": ["bench", "lookup", "--keys", "1024", "--rounds", "1", "--json", "-"],
+    "help": ["--help"],
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_output_that_does_not_fit_on_the_disk_ends_with_3(place: Path, name: str) -> None:
+    with open("/dev/full", "wb") as full:
+        status, _, err = ended(*(arg.format(place=place) for arg in WRITES[name]), stdout=full.fileno())
+    assert (status, err) == (3, "kvtier: stdout: No space left on device\n")
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_output_that_nobody_reads_ends_with_141_and_no_word(place: Path, name: str) -> None:
+    ours, theirs = os.pipe()
+    os.close(ours)
+    status, _, err = ended(*(arg.format(place=place) for arg in WRITES[name]), stdout=theirs)
+    os.close(theirs)
+    assert (status, err) == (141, "")
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["policies", "{place}/trace.jsonl"], ["replay", "{place}/trace.jsonl"], ["bench", "lookup", "--keys", "1024"]],
+    ids=["policies", "replay", "bench"],
+)
+def test_a_report_that_does_not_fit_on_the_disk_ends_with_3_and_its_name(place: Path, args: list[str]) -> None:
+    status, _, err = ended(*(arg.format(place=place) for arg in args), "--json", "/dev/full")
+    assert (status, err) == (3, "kvtier: /dev/full: No space left on device\n")
+
+
+def test_what_the_terminal_cannot_show_is_escaped(place: Path, tmp_path: Path) -> None:
+    odd = tmp_path / "日本.jsonl"
+    odd.write_bytes((place / "trace.jsonl").read_bytes())
+    status, out, err = ended("policies", str(odd), "--policies", "lru", PYTHONIOENCODING="ascii")
+    assert (status, err) == (0, "")
+    assert "\\u65e5" in out
+    status, out, err = ended("policies", str(tmp_path / "本"), LC_ALL="C", PYTHONCOERCECLOCALE="0", PYTHONUTF8="0")
+    assert (status, out) == (2, "")
+    assert err.startswith("kvtier: ")
+    assert err.count("\n") == 1
+
+
+def test_a_file_whose_name_is_no_text_is_named_all_the_same(place: Path, tmp_path: Path) -> None:
+    trace = os.fsencode(tmp_path / "trace") + b"\xff.jsonl"
+    with open(trace, "wb") as file:
+        file.write((place / "trace.jsonl").read_bytes())
+    status, out, err = ended("policies", os.fsdecode(trace), "--policies", "lru")
+    assert (status, err) == (0, "")
+    assert "trace\\udcff.jsonl" in out
+
+
+INTERRUPTED_AT = """
+import signal, sys
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {name!r}:
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Interrupting())
+from kvtier.tools.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "kvtier.tools.commands",
+        "typing",
+        "typer",
+        "kvtier.tools.directory",
+        "rich.table",
+        "kvtier_backends.fs.directory.files",
+    ],
+)
+def test_ctrl_c_while_anything_is_imported_ends_with_130_and_no_word(place: Path, name: str) -> None:
+    status, out, err = ended("du", str(place / "root"), program=INTERRUPTED_AT.format(name=name))
+    assert (status, out, err) == (130, "", "")
+
+
+WITHOUT_TORCH = """
+import sys
+sys.modules["torch"] = None
+from kvtier.tools.cli import main
+main()
+"""
+
+
+def test_without_torch_bench_cpu_says_what_to_do() -> None:
+    status, out, err = ended("bench", "cpu", "--rounds", "1", program=WITHOUT_TORCH)
+    assert (status, out) == (2, "")
+    assert err.startswith("kvtier: --pages: torch cannot be loaded")
+    assert "pip install torch, or --no-pages" in err
+    assert err.count("\n") == 1
+
+
+def test_without_a_cuda_device_bench_cpu_says_so() -> None:
+    status, out, err = ended("bench", "cpu", "--rounds", "1", "--device", "cuda", CUDA_VISIBLE_DEVICES="")
+    assert (status, out) == (2, "")
+    assert err.startswith("kvtier: --device cuda: torch ")
+    assert err.count("\n") == 1
+
+
+def test_without_any_output_a_command_does_what_it_does(place: Path) -> None:
+    closed = "import os, sys; os.close(1); os.close(2); os.execv(sys.executable, [sys.executable, '-c', *sys.argv[1:]])"
+    assert ended(PROGRAM, "du", str(place / "root"), program=closed) == (0, "", "")
+
+
+def test_a_fault_of_kvtiers_own_has_a_status_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python would end with 1, which says that a byte was wrong."""
+
+    def faulty(_: object) -> int:
+        raise AssertionError("impossible")
+
+    monkeypatch.setattr("kvtier.tools.commands.run", faulty)
+    with pytest.raises(SystemExit) as end:
+        main(["du"])
+    assert end.value.code == 70
+    assert "AssertionError: impossible" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (BackendUnavailable("0:fs: cannot be reached"), "kvtier: 0:fs: cannot be reached\n"),
+        (OSError(5, "Input/output error", "some\nfile"), "kvtier: some\\nfile: Input/output error\n"),
+        (MemoryError(), "kvtier: there is not enough memory for this\n"),
+    ],
+)
+def test_what_the_machine_does_not_give_ends_with_3(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception, told: str
+) -> None:
+    def refused(_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("kvtier.tools.commands.command_line", refused)
+    with pytest.raises(SystemExit) as end:
+        main(["du"])
+    assert end.value.code == 3
+    assert capsys.readouterr().err == told
