@@ -444,19 +444,22 @@ class AbandonsThreads(InPlace):
         self.shelf[key] = bytearray(block)
 
     async def in_thread(self, move, chunks):
-        """Do what `asyncio.to_thread` does when its thread has begun; begun it has, on a busy machine, too."""
-        loop, outcomes = asyncio.get_running_loop(), []
+        """Do what `asyncio.to_thread` does: whoever cancels goes on, and so does the thread, on a busy machine, too."""
+        loop, outcomes, owner_went_on = asyncio.get_running_loop(), [], threading.Event()
         ended = loop.create_future()
 
         def work():
-            for chunk in chunks:
-                time.sleep(0.0005)
-                outcomes.append(move(*chunk))
+            owner_went_on.wait(0.05)  # So long a call takes that nobody cancels.
+            outcomes.extend(move(*chunk) for chunk in chunks)
             with suppress(RuntimeError):  # The loop was closed meanwhile.
                 loop.call_soon_threadsafe(lambda: ended.cancelled() or ended.set_result(outcomes))
 
         threading.Thread(target=work, daemon=True).start()
-        return await ended
+        try:
+            return await ended
+        except asyncio.CancelledError:
+            loop.call_later(0.002, owner_went_on.set)  # By then the buffers are in use for something else.
+            raise
 
 
 class WaitsOnce(Tier):
