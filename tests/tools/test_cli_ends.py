@@ -107,7 +107,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     for name, text in CONFIGS.items():
         (folder / name).write_text(text, encoding="latin-1")
-    write_trace(folder / "trace.jsonl", [Request(number, 1_024, 1, (number, number + 1)) for number in range(5)])
+    write_trace(folder / "trace.jsonl", [Request(1_000 * turn, 512 * turn, 1, tuple(range(turn))) for turn in range(1, 6)])
     return folder
 
 
