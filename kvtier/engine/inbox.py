@@ -6,7 +6,7 @@ from kvtier.backend import OffloadKey
 from kvtier.config import PRIMARY_NAME
 from kvtier.engine.events import Event, EventKind, EventLog
 from kvtier.engine.outbox import Outbox
-from kvtier.engine.primary import Primary
+from kvtier.engine.primary import Rows
 from kvtier.engine.requests import Leases
 from kvtier.engine.tier import NOT_TRIED, Tier, Whereabouts, failures, judge, unanswered
 from kvtier.engine.transfers import Kind, Transfer, Transfers
@@ -35,7 +35,7 @@ from kvtier.runner.messages import (
 class Inventories:
     """Enters reports into the whereabouts."""
 
-    def __init__(self, primary: Primary, where: Whereabouts, outbox: Outbox, events: EventLog | None) -> None:
+    def __init__(self, primary: Rows, where: Whereabouts, outbox: Outbox, events: EventLog | None) -> None:
         self._primary = primary
         self._where = where
         self._outbox = outbox
@@ -78,7 +78,7 @@ class Inbox:
 
     def __init__(
         self,
-        primary: Primary,
+        primary: Rows,
         leases: Leases,
         tiers: Sequence[Tier],
         where: Whereabouts,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 
 from kvtier.backend import OffloadKey
-from kvtier.engine.primary import Primary
+from kvtier.engine.primary import Rows
 from kvtier.engine.requests import Request
 from kvtier.engine.tier import Tier, Whereabouts
 from kvtier.engine.transfers import Kind, Transfers
@@ -26,7 +26,7 @@ class Outbox:
 
     def __init__(
         self,
-        primary: Primary,
+        primary: Rows,
         tiers: Sequence[Tier],
         where: Whereabouts,
         transfers: Transfers,

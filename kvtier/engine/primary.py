@@ -8,10 +8,26 @@ it.
 
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Protocol
 
 from kvtier.backend import OffloadKey
 from kvtier.engine.row_order import row_order
 from kvtier.policies.base import Policy
+
+
+class Rows(Protocol):
+    """What the traffic with tiers needs of rows: a primary's, or those that another manager picks and pins itself."""
+
+    @property
+    def ready(self) -> Mapping[OffloadKey, int]: ...
+    @property
+    def filling(self) -> Mapping[OffloadKey, int]: ...
+    def own(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]: ...
+    def pin(self, rows: Iterable[int]) -> None: ...
+    def unpin(self, rows: Iterable[int]) -> None: ...
+    def publish(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]: ...
+    def abandon(self, key: OffloadKey, *, lent: bool) -> int | None: ...
+    def release(self, row: int) -> None: ...
 
 
 class Primary:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvtier.backend import OffloadKey, of_one_group
-from kvtier.engine.primary import Primary
+from kvtier.engine.primary import Rows
 from kvtier.engine.tier import TierMatcher, TierSpec
 
 Position = Callable[[OffloadKey], int | None]
@@ -133,7 +133,7 @@ class Request:
 class Leases:
     """Pins with a deadline, one per (row, request), on at most `rows_max` rows together."""
 
-    def __init__(self, primary: Primary, rows_max: int, lease_s: float) -> None:
+    def __init__(self, primary: Rows, rows_max: int, lease_s: float) -> None:
         self.rows_max = rows_max
         self.deadlines: dict[Request, float] = {}  # Of who has leases, in order: every lease is equally long.
         self._primary = primary

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from enum import Enum
 
 from kvtier.backend import OffloadKey
-from kvtier.engine.primary import Primary
+from kvtier.engine.primary import Rows
 from kvtier.engine.requests import Request
 from kvtier.engine.tier import Tier
 
@@ -49,7 +49,7 @@ class Transfer:
 class Transfers:
     """Transfers under way and overdue, by action id, and the rows that cascades pin."""
 
-    def __init__(self, primary: Primary) -> None:
+    def __init__(self, primary: Rows) -> None:
         self.under_way: dict[int, Transfer] = {}
         self.overdue: dict[int, Transfer] = {}
         self.cascade_rows: Counter[int] = Counter()  # Row -> cascades, queued or sent, that pin it.

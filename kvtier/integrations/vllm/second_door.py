@@ -1,333 +1,63 @@
-"""One tier behind a manager that is not kvtier's: jobs over rows that somebody else pins, and answers to look-ups.
+"""The second door's manager: one tier behind vLLM's, which picks the rows and pins them.
 
-What kvtier's ledger does for many tiers over its own primary, this does for one over another's. It differs in one
-point: whoever asked has no quarantine, so that a job is over only when nothing uses its rows any more. Where the runner
-is a process, one that has not let go of rows in time is killed for it.
+It is the engine's own traffic with tiers (`Transfers`, `Outbox`, `Inbox`), over rows that are not the engine's. vLLM
+has no quarantine for rows that come back late, so that a job is over only when nothing uses its rows any more. A runner
+that has not let go of rows in time is replaced for it: its process's end frees them.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from enum import Enum
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvtier.backend import OffloadKey
-from kvtier.engine.events import Event, EventKind, EventLog
-from kvtier.engine.inbox import Observe
-from kvtier.engine.outbox import RANK_KEYS_MAX
-from kvtier.engine.requests import PROMOTIONS_MAX, Position, Request, Search
-from kvtier.engine.tier import NOT_TRIED, Tier, TierSpec, Whereabouts, failures, judge, unanswered
+from kvtier.engine.events import Event, EventLog
+from kvtier.engine.inbox import Inbox, Observe
+from kvtier.engine.outbox import Outbox
+from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Position, Request, Search
+from kvtier.engine.tier import Tier, TierSpec, Whereabouts, failures
 from kvtier.engine.tier_log import TierLog
+from kvtier.engine.transfers import Kind, Transfers
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
-    Answered,
     Cascade,
-    Code,
     Finished,
-    Found,
-    Gone,
     LocalMessage,
     Message,
-    Probe,
     Promote,
     Rank,
     Returned,
     RunnerBack,
     RunnerGone,
     RunnerLost,
-    Scanned,
-    TierUsage,
     pack_keys,
     pack_rows,
-    unpack_keys,
-    unpack_rows,
 )
 
-# What is under way for a manager that is not kvtier's: its jobs, the parts they are sent in, and what became of them.
-#
-# A job is over only when nothing uses its rows any more: whoever gave it has no quarantine for rows that come back
-# late.
-
-
-class Way(Enum):
-    """Which way a job's chunks go; the values are the operations' names in metrics."""
-
-    LOAD = "load"
-    STORE = "store"
-
-
-class Done(NamedTuple):
-    """A job that is over: the keys that moved; `whole` unless one had to and did not."""
-
-    job_id: int
-    moved: Sequence[OffloadKey]
-    whole: bool
-    seconds: float
+Chunk = tuple[OffloadKey, int]  # A key and its row.
 
 
 class Job:
-    """A job in parts of at most `action_chunks` chunks."""
+    """What vLLM's manager wants moved, sent in parts: the keys that moved, and how long it took."""
 
-    def __init__(self, job_id: int, way: Way, request: Request) -> None:
+    def __init__(self, job_id: int, kind: Kind, request: Request, wanted: int) -> None:
+        """`wanted`: chunks that have to move for the job to be `whole`."""
         self.job_id = job_id
-        self.way = way
+        self.kind = kind
         self.request = request
-        self.begun = time.monotonic()
-        self.parts = 0
         self.moved: list[OffloadKey] = []
-        self.whole = True
+        self.seconds = 0.0  # Until it was over, if anything moved.
+        self.parts = 0  # Whose rows are in use.
+        self._wanted = wanted
+        self._begun = time.monotonic()
 
     @property
-    def done(self) -> Done:
-        return Done(self.job_id, self.moved, self.whole, time.monotonic() - self.begun if self.moved else 0.0)
+    def whole(self) -> bool:
+        return len(self.moved) == self._wanted
 
-
-class Part(NamedTuple):
-    """One action under way."""
-
-    job: Job | None  # None: a probe.
-    keys: Sequence[OffloadKey]
-    epoch: int
-
-
-class Jobs:
-    """Parts under way by action id, and the jobs that are over and were not told yet."""
-
-    def __init__(self, tier: Tier, action_chunks: int) -> None:
-        self.parts: dict[int, Part] = {}
-        self.done: list[Done] = []
-        self.epoch = 0  # Of the runner that takes actions now.
-        self._tier = tier
-        self._action_chunks = action_chunks
-        self._overdue: set[int] = set()  # Parts that failed in time, and whose rows have yet to come back.
-        self._ids = 0
-
-    def begin(self, job: Job, chunks: Sequence[tuple[OffloadKey, int]]) -> Iterator[Action]:
-        """Enter a job over these keys and rows, and yield its actions; one without any is over."""
-        kind = Promote if job.way is Way.LOAD else Cascade
-        for start in range(0, len(chunks), self._action_chunks):
-            keys, rows = zip(*chunks[start : start + self._action_chunks], strict=True)
-            job.parts += 1
-            yield kind(self._enter(job, keys), self._tier.index, pack_keys(keys), pack_rows(rows))
-        if not chunks:
-            self.done.append(job.done)
-
-    def ask(self, keys: Sequence[OffloadKey]) -> Iterator[Action]:
-        """Enter probes of these keys."""
-        for start in range(0, len(keys), self._action_chunks):
-            some = keys[start : start + self._action_chunks]
-            yield Probe(self._enter(None, some), self._tier.index, pack_keys(some))
-
-    def take_done(self) -> list[Done]:
-        done, self.done = self.done, []
-        return done
-
-    def late(self, id_: int) -> None:
-        """Note that a part has failed, and that its rows are still in use."""
-        self._overdue.add(id_)
-        self._tier.overdue_rows += len(self.parts[id_].keys)
-
-    def is_late(self, id_: int) -> bool:
-        return id_ in self._overdue
-
-    def leave(self, id_: int) -> Part | None:
-        """Note that nothing uses a part's rows any more, and return it; the last part ends its job."""
-        part = self.parts.pop(id_, None)
-        if part is None:
-            return None
-        if id_ in self._overdue:
-            self._overdue.discard(id_)
-            self._tier.overdue_rows -= len(part.keys)
-        if part.job is not None:
-            part.job.parts -= 1
-            if part.job.parts == 0:
-                self.done.append(part.job.done)
-        return part
-
-    def of(self, epoch: int) -> list[tuple[int, Part]]:
-        """Return what a runner has."""
-        return [(id_, part) for id_, part in self.parts.items() if part.epoch == epoch]
-
-    def _enter(self, job: Job | None, keys: Sequence[OffloadKey]) -> int:
-        self._ids += 1
-        self.parts[self._ids] = Part(job, keys, self.epoch)
-        return self._ids
-
-
-# What comes back from one tier behind a manager that is not kvtier's, and what it changes.
-#
-# What kvtier's `Inbox` does for many tiers over its own rows, this does for one over another's.
-
-
-GONE = frozenset({Code.MISSING, Code.CORRUPT})
-
-
-class Replies:
-    """Applies messages, each in one step, and queues what is to be answered."""
-
-    def __init__(
-        self, bridge: Bridge, tier: Tier, where: Whereabouts, jobs: Jobs, observe: Observe, events: EventLog | None
-    ) -> None:
-        self.up = True  # There is a runner that takes actions.
-        self.runners_lost = 0
-        self.queued: list[Action] = []
-        self._bridge = bridge
-        self._tier = tier
-        self._where = where
-        self._jobs = jobs
-        self._observe = observe
-        self._events = events
-
-    def apply(self, message: Message | LocalMessage, now: float) -> None:
-        """Apply one message; one about a part that is not under way any more changes nothing."""
-        match message:
-            case Finished():
-                self._finished(message, now)
-            case Returned():
-                self._returned(message)
-            case Answered():
-                self._answered(message, now)
-            case Found():
-                keys = unpack_keys(message.keys)
-                self._where.add(self._tier, keys)
-                self._learn_by_report(EventKind.STORED, keys)
-            case Gone():
-                keys = unpack_keys(message.keys)
-                self._where.remove(self._tier, keys)
-                self._learn_by_report(EventKind.REMOVED, keys)
-                self._tier.crossed.update(self._tier.storing.intersection(keys))
-            case Scanned():
-                self._tier.authoritative = self._tier.reports = message.complete
-            case TierUsage():
-                self._used(message)
-            case RunnerLost():
-                self.up, self._tier.authoritative = False, False
-                self.runners_lost += 1
-            case RunnerGone():
-                self._lose(message.epoch, now)
-            case RunnerBack():
-                self.up, self._jobs.epoch = True, message.epoch
-                self._bridge.admit(message.epoch)
-            case _:
-                pass  # The rest is between the bridge and its runner.
-
-    def refuse(self, actions: Iterable[Action], now: float) -> None:
-        """Settle actions that the bridge did not take: nothing was lent."""
-        for action in actions:
-            match action:
-                case Acknowledge():
-                    self.queued.append(action)
-                case Rank():
-                    pass  # The tier goes by what it saw itself.
-                case Probe():
-                    self._believe(self._jobs.parts.pop(action.id).keys, b"", now)
-                case _:
-                    self._settle_whole(self._jobs.parts[action.id], Code.REFUSED, now)
-                    self._jobs.leave(action.id)
-
-    def rank(self, request: Request) -> None:
-        """Have the tier hear in which order a request used its chunks, once it is over and all that it stores, too."""
-        if not (request.finished and request.storing == 0 and self.up):
-            return
-        tier, mask = self._tier, self._where.mask
-        held = [key for key in request.used if mask.get(key, 0) or tier.last_answer(key)]
-        for start in reversed(range(0, len(held), RANK_KEYS_MAX)):  # Tail first.
-            self.queued.append(Rank(tier.index, pack_keys(held[start : start + RANK_KEYS_MAX])))
-
-    def _finished(self, message: Finished, now: float) -> None:
-        part = self._jobs.parts.get(message.id)
-        if part is None or part.job is None:
-            return
-        self._observe(self._tier.spec.name, part.job.way.value, message.seconds)
-        self._settle(part, failures(message), now, message.cause)
-        if message.lent:
-            self._jobs.late(message.id)
-            self._bridge.replace()  # Nobody else's rows are in it.
-        else:
-            self._jobs.leave(message.id)
-
-    def _returned(self, message: Returned) -> None:
-        """Take rows back. What was stored too late is asked for and not believed: it may have gone since."""
-        part = self._jobs.leave(message.id)
-        if part is not None and part.job is not None and part.job.way is Way.STORE:
-            keys = [part.keys[index] for index in unpack_rows(message.moved)]
-            self._tier.forget_answers(keys)
-            for key in keys:
-                self._tier.doubt(key)
-
-    def _answered(self, message: Answered, now: float) -> None:
-        part = self._jobs.parts.pop(message.id, None)
-        if part is None:
-            return
-        self._observe(self._tier.spec.name, "probe", message.seconds)
-        if not message.present:
-            unanswered(self._tier, message.cause, now)
-        self._believe(part.keys, message.present, now)
-
-    def _settle_whole(self, part: Part, code: Code, now: float) -> None:
-        self._settle(part, dict.fromkeys(range(len(part.keys)), code), now)
-
-    def _settle(self, part: Part, failed: Mapping[int, Code], now: float, cause: str = "") -> None:
-        """Take an outcome into the part's job, the tier's breaker and what is known of where keys are."""
-        assert part.job is not None, part
-        job = part.job
-        moved = [key for index, key in enumerate(part.keys) if index not in failed]
-        for code in failed.values():
-            self._tier.counters.fail(code.name.lower(), 1)
-        if judge(self._tier, failed.values(), now, cause):
-            self._tier.counters.transfers_failed += 1
-        self._where.remove(self._tier, [part.keys[index] for index, code in failed.items() if code in GONE])
-        job.moved += moved
-        job.whole = job.whole and not failed
-        if job.way is Way.LOAD:
-            self._loaded(job, part, failed, now)
-        else:
-            self._stored(job, part, moved, now)
-
-    def _loaded(self, job: Job, part: Part, failed: Mapping[int, Code], now: float) -> None:
-        self._tier.loading -= len(part.keys)
-        self._tier.counters.loaded += len(part.keys) - len(failed)
-        for index, code in failed.items():
-            job.request.search.give_up(part.keys[index])  # Or whoever asked would ask for ever.
-            if code not in NOT_TRIED:
-                self._tier.believe(part.keys[index], present=False, now=now)
-
-    def _stored(self, job: Job, part: Part, moved: Sequence[OffloadKey], now: float) -> None:
-        job.request.storing -= len(part.keys)
-        self._where.add(self._tier, self._tier.stored(part.keys, moved, now))
-        self._note(EventKind.STORED, moved)
-        self.rank(job.request)
-
-    def _lose(self, epoch: int, now: float) -> None:
-        """Settle all that a runner had whose process has ended."""
-        for id_, part in self._jobs.of(epoch):
-            if part.job is None:
-                self._believe(part.keys, b"", now)
-            elif not self._jobs.is_late(id_):
-                self._settle_whole(part, Code.LOST, now)
-            self._jobs.leave(id_)
-
-    def _used(self, usage: TierUsage) -> None:
-        tier = self._tier
-        tier.chunks, tier.used_bytes = usage.chunks, usage.used_bytes
-        tier.capacity_bytes, tier.reserved_bytes = usage.capacity_bytes, usage.reserved_bytes
-        tier.counters.note(usage.counts)
-
-    def _believe(self, keys: Sequence[OffloadKey], present: bytes, now: float) -> None:
-        """Believe a probe's answers, but for keys of which something newer is known; without any they are absent."""
-        for index, key in enumerate(keys):
-            if key in self._tier.asking:
-                self._tier.believe(key, present=bool(present and present[index]), now=now)
-
-    def _learn_by_report(self, kind: EventKind, keys: Sequence[OffloadKey]) -> None:
-        self._tier.forget_answers(keys)
-        self._note(kind, keys)
-        self.queued.append(Acknowledge(self._tier.index))
-
-    def _note(self, kind: EventKind, keys: Sequence[OffloadKey]) -> None:
-        if keys and self._events is not None:
-            self._events.add(Event(kind, self._tier.spec.name, keys))
+    def end(self) -> None:
+        if self.moved:
+            self.seconds = time.monotonic() - self._begun
 
 
 class TierClient:
@@ -337,23 +67,30 @@ class TierClient:
         self, bridge: Bridge, spec: TierSpec, *, action_chunks: int, observe: Observe, events: EventLog | None = None
     ) -> None:
         """Take over a bridge whose runner has this one tier open; `observe` hears how long each transfer took."""
-        self.tier = Tier(0, spec)
-        self._bridge = bridge
-        self._events = events
+        self.tier = tier = Tier(0, spec)
+        self.runners_lost = 0
+        rows = _VllmsRows()
         self._where = Whereabouts()
-        self._jobs = Jobs(self.tier, action_chunks)
-        self._replies = Replies(bridge, self.tier, self._where, self._jobs, observe, events)
-        self._tier_log = TierLog([self.tier])
+        self._transfers = Transfers(rows)
+        self._outbox = Outbox(
+            rows, [tier], self._where, self._transfers, cascade_rows_max=0, action_chunks=action_chunks
+        )
+        leases = Leases(rows, 0, 0.0)
+        self._inbox = Inbox(rows, leases, [tier], self._where, self._transfers, self._outbox, events, observe)
+        self._tier_log = TierLog([tier])
+        self._bridge = bridge
+        self._action_chunks = action_chunks
+        self._events = events
+        self._up = True  # There is a runner that takes actions.
         self._requests: dict[str, Request] = {}
+        self._jobs: dict[int, Job] = {}  # By the id of each of its parts whose rows are in use.
+        self._begun: list[Action] = []  # Parts that were not sent yet.
+        self._over: list[Job] = []  # And vLLM was not told yet.
 
     @property
     def pending(self) -> bool:
         """A job or a question is under way."""
-        return bool(self._jobs.parts) or bool(self._jobs.done) or bool(self.tier.to_ask)
-
-    @property
-    def runners_lost(self) -> int:
-        return self._replies.runners_lost
+        return bool(self._jobs or self._over or self._transfers.under_way or self.tier.to_ask)
 
     @property
     def events_dropped(self) -> int:
@@ -366,18 +103,18 @@ class TierClient:
         self._requests.setdefault(request_id, Request(request_id, position=position))
 
     def finish(self, request_id: str) -> None:
-        """Forget a request; the tier hears in which order it used its chunks, once all that it stores is stored."""
+        """Forget a request; the tier hears in which order it used its chunks, once all its stores are over."""
         request = self._requests.pop(request_id, None)
         if request is not None:
             request.finished = True
             request.order_used()
-            self._replies.rank(request)
+            self._rank(request)
 
     def has(self, key: OffloadKey, request_id: str) -> bool | None:
         """Say whether the tier has a key, and may be asked for it; None: it has yet to say, and is asked."""
         now = self._receive()
         search = self._request(request_id).search
-        if not self._replies.up or not self.tier.admits(now) or search.promotions.get(key, 0) >= PROMOTIONS_MAX:
+        if not self._up or not self.tier.admits(now) or search.promotions.get(key, 0) >= PROMOTIONS_MAX:
             return False
         answer = self.tier.answer(key, bool(self._where.mask.get(key, 0)), now)
         if answer is None:
@@ -401,7 +138,7 @@ class TierClient:
             promotions[key] = promotions.get(key, 0) + 1
         tier.loading += len(keys)
         tier.counters.promoted += len(keys)
-        self._replies.queued.extend(self._jobs.begin(Job(job_id, Way.LOAD, request), chunks))
+        self._begin(Job(job_id, Kind.PROMOTION, request, len(chunks)), chunks)
 
     def store(self, job_id: int, keys: Sequence[OffloadKey], rows: Sequence[int], request_id: str) -> None:
         """Begin to store these rows, but for what the tier has or is getting; what exceeds a limit is not stored.
@@ -410,42 +147,31 @@ class TierClient:
         """
         offered = _chunks(keys, rows)
         now = self._receive()
-        request, tier, mask = self._request(request_id), self.tier, self._where.mask
+        request, mask, storing = self._request(request_id), self._where.mask, self.tier.storing
         request.used.update(dict.fromkeys(keys))
-        job = Job(job_id, Way.STORE, request)
-        chunks: list[tuple[OffloadKey, int]] = []
-        for key, row in offered:
-            if mask.get(key, 0) or key in tier.storing:
-                continue
-            if reason := self._refusal(now):
-                tier.counters.drop(reason, 1)
-                job.whole = False
-                continue
-            tier.storing.add(key)
-            tier.breaker.take()
-            chunks.append((key, row))
-        request.storing += len(chunks)
-        self._replies.queued.extend(self._jobs.begin(job, chunks))
+        lacking = {key: row for key, row in offered if key not in storing and not mask.get(key, 0)}
+        chunks = [(key, row) for key, row in lacking.items() if self._take(key, now)]
+        request.storing += 1
+        self._begin(Job(job_id, Kind.CASCADE, request, len(lacking)), chunks)
 
-    def finished(self) -> list[Done]:
+    def finished(self) -> list[Job]:
         """Return the jobs that are over and were not told yet."""
         self._receive()
-        return self._jobs.take_done()
+        over, self._over = self._over, []
+        return over
 
     def flush(self) -> None:
         """Send what was asked for and begun since the last call: once at the end of a step."""
-        asked, self.tier.to_ask = self.tier.to_ask, []
-        actions = [*self._jobs.ask(asked), *self._replies.queued]
-        self._replies.queued.clear()
-        if actions:
-            self._replies.refuse(self._bridge.send(actions), time.monotonic())
+        begun, self._begun = self._begun, []
+        if actions := [*self._outbox.flush(), *begun]:
+            self._refuse(self._bridge.send(actions), time.monotonic())
 
     # The whole.
 
     def drain(self) -> None:
         """Block until every job is over, and its rows are unused; a runner that keeps them too long is killed."""
         self.flush()
-        while any(part.job is not None for part in self._jobs.parts.values()):
+        while self._jobs:
             self._bridge.wait(1.0)
             self._receive()
 
@@ -458,6 +184,8 @@ class TierClient:
         self._receive()
         self._tier_log.look(time.monotonic(), last=True)
         return self._bridge.close(deadline_s)
+
+    # What goes out.
 
     def _request(self, request_id: str) -> Request:
         """Return the request; one that is not known, or over, is treated as one without a past."""
@@ -475,10 +203,20 @@ class TierClient:
         search.asked.add((tier.index, key))
         return None
 
+    def _take(self, key: OffloadKey, now: float) -> bool:
+        """Say whether one more chunk may be stored, and count it; what exceeds a limit is counted as dropped."""
+        tier = self.tier
+        if reason := self._refusal(now):
+            tier.counters.drop(reason, 1)
+            return False
+        tier.storing.add(key)
+        tier.breaker.take()
+        return True
+
     def _refusal(self, now: float) -> str:
         """Name the limit that a store of one more chunk would exceed; empty if none."""
         tier = self.tier
-        if not self._replies.up:
+        if not self._up:
             return "runner"
         if len(tier.storing) >= tier.spec.store_chunks_max:
             return "budget"
@@ -486,18 +224,112 @@ class TierClient:
             return ""
         return "overdue" if tier.overdue_rows >= tier.spec.overdue_rows_max else "breaker"
 
+    def _begin(self, job: Job, chunks: Sequence[Chunk]) -> None:
+        """Queue a job's parts; one without any is over."""
+        action = Promote if job.kind is Kind.PROMOTION else Cascade
+        for start in range(0, len(chunks), self._action_chunks):
+            keys, rows = zip(*chunks[start : start + self._action_chunks], strict=True)
+            id_ = self._transfers.send(job.kind, self.tier, keys, rows, job.request)
+            if job.kind is Kind.CASCADE:
+                self._transfers.pin_cascade(rows)
+            self._jobs[id_] = job
+            job.parts += 1
+            self._begun.append(action(id_, self.tier.index, pack_keys(keys), pack_rows(rows)))
+        if not chunks:
+            self._end(job)
+
+    def _rank(self, request: Request) -> None:
+        if request.finished and not request.storing:
+            self._outbox.rank(list(request.used), self.tier)
+
+    # What comes back.
+
     def _receive(self) -> float:
         """Apply everything in the mailbox and return the time."""
         now = time.monotonic()
         mailbox = self._bridge.mailbox
         if mailbox or now >= self._tier_log.due:
             while mailbox:
-                self._replies.apply(mailbox.popleft(), now)
+                self._apply(mailbox.popleft(), now)
             self._tier_log.look(now)
         return now
 
+    def _apply(self, message: Message | LocalMessage, now: float) -> None:
+        match message:
+            case Finished():
+                self._credit(message)
+                self._inbox.apply(message, now)
+                if message.id in self._transfers.overdue:
+                    self._bridge.replace()  # Nobody else's rows are in it.
+                self._let_go((message.id,))
+            case Returned():
+                self._inbox.apply(message, now)
+                self._let_go((message.id,))
+            case RunnerLost():
+                self._up = False
+                self.runners_lost += 1
+                self._inbox.lose(now)
+            case RunnerGone():
+                lent = list(self._transfers.overdue_of(message.epoch))
+                self._inbox.gone(message.epoch)
+                self._let_go(lent)
+            case RunnerBack():
+                self._up, self._transfers.epoch = True, message.epoch
+                self._bridge.admit(message.epoch)
+            case _:
+                self._inbox.apply(message, now)
 
-def _chunks(keys: Sequence[OffloadKey], rows: Sequence[int]) -> list[tuple[OffloadKey, int]]:
+    def _refuse(self, actions: Sequence[Action], now: float) -> None:
+        """Settle actions that the bridge did not take."""
+        self._inbox.refuse(actions, now)
+        self._let_go(action.id for action in actions if not isinstance(action, Acknowledge | Rank))
+
+    def _credit(self, message: Finished) -> None:
+        """Enter what moved into the part's job."""
+        job, transfer = self._jobs.get(message.id), self._transfers.under_way.get(message.id)
+        if job is not None and transfer is not None:
+            failed = failures(message)
+            job.moved += [key for index, key in enumerate(transfer.keys) if index not in failed]
+
+    def _let_go(self, ids: Iterable[int]) -> None:
+        """Take parts from their jobs whose rows nothing uses any more; the last one ends its job."""
+        for id_ in ids:
+            if id_ in self._transfers.overdue:
+                continue
+            job = self._jobs.pop(id_, None)
+            if job is not None:
+                job.parts -= 1
+                if not job.parts:
+                    self._end(job)
+
+    def _end(self, job: Job) -> None:
+        job.end()
+        self._over.append(job)
+        if job.kind is Kind.CASCADE:
+            job.request.storing -= 1
+            self._rank(job.request)
+
+
+class _VllmsRows:
+    """Rows that vLLM pins until their job is over: nothing is to be kept here."""
+
+    ready: Mapping[OffloadKey, int] = {}
+    filling: Mapping[OffloadKey, int] = {}
+
+    def own(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+        return keys
+
+    def pin(self, rows: Iterable[int]) -> None: ...
+    def unpin(self, rows: Iterable[int]) -> None: ...
+    def release(self, row: int) -> None: ...
+
+    def publish(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        return []  # vLLM itself says what its primary holds.
+
+    def abandon(self, key: OffloadKey, *, lent: bool) -> None: ...
+
+
+def _chunks(keys: Sequence[OffloadKey], rows: Sequence[int]) -> list[Chunk]:
     if len(keys) != len(rows) or any(row < 0 for row in rows):
         raise ValueError(f"{len(keys)} keys with rows {list(rows)}: one row, 0 or above, is needed for each")
     return list(zip(keys, rows, strict=True))
