@@ -42,6 +42,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+DIAGRAMS = ("flowchart", "sequenceDiagram", "stateDiagram-v2")
 COMMANDS_OF_THE_CHECKOUT = ("make", "git", "pip", "cd")
 
 
@@ -127,6 +128,8 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
                     decode_configuration(block, table)
             case "json":
                 json.loads(block.text)
+            case "mermaid":
+                assert block.text.split(maxsplit=1)[0] in DIAGRAMS, f"{block.where}: no diagram that mermaid knows"
             case other:
                 assert other == "text", f"{block.where}: a block of {other!r} is not checked by anything"
 
