@@ -31,7 +31,7 @@ class SqliteOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 class SqliteBackend(Backend):
     durability = Durability.HOST  # The journal outlives a killed process; without fsync it is lost with the power.
-    Options = SqliteOptions
+    options_type = SqliteOptions
 
     def __init__(self, path: str, context: TierContext) -> None:
         self.path, self.context = path, context

@@ -2,6 +2,7 @@
 
 from kvtier.backend.contract import (
     INVENTORY_BATCH_KEYS,
+    OPTIONAL,
     Abandoned,
     Added,
     Backend,
@@ -26,12 +27,14 @@ from kvtier.backend.lending import Calls, Fit, Lanes, in_thread, in_threads
 from kvtier.backend.names import FLAT_FOLDERS, NAMINGS, SEGMENTS_SUFFIX, Naming, NamingKind, read_folder
 from kvtier.backend.namespace import NAME_BYTES_MAX, Attention, FileMapper, Group, Namespace, refusal
 from kvtier.backend.registry import backend_class
+from kvtier.backend.wrapper import Wrapper
 
 __all__ = [
     "FLAT_FOLDERS",
     "INVENTORY_BATCH_KEYS",
     "NAME_BYTES_MAX",
     "NAMINGS",
+    "OPTIONAL",
     "SEGMENTS_SUFFIX",
     "Abandoned",
     "Added",
@@ -65,6 +68,7 @@ __all__ = [
     "State",
     "StoredFile",
     "TierContext",
+    "Wrapper",
     "Write",
     "backend_class",
     "chunk_hash",

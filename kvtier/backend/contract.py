@@ -8,13 +8,22 @@ it holds, how full it is) is a small protocol of its own. `kvtier.testing.confor
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from enum import Enum
-from typing import ClassVar, NamedTuple, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, runtime_checkable
 
 import msgspec
 
 from kvtier.backend.keys import OffloadKey
 from kvtier.backend.namespace import FileMapper
 from kvtier.errors import BlockError
+
+if TYPE_CHECKING:  # For the default, which only type checkers hear of: `Backend` alone takes any options.
+    from typing_extensions import TypeVar
+
+    OptionsT = TypeVar("OptionsT", bound=msgspec.Struct, default=Any)
+else:
+    from typing import TypeVar
+
+    OptionsT = TypeVar("OptionsT")
 
 INVENTORY_BATCH_KEYS = 4_096  # Decoding and indexing this many takes about a millisecond of an engine's step.
 
@@ -58,8 +67,8 @@ class TierContext(NamedTuple):
     row_bytes: int  # Length of every buffer that will be lent: a multiple of 4,096.
 
 
-class Backend(ABC):
-    """A secondary tier.
+class Backend(ABC, Generic[OptionsT]):
+    """A secondary tier; generic in its options.
 
     Buffers: a lent buffer belongs to the call until the call returns or raises, and not a moment longer: no thread, no
     task and no kernel request may touch it afterwards, cancelled or not.
@@ -77,15 +86,16 @@ class Backend(ABC):
     An empty batch is answered with an empty sequence. A key may appear twice in a batch: each place gets its outcome.
     """
 
-    durability: ClassVar[Durability]
-    """What a stored chunk survives, proved by tests."""
+    durability: Durability
+    """What a stored chunk survives, proved by tests. A class says what every tier of it promises; an open one may
+    promise more, as its options have it."""
 
-    Options: ClassVar[type[msgspec.Struct]]
-    """The tier's own configuration fields: a frozen struct that forbids unknown fields."""
+    options_type: ClassVar[type[msgspec.Struct]]
+    """The tier's own configuration fields: a frozen struct that forbids unknown fields, such as an `Options`."""
 
     @classmethod
     @abstractmethod
-    async def open(cls, options: msgspec.Struct, context: TierContext) -> Self:
+    async def open(cls, options: OptionsT, context: TierContext) -> Self:
         """Open the tier on the running loop. Raises `ConfigError` or `BackendUnavailable`, and then leaves nothing."""
 
     @abstractmethod
@@ -187,7 +197,10 @@ class Counted(Protocol):
     """A tier that counts what a user should hear of, such as corrupt chunks by their kind."""
 
     def counts(self) -> Mapping[str, int]:
-        """Return totals since the tier was opened, by name, from memory; a name that is missing counts as zero."""
+        """Return totals since the tier was opened, by name, from memory; a name that is missing counts as zero.
+
+        A total never falls, and what was returned does not change. A name is a word of a metric's label.
+        """
         ...
 
 
@@ -196,5 +209,12 @@ class Described(Protocol):
     """A tier that can say where and how it keeps chunks, for the line in the log that tells of its start."""
 
     def description(self) -> Mapping[str, str]:
-        """Return a few words by name, such as a directory, in the order to be shown; from memory."""
+        """Return a few words by name, such as a directory, in the order to be shown; from memory.
+
+        The same words for as long as the tier is open, each on one line.
+        """
         ...
+
+
+OPTIONAL: tuple[type[Any], ...] = (Inventory, Measured, Ranked, Counted, Described)
+"""Every protocol that a tier may keep beside the contract: what a wrapper passes on."""

@@ -14,7 +14,7 @@ configuration, for an engine whose tiers live in another process:
 import asyncio
 import random
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
@@ -24,17 +24,11 @@ from kvtier.backend import (
     Abandoned,
     Backend,
     Calls,
-    Described,
-    Durability,
-    Inventory,
-    InventoryEvent,
-    Measured,
-    Occupancy,
     OffloadKey,
     Outcome,
-    Ranked,
     Read,
     TierContext,
+    Wrapper,
     Write,
     backend_class,
 )
@@ -215,42 +209,25 @@ class FaultyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return dice
 
 
-class FaultyBackend(Backend):
-    """A tier that fails as it is told. Offers what the inner tier does of the optional protocols, but for `Counted`."""
+class FaultyBackend(Wrapper[FaultyOptions]):
+    """A tier that fails as it is told."""
 
-    durability: ClassVar[Durability] = Durability.PROCESS  # The least; an instance promises what its inner tier does.
-    Options = FaultyOptions
-    watch: Callable[[], AsyncIterator[InventoryEvent]]
-    occupancy: Callable[[], Occupancy]
-    rank: Callable[[Sequence[OffloadKey]], None]
-    description: Callable[[], Mapping[str, str]]
+    options_type = FaultyOptions
 
     def __init__(self, inner: Backend, faults: Faults = FAULTLESS, seed: int = 0, *, dice: Dice | None = None) -> None:
         """Take over an open tier, which is closed with this one. `dice` are thrown instead of new ones."""
+        super().__init__(inner)
         self.met: Counter[Kind] = Counter()
         """How many calls or chunks met each fault."""
         self.hanging = 0
         """How many calls hang now."""
-        self._inner = inner
         self._dice = Dice(faults, seed) if dice is None else dice
         self._calls = Calls(f"faulty {type(inner).__name__}")
         self._gate = asyncio.Event()
         self._hanging_changed = asyncio.Event()
-        # On the instance, so that isinstance(…, Inventory) says of the wrapper what it says of the inner tier: a
-        # method of the class would claim it for all, and from Python 3.12 on it does not ask __getattr__.
-        vars(self)["durability"] = inner.durability
-        if isinstance(inner, Inventory):
-            self.watch = inner.watch
-        if isinstance(inner, Measured):
-            self.occupancy = inner.occupancy
-        if isinstance(inner, Ranked):
-            self.rank = inner.rank
-        if isinstance(inner, Described):
-            self.description = inner.description
 
     @classmethod
-    async def open(cls, options: msgspec.Struct, context: TierContext) -> Self:
-        assert isinstance(options, FaultyOptions)
+    async def open(cls, options: FaultyOptions, context: TierContext) -> Self:
         inner_class, inner_options = options.inner_tier()
         return cls(await inner_class.open(inner_options, context), dice=options.dice())
 

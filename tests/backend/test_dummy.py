@@ -387,7 +387,7 @@ class TestNamedStores:
 async def test_a_tier_is_opened_by_configuration(lender):
     tier_type = backend_class("dummy")
     given = {"latency_s": "1ms", "bandwidth_bytes_per_s": "1GiB", "capacity_bytes": "16KiB", "concurrency": 2}
-    tier = await tier_type.open(decode(tier_type.Options, given), tier_context(ROW_BYTES))
+    tier = await tier_type.open(decode(tier_type.options_type, given), tier_context(ROW_BYTES))
     await lender.keep(tier, keys_of(1))
     assert tier.occupancy() == Occupancy(1, ROW_BYTES, 16_384)
 

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from kvtier.backend.contract import Abandoned, Backend, Durability, Inventory, Measured, Occupancy, Ranked, Read
+from kvtier.backend.contract import Abandoned, Backend, Durability, Read
 from kvtier.backend.registry import backend_class
 from kvtier.config import decode
 from kvtier.errors import BackendClosed, BackendUnavailable, BlockMissing, ConfigError, NoSpace
@@ -14,6 +14,7 @@ from kvtier.testing.conformance import (
     Lender,
     MeasuredConformance,
     RankedConformance,
+    WrapperConformance,
     key_of,
     keys_of,
     label,
@@ -47,6 +48,12 @@ class WithoutFaults(
         return FaultyBackend(DummyBackend(options, tier_context(ROW_BYTES)), self.faults)
 
 
+class TestOffers(WrapperConformance):
+    @pytest.fixture
+    def wrap(self):
+        return FaultyBackend
+
+
 class TestAroundAnInstantTier(WithoutFaults):
     """The whole suite, as if there were no wrapper."""
 
@@ -65,7 +72,7 @@ class Plain(Backend):
     """A tier that neither says what it holds nor how full it is, which is nothing, for ever."""
 
     durability = Durability.POWER
-    Options = DummyOptions
+    options_type = DummyOptions
 
     @classmethod
     async def open(cls, options, context):
@@ -102,17 +109,6 @@ def tier(seed=0, script=None, **faults) -> FaultyBackend:
     for operation, kinds in (script or {}).items():
         faulty.script(operation, *kinds)
     return faulty
-
-
-async def test_a_wrapper_offers_what_its_inner_tier_offers(faulty):
-    assert isinstance(faulty, Inventory)
-    assert isinstance(faulty, Measured)
-    assert isinstance(faulty, Ranked)
-    assert faulty.occupancy() == Occupancy(0, 0, None)
-    bare = FaultyBackend(Plain())
-    assert not isinstance(bare, Inventory)
-    assert not isinstance(bare, Measured)
-    assert not isinstance(bare, Ranked)
 
 
 async def test_a_wrapper_promises_what_its_inner_tier_promises(faulty):
@@ -268,7 +264,7 @@ async def test_a_faulty_tier_is_opened_by_configuration(lender):
         "script": {"load": ["delay", "none", "missing"]},
         "seed": 3,
     }
-    options = decode(backend_class(TYPE).Options, given)
+    options = decode(backend_class(TYPE).options_type, given)
     faulty = await backend_class(TYPE).open(options, tier_context(ROW_BYTES))
     loop = asyncio.get_running_loop()
     await lender.keep(faulty, [key_of(1)])
@@ -295,7 +291,7 @@ async def test_a_faulty_tier_is_opened_by_configuration(lender):
 )
 def test_a_mistake_in_the_configuration_is_named(given, path):
     with pytest.raises(ConfigError, match=f"^tiers.{path}"):
-        decode(backend_class(TYPE).Options, given, "tiers")
+        decode(backend_class(TYPE).options_type, given, "tiers")
 
 
 def test_a_script_takes_only_faults_of_its_operation(faulty):

@@ -9,7 +9,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Self
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -120,11 +120,11 @@ class DummyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     seed: Seed = 0  # Of failures and corruption, together with the tier's name.
 
 
-class DummyBackend(Backend):
+class DummyBackend(Backend[DummyOptions]):
     """A tier in memory with a device's speed and faults. Offers `Inventory` and `Measured`."""
 
-    durability: ClassVar[Durability] = Durability.PROCESS
-    Options = DummyOptions
+    durability = Durability.PROCESS
+    options_type = DummyOptions
 
     def __init__(self, options: DummyOptions, context: TierContext) -> None:
         """Open the tier at once, without waiting. Raises `ConfigError` if the named store is not to be had."""
@@ -147,8 +147,7 @@ class DummyBackend(Backend):
         self._store.enter(namespace, self._lost, shared=options.shared)
 
     @classmethod
-    async def open(cls, options: msgspec.Struct, context: TierContext) -> Self:
-        assert isinstance(options, DummyOptions)
+    async def open(cls, options: DummyOptions, context: TierContext) -> Self:
         return cls(options, context)
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:

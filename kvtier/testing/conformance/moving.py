@@ -105,10 +105,12 @@ class WhatGoesInComesOut(Promises):
         assert bytes(reads[0].into) == block
 
     async def test_a_tier_says_what_it_promises_and_takes(self, backend: Backend) -> None:
-        """`durability` and `Options` are declared, and options are frozen and closed to unknown fields."""
+        """`durability` and `options_type` are declared, and options are frozen and closed to unknown fields."""
         assert isinstance(backend.durability, Durability)
-        assert issubclass(backend.Options, msgspec.Struct)
-        settings = backend.Options.__struct_config__
+        levels = list(Durability)
+        assert levels.index(type(backend).durability) <= levels.index(backend.durability)
+        assert issubclass(backend.options_type, msgspec.Struct)
+        settings = backend.options_type.__struct_config__
         assert (settings.frozen, settings.forbid_unknown_fields) == (True, True)
 
 

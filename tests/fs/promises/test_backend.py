@@ -100,6 +100,12 @@ def test_the_registry_finds_it() -> None:
     assert tier.durability is Durability.HOST
 
 
+@pytest.mark.parametrize("layout", ["files", "segments"])
+async def test_a_tier_that_syncs_promises_that_chunks_survive_a_power_cut(open_tier, tmp_path, layout) -> None:
+    tiers = [await open_tier(root=str(tmp_path / f"{fsync}"), fsync=fsync, layout=layout) for fsync in (False, True)]
+    assert [tier.durability for tier in tiers] == [Durability.HOST, Durability.POWER]
+
+
 async def test_it_says_what_it_holds_and_how_much(open_tier) -> None:
     tier = await open_tier()
     assert isinstance(tier, Inventory)
