@@ -15,6 +15,7 @@ import msgspec
 from kvtier.backend.keys import OffloadKey
 from kvtier.backend.namespace import FileMapper
 from kvtier.errors import BlockError
+from kvtier.settings import Checked
 
 if TYPE_CHECKING:  # For the default, which only type checkers hear of: `Backend` alone takes any options.
     from typing_extensions import TypeVar
@@ -65,6 +66,15 @@ class TierContext(NamedTuple):
     name: str  # As in metrics and messages, e.g. "0:fs".
     mapper: FileMapper  # Names every chunk; two namespaces never share a name.
     row_bytes: int  # Length of every buffer that will be lent: a multiple of 4,096.
+
+
+class Options(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of a tier's own options, checked however they are made: by a file, or in Python.
+
+    class ShelfOptions(Options, frozen=True, kw_only=True):
+        root: Path
+        capacity_bytes: Size | None = None
+    """
 
 
 class Backend(ABC, Generic[OptionsT]):

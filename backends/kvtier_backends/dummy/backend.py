@@ -19,22 +19,30 @@ from kvtier.backend import (
     Abandoned,
     Added,
     Backend,
+    BlockCorrupt,
+    BlockMissing,
     Calls,
+    Count,
     Durability,
+    Duration,
     Fit,
     InventoryEvent,
+    NoSpace,
     Occupancy,
     OffloadKey,
+    Options,
     Outcome,
+    PositiveSize,
     Read,
     Removed,
     ScanDone,
+    Share,
+    Size,
     TierContext,
+    TransferFailed,
     Write,
     make_offload_key,
 )
-from kvtier.config import Checked, Count, Duration, PositiveSize, Share, Size
-from kvtier.errors import BlockCorrupt, BlockMissing, NoSpace, TransferFailed
 from kvtier_backends.dummy.store import Device, WriteBudget, open_store
 
 # What a tier in memory reports of its contents: everything at first, later what went unasked.
@@ -103,7 +111,7 @@ Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # As far a
 """How many of all, 0 to 1."""
 
 
-class DummyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DummyOptions(Options, frozen=True, kw_only=True):
     """A device's figures. The defaults are memory's own: no waiting, no faults, no limit."""
 
     latency_s: Duration = 0.0  # From a transfer's start to its first byte; also what probing or deleting a batch takes.
