@@ -19,8 +19,8 @@ from kvtier.backend import (
     Abandoned,
     Backend,
     BackendUnavailable,
-    BlockCorrupt,
-    BlockMissing,
+    ChunkCorrupt,
+    ChunkMissing,
     Durability,
     FileMapper,
     Fit,
@@ -89,9 +89,9 @@ class SqliteBackend(Backend[SqliteOptions]):
 
     def fill(self, read: Read, row: tuple[bytes, bytes] | None):
         if row is None:
-            return BlockMissing(f"{read.key.hex()}: not in {self.path}")
+            return ChunkMissing(f"{read.key.hex()}: not in {self.path}")
         if len(row[0]) != len(read.into) or xxh3_64_digest(row[0]) != row[1]:
-            return BlockCorrupt(f"{read.key.hex()}: not in {self.path} as it was stored")
+            return ChunkCorrupt(f"{read.key.hex()}: not in {self.path} as it was stored")
         read.into[:] = row[0]
         return None
 

@@ -14,7 +14,7 @@ import msgspec
 
 from kvtier.backend.keys import OffloadKey
 from kvtier.backend.namespace import FileMapper
-from kvtier.errors import BlockError
+from kvtier.errors import ChunkError
 from kvtier.settings import Checked
 
 if TYPE_CHECKING:  # For the default, which only type checkers hear of: `Backend` alone takes any options.
@@ -45,13 +45,13 @@ class Read(NamedTuple):
 
 
 class Write(NamedTuple):
-    """One chunk to store: `block` is page-aligned and exactly one row long; the tier only reads it."""
+    """One chunk to store: `row` is page-aligned and exactly one row long; the tier only reads it."""
 
     key: OffloadKey
-    block: memoryview
+    row: memoryview
 
 
-Outcome = BlockError | None  # One chunk's; None: it moved.
+Outcome = ChunkError | None  # One chunk's; None: it moved.
 
 
 class Abandoned(NamedTuple):
@@ -84,14 +84,14 @@ class Backend(ABC, Generic[OptionsT]):
     task and no kernel request may touch it afterwards, cancelled or not.
 
     Concurrency: any number of calls may run at once, on one event loop. Of two stores of one key at the same time one
-    whole chunk wins; a load beside a store gives the old chunk, the new one, or `BlockMissing`, never a mixture.
+    whole chunk wins; a load beside a store gives the old chunk, the new one, or `ChunkMissing`, never a mixture.
 
     Cancellation: a cancelled call waits until its buffers are out of use and then raises `CancelledError`. Each of its
     chunks moved wholly or not at all.
 
     Errors: one chunk's failure is its `Outcome`, in the order of the batch: also where the tier could never hold it,
     because its key is too long or too short to be one, or its buffer is not one row long. Such a key is not there for
-    a probe, `BlockMissing` for a load, `NoSpace` for a store and ignored by a delete (`kvtier.backend.Fit` does that).
+    a probe, `ChunkMissing` for a load, `NoSpace` for a store and ignored by a delete (`kvtier.backend.Fit` does that).
     A call raises for the whole only: `BackendClosed`, `BackendUnavailable`, cancellation.
     An empty batch is answered with an empty sequence. A key may appear twice in a batch: each place gets its outcome.
     """

@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from kvtier.backend.contract import Abandoned, Outcome, Read, Write
 from kvtier.backend.keys import GROUP_BYTES, OffloadKey
-from kvtier.errors import BackendClosed, BlockMissing, NoSpace
+from kvtier.errors import BackendClosed, ChunkMissing, NoSpace
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -283,7 +283,7 @@ class Fit:
         self, reads: Sequence[Read], call: Callable[[Sequence[Read]], Awaitable[Sequence[Outcome]]]
     ) -> Sequence[Outcome]:
         """Load what fits; there is no chunk for anything else."""
-        return await self._move(reads, call, BlockMissing)
+        return await self._move(reads, call, ChunkMissing)
 
     async def store(
         self, writes: Sequence[Write], call: Callable[[Sequence[Write]], Awaitable[Sequence[Outcome]]]
@@ -299,7 +299,7 @@ class Fit:
         self,
         batch: Sequence[Chunk],
         call: Callable[[Sequence[Chunk]], Awaitable[Sequence[Outcome]]],
-        refused: type[BlockMissing | NoSpace],
+        refused: type[ChunkMissing | NoSpace],
     ) -> Sequence[Outcome]:
         row_bytes, most = self._row_bytes, self._key_bytes_max
         unfit = {

@@ -35,9 +35,9 @@ from kvtier.backend import (
 from kvtier.config import Checked, Duration, TierConfig, tier_options
 from kvtier.errors import (
     BackendUnavailable,
-    BlockCorrupt,
-    BlockError,
-    BlockMissing,
+    ChunkCorrupt,
+    ChunkError,
+    ChunkMissing,
     ConfigError,
     NoSpace,
     TransferFailed,
@@ -72,8 +72,8 @@ class Faults(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     # Of chunks; the inner tier does not see these.
     failed: Rate = 0.0  # TransferFailed, in loads and stores.
-    missing: Rate = 0.0  # BlockMissing, in loads.
-    corrupt: Rate = 0.0  # BlockCorrupt, in loads.
+    missing: Rate = 0.0  # ChunkMissing, in loads.
+    corrupt: Rate = 0.0  # ChunkCorrupt, in loads.
     no_space: Rate = 0.0  # NoSpace, in stores.
 
     delay_s: Duration = 1.0
@@ -150,10 +150,10 @@ Scripted = Kind | Literal["none"]
 FAULTLESS = Faults()
 UNDEFINED = b"\xdb"  # What fills a buffer whose chunk is made to fail.
 
-ERRORS: dict[Kind, type[BlockError]] = {
+ERRORS: dict[Kind, type[ChunkError]] = {
     "failed": TransferFailed,
-    "missing": BlockMissing,
-    "corrupt": BlockCorrupt,
+    "missing": ChunkMissing,
+    "corrupt": ChunkCorrupt,
     "no_space": NoSpace,
 }
 

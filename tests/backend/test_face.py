@@ -33,7 +33,7 @@ def test_every_error_that_a_tier_may_raise_or_answer_is_there() -> None:
     of_tiers = {
         name
         for name, kind in vars(errors).items()
-        if isinstance(kind, type) and issubclass(kind, errors.BackendError | errors.BlockError | ConfigError)
+        if isinstance(kind, type) and issubclass(kind, errors.BackendError | errors.ChunkError | ConfigError)
     }
     assert of_tiers <= set(kvtier.backend.__all__)
 

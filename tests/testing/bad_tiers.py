@@ -17,7 +17,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvtier.backend import Abandoned, Added, Durability, Measured, Read, Removed, ScanDone, Wrapper, Write
-from kvtier.errors import BackendClosed, BackendUnavailable, BlockMissing, NoSpace
+from kvtier.errors import BackendClosed, BackendUnavailable, ChunkMissing, NoSpace
 from kvtier.testing.conformance import (
     BackendConformance,
     BoundedConformance,
@@ -140,7 +140,7 @@ class Renames(Tier):
         return await super().load([Read(self.name(read.key), read.into) for read in reads])
 
     async def store(self, writes):
-        return await super().store([Write(self.name(write.key), write.block) for write in writes])
+        return await super().store([Write(self.name(write.key), write.row) for write in writes])
 
     async def delete(self, keys):
         await super().delete([self.name(key) for key in keys])
@@ -178,7 +178,7 @@ class SkipsZeros(Tier):
     breaks = ("test_any_bytes_come_back",)
 
     async def store(self, writes):
-        await super().store([write for write in writes if any(write.block)])
+        await super().store([write for write in writes if any(write.row)])
         return [None] * len(writes)
 
 
@@ -266,7 +266,7 @@ class TakesAnyLength(Tier):
         return outcomes
 
     async def store(self, writes):
-        return await super().store([Write(write.key, self.row(write.block)) for write in writes])
+        return await super().store([Write(write.key, self.row(write.row)) for write in writes])
 
 
 class RefusesTheBatchForAKey(Tier):
@@ -302,7 +302,7 @@ class RefusesTheBatchForALength(Tier):
         return await super().load(reads)
 
     async def store(self, writes):
-        self.check(write.block for write in writes)
+        self.check(write.row for write in writes)
         return await super().store(writes)
 
 
@@ -386,7 +386,7 @@ class InPlace(Tier):
 
     def load_one(self, key, into):
         if key not in self.shelf:
-            return BlockMissing(key.hex())
+            return ChunkMissing(key.hex())
         into[:] = self.shelf[key]
         return None
 
@@ -509,7 +509,7 @@ class SwallowsCancellation(Tier):
         try:
             return await super().load(reads)
         except asyncio.CancelledError:
-            return [BlockMissing("cancelled")] * len(reads)
+            return [ChunkMissing("cancelled")] * len(reads)
 
     async def store(self, writes):
         try:
@@ -591,7 +591,7 @@ class WritesOnTheLoop(Tier):
 
     async def store(self, writes):
         null = os.open(os.devnull, os.O_WRONLY)
-        os.pwritev(null, [write.block for write in writes], 0)
+        os.pwritev(null, [write.row for write in writes], 0)
         os.close(null)
         return await super().store(writes)
 
@@ -757,14 +757,14 @@ class BringsBackTheDead(Tier):
 
     async def load(self, reads):
         outcomes = await super().load(reads)
-        return [BlockMissing("") if key in self.hidden else out for (key, _), out in zip(reads, outcomes, strict=True)]
+        return [ChunkMissing("") if key in self.hidden else out for (key, _), out in zip(reads, outcomes, strict=True)]
 
 
 class StoresInTwoSteps(Tier):
     breaks = ("test_a_store_cut_short_leaves_whole_chunks",)
 
     async def store(self, writes):
-        halves = [bytearray(write.block) for write in writes]
+        halves = [bytearray(write.row) for write in writes]
         for half in halves:
             half[len(half) // 2 :] = bytes(len(half) // 2)
         await super().store([Write(write.key, memoryview(half)) for write, half in zip(writes, halves, strict=True)])
@@ -970,7 +970,7 @@ class TakesASecondPlace(Tier):
     breaks = ("test_storing_again_takes_no_second_place",)
 
     async def store(self, writes):
-        await super().store([Write(b"new" + write.key, write.block) for write in writes])
+        await super().store([Write(b"new" + write.key, write.row) for write in writes])
         outcomes = await super().store(writes)
         await super().delete([b"new" + write.key for write in writes])
         return outcomes

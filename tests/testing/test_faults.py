@@ -5,7 +5,7 @@ import pytest
 from kvtier.backend.contract import Abandoned, Backend, Durability, Read
 from kvtier.backend.registry import backend_class
 from kvtier.config import decode
-from kvtier.errors import BackendClosed, BackendUnavailable, BlockMissing, ConfigError, NoSpace
+from kvtier.errors import BackendClosed, BackendUnavailable, ChunkMissing, ConfigError, NoSpace
 from kvtier.testing import virtual_time
 from kvtier.testing.conformance import (
     BackendConformance,
@@ -82,7 +82,7 @@ class Plain(Backend):
         return [False] * len(keys)
 
     async def load(self, reads):
-        return [BlockMissing("")] * len(reads)
+        return [ChunkMissing("")] * len(reads)
 
     async def store(self, writes):
         return [NoSpace("")] * len(writes)
@@ -117,7 +117,7 @@ async def test_a_wrapper_promises_what_its_inner_tier_promises(faulty):
 
 
 @pytest.mark.parametrize(
-    ("kind", "error"), [("failed", "TransferFailed"), ("missing", "BlockMissing"), ("corrupt", "BlockCorrupt")]
+    ("kind", "error"), [("failed", "TransferFailed"), ("missing", "ChunkMissing"), ("corrupt", "ChunkCorrupt")]
 )
 async def test_chunks_that_are_made_to_fail_cost_their_neighbours_nothing(faulty, lender, kind, error):
     keys = keys_of(4)
@@ -133,7 +133,7 @@ async def test_the_buffer_of_a_failed_chunk_is_written_over(faulty, lender):
     reads = lender.writes([key_of(1)])
     faulty.script("load", "failed")
     await faulty.load([Read(*reads[0])])
-    assert bytes(reads[0].block) == b"\xdb" * ROW_BYTES
+    assert bytes(reads[0].row) == b"\xdb" * ROW_BYTES
 
 
 @pytest.mark.parametrize(("kind", "error"), [("failed", "TransferFailed"), ("no_space", "NoSpace")])
@@ -150,7 +150,7 @@ async def test_an_unavailable_tier_does_nothing_and_a_late_one_all(faulty, lende
     for key in keys_of(2):
         with pytest.raises(BackendUnavailable):
             await faulty.store(lender.writes([key]))
-    assert await lender.recall(faulty, keys_of(2)) == ["BlockMissing", label(key_of(1))]
+    assert await lender.recall(faulty, keys_of(2)) == ["ChunkMissing", label(key_of(1))]
 
 
 @pytest.mark.parametrize("operation", ["probe", "load", "store", "delete"])
@@ -188,7 +188,7 @@ async def test_a_hung_call_that_is_cancelled_ends(faulty, lender):
     await asyncio.wait({hung})
     assert hung.cancelled()
     assert faulty.hanging == 0
-    assert await lender.recall(faulty, [key_of(1)]) == ["BlockMissing"]
+    assert await lender.recall(faulty, [key_of(1)]) == ["ChunkMissing"]
 
 
 async def test_a_hang_may_end_by_itself(lender):
@@ -269,7 +269,7 @@ async def test_a_faulty_tier_is_opened_by_configuration(lender):
     loop = asyncio.get_running_loop()
     await lender.keep(faulty, [key_of(1)])
     times = [loop.time()]
-    for expected in (label(key_of(1)), label(key_of(1)), "BlockMissing", label(key_of(1))):
+    for expected in (label(key_of(1)), label(key_of(1)), "ChunkMissing", label(key_of(1))):
         assert await lender.recall(faulty, [key_of(1)]) == [expected]
         times.append(loop.time())
     assert times == [2, 64, 66, 66, 68]

@@ -19,9 +19,9 @@ from kvtier.backend import (
     Abandoned,
     Added,
     Backend,
-    BlockCorrupt,
-    BlockMissing,
     Calls,
+    ChunkCorrupt,
+    ChunkMissing,
     Count,
     Durability,
     Duration,
@@ -179,12 +179,12 @@ class DummyBackend(Backend[DummyOptions]):
         chunk = self._store.chunks.get(name)
         if failed:
             return TransferFailed(f"{read.key.hex()}: the device failed to read it (failure_rate)")
-        if chunk is None or len(chunk.block) != len(read.into):
-            return BlockMissing(f"{read.key.hex()}: not in tier {self._context.name}")
+        if chunk is None or len(chunk.row) != len(read.into):
+            return ChunkMissing(f"{read.key.hex()}: not in tier {self._context.name}")
         if not chunk.sound():
             self._store.lose(name)
-            return BlockCorrupt(f"{read.key.hex()}: checksum mismatch in tier {self._context.name}")
-        read.into[:] = chunk.block
+            return ChunkCorrupt(f"{read.key.hex()}: checksum mismatch in tier {self._context.name}")
+        read.into[:] = chunk.row
         return None
 
     async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
@@ -197,7 +197,7 @@ class DummyBackend(Backend[DummyOptions]):
         names = [self._context.mapper.name(write.key) for write in writes]
         failed = self._draw(self._options.failure_rate, len(writes))
         rotten = self._draw(self._options.corruption_rate, len(writes))
-        await self._take_time((len(write.block) for write in writes), storing=True)
+        await self._take_time((len(write.row) for write in writes), storing=True)
         keep = set(names)
         outcomes = [self._keep(*each, keep) for each in zip(writes, names, failed, rotten, strict=True)]
         self._store.touch(names)
@@ -213,7 +213,7 @@ class DummyBackend(Backend[DummyOptions]):
     def _keep(self, write: Write, name: str, failed: bool, rotten: bool, keep: set[str]) -> Outcome:
         if failed:
             return TransferFailed(f"{write.key.hex()}: the device failed to write it (failure_rate)")
-        block, low_water = bytes(write.block), self._options.low_water
+        block, low_water = bytes(write.row), self._options.low_water
         checksum = xxh3_64_intdigest(block)
         if not self._store.put(name, self._rot(block) if rotten else block, checksum, keep, low_water=low_water):
             return NoSpace(

@@ -95,11 +95,11 @@ Lost = Callable[[str], None]
 class Chunk(NamedTuple):
     """One chunk as it is kept, and the checksum of what was stored."""
 
-    block: bytes
+    row: bytes
     checksum: int
 
     def sound(self) -> bool:
-        return xxh3_64_intdigest(self.block) == self.checksum
+        return xxh3_64_intdigest(self.row) == self.checksum
 
 
 class Store:
@@ -118,7 +118,7 @@ class Store:
         capacity, from halfway between it and the capacity, as far as there are others.
         """
         old = self.chunks.get(name)
-        grown_bytes = len(block) - (len(old.block) if old else 0)
+        grown_bytes = len(block) - (len(old.row) if old else 0)
         victims = self._victims(grown_bytes, keep, low_water)
         if victims is None:
             return False
@@ -140,8 +140,8 @@ class Store:
                 break
             if name not in keep:
                 victims.append(name)
-                needed_bytes -= len(chunk.block)
-                surplus_bytes -= len(chunk.block)
+                needed_bytes -= len(chunk.row)
+                surplus_bytes -= len(chunk.row)
         return victims if needed_bytes <= 0 else None
 
     def touch(self, names: Sequence[str]) -> None:
@@ -153,7 +153,7 @@ class Store:
     def delete(self, name: str) -> None:
         """Forget a chunk that may be there, as asked."""
         chunk = self.chunks.pop(name, None)
-        self.used_bytes -= len(chunk.block) if chunk else 0
+        self.used_bytes -= len(chunk.row) if chunk else 0
 
     def lose(self, name: str) -> None:
         """Forget a chunk unasked, and tell every user."""

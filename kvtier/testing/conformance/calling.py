@@ -39,7 +39,7 @@ class Concurrency(Promises):
         """A reader sees the chunk that was there, the one that comes, or none: never half of each."""
         keys = keys_of(4)
         await lender.keep(backend, keys)
-        whole = {"BlockMissing", *(label(key, version) for key in keys for version in range(4))}
+        whole = {"ChunkMissing", *(label(key, version) for key in keys for version in range(4))}
         for version in range(1, 4):
             calls = [lender.recall(backend, keys) for _ in range(6)]
             told = await asyncio.gather(*calls[:2], _nothing(lender.keep(backend, keys, version)), *calls[2:])
@@ -53,8 +53,8 @@ class Concurrency(Promises):
             await lender.keep(backend, keys)
             calls = [lender.recall(backend, keys) for _ in range(6)]
             told = await asyncio.gather(*calls[:2], _nothing(backend.delete(keys)), *calls[2:])
-            assert not {chunk for chunks in told for chunk in chunks} - {"BlockMissing", *map(label, keys)}
-            assert await lender.recall(backend, keys) == ["BlockMissing"] * 4
+            assert not {chunk for chunks in told for chunk in chunks} - {"ChunkMissing", *map(label, keys)}
+            assert await lender.recall(backend, keys) == ["ChunkMissing"] * 4
 
     async def test_one_chunk_goes_into_many_buffers_at_once(self, backend: Backend, lender: Lender) -> None:
         """Loads of one key at the same time all get it."""
@@ -71,7 +71,7 @@ class Concurrency(Promises):
             for number, chunk in zip(
                 some, await lender.recall(backend, [keys[number] for number in some]), strict=True
             ):
-                assert chunk in {"BlockMissing", *(label(keys[number], version) for version in range(40))}
+                assert chunk in {"ChunkMissing", *(label(keys[number], version) for version in range(40))}
 
         async def act(turn: int) -> None:
             some = rng.sample(range(6), 3)
@@ -132,9 +132,9 @@ class Cancellation(Promises):
             await lender.keep(backend, keys[::2])
             writes = lender.writes(keys, version=1)
             await _cancel(backend.store(writes), after)
-            await self.look_later(lender, [write.block for write in writes])
+            await self.look_later(lender, [write.row for write in writes])
             for index, told in enumerate(await lender.recall(backend, keys)):
-                old = "BlockMissing" if index % 2 else label(keys[index])
+                old = "ChunkMissing" if index % 2 else label(keys[index])
                 assert told in (old, label(keys[index], 1))
 
     @pytest.mark.parametrize("operation", ["load", "store"])
@@ -149,7 +149,7 @@ class Cancellation(Promises):
             rows, call = [read.into for read in reads], backend.load(reads)
         else:
             writes = lender.writes(keys, version=1)
-            rows, call = [write.block for write in writes], backend.store(writes)
+            rows, call = [write.row for write in writes], backend.store(writes)
         task = await begun(call)
         for attempt in range(CANCELS_MAX):
             if not task.cancel():
@@ -169,7 +169,7 @@ class Cancellation(Promises):
         await lender.keep(backend, keys)
         await _cancel(backend.delete(keys), after)
         told = await lender.recall(backend, keys)
-        assert all(chunk in (label(key), "BlockMissing") for key, chunk in zip(keys, told, strict=True)), told
+        assert all(chunk in (label(key), "ChunkMissing") for key, chunk in zip(keys, told, strict=True)), told
         await backend.delete(keys)
         assert list(await backend.probe(keys)) == [False] * len(keys)
 
@@ -214,11 +214,11 @@ class Cancellation(Promises):
             else:
                 call = backend.load(reads) if turn % 2 else backend.store(writes)
             await _cancel(call, after=rng.randrange(8))
-            await self.look_later(lender, [*(write.block for write in writes), *(read.into for read in reads)])
+            await self.look_later(lender, [*(write.row for write in writes), *(read.into for read in reads)])
 
         await asyncio.gather(*map(act, range(42)))
         for key, told in zip(keys, await lender.recall(backend, keys), strict=True):
-            assert told in {"BlockMissing", *(label(key, turn) for turn in range(42))}
+            assert told in {"ChunkMissing", *(label(key, turn) for turn in range(42))}
 
     async def test_a_tier_ends_as_usual_after_cancelled_calls(self, backend: Backend, lender: Lender) -> None:
         """A cancelled call that has raised is no call under way."""
@@ -277,7 +277,7 @@ class GoodManners(Promises):
         keys = keys_of(8)
         writes = lender.writes(keys)
         await backend.store(writes)
-        assert [lender.identify(write.block) for write in writes] == [label(key) for key in keys]
+        assert [lender.identify(write.row) for write in writes] == [label(key) for key in keys]
 
     async def test_what_is_stored_is_a_copy(self, backend: Backend, lender: Lender) -> None:
         """When `store` has answered, the owner may use the buffers for something else."""

@@ -52,7 +52,7 @@ class BoundedConformance(Promises):
             told = await lender.recall(small, keys)
             assert outcomes.count(None) > 0, "a full tier must make room"
             for key, outcome, chunk in zip(keys, outcomes, told, strict=True):
-                assert chunk == (label(key) if outcome is None else "BlockMissing")
+                assert chunk == (label(key) if outcome is None else "ChunkMissing")
 
     async def test_a_batch_that_does_not_fit_is_stored_in_part(self, small: Backend, lender: Lender) -> None:
         """Chunks without room are answered `NoSpace`, or were let go for later ones; nothing fails but they."""
@@ -60,8 +60,8 @@ class BoundedConformance(Promises):
         outcomes = await small.store(lender.writes(keys))
         assert {type(outcome).__name__ for outcome in outcomes} <= {"NoneType", "NoSpace"}
         told = await lender.recall(small, keys)
-        assert {label(key) for key in keys} | {"BlockMissing"} >= set(told)
-        assert self.room_chunks // 2 <= len(keys) - told.count("BlockMissing") <= 2 * self.room_chunks
+        assert {label(key) for key in keys} | {"ChunkMissing"} >= set(told)
+        assert self.room_chunks // 2 <= len(keys) - told.count("ChunkMissing") <= 2 * self.room_chunks
 
     async def test_deleting_makes_room(self, small: Backend, lender: Lender) -> None:
         """What was deleted leaves its room to others, for ever."""
@@ -306,7 +306,7 @@ class RankedConformance(Promises):
         rank(small, [*keys, *keys_of(4, start=100), keys[0]])
         rank(small, [])
         assert occupancy(small) == before
-        assert await lender.recall(small, [*keys, key_of(100)]) == [*map(label, keys), "BlockMissing"]
+        assert await lender.recall(small, [*keys, key_of(100)]) == [*map(label, keys), "ChunkMissing"]
 
 
 def rank(tier: Backend, keys: list[OffloadKey]) -> None:

@@ -26,7 +26,7 @@ from kvtier.backend import (
     TierContext,
     Write,
 )
-from kvtier.errors import BlockMissing, NoSpace
+from kvtier.errors import ChunkMissing, NoSpace
 from kvtier.testing.conformance.lender import keys_of
 from kvtier.testing.conformance.promises import Promises
 
@@ -102,7 +102,7 @@ class Nothing(Backend):
         return [False] * len(keys)
 
     async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
-        return [BlockMissing(key.hex()) for key, _ in reads]
+        return [ChunkMissing(key.hex()) for key, _ in reads]
 
     async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
         return [NoSpace(key.hex()) for key, _ in writes]

@@ -26,7 +26,7 @@ from kvtier.backend import (
     Wrapper,
     Write,
 )
-from kvtier.errors import BackendError, BlockCorrupt, BlockMissing
+from kvtier.errors import BackendError, ChunkCorrupt, ChunkMissing
 from kvtier.testing.faults import FAULTLESS, FaultyBackend, FaultyOptions
 from kvtier.testing.simulation.books import Book, Truth, chunk_of
 
@@ -97,15 +97,15 @@ class Witness(Wrapper[WitnessOptions]):
     async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
         keys = [write.key for write in writes]
         outcomes: Sequence[Outcome] = ()
-        addresses = [_address(write.block) for write in writes]
+        addresses = [_address(write.row) for write in writes]
         begun = self._begin("stores", keys)
         try:
             with self._lent(self._reading, addresses, keys), self._honest("store"):
                 for write in writes:
-                    self._check(write.key, write.block, "to be stored")
+                    self._check(write.key, write.row, "to be stored")
                 outcomes = await self._faulty.store(writes)
             for write in writes:
-                self._check(write.key, write.block, "just stored")
+                self._check(write.key, write.row, "just stored")
             self._check_capacity()
             return outcomes
         finally:
@@ -207,4 +207,4 @@ def _address(buffer: memoryview) -> int:
 def _loaded(outcome: Outcome) -> Truth | None:
     if outcome is None:
         return Truth.PRESENT
-    return Truth.GONE if isinstance(outcome, BlockMissing | BlockCorrupt) else None
+    return Truth.GONE if isinstance(outcome, ChunkMissing | ChunkCorrupt) else None

@@ -124,7 +124,7 @@ class TestFsCounts(CountedConformance):
         async def provoke():
             await lender.keep(backend, [key])
             assert damage(tmp_path, lender.chunk(key)) == 1
-            assert await lender.recall(backend, [key]) == ["BlockCorrupt"]
+            assert await lender.recall(backend, [key]) == ["ChunkCorrupt"]
 
         return provoke
 
