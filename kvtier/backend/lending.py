@@ -1,4 +1,4 @@
-"""Run blocking code in a thread without losing a lent buffer.
+"""Lent buffers: blocking code in threads without losing one, the calls that hold them, and what a tier can hold.
 
 A cancelled `asyncio.to_thread` returns while its thread still writes: with rows reused, that is another request's KV
 overwritten. So `in_thread` comes back when the thread does. The threads are our own daemons, because
@@ -213,19 +213,13 @@ def _call_when_ended(jobs: Sequence[Future[Any]], wake: Callable[[], object]) ->
         job.add_done_callback(count)
 
 
-# The calls of one tier: those under way are counted, and what no tier could hold is kept out of a batch.
-#
-# Every tier needs this and it is easy to get nearly right, so it is here once. Tiers whose calls run in threads count
-# them in their lanes (`kvtier.backend.lending`) instead.
-
-
 KEY_BYTES_SHOWN = 68  # In a message; a key that is refused may be as long as it likes.
 
 Chunk = TypeVar("Chunk", Read, Write)
 
 
 class Calls:
-    """How many calls hold lent buffers. Belongs to one event loop."""
+    """How many calls hold lent buffers. Belongs to one event loop. Tiers with `Lanes` count their calls there."""
 
     def __init__(self, tier_name: str) -> None:
         self._tier_name = tier_name

@@ -1,4 +1,4 @@
-"""Any tier with faults on top: by rates from a seed, or call by call by a script.
+"""Faults on top of any tier: by rates from a seed, or call by call by a script.
 
 With no faults the wrapper is transparent, and passes every suite that the inner tier passes. A buffer whose chunk is
 made to fail is written over, because the contract calls it undefined: whoever believes it is found out. By
@@ -42,9 +42,6 @@ from kvtier.errors import (
     NoSpace,
     TransferFailed,
 )
-
-# What goes wrong with which call of a tier: decided in one synchronous step, by a script or from a seed.
-
 
 Operation = Literal["probe", "load", "store", "delete"]
 Kind = Literal["unavailable", "late_unavailable", "delay", "hang", "failed", "missing", "corrupt", "no_space"]

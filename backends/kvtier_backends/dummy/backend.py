@@ -45,8 +45,6 @@ from kvtier.backend import (
 )
 from kvtier_backends.dummy.store import Device, WriteBudget, open_store
 
-# What a tier in memory reports of its contents: everything at first, later what went unasked.
-
 
 class Report:
     """One consumer's view. Remembers losses only while somebody watches, or they would pile up."""

@@ -1,4 +1,9 @@
-"""What a dummy tier holds: chunks by name, each with its checksum, the least recently used leaving first.
+"""The dummy tier's device and store: when transfers end, and chunks by name, the least recently used leaving first.
+
+A transfer takes the slot that is free first, waits out the latency, and then sends its bytes over the link, which
+serves one transfer after the other. So a burst of n chunks takes max(n / slots * latency, bytes / bandwidth) and about
+one latency more on an idle device; a busy one adds what was booked before. Loads and stores share the link, and each
+byte takes the time of its direction. No clock and no sleep: time is an argument.
 
 A store may have a name and then outlives the tiers that were opened over it, as a disk outlives processes: closing one
 and opening the next is a restart, and two open at once are two engines on one device.
@@ -12,16 +17,6 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from kvtier.errors import ConfigError
-
-# When transfers end on a device: so many at a time, each with its latency, all behind one link.
-#
-# A transfer takes the slot that is free first, waits out the latency, and then sends its bytes over the link, which
-# serves one transfer after the other. So a burst of n chunks takes max(n / slots * latency, bytes / bandwidth) and
-# about
-# one latency more, on an idle device; a busy one adds what was booked before. Loads and stores share the link, and
-# each
-# byte takes the time of its direction. No clock and no sleep: time is an argument.
-
 
 DAY_S = 86_400.0
 BURST_SHARE = 4 / 32  # Of a day's write budget: what may come at once,

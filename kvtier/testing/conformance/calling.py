@@ -1,4 +1,9 @@
-"""The end: a closed tier refuses, waits for what is under way, and says what it leaves."""
+"""Calls: many at once, cancelled ones, their manners, and the end of them all.
+
+Nobody can look into a tier to see what it is doing when it is cancelled, so it is tried after 0, 1, 2 and 5 steps of
+the loop. The owner of the buffers then does what an engine does: it uses them for something else, at once. Then it
+looks again, and again after a while.
+"""
 
 import asyncio
 import gc
@@ -14,8 +19,6 @@ from kvtier.backend import Abandoned, Backend
 from kvtier.errors import BackendClosed
 from kvtier.testing.conformance.lender import Lender, key_of, keys_of, label
 from kvtier.testing.conformance.promises import PATIENCE_S, Promises, begun, ended, steps
-
-# Concurrency: any number of calls at once, and never half of a chunk.
 
 
 class Concurrency(Promises):
@@ -92,13 +95,6 @@ async def _nothing(call: Awaitable[None]) -> list[str]:
     """Run a call among loads, and be told no chunk by it."""
     await call
     return []
-
-
-# Cancellation: a cancelled call comes back when its buffers are out of use, and says that it was cancelled.
-#
-# Nobody can look into a tier to see what it is doing when it is cancelled, so it is tried after 0, 1, 2 and 5 steps of
-# the loop. The owner of the buffers then does what an engine does: it uses them for something else, at once. Then it
-# looks again, and again after a while.
 
 
 BATCH_CHUNKS = 16
@@ -238,9 +234,6 @@ async def _cancel(call: Coroutine[Any, Any, Any], after: int) -> None:
     assert task.cancelled() or not in_time, f"cancelled after {after} steps, but it answered {task}"
     if not in_time:
         task.result()
-
-
-# Good manners: the loop is everybody's, and a lent buffer is the owner's.
 
 
 # What blockbuster does not watch by itself, and a tier on files would call.

@@ -1,4 +1,4 @@
-"""What a tier that keeps its chunks promises to whoever opens it next."""
+"""Durability and namespaces: what the next tier over a storage finds there, and what another model does not."""
 
 from collections.abc import Awaitable, Callable
 
@@ -59,9 +59,6 @@ class DurableBackendConformance(Promises):
         told = await lender.recall(await reopen(), keys)
         await ended(store)
         assert all(chunk in (label(key), "ChunkMissing") for key, chunk in zip(keys, told, strict=True)), told
-
-
-# What a tier promises to two models that share its storage: that they never meet.
 
 
 class NamespacedConformance(Promises):

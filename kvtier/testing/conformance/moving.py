@@ -1,4 +1,4 @@
-"""Deleting: what is gone is gone, and nothing else."""
+"""Chunks on the move: what goes in comes out, a batch answers in order, and what was deleted is gone."""
 
 from operator import attrgetter
 
@@ -9,9 +9,6 @@ from kvtier.backend import Backend, Durability, OffloadKey, Read, Write, make_of
 from kvtier.errors import ChunkError
 from kvtier.testing.conformance.lender import Lender, key_of, keys_of, label
 from kvtier.testing.conformance.promises import Promises
-
-# What goes in comes out, under any key, and only there.
-
 
 ODD_KEYS: dict[str, OffloadKey] = {
     "an empty hash": make_offload_key(b""),
@@ -112,9 +109,6 @@ class WhatGoesInComesOut(Promises):
         assert issubclass(backend.options_type, msgspec.Struct)
         settings = backend.options_type.__struct_config__
         assert (settings.frozen, settings.forbid_unknown_fields) == (True, True)
-
-
-# Batches: one answer for each place, in order, and one bad chunk costs nobody else.
 
 
 LARGE_BATCH_CHUNKS = 300  # More than lanes, slots or queues usually hold.
