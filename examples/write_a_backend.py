@@ -15,23 +15,36 @@ from functools import partial
 
 from xxhash import xxh3_64_digest
 
-from kvtier.backend.contract import Abandoned, Backend, Durability, Read, TierContext, Write
-from kvtier.backend.keys import make_offload_key
-from kvtier.backend.lending import Fit, Lanes, in_thread
-from kvtier.backend.namespace import FileMapper, Namespace
-from kvtier.config import Checked, Path
-from kvtier.errors import BackendUnavailable, BlockCorrupt, BlockMissing
+from kvtier.backend import (
+    Abandoned,
+    Backend,
+    BackendUnavailable,
+    ChunkCorrupt,
+    ChunkMissing,
+    Durability,
+    FileMapper,
+    Fit,
+    Lanes,
+    Namespace,
+    Options,
+    Path,
+    Read,
+    TierContext,
+    Write,
+    in_thread,
+    make_offload_key,
+)
 
 TABLE = "CREATE TABLE IF NOT EXISTS chunks (name TEXT PRIMARY KEY, block BLOB, checksum BLOB) WITHOUT ROWID"
 
 
-class SqliteOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class SqliteOptions(Options, frozen=True, kw_only=True):
     path: Path  # Of the database, which is made if it is not there.
 
 
-class SqliteBackend(Backend):
+class SqliteBackend(Backend[SqliteOptions]):
     durability = Durability.HOST  # The journal outlives a killed process; without fsync it is lost with the power.
-    Options = SqliteOptions
+    options_type = SqliteOptions
 
     def __init__(self, path: str, context: TierContext) -> None:
         self.path, self.context = path, context
@@ -76,9 +89,9 @@ class SqliteBackend(Backend):
 
     def fill(self, read: Read, row: tuple[bytes, bytes] | None):
         if row is None:
-            return BlockMissing(f"{read.key.hex()}: not in {self.path}")
+            return ChunkMissing(f"{read.key.hex()}: not in {self.path}")
         if len(row[0]) != len(read.into) or xxh3_64_digest(row[0]) != row[1]:
-            return BlockCorrupt(f"{read.key.hex()}: not in {self.path} as it was stored")
+            return ChunkCorrupt(f"{read.key.hex()}: not in {self.path} as it was stored")
         read.into[:] = row[0]
         return None
 

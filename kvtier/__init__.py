@@ -38,9 +38,9 @@ if TYPE_CHECKING:
         BackendClosed,
         BackendError,
         BackendUnavailable,
-        BlockCorrupt,
-        BlockError,
-        BlockMissing,
+        ChunkCorrupt,
+        ChunkError,
+        ChunkMissing,
         ConfigError,
         EngineClosed,
         KVTierError,
@@ -60,9 +60,9 @@ __all__ = [
     "BackendClosed",
     "BackendError",
     "BackendUnavailable",
-    "BlockCorrupt",
-    "BlockError",
-    "BlockMissing",
+    "ChunkCorrupt",
+    "ChunkError",
+    "ChunkMissing",
     "ConfigError",
     "Durability",
     "EngineClosed",
@@ -112,7 +112,7 @@ _NAMES_BY_MODULE = {
     ),
     "kvtier.config": "EngineConfig EngineLimits TierConfig TierLimits decode load_config",
     "kvtier.errors": (
-        "BackendClosed BackendError BackendUnavailable BlockCorrupt BlockError BlockMissing ConfigError EngineClosed "
+        "BackendClosed BackendError BackendUnavailable ChunkCorrupt ChunkError ChunkMissing ConfigError EngineClosed "
         "KVTierError NoSpace RowsStillRead TraceError TransferFailed"
     ),
     "kvtier.engine.events": "Event EventKind",

@@ -160,7 +160,7 @@ def tier_options(tier: TierConfig, where: str) -> msgspec.Struct:
     `where` is the tier's path, such as `secondary_tiers[1]`. Raises `ConfigError`.
     """
     try:
-        options = backend_class(tier.type).Options
+        options = backend_class(tier.type).options_type
     except ConfigError as error:
         raise ConfigError(f"{where}.type: {error}") from error
     common = struct_fields(TierConfig).keys() - {"options"}

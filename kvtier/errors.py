@@ -1,6 +1,6 @@
 """Every error that kvtier raises or returns, named by what the caller can do next.
 
-A `BlockError` is both: a value in a batch's outcomes (one bad chunk does not cost its siblings) and an exception where
+A `ChunkError` is both: a value in a batch's outcomes (one bad chunk does not cost its siblings) and an exception where
 one chunk was asked for alone.
 """
 
@@ -41,23 +41,23 @@ class BackendUnavailable(BackendError):
     """The tier cannot be reached now: retry later."""
 
 
-class BlockError(KVTierError):
+class ChunkError(KVTierError):
     """One chunk of a batch did not move."""
 
 
-class BlockMissing(BlockError):
+class ChunkMissing(ChunkError):
     """The tier does not have the chunk: recompute it."""
 
 
-class BlockCorrupt(BlockError):
+class ChunkCorrupt(ChunkError):
     """What the tier has under this key is not what was stored: delete it, recompute."""
 
 
-class NoSpace(BlockError):
+class NoSpace(ChunkError):
     """The tier has no room for the chunk, now or ever: evict, or skip it."""
 
 
-class TransferFailed(BlockError):
+class TransferFailed(ChunkError):
     """The chunk's transfer failed or ran out of time: retry later; what is stored is untouched."""
 
 

@@ -8,13 +8,23 @@ it holds, how full it is) is a small protocol of its own. `kvtier.testing.confor
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from enum import Enum
-from typing import ClassVar, NamedTuple, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, runtime_checkable
 
 import msgspec
 
 from kvtier.backend.keys import OffloadKey
 from kvtier.backend.namespace import FileMapper
-from kvtier.errors import BlockError
+from kvtier.errors import ChunkError
+from kvtier.settings import Checked
+
+if TYPE_CHECKING:  # For the default, which only type checkers hear of: `Backend` alone takes any options.
+    from typing_extensions import TypeVar
+
+    OptionsT = TypeVar("OptionsT", bound=msgspec.Struct, default=Any)
+else:
+    from typing import TypeVar
+
+    OptionsT = TypeVar("OptionsT")
 
 INVENTORY_BATCH_KEYS = 4_096  # Decoding and indexing this many takes about a millisecond of an engine's step.
 
@@ -35,13 +45,13 @@ class Read(NamedTuple):
 
 
 class Write(NamedTuple):
-    """One chunk to store: `block` is page-aligned and exactly one row long; the tier only reads it."""
+    """One chunk to store: `row` is page-aligned and exactly one row long; the tier only reads it."""
 
     key: OffloadKey
-    block: memoryview
+    row: memoryview
 
 
-Outcome = BlockError | None  # One chunk's; None: it moved.
+Outcome = ChunkError | None  # One chunk's; None: it moved.
 
 
 class Abandoned(NamedTuple):
@@ -58,34 +68,44 @@ class TierContext(NamedTuple):
     row_bytes: int  # Length of every buffer that will be lent: a multiple of 4,096.
 
 
-class Backend(ABC):
-    """A secondary tier.
+class Options(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of a tier's own options, checked however they are made: by a file, or in Python.
+
+    class ShelfOptions(Options, frozen=True, kw_only=True):
+        root: Path
+        capacity_bytes: Size | None = None
+    """
+
+
+class Backend(ABC, Generic[OptionsT]):
+    """A secondary tier; generic in its options.
 
     Buffers: a lent buffer belongs to the call until the call returns or raises, and not a moment longer: no thread, no
     task and no kernel request may touch it afterwards, cancelled or not.
 
     Concurrency: any number of calls may run at once, on one event loop. Of two stores of one key at the same time one
-    whole chunk wins; a load beside a store gives the old chunk, the new one, or `BlockMissing`, never a mixture.
+    whole chunk wins; a load beside a store gives the old chunk, the new one, or `ChunkMissing`, never a mixture.
 
     Cancellation: a cancelled call waits until its buffers are out of use and then raises `CancelledError`. Each of its
     chunks moved wholly or not at all.
 
     Errors: one chunk's failure is its `Outcome`, in the order of the batch: also where the tier could never hold it,
     because its key is too long or too short to be one, or its buffer is not one row long. Such a key is not there for
-    a probe, `BlockMissing` for a load, `NoSpace` for a store and ignored by a delete (`kvtier.backend.Fit` does that).
+    a probe, `ChunkMissing` for a load, `NoSpace` for a store and ignored by a delete (`kvtier.backend.Fit` does that).
     A call raises for the whole only: `BackendClosed`, `BackendUnavailable`, cancellation.
     An empty batch is answered with an empty sequence. A key may appear twice in a batch: each place gets its outcome.
     """
 
-    durability: ClassVar[Durability]
-    """What a stored chunk survives, proved by tests."""
+    durability: Durability
+    """What a stored chunk survives, proved by tests. A class says what every tier of it promises; an open one may
+    promise more, as its options have it."""
 
-    Options: ClassVar[type[msgspec.Struct]]
-    """The tier's own configuration fields: a frozen struct that forbids unknown fields."""
+    options_type: ClassVar[type[msgspec.Struct]]
+    """The tier's own configuration fields: a frozen struct that forbids unknown fields, such as an `Options`."""
 
     @classmethod
     @abstractmethod
-    async def open(cls, options: msgspec.Struct, context: TierContext) -> Self:
+    async def open(cls, options: OptionsT, context: TierContext) -> Self:
         """Open the tier on the running loop. Raises `ConfigError` or `BackendUnavailable`, and then leaves nothing."""
 
     @abstractmethod
@@ -187,7 +207,10 @@ class Counted(Protocol):
     """A tier that counts what a user should hear of, such as corrupt chunks by their kind."""
 
     def counts(self) -> Mapping[str, int]:
-        """Return totals since the tier was opened, by name, from memory; a name that is missing counts as zero."""
+        """Return totals since the tier was opened, by name, from memory; a name that is missing counts as zero.
+
+        A total never falls, and what was returned does not change. A name is a word of a metric's label.
+        """
         ...
 
 
@@ -196,5 +219,12 @@ class Described(Protocol):
     """A tier that can say where and how it keeps chunks, for the line in the log that tells of its start."""
 
     def description(self) -> Mapping[str, str]:
-        """Return a few words by name, such as a directory, in the order to be shown; from memory."""
+        """Return a few words by name, such as a directory, in the order to be shown; from memory.
+
+        The same words for as long as the tier is open, each on one line.
+        """
         ...
+
+
+OPTIONAL: tuple[type[Any], ...] = (Inventory, Measured, Ranked, Counted, Described)
+"""Every protocol that a tier may keep beside the contract: what a wrapper passes on."""

@@ -1,4 +1,4 @@
-"""Run blocking code in a thread without losing a lent buffer.
+"""Lent buffers: blocking code in threads without losing one, the calls that hold them, and what a tier can hold.
 
 A cancelled `asyncio.to_thread` returns while its thread still writes: with rows reused, that is another request's KV
 overwritten. So `in_thread` comes back when the thread does. The threads are our own daemons, because
@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from kvtier.backend.contract import Abandoned, Outcome, Read, Write
 from kvtier.backend.keys import GROUP_BYTES, OffloadKey
-from kvtier.errors import BackendClosed, BlockMissing, NoSpace
+from kvtier.errors import BackendClosed, ChunkMissing, NoSpace
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -213,19 +213,13 @@ def _call_when_ended(jobs: Sequence[Future[Any]], wake: Callable[[], object]) ->
         job.add_done_callback(count)
 
 
-# The calls of one tier: those under way are counted, and what no tier could hold is kept out of a batch.
-#
-# Every tier needs this and it is easy to get nearly right, so it is here once. Tiers whose calls run in threads count
-# them in their lanes (`kvtier.backend.lending`) instead.
-
-
 KEY_BYTES_SHOWN = 68  # In a message; a key that is refused may be as long as it likes.
 
 Chunk = TypeVar("Chunk", Read, Write)
 
 
 class Calls:
-    """How many calls hold lent buffers. Belongs to one event loop."""
+    """How many calls hold lent buffers. Belongs to one event loop. Tiers with `Lanes` count their calls there."""
 
     def __init__(self, tier_name: str) -> None:
         self._tier_name = tier_name
@@ -283,7 +277,7 @@ class Fit:
         self, reads: Sequence[Read], call: Callable[[Sequence[Read]], Awaitable[Sequence[Outcome]]]
     ) -> Sequence[Outcome]:
         """Load what fits; there is no chunk for anything else."""
-        return await self._move(reads, call, BlockMissing)
+        return await self._move(reads, call, ChunkMissing)
 
     async def store(
         self, writes: Sequence[Write], call: Callable[[Sequence[Write]], Awaitable[Sequence[Outcome]]]
@@ -299,7 +293,7 @@ class Fit:
         self,
         batch: Sequence[Chunk],
         call: Callable[[Sequence[Chunk]], Awaitable[Sequence[Outcome]]],
-        refused: type[BlockMissing | NoSpace],
+        refused: type[ChunkMissing | NoSpace],
     ) -> Sequence[Outcome]:
         row_bytes, most = self._row_bytes, self._key_bytes_max
         unfit = {

@@ -4,6 +4,7 @@ A backend is imported when it is first asked for, never with kvtier: what it nee
 """
 
 import inspect
+from typing import TypeGuard
 
 import msgspec
 
@@ -36,18 +37,22 @@ def backend_class(type_name: str) -> type[Backend]:
 
 def _checked(type_name: str, found: object) -> type[Backend]:
     """Return what was found if it is a whole backend."""
-    if not (isinstance(found, type) and issubclass(found, Backend)):
-        raise ConfigError(f"tier type {type_name!r}: {found!r} is no subclass of kvtier.backend.contract.Backend")
+    if not _is_backend(found):
+        raise ConfigError(f"tier type {type_name!r}: {found!r} is no subclass of kvtier.backend.Backend")
     if inspect.isabstract(found):
         lacking = ", ".join(sorted(found.__abstractmethods__))
         raise ConfigError(f"tier type {type_name!r}: {found.__name__} does not implement {lacking}")
     if not isinstance(getattr(found, "durability", None), Durability):
         raise ConfigError(f"tier type {type_name!r}: {found.__name__}.durability is no Durability")
-    options = getattr(found, "Options", None)
+    options = getattr(found, "options_type", None)
     if not (isinstance(options, type) and issubclass(options, msgspec.Struct)):
-        raise ConfigError(f"tier type {type_name!r}: {found.__name__}.Options is no msgspec.Struct")
+        raise ConfigError(f"tier type {type_name!r}: {found.__name__}.options_type is no msgspec.Struct")
     if not (options.__struct_config__.frozen and options.__struct_config__.forbid_unknown_fields):
         raise ConfigError(
-            f"tier type {type_name!r}: {found.__name__}.Options is not both frozen and closed to unknown fields"
+            f"tier type {type_name!r}: {found.__name__}.options_type is not both frozen and closed to unknown fields"
         )
     return found
+
+
+def _is_backend(found: object) -> TypeGuard[type[Backend]]:
+    return isinstance(found, type) and issubclass(found, Backend)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from kvtier.backend import OffloadKey
-from kvtier.errors import BlockCorrupt, BlockError, BlockMissing, NoSpace
+from kvtier.errors import ChunkCorrupt, ChunkError, ChunkMissing, NoSpace
 
 # Keys and rows as they cross the bridge: keys as one bytes object, rows as packed u32.
 #
@@ -69,11 +69,11 @@ class Code(IntEnum):
     LOST = 8  # Its runner died; its rows are lent until the process is known to have ended.
 
 
-def code_of(error: BlockError) -> Code:
+def code_of(error: ChunkError) -> Code:
     match error:
-        case BlockMissing():
+        case ChunkMissing():
             return Code.MISSING
-        case BlockCorrupt():
+        case ChunkCorrupt():
             return Code.CORRUPT
         case NoSpace():
             return Code.NO_SPACE

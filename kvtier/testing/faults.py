@@ -1,4 +1,4 @@
-"""Any tier with faults on top: by rates from a seed, or call by call by a script.
+"""Faults on top of any tier: by rates from a seed, or call by call by a script.
 
 With no faults the wrapper is transparent, and passes every suite that the inner tier passes. A buffer whose chunk is
 made to fail is written over, because the contract calls it undefined: whoever believes it is found out. By
@@ -14,7 +14,7 @@ configuration, for an engine whose tiers live in another process:
 import asyncio
 import random
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
@@ -24,33 +24,24 @@ from kvtier.backend import (
     Abandoned,
     Backend,
     Calls,
-    Described,
-    Durability,
-    Inventory,
-    InventoryEvent,
-    Measured,
-    Occupancy,
     OffloadKey,
     Outcome,
-    Ranked,
     Read,
     TierContext,
+    Wrapper,
     Write,
     backend_class,
 )
 from kvtier.config import Checked, Duration, TierConfig, tier_options
 from kvtier.errors import (
     BackendUnavailable,
-    BlockCorrupt,
-    BlockError,
-    BlockMissing,
+    ChunkCorrupt,
+    ChunkError,
+    ChunkMissing,
     ConfigError,
     NoSpace,
     TransferFailed,
 )
-
-# What goes wrong with which call of a tier: decided in one synchronous step, by a script or from a seed.
-
 
 Operation = Literal["probe", "load", "store", "delete"]
 Kind = Literal["unavailable", "late_unavailable", "delay", "hang", "failed", "missing", "corrupt", "no_space"]
@@ -78,8 +69,8 @@ class Faults(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     # Of chunks; the inner tier does not see these.
     failed: Rate = 0.0  # TransferFailed, in loads and stores.
-    missing: Rate = 0.0  # BlockMissing, in loads.
-    corrupt: Rate = 0.0  # BlockCorrupt, in loads.
+    missing: Rate = 0.0  # ChunkMissing, in loads.
+    corrupt: Rate = 0.0  # ChunkCorrupt, in loads.
     no_space: Rate = 0.0  # NoSpace, in stores.
 
     delay_s: Duration = 1.0
@@ -156,10 +147,10 @@ Scripted = Kind | Literal["none"]
 FAULTLESS = Faults()
 UNDEFINED = b"\xdb"  # What fills a buffer whose chunk is made to fail.
 
-ERRORS: dict[Kind, type[BlockError]] = {
+ERRORS: dict[Kind, type[ChunkError]] = {
     "failed": TransferFailed,
-    "missing": BlockMissing,
-    "corrupt": BlockCorrupt,
+    "missing": ChunkMissing,
+    "corrupt": ChunkCorrupt,
     "no_space": NoSpace,
 }
 
@@ -215,42 +206,25 @@ class FaultyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         return dice
 
 
-class FaultyBackend(Backend):
-    """A tier that fails as it is told. Offers what the inner tier does of the optional protocols, but for `Counted`."""
+class FaultyBackend(Wrapper[FaultyOptions]):
+    """A tier that fails as it is told."""
 
-    durability: ClassVar[Durability] = Durability.PROCESS  # The least; an instance promises what its inner tier does.
-    Options = FaultyOptions
-    watch: Callable[[], AsyncIterator[InventoryEvent]]
-    occupancy: Callable[[], Occupancy]
-    rank: Callable[[Sequence[OffloadKey]], None]
-    description: Callable[[], Mapping[str, str]]
+    options_type = FaultyOptions
 
     def __init__(self, inner: Backend, faults: Faults = FAULTLESS, seed: int = 0, *, dice: Dice | None = None) -> None:
         """Take over an open tier, which is closed with this one. `dice` are thrown instead of new ones."""
+        super().__init__(inner)
         self.met: Counter[Kind] = Counter()
         """How many calls or chunks met each fault."""
         self.hanging = 0
         """How many calls hang now."""
-        self._inner = inner
         self._dice = Dice(faults, seed) if dice is None else dice
         self._calls = Calls(f"faulty {type(inner).__name__}")
         self._gate = asyncio.Event()
         self._hanging_changed = asyncio.Event()
-        # On the instance, so that isinstance(…, Inventory) says of the wrapper what it says of the inner tier: a
-        # method of the class would claim it for all, and from Python 3.12 on it does not ask __getattr__.
-        vars(self)["durability"] = inner.durability
-        if isinstance(inner, Inventory):
-            self.watch = inner.watch
-        if isinstance(inner, Measured):
-            self.occupancy = inner.occupancy
-        if isinstance(inner, Ranked):
-            self.rank = inner.rank
-        if isinstance(inner, Described):
-            self.description = inner.description
 
     @classmethod
-    async def open(cls, options: msgspec.Struct, context: TierContext) -> Self:
-        assert isinstance(options, FaultyOptions)
+    async def open(cls, options: FaultyOptions, context: TierContext) -> Self:
         inner_class, inner_options = options.inner_tier()
         return cls(await inner_class.open(inner_options, context), dice=options.dice())
 

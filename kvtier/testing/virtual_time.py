@@ -27,9 +27,6 @@ from weakref import WeakSet
 
 from kvtier.errors import KVTierError
 
-# What asyncio asks of every event loop whatever it waits for, and a clear refusal of all that reaches outside.
-
-
 ExceptionHandler = Callable[[asyncio.AbstractEventLoop, dict[str, Any]], object]
 
 logger = logging.getLogger("asyncio")

@@ -294,8 +294,8 @@ class TestFaults:
         await follower.until(lambda: follower.scanned)
         await lender.keep(tier, keys_of(3))
         follower.held.update(keys_of(3))
-        assert await lender.recall(tier, keys_of(2)) == ["BlockCorrupt"] * 2
-        assert await lender.recall(tier, keys_of(2)) == ["BlockMissing"] * 2
+        assert await lender.recall(tier, keys_of(2)) == ["ChunkCorrupt"] * 2
+        assert await lender.recall(tier, keys_of(2)) == ["ChunkMissing"] * 2
         await follower.until(lambda: follower.held == {key_of(2)})
         await tier.aclose(1)
 
@@ -320,7 +320,7 @@ class TestFaults:
         assert first != await told(2)
         assert first != await told(1, name="1:dummy")
         assert 150 < first[:1_000].count("TransferFailed") < 250
-        assert 90 < first[1_000:].count("BlockCorrupt") < 170
+        assert 90 < first[1_000:].count("ChunkCorrupt") < 170
 
 
 class TestNamedStores:
@@ -381,13 +381,13 @@ class TestNamedStores:
         await first.aclose(1)
         longer = Lender(2 * ROW_BYTES)
         tier = DummyBackend(DummyOptions(store="shelf"), tier_context(2 * ROW_BYTES, model_name="m"))
-        assert await longer.recall(tier, keys_of(1)) == ["BlockMissing"]
+        assert await longer.recall(tier, keys_of(1)) == ["ChunkMissing"]
 
 
 async def test_a_tier_is_opened_by_configuration(lender):
     tier_type = backend_class("dummy")
     given = {"latency_s": "1ms", "bandwidth_bytes_per_s": "1GiB", "capacity_bytes": "16KiB", "concurrency": 2}
-    tier = await tier_type.open(decode(tier_type.Options, given), tier_context(ROW_BYTES))
+    tier = await tier_type.open(decode(tier_type.options_type, given), tier_context(ROW_BYTES))
     await lender.keep(tier, keys_of(1))
     assert tier.occupancy() == Occupancy(1, ROW_BYTES, 16_384)
 

@@ -1,7 +1,7 @@
 import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import msgspec
 import pytest
@@ -17,14 +17,14 @@ class NullOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True
     pass
 
 
-class NullBackend(Backend):
+class NullBackend(Backend[NullOptions]):
     """A whole backend that keeps nothing."""
 
-    durability: ClassVar[Durability] = Durability.PROCESS
-    Options = NullOptions
+    durability = Durability.PROCESS
+    options_type = NullOptions
 
     @classmethod
-    async def open(cls, options: msgspec.Struct, context: TierContext) -> Self:
+    async def open(cls, options: NullOptions, context: TierContext) -> Self:
         return cls()
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
@@ -55,7 +55,7 @@ class Forgetful(NullBackend):
 
 
 class Optionless(NullBackend):
-    Options = dict  # type: ignore[assignment]
+    options_type = dict  # type: ignore[assignment]
 
 
 class LaxOptions(msgspec.Struct):
@@ -63,7 +63,7 @@ class LaxOptions(msgspec.Struct):
 
 
 class Lax(NullBackend):
-    Options = LaxOptions
+    options_type = LaxOptions
 
 
 class Shelf:
@@ -216,12 +216,12 @@ def test_a_bug_in_a_module_comes_out_as_it_is(module: Install, source: str, kind
 NOT_WHOLE: list[tuple[str, Any]] = [
     ("Nothing", f"module {HERE!r} has no 'Nothing'"),
     ("Shelf.Nothing", f"module {HERE!r} has no 'Shelf.Nothing'"),
-    ("Shelf", "is no subclass of kvtier.backend.contract.Backend"),
-    ("Shelf.number", "3 is no subclass of kvtier.backend.contract.Backend"),
+    ("Shelf", "is no subclass of kvtier.backend.Backend"),
+    ("Shelf.number", "3 is no subclass of kvtier.backend.Backend"),
     ("Unfinished", "Unfinished does not implement probe"),
     ("Forgetful", "Forgetful.durability is no Durability"),
-    ("Optionless", "Optionless.Options is no msgspec.Struct"),
-    ("Lax", "Lax.Options is not both frozen and closed to unknown fields"),
+    ("Optionless", "Optionless.options_type is no msgspec.Struct"),
+    ("Lax", "Lax.options_type is not both frozen and closed to unknown fields"),
 ]
 
 

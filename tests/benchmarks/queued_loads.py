@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 import uvloop
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
-from kvtier.errors import BlockMissing
+from kvtier.errors import ChunkMissing
 from kvtier.memory.region import Region
 from kvtier.tools.bench.figures import Side, interleaved
 from kvtier.tools.bench.files import OpenTier, TierCase
@@ -55,7 +55,7 @@ def until_found(load: Callable[[], None]) -> None:
     """Wait for a tier to have looked at what its directory holds."""
     ends_at = time.monotonic() + SCAN_S
     while time.monotonic() < ends_at:
-        with suppress(BlockMissing):
+        with suppress(ChunkMissing):
             return load()
     return load()
 

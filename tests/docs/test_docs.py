@@ -182,7 +182,7 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
     "Limits of a tier": TierLimits,
     "The namespace": Namespace,
     "A KV-cache group": Group,
-    **{f"Options of {name}": backend_class(name).Options for name in known_types()},
+    **{f"Options of {name}": backend_class(name).options_type for name in known_types()},
 }
 
 

@@ -23,7 +23,7 @@ class HungMountOptions(FsOptions, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 class HungMount(FsBackend):
-    Options = HungMountOptions
+    options_type = HungMountOptions
 
     @classmethod
     async def open(cls, options, context):

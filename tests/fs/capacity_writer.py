@@ -13,7 +13,7 @@ from typing import Any
 
 from kvtier.backend.contract import TierContext
 from kvtier.backend.namespace import FileMapper, Namespace
-from kvtier.errors import BlockMissing, NoSpace
+from kvtier.errors import ChunkMissing, NoSpace
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
@@ -45,7 +45,7 @@ async def work(tier: FsBackend, row_bytes: int, keys: int, seed: str, done: dict
             for key, outcome, told in zip(batch, outcomes, lender.told(reads, outcomes), strict=True):
                 if outcome is None and told != label(key):
                     say("wrong", key.hex(), told)
-                if outcome is not None and not isinstance(outcome, BlockMissing):
+                if outcome is not None and not isinstance(outcome, ChunkMissing):
                     say("wrong", key.hex(), repr(outcome))
                 done["hits" if outcome is None else "misses"] += 1
             del reads

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.backend.keys import OffloadKey
-from kvtier.errors import BackendUnavailable, BlockCorrupt, BlockError, BlockMissing, NoSpace, TransferFailed, cause_of
+from kvtier.errors import BackendUnavailable, ChunkCorrupt, ChunkError, ChunkMissing, NoSpace, TransferFailed, cause_of
 from kvtier.runner.messages import Code, PackedKeys, code_of, pack_keys, pack_rows, unpack_keys, unpack_rows
 
 keys = st.binary(max_size=40).map(OffloadKey)
@@ -32,14 +32,14 @@ def test_keys_that_are_all_empty_are_not_forgotten() -> None:
 @pytest.mark.parametrize(
     ("error", "code"),
     [
-        (BlockMissing("gone"), Code.MISSING),
-        (BlockCorrupt("rotten"), Code.CORRUPT),
+        (ChunkMissing("gone"), Code.MISSING),
+        (ChunkCorrupt("rotten"), Code.CORRUPT),
         (NoSpace("full"), Code.NO_SPACE),
         (TransferFailed("broken"), Code.FAILED),
-        (BlockError("of a kind that is not known here"), Code.FAILED),
+        (ChunkError("of a kind that is not known here"), Code.FAILED),
     ],
 )
-def test_each_error_has_its_code(error: BlockError, code: Code) -> None:
+def test_each_error_has_its_code(error: ChunkError, code: Code) -> None:
     assert code_of(error) is code
 
 

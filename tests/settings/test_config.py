@@ -5,7 +5,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import msgspec
 import pytest
@@ -36,14 +36,14 @@ class ShelfOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     capacity_bytes: PositiveSize | None = None
 
 
-class Shelf(Backend):
+class Shelf(Backend[ShelfOptions]):
     """A backend with an option that must be given; never opened here."""
 
-    durability: ClassVar[Durability] = Durability.HOST
-    Options = ShelfOptions
+    durability = Durability.HOST
+    options_type = ShelfOptions
 
     @classmethod
-    async def open(cls, options: msgspec.Struct, context: TierContext) -> Self:
+    async def open(cls, options: ShelfOptions, context: TierContext) -> Self:
         raise NotImplementedError
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
@@ -68,7 +68,7 @@ class GreedyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Greedy(Shelf):
-    Options = GreedyOptions  # type: ignore[assignment]
+    options_type = GreedyOptions  # type: ignore[assignment]
 
 
 SHELF = f"{__name__}:Shelf"

@@ -16,16 +16,21 @@ from typing import ClassVar
 import pytest
 from msgspec.structs import replace
 
-from kvtier.backend.contract import Abandoned, Added, Read, Removed, ScanDone, Write
-from kvtier.errors import BackendClosed, BackendUnavailable, BlockMissing, NoSpace
+from kvtier.backend import Abandoned, Added, Durability, Measured, Read, Removed, ScanDone, Wrapper, Write
+from kvtier.errors import BackendClosed, BackendUnavailable, ChunkMissing, NoSpace
 from kvtier.testing.conformance import (
     BackendConformance,
     BoundedConformance,
+    CountedConformance,
+    DescribedConformance,
     DurableBackendConformance,
     InventoryConformance,
+    Lender,
     MeasuredConformance,
     NamespacedConformance,
     RankedConformance,
+    WrapperConformance,
+    keys_of,
     tier_context,
 )
 from kvtier_backends.dummy import DummyBackend, DummyOptions, forget_store
@@ -41,6 +46,32 @@ class Tier(DummyBackend):
     def __init__(self, options, context):
         super().__init__(options, context)
         self.context = context
+        self.missed = 0
+
+    async def load(self, reads):
+        outcomes = await super().load(reads)
+        self.missed += len(outcomes) - outcomes.count(None)
+        return outcomes
+
+    def counts(self):
+        return {"missed": self.missed}
+
+    def description(self):
+        return {"store": "suite", "row": f"{self.context.row_bytes:,} bytes"}
+
+    @staticmethod
+    def wrap(inner):
+        return Around(inner)
+
+
+class Around(Wrapper):
+    """A wrapper that changes nothing."""
+
+    options_type = DummyOptions
+
+    @classmethod
+    async def open(cls, options, context):
+        return cls(DummyBackend(options, context))
 
 
 # What goes in comes out.
@@ -109,7 +140,7 @@ class Renames(Tier):
         return await super().load([Read(self.name(read.key), read.into) for read in reads])
 
     async def store(self, writes):
-        return await super().store([Write(self.name(write.key), write.block) for write in writes])
+        return await super().store([Write(self.name(write.key), write.row) for write in writes])
 
     async def delete(self, keys):
         await super().delete([self.name(key) for key in keys])
@@ -147,7 +178,7 @@ class SkipsZeros(Tier):
     breaks = ("test_any_bytes_come_back",)
 
     async def store(self, writes):
-        await super().store([write for write in writes if any(write.block)])
+        await super().store([write for write in writes if any(write.row)])
         return [None] * len(writes)
 
 
@@ -235,7 +266,7 @@ class TakesAnyLength(Tier):
         return outcomes
 
     async def store(self, writes):
-        return await super().store([Write(write.key, self.row(write.block)) for write in writes])
+        return await super().store([Write(write.key, self.row(write.row)) for write in writes])
 
 
 class RefusesTheBatchForAKey(Tier):
@@ -271,7 +302,7 @@ class RefusesTheBatchForALength(Tier):
         return await super().load(reads)
 
     async def store(self, writes):
-        self.check(write.block for write in writes)
+        self.check(write.row for write in writes)
         return await super().store(writes)
 
 
@@ -355,7 +386,7 @@ class InPlace(Tier):
 
     def load_one(self, key, into):
         if key not in self.shelf:
-            return BlockMissing(key.hex())
+            return ChunkMissing(key.hex())
         into[:] = self.shelf[key]
         return None
 
@@ -481,7 +512,7 @@ class SwallowsCancellation(Tier):
         try:
             return await super().load(reads)
         except asyncio.CancelledError:
-            return [BlockMissing("cancelled")] * len(reads)
+            return [ChunkMissing("cancelled")] * len(reads)
 
     async def store(self, writes):
         try:
@@ -563,7 +594,7 @@ class WritesOnTheLoop(Tier):
 
     async def store(self, writes):
         null = os.open(os.devnull, os.O_WRONLY)
-        os.pwritev(null, [write.block for write in writes], 0)
+        os.pwritev(null, [write.row for write in writes], 0)
         os.close(null)
         return await super().store(writes)
 
@@ -729,14 +760,14 @@ class BringsBackTheDead(Tier):
 
     async def load(self, reads):
         outcomes = await super().load(reads)
-        return [BlockMissing("") if key in self.hidden else out for (key, _), out in zip(reads, outcomes, strict=True)]
+        return [ChunkMissing("") if key in self.hidden else out for (key, _), out in zip(reads, outcomes, strict=True)]
 
 
 class StoresInTwoSteps(Tier):
     breaks = ("test_a_store_cut_short_leaves_whole_chunks",)
 
     async def store(self, writes):
-        halves = [bytearray(write.block) for write in writes]
+        halves = [bytearray(write.row) for write in writes]
         for half in halves:
             half[len(half) // 2 :] = bytes(len(half) // 2)
         await super().store([Write(write.key, memoryview(half)) for write, half in zip(writes, halves, strict=True)])
@@ -884,12 +915,6 @@ class NeverShrinks(Tier):
 
 class CountsMisses(Tier):
     breaks = ("test_loading_and_probing_change_nothing",)
-    missed = 0
-
-    async def load(self, reads):
-        outcomes = await super().load(reads)
-        self.missed += len(outcomes) - outcomes.count(None)
-        return outcomes
 
     def occupancy(self):
         now = super().occupancy()
@@ -948,7 +973,7 @@ class TakesASecondPlace(Tier):
     breaks = ("test_storing_again_takes_no_second_place",)
 
     async def store(self, writes):
-        await super().store([Write(b"new" + write.key, write.block) for write in writes])
+        await super().store([Write(b"new" + write.key, write.row) for write in writes])
         outcomes = await super().store(writes)
         await super().delete([b"new" + write.key for write in writes])
         return outcomes
@@ -993,6 +1018,136 @@ class CountsWhatItHearsOf(Tier):
         return now._replace(chunks=now.chunks + self.heard)
 
 
+# Counts, and describes itself.
+
+
+class CountsNothing(Tier):
+    breaks = ("test_what_happens_is_counted", "test_counts_are_whole_numbers_by_words")
+
+    def counts(self):
+        return {}
+
+
+class CountsSinceItWasAsked(Tier):
+    breaks = ("test_what_happens_is_counted",)
+
+    def counts(self):
+        told, self.missed = self.missed, 0
+        return {"missed": told}
+
+
+class CountsWhatIsThere(Tier):
+    breaks = ("test_a_total_never_falls",)
+    turn = 0
+
+    def counts(self):
+        self.turn += 1
+        return {"missed": self.missed, "held": 1_000 - self.turn}
+
+
+class LendsItsCounts(Tier):
+    breaks = ("test_what_was_told_does_not_change",)
+
+    def __init__(self, options, context):
+        super().__init__(options, context)
+        self.totals = {}
+
+    async def load(self, reads):
+        outcomes = await super().load(reads)
+        self.totals["missed"] = self.missed
+        return outcomes
+
+    def counts(self):
+        return self.totals
+
+
+class CountsInSentences(Tier):
+    breaks = ("test_counts_are_whole_numbers_by_words",)
+
+    def counts(self):
+        return {"chunks that were not there": self.missed}
+
+
+class CountsInHalves(Tier):
+    breaks = ("test_counts_are_whole_numbers_by_words",)
+
+    def counts(self):
+        return {"missed": self.missed / 2}
+
+
+class DescribesItselfInLines(Tier):
+    breaks = ("test_a_description_is_a_few_words_on_one_line",)
+
+    def description(self):
+        return {"store": "suite\nrow: any"}
+
+
+class DescribesItsContents(Tier):
+    breaks = ("test_a_description_stays_what_it_is",)
+
+    def description(self):
+        return {"chunks": str(self.occupancy().chunks)}
+
+
+# Wrappers.
+
+
+class ForgetsCounts(Around):
+    def __init__(self, inner):
+        super().__init__(inner)
+        vars(self).pop("counts", None)
+
+
+class WrapsWithoutCounts(Tier):
+    breaks = ("test_a_wrapper_offers_what_it_wraps",)
+    wrap = staticmethod(ForgetsCounts)
+
+
+class ClaimsCounts(Around):
+    def counts(self):
+        return {}
+
+
+class WrapsWithCountsOfItsOwn(Tier):
+    breaks = ("test_a_wrapper_offers_nothing_else",)
+    wrap = staticmethod(ClaimsCounts)
+
+
+class MeasuresItself(Around):
+    def __init__(self, inner):
+        super().__init__(inner)
+        if isinstance(inner, Measured):
+            self.occupancy = lambda: inner.occupancy()._replace(chunks=0, used_bytes=0)
+
+
+class WrapsAndSaysItIsEmpty(Tier):
+    breaks = ("test_a_wrapper_says_what_its_inner_tier_says",)
+    wrap = staticmethod(MeasuresItself)
+
+
+class DoesNotPassOnRanks(Around):
+    def __init__(self, inner):
+        super().__init__(inner)
+        if hasattr(inner, "rank"):
+            self.rank = lambda keys: None
+
+
+class WrapsAndDoesNotListen(Tier):
+    breaks = ("test_a_wrapper_passes_on_what_is_reported_and_ranked",)
+    wrap = staticmethod(DoesNotPassOnRanks)
+
+
+class PromisesTheMost(Around):
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.durability = Durability.POWER
+
+
+class WrapsAndPromisesMore(Tier):
+    breaks = ("test_a_wrapper_promises_no_more_than_what_it_wraps",)
+    wrap = staticmethod(PromisesTheMost)
+
+
 class Everything(
     BackendConformance,
     DurableBackendConformance,
@@ -1001,6 +1156,9 @@ class Everything(
     MeasuredConformance,
     BoundedConformance,
     RankedConformance,
+    CountedConformance,
+    DescribedConformance,
+    WrapperConformance,
 ):
     """All promises, made by a device in a named store that is slow enough for calls to meet."""
 
@@ -1036,6 +1194,19 @@ class Everything(
     @pytest.fixture
     async def small(self):
         return self.open(store=None, capacity_bytes=self.room_chunks * self.chunk_bytes)
+
+    @pytest.fixture
+    def provoke(self, backend):
+        lender = Lender(self.chunk_bytes)
+
+        async def provoke():
+            await lender.recall(backend, keys_of(2, start=1_000))
+
+        return provoke
+
+    @pytest.fixture
+    def wrap(self):
+        return self.tier.wrap
 
 
 def all_tiers(base: type[Tier] = Tier) -> list[type[Tier]]:

@@ -58,4 +58,4 @@ class TestTheExampleBackend(BackendConformance, DurableBackendConformance, Names
 
 def test_the_example_runs():
     ended = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, check=True)
-    assert "stored: [None, None]\nprobed: [True, True, False]\nloaded: [None, None, BlockMissing(" in ended.stdout
+    assert "stored: [None, None]\nprobed: [True, True, False]\nloaded: [None, None, ChunkMissing(" in ended.stdout

@@ -2,10 +2,10 @@ import asyncio
 
 import pytest
 
-from kvtier.backend.contract import Abandoned, Backend, Durability, Inventory, Measured, Occupancy, Ranked, Read
+from kvtier.backend.contract import Abandoned, Backend, Durability, Read
 from kvtier.backend.registry import backend_class
 from kvtier.config import decode
-from kvtier.errors import BackendClosed, BackendUnavailable, BlockMissing, ConfigError, NoSpace
+from kvtier.errors import BackendClosed, BackendUnavailable, ChunkMissing, ConfigError, NoSpace
 from kvtier.testing import virtual_time
 from kvtier.testing.conformance import (
     BackendConformance,
@@ -14,6 +14,7 @@ from kvtier.testing.conformance import (
     Lender,
     MeasuredConformance,
     RankedConformance,
+    WrapperConformance,
     key_of,
     keys_of,
     label,
@@ -47,6 +48,12 @@ class WithoutFaults(
         return FaultyBackend(DummyBackend(options, tier_context(ROW_BYTES)), self.faults)
 
 
+class TestOffers(WrapperConformance):
+    @pytest.fixture
+    def wrap(self):
+        return FaultyBackend
+
+
 class TestAroundAnInstantTier(WithoutFaults):
     """The whole suite, as if there were no wrapper."""
 
@@ -65,7 +72,7 @@ class Plain(Backend):
     """A tier that neither says what it holds nor how full it is, which is nothing, for ever."""
 
     durability = Durability.POWER
-    Options = DummyOptions
+    options_type = DummyOptions
 
     @classmethod
     async def open(cls, options, context):
@@ -75,7 +82,7 @@ class Plain(Backend):
         return [False] * len(keys)
 
     async def load(self, reads):
-        return [BlockMissing("")] * len(reads)
+        return [ChunkMissing("")] * len(reads)
 
     async def store(self, writes):
         return [NoSpace("")] * len(writes)
@@ -104,24 +111,13 @@ def tier(seed=0, script=None, **faults) -> FaultyBackend:
     return faulty
 
 
-async def test_a_wrapper_offers_what_its_inner_tier_offers(faulty):
-    assert isinstance(faulty, Inventory)
-    assert isinstance(faulty, Measured)
-    assert isinstance(faulty, Ranked)
-    assert faulty.occupancy() == Occupancy(0, 0, None)
-    bare = FaultyBackend(Plain())
-    assert not isinstance(bare, Inventory)
-    assert not isinstance(bare, Measured)
-    assert not isinstance(bare, Ranked)
-
-
 async def test_a_wrapper_promises_what_its_inner_tier_promises(faulty):
     assert faulty.durability is Durability.PROCESS
     assert FaultyBackend(Plain()).durability is Durability.POWER
 
 
 @pytest.mark.parametrize(
-    ("kind", "error"), [("failed", "TransferFailed"), ("missing", "BlockMissing"), ("corrupt", "BlockCorrupt")]
+    ("kind", "error"), [("failed", "TransferFailed"), ("missing", "ChunkMissing"), ("corrupt", "ChunkCorrupt")]
 )
 async def test_chunks_that_are_made_to_fail_cost_their_neighbours_nothing(faulty, lender, kind, error):
     keys = keys_of(4)
@@ -137,7 +133,7 @@ async def test_the_buffer_of_a_failed_chunk_is_written_over(faulty, lender):
     reads = lender.writes([key_of(1)])
     faulty.script("load", "failed")
     await faulty.load([Read(*reads[0])])
-    assert bytes(reads[0].block) == b"\xdb" * ROW_BYTES
+    assert bytes(reads[0].row) == b"\xdb" * ROW_BYTES
 
 
 @pytest.mark.parametrize(("kind", "error"), [("failed", "TransferFailed"), ("no_space", "NoSpace")])
@@ -154,7 +150,7 @@ async def test_an_unavailable_tier_does_nothing_and_a_late_one_all(faulty, lende
     for key in keys_of(2):
         with pytest.raises(BackendUnavailable):
             await faulty.store(lender.writes([key]))
-    assert await lender.recall(faulty, keys_of(2)) == ["BlockMissing", label(key_of(1))]
+    assert await lender.recall(faulty, keys_of(2)) == ["ChunkMissing", label(key_of(1))]
 
 
 @pytest.mark.parametrize("operation", ["probe", "load", "store", "delete"])
@@ -192,7 +188,7 @@ async def test_a_hung_call_that_is_cancelled_ends(faulty, lender):
     await asyncio.wait({hung})
     assert hung.cancelled()
     assert faulty.hanging == 0
-    assert await lender.recall(faulty, [key_of(1)]) == ["BlockMissing"]
+    assert await lender.recall(faulty, [key_of(1)]) == ["ChunkMissing"]
 
 
 async def test_a_hang_may_end_by_itself(lender):
@@ -268,12 +264,12 @@ async def test_a_faulty_tier_is_opened_by_configuration(lender):
         "script": {"load": ["delay", "none", "missing"]},
         "seed": 3,
     }
-    options = decode(backend_class(TYPE).Options, given)
+    options = decode(backend_class(TYPE).options_type, given)
     faulty = await backend_class(TYPE).open(options, tier_context(ROW_BYTES))
     loop = asyncio.get_running_loop()
     await lender.keep(faulty, [key_of(1)])
     times = [loop.time()]
-    for expected in (label(key_of(1)), label(key_of(1)), "BlockMissing", label(key_of(1))):
+    for expected in (label(key_of(1)), label(key_of(1)), "ChunkMissing", label(key_of(1))):
         assert await lender.recall(faulty, [key_of(1)]) == [expected]
         times.append(loop.time())
     assert times == [2, 64, 66, 66, 68]
@@ -295,7 +291,7 @@ async def test_a_faulty_tier_is_opened_by_configuration(lender):
 )
 def test_a_mistake_in_the_configuration_is_named(given, path):
     with pytest.raises(ConfigError, match=f"^tiers.{path}"):
-        decode(backend_class(TYPE).Options, given, "tiers")
+        decode(backend_class(TYPE).options_type, given, "tiers")
 
 
 def test_a_script_takes_only_faults_of_its_operation(faulty):

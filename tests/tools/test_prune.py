@@ -165,7 +165,7 @@ async def test_an_engine_misses_what_was_removed_and_can_store_it_again(root: Pa
     for number in (0, 1):
         age(root / mapper.name(key_of(number)), 10)
     assert (await asyncio.to_thread(run, "prune", root, "--older-than", "1d", "--yes"))[0] == 0
-    expected = ["BlockMissing", "BlockMissing", label(key_of(2)), label(key_of(3))]
+    expected = ["ChunkMissing", "ChunkMissing", label(key_of(2)), label(key_of(3))]
     assert await lender.recall(tier, keys_of(4)) == expected
     assert list(await tier.probe(keys_of(4))) == [False, False, True, True]
     await lender.keep(tier, keys_of(2), version=1)

@@ -78,19 +78,19 @@ def test_verify_finds_a_damaged_slot_and_prune_wipes_it(store, run, run_json, ro
     }
     assert run("verify", root)[0] == 0
     told = recalled(root, 3)
-    assert sorted(told) == sorted([*[label(key) for key in keys_of(3) if label(key) in told], "BlockMissing"])
-    assert told.count("BlockMissing") == 1
+    assert sorted(told) == sorted([*[label(key) for key in keys_of(3) if label(key) in told], "ChunkMissing"])
+    assert told.count("ChunkMissing") == 1
 
 
 def test_what_is_pruned_stays_away_and_a_segment_with_nothing_in_it_goes(store, run_json, root: Path) -> None:
     (segment,) = store(keys_of(4), layout="segments")
     assert run_json("prune", root, "--to-size", str(2 * SLOT_BYTES) + "B", "--yes")["files"] == 2
     told = recalled(root, 4)
-    assert told.count("BlockMissing") == 2
+    assert told.count("ChunkMissing") == 2
     assert told[:2] == [label(key) for key in keys_of(2)], "the head of a batch was stored last"
     assert run_json("prune", root, "--namespace", segment.parent.name, "--yes")["files"] == 2
     assert not segment.exists()
-    assert recalled(root, 4) == ["BlockMissing"] * 4
+    assert recalled(root, 4) == ["ChunkMissing"] * 4
 
 
 def test_a_segment_of_a_live_engine_is_looked_at_and_left_alone(

@@ -9,7 +9,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Annotated, ClassVar, Self
+from typing import Annotated, Self
 
 import msgspec
 from xxhash import xxh3_64_intdigest
@@ -20,24 +20,30 @@ from kvtier.backend import (
     Added,
     Backend,
     Calls,
+    ChunkCorrupt,
+    ChunkMissing,
+    Count,
     Durability,
+    Duration,
     Fit,
     InventoryEvent,
+    NoSpace,
     Occupancy,
     OffloadKey,
+    Options,
     Outcome,
+    PositiveSize,
     Read,
     Removed,
     ScanDone,
+    Share,
+    Size,
     TierContext,
+    TransferFailed,
     Write,
     make_offload_key,
 )
-from kvtier.config import Checked, Count, Duration, PositiveSize, Share, Size
-from kvtier.errors import BlockCorrupt, BlockMissing, NoSpace, TransferFailed
 from kvtier_backends.dummy.store import Device, WriteBudget, open_store
-
-# What a tier in memory reports of its contents: everything at first, later what went unasked.
 
 
 class Report:
@@ -103,7 +109,7 @@ Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # As far a
 """How many of all, 0 to 1."""
 
 
-class DummyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DummyOptions(Options, frozen=True, kw_only=True):
     """A device's figures. The defaults are memory's own: no waiting, no faults, no limit."""
 
     latency_s: Duration = 0.0  # From a transfer's start to its first byte; also what probing or deleting a batch takes.
@@ -120,11 +126,11 @@ class DummyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     seed: Seed = 0  # Of failures and corruption, together with the tier's name.
 
 
-class DummyBackend(Backend):
+class DummyBackend(Backend[DummyOptions]):
     """A tier in memory with a device's speed and faults. Offers `Inventory` and `Measured`."""
 
-    durability: ClassVar[Durability] = Durability.PROCESS
-    Options = DummyOptions
+    durability = Durability.PROCESS
+    options_type = DummyOptions
 
     def __init__(self, options: DummyOptions, context: TierContext) -> None:
         """Open the tier at once, without waiting. Raises `ConfigError` if the named store is not to be had."""
@@ -147,8 +153,7 @@ class DummyBackend(Backend):
         self._store.enter(namespace, self._lost, shared=options.shared)
 
     @classmethod
-    async def open(cls, options: msgspec.Struct, context: TierContext) -> Self:
-        assert isinstance(options, DummyOptions)
+    async def open(cls, options: DummyOptions, context: TierContext) -> Self:
         return cls(options, context)
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
@@ -172,12 +177,12 @@ class DummyBackend(Backend):
         chunk = self._store.chunks.get(name)
         if failed:
             return TransferFailed(f"{read.key.hex()}: the device failed to read it (failure_rate)")
-        if chunk is None or len(chunk.block) != len(read.into):
-            return BlockMissing(f"{read.key.hex()}: not in tier {self._context.name}")
+        if chunk is None or len(chunk.row) != len(read.into):
+            return ChunkMissing(f"{read.key.hex()}: not in tier {self._context.name}")
         if not chunk.sound():
             self._store.lose(name)
-            return BlockCorrupt(f"{read.key.hex()}: checksum mismatch in tier {self._context.name}")
-        read.into[:] = chunk.block
+            return ChunkCorrupt(f"{read.key.hex()}: checksum mismatch in tier {self._context.name}")
+        read.into[:] = chunk.row
         return None
 
     async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
@@ -190,7 +195,7 @@ class DummyBackend(Backend):
         names = [self._context.mapper.name(write.key) for write in writes]
         failed = self._draw(self._options.failure_rate, len(writes))
         rotten = self._draw(self._options.corruption_rate, len(writes))
-        await self._take_time((len(write.block) for write in writes), storing=True)
+        await self._take_time((len(write.row) for write in writes), storing=True)
         keep = set(names)
         outcomes = [self._keep(*each, keep) for each in zip(writes, names, failed, rotten, strict=True)]
         self._store.touch(names)
@@ -206,7 +211,7 @@ class DummyBackend(Backend):
     def _keep(self, write: Write, name: str, failed: bool, rotten: bool, keep: set[str]) -> Outcome:
         if failed:
             return TransferFailed(f"{write.key.hex()}: the device failed to write it (failure_rate)")
-        block, low_water = bytes(write.block), self._options.low_water
+        block, low_water = bytes(write.row), self._options.low_water
         checksum = xxh3_64_intdigest(block)
         if not self._store.put(name, self._rot(block) if rotten else block, checksum, keep, low_water=low_water):
             return NoSpace(

@@ -1,4 +1,9 @@
-"""What a dummy tier holds: chunks by name, each with its checksum, the least recently used leaving first.
+"""The dummy tier's device and store: when transfers end, and chunks by name, the least recently used leaving first.
+
+A transfer takes the slot that is free first, waits out the latency, and then sends its bytes over the link, which
+serves one transfer after the other. So a burst of n chunks takes max(n / slots * latency, bytes / bandwidth) and about
+one latency more on an idle device; a busy one adds what was booked before. Loads and stores share the link, and each
+byte takes the time of its direction. No clock and no sleep: time is an argument.
 
 A store may have a name and then outlives the tiers that were opened over it, as a disk outlives processes: closing one
 and opening the next is a restart, and two open at once are two engines on one device.
@@ -12,16 +17,6 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from kvtier.errors import ConfigError
-
-# When transfers end on a device: so many at a time, each with its latency, all behind one link.
-#
-# A transfer takes the slot that is free first, waits out the latency, and then sends its bytes over the link, which
-# serves one transfer after the other. So a burst of n chunks takes max(n / slots * latency, bytes / bandwidth) and
-# about
-# one latency more, on an idle device; a busy one adds what was booked before. Loads and stores share the link, and
-# each
-# byte takes the time of its direction. No clock and no sleep: time is an argument.
-
 
 DAY_S = 86_400.0
 BURST_SHARE = 4 / 32  # Of a day's write budget: what may come at once,
@@ -95,11 +90,11 @@ Lost = Callable[[str], None]
 class Chunk(NamedTuple):
     """One chunk as it is kept, and the checksum of what was stored."""
 
-    block: bytes
+    row: bytes
     checksum: int
 
     def sound(self) -> bool:
-        return xxh3_64_intdigest(self.block) == self.checksum
+        return xxh3_64_intdigest(self.row) == self.checksum
 
 
 class Store:
@@ -118,7 +113,7 @@ class Store:
         capacity, from halfway between it and the capacity, as far as there are others.
         """
         old = self.chunks.get(name)
-        grown_bytes = len(block) - (len(old.block) if old else 0)
+        grown_bytes = len(block) - (len(old.row) if old else 0)
         victims = self._victims(grown_bytes, keep, low_water)
         if victims is None:
             return False
@@ -140,8 +135,8 @@ class Store:
                 break
             if name not in keep:
                 victims.append(name)
-                needed_bytes -= len(chunk.block)
-                surplus_bytes -= len(chunk.block)
+                needed_bytes -= len(chunk.row)
+                surplus_bytes -= len(chunk.row)
         return victims if needed_bytes <= 0 else None
 
     def touch(self, names: Sequence[str]) -> None:
@@ -153,7 +148,7 @@ class Store:
     def delete(self, name: str) -> None:
         """Forget a chunk that may be there, as asked."""
         chunk = self.chunks.pop(name, None)
-        self.used_bytes -= len(chunk.block) if chunk else 0
+        self.used_bytes -= len(chunk.row) if chunk else 0
 
     def lose(self, name: str) -> None:
         """Forget a chunk unasked, and tell every user."""

@@ -4,10 +4,9 @@ import asyncio
 import resource
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import ClassVar, Self
+from typing import Self
 
 import aiofiles.os
-import msgspec
 
 from kvtier.backend import (
     Abandoned,
@@ -38,19 +37,18 @@ from kvtier_backends.fs.segments.layout import SegmentsLayout
 _open = aiofiles.os.wrap(open_books)
 
 
-class FsBackend(Backend):
+class FsBackend(Backend[FsOptions]):
     """Chunks in a directory of the engine's own: a file each, or in slots of segments."""
 
-    durability: ClassVar[Durability] = Durability.HOST
-    Options: ClassVar[type[msgspec.Struct]] = FsOptions
+    durability = Durability.HOST  # With `fsync` an open tier promises `POWER`.
+    options_type = FsOptions
 
     @classmethod
-    async def open(cls, options: msgspec.Struct, context: TierContext) -> Self:
+    async def open(cls, options: FsOptions, context: TierContext) -> Self:
         """Open the tier and start to look what the directory holds; calls are answered meanwhile.
 
         A root that is missing is made if its parent is there.
         """
-        assert isinstance(options, FsOptions), options
         _check_file_size(context.row_bytes + FOOTER_BYTES)
         context = context._replace(mapper=FileMapper(context.mapper.namespace, options.naming))
         folder = Folder(options, context.mapper)
@@ -74,6 +72,8 @@ class FsBackend(Backend):
         scan_lane: Lanes,
     ) -> None:
         """Use `open` instead."""
+        if options.fsync:
+            self.durability = Durability.POWER
         self._name = context.name
         self._options = options
         self._stores = Calls(context.name)

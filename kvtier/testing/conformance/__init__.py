@@ -20,6 +20,11 @@ Subclass what your tier offers, in a module that pytest collects, and give it op
 - `BoundedConformance`: tiers that offer `Measured` and have a capacity. Fixture `small`: a tier with room for
   `room_chunks` chunks; `backend` is not needed.
 - `RankedConformance`: tiers that offer `Ranked`, too. Fixture `small` as before, evicting by recency.
+- `CountedConformance`: tiers that offer `Counted`. Fixture `provoke`: an async function without arguments that makes
+  `backend` count something.
+- `DescribedConformance`: tiers that offer `Described`.
+- `WrapperConformance`: tiers that stand around another one. Fixture `wrap`: a function that puts the wrapper around an
+  open tier; `backend` is not needed.
 
 Every test opens its tier anew: fixtures have function scope. `chunk_bytes` (16,384) is the length of a row and may be
 overridden in the class, as may `settle_s`, how long a test gives a thread that should be gone to show itself.
@@ -35,24 +40,28 @@ were found where.
 import pytest
 
 # Before they are imported, or third parties would see bare AssertionErrors.
-pytest.register_assert_rewrite(
-    *(f"{__name__}.{module}" for module in ("lender", "promises", "moving", "calling", "suite", "durable", "optional"))
-)
+MODULES = ("lender", "promises", "moving", "calling", "suite", "durable", "optional", "wrapping")
+pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in MODULES))
 
 from kvtier.testing.conformance.durable import DurableBackendConformance, NamespacedConformance  # noqa: E402
 from kvtier.testing.conformance.lender import Lender, key_of, keys_of, label, tier_context  # noqa: E402
 from kvtier.testing.conformance.optional import (  # noqa: E402
     BoundedConformance,
+    CountedConformance,
+    DescribedConformance,
     Follower,
     InventoryConformance,
     MeasuredConformance,
     RankedConformance,
 )
 from kvtier.testing.conformance.suite import BackendConformance  # noqa: E402
+from kvtier.testing.conformance.wrapping import WrapperConformance  # noqa: E402
 
 __all__ = [
     "BackendConformance",
     "BoundedConformance",
+    "CountedConformance",
+    "DescribedConformance",
     "DurableBackendConformance",
     "Follower",
     "InventoryConformance",
@@ -60,6 +69,7 @@ __all__ = [
     "MeasuredConformance",
     "NamespacedConformance",
     "RankedConformance",
+    "WrapperConformance",
     "key_of",
     "keys_of",
     "label",

@@ -1,4 +1,9 @@
-"""The end: a closed tier refuses, waits for what is under way, and says what it leaves."""
+"""Calls: many at once, cancelled ones, their manners, and the end of them all.
+
+Nobody can look into a tier to see what it is doing when it is cancelled, so it is tried after 0, 1, 2 and 5 steps of
+the loop. The owner of the buffers then does what an engine does: it uses them for something else, at once. Then it
+looks again, and again after a while.
+"""
 
 import asyncio
 import gc
@@ -14,8 +19,6 @@ from kvtier.backend import Abandoned, Backend
 from kvtier.errors import BackendClosed
 from kvtier.testing.conformance.lender import Lender, key_of, keys_of, label
 from kvtier.testing.conformance.promises import PATIENCE_S, Promises, begun, ended, steps
-
-# Concurrency: any number of calls at once, and never half of a chunk.
 
 
 class Concurrency(Promises):
@@ -39,7 +42,7 @@ class Concurrency(Promises):
         """A reader sees the chunk that was there, the one that comes, or none: never half of each."""
         keys = keys_of(4)
         await lender.keep(backend, keys)
-        whole = {"BlockMissing", *(label(key, version) for key in keys for version in range(4))}
+        whole = {"ChunkMissing", *(label(key, version) for key in keys for version in range(4))}
         for version in range(1, 4):
             calls = [lender.recall(backend, keys) for _ in range(6)]
             told = await asyncio.gather(*calls[:2], _nothing(lender.keep(backend, keys, version)), *calls[2:])
@@ -53,8 +56,8 @@ class Concurrency(Promises):
             await lender.keep(backend, keys)
             calls = [lender.recall(backend, keys) for _ in range(6)]
             told = await asyncio.gather(*calls[:2], _nothing(backend.delete(keys)), *calls[2:])
-            assert not {chunk for chunks in told for chunk in chunks} - {"BlockMissing", *map(label, keys)}
-            assert await lender.recall(backend, keys) == ["BlockMissing"] * 4
+            assert not {chunk for chunks in told for chunk in chunks} - {"ChunkMissing", *map(label, keys)}
+            assert await lender.recall(backend, keys) == ["ChunkMissing"] * 4
 
     async def test_one_chunk_goes_into_many_buffers_at_once(self, backend: Backend, lender: Lender) -> None:
         """Loads of one key at the same time all get it."""
@@ -71,7 +74,7 @@ class Concurrency(Promises):
             for number, chunk in zip(
                 some, await lender.recall(backend, [keys[number] for number in some]), strict=True
             ):
-                assert chunk in {"BlockMissing", *(label(keys[number], version) for version in range(40))}
+                assert chunk in {"ChunkMissing", *(label(keys[number], version) for version in range(40))}
 
         async def act(turn: int) -> None:
             some = rng.sample(range(6), 3)
@@ -92,13 +95,6 @@ async def _nothing(call: Awaitable[None]) -> list[str]:
     """Run a call among loads, and be told no chunk by it."""
     await call
     return []
-
-
-# Cancellation: a cancelled call comes back when its buffers are out of use, and says that it was cancelled.
-#
-# Nobody can look into a tier to see what it is doing when it is cancelled, so it is tried after 0, 1, 2 and 5 steps of
-# the loop. The owner of the buffers then does what an engine does: it uses them for something else, at once. Then it
-# looks again, and again after a while.
 
 
 BATCH_CHUNKS = 16
@@ -132,9 +128,9 @@ class Cancellation(Promises):
             await lender.keep(backend, keys[::2])
             writes = lender.writes(keys, version=1)
             await _cancel(backend.store(writes), after)
-            await self.look_later(lender, [write.block for write in writes])
+            await self.look_later(lender, [write.row for write in writes])
             for index, told in enumerate(await lender.recall(backend, keys)):
-                old = "BlockMissing" if index % 2 else label(keys[index])
+                old = "ChunkMissing" if index % 2 else label(keys[index])
                 assert told in (old, label(keys[index], 1))
 
     @pytest.mark.parametrize("operation", ["load", "store"])
@@ -149,7 +145,7 @@ class Cancellation(Promises):
             rows, call = [read.into for read in reads], backend.load(reads)
         else:
             writes = lender.writes(keys, version=1)
-            rows, call = [write.block for write in writes], backend.store(writes)
+            rows, call = [write.row for write in writes], backend.store(writes)
         task = await begun(call)
         for attempt in range(CANCELS_MAX):
             if not task.cancel():
@@ -169,7 +165,7 @@ class Cancellation(Promises):
         await lender.keep(backend, keys)
         await _cancel(backend.delete(keys), after)
         told = await lender.recall(backend, keys)
-        assert all(chunk in (label(key), "BlockMissing") for key, chunk in zip(keys, told, strict=True)), told
+        assert all(chunk in (label(key), "ChunkMissing") for key, chunk in zip(keys, told, strict=True)), told
         await backend.delete(keys)
         assert list(await backend.probe(keys)) == [False] * len(keys)
 
@@ -214,11 +210,11 @@ class Cancellation(Promises):
             else:
                 call = backend.load(reads) if turn % 2 else backend.store(writes)
             await _cancel(call, after=rng.randrange(8))
-            await self.look_later(lender, [*(write.block for write in writes), *(read.into for read in reads)])
+            await self.look_later(lender, [*(write.row for write in writes), *(read.into for read in reads)])
 
         await asyncio.gather(*map(act, range(42)))
         for key, told in zip(keys, await lender.recall(backend, keys), strict=True):
-            assert told in {"BlockMissing", *(label(key, turn) for turn in range(42))}
+            assert told in {"ChunkMissing", *(label(key, turn) for turn in range(42))}
 
     async def test_a_tier_ends_as_usual_after_cancelled_calls(self, backend: Backend, lender: Lender) -> None:
         """A cancelled call that has raised is no call under way."""
@@ -238,9 +234,6 @@ async def _cancel(call: Coroutine[Any, Any, Any], after: int) -> None:
     assert task.cancelled() or not in_time, f"cancelled after {after} steps, but it answered {task}"
     if not in_time:
         task.result()
-
-
-# Good manners: the loop is everybody's, and a lent buffer is the owner's.
 
 
 # What blockbuster does not watch by itself, and a tier on files would call.
@@ -277,7 +270,7 @@ class GoodManners(Promises):
         keys = keys_of(8)
         writes = lender.writes(keys)
         await backend.store(writes)
-        assert [lender.identify(write.block) for write in writes] == [label(key) for key in keys]
+        assert [lender.identify(write.row) for write in writes] == [label(key) for key in keys]
 
     async def test_what_is_stored_is_a_copy(self, backend: Backend, lender: Lender) -> None:
         """When `store` has answered, the owner may use the buffers for something else."""

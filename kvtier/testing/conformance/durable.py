@@ -1,4 +1,4 @@
-"""What a tier that keeps its chunks promises to whoever opens it next."""
+"""Durability and namespaces: what the next tier over a storage finds there, and what another model does not."""
 
 from collections.abc import Awaitable, Callable
 
@@ -47,7 +47,7 @@ class DurableBackendConformance(Promises):
         await lender.keep(backend, keys)
         await backend.delete(keys[:3])
         backend = await reopen()
-        assert await lender.recall(backend, keys) == ["BlockMissing"] * 3 + [label(key) for key in keys[3:]]
+        assert await lender.recall(backend, keys) == ["ChunkMissing"] * 3 + [label(key) for key in keys[3:]]
 
     async def test_a_store_cut_short_leaves_whole_chunks(
         self, backend: Backend, reopen: Reopen, lender: Lender
@@ -58,10 +58,7 @@ class DurableBackendConformance(Promises):
         await backend.aclose(0)
         told = await lender.recall(await reopen(), keys)
         await ended(store)
-        assert all(chunk in (label(key), "BlockMissing") for key, chunk in zip(keys, told, strict=True)), told
-
-
-# What a tier promises to two models that share its storage: that they never meet.
+        assert all(chunk in (label(key), "ChunkMissing") for key, chunk in zip(keys, told, strict=True)), told
 
 
 class NamespacedConformance(Promises):
@@ -71,7 +68,7 @@ class NamespacedConformance(Promises):
         """The same key in two namespaces is two chunks."""
         keys = keys_of(4)
         await lender.keep(backend, keys)
-        assert await lender.recall(neighbour, keys) == ["BlockMissing"] * 4
+        assert await lender.recall(neighbour, keys) == ["ChunkMissing"] * 4
         assert list(await neighbour.probe(keys)) == [False] * 4
         await lender.keep(neighbour, keys, version=1)
         assert await lender.recall(backend, keys) == [label(key) for key in keys]

@@ -1,4 +1,4 @@
-"""Deleting: what is gone is gone, and nothing else."""
+"""Chunks on the move: what goes in comes out, a batch answers in order, and what was deleted is gone."""
 
 from operator import attrgetter
 
@@ -6,12 +6,9 @@ import msgspec
 import pytest
 
 from kvtier.backend import Backend, Durability, OffloadKey, Read, Write, make_offload_key
-from kvtier.errors import BlockError
+from kvtier.errors import ChunkError
 from kvtier.testing.conformance.lender import Lender, key_of, keys_of, label
 from kvtier.testing.conformance.promises import Promises
-
-# What goes in comes out, under any key, and only there.
-
 
 ODD_KEYS: dict[str, OffloadKey] = {
     "an empty hash": make_offload_key(b""),
@@ -58,8 +55,8 @@ class WhatGoesInComesOut(Promises):
             assert await lender.recall(backend, [key_of(1)]) == [label(key_of(1))]
 
     async def test_what_was_never_stored_is_missing(self, backend: Backend, lender: Lender) -> None:
-        """`BlockMissing` is a value, and the only answer for a key that the tier does not have."""
-        assert await lender.recall(backend, keys_of(4)) == ["BlockMissing"] * 4
+        """`ChunkMissing` is a value, and the only answer for a key that the tier does not have."""
+        assert await lender.recall(backend, keys_of(4)) == ["ChunkMissing"] * 4
 
     async def test_a_probe_says_what_a_load_would_find(self, backend: Backend, lender: Lender) -> None:
         """In a tier where nothing else goes on the hint is right."""
@@ -83,7 +80,7 @@ class WhatGoesInComesOut(Promises):
         assert list(await backend.probe([key])) == [True]
         assert await lender.recall(backend, [key]) == [label(key)]
         await backend.delete([key])
-        assert await lender.recall(backend, [key]) == ["BlockMissing"]
+        assert await lender.recall(backend, [key]) == ["ChunkMissing"]
 
     async def test_keys_that_look_alike_are_different_chunks(self, backend: Backend, lender: Lender) -> None:
         """No two keys share a chunk, whatever they have in common: letters, a beginning, a hash."""
@@ -105,14 +102,13 @@ class WhatGoesInComesOut(Promises):
         assert bytes(reads[0].into) == block
 
     async def test_a_tier_says_what_it_promises_and_takes(self, backend: Backend) -> None:
-        """`durability` and `Options` are declared, and options are frozen and closed to unknown fields."""
+        """`durability` and `options_type` are declared, and options are frozen and closed to unknown fields."""
         assert isinstance(backend.durability, Durability)
-        assert issubclass(backend.Options, msgspec.Struct)
-        settings = backend.Options.__struct_config__
+        levels = list(Durability)
+        assert levels.index(type(backend).durability) <= levels.index(backend.durability)
+        assert issubclass(backend.options_type, msgspec.Struct)
+        settings = backend.options_type.__struct_config__
         assert (settings.frozen, settings.forbid_unknown_fields) == (True, True)
-
-
-# Batches: one answer for each place, in order, and one bad chunk costs nobody else.
 
 
 LARGE_BATCH_CHUNKS = 300  # More than lanes, slots or queues usually hold.
@@ -138,9 +134,9 @@ class Batches(Promises):
         keys = keys_of(24)
         await lender.keep(backend, [key for index, key in enumerate(keys) if index % 3])
         shuffled = sorted(keys)  # By hash: an order that has nothing to do with the one they were stored in.
-        expected = [label(key) if keys.index(key) % 3 else "BlockMissing" for key in shuffled]
+        expected = [label(key) if keys.index(key) % 3 else "ChunkMissing" for key in shuffled]
         assert await lender.recall(backend, shuffled) == expected
-        assert list(await backend.probe(shuffled)) == [answer != "BlockMissing" for answer in expected]
+        assert list(await backend.probe(shuffled)) == [answer != "ChunkMissing" for answer in expected]
 
     async def test_a_missing_chunk_costs_its_neighbours_nothing(self, backend: Backend, lender: Lender) -> None:
         """One chunk's failure is its own outcome; the others move."""
@@ -149,15 +145,15 @@ class Batches(Promises):
         reads = lender.reads(keys)
         outcomes = await backend.load(reads)
         assert [outcome is None for outcome in outcomes] == [key != keys[4] for key in keys]
-        assert isinstance(outcomes[4], BlockError)
-        assert lender.told(reads, outcomes) == [label(key) if key != keys[4] else "BlockMissing" for key in keys]
+        assert isinstance(outcomes[4], ChunkError)
+        assert lender.told(reads, outcomes) == [label(key) if key != keys[4] else "ChunkMissing" for key in keys]
 
     async def test_a_key_twice_in_a_load_fills_both_buffers(self, backend: Backend, lender: Lender) -> None:
         """A key may appear twice in a batch: each place gets its outcome."""
         await lender.keep(backend, keys_of(2))
         batch = [key_of(0), key_of(1), key_of(0), key_of(7), key_of(7), key_of(0)]
         first, second = label(key_of(0)), label(key_of(1))
-        assert await lender.recall(backend, batch) == [first, second, first, "BlockMissing", "BlockMissing", first]
+        assert await lender.recall(backend, batch) == [first, second, first, "ChunkMissing", "ChunkMissing", first]
 
     async def test_a_key_twice_in_a_store_leaves_one_whole_chunk(self, backend: Backend, lender: Lender) -> None:
         """Of two chunks for one key in one batch one wins, and both places are answered."""
@@ -193,13 +189,13 @@ class Batches(Promises):
         """A tier may refuse a key, for that chunk alone: what it refused it does not have, what it took it has."""
         keys = [key_of(0), UNFIT_KEYS[unfit], key_of(1)]
         assert list(await backend.probe(keys)) == [False] * 3
-        assert await lender.recall(backend, keys) == ["BlockMissing"] * 3
+        assert await lender.recall(backend, keys) == ["ChunkMissing"] * 3
         outcomes = list(await backend.store(lender.writes(keys)))
         assert (outcomes[0], outcomes[2]) == (None, None)
-        assert outcomes[1] is None or isinstance(outcomes[1], BlockError)
+        assert outcomes[1] is None or isinstance(outcomes[1], ChunkError)
         taken = outcomes[1] is None
         assert list(await backend.probe(keys)) == [True, taken, True]
-        told = [label(keys[0]), label(keys[1]) if taken else "BlockMissing", label(keys[2])]
+        told = [label(keys[0]), label(keys[1]) if taken else "ChunkMissing", label(keys[2])]
         assert await lender.recall(backend, keys) == told
         await backend.delete(keys[:2])
         assert list(await backend.probe(keys)) == [False, False, True]
@@ -213,7 +209,7 @@ class Batches(Promises):
         wrong = Read(key_of(0), lender.rows(1, self.chunk_bytes + excess_bytes)[0])
         reads = lender.reads([key_of(1)])
         refused, *outcomes = await backend.load([wrong, *reads])
-        assert isinstance(refused, BlockError)
+        assert isinstance(refused, ChunkError)
         assert lender.told(reads, outcomes) == [label(key_of(1))]
         assert lender.guards_are_intact()
         assert await lender.recall(backend, keys_of(2)) == [label(key) for key in keys_of(2)]
@@ -225,9 +221,9 @@ class Batches(Promises):
         """A chunk that is not one row long is never stored, since no load could give it back; its neighbours are."""
         wrong = Write(key_of(0), lender.rows(1, self.chunk_bytes + excess_bytes)[0])
         refused, outcome = await backend.store([wrong, *lender.writes([key_of(1)])])
-        assert isinstance(refused, BlockError)
+        assert isinstance(refused, ChunkError)
         assert outcome is None
-        assert await lender.recall(backend, keys_of(2)) == ["BlockMissing", label(key_of(1))]
+        assert await lender.recall(backend, keys_of(2)) == ["ChunkMissing", label(key_of(1))]
         await lender.keep(backend, keys_of(2))
         assert await lender.recall(backend, keys_of(2)) == [label(key) for key in keys_of(2)]
 
@@ -248,7 +244,7 @@ class Deleting(Promises):
         keys = keys_of(4)
         await lender.keep(backend, keys)
         await backend.delete(keys)
-        assert await lender.recall(backend, keys) == ["BlockMissing"] * 4
+        assert await lender.recall(backend, keys) == ["ChunkMissing"] * 4
         assert list(await backend.probe(keys)) == [False] * 4
 
     async def test_deleting_takes_nothing_else(self, backend: Backend, lender: Lender) -> None:
@@ -256,7 +252,7 @@ class Deleting(Promises):
         keys = [key_of(number, group) for number in range(3) for group in range(3)]
         await lender.keep(backend, keys)
         await backend.delete(keys[::2])
-        expected = ["BlockMissing" if index % 2 == 0 else label(key) for index, key in enumerate(keys)]
+        expected = ["ChunkMissing" if index % 2 == 0 else label(key) for index, key in enumerate(keys)]
         assert await lender.recall(backend, keys) == expected
 
     async def test_unknown_keys_are_ignored(self, backend: Backend, lender: Lender) -> None:
@@ -265,7 +261,7 @@ class Deleting(Promises):
         await lender.keep(backend, keys_of(2))
         for _ in range(2):
             await backend.delete([key_of(8), key_of(0), key_of(9)])
-        assert await lender.recall(backend, keys_of(2)) == ["BlockMissing", label(key_of(1))]
+        assert await lender.recall(backend, keys_of(2)) == ["ChunkMissing", label(key_of(1))]
 
     async def test_a_deleted_key_can_be_stored_again(self, backend: Backend, lender: Lender) -> None:
         """Nothing remembers that a key was deleted."""

@@ -1,7 +1,7 @@
-"""What a tier promises that hears of the requests that are over."""
+"""Optional protocols: what a tier promises that has a capacity, reports, measures, counts or describes itself."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from typing import ClassVar
 
@@ -9,6 +9,8 @@ from kvtier.backend import (
     INVENTORY_BATCH_KEYS,
     Added,
     Backend,
+    Counted,
+    Described,
     Inventory,
     InventoryEvent,
     Measured,
@@ -22,7 +24,7 @@ from kvtier.backend import (
 from kvtier.testing.conformance.lender import Lender, key_of, keys_of, label
 from kvtier.testing.conformance.promises import PATIENCE_S, Promises, ended
 
-# What a tier promises that has a capacity: never more, and what went for room is told.
+Provoke = Callable[[], Awaitable[None]]
 
 
 class BoundedConformance(Promises):
@@ -50,7 +52,7 @@ class BoundedConformance(Promises):
             told = await lender.recall(small, keys)
             assert outcomes.count(None) > 0, "a full tier must make room"
             for key, outcome, chunk in zip(keys, outcomes, told, strict=True):
-                assert chunk == (label(key) if outcome is None else "BlockMissing")
+                assert chunk == (label(key) if outcome is None else "ChunkMissing")
 
     async def test_a_batch_that_does_not_fit_is_stored_in_part(self, small: Backend, lender: Lender) -> None:
         """Chunks without room are answered `NoSpace`, or were let go for later ones; nothing fails but they."""
@@ -58,8 +60,8 @@ class BoundedConformance(Promises):
         outcomes = await small.store(lender.writes(keys))
         assert {type(outcome).__name__ for outcome in outcomes} <= {"NoneType", "NoSpace"}
         told = await lender.recall(small, keys)
-        assert {label(key) for key in keys} | {"BlockMissing"} >= set(told)
-        assert self.room_chunks // 2 <= len(keys) - told.count("BlockMissing") <= 2 * self.room_chunks
+        assert {label(key) for key in keys} | {"ChunkMissing"} >= set(told)
+        assert self.room_chunks // 2 <= len(keys) - told.count("ChunkMissing") <= 2 * self.room_chunks
 
     async def test_deleting_makes_room(self, small: Backend, lender: Lender) -> None:
         """What was deleted leaves its room to others, for ever."""
@@ -95,9 +97,6 @@ class BoundedConformance(Promises):
             await follower.until(lambda: follower.held == present)
         await small.aclose(PATIENCE_S)
         await ended(follower.task)
-
-
-# What a tier promises that says what it holds.
 
 
 class InventoryConformance(Promises):
@@ -225,9 +224,6 @@ def _added(events: list[InventoryEvent]) -> set[OffloadKey]:
     return {key for event in events if isinstance(event, Added) for key in event.keys}
 
 
-# What a tier promises that knows how full it is.
-
-
 class MeasuredConformance(Promises):
     async def test_an_empty_tier_holds_nothing(self, backend: Backend) -> None:
         """No chunks use no bytes."""
@@ -310,10 +306,85 @@ class RankedConformance(Promises):
         rank(small, [*keys, *keys_of(4, start=100), keys[0]])
         rank(small, [])
         assert occupancy(small) == before
-        assert await lender.recall(small, [*keys, key_of(100)]) == [*map(label, keys), "BlockMissing"]
+        assert await lender.recall(small, [*keys, key_of(100)]) == [*map(label, keys), "ChunkMissing"]
 
 
 def rank(tier: Backend, keys: list[OffloadKey]) -> None:
     """Say that a request is over that used these keys."""
     assert isinstance(tier, Ranked), f"{type(tier).__name__} has no rank()"
     tier.rank(keys)
+
+
+class CountedConformance(Promises):
+    """Needs the fixture `provoke`: an async function without arguments that makes `backend` count something."""
+
+    async def test_what_happens_is_counted(self, backend: Backend, provoke: Provoke) -> None:
+        """Each time it happens, a total rises."""
+        before = sum(counts(backend).values())
+        for _ in range(2):
+            await provoke()
+            after = sum(counts(backend).values())
+            assert after > before
+            before = after
+
+    async def test_a_total_never_falls(self, backend: Backend, lender: Lender, provoke: Provoke) -> None:
+        """Whatever is stored, loaded or deleted: whoever adds up differences would count backwards."""
+        keys = keys_of(4)
+        for _ in range(3):
+            before = counts(backend)
+            await lender.keep(backend, keys)
+            await provoke()
+            await lender.recall(backend, keys_of(8))
+            await backend.delete(keys)
+            after = counts(backend)
+            assert {name: after.get(name, 0) for name in before if after.get(name, 0) < before[name]} == {}
+
+    async def test_what_was_told_does_not_change(self, backend: Backend, provoke: Provoke) -> None:
+        """Totals are those of the moment when they were asked for."""
+        assert isinstance(backend, Counted)
+        await provoke()
+        told = backend.counts()
+        as_told = dict(told)
+        await provoke()
+        assert dict(told) == as_told
+
+    async def test_counts_are_whole_numbers_by_words(self, backend: Backend, provoke: Provoke) -> None:
+        """A name is a word of a metric's label: letters, digits and underscores."""
+        await provoke()
+        told = counts(backend)
+        assert told
+        for name, total in told.items():
+            assert name.isidentifier(), name
+            assert type(total) is int, (name, total)
+            assert total >= 0, (name, total)
+
+
+def counts(backend: Backend) -> dict[str, int]:
+    """Ask what a tier has counted."""
+    assert isinstance(backend, Counted), f"{type(backend).__name__} has no counts()"
+    return dict(backend.counts())
+
+
+class DescribedConformance(Promises):
+    async def test_a_description_is_a_few_words_on_one_line(self, backend: Backend) -> None:
+        """It is part of a line of the log."""
+        told = description(backend)
+        assert told
+        for words in (*told, *told.values()):
+            assert isinstance(words, str), words
+            assert words, told
+            assert words.isprintable(), words
+
+    async def test_a_description_stays_what_it_is(self, backend: Backend, lender: Lender) -> None:
+        """It says where and how chunks are kept, not which."""
+        before = list(description(backend).items())
+        await lender.keep(backend, keys_of(4))
+        assert list(description(backend).items()) == before
+        await backend.delete(keys_of(4))
+        assert list(description(backend).items()) == before
+
+
+def description(backend: Backend) -> dict[str, str]:
+    """Ask how a tier describes itself."""
+    assert isinstance(backend, Described), f"{type(backend).__name__} has no description()"
+    return dict(backend.description())

@@ -8,16 +8,13 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Generator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, Self
+from typing import Self
 
-import msgspec
 import numpy as np
 
 from kvtier.backend import (
-    Abandoned,
     Added,
     Backend,
-    Durability,
     Inventory,
     InventoryEvent,
     Measured,
@@ -26,9 +23,10 @@ from kvtier.backend import (
     Read,
     Removed,
     TierContext,
+    Wrapper,
     Write,
 )
-from kvtier.errors import BackendError, BlockCorrupt, BlockMissing
+from kvtier.errors import BackendError, ChunkCorrupt, ChunkMissing
 from kvtier.testing.faults import FAULTLESS, FaultyBackend, FaultyOptions
 from kvtier.testing.simulation.books import Book, Truth, chunk_of
 
@@ -45,30 +43,25 @@ class WitnessOptions(FaultyOptions, frozen=True, forbid_unknown_fields=True, kw_
     deadline_s: float  # The engine's own for this tier: what comes later it does not hear.
 
 
-class Witness(Backend):
-    """Offers `Inventory` and `Measured` where the inner tier does."""
+class Witness(Wrapper[WitnessOptions]):
+    """A faulty tier, and what it answers is checked."""
 
-    durability: ClassVar[Durability] = Durability.PROCESS
-    Options = WitnessOptions
+    options_type = WitnessOptions
 
     def __init__(self, inner: Backend, options: WitnessOptions) -> None:
         self.book = _open_books[options.book]
-        self._inner = inner
         self._dice = options.dice()
         self._faulty = FaultyBackend(inner, dice=self._dice)
+        super().__init__(self._faulty)
         self._options = options
         self._writing: Counter[int] = Counter()  # Addresses of buffers that a load may fill.
         self._reading: Counter[int] = Counter()
-        vars(self)["durability"] = inner.durability
         if isinstance(inner, Inventory):
             self.watch = self._watch
-        if isinstance(inner, Measured):
-            self.occupancy = inner.occupancy
         witnesses(options.book).append(self)
 
     @classmethod
-    async def open(cls, options: msgspec.Struct, context: TierContext) -> Self:
-        assert isinstance(options, WitnessOptions)
+    async def open(cls, options: WitnessOptions, context: TierContext) -> Self:
         inner_class, inner_options = options.inner_tier()
         return cls(await inner_class.open(inner_options, context), options)
 
@@ -104,15 +97,15 @@ class Witness(Backend):
     async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
         keys = [write.key for write in writes]
         outcomes: Sequence[Outcome] = ()
-        addresses = [_address(write.block) for write in writes]
+        addresses = [_address(write.row) for write in writes]
         begun = self._begin("stores", keys)
         try:
             with self._lent(self._reading, addresses, keys), self._honest("store"):
                 for write in writes:
-                    self._check(write.key, write.block, "to be stored")
+                    self._check(write.key, write.row, "to be stored")
                 outcomes = await self._faulty.store(writes)
             for write in writes:
-                self._check(write.key, write.block, "just stored")
+                self._check(write.key, write.row, "just stored")
             self._check_capacity()
             return outcomes
         finally:
@@ -127,9 +120,6 @@ class Witness(Backend):
             truths = [Truth.GONE] * len(keys)
         finally:
             self._end(begun, keys, truths)
-
-    async def aclose(self, deadline_s: float) -> Abandoned:
-        return await self._faulty.aclose(deadline_s)
 
     async def _watch(self) -> AsyncIterator[InventoryEvent]:
         async for event in self._faulty.watch():
@@ -217,4 +207,4 @@ def _address(buffer: memoryview) -> int:
 def _loaded(outcome: Outcome) -> Truth | None:
     if outcome is None:
         return Truth.PRESENT
-    return Truth.GONE if isinstance(outcome, BlockMissing | BlockCorrupt) else None
+    return Truth.GONE if isinstance(outcome, ChunkMissing | ChunkCorrupt) else None

@@ -92,7 +92,7 @@ class OpenTier:
         self._call_chunks = call_chunks
         kind = backend_class("fs")
         context = TierContext("bench", FileMapper(NAMESPACE), chunk_bytes)
-        self._tier: Backend = runner.run(kind.open(decode(kind.Options, options), context))
+        self._tier: Backend = runner.run(kind.open(decode(kind.options_type, options), context))
 
     def store(self, keys: Sequence[OffloadKey], rows: Sequence[memoryview]) -> None:
         """Store all chunks; `ConfigError` if the disk is full."""
@@ -117,7 +117,7 @@ class OpenTier:
 
 def layouts() -> tuple[str, ...]:
     """Return the layouts that the fs tier has."""
-    field = struct_fields(backend_class("fs").Options).get("layout")
+    field = struct_fields(backend_class("fs").options_type).get("layout")
     return ("files",) if field is None else tuple(map(str, get_args(field.type)))
 
 

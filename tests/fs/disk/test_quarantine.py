@@ -26,7 +26,7 @@ async def quarantined(tier, lender: Lender, path_of, count: int) -> None:
     for key in keys:
         with path_of(key).open("r+b") as file:
             file.write(b"?")
-    assert await lender.recall(tier, keys) == ["BlockCorrupt"] * count
+    assert await lender.recall(tier, keys) == ["ChunkCorrupt"] * count
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -61,7 +61,7 @@ async def test_the_growth_of_its_folder_is_within_the_capacity(
         with path.open("r+b") as file:
             file.write(b"?" * 64)
     for start in range(0, 120, 40):
-        assert await lender.recall(tier, keys[start : start + 40]) == ["BlockCorrupt"] * 40
+        assert await lender.recall(tier, keys[start : start + 40]) == ["ChunkCorrupt"] * 40
     assert tier.counters().quarantined == 100, "the rest was deleted"
     number = 1_000
     while not tier.counters().quarantine_evicted:

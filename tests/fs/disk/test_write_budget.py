@@ -117,7 +117,7 @@ async def test_beyond_it_nothing_is_stored_and_everything_loads(open_tier, lende
     assert {type(outcome).__name__ for outcome in outcomes[10:]} == {"NoSpace"}
     assert all("write budget" in str(outcome) for outcome in outcomes[10:])
     assert tier.counters().refused == {"write_budget": 6}
-    assert "BlockMissing" not in await lender.recall(tier, keys_of(10))
+    assert "ChunkMissing" not in await lender.recall(tier, keys_of(10))
     await tier.aclose(10)
     again = await open_tier(write_budget_bytes_per_day=8 * 10 * file_bytes)
     assert type((await again.store(lender.writes(keys_of(1, 50))))[0]).__name__ == "NoSpace"

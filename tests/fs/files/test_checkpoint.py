@@ -234,7 +234,7 @@ async def test_the_scan_corrects_it(open_tier, lender: Lender, listing: Listing,
     before = await open_tier()
     await lender.keep(before, keys_of(6))
     path_of(key_of(5)).rename(path_of(key_of(5)).with_suffix(".aside"))
-    assert await lender.recall(before, [key_of(5)]) == ["BlockMissing"]
+    assert await lender.recall(before, [key_of(5)]) == ["ChunkMissing"]
     await before.aclose(DEADLINE_S)
     path_of(key_of(0)).unlink()
     os.truncate(path_of(key_of(1)), 100)
@@ -271,7 +271,7 @@ async def test_what_happens_beside_the_scan_is_not_corrected(open_tier, lender: 
     assert await next_of(report) == ScanDone(complete=True)
     await report.aclose()
     assert list(await tier.probe(keys_of(4))) == [False, True, True, True]
-    expected = ["BlockMissing", label(key_of(1), 1), label(key_of(2), 1), label(key_of(3))]
+    expected = ["ChunkMissing", label(key_of(1), 1), label(key_of(2), 1), label(key_of(3))]
     assert await lender.recall(tier, keys_of(4)) == expected
 
 
@@ -284,7 +284,7 @@ async def test_a_checkpoint_that_lies_costs_a_miss(open_tier, lender: Lender, li
     tier = await open_tier()
     report = tier.watch()
     await next_of(report)
-    assert await lender.recall(tier, keys_of(2)) == ["BlockMissing", label(key_of(1))]
+    assert await lender.recall(tier, keys_of(2)) == ["ChunkMissing", label(key_of(1))]
     assert list(await tier.probe(keys_of(2))) == [False, True]
     await report.aclose()
 

@@ -172,7 +172,7 @@ async def test_a_load_of_what_is_being_overwritten_is_a_miss_and_opens_nothing(
         storing = asyncio.create_task(tier.store(lender.writes(keys_of(1, start=100))))
         assert await asyncio.to_thread(entered.wait, DEADLINE_S)
         assert path_of(victim).exists()
-        assert await lender.recall(tier, [victim]) == ["BlockMissing"]
+        assert await lender.recall(tier, [victim]) == ["ChunkMissing"]
         go_on.set()
         assert list(await storing) == [None]
     assert tier.counters().corrupt == {}
@@ -243,7 +243,7 @@ async def test_a_write_that_fails_leaves_neither_chunk(
         patch.setattr(os, "pwritev", fail)
         outcomes = await tier.store(lender.writes(keys_of(1, start=100)))
         assert [type(outcome).__name__ for outcome in outcomes] == ["TransferFailed"]
-    assert await lender.recall(tier, [victim, key_of(100)]) == ["BlockMissing"] * 2
+    assert await lender.recall(tier, [victim, key_of(100)]) == ["ChunkMissing"] * 2
     assert list(root.rglob("*.tmp")) == []
     assert tier.occupancy().used_bytes <= taken_bytes(root) <= CAPACITY_BYTES
 
@@ -269,8 +269,8 @@ async def test_a_cancelled_store_leaves_whole_chunks_and_counts_what_is_there(
             await storing
     everything = [*keys_of(2 * ROOM), *keys_of(4, start=100)]
     told = await lender.recall(tier, everything)
-    assert set(told) <= {"BlockMissing", *map(label, everything)}
-    assert tier.occupancy().chunks == len(told) - told.count("BlockMissing") == len(inodes(root))
+    assert set(told) <= {"ChunkMissing", *map(label, everything)}
+    assert tier.occupancy().chunks == len(told) - told.count("ChunkMissing") == len(inodes(root))
     assert tier.counters().corrupt == {}
 
 

@@ -117,7 +117,7 @@ async def test_the_tier_answers_while_it_is_scanned(open_tier, lender: Lender, t
     tier = await open_tier()
     await turnstile.wait_arrived()
     assert list(await tier.probe(keys_of(5))) == [True, True, True, False, False]
-    assert await lender.recall(tier, keys_of(4)) == [*map(label, keys_of(3)), "BlockMissing"]
+    assert await lender.recall(tier, keys_of(4)) == [*map(label, keys_of(3)), "ChunkMissing"]
     await lender.keep(tier, [key_of(9)])
     assert list(await tier.probe([key_of(9), key_of(8)])) == [True, False]
     turnstile.opened.set()

@@ -112,7 +112,7 @@ async def test_what_another_has_used_is_spared(open_tier, lender: Lender, path_o
     for start in range(100, 144, 4):
         await one.store(lender.writes(keys_of(4, start)))
     told = await lender.recall(one, keys_of(4))
-    assert told == [label(keys_of(1)[0]), "BlockMissing", "BlockMissing", "BlockMissing"]
+    assert told == [label(keys_of(1)[0]), "ChunkMissing", "ChunkMissing", "ChunkMissing"]
 
 
 def test_only_lru_is_shared() -> None:

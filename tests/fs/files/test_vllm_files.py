@@ -80,7 +80,7 @@ async def test_vllms_chunks_are_refused_by_default_and_left_alone(
         write_as_vllm(path_of(key), chunk(key, 0, row_bytes), 0)
     tier = await open_tier()
     assert list(await tier.probe(keys_of(3))) == [False, False, False]
-    assert await lender.recall(tier, keys_of(3)) == ["BlockMissing"] * 3
+    assert await lender.recall(tier, keys_of(3)) == ["ChunkMissing"] * 3
     assert tier.counters().unverified_refused == 3
     assert tier.counters().corrupt == {}
     assert read_as_vllm(path_of(key_of(0)), row_bytes, 0) == chunk(key_of(0), 0, row_bytes)
@@ -100,7 +100,7 @@ async def test_a_store_of_ours_makes_vllms_chunk_a_verified_one(
 async def test_a_torn_chunk_of_vllms_is_a_miss(open_tier, lender: Lender, path_of, row_bytes: int) -> None:
     write_as_vllm(path_of(key_of(0)), bytes(row_bytes - 4_096), 0)
     tier = await open_tier(unverified="accept")
-    assert await lender.recall(tier, [key_of(0)]) == ["BlockCorrupt"]
+    assert await lender.recall(tier, [key_of(0)]) == ["ChunkCorrupt"]
 
 
 async def test_vllms_temporaries_are_no_chunks(open_tier, path_of, row_bytes: int) -> None:

@@ -18,7 +18,7 @@ from kvtier.backend.contract import Added, Durability, Inventory, Measured, Occu
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.backend.namespace import FileMapper
 from kvtier.backend.registry import backend_class
-from kvtier.errors import BackendClosed, BackendUnavailable, BlockMissing, ConfigError, TransferFailed
+from kvtier.errors import BackendClosed, BackendUnavailable, ChunkMissing, ConfigError, TransferFailed
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend, FsCounters, FsOptions
@@ -98,6 +98,12 @@ def test_the_registry_finds_it() -> None:
     tier = backend_class("fs")
     assert tier is FsBackend
     assert tier.durability is Durability.HOST
+
+
+@pytest.mark.parametrize("layout", ["files", "segments"])
+async def test_a_tier_that_syncs_promises_that_chunks_survive_a_power_cut(open_tier, tmp_path, layout) -> None:
+    tiers = [await open_tier(root=str(tmp_path / f"{fsync}"), fsync=fsync, layout=layout) for fsync in (False, True)]
+    assert [tier.durability for tier in tiers] == [Durability.HOST, Durability.POWER]
 
 
 async def test_it_says_what_it_holds_and_how_much(open_tier) -> None:
@@ -246,7 +252,7 @@ async def test_a_chunk_that_is_gone_is_missing_and_said_to_be(open_tier, lender:
     await lender.keep(tier, keys_of(3))
     path_of(key_of(1)).unlink()
     assert list(await tier.probe(keys_of(3))) == [True, True, True]  # A hint.
-    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), "BlockMissing", label(key_of(2))]
+    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), "ChunkMissing", label(key_of(2))]
     assert list(await tier.probe(keys_of(3))) == [True, False, True]
     assert tier.occupancy().chunks == 2
 
@@ -395,7 +401,7 @@ async def test_a_delete_that_fails_says_how_much_of_it(
         patch.setattr(os, "unlink", refuse_one)
         with pytest.raises(BackendUnavailable, match="1 of 3"):
             await tier.delete(keys_of(3))
-    assert await lender.recall(tier, keys_of(3)) == ["BlockMissing", label(key_of(1)), "BlockMissing"]
+    assert await lender.recall(tier, keys_of(3)) == ["ChunkMissing", label(key_of(1)), "ChunkMissing"]
     assert list(await tier.probe(keys_of(3))) == [False, True, False]
 
 
@@ -403,7 +409,7 @@ async def test_a_root_that_is_removed_underfoot_costs_its_chunks_only(open_tier,
     tier = await open_tier()
     await lender.keep(tier, keys_of(2))
     shutil.rmtree(root)
-    assert [type(outcome) for outcome in await tier.load(lender.reads(keys_of(2)))] == [BlockMissing] * 2
+    assert [type(outcome) for outcome in await tier.load(lender.reads(keys_of(2)))] == [ChunkMissing] * 2
     assert [type(outcome) for outcome in await tier.store(lender.writes(keys_of(2)))] == [TransferFailed] * 2
     assert list(await tier.probe(keys_of(2))) == [False, False]
     await tier.delete(keys_of(2))
@@ -426,7 +432,7 @@ async def test_an_unmount_underfoot_is_no_exception(open_tier, lender: Lender, m
     run("umount", "-l", str(root))
     outcomes = await tier.store(lender.writes([key_of(1)]))
     assert outcomes[0] is None or isinstance(outcomes[0], TransferFailed)
-    assert await lender.recall(tier, [key_of(0)]) in ([label(key_of(0))], ["BlockMissing"])
+    assert await lender.recall(tier, [key_of(0)]) in ([label(key_of(0))], ["ChunkMissing"])
     assert is_empty(root)
     run("mount", "-t", "tmpfs", "none", str(root))  # For the fixture to unmount.
 
@@ -466,5 +472,5 @@ async def test_the_longest_key_has_a_place_and_a_longer_one_costs_nobody_else(
     outcomes = list(await tier.store(lender.writes(keys)))
     assert [type(outcome).__name__ for outcome in outcomes] == ["NoSpace", "NoneType", "NoSpace", "NoneType"]
     assert f"a key of {longest + 5:,} bytes, 4 to {longest + 4:,} accepted" in str(outcomes[0])
-    assert await lender.recall(tier, keys) == ["BlockMissing", label(fits), "BlockMissing", label(key_of(0))]
+    assert await lender.recall(tier, keys) == ["ChunkMissing", label(fits), "ChunkMissing", label(key_of(0))]
     assert tier.counters().evicted == tier.counters().disk_full == 0

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,11 +11,15 @@ from kvtier.policies.named import known_policies
 from kvtier.testing.conformance import (
     BackendConformance,
     BoundedConformance,
+    CountedConformance,
+    DescribedConformance,
     DurableBackendConformance,
     InventoryConformance,
+    Lender,
     MeasuredConformance,
     NamespacedConformance,
     RankedConformance,
+    key_of,
     tier_context,
 )
 from kvtier_backends.fs import FsBackend, FsOptions
@@ -28,6 +33,7 @@ class Suites(
     NamespacedConformance,
     InventoryConformance,
     MeasuredConformance,
+    DescribedConformance,
 ):
     """Every suite that fits, over one directory; a subclass says how it is used."""
 
@@ -97,6 +103,43 @@ class TestSegmentsInMemoryWithEveryOptionTheOtherWay(Suites):
             load_lanes=1,
             store_lanes=1,
         )
+
+
+@pytest.mark.parametrize("laid_out", LAID_OUT, ids=lambda one: next(iter(one.values())))
+class TestFsCounts(CountedConformance):
+    """Corrupt chunks."""
+
+    chunk_bytes = 8_192
+
+    @pytest.fixture
+    async def backend(self, tmp_path, laid_out: dict[str, Any]):
+        tier = await FsBackend.open(FsOptions(root=str(tmp_path), **laid_out), tier_context(self.chunk_bytes))
+        yield tier
+        await tier.aclose(10)
+
+    @pytest.fixture
+    def provoke(self, tmp_path, backend):
+        lender, key = Lender(self.chunk_bytes), key_of(1_000)
+
+        async def provoke():
+            await lender.keep(backend, [key])
+            assert damage(tmp_path, lender.chunk(key)) == 1
+            assert await lender.recall(backend, [key]) == ["ChunkCorrupt"]
+
+        return provoke
+
+
+def damage(root: Path, chunk: bytes) -> int:
+    """Flip a bit in the middle of a chunk wherever it is stored; return in how many files it was."""
+    found = 0
+    for path in filter(Path.is_file, root.rglob("*")):
+        stored = path.read_bytes()
+        if (at := stored.find(chunk)) >= 0:
+            found += 1
+            with path.open("r+b") as file:
+                file.seek(at + len(chunk) // 2)
+                file.write(bytes([stored[at + len(chunk) // 2] ^ 1]))
+    return found
 
 
 class Small:

@@ -14,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 from kvtier.backend.contract import Added, Removed, ScanDone, TierContext
 from kvtier.backend.keys import OffloadKey
 from kvtier.backend.namespace import FileMapper, Namespace
-from kvtier.errors import BlockCorrupt, BlockMissing
+from kvtier.errors import ChunkCorrupt, ChunkMissing
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import Fault, FsBackend, FsOptions
@@ -62,10 +62,10 @@ async def test_a_damaged_file_is_a_miss(
     tier = await open_tier(io=io)
     await lender.keep(tier, keys_of(3))
     damage(path_of(KEY), row_bytes)
-    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), "BlockCorrupt", label(key_of(2))]
+    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), "ChunkCorrupt", label(key_of(2))]
     assert tier.counters().corrupt == {fault.value: 1}
     assert not path_of(KEY).exists()
-    assert await lender.recall(tier, [KEY]) == ["BlockMissing"]
+    assert await lender.recall(tier, [KEY]) == ["ChunkMissing"]
     assert list(await tier.probe(keys_of(3))) == [True, False, True]
     await lender.keep(tier, [KEY], version=1)
     assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), label(KEY, 1), label(key_of(2))]
@@ -81,7 +81,7 @@ async def test_a_flipped_bit_anywhere_is_a_miss(open_tier, lender: Lender, path_
     content = bytearray(path_of(KEY).read_bytes())
     content[bit // 8] ^= 1 << bit % 8
     overwrite(path_of(KEY), bit // 8, bytes(content[bit // 8 : bit // 8 + 1]))
-    assert await lender.recall(tier, [KEY]) == ["BlockCorrupt"]
+    assert await lender.recall(tier, [KEY]) == ["ChunkCorrupt"]
     assert await tier.aclose(10) == (0,)
 
 
@@ -92,7 +92,7 @@ async def test_a_file_cut_off_anywhere_is_a_miss(open_tier, lender: Lender, path
     tier = await open_tier()
     await lender.keep(tier, [KEY])
     os.truncate(path_of(KEY), length)
-    expected = "BlockMissing" if length == row_bytes else "BlockCorrupt"  # Then it looks like one of vLLM's: refused.
+    expected = "ChunkMissing" if length == row_bytes else "ChunkCorrupt"  # Then it looks like one of vLLM's: refused.
     assert await lender.recall(tier, [KEY]) == [expected]
     assert await tier.aclose(10) == (0,)
 
@@ -107,7 +107,7 @@ async def test_a_file_of_a_later_format_is_a_miss_and_left_alone(
     struct.pack_into("<Q", page, FOOTER_BYTES - 8, xxh3_64_intdigest(page[:-8]))
     overwrite(path_of(KEY), row_bytes, bytes(page))
     later = path_of(KEY).read_bytes()
-    assert await lender.recall(tier, keys_of(2)) == [label(key_of(0)), "BlockMissing"]
+    assert await lender.recall(tier, keys_of(2)) == [label(key_of(0)), "ChunkMissing"]
     assert path_of(KEY).read_bytes() == later
     assert tier.counters().corrupt == {}
     assert tier.counters().other_version == 1
@@ -122,7 +122,7 @@ async def test_swapped_files_are_misses(open_tier, lender: Lender, path_of) -> N
     path_of(key_of(0)).rename(aside)
     path_of(key_of(1)).rename(path_of(key_of(0)))
     aside.rename(path_of(key_of(1)))
-    assert await lender.recall(tier, keys_of(3)) == ["BlockCorrupt", "BlockCorrupt", label(key_of(2))]
+    assert await lender.recall(tier, keys_of(3)) == ["ChunkCorrupt", "ChunkCorrupt", label(key_of(2))]
     assert tier.counters().corrupt == {"swapped": 2}
 
 
@@ -136,7 +136,7 @@ async def test_a_file_of_a_namespace_with_the_same_names_is_a_miss(
     theirs = await FsBackend.open(FsOptions(root=str(root)), TierContext("1:fs", mapper, row_bytes))
     await lender.keep(theirs, [KEY])
     await theirs.aclose(10)
-    assert await lender.recall(ours, [KEY]) == ["BlockCorrupt"]
+    assert await lender.recall(ours, [KEY]) == ["ChunkCorrupt"]
     assert ours.counters().corrupt == {"namespace": 1}
 
 
@@ -146,8 +146,8 @@ async def test_rows_of_another_length_are_misses(open_tier, lender: Lender, root
     longer = Lender(4 * row_bytes)
     await longer.keep(theirs, [KEY])
     await lender.keep(ours, [key_of(2)])
-    assert await lender.recall(ours, [KEY]) == ["BlockCorrupt"]
-    assert await longer.recall(theirs, [key_of(2)]) == ["BlockCorrupt"]
+    assert await lender.recall(ours, [KEY]) == ["ChunkCorrupt"]
+    assert await longer.recall(theirs, [key_of(2)]) == ["ChunkCorrupt"]
     await theirs.aclose(10)
 
 
@@ -156,7 +156,7 @@ async def test_quarantine_keeps_the_file_as_it_was(open_tier, lender: Lender, pa
     await lender.keep(tier, [KEY])
     overwrite(path_of(KEY), 5, b"?")
     bad = path_of(KEY).read_bytes()
-    assert await lender.recall(tier, [KEY]) == ["BlockCorrupt"]
+    assert await lender.recall(tier, [KEY]) == ["ChunkCorrupt"]
     assert not path_of(KEY).exists()
     (kept,) = (root / mapper.folder / "quarantine").iterdir()
     assert kept.read_bytes() == bad
@@ -179,7 +179,7 @@ async def test_a_corrupt_file_that_cannot_be_moved_is_still_a_miss(
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", refuse)
         for _ in range(2):
-            assert await lender.recall(tier, [KEY]) == ["BlockCorrupt"]
+            assert await lender.recall(tier, [KEY]) == ["ChunkCorrupt"]
     assert tier.counters().corrupt_left == 2
     assert list(await tier.probe([KEY])) == [False]
     await lender.keep(tier, [KEY])
@@ -203,7 +203,7 @@ async def test_a_good_file_that_replaces_a_corrupt_one_while_it_is_read_stays(
         return done
 
     monkeypatch.setattr(os, "preadv", read_and_replace)
-    assert await lender.recall(tier, [KEY]) == ["BlockCorrupt"]
+    assert await lender.recall(tier, [KEY]) == ["ChunkCorrupt"]
     assert await lender.recall(tier, [KEY]) == [label(KEY, 1)]
 
 
@@ -224,7 +224,7 @@ async def test_what_was_wrong_is_in_the_outcome(open_tier, lender: Lender, path_
     os.truncate(path_of(key_of(0)), 100)
     path_of(KEY).unlink()
     corrupt, missing = await tier.load(lender.reads(keys_of(2)))
-    assert isinstance(corrupt, BlockCorrupt)
+    assert isinstance(corrupt, ChunkCorrupt)
     assert str(corrupt) == f"{key_of(0).hex()}: truncated: a file of 100 bytes for a row of 8,192"
-    assert isinstance(missing, BlockMissing)
+    assert isinstance(missing, ChunkMissing)
     assert KEY.hex() in str(missing)

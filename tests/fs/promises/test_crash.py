@@ -159,7 +159,7 @@ async def look(root: Path, mapper: FileMapper, row_bytes: int, expected: Expecte
     there = await tier.probe(keys)
     for number, told in enumerate(await lender.recall(tier, keys)):
         found = {label(keys[number], version): version for version in expected.versions[number] - {DELETED}}
-        missing = told in ("BlockMissing", "BlockCorrupt")  # Which of them: the caller asks the counters.
+        missing = told in ("ChunkMissing", "ChunkCorrupt")  # Which of them: the caller asks the counters.
         expected.found(number, DELETED if missing else found[told])
         assert there[number] or missing
     corrupt = tier.counters().corrupt
@@ -313,5 +313,5 @@ def test_a_disk_that_is_cut_off_forgets_what_was_not_synced(
     disk.cut_off()
     disk.restart()
     told = asyncio.run(recall())
-    assert all(one in (label(key), "BlockMissing", "BlockCorrupt") for key, one in zip(keys, told, strict=True))
-    assert told.count("BlockMissing") + told.count("BlockCorrupt") > 0
+    assert all(one in (label(key), "ChunkMissing", "ChunkCorrupt") for key, one in zip(keys, told, strict=True))
+    assert told.count("ChunkMissing") + told.count("ChunkCorrupt") > 0

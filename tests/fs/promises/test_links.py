@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.backend.namespace import FileMapper
-from kvtier.errors import BlockMissing, ConfigError
+from kvtier.errors import ChunkMissing, ConfigError
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend
@@ -175,7 +175,7 @@ async def test_a_corrupt_chunk_is_not_kept_where_a_link_leads(
         with path.open("r+b") as file:
             file.seek(4_096 if layout == "segments" else 0)
             file.write(b"?" * 64)
-    assert await lender.recall(tier, keys_of(1)) == ["BlockCorrupt"]
+    assert await lender.recall(tier, keys_of(1)) == ["ChunkCorrupt"]
     await tier.delete(keys_of(1))  # Behind which slots are wiped.
     await tier.aclose(DEADLINE_S)
     assert os.listdir(treasure.parent) == ["treasure"]
@@ -197,8 +197,8 @@ async def test_what_is_no_file_at_a_chunks_name_is_no_chunk(
         put(kind, path, chunk)
     async with asyncio.timeout(DEADLINE_S):
         told = await lender.recall(tier, keys_of(4))
-        assert told[0] in ("BlockMissing", "TransferFailed")
-        assert told[0] == "BlockMissing" or kind == "a named pipe"
+        assert told[0] in ("ChunkMissing", "TransferFailed")
+        assert told[0] == "ChunkMissing" or kind == "a named pipe"
         assert told[1:] == [label(key) for key in keys_of(3, 1)]
         await lender.keep(tier, keys_of(1))
         assert await lender.recall(tier, keys_of(1)) == [label(key_of(0))]
@@ -226,7 +226,7 @@ async def test_nothing_is_left_where_a_folder_of_chunks_leads_that_is_a_link(
     (outcome,) = await tier.store(lender.writes(keys_of(1)))
     assert f"{folder.relative_to(root)} is a symbolic link, a directory or nothing accepted" in str(outcome)
     assert os.listdir(treasure.parent) == ["treasure"]
-    assert isinstance((await tier.load(lender.reads(keys_of(1))))[0], BlockMissing)
+    assert isinstance((await tier.load(lender.reads(keys_of(1))))[0], ChunkMissing)
     await tier.delete(keys_of(1))
 
 

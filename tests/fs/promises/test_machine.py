@@ -73,13 +73,13 @@ class Tier(RuleBasedStateMachine):
         told = self.runner.run(self.lender.recall(self.tier, [key_of(number) for number in which]))
         for number, chunk in zip(which, told, strict=True):
             if number in self.damaged:
-                assert chunk in ("BlockCorrupt", "BlockMissing")
+                assert chunk in ("ChunkCorrupt", "ChunkMissing")
             elif number in self.stored and self.capacity_bytes is None:
                 assert chunk == label(key_of(number), self.stored[number])
             elif number in self.stored:
-                assert chunk in ("BlockMissing", label(key_of(number), self.stored[number]))
+                assert chunk in ("ChunkMissing", label(key_of(number), self.stored[number]))
             else:
-                assert chunk == "BlockMissing"
+                assert chunk == "ChunkMissing"
             if chunk.startswith("Block"):
                 self.stored.pop(number, None)
                 self.damaged.discard(number)

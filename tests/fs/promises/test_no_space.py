@@ -32,7 +32,7 @@ async def test_a_full_disk_refuses_what_does_not_fit_and_keeps_the_rest(
     kept = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is None]
     assert temporaries(root) == []
     assert tier.occupancy().chunks == len(kept)
-    expected = [label(key) if key in kept else "BlockMissing" for key in keys]
+    expected = [label(key) if key in kept else "ChunkMissing" for key in keys]
     assert await lender.recall(tier, keys) == expected
 
     replaced = await tier.store(lender.writes(kept, version=1))  # Each needs its room a second time, for a moment.
@@ -60,8 +60,8 @@ async def test_a_full_disk_still_serves_what_is_on_it(
     await lender.keep(again, [keys[-1]])  # In place of what was used longest ago.
     assert await lender.recall(again, [keys[-1]]) == [label(keys[-1])]
     told = await lender.recall(again, kept)
-    assert "BlockMissing" in told
-    assert set(told) <= {"BlockMissing", *map(label, kept)}
+    assert "ChunkMissing" in told
+    assert set(told) <= {"ChunkMissing", *map(label, kept)}
     assert again.counters().disk_full > 0
 
 

@@ -114,7 +114,7 @@ async def test_writes_that_fail_leave_what_was_there_and_nothing_else(
     outcomes = await tier.store(lender.writes(keys_of(6), version=1))
     assert [type(outcome).__name__ for outcome in outcomes] == ["TransferFailed"] * 6
     disk.tell("well")
-    assert await lender.recall(tier, keys_of(6)) == [*map(label, keys_of(3)), *["BlockMissing"] * 3]
+    assert await lender.recall(tier, keys_of(6)) == [*map(label, keys_of(3)), *["ChunkMissing"] * 3]
     assert [path for path in (disk.path / "tier").rglob("*.tmp") if path.is_file()] == []
 
 

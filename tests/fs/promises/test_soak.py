@@ -19,7 +19,7 @@ import pytest
 from kvtier.backend.contract import Read, TierContext, Write
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.backend.namespace import FileMapper
-from kvtier.errors import BlockMissing
+from kvtier.errors import ChunkMissing
 from kvtier.memory.region import Region
 from kvtier.policies.lru import LRU
 from kvtier.tools.replay.study import policy_hits
@@ -86,7 +86,7 @@ class Engine:
                 if outcome is None:
                     assert row[:36] == key
                 else:  # It went for room between the look-up and the load.
-                    assert isinstance(outcome, BlockMissing), outcome
+                    assert isinstance(outcome, ChunkMissing), outcome
                     there[start + place] = False
         run = len(list(takewhile(bool, there)))
         missing = [key for key, known in zip(keys, there, strict=True) if not known]

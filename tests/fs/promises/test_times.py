@@ -76,7 +76,7 @@ async def test_a_file_from_before_1970_goes_first(open_tier, lender: Lender, pat
     while path_of(key_of(0)).exists():
         await lender.keep(tier, [key_of(number)])
         number += 1
-    assert await lender.recall(tier, keys_of(4)) == ["BlockMissing", *(label(key) for key in keys_of(3, start=1))]
+    assert await lender.recall(tier, keys_of(4)) == ["ChunkMissing", *(label(key) for key in keys_of(3, start=1))]
 
 
 async def test_a_file_from_the_future_was_used_when_it_was_first_seen(open_tier, lender: Lender, path_of) -> None:

@@ -41,7 +41,7 @@ async def test_two_processes_that_write_the_same_keys_leave_whole_chunks(
         lender.take_back()
     assert await ended == [0, 0]
     whole = {label(key, version) for key in keys for version in (1, 2)}
-    assert seen <= {*whole, "BlockMissing"}
+    assert seen <= {*whole, "ChunkMissing"}
     assert set(await lender.recall(tier, keys)) <= whole
     assert tier.counters().corrupt == {}
     assert temporaries(root) == []

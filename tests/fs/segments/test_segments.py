@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvtier.backend.contract import Added, Removed, ScanDone, TierContext
 from kvtier.backend.keys import OffloadKey
 from kvtier.backend.namespace import FileMapper
-from kvtier.errors import BackendUnavailable, BlockCorrupt, ConfigError, NoSpace, TransferFailed, cause_of
+from kvtier.errors import BackendUnavailable, ChunkCorrupt, ConfigError, NoSpace, TransferFailed, cause_of
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import Fault, FsBackend, FsOptions
@@ -91,10 +91,10 @@ async def test_a_damaged_slot_is_a_miss_and_free_again(
     await lender.keep(tier, keys_of(3))
     (segment,) = segments(root)
     overwrite(segment, slot_of(segment, KEY) + at, content)
-    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), "BlockCorrupt", label(key_of(2))]
+    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), "ChunkCorrupt", label(key_of(2))]
     assert tier.counters().corrupt == {fault.value: 1}
     assert list(await tier.probe(keys_of(3))) == [True, False, True]
-    assert await lender.recall(tier, [KEY]) == ["BlockMissing"]
+    assert await lender.recall(tier, [KEY]) == ["ChunkMissing"]
     await lender.keep(tier, [KEY], version=1)
     assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), label(KEY, 1), label(key_of(2))]
     assert tier.counters().corrupt == {fault.value: 1}
@@ -111,7 +111,7 @@ async def test_a_flipped_bit_anywhere_in_a_slot_is_a_miss(open_tier, lender: Len
     segment = segments(root)[-1]
     at = slot_of(segment, KEY) + bit // 8
     overwrite(segment, at, bytes([segment.read_bytes()[at] ^ 1 << bit % 8]))
-    assert await lender.recall(tier, [KEY]) == ["BlockCorrupt"]
+    assert await lender.recall(tier, [KEY]) == ["ChunkCorrupt"]
     assert await tier.aclose(10) == (0,)
 
 
@@ -122,7 +122,7 @@ async def test_swapped_slots_are_misses(open_tier, lender: Lender, root: Path) -
     first, second = (slot_of(segment, key) for key in keys_of(2))
     content = segment.read_bytes()
     overwrite(segment, first, content[second : second + SLOT_BYTES])
-    assert await lender.recall(tier, keys_of(2)) == ["BlockCorrupt", label(key_of(1))]
+    assert await lender.recall(tier, keys_of(2)) == ["ChunkCorrupt", label(key_of(1))]
     assert tier.counters().corrupt == {"swapped": 1}
 
 
@@ -134,7 +134,7 @@ async def test_a_torn_slot_is_a_miss_after_a_restart_too(open_tier, lender: Lend
     (segment,) = segments(root)
     overwrite(segment, slot_of(segment, KEY), b"half of another chunk")
     tier = await open_tier(layout="segments", checkpoint_s=0)
-    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), "BlockCorrupt", label(key_of(2))]
+    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), "ChunkCorrupt", label(key_of(2))]
     assert tier.counters().corrupt == {"payload": 1}
 
 
@@ -149,7 +149,7 @@ async def test_a_footer_that_is_damaged_at_the_start_is_counted_and_its_slot_is_
     tier = await open_tier(layout="segments", capacity_bytes=10 * SLOT_BYTES + 65_536)
     assert await scanned(tier) == {key_of(0), key_of(2)}
     assert tier.counters().corrupt == {"footer": 1}
-    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), "BlockMissing", label(key_of(2))]
+    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), "ChunkMissing", label(key_of(2))]
 
 
 async def test_quarantine_keeps_a_corrupt_slot_as_it_was(open_tier, lender: Lender, root: Path, mapper) -> None:
@@ -159,7 +159,7 @@ async def test_quarantine_keeps_a_corrupt_slot_as_it_was(open_tier, lender: Lend
     at = slot_of(segment, KEY)
     overwrite(segment, at, b"?")
     bad = segment.read_bytes()[at : at + SLOT_BYTES]
-    assert await lender.recall(tier, [KEY]) == ["BlockCorrupt"]
+    assert await lender.recall(tier, [KEY]) == ["ChunkCorrupt"]
     await tier.delete([KEY])  # When it returns, what was wrong under this key is off the disk.
     (kept,) = (root / mapper.folder / "quarantine").iterdir()
     assert kept.read_bytes() == bad
@@ -172,7 +172,7 @@ async def test_what_was_wrong_is_in_the_outcome(open_tier, lender: Lender, root:
     (segment,) = segments(root)
     overwrite(segment, slot_of(segment, KEY), b"?")
     (outcome,) = await tier.load(lender.reads([KEY]))
-    assert isinstance(outcome, BlockCorrupt)
+    assert isinstance(outcome, ChunkCorrupt)
     assert str(outcome) == f"{KEY.hex()}: payload: slot 0"
 
 
@@ -187,7 +187,7 @@ async def test_a_restart_knows_every_chunk_and_no_other(open_tier, lender: Lende
     tier = await open_tier(layout="segments", checkpoint_s=checkpoint_s)
     assert await scanned(tier) == set(keys[:30])
     expected = [label(key, int(index < 10)) for index, key in enumerate(keys[:30])]
-    assert await lender.recall(tier, keys) == [*expected, *["BlockMissing"] * 10]
+    assert await lender.recall(tier, keys) == [*expected, *["ChunkMissing"] * 10]
     assert tier.counters().checkpoint_chunks == (30 if checkpoint_s else 0)
     await lender.keep(tier, keys, version=2)
     assert await lender.recall(tier, keys) == [label(key, 2) for key in keys]
@@ -210,7 +210,7 @@ async def test_what_was_written_since_the_checkpoint_is_looked_at(
     index.write_bytes(old)
     tier = await open_tier(layout="segments", capacity_bytes=SMALL)
     assert await scanned(tier) == {*keys_of(3, start=2), *keys_of(3, start=10)}
-    expected = ["BlockMissing"] * 2 + [label(key, 1) for key in keys_of(3, start=2)]
+    expected = ["ChunkMissing"] * 2 + [label(key, 1) for key in keys_of(3, start=2)]
     assert await lender.recall(tier, keys_of(5)) == expected
 
 
@@ -269,7 +269,7 @@ async def test_two_tiers_on_one_directory_write_to_segments_of_their_own(open_ti
     await first.delete(keys_of(4))
     await lender.keep(first, keys_of(80, start=200))  # What was read of the first one's slots is no more.
     assert await lender.recall(second, [key_of(0), KEY, key_of(10)]) == [
-        "BlockMissing",
+        "ChunkMissing",
         label(KEY, 1),
         label(key_of(10)),
     ]
@@ -286,7 +286,7 @@ async def test_rows_of_another_length_take_room_until_it_is_wanted(
     await before.aclose(DEADLINE_S)
     (old,) = segments(root)
     tier = await open_tier(layout="segments", capacity_bytes="1MiB")
-    assert await lender.recall(tier, keys_of(4)) == ["BlockMissing"] * 4
+    assert await lender.recall(tier, keys_of(4)) == ["ChunkMissing"] * 4
     assert tier.counters().scan_skipped == 1
     await lender.keep(tier, keys_of(4))
     assert not old.exists() or len(segments(root)) == 1
@@ -354,7 +354,7 @@ async def test_a_delete_whose_footer_cannot_be_wiped_says_so(
             await tier.delete([KEY])
     assert cause_of(failed.value) == "EIO"
     await tier.delete([KEY])
-    assert await lender.recall(tier, keys_of(2)) == [label(key_of(0)), "BlockMissing"]
+    assert await lender.recall(tier, keys_of(2)) == [label(key_of(0)), "ChunkMissing"]
 
 
 @pytest.mark.parametrize(
@@ -465,7 +465,7 @@ async def test_corrupt_slots_that_are_kept_go_before_any_chunk(
     (segment,) = segments(root)
     for key in keys_of(4, start=500):
         overwrite(segment, slot_of(segment, key), b"?")
-    assert await lender.recall(tier, keys_of(4, start=500)) == ["BlockCorrupt"] * 4
+    assert await lender.recall(tier, keys_of(4, start=500)) == ["ChunkCorrupt"] * 4
     await tier.delete(keys_of(4, start=500))
     await tier.aclose(DEADLINE_S)
     segment.unlink()
@@ -540,7 +540,7 @@ async def test_a_slot_that_cannot_be_copied_takes_no_room_in_quarantine(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwritev", full)
-        assert await lender.recall(tier, [KEY]) == ["BlockCorrupt"]
+        assert await lender.recall(tier, [KEY]) == ["ChunkCorrupt"]
         await tier.delete([KEY])
     assert os.listdir(root / mapper.folder / "quarantine") == []
     assert tier.counters().quarantined == 0
@@ -587,7 +587,7 @@ async def test_a_segment_that_cannot_be_opened_takes_its_room(
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refuse)
         tier = await open_tier(layout="segments", capacity_bytes=capacity_bytes, checkpoint_s=checkpoint_s)
-        assert await lender.recall(tier, [KEY]) == ["BlockMissing"]
+        assert await lender.recall(tier, [KEY]) == ["ChunkMissing"]
     assert [type(outcome) for outcome in await tier.store(lender.writes(keys_of(4)))] == [NoSpace] * 4
     assert taken_bytes(root) <= capacity_bytes
 
@@ -719,7 +719,7 @@ async def test_kept_slots_and_their_folder_stay_within_the_capacity(
     capacity_bytes = taken_bytes(root) + 80 * SLOT_BYTES + 4_096
     tier = await open_tier(layout="segments", capacity_bytes=capacity_bytes, corrupt="quarantine")
     for start in range(0, 300, 50):
-        assert await lender.recall(tier, keys_of(50, start=start)) == ["BlockCorrupt"] * 50
+        assert await lender.recall(tier, keys_of(50, start=start)) == ["ChunkCorrupt"] * 50
         await tier.delete(keys_of(50, start=start))
         assert taken_bytes(root) <= capacity_bytes
     assert tier.counters().quarantined > 60

@@ -43,7 +43,7 @@ async def test_a_segment_with_a_damaged_first_page_holds_nothing_and_goes_first(
     content = old.read_bytes()
     old.write_bytes(damage(content[:HEADER_BYTES]) + content[HEADER_BYTES:])
     tier = await open_tier(layout="segments", capacity_bytes=capacity_bytes)
-    assert await lender.recall(tier, keys_of(4)) == ["BlockMissing"] * 4
+    assert await lender.recall(tier, keys_of(4)) == ["ChunkMissing"] * 4
     assert tier.counters().scan_skipped == 1
     assert tier.counters().corrupt == {}
     await lender.keep(tier, keys_of(4), version=1)

@@ -73,7 +73,7 @@ async def test_a_root_that_is_removed_underfoot_costs_the_chunks_of_its_segments
     for start in (4, 2, 0):  # What lies there is lost to the next start, and nothing is made in its place.
         assert kinds(await tier.store(lender.writes(keys_of(2, start=start)))) == ["TransferFailed"] * 2
     assert list(await tier.probe(keys_of(6))) == [False] * 6
-    assert await lender.recall(tier, keys_of(6)) == ["BlockMissing"] * 6
+    assert await lender.recall(tier, keys_of(6)) == ["ChunkMissing"] * 6
     await tier.delete(keys_of(6))
     assert not root.exists()
 
@@ -89,7 +89,7 @@ async def test_a_removed_segment_gives_way_to_a_new_one(open_tier, lender: Lende
     assert len(segments(root)) == 1
     tier = await reopened(tier, open_tier)
     assert await lender.recall(tier, keys_of(2, start=20)) == [label(key) for key in keys_of(2, start=20)]
-    assert await lender.recall(tier, keys_of(4)) == ["BlockMissing"] * 4
+    assert await lender.recall(tier, keys_of(4)) == ["ChunkMissing"] * 4
 
 
 async def test_a_removed_folder_of_segments_is_made_again(open_tier, lender: Lender, root: Path) -> None:

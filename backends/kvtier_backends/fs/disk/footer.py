@@ -18,7 +18,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvtier.backend import OffloadKey
-from kvtier.errors import BlockError, NoSpace, TransferFailed
+from kvtier.errors import ChunkError, NoSpace, TransferFailed
 
 # How a file can be something else than the chunk that its name promises.
 
@@ -45,7 +45,7 @@ GONE = {errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ESHUTDOWN
 """The whole file system is away."""
 
 
-def failure(key: OffloadKey, error: OSError) -> BlockError:
+def failure(key: OffloadKey, error: OSError) -> ChunkError:
     """Return a chunk's outcome, with its cause: both without a traceback, which would keep frames, and lent buffers."""
     kind = NoSpace if error.errno in FULL else TransferFailed
     outcome = kind(f"{key.hex()}: {error.strerror or error}")

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from kvtier.backend import OffloadKey, Outcome, Read, Write
-from kvtier.errors import BlockCorrupt, BlockMissing
+from kvtier.errors import ChunkCorrupt, ChunkMissing
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.disk.below import ForeignError
 from kvtier_backends.fs.disk.footer import (
@@ -133,7 +133,7 @@ class LoadHop:
                     raise FileNotFoundError  # As good as.
                 self._opened[place] = chunk = self._files.open(read.key)
             except (FileNotFoundError, NotADirectoryError, ForeignError):
-                self._outcomes[place] = BlockMissing(f"{read.key.hex()}: no file")
+                self._outcomes[place] = ChunkMissing(f"{read.key.hex()}: no file")
             except OSError as error:
                 self._fail(place, error)
             else:
@@ -347,17 +347,17 @@ class Chunks:
         whole = judge_length(file_bytes, self._row_bytes)
         if whole is Whole.BARE:
             self._tally.count("unverified_accepted" if self._accept_bare else "unverified_refused")
-            return None if self._accept_bare else BlockMissing(f"{key.hex()}: a file without a footer; refused")
+            return None if self._accept_bare else ChunkMissing(f"{key.hex()}: a file without a footer; refused")
         fault = whole if isinstance(whole, Fault) else judge_chunk(into, page[:FOOTER_BYTES], key, self._fingerprint)
         if fault is None:
             return None
         if fault is Fault.VERSION:
             self._tally.count("other_version")
-            return BlockMissing(f"{key.hex()}: a file of a later format; left alone")
+            return ChunkMissing(f"{key.hex()}: a file of a later format; left alone")
         self._tally.corrupt(fault)
         discarded = chunk.discard(fault)
         if counter := _COUNTED.get(discarded):
             self._tally.count(counter)
             share.kept_bytes += chunk.allocated_bytes()
         self._files.tidy(key)
-        return BlockCorrupt(f"{key.hex()}: {fault}: a file of {file_bytes:,} bytes for a row of {self._row_bytes:,}")
+        return ChunkCorrupt(f"{key.hex()}: {fault}: a file of {file_bytes:,} bytes for a row of {self._row_bytes:,}")

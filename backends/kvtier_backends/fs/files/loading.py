@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvtier.backend import Lanes, OffloadKey, Outcome, Read, in_threads
-from kvtier.errors import BlockCorrupt, BlockMissing
+from kvtier.errors import ChunkCorrupt, ChunkMissing
 from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.lanes import Precedence
 from kvtier_backends.fs.files.claims import Claims
@@ -65,7 +65,7 @@ class Loading:
             for read, outcome, allocated_bytes in reversed(done):
                 key = read.key
                 # One that was never known may have a file all the same: one that is refused, and takes room.
-                if isinstance(outcome, BlockCorrupt) or (isinstance(outcome, BlockMissing) and key in self._index):
+                if isinstance(outcome, ChunkCorrupt) or (isinstance(outcome, ChunkMissing) and key in self._index):
                     if key in unchanged:
                         self._index.lost(key)
                 elif outcome is None and key in self._index:

@@ -115,7 +115,7 @@ class SlotChunks:
             (key, block), sequence = part.item
             footer = Footer(key, len(block), payload_checksum(block), self._fingerprint, sequence)
             write_footer(page, footer)
-        buffers = chain.from_iterable(zip((part.item[0].block for part in run.parts), footers, strict=True))
+        buffers = chain.from_iterable(zip((part.item[0].row for part in run.parts), footers, strict=True))
         try:
             write_all(run.segment.fd, list(buffers), run.offset)
         except OSError as error:

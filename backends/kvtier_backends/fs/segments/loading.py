@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 from kvtier.backend import Lanes, OffloadKey, Outcome, Read, in_threads
-from kvtier.errors import BlockCorrupt, BlockMissing
+from kvtier.errors import ChunkCorrupt, ChunkMissing
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.disk.footer import Fault
 from kvtier_backends.fs.disk.lanes import Precedence
@@ -72,7 +72,7 @@ class SlotLoading:
         catalog, parts = self._catalog, list[Slotted[Read]]()
         for place, read in left:
             if (slot := catalog.slot(read.key)) is None:
-                outcomes[place] = BlockMissing(f"{read.key.hex()}: no slot")
+                outcomes[place] = ChunkMissing(f"{read.key.hex()}: no slot")
             else:
                 parts.append(Slotted(slot, place, read))
         sequences = {part.place: catalog.sequence(part.slot) for part in parts}
@@ -89,7 +89,7 @@ class SlotLoading:
                     continue
                 now = catalog.slot(read.key)
                 if now != slot or catalog.sequence(slot) != sequences[place]:
-                    outcomes[place] = BlockMissing(f"{read.key.hex()}: no slot any more")
+                    outcomes[place] = ChunkMissing(f"{read.key.hex()}: no slot any more")
                     if now is not None:
                         again.append((place, read))
                 elif fault is not None:
@@ -100,9 +100,9 @@ class SlotLoading:
         """Say what it means that a chunk's slot does not have it, and have a corrupt one go."""
         if self._catalog.is_foreign(slot):
             self._catalog.lost(key)  # Its writer has put another there.
-            return BlockMissing(f"{key.hex()}: replaced by another process")
+            return ChunkMissing(f"{key.hex()}: replaced by another process")
         if fault is Fault.VERSION:
             self._tally.count("other_version")
-            return BlockMissing(f"{key.hex()}: a slot of a later format; left alone")
+            return ChunkMissing(f"{key.hex()}: a slot of a later format; left alone")
         self._wiping.corrupt(key, slot, fault)
-        return BlockCorrupt(f"{key.hex()}: {fault}: slot {slot}")
+        return ChunkCorrupt(f"{key.hex()}: {fault}: slot {slot}")

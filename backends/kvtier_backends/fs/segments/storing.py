@@ -96,7 +96,7 @@ class SlotStoring:
     async def _allowed(self, writes: Sequence[Write]) -> int:
         if self._write_budget is None or not writes:
             return len(writes)
-        unit_bytes = writes[0].block.nbytes + FOOTER_BYTES
+        unit_bytes = writes[0].row.nbytes + FOOTER_BYTES
         return await self._write_budget.take(len(writes) * unit_bytes, unit_bytes) // unit_bytes
 
     async def _write(self, writes: Sequence[Write], slots: Sequence[int]) -> tuple[list[Outcome], int]:

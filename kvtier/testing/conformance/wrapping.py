@@ -1,0 +1,155 @@
+"""Wrappers: what a tier promises that stands around another tier."""
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, Self
+
+import msgspec
+import pytest
+
+from kvtier.backend import (
+    OPTIONAL,
+    Abandoned,
+    Backend,
+    Calls,
+    Counted,
+    Described,
+    Durability,
+    Inventory,
+    InventoryEvent,
+    Measured,
+    Occupancy,
+    OffloadKey,
+    Outcome,
+    Ranked,
+    Read,
+    ScanDone,
+    TierContext,
+    Write,
+)
+from kvtier.errors import ChunkMissing, NoSpace
+from kvtier.testing.conformance.lender import keys_of
+from kvtier.testing.conformance.promises import Promises
+
+Wrap = Callable[[Backend], Backend]
+
+each_protocol = pytest.mark.parametrize("protocol", OPTIONAL, ids=lambda protocol: protocol.__name__)
+
+
+class WrapperConformance(Promises):
+    """Needs the fixture `wrap`: a function that puts the wrapper around an open tier."""
+
+    @each_protocol
+    async def test_a_wrapper_offers_what_it_wraps(self, wrap: Wrap, protocol: type[Any]) -> None:
+        """An engine asks the wrapper, and would go without what the inner tier offers."""
+        wrapper = wrap(inner_tier(protocol))
+        assert isinstance(wrapper, protocol), f"{type(wrapper).__name__} forgets {protocol.__name__}"
+
+    @each_protocol
+    async def test_a_wrapper_offers_nothing_else(self, wrap: Wrap, protocol: type[Any]) -> None:
+        """What the inner tier cannot do, the wrapper does not claim to do."""
+        wrapper = wrap(inner_tier(*(other for other in OPTIONAL if other is not protocol)))
+        assert not isinstance(wrapper, protocol), f"{type(wrapper).__name__} makes up {protocol.__name__}"
+
+    async def test_a_wrapper_says_what_its_inner_tier_says(self, wrap: Wrap) -> None:
+        """Occupancy, counts and the description are the inner tier's; the wrapper may add to what is counted."""
+        wrapper = wrap(inner_tier(*OPTIONAL))
+        assert isinstance(wrapper, Measured)
+        assert isinstance(wrapper, Counted)
+        assert isinstance(wrapper, Described)
+        assert wrapper.occupancy() == OCCUPANCY
+        assert COUNTS.items() <= wrapper.counts().items()
+        assert DESCRIPTION.items() <= wrapper.description().items()
+
+    async def test_a_wrapper_passes_on_what_is_reported_and_ranked(self, wrap: Wrap) -> None:
+        """The inner tier's events come out, and requests that are over are heard of within."""
+        inner = inner_tier(*OPTIONAL)
+        wrapper = wrap(inner)
+        assert isinstance(wrapper, Inventory)
+        assert isinstance(wrapper, Ranked)
+        assert [event async for event in wrapper.watch()] == [ScanDone(complete=True)]
+        wrapper.rank(keys_of(3))
+        assert inner.ranked == keys_of(3)
+
+    @pytest.mark.parametrize("durability", Durability, ids=lambda durability: durability.name)
+    async def test_a_wrapper_promises_no_more_than_what_it_wraps(self, wrap: Wrap, durability: Durability) -> None:
+        """A chunk survives only what it survives in the inner tier."""
+        inner = inner_tier()
+        inner.durability = durability
+        levels = list(Durability)
+        assert levels.index(wrap(inner).durability) <= levels.index(durability)
+
+
+OCCUPANCY = Occupancy(chunks=7, used_bytes=7 << 14, capacity_bytes=1 << 20, reserved_bytes=1 << 14)
+COUNTS: Mapping[str, int] = {"corrupt_checksum": 3, "evicted": 5}
+DESCRIPTION: Mapping[str, str] = {"root": "/nowhere", "layout": "nothing"}
+
+
+class Nothing(Backend):
+    """A tier that holds nothing, for ever: what is around it is looked at."""
+
+    durability = Durability.PROCESS
+    options_type = msgspec.Struct
+
+    def __init__(self) -> None:
+        self.ranked: list[OffloadKey] = []
+        self._calls = Calls("nothing")
+
+    @classmethod
+    async def open(cls, options: msgspec.Struct, context: TierContext) -> Self:
+        raise NotImplementedError  # `inner_tier` makes it.
+
+    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        return [False] * len(keys)
+
+    async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+        return [ChunkMissing(key.hex()) for key, _ in reads]
+
+    async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+        return [NoSpace(key.hex()) for key, _ in writes]
+
+    async def delete(self, keys: Sequence[OffloadKey]) -> None:
+        pass
+
+    async def aclose(self, deadline_s: float) -> Abandoned:
+        return await self._calls.close(deadline_s)
+
+
+class _Reports(Nothing):
+    async def watch(self) -> AsyncIterator[InventoryEvent]:
+        yield ScanDone(complete=True)
+
+
+class _Measures(Nothing):
+    def occupancy(self) -> Occupancy:
+        return OCCUPANCY
+
+
+class _Ranks(Nothing):
+    def rank(self, keys: Sequence[OffloadKey]) -> None:
+        self.ranked.extend(keys)
+
+
+class _Counts(Nothing):
+    def counts(self) -> Mapping[str, int]:
+        return dict(COUNTS)
+
+
+class _Describes(Nothing):
+    def description(self) -> Mapping[str, str]:
+        return dict(DESCRIPTION)
+
+
+OFFERING: Mapping[type[Any], type[Nothing]] = {
+    Inventory: _Reports,
+    Measured: _Measures,
+    Ranked: _Ranks,
+    Counted: _Counts,
+    Described: _Describes,
+}
+
+
+def inner_tier(*protocols: type[Any]) -> Nothing:
+    """Make a tier that offers these optional protocols and no others."""
+    bases = tuple(OFFERING[protocol] for protocol in protocols) or (Nothing,)
+    tier: Nothing = type("Inner", bases, {})()
+    return tier
