@@ -78,6 +78,7 @@ async def test_an_engine_too_large_for_the_machine_leaves_nothing(runner):
         await TieringOffloadingManager.open(describe(runner=runner, cpu_bytes_to_use="100TiB", chunk_bytes="1GiB"))
 
 
+@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("interpreter", ["/nowhere/python", "/bin/false", None])
 def test_a_runner_that_cannot_be_started_is_said_to_be_unavailable(monkeypatch, interpreter):
     monkeypatch.setattr(sys, "executable", interpreter)
@@ -134,7 +135,7 @@ def sent(bridge):
 
 
 @pytest.fixture
-def bridge():
+def bridge(outside):
     """A process runner whose owner has not looked at what came yet."""
     with Region.memfd(4, CHUNK_BYTES) as region:
         bridge = ProcessBridge(describe(4, DUMMY, runner="process"), region)

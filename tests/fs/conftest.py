@@ -89,7 +89,7 @@ def open_folder(root: Path, mapper: FileMapper) -> Iterator[Callable[..., Folder
 
 
 @pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Mount]:
+def mount(outside: None, tmp_path: Path) -> Iterator[Mount]:
     """Mount a small file system of a kind; skips where that is not allowed."""
     mounted: list[Path] = []
 
@@ -110,7 +110,7 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
 
 
 @pytest.fixture
-def mount_image(tmp_path: Path) -> Iterator[Callable[[str, int], Path]]:
+def mount_image(outside: None, tmp_path: Path) -> Iterator[Callable[[str, int], Path]]:
     """Make and mount a small file system in a file; skips where that is not allowed."""
     mounted: list[Path] = []
 
@@ -215,7 +215,7 @@ StartWriter = Callable[..., Awaitable["Writer"]]
 
 
 @pytest.fixture
-async def start_writer(root: Path) -> AsyncIterator[StartWriter]:
+async def start_writer(outside: None, root: Path) -> AsyncIterator[StartWriter]:
     writers: list[Writer] = []
 
     async def start_writer(keys: int, **options: object) -> Writer:

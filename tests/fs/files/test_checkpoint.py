@@ -391,6 +391,7 @@ async def test_a_bad_interval_is_named() -> None:
         FsOptions(root="/x", checkpoint_s=-1)
 
 
+@pytest.mark.usefixtures("outside")
 async def test_a_writer_that_is_killed_while_it_checkpoints_leaves_a_whole_one(
     open_tier, lender: Lender, root: Path, row_bytes: int
 ) -> None:

@@ -405,6 +405,7 @@ def test_a_segments_first_page_is_what_was_published() -> None:
     assert Header(8_192, 3, bytes(32)).offset(2) == 4_096 + 2 * 12_288
 
 
+@pytest.mark.usefixtures("thorough")
 def test_a_chunk_takes_less_than_200_bytes_of_memory() -> None:
     chunks = 90_000  # Just behind the growth of a dictionary, where it takes most.
     tracemalloc.start()
