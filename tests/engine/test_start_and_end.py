@@ -105,7 +105,7 @@ async def test_a_start_ends_though_a_tier_blocks_its_runner_as_it_opens(runner, 
 
 def test_a_start_that_is_interrupted_leaves_nothing(monkeypatch):
     """Ctrl-C, while a tier in a thread of the engine's opens."""
-    interrupt = threading.Timer(0.2, signal.raise_signal, (signal.SIGINT,))
+    interrupt = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):
         TieringOffloadingManager.start(describe(4, {"type": f"{RUDE}:NeverOpens"}, runner="thread"))

@@ -47,6 +47,7 @@ def in_seconds(requests: Iterable[Request]) -> list[Request]:
 # What is right.
 
 
+@pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_trace_gives_no_warning_and_passes_the_strict_check(
     traces: Path, caplog: pytest.LogCaptureFixture, name: str
