@@ -5,7 +5,7 @@ SHELL := bash
 MAKEFLAGS += --no-builtin-rules
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-vllm crash lint types docs simulate soak disksoak bench bench-compare clean
+.PHONY: help setup demo test test-all test-vllm crash lint types docs simulate soak disksoak bench bench-compare clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -38,8 +38,14 @@ demo: $(INSTALLED)  ## replay a generated workload with real bytes; figures and 
 	$(BIN)/kvtier replay generated --json $(DEMO)/replay.json --plot $(DEMO)/replay.png
 	@echo "The figures are in $(DEMO)/replay.json, the picture in $(DEMO)/replay.png."
 
-test: $(INSTALLED)  ## run the tests
-	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+# What a test asks for says where it belongs (tests/conftest.py). Hypothesis tries 25 examples in `test`, 200 in `test-all`.
+PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+
+test: $(INSTALLED)  ## run the tests that stay in one process: a minute or two
+	$(PYTEST) -m "not outside"
+
+test-all: test  ## run every test: `test`, then those with processes, kills, mounts, packages, pages and many examples
+	HYPOTHESIS_PROFILE=$(or $(HYPOTHESIS_PROFILE),ci) $(PYTEST) -m "outside or hypothesis"
 
 test-vllm: $(VLLM_INSTALLED) $(VLLM_033)/.unpacked  ## run the tests inside vLLM, in an environment of its own; takes a quarter of an hour
 	VLLM_033=$(CURDIR)/$(VLLM_033) $(VLLM_BIN)/pytest -o addopts="--import-mode=importlib --strict-markers --strict-config -ra" tests/vllm

@@ -1,8 +1,14 @@
-"""What every test stands on: readable assertions, Hypothesis profiles, and a mark for tests in virtual time."""
+"""What every test stands on: two lanes, readable assertions, Hypothesis profiles, and a mark for tests in virtual time.
+
+A test of the inner lane (`make test`) lives in this process; whoever starts another one asks for the fixture `outside`.
+"""
 
 import asyncio
+import gc
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -15,11 +21,74 @@ from kvtier.testing.virtual_time import VirtualTimeLoop  # noqa: E402  # After i
 settings.register_profile("dev", max_examples=25, deadline=None)
 settings.register_profile("ci", max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("nightly", parent=settings.get_profile("ci"), max_examples=5_000)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "dev"))
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+STARTS = frozenset({"os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"})
+
+
+class Fence:
+    """The audit hook that keeps the inner lane in its process; it cannot be removed, so it is closed or open."""
+
+    closed = False
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event in STARTS and self.closed:
+            pytest.fail(f"This test starts a process ({event}): ask for the fixture `outside`.")
+
+
+FENCE = Fence()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "virtual_time: run the test on a VirtualTimeLoop, where sleeping takes no time.")
+    config.addinivalue_line("markers", "outside: left to `make test-all`; it follows from the fixtures of a test.")
+    sys.addaudithook(FENCE)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect without the garbage collector, and exempt from it what lives as long as the run.
+
+    Many tests collect garbage to see what is left. Modules and collected tests would make each of these collections a
+    third of a second long.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if isinstance(item, pytest.Function) and _is_outside(item):
+            item.add_marker("outside")
+
+
+def _is_outside(item: pytest.Function) -> bool:
+    runs_elsewhere = hasattr(item, "callspec") and item.callspec.params.get("runner") == "process"
+    return runs_elsewhere or not {"outside", "thorough"}.isdisjoint(item.fixturenames)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    FENCE.closed = item.get_closest_marker("outside") is None
+    try:
+        return (yield)
+    finally:
+        FENCE.closed = False
+
+
+@pytest.fixture(scope="session")
+def outside() -> None:
+    """Let a test start processes or mount a file system: it is one of the outer lane (`make test-all`)."""
+
+
+@pytest.fixture(scope="session")
+def thorough() -> None:
+    """Let a test take seconds, because what it proves needs so many turns: it is one of the outer lane, too."""
 
 
 def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:

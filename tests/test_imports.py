@@ -26,21 +26,25 @@ def loaded_of(packages: set[str], modules: set[str]) -> set[str]:
     return packages & {module.partition(".")[0] for module in modules}
 
 
+@pytest.mark.usefixtures("outside")
 def test_importing_kvtier_loads_nothing_else() -> None:
     assert modules_after("import kvtier") == {"kvtier"}
 
 
+@pytest.mark.usefixtures("outside")
 def test_using_every_public_name_loads_neither_torch_nor_a_backend() -> None:
     modules = modules_after("import kvtier\nfor name in kvtier.__all__: getattr(kvtier, name)")
     assert "kvtier.engine.manager" in modules
     assert loaded_of({"torch", "kvtier_backends", "rich", "typer", "matplotlib", "pytest"}, modules) == set()
 
 
+@pytest.mark.usefixtures("outside")
 def test_a_runners_process_loads_neither_torch_nor_what_is_for_people() -> None:
     modules = modules_after("import kvtier.runner.child")
     assert loaded_of({"torch", "numpy", "rich", "typer", "matplotlib", "pytest", "multiprocessing"}, modules) == set()
 
 
+@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("backend", ["dummy", "fs"])
 def test_a_backend_loads_no_torch(backend: str) -> None:
     assert loaded_of({"torch"}, modules_after(f"import kvtier_backends.{backend}")) == set()

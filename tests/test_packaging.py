@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def sdist(outside: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the source distribution, unpacked."""
     folder = tmp_path_factory.mktemp("sdist")
     build("sdist", ROOT, folder)

@@ -258,6 +258,7 @@ def test_lanes_are_an_executor_without_a_loop() -> None:
         lanes.submit(int)
 
 
+@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("ending", ["", "import asyncio; asyncio.run(lanes.aclose(0))"])
 def test_a_hung_lane_does_not_hold_up_the_interpreters_exit(ending: str) -> None:
     script = f"""

@@ -107,6 +107,7 @@ def decode_configuration(block: Block, table: dict[str, Any]) -> None:
             tier_options(tier, f"{block.where} secondary_tiers[{index}]")
 
 
+@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -141,6 +142,7 @@ def test_a_page_only_names_commands_that_make_has() -> None:
         assert {first or second for first, second in named} <= rules, page
 
 
+@pytest.mark.usefixtures("outside")
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_reads_its_rules_and_lists_them() -> None:
     done = subprocess.run(

@@ -25,6 +25,8 @@ from tests.engine.kit import (
     until,
 )
 
+pytestmark = pytest.mark.usefixtures("outside")
+
 
 @pytest.fixture
 def disk(tmp_path):

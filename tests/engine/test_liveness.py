@@ -135,6 +135,7 @@ async def test_the_breaker_opens_tries_and_closes_and_the_metrics_say_so(open_en
     await until(lambda: not engine.ledger.primary.quarantined, engine)
 
 
+@pytest.mark.usefixtures("outside")
 async def test_a_runner_with_too_many_hung_rows_is_replaced_and_they_come_back(open_engine, mount, gates):
     engine = await filled(open_engine, mount, "process", limits={"quarantine_share": 0.1})
     with shut(gates, "load"):

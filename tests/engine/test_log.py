@@ -63,6 +63,7 @@ async def test_a_wrapped_tier_says_what_the_inner_one_says(open_engine, log, tmp
     assert lines(log, "tier own")[0].startswith(f"tier own: root {tmp_path}/tier, layout files, naming vllm; found 0")
 
 
+@pytest.mark.usefixtures("outside")
 async def test_what_a_runners_process_logs_comes_out_in_the_owners_log_as_its_own(open_engine, log):
     failing = {"type": FAULTY, "name": "ill", "inner": {"type": "dummy"}, "script": {"store": ["unavailable"]}}
     engine = await open_engine(8, failing, runner="process")
@@ -74,6 +75,7 @@ async def test_what_a_runners_process_logs_comes_out_in_the_owners_log_as_its_ow
     assert record.funcName == "_completed"
 
 
+@pytest.mark.usefixtures("outside")
 async def test_a_runners_process_says_no_more_than_its_owners_level_allows(open_engine, log):
     log.set_level(logging.ERROR, "kvtier")
     failing = {"type": FAULTY, "name": "ill", "inner": {"type": "dummy"}, "script": {"store": ["unavailable"]}}
@@ -84,6 +86,7 @@ async def test_a_runners_process_says_no_more_than_its_owners_level_allows(open_
     assert log.messages == []
 
 
+@pytest.mark.usefixtures("outside")
 async def test_a_runner_that_takes_the_place_of_a_lost_one_is_told(open_engine, log):
     engine = await open_engine(8, {"type": "dummy", "name": "own"}, runner="process")
     lost = engine._bridge.pid

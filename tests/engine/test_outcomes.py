@@ -34,6 +34,9 @@ BEYOND = ROWS  # The first row that is not there.
 KEYS = pack_keys([key(1), key(2)])
 
 
+WHERE = pytest.mark.parametrize("where", ["thread", pytest.param("process", marks=pytest.mark.outside)])
+
+
 @contextmanager
 def bridge(where: str, *tiers: dict[str, object]) -> Iterator[Bridge]:
     """Start a runner; closed at the end."""
@@ -56,7 +59,7 @@ def outcome(bridge: Bridge, id_: int) -> Finished | Answered:
     return told[0]
 
 
-@pytest.mark.parametrize("where", ["thread", "process"])
+@WHERE
 @pytest.mark.parametrize("kind", [Promote, Cascade])
 @pytest.mark.parametrize("rows", [[0, BEYOND], [0], [0, 1, 2]], ids=["row beyond", "row too few", "row too many"])
 def test_a_transfer_of_rows_that_are_not_there_fails_and_the_next_one_works(nothing_left, where, kind, rows):
@@ -67,7 +70,7 @@ def test_a_transfer_of_rows_that_are_not_there_fails_and_the_next_one_works(noth
         assert failures(outcome(runner, 2)) == {}
 
 
-@pytest.mark.parametrize("where", ["thread", "process"])
+@WHERE
 def test_what_concerns_a_tier_that_is_not_there_fails_and_costs_no_other(nothing_left, where):
     with bridge(where) as runner:
         rows = pack_rows([0, 1])

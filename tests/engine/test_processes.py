@@ -24,7 +24,7 @@ root, runner = sys.argv[1:3]
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(outside, tmp_path):
     """Start a program with a root and a runner's kind for arguments; what is left of it at the end is killed."""
     started = []
 
@@ -184,6 +184,7 @@ asyncio.run(main())
     assert output(started) == ["served"]
 
 
+@pytest.mark.usefixtures("outside")
 async def test_a_relative_root_is_the_same_directory_for_every_runner(open_engine, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)

@@ -6,7 +6,7 @@ from tests.benchmarks.soak import SETTLED, soak
 
 
 @pytest.fixture(scope="module")
-def run():
+def run(thorough):
     return soak(requests=1_000, block_tokens=1_024)
 
 

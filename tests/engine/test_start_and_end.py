@@ -78,6 +78,7 @@ async def test_an_engine_too_large_for_the_machine_leaves_nothing(runner):
         await TieringOffloadingManager.open(describe(runner=runner, cpu_bytes_to_use="100TiB", chunk_bytes="1GiB"))
 
 
+@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("interpreter", ["/nowhere/python", "/bin/false", None])
 def test_a_runner_that_cannot_be_started_is_said_to_be_unavailable(monkeypatch, interpreter):
     monkeypatch.setattr(sys, "executable", interpreter)
@@ -104,7 +105,7 @@ async def test_a_start_ends_though_a_tier_blocks_its_runner_as_it_opens(runner, 
 
 def test_a_start_that_is_interrupted_leaves_nothing(monkeypatch):
     """Ctrl-C, while a tier in a thread of the engine's opens."""
-    interrupt = threading.Timer(0.2, signal.raise_signal, (signal.SIGINT,))
+    interrupt = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):
         TieringOffloadingManager.start(describe(4, {"type": f"{RUDE}:NeverOpens"}, runner="thread"))
@@ -134,7 +135,7 @@ def sent(bridge):
 
 
 @pytest.fixture
-def bridge():
+def bridge(outside):
     """A process runner whose owner has not looked at what came yet."""
     with Region.memfd(4, CHUNK_BYTES) as region:
         bridge = ProcessBridge(describe(4, DUMMY, runner="process"), region)

@@ -248,6 +248,7 @@ def test_a_tier_that_others_use_is_asked(start_engine, runner):
     load(engine, [1], "again")
 
 
+@pytest.mark.usefixtures("outside")
 def test_a_step_that_the_bridge_cannot_take_is_dropped_and_counted(start_engine):
     engine = start_engine(8, DUMMY, runner="process", limits={"queued_actions": 1, "action_chunks": 1})
     engine.on_new_request("r")
@@ -261,6 +262,7 @@ def test_a_step_that_the_bridge_cannot_take_is_dropped_and_counted(start_engine)
     assert tier.counters.stored == 1
 
 
+@pytest.mark.usefixtures("outside")
 def test_more_than_the_socket_takes_at_once_arrives_in_the_end(start_engine):
     engine = start_engine(
         4_096,

@@ -7,10 +7,12 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,6 +25,7 @@ from kvtier_backends.fs.disk.root import Folder
 
 ROW_BYTES = 8_192
 WRITER_DEADLINE_S = 30.0
+CALL_DEADLINE_S = 20.0
 
 OpenTier = Callable[..., Awaitable[FsBackend]]
 Mount = Callable[[str, str], Path]
@@ -73,6 +76,68 @@ def path_of(root: Path, mapper: FileMapper) -> Callable[[OffloadKey], Path]:
     return lambda key: root / mapper.name(key)
 
 
+class SystemCall:
+    """A function of `os` that a test counts, and that sticks or fails: always, or where `only` says so."""
+
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        name: str,
+        *,
+        sticks: bool = False,
+        error: int = 0,
+        only: Callable[..., bool] = lambda *args, **kwargs: True,
+    ) -> None:
+        self.times = 0
+        self._entered = threading.Semaphore(0)
+        self._opened = threading.Event()
+        self._error = error
+        self._only = only
+        self._call = getattr(os, name)
+        if not sticks:
+            self._opened.set()
+        monkeypatch.setattr(os, name, self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.times += 1
+        if self._only(*args, **kwargs):
+            self._meet(self._error)
+        return self._call(*args, **kwargs)
+
+    def _meet(self, error: int) -> None:
+        self._entered.release()
+        assert self._opened.wait(CALL_DEADLINE_S)
+        if error:
+            raise OSError(error, os.strerror(error))
+
+    async def wait_entered(self, times: int = 1) -> None:
+        """Wait until so many threads have come to it, or have passed it."""
+        for _ in range(times):
+            assert await asyncio.to_thread(self._entered.acquire, timeout=CALL_DEADLINE_S)
+
+    def let_go(self) -> None:
+        """Let who sticks go on, to fail if that was asked for; whoever comes later gets what the system gives."""
+        self._error = 0
+        self._opened.set()
+
+
+MakeSystemCall = Callable[..., SystemCall]
+
+
+@pytest.fixture
+def system_call(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeSystemCall]:
+    """Put a `SystemCall` in place of a function of `os`; nobody sticks beyond the end of the test."""
+    made: list[SystemCall] = []
+
+    def system_call(name: str, **how: Any) -> SystemCall:
+        made.append(SystemCall(monkeypatch, name, **how))
+        return made[-1]
+
+    yield system_call
+    for call in made:
+        call.let_go()
+
+
 @pytest.fixture
 def open_folder(root: Path, mapper: FileMapper) -> Iterator[Callable[..., Folder]]:
     opened: list[Folder] = []
@@ -89,7 +154,7 @@ def open_folder(root: Path, mapper: FileMapper) -> Iterator[Callable[..., Folder
 
 
 @pytest.fixture
-def mount(tmp_path: Path) -> Iterator[Mount]:
+def mount(outside: None, tmp_path: Path) -> Iterator[Mount]:
     """Mount a small file system of a kind; skips where that is not allowed."""
     mounted: list[Path] = []
 
@@ -110,7 +175,7 @@ def mount(tmp_path: Path) -> Iterator[Mount]:
 
 
 @pytest.fixture
-def mount_image(tmp_path: Path) -> Iterator[Callable[[str, int], Path]]:
+def mount_image(outside: None, tmp_path: Path) -> Iterator[Callable[[str, int], Path]]:
     """Make and mount a small file system in a file; skips where that is not allowed."""
     mounted: list[Path] = []
 
@@ -215,7 +280,7 @@ StartWriter = Callable[..., Awaitable["Writer"]]
 
 
 @pytest.fixture
-async def start_writer(root: Path) -> AsyncIterator[StartWriter]:
+async def start_writer(outside: None, root: Path) -> AsyncIterator[StartWriter]:
     writers: list[Writer] = []
 
     async def start_writer(keys: int, **options: object) -> Writer:

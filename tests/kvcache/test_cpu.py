@@ -183,6 +183,7 @@ def test_a_failure_to_pin_does_not_fail_the_next_kernel(caplog: pytest.LogCaptur
     assert "cudaHostRegister failed with 712" in caplog.text
 
 
+@pytest.mark.usefixtures("outside")
 def test_the_core_and_its_region_load_no_torch() -> None:
     script = "import sys, kvtier, kvtier.memory.region; print('torch' in sys.modules, 'kvtier_backends' in sys.modules)"
     root = Path(kvtier.__file__).parents[1]

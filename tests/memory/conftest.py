@@ -17,7 +17,7 @@ Spawn = Callable[..., "subprocess.Popen[str]"]
 
 
 @pytest.fixture
-def spawn() -> Iterator[Spawn]:
+def spawn(outside: None) -> Iterator[Spawn]:
     """Start `python -c script *args` with pipes, `pass_fds` kept open; whatever still runs at the end is killed."""
     environment = os.environ | {"PYTHONPATH": str(Path(kvtier.__file__).parents[1])}
 
@@ -52,7 +52,7 @@ def shm_path() -> Iterator[str]:
 
 
 @pytest.fixture
-def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+def small_tmpfs(outside: None, tmp_path: Path) -> Iterator[Path]:
     """A real file system of 1 MiB of memory."""
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(tmp_path)]
     if os.geteuid() or subprocess.run(mount, check=False, capture_output=True).returncode:

@@ -78,6 +78,7 @@ def test_a_policy_that_cannot_be_had_is_refused_by_name(own_policies: str, name:
         policy_class(name)
 
 
+@pytest.mark.usefixtures("outside")
 def test_importing_the_policies_imports_nothing_heavy() -> None:
     script = (
         "import sys, kvtier.policies; "

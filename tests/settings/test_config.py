@@ -412,6 +412,7 @@ def test_a_file_that_is_a_loop_of_links_is_refused(tmp_path: Path) -> None:
     assert unreadable(tmp_path / "a.toml") == "cannot be read: Too many levels of symbolic links"
 
 
+@pytest.mark.usefixtures("outside")
 def test_reading_a_configuration_imports_neither_torch_nor_a_backend(tmp_path: Path) -> None:
     path = write(tmp_path, "engine.toml", TOML)
     program = (

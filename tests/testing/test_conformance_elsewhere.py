@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.usefixtures("outside")
+
 SETTINGS = """
 [pytest]
 asyncio_mode = strict

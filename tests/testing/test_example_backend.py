@@ -56,6 +56,7 @@ class TestTheExampleBackend(BackendConformance, DurableBackendConformance, Names
         await tier.aclose(10)
 
 
+@pytest.mark.usefixtures("outside")
 def test_the_example_runs():
     ended = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, check=True)
     assert "stored: [None, None]\nprobed: [True, True, False]\nloaded: [None, None, ChunkMissing(" in ended.stdout

@@ -16,7 +16,7 @@ from kvtier.testing.simulation import SimulationFailed, Subject, simulate
 from kvtier.testing.simulation.many import run_seeds
 from kvtier_backends.dummy import DummyBackend
 
-BATCHES = [range(start, start + 50) for start in range(0, 100, 50)]
+BATCHES = [range(10), *(pytest.param(batch, marks=pytest.mark.outside) for batch in (range(10, 55), range(55, 100)))]
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +30,7 @@ def test_every_seed_keeps_every_promise(seeds):
     assert run_seeds(seeds, Subject()).failures == []
 
 
+@pytest.mark.usefixtures("outside")
 def test_a_seed_tells_one_story_in_every_process():
     stories = set()
     for hash_seed in ("1", "2"):
@@ -49,6 +50,7 @@ def test_a_seed_tells_one_story_in_every_process():
     assert len(stories) == 1
 
 
+@pytest.mark.usefixtures("thorough")
 def test_seeds_meet_every_fault_and_every_ending():
     counts = run_seeds(range(60), Subject()).counts
     kinds = ("unavailable", "late_unavailable", "delay", "hang", "failed", "missing", "corrupt", "no_space")
@@ -85,6 +87,7 @@ def test_a_failure_names_its_seed_and_how_to_see_it_again(monkeypatch):
     assert f"python -m kvtier.testing.simulation --first {seed} --seeds 1" in message
 
 
+@pytest.mark.usefixtures("thorough")
 def test_a_row_that_is_freed_while_a_hung_load_still_writes_it_is_found(monkeypatch):
     abandon = Primary.abandon
     monkeypatch.setattr(Primary, "abandon", lambda self, key, *, lent: abandon(self, key, lent=False))
@@ -129,6 +132,7 @@ def test_a_failed_store_that_stays_visible_is_found(monkeypatch):
     assert "believes True" in first_failure(range(80, 400))  # The first that meets it is 84.
 
 
+@pytest.mark.usefixtures("thorough")
 def test_an_absence_that_is_believed_for_ever_is_found(monkeypatch):
     answer = Tier.answer
     monkeypatch.setattr(Tier, "answer", lambda self, key, known, now: answer(self, key, known, 0.0))
@@ -156,6 +160,7 @@ def test_a_tier_that_swaps_chunks_is_found(monkeypatch):
     assert "wrong bytes" in first_failure(range(300))
 
 
+@pytest.mark.usefixtures("outside")
 def test_a_process_that_is_lost_with_its_seeds_is_said_in_one_sentence():
     tier = '{"type": "tests.engine.rude_tiers:KillsItsProcess"}'
     command = [sys.executable, "-m", "kvtier.testing.simulation", "--seeds", "2", "--jobs", "1", "--tier", tier]

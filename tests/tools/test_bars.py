@@ -10,6 +10,8 @@ import pytest
 
 from kvtier.testing.conformance.lender import keys_of
 
+pytestmark = pytest.mark.usefixtures("outside")
+
 COMMAND = [sys.executable, "-c", "from kvtier.tools.cli import main; main()"]
 TITLES = {"verify": "verifying", "du": "counting", "ls": "listing", "prune": "looking"}
 

@@ -163,6 +163,7 @@ WRITES = {
 }
 
 
+@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("name", WRITES)
 def test_output_that_does_not_fit_on_the_disk_ends_with_3(place: Path, name: str) -> None:
     with open("/dev/full", "wb") as full:
@@ -170,6 +171,7 @@ def test_output_that_does_not_fit_on_the_disk_ends_with_3(place: Path, name: str
     assert (status, err) == (3, "kvtier: stdout: No space left on device\n")
 
 
+@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("name", WRITES)
 def test_output_that_nobody_reads_ends_with_141_and_no_word(place: Path, name: str) -> None:
     ours, theirs = os.pipe()
@@ -179,6 +181,7 @@ def test_output_that_nobody_reads_ends_with_141_and_no_word(place: Path, name: s
     assert (status, err) == (141, "")
 
 
+@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize(
     "args",
     [["policies", "{place}/trace.jsonl"], ["replay", "{place}/trace.jsonl"], ["bench", "lookup", "--keys", "1024"]],
@@ -189,6 +192,7 @@ def test_a_report_that_does_not_fit_on_the_disk_ends_with_3_and_its_name(place: 
     assert (status, err) == (3, "kvtier: /dev/full: No space left on device\n")
 
 
+@pytest.mark.usefixtures("outside")
 def test_what_the_terminal_cannot_show_is_escaped(place: Path, tmp_path: Path) -> None:
     odd = tmp_path / "日本.jsonl"
     odd.write_bytes((place / "trace.jsonl").read_bytes())
@@ -201,6 +205,7 @@ def test_what_the_terminal_cannot_show_is_escaped(place: Path, tmp_path: Path) -
     assert err.count("\n") == 1
 
 
+@pytest.mark.usefixtures("outside")
 def test_a_file_whose_name_is_no_text_is_named_all_the_same(place: Path, tmp_path: Path) -> None:
     trace = os.fsencode(tmp_path / "trace") + b"\xff.jsonl"
     with open(trace, "wb") as file:
@@ -222,6 +227,7 @@ main()
 """
 
 
+@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize(
     "name",
     [
@@ -246,6 +252,7 @@ main()
 """
 
 
+@pytest.mark.usefixtures("outside")
 def test_without_torch_bench_cpu_says_what_to_do() -> None:
     status, out, err = ended("bench", "cpu", "--rounds", "1", program=WITHOUT_TORCH)
     assert (status, out) == (2, "")
@@ -254,6 +261,7 @@ def test_without_torch_bench_cpu_says_what_to_do() -> None:
     assert err.count("\n") == 1
 
 
+@pytest.mark.usefixtures("outside")
 def test_without_a_cuda_device_bench_cpu_says_so() -> None:
     status, out, err = ended("bench", "cpu", "--rounds", "1", "--device", "cuda", CUDA_VISIBLE_DEVICES="")
     assert (status, out) == (2, "")
@@ -261,6 +269,7 @@ def test_without_a_cuda_device_bench_cpu_says_so() -> None:
     assert err.count("\n") == 1
 
 
+@pytest.mark.usefixtures("outside")
 def test_without_any_output_a_command_does_what_it_does(place: Path) -> None:
     closed = "import os, sys; os.close(1); os.close(2); os.execv(sys.executable, [sys.executable, '-c', *sys.argv[1:]])"
     assert ended(PROGRAM, "du", str(place / "root"), program=closed) == (0, "", "")

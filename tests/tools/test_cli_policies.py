@@ -173,6 +173,7 @@ def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixtur
     assert f"Usage: kvtier {command}" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("outside")
 def test_the_help_lists_the_commands_and_imports_none_of_them() -> None:
     script = (
         "import sys; from kvtier.tools.cli import main\n"
@@ -185,6 +186,7 @@ def test_the_help_lists_the_commands_and_imports_none_of_them() -> None:
     assert all(summary in answer.stdout for summary in (*summaries, *GROUPS.values()))
 
 
+@pytest.mark.usefixtures("outside")
 def test_an_interrupt_ends_the_command_with_130_and_nothing_half_made(tmp_path: Path) -> None:
     long = tmp_path / "long.jsonl"
     write_trace(long, (Request(number, 1, 1, tuple(range(number, number + 300))) for number in range(20_000)))

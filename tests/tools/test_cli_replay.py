@@ -69,6 +69,7 @@ def report(path: Path) -> dict[str, Any]:
 # What comes of it.
 
 
+@pytest.mark.usefixtures("outside")
 def test_without_a_configuration_a_trace_goes_through_memory_and_files_and_leaves_none(
     trace: str, tmp_path: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,6 +93,7 @@ def test_without_a_configuration_a_trace_goes_through_memory_and_files_and_leave
     assert os.listdir(temporary) == []
 
 
+@pytest.mark.usefixtures("outside")
 def test_in_a_directory_of_ones_own_chunks_stay_and_are_found_again(trace: str, tmp_path: Path) -> None:
     tier, out = tmp_path / "tier", tmp_path / "out.json"
     tier.mkdir()
@@ -102,6 +104,7 @@ def test_in_a_directory_of_ones_own_chunks_stay_and_are_found_again(trace: str, 
     assert report(out)["hits"]["0:fs"] > 0
 
 
+@pytest.mark.usefixtures("outside")
 def test_in_one_directory_another_trace_finds_nothing_of_the_first(trace: str, tmp_path: Path) -> None:
     tier, out = tmp_path / "tier", tmp_path / "out.json"
     tier.mkdir()
@@ -112,6 +115,7 @@ def test_in_one_directory_another_trace_finds_nothing_of_the_first(trace: str, t
     assert report(out)["hit_ratio"] == 0.0
 
 
+@pytest.mark.usefixtures("outside")
 def test_a_configurations_fs_tier_without_a_root_gets_a_temporary_one(
     trace: str, tmp_path: Path, temporary: Path
 ) -> None:
@@ -135,6 +139,7 @@ def test_a_workload_is_generated_where_there_is_no_trace(tmp_path: Path) -> None
     assert told[0] == told[1] != told[2]
 
 
+@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("rows", [1, 5, 64])
 @pytest.mark.parametrize(
     "tiers",
@@ -191,6 +196,7 @@ def test_wrong_bytes_end_the_command_with_1(
 # In virtual time.
 
 
+@pytest.mark.usefixtures("outside")
 def test_in_virtual_time_first_tokens_are_reported_and_the_same_seed_tells_the_same_story(
     trace: str, tmp_path: Path, temporary: Path
 ) -> None:
@@ -288,6 +294,7 @@ def test_a_bad_configuration_is_refused_in_one_line_that_names_the_field(
     assert os.listdir(temporary) == []
 
 
+@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize(
     ("sizes", "complaint"),
     [
@@ -316,6 +323,7 @@ def test_an_absurd_size_is_refused_before_anything_is_allocated(
     assert os.listdir(temporary) == []
 
 
+@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("option", ["--fs", "root", "--json", "--plot"])
 def test_a_directory_without_permission_is_refused(trace: str, tmp_path: Path, temporary: Path, option: str) -> None:
     locked = tmp_path / "locked"
@@ -378,6 +386,7 @@ def check_refusal(capsys: pytest.CaptureFixture[str], complaint: str) -> None:
 # Ctrl-C.
 
 
+@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("virtual", [False, True], ids=["real", "virtual"])
 def test_an_interrupt_ends_a_replay_with_130_and_a_report_of_what_was_done(
     tmp_path: Path, temporary: Path, virtual: bool

@@ -133,6 +133,7 @@ def test_ls_shows_one_namespace_if_asked(store, run_json, root: Path) -> None:
     assert {row["file"] for row in rows} == {str(path.relative_to(root)) for path in first}
 
 
+@pytest.mark.usefixtures("outside")
 def test_output_that_nobody_reads_is_no_traceback(store, root: Path) -> None:
     """As in `kvtier ls DIR | head -1`."""
     store(keys_of(3))

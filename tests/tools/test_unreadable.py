@@ -52,7 +52,7 @@ def unprivileged(*args: object) -> Ran:
 
 
 @pytest.fixture
-def forbidden(root: Path, store) -> Callable[[Callable[[list[Path]], Path]], list[Path]]:
+def forbidden(outside: None, root: Path, store) -> Callable[[Callable[[list[Path]], Path]], list[Path]]:
     """Have a tier with files and take the permissions of one of its files or folders away, until the test ends."""
     taken: list[Path] = []
 
@@ -146,6 +146,7 @@ def test_prune_removes_the_rest_and_says_what_it_left_out(forbidden, root: Path,
     assert not files[4].exists()
 
 
+@pytest.mark.usefixtures("outside")
 def test_prune_goes_on_after_what_it_cannot_remove(root: Path, store) -> None:
     files = store(keys_of(5))
     files[2].parent.chmod(0o555)
@@ -156,6 +157,7 @@ def test_prune_goes_on_after_what_it_cannot_remove(root: Path, store) -> None:
     assert "Permission denied; 1 left out" in ran.err
 
 
+@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("command", ["verify", "du", "ls", "prune"])
 def test_a_segment_that_cannot_be_opened_costs_its_own_chunks_only(root: Path, store, command: str) -> None:
     (segment,) = store(keys_of(3), layout="segments")

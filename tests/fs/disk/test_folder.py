@@ -109,6 +109,7 @@ def public_directory() -> Iterator[Path]:
         yield Path(name)
 
 
+@pytest.mark.usefixtures("outside")
 @pytest.mark.skipif(os.geteuid() != 0, reason="becoming somebody without permission needs root")
 def test_a_directory_without_permission_is_refused(public_directory: Path) -> None:
     script = """

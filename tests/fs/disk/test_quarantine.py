@@ -49,6 +49,7 @@ async def test_corrupt_files_go_before_any_chunk(
     assert await lender.recall(tier, [key_of(number - 1)]) == [label(key_of(number - 1))]
 
 
+@pytest.mark.usefixtures("thorough")
 async def test_the_growth_of_its_folder_is_within_the_capacity(
     open_tier, lender: Lender, path_of, root: Path, taken_bytes
 ) -> None:

@@ -179,6 +179,7 @@ def test_nothing_is_under_way_when_telling_fails(file: tuple[int, bytes], watche
     assert watched.under_way == 0
 
 
+@pytest.mark.usefixtures("outside")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_fork_has_contexts_of_its_own(file: tuple[int, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     """The parent's would take no read of the child's."""

@@ -22,7 +22,7 @@ NOW_S = 1_700_000_000.0
 
 
 @pytest.fixture
-def sleeper() -> Iterator["subprocess.Popen[bytes]"]:
+def sleeper(outside: None) -> Iterator["subprocess.Popen[bytes]"]:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     yield process
     process.kill()
@@ -128,6 +128,7 @@ async def test_the_tier_sweeps_what_it_finds_at_its_start(
     assert await lender.recall(tier, keys_of(2)) == [label(key) for key in keys_of(2)]
 
 
+@pytest.mark.usefixtures("outside")
 async def test_what_a_killed_writer_left_is_swept(open_tier, root: Path, mapper, path_of) -> None:
     """Killed between the making of a file and its rename."""
     path_of(key_of(0)).parent.mkdir(parents=True)

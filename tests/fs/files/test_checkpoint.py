@@ -8,7 +8,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -27,30 +27,10 @@ from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.files.checkpoint import KEY_BYTES_MAX, Checkpoint
 from kvtier_backends.fs.files.index import Held, Snapshot
 from kvtier_backends.fs.files.recency import Idle
+from tests.fs.conftest import MakeSystemCall
 
 DEADLINE_S = 20.0
 NOW_NS = 1_700_000_000_000_000_000
-
-
-class Listing:
-    """Holds up the scan before its first folder, so that only the checkpoint is known."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.opened = threading.Event()
-        self._scandir = os.scandir
-        monkeypatch.setattr(os, "scandir", self)
-
-    def __call__(self, folder: int) -> object:
-        assert self.opened.wait(DEADLINE_S)
-        return self._scandir(folder)
-
-
-@pytest.fixture
-def listing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listing]:
-    listing = Listing(monkeypatch)
-    listing.opened.set()
-    yield listing
-    listing.opened.set()
 
 
 @pytest.fixture
@@ -202,13 +182,13 @@ def test_one_that_cannot_be_written_leaves_the_last(
 
 
 async def test_the_tier_answers_from_it_before_it_has_scanned_anything(
-    open_tier, lender: Lender, listing: Listing, monkeypatch: pytest.MonkeyPatch
+    open_tier, lender: Lender, system_call: MakeSystemCall, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = await open_tier()
     await lender.keep(before, keys_of(3))
     occupied = before.occupancy()
     await before.aclose(DEADLINE_S)
-    listing.opened.clear()
+    listing = system_call("scandir", sticks=True)
     tier = await open_tier()
     report = tier.watch()
     assert set((await next_of(report)).keys) == set(keys_of(3))  # type: ignore[union-attr]
@@ -222,14 +202,16 @@ async def test_the_tier_answers_from_it_before_it_has_scanned_anything(
     assert list(await tier.probe(keys_of(4))) == [True, True, True, False]
     assert tier.occupancy().chunks == 3
     assert await lender.recall(tier, keys_of(3)) == [label(key) for key in keys_of(3)]
-    listing.opened.set()
+    listing.let_go()
     assert await next_of(report) == ScanDone(complete=True)
     assert tier.occupancy() == occupied
     assert tier.counters().checkpoint_chunks == 3
     await report.aclose()
 
 
-async def test_the_scan_corrects_it(open_tier, lender: Lender, listing: Listing, path_of, row_bytes: int) -> None:
+async def test_the_scan_corrects_it(
+    open_tier, lender: Lender, system_call: MakeSystemCall, path_of, row_bytes: int
+) -> None:
     """Of five chunks, one is gone, one cut off, one grown on the disk; and there is one more."""
     before = await open_tier()
     await lender.keep(before, keys_of(6))
@@ -239,11 +221,11 @@ async def test_the_scan_corrects_it(open_tier, lender: Lender, listing: Listing,
     path_of(key_of(0)).unlink()
     os.truncate(path_of(key_of(1)), 100)
     path_of(key_of(5)).with_suffix(".aside").rename(path_of(key_of(5)))
-    listing.opened.clear()
+    listing = system_call("scandir", sticks=True)
     tier = await open_tier()
     report = tier.watch()
     assert set((await next_of(report)).keys) == set(keys_of(5))  # type: ignore[union-attr]
-    listing.opened.set()
+    listing.let_go()
     assert await next_of(report) == Added([key_of(5)])
     assert await next_of(report) == ScanDone(complete=True)
     gone = await next_of(report)
@@ -256,18 +238,20 @@ async def test_the_scan_corrects_it(open_tier, lender: Lender, listing: Listing,
     assert tier.occupancy() == fresh.occupancy()
 
 
-async def test_what_happens_beside_the_scan_is_not_corrected(open_tier, lender: Lender, listing: Listing) -> None:
+async def test_what_happens_beside_the_scan_is_not_corrected(
+    open_tier, lender: Lender, system_call: MakeSystemCall
+) -> None:
     before = await open_tier()
     await lender.keep(before, keys_of(4))
     await before.aclose(DEADLINE_S)
-    listing.opened.clear()
+    listing = system_call("scandir", sticks=True)
     tier = await open_tier()
     report = tier.watch()
     await next_of(report)
     await tier.delete([key_of(0), key_of(1)])
     await lender.keep(tier, [key_of(1)], version=1)
     await lender.keep(tier, [key_of(2)], version=1)
-    listing.opened.set()
+    listing.let_go()
     assert await next_of(report) == ScanDone(complete=True)
     await report.aclose()
     assert list(await tier.probe(keys_of(4))) == [False, True, True, True]
@@ -275,12 +259,14 @@ async def test_what_happens_beside_the_scan_is_not_corrected(open_tier, lender: 
     assert await lender.recall(tier, keys_of(4)) == expected
 
 
-async def test_a_checkpoint_that_lies_costs_a_miss(open_tier, lender: Lender, listing: Listing, path_of) -> None:
+async def test_a_checkpoint_that_lies_costs_a_miss(
+    open_tier, lender: Lender, system_call: MakeSystemCall, path_of
+) -> None:
     before = await open_tier()
     await lender.keep(before, keys_of(2))
     await before.aclose(DEADLINE_S)
     path_of(key_of(0)).unlink()
-    listing.opened.clear()
+    system_call("scandir", sticks=True)
     tier = await open_tier()
     report = tier.watch()
     await next_of(report)
@@ -351,12 +337,14 @@ async def test_closing_in_no_time_leaves_the_last_one(open_tier, lender: Lender,
     assert content_of(index_file) == content
 
 
-async def test_a_start_that_is_cut_short_leaves_the_last_one(open_tier, lender: Lender, listing: Listing) -> None:
+async def test_a_start_that_is_cut_short_leaves_the_last_one(
+    open_tier, lender: Lender, system_call: MakeSystemCall
+) -> None:
     """What was recalled is written again, with what has changed since."""
     before = await open_tier()
     await lender.keep(before, keys_of(3))
     await before.aclose(DEADLINE_S)
-    listing.opened.clear()
+    listing = system_call("scandir", sticks=True)
     tier = await open_tier()
     report = tier.watch()
     await next_of(report)
@@ -364,7 +352,7 @@ async def test_a_start_that_is_cut_short_leaves_the_last_one(open_tier, lender: 
     await tier.delete([key_of(0)])
     closing = asyncio.create_task(tier.aclose(DEADLINE_S))
     await asyncio.sleep(0)
-    listing.opened.set()
+    listing.let_go()
     assert await closing == (0,)
     again = await open_tier()
     assert await scanned(again) == set(keys_of(3)[1:])
@@ -391,6 +379,7 @@ async def test_a_bad_interval_is_named() -> None:
         FsOptions(root="/x", checkpoint_s=-1)
 
 
+@pytest.mark.usefixtures("outside")
 async def test_a_writer_that_is_killed_while_it_checkpoints_leaves_a_whole_one(
     open_tier, lender: Lender, root: Path, row_bytes: int
 ) -> None:

@@ -163,6 +163,7 @@ def test_nobody_listening_costs_nothing(index: Index) -> None:
     assert [type(event) for event in events(index)] == []
 
 
+@pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("naming", ["stored", "scanned"])
 def test_a_chunk_takes_two_hundred_bytes_at_most(naming: str) -> None:
     """Key and order included, however full the dictionary happens to be."""

@@ -1,9 +1,10 @@
 """What was there before the tier is found beside its work, and nothing else is taken for a chunk."""
 
 import asyncio
+import errno
 import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend
+from tests.fs.conftest import MakeSystemCall
 
 DEADLINE_S = 20.0
 
@@ -28,32 +30,6 @@ async def scanned(tier: FsBackend) -> tuple[set[OffloadKey], bool]:
             assert isinstance(event, Added)
             keys.update(event.keys)
     raise AssertionError("the report ended")
-
-
-class Turnstile:
-    """Holds up every listing of a folder until it is let through."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.arrived = threading.Event()
-        self.opened = threading.Event()
-        self._scandir = os.scandir
-        monkeypatch.setattr(os, "scandir", self)
-
-    def __call__(self, folder: int) -> object:
-        self.arrived.set()
-        assert self.opened.wait(DEADLINE_S)
-        return self._scandir(folder)
-
-    async def wait_arrived(self) -> None:
-        assert await asyncio.to_thread(self.arrived.wait, DEADLINE_S)
-
-
-@pytest.fixture
-def turnstile(monkeypatch: pytest.MonkeyPatch) -> Iterator[Turnstile]:
-    turnstile = Turnstile(monkeypatch)
-    turnstile.opened.set()
-    yield turnstile
-    turnstile.opened.set()
 
 
 async def test_what_was_stored_before_is_found(open_tier, lender: Lender) -> None:
@@ -109,77 +85,62 @@ async def test_files_that_no_load_would_take_are_skipped_and_counted(
     assert all(path_of(key_of(number)).exists() for number in lengths)
 
 
-async def test_the_tier_answers_while_it_is_scanned(open_tier, lender: Lender, turnstile: Turnstile) -> None:
+async def test_the_tier_answers_while_it_is_scanned(open_tier, lender: Lender, system_call: MakeSystemCall) -> None:
     before = await open_tier()
     await lender.keep(before, keys_of(3))
     await before.aclose(DEADLINE_S)
-    turnstile.opened.clear()
+    listing = system_call("scandir", sticks=True)
     tier = await open_tier()
-    await turnstile.wait_arrived()
+    await listing.wait_entered()
     assert list(await tier.probe(keys_of(5))) == [True, True, True, False, False]
     assert await lender.recall(tier, keys_of(4)) == [*map(label, keys_of(3)), "ChunkMissing"]
     await lender.keep(tier, [key_of(9)])
     assert list(await tier.probe([key_of(9), key_of(8)])) == [True, False]
-    turnstile.opened.set()
+    listing.let_go()
     assert await scanned(tier) == ({*keys_of(3), key_of(9)}, True)
 
 
 async def test_what_is_deleted_beside_the_scan_stays_deleted(
-    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+    open_tier, lender: Lender, system_call: MakeSystemCall
 ) -> None:
     """The scan has seen a file, but not told of it, when it is deleted."""
     before = await open_tier()
     await lender.keep(before, keys_of(2))
     await before.aclose(DEADLINE_S)
-    listed, go_on = threading.Event(), threading.Event()
-    scandir, count = os.scandir, [0]
-
-    def pause_at_the_end(folder: int) -> object:
-        count[0] += 1
-        if count[0] > 4:  # The namespace, then one folder of the last key's two: the first key's have been seen.
-            listed.set()
-            assert go_on.wait(DEADLINE_S)
-        return scandir(folder)
-
-    monkeypatch.setattr(os, "scandir", pause_at_the_end)
+    folders = count(1)  # The namespace, then one folder of the last key's two: the first key's have been seen.
+    listing = system_call("scandir", sticks=True, only=lambda folder: next(folders) > 4)
     tier = await open_tier()
-    assert await asyncio.to_thread(listed.wait, DEADLINE_S)
+    await listing.wait_entered()
     await tier.delete(keys_of(2))
     await lender.keep(tier, [key_of(1)])
-    go_on.set()
+    listing.let_go()
     assert await scanned(tier) == ({key_of(1)}, True)
     assert list(await tier.probe(keys_of(2))) == [False, True]
 
 
 async def test_an_index_that_is_whole_answers_without_a_system_call(
-    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+    open_tier, lender: Lender, system_call: MakeSystemCall
 ) -> None:
     tier = await open_tier()
     await lender.keep(tier, keys_of(2))
     await scanned(tier)
-
-    def fail(*args: object, **kwargs: object) -> None:
-        raise AssertionError("asked the file system")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "stat", fail)
-        assert list(await tier.probe(keys_of(3))) == [True, True, False]
+    asked = system_call("stat")
+    assert list(await tier.probe(keys_of(3))) == [True, True, False]
+    assert asked.times == 0
 
 
 async def test_a_folder_that_cannot_be_read_leaves_the_tier_asking(
-    open_tier, lender: Lender, path_of: Callable[[OffloadKey], Path], monkeypatch: pytest.MonkeyPatch
+    open_tier, lender: Lender, path_of: Callable[[OffloadKey], Path], system_call: MakeSystemCall
 ) -> None:
     before = await open_tier(checkpoint_s=0)
     await lender.keep(before, keys_of(2))
     await before.aclose(DEADLINE_S)
-    hidden, listing = path_of(key_of(0)).parent.name, os.open
+    hidden = path_of(key_of(0)).parent.name
 
-    def refuse_to_list(name: str, flags: int, *args: int, **kwargs: int) -> int:
-        if flags & os.O_DIRECTORY and name.endswith(hidden):
-            raise PermissionError(13, "Permission denied")
-        return listing(name, flags, *args, **kwargs)
+    def lists_it(name: str, flags: int, *args: int, **kwargs: int) -> bool:
+        return bool(flags & os.O_DIRECTORY) and name.endswith(hidden)
 
-    monkeypatch.setattr(os, "open", refuse_to_list)
+    system_call("open", error=errno.EACCES, only=lists_it)
     tier = await open_tier()
     assert await scanned(tier) == ({key_of(1)}, False)
     assert tier.counters().scan_failed == 1
@@ -187,12 +148,12 @@ async def test_a_folder_that_cannot_be_read_leaves_the_tier_asking(
     assert await lender.recall(tier, [key_of(0)]) == [label(key_of(0))]
 
 
-async def test_closing_ends_a_scan_that_hangs(open_tier, turnstile: Turnstile, row_bytes: int) -> None:
-    turnstile.opened.clear()
+async def test_closing_ends_a_scan_that_hangs(open_tier, system_call: MakeSystemCall, row_bytes: int) -> None:
+    listing = system_call("scandir", sticks=True)
     tier = await open_tier()
-    await turnstile.wait_arrived()
+    await listing.wait_entered()
     assert await tier.aclose(0) == (0,)  # It holds no lent buffer.
-    turnstile.opened.set()
+    listing.let_go()
     assert await tier.aclose(DEADLINE_S) == (0,)
 
 

@@ -304,6 +304,7 @@ def test_a_page_of_version_0_1_0_is_taken_as_it_is(open_ledger: Callable[..., Le
     assert ledger.taken() == (30, 50)
 
 
+@pytest.mark.usefixtures("outside")
 def test_a_writer_that_is_killed_leaves_a_page_that_the_others_go_on_with(
     open_ledger: Callable[..., LedgerFile], tmp_path: Path
 ) -> None:

@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -23,47 +22,9 @@ from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend, FsCounters, FsOptions
 from kvtier_backends.fs.files.lane import SHARE_BYTES_MAX, SHARE_CHUNKS_MAX, share_chunks, share_least, share_out
+from tests.fs.conftest import MakeSystemCall
 
 DEADLINE_S = 20.0
-
-
-class Stuck:
-    """A system call that, for files of this tier, does not come back until it is let go."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
-        self.entered = threading.Semaphore(0)
-        self.opened = threading.Event()
-        self._call = getattr(os, call)
-        monkeypatch.setattr(os, call, self)
-
-    def __call__(self, fd: int, buffers: object, at: int) -> object:
-        self.entered.release()
-        assert self.opened.wait(DEADLINE_S)
-        return self._call(fd, buffers, at)
-
-    async def wait_entered(self, times: int = 1) -> None:
-        for _ in range(times):
-            assert await asyncio.to_thread(self.entered.acquire, timeout=DEADLINE_S)
-
-
-@pytest.fixture
-def stick(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Stuck]]:
-    made: list[Stuck] = []
-
-    def stick(call: str) -> Stuck:
-        made.append(Stuck(monkeypatch, call))
-        return made[-1]
-
-    yield stick
-    for stuck in made:
-        stuck.opened.set()
-
-
-def failing(error: int) -> Callable[..., None]:
-    def fail(*args: object, **kwargs: object) -> None:
-        raise OSError(error, os.strerror(error))
-
-    return fail
 
 
 def allocated_bytes(root: Path) -> int:
@@ -128,17 +89,17 @@ async def test_opening_and_closing_do_not_block_the_loop(open_tier) -> None:
 
 
 async def test_opening_on_a_mount_that_hangs_can_be_given_up(
-    mapper: FileMapper, root: Path, row_bytes: int, stick: Callable[[str], Stuck]
+    mapper: FileMapper, root: Path, row_bytes: int, system_call: MakeSystemCall
 ) -> None:
     """No buffer is lent yet, so nobody need wait for the thread; it cleans up after itself."""
-    stuck = stick("pwritev")
+    stuck = system_call("pwritev", sticks=True)
     opening = asyncio.create_task(FsBackend.open(FsOptions(root=str(root)), TierContext("hung", mapper, row_bytes)))
     await stuck.wait_entered()
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
         await opening
     assert holds(root)
-    stuck.opened.set()
+    stuck.let_go()
     for thread in threading.enumerate():
         if thread.name.startswith("kvtier-hung"):
             await asyncio.to_thread(thread.join, DEADLINE_S)
@@ -212,30 +173,28 @@ def test_a_share_is_bounded_in_chunks_and_bytes(row_bytes: int) -> None:
     assert chunks == 1 or chunks * row_bytes <= SHARE_BYTES_MAX
 
 
-async def test_loads_and_stores_have_lanes_of_their_own(
-    open_tier, lender: Lender, stick: Callable[[str], Stuck]
-) -> None:
+async def test_loads_and_stores_have_lanes_of_their_own(open_tier, lender: Lender, system_call: MakeSystemCall) -> None:
     """A load never queues behind stores, even if all of these hang."""
     tier = await open_tier(load_lanes=1, store_lanes=2)
     await lender.keep(tier, [key_of(0)])
-    stuck = stick("pwritev")
+    stuck = system_call("pwritev", sticks=True)
     stores = [asyncio.create_task(tier.store(lender.writes(keys_of(9, start=10 * number)))) for number in range(1, 4)]
     await stuck.wait_entered(2)
     assert await lender.recall(tier, [key_of(0)]) == [label(key_of(0))]
-    stuck.opened.set()
+    stuck.let_go()
     assert [outcome for store in stores for outcome in await store] == [None] * 27
 
 
-async def test_stores_go_on_beside_a_load_that_hangs(open_tier, lender: Lender, stick: Callable[[str], Stuck]) -> None:
+async def test_stores_go_on_beside_a_load_that_hangs(open_tier, lender: Lender, system_call: MakeSystemCall) -> None:
     """One lane at a time, for as long as it lasts."""
     tier = await open_tier(load_lanes=1)
     await lender.keep(tier, keys_of(1))
-    stuck = stick("preadv")
+    stuck = system_call("preadv", sticks=True)
     load = asyncio.create_task(lender.recall(tier, keys_of(1)))
     await stuck.wait_entered(1)
     async with asyncio.timeout(DEADLINE_S):
         assert list(await tier.store(lender.writes(keys_of(16, start=10)))) == [None] * 16
-    stuck.opened.set()
+    stuck.let_go()
     assert await load == [label(key_of(0))]
 
 
@@ -284,17 +243,17 @@ async def test_a_chunk_that_somebody_else_has_put_there_is_found_and_reported(
 
 
 async def test_what_a_cancelled_store_has_stored_is_reported(
-    open_tier, lender: Lender, stick: Callable[[str], Stuck]
+    open_tier, lender: Lender, system_call: MakeSystemCall
 ) -> None:
     tier = await open_tier(store_lanes=1)
     report = tier.watch()
     async with asyncio.timeout(DEADLINE_S):
         assert await anext(report) == ScanDone(complete=True)
-        stuck = stick("pwritev")
+        stuck = system_call("pwritev", sticks=True)
         store = asyncio.create_task(tier.store(lender.writes(keys_of(2))))
         await stuck.wait_entered()
         store.cancel()
-        stuck.opened.set()
+        stuck.let_go()
         with pytest.raises(asyncio.CancelledError):
             await store
         assert await anext(report) == Added(keys_of(2)[::-1])
@@ -303,27 +262,27 @@ async def test_what_a_cancelled_store_has_stored_is_reported(
 
 
 async def test_a_hung_transfer_is_left_behind_and_its_buffer_stays_lent(
-    open_tier, lender: Lender, stick: Callable[[str], Stuck]
+    open_tier, lender: Lender, system_call: MakeSystemCall
 ) -> None:
     tier = await open_tier(load_lanes=2, load_queue_bytes=0)
     await lender.keep(tier, keys_of(4))
-    stuck = stick("preadv")
+    stuck = system_call("preadv", sticks=True)
     load = asyncio.create_task(tier.load(lender.reads(keys_of(4))))
     await stuck.wait_entered(2)
     assert await tier.aclose(0) == (1,)
     assert not load.done()
     with pytest.raises(BackendClosed):
         await tier.load([])
-    stuck.opened.set()
+    stuck.let_go()
     assert list(await load) == [None] * 4
     assert await tier.aclose(DEADLINE_S) == (0,)
 
 
 async def test_closing_fails_what_waits_behind_a_hung_transfer(
-    open_tier, lender: Lender, stick: Callable[[str], Stuck]
+    open_tier, lender: Lender, system_call: MakeSystemCall
 ) -> None:
     tier = await open_tier(store_lanes=1)
-    stuck = stick("pwritev")
+    stuck = system_call("pwritev", sticks=True)
     hung = asyncio.create_task(tier.store(lender.writes([key_of(0)])))
     await stuck.wait_entered()
     waiting = asyncio.create_task(tier.store(lender.writes([key_of(1)])))
@@ -331,21 +290,21 @@ async def test_closing_fails_what_waits_behind_a_hung_transfer(
     assert await tier.aclose(0) == (1,)
     with pytest.raises(BackendClosed):
         await waiting
-    stuck.opened.set()
+    stuck.let_go()
     assert list(await hung) == [None]
 
 
 async def test_a_descriptor_is_not_given_up_under_a_thread_that_uses_it(
-    open_tier, lender: Lender, stick: Callable[[str], Stuck], root: Path
+    open_tier, lender: Lender, system_call: MakeSystemCall, root: Path
 ) -> None:
     """Its number would be another file's, and the thread would go on there."""
     tier = await open_tier()
-    stuck = stick("pwritev")
+    stuck = system_call("pwritev", sticks=True)
     store = asyncio.create_task(tier.store(lender.writes([key_of(0)])))
     await stuck.wait_entered()
     await tier.aclose(0)
     assert holds(root)
-    stuck.opened.set()
+    stuck.let_go()
     assert list(await store) == [None]
     await tier.aclose(DEADLINE_S)
     assert not holds(root)
@@ -353,18 +312,18 @@ async def test_a_descriptor_is_not_given_up_under_a_thread_that_uses_it(
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.EMFILE, errno.EACCES])
 async def test_an_error_of_the_disk_is_one_chunks_and_leaves_its_file_alone(
-    open_tier, lender: Lender, path_of, error: int, monkeypatch: pytest.MonkeyPatch
+    open_tier, lender: Lender, path_of, error: int, system_call: MakeSystemCall
 ) -> None:
     tier = await open_tier(load_queue_bytes=0)
     await lender.keep(tier, keys_of(2))
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", failing(error))
-        reads = lender.reads(keys_of(2))
-        outcomes = await tier.load(reads)
-        assert [type(outcome) for outcome in outcomes] == [TransferFailed] * 2
-        assert os.strerror(error) in str(outcomes[0])
-        assert key_of(0).hex() in str(outcomes[0])
-        del reads
+    failing = system_call("preadv", error=error)
+    reads = lender.reads(keys_of(2))
+    outcomes = await tier.load(reads)
+    assert [type(outcome) for outcome in outcomes] == [TransferFailed] * 2
+    assert os.strerror(error) in str(outcomes[0])
+    assert key_of(0).hex() in str(outcomes[0])
+    del reads
+    failing.let_go()
     assert all(path_of(key).exists() for key in keys_of(2))
     assert await lender.recall(tier, keys_of(2)) == [label(key) for key in keys_of(2)]
     assert tier.counters() == FsCounters()
@@ -372,35 +331,29 @@ async def test_an_error_of_the_disk_is_one_chunks_and_leaves_its_file_alone(
 
 @pytest.mark.parametrize("call", ["load", "store"])
 async def test_a_file_system_that_is_away_is_the_whole_calls(
-    open_tier, lender: Lender, call: str, monkeypatch: pytest.MonkeyPatch
+    open_tier, lender: Lender, call: str, system_call: MakeSystemCall
 ) -> None:
     tier = await open_tier()
     await lender.keep(tier, keys_of(2))
     reads, writes = lender.reads(keys_of(2)), lender.writes(keys_of(2))
     move = partial(tier.load, reads) if call == "load" else partial(tier.store, writes)
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", failing(errno.ESTALE))
-        with pytest.raises(BackendUnavailable, match="Stale file handle"):
-            await move()
+    failing = system_call("open", error=errno.ESTALE)
+    with pytest.raises(BackendUnavailable, match="Stale file handle"):
+        await move()
+    failing.let_go()
     assert await lender.recall(tier, keys_of(2)) == [label(key) for key in keys_of(2)]
 
 
 async def test_a_delete_that_fails_says_how_much_of_it(
-    open_tier, lender: Lender, path_of, monkeypatch: pytest.MonkeyPatch
+    open_tier, lender: Lender, path_of, system_call: MakeSystemCall
 ) -> None:
     tier = await open_tier()
     await lender.keep(tier, keys_of(3))
-    unlink, kept = os.unlink, path_of(key_of(1)).name
-
-    def refuse_one(name: str, **kwargs: int) -> None:
-        if name.endswith(kept):
-            raise PermissionError(errno.EPERM, "Operation not permitted")
-        unlink(name, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", refuse_one)
-        with pytest.raises(BackendUnavailable, match="1 of 3"):
-            await tier.delete(keys_of(3))
+    kept = path_of(key_of(1)).name
+    refused = system_call("unlink", error=errno.EPERM, only=lambda name, **kwargs: name.endswith(kept))
+    with pytest.raises(BackendUnavailable, match="1 of 3"):
+        await tier.delete(keys_of(3))
+    refused.let_go()
     assert await lender.recall(tier, keys_of(3)) == ["ChunkMissing", label(key_of(1)), "ChunkMissing"]
     assert list(await tier.probe(keys_of(3))) == [False, True, False]
 

@@ -83,6 +83,7 @@ class TestSegments(Suites):
         return FsOptions(root=root, layout="segments")
 
 
+@pytest.mark.usefixtures("thorough")
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="there is no file system in memory")
 class TestSegmentsInMemoryWithEveryOptionTheOtherWay(Suites):
     """Within a capacity, because of the first segment every byte is written."""
@@ -177,6 +178,7 @@ class TestFsByRecency(Small, RankedConformance):
     """As it comes."""
 
 
+@pytest.mark.usefixtures("thorough")
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="there is no file system in memory")
 class TestFsInMemoryWithEveryOptionTheOtherWay(Suites):
     """In memory, because thousands of fsyncs take a disk minutes."""
@@ -199,6 +201,7 @@ class TestFsInMemoryWithEveryOptionTheOtherWay(Suites):
         )
 
 
+@pytest.mark.usefixtures("thorough")
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="there is no file system in memory")
 class TestFsShared(Suites):
     """As one of several processes would be."""

@@ -171,6 +171,7 @@ def temporaries(root: Path) -> list[Path]:
     return list(root.rglob(".*.tmp"))
 
 
+@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_killed_writer_loses_nothing_it_was_told_was_stored(
     root: Path, mapper: FileMapper, row_bytes: int, layout: str
@@ -184,6 +185,7 @@ def test_a_killed_writer_loses_nothing_it_was_told_was_stored(
     logger.info("%d writers killed, %d chunks confirmed, none lost", ROUNDS, expected.confirmed)
 
 
+@pytest.mark.usefixtures("outside")
 def test_a_killed_writer_that_overwrites_files_leaves_whole_chunks_and_the_last_ones(
     root: Path, mapper: FileMapper, row_bytes: int, taken_bytes: Callable[[Path], int]
 ) -> None:
@@ -248,7 +250,7 @@ def _run(*command: object) -> None:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
+def disk(outside: None, tmp_path: Path) -> Iterator[Disk]:
     if os.geteuid() != 0:
         pytest.skip("loop devices need root")
     try:

@@ -53,7 +53,7 @@ class FaultyDisk:
 
 
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[FaultyDisk]:
+def disk(outside: None, tmp_path: Path) -> Iterator[FaultyDisk]:
     if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
         pytest.skip("mounting a file system of one's own needs root and FUSE")
     folder, mountpoint = tmp_path / "behind", tmp_path / "disk"

@@ -107,6 +107,7 @@ class Engine:
         self._region.close()
 
 
+@pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("laid_out", [{"naming": "flat"}, {"layout": "segments"}], ids=["files", "segments"])
 async def test_room_and_memory_stay_flat_and_hits_are_as_predicted(
     root: Path, mapper: FileMapper, taken_bytes: Callable[[Path], int], laid_out: dict[str, Any]

@@ -5,8 +5,12 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
+
+pytestmark = pytest.mark.usefixtures("outside")
 
 KEYS = 4
 ROUNDS = 60

@@ -1,10 +1,10 @@
 """Chunks in segments: damage, restarts, locks, and what a directory of them is told to be."""
 
 import asyncio
+import errno
 import fcntl
 import os
 import random
-import threading
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -29,6 +29,7 @@ from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.runs import RUN_SLOTS_MAX
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, read_header
 from kvtier_backends.fs.segments.slots import Held
+from tests.fs.conftest import MakeSystemCall
 
 ROW_BYTES = 8_192
 SLOT_BYTES = ROW_BYTES + FOOTER_BYTES
@@ -318,41 +319,29 @@ def _noting(call, counts: list[int]):
 
 
 async def test_one_place_that_cannot_be_written_costs_its_own_chunk_only(
-    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+    open_tier, lender: Lender, system_call: MakeSystemCall
 ) -> None:
     tier = await open_tier(layout="segments", capacity_bytes=SMALL)
     await lender.keep(tier, keys_of(6))
-    write = os.pwritev
     bad = HEADER_BYTES + 8 * SLOT_BYTES
-
-    def refuse(fd: int, buffers: list[memoryview], at: int) -> int:
-        if at <= bad < at + sum(map(len, buffers)):
-            raise OSError(5, "Input/output error")
-        return write(fd, buffers, at)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", refuse)
-        outcomes = await tier.store(lender.writes(keys_of(6), version=1))
-        assert [type(outcome) for outcome in outcomes].count(TransferFailed) == 1
-        failed = next(index for index, outcome in enumerate(outcomes) if outcome is not None)
-        expected = [label(key, int(index != failed)) for index, key in enumerate(keys_of(6))]
-        assert await lender.recall(tier, keys_of(6)) == expected, "what was there before has stayed"
+    system_call("pwritev", error=errno.EIO, only=lambda fd, buffers, at: at <= bad < at + sum(map(len, buffers)))
+    outcomes = await tier.store(lender.writes(keys_of(6), version=1))
+    assert [type(outcome) for outcome in outcomes].count(TransferFailed) == 1
+    failed = next(index for index, outcome in enumerate(outcomes) if outcome is not None)
+    expected = [label(key, int(index != failed)) for index, key in enumerate(keys_of(6))]
+    assert await lender.recall(tier, keys_of(6)) == expected, "what was there before has stayed"
 
 
 async def test_a_delete_whose_footer_cannot_be_wiped_says_so(
-    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+    open_tier, lender: Lender, system_call: MakeSystemCall
 ) -> None:
     tier = await open_tier(layout="segments", capacity_bytes=SMALL)
     await lender.keep(tier, keys_of(2))
-
-    def refuse(*args: object) -> int:
-        raise OSError(5, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", refuse)
-        with pytest.raises(BackendUnavailable, match="could not be wiped") as failed:
-            await tier.delete([KEY])
+    refused = system_call("pwritev", error=errno.EIO)
+    with pytest.raises(BackendUnavailable, match="could not be wiped") as failed:
+        await tier.delete([KEY])
     assert cause_of(failed.value) == "EIO"
+    refused.let_go()
     await tier.delete([KEY])
     assert await lender.recall(tier, keys_of(2)) == [label(key_of(0)), "ChunkMissing"]
 
@@ -405,6 +394,7 @@ def test_a_segments_first_page_is_what_was_published() -> None:
     assert Header(8_192, 3, bytes(32)).offset(2) == 4_096 + 2 * 12_288
 
 
+@pytest.mark.usefixtures("thorough")
 def test_a_chunk_takes_less_than_200_bytes_of_memory() -> None:
     chunks = 90_000  # Just behind the growth of a dictionary, where it takes most.
     tracemalloc.start()
@@ -423,7 +413,7 @@ def test_a_chunk_takes_less_than_200_bytes_of_memory() -> None:
 
 
 async def test_a_delete_ends_with_the_cancelled_store_that_has_its_chunks_slot(
-    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+    open_tier, lender: Lender, system_call: MakeSystemCall
 ) -> None:
     """The chunk has gone for room, and what is stored in its place is written though nobody waits for it any more."""
     tier = await open_tier(layout="segments", capacity_bytes=2 * SLOT_BYTES + 65_536, store_lanes=1)
@@ -432,24 +422,15 @@ async def test_a_delete_ends_with_the_cancelled_store_that_has_its_chunks_slot(
         await lender.keep(tier, [key_of(number)])
         number += 1
     victim = key_of(1)
-    writing, go_on = threading.Event(), threading.Event()
-    write = os.pwritev
-
-    def held_up(fd: int, buffers: list[memoryview], at: int) -> int:
-        if len(buffers) == 2:
-            writing.set()
-            go_on.wait(DEADLINE_S)
-        return write(fd, buffers, at)
-
-    monkeypatch.setattr(os, "pwritev", held_up)
+    stuck = system_call("pwritev", sticks=True, only=lambda fd, buffers, at: len(buffers) == 2)
     store = asyncio.create_task(tier.store(lender.writes([key_of(number)])))
-    assert await asyncio.to_thread(writing.wait, DEADLINE_S)
+    await stuck.wait_entered()
     assert list(await tier.probe([victim])) == [False]
     delete = asyncio.create_task(tier.delete([victim]))
     for _ in range(5):
         await asyncio.sleep(0)
     store.cancel()
-    go_on.set()
+    stuck.let_go()
     with pytest.raises(asyncio.CancelledError):
         await store
     async with asyncio.timeout(DEADLINE_S):
@@ -571,43 +552,32 @@ async def test_no_more_segments_go_for_others_than_are_needed(
 
 @pytest.mark.parametrize("checkpoint_s", [0, 1_800])
 async def test_a_segment_that_cannot_be_opened_takes_its_room(
-    open_tier, lender: Lender, root: Path, monkeypatch: pytest.MonkeyPatch, taken_bytes, checkpoint_s: float
+    open_tier, lender: Lender, root: Path, system_call: MakeSystemCall, taken_bytes, checkpoint_s: float
 ) -> None:
     capacity_bytes = 1 << 20
     before = await open_tier(layout="segments", capacity_bytes=capacity_bytes)
     await lender.keep(before, [KEY])
     await before.aclose(DEADLINE_S)
-    look = os.open
-
-    def refuse(path: str, *args: int, **kwargs: int | None) -> int:
-        if str(path).endswith(".seg"):
-            raise OSError(24, "Too many open files")
-        return look(path, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "open", refuse)
-        tier = await open_tier(layout="segments", capacity_bytes=capacity_bytes, checkpoint_s=checkpoint_s)
-        assert await lender.recall(tier, [KEY]) == ["ChunkMissing"]
+    refused = system_call("open", error=errno.EMFILE, only=lambda path, *args, **kwargs: str(path).endswith(".seg"))
+    tier = await open_tier(layout="segments", capacity_bytes=capacity_bytes, checkpoint_s=checkpoint_s)
+    assert await lender.recall(tier, [KEY]) == ["ChunkMissing"]
+    refused.let_go()
     assert [type(outcome) for outcome in await tier.store(lender.writes(keys_of(4)))] == [NoSpace] * 4
     assert taken_bytes(root) <= capacity_bytes
 
 
 async def test_a_delete_says_so_when_a_failed_store_has_left_its_chunk(
-    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+    open_tier, lender: Lender, system_call: MakeSystemCall
 ) -> None:
     """Its sync failed, but not its write: without a wipe it is there after a restart."""
     tier = await open_tier(layout="segments", fsync=True, capacity_bytes=SMALL)
     await lender.keep(tier, [key_of(0)])
-
-    def refuse(fd: int) -> None:
-        raise OSError(5, "Input/output error")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fdatasync", refuse)
-        (outcome,) = await tier.store(lender.writes([KEY]))
-        assert isinstance(outcome, TransferFailed)
-        with pytest.raises(BackendUnavailable, match="could not be wiped") as failed:
-            await tier.delete([KEY])
+    refused = system_call("fdatasync", error=errno.EIO)
+    (outcome,) = await tier.store(lender.writes([KEY]))
+    assert isinstance(outcome, TransferFailed)
+    with pytest.raises(BackendUnavailable, match="could not be wiped") as failed:
+        await tier.delete([KEY])
+    refused.let_go()
     assert cause_of(failed.value) == "EIO"
     await tier.delete([KEY])
 
@@ -680,26 +650,16 @@ async def test_a_pruned_slots_segment_may_be_another_one_by_then(
 
 
 async def test_a_chunk_that_moved_while_it_could_not_be_read_is_read_where_it_is(
-    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+    open_tier, lender: Lender, system_call: MakeSystemCall
 ) -> None:
     """Its old slot's segment may have been removed."""
     tier = await open_tier(layout="segments", capacity_bytes=SMALL)
     await lender.keep(tier, [KEY])
-    reading, go_on = threading.Event(), threading.Event()
-    read = os.preadv
-
-    def too_late(fd: int, buffers: list[memoryview], at: int) -> int:
-        if not go_on.is_set():
-            reading.set()
-            go_on.wait(DEADLINE_S)
-            raise OSError(9, "Bad file descriptor")
-        return read(fd, buffers, at)
-
-    monkeypatch.setattr(os, "preadv", too_late)
+    stuck = system_call("preadv", sticks=True, error=errno.EBADF)
     recall = asyncio.create_task(lender.recall(tier, [KEY]))
-    assert await asyncio.to_thread(reading.wait, DEADLINE_S)
+    await stuck.wait_entered()
     await lender.keep(tier, [KEY], version=1)
-    go_on.set()
+    stuck.let_go()
     assert await recall == [label(KEY, 1)]
 
 

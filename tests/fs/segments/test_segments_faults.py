@@ -74,6 +74,7 @@ async def test_one_place_that_cannot_be_read_costs_its_own_chunk_only(
     assert tier.counters().corrupt == {}
 
 
+@pytest.mark.usefixtures("outside")
 async def test_two_processes_that_write_the_same_keys_to_segments_leave_whole_chunks(
     open_tier, lender: Lender, root: Path, row_bytes: int
 ) -> None:

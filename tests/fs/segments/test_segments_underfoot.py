@@ -1,9 +1,9 @@
 """Segments that somebody else removes while a tier has them open: what goes there is not said to be stored."""
 
 import asyncio
+import errno
 import os
 import shutil
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from kvtier_backends.fs import FsBackend
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.segments import losses
 from kvtier_backends.fs.segments.folder import SegmentFolder
+from tests.fs.conftest import MakeSystemCall
 
 SLOT_BYTES = 8_192 + FOOTER_BYTES
 SMALL = "1MiB"
@@ -164,47 +165,32 @@ async def test_a_load_of_what_was_removed_still_gives_the_chunk_until_that_is_no
 
 
 async def test_a_load_that_hangs_keeps_a_removed_segment_open(
-    open_tier, lender: Lender, root: Path, monkeypatch: pytest.MonkeyPatch, watched: None
+    open_tier, lender: Lender, root: Path, system_call: MakeSystemCall, watched: None
 ) -> None:
     tier = await open_tier(layout="segments", capacity_bytes=SMALL)
     await lender.keep(tier, keys_of(4))
-    reading, go_on = threading.Event(), threading.Event()
-    read = os.preadv
-
-    def held_up(fd: int, buffers: list[memoryview], at: int) -> int:
-        reading.set()
-        go_on.wait(DEADLINE_S)
-        return read(fd, buffers, at)
-
-    monkeypatch.setattr(os, "preadv", held_up)
+    stuck = system_call("preadv", sticks=True)
     load = asyncio.create_task(lender.recall(tier, keys_of(1)))
-    assert await asyncio.to_thread(reading.wait, DEADLINE_S)
+    await stuck.wait_entered()
     segments(root)[0].unlink()
     async with asyncio.timeout(DEADLINE_S):
         while tier.occupancy().chunks > 1:
             await asyncio.sleep(0.01)
         assert open_without_a_name(root) == 1
-        go_on.set()
+        stuck.let_go()
         assert await load == [label(key_of(0))]
         await let_go(root)
     assert list(await tier.probe(keys_of(1))) == [False]
 
 
 async def test_a_name_that_cannot_be_asked_for_fails_the_store_and_loses_nothing(
-    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+    open_tier, lender: Lender, system_call: MakeSystemCall
 ) -> None:
     tier = await open_tier(layout="segments", capacity_bytes=SMALL)
     await lender.keep(tier, keys_of(4))
-    look = os.stat
-
-    def refuse(name, **kwargs):
-        if str(name).endswith(".seg"):
-            raise OSError(5, "Input/output error")
-        return look(name, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "stat", refuse)
-        assert kinds(await tier.store(lender.writes(keys_of(2), version=1))) == ["TransferFailed"] * 2
+    refused = system_call("stat", error=errno.EIO, only=lambda name, **kwargs: str(name).endswith(".seg"))
+    assert kinds(await tier.store(lender.writes(keys_of(2), version=1))) == ["TransferFailed"] * 2
+    refused.let_go()
     assert await lender.recall(tier, keys_of(4)) == [label(key) for key in keys_of(4)]
     assert tier.counters().segments_lost == 0
     await lender.keep(tier, keys_of(2), version=1)

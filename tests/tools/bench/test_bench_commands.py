@@ -78,6 +78,7 @@ def test_look_ups_stand_beside_dictionary_operations(measured: Callable[..., dic
     assert len(told["machine"]["load_before"]) == len(told["machine"]["load_after"]) == 3
 
 
+@pytest.mark.usefixtures("thorough")
 def test_steps_are_measured_over_tiers_and_over_what_they_hold(measured: Callable[..., dict[str, Any]]) -> None:
     told = measured("steps", "--tiers", "1,2", "--held", "0,5000", "--rounds", 1)
     steps = [row for row in told["rows"] if row["operation"] == "step"]
@@ -106,6 +107,7 @@ def test_copies_of_kv_pages_are_measured_both_ways(
     assert {"store KV pages", "load KV pages"} < operations(told)
 
 
+@pytest.mark.usefixtures("outside")
 def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path, measured: Callable[..., dict[str, Any]]) -> None:
     (tmp_path / "mine").write_text("stays")
     told = measured("fs", tmp_path, *FS, "--depths", "1,2", "--fsync", "--namings", "vllm,flat", "--layouts", "files")
@@ -123,6 +125,7 @@ def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path, measured: Ca
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
+@pytest.mark.usefixtures("outside")
 def test_every_layout_is_measured_by_default(tmp_path: Path, measured: Callable[..., dict[str, Any]]) -> None:
     from kvtier.tools.bench.files import layouts
 
@@ -130,11 +133,13 @@ def test_every_layout_is_measured_by_default(tmp_path: Path, measured: Callable[
     assert {row["settings"]["layout"] for row in told["rows"]} == set(layouts())
 
 
+@pytest.mark.usefixtures("outside")
 def test_the_page_cache_is_measured_if_asked_for(tmp_path: Path, measured: Callable[..., dict[str, Any]]) -> None:
     told = measured("fs", tmp_path, *FS, "--io", "buffered", "--layouts", "files")
     assert {row["settings"]["io"] for row in told["rows"]} == {"buffered"}
 
 
+@pytest.mark.usefixtures("outside")
 def test_fio_stands_beside_the_raw_limit_where_it_is_installed(
     tmp_path: Path, no_fio: Path, measured: Callable[..., dict[str, Any]]
 ) -> None:
@@ -146,6 +151,7 @@ def test_fio_stands_beside_the_raw_limit_where_it_is_installed(
     assert fio["raw write"]["limit"] == 1.25
 
 
+@pytest.mark.usefixtures("outside")
 def test_each_tier_of_a_configuration_is_measured_through_an_engine(
     tmp_path: Path, measured: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,7 +213,7 @@ def test_json_and_picture_are_written_as_asked(tmp_path: Path) -> None:
         (["cpu", "--device", "tpu"], "--device 'tpu': expected one or more of cpu, cuda"),
         (["fs", "{tmp}/absent"], "DIR '{tmp}/absent': no such directory"),
         (["fs", "{tmp}", "--size", "lots"], "--size 'lots': expected sizes with commas between them"),
-        (["fs", "{tmp}", "--size", "16GiB"], "bytes are needed"),
+        pytest.param(["fs", "{tmp}", "--size", "16GiB"], "bytes are needed", marks=pytest.mark.outside),
         (["fs", "{tmp}", "--layouts", "piles"], "--layouts 'piles': expected one or more of files"),
         (["fs", "{tmp}", "--io", "psychic"], "--io 'psychic': expected one or more of auto, direct, buffered"),
         (["tiers", "{tmp}/absent.toml"], "{tmp}/absent.toml: cannot be read"),
@@ -248,6 +254,7 @@ def test_a_disk_that_fills_up_is_said_so_in_one_line() -> None:
 # How it ends.
 
 
+@pytest.mark.usefixtures("outside")
 def test_ctrl_c_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
     command = [*KVTIER, "bench", "fs", str(tmp_path), "--chunk-sizes", "64KiB", "--size", "128KiB", "--rounds", "2000"]
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'backends'}"}

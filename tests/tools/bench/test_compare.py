@@ -71,6 +71,7 @@ def test_a_regression_is_an_exit_status(baseline: Path, capsys: pytest.CaptureFi
     assert main(arguments) == 0
 
 
+@pytest.mark.usefixtures("outside")
 def test_a_count_is_the_median_of_the_marked_calls(tmp_path: Path) -> None:
     valgrind = tmp_path / "valgrind"
     valgrind.write_text(FAKE_VALGRIND)

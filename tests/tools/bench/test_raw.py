@@ -98,6 +98,7 @@ def test_who_is_interrupted_waits_until_no_thread_uses_a_file() -> None:
     assert done == [0]  # The one under way was waited for; none was begun after it.
 
 
+@pytest.mark.usefixtures("outside")
 def test_fio_is_asked_for_the_chunk_size_and_the_depth(tmp_path: Path) -> None:
     fake = tmp_path / "fio"
     fake.write_text(FAKE_FIO)
@@ -110,6 +111,7 @@ def test_fio_is_asked_for_the_chunk_size_and_the_depth(tmp_path: Path) -> None:
     assert {"--rw=randwrite", "--bs=8192", "--iodepth=1"} <= set(second.split())
 
 
+@pytest.mark.usefixtures("outside")
 def test_a_fio_that_fails_says_why(tmp_path: Path) -> None:
     fake = tmp_path / "fio"
     fake.write_text("#!/bin/sh\necho its reason >&2\nexit 3\n")

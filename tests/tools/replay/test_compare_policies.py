@@ -8,6 +8,7 @@ import pytest
 EXAMPLE = Path(__file__).parents[3] / "examples" / "compare_policies.py"
 
 
+@pytest.mark.usefixtures("thorough")
 def test_the_example_tells_policies_apart(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE)])
     runpy.run_path(str(EXAMPLE), run_name="__main__")

@@ -5,8 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kvtier.config import load_config
 from kvtier.tools.replay.traces import Request, write_trace
+
+pytestmark = pytest.mark.usefixtures("outside")
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

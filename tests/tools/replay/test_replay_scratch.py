@@ -11,6 +11,8 @@ import pytest
 
 from kvtier.tools.replay.setup import Scratch
 
+pytestmark = pytest.mark.usefixtures("outside")
+
 MADE_AND_WAITING = """
 import sys
 from kvtier.tools.replay.setup import Scratch

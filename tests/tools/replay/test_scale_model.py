@@ -324,6 +324,7 @@ def test_a_file_of_another_kind_is_refused_in_one_line(
     assert shown.err.count("\n") == 1
 
 
+@pytest.mark.usefixtures("outside")
 def test_the_report_of_a_real_benchmark_is_read(tmp_path: Path) -> None:
     bench, disk = tmp_path / "measured.json", tmp_path / "disk"
     disk.mkdir()

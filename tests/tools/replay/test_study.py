@@ -126,6 +126,7 @@ def assert_reference_ratios(traces: Path, name: str, policy: str, extent: Extent
         assert ratio == pytest.approx(reference["hit_ratio"][policy][size], abs=TOLERANCE), (policy, size)
 
 
+@pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", [CONVERSATION, MINI_SWE])
 def test_the_real_traces_have_the_hit_ratios_that_others_found(
@@ -134,10 +135,12 @@ def test_the_real_traces_have_the_hit_ratios_that_others_found(
     assert_reference_ratios(traces, name, policy, extent_of(name), SIZES)
 
 
+@pytest.mark.usefixtures("thorough")
 def test_the_large_trace_has_the_hit_ratio_that_others_found(traces: Path, extent_of: Callable[[str], Extent]) -> None:
     assert_reference_ratios(traces, AGENTIC, "lru", extent_of(AGENTIC), ("0.10",))
 
 
+@pytest.mark.usefixtures("thorough")
 @pytest.mark.skipif("KVTIER_ALL_TRACES" not in os.environ, reason="takes minutes; KVTIER_ALL_TRACES=1 runs it")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_large_trace_has_all_the_hit_ratios_that_others_found(
@@ -146,6 +149,7 @@ def test_the_large_trace_has_all_the_hit_ratios_that_others_found(
     assert_reference_ratios(traces, AGENTIC, policy, extent_of(AGENTIC), SIZES)
 
 
+@pytest.mark.usefixtures("thorough")
 def test_ageing_makes_lfu_follow_what_changes(traces: Path, extent_of: Callable[[str], Extent]) -> None:
     """On real chats, at a tenth of the blocks: 0.29 with ageing, 0.19 without, 0.28 for LRU."""
     extent = extent_of(CONVERSATION)

@@ -47,6 +47,7 @@ def in_seconds(requests: Iterable[Request]) -> list[Request]:
 # What is right.
 
 
+@pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_trace_gives_no_warning_and_passes_the_strict_check(
     traces: Path, caplog: pytest.LogCaptureFixture, name: str
@@ -166,6 +167,7 @@ def test_a_strict_reader_refuses_at_the_line(tmp_path: Path, requests: list[Requ
     assert "\n" not in str(refusal.value)
 
 
+@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("command", [["replay"], ["replay", "--virtual-time"], ["policies"]])
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_command_warns_in_one_line_and_strict_refuses_in_one_line_with_2(
@@ -188,6 +190,7 @@ def test_a_command_warns_in_one_line_and_strict_refuses_in_one_line_with_2(
     assert ended.stderr.count("\n") == 1
 
 
+@pytest.mark.usefixtures("outside")
 def test_the_generated_workload_is_as_strict_as_a_trace(capfd: pytest.CaptureFixture[str]) -> None:
     kvtier = [sys.executable, "-c", "from kvtier.tools.cli import main; main()", "policies", "generated", "--strict"]
     assert subprocess.run([*kvtier, "--limit", "20"], timeout=60, check=False).returncode == 0
