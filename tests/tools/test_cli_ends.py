@@ -107,7 +107,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     for name, text in CONFIGS.items():
         (folder / name).write_text(text, encoding="latin-1")
-    write_trace(folder / "trace.jsonl", [Request(1_000 * turn, 512 * turn, 1, tuple(range(turn))) for turn in range(1, 6)])
+    write_trace(
+        folder / "trace.jsonl", [Request(1_000 * turn, 512 * turn, 1, tuple(range(turn))) for turn in range(1, 6)]
+    )
     return folder
 
 
@@ -250,7 +252,7 @@ def test_without_torch_bench_cpu_says_what_to_do() -> None:
     status, out, err = ended("bench", "cpu", "--rounds", "1", program=WITHOUT_TORCH)
     assert (status, out) == (2, "")
     assert err.startswith("kvtier: --pages: torch cannot be loaded")
-    assert "pip install torch, or --no-pages" in err
+    assert "pip install 'kvtier[torch]', or --no-pages" in err
     assert err.count("\n") == 1
 
 
