@@ -40,8 +40,6 @@ COMMANDS = {
     "replay": Command(
         "kvtier.tools.replay.replay_command", "replay", "Replay a trace through a whole engine, byte for byte."
     ),
-    "bench lookup": Command("kvtier.tools.bench.commands", "lookup", "Measure look-ups."),
-    "bench steps": Command("kvtier.tools.bench.commands", "steps", "Measure the whole step protocol."),
     "bench cpu": Command("kvtier.tools.bench.commands", "cpu", "Measure memory copies and checksums."),
     "bench fs": Command("kvtier.tools.bench.commands", "fs", "Measure a directory as an fs tier."),
     "bench tiers": Command("kvtier.tools.bench.commands", "tiers", "Measure the tiers of a configuration, end to end."),

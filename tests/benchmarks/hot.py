@@ -17,9 +17,9 @@ from kvtier.policies.base import Policy
 from kvtier.policies.named import policy_class
 from kvtier.runner.messages import Cascade, Finished, pack_keys, pack_rows, unpack_keys, unpack_rows
 from kvtier.runner.wire import LENGTH_BYTES, actions_of, frame, messages_of
-from kvtier.tools.bench.protocol import KEYS_A_REQUEST, Steps
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Footer, payload_checksum, read_footer, write_footer
 from kvtier_backends.fs.files.index import Held, Index
+from tests.benchmarks.protocol import KEYS_A_REQUEST, Steps
 
 KEYS = 1_024
 ROWS = 2_048

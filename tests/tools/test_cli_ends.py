@@ -65,8 +65,6 @@ def calls() -> Iterator[list[str]]:
     for name in BENCHES:
         yield from ([*whole(name), "--rounds", bad] for bad in NUMBERS)
     for name, option in (
-        *(("bench lookup", each) for each in ("--keys",)),
-        *(("bench steps", each) for each in ("--tiers", "--held")),
         *(("bench cpu", each) for each in ("--chunk-sizes", "--device")),
         *(("bench fs", each) for each in ("--chunk-sizes", "--size", "--depths", "--io", "--layouts", "--namings")),
         *(("bench tiers", each) for each in ("--size",)),
@@ -151,6 +149,7 @@ def ended(
     return ran.returncode, (ran.stdout or b"").decode(), ran.stderr.decode()
 
 
+BENCH = ["bench", "cpu", "--no-pages", "--chunk-sizes", "64KiB", "--rounds", "1"]
 WRITES = {
     "policies": ["policies", "{place}/trace.jsonl", "--policies", "lru"],
     "replay": ["replay", "{place}/trace.jsonl", "--virtual-time"],
@@ -159,8 +158,8 @@ WRITES = {
     "du": ["du", "{place}/root"],
     "ls": ["ls", "{place}/root", "--json"],
     "prune": ["prune", "{place}/root", "--leftovers"],
-    "bench": ["bench", "lookup", "--keys", "1024", "--rounds", "1"],
-    "bench as JSON": ["bench", "lookup", "--keys", "1024", "--rounds", "1", "--json", "-"],
+    "bench": [*BENCH],
+    "bench as JSON": [*BENCH, "--json", "-"],
     "help": ["--help"],
 }
 
@@ -183,7 +182,7 @@ def test_output_that_nobody_reads_ends_with_141_and_no_word(place: Path, name: s
 
 @pytest.mark.parametrize(
     "args",
-    [["policies", "{place}/trace.jsonl"], ["replay", "{place}/trace.jsonl"], ["bench", "lookup", "--keys", "1024"]],
+    [["policies", "{place}/trace.jsonl"], ["replay", "{place}/trace.jsonl"], BENCH],
     ids=["policies", "replay", "bench"],
 )
 def test_a_report_that_does_not_fit_on_the_disk_ends_with_3_and_its_name(place: Path, args: list[str]) -> None:
