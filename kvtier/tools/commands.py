@@ -36,7 +36,7 @@ COMMANDS = {
     "verify": Command("kvtier.tools.directory", "verify", "Check every chunk in a tier's directory."),
     "du": Command("kvtier.tools.directory", "du", "Show what each namespace in a tier's directory takes."),
     "ls": Command("kvtier.tools.directory", "ls", "List the chunks in a tier's directory."),
-    "prune": Command("kvtier.tools.prune_command", "prune", "Remove chunks from a tier's directory."),
+    "prune": Command("kvtier.tools.prune", "prune", "Remove chunks from a tier's directory."),
     "replay": Command(
         "kvtier.tools.replay.replay_command", "replay", "Replay a trace through a whole engine, byte for byte."
     ),

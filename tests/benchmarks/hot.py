@@ -212,7 +212,7 @@ def transfer_plans() -> Work:
     import numpy as np
 
     from kvtier.kvcache.transfer.blocks import GroupBlocks, pages_of
-    from kvtier.kvcache.transfer.runs import runs_of
+    from kvtier.kvcache.transfer.strided import runs_of
 
     scattered = np.random.default_rng(3).permutation(KEYS)
     blocks = np.concatenate((np.arange(KEYS // 2), scattered[scattered >= KEYS // 2]))
