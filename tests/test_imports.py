@@ -4,8 +4,10 @@ import ast
 import importlib
 import inspect
 import os
+import pkgutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -48,6 +50,54 @@ def test_a_runners_process_loads_neither_torch_nor_what_is_for_people() -> None:
 @pytest.mark.parametrize("backend", ["dummy", "fs"])
 def test_a_backend_loads_no_torch(backend: str) -> None:
     assert loaded_of({"torch"}, modules_after(f"import kvtier_backends.{backend}")) == set()
+
+
+NEEDS_TORCH = ("kvtier.kvcache", "kvtier.integrations", "kvtier.tools.bench.copies", "kvtier_backends.cpu")
+BLOCK_TORCH = "import sys; sys.modules['torch'] = None\n"
+COMMANDS = {
+    "version": "--version",
+    "replay": "replay generated --limit 5",
+    "policies": "policies generated --limit 20 --policies lru",
+    "verify": "verify {root}",
+    "du": "du {root}",
+    "ls": "ls {root}",
+    "prune": "prune {root} --leftovers",
+    "bench cpu": "bench cpu --no-pages --chunk-sizes 64KiB --rounds 1",
+    "bench fs": "bench fs {root} --chunk-sizes 8KiB --size 64KiB --rounds 1",
+}
+
+
+def without_torch(program: str, *args: str) -> "subprocess.CompletedProcess[str]":
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((ROOT, os.path.join(ROOT, "backends")))}
+    command = [sys.executable, "-P", "-c", BLOCK_TORCH + program, *args]
+    return subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
+
+
+def test_every_module_that_touches_no_tensors_loads_without_torch() -> None:
+    roots = (os.path.join(ROOT, "kvtier"), os.path.join(ROOT, "backends", "kvtier_backends"))
+    names = [
+        module.name
+        for root in roots
+        for module in pkgutil.walk_packages([root], f"{os.path.basename(root)}.")
+        if not module.name.startswith(NEEDS_TORCH) and not module.name.endswith("__main__")
+    ]
+    assert len(names) > 100
+    ran = without_torch("import importlib\nfor name in sys.argv[1:]: importlib.import_module(name)", *names)
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("module", ["kvtier.kvcache.layout", "kvtier.kvcache.transfer", "kvtier_backends.cpu"])
+def test_what_needs_torch_says_how_to_install_it(module: str) -> None:
+    ran = without_torch(f"import {module}")
+    assert ran.returncode == 1
+    assert ran.stderr.splitlines()[-1].endswith("needs torch; install it with: pip install 'kvtier[torch]'")
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_runs_without_torch(name: str, tmp_path: Path) -> None:
+    args = COMMANDS[name].format(root=tmp_path).split()
+    ran = without_torch("from kvtier.tools.cli import main; main()", *args)
+    assert (ran.returncode, ran.stdout != "") == (0, name != "ls"), ran.stderr
 
 
 def test_every_public_name_is_what_its_module_says() -> None:

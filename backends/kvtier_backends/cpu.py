@@ -10,9 +10,13 @@ import os
 from types import TracebackType
 from typing import Protocol, Self, SupportsInt, cast
 
-import torch
-
 from kvtier.memory import Region, RowLayout
+
+try:
+    import torch
+except ModuleNotFoundError as error:
+    needed = "kvtier_backends.cpu needs torch; install it with: pip install 'kvtier[torch]'"
+    raise ModuleNotFoundError(needed, name="torch") from error
 
 PIN_SLICE_BYTES = 4 << 30  # Drivers limit one registration, and a second of work is undone if it fails.
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every device of this process.

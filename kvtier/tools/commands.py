@@ -5,10 +5,11 @@ So `kvtier --help` answers at once, whatever the commands need.
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NamedTuple, cast
+from typing import Annotated, NamedTuple, cast
 
 import typer
 
+from kvtier import __version__
 from kvtier.errors import ConfigError, KVTierError, TraceError, one_line
 
 EXIT_REFUSED = 2  # As for a wrong option: mend the call, then try again.
@@ -35,12 +36,10 @@ COMMANDS = {
     "verify": Command("kvtier.tools.directory", "verify", "Check every chunk in a tier's directory."),
     "du": Command("kvtier.tools.directory", "du", "Show what each namespace in a tier's directory takes."),
     "ls": Command("kvtier.tools.directory", "ls", "List the chunks in a tier's directory."),
-    "prune": Command("kvtier.tools.prune_command", "prune", "Remove chunks from a tier's directory."),
+    "prune": Command("kvtier.tools.prune", "prune", "Remove chunks from a tier's directory."),
     "replay": Command(
         "kvtier.tools.replay.replay_command", "replay", "Replay a trace through a whole engine, byte for byte."
     ),
-    "bench lookup": Command("kvtier.tools.bench.commands", "lookup", "Measure look-ups."),
-    "bench steps": Command("kvtier.tools.bench.commands", "steps", "Measure the whole step protocol."),
     "bench cpu": Command("kvtier.tools.bench.commands", "cpu", "Measure memory copies and checksums."),
     "bench fs": Command("kvtier.tools.bench.commands", "fs", "Measure a directory as an fs tier."),
     "bench tiers": Command("kvtier.tools.bench.commands", "tiers", "Measure the tiers of a configuration, end to end."),
@@ -74,6 +73,7 @@ def _refused(why: str, status: int) -> int:
 def command_line(args: Sequence[str]) -> typer.Typer:
     """Return the commands, the one that these arguments call with its options, the others as names."""
     app = _app("Tier the KV cache of an LLM engine over host memory, file systems and slower tiers.")
+    app.callback()(_root)
     groups = {name: _app(summary) for name, summary in GROUPS.items()}
     words = [arg for arg in args if not arg.startswith("-")]
     for name, command in COMMANDS.items():
@@ -87,10 +87,29 @@ def command_line(args: Sequence[str]) -> typer.Typer:
 
 
 def _app(summary: str) -> typer.Typer:
-    app = typer.Typer(help=summary, add_completion=False, pretty_exceptions_enable=False)
+    app = typer.Typer(
+        help=summary,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
     app.callback()(_frame)
     return app
 
 
+def _say_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvtier {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Stand for what all commands have in common."""
+
+
 def _frame() -> None:
-    """Stand for a command that is not called, and for what all have in common."""
+    """Stand for a command that is not called, and for what a group's have in common."""

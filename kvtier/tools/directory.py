@@ -1,4 +1,4 @@
-"""`kvtier verify`: whether every chunk is what was stored."""
+"""The commands that look at a tier's directory and change nothing: `kvtier verify`, `kvtier du` and `kvtier ls`."""
 
 import json
 import time
@@ -17,9 +17,6 @@ from rich.text import Text
 from kvtier.backend import Contents, Finding, Kind, Place, State, StoredFile, chunk_hash, group_index
 from kvtier.errors import ConfigError, one_line
 from kvtier.settings import find_class
-
-# What the commands over a directory have in common: its opening, which namespaces are meant, and the bar.
-
 
 EXIT_UNWELL = 1  # As a wrong byte: whoever reads the status alone is to look.
 _PROGRESS_FILES = 256  # Between two changes of the bar's words.
@@ -111,9 +108,6 @@ def shown_bytes(size_bytes: int) -> str:
     return f"{size:.1f} TiB"
 
 
-# `kvtier du`: what each namespace takes of the disk.
-
-
 _FIELDS = {Kind.CHUNK: "chunks", Kind.TEMPORARY: "temporaries", Kind.LEFTOVER: "leftovers"}
 
 
@@ -170,9 +164,6 @@ def _cells(row: dict[str, int]) -> list[str]:
         f"{row['leftovers']:,}",
         shown_bytes(row["leftover_bytes"]),
     ]
-
-
-# `kvtier ls`: the chunks that are there.
 
 
 LISTED_MAX = 1_000_000_000_000  # Chunks. No directory holds so many.

@@ -17,9 +17,9 @@ from kvtier.policies.base import Policy
 from kvtier.policies.named import policy_class
 from kvtier.runner.messages import Cascade, Finished, pack_keys, pack_rows, unpack_keys, unpack_rows
 from kvtier.runner.wire import LENGTH_BYTES, actions_of, frame, messages_of
-from kvtier.tools.bench.protocol import KEYS_A_REQUEST, Steps
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Footer, payload_checksum, read_footer, write_footer
 from kvtier_backends.fs.files.index import Held, Index
+from tests.benchmarks.protocol import KEYS_A_REQUEST, Steps
 
 KEYS = 1_024
 ROWS = 2_048
@@ -212,7 +212,7 @@ def transfer_plans() -> Work:
     import numpy as np
 
     from kvtier.kvcache.transfer.blocks import GroupBlocks, pages_of
-    from kvtier.kvcache.transfer.runs import runs_of
+    from kvtier.kvcache.transfer.strided import runs_of
 
     scattered = np.random.default_rng(3).permutation(KEYS)
     blocks = np.concatenate((np.arange(KEYS // 2), scattered[scattered >= KEYS // 2]))

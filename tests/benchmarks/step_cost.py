@@ -21,7 +21,7 @@ from kvtier.engine.requests import Request
 from kvtier.engine.tier import TierMatcher, TierSpec
 from kvtier.policies.lru import LRU
 from kvtier.runner.messages import Cascade, Finished, Found, pack_keys, pack_rows
-from kvtier.tools.bench.protocol import KEYS_A_REQUEST, REQUESTS_A_STEP
+from tests.benchmarks.protocol import KEYS_A_REQUEST, REQUESTS_A_STEP
 
 BATCH = 4_096
 STEPS = 200

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from kvtier.tools.bench.protocol import Steps
+from tests.benchmarks.protocol import Steps
 
 
 @pytest.fixture

@@ -65,8 +65,6 @@ def calls() -> Iterator[list[str]]:
     for name in BENCHES:
         yield from ([*whole(name), "--rounds", bad] for bad in NUMBERS)
     for name, option in (
-        *(("bench lookup", each) for each in ("--keys",)),
-        *(("bench steps", each) for each in ("--tiers", "--held")),
         *(("bench cpu", each) for each in ("--chunk-sizes", "--device")),
         *(("bench fs", each) for each in ("--chunk-sizes", "--size", "--depths", "--io", "--layouts", "--namings")),
         *(("bench tiers", each) for each in ("--size",)),
@@ -107,7 +105,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     for name, text in CONFIGS.items():
         (folder / name).write_text(text, encoding="latin-1")
-    write_trace(folder / "trace.jsonl", [Request(1_000 * turn, 512 * turn, 1, tuple(range(turn))) for turn in range(1, 6)])
+    write_trace(
+        folder / "trace.jsonl", [Request(1_000 * turn, 512 * turn, 1, tuple(range(turn))) for turn in range(1, 6)]
+    )
     return folder
 
 
@@ -149,6 +149,7 @@ def ended(
     return ran.returncode, (ran.stdout or b"").decode(), ran.stderr.decode()
 
 
+BENCH = ["bench", "cpu", "--no-pages", "--chunk-sizes", "64KiB", "--rounds", "1"]
 WRITES = {
     "policies": ["policies", "{place}/trace.jsonl", "--policies", "lru"],
     "replay": ["replay", "{place}/trace.jsonl", "--virtual-time"],
@@ -157,8 +158,8 @@ WRITES = {
     "du": ["du", "{place}/root"],
     "ls": ["ls", "{place}/root", "--json"],
     "prune": ["prune", "{place}/root", "--leftovers"],
-    "bench": ["bench", "lookup", "--keys", "1024", "--rounds", "1"],
-    "bench as JSON": ["bench", "lookup", "--keys", "1024", "--rounds", "1", "--json", "-"],
+    "bench": [*BENCH],
+    "bench as JSON": [*BENCH, "--json", "-"],
     "help": ["--help"],
 }
 
@@ -184,7 +185,7 @@ def test_output_that_nobody_reads_ends_with_141_and_no_word(place: Path, name: s
 @pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize(
     "args",
-    [["policies", "{place}/trace.jsonl"], ["replay", "{place}/trace.jsonl"], ["bench", "lookup", "--keys", "1024"]],
+    [["policies", "{place}/trace.jsonl"], ["replay", "{place}/trace.jsonl"], BENCH],
     ids=["policies", "replay", "bench"],
 )
 def test_a_report_that_does_not_fit_on_the_disk_ends_with_3_and_its_name(place: Path, args: list[str]) -> None:
@@ -257,7 +258,7 @@ def test_without_torch_bench_cpu_says_what_to_do() -> None:
     status, out, err = ended("bench", "cpu", "--rounds", "1", program=WITHOUT_TORCH)
     assert (status, out) == (2, "")
     assert err.startswith("kvtier: --pages: torch cannot be loaded")
-    assert "pip install torch, or --no-pages" in err
+    assert "pip install 'kvtier[torch]', or --no-pages" in err
     assert err.count("\n") == 1
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import kvtier
 from kvtier.tools.cli import main
 from kvtier.tools.commands import COMMANDS, GROUPS
 from kvtier.tools.replay.study import measure, simulation
@@ -216,3 +217,23 @@ def wait_until_open(pid: int, path: Path) -> None:
                 return
         except FileNotFoundError:
             continue
+
+
+def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"kvtier {kvtier.__version__}\n"
+
+
+def test_python_runs_the_package_as_the_command() -> None:
+    command = [sys.executable, "-m", "kvtier", "--version"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, f"kvtier {kvtier.__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", ["", "bench", *COMMANDS])
+def test_h_is_short_for_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*command.split(), "--help") == 0
+    told = capsys.readouterr().out
+    assert run(*command.split(), "-h") == 0
+    assert capsys.readouterr().out == told

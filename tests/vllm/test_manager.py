@@ -8,7 +8,7 @@ from vllm.v1.kv_offload.base import LookupResult, ReqContext, ScheduleEndContext
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.integrations.vllm.manager import Offers, VllmManager
 from kvtier.integrations.vllm.stats import TransferTimes
-from kvtier.tools.bench.protocol import Steps
+from tests.benchmarks.protocol import Steps
 
 KEYS = [make_offload_key(bytes([number]) * 32) for number in range(8)]
 ROWS = 4

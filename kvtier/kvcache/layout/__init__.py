@@ -1,6 +1,14 @@
 """KV cache layouts: what layers keep, where it lies, and the canonical pages that everything else moves."""
 
 from kvtier.kvcache.layout.agnostic import parallel_refusal, with_layout
+from kvtier.kvcache.layout.allocation import (
+    RowCaches,
+    allocate_rows,
+    allocate_tensors,
+    contiguous_refusal,
+    enables_cross_layers_blocks,
+    packing_refusal,
+)
 from kvtier.kvcache.layout.axes import AxesOf, CacheAxes, cache_view, layer_views, state_views
 from kvtier.kvcache.layout.canonical import CanonicalKVCaches, DataRef, LayerCache, canonical_kv_caches
 from kvtier.kvcache.layout.mapping import PageMapping, Run, page_mapping
@@ -12,13 +20,6 @@ from kvtier.kvcache.layout.model import (
     group_layers,
     padded_to_one_page,
 )
-from kvtier.kvcache.layout.rows import (
-    RowCaches,
-    allocate_rows,
-    contiguous_refusal,
-    enables_cross_layers_blocks,
-    packing_refusal,
-)
 from kvtier.kvcache.layout.specs import (
     AttentionSpec,
     ChunkedLocalSpec,
@@ -29,7 +30,6 @@ from kvtier.kvcache.layout.specs import (
     SlidingWindowSpec,
     UniformSpecs,
 )
-from kvtier.kvcache.layout.tensors import allocate_tensors
 
 __all__ = [
     "AttentionSpec",

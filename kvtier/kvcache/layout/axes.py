@@ -10,8 +10,8 @@ import msgspec
 import torch
 
 from kvtier.errors import ConfigError
-from kvtier.kvcache.layout.memory import offset_bytes as memory_offset_bytes
-from kvtier.kvcache.layout.memory import view_of
+from kvtier.kvcache.layout.blocks import offset_bytes as memory_offset_bytes
+from kvtier.kvcache.layout.blocks import view_of
 from kvtier.kvcache.layout.specs import AttentionSpec, LayerSpec, MambaSpec
 
 LETTERS = "BKHNC"

@@ -1,4 +1,4 @@
-"""Where a tensor's blocks lie in its storage: what its strides say, in bytes, and nothing else.
+"""The blocks of a tensor in its storage: what its strides say, in bytes from the storage's start, and nothing else.
 
 Every way to lay out a cache comes down to runs of equal blocks at one distance from each other. Axes with larger
 strides than all blocks together make several runs (keys in front, values behind); all others are inside of a block.
@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 
 from kvtier.errors import ConfigError
-from kvtier.kvcache.layout.memory import offset_bytes, stride_bytes
 
 
 class BlockRun(NamedTuple):
@@ -112,3 +111,27 @@ def _offsets(around: list[_Axis]) -> Iterator[int]:
     in_shape = sorted(around, key=lambda axis: axis.axis)
     for indices in product(*(range(axis.size) for axis in in_shape)):
         yield sum(index * axis.stride_bytes for index, axis in zip(indices, in_shape, strict=True))
+
+
+def offset_bytes(tensor: torch.Tensor) -> int:
+    """Return where in its storage a tensor begins."""
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def stride_bytes(tensor: torch.Tensor, axis: int) -> int:
+    """Return how far the indices of an axis lie apart."""
+    return tensor.stride(axis) * tensor.element_size()
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return what tells a tensor's storage from others."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def view_of(
+    memory: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], start_bytes: int
+) -> torch.Tensor:
+    """Return a view of the storage of `memory`, zero-copy; strides are in elements of `dtype`."""
+    assert start_bytes % dtype.itemsize == 0, start_bytes
+    view = torch.empty(0, dtype=dtype, device=memory.device)
+    return view.set_(memory.untyped_storage(), start_bytes // dtype.itemsize, shape, strides)

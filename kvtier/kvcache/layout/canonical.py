@@ -13,9 +13,8 @@ import torch
 
 from kvtier.errors import ConfigError
 from kvtier.kvcache.layout.axes import AxesOf, CacheAxes
-from kvtier.kvcache.layout.blocks import BlockRun, block_axis, block_runs
+from kvtier.kvcache.layout.blocks import BlockRun, block_axis, block_runs, storage_of, view_of
 from kvtier.kvcache.layout.mapping import PageMapping, own_part, page_mapping, row_mapping
-from kvtier.kvcache.layout.memory import storage_of, view_of
 from kvtier.kvcache.layout.model import KVCacheConfig, KVCacheGroup, ParallelConfig
 from kvtier.kvcache.layout.specs import AttentionSpec, LayerSpec
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kvtier.kvcache.layout.memory import storage_of
+from kvtier.kvcache.layout.blocks import storage_of
 from kvtier.kvcache.transfer.blocks import Indices, Pages, repeated
 from kvtier.kvcache.transfer.jobs import Kind
 from kvtier.kvcache.transfer.pieces import Piece

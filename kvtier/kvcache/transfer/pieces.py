@@ -1,7 +1,11 @@
-"""What moves of every page, as strides: equal fragments of a worker's pages, and where they go in a chunk's bytes.
+"""Pieces of pages, as strides: equal fragments of a worker's pages, and where they go in a chunk's bytes.
 
 A piece is one copy for many blocks. Pieces that lie at equal distances from each other on both sides, as layers of one
 allocation do, are one: so the number of copies follows the layout's variety, not the number of layers.
+
+A chunk has each tensor's pages one after the other, tensor after tensor. It is the order of vLLM's own rows, so that a
+tier written by either can be read by the other. Workers' own pages fill a worker's slot of a row; canonical pages fill
+the row, and every worker writes its parts of them.
 """
 
 from itertools import pairwise
@@ -9,10 +13,37 @@ from typing import NamedTuple
 
 import torch
 
+from kvtier.errors import ConfigError
+from kvtier.kvcache.layout.blocks import offset_bytes, storage_of
 from kvtier.kvcache.layout.canonical import CanonicalKVCaches, DataRef
 from kvtier.kvcache.layout.mapping import Run
-from kvtier.kvcache.layout.memory import offset_bytes, storage_of
-from kvtier.kvcache.transfer.slots import SlotLayout
+
+
+class SlotLayout(NamedTuple):
+    """Offsets and lengths in bytes, one a tensor."""
+
+    blocks_per_chunk: int
+    offsets: tuple[int, ...]
+    page_bytes: tuple[int, ...]
+    canonical: bool
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a chunk: what a `RowLayout` needs for a worker's slot, or for the row where pages are canonical."""
+        return self.blocks_per_chunk * sum(self.page_bytes)
+
+
+def slot_layout(caches: CanonicalKVCaches, blocks_per_chunk: int = 1, *, canonical: bool = False) -> SlotLayout:
+    """Lay out chunks of `blocks_per_chunk` blocks."""
+    if blocks_per_chunk < 1:
+        raise ConfigError(f"blocks_per_chunk: {blocks_per_chunk} given, at least 1 accepted")
+    page_bytes = [tensor.shape[1] for tensor in caches.tensors]
+    if canonical:
+        page_bytes = [0] * len(page_bytes)
+        for ref in (ref for refs in caches.groups for ref in refs):
+            page_bytes[ref.tensor] = max(page_bytes[ref.tensor], ref.mapping.canonical_bytes)
+    offsets = [blocks_per_chunk * sum(page_bytes[:index]) for index in range(len(page_bytes))]
+    return SlotLayout(blocks_per_chunk, tuple(offsets), tuple(page_bytes), canonical)
 
 
 class Repeat(NamedTuple):

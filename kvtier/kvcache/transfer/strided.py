@@ -6,11 +6,13 @@ and 256 KiB a page: numpy's assignment from pages at equal distances 25, 28 and 
 23; through a buffer that stays in the cache 10, 17 and 20, best for smaller fragments. What was slower: one-threaded
 `index_copy_` from equal distances (16, 20, 22) and through a buffer (9, 12, 14), `_foreach_copy_` over views of pages
 (5, 11, 18), `process_vm_readv` (6), indexing of single bytes (3).
+
+Pages at equal distances are a run, and copied as one strided piece of memory.
 """
 
 import ctypes
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import repeat, starmap
 from math import gcd, prod
 from typing import Any, NamedTuple, Self
@@ -19,11 +21,48 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvtier.kvcache.layout.memory import offset_bytes, view_of
+from kvtier.kvcache.layout.blocks import offset_bytes, view_of
 from kvtier.kvcache.transfer.blocks import Indices, Pages, repeated
 from kvtier.kvcache.transfer.jobs import Kind
 from kvtier.kvcache.transfer.pieces import Piece
-from kvtier.kvcache.transfer.runs import Runs, runs_of
+
+
+class Runs(NamedTuple):
+    """An order of pages, and the parts of it in which indices grow by `step`."""
+
+    order: Indices
+    step: int
+    starts: Indices
+    stops: Indices
+
+    def parts(self, indices: Indices, pages_max: int) -> Iterator[tuple[int, int, int]]:
+        """Yield parts of runs, so many pages at most: where they begin and end in the order, and their first index."""
+        for start, stop in zip(self.starts.tolist(), self.stops.tolist(), strict=True):
+            for first in range(start, stop, pages_max):
+                yield first, min(stop, first + pages_max), int(indices[self.order[first]])
+
+
+def runs_of(indices: Indices, period: int | None = None) -> Runs:
+    """Return the order with the fewest runs: ascending, or by the remainders of `period`.
+
+    Chunks of several pages are best taken position by position where their rows are neighbours.
+    """
+    ascending = _runs_in(indices, np.argsort(indices, kind="stable"))
+    if period in (None, 1) or len(ascending.starts) == 1:
+        return ascending
+    by_position = _runs_in(indices, np.lexsort((indices, indices % period)))
+    return by_position if len(by_position.starts) < len(ascending.starts) else ascending
+
+
+def _runs_in(indices: Indices, order: Indices) -> Runs:
+    distances = np.diff(indices[order])
+    if not len(distances):
+        return Runs(order, 1, np.array([0]), np.array([len(order)]))
+    values, counts = np.unique(distances, return_counts=True)
+    step = max(1, int(values[counts.argmax()]))
+    breaks = np.flatnonzero(distances != step) + 1
+    return Runs(order, step, np.concatenate(([0], breaks)), np.concatenate((breaks, [len(order)])))
+
 
 Items = npt.NDArray[Any]  # Of numpy.void: bytes that are moved together, and never looked at.
 

@@ -19,8 +19,7 @@ from kvtier.kvcache.transfer.blocks import GroupBlocks, pages_of
 from kvtier.kvcache.transfer.copiers import Copier, Finish, HostCopier, StridedCopies
 from kvtier.kvcache.transfer.cuda import cuda_copiers
 from kvtier.kvcache.transfer.jobs import Job, Jobs, Kind, TransferResult
-from kvtier.kvcache.transfer.pieces import Piece, pieces_of
-from kvtier.kvcache.transfer.slots import slot_layout
+from kvtier.kvcache.transfer.pieces import Piece, pieces_of, slot_layout
 
 
 class TransferWorker:

@@ -1,4 +1,7 @@
-"""`kvtier bench`: figures of this machine, each beside its limit, measured in turn in one run."""
+"""`kvtier bench`: figures of this machine, each beside its limit, measured in turn in one run.
+
+All commands do alike: check what is to be written, run, and give the figures out.
+"""
 
 import errno
 import sys
@@ -18,14 +21,10 @@ from kvtier.tools.bench import files, memory, whole
 from kvtier.tools.bench.figures import ROUNDS, ROUNDS_MAX, ROUNDS_MIN, Figures, Row, figures_json, load, this_machine
 from kvtier.tools.bench.files import Plan, TierCase, check_room, io_modes
 from kvtier.tools.bench.files import layouts as known_layouts
-from kvtier.tools.bench.protocol import Engine, lookup_steps, measure_lookups, measure_steps, step_steps
 from kvtier.tools.bench.raw import fio_path
 from kvtier.tools.bench.screen import bench_bar, print_figures
 from kvtier.tools.replay.outputs import check_picture, check_writable, replacing
 from kvtier.tools.replay.setup import Scratch
-
-# What all `kvtier bench` commands do alike: check what is to be written, run, and give the figures out.
-
 
 STDOUT = "-"
 DIGITS_MAX = 20  # Of a number in a list; Python refuses to read very long ones.
@@ -138,58 +137,9 @@ def _drawing(path: str | None) -> Callable[[Figures], None] | None:
     return lambda figures: write_figures_picture(path, figures)
 
 
-KEYS_MAX = 10_000_000  # Some gigabytes of memory: each is a key in several tables.
 DEPTH_MAX = 64  # As many lanes as a tier takes.
 CHUNK_BYTES_MAX = 1 << 30  # A hundred times the largest in use; some of them are in memory at once.
 MOVED_BYTES_MAX = 16 << 30  # By one measurement; it is in memory at once, and the first round tells enough.
-
-
-def lookup(
-    keys: Annotated[
-        str, typer.Option(help="Sizes of the primary, in chunks, with commas between them.")
-    ] = "4096,65536,262144",
-    rounds: RoundsOption = DEFAULT_ROUNDS,
-    json_path: JsonOption = None,
-    plot_path: PlotOption = None,
-) -> None:
-    """Measure look-ups in the primary, beside as many in a bare dictionary."""
-    found = numbers("--keys", keys, least=1_024, most=KEYS_MAX)
-    check_outputs(json_path, plot_path)
-    run_bench(
-        "kvtier bench lookup",
-        lambda step: measure_lookups(found, rounds, step),
-        lookup_steps(found, rounds),
-        json_path=json_path,
-        plot_path=plot_path,
-    )
-
-
-def steps(
-    tiers: Annotated[str, typer.Option(help="Numbers of tiers, with commas between them.")] = "1,2,4",
-    held: Annotated[
-        str, typer.Option(help="Keys that each tier holds beside those of the steps, with commas between them.")
-    ] = "10000,1000000",
-    rounds: RoundsOption = DEFAULT_ROUNDS,
-    json_path: JsonOption = None,
-    plot_path: PlotOption = None,
-) -> None:
-    """Measure the step protocol: stores, loads, and whole steps of 64 requests with 32 keys each, without I/O.
-
-    Each step looks its keys up, prepares and completes their stores, and cascades them to every tier.
-    """
-    sizes_held = numbers("--held", held, least=0, most=KEYS_MAX)
-    counts = numbers("--tiers", tiers, least=1, most=16)
-    engines = [Engine(count, sizes_held[0]) for count in counts] + [Engine(counts[0], each) for each in sizes_held[1:]]
-    if (kept := sum(engine.tiers * engine.held for engine in engines)) > KEYS_MAX:
-        raise ConfigError(f"--held {held!r}: {kept:,} keys in all tiers together, at most {KEYS_MAX:,} accepted")
-    check_outputs(json_path, plot_path)
-    run_bench(
-        "kvtier bench steps",
-        lambda step: measure_steps(engines, rounds, step),
-        step_steps(engines, rounds),
-        json_path=json_path,
-        plot_path=plot_path,
-    )
 
 
 def cpu(

@@ -1,8 +1,9 @@
-"""What a benchmark found: rows of a figure, the limit beside it, and their ratio; the JSON that `kvtier bench` writes.
+"""Figures of a benchmark: rows of a figure, the limit beside it, and their ratio; the JSON that `kvtier bench` writes.
 
 A ratio says how near a figure is to its limit, whatever the unit: 1 is at the limit, 0.5 is half as good. It is the
 median of each round's own ratio, not the ratio of two medians: what disturbs a machine for seconds disturbs both sides
-of a round, and falls out.
+of a round, and falls out. So sides are measured in turn, round after round, in an order that changes. With the rows
+goes what they were measured on, and how busy the machine was.
 """
 
 import os
@@ -15,9 +16,6 @@ from typing import NamedTuple
 import msgspec
 
 from kvtier import __version__
-
-# What a figure was measured on: the facts that a reader needs to make sense of it, and how busy the machine was.
-
 
 Load = tuple[float, float, float]
 
@@ -79,9 +77,6 @@ def mounted_at(path: str, mountinfo: Iterable[str]) -> str:
             kind, device = after.split()[:2]
             nearest, found = len(point), f"{kind} on {device}"
     return found
-
-
-# Sides measured in turn, round after round, in an order that changes: neighbours and drift then hit all alike.
 
 
 ROUNDS = 7

@@ -1,9 +1,9 @@
-"""A directory as an fs tier: loads and stores beside what plain threads read and write there, chunk size by chunk size.
+"""The benchmark of a directory as an fs tier: loads and stores beside what plain threads read and write there.
 
 Everything of one chunk size is measured in turn. A store's chunks are always new ones, a load's lie there all the time.
 Stores are measured twice: into a tier with room, of which nothing is removed before the end, and into one that is full,
 where each evicts as much; what a file system does about deleted files is in the second only. The tier is alone: no
-engine, no other work.
+engine, no other work: whole batches come from a synchronous caller, beside the tier's own threads.
 """
 
 import asyncio
@@ -36,9 +36,6 @@ from kvtier.tools.bench.figures import Measure, Pair, Row, Setting, Side, interl
 from kvtier.tools.bench.memory import rate_of
 from kvtier.tools.bench.raw import Fio, NewFiles, RawFile, Way, takes_direct
 from kvtier.tools.replay.setup import check_directory
-
-# One fs tier as a benchmark drives it: whole batches from a synchronous caller, the tier's own threads beside it.
-
 
 T = TypeVar("T")
 
@@ -127,9 +124,6 @@ def _check(outcomes: Sequence[Outcome]) -> None:
             raise ConfigError(f"the directory has no room: {outcome}; a smaller --size, or another directory, accepted")
         if outcome is not None:
             raise outcome
-
-
-# What a benchmark of a directory measures there, and whether there is room for it.
 
 
 FULL_SETS = 4  # What a full tier has room for, in what one measurement moves.

@@ -44,7 +44,8 @@ def check_pages(device: str | None) -> None:
     try:
         from kvtier.tools.bench import copies
     except (ImportError, OSError) as error:
-        raise ConfigError(f"--pages: torch cannot be loaded ({error}); pip install torch, or --no-pages") from error
+        why = f"torch cannot be loaded ({error})"
+        raise ConfigError(f"--pages: {why}; pip install 'kvtier[torch]', or --no-pages") from error
     if not copies.has_device(device):
         raise ConfigError(f"--device {device}: torch {copies.TORCH} finds no such device; cpu accepted, or --no-pages")
 

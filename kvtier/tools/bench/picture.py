@@ -1,4 +1,4 @@
-"""The rows of a benchmark as bars beside their limit. Needs matplotlib; imported when asked for."""
+"""The picture of a benchmark: its rows as bars beside their limit. Needs matplotlib; imported when asked for."""
 
 # matplotlib leaves the types of its keyword arguments out:
 # pyright: reportUnknownMemberType=false

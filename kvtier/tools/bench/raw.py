@@ -180,9 +180,6 @@ def _whole(moved: int, expected: int) -> None:
         raise OSError(None, f"{moved:,} bytes moved of {expected:,}")
 
 
-# The same disk as fio sees it, where fio is installed: a limit that is not ours, with a queue instead of threads.
-
-
 RUNTIME_S = 1.0  # A round: what the others take.
 
 Way = Literal["read", "write"]

@@ -1,4 +1,4 @@
-"""What a benchmark shows: a bar on stderr while it runs, a table on stdout at its end."""
+"""The screen of a benchmark: a bar on stderr while it runs, a table on stdout at its end."""
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""A configuration's tiers, each through a whole engine: rates, waits and steps, at rest and under load.
+"""The benchmark of a configuration's tiers, each through a whole engine: rates, waits, steps, at rest and under load.
 
 Loads and stores stand beside what plain threads do in the same directory (fs tiers), or beside a memcpy. What load
 costs stands beside the same without it: loads while the engine computes in Python, waits and steps beside stores.
@@ -25,9 +25,6 @@ from kvtier.memory import Region
 from kvtier.tools.bench.figures import Pair, Row, Setting, Side, interleaved, row_of, steps_of
 from kvtier.tools.bench.memory import rate_of
 from kvtier.tools.bench.raw import RawFile, takes_direct
-
-# A whole engine as its owner drives it: what is stored and loaded through every part of it, step by step.
-
 
 KEYS_A_REQUEST = 64
 STEP_S = 0.002  # Of the engine's own computing, between two looks at what has come.

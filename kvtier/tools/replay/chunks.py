@@ -1,4 +1,4 @@
-"""What a chunk of a trace holds: bytes that say in every word which chunk they are and where in it they belong.
+"""The bytes of a trace's chunks: they say in every word which chunk they are and where in it they belong.
 
 Each 8-byte word is a random word of its place, XOR a random word of the chunk's id. So a mixture of two chunks, two
 chunks exchanged and bytes at another offset all show, wherever they are, and a chunk costs one pass over its memory:

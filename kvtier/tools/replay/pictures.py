@@ -1,9 +1,8 @@
-"""A replay's course as a picture: what came from where, and what moved. Needs matplotlib; imported when asked for."""
+"""Pictures of a replay's course and of miss-ratio curves. Needs matplotlib; imported when asked for."""
 
 # matplotlib leaves the types of its keyword arguments out:
 # pyright: reportUnknownMemberType=false
-# matplotlib leaves the types of its keyword arguments out:
-# pyright: reportUnknownMemberType=false
+
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -16,8 +15,6 @@ from kvtier.tools.replay.outputs import picture_format, replacing
 from kvtier.tools.replay.replay import Sample, TierTotals
 from kvtier.tools.replay.report import Report
 from kvtier.tools.replay.study import Extent
-
-# The miss-ratio curve as a picture. Needs matplotlib, so it is imported only when a picture is asked for.
 
 
 def write_miss_ratio_curve(

@@ -15,9 +15,6 @@ from kvtier.runner.budget import Budget
 from kvtier.tools.replay.chunks import ChunkSource
 from kvtier.tools.replay.traces import Request
 
-# What a replay counts as it goes: for the progress bar while it runs, and for the report whenever it ends.
-
-
 GPU_NAME = "gpu"  # What the engine's own prefix cache is called where hits are told apart by where they lay.
 SAMPLES_MAX = 400  # Of one replay's course: a picture has no more points than this to show.
 WRONG_KEYS_MAX = 8  # Named in the report; the others are counted.
@@ -174,9 +171,6 @@ class Order:
         for block in turn.claimed.intersection(block_ids):
             del self._claims[block]
             turn.claimed.discard(block)
-
-
-# What an engine does for one request, done for a trace: find the prefix, check its bytes, store what was computed.
 
 
 PUT_BYTES_MAX = 64 << 20  # Of chunks made and handed over at once: longer prompts go in pieces, or memory would grow.

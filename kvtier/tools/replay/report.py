@@ -1,4 +1,4 @@
-"""What came of a replay: one struct, which is the JSON that `kvtier replay --json` writes."""
+"""The report of a replay: one struct, which is the JSON that `kvtier replay --json` writes."""
 
 from array import array
 from collections.abc import Mapping, Sequence

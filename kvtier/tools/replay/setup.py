@@ -1,4 +1,4 @@
-"""Which engine a replay runs, and in which directories its fs tiers keep their chunks.
+"""The engine that a replay runs, and in which directories its fs tiers keep their chunks.
 
 A configuration that leaves an fs tier's `root` out gets a temporary one: so one file can serve every machine, and no
 replay writes where nobody asked it to.
@@ -19,13 +19,6 @@ from kvtier.config import EngineConfig, TierConfig, TierLimits
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.tools.replay.study import Extent
 
-# A temporary directory that goes away however we end: by return, by Ctrl-C or by SIGKILL.
-#
-# A small process waits for the end of a pipe that only we hold, and then removes the directory. It also is what lets
-# an
-# interrupted command end at once: a hundred thousand files take seconds to remove, and it goes on removing them.
-
-
 INTERRUPTED_WAIT_S = 0.1  # Enough for what a short run left; a part of the second in which Ctrl-C is to be obeyed.
 
 SWEEPER = """
@@ -40,7 +33,11 @@ for _ in range(20):  # A runner that outlives its owner for a moment may still w
 
 
 class Scratch:
-    """A directory of its own, and the process that removes it. Use it in a `with`."""
+    """A temporary directory that goes away however we end: by return, by Ctrl-C or by SIGKILL. Use it in a `with`.
+
+    A small process waits for the end of a pipe that only we hold, and then removes the directory. It also is what lets
+    an interrupted command end at once: a hundred thousand files take seconds to remove, and it goes on removing them.
+    """
 
     def __init__(self, parent: str | None = None, prefix: str = "kvtier-replay-") -> None:
         """Make the directory in `parent`; None: where temporary ones belong."""

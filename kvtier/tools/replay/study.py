@@ -19,12 +19,10 @@ from kvtier.policies.named import known_policies, policy_class
 from kvtier.tools.replay.traces import Request
 
 # Belady's OPT with bypass: the hits of a cache that knows the future. For studies only, so it is no `Policy`.
-#
 # After each request it keeps, of what was resident and what the request used, the blocks with the nearest next use; a
 # block need not be kept at all (bypass). Belady, "A study of replacement algorithms for a virtual-storage computer",
-# IBM
-# Systems Journal 5(2), 1966. A next use is a place among all references of the trace; so of two blocks that the same
-# request uses next, the head is kept.
+# IBM Systems Journal 5(2), 1966. A next use is a place among all references of the trace; so of two blocks that the
+# same request uses next, the head is kept.
 
 
 _NEVER = 0  # The first reference is nobody's next use.

@@ -1,4 +1,4 @@
-"""Replays a trace at its own pace in virtual time, and says how long each request waited for its first token.
+"""Replays in virtual time: a trace at its own pace against models of the tiers, and how long each request waited.
 
 The model: requests queue, first come first served, for `slots` equal servers that prefill one prompt each. A server
 takes the leading run that the engine's own prefix cache on the GPU has: that costs nothing, and kvtier never hears of
@@ -12,10 +12,21 @@ What it leaves out flatters no one for sure: all servers share one cache on the 
 each has (so tiering looks worse), real engines load while others compute (here a server that loads does nothing else,
 so tiering looks worse), attention grows with the square of the prompt (so recomputing looks cheaper), and decoding is
 somewhere else.
+
+The engine of a configuration becomes a model: a page stands for a chunk, a dummy tier for a disk. Chunks of a real
+engine have tens of MiB, and nobody has a thousand million times that in memory. So every size is divided by the number
+of pages in a row, bandwidths, too: transfers then take as long as the real ones would. What is modelled, with which
+figures and from where, is told with the model: a study is worth what its model is.
+
+A disk's figures come from `kvtier bench fs --json`, which gives rates, and no latency. With so many threads each way
+one chunk takes depth * chunk / rate (Little's law), of which chunk / rate are its bytes on the link; the rest is the
+latency.
 """
 
 import asyncio
 import heapq
+import math
+import os
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -28,18 +39,106 @@ from kvtier.config import PRIMARY_NAME, ROW_ALIGN_BYTES, EngineConfig, TierConfi
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import ConfigError, TraceError
 from kvtier.policies.lru import LRU
-from kvtier.tools.replay.bench_report import BenchReport, Disk
 from kvtier.tools.replay.chunks import ChunkSource
 from kvtier.tools.replay.replay import GPU_NAME, Client, Tally, task_group
 from kvtier.tools.replay.setup import primary_rows
 from kvtier.tools.replay.study import Cache, Extent
 from kvtier.tools.replay.traces import BLOCK_TOKENS, Request
 
-# The engine of a configuration as a model for virtual time: a page stands for a chunk, a dummy tier for a disk.
-#
-# Chunks of a real engine have tens of MiB, and nobody has a thousand million times that in memory. So every size is
-# divided by the number of pages in a row, bandwidths, too: transfers then take as long as the real ones would. What is
-# modelled, with which figures and from where, is told with the model: a study is worth what its model is.
+COMMAND = "kvtier bench fs"
+
+
+class Disk(NamedTuple):
+    """How fast a disk is, and who says so."""
+
+    load_bytes_per_s: float
+    store_bytes_per_s: float
+    latency_s: float
+    concurrency: int
+    source: str
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One operation of a benchmark, as far as a model needs it."""
+
+    operation: str
+    settings: Mapping[str, Any]
+    unit: str
+    figure: float
+    chunk_bytes: int | None = None
+
+
+class BenchReport(msgspec.Struct, frozen=True):
+    """A benchmark's report."""
+
+    command: str
+    rows: list[Row]
+    path: str = ""
+
+    def disk(self, row_bytes: int, options: Mapping[str, Any]) -> Disk:
+        """Return the disk for an fs tier with these options: the rates of the chunk size that is nearest to its rows.
+
+        Raises `ConfigError` if the benchmark left out the tier's layout, naming, fsync or way of I/O.
+        """
+        load = self._row("load", row_bytes, options, options["load_lanes"])
+        storing = "store" if options["capacity_bytes"] is None else "store, evicting"
+        store = self._row(storing, row_bytes, options, options["store_lanes"])
+        load_bytes_per_s, depth = load.figure * 1e6, load.settings["depth"]
+        return Disk(
+            load_bytes_per_s=load_bytes_per_s,
+            store_bytes_per_s=store.figure * 1e6,
+            latency_s=(depth - 1) * (load.chunk_bytes or 0) / load_bytes_per_s,
+            concurrency=depth + store.settings["depth"],
+            source=f"{os.path.basename(self.path)}: load of {load.chunk_bytes:,} bytes, "
+            f"{storing} of {store.chunk_bytes:,} bytes",
+        )
+
+    def _row(self, operation: str, row_bytes: int, options: Mapping[str, Any], lanes: int) -> Row:
+        """Return the row of the nearest chunk size, then the way of I/O and then the number of threads."""
+        wanted = {"layout": options["layout"], "fsync": options["fsync"]}
+        if options["layout"] == "files":
+            wanted["naming"] = options["naming"]
+        if options["io"] != "auto":
+            wanted["io"] = options["io"]
+        fitting = [row for row in self.rows if row.operation == operation and _is_rate(row) and _has(row, wanted)]
+        if not fitting:
+            settings = ", ".join(f"{name} {value}" for name, value in wanted.items())
+            raise ConfigError(
+                f"--bench {self.path}: no figure of {operation!r} with {settings}; a report of {COMMAND} that "
+                "measured it accepted (--layouts, --namings, --fsync, --io)"
+            )
+        return min(
+            fitting,
+            key=lambda row: (
+                abs(math.log((row.chunk_bytes or 1) / row_bytes)),
+                row.settings.get("io") != "direct",
+                abs(row.settings["depth"] - lanes),
+            ),
+        )
+
+
+def read_bench(path: str) -> BenchReport:
+    """Read a report. Raises `ConfigError` if the file is none, or another benchmark's."""
+    accepted = f"a report of {COMMAND} --json accepted"
+    try:
+        with open(path, "rb") as file:
+            report = msgspec.json.decode(file.read(), type=BenchReport)
+    except OSError as error:
+        raise ConfigError(f"--bench {path}: cannot be read: {error.strerror}; {accepted}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"--bench {path}: {error}; {accepted}") from error
+    if report.command != COMMAND:
+        raise ConfigError(f"--bench {path}: a report of {report.command!r} given, {accepted}")
+    return msgspec.structs.replace(report, path=path)
+
+
+def _is_rate(row: Row) -> bool:
+    depth = row.settings.get("depth")
+    return row.unit == "MB/s" and row.figure > 0 and bool(row.chunk_bytes) and isinstance(depth, int) and depth > 0
+
+
+def _has(row: Row, wanted: Mapping[str, Any]) -> bool:
+    return row.settings.get("checksum") is not False and all(row.settings.get(name) == wanted[name] for name in wanted)
 
 
 KV_BYTES_PER_TOKEN = 131_072  # Llama 3.1 8B in bf16: K and V of 32 layers, 8 heads of 128, 2 bytes each.

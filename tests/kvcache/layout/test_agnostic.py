@@ -23,7 +23,7 @@ from kvtier.kvcache.layout import (
 )
 from kvtier.kvcache.layout.agnostic import attention_of
 from kvtier.kvcache.layout.axes import KV_JOINED_HND, KV_JOINED_NHD
-from kvtier.kvcache.layout.families import FAMILIES, deepseek_v3, deepseek_v4, gemma_3_27b, llama_3_8b, qwen_3_next
+from tests.kvcache.families import FAMILIES, deepseek_v3, deepseek_v4, gemma_3_27b, llama_3_8b, qwen_3_next
 
 BF16 = torch.bfloat16
 ASKED = Namespace(

@@ -28,7 +28,7 @@ from kvtier.kvcache.layout import (
     state_views,
 )
 from kvtier.kvcache.layout.axes import HEADS_FRONT, KV_FRONT_NHD, KV_JOINED_HND, KV_JOINED_NHD, KV_SPLIT_HND, LATENT
-from kvtier.kvcache.layout.families import deepseek_v4, gpt_oss_20b, llama_3_8b, nemotron_h_8b
+from tests.kvcache.families import deepseek_v4, gpt_oss_20b, llama_3_8b, nemotron_h_8b
 
 BF16 = torch.bfloat16
 BLOCKS = 3

@@ -7,8 +7,8 @@ import torch
 
 from kvtier.kvcache.layout import allocate_rows, allocate_tensors, canonical_kv_caches, packing_refusal
 from kvtier.kvcache.layout.agnostic import attention_of
-from kvtier.kvcache.layout.families import FAMILIES, Family
 from kvtier.kvcache.transfer import GroupBlocks, TransferWorker, slot_layout
+from tests.kvcache.families import FAMILIES, Family
 from tests.kvcache.transfer.models import contents, fill, storages
 
 KIB = 1 << 10

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kvtier.kvcache.transfer.runs import runs_of
+from kvtier.kvcache.transfer.strided import runs_of
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from kvtier.kvcache.transfer.blocks import GroupBlocks, Pages, pages_of
 from kvtier.kvcache.transfer.copiers import StridedCopies
 from kvtier.kvcache.transfer.descriptors import Descriptors, descriptors, joined
 from kvtier.kvcache.transfer.jobs import Job, Kind
-from kvtier.kvcache.transfer.pieces import Piece, Repeat, pieces_of
-from kvtier.kvcache.transfer.slots import slot_layout
+from kvtier.kvcache.transfer.pieces import Piece, Repeat, pieces_of, slot_layout
 from tests.kvcache.transfer.models import Model, fill, models, requests, storages
 
 NUM_ROWS = 7

@@ -24,6 +24,7 @@ KVTIER = [sys.executable, "-c", "from kvtier.tools.cli import main; main()"]
 FAKE_FIO = """#!/bin/sh
 echo '{"jobs": [{"read": {"bw_bytes": 2500000}, "write": {"bw_bytes": 1250000}}]}'
 """
+CPU = ["cpu", "--no-pages", "--chunk-sizes", "64KiB", "--rounds", 1]
 FS = ["--chunk-sizes", "8KiB", "--size", "64KiB", "--rounds", "2"]
 
 
@@ -66,36 +67,12 @@ def no_fio(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFac
 # What is measured.
 
 
-def test_look_ups_stand_beside_dictionary_operations(measured: Callable[..., dict[str, Any]]) -> None:
-    told = measured("lookup", "--keys", "1024,2048", "--rounds", 2)
-    assert [(row["operation"], row["settings"]["keys"], row["unit"], row["rounds"]) for row in told["rows"]] == [
-        ("look up, hit", 1_024, "keys/s", 2),
-        ("look up, miss", 1_024, "keys/s", 2),
-        ("look up, hit", 2_048, "keys/s", 2),
-        ("look up, miss", 2_048, "keys/s", 2),
-    ]
-    assert told["command"] == "kvtier bench lookup"
-    assert len(told["machine"]["load_before"]) == len(told["machine"]["load_after"]) == 3
-
-
-@pytest.mark.usefixtures("thorough")
-def test_steps_are_measured_over_tiers_and_over_what_they_hold(measured: Callable[..., dict[str, Any]]) -> None:
-    told = measured("steps", "--tiers", "1,2", "--held", "0,5000", "--rounds", 1)
-    steps = [row for row in told["rows"] if row["operation"] == "step"]
-    assert [(row["settings"]["tiers"], row["settings"]["keys_held"], row["limit_is"]) for row in steps] == [
-        (1, 0, "dictionary operations"),
-        (2, 0, "dictionary operations"),
-        (2, 0, "a step over 1 tier with 0 keys"),
-        (1, 5_000, "dictionary operations"),
-        (1, 5_000, "a step over 1 tier with 0 keys"),
-    ]
-    assert {"prepare and complete a store", "touch, prepare and complete a load"} < operations(told)
-
-
 def test_copies_stand_beside_a_memcpy(measured: Callable[..., dict[str, Any]]) -> None:
     told = measured("cpu", "--chunk-sizes", "64KiB", "--no-pages", "--rounds", 1)
     assert operations(told) == {"write rows", "read rows", "checksum"}
     assert {row["chunk_bytes"] for row in told["rows"]} == {65_536}
+    assert told["command"] == "kvtier bench cpu"
+    assert len(told["machine"]["load_before"]) == len(told["machine"]["load_after"]) == 3
 
 
 def test_copies_of_kv_pages_are_measured_both_ways(
@@ -186,17 +163,21 @@ def test_the_table_names_the_operation_the_limit_and_the_machines_load(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
-    assert run("lookup", "--keys", "1024", "--rounds", 1) == 0
+    assert run(*CPU) == 0
     shown = capsys.readouterr()
-    for words in ("look up, hit", "keys 1,024", "dictionary operations", "Medians of 1 rounds", "load of the machine"):
+    for words in ("write rows", "64 KiB", "memcpy of as many bytes", "Medians of 1 rounds", "load of the machine"):
         assert words in shown.out
     assert shown.err == ""
 
 
 def test_json_and_picture_are_written_as_asked(tmp_path: Path) -> None:
     out, picture = tmp_path / "out.json", tmp_path / "out.svg"
-    assert run("lookup", "--keys", "1024", "--rounds", 1, "--json", out, "--plot", picture) == 0
-    assert [row["operation"] for row in json.loads(out.read_text())["rows"]] == ["look up, hit", "look up, miss"]
+    assert run(*CPU, "--json", out, "--plot", picture) == 0
+    assert [row["operation"] for row in json.loads(out.read_text())["rows"]] == [
+        "write rows",
+        "read rows",
+        "checksum",
+    ]
     assert picture.read_bytes().startswith(b"<?xml")
 
 
@@ -206,9 +187,8 @@ def test_json_and_picture_are_written_as_asked(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
-        (["lookup", "--keys", "many"], "--keys 'many': expected numbers from 1,024 to 10,000,000"),
-        (["lookup", "--json", "{tmp}/absent/out"], "--json {tmp}/absent/out: No such file or directory"),
-        (["steps", "--tiers", "0"], "--tiers '0': expected numbers from 1 to 16"),
+        (["fs", "{tmp}", "--depths", "many"], "--depths 'many': expected numbers from 1 to 64"),
+        (["cpu", "--no-pages", "--json", "{tmp}/absent/out"], "--json {tmp}/absent/out: No such file or directory"),
         (["cpu", "--chunk-sizes", "5000"], "--chunk-sizes '5000': expected multiples of 4,096 bytes"),
         (["cpu", "--device", "tpu"], "--device 'tpu': expected one or more of cpu, cuda"),
         (["fs", "{tmp}/absent"], "DIR '{tmp}/absent': no such directory"),

@@ -9,7 +9,7 @@ import pytest
 from kvtier.backend.keys import OffloadKey
 from kvtier.tools.replay.pictures import Course, write_replay_picture
 from kvtier.tools.replay.replay import WRONG_KEYS_MAX, Sample, Tally, TierTotals
-from kvtier.tools.replay.replay_screen import print_report
+from kvtier.tools.replay.replay_command import print_report
 from kvtier.tools.replay.report import Quantiles, Report, make_report, quantiles, report_json
 
 ROW_BYTES = 4_096

@@ -17,7 +17,6 @@ from kvtier.policies.lru import LRU
 from kvtier.testing.virtual_time import run
 from kvtier.tools.bench.figures import Figures, Row, figures_json, load, this_machine
 from kvtier.tools.cli import main
-from kvtier.tools.replay.bench_report import BenchReport, read_bench
 from kvtier.tools.replay.chunks import ChunkSource
 from kvtier.tools.replay.replay import Client, Tally, TierTotals
 from kvtier.tools.replay.study import measure, policy_hits
@@ -28,8 +27,10 @@ from kvtier.tools.replay.virtual import (
     SSD,
     WITH_TIERING,
     WITHOUT_TIERING,
+    BenchReport,
     Prefill,
     VirtualReplay,
+    read_bench,
     scale_model,
 )
 from kvtier.tools.replay.workload import GeneratedTrace

@@ -11,8 +11,7 @@ import pytest
 
 from kvtier.errors import TraceError
 from kvtier.tools.replay.study import measure
-from kvtier.tools.replay.trace_check import IDS_MAX, REQUESTS_MIN, TraceCheck
-from kvtier.tools.replay.traces import Request, Trace, write_trace
+from kvtier.tools.replay.traces import IDS_MAX, REQUESTS_MIN, Request, Trace, TraceCheck, write_trace
 from kvtier.tools.replay.workload import DEFAULT, GeneratedTrace, generate
 
 REAL = ["mooncake_conversation.jsonl.gz", "agentic_local_b512.jsonl.zst", "lmcache_miniswe_b16.jsonl.gz"]

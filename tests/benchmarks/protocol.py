@@ -3,6 +3,11 @@
 What is measured is the CPU time of the owner's thread: neighbours do not count. The limit is what a loop in Python
 takes for as many bare dictionary operations: no engine that keeps its keys in one can be faster. A step is also
 compared with the same step over one tier that holds little: what it costs must not depend on how much tiers hold.
+
+The engine has no I/O: the runner behind it answers at once that all was done, so that outcomes are applied, too.
+
+    python -m tests.benchmarks.protocol lookup
+    python -m tests.benchmarks.protocol steps --tiers 1,4 --held 10000,1000000
 """
 
 import random
@@ -10,25 +15,33 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
+
+import typer
 
 from kvtier.backend import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits
 from kvtier.engine.steps import SteppedManager
+from kvtier.errors import ConfigError
 from kvtier.memory import Region
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import Action, Cascade, Delete, Finished, Found, Promote, Scanned, pack_keys
+from kvtier.tools.bench.commands import (
+    DEFAULT_ROUNDS,
+    JsonOption,
+    PlotOption,
+    RoundsOption,
+    check_outputs,
+    numbers,
+    run_bench,
+)
 from kvtier.tools.bench.figures import Pair, Row, Setting, Side, interleaved, row_of, steps_of
-
-# An engine without any I/O, and what its owner's thread does with it: what the step protocol is measured with.
-#
-# The runner behind it answers at once that all was done, so that outcomes are applied, too.
-
 
 ROWS = 65_536
 KEYS_A_REQUEST = 32
 REQUESTS_A_STEP = 64
 CHUNK_BYTES = 4_096
+KEYS_MAX = 10_000_000  # Some gigabytes of memory: each is a key in several tables.
 REPORT_KEYS = 4_096  # As a tier reports what it holds.
 
 
@@ -48,7 +61,7 @@ class Echo(Bridge):
     def replace(self) -> bool:
         return False
 
-    def close(self, deadline_s: float) -> int:  # noqa: ARG002  # Nothing is under way.
+    def close(self, deadline_s: float) -> int:  # Nothing is under way.
         return 0
 
 
@@ -293,3 +306,58 @@ def _rate(keys: int, work: Callable[[], None]) -> Callable[[], float]:
         return keys / (time.thread_time() - begun)
 
     return measure
+
+
+def lookup(
+    keys: Annotated[
+        str, typer.Option(help="Sizes of the primary, in chunks, with commas between them.")
+    ] = "4096,65536,262144",
+    rounds: RoundsOption = DEFAULT_ROUNDS,
+    json_path: JsonOption = None,
+    plot_path: PlotOption = None,
+) -> None:
+    """Measure look-ups in the primary, beside as many in a bare dictionary."""
+    found = numbers("--keys", keys, least=1_024, most=KEYS_MAX)
+    check_outputs(json_path, plot_path)
+    run_bench(
+        "tests.benchmarks.protocol lookup",
+        lambda step: measure_lookups(found, rounds, step),
+        lookup_steps(found, rounds),
+        json_path=json_path,
+        plot_path=plot_path,
+    )
+
+
+def steps(
+    tiers: Annotated[str, typer.Option(help="Numbers of tiers, with commas between them.")] = "1,2,4",
+    held: Annotated[
+        str, typer.Option(help="Keys that each tier holds beside those of the steps, with commas between them.")
+    ] = "10000,1000000",
+    rounds: RoundsOption = DEFAULT_ROUNDS,
+    json_path: JsonOption = None,
+    plot_path: PlotOption = None,
+) -> None:
+    """Measure the step protocol: stores, loads, and whole steps of 64 requests with 32 keys each, without I/O.
+
+    Each step looks its keys up, prepares and completes their stores, and cascades them to every tier.
+    """
+    sizes_held = numbers("--held", held, least=0, most=KEYS_MAX)
+    counts = numbers("--tiers", tiers, least=1, most=16)
+    engines = [Engine(count, sizes_held[0]) for count in counts] + [Engine(counts[0], each) for each in sizes_held[1:]]
+    if (kept := sum(engine.tiers * engine.held for engine in engines)) > KEYS_MAX:
+        raise ConfigError(f"--held {held!r}: {kept:,} keys in all tiers together, at most {KEYS_MAX:,} accepted")
+    check_outputs(json_path, plot_path)
+    run_bench(
+        "tests.benchmarks.protocol steps",
+        lambda step: measure_steps(engines, rounds, step),
+        step_steps(engines, rounds),
+        json_path=json_path,
+        plot_path=plot_path,
+    )
+
+
+if __name__ == "__main__":
+    app = typer.Typer(add_completion=False)
+    app.command()(lookup)
+    app.command()(steps)
+    app()

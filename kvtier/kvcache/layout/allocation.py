@@ -1,9 +1,10 @@
-"""One allocation for all layers: a block's pages of every layer side by side in one row.
+"""Allocations of a model's caches: a tensor for each of its configuration's, or one for all layers, in rows.
 
-A chunk then moves as one copy instead of one a layer. Layers whose pages are equal lie in such rows where the engine's
-connector asks for it (contiguous); layers of one type whose pages differ always may (packed). Groups lie over each
-other, each from the start of the row on, since a block belongs to one group at a time. Where kernels take smaller
-blocks, a row is cut into as many equal parts, and each part has all layers: so a layer's kernel blocks keep one stride.
+In rows a block's pages of every layer lie side by side. A chunk then moves as one copy instead of one a layer. Layers
+whose pages are equal lie in such rows where the engine's connector asks for it (contiguous); layers of one type whose
+pages differ always may (packed). Groups lie over each other, each from the start of the row on, since a block belongs
+to one group at a time. Where kernels take smaller blocks, a row is cut into as many equal parts, and each part has all
+layers: so a layer's kernel blocks keep one stride.
 """
 
 from collections.abc import Mapping
@@ -18,6 +19,38 @@ from kvtier.kvcache.layout.canonical import CanonicalKVCaches, DataRef, LayerCac
 from kvtier.kvcache.layout.mapping import row_mapping
 from kvtier.kvcache.layout.model import KVCacheConfig, KVCacheGroup, ParallelConfig
 from kvtier.kvcache.layout.specs import AttentionSpec, LayerSpec, MambaSpec, UniformSpecs
+
+
+def allocate_tensors(config: KVCacheConfig, axes: AxesOf, device: torch.device | str = "cpu") -> dict[str, LayerCache]:
+    """Allocate the caches, zero at first: layers that share a tensor get views of the same bytes.
+
+    Pages lie `page_bytes` apart; kernel blocks, where a block is several, at equal distances, so a padded page cannot
+    be split, and the axes around blocks leave no room for padding: `ConfigError`.
+    """
+    layers = dict[str, LayerCache]()
+    group_of = config.group_of
+    for tensor in config.tensors:
+        memory = torch.zeros(tensor.size_bytes, dtype=torch.int8, device=device)
+        for layer in tensor.shared_by:
+            group = group_of[layer]
+            spec, of_layer = group.spec_of(layer), axes.get(layer)
+            padded = spec.page_bytes > spec.unpadded_page_bytes
+            if padded and group.kernel_blocks > 1:
+                raise ConfigError(f"{layer}: a padded page cannot be split into {group.kernel_blocks} kernel blocks")
+            if padded and of_layer is not None and of_layer.outside_blocks:
+                raise ConfigError(f"{layer}: pages with axes {of_layer.outside_blocks} around blocks cannot be padded")
+            around = of_layer is not None and of_layer.outside_blocks
+            layers[layer] = layer_views(
+                memory,
+                layer,
+                spec,
+                of_layer,
+                config.num_blocks,
+                kernel_blocks=group.kernel_blocks,
+                block_stride_bytes=None if around else spec.page_bytes // group.kernel_blocks,
+            )
+    return layers
+
 
 _WORDS = {"true": True, "false": False}
 
