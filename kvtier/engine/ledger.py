@@ -17,7 +17,7 @@ from kvtier.engine.inbox import Inbox, Observe
 from kvtier.engine.outbox import Outbox
 from kvtier.engine.primary import Primary
 from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Request
-from kvtier.engine.tier import Tier, TierSpec, Whereabouts
+from kvtier.engine.tier import Residency, Tier, TierSpec
 from kvtier.engine.transfers import Transfers
 from kvtier.policies.base import Policy
 from kvtier.policies.named import policy_class
@@ -42,20 +42,20 @@ class Ledger:
     ) -> None:
         self.primary = Primary(rows, policy)
         self.tiers = [Tier(index, spec) for index, spec in enumerate(tiers)]
-        self.where = Whereabouts()
+        self.residency = Residency()
         self.leases = Leases(self.primary, limits.lease_rows_max, limits.lease_s)
         self._hits = StepHits(self.primary, self.leases)
         self.transfers = Transfers(self.primary)
         self.outbox = Outbox(
             self.primary,
             self.tiers,
-            self.where,
+            self.residency,
             self.transfers,
             cascade_rows_max=limits.cascade_rows_max,
             action_chunks=limits.action_chunks,
         )
         self.inbox = Inbox(
-            self.primary, self.leases, self.tiers, self.where, self.transfers, self.outbox, events, observe
+            self.primary, self.leases, self.tiers, self.residency, self.transfers, self.outbox, events, observe
         )
         self.counters = LedgerCounters()
         self.promoting = True  # False between a reset and the LLM engine's word that its workers have flushed.
@@ -120,7 +120,7 @@ class Ledger:
         search = request.search
         if not (self.promoting and self.runner_up) or search.promotions.get(key, 0) >= PROMOTIONS_MAX:
             return self._miss(key, request, ())
-        mask = self.where.mask.get(key, 0)
+        mask = self.residency.mask.get(key, 0)
         asked: list[Tier] = []
         silent: list[Tier] = []
         for tier in self.tiers:
@@ -370,7 +370,7 @@ class Ledger:
         held = [key for key in keys if self.primary.row(key) is not None]
         gone = [key for key in keys if self.primary.row(key) is None]
         for tier in self.tiers:
-            self.where.remove(tier, gone)
+            self.residency.remove(tier, gone)
             tier.forget_answers(gone)
             self.outbox.delete(gone, tier)
         return held

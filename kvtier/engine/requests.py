@@ -1,4 +1,4 @@
-"""What the ledger keeps for one request, and the leases that keep a waiting request's rows from being evicted."""
+"""Requests: what the ledger keeps for each, and the leases that keep a waiting request's rows from being evicted."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 

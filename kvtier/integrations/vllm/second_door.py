@@ -15,7 +15,7 @@ from kvtier.engine.events import Event, EventKind, EventLog
 from kvtier.engine.inbox import Observe
 from kvtier.engine.outbox import RANK_KEYS_MAX
 from kvtier.engine.requests import PROMOTIONS_MAX, Position, Request, Search
-from kvtier.engine.tier import NOT_TRIED, Tier, TierSpec, Whereabouts, failures, judge, unanswered
+from kvtier.engine.tier import NOT_TRIED, Residency, Tier, TierSpec, failures, judge, unanswered
 from kvtier.engine.tier_log import TierLog
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import (
@@ -167,7 +167,7 @@ class Replies:
     """Applies messages, each in one step, and queues what is to be answered."""
 
     def __init__(
-        self, bridge: Bridge, tier: Tier, where: Whereabouts, jobs: Jobs, observe: Observe, events: EventLog | None
+        self, bridge: Bridge, tier: Tier, where: Residency, jobs: Jobs, observe: Observe, events: EventLog | None
     ) -> None:
         self.up = True  # There is a runner that takes actions.
         self.runners_lost = 0
@@ -196,7 +196,7 @@ class Replies:
                 keys = unpack_keys(message.keys)
                 self._where.remove(self._tier, keys)
                 self._learn_by_report(EventKind.REMOVED, keys)
-                self._tier.crossed.update(self._tier.storing.intersection(keys))
+                self._tier.raced.update(self._tier.storing.intersection(keys))
             case Scanned():
                 self._tier.authoritative = self._tier.reports = message.complete
             case TierUsage():
@@ -254,7 +254,7 @@ class Replies:
             keys = [part.keys[index] for index in unpack_rows(message.moved)]
             self._tier.forget_answers(keys)
             for key in keys:
-                self._tier.doubt(key)
+                self._tier.unsure(key)
 
     def _answered(self, message: Answered, now: float) -> None:
         part = self._jobs.parts.pop(message.id, None)
@@ -340,7 +340,7 @@ class TierClient:
         self.tier = Tier(0, spec)
         self._bridge = bridge
         self._events = events
-        self._where = Whereabouts()
+        self._where = Residency()
         self._jobs = Jobs(self.tier, action_chunks)
         self._replies = Replies(bridge, self.tier, self._where, self._jobs, observe, events)
         self._tier_log = TierLog([self.tier])
