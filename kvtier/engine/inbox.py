@@ -13,7 +13,7 @@ from kvtier.engine.outbox import Outbox
 from kvtier.engine.primary import Primary
 from kvtier.engine.requests import Leases
 from kvtier.engine.tier import NOT_TRIED, Residency, Tier, failures, judge, unanswered
-from kvtier.engine.transfers import Kind, Transfer, Transfers
+from kvtier.engine.transfers import Operation, Transfer, Transfers
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
@@ -154,7 +154,7 @@ class Inbox:
     def _time(self, message: Finished | Answered) -> None:
         transfer = self._transfers.under_way.get(message.id)
         if transfer is not None and self._observe is not None:
-            self._observe(transfer.tier.spec.name, transfer.kind.value, message.seconds)
+            self._observe(transfer.tier.spec.name, transfer.operation.value, message.seconds)
 
     def _settle_whole(self, id_: int, code: Code, now: float, *, lent: bool) -> None:
         chunks = len(self._transfers.under_way[id_].keys)
@@ -172,24 +172,24 @@ class Inbox:
         if failed:
             self._count_failures(transfer, failed)
         if judge(transfer.tier, failed.values(), now, cause):
-            if transfer.kind is Kind.PROBE:
+            if transfer.operation is Operation.PROBE:
                 transfer.tier.counters.probes_failed += 1
             else:
                 transfer.tier.counters.transfers_failed += 1
-        match transfer.kind:
-            case Kind.PROMOTION:
+        match transfer.operation:
+            case Operation.PROMOTION:
                 self._settle_promotion(transfer, moved, failed, now, lent=lent)
-            case Kind.CASCADE:
+            case Operation.CASCADE:
                 self._settle_cascade(transfer, moved, now, lent=lent)
-            case Kind.PROBE:
+            case Operation.PROBE:
                 self._believe(transfer, b"", now)
-            case Kind.DELETE:
+            case Operation.DELETE:
                 pass
 
     def _count_failures(self, transfer: Transfer, failed: Mapping[int, Code]) -> None:
         tier = transfer.tier
         for code, indices in _by_code(failed).items():
-            if code is Code.REFUSED and transfer.kind is Kind.CASCADE:
+            if code is Code.REFUSED and transfer.operation is Operation.CASCADE:
                 tier.counters.drop("bridge", len(indices))
                 continue
             tier.counters.fail(code.name.lower(), len(indices))
@@ -261,7 +261,7 @@ class Inbox:
         Asked for and not believed: nobody knows whether it was deleted, or went for room, before this was heard of.
         """
         transfer = self._transfers.overdue.get(id_)
-        if transfer is not None and transfer.kind is Kind.CASCADE:
+        if transfer is not None and transfer.operation is Operation.CASCADE:
             keys = [transfer.keys[index] for index in moved]
             transfer.tier.forget_answers(keys)
             for key in keys:
