@@ -1,4 +1,4 @@
-"""What the ledger answers, what bounds it, and what it counts."""
+"""The ledger's answers, limits and counters."""
 
 from enum import Enum
 from typing import NamedTuple

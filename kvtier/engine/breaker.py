@@ -1,4 +1,4 @@
-"""What bounds a tier: bytes and chunks under way in one direction, and a circuit breaker for the tier as a whole."""
+"""The circuit breaker of a tier: what may be sent to it after it has failed."""
 
 from enum import Enum
 

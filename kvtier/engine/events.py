@@ -1,4 +1,4 @@
-"""What happened to chunks, for whoever keeps an index of its own (a router, an engine's event stream)."""
+"""Events: what happened to chunks, for whoever keeps an index of its own (a router, an LLM engine's event stream)."""
 
 from collections import deque
 from collections.abc import Sequence

@@ -1,4 +1,8 @@
-"""What comes back from the tiers, and what it changes: rows, whereabouts, breakers, counters, events."""
+"""The inbox: what comes back from the tiers, and what it changes: rows, residency, breakers, counters, events.
+
+A tier's inventory, what it says of itself unasked, comes in batches. Each is acknowledged: so a scan of millions of
+keys sends one batch at a time and never floods a step.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -8,7 +12,7 @@ from kvtier.engine.events import Event, EventKind, EventLog
 from kvtier.engine.outbox import Outbox
 from kvtier.engine.primary import Rows
 from kvtier.engine.requests import Leases
-from kvtier.engine.tier import NOT_TRIED, Tier, Whereabouts, failures, judge, unanswered
+from kvtier.engine.tier import NOT_TRIED, Residency, Tier, failures, judge, unanswered
 from kvtier.engine.transfers import Kind, Transfer, Transfers
 from kvtier.runner.messages import (
     Acknowledge,
@@ -27,32 +31,30 @@ from kvtier.runner.messages import (
     unpack_rows,
 )
 
-# What tiers say of themselves: what they hold, what they hold no more, and how full they are.
-#
-# Every batch of keys is acknowledged, so that a scan of millions sends one at a time and never floods a step.
+Observe = Callable[[str, str, float], None]  # A tier's name, an operation, and the seconds that it took.
 
 
 class Inventories:
-    """Enters reports into the whereabouts."""
+    """What tiers say of themselves: what they hold, what they hold no more, and how full they are."""
 
-    def __init__(self, primary: Rows, where: Whereabouts, outbox: Outbox, events: EventLog | None) -> None:
+    def __init__(self, primary: Rows, residency: Residency, outbox: Outbox, events: EventLog | None) -> None:
         self._primary = primary
-        self._where = where
+        self._residency = residency
         self._outbox = outbox
         self._events = events
 
     def found(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
         """Believe that the tier holds these keys, whatever it answered before."""
-        self._where.add(tier, self._primary.own(keys))
+        self._residency.add(tier, self._primary.own(keys))
         tier.forget_answers(keys)
         self._tell(EventKind.STORED, tier, keys)
         self._outbox.acknowledge(tier)
 
     def gone(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
         """Believe that the tier holds these keys no more; what is on its way there may have come before or after."""
-        self._where.remove(tier, keys)
+        self._residency.remove(tier, keys)
         tier.forget_answers(keys)
-        tier.crossed.update(tier.storing.intersection(keys))
+        tier.raced.update(tier.storing.intersection(keys))
         self._tell(EventKind.REMOVED, tier, keys)
         self._outbox.acknowledge(tier)
 
@@ -70,9 +72,6 @@ class Inventories:
             self._events.add(Event(kind, tier.spec.name, keys))
 
 
-Observe = Callable[[str, str, float], None]  # A tier's name, an operation, and the seconds that it took.
-
-
 class Inbox:
     """Applies the runner's messages, each in one synchronous step."""
 
@@ -81,7 +80,7 @@ class Inbox:
         primary: Rows,
         leases: Leases,
         tiers: Sequence[Tier],
-        where: Whereabouts,
+        residency: Residency,
         transfers: Transfers,
         outbox: Outbox,
         events: EventLog | None,
@@ -90,12 +89,12 @@ class Inbox:
         self._primary = primary
         self._leases = leases
         self._tiers = tiers
-        self._where = where
+        self._residency = residency
         self._transfers = transfers
         self._outbox = outbox
         self._events = events
         self._observe = observe
-        self._inventories = Inventories(primary, where, outbox, events)
+        self._inventories = Inventories(primary, residency, outbox, events)
 
     def apply(self, message: Message, now: float) -> None:
         """Apply one message; one about a transfer that is not under way any more is ignored."""
@@ -221,7 +220,7 @@ class Inbox:
             if code not in NOT_TRIED:
                 tier.believe(key, present=False, now=now)
             if code in (Code.MISSING, Code.CORRUPT):
-                self._where.remove(tier, (key,))
+                self._residency.remove(tier, (key,))
 
     def _settle_cascade(
         self,
@@ -232,7 +231,7 @@ class Inbox:
         lent: bool,
     ) -> None:
         tier = transfer.tier
-        self._where.add(tier, tier.stored(transfer.keys, moved, now))
+        self._residency.add(tier, tier.stored(transfer.keys, moved, now))
         self._stored(tier.spec.name, moved)
         if not lent:
             self._transfers.unpin_cascade(transfer.rows)
@@ -266,7 +265,7 @@ class Inbox:
             keys = [transfer.keys[index] for index in moved]
             transfer.tier.forget_answers(keys)
             for key in keys:
-                transfer.tier.doubt(key)
+                transfer.tier.unsure(key)
         self._transfers.take_back(id_)
 
     def _stored(self, tier_name: str, keys: Sequence[OffloadKey]) -> None:

@@ -1,32 +1,35 @@
-"""What is where and what is under way: every decision of the engine, in plain synchronous calls.
+"""The ledger: what is where and what is under way, and every decision about it, in plain synchronous calls.
 
 No await, no clock, no I/O: the time is an argument, and what is to be done comes out of `end_step` as actions. So every
-change of state is atomic, and a test is a plain call. The ledger answers the engine; `outbox` and `inbox` are its
-traffic with the tiers, `finding` is how it looks up.
+change of state is atomic, and a test is a plain call. The ledger answers its caller; `outbox` and `inbox` are its
+traffic with the tiers.
 """
 
 from collections import Counter
 from collections.abc import Collection, Sequence
 
 from kvtier.backend import OffloadKey
-from kvtier.config import PRIMARY_NAME, EngineConfig
+from kvtier.config import PRIMARY_NAME, EngineConfig, TierConfig
 from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, LedgerCounters, LedgerLimits, LookupResult, StorePlan
 from kvtier.engine.events import Event, EventKind, EventLog
+from kvtier.engine.hits import StepHits
 from kvtier.engine.inbox import Inbox, Observe
 from kvtier.engine.outbox import Outbox
 from kvtier.engine.primary import Primary
 from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Request
-from kvtier.engine.tier import Tier, TierSpec, Whereabouts
+from kvtier.engine.tier import Residency, Tier, TierSpec
 from kvtier.engine.transfers import Transfers
 from kvtier.policies.base import Policy
 from kvtier.policies.named import policy_class
 from kvtier.runner.messages import Action, LocalMessage, Message, RunnerBack, RunnerGone, RunnerLost
 
-# The books of one engine: all of its state, and what every part of the ledger does to it.
+__all__ = ["Ledger", "LedgerCounters", "LedgerLimits", "LookupResult", "StorePlan", "ledger_of", "rows_of_share"]
 
 
-class Books:
-    """Where everything is, what is under way, and what time it is."""
+class Ledger:
+    """All state of one kvtier engine, and every decision about it."""
+
+    new_request = Request
 
     def __init__(
         self,
@@ -39,31 +42,32 @@ class Books:
     ) -> None:
         self.primary = Primary(rows, policy)
         self.tiers = [Tier(index, spec) for index, spec in enumerate(tiers)]
-        self.where = Whereabouts()
+        self.residency = Residency()
         self.leases = Leases(self.primary, limits.lease_rows_max, limits.lease_s)
+        self._hits = StepHits(self.primary, self.leases)
         self.transfers = Transfers(self.primary)
         self.outbox = Outbox(
             self.primary,
             self.tiers,
-            self.where,
+            self.residency,
             self.transfers,
             cascade_rows_max=limits.cascade_rows_max,
             action_chunks=limits.action_chunks,
         )
         self.inbox = Inbox(
-            self.primary, self.leases, self.tiers, self.where, self.transfers, self.outbox, events, observe
+            self.primary, self.leases, self.tiers, self.residency, self.transfers, self.outbox, events, observe
         )
         self.counters = LedgerCounters()
-        self.promoting = True  # False between a reset and the engine's word that its workers have flushed.
+        self.promoting = True  # False between a reset and the LLM engine's word that its workers have flushed.
         self.runner_up = True
-        self.rows_in_use = 0  # Given to the engine to read or write, and not yet given back.
+        self.rows_in_use = 0  # Given to the LLM engine to read or write, and not yet given back.
         self.kept: Counter[int] = Counter()  # Row -> views of it that are still read, each of them a pin.
         self._events = events
         self._now = 0.0
-        self._looking: list[Request] = []  # Requests with hits in this step, since room was last made.
-        self._looked: list[Request] = []  # And those before; a request may be in both.
         self._parked: dict[OffloadKey, list[Tier]] = {}  # Filling keys that request-level tiers will get, too.
         self._request_level = [tier for tier in self.tiers if tier.spec.request_level]
+
+    # A step: the time comes in, messages are settled, actions go out.
 
     def begin_step(self, now: float) -> None:
         """Take the time (seconds, never decreasing) and end the leases that it ends."""
@@ -71,71 +75,43 @@ class Books:
         if self.leases.deadlines:
             self.leases.expire(now)
 
-    def _reserve(
-        self, keys: Sequence[OffloadKey], offered: Collection[OffloadKey] = (), after: OffloadKey | None = None
-    ) -> list[OffloadKey] | None:
-        """Reserve rows as the primary does, evicting nothing that was answered HIT in this step."""
-        if len(keys) > self.primary.rows_free:
-            for request in self._looking:
-                self.primary.hold(request.hits)
-                request.found += request.hits
-                request.hits.clear()
-            self._looked += self._looking
-            self._looking.clear()
-        return self.primary.reserve(keys, offered, after)
+    def apply(self, message: Message | LocalMessage) -> None:
+        """Settle what a message says was done."""
+        match message:
+            case RunnerLost():
+                self.runner_up = False
+                self.inbox.lose(self._now)
+            case RunnerGone():
+                self.inbox.gone(message.epoch)
+            case RunnerBack():
+                self.runner_up = True
+                self.transfers.epoch = message.epoch
+            case _:
+                self.inbox.apply(message, self._now)
 
-    def _access(self, present: Sequence[OffloadKey], keys: Sequence[OffloadKey], request: Request) -> None:
-        """Note that a request uses `keys`; count an access to those that are present, once.
+    def refuse(self, actions: Sequence[Action]) -> None:
+        """Settle actions that the bridge did not take."""
+        self.inbox.refuse(actions, self._now)
 
-        Absent ones have been given rows, after what the request used before. All that it used leaves tail first.
-        """
-        used, last = request.used, request.last_used
-        present, keys = request.in_prefix_order(present), request.in_prefix_order(keys)
-        fresh = [key for key in present if key not in used] if used else present
-        if fresh:
-            self.primary.touch(self.primary.rows_of(dict.fromkeys(fresh)))
-        elif len(keys) == len(present):
-            return
-        if last is None:
-            in_place = not fresh or keys[len(present) - 1] is present[-1]
-        else:
-            in_place = not fresh and self.primary.row(last) is not None
-        if not (request.use(keys) and in_place):
-            self.primary.rank(self.primary.rows_of(request.used))
+    def end_step(self) -> list[Action]:
+        """Lease the rows of requests that wait, let go of other rows answered HIT, and return what is to be done."""
+        self._hits.end(self._now)
+        if self._parked:
+            self._cascade_parked()
+        return self.outbox.flush()
 
-    def _count_hits(self, keys: Sequence[OffloadKey], request: Request) -> None:
-        sources = request.sources
-        if not sources:
-            self.counters.hits += len(keys)
-            return
-        for key in keys:
-            source = sources.get(key)
-            if source is None:
-                self.counters.hits += 1
-            else:
-                self.tiers[source].counters.hits += 1
+    @property
+    def pending(self) -> bool:
+        """Something is queued or under way within its deadline: steps should go on."""
+        return bool(self.transfers.under_way) or not self.outbox.empty
 
-    def _removed(self, keys: Sequence[OffloadKey]) -> None:
-        if keys and self._events is not None:
-            self._events.add(Event(EventKind.REMOVED, PRIMARY_NAME, keys))
-
-
-# Looking up: where a key is, and having it on its way if a tier has it.
-#
-# What a request finds in a step stays until the step ends; what a waiting request found is leased to it beyond that.
-
-
-class Finder(Books):
-    """The part of a ledger that look-ups go through."""
+    # Looking up: where a key is, and having it on its way if a tier has it.
 
     def lookup(self, key: OffloadKey, request: Request) -> LookupResult:
         """Say where a key is; one that a tier has is on its way from now on."""
         if key not in self.primary.ready:
             return self._lookup_absent(key, request)
-        hits = request.hits
-        if not hits:
-            self._looking.append(request)
-        hits.append(key)
+        self._hits.note(request, key)
         return HIT
 
     def _lookup_absent(self, key: OffloadKey, request: Request) -> LookupResult:
@@ -144,7 +120,7 @@ class Finder(Books):
         search = request.search
         if not (self.promoting and self.runner_up) or search.promotions.get(key, 0) >= PROMOTIONS_MAX:
             return self._miss(key, request, ())
-        mask = self.where.mask.get(key, 0)
+        mask = self.residency.mask.get(key, 0)
         asked: list[Tier] = []
         silent: list[Tier] = []
         for tier in self.tiers:
@@ -169,24 +145,17 @@ class Finder(Books):
             search.asked.add((tier.index, key))
         return RETRY
 
-    def _wait_for(self, key: OffloadKey, request: Request) -> LookupResult:
-        if not request.hits:
-            self._looking.append(request)
-        request.hits.append(key)
-        request.waits = True
-        return HIT_PENDING
-
     def _promote(self, key: OffloadKey, tier: Tier, request: Request) -> LookupResult:
         """Reserve and lease a row for a key that a tier has; without one it is a miss, never a wait.
 
         What the request found before is leased first: a prefix that exceeds the share keeps its leading part.
         """
-        evicted = self._reserve((key,)) if self.leases.room(self._rows_found(request), 1) else None
+        evicted = self._reserve((key,)) if self._hits.leasable(request, 1) else None
         if evicted is None:
             self.counters.promotions_refused += 1
             return self._miss(key, request, ())
         self._removed(evicted)
-        self._lease_hits(request)
+        self._hits.lease(request, self._now)
         self.leases.take(self.primary.filling[key], request, self._now)
         search = request.search
         search.promotions[key] = search.promotions.get(key, 0) + 1
@@ -194,18 +163,10 @@ class Finder(Books):
         self.outbox.promote(key, tier, request)
         return self._wait_for(key, request)
 
-    def _rows_found(self, request: Request) -> list[int]:
-        """Return the rows of what the request found in this step and has not leased; what failed since has none."""
-        before = len(request.found)
-        if request.held >= before:
-            return self.primary.rows_of(request.hits[request.held - before :])
-        return self.primary.rows_of([*request.found[request.held :], *request.hits])
-
-    def _lease_hits(self, request: Request) -> None:
-        for row in self._rows_found(request):
-            if not self.leases.take(row, request, self._now):
-                break
-        request.held = len(request.found) + len(request.hits)
+    def _wait_for(self, key: OffloadKey, request: Request) -> LookupResult:
+        self._hits.note(request, key)
+        request.waits = True
+        return HIT_PENDING
 
     def _miss(self, key: OffloadKey, request: Request, asked: Sequence[Tier]) -> LookupResult:
         missed = request.search.missed
@@ -216,78 +177,7 @@ class Finder(Books):
                 tier.counters.misses += 1
         return MISS
 
-    def _end_looking(self) -> None:
-        """Lease the rows of requests that wait, and let go of other rows answered HIT."""
-        looking = self._looking
-        if self._looked:  # Room was made, and rows are held for these.
-            looking[:0] = self._looked
-            self._looked.clear()
-            self.primary.end_step()
-        for request in looking:
-            if request.waits and not request.finished:
-                self._lease_hits(request)
-            request.forget_hits()
-        looking.clear()
-
-
-__all__ = ["Ledger", "LedgerCounters", "LedgerLimits", "LookupResult", "StorePlan"]
-
-
-class Ledger(Finder):
-    """All state of one engine, and all that changes it."""
-
-    # Time and messages.
-
-    def apply(self, message: Message | LocalMessage) -> None:
-        """Settle what a message says was done."""
-        match message:
-            case RunnerLost():
-                self.runner_up = False
-                self.inbox.lose(self._now)
-            case RunnerGone():
-                self.inbox.gone(message.epoch)
-            case RunnerBack():
-                self.runner_up = True
-                self.transfers.epoch = message.epoch
-            case _:
-                self.inbox.apply(message, self._now)
-
-    def refuse(self, actions: Sequence[Action]) -> None:
-        """Settle actions that the bridge did not take."""
-        self.inbox.refuse(actions, self._now)
-
-    def end_step(self) -> list[Action]:
-        """Lease the rows of requests that wait, let go of other rows answered HIT, and return what is to be done."""
-        if self._looking or self._looked:
-            self._end_looking()
-        if self._parked:
-            self._cascade_parked()
-        return self.outbox.flush()
-
-    # Requests.
-
-    new_request = Request
-
-    def wants_all(self, request: Request) -> bool:
-        """Say whether a tier wants all of the request's chunks, those that are present already, too."""
-        return bool(self._request_level) and any(request.allows(tier.spec) for tier in self._request_level)
-
-    def finish(self, request: Request) -> None:
-        """Rank the request's keys anew, tail first, here and in tiers, and end its leases.
-
-        Loads and completions may still follow.
-        """
-        request.finished = True
-        if request.leased:
-            self.leases.end_all(request)
-        if request.used:
-            used = list(request.used)
-            self.primary.rank(self.primary.rows_of(used))
-            for tier in self.tiers:
-                if self.runner_up and request.allows(tier.spec):
-                    self.outbox.rank(used, tier)
-
-    # Loading: primary → engine.
+    # Loading: primary → the LLM engine.
 
     def prepare_load(self, keys: Sequence[OffloadKey], request: Request) -> list[int]:
         """Pin the rows of these keys, each answered HIT in this step, and return them in order."""
@@ -310,6 +200,12 @@ class Ledger(Finder):
         self.primary.unpin(list(map(self.primary.ready.__getitem__, keys)))
         self.rows_in_use -= len(keys)
 
+    def touch(self, keys: Sequence[OffloadKey], request: Request) -> None:
+        """Count an access to those of the keys that are present, once a request."""
+        ready, filling = self.primary.ready, self.primary.filling
+        present = [key for key in keys if key in ready or key in filling]
+        self._access(present, present, request)
+
     def keep(self, rows: Sequence[int]) -> None:
         """Pin rows that come back while whoever loaded them still reads them: each until `let_go`."""
         self.kept.update(rows)
@@ -326,13 +222,38 @@ class Ledger(Finder):
             del self.kept[row]
         self.primary.unpin((row,))
 
-    def touch(self, keys: Sequence[OffloadKey], request: Request) -> None:
-        """Count an access to those of the keys that are present, once a request."""
-        ready, filling = self.primary.ready, self.primary.filling
-        present = [key for key in keys if key in ready or key in filling]
-        self._access(present, present, request)
+    def _count_hits(self, keys: Sequence[OffloadKey], request: Request) -> None:
+        sources = request.sources
+        if not sources:
+            self.counters.hits += len(keys)
+            return
+        for key in keys:
+            source = sources.get(key)
+            if source is None:
+                self.counters.hits += 1
+            else:
+                self.tiers[source].counters.hits += 1
 
-    # Storing: engine → primary.
+    def _access(self, present: Sequence[OffloadKey], keys: Sequence[OffloadKey], request: Request) -> None:
+        """Note that a request uses `keys`; count an access to those that are present, once.
+
+        Absent ones have been given rows, after what the request used before. All that it used leaves tail first.
+        """
+        used, last = request.used, request.last_used
+        present, keys = request.in_prefix_order(present), request.in_prefix_order(keys)
+        fresh = [key for key in present if key not in used] if used else present
+        if fresh:
+            self.primary.touch(self.primary.rows_of(dict.fromkeys(fresh)))
+        elif len(keys) == len(present):
+            return
+        if last is None:
+            in_place = not fresh or keys[len(present) - 1] is present[-1]
+        else:
+            in_place = not fresh and self.primary.row(last) is not None
+        if not (request.use(keys) and in_place):
+            self.primary.rank(self.primary.rows_of(request.used))
+
+    # Storing: the LLM engine → primary.
 
     def prepare_store(self, keys: Sequence[OffloadKey], request: Request) -> StorePlan | None:
         """Reserve rows for the absent ones of these keys, all or none (None: no room); evict none of these keys."""
@@ -376,46 +297,20 @@ class Ledger(Finder):
             else:
                 tier.counters.drop("runner", len(published))
 
-    # The whole.
+    def _reserve(
+        self, keys: Sequence[OffloadKey], offered: Collection[OffloadKey] = (), after: OffloadKey | None = None
+    ) -> list[OffloadKey] | None:
+        """Reserve rows as the primary does, evicting nothing that was answered HIT in this step."""
+        if len(keys) > self.primary.rows_free:
+            self._hits.hold()
+        return self.primary.reserve(keys, offered, after)
 
-    def delete(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
-        """Forget keys in the primary and in every tier, but for those that something holds: these are returned.
-
-        What only a hung store holds, or a caller that should not, is forgotten, too; its row stays lent, and the store,
-        if it ends, may come after.
-        """
-        lost, ready = self.transfers.pins_overdue() + self.kept, self.primary.ready
-        self._removed([key for key in keys if key in ready and self.primary.discard(key, lost[ready[key]])])
-        held = [key for key in keys if self.primary.row(key) is not None]
-        gone = [key for key in keys if self.primary.row(key) is None]
-        for tier in self.tiers:
-            self.where.remove(tier, gone)
-            tier.forget_answers(gone)
-            self.outbox.delete(gone, tier)
-        return held
-
-    def reset(self) -> None:
-        """Clear the primary; the tiers keep what they have. What is still under way is given up, its rows stay lent."""
-        self.outbox.clear()
-        self.inbox.give_up(self._now)
-        self.leases.clear()
-        self._parked.clear()
-        for requests in (self._looked, self._looking):
-            for request in requests:
-                request.forget_hits()
-            requests.clear()
-        self._removed(self.primary.clear(self.transfers.clear() + self.kept))
-        self.kept.clear()
-        self.rows_in_use = 0
-        self.promoting = False
-
-    @property
-    def pending(self) -> bool:
-        """Something is queued or under way within its deadline: the engine should go on stepping."""
-        return bool(self.transfers.under_way) or not self.outbox.empty
+    def _removed(self, keys: Sequence[OffloadKey]) -> None:
+        if keys and self._events is not None:
+            self._events.add(Event(EventKind.REMOVED, PRIMARY_NAME, keys))
 
     def _give_up(self, keys: Sequence[OffloadKey]) -> None:
-        """Forget keys that the engine did not store after all."""
+        """Forget keys that the LLM engine did not store after all."""
         given_up = [key for key in keys if key in self.primary.filling]
         for key in given_up:
             self.leases.end_row(self.primary.filling[key])
@@ -441,8 +336,56 @@ class Ledger(Finder):
                 for tier in tiers:
                     self.outbox.cascade((key,), tier, self._now)
 
+    # Finishing a request.
 
-# The ledger that a configuration describes: shares become rows, bytes become chunks.
+    def wants_all(self, request: Request) -> bool:
+        """Say whether a tier wants all of the request's chunks, those that are present already, too."""
+        return bool(self._request_level) and any(request.allows(tier.spec) for tier in self._request_level)
+
+    def finish(self, request: Request) -> None:
+        """Rank the request's keys anew, tail first, here and in tiers, and end its leases.
+
+        Loads and completions may still follow.
+        """
+        request.finished = True
+        if request.leased:
+            self.leases.end_all(request)
+        if request.used:
+            used = list(request.used)
+            self.primary.rank(self.primary.rows_of(used))
+            for tier in self.tiers:
+                if self.runner_up and request.allows(tier.spec):
+                    self.outbox.rank(used, tier)
+
+    # The whole.
+
+    def delete(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Forget keys in the primary and in every tier, but for those that something holds: these are returned.
+
+        What only a hung store holds, or a caller that should not, is forgotten, too; its row stays lent, and the store,
+        if it ends, may come after.
+        """
+        lost, ready = self.transfers.pins_overdue() + self.kept, self.primary.ready
+        self._removed([key for key in keys if key in ready and self.primary.discard(key, lost[ready[key]])])
+        held = [key for key in keys if self.primary.row(key) is not None]
+        gone = [key for key in keys if self.primary.row(key) is None]
+        for tier in self.tiers:
+            self.residency.remove(tier, gone)
+            tier.forget_answers(gone)
+            self.outbox.delete(gone, tier)
+        return held
+
+    def reset(self) -> None:
+        """Clear the primary; the tiers keep what they have. What is still under way is given up, its rows stay lent."""
+        self.outbox.clear()
+        self.inbox.give_up(self._now)
+        self.leases.clear()
+        self._parked.clear()
+        self._hits.clear()
+        self._removed(self.primary.clear(self.transfers.clear() + self.kept))
+        self.kept.clear()
+        self.rows_in_use = 0
+        self.promoting = False
 
 
 def ledger_of(config: EngineConfig, events: EventLog | None, observe: Observe) -> Ledger:
@@ -455,26 +398,27 @@ def ledger_of(config: EngineConfig, events: EventLog | None, observe: Observe) -
         lease_s=limits.lease_s,
         action_chunks=limits.action_chunks,
     )
-    tiers = [
-        TierSpec(
-            name=tier.name,
-            store_chunks_max=min(
-                tier.limits.store_chunks_in_flight, tier.limits.store_bytes_in_flight // config.row_bytes
-            ),
-            answer_ttl_s=tier.limits.answer_ttl_s,
-            asked_keys_max=tier.limits.probe_keys_in_flight,
-            breaker_failures=tier.limits.breaker_failures,
-            breaker_cooldown_s=tier.limits.breaker_cooldown_s,
-            trial_chunks=limits.action_chunks,
-            overdue_rows_max=rows_of_share(limits.quarantine_share, rows),
-            request_level=tier.request_level,
-            medium=tier.medium,
-            locality=tier.locality,
-        )
-        for tier in config.secondary_tiers
-    ]
-    return Ledger(rows, policy, tiers, bounds, events, observe)
+    return Ledger(rows, policy, [_spec_of(tier, config) for tier in config.secondary_tiers], bounds, events, observe)
 
 
 def rows_of_share(share: float, rows: int) -> int:
+    """Return how many rows a share of them is: one at least."""
     return max(1, int(share * rows))
+
+
+def _spec_of(tier: TierConfig, config: EngineConfig) -> TierSpec:
+    """Turn a tier's bytes into chunks and its shares into rows."""
+    limits = tier.limits
+    return TierSpec(
+        name=tier.name,
+        store_chunks_max=min(limits.store_chunks_in_flight, limits.store_bytes_in_flight // config.row_bytes),
+        answer_ttl_s=limits.answer_ttl_s,
+        asked_keys_max=limits.probe_keys_in_flight,
+        breaker_failures=limits.breaker_failures,
+        breaker_cooldown_s=limits.breaker_cooldown_s,
+        trial_chunks=config.limits.action_chunks,
+        overdue_rows_max=rows_of_share(config.limits.quarantine_share, config.rows),
+        request_level=tier.request_level,
+        medium=tier.medium,
+        locality=tier.locality,
+    )

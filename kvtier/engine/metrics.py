@@ -1,4 +1,4 @@
-"""What an engine counts, for Prometheus: read from the ledger when scraped, so that counting costs the engine nothing.
+"""Metrics of one engine, for Prometheus: read from the ledger when scraped, so that counting costs a step nothing.
 
 Only latencies are observed as they happen, once a transfer.
 """

@@ -1,4 +1,4 @@
-"""What goes to the tiers at the end of a step: promotions, cascades, probes and deletes, in batches, loads first.
+"""The outbox: what goes to the tiers when a step ends: promotions, cascades, probes, deletes, in batches, loads first.
 
 Rows are reserved or pinned when something is queued, not when it is sent, so that nothing of it can be evicted in
 between. What exceeds a limit is dropped here and counted, with the reason.
@@ -11,7 +11,7 @@ from operator import attrgetter
 from kvtier.backend import OffloadKey
 from kvtier.engine.primary import Rows
 from kvtier.engine.requests import Request
-from kvtier.engine.tier import Tier, Whereabouts
+from kvtier.engine.tier import Residency, Tier
 from kvtier.engine.transfers import Kind, Transfers
 from kvtier.runner.messages import Acknowledge, Action, Cascade, Delete, Probe, Promote, Rank, pack_keys, pack_rows
 
@@ -28,7 +28,7 @@ class Outbox:
         self,
         primary: Rows,
         tiers: Sequence[Tier],
-        where: Whereabouts,
+        residency: Residency,
         transfers: Transfers,
         *,
         cascade_rows_max: int,
@@ -36,7 +36,7 @@ class Outbox:
     ) -> None:
         self._primary = primary
         self._tiers = tiers
-        self._where = where
+        self._residency = residency
         self._transfers = transfers
         self._cascade_rows_max = cascade_rows_max
         self._action_chunks = action_chunks
@@ -54,7 +54,7 @@ class Outbox:
 
     def cascade(self, keys: Iterable[OffloadKey], tier: Tier, now: float) -> None:
         """Queue stores of ready keys, each given once, that the tier neither has nor is getting."""
-        mask, bit, storing = self._where.mask, tier.bit, tier.storing
+        mask, bit, storing = self._residency.mask, tier.bit, tier.storing
         lacking = [key for key in keys if key not in storing and not mask.get(key, 0) & bit]
         if not lacking:
             return
@@ -71,7 +71,7 @@ class Outbox:
 
     def rank(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
         """Have the tier hear of a request that is over: which of the keys that it holds, in prefix order, were used."""
-        mask, bit = self._where.mask, tier.bit
+        mask, bit = self._residency.mask, tier.bit
         held = [key for key in keys if mask.get(key, 0) & bit or tier.last_answer(key)]
         for start in reversed(range(0, len(held), RANK_KEYS_MAX)):  # Tail first.
             self._ranks.append(Rank(tier.index, pack_keys(held[start : start + RANK_KEYS_MAX])))
@@ -118,7 +118,7 @@ class Outbox:
         """Forget promotions and cascades: the primary is about to drop every key and pin."""
         for tier, keys in self._cascades.items():
             tier.storing.difference_update(keys)
-            tier.crossed.difference_update(keys)
+            tier.raced.difference_update(keys)
         self._promotions.clear()
         self._cascades.clear()
 

@@ -1,4 +1,4 @@
-"""The primary's rows: which key lies where, in what state, and why it may not go. Synchronous, no I/O.
+"""The primary: which key lies where, in what state, and why it may not go. Synchronous, no I/O.
 
 A row is free, filling (a store or a promotion writes it), ready, or quarantined (a transfer that ran out of time, or a
 caller, may still use it, so nobody else may). Each reason to keep a row is a pin, being filled is one; what was

@@ -1,4 +1,4 @@
-"""What the ledger keeps for one request, and the leases that keep a waiting request's rows from being evicted."""
+"""Requests: what the ledger keeps for each, and the leases that keep a waiting request's rows from being evicted."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -41,11 +41,11 @@ class Request:
     __slots__ = (
         "_search",
         "finished",
-        "found",
         "held",
         "hits",
         "id",
         "leased",
+        "leased_hits",
         "load_matchers",
         "matchers",
         "position",
@@ -67,8 +67,8 @@ class Request:
         self.position = position  # None: keys are used in prefix order.
         self.used: dict[OffloadKey, None] = {}  # Keys whose one access was counted, in prefix order.
         self.hits: list[OffloadKey] = []  # Keys answered HIT or HIT_PENDING in this step, since room was last made.
-        self.found: list[OffloadKey] = []  # And those before.
-        self.held = 0  # How many of found and hits together, from the first on, are leased.
+        self.held: list[OffloadKey] = []  # And those before.
+        self.leased_hits = 0  # How many of both together, from the first on, were leased, or found no share left.
         self.waits = False  # One of them was HIT_PENDING.
         self.leased: set[int] = set()
         self._search: Search | None = None
@@ -112,10 +112,10 @@ class Request:
         return first is None or second is None or first <= second
 
     def forget_hits(self) -> None:
-        """Begin a step with nothing looked up."""
+        """Forget what the step's look-ups found: it has ended."""
         self.hits.clear()
-        self.found.clear()
-        self.held = 0
+        self.held.clear()
+        self.leased_hits = 0
         self.waits = False
 
     @property

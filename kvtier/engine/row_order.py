@@ -1,4 +1,4 @@
-"""Which of the primary's rows goes next: a policy, told in rows.
+"""The order in which the primary's rows are evicted: a policy, told in rows.
 
 Policies speak of keys, because some remember keys that have gone. An LRU remembers none: it is kept among the rows
 themselves, which takes a tenth of the memory and no hashing.

@@ -1,6 +1,6 @@
-"""What the ledger knows of one secondary tier: its health, its answers, what is under way, and what was counted.
+"""A secondary tier as the ledger knows it: its health, its answers, what is under way, and what was counted.
 
-Where keys are is kept once for all tiers, as a bit mask a key (`Whereabouts`): a dictionary a tier would cost each
+Where keys are is kept once for all tiers, as a bit mask a key (`Residency`): a dictionary a tier would cost each
 chunk another hundred bytes.
 """
 
@@ -113,7 +113,7 @@ class Tier:
         self.overdue_rows = 0  # Lent to transfers that ran out of time.
         self.loading = 0  # Chunks under way.
         self.storing: set[OffloadKey] = set()  # Queued or under way.
-        self.crossed: set[OffloadKey] = set()  # Of those, what was reported gone meanwhile: before it came, or after?
+        self.raced: set[OffloadKey] = set()  # Of those, what was reported gone meanwhile: before it came, or after?
         self.asking: set[OffloadKey] = set()  # Asked or about to be, and nothing newer was heard of them since.
         self.to_ask: list[OffloadKey] = []
         self.chunks = 0
@@ -157,7 +157,7 @@ class Tier:
         if len(fresh) > ANSWERS_MAX:
             del fresh[next(iter(fresh))]
 
-    def doubt(self, key: OffloadKey) -> None:
+    def unsure(self, key: OffloadKey) -> None:
         """Have the key asked for from now on, until it is stored again or known to be gone."""
         self._unsure[key] = None
         if len(self._unsure) > ANSWERS_MAX:
@@ -178,7 +178,7 @@ class Tier:
         """
         self.storing.difference_update(sent)
         self.counters.stored += len(moved)
-        sure = self._settle_crossed(sent, moved) if self.crossed else moved
+        sure = self._settle_raced(sent, moved) if self.raced else moved
         if self.reports:
             self.forget_answers(sure)
             return sure
@@ -197,17 +197,17 @@ class Tier:
             self.breaker.ask()
             self.to_ask.append(key)
 
-    def _settle_crossed(self, sent: Sequence[OffloadKey], moved: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
+    def _settle_raced(self, sent: Sequence[OffloadKey], moved: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Have what was reported gone meanwhile asked for; return the rest of what moved."""
-        crossed = self.crossed.intersection(sent)
-        self.crossed -= crossed
+        raced = self.raced.intersection(sent)
+        self.raced -= raced
         for key in moved:
-            if key in crossed:
-                self.doubt(key)
-        return [key for key in moved if key not in crossed]
+            if key in raced:
+                self.unsure(key)
+        return [key for key in moved if key not in raced]
 
 
-class Whereabouts:
+class Residency:
     """Which tiers are known to hold a key."""
 
     def __init__(self) -> None:
@@ -228,8 +228,7 @@ class Whereabouts:
                 mask.pop(key, None)
 
 
-# What an outcome says of its tier: which chunks did not move and why, and whether that is a failure of the tier's.
-
+# Verdicts: what an outcome says of its tier, beside what it says of its chunks.
 
 TIER_AT_FAULT = frozenset({Code.FAILED, Code.UNAVAILABLE, Code.DEADLINE})
 NOT_TRIED = frozenset({Code.REFUSED, Code.LOST})  # Says nothing of the tier, nor of the chunk.

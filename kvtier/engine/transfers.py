@@ -1,4 +1,4 @@
-"""The transfers that were sent, and who holds their rows.
+"""Transfers: what was sent, and who holds its rows.
 
 A transfer is under way until its outcome is known. If its rows are still lent then (it ran out of time, or its runner
 died), it is overdue: no engine waits for it, and nobody else gets its rows until they are returned.

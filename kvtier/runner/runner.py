@@ -1,4 +1,4 @@
-"""Runs actions on backends within limits: owns the event loop's tasks, the backends and their budgets.
+"""The runner: one engine's actions, run on its backends within their limits, each as a task of the event loop.
 
 The runner decides nothing. It finds rows in its own mapping of the region, lends them to a backend for one call, and
 posts what came of it. **A deadline never cancels**: a call that runs out of time is reported as such, and what it was
@@ -154,14 +154,12 @@ class Runner:
         if not await _in_time(budget.acquire(size_bytes, chunks), tier.deadline_s):
             self._post(_finished(action.id, _all(Code.DEADLINE, chunks), self._clock() - begun))
             return
-        task = asyncio.ensure_future(_listed(call))
-        done, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
+        task, in_time = await self._begun(tier, _listed(call), f"{chunks} chunks")
         budget.release(size_bytes, chunks)
-        if done:
+        if in_time:
             failed, cause = _outcome(task, chunks, tier.name)
             self._post(_finished(action.id, failed, self._clock() - begun, cause=cause))
         else:
-            logger.warning("tier %s: %d chunks ran out of time (%g s)", tier.name, chunks, tier.deadline_s)
             self._post(_finished(action.id, _all(Code.DEADLINE, chunks), self._clock() - begun, lent=True))
             await asyncio.wait({task})
             failed, _ = _outcome(task, chunks, tier.name)
@@ -169,41 +167,42 @@ class Runner:
         self._reports[action.tier].usage()
 
     async def _probe(self, action: Probe) -> None:
-        """Ask; a tier that does not say in time is waited for all the same, so that its task is not lost."""
+        """Ask, and post the answers, as many as there are keys, or none."""
         tier, keys = self._tiers[action.tier], unpack_keys(action.keys)
         begun = self._clock()
-        task = asyncio.ensure_future(_told(partial(tier.backend.probe, keys)))
-        done, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
-        present, cause = b"", ""
-        if not done:
-            cause = "deadline"
-            logger.warning("tier %s: a question about %d chunks ran out of time", tier.name, len(keys))
-        elif not _completed(task, tier.name):
-            cause = _cause(task)
-        elif len(task.result()) == len(keys):
-            present = task.result()
+        call = _told(partial(tier.backend.probe, keys))
+        task, in_time = await self._begun(tier, call, f"a question about {len(keys)} chunks")
+        present, cause = _answers(task, len(keys), tier.name) if in_time else (b"", "deadline")
         self._post(Answered(action.id, present, self._clock() - begun, cause))
-        if not done:
-            await asyncio.wait({task})
-            _completed(task, tier.name)
+        await self._ended(tier, task, in_time=in_time)
 
     async def _delete(self, action: Delete) -> None:
         tier, keys = self._tiers[action.tier], unpack_keys(action.keys)
         begun = self._clock()
-        task = asyncio.ensure_future(_awaited(partial(tier.backend.delete, keys)))
-        done, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
-        if not done:
-            logger.warning("tier %s: a deletion of %d chunks ran out of time", tier.name, len(keys))
-            failed, cause = _all(Code.DEADLINE, len(keys)), ""
-        elif _completed(task, tier.name):
-            failed, cause = {}, ""
-        else:
-            failed, cause = _all(Code.UNAVAILABLE, len(keys)), _cause(task)
+        call = _awaited(partial(tier.backend.delete, keys))
+        task, in_time = await self._begun(tier, call, f"a deletion of {len(keys)} chunks")
+        failed, cause = _deletion(task, len(keys), tier.name) if in_time else (_all(Code.DEADLINE, len(keys)), "")
         self._post(_finished(action.id, failed, self._clock() - begun, cause=cause))
-        if not done:
+        await self._ended(tier, task, in_time=in_time)
+        self._reports[action.tier].usage()
+
+    async def _begun(self, tier: RunnerTier, call: Coroutine[Any, Any, T], what: str) -> "tuple[asyncio.Task[T], bool]":
+        """Begin a call of a tier and wait for it at most the tier's deadline; say whether it has ended by then.
+
+        **A deadline never cancels.** Who gets False posts that, and then waits for the task: what the call was lent is
+        lent until then, and a task that nobody holds may be lost.
+        """
+        task = asyncio.ensure_future(call)
+        in_time, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
+        if not in_time:
+            logger.warning("tier %s: %s ran out of time (%g s)", tier.name, what, tier.deadline_s)
+        return task, bool(in_time)
+
+    async def _ended(self, tier: RunnerTier, task: "asyncio.Task[Any]", *, in_time: bool) -> None:
+        """Wait for a call that was reported late; of what came of it only a failure is logged."""
+        if not in_time:
             await asyncio.wait({task})
             _completed(task, tier.name)
-        self._reports[action.tier].usage()
 
     def _tell(self, action: Rank | Acknowledge) -> None:
         """Tell a tier what nobody waits for an answer to."""
@@ -278,6 +277,21 @@ def _outcome(task: "asyncio.Task[Sequence[Outcome]]", chunks: int, name: str) ->
     if not failed:
         return failed, ""
     return failed, cause_of(max(filter(None, outcomes), key=code_of))
+
+
+def _answers(task: "asyncio.Task[bytes]", keys: int, name: str) -> tuple[bytes, str]:
+    """Return a probe's answers, none if it failed or their number is wrong, and what lies behind its failure."""
+    if not _completed(task, name):
+        return b"", _cause(task)
+    present = task.result()
+    return present if len(present) == keys else b"", ""
+
+
+def _deletion(task: "asyncio.Task[None]", keys: int, name: str) -> tuple[dict[int, Code], str]:
+    """Return index → code of the keys that a deletion failed for, all or none, and what lies behind it."""
+    if _completed(task, name):
+        return {}, ""
+    return _all(Code.UNAVAILABLE, keys), _cause(task)
 
 
 def _all(code: Code, chunks: int) -> dict[int, Code]:

@@ -90,7 +90,7 @@ def store_and_evict(tiers: int) -> Work:
     def store(batches: list[list[OffloadKey]]) -> None:
         engine.each(batches, engine.store)
         for tier in engine.manager.ledger.tiers:  # Or the next round would find them there, and store nothing.
-            engine.manager.ledger.where.remove(tier, [key for keys in batches for key in keys])
+            engine.manager.ledger.residency.remove(tier, [key for keys in batches for key in keys])
 
     def work() -> None:
         batches = sets.pop(0)

@@ -122,7 +122,7 @@ def _sample(engine: TieringOffloadingManager) -> Sample:
         asyncio.get_running_loop().time(),
         tier.used_bytes,
         len(engine.ledger.primary.ready),
-        len(engine.ledger.where.mask),
+        len(engine.ledger.residency.mask),
         tracemalloc.get_traced_memory()[0],
     )
 

@@ -484,7 +484,7 @@ async def test_a_scan_goes_on_while_nobody_calls(open_engine):
     await first.aclose()
     again = await open_engine(2, disk)
     await asyncio.sleep(1)
-    assert len(again.ledger.where.mask) == 5_000
+    assert len(again.ledger.residency.mask) == 5_000
     assert again.ledger.tiers[0].authoritative
     forget_store("scanned")
 

@@ -13,7 +13,7 @@ from kvtier.engine.events import Event, EventLog
 from kvtier.engine.inbox import Inbox, Observe
 from kvtier.engine.outbox import Outbox
 from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Position, Request, Search
-from kvtier.engine.tier import Tier, TierSpec, Whereabouts, failures
+from kvtier.engine.tier import Residency, Tier, TierSpec, failures
 from kvtier.engine.tier_log import TierLog
 from kvtier.engine.transfers import Kind, Transfers
 from kvtier.runner.bridge import Bridge
@@ -70,7 +70,7 @@ class TierClient:
         self.tier = tier = Tier(0, spec)
         self.runners_lost = 0
         rows = _VllmsRows()
-        self._where = Whereabouts()
+        self._where = Residency()
         self._transfers = Transfers(rows)
         self._outbox = Outbox(
             rows, [tier], self._where, self._transfers, cascade_rows_max=0, action_chunks=action_chunks

@@ -132,7 +132,7 @@ def _audit_tier(ledger: Ledger, tier: Tier) -> None:
     storing += ledger.outbox._cascades.get(tier, ())
     assert len(storing) == len(set(storing)), f"tier {name}: a chunk is stored twice at once"
     assert set(storing) == tier.storing, f"tier {name}: {len(storing)} chunks storing, {len(tier.storing)} noted"
-    assert tier.crossed <= tier.storing, f"tier {name}: crossed by what is not stored"
+    assert tier.raced <= tier.storing, f"tier {name}: raced by what is not stored"
     assert len(storing) <= tier.spec.store_chunks_max, f"tier {name}: more chunks storing than may be"
     asked = {key for sent in _under_way(ledger, Kind.PROBE) if sent.tier is tier for key in sent.keys}
     assert tier.asking <= asked.union(tier.to_ask), f"tier {name}: waits for answers to questions that nobody asked"

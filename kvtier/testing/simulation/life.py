@@ -87,7 +87,7 @@ class LifeUnderWay:
         ledger, now = engine.ledger, asyncio.get_running_loop().time()
         for tier, book in zip(ledger.tiers, self._books, strict=True):
             for key, truth in book.truth.items():
-                believed = tier.answer(key, bool(ledger.where.mask.get(key, 0) & tier.bit), now)
+                believed = tier.answer(key, bool(ledger.residency.mask.get(key, 0) & tier.bit), now)
                 wrong = (truth is Truth.PRESENT and believed is False) or (truth is Truth.GONE and believed is True)
                 assert not wrong, (
                     f"{key.hex()} in {tier.spec.name} is {truth.value}, and the engine believes {believed}"
