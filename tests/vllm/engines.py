@@ -15,6 +15,7 @@ from vllm.v1.executor import multiproc_executor
 
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.integrations.vllm.manager import VllmManager
+from tests.vllm import heap  # noqa: F401  # After vLLM.
 from tests.vllm.models import VOCABULARY
 
 BLOCK_TOKENS = 32
@@ -25,7 +26,9 @@ NEW_TOKENS = 8
 
 # Workers beyond one are processes of their own, as ever, and fork from one that has imported vLLM: an import takes as
 # long as all else that most tests do.
-multiprocessing.set_forkserver_preload(["vllm.v1.worker.cpu_worker", "vllm.model_executor.models.registry"])
+multiprocessing.set_forkserver_preload(
+    ["vllm.v1.worker.cpu_worker", "vllm.model_executor.models.registry", "tests.vllm.heap"]
+)
 multiproc_executor.get_mp_context = lambda: multiprocessing.get_context("forkserver")
 
 Prompt = list[int]

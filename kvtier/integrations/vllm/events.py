@@ -1,4 +1,4 @@
-"""What happened to chunks, in vLLM's words: stored and removed, with medium, locality and the tier that says so."""
+"""Events and facts in vLLM's words: what was stored and removed, and where; what of an engine never changes."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
@@ -14,6 +14,9 @@ from kvtier.engine.tier import Tier, TierSpec
 
 _TELLS_WHAT_DID_NOT_COME = "metadata_only" in {field.name for field in fields(OffloadingEvent)}  # From vLLM 0.33 on.
 _SOURCES = {Medium.CPU: CacheHitSource.HOST, Medium.STORAGE: CacheHitSource.DISK}
+
+INFO_KEYS = ("tier", "type", "kvtier_version", "runner", "eviction_policy", "rows", "row_bytes", "namespace", "sharing")
+"""The labels of vLLM's info metric (`vllm:kv_offload_config_info`)."""
 
 
 class Media:
@@ -61,12 +64,6 @@ def offloading_events(
             yield media.event(event)
         elif _TELLS_WHAT_DID_NOT_COME and absent is not None and (keys := list(filter(absent, event.keys))):
             yield OffloadingEvent(keys, Medium.CPU, True, metadata_only=True)
-
-
-# The facts of one engine that never change, as labels of vLLM's info metric (`vllm:kv_offload_config_info`).
-
-
-INFO_KEYS = ("tier", "type", "kvtier_version", "runner", "eviction_policy", "rows", "row_bytes", "namespace", "sharing")
 
 
 def config_info(config: EngineConfig) -> list[dict[str, str | int]]:

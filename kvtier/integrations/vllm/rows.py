@@ -1,4 +1,4 @@
-"""What a row holds, decided alike by the scheduler and by every worker from what vLLM tells both.
+"""The row plan: what a row holds, decided alike by the scheduler and by every worker from what vLLM tells both.
 
 Two layouts. *Workers' own*: each worker's pages in a slot of its own, as vLLM's tiers have them by default; the bytes
 then depend on how many workers there are. *Canonical*: all workers share one area, in which each page lies as if there

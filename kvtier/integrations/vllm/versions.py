@@ -1,4 +1,4 @@
-"""Which versions of vLLM this shim has been tried with.
+"""The known versions of vLLM: those that this shim has been tried with.
 
 Their offloading interface is young and changes with every release; what was not tried is refused at the start, in one
 sentence, instead of failing in the middle of a step.
