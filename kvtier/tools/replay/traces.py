@@ -63,7 +63,7 @@ class Trace:
     A file that cannot be read, or that holds no requests, is a `TraceError` at once; a bad line when it is reached,
     with its number, what is wrong with it and what was expected. The first pass that comes to the end also logs a
     warning of what is read but cannot be true; for this it remembers about 100 bytes a distinct id while it lasts, and
-    at most `trace_check.IDS_MAX` ids.
+    at most `IDS_MAX` ids.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, limit: int | None = None, strict: bool = False) -> None:
