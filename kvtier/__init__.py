@@ -30,9 +30,10 @@ if TYPE_CHECKING:
         make_offload_key,
     )
     from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits, decode, load_config
+    from kvtier.engine.answers import LookupResult, StorePlan
     from kvtier.engine.events import Event, EventKind
-    from kvtier.engine.ledger import LookupResult, StorePlan
     from kvtier.engine.manager import TieringOffloadingManager
+    from kvtier.engine.steps import StepManager
     from kvtier.engine.tier import TierMatcher
     from kvtier.errors import (
         BackendClosed,
@@ -88,6 +89,7 @@ __all__ = [
     "Removed",
     "RowsStillRead",
     "ScanDone",
+    "StepManager",
     "StorePlan",
     "TierConfig",
     "TierContext",
@@ -117,8 +119,9 @@ _NAMES_BY_MODULE = {
     ),
     "kvtier.engine.events": "Event EventKind",
     "kvtier.backend.keys": "OffloadKey chunk_hash group_index make_offload_key",
-    "kvtier.engine.ledger": "LookupResult StorePlan",
+    "kvtier.engine.answers": "LookupResult StorePlan",
     "kvtier.engine.manager": "TieringOffloadingManager",
+    "kvtier.engine.steps": "StepManager",
     "kvtier.backend.namespace": "FileMapper Group Namespace",
     "kvtier.policies.base": "Policy",
     "kvtier.engine.tier": "TierMatcher",

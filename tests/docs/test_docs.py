@@ -31,6 +31,7 @@ from kvtier.backend.registry import backend_class, known_types
 from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits, decode, tier_options
 from kvtier.engine.events import EventKind
 from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.steps import Inside
 from kvtier.policies.named import known_policies
 from kvtier.runner.messages import Code
 from kvtier.settings.fields import struct_fields
@@ -223,10 +224,10 @@ def test_the_metrics_page_names_every_metric_with_its_kind_and_labels() -> None:
     async def registry() -> CollectorRegistry:
         tier = {"type": "dummy", "capacity_bytes": "1MiB"}
         config = {"cpu_bytes_to_use": 8192, "chunk_bytes": 4096, "runner": "inline", "secondary_tiers": [tier]}
-        async with await TieringOffloadingManager.open(decode(EngineConfig, config)) as engine:
+        async with TieringOffloadingManager.open(decode(EngineConfig, config)) as engine:
             await engine.put([make_offload_key(b"key")], [bytes(4096)])
-            await engine.drained()  # By now the tier has said how full it is.
-            for counters in (tier.counters for tier in engine.ledger.tiers):
+            await engine.drain()  # By now the tier has said how full it is.
+            for counters in (tier.counters for tier in Inside(engine.steps).ledger.tiers):
                 counters.drop("budget", 1)
                 counters.fail("missing", 1)
                 counters.blame("EIO")

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier import __version__
 from kvtier.runner.process import ProcessBridge
-from tests.engine.kit import FAULTY, at_rest, put, until
+from tests.engine.kit import FAULTY, at_rest, ledger_in, put, until
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +90,6 @@ async def test_a_runner_that_takes_the_place_of_a_lost_one_is_told(open_engine, 
     await until(lambda: lines(log, "tier own"), engine)
     os.kill(lost, signal.SIGKILL)
     await until(lambda: len(lines(log, "tier own")) == 2, engine)
-    await until(lambda: engine.ledger.runner_up, engine)
+    await until(lambda: ledger_in(engine).runner_up, engine)
     assert lines(log, f"runner {lost} is lost; starting another")
     assert lines(log, f"runner {engine._bridge.pid} takes its place")

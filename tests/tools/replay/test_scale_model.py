@@ -123,15 +123,15 @@ def test_a_model_has_the_hits_of_the_engine_with_real_bytes_tier_by_tier(tmp_pat
 async def one_by_one(config: EngineConfig) -> dict[str, TierTotals]:
     """Replay with real bytes, each request after all that the one before stored has reached the tiers."""
     tally, source = Tally(len(WORKLOAD)), ChunkSource(config.chunk_bytes)
-    async with await TieringOffloadingManager.open(config) as manager:
+    async with TieringOffloadingManager.open(config) as manager:
         client = Client(manager, source, tally, clock=time.perf_counter)
         for request in WORKLOAD:
             keys = list(map(source.key, request.hash_ids))
             with client.request() as request_id:
                 hits = await client.fetch(keys, request_id)
                 await client.put(keys, hits, request_id)
-            assert await manager.drained()
-        tally.sample(manager.ledger, client.seconds)
+            assert await manager.drain()
+        tally.sample(manager.stats(), client.seconds)
     assert tally.wrong_chunks == 0
     return dict(tally.samples[-1].tiers)
 
