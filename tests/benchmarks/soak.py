@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
-from kvtier.config import EngineConfig, decode
+from kvtier.config import EngineConfig
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.steps import Inside
 from kvtier.policies.lru import LRU
@@ -89,7 +89,7 @@ async def _run(workload: Sequence[Request], rows: int, capacity: int, predicted:
     loop = asyncio.get_running_loop()
     hits = references = 0
     samples: list[Sample] = []
-    async with TieringOffloadingManager.open(decode(EngineConfig, config, where="soak")) as engine:
+    async with TieringOffloadingManager.open(EngineConfig.from_dict(config, where="soak")) as engine:
 
         async def serve(request: Request) -> None:
             nonlocal hits, references

@@ -22,7 +22,7 @@ from itertools import count
 from statistics import median
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
-from kvtier.config import EngineConfig, decode
+from kvtier.config import EngineConfig
 from kvtier.engine.ledger import LookupResult
 from kvtier.engine.steps import Inside, StepManager
 
@@ -48,7 +48,7 @@ def engine(runner: str, root: str) -> StepManager:
             {"type": "fs", "root": root, "limits": {"store_bytes_in_flight": 64 * CHUNK_BYTES}}
         ],
     }
-    return StepManager.start(decode(EngineConfig, config, where="engine"))
+    return StepManager.start(EngineConfig.from_dict(config, where="engine"))
 
 
 def store(manager: StepManager, keys: list[OffloadKey]) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
-from kvtier.config import EngineConfig, decode
+from kvtier.config import EngineConfig
 from kvtier.engine.ledger import Ledger
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.steps import Inside, StepManager
@@ -35,7 +35,7 @@ def describe(rows: int = 8, *tiers: dict[str, Any], runner: str = "inline", **fi
         "runner": runner,
         "secondary_tiers": tiers,
     }
-    return decode(EngineConfig, described | fields, where="the test's")
+    return EngineConfig.from_dict(described | fields, where="the test's")
 
 
 Engine = TieringOffloadingManager | StepManager

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
-from kvtier.config import EngineConfig, decode
+from kvtier.config import EngineConfig
 from kvtier.engine.ledger import LookupResult
 from kvtier.engine.steps import StepManager
 from kvtier.policies.named import known_policies
@@ -24,7 +24,7 @@ def engine_hits(requests: Iterable[Request], policy: str, capacity: int) -> Iter
         "eviction_policy": policy,
         "runner": "thread",
     }
-    with StepManager.start(decode(EngineConfig, config)) as engine:
+    with StepManager.start(EngineConfig.from_dict(config)) as engine:
         for number, request in enumerate(requests):
             keys = list(map(key_of, request.hash_ids))
             engine.on_new_request(str(number))

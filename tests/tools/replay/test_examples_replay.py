@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from kvtier.config import load_config
+from kvtier.config import EngineConfig
 from kvtier.tools.replay.traces import Request, write_trace
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -43,7 +43,7 @@ def test_an_embedded_engine_needs_no_directory_of_ones_own() -> None:
 
 
 def test_the_conversations_configuration_is_what_it_says() -> None:
-    config = load_config(EXAMPLES / "conversation.toml")
+    config = EngineConfig.load(EXAMPLES / "conversation.toml")
     assert (config.rows, config.chunk_bytes) == (9_140, 16 << 10)
     assert [tier.type for tier in config.secondary_tiers] == ["fs"]
     assert "root" not in config.secondary_tiers[0].options
