@@ -35,6 +35,8 @@ REPORT_KEYS = 4_096  # As a tier reports what it holds.
 class Echo(Bridge):
     """A runner that has done everything by the time it is asked."""
 
+    kind = "echo"
+
     def send(self, actions: Sequence[Action]) -> Sequence[Action]:
         done = [Finished(each.id, b"", b"", 0.0) for each in actions if isinstance(each, Promote | Cascade | Delete)]
         self.mailbox.extend(done)
