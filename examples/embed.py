@@ -56,7 +56,7 @@ async def main(directory: str) -> None:
         chunk_bytes=CHUNK_BYTES,
         secondary_tiers=(TierConfig(type="fs", options={"root": directory}),),
     )
-    async with await TieringOffloadingManager.open(config) as cache:
+    async with TieringOffloadingManager.open(config) as cache:
         await answer(cache, PROMPTS[0])
         await asyncio.gather(*(answer(cache, prompt) for prompt in PROMPTS[1:]))
 

@@ -1,127 +1,61 @@
-"""An LLM engine's KV cache, tiered over host memory, file systems and slower tiers: kvtier's public names.
+"""An LLM engine's KV cache, tiered over host memory, file systems and slower tiers: kvtier's names for its users.
 
-Each is imported when it is first used: `import kvtier` alone costs next to nothing, and loads neither a tier nor torch.
+`kvtier.backend` has those for authors of tiers, `kvtier.errors` every error. Each name is imported when it is first
+used: `import kvtier` alone costs next to nothing, and loads neither a tier nor torch.
 """
 
 TYPE_CHECKING = False  # As type checkers know it by name; importing `typing` would take longer than all the rest.
 if TYPE_CHECKING:
-    from kvtier.backend import (
-        Abandoned,
-        Added,
-        Backend,
-        Durability,
-        FileMapper,
-        Group,
-        Inventory,
-        InventoryEvent,
-        Measured,
-        Namespace,
-        Occupancy,
-        OffloadKey,
-        Outcome,
-        Ranked,
-        Read,
-        Removed,
-        ScanDone,
-        TierContext,
-        Write,
-        chunk_hash,
-        group_index,
-        make_offload_key,
-    )
-    from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits, decode, load_config
+    from kvtier.backend import Group, Namespace, OffloadKey, make_offload_key
+    from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits
+    from kvtier.engine.answers import LookupResult, StorePlan
     from kvtier.engine.events import Event, EventKind
-    from kvtier.engine.ledger import LookupResult, StorePlan
     from kvtier.engine.manager import TieringOffloadingManager
+    from kvtier.engine.stats import EngineStats, PrimaryStats, TierStats
+    from kvtier.engine.steps import StepManager
     from kvtier.engine.tier import TierMatcher
-    from kvtier.errors import (
-        BackendClosed,
-        BackendError,
-        BackendUnavailable,
-        ChunkCorrupt,
-        ChunkError,
-        ChunkMissing,
-        ConfigError,
-        EngineClosed,
-        KVTierError,
-        NoSpace,
-        RowsStillRead,
-        TraceError,
-        TransferFailed,
-    )
-    from kvtier.policies.base import Policy
+    from kvtier.errors import BackendUnavailable, ConfigError, EngineClosed, KVTierError, RowsStillRead
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Abandoned",
-    "Added",
-    "Backend",
-    "BackendClosed",
-    "BackendError",
     "BackendUnavailable",
-    "ChunkCorrupt",
-    "ChunkError",
-    "ChunkMissing",
     "ConfigError",
-    "Durability",
     "EngineClosed",
     "EngineConfig",
     "EngineLimits",
+    "EngineStats",
     "Event",
     "EventKind",
-    "FileMapper",
     "Group",
-    "Inventory",
-    "InventoryEvent",
     "KVTierError",
     "LookupResult",
-    "Measured",
     "Namespace",
-    "NoSpace",
-    "Occupancy",
     "OffloadKey",
-    "Outcome",
-    "Policy",
-    "Ranked",
-    "Read",
-    "Removed",
+    "PrimaryStats",
     "RowsStillRead",
-    "ScanDone",
+    "StepManager",
     "StorePlan",
     "TierConfig",
-    "TierContext",
     "TierLimits",
     "TierMatcher",
+    "TierStats",
     "TieringOffloadingManager",
-    "TraceError",
-    "TransferFailed",
-    "Write",
     "__version__",
-    "chunk_hash",
-    "decode",
-    "group_index",
-    "load_config",
     "make_offload_key",
 ]
 
 _NAMES_BY_MODULE = {
-    "kvtier.backend.contract": (
-        "Abandoned Added Backend Durability Inventory InventoryEvent Measured Occupancy Outcome Ranked Read Removed "
-        "ScanDone TierContext Write"
-    ),
-    "kvtier.config": "EngineConfig EngineLimits TierConfig TierLimits decode load_config",
-    "kvtier.errors": (
-        "BackendClosed BackendError BackendUnavailable ChunkCorrupt ChunkError ChunkMissing ConfigError EngineClosed "
-        "KVTierError NoSpace RowsStillRead TraceError TransferFailed"
-    ),
+    "kvtier.backend.keys": "OffloadKey make_offload_key",
+    "kvtier.backend.namespace": "Group Namespace",
+    "kvtier.config": "EngineConfig EngineLimits TierConfig TierLimits",
+    "kvtier.engine.answers": "LookupResult StorePlan",
     "kvtier.engine.events": "Event EventKind",
-    "kvtier.backend.keys": "OffloadKey chunk_hash group_index make_offload_key",
-    "kvtier.engine.ledger": "LookupResult StorePlan",
     "kvtier.engine.manager": "TieringOffloadingManager",
-    "kvtier.backend.namespace": "FileMapper Group Namespace",
-    "kvtier.policies.base": "Policy",
+    "kvtier.engine.stats": "EngineStats PrimaryStats TierStats",
+    "kvtier.engine.steps": "StepManager",
     "kvtier.engine.tier": "TierMatcher",
+    "kvtier.errors": "BackendUnavailable ConfigError EngineClosed KVTierError RowsStillRead",
 }
 
 

@@ -6,7 +6,8 @@ It is plain data: what was read from a file is sent to the runner's process as i
 import json
 import os
 import tomllib
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 import msgspec
 from msgspec.structs import force_setattr, replace
@@ -42,8 +43,6 @@ __all__ = [
     "Size",
     "TierConfig",
     "TierLimits",
-    "decode",
-    "load_config",
     "tier_options",
     "with_absolute_paths",
 ]
@@ -120,6 +119,41 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     limits: EngineLimits = EngineLimits()
     events: bool = False  # Whether stored, removed and failed chunks are reported.
 
+    if TYPE_CHECKING:  # A constructor reads text with a unit, as a file does; of that msgspec's fields cannot tell.
+
+        def __init__(
+            self,
+            *,
+            cpu_bytes_to_use: int | str,
+            chunk_bytes: int | str,
+            eviction_policy: str = "lru",
+            secondary_tiers: Sequence[TierConfig | Mapping[str, Any]] = (),
+            runner: Literal["inline", "thread", "process"] = "thread",
+            namespace: Namespace = ...,
+            limits: EngineLimits = ...,
+            events: bool = False,
+        ) -> None: ...
+
+    @classmethod
+    def from_dict(cls, mapping: Mapping[str, Any], where: str = "") -> Self:
+        """Make a configuration of a mapping, as strictly as of a file; `where` begins the path in messages.
+
+        Raises `ConfigError("<path>: <what was given>, <what is> accepted")`. Tiers' own options are checked when an
+        engine starts.
+        """
+        return decode(cls, mapping, where)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a configuration from a `.toml` or `.json` file; `ConfigError` names the file and the place in it."""
+        name = os.fspath(path)
+        try:
+            return decode(cls, _parsed(name))
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from error
+        except RecursionError as error:
+            raise ConfigError(f"{name}: is nested too deeply") from error
+
     def __post_init__(self) -> None:
         """Check what no field can check alone; name the tiers, and tell the namespace how long a row is."""
         super().__post_init__()
@@ -183,20 +217,6 @@ def _with_absolute_paths(tier: TierConfig, index: int) -> TierConfig:
     fields = struct_fields(type(options)).items()
     paths = {name: getattr(options, field.name) for name, field in fields if names_a_path(field.type)}
     return replace(tier, options=tier.options | {name: paths[name] for name in tier.options.keys() & paths.keys()})
-
-
-def load_config(path: str | os.PathLike[str]) -> EngineConfig:
-    """Read an engine's configuration from a `.toml` or `.json` file; `ConfigError` names the file and the place in it.
-
-    Tiers' own options are decoded by `tier_options`, not here.
-    """
-    name = os.fspath(path)
-    try:
-        return decode(EngineConfig, _parsed(name))
-    except ConfigError as error:
-        raise ConfigError(f"{name}: {error}") from error
-    except RecursionError as error:
-        raise ConfigError(f"{name}: is nested too deeply") from error
 
 
 def _parsed(name: str) -> object:

@@ -1,51 +1,97 @@
-"""TieringOffloadingManager: the engine's two faces over one ledger, and its beginning and end.
+"""TieringOffloadingManager: the asyncio face of an engine.
 
-The step protocol (`kvtier.engine.steps`) is for engines that must never wait; the asyncio face waits.
-Both may be used by one program, on one thread. What is here decides where the runner lives.
+`put` waits for room and for the tiers' budgets, `fetch` for what is on its way, and both for a reset. Who waits for
+rows waits for whoever has them, and holds none itself that others wait for, except what it fetched already.
 """
+
+# ruff: noqa: SLF001  A face and its steps are one engine.
+# pyright: reportPrivateUsage=false
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
 from types import TracebackType
-from typing import Self
+from typing import Any, ClassVar, Generic, Self, TypeVar
+
+from prometheus_client import CollectorRegistry
 
 from kvtier.backend import Lanes, OffloadKey, in_thread
-from kvtier.config import EngineConfig, with_absolute_paths
+from kvtier.config import EngineConfig
+from kvtier.engine.answers import LookupResult, StorePlan
+from kvtier.engine.events import Event
 from kvtier.engine.inbox import Observe
-from kvtier.engine.ledger import LookupResult, StorePlan
-from kvtier.engine.progress import WakingManager
-from kvtier.engine.requests import Request
+from kvtier.engine.progress import Progress
+from kvtier.engine.stats import EngineStats
+from kvtier.engine.steps import StepManager, checked, make_region
 from kvtier.errors import RowsStillRead
-from kvtier.memory import LentRow, Region, fill_standard_streams, require_descriptors
-from kvtier.policies.named import policy_class
-from kvtier.runner.bridge import Bridge
+from kvtier.memory import LentRow, fill_standard_streams
 from kvtier.runner.inline import InlineBridge
 from kvtier.runner.opening import open_tiers
-from kvtier.runner.process import ProcessBridge
-from kvtier.runner.thread import ThreadBridge
-
-# The asyncio face of an engine: `put` waits for room and for the tiers' budgets, `fetch` for what is on its way.
-#
-# Both wait for a reset, too. Who waits for rows waits for whoever has them, and holds none itself that others wait
-# for,
-# except what it fetched already.
-
 
 Chunk = bytes | bytearray | memoryview
 
 KEYS_NAMED = 3  # In one message, of all that it is about.
+ON_LOOP_BYTES_MAX = 64 << 20  # Of memory to prepare without a thread: some milliseconds' worth.
+
+M = TypeVar("M", bound="TieringOffloadingManager")
 
 logger = logging.getLogger(__name__)
 
 
-class WaitingManager(WakingManager):
-    """A stepped engine whose callers may also wait, on one event loop."""
+class TieringOffloadingManager:
+    """Tiers chunks over a primary in host memory and any number of secondary tiers, for asyncio programs.
 
-    _calls = 0  # Of put and fetch, under way.
-    _clearing = False  # A reset has waited for all rows in use: until it is done nobody gets any.
+    All calls belong to one event loop. A chunk is `config.chunk_bytes` long. `steps` is the step protocol of the same
+    engine, for a program that uses both: its `reset`, `drain` and `close` would block the loop.
+    """
+
+    step_manager: ClassVar[type[StepManager]] = StepManager
+    """What `open` makes the steps of; an audit overrides it."""
+
+    def __init__(self, steps: StepManager, loop: asyncio.AbstractEventLoop) -> None:
+        """Take over an engine whose runner is up; `open` makes both."""
+        self.steps = steps
+        self.config: EngineConfig = steps.config
+        self._ledger = steps._ledger
+        self._progress = Progress(steps, loop)
+        self._closing: asyncio.Task[int] | None = None
+        self._clearing = False  # A reset has waited for all rows in use: until it is done nobody gets any.
+        self._ids = count()
+        self._turn = asyncio.Lock()  # To cascade, in order of asking: or a long put would starve among short ones.
+        self._resets = asyncio.Lock()
+
+    @classmethod
+    def open(cls, config: EngineConfig, *, observer: Observe | None = None) -> "Opening[Self]":
+        """Open an engine on the running loop, wherever its runner lives: `async with` the answer, or await it.
+
+        `observer` is called with (tier, operation, seconds) after every transfer.
+
+        Raises:
+            ConfigError: the configuration cannot be used; nothing was left behind.
+            BackendUnavailable: a tier cannot be opened now.
+        """
+
+        async def begin() -> Self:
+            loop = asyncio.get_running_loop()
+            begun = cls._begun_inline if config.runner == "inline" else cls._begun
+            return cls(await begun(config, observer, loop), loop)
+
+        return Opening(begin)
+
+    @property
+    def metrics(self) -> CollectorRegistry:
+        """A Prometheus registry with everything that this engine counts."""
+        return self.steps.metrics
+
+    def stats(self) -> EngineStats:
+        """Return what this engine and its tiers have counted, and what they hold now."""
+        return self.steps.stats()
+
+    def take_events(self) -> list[Event]:
+        """Return what happened to chunks since the last call; nothing unless the configuration says `events`."""
+        return self.steps.take_events()
 
     async def put(self, keys: Sequence[OffloadKey], chunks: Sequence[Chunk], *, request_id: str | None = None) -> int:
         """Store `chunks[i]` under `keys[i]`, in prefix order; return how many leading keys are in the primary now.
@@ -58,12 +104,12 @@ class WaitingManager(WakingManager):
         Do not wait for it while the same task holds rows of `fetch`: that room it would wait for.
         """
         self._check_chunks(keys, chunks)
-        async with self._one(request_id) as request:
-            plan = await self._reserve(keys[: self.config.rows], request)
+        async with self._one(request_id) as own_id:
+            plan = await self._reserve(keys[: self.config.rows], own_id)
             position = dict(zip(keys, range(len(keys)), strict=True)) if plan.keys else {}
-            await self._fill(plan, [chunks[position[key]] for key in plan.keys], request)
+            await self._fill(plan, [chunks[position[key]] for key in plan.keys], own_id)
             stored = 0
-            while stored < len(keys) and self.ledger.primary.row(keys[stored]) is not None:
+            while stored < len(keys) and self._ledger.primary.row(keys[stored]) is not None:
                 stored += 1
             return stored
 
@@ -81,18 +127,18 @@ class WaitingManager(WakingManager):
         or a note to what the block itself raised. Such rows are nobody else's until it has gone. What
         `torch.frombuffer` makes of a view cannot be seen, and would read the row's next chunk: `get` gives copies.
         """
-        async with self._one(request_id) as request:
+        async with self._one(request_id) as own_id:
             rows: list[int] = []
             lent: list[LentRow] = []
             try:
-                await self._arrive(keys, request, rows)
-                lent += [self.region.lend(row, self.config.chunk_bytes) for row in rows]
+                await self._arrive(keys, own_id, rows)
+                lent += [self.steps.region.lend(row, self.config.chunk_bytes) for row in rows]
                 yield [each.view for each in lent]
             except BaseException as error:
-                if complaint := self._give_back(keys[: len(rows)], lent, request):
+                if complaint := self._give_back(keys[: len(rows)], lent, own_id):
                     error.add_note(complaint)
                 raise
-            if complaint := self._give_back(keys[: len(rows)], lent, request):
+            if complaint := self._give_back(keys[: len(rows)], lent, own_id):
                 raise RowsStillRead(complaint)
 
     async def get(self, keys: Sequence[OffloadKey], *, request_id: str | None = None) -> list[bytes]:
@@ -106,70 +152,133 @@ class WaitingManager(WakingManager):
         False if the deadline came first. Then what was still held has stayed; the rest was forgotten, though a tier
         may not have said so yet.
         """
-        self._check_open()
-        held: Sequence[OffloadKey] = keys
+        held = self.steps.delete(keys)
         try:
-            async with asyncio.timeout(self._deadline(deadline_s)):
-                while held := self.ledger.delete(held):
-                    await self._next_progress(for_rows=True)
-                while self.ledger.pending:
-                    await self._next_progress()
+            async with asyncio.timeout(self.steps._deadline(deadline_s)):
+                while held:
+                    await self._progress.made(for_rows=True)
+                    held = self.steps.delete(held)
+                while self._ledger.pending:
+                    await self._progress.made()
         except TimeoutError:
             return False
         return True
 
-    def reset(self, deadline_s: float | None = None) -> bool:
-        """Clear the primary at once, as an engine that steps does; RuntimeError if a `put` or `fetch` is under way."""
-        if self._calls:
-            raise RuntimeError(f"{self._calls} put or fetch under way, which may hold rows: await areset()")
-        return super().reset(deadline_s)
+    async def drain(self, deadline_s: float | None = None) -> bool:
+        """Wait until nothing is under way; False if the deadline came first."""
+        return await self._progress.rest(self.steps._deadline(deadline_s))
 
-    async def areset(self, deadline_s: float | None = None) -> bool:
-        """Clear the primary as `reset` does, after all rows in use have come back; the deadline begins then.
+    async def reset(self, deadline_s: float | None = None) -> bool:
+        """Clear the primary, after all rows in use have come back; tiers keep their chunks. The deadline begins then.
 
-        Nothing is promoted meanwhile, and from the deadline's beginning on `put` and `fetch` wait for the end. A
-        cancelled call has changed nothing.
+        Nothing is promoted meanwhile, and from the deadline's beginning on `put` and `fetch` wait for the end. False
+        if a tier did not end in time: it is out of use until it has proved itself, and its rows stay lent. A cancelled
+        call has changed nothing.
         """
-        self._check_open()
+        self.steps._check_open()
         async with self._resets:
             try:
-                self.ledger.promoting = False
-                while self.ledger.rows_in_use:
-                    await self._next_progress()
+                self._ledger.promoting = False
+                while self._ledger.rows_in_use:
+                    await self._progress.made()
                 self._clearing = True
-                await self.drained(deadline_s)
-                return self._reset()
+                await self.drain(deadline_s)
+                return self.steps._reset()
             finally:
                 self._clearing = False
-                self.on_reset_flushed()
-                self._stir()
+                self.steps.on_reset_flushed()
+                self._progress.stir()
 
-    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._ids = count()
-        self._turn = asyncio.Lock()  # To cascade, in order of asking: or a long put would starve among short ones.
-        self._resets = asyncio.Lock()
-        super().attach(loop)
+    async def aclose(self, deadline_s: float | None = None) -> int:
+        """Let transfers end, close the tiers and the runner; return how many transfers were left behind.
+
+        Takes at most the deadline for the transfers and once more for the closing. Once begun it goes on, even if
+        cancelled. Idempotent.
+        """
+        if self._closing is None:
+            if self.steps._closed:
+                return 0
+            self._closing = asyncio.ensure_future(self._close(deadline_s))
+        return await asyncio.shield(self._closing)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    # How it begins and ends.
+
+    @classmethod
+    async def _begun_inline(
+        cls, config: EngineConfig, observer: Observe | None, loop: asyncio.AbstractEventLoop
+    ) -> StepManager:
+        config = checked(config)
+        fill_standard_streams()
+        if config.rows * config.row_bytes > ON_LOOP_BYTES_MAX:
+            region = await loop.run_in_executor(None, make_region, config)
+        else:
+            region = make_region(config)
+        try:
+            bridge = InlineBridge(await open_tiers(config), region)
+        except BaseException:
+            region.close()
+            raise
+        return cls.step_manager(config, region, bridge, clock=loop.time, observer=observer)
+
+    @classmethod
+    async def _begun(
+        cls, config: EngineConfig, observer: Observe | None, _loop: asyncio.AbstractEventLoop
+    ) -> StepManager:
+        """Start in a thread; a cancelled call waits for it, and leaves nothing of what it started."""
+        started: list[StepManager] = []
+        lanes = Lanes(1, "kvtier-start")
+        try:
+            await in_thread(lanes, lambda: started.append(cls.step_manager.start(config, observer=observer)))
+        except asyncio.CancelledError:
+            for steps in started:
+                await in_thread(lanes, steps.close, 0.0)
+            raise
+        finally:
+            lanes.shutdown(wait=False)
+        return started[0]
+
+    async def _close(self, deadline_s: float | None) -> int:
+        steps, seconds = self.steps, self.steps._deadline(deadline_s)
+        await self.drain(deadline_s)
+        steps._tier_log.look(steps._clock(), last=True)
+        steps._closed = True
+        self._progress.stir()
+        if isinstance(steps._bridge, InlineBridge):
+            abandoned = await steps._bridge.aclose(seconds)
+        else:
+            abandoned = await asyncio.get_running_loop().run_in_executor(None, steps._bridge.close, seconds)
+        steps._free()
+        return abandoned
 
     # How the face waits.
 
     @asynccontextmanager
-    async def _one(self, request_id: str | None) -> AsyncGenerator[Request]:
-        """Give the caller's request, or one for this call alone."""
-        self._check_open()
-        if own := request_id is None:
-            request_id = f"#{next(self._ids)}"
-            self.on_new_request(request_id)
-        request = self._known(request_id)
-        self._calls += 1
+    async def _one(self, request_id: str | None) -> AsyncGenerator[str]:
+        """Give the caller's request, or one for this call alone; it stays known until the call is over."""
+        steps = self.steps
+        steps._check_open()
+        own_id = f"#{next(self._ids)}" if request_id is None else request_id
+        if request_id is None:
+            steps.on_new_request(own_id)
+        request = steps._call_began(own_id)
         try:
-            yield request
+            yield own_id
         finally:
-            self._calls -= 1
-            if own or request.finished:  # In the latter case once more: for what it has used and leased since.
-                self._finish(request)
-                self.end_step()
+            if request_id is None:
+                steps.on_request_finished(own_id)
+            steps._call_ended(request)
+            if request.finished:
+                steps.end_step()
 
-    async def _arrive(self, keys: Sequence[OffloadKey], request: Request, rows: list[int]) -> None:
+    async def _arrive(self, keys: Sequence[OffloadKey], request_id: str, rows: list[int]) -> None:
         """Wait until the leading run of keys is in the primary, and pin it: `rows` are its rows, so far.
 
         What waiting requests may lease is less than the primary holds. What has come is pinned, leased no more, and so
@@ -177,11 +286,11 @@ class WaitingManager(WakingManager):
         """
         while True:
             while self._clearing:
-                await self._next_progress()
-            self._receive()
+                await self._progress.made()
+            self.steps._receive()
             hits, waits = 0, False
             for key in keys[len(rows) :]:
-                result = self.ledger.lookup(key, request)
+                result = self.steps.lookup(key, request_id)
                 if result is LookupResult.MISS:
                     break
                 if result is not LookupResult.HIT:
@@ -189,18 +298,18 @@ class WaitingManager(WakingManager):
                 elif not waits:
                     hits += 1
             if waits:
-                await self._next_progress()
+                await self._progress.made()
                 continue
-            rows += self.ledger.prepare_load(keys[len(rows) : len(rows) + hits], request)
-            self.end_step()
+            rows += self.steps.prepare_load(keys[len(rows) : len(rows) + hits], request_id)
+            self.steps.end_step()
             if not hits or len(rows) == len(keys):
                 return
 
-    def _give_back(self, keys: Sequence[OffloadKey], lent: Sequence[LentRow], request: Request) -> str:
+    def _give_back(self, keys: Sequence[OffloadKey], lent: Sequence[LentRow], request_id: str) -> str:
         """Give back the rows that a fetch pinned for these keys; say what is wrong if some are still read."""
         read = [(key, each) for key, each in zip(keys, lent, strict=False) if not each.release()]
-        self._keep([each for _, each in read])
-        self.complete_load(keys, request.id)
+        self.steps._keep([each for _, each in read])
+        self.steps.complete_load(keys, request_id)
         if not read:
             return ""
         named = ", ".join(key.hex() for key, _ in read[:KEYS_NAMED]) + ", …" * (len(read) > KEYS_NAMED)
@@ -211,39 +320,39 @@ class WaitingManager(WakingManager):
         logger.warning("%s", complaint)
         return complaint
 
-    async def _reserve(self, keys: Sequence[OffloadKey], request: Request) -> StorePlan:
+    async def _reserve(self, keys: Sequence[OffloadKey], request_id: str) -> StorePlan:
         """Wait for room for the keys, or for as many leading ones as there can be room for."""
         while True:
             while self._clearing:
-                await self._next_progress()
-            self.end_step()  # What a step found that nobody ends would be kept for ever.
-            if not any(key in self.ledger.primary.filling for key in keys):
-                plan = self.ledger.prepare_store(keys, request)
+                await self._progress.made()
+            self.steps.end_step()  # What a step found that nobody ends would be kept for ever.
+            if not any(key in self._ledger.primary.filling for key in keys):
+                plan = self.steps.prepare_store(keys, request_id)
                 if plan is not None:
                     return plan
-                if not (self.ledger.rows_in_use or self.ledger.pending or self.ledger.leases.rows):
+                if not (self._ledger.rows_in_use or self._ledger.pending or self._ledger.leases.rows):
                     keys = keys[: len(keys) // 2]  # Nobody will give rows back: some are lost to hung transfers.
                     continue
-            await self._next_progress(for_rows=True)
+            await self._progress.made(for_rows=True)
 
-    async def _fill(self, plan: StorePlan, chunks: Sequence[Chunk], request: Request) -> None:
+    async def _fill(self, plan: StorePlan, chunks: Sequence[Chunk], request_id: str) -> None:
         """Write the chunks, and have them cascade in slices that exceed no limit, unless what does is stuck."""
         done = 0
         try:
             while done < len(plan.keys):
-                end = min(done + self.ledger.outbox.slice_chunks, len(plan.keys))
+                end = min(done + self._ledger.outbox.slice_chunks, len(plan.keys))
                 async with self._turn:
-                    self._check_open()
-                    while self.ledger.pending and not self.ledger.outbox.room(end - done):
-                        await self._next_progress()
+                    self.steps._check_open()
+                    while self._ledger.pending and not self._ledger.outbox.room(end - done):
+                        await self._progress.made()
                 for row, chunk in zip(plan.rows[done:end], chunks[done:end], strict=True):
-                    self.region.row(row)[: self.config.chunk_bytes] = chunk
-                self._complete_store(plan.keys[done:end], request, success=True)
+                    self.steps.region.row(row)[: self.config.chunk_bytes] = chunk
+                self.steps.complete_store(plan.keys[done:end], request_id)
                 done = end
-                self.end_step()
+                self.steps.end_step()
         finally:
             if done < len(plan.keys):
-                self._complete_store(plan.keys[done:], request, success=False)
+                self.steps.complete_store(plan.keys[done:], request_id, success=False)
 
     def _check_chunks(self, keys: Sequence[OffloadKey], chunks: Sequence[Chunk]) -> None:
         if len(keys) != len(chunks):
@@ -253,128 +362,22 @@ class WaitingManager(WakingManager):
                 raise ValueError(f"{key.hex()}: a chunk of {len(chunk):,} bytes, not {self.config.chunk_bytes:,}")
 
 
-ON_LOOP_BYTES_MAX = 64 << 20  # Of memory to prepare without a thread: some milliseconds' worth.
+class Opening(Generic[M]):
+    """An engine about to be opened: `async with` it to have it closed at the end, or await it."""
 
+    def __init__(self, begin: Callable[[], Coroutine[Any, Any, M]]) -> None:
+        self._begin = begin
+        self._opened: M | None = None
 
-class TieringOffloadingManager(WaitingManager):
-    """Tiers chunks over a primary in host memory and any number of secondary tiers.
+    def __await__(self) -> Generator[Any, None, M]:
+        return self._begin().__await__()
 
-    `start` is for synchronous engines, `open` for asyncio programs. A chunk is `config.chunk_bytes` long.
-    """
-
-    _closing: "asyncio.Task[int] | None" = None
-
-    @classmethod
-    def start(cls, config: EngineConfig, *, region: Region | None = None, observer: Observe | None = None) -> Self:
-        """Start an engine with its runner in a thread or a process; blocks until its tiers are open.
-
-        The rows are those of `region`, which other processes may have mapped, too; it belongs to the engine from now
-        on, and is closed with it or with a start that fails. None: the engine makes one of its own.
-
-        Raises:
-            ConfigError: the configuration cannot be used; nothing was left behind.
-            BackendUnavailable: a tier cannot be opened now.
-        """
-        if config.runner == "inline":
-            raise ValueError("an inline runner needs a running event loop: await TieringOffloadingManager.open(config)")
-        if region is not None and (region.rows, region.row_bytes) != (config.rows, config.row_bytes):
-            raise ValueError(
-                f"a region of {region.rows:,} rows of {region.row_bytes:,} bytes for a configuration of {config.rows:,}"
-                f" of {config.row_bytes:,}"
-            )
-        bridge_class = ThreadBridge if config.runner == "thread" else ProcessBridge
-        try:
-            config = _checked(config)
-            region = region or _region(config)
-            bridge = bridge_class(config, region)
-        except BaseException:
-            if region is not None:
-                region.close()
-            raise
-        return cls(config, region, bridge, observer=observer)
-
-    @classmethod
-    async def open(cls, config: EngineConfig, *, observer: Observe | None = None) -> Self:
-        """Start an engine for this event loop, wherever its runner lives. Raises as `start` does."""
-        loop = asyncio.get_running_loop()
-        if config.runner == "inline":
-            config = _checked(config)
-            fill_standard_streams()
-            if config.rows * config.row_bytes > ON_LOOP_BYTES_MAX:
-                region = await loop.run_in_executor(None, _region, config)
-            else:
-                region = _region(config)
-            try:
-                bridge: Bridge = InlineBridge(await open_tiers(config), region)
-            except BaseException:
-                region.close()
-                raise
-            manager = cls(config, region, bridge, clock=loop.time, observer=observer)
-        else:
-            manager = await cls._started(config, observer)
-        manager.attach(loop)
-        return manager
-
-    @classmethod
-    async def _started(cls, config: EngineConfig, observer: Observe | None) -> Self:
-        """Run `start` in a thread; a cancelled call waits for it, and leaves nothing of what it started."""
-        started: list[Self] = []
-        lanes = Lanes(1, "kvtier-start")
-        try:
-            await in_thread(lanes, lambda: started.append(cls.start(config, observer=observer)))
-        except asyncio.CancelledError:
-            for manager in started:
-                await in_thread(lanes, manager.shutdown, 0.0)
-            raise
-        finally:
-            lanes.shutdown(wait=False)
-        return started[0]
-
-    async def aclose(self, deadline_s: float | None = None) -> int:
-        """Shut down as `shutdown` does, without blocking the loop. Once begun it goes on, even if cancelled."""
-        if self._closing is None:
-            if self._closed:
-                return 0
-            self._closing = asyncio.ensure_future(self._close(deadline_s))
-        return await asyncio.shield(self._closing)
-
-    async def _close(self, deadline_s: float | None) -> int:
-        await self.drained(deadline_s)
-        self._tier_log.look(self._clock(), last=True)
-        self._closed = True
-        self._stir()
-        seconds = self._deadline(deadline_s)
-        if isinstance(self._bridge, InlineBridge):
-            abandoned = await self._bridge.aclose(seconds)
-        else:
-            abandoned = await asyncio.get_running_loop().run_in_executor(None, self._bridge.close, seconds)
-        self._free()
-        return abandoned
-
-    async def __aenter__(self) -> Self:
-        return self
+    async def __aenter__(self) -> M:
+        self._opened = await self
+        return self._opened
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self.aclose()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.shutdown()
-
-
-def _checked(config: EngineConfig) -> EngineConfig:
-    """Report every mistake that can be known before anything is allocated; settle what relative paths mean."""
-    policy_class(config.eviction_policy)
-    require_descriptors()
-    return with_absolute_paths(config)
-
-
-def _region(config: EngineConfig) -> Region:
-    make: Callable[[int, int], Region] = Region.memfd if config.runner == "process" else Region.private
-    return make(config.rows, config.row_bytes)
+        assert self._opened is not None
+        await self._opened.aclose()

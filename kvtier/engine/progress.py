@@ -1,55 +1,67 @@
-"""How coroutines wait for a stepped engine: all look again whenever something came back or was given back.
+"""Progress: how coroutines wait for room and for arrivals.
 
-There is no queue of wishes that could go stale. What the runner sends wakes the loop, from whatever thread it comes.
+All look again whenever something came back or was given back: there is no queue of wishes that could go stale. What
+the runner sends wakes the loop, from whatever thread it comes.
 """
 
-import asyncio
-from collections.abc import Sequence
+# ruff: noqa: SLF001  Whoever waits and the steps that it waits for are one engine.
+# pyright: reportPrivateUsage=false
 
-from kvtier.backend import OffloadKey
-from kvtier.engine.requests import Request
-from kvtier.engine.steps import SteppedManager
+import asyncio
+
+from kvtier.engine.steps import StepManager
 
 LEASES_EVERY_S = 0.05  # At most so often leases are looked at: a request that waits renews its own in every step.
 
 
-class WakingManager(SteppedManager):
-    """A stepped engine that steps by itself when something came, and wakes whoever waits for that."""
+class Progress:
+    """Steps an engine when something came, and wakes whoever waits for that, on one loop."""
 
-    _loop: asyncio.AbstractEventLoop | None = None
-    _progress: "asyncio.Future[None] | None" = None
-    _pumping = False
-
-    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Use the asyncio face on this loop; `open` does so by itself."""
-        self._loop = loop
-        self._bridge.notify = self._wake
+    def __init__(self, steps: StepManager, loop: asyncio.AbstractEventLoop) -> None:
+        self._steps = steps
+        self._loop: asyncio.AbstractEventLoop | None = loop
+        self._next: asyncio.Future[None] | None = None
+        self._pumping = False
+        steps._bridge.notify = self._wake
+        steps._given_back = self.stir
         self._wake()
 
-    async def drained(self, deadline_s: float | None = None) -> bool:
+    def stir(self) -> None:
+        """Let everybody who waits look again."""
+        progress, self._next = self._next, None
+        if progress is not None and not progress.done():
+            progress.set_result(None)
+
+    async def made(self, *, for_rows: bool = False) -> None:
+        """Send what was decided, and wait until something came back or was given back.
+
+        Who waits `for_rows` also looks again when leases run out: nobody gives these back. `EngineClosed` if the
+        engine is closed, or was meanwhile.
+        """
+        steps, leases = self._steps, self._steps._ledger.leases
+        leased = leases.rows
+        steps.end_step()
+        steps._check_open()
+        if for_rows and leases.rows < leased:
+            return
+        if self._next is None:
+            self._next = asyncio.get_running_loop().create_future()
+        ends_at = leases.ends_at if for_rows else None
+        timeout_s = None if ends_at is None else max(LEASES_EVERY_S, ends_at - steps._clock())
+        await asyncio.wait((self._next,), timeout=timeout_s)
+        steps._check_open()
+        steps._receive()
+
+    async def rest(self, deadline_s: float) -> bool:
         """Wait until nothing is under way; False if the deadline came first."""
         try:
-            async with asyncio.timeout(self._deadline(deadline_s)):
-                self.end_step()
-                while self.ledger.pending:
-                    await self._next_progress()
+            async with asyncio.timeout(deadline_s):
+                self._steps.end_step()
+                while self._steps._ledger.pending:
+                    await self.made()
         except TimeoutError:
             return False
         return True
-
-    # What the step protocol gives back, the asyncio face may be waiting for.
-
-    def complete_load(self, keys: Sequence[OffloadKey], request_id: str) -> None:
-        super().complete_load(keys, request_id)
-        self._stir()
-
-    def _complete_store(self, keys: Sequence[OffloadKey], request: Request, *, success: bool) -> None:
-        super()._complete_store(keys, request, success=success)
-        self._stir()
-
-    def _finish(self, request: Request) -> None:
-        super()._finish(request)
-        self._stir()
 
     def _wake(self) -> None:
         """Have the loop take what came; from any thread."""
@@ -62,29 +74,5 @@ class WakingManager(SteppedManager):
 
     def _pump(self) -> None:
         self._pumping = False  # First: what comes from here on wakes anew.
-        self.end_step()
-        self._stir()
-
-    def _stir(self) -> None:
-        """Let everybody who waits look again."""
-        progress, self._progress = self._progress, None
-        if progress is not None and not progress.done():
-            progress.set_result(None)
-
-    async def _next_progress(self, *, for_rows: bool = False) -> None:
-        """Send what was decided, and wait until something came back or was given back.
-
-        Who waits `for_rows` also looks again when leases run out: nobody gives these back.
-        """
-        leased = self.ledger.leases.rows
-        self.end_step()
-        self._check_open()
-        if for_rows and self.ledger.leases.rows < leased:
-            return
-        if self._progress is None:
-            self._progress = asyncio.get_running_loop().create_future()
-        ends_at = self.ledger.leases.ends_at if for_rows else None
-        timeout_s = None if ends_at is None else max(LEASES_EVERY_S, ends_at - self._clock())
-        await asyncio.wait((self._progress,), timeout=timeout_s)
-        self._check_open()
-        self._receive()
+        self._steps.end_step()
+        self.stir()

@@ -1,36 +1,51 @@
-"""One engine as a whole: its ledger, the bridge to its runner and its rows, stepped, drained, reset and ended.
+"""The step protocol: one engine as a synchronous owner calls it, thousands of times a step, and never waits for.
 
-A step's actions leave at its end with one wake-up; what comes back waits in the bridge's mailbox until it is received.
+Every call of a step is plain, touches memory only and crosses no thread. A step's actions leave at its end with one
+wake-up; what comes back waits in the bridge's mailbox, and is applied before look-ups and before anything is evicted.
 """
+
+# ruff: noqa: SLF001  `Inside` is the door to what is private.
+# pyright: reportPrivateUsage=false
 
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Self
 
 from prometheus_client import CollectorRegistry
 
 from kvtier import __version__
 from kvtier.backend import OffloadKey
-from kvtier.config import EngineConfig
+from kvtier.config import EngineConfig, with_absolute_paths
 from kvtier.engine.answers import HIT, LookupResult, StorePlan
 from kvtier.engine.events import Event, EventLog
 from kvtier.engine.inbox import Observe
-from kvtier.engine.ledger import ledger_of, rows_of_share
+from kvtier.engine.ledger import Ledger, ledger_of, rows_of_share
 from kvtier.engine.metrics import Metrics
 from kvtier.engine.requests import Position, Request
+from kvtier.engine.stats import EngineStats, primary_stats, tier_stats
 from kvtier.engine.tier import TierMatcher, TierSpec
 from kvtier.engine.tier_log import TierLog
 from kvtier.errors import EngineClosed
-from kvtier.memory import LentRow, Region, let_go_in_forks
+from kvtier.memory import LentRow, Region, let_go_in_forks, require_descriptors
+from kvtier.policies.named import policy_class
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import RunnerBack, RunnerLost
+from kvtier.runner.process import ProcessBridge
+from kvtier.runner.thread import ThreadBridge
 
 logger = logging.getLogger(__name__)
 
 
-class Engine:
-    """What owns the state. All calls belong to one thread."""
+class StepManager:
+    """Tiers chunks over a primary in host memory and any number of secondary tiers, for an engine that steps.
+
+    All calls belong to one thread. `drain`, `reset` and `close` block, each up to its deadline; nothing else does. A
+    request is known from `on_new_request` to `on_request_finished`, by an id of the caller's.
+    """
 
     def __init__(
         self,
@@ -46,225 +61,62 @@ class Engine:
         self._bridge = bridge
         self._clock = clock
         self._events = EventLog(config.limits.events) if config.events else None
-        self.ledger = ledger_of(config, self._events, self._observe)
-        self._tier_log = TierLog(self.ledger.tiers)
-        self._metrics = Metrics(self.ledger, config.row_bytes, self._events)
+        self._ledger = ledger_of(config, self._events, self._observe)
+        self._tier_log = TierLog(self._ledger.tiers)
+        self._metrics = Metrics(self._ledger, config.row_bytes, self._events)
         self._observer = observer
         self._requests: dict[str, Request] = {}
+        self._calls: Counter[Request] = Counter()  # Calls of the asyncio face under way: they keep a request known.
+        self._given_back: Callable[[], None] | None = None  # Called when rows or leases were: somebody may wait for it.
         self._kept: list[LentRow] = []  # Given back, and still read.
         self._mailbox = bridge.mailbox
-        self.ready: Mapping[OffloadKey, int] = self.ledger.primary.ready  # What could be loaded now, and its row.
+        self._ready: Mapping[OffloadKey, int] = self._ledger.primary.ready  # What could be loaded now, and its row.
         self._closed = False
         self._owner_pid = os.getpid()
         self._forked = False
         let_go_in_forks(self)
-        self.messages_received = 0  # By which who reports figures knows that some may have changed.
+        self._messages_received = 0  # By which who reports figures knows that some may have changed.
         self._replaced = -1  # The last epoch that was replaced for its quarantined rows.
-        self.ledger.begin_step(clock())
+        self._ledger.begin_step(clock())
         say_start(config, bridge, config.eviction_policy)
 
-    @property
-    def metrics(self) -> CollectorRegistry:
-        """A Prometheus registry with everything that this engine counts."""
-        return self._metrics.registry
+    @classmethod
+    def start(cls, config: EngineConfig, *, region: Region | None = None, observer: Observe | None = None) -> Self:
+        """Start an engine with its runner in a thread or a process; blocks until its tiers are open.
 
-    @property
-    def runners_lost(self) -> int:
-        """How many runners ended, or were killed, before they were closed."""
-        return self._metrics.runners_lost
+        The rows are those of `region`, which other processes may have mapped, too; it belongs to the engine from now
+        on, and is closed with it or with a start that fails. None: the engine makes one of its own. `observer` is
+        called with (tier, operation, seconds) after every transfer.
 
-    @property
-    def events_dropped(self) -> int:
-        """How many events were lost because nobody took them."""
-        return 0 if self._events is None else self._events.dropped
-
-    def end_step(self) -> None:
-        """Take what has come back, and send what this step and that decided."""
-        self._receive()
-        if self._kept:
-            self._take_kept()
-        actions = self.ledger.end_step()
-        if actions:
-            refused = self._bridge.send(actions)
-            if refused:
-                self.ledger.refuse(refused)
-        if self.ledger.transfers.overdue:
-            self._watch_quarantine()
-
-    def has_pending_work(self) -> bool:
-        """Say whether the engine should go on stepping. What has run out of time does not count."""
-        if self._mailbox or self._forked:
-            self._receive()
-        return self.ledger.pending
-
-    # The whole.
-
-    def drain(self, deadline_s: float | None = None) -> bool:
-        """Send what is queued and wait until nothing is under way; False if the deadline came first. Blocks."""
-        until = time.monotonic() + self._deadline(deadline_s)
-        self.end_step()
-        while self.ledger.pending and (left := until - time.monotonic()) > 0:
-            self._bridge.wait(left)
-            self.end_step()
-        return not self.ledger.pending
-
-    def reset(self, deadline_s: float | None = None) -> bool:
-        """Clear the primary; tiers keep their chunks. Blocks until nothing is under way or the deadline comes.
-
-        A tier that does not end in time is taken out of use until it has proved itself, and its rows stay lent; then
-        the answer is False. Nothing is promoted until `on_reset_flushed`. No completion of an earlier load or store
-        may follow.
+        Raises:
+            ConfigError: the configuration cannot be used; nothing was left behind.
+            BackendUnavailable: a tier cannot be opened now.
         """
-        self._check_open()
-        until = time.monotonic() + self._deadline(deadline_s)
-        self.ledger.outbox.clear()
-        try:
-            while self.ledger.transfers.under_way and (left := until - time.monotonic()) > 0:
-                self._bridge.wait(left)
-                self._receive()
-        finally:  # Interrupted, too: what was queued has been forgotten, and its rows with it.
-            clean = self._reset()
-        return clean
-
-    def on_reset_flushed(self) -> None:
-        """Say that the engine's workers no longer touch rows of before the reset: tiers may fill them again."""
-        self.ledger.promoting = True
-
-    def shutdown(self, deadline_s: float | None = None) -> int:
-        """Let transfers end, close the tiers and the runner; return how many transfers were left behind.
-
-        Takes at most the deadline for the transfers and once more for the closing. Idempotent.
-        """
-        if self._closed:
-            return 0
-        self.drain(deadline_s)
-        self._tier_log.look(self._clock(), last=True)
-        abandoned = self._bridge.close(self._deadline(deadline_s))
-        self._free()
-        return abandoned
-
-    def forked(self) -> None:
-        """Be nobody's engine in a child that was forked: it has no runner, and its rows would be the owner's.
-
-        From then on every call there but `shutdown` and `aclose`, which do nothing, raises `EngineClosed`.
-        """
-        self._forked = self._closed = True
-        self._requests.clear()
-        self._bridge.forked()
-        self.region.close()
-
-    def _reset(self) -> bool:
-        clean = not self.ledger.transfers.under_way
-        self.ledger.reset()
-        for request in list(self._requests.values()):
-            request.storing = 0
-            self._forget(request)
-        return clean
-
-    def _free(self) -> None:
-        """Take the last outcomes and give the rows' memory back; what is still lent keeps it until it lets go."""
-        self._closed = True
-        self._receive()
-        self.ledger.apply(RunnerLost(self.ledger.transfers.epoch, "the engine was shut down"))
-        self._requests.clear()
-        self._kept.clear()  # Whoever reads one takes the memory along.
-        self.region.close()
-
-    def _deadline(self, deadline_s: float | None) -> float:
-        return self.config.limits.close_s if deadline_s is None else deadline_s
-
-    def _check_open(self) -> None:
-        if self._forked:
-            raise EngineClosed(
-                f"this engine is of process {self._owner_pid}, and this process is a fork of it: start another one here"
+        if config.runner == "inline":
+            raise ValueError("an inline runner needs a running event loop: use TieringOffloadingManager.open(config)")
+        if region is not None and (region.rows, region.row_bytes) != (config.rows, config.row_bytes):
+            raise ValueError(
+                f"a region of {region.rows:,} rows of {region.row_bytes:,} bytes for a configuration of {config.rows:,}"
+                f" of {config.row_bytes:,}"
             )
-        if self._closed:
-            raise EngineClosed("the engine was shut down")
+        bridge_class = ThreadBridge if config.runner == "thread" else ProcessBridge
+        try:
+            config = checked(config)
+            region = region or make_region(config)
+            bridge = bridge_class(config, region)
+        except BaseException:
+            if region is not None:
+                region.close()
+            raise
+        return cls(config, region, bridge, observer=observer)
 
-    def _forget(self, request: Request) -> None:
-        """Forget a request that is over; one that began since under its id stays."""
-        if request.finished and request.storing <= 0 and self._requests.get(request.id) is request:
-            del self._requests[request.id]
+    def __enter__(self) -> Self:
+        return self
 
-    def _receive(self) -> None:
-        """Apply everything in the mailbox."""
-        if self._forked:
-            self._check_open()
-        now = self._clock()
-        self.ledger.begin_step(now)
-        mailbox = self._mailbox
-        if not mailbox and now < self._tier_log.due:
-            return
-        while mailbox:
-            message = mailbox.popleft()
-            self.messages_received += 1
-            self.ledger.apply(message)
-            if isinstance(message, RunnerBack):
-                self._bridge.admit(message.epoch)
-            elif isinstance(message, RunnerLost):
-                self._metrics.runners_lost += 1
-        if not self._closed:  # What the closing cuts off alarms nobody.
-            self._tier_log.look(now)
-
-    def _keep(self, lent: Sequence[LentRow]) -> None:
-        """Keep rows that something still reads out of use; every step looks whether it has gone."""
-        self.ledger.keep([each.row for each in lent])
-        self._kept += lent
-
-    def _take_kept(self) -> None:
-        """Give back the kept rows that nothing reads any more."""
-        kept, self._kept = self._kept, []
-        for each in kept:
-            if each.release():
-                self.ledger.let_go(each.row)
-            else:
-                self._kept.append(each)
-
-    def _watch_quarantine(self) -> None:
-        """Have the runner replaced when hung transfers hold more rows than we can spare."""
-        transfers = self.ledger.transfers
-        if (
-            transfers.epoch > self._replaced
-            and transfers.rows_overdue >= rows_of_share(self.config.limits.quarantine_share, self.config.rows)
-            and self._bridge.replace()
-        ):
-            self._replaced = transfers.epoch
-
-    def _observe(self, tier: str, operation: str, seconds: float) -> None:
-        self._metrics.observe(tier, operation, seconds)
-        if self._observer is not None:
-            try:
-                self._observer(tier, operation, seconds)
-            except Exception:  # The supervisor's edge: a bug in an observer costs no transfer its outcome.
-                logger.exception("the observer raised for a %s of tier %s", operation, tier)
-
-
-def say_start(config: EngineConfig, bridge: Bridge, primary: str) -> None:
-    """Log what has started; a tier says itself what it has found. `primary`: whose rows, or their policy."""
-    logger.info(
-        "kvtier %s: %s rows of %s bytes (%s); tiers: %s; %s runner, process %s",
-        __version__,
-        f"{config.rows:,}",
-        f"{config.row_bytes:,}",
-        primary,
-        ", ".join(tier.name for tier in config.secondary_tiers) or "none",
-        bridge.kind,
-        bridge.pid,
-    )
-
-
-# The step protocol: what a synchronous engine calls, thousands of times a step, and never waits for.
-#
-# Every call here is plain, touches memory only and crosses no thread. A step's actions leave at its end with one wake-
-# up;
-# what comes back waits in the bridge's mailbox and is applied before look-ups and before anything is evicted.
-
-
-class SteppedManager(Engine):
-    """An engine that is called step by step.
-
-    A request is known from `on_new_request` to `on_request_finished`, by an id of the caller's.
-    """
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     # Requests.
 
@@ -283,19 +135,20 @@ class SteppedManager(Engine):
         prefix order: those of models with several groups, whose keys come one group after the other.
 
         Returns whether a tier wants all of the request's chunks, those that are present already, too.
-        Raises `EngineClosed` after shutdown, and ValueError if the id is in use: by a request that has not finished,
-        or whose last store has not completed.
+        Raises `EngineClosed` after closing, and ValueError if the id is in use: by a request that has not finished, or
+        whose last store, `put` or `fetch` is not over.
         """
         self._check_open()
         if known := self._requests.get(request_id):
             if known.finished:
                 raise ValueError(
-                    f"request {request_id!r} has finished, but a store of it has not: complete it, or wait for its put"
+                    f"request {request_id!r} has finished, but a store or a fetch of it has not: complete it, or wait "
+                    "for its put or fetch"
                 )
             raise ValueError(f"request {request_id!r} is known already: finish it first, or choose another id")
         self._receive()
-        request = self._requests[request_id] = self.ledger.new_request(request_id, matchers, load_matchers, position)
-        return self.ledger.wants_all(request)
+        request = self._requests[request_id] = self._ledger.new_request(request_id, matchers, load_matchers, position)
+        return self._ledger.wants_all(request)
 
     def on_request_finished(self, request_id: str) -> None:
         """Rank the request's keys and end its leases. Completions, and a load decided before, may still follow."""
@@ -314,39 +167,32 @@ class SteppedManager(Engine):
         except KeyError:
             request = self._known(request_id)
         hits = request.hits
-        if hits and key in self.ready:  # As the ledger would do, without a call.
+        if hits and key in self._ready:  # As the ledger would do, without a call.
             hits.append(key)
             return HIT
-        return self.ledger.lookup(key, request)
-
-    def hits(self, request_id: str) -> list[OffloadKey]:
-        """Return the keys that a request found, for a caller to whom even the call of `lookup` is too much.
-
-        While the list is not empty, a key that is in `ready` may be appended to it instead of being looked up. What
-        empties it is the end of the step, a reset, and a store or a look-up, anybody's, for which room is made or was
-        to be made. It is the same list for as long as the request is known.
-        """
-        return self._known(request_id).hits
+        return self._ledger.lookup(key, request)
 
     def source(self, key: OffloadKey, request_id: str) -> TierSpec | None:
         """Return the tier from which this request had a key promoted; None if it found it in the primary."""
         request = self._requests.get(request_id)
         index = None if request is None else request.sources.get(key)
-        return None if index is None else self.ledger.tiers[index].spec
+        return None if index is None else self._ledger.tiers[index].spec
 
     def prepare_load(self, keys: Sequence[OffloadKey], request_id: str) -> list[int]:
         """Pin the rows of keys that were HIT in this step and return them, in order; LookupError for any other key."""
-        return self.ledger.prepare_load(keys, self._request(request_id))
+        return self._ledger.prepare_load(keys, self._request(request_id))
 
     def complete_load(self, keys: Sequence[OffloadKey], request_id: str) -> None:  # noqa: ARG002  # Part of the protocol.
         """Say that the engine has read these rows."""
         if self._forked:
             self._check_open()
-        self.ledger.complete_load(keys)
+        self._ledger.complete_load(keys)
+        if self._given_back is not None:
+            self._given_back()
 
     def touch(self, keys: Sequence[OffloadKey], request_id: str) -> None:
         """Count a use of these keys by the request; absent ones, and a second use, count nothing."""
-        self.ledger.touch(keys, self._request(request_id))
+        self._ledger.touch(keys, self._request(request_id))
 
     def prepare_store(self, keys: Sequence[OffloadKey], request_id: str) -> StorePlan | None:
         """Reserve rows for those of the keys that are absent: all of them, or None and nothing changed.
@@ -355,13 +201,26 @@ class SteppedManager(Engine):
         """
         if self._mailbox:
             self._receive()
-        return self.ledger.prepare_store(keys, self._request(request_id))
+        return self._ledger.prepare_store(keys, self._request(request_id))
 
     def complete_store(self, keys: Sequence[OffloadKey], request_id: str, *, success: bool = True) -> None:
         """Make written rows loadable, and have them cascade; with `success` false, give them up."""
         if self._closed and not self._forked:
             return
-        self._complete_store(keys, self._request(request_id), success=success)
+        request = self._request(request_id)
+        self._ledger.complete_store(keys, request, success=success)
+        if request.finished:
+            self._forget(request)
+        if self._given_back is not None:
+            self._given_back()
+
+    def delete(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Forget keys here and in every tier; return those that have stayed, because something holds their rows.
+
+        A tier hears of it at the step's end. What only a hung store holds is forgotten, too; the store may come after.
+        """
+        self._check_open()
+        return self._ledger.delete(keys)
 
     def take_events(self) -> list[Event]:
         """Return what happened to chunks since the last call; nothing unless the configuration says `events`."""
@@ -369,13 +228,215 @@ class SteppedManager(Engine):
             self._receive()
         return [] if self._events is None else self._events.take()
 
-    def _finish(self, request: Request) -> None:
-        self.ledger.finish(request)
-        self._forget(request)
+    def end_step(self) -> None:
+        """Take what has come back, and send what this step and that decided."""
+        self._receive()
+        if self._kept:
+            self._take_kept()
+        actions = self._ledger.end_step()
+        if actions:
+            refused = self._bridge.send(actions)
+            if refused:
+                self._ledger.refuse(refused)
+        if self._ledger.transfers.overdue:
+            self._watch_quarantine()
 
-    def _complete_store(self, keys: Sequence[OffloadKey], request: Request, *, success: bool) -> None:
-        self.ledger.complete_store(keys, request, success=success)
+    def has_pending_work(self) -> bool:
+        """Say whether the engine should go on stepping. What has run out of time does not count."""
+        if self._mailbox or self._forked:
+            self._receive()
+        return self._ledger.pending
+
+    # What it counts.
+
+    def stats(self) -> EngineStats:
+        """Return what this engine and its tiers have counted, and what they hold now."""
+        return EngineStats(
+            primary=primary_stats(self._ledger),
+            tiers=tuple(map(tier_stats, self._ledger.tiers)),
+            runners_lost=self.runners_lost,
+            events_dropped=self.events_dropped,
+        )
+
+    @property
+    def metrics(self) -> CollectorRegistry:
+        """A Prometheus registry with everything that this engine counts."""
+        return self._metrics.registry
+
+    @property
+    def runners_lost(self) -> int:
+        """How many runners ended, or were killed, before they were closed."""
+        return self._metrics.runners_lost
+
+    @property
+    def events_dropped(self) -> int:
+        """How many events were lost because nobody took them."""
+        return 0 if self._events is None else self._events.dropped
+
+    # The whole.
+
+    def drain(self, deadline_s: float | None = None) -> bool:
+        """Send what is queued and wait until nothing is under way; False if the deadline came first. Blocks."""
+        until = time.monotonic() + self._deadline(deadline_s)
+        self.end_step()
+        while self._ledger.pending and (left := until - time.monotonic()) > 0:
+            self._bridge.wait(left)
+            self.end_step()
+        return not self._ledger.pending
+
+    def reset(self, deadline_s: float | None = None) -> bool:
+        """Clear the primary; tiers keep their chunks. Blocks until nothing is under way or the deadline comes.
+
+        A tier that does not end in time is taken out of use until it has proved itself, and its rows stay lent; then
+        the answer is False. Nothing is promoted until `on_reset_flushed`. No completion of an earlier load or store
+        may follow. RuntimeError if a `put` or `fetch` of the asyncio face is under way.
+        """
+        self._check_open()
+        if calls := self._calls.total():
+            raise RuntimeError(
+                f"{calls} put or fetch under way, which may hold rows: await TieringOffloadingManager.reset()"
+            )
+        until = time.monotonic() + self._deadline(deadline_s)
+        self._ledger.outbox.clear()
+        try:
+            while self._ledger.transfers.under_way and (left := until - time.monotonic()) > 0:
+                self._bridge.wait(left)
+                self._receive()
+        finally:  # Interrupted, too: what was queued has been forgotten, and its rows with it.
+            clean = self._reset()
+        return clean
+
+    def on_reset_flushed(self) -> None:
+        """Say that the engine's workers no longer touch rows of before the reset: tiers may fill them again."""
+        self._ledger.promoting = True
+
+    def close(self, deadline_s: float | None = None) -> int:
+        """Let transfers end, close the tiers and the runner; return how many transfers were left behind.
+
+        Takes at most the deadline for the transfers and once more for the closing. Idempotent.
+        """
+        if self._closed:
+            return 0
+        self.drain(deadline_s)
+        self._tier_log.look(self._clock(), last=True)
+        abandoned = self._bridge.close(self._deadline(deadline_s))
+        self._free()
+        return abandoned
+
+    def forked(self) -> None:
+        """Be nobody's engine in a child that was forked: it has no runner, and its rows would be the owner's.
+
+        From then on every call there but `close` and `aclose`, which do nothing, raises `EngineClosed`.
+        """
+        self._forked = self._closed = True
+        self._requests.clear()
+        self._bridge.forked()
+        self.region.close()
+
+    def _reset(self) -> bool:
+        clean = not self._ledger.transfers.under_way
+        self._ledger.reset()
+        for request in list(self._requests.values()):
+            request.storing = 0
+            self._forget(request)
+        return clean
+
+    def _free(self) -> None:
+        """Take the last outcomes and give the rows' memory back; what is still lent keeps it until it lets go."""
+        self._closed = True
+        self._receive()
+        self._ledger.apply(RunnerLost(self._ledger.transfers.epoch, "the engine was closed"))
+        self._requests.clear()
+        self._kept.clear()  # Whoever reads one takes the memory along.
+        self.region.close()
+
+    def _deadline(self, deadline_s: float | None) -> float:
+        return self.config.limits.close_s if deadline_s is None else deadline_s
+
+    def _check_open(self) -> None:
+        if self._forked:
+            raise EngineClosed(
+                f"this engine is of process {self._owner_pid}, and this process is a fork of it: start another one here"
+            )
+        if self._closed:
+            raise EngineClosed("the engine was closed")
+
+    def _forget(self, request: Request) -> None:
+        """Forget a request that is over; one that began since under its id stays."""
+        over = request.finished and request.storing <= 0 and request not in self._calls
+        if over and self._requests.get(request.id) is request:
+            del self._requests[request.id]
+
+    def _receive(self) -> None:
+        """Apply everything in the mailbox."""
+        if self._forked:
+            self._check_open()
+        now = self._clock()
+        self._ledger.begin_step(now)
+        mailbox = self._mailbox
+        if not mailbox and now < self._tier_log.due:
+            return
+        while mailbox:
+            message = mailbox.popleft()
+            self._messages_received += 1
+            self._ledger.apply(message)
+            if isinstance(message, RunnerBack):
+                self._bridge.admit(message.epoch)
+            elif isinstance(message, RunnerLost):
+                self._metrics.runners_lost += 1
+        if not self._closed:  # What the closing cuts off alarms nobody.
+            self._tier_log.look(now)
+
+    def _keep(self, lent: Sequence[LentRow]) -> None:
+        """Keep rows that something still reads out of use; every step looks whether it has gone."""
+        self._ledger.keep([each.row for each in lent])
+        self._kept += lent
+
+    def _take_kept(self) -> None:
+        """Give back the kept rows that nothing reads any more."""
+        kept, self._kept = self._kept, []
+        for each in kept:
+            if each.release():
+                self._ledger.let_go(each.row)
+            else:
+                self._kept.append(each)
+
+    def _watch_quarantine(self) -> None:
+        """Have the runner replaced when hung transfers hold more rows than we can spare."""
+        transfers = self._ledger.transfers
+        if (
+            transfers.epoch > self._replaced
+            and transfers.rows_overdue >= rows_of_share(self.config.limits.quarantine_share, self.config.rows)
+            and self._bridge.replace()
+        ):
+            self._replaced = transfers.epoch
+
+    def _observe(self, tier: str, operation: str, seconds: float) -> None:
+        self._metrics.observe(tier, operation, seconds)
+        if self._observer is not None:
+            try:
+                self._observer(tier, operation, seconds)
+            except Exception:  # The supervisor's edge: a bug in an observer costs no transfer its outcome.
+                logger.exception("the observer raised for a %s of tier %s", operation, tier)
+
+    def _call_began(self, request_id: str) -> Request:
+        """Keep a request known, whatever becomes of it, until `_call_ended`: a call of the asyncio face uses it."""
+        request = self._known(request_id)
+        self._calls[request] += 1
+        return request
+
+    def _call_ended(self, request: Request) -> None:
+        self._calls[request] -= 1
+        if not self._calls[request]:
+            del self._calls[request]
+        if request.finished:  # Once more: for what it has used and leased since.
+            self._finish(request)
+
+    def _finish(self, request: Request) -> None:
+        self._ledger.finish(request)
         self._forget(request)
+        if self._given_back is not None:
+            self._given_back()
 
     def _known(self, request_id: str) -> Request:
         """Return a request that has begun and not finished."""
@@ -386,6 +447,56 @@ class SteppedManager(Engine):
             raise LookupError(f"request {request_id!r} is unknown: call on_new_request first") from None
 
     def _request(self, request_id: str) -> Request:
-        """Return the request; one that is over is treated as one without a past. `EngineClosed` after shutdown."""
+        """Return the request; one that is over is treated as one without a past. `EngineClosed` after closing."""
         self._check_open()
-        return self._requests.get(request_id) or self.ledger.new_request(request_id)
+        return self._requests.get(request_id) or self._ledger.new_request(request_id)
+
+
+class Inside:
+    """The parts of an engine that belong to kvtier itself. No promise stands behind them; to read does no harm."""
+
+    def __init__(self, engine: StepManager) -> None:
+        self._engine = engine
+        self.ledger: Ledger = engine._ledger
+        self.ready = self.ledger.primary.ready  # What could be loaded now, and its row.
+
+    @property
+    def messages_received(self) -> int:
+        """How many messages were applied: who reports figures knows by it that some may have changed."""
+        return self._engine._messages_received
+
+    def hits(self, request_id: str) -> list[OffloadKey]:
+        """Return the keys that a request found, for a caller to whom even the call of `lookup` is too much.
+
+        While the list is not empty, a key that is in `ready` may be appended to it instead of being looked up. What
+        empties it is the end of the step, a reset, and a store or a look-up, anybody's, for which room is made or was
+        to be made. It is the same list for as long as the request is known.
+        """
+        return self._engine._known(request_id).hits
+
+
+def checked(config: EngineConfig) -> EngineConfig:
+    """Report every mistake that can be known before anything is allocated; settle what relative paths mean."""
+    policy_class(config.eviction_policy)
+    require_descriptors()
+    return with_absolute_paths(config)
+
+
+def make_region(config: EngineConfig) -> Region:
+    """Make the rows of an engine that shares them with its runner alone."""
+    make: Callable[[int, int], Region] = Region.memfd if config.runner == "process" else Region.private
+    return make(config.rows, config.row_bytes)
+
+
+def say_start(config: EngineConfig, bridge: Bridge, primary: str) -> None:
+    """Log what has started; a tier says itself what it has found. `primary`: whose rows, or their policy."""
+    logger.info(
+        "kvtier %s: %s rows of %s bytes (%s); tiers: %s; %s runner, process %s",
+        __version__,
+        f"{config.rows:,}",
+        f"{config.row_bytes:,}",
+        primary,
+        ", ".join(tier.name for tier in config.secondary_tiers) or "none",
+        bridge.kind,
+        bridge.pid,
+    )

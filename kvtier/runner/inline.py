@@ -34,7 +34,9 @@ class InlineBridge(Bridge):
         return False
 
     def wait(self, timeout_s: float) -> bool:  # noqa: ARG002  # It never waits.
-        raise RuntimeError("an inline runner cannot be waited for on its own loop: await drained(), areset(), aclose()")
+        raise RuntimeError(
+            "an inline runner cannot be waited for on its own loop: await the manager's drain(), reset(), aclose()"
+        )
 
     def close(self, deadline_s: float) -> int:  # noqa: ARG002  # It never closes.
         raise RuntimeError("an inline runner is closed by its own loop: await aclose()")

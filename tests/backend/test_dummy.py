@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from kvtier.backend.contract import Occupancy, Read, Write
 from kvtier.backend.registry import backend_class
-from kvtier.config import decode
 from kvtier.errors import ConfigError
+from kvtier.settings import decode
 from kvtier.testing.conformance import (
     BackendConformance,
     BoundedConformance,

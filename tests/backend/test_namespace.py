@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.backend.names import NAMINGS, NamingKind, read_folder
 from kvtier.backend.namespace import FileMapper, Group, Namespace
-from kvtier.config import decode
 from kvtier.errors import ConfigError
+from kvtier.settings import decode
 
 ASCENDING = make_offload_key(bytes(range(32)), 0)
 ONES = make_offload_key(b"\xff" * 32, 7)

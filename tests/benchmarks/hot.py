@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from kvtier.backend.keys import OffloadKey, chunk_hash, group_index, make_offload_key
 from kvtier.backend.namespace import FileMapper, Namespace
+from kvtier.engine.steps import Inside
 from kvtier.memory.region import Region
 from kvtier.policies.base import Policy
 from kvtier.policies.named import policy_class
@@ -89,8 +90,8 @@ def store_and_evict(tiers: int) -> Work:
 
     def store(batches: list[list[OffloadKey]]) -> None:
         engine.each(batches, engine.store)
-        for tier in engine.manager.ledger.tiers:  # Or the next round would find them there, and store nothing.
-            engine.manager.ledger.residency.remove(tier, [key for keys in batches for key in keys])
+        for tier in Inside(engine.manager).ledger.tiers:  # Or the next round would find them there, and store nothing.
+            Inside(engine.manager).ledger.residency.remove(tier, [key for keys in batches for key in keys])
 
     def work() -> None:
         batches = sets.pop(0)

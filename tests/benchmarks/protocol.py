@@ -21,7 +21,7 @@ import typer
 
 from kvtier.backend import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits
-from kvtier.engine.steps import SteppedManager
+from kvtier.engine.steps import StepManager
 from kvtier.errors import ConfigError
 from kvtier.memory import Region
 from kvtier.runner.bridge import Bridge
@@ -79,13 +79,13 @@ class Steps:
         self.rows = rows
         self.region = Region.private(rows, CHUNK_BYTES, prefault=False)
         self.bridge = Echo()
-        self.manager = SteppedManager(config, self.region, self.bridge)
+        self.manager = StepManager(config, self.region, self.bridge)
         self._random = random.Random(seed)
         self._requests = 0
 
     def hold(self, keys: int) -> None:
         """Have every tier hold so many keys that nobody will ask for, and say that it has no others."""
-        for tier in range(len(self.manager.ledger.tiers)):
+        for tier in range(len(self.manager.config.secondary_tiers)):
             for start in range(0, keys, REPORT_KEYS):
                 named = [index.to_bytes(32, "big") for index in range(start, min(start + REPORT_KEYS, keys))]
                 self.bridge.mailbox.append(Found(tier, pack_keys([make_offload_key(name) for name in named])))
@@ -136,7 +136,7 @@ class Steps:
             self.manager.on_request_finished(request_id)
 
     def close(self) -> None:
-        self.manager.shutdown()
+        self.manager.close()
 
     def _begin(self) -> str:
         self._requests += 1

@@ -15,8 +15,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
-from kvtier.config import EngineConfig, decode
+from kvtier.config import EngineConfig
 from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.steps import Inside
 from kvtier.policies.lru import LRU
 from kvtier.testing import virtual_time
 from kvtier.testing.simulation.audit import audit, audit_quiet
@@ -88,7 +89,7 @@ async def _run(workload: Sequence[Request], rows: int, capacity: int, predicted:
     loop = asyncio.get_running_loop()
     hits = references = 0
     samples: list[Sample] = []
-    async with await TieringOffloadingManager.open(decode(EngineConfig, config, where="soak")) as engine:
+    async with TieringOffloadingManager.open(EngineConfig.from_dict(config, where="soak")) as engine:
 
         async def serve(request: Request) -> None:
             nonlocal hits, references
@@ -107,7 +108,7 @@ async def _run(workload: Sequence[Request], rows: int, capacity: int, predicted:
                 if number % every == 0:
                     samples.append(_sample(engine))
         hours = loop.time() / 3_600
-        assert await engine.drained(3_600)
+        assert await engine.drain(3_600)
         await asyncio.sleep(60)
         engine.end_step()
         audit_quiet(engine)
@@ -115,14 +116,14 @@ async def _run(workload: Sequence[Request], rows: int, capacity: int, predicted:
 
 
 def _sample(engine: TieringOffloadingManager) -> Sample:
-    audit(engine.ledger)
+    audit(Inside(engine.steps).ledger)
     gc.collect()
-    (tier,) = engine.ledger.tiers
+    (tier,) = Inside(engine.steps).ledger.tiers
     return Sample(
         asyncio.get_running_loop().time(),
         tier.used_bytes,
-        len(engine.ledger.primary.ready),
-        len(engine.ledger.residency.mask),
+        len(Inside(engine.steps).ledger.primary.ready),
+        len(Inside(engine.steps).ledger.residency.mask),
         tracemalloc.get_traced_memory()[0],
     )
 

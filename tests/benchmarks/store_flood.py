@@ -22,9 +22,9 @@ from itertools import count
 from statistics import median
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
-from kvtier.config import EngineConfig, decode
+from kvtier.config import EngineConfig
 from kvtier.engine.ledger import LookupResult
-from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.steps import Inside, StepManager
 
 CHUNK_BYTES = 256 << 10
 CHUNKS = 512
@@ -38,7 +38,7 @@ STEP_S = 0.0005
 DURABLE = [make_offload_key(index.to_bytes(32, "big")) for index in range(CHUNKS)]
 
 
-def engine(runner: str, root: str) -> TieringOffloadingManager:
+def engine(runner: str, root: str) -> StepManager:
     config = {
         "cpu_bytes_to_use": ROWS * CHUNK_BYTES,
         "chunk_bytes": CHUNK_BYTES,
@@ -48,10 +48,10 @@ def engine(runner: str, root: str) -> TieringOffloadingManager:
             {"type": "fs", "root": root, "limits": {"store_bytes_in_flight": 64 * CHUNK_BYTES}}
         ],
     }
-    return TieringOffloadingManager.start(decode(EngineConfig, config, where="engine"))
+    return StepManager.start(EngineConfig.from_dict(config, where="engine"))
 
 
-def store(manager: TieringOffloadingManager, keys: list[OffloadKey]) -> None:
+def store(manager: StepManager, keys: list[OffloadKey]) -> None:
     """Store what there is room for; the rows' bytes are whatever lies there."""
     request = keys[0].hex()
     manager.on_new_request(request)
@@ -61,7 +61,7 @@ def store(manager: TieringOffloadingManager, keys: list[OffloadKey]) -> None:
     manager.on_request_finished(request)
 
 
-def wait_for(manager: TieringOffloadingManager, keys: list[OffloadKey], flood: "count[int] | None") -> float:
+def wait_for(manager: StepManager, keys: list[OffloadKey], flood: "count[int] | None") -> float:
     """Look the keys up until all of them are there, storing beside it; return the seconds from the first look."""
     request = f"load {keys[0].hex()}"
     manager.on_new_request(request)
@@ -84,9 +84,9 @@ def wait_for(manager: TieringOffloadingManager, keys: list[OffloadKey], flood: "
     return seconds
 
 
-def measure(manager: TieringOffloadingManager, *, flooded: bool) -> tuple[float, float, float]:
+def measure(manager: StepManager, *, flooded: bool) -> tuple[float, float, float]:
     """Return p50 and p99 of the waits in ms, and the MB/s that were stored beside them."""
-    (tier,) = manager.ledger.tiers
+    (tier,) = Inside(manager).ledger.tiers
     flood = count(time.perf_counter_ns()) if flooded else None
     waits: list[float] = []
     begun, stored = time.perf_counter(), tier.counters.stored
@@ -181,7 +181,7 @@ def main() -> None:
                 manager.drain()
             measure(manager, flooded=False)
             report(runner, partial(measure, manager, flooded=False), partial(measure, manager, flooded=True))
-            manager.shutdown()
+            manager.close()
 
 
 if __name__ == "__main__":

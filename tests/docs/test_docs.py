@@ -28,9 +28,10 @@ import kvtier.errors
 from kvtier.backend.keys import make_offload_key
 from kvtier.backend.namespace import Group, Namespace
 from kvtier.backend.registry import backend_class, known_types
-from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits, decode, tier_options
+from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits, tier_options
 from kvtier.engine.events import EventKind
 from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.steps import Inside
 from kvtier.policies.named import known_policies
 from kvtier.runner.messages import Code
 from kvtier.settings.fields import struct_fields
@@ -101,7 +102,7 @@ def run_shell(block: Block, folder: Path) -> None:
 
 def decode_configuration(block: Block, table: dict[str, Any]) -> None:
     """Decode a configuration as a replay would; what a fragment leaves out is made up."""
-    config = decode(EngineConfig, {"cpu_bytes_to_use": "1GiB", "chunk_bytes": "1MiB", **table}, where=block.where)
+    config = EngineConfig.from_dict({"cpu_bytes_to_use": "1GiB", "chunk_bytes": "1MiB", **table}, where=block.where)
     for index, tier in enumerate(rooted(config, "tier", override=False).secondary_tiers):
         if ":" not in tier.type:
             tier_options(tier, f"{block.where} secondary_tiers[{index}]")
@@ -228,10 +229,10 @@ def test_the_metrics_page_names_every_metric_with_its_kind_and_labels() -> None:
     async def registry() -> CollectorRegistry:
         tier = {"type": "dummy", "capacity_bytes": "1MiB"}
         config = {"cpu_bytes_to_use": 8192, "chunk_bytes": 4096, "runner": "inline", "secondary_tiers": [tier]}
-        async with await TieringOffloadingManager.open(decode(EngineConfig, config)) as engine:
+        async with TieringOffloadingManager.open(EngineConfig.from_dict(config)) as engine:
             await engine.put([make_offload_key(b"key")], [bytes(4096)])
-            await engine.drained()  # By now the tier has said how full it is.
-            for counters in (tier.counters for tier in engine.ledger.tiers):
+            await engine.drain()  # By now the tier has said how full it is.
+            for counters in (tier.counters for tier in Inside(engine.steps).ledger.tiers):
                 counters.drop("budget", 1)
                 counters.fail("missing", 1)
                 counters.blame("EIO")

@@ -11,6 +11,7 @@ import pytest
 import uvloop
 
 from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.steps import StepManager
 from tests.engine.kit import PATIENCE_S, children, describe
 from tests.own import shared_memory
 
@@ -61,25 +62,23 @@ async def open_engine(nothing_left: None) -> AsyncIterator[Open]:
     async with AsyncExitStack() as at_end:
 
         async def open_engine(rows: int = 8, *tiers: dict[str, Any], **fields: Any) -> TieringOffloadingManager:
-            return await at_end.enter_async_context(
-                await TieringOffloadingManager.open(describe(rows, *tiers, **fields))
-            )
+            return await at_end.enter_async_context(TieringOffloadingManager.open(describe(rows, *tiers, **fields)))
 
         yield open_engine
 
 
-Start = Callable[..., TieringOffloadingManager]
+Start = Callable[..., StepManager]
 
 
 @pytest.fixture
 def start_engine(nothing_left: None) -> Iterator[Start]:
-    """Start an engine for a synchronous owner; it is shut down at the end, which must leave nothing."""
-    started: list[TieringOffloadingManager] = []
+    """Start an engine for a synchronous owner; it is closed at the end, which must leave nothing."""
+    started: list[StepManager] = []
 
-    def start_engine(rows: int = 8, *tiers: dict[str, Any], **fields: Any) -> TieringOffloadingManager:
-        started.append(TieringOffloadingManager.start(describe(rows, *tiers, **fields)))
+    def start_engine(rows: int = 8, *tiers: dict[str, Any], **fields: Any) -> StepManager:
+        started.append(StepManager.start(describe(rows, *tiers, **fields)))
         return started[-1]
 
     yield start_engine
     for engine in started:
-        engine.shutdown()
+        engine.close()

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
-from kvtier.config import EngineConfig, decode
+from kvtier.config import EngineConfig
+from kvtier.engine.ledger import Ledger
 from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.steps import Inside, StepManager
 
 CHUNK_BYTES = 4_096
 PATIENCE_S = 60.0  # For what must happen: a machine under load may take its time.
@@ -33,7 +35,18 @@ def describe(rows: int = 8, *tiers: dict[str, Any], runner: str = "inline", **fi
         "runner": runner,
         "secondary_tiers": tiers,
     }
-    return decode(EngineConfig, described | fields, where="the test's")
+    return EngineConfig.from_dict(described | fields, where="the test's")
+
+
+Engine = TieringOffloadingManager | StepManager
+
+
+def steps_of(engine: Engine) -> StepManager:
+    return engine if isinstance(engine, StepManager) else engine.steps
+
+
+def ledger_in(engine: Engine) -> Ledger:
+    return Inside(steps_of(engine)).ledger
 
 
 async def put(engine: TieringOffloadingManager, numbers: Iterable[int], *, request_id: str | None = None) -> int:
@@ -42,17 +55,17 @@ async def put(engine: TieringOffloadingManager, numbers: Iterable[int], *, reque
     return await engine.put([key(number) for number in numbers], chunks, request_id=request_id)
 
 
-def store(engine: TieringOffloadingManager, numbers: Iterable[int]) -> None:
+def store(engine: Engine, numbers: Iterable[int]) -> None:
     """Store as a synchronous engine does, in one step."""
-    numbers = list(numbers)
-    engine.on_new_request(f"store {numbers}")
-    plan = engine.prepare_store([key(number) for number in numbers], f"store {numbers}")
+    steps, numbers = steps_of(engine), list(numbers)
+    steps.on_new_request(f"store {numbers}")
+    plan = steps.prepare_store([key(number) for number in numbers], f"store {numbers}")
     assert plan is not None
     for number, row in zip(numbers, plan.rows, strict=True):
-        engine.region.row(row)[:] = chunk(number)
-    engine.complete_store(plan.keys, f"store {numbers}")
-    engine.end_step()
-    engine.on_request_finished(f"store {numbers}")
+        steps.region.row(row)[:] = chunk(number)
+    steps.complete_store(plan.keys, f"store {numbers}")
+    steps.end_step()
+    steps.on_request_finished(f"store {numbers}")
 
 
 async def found(engine: TieringOffloadingManager, numbers: Iterable[int], *, request_id: str | None = None) -> int:
@@ -63,18 +76,19 @@ async def found(engine: TieringOffloadingManager, numbers: Iterable[int], *, req
         return len(rows)
 
 
-async def until(condition: Callable[[], object], engine: TieringOffloadingManager | None = None) -> None:
+async def until(condition: Callable[[], object], engine: Engine | None = None) -> None:
     """Wait until a condition holds; an engine given is kept stepping."""
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
             if engine is not None:
-                engine.end_step()
+                steps_of(engine).end_step()
             await asyncio.sleep(0.002)
 
 
-def settled(engine: TieringOffloadingManager) -> bool:
+def settled(engine: Engine) -> bool:
     """Say whether no row is pinned, leased, filling, lent or lost, and nothing is under way."""
-    ledger, primary = engine.ledger, engine.ledger.primary
+    ledger = ledger_in(engine)
+    primary = ledger.primary
     return (
         not any(map(primary.pinned, range(primary.rows)))
         and not (ledger.pending or ledger.transfers.overdue or ledger.transfers.cascade_rows)
@@ -86,7 +100,7 @@ def settled(engine: TieringOffloadingManager) -> bool:
 
 async def at_rest(engine: TieringOffloadingManager) -> bool:
     """Wait for what is under way, and say whether nothing was left."""
-    return await engine.drained() and settled(engine)
+    return await engine.drain() and settled(engine)
 
 
 async def client(

@@ -8,8 +8,9 @@ from kvtier.backend.keys import make_offload_key
 from kvtier.engine.breaker import BreakerState
 from kvtier.engine.ledger import LookupResult
 from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.steps import StepManager
 from kvtier.errors import EngineClosed
-from tests.engine.kit import FAULTY, PATIENCE_S, at_rest, chunk, describe, found, key, put, settled, until
+from tests.engine.kit import FAULTY, PATIENCE_S, at_rest, chunk, describe, found, key, ledger_in, put, settled, until
 
 DUMMY = {"type": "dummy"}
 RUDE = "tests.engine.rude_tiers"
@@ -24,10 +25,10 @@ async def test_a_tier_that_fails_every_call_costs_its_hits_only(open_engine, run
     engine = await open_engine(8, faulty(unavailable=1.0, limits=BREAKER), runner=runner)
     for first in range(0, 32, 4):
         assert await put(engine, range(first, first + 4)) == 4
-        await engine.drained()
+        await engine.drain()
         assert await found(engine, range(first, first + 4)) == 4
     assert await found(engine, [0]) == 0
-    (tier,) = engine.ledger.tiers
+    (tier,) = ledger_in(engine).tiers
     assert tier.breaker.state is BreakerState.OPEN
     assert (tier.counters.failures, tier.counters.dropped) == ({"unavailable": 8}, {"breaker": 24})
     assert await at_rest(engine)
@@ -37,7 +38,7 @@ async def test_a_healthy_tier_is_not_harmed_by_one_that_fails(open_engine, runne
     engine = await open_engine(8, faulty(unavailable=1.0, limits=BREAKER), DUMMY, runner=runner)
     for first in range(0, 32, 4):
         await put(engine, range(first, first + 4))
-    await engine.drained()
+    await engine.drain()
     for first in range(0, 32, 4):
         assert await found(engine, range(first, first + 4)) == 4
     assert await at_rest(engine)
@@ -48,8 +49,8 @@ async def test_what_fails_on_its_way_ends_the_run_before_it(open_engine, runner,
     engine = await open_engine(8, faulty({"load": ["none", fault]}), runner=runner)
     await put(engine, [1])
     await put(engine, [2])
-    await engine.drained()
-    await engine.areset()
+    await engine.drain()
+    await engine.reset()
     assert await found(engine, [1]) == 1
     assert await found(engine, [1, 2]) == 1
     assert await at_rest(engine)
@@ -58,9 +59,9 @@ async def test_what_fails_on_its_way_ends_the_run_before_it(open_engine, runner,
 async def test_a_flipped_bit_is_a_miss(open_engine, runner):
     engine = await open_engine(8, {"type": "dummy", "corruption_rate": 1.0}, runner=runner)
     await put(engine, range(3))
-    assert await engine.areset()
+    assert await engine.reset()
     assert await found(engine, range(3)) == 0
-    assert engine.ledger.tiers[0].counters.failures == {"corrupt": 3}
+    assert ledger_in(engine).tiers[0].counters.failures == {"corrupt": 3}
     assert await put(engine, range(3)) == 3
     assert await at_rest(engine)
 
@@ -68,9 +69,9 @@ async def test_a_flipped_bit_is_a_miss(open_engine, runner):
 async def test_a_tier_without_space_drops_what_it_cannot_hold(open_engine, runner):
     engine = await open_engine(8, faulty(no_space=1.0), runner=runner)
     await put(engine, range(3))
-    assert await engine.areset()
+    assert await engine.reset()
     assert await found(engine, range(3)) == 0
-    assert engine.ledger.tiers[0].counters.failures == {"no_space": 3}
+    assert ledger_in(engine).tiers[0].counters.failures == {"no_space": 3}
 
 
 @pytest.mark.parametrize("layout", ["files", "segments"])
@@ -80,9 +81,9 @@ async def test_keys_that_are_too_long_cost_their_own_chunks_and_open_no_breaker(
     for number in range(4):
         keys = [key(number), make_offload_key(number.to_bytes(8, "big") * 1_000)]
         assert await engine.put(keys, [chunk(number)] * 2) == 2
-    assert await engine.areset()
+    assert await engine.reset()
     assert await found(engine, range(4)) == 4
-    (disk,) = engine.ledger.tiers
+    (disk,) = ledger_in(engine).tiers
     assert (disk.counters.stored, disk.counters.failures, disk.counters.dropped) == (4, {"no_space": 4}, {})
 
 
@@ -90,9 +91,9 @@ async def test_a_hung_load_is_a_miss_when_its_time_is_up_and_its_rows_come_back_
     tier = faulty({"load": ["hang"]}, {"deadline_s": 0.05}, hang_s=0.3)
     engine = await open_engine(4, tier, runner=runner, limits={"quarantine_share": 1.0})
     await put(engine, [1])
-    assert await engine.areset()
+    assert await engine.reset()
     assert await found(engine, [1]) == 0
-    assert engine.ledger.tiers[0].counters.failures == {"deadline": 1}
+    assert ledger_in(engine).tiers[0].counters.failures == {"deadline": 1}
     assert await put(engine, [2, 3, 4]) == 3
     assert await found(engine, [2, 3]) == 2
     await until(lambda: settled(engine), engine)
@@ -103,8 +104,8 @@ async def test_a_hung_store_keeps_its_rows_readable_until_it_gives_them_back(ope
     tier = faulty({"store": ["hang"]}, {"deadline_s": 0.05}, hang_s=0.3)
     engine = await open_engine(2, tier, runner=runner, limits={"quarantine_share": 1.0})
     await put(engine, [1])
-    await engine.drained()
-    assert engine.ledger.tiers[0].counters.failures == {"deadline": 1}
+    await engine.drain()
+    assert ledger_in(engine).tiers[0].counters.failures == {"deadline": 1}
     assert await found(engine, [1]) == 1
     await until(lambda: settled(engine), engine)
     assert await put(engine, [2, 3]) == 2
@@ -123,7 +124,7 @@ async def test_a_hung_deletion_holds_nobody_up_for_longer_than_its_time(open_eng
     engine = await open_engine(4, faulty({"delete": ["hang"]}, {"deadline_s": 0.05}, hang_s=0.5), runner=runner)
     await put(engine, [1])
     await engine.delete([key(1)])
-    assert engine.ledger.tiers[0].counters.failures == {"deadline": 1}
+    assert ledger_in(engine).tiers[0].counters.failures == {"deadline": 1}
     assert await found(engine, [1]) == 0
 
 
@@ -134,12 +135,12 @@ async def test_a_tier_that_breaks_its_contract_costs_its_hits_only(open_engine, 
     async with asyncio.timeout(PATIENCE_S):
         assert await found(engine, [9]) == 0
         assert await put(engine, [1]) == 1
-        await engine.drained()
+        await engine.drain()
         assert await put(engine, [2, 3, 4, 5]) == 4
         assert await found(engine, [1]) == 0
         await engine.delete([key(1)])
         assert await found(engine, [2, 3]) == 2
-    assert engine.ledger.tiers[0].counters.transfers_failed > 0
+    assert ledger_in(engine).tiers[0].counters.transfers_failed > 0
     assert await at_rest(engine)
 
 
@@ -168,20 +169,20 @@ async def test_closing_with_a_hung_tier_is_bounded_and_says_what_it_left(runner)
 @pytest.mark.parametrize("runner", ["thread", "process"])
 def test_shutting_down_with_a_hung_tier_is_bounded_and_says_what_it_left(runner):
     hung = faulty({"store": ["hang"]}, {"deadline_s": 1_000})
-    with TieringOffloadingManager.start(describe(4, hung, runner=runner)) as engine:
+    with StepManager.start(describe(4, hung, runner=runner)) as engine:
         engine.on_new_request("r")
         plan = engine.prepare_store([key(1)], "r")
         engine.region.row(plan.rows[0])[:] = chunk(1)
         engine.complete_store(plan.keys, "r")
-        assert engine.shutdown(deadline_s=0.2) == 1
-        assert engine.shutdown() == 0
+        assert engine.close(deadline_s=0.2) == 1
+        assert engine.close() == 0
 
 
 @pytest.mark.parametrize("runner", ["thread", "process"])
 def test_a_reset_with_a_hung_tier_is_bounded_and_takes_the_tier_out_of_use(runner):
     hung = faulty({"store": ["hang"]}, {"deadline_s": 1_000, "breaker_cooldown_s": 1_000})
     config = describe(4, hung, runner=runner, limits={"quarantine_share": 1.0})
-    with TieringOffloadingManager.start(config) as engine:
+    with StepManager.start(config) as engine:
         engine.on_new_request("r")
         plan = engine.prepare_store([key(1)], "r")
         engine.region.row(plan.rows[0])[:] = chunk(1)
@@ -193,5 +194,5 @@ def test_a_reset_with_a_hung_tier_is_bounded_and_takes_the_tier_out_of_use(runne
         assert engine.prepare_store([key(number) for number in range(4)], "r") is None
         assert engine.prepare_store([key(number) for number in range(3)], "r") is not None
         engine.complete_store([key(number) for number in range(3)], "r")
-        assert engine.ledger.tiers[0].counters.dropped == {"breaker": 3}
-        assert engine.shutdown(deadline_s=0.1) == 1
+        assert ledger_in(engine).tiers[0].counters.dropped == {"breaker": 3}
+        assert engine.close(deadline_s=0.1) == 1

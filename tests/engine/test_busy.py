@@ -25,6 +25,6 @@ async def test_clients_cancelled_resets_and_faults_leave_no_row_behind(open_engi
             clients.create_task(client(engine, dice, done, think_s=THINK_S))
             clients.create_task(impatient(engine, dice, done, wait_s=20 * THINK_S))
         await asyncio.sleep(10 * THINK_S)
-        await engine.areset()
+        await engine.reset()
     assert len(done) == 8 * 6 + 8
     await until(lambda: settled(engine), engine)

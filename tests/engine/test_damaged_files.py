@@ -58,7 +58,7 @@ async def test_damaged_files_are_misses_that_the_metrics_tell_by_their_kind(
     engine = await open_engine(10, {"type": "fs", "name": "disk", "root": str(root)}, runner=runner)
     for numbers in (damaged, range(20, 21), range(30, 40)):  # The last ones push the others out of the primary.
         assert await put(engine, numbers) == len(numbers)
-        assert await engine.drained()
+        assert await engine.drain()
     mapper = FileMapper(engine.config.namespace)
     for number, (damage, _) in enumerate(DAMAGES.values()):
         path = root / mapper.name(key(number))
@@ -77,7 +77,7 @@ async def test_damaged_files_are_misses_that_the_metrics_tell_by_their_kind(
     await until(told, engine)
     for numbers in (damaged, range(40, 50)):
         assert await put(engine, numbers) == len(numbers)
-        assert await engine.drained()
+        assert await engine.drain()
     for number in damaged:
         assert await found(engine, [number]) == 1
     assert await at_rest(engine)

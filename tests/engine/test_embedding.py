@@ -5,7 +5,7 @@ import pytest
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig, TierConfig
 from kvtier.engine.ledger import LookupResult
-from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import TierMatcher
 from kvtier.errors import ConfigError
 from kvtier.memory.region import Region
@@ -22,11 +22,11 @@ def config(**changes: object) -> EngineConfig:
 
 @pytest.fixture
 def engine():
-    with TieringOffloadingManager.start(config()) as started:
+    with StepManager.start(config()) as started:
         yield started
 
 
-def store(engine: TieringOffloadingManager, keys: list[OffloadKey], request_id: str) -> None:
+def store(engine: StepManager, keys: list[OffloadKey], request_id: str) -> None:
     engine.on_new_request(request_id)
     plan = engine.prepare_store(keys, request_id)
     for row in plan.rows:
@@ -35,7 +35,7 @@ def store(engine: TieringOffloadingManager, keys: list[OffloadKey], request_id: 
     engine.on_request_finished(request_id)
 
 
-def forget_primary(engine: TieringOffloadingManager) -> None:
+def forget_primary(engine: StepManager) -> None:
     assert engine.drain()
     assert engine.reset()
     engine.on_reset_flushed()
@@ -46,7 +46,7 @@ def test_an_engine_runs_on_rows_that_other_processes_share(tmp_path, runner):
     meeting = {"rows": ROWS, "row_bytes": PAGE, "participants": 2}
     worker = Region.shared("/dev/shm/" + tmp_path.name, participant=0, **meeting)
     region = Region.shared("/dev/shm/" + tmp_path.name, participant=1, **meeting)
-    with worker, TieringOffloadingManager.start(config(runner=runner), region=region) as engine:
+    with worker, StepManager.start(config(runner=runner), region=region) as engine:
         engine.on_new_request("a")
         plan = engine.prepare_store(KEYS[:1], "a")
         worker.row(plan.rows[0])[:] = b"\x07" * PAGE
@@ -62,13 +62,13 @@ def test_an_engine_runs_on_rows_that_other_processes_share(tmp_path, runner):
 
 def test_rows_of_another_size_are_refused():
     with Region.private(ROWS + 1, PAGE) as region, pytest.raises(ValueError, match="5 rows of 4,096 bytes"):
-        TieringOffloadingManager.start(config(), region=region)
+        StepManager.start(config(), region=region)
 
 
 def test_a_start_that_fails_gives_the_rows_back():
     region = Region.private(ROWS, PAGE)
     with pytest.raises(ConfigError):
-        TieringOffloadingManager.start(config(secondary_tiers=(TierConfig(type="nothing"),)), region=region)
+        StepManager.start(config(secondary_tiers=(TierConfig(type="nothing"),)), region=region)
     with pytest.raises(ValueError, match="released"):
         region.row(0)
 
@@ -107,7 +107,7 @@ def test_a_reset_forgets_requests_that_were_kept_for_their_stores_alone(engine):
 
 def test_lost_events_are_counted():
     limits = {"events": 1}
-    with TieringOffloadingManager.start(config(events=True, secondary_tiers=(), limits=limits)) as engine:
+    with StepManager.start(config(events=True, secondary_tiers=(), limits=limits)) as engine:
         store(engine, KEYS[:1], "first")
         store(engine, KEYS[1:2], "second")
         assert engine.events_dropped == 1

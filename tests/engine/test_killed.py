@@ -20,6 +20,7 @@ from tests.engine.kit import (
     children,
     describe,
     found,
+    ledger_in,
     put,
     settled,
     until,
@@ -41,25 +42,25 @@ def slow(disk, **changes):
 async def kill(engine, how=signal.SIGKILL):
     """Kill the runner that is up."""
     (runner,) = children()
-    lost = engine.runners_lost
+    lost = engine.steps.runners_lost
     os.kill(runner, how)
-    await until(lambda: engine.runners_lost > lost, engine)
+    await until(lambda: engine.steps.runners_lost > lost, engine)
 
 
 async def until_serving(engine, number):
     """Wait until a chunk that only the tier has comes."""
     async with asyncio.timeout(PATIENCE_S):
         while not await found(engine, [number]):
-            await engine.drained()
+            await engine.drain()
 
 
 async def test_a_runner_killed_in_mid_transfer_costs_hits_and_no_byte(open_engine, disk):
     engine = await open_engine(16, slow(disk), runner="process", limits={"action_chunks": 2})
     for first in range(0, 48, 8):
         assert await put(engine, range(first, first + 8)) == 8
-    assert await engine.drained()
+    assert await engine.drain()
     dice = random.Random(10)
-    (tier,) = engine.ledger.tiers
+    (tier,) = ledger_in(engine).tiers
     for turn in range(10):
         calls = [asyncio.ensure_future(found(engine, range(first, first + 4))) for first in range(0, 48, 12)]
         calls += [asyncio.ensure_future(put(engine, range(100 + 4 * turn, 104 + 4 * turn)))]
@@ -67,9 +68,9 @@ async def test_a_runner_killed_in_mid_transfer_costs_hits_and_no_byte(open_engin
         await asyncio.sleep(dice.uniform(0, 0.01))
         await kill(engine)
         await asyncio.gather(*calls)
-        await engine.areset()
+        await engine.reset()
         await until_serving(engine, 0)
-    assert engine.runners_lost == 10
+    assert engine.steps.runners_lost == 10
     assert tier.counters.failures["lost"] > 0
     await until(lambda: settled(engine), engine)
     assert [await found(engine, range(first, first + 8)) for first in range(0, 48, 8)] == [8] * 6
@@ -79,16 +80,16 @@ async def test_what_a_killed_runner_kept_in_memory_is_a_miss(open_engine):
     engine = await open_engine(4, {"type": "dummy"}, runner="process")
     await put(engine, [1, 2])
     await put(engine, [3, 4, 5, 6])
-    assert await engine.drained()
+    assert await engine.drain()
     await kill(engine)
     assert await found(engine, [1]) == 0
     assert await found(engine, [3, 4]) == 2
     assert await put(engine, [1, 2]) == 2
     async with asyncio.timeout(PATIENCE_S):
         number = 100
-        while not engine.ledger.tiers[0].counters.stored > 6:
+        while not ledger_in(engine).tiers[0].counters.stored > 6:
             await put(engine, [number])
-            await engine.drained()
+            await engine.drain()
             number += 1
     assert await at_rest(engine)
 
@@ -97,7 +98,7 @@ async def test_a_runner_that_hangs_is_replaced_for_its_silence(open_engine, disk
     engine = await open_engine(4, disk, runner="process", limits={"heartbeat_s": 0.5})
     await put(engine, [1])
     await put(engine, [2, 3, 4, 5])
-    assert await engine.drained()
+    assert await engine.drain()
     await kill(engine, signal.SIGSTOP)
     await until_serving(engine, 1)
     await until(lambda: settled(engine), engine)
@@ -107,7 +108,7 @@ async def test_a_runner_that_holds_too_many_rows_is_replaced_and_its_rows_come_b
     hung = {"type": FAULTY, "inner": disk, "script": {"store": ["hang"]}, "limits": {"deadline_s": 0.05}}
     engine = await open_engine(8, hung, runner="process", limits={"quarantine_share": 0.2})
     await put(engine, [1, 2])
-    await until(lambda: engine.runners_lost == 1, engine)
+    await until(lambda: engine.steps.runners_lost == 1, engine)
     await until(lambda: settled(engine), engine)
     assert await found(engine, [1, 2]) == 2
     assert await put(engine, range(10, 18)) == 8
@@ -119,9 +120,9 @@ async def test_a_runner_that_holds_few_rows_is_left_alone(open_engine, disk):
         8, hung | {"faults": {"hang_s": 0.5}}, runner="process", limits={"quarantine_share": 0.5}
     )
     await put(engine, [1, 2])
-    await until(lambda: engine.ledger.tiers[0].counters.failures, engine)
+    await until(lambda: ledger_in(engine).tiers[0].counters.failures, engine)
     await until(lambda: settled(engine), engine)
-    assert engine.runners_lost == 0
+    assert engine.steps.runners_lost == 0
 
 
 async def test_while_no_runner_can_be_started_the_primary_serves_and_the_tier_comes_back(open_engine, tmp_path):
@@ -130,13 +131,13 @@ async def test_while_no_runner_can_be_started_the_primary_serves_and_the_tier_co
     engine = await open_engine(4, {"type": "fs", "root": str(mount / "tier")}, runner="process")
     await put(engine, [1])
     await put(engine, [2, 3, 4, 5])
-    assert await engine.drained()
+    assert await engine.drain()
     mount.rename(tmp_path / "away")
     await kill(engine)
     assert await found(engine, [2, 3, 4]) == 3
     assert await found(engine, [1]) == 0
     assert await put(engine, [6]) == 1
-    assert engine.ledger.tiers[0].counters.dropped == {"runner": 1}
+    assert ledger_in(engine).tiers[0].counters.dropped == {"runner": 1}
     (tmp_path / "away").rename(mount)
     await until_serving(engine, 1)
 
@@ -145,8 +146,9 @@ async def test_while_no_runner_can_be_started_the_primary_serves_and_the_tier_co
 
 OWNER = """
 import signal, sys
-from tests.engine.kit import children, describe, store
+from tests.engine.kit import children, describe, ledger_in, store
 from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.steps import StepManager
 
 def interrupted(number, frame):
     raise KeyboardInterrupt
@@ -156,15 +158,15 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
 tier = eval(sys.argv[1])
 if sys.argv[2] == "opening":
     print("opening", flush=True)
-engine = TieringOffloadingManager.start(describe(64, tier, runner="process"))
+engine = StepManager.start(describe(64, tier, runner="process"))
 if sys.argv[2] == "opens":
-    engine.shutdown()
+    engine.close()
     print(engine.runners_lost, flush=True)
 if sys.argv[2] == "stores":
     print(*children(), flush=True)
     for number in range(0, 1 << 30, 8):
         store(engine, range(number, number + 8))
-        while not engine.ledger.outbox.room(8):
+        while not ledger_in(engine).outbox.room(8):
             engine.drain(0.01)
 if sys.argv[2] == "waits":
     store(engine, range(8))
@@ -174,8 +176,8 @@ if sys.argv[2] == "waits":
     except KeyboardInterrupt:
         store(engine, range(8, 16))
         engine.drain()
-        print(engine.ledger.tiers[0].counters.stored, engine.runners_lost, flush=True)
-    engine.shutdown()
+        print(ledger_in(engine).tiers[0].counters.stored, engine.runners_lost, flush=True)
+    engine.close()
 """
 
 
@@ -263,7 +265,7 @@ def test_what_a_killed_owner_was_told_was_stored_is_there_for_the_next_one(owner
     assert gone(killed.pid)
 
     async def look() -> int:
-        async with await TieringOffloadingManager.open(describe(64, disk)) as engine:
+        async with TieringOffloadingManager.open(describe(64, disk)) as engine:
             return await found(engine, range(9))
 
     assert asyncio.run(look()) == 8

@@ -10,7 +10,7 @@ import pytest
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import RowsStillRead
 from kvtier.memory.region import Region
-from tests.engine.kit import CHUNK_BYTES, at_rest, chunk, describe, found, key, put, settled
+from tests.engine.kit import CHUNK_BYTES, at_rest, chunk, describe, found, key, ledger_in, put, settled
 
 pytestmark = pytest.mark.virtual_time
 
@@ -58,7 +58,7 @@ async def test_a_row_that_is_kept_stops_neither_puts_nor_resets_and_is_used_agai
     made = await keep(engine, [1, 2], make)
     async with asyncio.timeout(60):
         assert await put(engine, [3, 4]) == 0
-        assert await engine.areset()
+        assert await engine.reset()
         assert await put(engine, [3, 4]) == 0
     assert starts_with(made[0], 1)
     del made[0]
@@ -101,7 +101,7 @@ async def test_what_the_block_itself_raised_is_raised_with_a_note(open_engine):
         await fetch_and_fail()
     assert ["1 of 1 rows" in note for note in raised.value.__notes__] == [True]
     assert starts_with(kept[0], 1)
-    assert not engine.ledger.rows_in_use
+    assert not ledger_in(engine).rows_in_use
 
 
 async def test_a_fetch_that_is_cancelled_while_its_rows_are_kept_is_cancelled(open_engine):
@@ -184,9 +184,9 @@ async def test_get_gives_copies_of_the_leading_run(open_engine):
     engine = await open_engine(4)
     await put(engine, [1, 2])
     assert await engine.get([key(1), key(2), key(3)]) == [chunk(1), chunk(2)]
-    engine.on_new_request("r")
+    engine.steps.on_new_request("r")
     assert await engine.get([key(3)], request_id="r") == []
-    engine.on_request_finished("r")
+    engine.steps.on_request_finished("r")
     assert await at_rest(engine)
 
 

@@ -11,10 +11,10 @@ import pytest
 
 from kvtier.engine.breaker import BreakerState
 from kvtier.engine.ledger import LookupResult
-from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.steps import StepManager
 from kvtier.testing.simulation.audit import audit, audit_quiet
 from tests.engine.hung_mount import release, shut
-from tests.engine.kit import FAULTY, PATIENCE_S, at_rest, describe, found, key, put, until
+from tests.engine.kit import FAULTY, PATIENCE_S, at_rest, describe, found, key, ledger_in, put, until
 
 DEADLINE_S = 0.3
 COOLDOWN_S = 1.0  # Longer than a busy machine takes for the few calls that must come before its end.
@@ -45,7 +45,7 @@ async def filled(open_engine, mount, runner, rows=8, *more, **fields):
     """Open an engine whose mount holds chunks 0 to 3, and whose primary does not."""
     engine = await open_engine(rows, mount, *more, runner=runner, **fields)
     await put(engine, range(4))
-    assert await engine.areset(PATIENCE_S)
+    assert await engine.reset(PATIENCE_S)
     return engine
 
 
@@ -59,9 +59,9 @@ async def test_a_load_that_hangs_ends_at_its_deadline_as_a_miss(open_engine, mou
         begun = time.monotonic()
         assert await found(engine, [0, 1]) == 0
         assert DEADLINE_S <= time.monotonic() - begun < PATIENCE_S
-        assert engine.ledger.tiers[0].counters.failures == {"deadline": 2}
-        assert not engine.has_pending_work()
-    await until(lambda: not engine.ledger.primary.quarantined, engine)
+        assert ledger_in(engine).tiers[0].counters.failures == {"deadline": 2}
+        assert not engine.steps.has_pending_work()
+    await until(lambda: not ledger_in(engine).primary.quarantined, engine)
     assert await at_rest(engine)
 
 
@@ -69,16 +69,16 @@ async def test_rows_of_a_hung_load_are_nobody_elses_until_its_thread_is_back(ope
     engine = await filled(open_engine, mount, runner, limits={"quarantine_share": 1.0})
     with shut(gates, "load"):
         await found(engine, range(3))
-        lost = set(engine.ledger.primary.quarantined)
+        lost = set(ledger_in(engine).primary.quarantined)
         assert len(lost) == 3
         assert await put(engine, range(10, 18)) < 8
-        assert lost.isdisjoint(engine.ledger.primary.ready.values())
-        stored = [number for number in range(10, 18) if key(number) in engine.ledger.primary.ready]
-        audit(engine.ledger)
-    await until(lambda: not engine.ledger.primary.quarantined, engine)
+        assert lost.isdisjoint(ledger_in(engine).primary.ready.values())
+        stored = [number for number in range(10, 18) if key(number) in ledger_in(engine).primary.ready]
+        audit(ledger_in(engine))
+    await until(lambda: not ledger_in(engine).primary.quarantined, engine)
     for number in stored:  # The thread came back and wrote its rows: nobody else's bytes.
         assert await found(engine, [number]) == 1
-    await until(lambda: not engine.has_pending_work(), engine)
+    await until(lambda: not engine.steps.has_pending_work(), engine)
     audit_quiet(engine)
 
 
@@ -87,14 +87,14 @@ async def test_a_hung_store_keeps_its_rows_and_stops_no_other(open_engine, mount
     engine = await open_engine(16, mount, healthy, runner=runner, limits={"quarantine_share": 1.0})
     with shut(gates, "store"):
         await put(engine, range(4))
-        assert await engine.drained(PATIENCE_S)
-        hung, other = engine.ledger.tiers
+        assert await engine.drain(PATIENCE_S)
+        hung, other = ledger_in(engine).tiers
         assert hung.counters.failures == {"deadline": 4}
         assert other.counters.stored == 4
-        assert len(engine.ledger.transfers.cascade_rows) == 4
+        assert len(ledger_in(engine).transfers.cascade_rows) == 4
         assert await put(engine, range(10, 14)) == 4
         assert await found(engine, range(10, 14)) == 4
-    await until(lambda: not engine.ledger.transfers.cascade_rows, engine)
+    await until(lambda: not ledger_in(engine).transfers.cascade_rows, engine)
     assert await at_rest(engine)
 
 
@@ -107,7 +107,7 @@ async def test_loads_go_on_while_every_store_hangs(open_engine, mount, gates, ru
 
 async def test_the_breaker_opens_tries_and_closes_and_the_metrics_say_so(open_engine, mount, gates, runner):
     engine = await filled(open_engine, mount, runner, rows=16, limits={"quarantine_share": 1.0})
-    tier = engine.ledger.tiers[0]
+    tier = ledger_in(engine).tiers[0]
     name = tier.spec.name
 
     def states():
@@ -132,7 +132,7 @@ async def test_the_breaker_opens_tries_and_closes_and_the_metrics_say_so(open_en
     assert await found(engine, [3]) == 1
     assert states() == {"closed": 1.0, "open": 0.0, "half_open": 0.0}
     assert tier.breaker.opened == 2
-    await until(lambda: not engine.ledger.primary.quarantined, engine)
+    await until(lambda: not ledger_in(engine).primary.quarantined, engine)
 
 
 @pytest.mark.usefixtures("outside")
@@ -140,8 +140,8 @@ async def test_a_runner_with_too_many_hung_rows_is_replaced_and_they_come_back(o
     engine = await filled(open_engine, mount, "process", limits={"quarantine_share": 0.1})
     with shut(gates, "load"):
         assert await found(engine, range(3)) == 0
-        await until(lambda: engine.runners_lost == 1 and not engine.ledger.primary.quarantined, engine)
-    await until(lambda: engine.ledger.runner_up, engine)
+        await until(lambda: engine.steps.runners_lost == 1 and not ledger_in(engine).primary.quarantined, engine)
+    await until(lambda: ledger_in(engine).runner_up, engine)
     await asyncio.sleep(1.1 * COOLDOWN_S)
     assert await found(engine, [3]) == 1
 
@@ -155,24 +155,24 @@ def test_a_reset_of_a_hung_engine_ends_at_its_deadline(start_engine, mount, gate
         assert not engine.reset(deadline_s=DEADLINE_S)
         assert DEADLINE_S <= time.monotonic() - begun < PATIENCE_S
         engine.on_reset_flushed()
-        assert len(engine.ledger.primary.quarantined) == 2
-        assert engine.ledger.tiers[0].breaker.state is BreakerState.OPEN
+        assert len(ledger_in(engine).primary.quarantined) == 2
+        assert ledger_in(engine).tiers[0].breaker.state is BreakerState.OPEN
         assert store(engine, range(10, 18)) == 0
         assert store(engine, range(10, 16)) == 6
-        audit(engine.ledger)
+        audit(ledger_in(engine))
     begun = time.monotonic()
-    while engine.ledger.primary.quarantined and time.monotonic() - begun < PATIENCE_S:
+    while ledger_in(engine).primary.quarantined and time.monotonic() - begun < PATIENCE_S:
         engine.drain(0.01)
-    assert not engine.ledger.primary.quarantined
+    assert not ledger_in(engine).primary.quarantined
 
 
 def test_a_shutdown_of_a_hung_engine_ends_at_its_deadline_and_says_what_it_left(mount, gates, runner):
     mount["limits"] = {"deadline_s": 600}
-    engine = TieringOffloadingManager.start(describe(8, mount, runner=runner))
+    engine = StepManager.start(describe(8, mount, runner=runner))
     with shut(gates, "store"):
         store(engine, [1, 2])
         begun = time.monotonic()
-        assert engine.shutdown(deadline_s=DEADLINE_S) == 1
+        assert engine.close(deadline_s=DEADLINE_S) == 1
         assert 2 * DEADLINE_S <= time.monotonic() - begun < PATIENCE_S
 
 
@@ -197,7 +197,7 @@ async def test_a_probe_that_hangs_is_a_miss_at_its_deadline(open_engine, caplog)
     engine = await open_engine(2, tier)
     assert await found(engine, [1]) == 0
     assert asyncio.get_running_loop().time() == 5.0
-    assert engine.ledger.tiers[0].counters.probes_failed == 1
+    assert ledger_in(engine).tiers[0].counters.probes_failed == 1
     assert "a question about 1 chunks ran out of time" in caplog.text
 
 
@@ -206,10 +206,10 @@ async def test_a_deletion_that_hangs_is_counted_and_logged(open_engine, caplog):
     tier = {"type": FAULTY, "inner": {"type": "dummy"}, "script": {"delete": ["hang"]}, "limits": {"deadline_s": 5}}
     engine = await open_engine(4, tier)
     await put(engine, range(2))
-    await engine.drained()
+    await engine.drain()
     await engine.delete([key(0), key(1)])
     assert await at_rest(engine)
-    assert engine.ledger.tiers[0].counters.failures == {"deadline": 2}
+    assert ledger_in(engine).tiers[0].counters.failures == {"deadline": 2}
     assert "a deletion of 2 chunks ran out of time" in caplog.text
     assert await found(engine, [0]) == 0
 
@@ -220,7 +220,7 @@ async def test_waiting_for_a_budget_that_hung_loads_hold_ends_at_the_deadline(op
     tier = {"type": FAULTY, "inner": {"type": "dummy"}, "script": {"load": ["hang", "hang"]}, "limits": limits}
     engine = await open_engine(8, tier)
     await put(engine, range(4))
-    await engine.areset()
+    await engine.reset()
     counts = await asyncio.gather(*(found(engine, [number]) for number in range(4)))
     assert asyncio.get_running_loop().time() <= 10.0
     assert sum(counts) <= 2
@@ -237,11 +237,11 @@ async def test_a_tier_slower_than_the_stores_drops_cascades_and_says_how_many(op
     for first in range(0, 100, 4):
         assert store(engine, range(first, first + 4)) == 4
         await asyncio.sleep(1.0)
-    await engine.drained(1_000)
-    (tier,) = engine.ledger.tiers
+    await engine.drain(1_000)
+    (tier,) = ledger_in(engine).tiers
     assert tier.counters.stored + tier.counters.dropped["budget"] == 100
     assert tier.counters.stored >= 12
-    assert engine.ledger.counters.stores_refused == 0
+    assert ledger_in(engine).counters.stores_refused == 0
     assert (
         sample(engine, "kvtier_tier_dropped_total", tier=tier.spec.name, reason="budget") == 100 - tier.counters.stored
     )
@@ -254,6 +254,6 @@ async def test_hung_stores_pin_no_more_than_their_share_and_the_rest_is_dropped(
     for first in range(0, 64, 4):
         assert store(engine, range(first, first + 4)) == 4
         await asyncio.sleep(100)
-    assert engine.ledger.tiers[0].counters.dropped == {"pinned": 60}
-    engine.on_new_request("looking")
-    assert engine.lookup(key(63), "looking") is LookupResult.HIT
+    assert ledger_in(engine).tiers[0].counters.dropped == {"pinned": 60}
+    engine.steps.on_new_request("looking")
+    assert engine.steps.lookup(key(63), "looking") is LookupResult.HIT

@@ -9,7 +9,7 @@ import pytest
 
 from kvtier import __version__
 from kvtier.runner.process import ProcessBridge
-from tests.engine.kit import FAULTY, at_rest, put, until
+from tests.engine.kit import FAULTY, at_rest, ledger_in, put, until
 
 
 @pytest.fixture(autouse=True)
@@ -30,8 +30,8 @@ async def test_an_engine_says_what_it_is_when_it_starts(open_engine, log, runner
     pid = int(line.rpartition(" ")[2])
     assert (pid == os.getpid()) == (runner != "process")
     if runner == "process":
-        assert isinstance(engine._bridge, ProcessBridge)
-        assert engine._bridge.pid == pid
+        assert isinstance(engine.steps._bridge, ProcessBridge)
+        assert engine.steps._bridge.pid == pid
 
 
 @pytest.mark.parametrize("layout", ["files", "segments"])
@@ -71,7 +71,7 @@ async def test_what_a_runners_process_logs_comes_out_in_the_owners_log_as_its_ow
     await until(lambda: lines(log, "tier ill: the tier cannot be reached"), engine)
     (record,) = [record for record in log.records if "cannot be reached" in record.getMessage()]
     assert (record.name, record.levelno, record.filename) == ("kvtier.runner.runner", logging.WARNING, "runner.py")
-    assert record.process == engine._bridge.pid
+    assert record.process == engine.steps._bridge.pid
     assert record.funcName == "_completed"
 
 
@@ -89,10 +89,10 @@ async def test_a_runners_process_says_no_more_than_its_owners_level_allows(open_
 @pytest.mark.usefixtures("outside")
 async def test_a_runner_that_takes_the_place_of_a_lost_one_is_told(open_engine, log):
     engine = await open_engine(8, {"type": "dummy", "name": "own"}, runner="process")
-    lost = engine._bridge.pid
+    lost = engine.steps._bridge.pid
     await until(lambda: lines(log, "tier own"), engine)
     os.kill(lost, signal.SIGKILL)
     await until(lambda: len(lines(log, "tier own")) == 2, engine)
-    await until(lambda: engine.ledger.runner_up, engine)
+    await until(lambda: ledger_in(engine).runner_up, engine)
     assert lines(log, f"runner {lost} is lost; starting another")
-    assert lines(log, f"runner {engine._bridge.pid} takes its place")
+    assert lines(log, f"runner {engine.steps._bridge.pid} takes its place")

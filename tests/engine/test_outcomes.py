@@ -97,11 +97,11 @@ async def test_an_observer_that_raises_is_logged_and_costs_no_outcome(nothing_le
 
     async with (
         asyncio.timeout(PATIENCE_S),
-        await TieringOffloadingManager.open(describe(4, {"type": "dummy"}), observer=observe) as engine,
+        TieringOffloadingManager.open(describe(4, {"type": "dummy"}), observer=observe) as engine,
     ):
         await put(engine, [1, 2])
         assert await at_rest(engine)
-        assert await engine.areset()
+        assert await engine.reset()
         assert await found(engine, [1, 2]) == 2
         assert await at_rest(engine)
     assert "observer" in caplog.text

@@ -7,7 +7,7 @@ import pytest
 from kvtier.engine.ledger import LookupResult
 from kvtier.policies.lru import LRU
 from kvtier_backends.dummy import forget_store
-from tests.engine.kit import FAULTY, at_rest, chunk, found, key, put
+from tests.engine.kit import FAULTY, at_rest, chunk, found, key, ledger_in, put
 
 pytestmark = pytest.mark.virtual_time
 
@@ -36,12 +36,12 @@ async def test_what_was_promoted_is_not_the_next_victim(open_engine, policy):
     engine = await open_engine(4, SLOW, eviction_policy=policy)
     await put(engine, [1])
     await put(engine, range(10, 14))
-    await engine.drained()
-    engine.on_new_request("waiting")
-    assert engine.lookup(key(1), "waiting") is PENDING
-    await engine.drained()
+    await engine.drain()
+    engine.steps.on_new_request("waiting")
+    assert engine.steps.lookup(key(1), "waiting") is PENDING
+    await engine.drain()
     await put(engine, [20])
-    assert engine.lookup(key(1), "waiting") is HIT
+    assert engine.steps.lookup(key(1), "waiting") is HIT
 
 
 @pytest.mark.parametrize("policy", ["lru", "fifo", "arc"])
@@ -59,14 +59,14 @@ async def test_a_chunk_that_is_gone_is_promoted_once_and_then_a_miss(open_engine
     engine = await open_engine(2, scripted(load=["missing"]))
     await put(engine, [1])
     await put(engine, [2, 3])
-    await engine.drained()
-    engine.on_new_request("waiting")
-    assert engine.lookup(key(1), "waiting") is PENDING
-    await engine.drained()
-    assert [engine.lookup(key(1), "waiting") for _ in range(3)] == [MISS] * 3
-    engine.on_new_request("next")
-    assert engine.lookup(key(1), "next") is MISS
-    assert engine.ledger.tiers[0].counters.promoted == 1
+    await engine.drain()
+    engine.steps.on_new_request("waiting")
+    assert engine.steps.lookup(key(1), "waiting") is PENDING
+    await engine.drain()
+    assert [engine.steps.lookup(key(1), "waiting") for _ in range(3)] == [MISS] * 3
+    engine.steps.on_new_request("next")
+    assert engine.steps.lookup(key(1), "next") is MISS
+    assert ledger_in(engine).tiers[0].counters.promoted == 1
 
 
 async def test_a_tier_that_always_says_present_and_never_has_it_ends_no_request_in_a_loop(open_engine):
@@ -74,9 +74,9 @@ async def test_a_tier_that_always_says_present_and_never_has_it_ends_no_request_
     for round_ in range(5):
         await put(engine, [1])
         await put(engine, [10 + 2 * round_, 11 + 2 * round_])
-        await engine.drained()
+        await engine.drain()
         assert await found(engine, [1]) == 0
-    assert engine.ledger.tiers[0].counters.promoted == 5
+    assert ledger_in(engine).tiers[0].counters.promoted == 5
 
 
 # A policy that never evicts: nothing finds room, and nothing may wait for it.
@@ -100,7 +100,7 @@ async def test_a_policy_that_never_evicts_is_a_miss_for_what_a_tier_has(open_eng
     engine = await open_engine(1, disk, eviction_policy=f"{__name__}:Miser")
     await asyncio.sleep(1)
     assert await found(engine, [1, 2]) == 1  # The one row took the head; the rest is a miss, not a wait.
-    assert engine.ledger.counters.promotions_refused
+    assert ledger_in(engine).counters.promotions_refused
     await engine.aclose()
     forget_store("miser")
 
@@ -114,21 +114,21 @@ async def test_a_prefix_loses_its_tail_first(open_engine, policy):
     await put(engine, range(6))
     for number in range(10, 14):
         await put(engine, [number])
-    left = [number for number in range(6) if key(number) in engine.ledger.primary.ready]
+    left = [number for number in range(6) if key(number) in ledger_in(engine).primary.ready]
     assert left == list(range(len(left)))
 
 
 async def test_a_prefix_that_came_in_pieces_loses_its_tail_first(open_engine):
     engine = await open_engine(8)
-    engine.on_new_request("long")
+    engine.steps.on_new_request("long")
     for piece in (range(2), range(2, 4), range(4, 6)):
-        plan = engine.prepare_store([key(number) for number in piece], "long")
-        engine.complete_store(plan.keys, "long")
-        engine.end_step()
-    engine.on_request_finished("long")
+        plan = engine.steps.prepare_store([key(number) for number in piece], "long")
+        engine.steps.complete_store(plan.keys, "long")
+        engine.steps.end_step()
+    engine.steps.on_request_finished("long")
     for number in range(10, 15):
         await put(engine, [number])
-    left = [number for number in range(6) if key(number) in engine.ledger.primary.ready]
+    left = [number for number in range(6) if key(number) in ledger_in(engine).primary.ready]
     assert left == [0, 1, 2]
 
 
@@ -139,24 +139,24 @@ async def test_a_prefix_that_came_in_pieces_loses_its_tail_first(open_engine):
 async def test_a_store_that_failed_in_a_tier_is_not_looked_for_there(open_engine, failure):
     engine = await open_engine(2, scripted(store=[failure]))
     await put(engine, [1])
-    await engine.drained()
+    await engine.drain()
     await put(engine, [2, 3])
-    engine.on_new_request("next")
-    assert engine.lookup(key(1), "next") is MISS
-    assert engine.ledger.tiers[0].counters.promoted == 0
+    engine.steps.on_new_request("next")
+    assert engine.steps.lookup(key(1), "next") is MISS
+    assert ledger_in(engine).tiers[0].counters.promoted == 0
 
 
 async def test_a_store_that_failed_in_the_primary_is_neither_found_nor_sent_on(open_engine):
     engine = await open_engine(2, SLOW)
-    engine.on_new_request("failing")
-    plan = engine.prepare_store([key(1), key(2)], "failing")
+    engine.steps.on_new_request("failing")
+    plan = engine.steps.prepare_store([key(1), key(2)], "failing")
     for number, row in zip((1, 2), plan.rows, strict=True):
-        engine.region.row(row)[:] = chunk(number)
-    engine.complete_store(plan.keys[:1], "failing")
-    engine.complete_store(plan.keys[1:], "failing", success=False)
-    await engine.drained()
+        engine.steps.region.row(row)[:] = chunk(number)
+    engine.steps.complete_store(plan.keys[:1], "failing")
+    engine.steps.complete_store(plan.keys[1:], "failing", success=False)
+    await engine.drain()
     assert await found(engine, [1, 2]) == 1
-    assert engine.ledger.tiers[0].counters.stored == 1
+    assert ledger_in(engine).tiers[0].counters.stored == 1
 
 
 # A cached "absent" that outlives a later store: the chunk is there, and nobody looks.
@@ -188,7 +188,7 @@ async def test_what_another_engine_stores_is_seen_when_the_answer_has_aged(open_
     ours, theirs = await open_engine(2, disk), await open_engine(2, disk)
     assert await found(ours, [1]) == 0
     await put(theirs, [1])
-    await theirs.drained()
+    await theirs.drain()
     assert await found(ours, [1]) == 0
     await asyncio.sleep(10)
     assert await found(ours, [1]) == 1
@@ -201,13 +201,13 @@ async def test_an_answer_that_ages_within_a_step_still_answers_who_asked(open_en
     engine = await open_engine(2, disk)
     await put(engine, [1])
     await put(engine, [2, 3])
-    await engine.drained()
+    await engine.drain()
     await asyncio.sleep(1)
-    engine.on_new_request("stepping")
+    engine.steps.on_new_request("stepping")
     answers = []
     for _ in range(5):
-        answers.append((engine.lookup(key(1), "stepping"), engine.lookup(key(9), "stepping")))
-        engine.end_step()
+        answers.append((engine.steps.lookup(key(1), "stepping"), engine.steps.lookup(key(9), "stepping")))
+        engine.steps.end_step()
         await asyncio.sleep(0.05)
     assert answers == [(RETRY, RETRY), (PENDING, MISS), *[(HIT, MISS)] * 3]
 
@@ -219,15 +219,15 @@ async def test_a_load_with_every_row_waiting_for_a_load_is_a_miss(open_engine):
     engine = await open_engine(2, SLOW, limits={"lease_share": 1.0})
     await put(engine, [1, 2])
     await put(engine, [3, 4])
-    await engine.drained()
+    await engine.drain()
     await put(engine, [5, 6])
-    await engine.drained()
-    engine.on_new_request("first")
-    engine.on_new_request("second")
-    assert [engine.lookup(key(number), "first") for number in (1, 2)] == [PENDING, PENDING]
-    assert engine.lookup(key(3), "second") is MISS
-    await engine.drained()
-    assert [engine.lookup(key(number), "first") for number in (1, 2)] == [HIT, HIT]
+    await engine.drain()
+    engine.steps.on_new_request("first")
+    engine.steps.on_new_request("second")
+    assert [engine.steps.lookup(key(number), "first") for number in (1, 2)] == [PENDING, PENDING]
+    assert engine.steps.lookup(key(3), "second") is MISS
+    await engine.drain()
+    assert [engine.steps.lookup(key(number), "first") for number in (1, 2)] == [HIT, HIT]
 
 
 async def test_loads_of_more_than_there_is_room_for_all_end(open_engine):
@@ -256,8 +256,8 @@ async def test_a_delete_does_not_wait_for_a_hung_store(open_engine):
 async def test_seed_22829_a_delete_waits_for_a_forgotten_request_no_longer_than_its_lease(open_engine):
     engine = await open_engine(2, SLOW, limits={"lease_s": 10})
     await put(engine, [1])
-    await engine.areset()
-    engine.on_new_request("forgotten")
+    await engine.reset()
+    engine.steps.on_new_request("forgotten")
     fetching = asyncio.ensure_future(engine.fetch([key(1)], request_id="forgotten").__aenter__())
     await asyncio.sleep(0.5)
     fetching.cancel()
@@ -270,7 +270,7 @@ async def test_seed_22829_a_delete_waits_for_a_forgotten_request_no_longer_than_
 async def test_leases_of_no_length_make_nobody_poll(open_engine):
     engine = await open_engine(4, SLOW, limits={"lease_s": 0})
     await put(engine, [1, 2])
-    await engine.areset()
+    await engine.reset()
     fetching = [asyncio.ensure_future(found(engine, [1, 2])) for _ in range(2)]
     deleting = asyncio.ensure_future(engine.delete([key(1)]))
     putting = asyncio.ensure_future(put(engine, range(10, 14)))

@@ -15,7 +15,7 @@ from kvtier.testing import virtual_time
 from kvtier.testing.simulation.audit import AuditedManager, audit_quiet
 from kvtier.testing.simulation.books import chunk_of
 from kvtier.testing.simulation.scheduler import Pace, Prompt, Scheduler, Served
-from tests.engine.kit import CHUNK_BYTES, describe, key
+from tests.engine.kit import CHUNK_BYTES, describe, key, ledger_in
 
 pytestmark = pytest.mark.virtual_time
 
@@ -42,14 +42,14 @@ async def serve(rows=ROWS, lease_share=0.5, lease_s=10.0, chunks_per_s=200, prom
     async with await AuditedManager.open(describe(rows, device, limits=limits)) as engine:
         for prompt in prompts:
             await engine.put(prompt.keys, [chunk_of(key, CHUNK_BYTES) for key in prompt.keys])
-        await engine.areset(10_000)
+        await engine.reset(10_000)
         begun = asyncio.get_running_loop().time()
         served = await Scheduler(engine, prompts, pace).run()
         seconds = asyncio.get_running_loop().time() - begun
         await asyncio.sleep(60)
-        engine.end_step()
+        engine.steps.end_step()
         audit_quiet(engine)
-        (tier,) = engine.ledger.tiers
+        (tier,) = ledger_in(engine).tiers
         return Run(served, seconds, sum(one.hits for one in served), tier.counters.promoted)
 
 
@@ -116,7 +116,7 @@ async def test_a_tier_that_fails_every_load_costs_its_hits_and_no_progress():
     async with await AuditedManager.open(describe(ROWS, faulty, limits=limits)) as engine:
         for prompt in PROMPTS:
             await engine.put(prompt.keys, [chunk_of(key, CHUNK_BYTES) for key in prompt.keys])
-        await engine.areset(10_000)
+        await engine.reset(10_000)
         served = await Scheduler(engine, PROMPTS, PACE._replace(prefill_chunks=64)).run()
         assert len(served) == REQUESTS
         assert max(one.looks for one in served) < 100

@@ -15,9 +15,10 @@ from tests.engine.kit import PATIENCE_S, children, found, put, until
 PRELUDE = """
 import asyncio, os, resource, signal, subprocess, sys, traceback
 from pathlib import Path
-from tests.engine.kit import children, chunk, describe, found, key, put, store, until
+from tests.engine.kit import children, chunk, describe, found, key, ledger_in, put, store, until
 from kvtier.errors import EngineClosed, KVTierError
 from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.steps import StepManager
 
 root, runner = sys.argv[1:3]
 """
@@ -83,19 +84,19 @@ mount.mkdir()
 
 async def main():
     tier = {"type": "fs", "root": str(mount / "tier")}
-    async with await TieringOffloadingManager.open(describe(4, tier, runner=runner)) as engine:
+    async with TieringOffloadingManager.open(describe(4, tier, runner=runner)) as engine:
         await put(engine, [1])
         await put(engine, [2, 3, 4, 5])
-        assert await engine.drained()
+        assert await engine.drain()
         mount.rename(mount.parent / "away")
         (child,) = children()
         os.kill(child, signal.SIGKILL)
-        await until(lambda: engine.runners_lost == 1, engine)
+        await until(lambda: engine.steps.runners_lost == 1, engine)
         seen = {child}
         await until(lambda: seen.update(children()) or len(seen) > 2, engine)
         (mount.parent / "away").rename(mount)
         while not await found(engine, [1]):
-            await engine.drained()
+            await engine.drain()
         print("served")
 
 asyncio.run(main())
@@ -117,21 +118,21 @@ async def main():
     for number in closed:
         os.close(number)
     tier = {"type": "fs", "root": root}
-    async with await TieringOffloadingManager.open(describe(4, tier, runner=runner)) as engine:
+    async with TieringOffloadingManager.open(describe(4, tier, runner=runner)) as engine:
         for turn in range(2 if runner == "process" else 1):
             assert await put(engine, [1, 2, 3, 4]) == 4
-            assert await engine.drained()
+            assert await engine.drain()
             assert await put(engine, [5, 6, 7, 8]) == 4
             while not await found(engine, [1, 2]) == 2:
-                await engine.drained()
+                await engine.drain()
             for pid in {os.getpid(), *children()}:
                 assert streams(pid) <= {"/dev/null"}, streams(pid)
             if runner == "process" and not turn:
                 (child,) = children()
                 os.kill(child, signal.SIGKILL)
-                await until(lambda: engine.runners_lost == 1, engine)
+                await until(lambda: engine.steps.runners_lost == 1, engine)
                 await until(lambda: children() - {child}, engine)
-                await engine.areset()
+                await engine.reset()
 
 try:
     asyncio.run(main())
@@ -153,7 +154,7 @@ except BaseException:
 def test_a_path_in_sys_path_is_no_reason_not_to_start(run):
     started = run("""
 sys.path.insert(0, Path("/nowhere"))
-TieringOffloadingManager.start(describe(4, {"type": "dummy"}, runner=runner)).shutdown()
+StepManager.start(describe(4, {"type": "dummy"}, runner=runner)).close()
 print("ended")
 """)
     assert output(started) == ["ended"]
@@ -166,15 +167,15 @@ def test_a_tier_that_its_owner_finds_in_its_working_directory_is_found_after_a_c
 sys.path.insert(0, "")
 async def main():
     tier = {"type": "tiers_of_mine:Mine"}
-    async with await TieringOffloadingManager.open(describe(4, tier, runner=runner)) as engine:
+    async with TieringOffloadingManager.open(describe(4, tier, runner=runner)) as engine:
         os.chdir("/")
         (child,) = children()
         os.kill(child, signal.SIGKILL)
-        await until(lambda: engine.runners_lost == 1, engine)
-        while not engine.ledger.tiers[0].counters.stored:
+        await until(lambda: engine.steps.runners_lost == 1, engine)
+        while not ledger_in(engine).tiers[0].counters.stored:
             await put(engine, [1])
-            await engine.drained()
-            await engine.areset()
+            await engine.drain()
+            await engine.reset()
         print("served")
 
 asyncio.run(main())
@@ -191,20 +192,20 @@ async def test_a_relative_root_is_the_same_directory_for_every_runner(open_engin
     engine = await open_engine(4, {"type": "fs", "root": "tier"}, runner="process")
     await put(engine, [1])
     await put(engine, [2, 3, 4, 5])
-    assert await engine.drained()
+    assert await engine.drain()
     monkeypatch.chdir(tmp_path / "elsewhere")
     (runner,) = children()
     os.kill(runner, signal.SIGKILL)
-    await until(lambda: engine.runners_lost == 1, engine)
+    await until(lambda: engine.steps.runners_lost == 1, engine)
     while not await found(engine, [1]):
-        await engine.drained()
+        await engine.drain()
     assert os.listdir() == []
 
 
 # Forks.
 
 FORKED = """
-engine = TieringOffloadingManager.start(describe(8, {"type": "fs", "root": root}, runner=runner))
+engine = StepManager.start(describe(8, {"type": "fs", "root": root}, runner=runner))
 store(engine, range(4))
 engine.drain()
 """
@@ -259,6 +260,7 @@ def refused(call, *args):
         raise AssertionError(call)
 
 engine.on_new_request("known")
+face = TieringOffloadingManager(engine, asyncio.new_event_loop())
 child = os.fork()
 if child == 0:
     for call, *args in [
@@ -274,22 +276,23 @@ if child == 0:
         (engine.take_events,),
         (engine.drain,),
         (engine.reset,),
-        (asyncio.run, put(engine, [1])),
-        (asyncio.run, found(engine, [1])),
-        (asyncio.run, engine.delete([key(1)])),
-        (asyncio.run, engine.drained()),
-        (asyncio.run, engine.areset()),
+        (engine.delete, [key(1)]),
+        (asyncio.run, put(face, [1])),
+        (asyncio.run, found(face, [1])),
+        (asyncio.run, face.delete([key(1)])),
+        (asyncio.run, face.drain()),
+        (asyncio.run, face.reset()),
     ]:
         refused(call, *args)
-    assert engine.shutdown() == 0
-    assert asyncio.run(engine.aclose()) == 0
+    assert engine.close() == 0
+    assert asyncio.run(face.aclose()) == 0
     sys.exit(0)
 assert os.waitpid(child, 0)[1] == 0
 engine.on_request_finished("known")
 store(engine, range(4, 8))
 assert engine.drain()
-print(engine.ledger.tiers[0].counters.stored, engine.runners_lost)
-assert engine.shutdown() == 0
+print(ledger_in(engine).tiers[0].counters.stored, engine.runners_lost)
+assert engine.close() == 0
 """,
         runner,
     )
@@ -300,7 +303,7 @@ def test_a_fork_keeps_no_lock_of_an_fs_tier_and_takes_none_away(run, tmp_path):
     """The engine's runner is a thread, so the fork has all of its descriptors."""
     forked = run(
         """
-engine = TieringOffloadingManager.start(describe(8, {"type": "fs", "root": root, "layout": "segments"}, runner=runner))
+engine = StepManager.start(describe(8, {"type": "fs", "root": root, "layout": "segments"}, runner=runner))
 store(engine, range(4))
 engine.drain()
 child = os.fork()
@@ -330,15 +333,15 @@ LIMITED = """
 what, most = sys.argv[3:]
 resource.setrlimit(getattr(resource, f"RLIMIT_{what}"), (int(most), int(most)))
 try:
-    engine = TieringOffloadingManager.start(describe(8, {"type": "fs", "root": root}, runner=runner))
+    engine = StepManager.start(describe(8, {"type": "fs", "root": root}, runner=runner))
 except KVTierError as error:
     assert f"RLIMIT_{what}" in str(error) and "ulimit" in str(error), error
     print("refused")
 else:
     store(engine, range(4))
     engine.drain()
-    assert engine.ledger.tiers[0].counters.stored == 4 or what == "AS"  # There any call may find no memory.
-    engine.shutdown()
+    assert ledger_in(engine).tiers[0].counters.stored == 4 or what == "AS"  # There any call may find no memory.
+    engine.close()
     print("works")
 """
 

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from tests.engine.kit import FAULTY, at_rest, chunk, found, key, put
+from tests.engine.kit import FAULTY, at_rest, chunk, found, key, ledger_in, put
 
 DUMMY = {"type": "dummy"}
 
@@ -23,19 +23,19 @@ async def test_more_than_the_primary_holds_comes_back_from_a_tier(open_engine, r
     engine = await open_engine(8, tier, runner=runner)
     for first in range(0, 32, 4):
         assert await put(engine, range(first, first + 4)) == 4
-    assert await engine.drained()
+    assert await engine.drain()
     for first in range(0, 32, 4):
         assert await found(engine, range(first, first + 4)) == 4
-    (counters,) = (tier.counters for tier in engine.ledger.tiers)
+    (counters,) = (tier.counters for tier in ledger_in(engine).tiers)
     assert (counters.stored, counters.dropped, counters.failures) == (32, {}, {})
-    assert engine.ledger.counters.hits + counters.hits == 32
+    assert ledger_in(engine).counters.hits + counters.hits == 32
     assert await at_rest(engine)
 
 
 async def test_a_request_larger_than_the_primary_keeps_and_gives_its_leading_part(open_engine, runner):
     engine = await open_engine(4, DUMMY, runner=runner)
     assert await put(engine, range(10)) == 4
-    assert await engine.drained()
+    assert await engine.drain()
     assert await found(engine, range(10)) == 4
     assert await at_rest(engine)
 
@@ -44,7 +44,7 @@ async def test_a_run_that_lies_in_a_tier_and_exceeds_the_primary_gives_its_leadi
     engine = await open_engine(4, DUMMY, runner=runner, limits={"lease_share": 1.0})
     for number in range(10):
         await put(engine, [number])
-    assert await engine.drained()
+    assert await engine.drain()
     assert await found(engine, range(10)) == 4
     assert await at_rest(engine)
 
@@ -74,8 +74,8 @@ async def test_three_tiers_of_different_speeds_all_get_everything(open_engine, r
     engine = await open_engine(8, DUMMY, disk, slow, runner=runner)
     for number in range(0, 24, 3):
         assert await put(engine, range(number, number + 3)) == 3
-    assert await engine.drained()
-    assert [tier.counters.stored for tier in engine.ledger.tiers] == [24, 24, 24]
+    assert await engine.drain()
+    assert [tier.counters.stored for tier in ledger_in(engine).tiers] == [24, 24, 24]
     assert await found(engine, range(3)) == 3
     assert await at_rest(engine)
 
@@ -124,7 +124,7 @@ async def test_keys_of_any_length_are_kept_apart(open_engine, runner, tmp_path):
     keys = [b"\0\0\0\0", b"/\0\0\0\0", b"..\0\0\0\0", b"a\0\0\0\0", b"A\0\0\0\0", b"\xff" * 36]
     for number, each in enumerate(keys):
         assert await engine.put([each], [chunk(number)]) == 1
-    assert await engine.drained()
+    assert await engine.drain()
     for number, each in enumerate(keys):
         async with engine.fetch([each]) as rows:
             assert [bytes(row) for row in rows] == [chunk(number)]
@@ -146,7 +146,7 @@ async def test_deleting_waits_for_those_who_hold_the_rows(open_engine, runner):
     await put(engine, [1])
     async with engine.fetch([key(1)]) as rows:
         deleting = asyncio.ensure_future(engine.delete([key(1)]))
-        assert await engine.drained()
+        assert await engine.drain()
         assert not deleting.done()
         assert bytes(rows[0]) == chunk(1)
     await deleting
@@ -158,16 +158,16 @@ async def test_a_tier_lets_a_long_requests_tail_go_before_its_head(open_engine, 
     tier = {"type": "fs", "root": str(tmp_path / "tier"), "capacity_bytes": "1MiB", "naming": "flat"}
     engine = await open_engine(8, tier, runner=runner, events=True)
     prefix = [key(number) for number in range(6)]
-    engine.on_new_request("long")
+    engine.steps.on_new_request("long")
     for start in range(0, 6, 2):
         chunks = [chunk(start), chunk(start + 1)]
         assert await engine.put(prefix[start : start + 2], chunks, request_id="long") == 2
-        assert await engine.drained()
-    engine.on_request_finished("long")
+        assert await engine.drain()
+    engine.steps.on_request_finished("long")
     gone: list[bytes] = []
     for newer in range(1_000, 9_000):
         await put(engine, [newer])
-        assert await engine.drained()
+        assert await engine.drain()
         removed = [event for event in engine.take_events() if (event.kind.value, event.tier) == ("removed", "0:fs")]
         gone += [one for event in removed for one in event.keys if one in prefix]
         if gone:

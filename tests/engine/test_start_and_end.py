@@ -9,11 +9,12 @@ import threading
 import pytest
 
 from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.steps import StepManager
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory.region import Region
 from kvtier.runner.messages import Probe, RunnerBack, RunnerLost, pack_keys
 from kvtier.runner.process import ProcessBridge
-from tests.engine.kit import CHUNK_BYTES, PATIENCE_S, children, describe, key, put
+from tests.engine.kit import CHUNK_BYTES, PATIENCE_S, children, describe, key, ledger_in, put
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -83,7 +84,7 @@ async def test_an_engine_too_large_for_the_machine_leaves_nothing(runner):
 def test_a_runner_that_cannot_be_started_is_said_to_be_unavailable(monkeypatch, interpreter):
     monkeypatch.setattr(sys, "executable", interpreter)
     with pytest.raises(BackendUnavailable, match="process"):
-        TieringOffloadingManager.start(describe(4, DUMMY, runner="process"))
+        StepManager.start(describe(4, DUMMY, runner="process"))
 
 
 async def test_an_engine_whose_tier_ends_its_thread_as_it_opens_is_said_to_be_so(runner):
@@ -108,7 +109,7 @@ def test_a_start_that_is_interrupted_leaves_nothing(monkeypatch):
     interrupt = threading.Timer(0.2, signal.pthread_kill, (threading.get_ident(), signal.SIGINT))
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):
-        TieringOffloadingManager.start(describe(4, {"type": f"{RUDE}:NeverOpens"}, runner="thread"))
+        StepManager.start(describe(4, {"type": f"{RUDE}:NeverOpens"}, runner="thread"))
     interrupt.join()
 
 
@@ -126,7 +127,7 @@ async def test_an_opening_that_is_cancelled_leaves_nothing(runner, after_s):
 
 async def test_an_inline_engine_needs_a_loop():
     with pytest.raises(ValueError, match="open"):
-        TieringOffloadingManager.start(describe(4))
+        StepManager.start(describe(4))
 
 
 def sent(bridge):
@@ -186,5 +187,5 @@ async def test_calls_that_the_closing_cuts_off_alarm_nobody(caplog):
     engine = await TieringOffloadingManager.open(describe(16, {"type": f"{RUDE}:GivesUpItsQueue"}))
     await put(engine, range(8))
     await engine.aclose(0.1)
-    assert engine.ledger.tiers[0].counters.failures == {"unavailable": 8}
+    assert ledger_in(engine).tiers[0].counters.failures == {"unavailable": 8}
     assert caplog.messages == []

@@ -9,8 +9,9 @@ import pytest
 
 from kvtier.engine.events import Event, EventKind
 from kvtier.engine.ledger import LookupResult
+from kvtier.engine.steps import Inside
 from kvtier.engine.tier import TierMatcher
-from tests.engine.kit import FAULTY, PATIENCE_S, chunk, key, settled
+from tests.engine.kit import FAULTY, PATIENCE_S, chunk, key, ledger_in, settled
 
 HIT, PENDING, MISS, RETRY = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.RETRY
 DUMMY = {"type": "dummy"}
@@ -89,9 +90,9 @@ def test_requests_that_come_again_are_served_from_a_tier(start_engine, runner, t
     assert [serve(engine, numbers, f"again {numbers[0]}") for numbers in conversations] == [6] * 8
     assert engine.drain()
     assert settled(engine)
-    (tier,) = engine.ledger.tiers
+    (tier,) = ledger_in(engine).tiers
     assert tier.counters.stored == 48
-    assert engine.ledger.counters.hits + tier.counters.hits == 48
+    assert ledger_in(engine).counters.hits + tier.counters.hits == 48
 
 
 def test_work_is_pending_until_it_has_come_back(start_engine, runner):
@@ -151,7 +152,7 @@ def test_a_store_may_complete_after_its_request_has_finished(start_engine, runne
     engine.end_step()
     engine.complete_store([key(2)], "r")
     assert engine.drain()
-    assert [tier.counters.stored for tier in engine.ledger.tiers] == [0, 2]
+    assert [tier.counters.stored for tier in ledger_in(engine).tiers] == [0, 2]
     assert settled(engine)
     engine.on_new_request("r")
 
@@ -185,10 +186,10 @@ def test_a_new_request_is_told_whether_a_tier_wants_all_of_it(start_engine, runn
     assert not engine.on_new_request("storage", [TierMatcher(medium="STORAGE")])
     store(engine, [1], "storage")
     engine.drain()
-    assert [tier.counters.stored for tier in engine.ledger.tiers] == [1, 0]
+    assert [tier.counters.stored for tier in ledger_in(engine).tiers] == [1, 0]
     store(engine, [1, 2], "any")
     engine.drain()
-    assert [tier.counters.stored for tier in engine.ledger.tiers] == [2, 2]
+    assert [tier.counters.stored for tier in ledger_in(engine).tiers] == [2, 2]
 
 
 def test_a_reset_clears_the_primary_and_promotes_again_once_the_workers_have_flushed(start_engine, runner):
@@ -227,7 +228,7 @@ def test_a_reset_that_is_interrupted_is_a_reset_all_the_same(start_engine, runne
     store(engine, [3], "r")
     with pytest.raises(KeyboardInterrupt), interrupted(after_s=0.05):
         engine.reset()
-    assert engine.ledger.primary.rows_free == 2
+    assert ledger_in(engine).primary.rows_free == 2
     deadline = time.monotonic() + PATIENCE_S
     while not settled(engine):
         assert time.monotonic() < deadline
@@ -254,7 +255,7 @@ def test_a_step_that_the_bridge_cannot_take_is_dropped_and_counted(start_engine)
     engine.on_new_request("r")
     store(engine, [1, 2, 3], "r")
     engine.end_step()
-    (tier,) = engine.ledger.tiers
+    (tier,) = ledger_in(engine).tiers
     assert tier.counters.dropped == {"bridge": 3}
     assert settled(engine)
     store(engine, [4], "r")
@@ -274,7 +275,7 @@ def test_more_than_the_socket_takes_at_once_arrives_in_the_end(start_engine):
     assert store(engine, range(4_000), "r")  # Some 300 KB of actions in one frame.
     engine.end_step()
     assert engine.drain()
-    (tier,) = engine.ledger.tiers
+    (tier,) = ledger_in(engine).tiers
     assert (tier.counters.stored, tier.counters.dropped) == (4_000, {})
     assert settled(engine)
 
@@ -285,13 +286,14 @@ def test_what_a_caller_adds_to_the_hits_itself_is_kept_until_the_step_ends(start
     assert store(engine, [1, 2], "writer")
     engine.on_new_request("reader")
     assert engine.lookup(key(1), "reader") is HIT
-    hits = engine.hits("reader")
-    assert key(2) in engine.ready
+    inside = Inside(engine)
+    hits = inside.hits("reader")
+    assert key(2) in inside.ready
     hits.append(key(2))
     engine.on_new_request("other")
     assert not store(engine, [3], "other")
     assert not hits  # It is to look up again.
-    assert engine.prepare_load([key(1), key(2)], "reader") == [engine.ready[key(1)], engine.ready[key(2)]]
+    assert engine.prepare_load([key(1), key(2)], "reader") == [inside.ready[key(1)], inside.ready[key(2)]]
     engine.complete_load([key(1), key(2)], "reader")
     engine.end_step()
     assert store(engine, [3], "other")
@@ -299,4 +301,4 @@ def test_what_a_caller_adds_to_the_hits_itself_is_kept_until_the_step_ends(start
 
 def test_the_hits_of_a_request_that_nobody_knows_are_an_error(start_engine):
     with pytest.raises(LookupError, match="nobody"):
-        start_engine(2, runner="thread").hits("nobody")
+        Inside(start_engine(2, runner="thread")).hits("nobody")

@@ -9,7 +9,7 @@ from kvtier.config import EngineConfig
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import EngineClosed
 from kvtier.testing.virtual_time import run
-from tests.engine.kit import CHUNK_BYTES, FAULTY, client, describe, found, impatient, key, put, settled
+from tests.engine.kit import CHUNK_BYTES, FAULTY, client, describe, found, impatient, key, ledger_in, put, settled
 
 SEEDS = range(200)
 TENS = [*range(4), *(pytest.param(tens, marks=pytest.mark.outside) for tens in range(4, len(SEEDS) // 10))]
@@ -24,9 +24,9 @@ async def test_a_load_takes_its_latency_and_its_bytes_share_of_the_bandwidth(ope
     second_a_chunk = {"type": "dummy", "latency_s": 10.0, "bandwidth_bytes_per_s": CHUNK_BYTES, "concurrency": 64}
     engine = await open_engine(8, second_a_chunk)
     await put(engine, range(4))
-    assert await engine.drained(deadline_s=100)
+    assert await engine.drain(deadline_s=100)
     assert now() == 10 + 4
-    assert await engine.areset()
+    assert await engine.reset()
     assert await found(engine, range(4)) == 4
     assert now() == 14 + 10 + 4
 
@@ -35,7 +35,7 @@ async def test_a_load_takes_its_latency_and_its_bytes_share_of_the_bandwidth(ope
 async def test_chunks_beyond_a_devices_slots_wait_for_the_next_one(open_engine):
     engine = await open_engine(8, {"type": "dummy", "latency_s": 1.0, "concurrency": 2})
     await put(engine, range(4))
-    assert await engine.drained()
+    assert await engine.drain()
     assert now() == 2.0
 
 
@@ -44,7 +44,7 @@ async def test_loads_do_not_wait_for_the_budget_of_stores(open_engine):
     budget = {"store_chunks_in_flight": 1, "load_chunks_in_flight": 1}
     engine = await open_engine(64, {"type": "dummy", "latency_s": 1.0, "limits": budget})
     await put(engine, [0])
-    assert await engine.areset()
+    assert await engine.reset()
     assert now() == 1.0
     storing = asyncio.ensure_future(put(engine, range(1, 21)))
     await asyncio.sleep(0.5)
@@ -59,7 +59,7 @@ async def test_loads_queue_for_their_budget_in_order(open_engine):
     budget = {"load_chunks_in_flight": 1}
     engine = await open_engine(8, {"type": "dummy", "latency_s": 1.0, "limits": budget}, limits={"action_chunks": 1})
     await put(engine, range(3))
-    assert await engine.areset()
+    assert await engine.reset()
     begun = now()
     assert await asyncio.gather(*(found(engine, [number]) for number in range(3))) == [1, 1, 1]
     assert now() == begun + 3.0
@@ -69,14 +69,14 @@ async def test_loads_queue_for_their_budget_in_order(open_engine):
 async def test_a_breaker_opens_cools_down_and_closes(open_engine):
     failing = {"type": FAULTY, "inner": {"type": "dummy"}, "script": {"store": ["unavailable"] * 2}}
     engine = await open_engine(8, failing | {"limits": {"breaker_failures": 2, "breaker_cooldown_s": 60.0}})
-    (tier,) = engine.ledger.tiers
+    (tier,) = ledger_in(engine).tiers
     for number in range(3):
         await put(engine, [number])
-        await engine.drained()
+        await engine.drain()
     assert (tier.counters.failures, tier.counters.dropped) == ({"unavailable": 2}, {"breaker": 1})
     await asyncio.sleep(60)
     await put(engine, [3])
-    await engine.drained()
+    await engine.drain()
     assert tier.counters.stored == 1
 
 
@@ -84,24 +84,24 @@ async def test_a_breaker_opens_cools_down_and_closes(open_engine):
 async def test_a_lease_that_nobody_uses_ends(open_engine):
     engine = await open_engine(4, {"type": "dummy"}, limits={"lease_s": 30.0})
     await put(engine, [1])
-    assert await engine.areset()
-    engine.on_new_request("waits")
-    engine.lookup(key(1), "waits")
-    assert await engine.drained()
-    assert engine.ledger.leases.rows == 1
+    assert await engine.reset()
+    engine.steps.on_new_request("waits")
+    engine.steps.lookup(key(1), "waits")
+    assert await engine.drain()
+    assert ledger_in(engine).leases.rows == 1
     await asyncio.sleep(30)
-    engine.end_step()
-    assert engine.ledger.leases.rows == 0
+    engine.steps.end_step()
+    assert ledger_in(engine).leases.rows == 0
 
 
 @pytest.mark.virtual_time
 async def test_how_full_a_tier_is_is_told_about_once_a_second_and_at_last(open_engine):
     engine = await open_engine(8, {"type": "dummy", "latency_s": 0.1})
-    (tier,) = engine.ledger.tiers
+    (tier,) = ledger_in(engine).tiers
     told = []
     for number in range(30):
         await put(engine, [number])
-        await engine.drained()
+        await engine.drain()
         told.append(tier.chunks)
     assert len(set(told)) <= 5
     await asyncio.sleep(1)
@@ -165,13 +165,13 @@ async def simulate(seed: int) -> list[object]:
             clients.create_task(impatient(engine, random.Random(f"{seed} impatient {number}"), done, wait_s=5.0))
         if dice.random() < 0.3:
             await asyncio.sleep(dice.uniform(0, 5))
-            await engine.areset(deadline_s=dice.choice([0.1, 10.0]))
+            await engine.reset(deadline_s=dice.choice([0.1, 10.0]))
     assert len(done) == 5 * 6 + 2
-    await engine.drained(deadline_s=60)
+    await engine.drain(deadline_s=60)
     await asyncio.sleep(60)  # What hangs has come back by now.
-    engine.end_step()
+    engine.steps.end_step()
     assert settled(engine)
-    story = [now(), done, *((tier.counters.failures, tier.counters.dropped) for tier in engine.ledger.tiers)]
+    story = [now(), done, *((tier.counters.failures, tier.counters.dropped) for tier in ledger_in(engine).tiers)]
     assert await engine.aclose() == 0
     with pytest.raises(EngineClosed):
         await put(engine, [1])

@@ -22,11 +22,10 @@ from kvtier.config import (
     PositiveSize,
     TierConfig,
     TierLimits,
-    decode,
-    load_config,
     tier_options,
 )
 from kvtier.errors import ConfigError
+from kvtier.settings import decode
 
 SMALL: dict[str, Any] = {"cpu_bytes_to_use": "1MiB", "chunk_bytes": "16KiB"}
 
@@ -77,7 +76,7 @@ GREEDY = f"{__name__}:Greedy"
 
 def refused(given: dict[str, Any]) -> str:
     with pytest.raises(ConfigError) as caught:
-        decode(EngineConfig, given)
+        EngineConfig.from_dict(given)
     return str(caught.value)
 
 
@@ -85,7 +84,7 @@ def refused(given: dict[str, Any]) -> str:
 
 
 def test_a_small_configuration_is_enough() -> None:
-    config = decode(EngineConfig, SMALL)
+    config = EngineConfig.from_dict(SMALL)
     assert config == EngineConfig(cpu_bytes_to_use=1 << 20, chunk_bytes=16 << 10)
     assert (config.rows, config.row_bytes, config.eviction_policy, config.runner) == (64, 16_384, "lru", "thread")
     assert config.secondary_tiers == ()
@@ -116,8 +115,8 @@ def test_more_rows_than_can_be_numbered_are_refused() -> None:
 
 
 def test_the_namespace_learns_how_long_a_row_is() -> None:
-    short = decode(EngineConfig, SMALL | {"namespace": {"model_name": "m"}})
-    long = decode(EngineConfig, SMALL | {"chunk_bytes": "20KiB", "namespace": {"model_name": "m"}})
+    short = EngineConfig.from_dict(SMALL | {"namespace": {"model_name": "m"}})
+    long = EngineConfig.from_dict(SMALL | {"chunk_bytes": "20KiB", "namespace": {"model_name": "m"}})
     assert short.namespace == Namespace(model_name="m", row_bytes=16_384)
     assert FileMapper(short.namespace).folder == FileMapper(long.namespace).folder
     assert FileMapper(short.namespace).fingerprint != FileMapper(long.namespace).fingerprint
@@ -129,7 +128,7 @@ def test_a_namespace_of_other_rows_is_refused() -> None:
 
 
 def test_a_changed_copy_is_checked_like_a_new_one() -> None:
-    config = decode(EngineConfig, SMALL)
+    config = EngineConfig.from_dict(SMALL)
     assert msgspec.structs.replace(config, cpu_bytes_to_use=1 << 21).rows == 128
     with pytest.raises(ConfigError, match="cpu_bytes_to_use: 1 bytes given"):
         msgspec.structs.replace(config, cpu_bytes_to_use=1)
@@ -213,7 +212,7 @@ def test_a_tier_is_written_flat() -> None:
 
 def test_tiers_are_named_by_place_and_type_unless_they_have_names() -> None:
     tiers = [TIER, TIER | {"name": "slow"}, {"type": "dummy"}]
-    config = decode(EngineConfig, SMALL | {"secondary_tiers": tiers})
+    config = EngineConfig.from_dict(SMALL | {"secondary_tiers": tiers})
     assert [tier.name for tier in config.secondary_tiers] == ["0:fs", "slow", "2:dummy"]
 
 
@@ -290,13 +289,13 @@ CONFIGS = st.builds(
 def test_a_configuration_survives_the_way_to_another_process(config: EngineConfig) -> None:
     assert msgspec.json.decode(msgspec.json.encode(config), type=EngineConfig) == config
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
-    assert decode(EngineConfig, msgspec.to_builtins(config)) == config
-    assert decode(EngineConfig, json.loads(msgspec.json.encode(config))) == config
+    assert EngineConfig.from_dict(msgspec.to_builtins(config)) == config
+    assert EngineConfig.from_dict(json.loads(msgspec.json.encode(config))) == config
 
 
 def test_options_are_sent_as_they_were_given_and_decoded_there() -> None:
     given = SMALL | {"secondary_tiers": [{"type": SHELF, "root": "/x", "capacity_bytes": "1GiB"}]}
-    sent = msgspec.msgpack.encode(decode(EngineConfig, given))
+    sent = msgspec.msgpack.encode(EngineConfig.from_dict(given))
     (tier,) = msgspec.msgpack.decode(sent, type=EngineConfig).secondary_tiers
     assert tier.options == {"root": "/x", "capacity_bytes": "1GiB"}
     assert tier_options(tier, tier.name) == ShelfOptions(root="/x", capacity_bytes=1 << 30)
@@ -335,15 +334,15 @@ def write(folder: Path, name: str, text: str | bytes) -> str:
 
 def unreadable(path: str | Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        load_config(path)
+        EngineConfig.load(path)
     message = str(caught.value)
     assert message.startswith(f"{os.fspath(path)}: ")
     return message.removeprefix(f"{os.fspath(path)}: ")
 
 
 def test_toml_and_json_say_the_same(tmp_path: Path) -> None:
-    from_toml = load_config(write(tmp_path, "engine.toml", TOML))
-    from_json = load_config(Path(write(tmp_path, "engine.json", msgspec.json.encode(from_toml))))
+    from_toml = EngineConfig.load(write(tmp_path, "engine.toml", TOML))
+    from_json = EngineConfig.load(Path(write(tmp_path, "engine.json", msgspec.json.encode(from_toml))))
     assert from_toml == from_json
     assert from_toml.limits.lease_s == 3.0
     assert from_toml.secondary_tiers[0].limits == TierLimits(deadline_s=10.0, load_bytes_in_flight=64 << 20)
@@ -416,7 +415,7 @@ def test_a_file_that_is_a_loop_of_links_is_refused(tmp_path: Path) -> None:
 def test_reading_a_configuration_imports_neither_torch_nor_a_backend(tmp_path: Path) -> None:
     path = write(tmp_path, "engine.toml", TOML)
     program = (
-        "import sys, kvtier.config; kvtier.config.load_config(sys.argv[1]);"
+        "import sys, kvtier.config; kvtier.config.EngineConfig.load(sys.argv[1]);"
         "print([name for name in sys.modules if name.split('.')[0] in ('torch', 'kvtier_backends', 'vllm')])"
     )
     done = subprocess.run([sys.executable, "-c", program, path], capture_output=True, text=True, check=True)

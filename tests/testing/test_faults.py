@@ -4,8 +4,8 @@ import pytest
 
 from kvtier.backend.contract import Abandoned, Backend, Durability, Read
 from kvtier.backend.registry import backend_class
-from kvtier.config import decode
 from kvtier.errors import BackendClosed, BackendUnavailable, ChunkMissing, ConfigError, NoSpace
+from kvtier.settings import decode
 from kvtier.testing import virtual_time
 from kvtier.testing.conformance import (
     BackendConformance,

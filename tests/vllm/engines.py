@@ -13,7 +13,8 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.v1.executor import multiproc_executor
 
-from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.ledger import Ledger
+from kvtier.engine.steps import Inside, StepManager
 from kvtier.integrations.vllm.manager import VllmManager
 from tests.vllm import heap  # noqa: F401  # After vLLM.
 from tests.vllm.models import VOCABULARY
@@ -101,9 +102,13 @@ class Engine:
         return self.connector.scheduler.manager
 
     @property
-    def kvtier(self) -> TieringOffloadingManager:
+    def kvtier(self) -> StepManager:
         assert isinstance(self.manager, VllmManager), self.manager
         return self.manager.engine
+
+    @property
+    def ledger(self) -> Ledger:
+        return Inside(self.kvtier).ledger
 
     def answer(self, given: Sequence[Prompt], new_tokens: int = NEW_TOKENS) -> list[Answer]:
         """Answer all prompts, as many at once as vLLM schedules."""

@@ -43,13 +43,13 @@ def test_damaged_files_are_recomputed_and_counted(llama, disk, damage):
     fill(llama, kvtier(disk), asked)
     dice = random.Random(11)
     with Engine(llama, kvtier(disk)) as engine:
-        while not engine.kvtier.ledger.tiers[0].authoritative:  # It has seen every file whole.
+        while not engine.ledger.tiers[0].authoritative:  # It has seen every file whole.
             engine.kvtier.end_step()
         for path in dice.sample(chunk_files(disk), 12):
             damage(path, dice)
         assert tokens(answers := engine.answer(asked)) == expected
         assert 0 < sum(hits(answers)) < 6 * PROMPT_HITS
-        failures = engine.kvtier.ledger.tiers[0].counters.failures
+        failures = engine.ledger.tiers[0].counters.failures
         assert sum(failures.values()) >= 6, failures
         engine.settle()
         assert tokens(engine.answer(asked)) == expected
@@ -66,7 +66,7 @@ def test_a_directory_that_is_deleted_under_load(llama, disk):
         assert tokens(engine.answer(second)) == expected[1]
         assert tokens(engine.answer(second)) == expected[1]
         engine.settle()
-        assert sum(engine.kvtier.ledger.tiers[0].counters.failures.values()) > 0
+        assert sum(engine.ledger.tiers[0].counters.failures.values()) > 0
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_a_full_disk(llama, mounted):
             assert tokens(engine.answer(asked)) == expected
             engine.settle()
         ends_at = time.monotonic() + 30.0
-        while not engine.kvtier.ledger.tiers[0].counters.noted.get("disk_full"):  # Told once a second.
+        while not engine.ledger.tiers[0].counters.noted.get("disk_full"):  # Told once a second.
             assert time.monotonic() < ends_at
             assert tokens(engine.answer(asked)) == expected
 
@@ -113,7 +113,7 @@ def test_a_disk_that_becomes_read_only(llama, mounted):
         assert sum(hits(answers)) > 0
         assert tokens(engine.answer(second)) == expected[1]
         engine.settle()
-        assert sum(engine.kvtier.ledger.tiers[0].counters.failures.values()) > 0
+        assert sum(engine.ledger.tiers[0].counters.failures.values()) > 0
 
 
 def faulty(disk: Path, **changes: Any) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def ask_thrice(llama: str, extra: dict[str, Any], asked: list[Prompt]) -> Any:
         for _ in range(3):
             assert tokens(engine.answer(asked)) == expected
             engine.settle()
-        return engine.kvtier.ledger.tiers[0]
+        return engine.ledger.tiers[0]
 
 
 @pytest.mark.parametrize("operation", ["load", "store", "probe"])
@@ -164,7 +164,7 @@ def test_a_runner_that_is_killed_is_replaced(llama, disk):
         for pid in runners():
             os.kill(pid, signal.SIGKILL)
         assert tokens(engine.answer(asked)) == expected
-        while engine.kvtier.runners_lost == 0 or not engine.kvtier.ledger.runner_up:
+        while engine.kvtier.runners_lost == 0 or not engine.ledger.runner_up:
             engine.settle()
         engine.llm.reset_prefix_cache(reset_connector=True)
         assert tokens(answers := engine.answer(asked)) == expected

@@ -65,16 +65,16 @@ BESIDE = """
 import mmap, subprocess, sys
 from pathlib import Path
 from kvtier.config import EngineConfig
-from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.steps import StepManager
 if __name__ == "__main__":
     name = Path(sys.argv[1])
     with name.open("w+b") as file:
         file.truncate(4_096)
         rows = mmap.mmap(file.fileno(), 4_096)
-    engine = TieringOffloadingManager.start(EngineConfig(cpu_bytes_to_use=1 << 20, chunk_bytes=4_096, runner="process"))
+    engine = StepManager.start(EngineConfig(cpu_bytes_to_use=1 << 20, chunk_bytes=4_096, runner="process"))
     print("ready", flush=True)
     sys.stdin.read()
-    engine.shutdown()
+    engine.close()
     name.unlink()
 """
 

@@ -41,13 +41,13 @@ def test_a_prefix_comes_back_from_memory_and_after_a_restart_from_disk(llama, di
         assert hits(cold) == [0] * 6
         assert tokens(warm := engine.answer(asked)) == expected
         assert hits(warm) == [PROMPT_HITS] * 6
-        assert engine.kvtier.ledger.tiers[0].counters.hits == 0
+        assert engine.ledger.tiers[0].counters.hits == 0
         engine.settle()
     with Engine(llama, kvtier(disk)) as engine:
         assert tokens(again := engine.answer(asked)) == expected
         assert hits(again) == [PROMPT_HITS] * 6
-        assert engine.kvtier.ledger.tiers[0].counters.hits == 6 * 31
-        assert engine.kvtier.ledger.counters.hits == 0
+        assert engine.ledger.tiers[0].counters.hits == 6 * 31
+        assert engine.ledger.counters.hits == 0
 
 
 def test_wrong_kv_would_be_seen_in_the_tokens(llama, disk):
@@ -56,7 +56,7 @@ def test_wrong_kv_would_be_seen_in_the_tokens(llama, disk):
     with Engine(llama, kvtier(disk)) as engine:
         engine.answer(asked)
         engine.settle()
-        for row in engine.kvtier.ledger.primary.ready.values():
+        for row in engine.ledger.primary.ready.values():
             engine.kvtier.region.row(row)[:BLOCK_BYTES] = bytes(BLOCK_BYTES)
         assert tokens(engine.answer(asked)) != expected
 
@@ -79,7 +79,7 @@ def test_a_primary_far_smaller_than_the_working_set(llama, disk):
             assert tokens(answers := engine.answer(asked)) == expected
             engine.settle()
         assert sum(hits(answers)) > 0
-        assert engine.kvtier.ledger.tiers[0].counters.hits > 0
+        assert engine.ledger.tiers[0].counters.hits > 0
 
 
 def test_a_primary_smaller_than_one_prompt_gives_its_leading_part(llama, disk):
@@ -105,8 +105,8 @@ def test_requests_that_are_aborted_at_random_disturb_nobody(llama, disk):
             assert len(answered) > 10
             for index, answer in answered.items():
                 assert answer.tokens == expected[tuple(asked[index])]
-        assert engine.kvtier.ledger.leases.rows == 0
-        assert not engine.kvtier.ledger.primary.filling
+        assert engine.ledger.leases.rows == 0
+        assert not engine.ledger.primary.filling
         assert tokens(engine.answer(asked)) == list(expected.values())
 
 
@@ -162,10 +162,10 @@ def test_resets_in_between_forget_the_primary_and_keep_the_disk(llama, disk):
         engine.answer(asked)
         engine.settle()
         assert engine.llm.reset_prefix_cache(reset_connector=True)
-        assert not engine.kvtier.ledger.primary.ready
+        assert not engine.ledger.primary.ready
         assert tokens(again := engine.answer(asked)) == expected
         assert hits(again) == [PROMPT_HITS] * 6
-        assert engine.kvtier.ledger.tiers[0].counters.hits == 6 * 31
+        assert engine.ledger.tiers[0].counters.hits == 6 * 31
 
 
 def test_an_engine_that_slept_has_forgotten_its_memory_and_keeps_the_disk(llama, disk):
@@ -177,7 +177,7 @@ def test_an_engine_that_slept_has_forgotten_its_memory_and_keeps_the_disk(llama,
             engine.answer(asked)
             engine.settle()
             engine.core.sleep(level)
-            assert bool(engine.kvtier.ledger.primary.ready) is (level == 0)
+            assert bool(engine.ledger.primary.ready) is (level == 0)
             engine.core.wake_up()
             assert tokens(again := engine.answer(asked)) == expected
             assert hits(again) == [PROMPT_HITS] * 4
@@ -199,18 +199,18 @@ def test_a_reset_in_the_middle_of_everything(llama, disk):
                 if resets < 2 and stores_are_under_way(engine):
                     resets += 1
                     assert engine.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-                    assert not engine.kvtier.ledger.promoting
+                    assert not engine.ledger.promoting
             assert resets == 2
             assert [answered[index] for index in range(len(asked))] == expected[turn]
         engine.settle()
-        assert engine.kvtier.ledger.promoting
+        assert engine.ledger.promoting
 
 
 def stores_are_under_way(engine: Engine) -> bool:
     """Say whether workers have stores and no loads: with loads, vLLM refuses to reset running requests."""
     requests = engine.core.scheduler.requests.values()
     loading = any(request.status is RequestStatus.WAITING_FOR_REMOTE_KVS for request in requests)
-    return engine.connector.has_pending_push_work() and not loading and bool(engine.kvtier.ledger.primary.filling)
+    return engine.connector.has_pending_push_work() and not loading and bool(engine.ledger.primary.filling)
 
 
 @pytest.mark.parametrize("blocks_per_chunk", [1, 4])

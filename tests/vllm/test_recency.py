@@ -25,7 +25,7 @@ def test_the_chunks_that_survive_are_those_of_an_lru(llama):
             engine.settle()
             assert answer.tokens == expected[index]
             model.use(keys[-1])
-            assert set(engine.kvtier.ledger.primary.ready) == model.keys
+            assert set(engine.ledger.primary.ready) == model.keys
         assert tokens(answers := engine.answer([asked[0], asked[1]])) == [expected[0], expected[1]]
         assert min(hits(answers)) > 0
 
@@ -37,7 +37,7 @@ def test_of_a_prompt_that_does_not_fit_the_beginning_survives(llama):
         for prompt in asked[:2]:
             engine.answer([prompt])
             engine.settle()
-        survivors = [key in engine.kvtier.ledger.primary.ready for key in keys[0]]
+        survivors = [key in engine.ledger.primary.ready for key in keys[0]]
         assert survivors == [True] * 10 + [False] * (CHUNKS - 10)
 
 

@@ -22,7 +22,7 @@ from kvtier.integrations.vllm.manager import VllmManager  # isort: skip
 from kvtier.integrations.vllm.stats import TransferTimes  # isort: skip
 from kvtier.integrations.vllm.worker import VllmWorker  # isort: skip
 from kvtier.backend.keys import make_offload_key  # isort: skip
-from kvtier.engine.manager import TieringOffloadingManager  # isort: skip
+from kvtier.engine.steps import StepManager  # isort: skip
 
 OURS = {
     KVTierOffloadingSpec: base.OffloadingSpec,
@@ -53,7 +53,7 @@ def mismatches() -> Iterator[str]:
 def told_of_failed_stores() -> list[tuple[list[int], bool, bool]]:
     """Fail two stores, try one of them again, and return what vLLM is told: keys, removed, of descriptions only."""
     config = EngineConfig(cpu_bytes_to_use=16_384, chunk_bytes=4_096, events=True, runner="thread")
-    manager = VllmManager(TieringOffloadingManager.start(config), TransferTimes())
+    manager = VllmManager(StepManager.start(config), TransferTimes())
     context = base.ReqContext(req_id="r")
     manager.on_new_request(context)
     manager.prepare_store(keys := [make_offload_key(bytes([number])) for number in (1, 2)], context)

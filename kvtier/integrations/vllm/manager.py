@@ -25,9 +25,9 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.engine.ledger import LookupResult as Found
-from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.answers import LookupResult as Found
 from kvtier.engine.requests import by_position
+from kvtier.engine.steps import Inside, StepManager
 from kvtier.engine.tier import TierMatcher
 from kvtier.integrations.vllm.events import Media, config_info, offloading_events
 from kvtier.integrations.vllm.logs import Summary
@@ -51,16 +51,18 @@ class VllmManager(OffloadingManager):
     `reset_cache` and `shutdown` are the exceptions: they wait for transfers under way, within the engine's `close_s`.
     """
 
-    def __init__(self, engine: TieringOffloadingManager, times: TransferTimes, offers: "Offers | None" = None) -> None:
+    def __init__(self, engine: StepManager, times: TransferTimes, offers: "Offers | None" = None) -> None:
         """Take over an engine, whose observer `times` is; `shutdown` ends it. Without `offers` each one counts."""
         self.engine = engine
         self._offers = offers
-        self._ready = engine.ready
+        self._inside = Inside(engine)
+        self._ledger = self._inside.ledger
+        self._ready = self._inside.ready
         self._looking: ReqContext | None = None  # Whose hits these are, while there are any in this step.
         self._hits: list[OffloadKey] = []
-        self._media = Media(engine.ledger.tiers)
+        self._media = Media(self._ledger.tiers)
         self._stats = Stats(engine_readings(engine), times)
-        self._summary = Summary(engine.ledger.tiers, engine.config.row_bytes, self._primary)
+        self._summary = Summary(self._ledger.tiers, engine.config.row_bytes, self._primary)
         self._flush = _Flush()
         self._calls = 0  # That may have changed what is counted.
         self._reported = (-1, -1)  # After so many calls and messages.
@@ -119,7 +121,7 @@ class VllmManager(OffloadingManager):
         self._looking = None  # Room may be made, which empties hits.
         offered: Sequence[OffloadKey] = _keys(keys)
         if self._offers is not None:
-            offered = self._offers.often_enough(offered, self.engine.ledger.primary.row)
+            offered = self._offers.often_enough(offered, self._ledger.primary.row)
         plan = self.engine.prepare_store(offered, req_context.req_id)
         if plan is None:
             return None
@@ -146,13 +148,13 @@ class VllmManager(OffloadingManager):
 
     @override
     def take_events(self) -> Iterable[OffloadingEvent]:
-        row = self.engine.ledger.primary.row
+        row = self._ledger.primary.row
         return offloading_events(self.engine.take_events(), self._media, absent=lambda key: row(key) is None)
 
     @override
     def get_stats(self) -> OffloadingConnectorStats | None:
         # Once a step, and most steps change nothing. What a step's end itself changes shows in the one after it.
-        seen = self._calls, self.engine.messages_received
+        seen = self._calls, self._inside.messages_received
         changed = seen != self._reported
         if not (changed or self._report_again):
             return None
@@ -183,20 +185,20 @@ class VllmManager(OffloadingManager):
 
     @override
     def shutdown(self) -> None:
-        self.engine.shutdown()
+        self.engine.close()
 
     def _look_up(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """Ask the engine, and note whose hits may be found here from now on."""
         request_id = req_context.req_id
         found = self.engine.lookup(key, request_id)
         if req_context is not self._looking:
-            self._hits = self.engine.hits(request_id)
+            self._hits = self._inside.hits(request_id)
         self._looking = req_context if self._hits else None  # Room may have been made in vain.
         return _RESULTS[found]
 
     def _primary(self) -> tuple[int, int, float]:
         """Return the chunks that the primary had, those that were found nowhere, and the share of it that is used."""
-        ledger, rows = self.engine.ledger, self.engine.config.rows
+        ledger, rows = self._ledger, self.engine.config.rows
         return ledger.counters.hits, ledger.counters.misses, 1 - ledger.primary.rows_free / rows
 
     def _completed(self, chunks: int) -> None:

@@ -95,7 +95,7 @@ def engine_config(options: VllmOptions, plan: RowPlan, namespace: Namespace, *, 
         "limits": options.limits,
         "events": events,
     }
-    return decode(EngineConfig, given, WHERE)
+    return EngineConfig.from_dict(given, WHERE)
 
 
 _ENGINE = EngineLimits()

@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.config import EngineConfig
-from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.steps import StepManager
 from kvtier.errors import ConfigError
 from kvtier.integrations.vllm.events import INFO_KEYS
 from kvtier.integrations.vllm.logs import log_as_vllm
@@ -65,7 +65,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
         if self._manager is None:
             region = self._region(participant=self.config.parallel.world_size)
             times = TransferTimes()
-            engine = TieringOffloadingManager.start(self._engine_config, region=region, observer=times.observe)
+            engine = StepManager.start(self._engine_config, region=region, observer=times.observe)
             self._manager = VllmManager(engine, times, self._offers())
         return self._manager
 

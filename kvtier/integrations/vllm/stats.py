@@ -18,8 +18,8 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.engine.breaker import Breaker, BreakerState
-from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.metrics import CAUSES_HELP, PRIMARY_COUNTERS, SECONDS, TIER_COUNTERS
+from kvtier.engine.steps import Inside, StepManager
 from kvtier.engine.tier import Tier
 from kvtier.integrations.vllm.second_door import TierClient
 
@@ -155,9 +155,10 @@ class Stats:
         return None if stats.is_empty() else stats
 
 
-def engine_readings(engine: TieringOffloadingManager) -> Readings:
+def engine_readings(engine: StepManager) -> Readings:
     """Return everything that an engine counts."""
-    ledger, primary = engine.ledger, engine.ledger.primary
+    ledger = Inside(engine).ledger
+    primary = ledger.primary
     counters = [
         *(Series(f"kvtier_primary_{name}", (), partial(getattr, ledger.counters, name)) for name in PRIMARY_COUNTERS),
         Series("kvtier_primary_evictions", (), lambda: primary.evictions),

@@ -1,7 +1,7 @@
 """The books of an engine, audited: every row has one owner, and every pin, lease and transfer a reason.
 
 An auditor reads what is private: a public door to it would be there for nobody else. Each check is an assertion about
-one moment between two calls, so `AuditedManager` makes them whenever a step ends.
+one moment between two calls, so `AuditedSteps` makes them whenever a step ends.
 """
 
 # ruff: noqa: SLF001  See above.
@@ -12,11 +12,12 @@ from collections.abc import Callable, Iterable
 
 from kvtier.engine.ledger import Ledger
 from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import Tier
 from kvtier.engine.transfers import Kind, Transfer
 
 
-class AuditedManager(TieringOffloadingManager):
+class AuditedSteps(StepManager):
     """An engine that audits itself at the end of every step."""
 
     audits = 0
@@ -26,13 +27,20 @@ class AuditedManager(TieringOffloadingManager):
         super().end_step()
         if not self._closed:
             self.audits += 1
-            audit(self.ledger)
+            audit(self._ledger)
 
     def _reset(self) -> bool:
         clean = super()._reset()
         if not clean:
             self.on_give_up()
         return clean
+
+
+class AuditedManager(TieringOffloadingManager):
+    """The asyncio face of such an engine."""
+
+    step_manager = AuditedSteps
+    steps: AuditedSteps
 
 
 def audit(ledger: Ledger) -> None:
@@ -46,10 +54,10 @@ def audit(ledger: Ledger) -> None:
 
 def audit_quiet(engine: TieringOffloadingManager) -> None:
     """Raise AssertionError for whatever an engine keeps though nothing is under way and nobody uses it."""
-    ledger = engine.ledger
+    ledger = engine.steps._ledger
     audit(ledger)
     primary, transfers = ledger.primary, ledger.transfers
-    assert not engine._requests, f"requests never forgotten: {list(engine._requests)}"
+    assert not engine.steps._requests, f"requests never forgotten: {list(engine.steps._requests)}"
     assert not ledger.rows_in_use, f"{ledger.rows_in_use} rows in use by nobody"
     assert not any(primary._pins), f"pins left: {primary._pins}"
     assert not ledger.leases.rows, f"{ledger.leases.rows} rows leased to nobody"

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvtier.engine.steps import Inside
 from kvtier.testing.simulation.audit import AuditedManager, audit_quiet
 from kvtier.testing.simulation.books import Book, Truth
 from kvtier.testing.simulation.programs import Program
@@ -37,7 +38,7 @@ class LifeUnderWay:
         """Open an engine, have it used until this life ends, and stop everything."""
         life = self._life
         engine = await AuditedManager.open(self._scenario.config)
-        engine.on_give_up = self._give_up
+        engine.steps.on_give_up = self._give_up
         try:
             users = self._users(engine)
             patience_s = PATIENCE_S if life.ending == "calm" else life.ends_s
@@ -75,16 +76,16 @@ class LifeUnderWay:
             for index in range(len(self._books)):
                 witnesses(book_name(self._scenario.seed, index))[-1].calm()  # Again: a delayed call may hang later.
             await asyncio.sleep(1.0)
-        assert await engine.drained(PATIENCE_S), "what is under way never ends"
+        assert await engine.drain(PATIENCE_S), "what is under way never ends"
         await asyncio.sleep(SETTLING_S)
-        engine.end_step()
+        engine.steps.end_step()
         audit_quiet(engine)
         self._check_beliefs(engine)
         assert await engine.aclose() == 0, "something was left behind at rest"
 
     def _check_beliefs(self, engine: AuditedManager) -> None:
         """Hold what the engine believes of each tier against the tier's own last words."""
-        ledger, now = engine.ledger, asyncio.get_running_loop().time()
+        ledger, now = Inside(engine.steps).ledger, asyncio.get_running_loop().time()
         for tier, book in zip(ledger.tiers, self._books, strict=True):
             for key, truth in book.truth.items():
                 believed = tier.answer(key, bool(ledger.residency.mask.get(key, 0) & tier.bit), now)
@@ -107,8 +108,8 @@ class LifeUnderWay:
             assert not left, f"not told that the engine closed: {len(left)}"
 
     def _count(self, engine: AuditedManager) -> None:
-        self._counts["audits"] += engine.audits
-        ledger = engine.ledger
+        self._counts["audits"] += engine.steps.audits
+        ledger = Inside(engine.steps).ledger
         self._counts["primary hits"] += ledger.counters.hits
         self._counts["promotions refused"] += ledger.counters.promotions_refused
         for tier in ledger.tiers:

@@ -94,7 +94,7 @@ class Program:
         await self._engine.delete(self._some_keys()[-2:])
 
     async def _reset(self) -> None:
-        await self._engine.areset()
+        await self._engine.reset()
         self._counts["resets"] += 1
 
     def _begin(self) -> str | None:
@@ -103,11 +103,11 @@ class Program:
         if self._matchers is None:
             return None
         self._number += 1
-        self._engine.on_new_request(self._request_id, self._matchers)
+        self._engine.steps.on_new_request(self._request_id, self._matchers)
         return self._request_id
 
     def _finish(self) -> None:
-        self._engine.on_request_finished(self._request_id)
+        self._engine.steps.on_request_finished(self._request_id)
 
     @property
     def _request_id(self) -> str:

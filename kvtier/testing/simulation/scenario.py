@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from kvtier.backend import OffloadKey, make_offload_key
-from kvtier.config import EngineConfig, decode
+from kvtier.config import EngineConfig
 from kvtier.engine.tier import TierMatcher
 from kvtier.testing.simulation.programs import Habits
 from kvtier.testing.simulation.scheduler import Pace, Prompt
@@ -77,7 +77,7 @@ def draw(seed: int, subject: Subject) -> Scenario:
     endings: list[Ending] = [*dice.choices(fatal, k=dice.choice((0, 0, 1, 2))), "calm"]
     return Scenario(
         seed,
-        decode(EngineConfig, described, where=f"seed {seed}"),
+        EngineConfig.from_dict(described, where=f"seed {seed}"),
         subject.tier is None or subject.durable,
         [subject.tier is not None or not _forgets(tier["inner"]) for tier in tiers],
         documents,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kvtier.backend import OffloadKey
-from kvtier.engine.ledger import LookupResult
+from kvtier.engine.answers import LookupResult
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.tier import TierMatcher
 from kvtier.testing.simulation.books import chunk_of
@@ -61,7 +61,8 @@ class Scheduler:
         seed: int = 0,
     ) -> None:
         self.served: list[Served] = []
-        self._engine = engine
+        self._manager = engine
+        self._steps = engine.steps
         self._pace = pace
         self._arriving = deque(sorted(prompts, key=lambda prompt: prompt.arrives_s))
         self._resets = deque(sorted(resets_s))
@@ -79,18 +80,18 @@ class Scheduler:
             if self._resets and self._now >= self._resets[0]:
                 self._resets.popleft()
                 self._preempt()
-                await self._engine.areset()
+                await self._manager.reset()
             self._arrive()
             self._advance()
             self._schedule()
-            self._engine.end_step()
+            self._steps.end_step()
             await asyncio.sleep(self._pace.step_s)
         return self.served
 
     def _arrive(self) -> None:
         while self._arriving and self._arriving[0].arrives_s <= self._now:
             prompt = self._arriving.popleft()
-            wants_all = self._engine.on_new_request(prompt.id, prompt.matchers)
+            wants_all = self._steps.on_new_request(prompt.id, prompt.matchers)
             self._waiting.append(_Run(prompt, wants_all))
 
     def _schedule(self) -> None:
@@ -105,7 +106,7 @@ class Scheduler:
         run.looks += 1
         hits, waits = 0, False
         for key in run.prompt.keys:
-            result = self._engine.lookup(key, run.prompt.id)
+            result = self._steps.lookup(key, run.prompt.id)
             if result is LookupResult.MISS:
                 break
             if result is not LookupResult.HIT:
@@ -118,7 +119,7 @@ class Scheduler:
         run.waited_s = self._now - run.prompt.arrives_s
         if hits:
             run.loading = run.prompt.keys[:hits]
-            run.rows = self._engine.prepare_load(run.loading, run.prompt.id)
+            run.rows = self._steps.prepare_load(run.loading, run.prompt.id)
             run.loaded_at = self._now + self._pace.load_s
         self._running.append(run)
         return True
@@ -142,31 +143,31 @@ class Scheduler:
                     Served(run.prompt.id, run.hits, run.looks, run.waited_s, self._now - run.prompt.arrives_s)
                 )
             if run.ends_at is not None and self._now >= run.ends_at:
-                self._engine.on_request_finished(run.prompt.id)
+                self._steps.on_request_finished(run.prompt.id)
                 self._running.remove(run)
 
     def _complete_load(self, run: "_Run") -> None:
         for key, row in zip(run.loading, run.rows, strict=True):
-            size_bytes = self._engine.config.chunk_bytes
-            assert self._engine.region.row(row)[:size_bytes] == chunk_of(key, size_bytes), f"wrong bytes: {key.hex()}"
-        self._engine.complete_load(run.loading, run.prompt.id)
+            size_bytes = self._steps.config.chunk_bytes
+            assert self._steps.region.row(row)[:size_bytes] == chunk_of(key, size_bytes), f"wrong bytes: {key.hex()}"
+        self._steps.complete_load(run.loading, run.prompt.id)
         run.loading = ()
 
     def _compute(self, run: "_Run", chunks: int) -> None:
         """Compute the next chunks and begin to store them; what finds no room is not kept."""
         first = 0 if run.wants_all and run.done == run.hits else run.done
         run.done += chunks
-        plan = self._engine.prepare_store(run.prompt.keys[first : run.done], run.prompt.id) if chunks else None
+        plan = self._steps.prepare_store(run.prompt.keys[first : run.done], run.prompt.id) if chunks else None
         if plan is not None:
-            size_bytes = self._engine.config.chunk_bytes
+            size_bytes = self._steps.config.chunk_bytes
             for key, row in zip(plan.keys, plan.rows, strict=True):
-                self._engine.region.row(row)[:size_bytes] = chunk_of(key, size_bytes)
+                self._steps.region.row(row)[:size_bytes] = chunk_of(key, size_bytes)
             run.storing = plan.keys
 
     def _complete_store(self, run: "_Run") -> None:
         if run.storing:
             success = self._random.random() >= self._pace.failed_stores
-            self._engine.complete_store(run.storing, run.prompt.id, success=success)
+            self._steps.complete_store(run.storing, run.prompt.id, success=success)
             run.storing = ()
 
     def _preempt(self) -> None:

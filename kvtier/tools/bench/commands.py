@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 from msgspec.structs import replace
 
-from kvtier.config import ROW_ALIGN_BYTES, EngineConfig, TierConfig, load_config
+from kvtier.config import ROW_ALIGN_BYTES, EngineConfig, TierConfig
 from kvtier.errors import ConfigError
 from kvtier.settings import parse_size
 from kvtier.tools.bench import files, memory, whole
@@ -231,7 +231,7 @@ def tiers(
     keys that nobody else has. All of it is removed at the end.
     """
     (size_bytes, *_) = sizes("--size", size, most=MOVED_BYTES_MAX)
-    engine = load_config(config)
+    engine = EngineConfig.load(config)
     if not engine.secondary_tiers:
         raise ConfigError(f"{config}: secondary_tiers: none given, at least one accepted: there is nothing to measure")
     check_outputs(json_path, plot_path)

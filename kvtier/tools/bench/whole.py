@@ -18,8 +18,8 @@ from msgspec.structs import replace
 
 from kvtier.backend import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig, tier_options
-from kvtier.engine.ledger import LookupResult
-from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.answers import LookupResult
+from kvtier.engine.steps import StepManager
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory import Region
 from kvtier.tools.bench.figures import Pair, Row, Setting, Side, interleaved, row_of, steps_of
@@ -57,7 +57,7 @@ class Drive:
                 f"{8 * KEYS_A_WAIT * config.row_bytes:,} accepted: fewer rows are no load to measure"
             )
         self.moved_bytes = self.chunks * config.row_bytes
-        self.manager = TieringOffloadingManager.start(config)
+        self.manager = StepManager.start(config)
         self._requests = count()
         self._extra: list[OffloadKey] = []  # Stored meanwhile, and to be removed.
         self.kept = new_keys(self.chunks)
@@ -69,8 +69,7 @@ class Drive:
 
     def store(self, keys: Sequence[OffloadKey]) -> None:
         """Store chunks and wait until they are in the tier. `ConfigError` if some are not."""
-        (tier,) = self.manager.ledger.tiers
-        before = tier.counters.stored
+        (before,) = self.manager.stats().tiers
         request = self._begin()
         plan = self.manager.prepare_store(keys, request)
         assert plan is not None, f"no room for {len(keys)} chunks"
@@ -78,9 +77,11 @@ class Drive:
             self.manager.region.row(row)[:8] = number.to_bytes(8, "big")
         self.manager.complete_store(plan.keys, request)
         self.manager.on_request_finished(request)
-        if not self.manager.drain(DRAIN_S) or tier.counters.stored - before != len(keys):
-            reasons = {**tier.counters.failures, **tier.counters.dropped}
-            raise ConfigError(f"tier {tier.spec.name}: took {tier.counters.stored - before} of {len(keys)}: {reasons}")
+        drained = self.manager.drain(DRAIN_S)
+        (tier,) = self.manager.stats().tiers
+        if not drained or tier.stored - before.stored != len(keys):
+            reasons = {**tier.failed, **tier.dropped}
+            raise ConfigError(f"tier {tier.name}: took {tier.stored - before.stored} of {len(keys)}: {reasons}")
 
     def store_new(self) -> None:
         self._extra = new_keys(self.chunks)
@@ -151,13 +152,13 @@ class Drive:
         try:
             self._delete([*self.kept, *self._extra])
         finally:
-            self.manager.shutdown()
+            self.manager.close()
 
     def _gone(self) -> BackendUnavailable:
-        (tier,) = self.manager.ledger.tiers
+        (tier,) = self.manager.stats().tiers
         lost = self.manager.runners_lost
-        why = f"{lost} runners were lost" if lost else f"failures: {tier.counters.failures}"
-        return BackendUnavailable(f"tier {tier.spec.name}: chunks that it had did not come back ({why})")
+        why = f"{lost} runners were lost" if lost else f"failures: {tier.failed}"
+        return BackendUnavailable(f"tier {tier.name}: chunks that it had did not come back ({why})")
 
     def _begin(self) -> str:
         request = str(next(self._requests))
@@ -217,7 +218,7 @@ class Drive:
 
     def _delete(self, keys: Sequence[OffloadKey]) -> None:
         left: Sequence[OffloadKey] = keys
-        while left := self.manager.ledger.delete(left):
+        while left := self.manager.delete(left):
             self.manager.drain(STEP_S)
         self.manager.drain(DRAIN_S)
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from kvtier.backend import OffloadKey
 from kvtier.config import PRIMARY_NAME, EngineConfig
-from kvtier.engine.ledger import Ledger
 from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.stats import EngineStats
 from kvtier.runner.budget import Budget
 from kvtier.tools.replay.chunks import ChunkSource
 from kvtier.tools.replay.traces import Request
@@ -79,33 +79,30 @@ class Tally:
         self.hits += chunks
         self.gpu_hits += chunks
 
-    def finished(self, ledger: Ledger, seconds: float) -> None:
+    def finished(self, stats: Callable[[], EngineStats], seconds: float) -> None:
         """Count a request that has ended, and now and then keep the totals."""
         self.requests += 1
         if self.requests % self._requests_a_sample == 0:
-            self.sample(ledger, seconds)
+            self.sample(stats(), seconds)
 
-    def sample(self, ledger: Ledger, seconds: float) -> None:
+    def sample(self, stats: EngineStats, seconds: float) -> None:
         """Keep the totals of this moment."""
         self.seconds = seconds
         gpu = {} if self.gpu_hits is None else {GPU_NAME: TierTotals(self.gpu_hits, 0, 0)}
-        self.samples.append(Sample(seconds, self.requests, self.chunk_references, gpu | totals(ledger)))
+        self.samples.append(Sample(seconds, self.requests, self.chunk_references, gpu | totals(stats)))
 
     @property
     def hit_ratio(self) -> float:
         return self.hits / self.chunk_references if self.chunk_references else 0.0
 
 
-def totals(ledger: Ledger) -> dict[str, TierTotals]:
+def totals(stats: EngineStats) -> dict[str, TierTotals]:
     """Return what every tier has done, the primary first: loaded are its rows that were read, by whoever asked."""
-    tiers = [tier.counters for tier in ledger.tiers]
-    read = ledger.counters.hits + sum(counters.hits for counters in tiers)
-    found = {PRIMARY_NAME: TierTotals(ledger.counters.hits, read, ledger.counters.stores)}
-    for tier in ledger.tiers:
-        counters = tier.counters
-        found[tier.spec.name] = TierTotals(
-            counters.hits, counters.loaded, counters.stored, dict(counters.dropped), dict(counters.failures)
-        )
+    primary = stats.primary
+    read = primary.hits + sum(tier.hits for tier in stats.tiers)
+    found = {PRIMARY_NAME: TierTotals(primary.hits, read, primary.stores)}
+    for tier in stats.tiers:
+        found[tier.name] = TierTotals(tier.hits, tier.loaded, tier.stored, tier.dropped, tier.failed)
     return found
 
 
@@ -208,11 +205,11 @@ class Client:
         """Give the id of a request that is known to the engine for as long as the block lasts."""
         self._numbers += 1
         request_id = f"replay-{self._numbers}"
-        self.manager.on_new_request(request_id)
+        self.manager.steps.on_new_request(request_id)
         try:
             yield request_id
         finally:
-            self.manager.on_request_finished(request_id)
+            self.manager.steps.on_request_finished(request_id)
 
     async def fetch(self, keys: Sequence[OffloadKey], request_id: str) -> int:
         """Have the longest leading run brought in, compare its bytes, and return how long it is."""
@@ -235,15 +232,15 @@ class Client:
 
     def store(self, keys: Sequence[OffloadKey], hits: int, request_id: str) -> None:
         """Store what was not found as an engine does that never waits: what there is no room for is dropped."""
-        manager, size = self.manager, self.source.chunk_bytes
+        steps, size = self.manager.steps, self.source.chunk_bytes
         for piece in self._computed(keys, hits):
-            plan = manager.prepare_store(piece, request_id)
+            plan = steps.prepare_store(piece, request_id)
             if plan is None or not plan.keys:
                 continue
             for row, chunk in zip(plan.rows, self.source.chunks(plan.keys), strict=True):
-                manager.region.row(row)[:size] = chunk
-            manager.complete_store(plan.keys, request_id)
-            manager.end_step()
+                steps.region.row(row)[:size] = chunk
+            steps.complete_store(plan.keys, request_id)
+            steps.end_step()
 
     def _computed(self, keys: Sequence[OffloadKey], hits: int) -> Generator[Sequence[OffloadKey]]:
         end = min(len(keys), self.manager.config.rows)
@@ -300,9 +297,9 @@ class Replay:
             client = Client(manager, self._source, self.tally, clock=time.perf_counter)  # uvloop's ticks in ms.
             try:
                 await self._replay(client, progress)
-                self.tally.drained = await manager.drained(_drain_s(self._config))
+                self.tally.drained = await manager.drain(_drain_s(self._config))
             finally:
-                self.tally.sample(manager.ledger, client.seconds)
+                self.tally.sample(manager.stats(), client.seconds)
         except asyncio.CancelledError:
             close_s = INTERRUPTED_CLOSE_S
             raise
@@ -330,7 +327,7 @@ class Replay:
             finally:
                 room.release(size_bytes, chunks)
                 order.leave(turn)
-            self.tally.finished(client.manager.ledger, client.seconds)
+            self.tally.finished(client.manager.stats, client.seconds)
             progress()
 
     async def _serve(self, client: Client, order: Order, turn: Turn) -> None:

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvtier.config import EngineConfig, load_config
+from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError
 from kvtier.testing.virtual_time import VirtualTimeLoop
 from kvtier.tools.replay.chunks import ChunkSource
@@ -78,7 +78,7 @@ class Job(NamedTuple):
 
 def real_job(options: Options, scratch: Callable[[], str]) -> Job:
     """Prepare a replay with real bytes. `scratch` makes a temporary directory; it is called only if one is needed."""
-    config = default_config(options.extent) if options.config_path is None else load_config(options.config_path)
+    config = default_config(options.extent) if options.config_path is None else EngineConfig.load(options.config_path)
     if options.fs is not None:
         check_directory("--fs", options.fs)
         config = rooted(config, options.fs, override=True)
@@ -104,7 +104,7 @@ def virtual_job(options: Options) -> Job:
     if options.config_path is None:
         config, source = default_model(options.extent, block_tokens), DEFAULT_SOURCE
     else:
-        config, source = load_config(options.config_path), os.path.basename(options.config_path)
+        config, source = EngineConfig.load(options.config_path), os.path.basename(options.config_path)
     bench = None if options.bench_path is None else read_bench(options.bench_path)
     model = scale_model(config, source=source, bench=bench)
     gpu_cache_blocks = options.gpu_cache_blocks

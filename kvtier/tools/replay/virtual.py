@@ -368,14 +368,14 @@ class VirtualReplay:
     async def run(self, progress: Callable[[], None] = lambda: None) -> Tally:
         """Replay all requests, calling `progress` after each, and wait until what they stored has reached the tiers."""
         arrivals = arrivals_s(self._requests)
-        async with await TieringOffloadingManager.open(self._config, observer=self.tally.observe) as manager:
+        async with TieringOffloadingManager.open(self._config, observer=self.tally.observe) as manager:
             clock = asyncio.get_running_loop().time
             client = Client(manager, self._source, self.tally, clock=clock, load_s_per_chunk=self._load_s_per_chunk)
             try:
                 await self._replay(client, arrivals, progress)
-                self.tally.drained = await manager.drained()
+                self.tally.drained = await manager.drain()
             finally:
-                self.tally.sample(manager.ledger, client.seconds)
+                self.tally.sample(manager.stats(), client.seconds)
         return self.tally
 
     async def _replay(self, client: Client, arrivals: Sequence[float], progress: Callable[[], None]) -> None:
@@ -405,7 +405,7 @@ class VirtualReplay:
                     self._gpu.use(request.hash_ids)
             self.times_to_first_token_s[WITH_TIERING].append(client.seconds - arrival_s)
             client.store(keys, hits, request_id)
-        self.tally.finished(client.manager.ledger, client.seconds)
+        self.tally.finished(client.manager.stats, client.seconds)
 
     def _found_in_gpu(self, request: Request) -> int:
         if self._gpu is None:

@@ -28,8 +28,8 @@ from vllm.v1.kv_offload.tiering.fs import io
 from vllm.v1.kv_offload.tiering.fs.manager import FileSystemTierManager
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 
-from kvtier.config import EngineConfig, decode
-from kvtier.engine.manager import TieringOffloadingManager as Kvtier
+from kvtier.config import EngineConfig
+from kvtier.engine.steps import StepManager
 from kvtier.integrations.vllm.manager import VllmManager
 from kvtier.integrations.vllm.stats import TransferTimes
 from kvtier.tools.bench.figures import Pair, Row, Side, interleaved, row_of
@@ -166,7 +166,7 @@ def kvtier(folder: str) -> OffloadingManager:
         "runner": "process",
         "secondary_tiers": [{"type": "fs", "root": new_folder(folder)}],
     }
-    return VllmManager(Kvtier.start(decode(EngineConfig, config)), TransferTimes())
+    return VllmManager(StepManager.start(EngineConfig.from_dict(config)), TransferTimes())
 
 
 def vllm(folder: str) -> OffloadingManager:

@@ -110,7 +110,7 @@ class Caller:
 def kvtier_caller(tiers: int) -> Caller:
     steps = Steps(tiers=tiers)
     steps.hold(0)
-    return Caller(VllmManager(steps.manager, TransferTimes()))  # type: ignore[arg-type]  # No face of it waits here.
+    return Caller(VllmManager(steps.manager, TransferTimes()))
 
 
 def vllm_tiering() -> Caller:

@@ -180,14 +180,14 @@ async def test_an_engine_whose_disk_was_remounted_read_only_says_so_with_the_cau
     async with engine:
         if layout == "files":
             await put(engine, range(4))
-            assert await engine.drained()
+            assert await engine.drain()
         remount(disk, "ro")
         for number in range(4, 20):
             await put(engine, [number])
-            assert await engine.drained()
-        (told,) = engine.ledger.tiers
-        assert told.counters.causes == {"EROFS": 3}
-        assert told.counters.dropped == {"breaker": 13}
+            assert await engine.drain()
+        (told,) = engine.stats().tiers
+        assert told.causes == {"EROFS": 3}
+        assert told.dropped == {"breaker": 13}
         assert engine.metrics.get_sample_value("kvtier_tier_causes_total", {"tier": "disk", "cause": "EROFS"}) == 3
         remount(disk, "rw")
     first, opened, dropped = [record for record in caplog.records if record.name == "kvtier.engine.tier_log"]

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Iterator
 import pytest
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
-from kvtier.config import EngineConfig, decode
+from kvtier.config import EngineConfig
 from kvtier.engine.ledger import LookupResult
-from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.steps import StepManager
 from kvtier.policies.named import known_policies
 from kvtier.tools.replay.study import measure, simulation
 from kvtier.tools.replay.traces import Request, Trace
@@ -24,7 +24,7 @@ def engine_hits(requests: Iterable[Request], policy: str, capacity: int) -> Iter
         "eviction_policy": policy,
         "runner": "thread",
     }
-    with TieringOffloadingManager.start(decode(EngineConfig, config)) as engine:
+    with StepManager.start(EngineConfig.from_dict(config)) as engine:
         for number, request in enumerate(requests):
             keys = list(map(key_of, request.hash_ids))
             engine.on_new_request(str(number))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.config import EngineConfig, decode
+from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError, TraceError
 from kvtier.policies.named import policy_class
 from kvtier.tools.replay.chunks import ChunkSource
@@ -35,8 +35,7 @@ def replay_of(
     policy: str = "lru",
     **limits: Any,
 ) -> Replay:
-    config = decode(
-        EngineConfig,
+    config = EngineConfig.from_dict(
         {
             "cpu_bytes_to_use": rows * CHUNK_BYTES,
             "chunk_bytes": CHUNK_BYTES,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.config import EngineConfig, decode
+from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError
 from kvtier.tools.replay.setup import (
     PRIMARY_ROWS_MIN,
@@ -23,7 +23,7 @@ HOUR = Extent(requests=12_031, block_references=288_500, unique_blocks=182_790, 
 
 
 def engine(*tiers: dict[str, Any]) -> EngineConfig:
-    return decode(EngineConfig, {"cpu_bytes_to_use": "1MiB", "chunk_bytes": "16KiB", "secondary_tiers": tiers})
+    return EngineConfig.from_dict({"cpu_bytes_to_use": "1MiB", "chunk_bytes": "16KiB", "secondary_tiers": tiers})
 
 
 def roots(config: EngineConfig) -> list[object]:

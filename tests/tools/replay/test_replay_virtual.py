@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvtier.config import EngineConfig, decode
+from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError, TraceError
 from kvtier.testing.virtual_time import run
 from kvtier.tools.replay.chunks import ChunkSource
@@ -42,9 +42,8 @@ def prompts(*prompts: tuple[float, Sequence[int]]) -> list[Request]:
 
 
 def engine(rows: int, *tiers: dict[str, Any], chunk_bytes: int = MIB) -> EngineConfig:
-    return decode(
-        EngineConfig,
-        {"cpu_bytes_to_use": rows * chunk_bytes, "chunk_bytes": chunk_bytes, "secondary_tiers": tiers},
+    return EngineConfig.from_dict(
+        {"cpu_bytes_to_use": rows * chunk_bytes, "chunk_bytes": chunk_bytes, "secondary_tiers": tiers}
     )
 
 

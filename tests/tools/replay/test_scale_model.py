@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.config import EngineConfig, decode
+from kvtier.config import EngineConfig
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import ConfigError
 from kvtier.policies.lru import LRU
@@ -47,9 +47,8 @@ EXTENT = measure(WORKLOAD)
 
 
 def engine(*tiers: dict[str, Any], rows: int = ROWS, chunk_bytes: int = MIB) -> EngineConfig:
-    return decode(
-        EngineConfig,
-        {"cpu_bytes_to_use": rows * chunk_bytes, "chunk_bytes": chunk_bytes, "secondary_tiers": tiers},
+    return EngineConfig.from_dict(
+        {"cpu_bytes_to_use": rows * chunk_bytes, "chunk_bytes": chunk_bytes, "secondary_tiers": tiers}
     )
 
 
@@ -124,15 +123,15 @@ def test_a_model_has_the_hits_of_the_engine_with_real_bytes_tier_by_tier(tmp_pat
 async def one_by_one(config: EngineConfig) -> dict[str, TierTotals]:
     """Replay with real bytes, each request after all that the one before stored has reached the tiers."""
     tally, source = Tally(len(WORKLOAD)), ChunkSource(config.chunk_bytes)
-    async with await TieringOffloadingManager.open(config) as manager:
+    async with TieringOffloadingManager.open(config) as manager:
         client = Client(manager, source, tally, clock=time.perf_counter)
         for request in WORKLOAD:
             keys = list(map(source.key, request.hash_ids))
             with client.request() as request_id:
                 hits = await client.fetch(keys, request_id)
                 await client.put(keys, hits, request_id)
-            assert await manager.drained()
-        tally.sample(manager.ledger, client.seconds)
+            assert await manager.drain()
+        tally.sample(manager.stats(), client.seconds)
     assert tally.wrong_chunks == 0
     return dict(tally.samples[-1].tiers)
 
@@ -403,7 +402,7 @@ def test_the_reports_model_is_what_was_used_with_where_it_is_from(
     assert gpu == {"cache_blocks": 7}
     assert cpu == {"capacity_bytes": 80 * MIB, "chunks": told["engine"]["rows"], "eviction_policy": "lru"}
     assert left_out == {"not_modelled": ["ttl_s"]}
-    config = decode(EngineConfig, tomllib.loads(CONFIG.format(capacity="100MiB")))
+    config = EngineConfig.from_dict(tomllib.loads(CONFIG.format(capacity="100MiB")))
     used = [tier.options for tier in scale_model(config, bench=read_bench(bench_file)).config.secondary_tiers]
     for figures, options in ((disk | room, used[0]), (remote, used[1])):
         assert figures["load_bytes_per_s"] // 256 == options["bandwidth_bytes_per_s"]
