@@ -81,10 +81,10 @@ def test_damage_is_found_by_its_kind(store, run, root: Path, kind: str, naming: 
     assert [path.read_bytes() for path in files] == before
 
 
-def test_a_file_that_an_engine_overwrites_meanwhile_is_not_corrupt(
+def test_a_file_that_has_lost_its_name_meanwhile_is_not_corrupt(
     store, run, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has lost its name before: what is in it is another chunk's."""
+    """An engine has removed it, or a writer of an earlier version has taken it for another chunk."""
     going, _ = store(keys_of(2), naming="flat")
     inode, pread = going.stat().st_ino, os.pread
 

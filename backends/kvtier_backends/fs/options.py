@@ -24,7 +24,7 @@ class FsOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     naming: NamingKind = "vllm"
     """How files are named: as vLLM does, which makes almost a directory a file, or `flat`, in 256 directories.
 
-    Only kvtier reads the latter, and verifies what it reads: so files of chunks that go are overwritten in place.
+    Only kvtier reads the latter. A scan of a million files is done in an eighth of the time.
     """
 
     layout: Literal["files", "segments"] = "files"
@@ -74,11 +74,6 @@ class FsOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     checkpoint_s: Duration = 1_800.0
     """How often the index is written down, besides at the end: a start that has it answers at once. 0: never."""
-
-    @property
-    def overwrites(self) -> bool:
-        """Whether files are overwritten in place: nobody else reads them, or whoever does would see it."""
-        return self.layout == "files" and self.naming == "flat" and not self.shared
 
     def __post_init__(self) -> None:
         """Refuse what cannot be had together."""

@@ -142,7 +142,7 @@ def test_an_fs_tiers_low_water_mark_is_kept_where_it_has_an_effect() -> None:
     requests = [Request(number * PAUSE_MS, BLOCK_TOKENS, 1, (block,)) for number, block in enumerate(blocks)]
     with_mark = engine({"type": "fs", "capacity_bytes": chunks, "low_water": 0.9}, rows=1)
     assert totals(with_mark, requests)["0:fs"].hits == 4  # At 96 chunks they went down to 90: 0 to 5 are gone.
-    in_place = engine({"type": "fs", "capacity_bytes": chunks, "low_water": 0.9, "naming": "flat"}, rows=1)
+    in_place = engine({"type": "fs", "capacity_bytes": chunks, "low_water": 0.9, "layout": "segments"}, rows=1)
     assert totals(in_place, requests)["0:fs"].hits == 5
 
 

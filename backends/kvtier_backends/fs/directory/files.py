@@ -1,7 +1,7 @@
 """The tier's directory as people's commands see it: every namespace in it, with nothing known but what lies there.
 
-An engine may be using it. A chunk is published by a rename, and a file that is overwritten has lost its name before: so
-what is wrong with an open file counts only if its name is still its own, and only then is it removed.
+An engine may be using it. A chunk is published by a rename, and a file of 0.1.0 that is overwritten has lost its name
+before: so what is wrong with an open file counts only if its name is still its own, and only then is it removed.
 """
 
 import errno

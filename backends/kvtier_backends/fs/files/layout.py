@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import aiofiles.os
 
-from kvtier.backend import FLAT_FOLDERS, Lanes, Occupancy, OffloadKey, Outcome, Read, TierContext, Write, in_threads
+from kvtier.backend import Lanes, Occupancy, OffloadKey, Outcome, Read, TierContext, Write, in_threads
 from kvtier.errors import BackendUnavailable
 from kvtier.policies.lru import LRU
 from kvtier.policies.named import policy_class
@@ -28,7 +28,6 @@ from kvtier_backends.fs.files.eviction import Eviction
 from kvtier_backends.fs.files.index import Index
 from kvtier_backends.fs.files.lane import Chunks, share_least, share_out
 from kvtier_backends.fs.files.loading import Loading
-from kvtier_backends.fs.files.recycling import Recycling
 from kvtier_backends.fs.files.shared import SharedEviction
 from kvtier_backends.fs.files.start import Looking
 from kvtier_backends.fs.files.storing import Storing, sizes_of
@@ -36,11 +35,6 @@ from kvtier_backends.fs.layout import Background, Left, until
 from kvtier_backends.fs.options import FsOptions
 
 # What a file tier is made of, put together: nothing here decides anything, and nothing runs yet.
-
-
-FOLDERS_SHARE = (
-    1 / 16
-)  # Of the room, for folders that are kept when they are empty: making one costs as much as a file.
 
 
 class TierLanes(NamedTuple):
@@ -94,7 +88,7 @@ def assemble(
         (index, folder.sizes, checkpoint, folder.quarantine),
         folder.disk,
         limit_bytes=options.capacity_bytes,
-        low_water=1.0 if options.overwrites else options.low_water,
+        low_water=options.low_water,
         min_free_bytes=options.min_free_bytes,
         kept_free_bytes=checkpoint.bytes_worst(limit_bytes // context.row_bytes) if checkpoint_s else 0,
     )
@@ -105,7 +99,6 @@ def assemble(
             context.mapper,
             precedence,
             fsync=options.fsync,
-            keeps_folders=options.overwrites and FLAT_FOLDERS * folder.sizes.new_bytes <= limit_bytes * FOLDERS_SHARE,
         ),
         tally,
         precedence,
@@ -116,7 +109,7 @@ def assemble(
         reads=folder.reads,
     )
     claims = Claims()
-    kind_of_eviction = SharedEviction if options.shared else Recycling if options.overwrites else Eviction
+    kind_of_eviction = SharedEviction if options.shared else Eviction
     eviction = kind_of_eviction(
         index,
         capacity,
