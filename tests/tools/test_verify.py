@@ -207,7 +207,7 @@ def test_an_unknown_namespace_is_refused(store, capsys: pytest.CaptureFixture[st
 async def test_an_engine_that_stores_and_deletes_meanwhile_is_no_corruption(root: Path, run) -> None:
     """Chunks are published by a rename: what is read is one or the other, never half of each."""
     mapper, lender = FileMapper(Namespace(model_name="org/model")), Lender(ROW_BYTES)
-    tier = await FsBackend.open(FsOptions(root=str(root)), TierContext("0:fs", mapper, ROW_BYTES))
+    tier = await FsBackend.open(FsOptions(root=str(root), layout="files"), TierContext("0:fs", mapper, ROW_BYTES))
     await lender.keep(tier, keys_of(60))
     stop = asyncio.Event()
 

@@ -173,7 +173,7 @@ def _room_options(options: Mapping[str, Any], row_bytes: int) -> dict[str, Any]:
 def _left_out(options: Mapping[str, Any]) -> list[str]:
     """Return what is set of an fs tier and has no part in its model."""
     modelled = {"eviction_policy": "lru", "min_free_bytes": 0, "ttl_s": None, "shared": False}
-    return [name for name, without in modelled.items() if options[name] != without]
+    return [name for name, without in modelled.items() if options[name] not in (without, None)]
 
 
 def _device_figures(options: Mapping[str, Any]) -> dict[str, Figure]:

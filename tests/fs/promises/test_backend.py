@@ -126,7 +126,9 @@ async def test_opening_on_a_mount_that_hangs_can_be_given_up(
 ) -> None:
     """No buffer is lent yet, so nobody need wait for the thread; it cleans up after itself."""
     stuck = stick("pwritev")
-    opening = asyncio.create_task(FsBackend.open(FsOptions(root=str(root)), TierContext("hung", mapper, row_bytes)))
+    opening = asyncio.create_task(
+        FsBackend.open(FsOptions(root=str(root), layout="files"), TierContext("hung", mapper, row_bytes))
+    )
     await stuck.wait_entered()
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -171,7 +171,7 @@ class Capacity:
         disk: Disk,
         *,
         limit_bytes: int | None,
-        low_water: float,
+        low_water: float = 1.0,
         min_free_bytes: int,
         kept_free_bytes: int = 0,
     ) -> None:

@@ -32,7 +32,7 @@ from kvtier_backends.fs.files.shared import SharedEviction
 from kvtier_backends.fs.files.start import Looking
 from kvtier_backends.fs.files.storing import Storing, sizes_of
 from kvtier_backends.fs.layout import Background, Left, until
-from kvtier_backends.fs.options import FsOptions
+from kvtier_backends.fs.options import DiskOptions, FilesOptions
 
 # What a file tier is made of, put together: nothing here decides anything, and nothing runs yet.
 
@@ -60,7 +60,7 @@ class Parts:
     looking: Looking
 
 
-def start_lanes(options: FsOptions, name: str, scan: Lanes) -> TierLanes:
+def start_lanes(options: DiskOptions, name: str, scan: Lanes) -> TierLanes:
     """Start the threads that are not there yet."""
     counts = {"load": options.load_lanes, "store": options.store_lanes, "evict": 1}
     with ExitStack() as undo:  # A process may have no more threads.
@@ -74,7 +74,7 @@ def start_lanes(options: FsOptions, name: str, scan: Lanes) -> TierLanes:
 
 
 def assemble(
-    options: FsOptions, context: TierContext, folder: Folder, books: Books, tally: Tally, lanes: TierLanes
+    options: FilesOptions, context: TierContext, folder: Folder, books: Books, tally: Tally, lanes: TierLanes
 ) -> Parts:
     """Make a tier's parts over an opened folder, on the running loop."""
     clock_ns, sizes = time.time_ns, sizes_of(context.row_bytes, folder)
@@ -168,7 +168,7 @@ class FilesLayout:
     """See `Layout`."""
 
     def __init__(
-        self, options: FsOptions, context: TierContext, folder: Folder, books: Books, tally: Tally, scan_lane: Lanes
+        self, options: FilesOptions, context: TierContext, folder: Folder, books: Books, tally: Tally, scan_lane: Lanes
     ) -> None:
         """Use an opened folder, on the running loop."""
         self._name = context.name
