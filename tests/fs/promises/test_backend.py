@@ -22,7 +22,7 @@ from kvtier.errors import BackendClosed, BackendUnavailable, BlockMissing, Confi
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend, FsCounters, FsOptions
-from kvtier_backends.fs.files.lane import SHARE_BYTES_MAX, SHARE_CHUNKS_MAX, share_chunks, share_least, share_out
+from kvtier_backends.fs.disk.lanes import SHARE_BYTES_MAX, SHARE_CHUNKS_MAX, share_chunks, share_least, share_out
 
 DEADLINE_S = 20.0
 

@@ -9,10 +9,11 @@ from kvtier.backend import Lanes, OffloadKey, in_thread, in_threads
 from kvtier.errors import BackendClosed
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.disk.capacity import Capacity, Reservation
+from kvtier_backends.fs.disk.lanes import share_out
 from kvtier_backends.fs.disk.quarantine import Cleared, Quarantine
 from kvtier_backends.fs.files.claims import Claims
 from kvtier_backends.fs.files.index import Held, Index
-from kvtier_backends.fs.files.lane import Chunks, share_out
+from kvtier_backends.fs.files.lane import Chunks
 
 # When files were used, as their times say it after a restart: set behind the loads, and seldom.
 

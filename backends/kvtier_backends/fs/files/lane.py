@@ -9,12 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 from kvtier.backend import OffloadKey, Outcome, Read, Write
 from kvtier.errors import BlockCorrupt, BlockMissing
 from kvtier_backends.fs.counters import Tally
-from kvtier_backends.fs.disk.below import ForeignError
+from kvtier_backends.fs.disk.below import ForeignError, believable_ns
 from kvtier_backends.fs.disk.footer import (
     FOOTER_BYTES,
     GONE,
@@ -27,11 +27,11 @@ from kvtier_backends.fs.disk.footer import (
     payload_checksum,
     write_footer,
 )
-from kvtier_backends.fs.disk.lanes import Pages, Precedence
+from kvtier_backends.fs.disk.lanes import SHARE_CHUNKS_MAX, Pages, Precedence
 from kvtier_backends.fs.disk.reads import Reads, Wanted
 from kvtier_backends.fs.files.chunk_files import ChunkFiles, Found, OpenChunk
 from kvtier_backends.fs.files.discard import Discarded
-from kvtier_backends.fs.files.index import Held, believable_ns, is_later
+from kvtier_backends.fs.files.index import Held, is_later
 
 # The files of one lane's loads, several of them open at a time, and what became of each.
 
@@ -115,34 +115,7 @@ class LoadHop:
         return self._pages[place * TAIL_BYTES : (place + 1) * TAIL_BYTES]
 
 
-T = TypeVar("T")
-
-SHARE_CHUNKS_MAX = 32  # Beyond that, a hop is under 2 % of the time that small chunks take.
-SHARE_BYTES_MAX = (
-    16 << 20
-)  # Large chunks are spread over the lanes, and a cancelled call waits no longer than this takes.
-
 _COUNTED = {Discarded.QUARANTINED: "quarantined", Discarded.LEFT: "corrupt_left"}
-
-
-def share_chunks(row_bytes: int) -> int:
-    """Return how many chunks of this length a lane is sent at most in one hop."""
-    return min(SHARE_CHUNKS_MAX, max(1, SHARE_BYTES_MAX // row_bytes))
-
-
-def share_least(row_bytes: int, queue_bytes: int) -> int:
-    """Return for how many loads a lane is worth its hop, if it can have so many bytes under way."""
-    return max(1, min(share_chunks(row_bytes), queue_bytes // 2 // row_bytes))
-
-
-def share_out(batch: Sequence[T], lanes: int, most: int, least: int = 1) -> list[Sequence[T]]:
-    """Split a batch into pieces of at most so many for the lanes to work on side by side.
-
-    Fewer lanes are taken if there are not about `least` for each.
-    """
-    parts = max(1, min(lanes, -(-len(batch) // least)))
-    size = max(1, min(most, -(-len(batch) // parts)))
-    return [batch[start : start + size] for start in range(0, len(batch), size)]
 
 
 @dataclass(slots=True)

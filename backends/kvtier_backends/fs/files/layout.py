@@ -3,11 +3,9 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
 
 import aiofiles.os
 
@@ -19,31 +17,22 @@ from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.disk.beside import Books
 from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.footer import KEY_BYTES_MAX
-from kvtier_backends.fs.disk.lanes import Precedence
+from kvtier_backends.fs.disk.lanes import Precedence, TierLanes, share_least, share_out, start_lanes
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.files.checkpoint import Checkpoint
 from kvtier_backends.fs.files.chunk_files import ChunkFiles
 from kvtier_backends.fs.files.claims import Claims
 from kvtier_backends.fs.files.eviction import Eviction
 from kvtier_backends.fs.files.index import Index
-from kvtier_backends.fs.files.lane import Chunks, share_least, share_out
+from kvtier_backends.fs.files.lane import Chunks
 from kvtier_backends.fs.files.loading import Loading
 from kvtier_backends.fs.files.shared import SharedEviction
 from kvtier_backends.fs.files.start import Looking
 from kvtier_backends.fs.files.storing import Storing, sizes_of
 from kvtier_backends.fs.layout import Background, Left, until
-from kvtier_backends.fs.options import DiskOptions, FilesOptions
+from kvtier_backends.fs.options import FilesOptions
 
 # What a file tier is made of, put together: nothing here decides anything, and nothing runs yet.
-
-
-class TierLanes(NamedTuple):
-    """A tier's threads, by what they may be held up by."""
-
-    load: Lanes
-    store: Lanes
-    scan: Lanes
-    evict: Lanes
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,19 +47,6 @@ class Parts:
     loading: Loading
     storing: Storing
     looking: Looking
-
-
-def start_lanes(options: DiskOptions, name: str, scan: Lanes) -> TierLanes:
-    """Start the threads that are not there yet."""
-    counts = {"load": options.load_lanes, "store": options.store_lanes, "evict": 1}
-    with ExitStack() as undo:  # A process may have no more threads.
-        lanes: list[Lanes] = []
-        for what, count in counts.items():
-            lanes.append(Lanes(count, f"kvtier-{name}-{what}"))
-            undo.callback(lanes[-1].shutdown, wait=False)
-        undo.pop_all()
-    load, store, evict = lanes
-    return TierLanes(load, store, scan, evict)
 
 
 def assemble(

@@ -14,10 +14,12 @@ from kvtier.errors import NoSpace
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.disk.capacity import Reservation, chunk_bytes_worst
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
+from kvtier_backends.fs.disk.lanes import share_chunks, share_out
 from kvtier_backends.fs.disk.root import Folder
+from kvtier_backends.fs.disk.write_budget import WriteBudget
 from kvtier_backends.fs.files.claims import Claims
 from kvtier_backends.fs.files.index import Held, Index
-from kvtier_backends.fs.files.lane import Chunks, StoreShare, share_chunks, share_out
+from kvtier_backends.fs.files.lane import Chunks, StoreShare
 
 
 class Room(Protocol):
@@ -30,12 +32,6 @@ class Room(Protocol):
     def release(self, reservation: Reservation) -> None: ...
 
     async def make_room_on_disk(self, wanted_bytes: int, incoming: Sequence[OffloadKey]) -> int: ...
-
-
-class WriteBudget(Protocol):
-    """Who gives out what may be written at all."""
-
-    async def take(self, wanted_bytes: int, unit_bytes: int) -> int: ...
 
 
 class Sizes(NamedTuple):

@@ -11,10 +11,8 @@ from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.disk.beside import Books
 from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.footer import KEY_BYTES_MAX
-from kvtier_backends.fs.disk.lanes import Precedence
+from kvtier_backends.fs.disk.lanes import Precedence, share_chunks, share_least, start_lanes
 from kvtier_backends.fs.disk.root import Folder
-from kvtier_backends.fs.files.lane import share_chunks, share_least
-from kvtier_backends.fs.files.layout import start_lanes
 from kvtier_backends.fs.layout import Background, Left, until
 from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
