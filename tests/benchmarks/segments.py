@@ -26,7 +26,7 @@ from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.memory.region import Region
 from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
-from kvtier_backends.fs.files.lane import share_chunks
+from kvtier_backends.fs.disk.lanes import share_chunks
 
 MOVED_BYTES = 256 << 20
 CHUNK_SIZES = (128 << 10, 256 << 10)

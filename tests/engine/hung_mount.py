@@ -27,7 +27,7 @@ class HungMount(FsBackend):
 
     @classmethod
     async def open(cls, options, context):
-        inner = FsOptions(root=options.root)
+        inner = FsOptions(root=options.root, layout="files")
         tier = await super().open(inner, context)
         tier.gates = options.gates
         tier.threads = Lanes(THREADS, "hung-mount")

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("outside")
 
 @pytest.fixture
 def disk(tmp_path):
-    return {"type": "fs", "root": str(tmp_path / "tier"), "load_lanes": 1, "store_lanes": 1}
+    return {"type": "fs", "layout": "files", "root": str(tmp_path / "tier"), "load_lanes": 1, "store_lanes": 1}
 
 
 def slow(disk, **changes):

@@ -56,7 +56,7 @@ async def work(tier: FsBackend, row_bytes: int, keys: int, seed: str, done: dict
 
 async def child(row_bytes: int, keys: int, seed: str, options: dict[str, Any]) -> None:
     context = TierContext("0:fs", FileMapper(Namespace(model_name="org/model")), row_bytes)
-    tier = await FsBackend.open(FsOptions(**options), context)
+    tier = await FsBackend.open(FsOptions(**{"layout": "files", **options}), context)
     done = dict.fromkeys(("stored", "refused", "hits", "misses"), 0)
     async with asyncio.TaskGroup() as group:
         for worker in range(WORKERS):

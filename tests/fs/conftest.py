@@ -57,11 +57,11 @@ def root(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def open_tier(root: Path, mapper: FileMapper) -> AsyncIterator[OpenTier]:
-    """Open tiers over `root`, if not told otherwise; each is closed in the end."""
+    """Open tiers of files over `root`, if not told otherwise; each is closed in the end."""
     opened: list[FsBackend] = []
 
     async def open_tier(**options: object) -> FsBackend:
-        given = FsOptions(**{"root": str(root), **options})  # type: ignore[arg-type]
+        given = FsOptions(**{"root": str(root), "layout": "files", **options})  # type: ignore[arg-type]
         opened.append(await FsBackend.open(given, TierContext("0:fs", mapper, ROW_BYTES)))
         return opened[-1]
 
@@ -143,7 +143,7 @@ def open_folder(root: Path, mapper: FileMapper) -> Iterator[Callable[..., Folder
     opened: list[Folder] = []
 
     def open_folder(**options: object) -> Folder:
-        folder = Folder(FsOptions(**{"root": str(root), **options}), mapper)  # type: ignore[arg-type]
+        folder = Folder(FsOptions(**{"root": str(root), "layout": "files", **options}).chosen(), mapper)  # type: ignore[arg-type]
         folder.open()
         opened.append(folder)
         return folder

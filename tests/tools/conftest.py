@@ -37,7 +37,7 @@ def store(root: Path) -> Store:
         keys: Sequence[OffloadKey], model: str, rank: int, naming: str, row_bytes: int, layout: str
     ) -> list[Path]:
         mapper = FileMapper(Namespace(model_name=model, rank=rank))
-        options = FsOptions(root=str(root), naming=naming, layout=layout)  # type: ignore[arg-type]
+        options = FsOptions(root=str(root), layout=layout, naming=naming if layout == "files" else None)  # type: ignore[arg-type]
         tier = await FsBackend.open(options, TierContext("0:fs", mapper, row_bytes))
         await Lender(row_bytes).keep(tier, keys)
         assert await tier.aclose(10) == (0,)

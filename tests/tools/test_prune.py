@@ -157,7 +157,7 @@ def test_a_chunk_that_was_stored_anew_meanwhile_stays(store, root: Path) -> None
 
 async def test_an_engine_misses_what_was_removed_and_can_store_it_again(root: Path, run) -> None:
     mapper, lender = FileMapper(Namespace(model_name="org/model")), Lender(8_192)
-    tier = await FsBackend.open(FsOptions(root=str(root)), TierContext("0:fs", mapper, 8_192))
+    tier = await FsBackend.open(FsOptions(root=str(root), layout="files"), TierContext("0:fs", mapper, 8_192))
     await lender.keep(tier, keys_of(4))
     async for event in tier.watch():
         if isinstance(event, ScanDone):

@@ -49,7 +49,7 @@ def prompts(count: int, *, tokens: int = PROMPT_TOKENS, seed: int = 0) -> list[P
 
 
 def kvtier(disk: Path | None = None, **changes: Any) -> dict[str, Any]:
-    """Return `kv_connector_extra_config` for kvtier, with a file tier if a directory is given."""
+    """Return `kv_connector_extra_config` for kvtier, with an fs tier as it comes if a directory is given."""
     tiers = [] if disk is None else [{"type": "fs", "root": str(disk)}]
     return {
         "spec_name": "KVTierOffloadingSpec",
@@ -57,6 +57,11 @@ def kvtier(disk: Path | None = None, **changes: Any) -> dict[str, Any]:
         "cpu_bytes_to_use": "64MiB",
         "secondary_tiers": tiers,
     } | changes
+
+
+def kvtier_files(disk: Path, **changes: Any) -> dict[str, Any]:
+    """Return the same with one file a chunk, as vLLM has them."""
+    return kvtier(None, secondary_tiers=[{"type": "fs", "layout": "files", "root": str(disk)}], **changes)
 
 
 class Engine:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.engines import PROMPT_HITS, Engine, Prompt, fill, hits, kvtier, prompts, right, tokens
+from tests.vllm.engines import PROMPT_HITS, Engine, Prompt, fill, hits, kvtier, kvtier_files, prompts, right, tokens
 from tests.vllm.leftovers import runners
 
 FAULTY = "kvtier.testing.faults:FaultyBackend"
@@ -40,9 +40,9 @@ def flip_a_bit(path: Path, dice: random.Random) -> None:
 def test_damaged_files_are_recomputed_and_counted(llama, disk, damage):
     asked = prompts(6)
     expected = right(llama, asked)
-    fill(llama, kvtier(disk), asked)
+    fill(llama, kvtier_files(disk), asked)
     dice = random.Random(11)
-    with Engine(llama, kvtier(disk)) as engine:
+    with Engine(llama, kvtier_files(disk)) as engine:
         while not engine.ledger.tiers[0].authoritative:  # It has seen every file whole.
             engine.kvtier.end_step()
         for path in dice.sample(chunk_files(disk), 12):
@@ -58,7 +58,7 @@ def test_damaged_files_are_recomputed_and_counted(llama, disk, damage):
 def test_a_directory_that_is_deleted_under_load(llama, disk):
     first, second = prompts(6), prompts(6, seed=1)
     expected = right(llama, first), right(llama, second)
-    with Engine(llama, kvtier(disk, cpu_bytes_to_use="5MiB")) as engine:
+    with Engine(llama, kvtier_files(disk, cpu_bytes_to_use="5MiB")) as engine:
         engine.answer(first)
         engine.settle()
         shutil.rmtree(disk)

@@ -5,7 +5,7 @@ import multiprocessing
 import pytest
 
 from kvtier.errors import ConfigError
-from tests.vllm.engines import PROMPT_HITS, Engine, hits, kvtier, prompts, right, tokens
+from tests.vllm.engines import PROMPT_HITS, Engine, hits, kvtier, kvtier_files, prompts, right, tokens
 from tests.vllm.models import gemma3
 from tests.vllm.vllm_tiering import vllm_tiering
 
@@ -76,7 +76,7 @@ def test_files_without_a_footer_are_refused_unless_they_are_accepted(llama, disk
     with Engine(llama, vllm_tiering(disk)) as engine:
         engine.answer(asked)
         engine.settle()
-    with Engine(llama, kvtier(disk, interop="vllm")) as engine:
+    with Engine(llama, kvtier_files(disk, interop="vllm")) as engine:
         assert tokens(answers := engine.answer(asked)) == expected
         assert hits(answers) == [0, 0]
 

@@ -47,8 +47,8 @@ def test_a_primary_far_smaller_than_the_working_set(llama, disk):
 def test_what_is_damaged_is_recomputed(llama, disk):
     asked, others = prompts(4), prompts(4, seed=1)
     expected = right(llama, asked), right(llama, others)
-    fill(llama, behind_vllm(disk), asked)
-    with Engine(llama, behind_vllm(disk)) as engine:
+    fill(llama, behind_vllm(disk, layout="files"), asked)
+    with Engine(llama, behind_vllm(disk, layout="files")) as engine:
         dice = random.Random(2)
         for path in dice.sample(chunk_files(disk), 8):
             flip_a_bit(path, dice)

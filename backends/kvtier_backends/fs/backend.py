@@ -31,7 +31,7 @@ from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.files.layout import FilesLayout
 from kvtier_backends.fs.layout import Layout
-from kvtier_backends.fs.options import FsOptions
+from kvtier_backends.fs.options import FilesOptions, FsOptions, LayoutOptions
 from kvtier_backends.fs.segments.layout import SegmentsLayout
 
 _open = aiofiles.os.wrap(open_books)
@@ -49,14 +49,15 @@ class FsBackend(Backend[FsOptions]):
 
         A root that is missing is made if its parent is there.
         """
+        chosen = options.chosen()
         _check_file_size(context.row_bytes + FOOTER_BYTES)
-        context = context._replace(mapper=FileMapper(context.mapper.namespace, options.naming))
-        folder = Folder(options, context.mapper)
+        context = context._replace(mapper=FileMapper(context.mapper.namespace, chosen.naming))
+        folder = Folder(chosen, context.mapper)
         tally = Tally()
         scan_lane = Lanes(1, f"kvtier-{context.name}-scan")
         try:
-            books = await _open(folder, context, options, executor=scan_lane)
-            return cls(options, context, folder, books, tally, scan_lane)
+            books = await _open(folder, context, chosen, executor=scan_lane)
+            return cls(chosen, context, folder, books, tally, scan_lane)
         except BaseException:
             scan_lane.submit(folder.close)  # When the lane comes to it: a cancelled call's thread may still be at it.
             scan_lane.shutdown(wait=False)
@@ -64,7 +65,7 @@ class FsBackend(Backend[FsOptions]):
 
     def __init__(
         self,
-        options: FsOptions,
+        options: LayoutOptions,
         context: TierContext,
         folder: Folder,
         books: Books,
@@ -82,8 +83,7 @@ class FsBackend(Backend[FsOptions]):
         if options.io == "auto" and not folder.direct:
             tally.count("buffered_fallback")
         self._books = books
-        layout = SegmentsLayout if options.layout == "segments" else FilesLayout
-        self._layout: Layout = layout(options, context, folder, books, tally, scan_lane)
+        self._layout = _layout(options, context, folder, books, tally, scan_lane)
         self._fit = Fit(context.row_bytes, self._layout.key_bytes_max)
         self._closed = False
         self._news = asyncio.Event()  # Something for the inventory's consumer, or the end.
@@ -172,6 +172,14 @@ class FsBackend(Backend[FsOptions]):
         if outcomes and gone == len(outcomes):
             raise BackendUnavailable(f"{self._name}: the file system is away: {outcomes[-1]}") from outcomes[-1]
         return outcomes
+
+
+def _layout(
+    options: LayoutOptions, context: TierContext, folder: Folder, books: Books, tally: Tally, scan_lane: Lanes
+) -> Layout:
+    if isinstance(options, FilesOptions):
+        return FilesLayout(options, context, folder, books, tally, scan_lane)
+    return SegmentsLayout(options, context, folder, books, tally, scan_lane)
 
 
 def _check_file_size(chunk_bytes: int) -> None:

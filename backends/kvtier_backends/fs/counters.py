@@ -23,7 +23,6 @@ class FsCounters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     scan_swept: int = 0  # Temporaries of dead processes, removed.
     scan_others: int = 0  # Folders of other namespaces, left alone.
     evicted: int = 0  # Files that went for room.
-    overwritten: int = 0  # Files that another chunk was written into, in place.
     expired: int = 0  # Files that went because they were not used for `ttl_s`.
     evictions_failed: int = 0  # Files that could not be removed, and take room still.
     refused: dict[str, int] = {}  # Chunks without room, by reason: `capacity`, `write_budget`.

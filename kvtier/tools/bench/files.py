@@ -74,7 +74,7 @@ class TierCase(NamedTuple):
             "checkpoint_s": 0.0,
         }
         if self.layout == "files":
-            return given | {"naming": self.naming} | more  # Others have no names.
+            return given | {"layout": "files", "naming": self.naming} | more  # Others have no names.
         return given | {"layout": self.layout} | more
 
 
@@ -115,7 +115,7 @@ class OpenTier:
 def layouts() -> tuple[str, ...]:
     """Return the layouts that the fs tier has."""
     field = struct_fields(backend_class("fs").options_type).get("layout")
-    return ("files",) if field is None else tuple(map(str, get_args(field.type)))
+    return ("files",) if field is None else tuple(str(word) for kind in get_args(field.type) for word in get_args(kind))
 
 
 def _check(outcomes: Sequence[Outcome]) -> None:

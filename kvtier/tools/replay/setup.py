@@ -91,7 +91,6 @@ def default_config(extent: Extent) -> EngineConfig:
             TierConfig(
                 type="fs",
                 limits=TierLimits(store_chunks_in_flight=STORE_CHUNKS),
-                options={"naming": "flat"},  # Or a temporary directory takes minutes to remove: almost one a chunk.
             ),
         ),
     )

@@ -261,13 +261,10 @@ def _room_options(options: Mapping[str, Any], row_bytes: int) -> dict[str, Any]:
     files = options["layout"] == "files"
     file_bytes = row_bytes + FOOTER_BYTES
     taken_bytes = file_bytes + (FOLDER_BYTES if files and options["naming"] == "vllm" else 0)
-    one_by_one = not files or (
-        options["naming"] == "flat" and not options["shared"]
-    )  # A chunk goes for each that comes.
     capacity_bytes, budget_bytes = options["capacity_bytes"], options["write_budget_bytes_per_day"]
     return {
         "capacity_bytes": None if capacity_bytes is None else capacity_bytes // taken_bytes * row_bytes,
-        "low_water": 1.0 if one_by_one else options["low_water"],
+        "low_water": options["low_water"] if files else 1.0,  # In segments a chunk goes for each that comes.
         "write_budget_bytes_per_day": None if budget_bytes is None else max(1, budget_bytes * row_bytes // file_bytes),
     }
 
@@ -275,7 +272,7 @@ def _room_options(options: Mapping[str, Any], row_bytes: int) -> dict[str, Any]:
 def _left_out(options: Mapping[str, Any]) -> list[str]:
     """Return what is set of an fs tier and has no part in its model."""
     modelled = {"eviction_policy": "lru", "min_free_bytes": 0, "ttl_s": None, "shared": False}
-    return [name for name, without in modelled.items() if options[name] != without]
+    return [name for name, without in modelled.items() if options[name] not in (without, None)]
 
 
 def _device_figures(options: Mapping[str, Any]) -> dict[str, Figure]:

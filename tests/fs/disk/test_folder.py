@@ -120,7 +120,7 @@ from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.options import FsOptions
 os.setuid(65534)
 try:
-    Folder(FsOptions(root=sys.argv[1]), FileMapper(Namespace(model_name="m"))).open()
+    Folder(FsOptions(root=sys.argv[1]).chosen(), FileMapper(Namespace(model_name="m"))).open()
 except ConfigError as error:
     print(error)
 """

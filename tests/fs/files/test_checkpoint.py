@@ -285,7 +285,7 @@ async def test_the_order_of_use_survives(open_tier, lender: Lender, index_file: 
     await scanned(second)
     await lender.recall(second, [key_of(0)])
     await second.aclose(DEADLINE_S)
-    folder = Folder(FsOptions(root=str(index_file.parents[1])), mapper)
+    folder = Folder(FsOptions(root=str(index_file.parents[1]), layout="files").chosen(), mapper)
     await asyncio.to_thread(folder.open)
     kept = read(Checkpoint(folder, mapper, Tally(), row_bytes))
     folder.close()
@@ -396,7 +396,7 @@ from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.files.index import Snapshot
 from kvtier_backends.fs.files.recency import Idle
 mapper = FileMapper(Namespace(model_name="org/model"))
-folder = Folder(FsOptions(root=sys.argv[1]), mapper)
+folder = Folder(FsOptions(root=sys.argv[1], layout="files").chosen(), mapper)
 folder.open()
 os.rename = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
 Checkpoint(folder, mapper, Tally(), {row_bytes}).write(Snapshot([], [], Idle(), {{}}), 0)

@@ -305,26 +305,6 @@ class Accounting(RuleBasedStateMachine):
         if self.under_way:
             self.capacity.release(self.under_way.pop()[1])
 
-    @rule(count=st.integers(1, 4), sectors=st.integers(LEAST, WORST))
-    def overwrite(self, count: int, sectors: int) -> None:
-        """Take files over, write into some of them, and have the rest removed."""
-        busy = {key for key, _ in self.under_way}
-        victims = self.index.victims(count, busy.__contains__, len(busy))
-        taken_bytes = sum(victim.allocated_bytes for victim in victims)
-        self.capacity.leaving_bytes += taken_bytes
-        self.capacity.hand_over(taken_bytes)
-        before = self.capacity.free_bytes()
-        self.capacity.take_back(taken_bytes)
-        self.capacity.release(taken_bytes)
-        assert self.capacity.free_bytes() == (before or 0) + taken_bytes
-        for victim in victims[:1]:
-            key = make_offload_key(b"new" + victim.key)
-            del self.disk[victim.key]
-            self.disk[key] = victim.allocated_bytes
-            self.index.stored(Held(key, victim.allocated_bytes))
-        self.capacity.leaving_bytes += sum(victim.allocated_bytes for victim in victims[1:])
-        self.leaving += victims[1:]
-
     @rule(count=st.integers(1, 4))
     def choose(self, count: int) -> None:
         busy = {key for key, _ in self.under_way}

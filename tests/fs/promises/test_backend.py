@@ -21,7 +21,7 @@ from kvtier.errors import BackendClosed, BackendUnavailable, ChunkMissing, Confi
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend, FsCounters, FsOptions
-from kvtier_backends.fs.files.lane import SHARE_BYTES_MAX, SHARE_CHUNKS_MAX, share_chunks, share_least, share_out
+from kvtier_backends.fs.disk.lanes import SHARE_BYTES_MAX, SHARE_CHUNKS_MAX, share_chunks, share_least, share_out
 from tests.fs.conftest import MakeSystemCall
 
 DEADLINE_S = 20.0
@@ -93,7 +93,9 @@ async def test_opening_on_a_mount_that_hangs_can_be_given_up(
 ) -> None:
     """No buffer is lent yet, so nobody need wait for the thread; it cleans up after itself."""
     stuck = system_call("pwritev", sticks=True)
-    opening = asyncio.create_task(FsBackend.open(FsOptions(root=str(root)), TierContext("hung", mapper, row_bytes)))
+    opening = asyncio.create_task(
+        FsBackend.open(FsOptions(root=str(root), layout="files"), TierContext("hung", mapper, row_bytes))
+    )
     await stuck.wait_entered()
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -40,7 +40,7 @@ class Suites(
     chunk_bytes = 8_192
 
     def options(self, root: str) -> FsOptions:
-        return FsOptions(root=root)
+        return FsOptions(root=root, layout="files")
 
     @pytest.fixture
     def root(self, tmp_path):
@@ -73,14 +73,14 @@ class Suites(
 
 
 class TestFs(Suites):
-    """As it comes."""
+    """One file a chunk."""
 
 
 class TestSegments(Suites):
-    """Chunks in slots of segments."""
+    """As it comes: chunks in slots of segments."""
 
     def options(self, root: str) -> FsOptions:
-        return FsOptions(root=root, layout="segments")
+        return FsOptions(root=root)
 
 
 @pytest.mark.usefixtures("thorough")
@@ -100,7 +100,6 @@ class TestSegmentsInMemoryWithEveryOptionTheOtherWay(Suites):
             capacity_bytes="64MiB",
             io="buffered",
             fsync=True,
-            corrupt="quarantine",
             load_lanes=1,
             store_lanes=1,
         )
@@ -165,12 +164,6 @@ class Small:
 @pytest.mark.parametrize("policy", known_policies())
 class TestFsWithinACapacity(Small, BoundedConformance):
     """With every policy."""
-
-
-@pytest.mark.parametrize("laid_out", [{"naming": "flat"}], ids=["flat"])
-@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
-class TestFsThatOverwritesWithinACapacity(Small, BoundedConformance):
-    """Whatever chooses what goes, its files are written over."""
 
 
 @pytest.mark.parametrize("laid_out", LAID_OUT, ids=lambda one: next(iter(one.values())))

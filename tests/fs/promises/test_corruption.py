@@ -133,7 +133,7 @@ async def test_a_file_of_a_namespace_with_the_same_names_is_a_miss(
     """What vLLM leaves out of its names is in the footer's fingerprint."""
     ours = await open_tier()
     mapper = FileMapper(Namespace(model_name="org/model", **other))  # type: ignore[arg-type]
-    theirs = await FsBackend.open(FsOptions(root=str(root)), TierContext("1:fs", mapper, row_bytes))
+    theirs = await FsBackend.open(FsOptions(root=str(root), layout="files"), TierContext("1:fs", mapper, row_bytes))
     await lender.keep(theirs, [KEY])
     await theirs.aclose(10)
     assert await lender.recall(ours, [KEY]) == ["ChunkCorrupt"]
@@ -142,7 +142,7 @@ async def test_a_file_of_a_namespace_with_the_same_names_is_a_miss(
 
 async def test_rows_of_another_length_are_misses(open_tier, lender: Lender, root: Path, mapper, row_bytes: int) -> None:
     ours = await open_tier()
-    theirs = await FsBackend.open(FsOptions(root=str(root)), TierContext("1:fs", mapper, 4 * row_bytes))
+    theirs = await FsBackend.open(FsOptions(root=str(root), layout="files"), TierContext("1:fs", mapper, 4 * row_bytes))
     longer = Lender(4 * row_bytes)
     await longer.keep(theirs, [KEY])
     await lender.keep(ours, [key_of(2)])

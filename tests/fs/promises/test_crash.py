@@ -40,8 +40,8 @@ POWER_ROUNDS = int(os.environ.get("KVTIER_POWER_ROUNDS", "2"))
 SEED = int(os.environ.get("KVTIER_CRASH_SEED", "1"))
 KEYS = 120
 LAYOUTS = ["files", "segments"]
-OVERWRITTEN_KEYS = 400
-OVERWRITING: dict[str, Any] = {"naming": "flat", "capacity_bytes": 100 * (12_288 + 4_096) + 262_144}  # For a quarter.
+MANY_KEYS = 400
+FULL: dict[str, Any] = {"naming": "flat", "capacity_bytes": 100 * (12_288 + 4_096) + 262_144}  # For a quarter.
 DELETED = -1
 DEADLINE_S = 60.0
 
@@ -186,16 +186,16 @@ def test_a_killed_writer_loses_nothing_it_was_told_was_stored(
 
 
 @pytest.mark.usefixtures("outside")
-def test_a_killed_writer_that_overwrites_files_leaves_whole_chunks_and_the_last_ones(
+def test_a_killed_writer_of_a_full_tier_leaves_whole_chunks_and_the_last_ones(
     root: Path, mapper: FileMapper, row_bytes: int, taken_bytes: Callable[[Path], int]
 ) -> None:
-    """A file that was being taken from one chunk for another is neither's."""
+    """What goes for others and what comes for it: of each, all or nothing."""
     expected = Expected(evicts=True)
-    with closing(Launcher(root, row_bytes, 0.1, OVERWRITING, OVERWRITTEN_KEYS)) as launcher:
+    with closing(Launcher(root, row_bytes, 0.1, FULL, MANY_KEYS)) as launcher:
         for _ in launcher.lives(ROUNDS, (30, 90), expected):
-            assert asyncio.run(look(root, mapper, row_bytes, expected, **OVERWRITING)) == {}
+            assert asyncio.run(look(root, mapper, row_bytes, expected, **FULL)) == {}
             assert temporaries(root) == []
-            assert taken_bytes(root) <= OVERWRITING["capacity_bytes"]
+            assert taken_bytes(root) <= FULL["capacity_bytes"]
     logger.info("%d writers killed, %d chunks confirmed, none lost", ROUNDS, expected.confirmed)
 
 
@@ -280,11 +280,11 @@ def test_what_was_synced_survives_a_machine_that_stops(
 def test_what_was_synced_last_in_place_of_others_survives_a_machine_that_stops(
     disk: Disk, mapper: FileMapper, row_bytes: int
 ) -> None:
-    """Here a chunk that went may come back under its name with another's bytes: it is taken for corrupt."""
+    """A chunk that went may come back: that is room to make again, and no wrong byte."""
     root = disk.mounted / "tier"
-    options = {**OVERWRITING, "fsync": True}
+    options = {**FULL, "fsync": True}
     expected = Expected(evicts=True)
-    with closing(Launcher(root, row_bytes, 0.0, options, OVERWRITTEN_KEYS)) as launcher:
+    with closing(Launcher(root, row_bytes, 0.0, options, MANY_KEYS)) as launcher:
         for _ in launcher.lives(POWER_ROUNDS, (30, 60), expected, disk.cut_off):
             disk.restart()
             asyncio.run(look(root, mapper, row_bytes, expected, **options))

@@ -108,13 +108,15 @@ class Engine:
 
 
 @pytest.mark.usefixtures("thorough")
-@pytest.mark.parametrize("laid_out", [{"naming": "flat"}, {"layout": "segments"}], ids=["files", "segments"])
+@pytest.mark.parametrize(
+    "laid_out", [{"naming": "flat", "low_water": 0.98}, {"layout": "segments"}], ids=["files", "segments"]
+)
 async def test_room_and_memory_stay_flat_and_hits_are_as_predicted(
     root: Path, mapper: FileMapper, taken_bytes: Callable[[Path], int], laid_out: dict[str, Any]
 ) -> None:
     unique = len({block for request in generate(Workload(requests=REQUESTS)) for block in request.hash_ids})
     capacity_bytes = unique * FILE_BYTES // 20
-    options = FsOptions(root=str(root), capacity_bytes=capacity_bytes, low_water=0.98, **laid_out)
+    options = FsOptions(root=str(root), capacity_bytes=capacity_bytes, **laid_out)
     tier = await FsBackend.open(options, TierContext("0:fs", mapper, ROW_BYTES))
     engine, soak = Engine(tier), Soak()
     ends_at = time.monotonic() + SOAK_S

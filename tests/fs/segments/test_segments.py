@@ -153,20 +153,6 @@ async def test_a_footer_that_is_damaged_at_the_start_is_counted_and_its_slot_is_
     assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), "ChunkMissing", label(key_of(2))]
 
 
-async def test_quarantine_keeps_a_corrupt_slot_as_it_was(open_tier, lender: Lender, root: Path, mapper) -> None:
-    tier = await open_tier(layout="segments", corrupt="quarantine", capacity_bytes=SMALL)
-    await lender.keep(tier, [KEY])
-    (segment,) = segments(root)
-    at = slot_of(segment, KEY)
-    overwrite(segment, at, b"?")
-    bad = segment.read_bytes()[at : at + SLOT_BYTES]
-    assert await lender.recall(tier, [KEY]) == ["ChunkCorrupt"]
-    await tier.delete([KEY])  # When it returns, what was wrong under this key is off the disk.
-    (kept,) = (root / mapper.folder / "quarantine").iterdir()
-    assert kept.read_bytes() == bad
-    assert tier.counters().quarantined == 1
-
-
 async def test_what_was_wrong_is_in_the_outcome(open_tier, lender: Lender, root: Path) -> None:
     tier = await open_tier(layout="segments", capacity_bytes=SMALL)
     await lender.keep(tier, [KEY])
@@ -349,9 +335,14 @@ async def test_a_delete_whose_footer_cannot_be_wiped_says_so(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shared": True}, "shared: True given, False accepted with layout = 'segments': each segment has one writer"),
-        ({"naming": "flat"}, "naming: 'flat' given, none accepted with layout = 'segments'"),
-        ({"unverified": "accept"}, "unverified: 'accept' given, none accepted with layout = 'segments'"),
+        ({"shared": True}, "shared: no such field with layout = 'segments': each segment has one writer"),
+        ({"naming": "flat"}, "naming: no such field with layout = 'segments': chunks in segments have no names"),
+        ({"unverified": "accept"}, "unverified: no such field with layout = 'segments': every slot has a footer"),
+        (
+            {"corrupt": "quarantine"},
+            "corrupt: no such field with layout = 'segments': a corrupt slot is counted",
+        ),
+        ({"low_water": 0.9}, "low_water: no such field with layout = 'segments': a chunk in a segment goes when"),
     ],
 )
 def test_what_segments_cannot_do_is_refused(options: dict[str, object], message: str) -> None:
@@ -437,49 +428,6 @@ async def test_a_delete_ends_with_the_cancelled_store_that_has_its_chunks_slot(
         await delete
 
 
-async def test_corrupt_slots_that_are_kept_go_before_any_chunk(
-    open_tier, lender: Lender, root: Path, mapper: FileMapper, taken_bytes
-) -> None:
-    capacity_bytes = 64 * SLOT_BYTES + 262_144
-    tier = await open_tier(layout="segments", corrupt="quarantine")
-    await lender.keep(tier, keys_of(4, start=500))
-    (segment,) = segments(root)
-    for key in keys_of(4, start=500):
-        overwrite(segment, slot_of(segment, key), b"?")
-    assert await lender.recall(tier, keys_of(4, start=500)) == ["ChunkCorrupt"] * 4
-    await tier.delete(keys_of(4, start=500))
-    await tier.aclose(DEADLINE_S)
-    segment.unlink()
-    kept = root / mapper.folder / "quarantine"
-    assert len(os.listdir(kept)) == 4
-    tier = await open_tier(layout="segments", capacity_bytes=capacity_bytes)
-    number = 0
-    while not tier.counters().evicted:
-        await lender.keep(tier, [key_of(number)])
-        assert taken_bytes(root) <= capacity_bytes
-        number += 1
-    assert os.listdir(kept) == []
-    assert tier.counters().quarantine_evicted == 4
-    assert len(await scanned(tier)) > 60
-
-
-async def test_a_smaller_capacity_takes_kept_slots_before_chunks(
-    open_tier, lender: Lender, root: Path, mapper: FileMapper, taken_bytes
-) -> None:
-    before = await open_tier(layout="segments", capacity_bytes=SMALL)
-    await lender.keep(before, keys_of(4))
-    await before.aclose(DEADLINE_S)
-    kept = root / mapper.folder / "quarantine"
-    kept.mkdir(exist_ok=True)
-    for number in range(8):
-        (kept / str(number)).write_bytes(bytes(SLOT_BYTES))
-    capacity_bytes = taken_bytes(root) - 4 * SLOT_BYTES + 32_768
-    tier = await open_tier(layout="segments", capacity_bytes=capacity_bytes)
-    await tier.delete([key_of(999)])  # Waits for all that a start does.
-    assert await lender.recall(tier, keys_of(4)) == [label(key) for key in keys_of(4)]
-    assert 0 < len(os.listdir(kept)) < 8
-
-
 async def test_a_segment_that_was_removed_before_it_was_locked_is_not_there(
     open_tier, lender: Lender, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -502,29 +450,6 @@ async def test_a_segment_that_was_removed_before_it_was_locked_is_not_there(
     await second.aclose(DEADLINE_S)
     third = await open_tier(layout="segments", capacity_bytes=SMALL)
     assert await lender.recall(third, [key_of(2)]) == [label(key_of(2))]
-
-
-async def test_a_slot_that_cannot_be_copied_takes_no_room_in_quarantine(
-    open_tier, lender: Lender, root: Path, mapper: FileMapper, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tier = await open_tier(layout="segments", corrupt="quarantine", capacity_bytes=SMALL)
-    await lender.keep(tier, [KEY])
-    (segment,) = segments(root)
-    overwrite(segment, slot_of(segment, KEY), b"?")
-    write = os.pwritev
-
-    def full(fd: int, buffers: list[memoryview], at: int) -> int:
-        if at == 0 and sum(map(len, buffers)) == SLOT_BYTES:
-            write(fd, [buffers[0][:4_096]], at)
-            raise OSError(28, "No space left on device")
-        return write(fd, buffers, at)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "pwritev", full)
-        assert await lender.recall(tier, [KEY]) == ["ChunkCorrupt"]
-        await tier.delete([KEY])
-    assert os.listdir(root / mapper.folder / "quarantine") == []
-    assert tier.counters().quarantined == 0
 
 
 async def test_no_more_segments_go_for_others_than_are_needed(
@@ -661,28 +586,6 @@ async def test_a_chunk_that_moved_while_it_could_not_be_read_is_read_where_it_is
     await lender.keep(tier, [KEY], version=1)
     stuck.let_go()
     assert await recall == [label(KEY, 1)]
-
-
-async def test_kept_slots_and_their_folder_stay_within_the_capacity(
-    open_tier, lender: Lender, root: Path, taken_bytes
-) -> None:
-    """A folder of many files takes more than an empty one."""
-    before = await open_tier(layout="segments", capacity_bytes=400 * SLOT_BYTES)
-    for start in range(0, 300, 50):
-        await lender.keep(before, keys_of(50, start=start))
-    await before.aclose(DEADLINE_S)
-    assert len(segments(root)) == 1
-    content = bytearray(segments(root)[0].read_bytes())
-    for at in range(HEADER_BYTES, len(content), SLOT_BYTES):
-        content[at] ^= 1
-    segments(root)[0].write_bytes(content)
-    capacity_bytes = taken_bytes(root) + 80 * SLOT_BYTES + 4_096
-    tier = await open_tier(layout="segments", capacity_bytes=capacity_bytes, corrupt="quarantine")
-    for start in range(0, 300, 50):
-        assert await lender.recall(tier, keys_of(50, start=start)) == ["ChunkCorrupt"] * 50
-        await tier.delete(keys_of(50, start=start))
-        assert taken_bytes(root) <= capacity_bytes
-    assert tier.counters().quarantined > 60
 
 
 async def test_where_no_segment_can_be_removed_no_more_are_given_up(

@@ -106,7 +106,7 @@ def test_hits_fall_with_the_capacity_and_are_those_of_the_studys_lru_at_every_si
         {"type": "dummy", "capacity_bytes": 800 * (16 << 10)},
         {"type": "dummy", "capacity_bytes": 1_500 * (16 << 10)},
         {"type": "dummy"},
-        {"type": "fs"},
+        {"type": "fs", "layout": "files"},
         {"type": "fs", "layout": "segments"},
     ],
     ids=["room_for_800", "room_for_1500", "memory", "files", "segments"],
@@ -142,7 +142,7 @@ def test_an_fs_tiers_low_water_mark_is_kept_where_it_has_an_effect() -> None:
     requests = [Request(number * PAUSE_MS, BLOCK_TOKENS, 1, (block,)) for number, block in enumerate(blocks)]
     with_mark = engine({"type": "fs", "capacity_bytes": chunks, "low_water": 0.9}, rows=1)
     assert totals(with_mark, requests)["0:fs"].hits == 4  # At 96 chunks they went down to 90: 0 to 5 are gone.
-    in_place = engine({"type": "fs", "capacity_bytes": chunks, "low_water": 0.9, "naming": "flat"}, rows=1)
+    in_place = engine({"type": "fs", "capacity_bytes": chunks, "layout": "segments"}, rows=1)
     assert totals(in_place, requests)["0:fs"].hits == 5
 
 
@@ -267,8 +267,8 @@ def bench_of(folder: Path, command: str) -> str:
 @pytest.mark.parametrize(
     ("options", "load_mb_per_s", "store_mb_per_s", "latency_s"),
     [
-        ({}, 1_000, 500, 3 * 2 * MIB / 1e9),
-        ({"capacity_bytes": "1GiB"}, 1_000, 400, 3 * 2 * MIB / 1e9),
+        ({"layout": "files"}, 1_000, 500, 3 * 2 * MIB / 1e9),
+        ({"layout": "files", "capacity_bytes": "1GiB"}, 1_000, 400, 3 * 2 * MIB / 1e9),
         ({"layout": "segments"}, 3_000, 2_000, 3 * 2 * MIB / 3e9),
     ],
     ids=["files", "full", "segments"],
@@ -286,7 +286,7 @@ def test_a_benchmark_says_how_fast_the_disk_under_an_fs_tier_is(
 
 
 def test_the_chunk_size_that_is_nearest_to_the_tiers_counts(bench_file: str) -> None:
-    model = scale_model(engine({"type": "fs"}, chunk_bytes=64 << 10), bench=read_bench(bench_file))
+    model = scale_model(engine({"type": "fs", "layout": "files"}, chunk_bytes=64 << 10), bench=read_bench(bench_file))
     assert model.parts[1].figures["load_bytes_per_s"] == 250 * 10**6
 
 
@@ -303,7 +303,7 @@ def test_a_benchmark_that_left_the_tiers_layout_out_is_refused(bench_file: str) 
         (b"rows", "malformed"),
         (b'{"requests": 3}', "missing required field `command`"),
         (b'{"command": "kvtier bench cpu", "rows": []}', "a report of 'kvtier bench cpu' given, a report of kvtier"),
-        (b'{"command": "kvtier bench fs", "rows": []}', "no figure of 'load' with layout files"),
+        (b'{"command": "kvtier bench fs", "rows": []}', "no figure of 'load' with layout segments"),
     ],
     ids=["absent", "no_json", "a_replays", "another_bench", "empty"],
 )

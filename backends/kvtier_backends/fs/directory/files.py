@@ -1,7 +1,7 @@
 """The tier's directory as people's commands see it: every namespace in it, with nothing known but what lies there.
 
-An engine may be using it. A chunk is published by a rename, and a file that is overwritten has lost its name before: so
-what is wrong with an open file counts only if its name is still its own, and only then is it removed.
+An engine may be using it. A chunk is published by a rename, and a file of 0.1.0 that is overwritten has lost its name
+before: so what is wrong with an open file counts only if its name is still its own, and only then is it removed.
 """
 
 import errno
@@ -19,12 +19,11 @@ from kvtier.backend import NAMINGS, Finding, Kind, Naming, OffloadKey, Place, St
 from kvtier.errors import ConfigError
 from kvtier_backends.fs.directory.slots import SlotContents, is_segment, is_slot, reason, unreadable
 from kvtier_backends.fs.disk.attempts import SUFFIX, Sweep, Writer, attempt_name
-from kvtier_backends.fs.disk.below import ForeignError, open_file, open_folder
+from kvtier_backends.fs.disk.below import ForeignError, believable_ns, open_file, open_folder
 from kvtier_backends.fs.disk.capacity import taken_bytes
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, Whole, judge_length, read_footer
 from kvtier_backends.fs.disk.root import CONFIG_BYTES_MAX, QUARANTINE
 from kvtier_backends.fs.files.discard import take_aside
-from kvtier_backends.fs.files.index import believable_ns
 
 SLICE_BYTES = 1 << 20
 DEPTH_MAX = 8  # Folders within folders, as for the scan.

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 
 from kvtier.backend import Finding, Kind, State, StoredFile
 from kvtier.errors import ConfigError
-from kvtier_backends.fs.disk.below import open_file
+from kvtier_backends.fs.disk.below import believable_ns, open_file
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, payload_checksum, read_footer
-from kvtier_backends.fs.files.index import believable_ns
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, ask_ahead, read_header, write_all
 
 _SEGMENT = re.compile(r".*/[0-9]{8}\.seg", re.DOTALL)

@@ -76,3 +76,14 @@ def _check(status: os.stat_result, name: str, kind: int) -> None:
     if found != kind:
         code = errno.ELOOP if found == stat.S_IFLNK else errno.EINVAL
         raise ForeignError(code, f"{name} is {_KINDS[found]}, {_KINDS[kind]} or nothing accepted; remove it")
+
+
+AHEAD_NS = 3_600_000_000_000  # As much as an hour, two machines' clocks may differ.
+
+
+def believable_ns(time_ns: int, now_ns: int) -> int:
+    """Return a file's time as one that can be believed: not before 1970, and if it is far ahead, now.
+
+    Anybody may set a file's time, and a clock may have been wrong. Clocks of machines that share a directory differ.
+    """
+    return now_ns if time_ns > now_ns + AHEAD_NS else max(time_ns, 0)

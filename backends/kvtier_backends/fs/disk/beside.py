@@ -11,7 +11,7 @@ from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.shared_page import LedgerFile
 from kvtier_backends.fs.disk.write_budget import WriteBudget
-from kvtier_backends.fs.options import FsOptions
+from kvtier_backends.fs.options import LayoutOptions
 
 
 class Books(NamedTuple):
@@ -27,7 +27,7 @@ class Books(NamedTuple):
                 book.close()
 
 
-def open_books(folder: Folder, context: TierContext, options: FsOptions) -> Books:
+def open_books(folder: Folder, context: TierContext, options: LayoutOptions) -> Books:
     """Open the folder, and what is kept beside its chunks. Blocks. Raises what `Folder.open` does."""
     folder.open()
     beside = f"{context.mapper.folder}/{{}}{folder.chunks.removeprefix(context.mapper.folder)}"

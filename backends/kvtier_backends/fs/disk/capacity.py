@@ -154,6 +154,14 @@ def chunk_bytes_worst(file_bytes: int, block_bytes: int, folder_bytes: int) -> i
     return (blocks + maps + FOLDERS_GROWN) * block_bytes + FOLDERS_NEW * folder_bytes
 
 
+class Reservation:
+    """What one store was promised."""
+
+    def __init__(self) -> None:
+        """Promise nothing yet."""
+        self.bytes = 0
+
+
 class Capacity:
     """Used, promised and free bytes of one directory. Belongs to the loop's thread."""
 
@@ -163,7 +171,7 @@ class Capacity:
         disk: Disk,
         *,
         limit_bytes: int | None,
-        low_water: float,
+        low_water: float = 1.0,
         min_free_bytes: int,
         kept_free_bytes: int = 0,
     ) -> None:
@@ -176,8 +184,6 @@ class Capacity:
         """Promised to stores that are under way."""
         self.leaving_bytes = 0
         """Of files that are being removed: free once they are gone."""
-        self.in_place_bytes = 0
-        """Promised with files that are to be overwritten: the disk has no less free for it."""
         self.other_bytes = 0
         """Of what else of ours lies in the tier's folders."""
         self.unseen_bytes = disk.used_bytes
@@ -199,7 +205,7 @@ class Capacity:
         if self.limit_bytes is not None:
             room.append(self.limit_bytes - self.used_bytes - self.reserved_bytes - self.unseen_bytes)
         if self._min_free_bytes:
-            room.append(self._disk.free_bytes - self._min_free_bytes - self.reserved_bytes + self.in_place_bytes)
+            room.append(self._disk.free_bytes - self._min_free_bytes - self.reserved_bytes)
         return min(room) - self._kept_free_bytes if room else None
 
     @property
@@ -243,16 +249,6 @@ class Capacity:
         self.reserved_bytes += granted_bytes
         return granted_bytes
 
-    def hand_over(self, leaving_bytes: int) -> None:
-        """Promise what files take that are going to whoever overwrites them: the total does not change."""
-        self.leaving_bytes -= leaving_bytes
-        self.reserved_bytes += leaving_bytes
-        self.in_place_bytes += leaving_bytes
-
-    def take_back(self, in_place_bytes: int) -> None:
-        """Count what files took that were to be overwritten as any other promise: the store has ended."""
-        self.in_place_bytes -= in_place_bytes
-
     def release(self, reserved_bytes: int) -> None:
         """Take a promise back: the store has ended, and what it took is counted where it is."""
         self.reserved_bytes -= reserved_bytes
@@ -273,7 +269,6 @@ class Capacity:
             surplus = taken - low if taken > high else 0
         if self._min_free_bytes:
             least_bytes = self._min_free_bytes + self._kept_free_bytes
-            new_bytes = reserved_bytes - self.in_place_bytes
-            lacking = least_bytes + new_bytes - self._disk.free_bytes - self.leaving_bytes
+            lacking = least_bytes + reserved_bytes - self._disk.free_bytes - self.leaving_bytes
             surplus = max(surplus, lacking)
         return surplus

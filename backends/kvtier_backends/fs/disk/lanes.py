@@ -1,4 +1,6 @@
-"""Loads come first: while there are any, stores go on in one lane only, and a slice at a time.
+"""A tier's lanes: threads that read and others that write, what each is sent in one hop, and which of them go first.
+
+Loads come first: while there are any, stores go on in one lane only, and a slice at a time.
 
 Lanes of their own keep a load from queueing behind stores here, but the device has one queue, and the interpreter one
 lock. One lane that goes on costs a load little and keeps stores from starving, however long loads last.
@@ -8,8 +10,17 @@ import mmap
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import NamedTuple, TypeVar
+
+from kvtier.backend import Lanes
+from kvtier_backends.fs.options import DiskOptions
+
+T = TypeVar("T")
+
+SHARE_CHUNKS_MAX = 32  # Beyond that, a hop is under 2 % of the time that small chunks take.
+SHARE_BYTES_MAX = 16 << 20  # Large chunks are spread over the lanes; a cancelled call waits no longer than this takes.
 
 # Aligned pages for footers: direct I/O takes no others.
 
@@ -94,3 +105,45 @@ class Precedence:
     def _left_s(self) -> float:
         """Return for how long loads go on at least, as far as is known; 0 if there are none."""
         return PATIENCE_S if self._loads else max(0.0, self._calm_at - self._clock())
+
+
+class TierLanes(NamedTuple):
+    """A tier's threads, by what they may be held up by."""
+
+    load: Lanes
+    store: Lanes
+    scan: Lanes
+    evict: Lanes
+
+
+def start_lanes(options: DiskOptions, name: str, scan: Lanes) -> TierLanes:
+    """Start the threads that are not there yet."""
+    counts = {"load": options.load_lanes, "store": options.store_lanes, "evict": 1}
+    with ExitStack() as undo:  # A process may have no more threads.
+        lanes: list[Lanes] = []
+        for what, count in counts.items():
+            lanes.append(Lanes(count, f"kvtier-{name}-{what}"))
+            undo.callback(lanes[-1].shutdown, wait=False)
+        undo.pop_all()
+    load, store, evict = lanes
+    return TierLanes(load, store, scan, evict)
+
+
+def share_chunks(row_bytes: int) -> int:
+    """Return how many chunks of this length a lane is sent at most in one hop."""
+    return min(SHARE_CHUNKS_MAX, max(1, SHARE_BYTES_MAX // row_bytes))
+
+
+def share_least(row_bytes: int, queue_bytes: int) -> int:
+    """Return for how many loads a lane is worth its hop, if it can have so many bytes under way."""
+    return max(1, min(share_chunks(row_bytes), queue_bytes // 2 // row_bytes))
+
+
+def share_out(batch: Sequence[T], lanes: int, most: int, least: int = 1) -> list[Sequence[T]]:
+    """Split a batch into pieces of at most so many for the lanes to work on side by side.
+
+    Fewer lanes are taken if there are not about `least` for each.
+    """
+    parts = max(1, min(lanes, -(-len(batch) // least)))
+    size = max(1, min(most, -(-len(batch) // parts)))
+    return [batch[start : start + size] for start in range(0, len(batch), size)]

@@ -23,7 +23,7 @@ from kvtier_backends.fs.disk.below import NO_LINK, ForeignError, open_file, open
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk, FolderSizes
 from kvtier_backends.fs.disk.quarantine import Quarantine
 from kvtier_backends.fs.disk.reads import ONE_BY_ONE, QueuedReads, Reads, takes_queued
-from kvtier_backends.fs.options import FsOptions
+from kvtier_backends.fs.options import LayoutOptions
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class Folder:
     sizes: FolderSizes
     disk: Disk
 
-    def __init__(self, options: FsOptions, mapper: FileMapper) -> None:
+    def __init__(self, options: LayoutOptions, mapper: FileMapper) -> None:
         """Touch nothing yet."""
         self.root_fd = -1
         self.chunks = mapper.chunks_folder + (SEGMENTS_SUFFIX if options.layout == "segments" else "")

@@ -15,7 +15,7 @@ from typing import NamedTuple, Self
 from kvtier.backend import FileMapper, OffloadKey
 from kvtier_backends.fs.disk.attempts import attempt_name
 from kvtier_backends.fs.disk.below import NO_LINK, ForeignError, open_folder, refuse_others
-from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk
+from kvtier_backends.fs.disk.capacity import Disk
 from kvtier_backends.fs.disk.footer import Fault
 from kvtier_backends.fs.disk.lanes import Precedence
 from kvtier_backends.fs.disk.reads import Wanted
@@ -96,7 +96,6 @@ class Attempt(NamedTuple):
 
     name: str
     fd: int
-    allocated_bytes: int | None = None  # What it takes, if writing it will not change that.
 
 
 class ChunkFiles:
@@ -109,18 +108,15 @@ class ChunkFiles:
         precedence: Precedence,
         *,
         fsync: bool,
-        keeps_folders: bool = False,
     ) -> None:
         """Use an opened folder, and let others go first between two slices of a chunk.
 
-        With `fsync`, a chunk is on the device when `write` returns. `keeps_folders`: they are few, and soon used.
+        With `fsync`, a chunk is on the device when `write` returns.
         """
-        self._keeps_folders = keeps_folders
         self._precedence = precedence
         self._root = folder.root_fd
         self._mapper = mapper
         self._writer = folder.writer
-        self._writer_uid = os.geteuid()
         self._fsync = fsync
         self._sizes = folder.sizes
         self._disk = folder.disk
@@ -139,48 +135,23 @@ class ChunkFiles:
             raise
         return OpenChunk(name, fd, self._disk, self._discard)
 
-    def reuse(self, key: OffloadKey, file_bytes: int) -> Attempt | None:
-        """Take a chunk's file out of its place to be overwritten; None if it is gone now, not fit for that.
-
-        `file_bytes`: the length that it has to have. Nobody may read it any more.
-        """
-        name = self._mapper.name(key)
-        aside = f"{os.path.dirname(name)}/{attempt_name(self._writer)}"
-        try:
-            os.rename(name, aside, src_dir_fd=self._root, dst_dir_fd=self._root)
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-        with suppress(OSError):  # Somebody else's, or a link that would lead elsewhere.
-            status = os.stat(aside, dir_fd=self._root, follow_symlinks=False)
-            ours = stat.S_ISREG(status.st_mode) and status.st_uid == self._writer_uid
-            # Another name for it, such as a backup's, must keep its bytes.
-            if ours and status.st_size == file_bytes and status.st_nlink == 1:
-                fd = os.open(aside, os.O_WRONLY | NO_LINK | self._direct, dir_fd=self._root)
-                blocks_bytes = status.st_blocks * SECTOR_BYTES  # Fewer than it is long: it has holes, or is compressed.
-                return Attempt(aside, fd, blocks_bytes if blocks_bytes >= file_bytes else None)
-        os.unlink(aside, dir_fd=self._root)
-        return None
-
-    def write(
-        self, key: OffloadKey, buffers: Sequence[memoryview], used_at_ns: int, attempt: Attempt | None = None
-    ) -> int:
+    def write(self, key: OffloadKey, buffers: Sequence[memoryview], used_at_ns: int) -> int:
         """Put a file of these bytes in place of what was there, and return the bytes that it takes on the disk.
 
-        `used_at_ns` becomes its time: what orders files after a restart. `attempt`: a file of this length to overwrite.
-        Until it has returned, readers find what was there before; a failure leaves that. (But for a failed sync of
-        the folder: then the new file may be in place, whole.)
+        `used_at_ns` becomes its time: what orders files after a restart. Until it has returned, readers find what was
+        there before; a failure leaves that. (But for a failed sync of the folder: then the new file may be in place,
+        whole.)
         """
         name = self._mapper.name(key)
         parent = os.path.dirname(name)
-        temporary, fd, allocated_bytes = attempt or self._create(parent)
+        temporary, fd = self._create(parent)
         try:
             try:
                 self._write_all(fd, buffers)
                 os.utime(fd, ns=(used_at_ns, used_at_ns))
                 if self._fsync:
                     os.fsync(fd)
-                if allocated_bytes is None:
-                    allocated_bytes = self._disk.taken_bytes(os.fstat(fd))
+                allocated_bytes = self._disk.taken_bytes(os.fstat(fd))
             finally:
                 os.close(fd)  # Network file systems report a full disk here.
             # rename last: a reader sees the old chunk or the new one, never half of each.
@@ -208,8 +179,6 @@ class ChunkFiles:
 
     def tidy(self, key: OffloadKey) -> None:
         """Remove the folders above a file that is gone, as far as they are empty: they take room, too."""
-        if self._keeps_folders:
-            return
         folder = os.path.dirname(self._mapper.name(key))
         with suppress(OSError):  # Mostly because it is not empty.
             while folder != self._chunks:

@@ -8,11 +8,12 @@ from functools import partial
 from kvtier.backend import Lanes, OffloadKey, in_thread, in_threads
 from kvtier.errors import BackendClosed
 from kvtier_backends.fs.counters import Tally
-from kvtier_backends.fs.disk.capacity import Capacity
+from kvtier_backends.fs.disk.capacity import Capacity, Reservation
+from kvtier_backends.fs.disk.lanes import share_out
 from kvtier_backends.fs.disk.quarantine import Cleared, Quarantine
 from kvtier_backends.fs.files.claims import Claims
 from kvtier_backends.fs.files.index import Held, Index
-from kvtier_backends.fs.files.lane import Chunks, Grant, share_out
+from kvtier_backends.fs.files.lane import Chunks
 
 # When files were used, as their times say it after a restart: set behind the loads, and seldom.
 
@@ -105,36 +106,36 @@ class Eviction:
         """Return what chunks take, those included that are being removed."""
         return self._index.used_bytes + self._capacity.leaving_bytes
 
-    async def reserve(self, wanted_bytes: int, least_bytes: int, incoming: Sequence[OffloadKey]) -> Grant:
+    async def reserve(self, wanted_bytes: int, least_bytes: int, incoming: Sequence[OffloadKey]) -> Reservation:
         """Promise room, as much of what is wanted as there is or can be made; less than `least_bytes` is of no use."""
-        grant, limit_bytes = Grant(wanted_bytes // least_bytes), self._capacity.limit_bytes
+        reservation, limit_bytes = Reservation(), self._capacity.limit_bytes
         if limit_bytes is not None and least_bytes > limit_bytes:
-            return grant
+            return reservation
         if self._capacity.watches_disk:
             await in_thread(self._store_lanes, self._capacity.look)
         try:
-            await self._promise(grant, wanted_bytes)
-            if grant.bytes < wanted_bytes and await self._clear_quarantine(wanted_bytes - grant.bytes):
-                await self._promise(grant, wanted_bytes)
+            await self._promise(reservation, wanted_bytes)
+            if reservation.bytes < wanted_bytes and await self._clear_quarantine(wanted_bytes - reservation.bytes):
+                await self._promise(reservation, wanted_bytes)
             for _ in range(ROUNDS_MAX):
-                short_bytes = wanted_bytes - grant.bytes
+                short_bytes = wanted_bytes - reservation.bytes
                 if short_bytes <= 0 or not (victims := self._choose(short_bytes, incoming)):
                     break
-                await self._exchange(grant, victims, wanted_bytes)
-                if grant.bytes < wanted_bytes:  # Files that were gone already had left their room to all.
-                    await self._promise(grant, wanted_bytes)
+                await self._exchange(reservation, victims, wanted_bytes)
+                if reservation.bytes < wanted_bytes:  # Files that were gone already had left their room to all.
+                    await self._promise(reservation, wanted_bytes)
         except BaseException:
-            self.release(grant)
+            self.release(reservation)
             raise
-        return grant
+        return reservation
 
     def stored(self, added_bytes: int) -> None:
         """Hear what a store or a delete has added to what is used; the index counts it."""
         self._capacity.wrote(added_bytes)
 
-    def release(self, grant: Grant) -> None:
+    def release(self, reservation: Reservation) -> None:
         """Take a promise back: what was stored has been counted."""
-        self._capacity.release(grant.bytes)
+        self._capacity.release(reservation.bytes)
         self.check()
         self.changed()
 
@@ -189,14 +190,14 @@ class Eviction:
             pauses.append(max(self._ttl_s / 16, 0.01))
         return min(pauses)
 
-    async def _promise(self, grant: Grant, wanted_bytes: int) -> None:
+    async def _promise(self, reservation: Reservation, wanted_bytes: int) -> None:
         """Promise as much as is free, up to what is wanted in all."""
-        grant.bytes += self._capacity.reserve(wanted_bytes - grant.bytes)
+        reservation.bytes += self._capacity.reserve(wanted_bytes - reservation.bytes)
 
-    async def _exchange(self, grant: Grant, victims: Sequence[Held], wanted_bytes: int) -> None:
+    async def _exchange(self, reservation: Reservation, victims: Sequence[Held], wanted_bytes: int) -> None:
         """Promise what victims leave, up to what is wanted in all."""
         gone_bytes = await self._remove(victims)
-        grant.bytes += self._capacity.exchange(gone_bytes, max(0, wanted_bytes - grant.bytes))
+        reservation.bytes += self._capacity.exchange(gone_bytes, max(0, wanted_bytes - reservation.bytes))
 
     async def _surplus_bytes(self) -> int:
         return self._capacity.surplus_bytes()

@@ -26,7 +26,6 @@ LIVE = 1 << (SECTOR_BITS + MINUTE_BITS)
 SECTORS = (1 << SECTOR_BITS) - 1
 MINUTES = (1 << MINUTE_BITS) - 1
 MINUTE_NS = 60_000_000_000
-AHEAD_NS = 60 * MINUTE_NS  # As much as that, two machines' clocks may differ.
 
 
 class Held(NamedTuple):
@@ -36,14 +35,6 @@ class Held(NamedTuple):
     allocated_bytes: int
     used_at_ns: int = 0  # By the file's mtime, which is set to the chunk's last use.
     loadable: bool = True  # False: a file of ours by name that no load would take. It takes room all the same.
-
-
-def believable_ns(time_ns: int, now_ns: int) -> int:
-    """Return a file's time as one that can be believed: not before 1970, and if it is far ahead, now.
-
-    Anybody may set a file's time, and a clock may have been wrong. Clocks of machines that share a directory differ.
-    """
-    return now_ns if time_ns > now_ns + AHEAD_NS else max(time_ns, 0)
 
 
 def entry_of(chunk: Held, *, live: bool) -> int:

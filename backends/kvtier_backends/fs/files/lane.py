@@ -4,18 +4,17 @@ A hop costs as much as reading a small chunk, so a lane is sent with many. What 
 share, chunk by chunk: the call that lent the buffers may be cancelled, and its result lost.
 """
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 from kvtier.backend import OffloadKey, Outcome, Read, Write
 from kvtier.errors import ChunkCorrupt, ChunkMissing
 from kvtier_backends.fs.counters import Tally
-from kvtier_backends.fs.disk.below import ForeignError
+from kvtier_backends.fs.disk.below import ForeignError, believable_ns
 from kvtier_backends.fs.disk.footer import (
     FOOTER_BYTES,
     GONE,
@@ -28,66 +27,11 @@ from kvtier_backends.fs.disk.footer import (
     payload_checksum,
     write_footer,
 )
-from kvtier_backends.fs.disk.lanes import Pages, Precedence
+from kvtier_backends.fs.disk.lanes import SHARE_CHUNKS_MAX, Pages, Precedence
 from kvtier_backends.fs.disk.reads import Reads, Wanted
-from kvtier_backends.fs.files.chunk_files import Attempt, ChunkFiles, Found, OpenChunk
+from kvtier_backends.fs.files.chunk_files import ChunkFiles, Found, OpenChunk
 from kvtier_backends.fs.files.discard import Discarded
-from kvtier_backends.fs.files.index import Held, believable_ns, is_later
-
-# What one store was promised: room, and the files that it is to overwrite for it.
-
-
-class Grant:
-    """One store's. Its lanes take files from it side by side; all else is the loop's thread's."""
-
-    def __init__(self, chunks: int) -> None:
-        """Promise nothing yet to a store of so many chunks."""
-        self.chunks = chunks
-        self.bytes = 0
-        """Of room, what those files take included."""
-        self.spares_bytes = 0
-        """What those files take, whether they were overwritten by now or not."""
-        self._spares: deque[Held] = deque()
-        self._chosen: list[Held] = []
-        self._gone: list[Held] = []
-        self._told = 0  # Of these, whoever asked has heard of so many.
-
-    @property
-    def spares_wanted(self) -> int:
-        """How many files more could be overwritten: one a chunk."""
-        return self.chunks - len(self._chosen)
-
-    def overwrite(self, victims: Sequence[Held]) -> int:
-        """Have these files, which nobody else is at, overwritten; return the room that is promised with them."""
-        taken_bytes = sum(victim.allocated_bytes for victim in victims)
-        self.bytes += taken_bytes
-        self.spares_bytes += taken_bytes
-        self._chosen += victims
-        self._spares += victims
-        return taken_bytes
-
-    def spare(self) -> Held | None:
-        """Take a file; None if there is none left. Any thread may call."""
-        try:
-            return self._spares.popleft()
-        except IndexError:
-            return None
-
-    def gone(self, spare: Held) -> None:
-        """Note that a file which was taken is no more what it was. Any thread may call."""
-        self._gone.append(spare)
-
-    def news_bytes(self) -> int:
-        """Return what files took that have gone since this was asked last."""
-        news = self._gone[self._told :]
-        self._told += len(news)
-        return sum(spare.allocated_bytes for spare in news)
-
-    def end(self) -> tuple[list[Held], list[Held]]:
-        """Return the files that are gone, and those that are left as they were, when no lane is at it any more."""
-        gone = {spare.key for spare in self._gone}
-        return self._gone, [spare for spare in self._chosen if spare.key not in gone]
-
+from kvtier_backends.fs.files.index import Held, is_later
 
 # The files of one lane's loads, several of them open at a time, and what became of each.
 
@@ -171,34 +115,7 @@ class LoadHop:
         return self._pages[place * TAIL_BYTES : (place + 1) * TAIL_BYTES]
 
 
-T = TypeVar("T")
-
-SHARE_CHUNKS_MAX = 32  # Beyond that, a hop is under 2 % of the time that small chunks take.
-SHARE_BYTES_MAX = (
-    16 << 20
-)  # Large chunks are spread over the lanes, and a cancelled call waits no longer than this takes.
-
 _COUNTED = {Discarded.QUARANTINED: "quarantined", Discarded.LEFT: "corrupt_left"}
-
-
-def share_chunks(row_bytes: int) -> int:
-    """Return how many chunks of this length a lane is sent at most in one hop."""
-    return min(SHARE_CHUNKS_MAX, max(1, SHARE_BYTES_MAX // row_bytes))
-
-
-def share_least(row_bytes: int, queue_bytes: int) -> int:
-    """Return for how many loads a lane is worth its hop, if it can have so many bytes under way."""
-    return max(1, min(share_chunks(row_bytes), queue_bytes // 2 // row_bytes))
-
-
-def share_out(batch: Sequence[T], lanes: int, most: int, least: int = 1) -> list[Sequence[T]]:
-    """Split a batch into pieces of at most so many for the lanes to work on side by side.
-
-    Fewer lanes are taken if there are not about `least` for each.
-    """
-    parts = max(1, min(lanes, -(-len(batch) // least)))
-    size = max(1, min(most, -(-len(batch) // parts)))
-    return [batch[start : start + size] for start in range(0, len(batch), size)]
 
 
 @dataclass(slots=True)
@@ -207,7 +124,6 @@ class StoreShare:
 
     writes: Sequence[Write]
     used_at_ns: int  # The head's time; each of the others is a little older, so that it goes before the head.
-    grant: Grant  # Whose files are overwritten as long as there are any.
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
     allocated_bytes: list[int | None] = field(default_factory=list[int | None])  # None: not stored.
     gone: int = 0
@@ -319,11 +235,9 @@ class Chunks:
     def _store(self, write: Write, used_at_ns: int, page: memoryview, share: StoreShare) -> None:
         key, block = write
         footer = Footer(key, len(block), payload_checksum(block), self._fingerprint)
-        spare = share.grant.spare()
         try:
             write_footer(page, footer)
-            attempt = None if spare is None else self._reuse(spare, share.grant)
-            allocated_bytes = self._files.write(key, [block, page], used_at_ns, attempt)
+            allocated_bytes = self._files.write(key, [block, page], used_at_ns)
         except OSError as error:
             share.gone += error.errno in GONE
             share.allocated_bytes.append(None)
@@ -331,15 +245,6 @@ class Chunks:
         else:
             share.allocated_bytes.append(allocated_bytes)
             share.outcomes.append(None)
-        if spare is not None:
-            self._files.tidy(spare.key)
-
-    def _reuse(self, spare: Held, grant: Grant) -> Attempt | None:
-        """Return a chunk's file as one to be written, or None if there is no such file any more."""
-        attempt = self._files.reuse(spare.key, self._row_bytes + FOOTER_BYTES)
-        grant.gone(spare)
-        self._tally.count("overwritten", attempt is not None)
-        return attempt
 
     def _judge(self, share: LoadShare, chunk: OpenChunk, read: Read, page: memoryview, got: int) -> Outcome:
         key, into = read

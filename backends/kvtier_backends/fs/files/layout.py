@@ -3,15 +3,13 @@
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
 
 import aiofiles.os
 
-from kvtier.backend import FLAT_FOLDERS, Lanes, Occupancy, OffloadKey, Outcome, Read, TierContext, Write, in_threads
+from kvtier.backend import Lanes, Occupancy, OffloadKey, Outcome, Read, TierContext, Write, in_threads
 from kvtier.errors import BackendUnavailable
 from kvtier.policies.lru import LRU
 from kvtier.policies.named import policy_class
@@ -19,37 +17,22 @@ from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.disk.beside import Books
 from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.footer import KEY_BYTES_MAX
-from kvtier_backends.fs.disk.lanes import Precedence
+from kvtier_backends.fs.disk.lanes import Precedence, TierLanes, share_least, share_out, start_lanes
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.files.checkpoint import Checkpoint
 from kvtier_backends.fs.files.chunk_files import ChunkFiles
 from kvtier_backends.fs.files.claims import Claims
 from kvtier_backends.fs.files.eviction import Eviction
 from kvtier_backends.fs.files.index import Index
-from kvtier_backends.fs.files.lane import Chunks, share_least, share_out
+from kvtier_backends.fs.files.lane import Chunks
 from kvtier_backends.fs.files.loading import Loading
-from kvtier_backends.fs.files.recycling import Recycling
 from kvtier_backends.fs.files.shared import SharedEviction
 from kvtier_backends.fs.files.start import Looking
 from kvtier_backends.fs.files.storing import Storing, sizes_of
 from kvtier_backends.fs.layout import Background, Left, until
-from kvtier_backends.fs.options import FsOptions
+from kvtier_backends.fs.options import FilesOptions
 
 # What a file tier is made of, put together: nothing here decides anything, and nothing runs yet.
-
-
-FOLDERS_SHARE = (
-    1 / 16
-)  # Of the room, for folders that are kept when they are empty: making one costs as much as a file.
-
-
-class TierLanes(NamedTuple):
-    """A tier's threads, by what they may be held up by."""
-
-    load: Lanes
-    store: Lanes
-    scan: Lanes
-    evict: Lanes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +49,8 @@ class Parts:
     looking: Looking
 
 
-def start_lanes(options: FsOptions, name: str, scan: Lanes) -> TierLanes:
-    """Start the threads that are not there yet."""
-    counts = {"load": options.load_lanes, "store": options.store_lanes, "evict": 1}
-    with ExitStack() as undo:  # A process may have no more threads.
-        lanes: list[Lanes] = []
-        for what, count in counts.items():
-            lanes.append(Lanes(count, f"kvtier-{name}-{what}"))
-            undo.callback(lanes[-1].shutdown, wait=False)
-        undo.pop_all()
-    load, store, evict = lanes
-    return TierLanes(load, store, scan, evict)
-
-
 def assemble(
-    options: FsOptions, context: TierContext, folder: Folder, books: Books, tally: Tally, lanes: TierLanes
+    options: FilesOptions, context: TierContext, folder: Folder, books: Books, tally: Tally, lanes: TierLanes
 ) -> Parts:
     """Make a tier's parts over an opened folder, on the running loop."""
     clock_ns, sizes = time.time_ns, sizes_of(context.row_bytes, folder)
@@ -94,7 +64,7 @@ def assemble(
         (index, folder.sizes, checkpoint, folder.quarantine),
         folder.disk,
         limit_bytes=options.capacity_bytes,
-        low_water=1.0 if options.overwrites else options.low_water,
+        low_water=options.low_water,
         min_free_bytes=options.min_free_bytes,
         kept_free_bytes=checkpoint.bytes_worst(limit_bytes // context.row_bytes) if checkpoint_s else 0,
     )
@@ -105,7 +75,6 @@ def assemble(
             context.mapper,
             precedence,
             fsync=options.fsync,
-            keeps_folders=options.overwrites and FLAT_FOLDERS * folder.sizes.new_bytes <= limit_bytes * FOLDERS_SHARE,
         ),
         tally,
         precedence,
@@ -116,7 +85,7 @@ def assemble(
         reads=folder.reads,
     )
     claims = Claims()
-    kind_of_eviction = SharedEviction if options.shared else Recycling if options.overwrites else Eviction
+    kind_of_eviction = SharedEviction if options.shared else Eviction
     eviction = kind_of_eviction(
         index,
         capacity,
@@ -175,7 +144,7 @@ class FilesLayout:
     """See `Layout`."""
 
     def __init__(
-        self, options: FsOptions, context: TierContext, folder: Folder, books: Books, tally: Tally, scan_lane: Lanes
+        self, options: FilesOptions, context: TierContext, folder: Folder, books: Books, tally: Tally, scan_lane: Lanes
     ) -> None:
         """Use an opened folder, on the running loop."""
         self._name = context.name

@@ -6,11 +6,11 @@ from functools import partial
 from kvtier.backend import Lanes, OffloadKey, Outcome, Read, in_threads
 from kvtier.errors import ChunkCorrupt, ChunkMissing
 from kvtier_backends.fs.disk.capacity import Capacity
-from kvtier_backends.fs.disk.lanes import Precedence
+from kvtier_backends.fs.disk.lanes import Precedence, share_out
 from kvtier_backends.fs.files.claims import Claims
 from kvtier_backends.fs.files.eviction import Eviction
 from kvtier_backends.fs.files.index import Held, Index
-from kvtier_backends.fs.files.lane import Chunks, LoadShare, share_out
+from kvtier_backends.fs.files.lane import Chunks, LoadShare
 
 
 class Loading:

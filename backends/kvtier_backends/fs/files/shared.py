@@ -14,11 +14,10 @@ from contextlib import suppress
 from kvtier.backend import OffloadKey, in_thread
 from kvtier.errors import BackendClosed
 from kvtier.settings import SIZE_BYTES_MAX
-from kvtier_backends.fs.disk.capacity import FolderSizes
+from kvtier_backends.fs.disk.capacity import FolderSizes, Reservation
 from kvtier_backends.fs.disk.shared_page import LedgerFile
 from kvtier_backends.fs.files.eviction import Eviction, Removal
 from kvtier_backends.fs.files.index import Held
-from kvtier_backends.fs.files.lane import Grant
 from kvtier_backends.fs.layout import until
 
 logger = logging.getLogger(__name__)
@@ -45,10 +44,10 @@ class SharedEviction(Eviction):
         super().stored(added_bytes)
         self._untold_bytes += added_bytes
 
-    def release(self, grant: Grant) -> None:
+    def release(self, reservation: Reservation) -> None:
         """Take a promise back behind the store's: until the page says so, it counts as promised."""
         with suppress(BackendClosed):  # Then the slot is given up, and what was promised counts as written.
-            told = self._store_lanes.submit(self.ledger.settle, grant.bytes, self._news_bytes())
+            told = self._store_lanes.submit(self.ledger.settle, reservation.bytes, self._news_bytes())
             told.add_done_callback(_log_failure)
         self._wake.set()
         self.changed()
@@ -81,15 +80,17 @@ class SharedEviction(Eviction):
         self._looked_at_ns = self._looking_since_ns
         super().scan_ended()
 
-    async def _promise(self, grant: Grant, wanted_bytes: int) -> None:
+    async def _promise(self, reservation: Reservation, wanted_bytes: int) -> None:
         limit_bytes = SIZE_BYTES_MAX if self._capacity.limit_bytes is None else self._capacity.limit_bytes
         limit_bytes -= self._quarantine.used_bytes  # Which the page does not know of.
-        wanted_bytes -= grant.bytes
-        self._heard(sure=await in_thread(self._store_lanes, _take, grant, self.ledger, wanted_bytes, limit_bytes))
+        wanted_bytes -= reservation.bytes
+        self._heard(sure=await in_thread(self._store_lanes, _take, reservation, self.ledger, wanted_bytes, limit_bytes))
 
-    async def _exchange(self, grant: Grant, victims: Sequence[Held], wanted_bytes: int) -> None:
+    async def _exchange(self, reservation: Reservation, victims: Sequence[Held], wanted_bytes: int) -> None:
         gone_bytes = await self._remove(victims)
-        await in_thread(self._store_lanes, _exchange, grant, self.ledger, gone_bytes, wanted_bytes - grant.bytes)
+        await in_thread(
+            self._store_lanes, _exchange, reservation, self.ledger, gone_bytes, wanted_bytes - reservation.bytes
+        )
 
     async def _surplus_bytes(self) -> int:
         taken = await asyncio.get_running_loop().run_in_executor(self._lane, self.ledger.taken)
@@ -137,19 +138,19 @@ class SharedEviction(Eviction):
         return news_bytes
 
 
-def _take(grant: Grant, ledger: LedgerFile, wanted_bytes: int, limit_bytes: int) -> bool:
-    """Have a promise of the page be in the grant, whoever is cancelled meanwhile; False: nobody knows what fits.
+def _take(reservation: Reservation, ledger: LedgerFile, wanted_bytes: int, limit_bytes: int) -> bool:
+    """Have a promise of the page be in the reservation, whoever is cancelled meanwhile; False: nobody knows what fits.
 
     Blocks, in a lane.
     """
     granted_bytes = ledger.reserve(wanted_bytes, limit_bytes)
-    grant.bytes += granted_bytes or 0
+    reservation.bytes += granted_bytes or 0
     return granted_bytes is not None
 
 
-def _exchange(grant: Grant, ledger: LedgerFile, gone_bytes: int, wanted_bytes: int) -> None:
+def _exchange(reservation: Reservation, ledger: LedgerFile, gone_bytes: int, wanted_bytes: int) -> None:
     """Likewise for what has gone."""
-    grant.bytes += ledger.exchange(gone_bytes, wanted_bytes)
+    reservation.bytes += ledger.exchange(gone_bytes, wanted_bytes)
 
 
 def _log_failure(told: "Future[None]") -> None:

@@ -16,13 +16,13 @@ import aiofiles.os
 from kvtier.backend import INVENTORY_BATCH_KEYS, FileMapper, Lanes, OffloadKey, read_folder
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.disk.attempts import Sweep
-from kvtier_backends.fs.disk.below import open_folder
+from kvtier_backends.fs.disk.below import believable_ns, open_folder
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Capacity
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.shared_page import LedgerFile
 from kvtier_backends.fs.files.checkpoint import Checkpoint
 from kvtier_backends.fs.files.eviction import Eviction
-from kvtier_backends.fs.files.index import Held, Index, believable_ns
+from kvtier_backends.fs.files.index import Held, Index
 from kvtier_backends.fs.files.shared import SharedEviction
 
 # What is in the directory at the start, a batch at a time, beside the tier's work.

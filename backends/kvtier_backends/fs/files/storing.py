@@ -12,30 +12,26 @@ from typing import NamedTuple, Protocol
 from kvtier.backend import Lanes, OffloadKey, Outcome, Write, in_threads
 from kvtier.errors import NoSpace
 from kvtier_backends.fs.counters import Tally
-from kvtier_backends.fs.disk.capacity import chunk_bytes_worst
+from kvtier_backends.fs.disk.capacity import Reservation, chunk_bytes_worst
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
+from kvtier_backends.fs.disk.lanes import share_chunks, share_out
 from kvtier_backends.fs.disk.root import Folder
+from kvtier_backends.fs.disk.write_budget import WriteBudget
 from kvtier_backends.fs.files.claims import Claims
 from kvtier_backends.fs.files.index import Held, Index
-from kvtier_backends.fs.files.lane import Chunks, Grant, StoreShare, share_chunks, share_out
+from kvtier_backends.fs.files.lane import Chunks, StoreShare
 
 
 class Room(Protocol):
     """Who gives out what a directory has room for."""
 
-    async def reserve(self, wanted_bytes: int, least_bytes: int, incoming: Sequence[OffloadKey]) -> Grant: ...
+    async def reserve(self, wanted_bytes: int, least_bytes: int, incoming: Sequence[OffloadKey]) -> Reservation: ...
 
     def stored(self, added_bytes: int) -> None: ...
 
-    def release(self, grant: Grant) -> None: ...
+    def release(self, reservation: Reservation) -> None: ...
 
     async def make_room_on_disk(self, wanted_bytes: int, incoming: Sequence[OffloadKey]) -> int: ...
-
-
-class WriteBudget(Protocol):
-    """Who gives out what may be written at all."""
-
-    async def take(self, wanted_bytes: int, unit_bytes: int) -> int: ...
 
 
 class Sizes(NamedTuple):
@@ -87,15 +83,15 @@ class Storing:
         with self._claims.in_use(keys):
             worst_bytes = self._sizes.worst_bytes
             incoming = [key for key in dict.fromkeys(keys) if key not in self._index]
-            grant = await self._room.reserve(len(writes) * worst_bytes, worst_bytes, incoming)
+            reservation = await self._room.reserve(len(writes) * worst_bytes, worst_bytes, incoming)
             try:
-                fitting = writes[: grant.bytes // worst_bytes]
+                fitting = writes[: reservation.bytes // worst_bytes]
                 allowed = fitting[: await self._allowed(len(fitting))]
-                outcomes, gone = await self._write(allowed, grant)
+                outcomes, gone = await self._write(allowed)
                 if failed := [index for index, outcome in enumerate(outcomes) if isinstance(outcome, NoSpace)]:
-                    await self._try_again(allowed, failed, outcomes, grant)
+                    await self._try_again(allowed, failed, outcomes)
             finally:
-                self._room.release(grant)
+                self._room.release(reservation)
         outcomes += self._refused(fitting[len(allowed) :], "write_budget", "the day's write budget is used up")
         outcomes += self._refused(writes[len(fitting) :], "capacity", "no room, and nothing that may go for it")
         return outcomes, gone
@@ -106,21 +102,21 @@ class Storing:
         unit_bytes = self._sizes.file_bytes
         return await self._write_budget.take(count * unit_bytes, unit_bytes) // unit_bytes
 
-    async def _write(self, writes: Sequence[Write], grant: Grant) -> tuple[list[Outcome], int]:
+    async def _write(self, writes: Sequence[Write]) -> tuple[list[Outcome], int]:
         used_at_ns, shares = self._clock_ns(), list[StoreShare]()
         for part in share_out(writes, self._lanes.count, self._sizes.share_chunks):
-            shares.append(StoreShare(part, used_at_ns, grant))
+            shares.append(StoreShare(part, used_at_ns))
             used_at_ns -= len(part)
         told = False
         try:
             await in_threads(self._lanes, [partial(self._chunks.store, share) for share in shares])
             told = True
         finally:
-            self._note(shares, grant, told=told)
+            self._note(shares, told=told)
         return [outcome for share in shares for outcome in share.outcomes], sum(share.gone for share in shares)
 
-    def _note(self, shares: Sequence[StoreShare], grant: Grant, *, told: bool) -> None:
-        added_bytes = -grant.news_bytes()
+    def _note(self, shares: Sequence[StoreShare], *, told: bool) -> None:
+        added_bytes = 0
         for share in reversed(shares):  # Tail first: a prefix outlives its continuation.
             places = list(enumerate(zip(share.writes, share.allocated_bytes, strict=False)))
             for place, (write, allocated_bytes) in reversed(places):
@@ -131,16 +127,14 @@ class Storing:
                         self._index.news.added(write.key)
         self._room.stored(added_bytes)
 
-    async def _try_again(
-        self, writes: Sequence[Write], failed: Sequence[int], outcomes: list[Outcome], grant: Grant
-    ) -> None:
+    async def _try_again(self, writes: Sequence[Write], failed: Sequence[int], outcomes: list[Outcome]) -> None:
         """Make room on a full disk, and write what did not fit."""
         self._tally.count("disk_full", len(failed))
         again = [writes[index] for index in failed]
         wanted_bytes = len(again) * self._sizes.worst_bytes
         if not await self._room.make_room_on_disk(wanted_bytes, [write.key for write in again]):
             return
-        second, _ = await self._write(again, grant)
+        second, _ = await self._write(again)
         for index, outcome in zip(failed, second, strict=True):
             outcomes[index] = outcome
 

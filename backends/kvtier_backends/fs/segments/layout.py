@@ -11,12 +11,10 @@ from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.disk.beside import Books
 from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.footer import KEY_BYTES_MAX
-from kvtier_backends.fs.disk.lanes import Precedence
+from kvtier_backends.fs.disk.lanes import Precedence, share_chunks, share_least, start_lanes
 from kvtier_backends.fs.disk.root import Folder
-from kvtier_backends.fs.files.lane import share_chunks, share_least
-from kvtier_backends.fs.files.layout import start_lanes
 from kvtier_backends.fs.layout import Background, Left, until
-from kvtier_backends.fs.options import FsOptions
+from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.checkpoint import SlotCheckpoint
 from kvtier_backends.fs.segments.folder import SegmentFolder
@@ -37,7 +35,13 @@ class SegmentsLayout:
     """See `Layout`."""
 
     def __init__(
-        self, options: FsOptions, context: TierContext, folder: Folder, books: Books, tally: Tally, scan_lane: Lanes
+        self,
+        options: SegmentsOptions,
+        context: TierContext,
+        folder: Folder,
+        books: Books,
+        tally: Tally,
+        scan_lane: Lanes,
     ) -> None:
         """Use an opened folder, on the running loop."""
         self._name = context.name
@@ -56,7 +60,6 @@ class SegmentsLayout:
             (segments, checkpoint),
             folder.disk,
             limit_bytes=options.capacity_bytes,
-            low_water=options.low_water,
             min_free_bytes=options.min_free_bytes,
         )
         fingerprint = context.mapper.fingerprint
@@ -71,9 +74,9 @@ class SegmentsLayout:
             fingerprint=fingerprint,
         )
         self._wiping = wiping = Wiping(
-            catalog, segments, chunks, capacity, folder, tally, lane=lanes.evict, fsync=options.fsync
+            catalog, segments, chunks, tally, name=folder.chunks, lane=lanes.evict, fsync=options.fsync
         )
-        leftovers = Leftovers(own_folder, capacity, folder.quarantine, tally, lanes=lanes.store)
+        leftovers = Leftovers(own_folder, capacity, lanes=lanes.store)
         self._growth = growth = Growth(
             catalog, segments, own_folder, leftovers, capacity, lanes=lanes.store, fsync=options.fsync
         )

@@ -14,7 +14,6 @@ from kvtier.backend import Lanes, OffloadKey, in_thread
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.footer import FULL
-from kvtier_backends.fs.disk.quarantine import Cleared, Quarantine
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.checkpoint import RECORD_BYTES_MAX
 from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
@@ -22,45 +21,23 @@ from kvtier_backends.fs.segments.runs import Segments
 from kvtier_backends.fs.segments.segment import Segment
 from kvtier_backends.fs.segments.wiping import Wiping
 
-# Has go, before any chunk, what takes room and holds none: unusable files, and corrupt slots that are kept aside.
-
 
 class Leftovers:
-    """One tier's. Belongs to the loop's thread."""
+    """Unusable files in the segments' place, which go before any chunk. Belongs to the loop's thread."""
 
-    def __init__(
-        self, folder: SegmentFolder, capacity: Capacity, quarantine: Quarantine, tally: Tally, *, lanes: Lanes
-    ) -> None:
+    def __init__(self, folder: SegmentFolder, capacity: Capacity, *, lanes: Lanes) -> None:
         """Remove them in these lanes."""
         self._folder = folder
         self._capacity = capacity
-        self._quarantine = quarantine
-        self._tally = tally
         self._lanes = lanes
         self._unusable: list[Unusable] = []
 
     def found(self, unusable: Iterable[Unusable]) -> None:
-        """Hear of files in the segments' place that take room and hold nothing."""
+        """Hear of files that take room and hold nothing."""
         self._unusable += unusable
 
-    async def remove(self, wanted_bytes: int) -> bool:
-        """Remove one of the files, or so much of what is kept aside; False if there is nothing that can be."""
-        return await self._remove_unusable() or await self.clear_quarantine(wanted_bytes)
-
-    async def clear_quarantine(self, wanted_bytes: int) -> bool:
-        """Remove so much of what is kept aside; False if there is nothing."""
-        cleared = list[Cleared]()
-        if self._quarantine.empty:
-            return False
-        try:
-            await in_thread(self._lanes, lambda: cleared.append(self._quarantine.clear(wanted_bytes)))
-        finally:
-            for files, freed_bytes in cleared:
-                self._tally.count("quarantine_evicted", files)
-                self._capacity.other_bytes -= freed_bytes
-        return any(files for files, _ in cleared)
-
-    async def _remove_unusable(self) -> bool:
+    async def remove(self) -> bool:
+        """Remove one of them; False if there is none that can be."""
         while self._unusable:
             unusable = self._unusable.pop()
             removed = False
@@ -146,9 +123,8 @@ class Growth:
             if self.disk_is_full:
                 return False
             await self.look_at_disk()
-            worst_bytes = self._folder.worst_bytes(wanted_slots)
             while not (slots := self._affordable_slots(wanted_slots)):
-                if not await self._leftovers.remove(worst_bytes):
+                if not await self._leftovers.remove():
                     return False
             return await self._make(slots)
 
@@ -188,8 +164,6 @@ class Growth:
                 self._take_in(making.segment)
                 self._capacity.wrote(making.segment.allocated_bytes)
         self.error = making.error
-        if making.is_full and making.segment is None and await self._leftovers.clear_quarantine(worst_bytes):
-            return await self._make(slots)
         if making.is_full:
             self._full_until_s = time.monotonic() + FULL_PAUSE_S
         return making.segment is not None
@@ -286,7 +260,7 @@ class Room:
         await self._growth.look_at_disk()
         async with self._growth.changing:
             while (free_bytes := self._capacity.free_bytes()) is not None and free_bytes < 0:
-                if not (await self._leftovers.remove(-free_bytes) or await self._remove_coldest()):
+                if not (await self._leftovers.remove() or await self._remove_coldest()):
                     return
                 await self._growth.look_at_disk()  # Else everything would go for what the first removal has given back.
 

@@ -7,7 +7,7 @@ from operator import itemgetter
 from typing import Generic, NamedTuple, TypeVar
 
 from kvtier.backend import Outcome
-from kvtier_backends.fs.files.lane import share_out
+from kvtier_backends.fs.disk.lanes import share_out
 from kvtier_backends.fs.segments.segment import Segment
 
 T = TypeVar("T")

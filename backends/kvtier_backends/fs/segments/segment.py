@@ -16,7 +16,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from kvtier.memory import let_go_in_forks
-from kvtier_backends.fs.disk.below import open_file, open_folder
+from kvtier_backends.fs.disk.below import open_file
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 
 # A segment's first page: how long its slots are, how many it has, and what their bytes mean.
@@ -122,16 +122,6 @@ class Segment:
         """Have a slot's footer say that nothing is there."""
         write_all(self.fd, [WIPED], self.header.footer_offset(place))
 
-    def keep_copy(self, place: int, root_fd: int, name: str) -> None:
-        """Write what a slot holds to a file of its own, whole or not at all."""
-        slot = mmap.mmap(-1, self.header.slot_bytes)
-        read_all(self.fd, [memoryview(slot)], self.header.offset(place))
-        folder_fd = open_folder(root_fd, os.path.dirname(name))
-        try:
-            _write_new(folder_fd, os.path.basename(name), slot)
-        finally:
-            os.close(folder_fd)
-
     def close(self) -> None:
         """Let go of it and of its lock; idempotent. No thread may be using it: its number would be another file's."""
         if not self.closed:
@@ -140,17 +130,6 @@ class Segment:
                 fcntl.flock(self.fd, fcntl.LOCK_UN)  # A fork that has the descriptor, too, would keep the lock.
             with suppress(OSError):
                 os.close(self.fd)
-
-
-def _write_new(folder_fd: int, name: str, content: mmap.mmap) -> None:
-    fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=folder_fd)
-    try:
-        write_all(fd, [memoryview(content)], 0)
-    except OSError:
-        os.unlink(name, dir_fd=folder_fd)
-        raise
-    finally:
-        os.close(fd)
 
 
 def ask_ahead(fd: int, header: Header, places: Sequence[int]) -> None:

@@ -11,7 +11,7 @@ from kvtier.backend import Lanes, Outcome, Write, in_thread, in_threads
 from kvtier.errors import NoSpace
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, GONE, failure
-from kvtier_backends.fs.files.storing import WriteBudget
+from kvtier_backends.fs.disk.write_budget import WriteBudget
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.lane import SlotChunks
 from kvtier_backends.fs.segments.losses import Losses

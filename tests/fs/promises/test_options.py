@@ -1,0 +1,48 @@
+"""Each layout has its own options, and what is given says which of the layouts is meant."""
+
+from typing import Any
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier_backends.fs import FsOptions
+from kvtier_backends.fs.options import DiskOptions, FilesOptions, SegmentsOptions
+
+FILES_ALONE: dict[str, Any] = {
+    "naming": "vllm",
+    "low_water": 0.9,
+    "shared": False,
+    "unverified": "refuse",
+    "corrupt": "delete",
+}
+
+
+def test_a_tier_has_segments_if_nothing_says_otherwise() -> None:
+    options = FsOptions(root="/x", fsync=True, capacity_bytes="1GiB")  # type: ignore[arg-type]
+    assert (options.layout, type(options.chosen())) == ("segments", SegmentsOptions)
+
+
+@pytest.mark.parametrize("name", FILES_ALONE)
+def test_an_option_that_only_files_have_chooses_files(name: str) -> None:
+    options = FsOptions(root="/x", **{name: FILES_ALONE[name]})
+    assert (options.layout, type(options.chosen())) == ("files", FilesOptions)
+    assert getattr(options.chosen(), name) == FILES_ALONE[name]
+
+
+@pytest.mark.parametrize("name", FILES_ALONE)
+def test_what_a_layout_lacks_is_no_field_of_it(name: str) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"^{name}: no such field with layout = 'segments': .+; layout = 'files' has"
+    ):
+        FsOptions(root="/x", layout="segments", **{name: FILES_ALONE[name]})
+
+
+def test_all_that_files_have_alone_is_told_of() -> None:
+    assert set(FilesOptions.__struct_fields__) - set(DiskOptions.__struct_fields__) == set(FILES_ALONE)
+    assert set(SegmentsOptions.__struct_fields__) == set(DiskOptions.__struct_fields__)
+
+
+def test_what_is_not_given_has_the_layouts_defaults() -> None:
+    files = FsOptions(root="/x", layout="files")
+    for name in FILES_ALONE:
+        assert getattr(files, name) == getattr(FilesOptions(root="/x"), name)
