@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import count
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -17,10 +18,10 @@ from kvtier.engine.primary import Primary
 from kvtier.engine.requests import Leases, Request
 from kvtier.policies.named import policy_class
 
-ROWS = 5
-LEASED_MAX = 3
+ROWS = 3
+LEASED_MAX = 2
 
-letters = st.sampled_from(string.ascii_lowercase[:7])
+letters = st.sampled_from(string.ascii_lowercase[:5])
 which = st.integers(0, 2)
 
 
@@ -124,11 +125,13 @@ class Step(RuleBasedStateMachine):
         else:
             self.hits.note(request, key)
 
-    @rule(name=letters)
-    def reserve(self, name: str) -> None:
+    @rule(name=letters, at_once=st.booleans())
+    def reserve(self, name: str, at_once: bool) -> None:
         if self.primary.row(key_of(name)) is None:
             evicted = self.parts.reserve(key_of(name))
             assert not set(evicted or ()) & self.answered.keys()
+        if at_once:
+            self.arrive(name)
 
     @rule(name=letters)
     def arrive(self, name: str) -> None:
@@ -181,8 +184,10 @@ class Step(RuleBasedStateMachine):
         for key in keys:
             self.primary.abandon(key, lent=False)
 
-    @rule()
-    def clear(self) -> None:
+    @rule(surely=st.integers(0, 9))
+    def clear(self, surely: int) -> None:
+        if surely:
+            return
         self.hits.clear()
         self.leases.clear()
         self.primary.clear({})
@@ -212,3 +217,4 @@ class Step(RuleBasedStateMachine):
 
 
 TestStep = Step.TestCase
+TestStep.settings = settings(max_examples=4 * settings().max_examples)
