@@ -235,6 +235,31 @@ def test_what_a_lost_runner_had_is_over_when_its_process_is():
     assert scene.counted()["kvtier_runners_lost", ()] == 1
 
 
+def test_what_was_not_sent_when_its_runner_was_lost_is_over_and_never_sent():
+    scene = Scene(scanned=True)
+    scene.client.load(1, [A], [0], "one")
+    scene.client.store(2, [B], [1], "one")
+    scene.hear(RunnerLost(0, "killed"))
+    assert [(done.job_id, done.whole) for done in scene.client.finished()] == [(1, False), (2, False)]
+    scene.bridge.full = True
+    assert scene.sent() == []
+    scene.bridge.full = False
+    scene.hear(RunnerGone(0), RunnerBack(1))
+    assert scene.sent() == []
+    assert not scene.client.tier.loading
+    assert not scene.client.tier.storing
+
+
+def test_what_was_begun_without_a_runner_is_not_the_next_ones():
+    scene = Scene(scanned=True)
+    scene.hear(RunnerLost(0, "killed"))
+    scene.client.load(1, [A], [0], "one")
+    scene.hear(RunnerGone(0), RunnerBack(1))
+    assert scene.sent() == []
+    assert [(done.job_id, done.whole) for done in scene.client.finished()] == [(1, False)]
+    assert not scene.client.pending
+
+
 def test_what_the_bridge_does_not_take_is_settled():
     scene = Scene()
     scene.bridge.full = True

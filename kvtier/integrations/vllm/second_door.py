@@ -268,16 +268,26 @@ class TierClient:
             case RunnerLost():
                 self._up = False
                 self.runners_lost += 1
+                self._refuse_begun(now)
                 self._inbox.lose(now)
             case RunnerGone():
                 lent = list(self._transfers.overdue_of(message.epoch))
                 self._inbox.gone(message.epoch)
                 self._let_go(lent)
             case RunnerBack():
+                self._refuse_begun(now)
                 self._up, self._transfers.epoch = True, message.epoch
                 self._bridge.admit(message.epoch)
             case _:
                 self._inbox.apply(message, now)
+
+    def _refuse_begun(self, now: float) -> None:
+        """Settle what was not sent to the runner that it was begun for: the next one would get rows that are not its.
+
+        vLLM gives the rows of a job that is over to somebody else.
+        """
+        begun, self._begun = self._begun, []
+        self._refuse(begun, now)
 
     def _refuse(self, actions: Sequence[Action], now: float) -> None:
         """Settle actions that the bridge did not take."""
