@@ -94,6 +94,35 @@ async def test_an_engine_whose_tier_ends_its_thread_as_it_opens_is_said_to_be_so
         await TieringOffloadingManager.open(describe(4, DUMMY, {"type": f"{RUDE}:EndsItsThread"}, runner=runner))
 
 
+async def test_an_engine_that_is_entered_is_closed_when_the_block_ends_however_it_does(runner):
+    entered = []
+
+    async def fail():
+        async with TieringOffloadingManager.open(describe(4, DUMMY, runner=runner)) as engine:
+            entered.append((engine, await put(engine, [1])))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fail()
+    ((engine, stored),) = entered
+    assert stored == 1
+    with pytest.raises(EngineClosed):
+        await put(engine, [2])
+
+
+async def test_an_engine_that_is_awaited_is_its_callers_to_close(runner):
+    engine = await TieringOffloadingManager.open(describe(4, DUMMY, runner=runner))
+    async with engine as same:
+        assert same is engine
+        assert await put(engine, [1]) == 1
+    with pytest.raises(EngineClosed):
+        await put(engine, [2])
+
+
+async def test_an_engine_that_is_neither_entered_nor_awaited_does_not_begin(runner):
+    TieringOffloadingManager.open(describe(4, {"type": "dumy"}, runner=runner))
+
+
 @pytest.mark.parametrize(("tier", "left"), [("EndsItsThreadLater", 1), ("EndsItsThreadAsItCloses", 0)])
 def test_an_engine_whose_tier_has_ended_its_thread_is_closed_all_the_same(tier, left):
     engine = StepManager.start(describe(4, {"type": f"{RUDE}:{tier}"}, runner="thread"))

@@ -16,6 +16,7 @@ from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Position, Request, Se
 from kvtier.engine.tier import Residency, Tier, TierSpec, failures
 from kvtier.engine.tier_log import TierLog
 from kvtier.engine.transfers import Kind, Transfers
+from kvtier.memory import let_go_in_forks
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import (
     Acknowledge,
@@ -79,6 +80,7 @@ class TierClient:
         self._inbox = Inbox(rows, leases, [tier], self._where, self._transfers, self._outbox, events, observe)
         self._tier_log = TierLog([tier])
         self._bridge = bridge
+        let_go_in_forks(bridge)  # In a child whatever is begun has failed.
         self._action_chunks = action_chunks
         self._events = events
         self._up = True  # There is a runner that takes actions.
