@@ -40,11 +40,15 @@ from kvtier.runner.messages import (
 )
 from kvtier.runner.wire import FrameBuffer, frame, framed, messages_of
 
-# One runner's process, and the owner's end of its socket. `kvtier.runner.process` listens to it and reaps it.
+RECEIVE_BYTES = 1 << 20
+BEATS_MISSED = 3  # Silence for so many heartbeats is a hung loop.
+RESTART_S = (0.0, 0.1, 0.5, 1.0, 5.0)  # Before each further start in a row that did not get as far as open tiers.
+
+logger = logging.getLogger(__name__)
 
 
 class RunnerProcess:
-    """A child, and what its socket did not take yet.
+    """A child, the owner's end of its socket, and what that did not take yet.
 
     Whoever queues and flushes from more than one thread does so under a lock of its own.
     """
@@ -131,13 +135,6 @@ def _this_process() -> Generator[Sequence[int]]:
         os.close(fd)
 
 
-RECEIVE_BYTES = 1 << 20
-BEATS_MISSED = 3  # Silence for so many heartbeats is a hung loop.
-RESTART_S = (0.0, 0.1, 0.5, 1.0, 5.0)  # Before each further start in a row that did not get as far as open tiers.
-
-logger = logging.getLogger(__name__)
-
-
 class ProcessBridge(Bridge):
     """One runner's process at a time, counted by epoch."""
 
@@ -185,7 +182,8 @@ class ProcessBridge(Bridge):
 
     @property
     def pid(self) -> int | None:
-        return None if self._child is None else self._child.process.pid
+        child = self._child  # Once: the supervisor may lose it meanwhile.
+        return None if child is None else child.process.pid
 
     def send(self, actions: Sequence[Action]) -> Sequence[Action]:
         with self._lock:

@@ -95,6 +95,11 @@ class Runner:
                 case Rank() | Acknowledge():
                     self._tell(action)
 
+    @property
+    def under_way(self) -> int:
+        """How many actions have not ended."""
+        return len(self._tasks)
+
     async def aclose(self, deadline_s: float) -> int:
         """Close the tiers, wait at most `deadline_s` for what is under way, and return how much was left behind."""
         loop = asyncio.get_running_loop()
@@ -111,7 +116,7 @@ class Runner:
                 _completed(closing, tier.name)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=max(TURNS_S, ends_at - loop.time()))
-        return len(self._tasks) + silent.count(False)
+        return self.under_way + silent.count(False)
 
     def _spawn(self, action: _Answerable, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(self._see_through(action, work))

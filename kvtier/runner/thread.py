@@ -17,6 +17,8 @@ from kvtier.runner.messages import Action, RunnerLost
 from kvtier.runner.opening import open_tiers
 from kvtier.runner.runner import Runner
 
+ENDED_EVERY_S = 0.1  # Who waits for the runner's thread looks so often whether it has ended.
+
 logger = logging.getLogger(__name__)
 
 
@@ -69,11 +71,24 @@ class ThreadBridge(Bridge):
 
     def close(self, deadline_s: float) -> int:
         if self._abandoned is None:
-            closing = asyncio.run_coroutine_threadsafe(self._runner.aclose(deadline_s), self._loop)
-            self._abandoned = closing.result()  # Bounded: aclose keeps the deadline.
-            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._abandoned = self._close_runner(deadline_s)
+            with suppress(RuntimeError):  # The loop is closed.
+                self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
         return self._abandoned
+
+    def _close_runner(self, deadline_s: float) -> int:
+        """Close the tiers on their loop, if that has not ended before its time; return what was left behind."""
+        closing = self._runner.aclose(deadline_s)
+        try:
+            closed = asyncio.run_coroutine_threadsafe(closing, self._loop)
+        except RuntimeError:  # The loop is closed.
+            closing.close()
+            return self._runner.under_way
+        while not concurrent.futures.wait((closed,), ENDED_EVERY_S).done:  # Bounded: aclose keeps the deadline.
+            if not self._thread.is_alive():
+                return self._runner.under_way
+        return closed.result()
 
     def _give_up(self) -> None:
         """Have the thread end when it can: nobody waits for the tiers any more."""

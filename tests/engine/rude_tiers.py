@@ -37,6 +37,20 @@ class EndsItsThread(DummyBackend):
         raise GeneratorExit
 
 
+class EndsItsThreadLater(DummyBackend):
+    """Ends the loop that it runs on, once a chunk was stored."""
+
+    async def store(self, writes):
+        asyncio.get_running_loop().stop()
+        return await super().store(writes)
+
+
+class EndsItsThreadAsItCloses(DummyBackend):
+    async def aclose(self, deadline_s: float) -> None:
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(0.1)
+
+
 class Blocks(DummyBackend):
     @classmethod
     async def open(cls, options: msgspec.Struct, context):

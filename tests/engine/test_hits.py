@@ -4,13 +4,14 @@ The machine plays the ledger: it looks up, makes room, has promises come or fail
 """
 
 import string
+import weakref
 from collections.abc import Sequence
 from itertools import count
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.engine.hits import StepHits
@@ -97,6 +98,37 @@ def test_only_a_request_that_waits_keeps_what_it_found_and_of_too_much_the_head(
     assert key_of("a") in parts.primary.ready
 
 
+def test_a_request_that_has_finished_keeps_nothing_of_what_it_found(parts):
+    request = Request("r")
+    assert parts.store("ab")
+    parts.find(request, "ab")
+    request.waits = request.finished = True
+    parts.hits.end(now=0.0)
+    assert request.leased == set()
+    assert parts.store("cd")
+
+
+class Watched(Request):
+    """A request of which can be told whether somebody still knows it."""
+
+    __slots__ = ("__weakref__",)
+
+
+@pytest.mark.parametrize("over", [lambda parts: parts.hits.end(now=0.0), lambda parts: parts.hits.clear()])
+@pytest.mark.parametrize("room_was_made", [False, True])
+def test_when_a_step_is_over_nobody_knows_its_requests_any_more(parts, room_was_made, over):
+    request = Watched("r")
+    known = weakref.ref(request)
+    assert parts.store("a")
+    parts.find(request, "a")
+    if room_was_made:
+        assert not parts.store("bc")
+        parts.find(request, "a")
+    over(parts)
+    del request
+    assert known() is None
+
+
 class Step(RuleBasedStateMachine):
     """Three requests at a time, and a step after the other."""
 
@@ -110,10 +142,10 @@ class Step(RuleBasedStateMachine):
         self.refused: set[Request] = set()  # Whose leases were more than the share had left.
         self.answered: dict[OffloadKey, int] = {}  # HIT in this step, and the row that it was in.
 
-    @rule(name=letters, which=which, shortcut=st.booleans())
-    def look_up(self, name: str, which: int, shortcut: bool) -> None:
-        key, request = key_of(name), self.requests[which]
-        if self.primary.row(key) is None:
+    @rule(row=st.integers(0, ROWS - 1), which=which, shortcut=st.booleans())
+    def look_up(self, row: int, which: int, shortcut: bool) -> None:
+        key, request = self.primary.key(row), self.requests[which]
+        if key is None:
             return
         if key in self.primary.ready:
             self.answered[key] = self.primary.ready[key]
@@ -172,17 +204,9 @@ class Step(RuleBasedStateMachine):
         for request in waiting:
             assert request in self.refused or self.is_leased(request) or self.leases.rows == LEASED_MAX
         for request in self.found:
+            assert not (request.finished and request.leased)
             assert (request.hits, request.held, request.leased_hits, request.waits) == ([], [], 0, False)
         self.forget()
-
-    @precondition(lambda self: not self.found)
-    @rule()
-    def everything_else_may_go_when_a_step_has_ended(self) -> None:
-        rows = [row for row in range(ROWS) if not self.primary.pinned(row)]
-        keys = [key_of(f"new {number}") for number in range(len(rows))]
-        assert not keys or self.parts.reserve(*keys) is not None
-        for key in keys:
-            self.primary.abandon(key, lent=False)
 
     @rule(surely=st.integers(0, 9))
     def clear(self, surely: int) -> None:
@@ -200,6 +224,13 @@ class Step(RuleBasedStateMachine):
     @invariant()
     def leases_keep_within_their_share(self) -> None:
         assert self.leases.rows <= LEASED_MAX
+
+    def teardown(self) -> None:
+        """When a step has ended, all but what is pinned may go."""
+        self.end()
+        rows = [row for row in range(ROWS) if not self.primary.pinned(row)]
+        keys = [key_of(f"new {number}") for number in range(len(rows))]
+        assert not keys or self.parts.reserve(*keys) is not None
 
     def lose(self, key: OffloadKey) -> None:
         """Expect nothing of a key that has lost its row, wherever it may lie next."""

@@ -10,11 +10,11 @@ import pytest
 
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.steps import StepManager
-from kvtier.errors import BackendUnavailable, ConfigError
+from kvtier.errors import BackendUnavailable, ConfigError, EngineClosed
 from kvtier.memory.region import Region
 from kvtier.runner.messages import Probe, RunnerBack, RunnerLost, pack_keys
 from kvtier.runner.process import ProcessBridge
-from tests.engine.kit import CHUNK_BYTES, PATIENCE_S, children, describe, key, ledger_in, put
+from tests.engine.kit import CHUNK_BYTES, PATIENCE_S, children, describe, key, ledger_in, put, store
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -92,6 +92,45 @@ async def test_an_engine_whose_tier_ends_its_thread_as_it_opens_is_said_to_be_so
         pytest.skip("there the thread is the caller's own")
     with pytest.raises((OSError, BackendUnavailable)):
         await TieringOffloadingManager.open(describe(4, DUMMY, {"type": f"{RUDE}:EndsItsThread"}, runner=runner))
+
+
+async def test_an_engine_that_is_entered_is_closed_when_the_block_ends_however_it_does(runner):
+    entered = []
+
+    async def fail():
+        async with TieringOffloadingManager.open(describe(4, DUMMY, runner=runner)) as engine:
+            entered.append((engine, await put(engine, [1])))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await fail()
+    ((engine, stored),) = entered
+    assert stored == 1
+    with pytest.raises(EngineClosed):
+        await put(engine, [2])
+
+
+async def test_an_engine_that_is_awaited_is_its_callers_to_close(runner):
+    engine = await TieringOffloadingManager.open(describe(4, DUMMY, runner=runner))
+    async with engine as same:
+        assert same is engine
+        assert await put(engine, [1]) == 1
+    with pytest.raises(EngineClosed):
+        await put(engine, [2])
+
+
+async def test_an_engine_that_is_neither_entered_nor_awaited_does_not_begin(runner):
+    TieringOffloadingManager.open(describe(4, {"type": "dumy"}, runner=runner))
+
+
+@pytest.mark.parametrize(("tier", "left"), [("EndsItsThreadLater", 1), ("EndsItsThreadAsItCloses", 0)])
+def test_an_engine_whose_tier_has_ended_its_thread_is_closed_all_the_same(tier, left):
+    engine = StepManager.start(describe(4, {"type": f"{RUDE}:{tier}"}, runner="thread"))
+    store(engine, [1])
+    engine.drain(PATIENCE_S)
+    assert engine.close(1.0) == left
+    with pytest.raises(EngineClosed):
+        engine.on_new_request("late")
 
 
 async def test_a_start_ends_though_a_tier_blocks_its_runner_as_it_opens(runner, monkeypatch):

@@ -235,6 +235,57 @@ def test_a_reset_that_is_interrupted_is_a_reset_all_the_same(start_engine, runne
         engine.end_step()
 
 
+def test_what_is_deleted_is_nowhere_and_what_is_in_use_stays_and_is_named(start_engine, runner):
+    engine = start_engine(4, DUMMY, runner=runner)
+    assert serve(engine, [1, 2, 3], "first") == 0
+    assert engine.drain()
+    engine.on_new_request("second")
+    assert engine.lookup(key(2), "second") is HIT
+    engine.prepare_load([key(2)], "second")
+    assert engine.delete([key(1), key(2), key(9)]) == [key(2)]
+    assert engine.drain()
+    assert prefix(engine, [2, 3], "second") == 2
+    assert prefix(engine, [1], "second") == 0
+    engine.complete_load([key(2)], "second")
+    engine.end_step()
+    assert engine.delete([key(2)]) == []
+    assert engine.drain()
+    assert prefix(engine, [2], "second") == 0
+    assert prefix(engine, [3], "second") == 1
+    engine.on_request_finished("second")
+    engine.end_step()
+    assert settled(engine)
+
+
+def test_the_statistics_say_what_was_counted_and_what_is_held(start_engine, runner):
+    engine = start_engine(3, {"type": "dummy", "name": "far"}, runner=runner, limits={"cascade_share": 1.0})
+    for numbers in ([1, 2, 3], [1, 4], [3]):  # The fourth chunk takes the row of the third, which leaves first.
+        serve(engine, numbers, f"{numbers}")
+        assert engine.drain()
+    stats = engine.stats()
+    (tier,) = stats.tiers
+    primary = stats.primary
+    assert (tier.name, tier.breaker, tier.dropped, tier.failed, tier.causes) == ("far", "closed", {}, {}, {})
+    assert (primary.stores, primary.hits, primary.misses) == (4, 1, 4)
+    assert (tier.stored, tier.promoted, tier.loaded, tier.hits, tier.misses) == (4, 1, 1, 1, 4)
+    assert (primary.rows_ready, primary.rows_free, primary.evictions) == (3, 0, 2)
+    in_between = (primary.rows_filling, primary.rows_quarantined, primary.rows_leased, primary.rows_in_use)
+    assert (in_between, tier.loading, tier.storing) == ((0, 0, 0, 0), 0, 0)
+    assert (stats.runners_lost, stats.events_dropped) == (0, 0)
+
+
+def test_the_statistics_say_what_is_in_use(start_engine, runner):
+    engine = start_engine(4, DUMMY, runner=runner)
+    engine.on_new_request("r")
+    plan = engine.prepare_store([key(1), key(2)], "r")
+    primary = engine.stats().primary
+    assert (primary.rows_in_use, primary.rows_filling, primary.rows_free) == (2, 2, 2)
+    engine.complete_store(plan.keys, "r", success=False)
+    assert engine.prepare_store([key(number) for number in range(5)], "r") is None
+    primary = engine.stats().primary
+    assert (primary.rows_in_use, primary.rows_free, primary.stores, primary.stores_refused) == (0, 4, 0, 5)
+
+
 def test_a_tier_that_others_use_is_asked(start_engine, runner):
     engine = start_engine(4, {"type": "dummy", "store": f"shared by {runner}", "shared": True}, runner=runner)
     engine.on_new_request("first")

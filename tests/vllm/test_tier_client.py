@@ -1,5 +1,6 @@
 """One tier behind vLLM's manager, its runner played by the test: messages, limits, counters."""
 
+import os
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -33,6 +34,7 @@ from kvtier.runner.messages import (
     pack_rows,
     unpack_keys,
 )
+from kvtier.runner.process import ProcessBridge
 from kvtier.runner.thread import ThreadBridge
 from tests.engine.kit import describe
 
@@ -235,6 +237,31 @@ def test_what_a_lost_runner_had_is_over_when_its_process_is():
     assert scene.counted()["kvtier_runners_lost", ()] == 1
 
 
+def test_what_was_not_sent_when_its_runner_was_lost_is_over_and_never_sent():
+    scene = Scene(scanned=True)
+    scene.client.load(1, [A], [0], "one")
+    scene.client.store(2, [B], [1], "one")
+    scene.hear(RunnerLost(0, "killed"))
+    assert [(done.job_id, done.whole) for done in scene.client.finished()] == [(1, False), (2, False)]
+    scene.bridge.full = True
+    assert scene.sent() == []
+    scene.bridge.full = False
+    scene.hear(RunnerGone(0), RunnerBack(1))
+    assert scene.sent() == []
+    assert not scene.client.tier.loading
+    assert not scene.client.tier.storing
+
+
+def test_what_was_begun_without_a_runner_is_not_the_next_ones():
+    scene = Scene(scanned=True)
+    scene.hear(RunnerLost(0, "killed"))
+    scene.client.load(1, [A], [0], "one")
+    scene.hear(RunnerGone(0), RunnerBack(1))
+    assert scene.sent() == []
+    assert [(done.job_id, done.whole) for done in scene.client.finished()] == [(1, False)]
+    assert not scene.client.pending
+
+
 def test_what_the_bridge_does_not_take_is_settled():
     scene = Scene()
     scene.bridge.full = True
@@ -355,6 +382,27 @@ def test_a_job_that_has_not_one_row_for_each_key_is_refused_and_nothing_of_it_be
     assert not real.pending
     assert not real.tier.loading
     assert not real.tier.storing
+
+
+# Forks.
+
+
+def test_a_fork_of_its_owner_sends_the_runner_nothing_and_goes_on_in_the_owner(outside):
+    config = describe(4, {"type": "dummy"}, runner="process")
+    with Region.memfd(4, config.row_bytes) as region:
+        bridge = ProcessBridge(config, region)
+        client = TierClient(bridge, TierSpec("0:dummy", 100, 60.0, 3, 60.0, 2), action_chunks=1, observe=lambda *_: 0)
+        child = os.fork()
+        if child == 0:
+            client.store(1, [A], [0], "one")
+            client.flush()
+            os._exit([(done.job_id, done.whole) for done in client.finished()] != [(1, False)])
+        assert os.waitpid(child, 0)[1] == 0
+        client.store(2, [B], [1], "one")
+        client.drain()
+        assert [(done.job_id, done.whole) for done in client.finished()] == [(2, True)]
+        assert client.tier.counters.stored == 1
+        client.close(60.0)
 
 
 # What the log hears.

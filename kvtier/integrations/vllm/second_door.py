@@ -16,6 +16,7 @@ from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Position, Request, Se
 from kvtier.engine.tier import Residency, Tier, TierSpec, failures
 from kvtier.engine.tier_log import TierLog
 from kvtier.engine.transfers import Kind, Transfers
+from kvtier.memory import let_go_in_forks
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import (
     Acknowledge,
@@ -79,6 +80,7 @@ class TierClient:
         self._inbox = Inbox(rows, leases, [tier], self._where, self._transfers, self._outbox, events, observe)
         self._tier_log = TierLog([tier])
         self._bridge = bridge
+        let_go_in_forks(bridge)  # In a child whatever is begun has failed.
         self._action_chunks = action_chunks
         self._events = events
         self._up = True  # There is a runner that takes actions.
@@ -268,16 +270,26 @@ class TierClient:
             case RunnerLost():
                 self._up = False
                 self.runners_lost += 1
+                self._refuse_begun(now)
                 self._inbox.lose(now)
             case RunnerGone():
                 lent = list(self._transfers.overdue_of(message.epoch))
                 self._inbox.gone(message.epoch)
                 self._let_go(lent)
             case RunnerBack():
+                self._refuse_begun(now)
                 self._up, self._transfers.epoch = True, message.epoch
                 self._bridge.admit(message.epoch)
             case _:
                 self._inbox.apply(message, now)
+
+    def _refuse_begun(self, now: float) -> None:
+        """Settle what was not sent to the runner that it was begun for: the next one would get rows that are not its.
+
+        vLLM gives the rows of a job that is over to somebody else.
+        """
+        begun, self._begun = self._begun, []
+        self._refuse(begun, now)
 
     def _refuse(self, actions: Sequence[Action], now: float) -> None:
         """Settle actions that the bridge did not take."""
