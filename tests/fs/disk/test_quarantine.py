@@ -83,6 +83,22 @@ async def test_what_an_earlier_life_has_kept_goes_too(open_tier, lender: Lender,
     assert tier.counters().quarantine_evicted == 3
 
 
+async def test_what_a_tier_of_files_has_kept_goes_before_any_chunk_in_segments(
+    open_tier, lender: Lender, path_of, root: Path, mapper, taken_bytes
+) -> None:
+    before = await open_tier(corrupt="quarantine")
+    await quarantined(before, lender, path_of, 8)
+    await before.delete(keys_of(8, start=500))
+    await before.aclose(20)
+    kept_bytes = taken_bytes(quarantine_of(root, mapper))
+    tier = await open_tier(layout="segments", capacity_bytes=kept_bytes + 65_536)
+    await lender.keep(tier, keys_of(6))
+    assert await lender.recall(tier, keys_of(6)) == [label(key) for key in keys_of(6)]
+    assert len(os.listdir(quarantine_of(root, mapper))) < 8
+    assert tier.counters().quarantine_evicted == 8 - len(os.listdir(quarantine_of(root, mapper)))
+    assert tier.counters().evicted == 0
+
+
 @pytest.fixture
 def kept(open_folder: Callable[..., Folder], root: Path, mapper: FileMapper) -> Quarantine:
     """Three files in quarantine, of which the second by name is the oldest there."""
