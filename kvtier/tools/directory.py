@@ -145,7 +145,9 @@ def _usage_row(counts: Counter[str]) -> dict[str, int]:
 
 
 def _show_usage(rows: dict[Place, dict[str, int]], total: dict[str, int]) -> None:
-    table = Table("namespace", "model")
+    table = Table()
+    for heading in ("namespace", "model"):
+        table.add_column(heading, overflow="fold")  # Names of one model's folders differ at their ends only.
     for heading in ("chunks", "size", "temporaries", "leftovers", "size"):
         table.add_column(heading, justify="right")
     for place, row in rows.items():
