@@ -199,7 +199,7 @@ class FsContents:
         yield StoredFile(kind, name, key, status.st_size, self._taken_bytes(status), used_at_ns, status.st_ino)
 
     def _is_still(self, file: StoredFile, before: os.stat_result) -> bool:
-        """Say whether nobody has written into a file or renamed it since: an engine does both to those that go."""
+        """Say whether nobody has written into a file or renamed it since: version 0.1.0 does both to those that go."""
         with suppress(FileNotFoundError, NotADirectoryError):
             now = os.stat(file.name, dir_fd=self._fd, follow_symlinks=False)
             return os.path.samestat(now, before) and now.st_mtime_ns == before.st_mtime_ns
