@@ -45,7 +45,7 @@ class FsContents:
         self._writer = Writer.this_process()
         self._now_ns = time.time_ns()
         self._sweep = Sweep(self._fd, self._writer, self._now_ns / 1e9)
-        self._slots = SlotContents(root, self._fd, self._now_ns, self._taken_bytes)
+        self._slots = SlotContents(self._fd, self._now_ns, self._taken_bytes)
         self._row_bytes: dict[str, int | None] = {}
         try:
             names = self._listed(".")
