@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from itertools import islice
 from typing import Annotated, Any, NamedTuple, cast
 
@@ -16,7 +17,6 @@ from rich.text import Text
 
 from kvtier.backend import Contents, Finding, Kind, Place, State, StoredFile, chunk_hash, group_index
 from kvtier.errors import ConfigError, one_line
-from kvtier.settings import find_class
 
 EXIT_UNWELL = 1  # As a wrong byte: whoever reads the status alone is to look.
 _PROGRESS_FILES = 256  # Between two changes of the bar's words.
@@ -48,9 +48,9 @@ class LeftOut:
 
 @contextmanager
 def opened(directory: str) -> Generator[Contents]:
-    """Open a directory, of the kind that there is: chunks as files."""
-    kind = find_class("directory", "fs", {"fs": "kvtier_backends.fs.directory.files:FsContents"}, "kvtier.contents")
-    contents = cast("type[Contents]", kind).open(directory)
+    """Open an fs tier's directory, the only kind that there is."""
+    kind = cast("type[Contents]", import_module("kvtier_backends.fs.directory.files").FsContents)
+    contents = kind.open(directory)
     try:
         yield contents
     finally:
