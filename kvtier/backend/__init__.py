@@ -25,7 +25,7 @@ from kvtier.backend.contract import (
 from kvtier.backend.directory import Contents, Finding, Kind, Place, State, StoredFile
 from kvtier.backend.keys import OffloadKey, chunk_hash, group_index, make_offload_key, of_one_group
 from kvtier.backend.lending import Calls, Fit, Lanes, in_thread, in_threads
-from kvtier.backend.names import FLAT_FOLDERS, NAMINGS, SEGMENTS_SUFFIX, Naming, NamingKind, read_folder
+from kvtier.backend.names import NAMINGS, SEGMENTS_SUFFIX, Naming, NamingKind, read_folder
 from kvtier.backend.namespace import NAME_BYTES_MAX, Attention, FileMapper, Group, Namespace, refusal
 from kvtier.backend.registry import backend_class
 from kvtier.backend.wrapper import Wrapper
@@ -44,7 +44,6 @@ from kvtier.errors import (
 from kvtier.settings import Count, Duration, Index, Path, PositiveDuration, PositiveSize, Share, Size
 
 __all__ = [
-    "FLAT_FOLDERS",
     "INVENTORY_BATCH_KEYS",
     "NAME_BYTES_MAX",
     "NAMINGS",

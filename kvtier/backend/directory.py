@@ -85,7 +85,7 @@ class Contents(Protocol):
     def remove(self, file: StoredFile) -> bool:
         """Remove this very file; False if it is gone, or another has taken its name.
 
-        Raises `OSError` if it cannot be removed, and `ConfigError` if nothing beside it can be, either.
+        Raises `OSError` if it cannot be removed, such as while an engine is writing to it.
         """
         ...
 

@@ -17,8 +17,6 @@ FolderKind = Literal["vllm", "flat", "segments"]
 
 SEGMENTS_SUFFIX = "_segments"  # Of the name of a folder where chunks are no files of their own.
 
-FLAT_FOLDERS = 16**2
-
 GROUPS = 1 << (8 * GROUP_BYTES)
 
 # The first folder is missing or empty if the hash is.

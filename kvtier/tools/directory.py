@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from itertools import islice
 from typing import Annotated, Any, NamedTuple, cast
 
@@ -16,7 +17,6 @@ from rich.text import Text
 
 from kvtier.backend import Contents, Finding, Kind, Place, State, StoredFile, chunk_hash, group_index
 from kvtier.errors import ConfigError, one_line
-from kvtier.settings import find_class
 
 EXIT_UNWELL = 1  # As a wrong byte: whoever reads the status alone is to look.
 _PROGRESS_FILES = 256  # Between two changes of the bar's words.
@@ -48,9 +48,9 @@ class LeftOut:
 
 @contextmanager
 def opened(directory: str) -> Generator[Contents]:
-    """Open a directory, of the kind that there is: chunks as files."""
-    kind = find_class("directory", "fs", {"fs": "kvtier_backends.fs.directory.files:FsContents"}, "kvtier.contents")
-    contents = cast("type[Contents]", kind).open(directory)
+    """Open an fs tier's directory, the only kind that there is."""
+    kind = cast("type[Contents]", import_module("kvtier_backends.fs.directory.files").FsContents)
+    contents = kind.open(directory)
     try:
         yield contents
     finally:
@@ -145,7 +145,9 @@ def _usage_row(counts: Counter[str]) -> dict[str, int]:
 
 
 def _show_usage(rows: dict[Place, dict[str, int]], total: dict[str, int]) -> None:
-    table = Table("namespace", "model")
+    table = Table()
+    for heading in ("namespace", "model"):
+        table.add_column(heading, overflow="fold")  # Names of one model's folders differ at their ends only.
     for heading in ("chunks", "size", "temporaries", "leftovers", "size"):
         table.add_column(heading, justify="right")
     for place, row in rows.items():
@@ -177,8 +179,8 @@ def ls(
 ) -> None:
     """List the chunks, as they are found: hash, KV-cache group, size on the disk, time since the last use, namespace.
 
-    A tier sets a file's time to the chunk's last use at most once an hour. Nothing is kept in memory, so that a
-    million chunks can be listed.
+    A tier sets a file's time to the chunk's last use at most once an hour. A chunk in a segment has only the time of
+    its store. Nothing is kept in memory, so that a million chunks can be listed.
     """
     now_s, left_out = time.time(), LeftOut()
     with opened(directory) as contents:

@@ -62,6 +62,7 @@ def calls() -> Iterator[list[str]]:
         fine = {"--prefill-tokens-per-s": ("1.5", "99999999999999999999"), "--seed": ("0",)}.get(option, ())
         yield from (["replay", "trace.jsonl", option, bad] for bad in NUMBERS if bad not in fine)
     yield ["replay", "trace.jsonl", "--virtual-time", "--prefill-tokens-per-s", "inf"]
+    yield from (["replay", "trace.jsonl", "--virtual-time", "--gpu-cache-blocks", bad] for bad in NUMBERS if bad != "0")
     for name in BENCHES:
         yield from ([*whole(name), "--rounds", bad] for bad in NUMBERS)
     for name, option in (

@@ -85,6 +85,16 @@ def test_dus_table_is_for_people(store, run, root: Path) -> None:
         assert words in out
 
 
+def test_dus_table_has_whole_names_however_narrow_the_terminal(
+    store, run, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    names = [namespace_of(store(keys_of(3), layout=layout)[0], root) for layout in ("files", "segments")]
+    _, out = run("du", root)
+    cells = [line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│")]
+    assert "".join(cells) == f"{names[0]}{names[1]}total"
+
+
 def test_du_works_without_a_configuration(store, run_json, root: Path) -> None:
     (path,) = store([key_of(0)])
     for config in root.glob("*/config.json"):

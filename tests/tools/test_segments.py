@@ -105,9 +105,31 @@ def test_a_segment_of_a_live_engine_is_looked_at_and_left_alone(
         assert (status, json.loads(out)["checked"]) == (0, 3)
         with pytest.raises(SystemExit) as end:
             await asyncio.to_thread(main, ["prune", str(root), "--to-size", "0B", "--yes"])
-        assert end.value.code == 2
+        assert end.value.code == 1
         assert "an engine is writing to it" in capsys.readouterr().err
         assert await lender.recall(tier, keys_of(3)) == [label(key) for key in keys_of(3)]
         assert await tier.aclose(10) == (0,)
 
     asyncio.run(work())
+
+
+def test_prune_goes_on_after_a_segment_of_a_live_engine(
+    root: Path, store: Callable[..., list[Path]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_nobody = store(keys_of(4), model="z", layout="segments")
+
+    async def work() -> None:
+        tier = await FsBackend.open(
+            options(root), TierContext("0:fs", FileMapper(Namespace(model_name="a")), ROW_BYTES)
+        )
+        await Lender(ROW_BYTES).keep(tier, keys_of(3))
+        with pytest.raises(SystemExit) as end:
+            await asyncio.to_thread(main, ["prune", str(root), "--to-size", "0B", "--yes", "--json"])
+        assert end.value.code == 1
+        assert await tier.aclose(10) == (0,)
+
+    asyncio.run(work())
+    told = capsys.readouterr()
+    assert json.loads(told.out) == {"files": 4, "bytes": 4 * SLOT_BYTES, "removed": True, "left_out": 3}
+    assert "an engine is writing to it" in told.err
+    assert not any(path.exists() for path in of_nobody)

@@ -157,6 +157,7 @@ SLOTS_MAX = 65_536  # Servers. A heap has an entry for each; no cluster has so m
 PREFILL_TOKENS_PER_S_MAX = (
     1e9  # Ten thousand times one GPU; beyond it computing takes no time, and nothing is compared.
 )
+GPU_CACHE_BLOCKS_MAX = 1_000_000_000  # No cluster's GPUs have room for so many; a report's readers take the figure.
 EXIT_WRONG = 1
 EXIT_INTERRUPTED = 130  # As shells have it: 128 and the number of the signal.
 
@@ -220,6 +221,7 @@ def replay(
         int | None,
         typer.Option(
             min=0,
+            max=GPU_CACHE_BLOCKS_MAX,
             help="Blocks of the LLM engine's own prefix cache, in virtual time; 0: none. "
             "Without it, room for 262,144 tokens of each server.",
         ),

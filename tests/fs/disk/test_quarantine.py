@@ -1,5 +1,6 @@
 """Corrupt files are kept while there is room for them, and go before any chunk when there is not."""
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs.disk.quarantine import FOLDER_BYTES, Quarantine
 from kvtier_backends.fs.disk.root import Folder
+from tests.fs.conftest import MakeSystemCall
 
 CAPACITY_BYTES = 24 * (8_192 + 4_096 + 8_192) + 65_536 + FOLDER_BYTES
 
@@ -81,6 +83,39 @@ async def test_what_an_earlier_life_has_kept_goes_too(open_tier, lender: Lender,
         await lender.keep(tier, [key_of(number)])
     assert os.listdir(quarantine_of(root, mapper)) == []
     assert tier.counters().quarantine_evicted == 3
+
+
+async def test_what_a_tier_of_files_has_kept_goes_before_any_chunk_in_segments(
+    open_tier, lender: Lender, path_of, root: Path, mapper, taken_bytes
+) -> None:
+    before = await open_tier(corrupt="quarantine")
+    await quarantined(before, lender, path_of, 8)
+    await before.delete(keys_of(8, start=500))
+    await before.aclose(20)
+    kept_bytes = taken_bytes(quarantine_of(root, mapper))
+    tier = await open_tier(layout="segments", capacity_bytes=kept_bytes + 65_536)
+    await lender.keep(tier, keys_of(6))
+    assert await lender.recall(tier, keys_of(6)) == [label(key) for key in keys_of(6)]
+    assert len(os.listdir(quarantine_of(root, mapper))) < 8
+    assert tier.counters().quarantine_evicted == 8 - len(os.listdir(quarantine_of(root, mapper)))
+    assert tier.counters().evicted == 0
+
+
+async def test_they_go_for_a_segment_too_where_the_disk_is_full(
+    open_tier, lender: Lender, path_of, root: Path, mapper, system_call: MakeSystemCall
+) -> None:
+    before = await open_tier(corrupt="quarantine")
+    await quarantined(before, lender, path_of, 8)
+    await before.aclose(20)
+    full = system_call(
+        "posix_fallocate", error=errno.ENOSPC, only=lambda *_: len(os.listdir(quarantine_of(root, mapper))) > 3
+    )
+    tier = await open_tier(layout="segments")
+    await lender.keep(tier, keys_of(6))
+    assert full.times > 5
+    assert len(os.listdir(quarantine_of(root, mapper))) == 3
+    assert tier.counters().quarantine_evicted == 5
+    assert tier.counters().disk_full == 0
 
 
 @pytest.fixture

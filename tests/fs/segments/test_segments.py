@@ -562,7 +562,7 @@ async def test_a_pruned_slots_segment_may_be_another_one_by_then(
         lock(fd, how)
 
     root_fd = os.open(root, os.O_RDONLY)
-    contents = SlotContents(str(root), root_fd, time.time_ns(), Disk(root_fd).taken_bytes)
+    contents = SlotContents(root_fd, time.time_ns(), Disk(root_fd).taken_bytes)
     (chunk,) = contents.files(str(segment.relative_to(root)))
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", too_late)

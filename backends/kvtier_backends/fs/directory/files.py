@@ -45,7 +45,7 @@ class FsContents:
         self._writer = Writer.this_process()
         self._now_ns = time.time_ns()
         self._sweep = Sweep(self._fd, self._writer, self._now_ns / 1e9)
-        self._slots = SlotContents(root, self._fd, self._now_ns, self._taken_bytes)
+        self._slots = SlotContents(self._fd, self._now_ns, self._taken_bytes)
         self._row_bytes: dict[str, int | None] = {}
         try:
             names = self._listed(".")
@@ -199,7 +199,7 @@ class FsContents:
         yield StoredFile(kind, name, key, status.st_size, self._taken_bytes(status), used_at_ns, status.st_ino)
 
     def _is_still(self, file: StoredFile, before: os.stat_result) -> bool:
-        """Say whether nobody has written into a file or renamed it since: an engine does both to those that go."""
+        """Say whether nobody has written into a file or renamed it since: version 0.1.0 does both to those that go."""
         with suppress(FileNotFoundError, NotADirectoryError):
             now = os.stat(file.name, dir_fd=self._fd, follow_symlinks=False)
             return os.path.samestat(now, before) and now.st_mtime_ns == before.st_mtime_ns

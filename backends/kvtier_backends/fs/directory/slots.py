@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterator
 
 from kvtier.backend import Finding, Kind, State, StoredFile
-from kvtier.errors import ConfigError
 from kvtier_backends.fs.disk.below import believable_ns, open_file
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, payload_checksum, read_footer
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, ask_ahead, read_header, write_all
@@ -42,11 +41,10 @@ def reason(error: OSError) -> str:
 class SlotContents:
     """The segments of a root. Blocks; one thread at a time."""
 
-    def __init__(self, root: str, root_fd: int, now_ns: int, taken_bytes: Callable[[os.stat_result], int]) -> None:
+    def __init__(self, root_fd: int, now_ns: int, taken_bytes: Callable[[os.stat_result], int]) -> None:
         """Use an open root; what was used is used by `now_ns` at the latest. `taken_bytes`: what a file takes there."""
         self._taken_bytes = taken_bytes
         self._now_ns = now_ns
-        self._root = root
         self._root_fd = root_fd
         self._open: tuple[str, int, bool] | None = None  # The segment looked at last, and whether it was locked.
         self._empty_below = 0  # In that segment, while it is locked.
@@ -96,7 +94,7 @@ class SlotContents:
     def remove(self, file: StoredFile) -> bool:
         """Wipe a slot's footer, and remove the segment when nothing is left in it.
 
-        Raises `ConfigError` if an engine is writing to it.
+        Raises `BlockingIOError` if an engine is writing to it.
         """
         name, place = _split(file.name)
         try:
@@ -113,9 +111,8 @@ class SlotContents:
         except FileNotFoundError:
             return False
         except BlockingIOError as error:
-            raise ConfigError(
-                f"{os.path.join(self._root, name)}: an engine is writing to it; its end accepted, before anything in "
-                "it is removed"
+            raise BlockingIOError(
+                error.errno, "an engine is writing to it; run this again when that has ended"
             ) from error
         return True
 

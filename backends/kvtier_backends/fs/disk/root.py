@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from typing import Literal
 
-from kvtier.backend import NAME_BYTES_MAX, SEGMENTS_SUFFIX, FileMapper
+from kvtier.backend import NAME_BYTES_MAX, NAMINGS, SEGMENTS_SUFFIX, FileMapper
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory import let_go_in_forks, reason
 from kvtier_backends.fs.disk.attempts import Writer, attempt_name, read_attempt
@@ -34,6 +34,13 @@ QUARANTINE = "quarantine"
 
 _OWN = re.compile(r"[0-9a-f]{2,3}|[0-9]{8}\.seg")  # Folders of chunks, and segments.
 _BOOK = re.compile(r"config\.json|(?:index|ledger|write-budget)_r[0-9]+(?:_flat|_segments)?")
+
+_LAYOUTS = {
+    NAMINGS["vllm"].suffix: 'layout = "files"',
+    NAMINGS["flat"].suffix: 'layout = "files" and naming = "flat"',
+    SEGMENTS_SUFFIX: 'layout = "segments"',
+}
+"""The options that use a folder, by how its name ends."""
 
 _REFUSED = {errno.EINVAL, errno.EOPNOTSUPP}  # How file systems say that they have no direct I/O.
 _OURS_TO_MEND = {errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENAMETOOLONG}
@@ -80,6 +87,7 @@ class Folder:
                 self.direct = self._try_io(self._options.io)
                 self.reads = self._try_queue()
                 self.sizes = FolderSizes(self._new_folder_bytes())
+                self._warn_of_other_layouts()
                 undo.pop_all()
         except ForeignError as error:
             raise refused(root, error) from error
@@ -188,6 +196,29 @@ class Folder:
                 if stat.S_ISLNK(status.st_mode):
                     kind = stat.S_IFREG if name.endswith(".seg") else stat.S_IFDIR
                     refuse_others(self.root_fd, f"{self.chunks}/{name}", kind)
+
+    def _warn_of_other_layouts(self) -> None:
+        """Say where this namespace has chunks that only other options use: nobody removes them for room."""
+        own = self._mapper.chunks_folder.removesuffix(NAMINGS["flat"].suffix)
+        for suffix, options in _LAYOUTS.items():
+            name = f"{own}{suffix}"
+            if name != self.chunks and self._holds_anything(name):
+                logger.warning(
+                    "%s/%s holds chunks of this namespace in another layout: this tier neither uses nor removes them, "
+                    "and its capacity does not count them; %s uses them, `kvtier prune %s --namespace %s --yes` "
+                    "removes them",
+                    *(self._options.root, name, options, self._options.root, name),
+                )
+
+    def _holds_anything(self, name: str) -> bool:
+        with suppress(OSError):  # Mostly: there is no such folder.
+            fd = open_folder(self.root_fd, name)
+            try:
+                with os.scandir(fd) as entries:
+                    return any(entries)
+            finally:
+                os.close(fd)
+        return False
 
     def _new_folder_bytes(self) -> int:
         """Return what an empty directory takes."""

@@ -76,7 +76,7 @@ class SegmentsLayout:
         self._wiping = wiping = Wiping(
             catalog, segments, chunks, tally, name=folder.chunks, lane=lanes.evict, fsync=options.fsync
         )
-        leftovers = Leftovers(own_folder, capacity, lanes=lanes.store)
+        leftovers = Leftovers(own_folder, folder.quarantine, capacity, tally, lanes=lanes.store)
         self._growth = growth = Growth(
             catalog, segments, own_folder, leftovers, capacity, lanes=lanes.store, fsync=options.fsync
         )

@@ -15,6 +15,7 @@ from kvtier.memory import file_bytes_max
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.footer import FULL
+from kvtier_backends.fs.disk.quarantine import Cleared, Quarantine
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.checkpoint import RECORD_BYTES_MAX
 from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
@@ -24,12 +25,19 @@ from kvtier_backends.fs.segments.wiping import Wiping
 
 
 class Leftovers:
-    """Unusable files in the segments' place, which go before any chunk. Belongs to the loop's thread."""
+    """Files that take room and hold no chunk, which go before any chunk. Belongs to the loop's thread.
 
-    def __init__(self, folder: SegmentFolder, capacity: Capacity, *, lanes: Lanes) -> None:
+    They are unusable ones in the segments' place, and corrupt ones that a tier of files, or version 0.1.0, has kept.
+    """
+
+    def __init__(
+        self, folder: SegmentFolder, quarantine: Quarantine, capacity: Capacity, tally: Tally, *, lanes: Lanes
+    ) -> None:
         """Remove them in these lanes."""
         self._folder = folder
+        self._quarantine = quarantine
         self._capacity = capacity
+        self._tally = tally
         self._lanes = lanes
         self._unusable: list[Unusable] = []
 
@@ -39,6 +47,9 @@ class Leftovers:
 
     async def remove(self) -> bool:
         """Remove one of them; False if there is none that can be."""
+        return await self._remove_unusable() or await self._remove_quarantined()
+
+    async def _remove_unusable(self) -> bool:
         while self._unusable:
             unusable = self._unusable.pop()
             removed = False
@@ -48,6 +59,18 @@ class Leftovers:
                 self._capacity.other_bytes -= unusable.allocated_bytes
                 return True
         return False
+
+    async def _remove_quarantined(self) -> bool:
+        if self._quarantine.empty:
+            return False
+        cleared: list[Cleared] = []
+        try:
+            await in_thread(self._lanes, lambda: cleared.append(self._quarantine.clear(1)))
+        finally:
+            for files, freed_bytes in cleared:
+                self._tally.count("quarantine_evicted", files)
+                self._capacity.other_bytes -= freed_bytes
+        return any(files for files, _ in cleared)
 
 
 # Makes segments: each as large as all before it, as far as there is room for one.
@@ -125,10 +148,16 @@ class Growth:
             if self.disk_is_full:
                 return False
             await self.look_at_disk()
-            while not (slots := self._affordable_slots(wanted_slots)):
+            most_slots = max(1, self._most_bytes // self._folder.header(1).slot_bytes)
+            while (slots := self._affordable_slots(wanted_slots)) < min(wanted_slots, most_slots):
                 if not await self._leftovers.remove():
+                    break
+            if not slots:
+                return False
+            while not await self._make(slots):
+                if not self.disk_is_full or not await self._leftovers.remove():
                     return False
-            return await self._make(slots)
+            return True
 
     async def look_at_disk(self) -> None:
         """See what is free there, if it matters; what was seen last will do where it cannot be asked."""
@@ -166,8 +195,7 @@ class Growth:
                 self._take_in(making.segment)
                 self._capacity.wrote(making.segment.allocated_bytes)
         self.error = making.error
-        if making.is_full:
-            self._full_until_s = time.monotonic() + FULL_PAUSE_S
+        self._full_until_s = time.monotonic() + FULL_PAUSE_S if making.is_full else 0.0
         return making.segment is not None
 
     def _take_in(self, segment: Segment) -> None:
