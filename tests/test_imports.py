@@ -73,6 +73,7 @@ def without_torch(program: str, *args: str) -> "subprocess.CompletedProcess[str]
     return subprocess.run(command, env=environment, check=False, capture_output=True, text=True)
 
 
+@pytest.mark.usefixtures("outside")
 def test_every_module_that_touches_no_tensors_loads_without_torch() -> None:
     roots = (os.path.join(ROOT, "kvtier"), os.path.join(ROOT, "backends", "kvtier_backends"))
     names = [
@@ -86,6 +87,7 @@ def test_every_module_that_touches_no_tensors_loads_without_torch() -> None:
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("module", ["kvtier.kvcache.layout", "kvtier.kvcache.transfer", "kvtier_backends.cpu"])
 def test_what_needs_torch_says_how_to_install_it(module: str) -> None:
     ran = without_torch(f"import {module}")
@@ -93,6 +95,7 @@ def test_what_needs_torch_says_how_to_install_it(module: str) -> None:
     assert ran.stderr.splitlines()[-1].endswith("needs torch; install it with: pip install 'kvtier[torch]'")
 
 
+@pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_runs_without_torch(name: str, tmp_path: Path) -> None:
     args = COMMANDS[name].format(root=tmp_path).split()

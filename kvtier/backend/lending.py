@@ -18,6 +18,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from kvtier.backend.contract import Abandoned, Outcome, Read, Write
 from kvtier.backend.keys import GROUP_BYTES, OffloadKey
 from kvtier.errors import BackendClosed, ChunkMissing, NoSpace
+from kvtier.memory import start_thread
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -73,7 +74,8 @@ class Lanes(Executor):
         self._queue: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
         try:
             for index in range(count):
-                threading.Thread(target=_serve, args=(self._queue,), name=f"{name}-{index}", daemon=True).start()
+                thread = threading.Thread(target=_serve, args=(self._queue,), name=f"{name}-{index}", daemon=True)
+                start_thread(thread)
         except RuntimeError:  # The process may have no more of them.
             self.shutdown(wait=False)
             raise

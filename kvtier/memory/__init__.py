@@ -3,11 +3,13 @@
 from kvtier.memory.region import LentRow, Region, RowLayout
 from kvtier.memory.this_process import (
     GROUP_SIGNALS,
+    file_bytes_max,
     fill_standard_streams,
     is_of_a_limit,
     let_go_in_forks,
     reason,
     require_descriptors,
+    start_thread,
 )
 
 __all__ = [
@@ -15,9 +17,11 @@ __all__ = [
     "LentRow",
     "Region",
     "RowLayout",
+    "file_bytes_max",
     "fill_standard_streams",
     "is_of_a_limit",
     "let_go_in_forks",
     "reason",
     "require_descriptors",
+    "start_thread",
 ]

@@ -1,9 +1,11 @@
 """This process as the kernel sees it: its standard streams, its forks, and the limits that it runs under."""
 
 import errno
+import mmap
 import os
 import resource
 import signal
+import threading
 import weakref
 from typing import NamedTuple, Protocol
 
@@ -11,6 +13,8 @@ from kvtier.errors import ConfigError
 
 DESCRIPTORS_MIN = 32  # A runner's own dozen, and what the lanes of one tier open at once.
 STANDARD_STREAMS = range(3)
+STACK_BYTES_MOST = 64 << 20  # More is not looked for: where stacks are unlimited, the C library takes 2 MiB.
+THREAD_BYTES = 16 << 20  # Beyond its stack, for a thread's first steps: Python takes memory by the MiB.
 GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # What a terminal or a service manager sends to all.
 
 
@@ -47,6 +51,27 @@ def require_descriptors() -> None:
             f"{opened:,} descriptors are open of the {limit:,} that RLIMIT_NOFILE allows, and an engine needs"
             f" {DESCRIPTORS_MIN}: raise it (ulimit -n)"
         )
+
+
+def file_bytes_max() -> int | None:
+    """Return how long RLIMIT_FSIZE lets a file of this process become; None: it sets no limit."""
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    return None if limit_bytes == resource.RLIM_INFINITY else limit_bytes
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread. RuntimeError where the process may have no more of them, or has no memory for one.
+
+    Python waits for ever for a thread that finds no memory before its first line, so it is looked for here.
+    """
+    stack_bytes, _ = resource.getrlimit(resource.RLIMIT_STACK)
+    if not 0 < stack_bytes < STACK_BYTES_MOST:
+        stack_bytes = STACK_BYTES_MOST
+    try:
+        mmap.mmap(-1, stack_bytes + THREAD_BYTES).close()  # Untouched, it costs nothing but addresses.
+    except OSError as error:
+        raise RuntimeError("can't start new thread") from error
+    thread.start()
 
 
 class HoldsDescriptors(Protocol):

@@ -22,7 +22,7 @@ import msgspec
 
 from kvtier.config import EngineConfig
 from kvtier.errors import BackendUnavailable, ConfigError
-from kvtier.memory import GROUP_SIGNALS, Region, fill_standard_streams, reason
+from kvtier.memory import GROUP_SIGNALS, Region, fill_standard_streams, reason, start_thread
 from kvtier.runner.bridge import Bridge, opening_s
 from kvtier.runner.log import log_again, wanted_level
 from kvtier.runner.messages import (
@@ -167,7 +167,7 @@ class ProcessBridge(Bridge):
         self._failure: OpenFailed | None = None
         self._supervisor = threading.Thread(target=self._supervise, name="kvtier-supervisor", daemon=True)
         try:
-            self._supervisor.start()
+            start_thread(self._supervisor)
             if not self._started.wait(opening_s(config)):
                 raise BackendUnavailable(f"the runner does not open within {opening_s(config):g} s: a tier blocks")
             if self._failure is not None:
@@ -356,7 +356,7 @@ class ProcessBridge(Bridge):
             logger.error("runner %d is lost; starting another", child.process.pid)
             self._deliver((RunnerLost(child.epoch, "the runner's process ended or hung"),))
         try:
-            threading.Thread(target=self._reap, args=(child,), name="kvtier-reaper", daemon=True).start()
+            start_thread(threading.Thread(target=self._reap, args=(child,), name="kvtier-reaper", daemon=True))
         except RuntimeError:  # The process may have no more threads: then the next runner waits for it.
             self._reap(child)
 

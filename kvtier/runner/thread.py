@@ -11,7 +11,7 @@ import uvloop
 
 from kvtier.config import EngineConfig
 from kvtier.errors import BackendUnavailable
-from kvtier.memory import Region, fill_standard_streams, reason
+from kvtier.memory import Region, fill_standard_streams, reason, start_thread
 from kvtier.runner.bridge import Bridge, opening_s
 from kvtier.runner.messages import Action, RunnerLost
 from kvtier.runner.opening import open_tiers
@@ -41,7 +41,7 @@ class ThreadBridge(Bridge):
             raise BackendUnavailable(f"the runner's event loop cannot be made: {reason(error)}") from error
         self._thread = threading.Thread(target=self._run, name="kvtier-runner", daemon=True)
         try:
-            self._thread.start()
+            start_thread(self._thread)
         except RuntimeError as error:
             self._loop.close()
             raise BackendUnavailable(f"the runner's thread cannot be started: {reason(error)}") from error

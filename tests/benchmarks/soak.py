@@ -110,7 +110,7 @@ async def _run(workload: Sequence[Request], rows: int, capacity: int, predicted:
         hours = loop.time() / 3_600
         assert await engine.drain(3_600)
         await asyncio.sleep(60)
-        engine.end_step()
+        engine.steps.end_step()
         audit_quiet(engine)
     return Soak(hits / references, predicted, capacity * CHUNK_BYTES, rows, hours, samples)
 

@@ -235,7 +235,7 @@ async def test_a_tier_slower_than_the_stores_drops_cascades_and_says_how_many(op
     }
     engine = await open_engine(16, crawling, limits={"cascade_share": 0.25})
     for first in range(0, 100, 4):
-        assert store(engine, range(first, first + 4)) == 4
+        assert store(engine.steps, range(first, first + 4)) == 4
         await asyncio.sleep(1.0)
     await engine.drain(1_000)
     (tier,) = ledger_in(engine).tiers
@@ -252,7 +252,7 @@ async def test_hung_stores_pin_no_more_than_their_share_and_the_rest_is_dropped(
     tier = {"type": FAULTY, "inner": {"type": "dummy"}, "faults": {"hang": 1.0}, "limits": {"breaker_failures": 1_000}}
     engine = await open_engine(16, tier, limits={"cascade_share": 0.25})
     for first in range(0, 64, 4):
-        assert store(engine, range(first, first + 4)) == 4
+        assert store(engine.steps, range(first, first + 4)) == 4
         await asyncio.sleep(100)
     assert ledger_in(engine).tiers[0].counters.dropped == {"pinned": 60}
     engine.steps.on_new_request("looking")

@@ -60,7 +60,7 @@ async def test_a_wrapped_tier_says_what_the_inner_one_says(open_engine, log, tmp
     inner = {"type": "fs", "options": {"root": str(tmp_path / "tier")}}
     engine = await open_engine(8, {"type": FAULTY, "name": "own", "inner": inner})
     await until(lambda: lines(log, "tier own"), engine)
-    assert lines(log, "tier own")[0].startswith(f"tier own: root {tmp_path}/tier, layout files, naming vllm; found 0")
+    assert lines(log, "tier own")[0].startswith(f"tier own: root {tmp_path}/tier, layout segments; found 0")
 
 
 @pytest.mark.usefixtures("outside")

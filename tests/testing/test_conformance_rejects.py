@@ -51,4 +51,4 @@ def test_a_rejection_says_whose_bytes_were_found(failures):
     (story,) = failures["TearsChunks", "test_of_stores_of_one_key_at_once_one_whole_chunk_wins"]
     assert "no chunk: from byte 0 " in story
     (story,) = failures["Forgets", "test_what_was_stored_is_loaded_bit_for_bit"]
-    assert "assert ['BlockMissin" in story
+    assert "assert ['ChunkMissin" in story

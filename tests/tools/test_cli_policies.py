@@ -224,6 +224,7 @@ def test_the_version_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"kvtier {kvtier.__version__}\n"
 
 
+@pytest.mark.usefixtures("outside")
 def test_python_runs_the_package_as_the_command() -> None:
     command = [sys.executable, "-m", "kvtier", "--version"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

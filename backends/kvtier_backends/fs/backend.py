@@ -1,7 +1,6 @@
 """A tier on a file system, the asynchronous shell: it checks what is asked, and has a layout do it."""
 
 import asyncio
-import resource
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Self
@@ -25,6 +24,7 @@ from kvtier.backend import (
     Write,
 )
 from kvtier.errors import BackendClosed, BackendUnavailable, ConfigError
+from kvtier.memory import file_bytes_max
 from kvtier_backends.fs.counters import FsCounters, Tally, by_name
 from kvtier_backends.fs.disk.beside import Books, open_books
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
@@ -33,6 +33,7 @@ from kvtier_backends.fs.files.layout import FilesLayout
 from kvtier_backends.fs.layout import Layout
 from kvtier_backends.fs.options import FilesOptions, FsOptions, LayoutOptions
 from kvtier_backends.fs.segments.layout import SegmentsLayout
+from kvtier_backends.fs.segments.segment import HEADER_BYTES
 
 _open = aiofiles.os.wrap(open_books)
 
@@ -50,7 +51,7 @@ class FsBackend(Backend[FsOptions]):
         A root that is missing is made if its parent is there.
         """
         chosen = options.chosen()
-        _check_file_size(context.row_bytes + FOOTER_BYTES)
+        _check_file_size(chosen.layout, context.row_bytes)
         context = context._replace(mapper=FileMapper(context.mapper.namespace, chosen.naming))
         folder = Folder(chosen, context.mapper)
         tally = Tally()
@@ -182,10 +183,11 @@ def _layout(
     return SegmentsLayout(options, context, folder, books, tally, scan_lane)
 
 
-def _check_file_size(chunk_bytes: int) -> None:
+def _check_file_size(layout: str, row_bytes: int) -> None:
     """Refuse to begin where every store would fail."""
-    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if resource.RLIM_INFINITY != limit_bytes < chunk_bytes:
+    least_bytes = row_bytes + FOOTER_BYTES + (HEADER_BYTES if layout == "segments" else 0)
+    limit_bytes = file_bytes_max()
+    if limit_bytes is not None and limit_bytes < least_bytes:
         raise ConfigError(
-            f"a chunk's file has {chunk_bytes:,} bytes, and RLIMIT_FSIZE is {limit_bytes:,}: raise it (ulimit -f)"
+            f"one chunk's file has {least_bytes:,} bytes, and RLIMIT_FSIZE is {limit_bytes:,}: raise it (ulimit -f)"
         )

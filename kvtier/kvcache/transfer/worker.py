@@ -20,6 +20,7 @@ from kvtier.kvcache.transfer.copiers import Copier, Finish, HostCopier, StridedC
 from kvtier.kvcache.transfer.cuda import cuda_copiers
 from kvtier.kvcache.transfer.jobs import Job, Jobs, Kind, TransferResult
 from kvtier.kvcache.transfer.pieces import Piece, pieces_of, slot_layout
+from kvtier.memory import start_thread
 
 
 class TransferWorker:
@@ -55,7 +56,9 @@ class TransferWorker:
         self._copiers: dict[Kind, Copier] = {kind: copier for copier in copiers for kind in copier.kinds}
         for copier in copiers:
             names = "+".join(kind.value for kind in copier.kinds)
-            threading.Thread(target=_serve, args=(self._jobs, copier), name=f"kvtier-{names}", daemon=True).start()
+            start_thread(
+                threading.Thread(target=_serve, args=(self._jobs, copier), name=f"kvtier-{names}", daemon=True)
+            )
 
     def submit_store(self, job_id: int, groups: Sequence[GroupBlocks]) -> None:
         """Begin to copy blocks into rows; one `GroupBlocks` for each of the model's groups, empty ones included.

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from kvtier.backend import Lanes, OffloadKey, in_thread
+from kvtier.memory import file_bytes_max
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.footer import FULL
@@ -18,7 +19,7 @@ from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.checkpoint import RECORD_BYTES_MAX
 from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
 from kvtier_backends.fs.segments.runs import Segments
-from kvtier_backends.fs.segments.segment import Segment
+from kvtier_backends.fs.segments.segment import HEADER_BYTES, Segment
 from kvtier_backends.fs.segments.wiping import Wiping
 
 
@@ -106,7 +107,8 @@ class Growth:
         self._leftovers = leftovers
         self._capacity = capacity
         self._lanes = lanes
-        self._most_bytes = SYNCED_BYTES_MOST if fsync else SEGMENT_BYTES_MOST
+        most_bytes, limit_bytes = SYNCED_BYTES_MOST if fsync else SEGMENT_BYTES_MOST, file_bytes_max()
+        self._most_bytes = most_bytes if limit_bytes is None else min(most_bytes, limit_bytes - HEADER_BYTES)
         self._full_until_s = 0.0
 
     @property
