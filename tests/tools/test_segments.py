@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -133,3 +134,22 @@ def test_prune_goes_on_after_a_segment_of_a_live_engine(
     assert json.loads(told.out) == {"files": 4, "bytes": 4 * SLOT_BYTES, "removed": True, "left_out": 3}
     assert "an engine is writing to it" in told.err
     assert not any(path.exists() for path in of_nobody)
+
+
+def test_a_slot_that_is_written_to_while_verify_reads_it_is_not_corrupt(
+    root: Path, store: Callable[..., list[Path]], run: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (segment,) = store(keys_of(1), layout="segments")
+    whole, read = segment.read_bytes(), os.pread
+
+    def read_while_another_is_written(fd: int, length: int, at: int) -> bytes:
+        content = read(fd, length, at)
+        if length == SLOT_BYTES and segment.read_bytes() == whole:
+            overwrite(segment, at, b"another chunk's")  # Its head is there, its footer is to come.
+            content = read(fd, length, at)
+            overwrite(segment, at + 4_096, b"more of it")
+        return content
+
+    monkeypatch.setattr(os, "pread", read_while_another_is_written)
+    status, out = run("verify", root, "--json")
+    assert (status, json.loads(out)["corrupt"]) == (0, {})

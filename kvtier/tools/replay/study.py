@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
 from kvtier.policies.base import Policy
-from kvtier.policies.named import known_policies, policy_class
+from kvtier.policies.named import policy_class
 from kvtier.tools.replay.traces import Request
 
 # Belady's OPT with bypass: the hits of a cache that knows the future. For studies only, so it is no `Policy`.
@@ -115,11 +115,6 @@ def measure(requests: Iterable[Request]) -> Extent:
         best_hits += _leading_run(request.hash_ids, seen)
         seen.update(request.hash_ids)
     return Extent(count, references, len(seen), best_hits)
-
-
-def known_simulations() -> tuple[str, ...]:
-    """Return the names that `simulation` knows without an import."""
-    return (*known_policies(), OPT)
 
 
 def simulation(name: str) -> Simulation:

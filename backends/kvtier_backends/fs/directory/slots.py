@@ -83,13 +83,15 @@ class SlotContents:
             header = _header(fd)
             if header is None:
                 return Finding(State.GONE)
-            slot = os.pread(fd, header.slot_bytes, header.offset(place))
-            os.posix_fadvise(fd, header.offset(place), header.slot_bytes, os.POSIX_FADV_DONTNEED)
+            slot = _slot_at(fd, header, place)
+            finding = _judge(memoryview(slot), header, file.identity)
+            if finding.state is State.CORRUPT and _slot_at(fd, header, place) != slot:
+                return Finding(State.GONE)  # An engine is just writing another chunk there.
         except FileNotFoundError:
             return Finding(State.GONE)
         except OSError as error:
             return Finding(State.UNREADABLE, reason(error))
-        return _judge(memoryview(slot), header, file.identity)
+        return finding
 
     def remove(self, file: StoredFile) -> bool:
         """Wipe a slot's footer, and remove the segment when nothing is left in it.
@@ -177,6 +179,12 @@ def _split(name: str) -> tuple[str, int]:
 
 def _header(fd: int) -> Header | None:
     return read_header(os.pread(fd, HEADER_BYTES, 0))
+
+
+def _slot_at(fd: int, header: Header, place: int) -> bytes:
+    slot = os.pread(fd, header.slot_bytes, header.offset(place))
+    os.posix_fadvise(fd, header.offset(place), header.slot_bytes, os.POSIX_FADV_DONTNEED)
+    return slot
 
 
 def _identity(page: bytes) -> int:
