@@ -215,8 +215,8 @@ TIME = r"\d\d-\d\d \d\d:\d\d:\d\d"
 
 
 def test_kvtiers_log_comes_in_vllms_form_and_a_line_says_how_it_goes(written, disk):
-    assert len(re.findall(rf"INFO {TIME} \[engine.py:\d+\] kvtier \d", written)) == 2
-    about = f"tier 0:fs: root {disk}, layout files, naming vllm; found"
+    assert len(re.findall(rf"INFO {TIME} \[steps.py:\d+\] kvtier \d", written)) == 2
+    about = f"tier 0:fs: root {disk}, layout segments; found"
     started = rf"pid=(\d+)\) INFO {TIME} \[reports.py:\d+\] {about} (\d+)"
     (_, found_first), (_, found_then) = re.findall(started, written)
     assert (found_first, found_then) == ("0", "62")
