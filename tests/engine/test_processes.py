@@ -131,8 +131,9 @@ async def main():
                 (child,) = children()
                 os.kill(child, signal.SIGKILL)
                 await until(lambda: engine.steps.runners_lost == 1, engine)
-                await until(lambda: children() - {child}, engine)
+                await until(lambda: ledger_in(engine).runner_up and children() - {child}, engine)
                 await engine.reset()
+                await until(lambda: engine.stats().primary.rows_free == 4, engine)
 
 try:
     asyncio.run(main())
