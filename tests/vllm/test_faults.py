@@ -105,7 +105,7 @@ def test_a_disk_that_becomes_read_only(llama, mounted):
     disk = mounted("size=64m")
     first, second = prompts(4), prompts(4, seed=1)
     expected = right(llama, first), right(llama, second)
-    with Engine(llama, kvtier(disk, cpu_bytes_to_use="5MiB")) as engine:
+    with Engine(llama, kvtier_files(disk, cpu_bytes_to_use="5MiB")) as engine:  # A segment is open, and forbids it.
         engine.answer(first)
         engine.settle()
         subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
