@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.backend.contract import TierContext
+from kvtier.backend.contract import ScanDone, TierContext
 from kvtier.backend.keys import OffloadKey
 from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.testing.conformance import Lender
@@ -68,6 +68,19 @@ async def open_tier(root: Path, mapper: FileMapper) -> AsyncIterator[OpenTier]:
     yield open_tier
     for tier in opened:
         assert await tier.aclose(20) == (0,)
+
+
+@pytest.fixture
+def scanned() -> Callable[[FsBackend], Awaitable[None]]:
+    """Wait for the end of a tier's start-up scan."""
+
+    async def scanned(tier: FsBackend) -> None:
+        async with asyncio.timeout(CALL_DEADLINE_S):
+            async for event in tier.watch():
+                if isinstance(event, ScanDone):
+                    return
+
+    return scanned
 
 
 @pytest.fixture

@@ -1,17 +1,14 @@
 """What is not the tier's own takes no room of its: its chunks do not pay for it, nor for bytes that are nowhere."""
 
-import asyncio
 import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from kvtier.backend.contract import ScanDone
 from kvtier.backend.namespace import FileMapper
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
-from kvtier_backends.fs import FsBackend
 
 DEADLINE_S = 20.0
 CAPACITY_BYTES = 1 << 20
@@ -46,14 +43,7 @@ def lay(root: Path, mapper: FileMapper) -> Callable[[str, str], Path]:
     return lay
 
 
-async def scanned(tier: FsBackend) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        async for event in tier.watch():
-            if isinstance(event, ScanDone):
-                return
-
-
-async def costs_nothing(open_tier, lender: Lender, way: str, place: Callable[[], None]) -> None:
+async def costs_nothing(open_tier, lender: Lender, scanned, way: str, place: Callable[[], None]) -> None:
     """Say that chunks stay, and others are stored, with something in the directory from before the start."""
     first = await open_tier(capacity_bytes=CAPACITY_BYTES, **WAYS[way])
     await lender.keep(first, keys_of(8))
@@ -68,31 +58,33 @@ async def costs_nothing(open_tier, lender: Lender, way: str, place: Callable[[],
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", NAMES)
-async def test_a_file_of_holes_costs_no_chunk(open_tier, lender: Lender, lay, way: str, name: str) -> None:
+async def test_a_file_of_holes_costs_no_chunk(open_tier, lender: Lender, scanned, lay, way: str, name: str) -> None:
     def place() -> None:
         path = lay(way, NAMES[name])
         path.touch()
         os.truncate(path, HUGE_BYTES)
 
-    await costs_nothing(open_tier, lender, way, place)
+    await costs_nothing(open_tier, lender, scanned, way, place)
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_a_file_of_holes_under_a_chunks_name_costs_no_other(open_tier, lender: Lender, lay, way: str) -> None:
+async def test_a_file_of_holes_under_a_chunks_name_costs_no_other(
+    open_tier, lender: Lender, scanned, lay, way: str
+) -> None:
     def place() -> None:
         path = lay(way, CHUNK_NAMES[way])
         path.touch()
         os.truncate(path, HUGE_BYTES)
 
-    await costs_nothing(open_tier, lender, way, place)
+    await costs_nothing(open_tier, lender, scanned, way, place)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", list(NAMES)[:4])
 async def test_chunks_do_not_pay_for_what_somebody_else_keeps_there(
-    open_tier, lender: Lender, lay, way: str, name: str
+    open_tier, lender: Lender, scanned, lay, way: str, name: str
 ) -> None:
     def place() -> None:
         lay(way, NAMES[name]).write_bytes(os.urandom(2 * CAPACITY_BYTES))
 
-    await costs_nothing(open_tier, lender, way, place)
+    await costs_nothing(open_tier, lender, scanned, way, place)

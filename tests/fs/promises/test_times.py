@@ -12,10 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.backend.contract import ScanDone
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
-from kvtier_backends.fs import FsBackend
 from kvtier_backends.fs.directory.files import FsContents
 from kvtier_backends.fs.disk.attempts import ABANDONED_S, Sweep, Writer
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Footer, read_footer, write_footer
@@ -34,20 +32,13 @@ def root(tmp_path: Path) -> Iterator[Path]:
         yield Path(folder) / "tier"
 
 
-async def scanned(tier: FsBackend) -> None:
-    async with asyncio.timeout(DEADLINE_S):
-        async for event in tier.watch():
-            if isinstance(event, ScanDone):
-                return
-
-
 def date(path: Path, time_s: int) -> None:
     os.utime(path, ns=(time_s * 10**9, time_s * 10**9))
 
 
 @pytest.mark.parametrize("time_s", ODD_TIMES_S)
 async def test_a_file_of_any_date_is_a_chunk_like_any_other_and_in_the_checkpoint(
-    open_tier, lender: Lender, path_of, time_s: int
+    open_tier, lender: Lender, scanned, path_of, time_s: int
 ) -> None:
     first = await open_tier(checkpoint_s=0)
     await lender.keep(first, keys_of(3))
@@ -64,7 +55,7 @@ async def test_a_file_of_any_date_is_a_chunk_like_any_other_and_in_the_checkpoin
     assert await lender.recall(third, keys_of(3)) == [label(key) for key in keys_of(3)]
 
 
-async def test_a_file_from_before_1970_goes_first(open_tier, lender: Lender, path_of) -> None:
+async def test_a_file_from_before_1970_goes_first(open_tier, lender: Lender, scanned, path_of) -> None:
     capacity_bytes = 16 * (8_192 + 4_096)
     first = await open_tier(capacity_bytes=capacity_bytes, checkpoint_s=0)
     await lender.keep(first, keys_of(4))
@@ -79,7 +70,9 @@ async def test_a_file_from_before_1970_goes_first(open_tier, lender: Lender, pat
     assert await lender.recall(tier, keys_of(4)) == ["ChunkMissing", *(label(key) for key in keys_of(3, start=1))]
 
 
-async def test_a_file_from_the_future_was_used_when_it_was_first_seen(open_tier, lender: Lender, path_of) -> None:
+async def test_a_file_from_the_future_was_used_when_it_was_first_seen(
+    open_tier, lender: Lender, scanned, path_of
+) -> None:
     """And its time says so from then on, or every start would take it for the newest."""
     first = await open_tier()
     await lender.keep(first, keys_of(2))
@@ -145,7 +138,7 @@ def renumber(segment: Path, key: bytes, sequence: int) -> None:
 
 @pytest.mark.parametrize("sequence", [(1 << 64) - 1, 1 << 63, 7_258_118_400 * 10**9])
 async def test_a_slot_numbered_in_the_future_costs_nothing_but_itself(
-    open_tier, lender: Lender, root: Path, sequence: int
+    open_tier, lender: Lender, scanned, root: Path, sequence: int
 ) -> None:
     """What is stored later is used now, and expires: a number that orders chunks is no time."""
     first = await open_tier(layout="segments", capacity_bytes="1MiB", checkpoint_s=0)
