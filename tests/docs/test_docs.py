@@ -32,7 +32,7 @@ from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits, ti
 from kvtier.engine.events import EventKind
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.steps import Inside
-from kvtier.policies.named import known_policies
+from kvtier.policies import known_policies
 from kvtier.runner.messages import Code
 from kvtier.settings.fields import struct_fields
 from kvtier.settings.units import parse_duration, unit_of

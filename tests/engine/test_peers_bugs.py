@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from kvtier.engine.ledger import LookupResult
-from kvtier.policies.lru import LRU
+from kvtier.policies import LRU
 from kvtier_backends.dummy import forget_store
 from tests.engine.kit import FAULTY, at_rest, chunk, found, key, ledger_in, put
 
