@@ -211,7 +211,7 @@ def transfer_plans() -> Work:
     """Return what finds the runs of a transfer's pages, half of them scattered. Needs numpy, not torch."""
     import numpy as np
 
-    from kvtier.kvcache.transfer.blocks import GroupBlocks, pages_of
+    from kvtier.kvcache.transfer.pages import GroupBlocks, pages_of
     from kvtier.kvcache.transfer.strided import runs_of
 
     scattered = np.random.default_rng(3).permutation(KEYS)
