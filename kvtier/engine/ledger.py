@@ -19,8 +19,7 @@ from kvtier.engine.primary import Primary
 from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Request
 from kvtier.engine.tier import Residency, Tier, TierSpec
 from kvtier.engine.transfers import Transfers
-from kvtier.policies.base import Policy
-from kvtier.policies.named import policy_class
+from kvtier.policies import Policy, policy_class
 from kvtier.runner.messages import Action, LocalMessage, Message, RunnerBack, RunnerGone, RunnerLost
 
 __all__ = ["Ledger", "LedgerCounters", "LedgerLimits", "LookupResult", "StorePlan", "ledger_of", "rows_of_share"]

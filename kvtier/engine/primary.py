@@ -12,7 +12,7 @@ from typing import Protocol
 
 from kvtier.backend import OffloadKey
 from kvtier.engine.row_order import row_order
-from kvtier.policies.base import Policy
+from kvtier.policies import Policy
 
 
 class Rows(Protocol):

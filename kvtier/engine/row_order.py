@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvtier.backend import OffloadKey
-from kvtier.policies.base import Policy
-from kvtier.policies.linked import RowLRU
-from kvtier.policies.lru import LRU
+from kvtier.policies import LRU, Policy, RowLRU
 
 
 class RowOrder(Protocol):

@@ -31,7 +31,7 @@ from kvtier.engine.tier import TierMatcher, TierSpec
 from kvtier.engine.tier_log import TierLog
 from kvtier.errors import EngineClosed
 from kvtier.memory import LentRow, Region, let_go_in_forks, require_descriptors
-from kvtier.policies.named import policy_class
+from kvtier.policies import policy_class
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import RunnerBack, RunnerLost
 from kvtier.runner.process import ProcessBridge
