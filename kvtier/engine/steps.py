@@ -151,7 +151,11 @@ class StepManager:
         return self._ledger.wants_all(request)
 
     def on_request_finished(self, request_id: str) -> None:
-        """Rank the request's keys and end its leases. Completions, and a load decided before, may still follow."""
+        """Rank the request's keys and end its leases. Completions, and a load decided before, may still follow.
+
+        Nothing happens if the request is not known.
+        """
+        self._check_owner()
         request = self._requests.get(request_id)
         if request is not None:
             self._finish(request)
@@ -159,7 +163,12 @@ class StepManager:
     # Looking up, loading, storing.
 
     def lookup(self, key: OffloadKey, request_id: str) -> LookupResult:
-        """Say where one key is, and have it on its way if a tier has it. A HIT holds until `end_step`."""
+        """Say where one key is, and have it on its way if a tier has it.
+
+        A HIT holds until `end_step`: nothing evicts its row before. Only `delete` and `reset` forget it earlier.
+
+        Raises LookupError for a request that is not known, and `EngineClosed` after closing.
+        """
         if self._mailbox:
             self._receive()
         try:
@@ -174,6 +183,7 @@ class StepManager:
 
     def source(self, key: OffloadKey, request_id: str) -> TierSpec | None:
         """Return the tier from which this request had a key promoted; None if it found it in the primary."""
+        self._check_owner()
         request = self._requests.get(request_id)
         index = None if request is None else request.sources.get(key)
         return None if index is None else self._ledger.tiers[index].spec
@@ -185,7 +195,7 @@ class StepManager:
     def complete_load(self, keys: Sequence[OffloadKey], request_id: str) -> None:  # noqa: ARG002  # Part of the protocol.
         """Say that the engine has read these rows."""
         if self._forked:
-            self._check_open()
+            self._check_owner()
         self._ledger.complete_load(keys)
         if self._given_back is not None:
             self._given_back()
@@ -308,6 +318,7 @@ class StepManager:
 
     def on_reset_flushed(self) -> None:
         """Say that the engine's workers no longer touch rows of before the reset: tiers may fill them again."""
+        self._check_owner()
         self._ledger.promoting = True
 
     def close(self, deadline_s: float | None = None) -> int:
@@ -326,7 +337,8 @@ class StepManager:
     def forked(self) -> None:
         """Be nobody's engine in a child that was forked: it has no runner, and its rows would be the owner's.
 
-        From then on every call there but `close` and `aclose`, which do nothing, raises `EngineClosed`.
+        From then on `stats`, `metrics`, `runners_lost` and `events_dropped` say there what was counted until then,
+        `close` and `aclose` do nothing, and every other call raises `EngineClosed`.
         """
         self._forked = self._closed = True
         self._requests.clear()
@@ -353,11 +365,14 @@ class StepManager:
     def _deadline(self, deadline_s: float | None) -> float:
         return self.config.limits.close_s if deadline_s is None else deadline_s
 
-    def _check_open(self) -> None:
+    def _check_owner(self) -> None:
         if self._forked:
             raise EngineClosed(
                 f"this engine is of process {self._owner_pid}, and this process is a fork of it: start another one here"
             )
+
+    def _check_open(self) -> None:
+        self._check_owner()
         if self._closed:
             raise EngineClosed("the engine was closed")
 
@@ -370,7 +385,7 @@ class StepManager:
     def _receive(self) -> None:
         """Apply everything in the mailbox."""
         if self._forked:
-            self._check_open()
+            self._check_owner()
         now = self._clock()
         self._ledger.begin_step(now)
         mailbox = self._mailbox
