@@ -20,13 +20,11 @@ from prometheus_client import CollectorRegistry
 from kvtier import __version__
 from kvtier.backend import OffloadKey
 from kvtier.config import EngineConfig, with_absolute_paths
-from kvtier.engine.answers import HIT, LookupResult, StorePlan
-from kvtier.engine.events import Event, EventLog
+from kvtier.engine.answers import HIT, Event, EventLog, LookupResult, StorePlan
 from kvtier.engine.inbox import Observe
 from kvtier.engine.ledger import Ledger, ledger_of, rows_of_share
-from kvtier.engine.metrics import Metrics
+from kvtier.engine.metrics import EngineStats, Metrics
 from kvtier.engine.requests import Position, Request
-from kvtier.engine.stats import EngineStats, primary_stats, tier_stats
 from kvtier.engine.tier import TierMatcher, TierSpec
 from kvtier.engine.tier_log import TierLog
 from kvtier.errors import EngineClosed
@@ -261,12 +259,7 @@ class StepManager:
 
     def stats(self) -> EngineStats:
         """Return what this engine and its tiers have counted, and what they hold now."""
-        return EngineStats(
-            primary=primary_stats(self._ledger),
-            tiers=tuple(map(tier_stats, self._ledger.tiers)),
-            runners_lost=self.runners_lost,
-            events_dropped=self.events_dropped,
-        )
+        return self._metrics.stats()
 
     @property
     def metrics(self) -> CollectorRegistry:
@@ -281,7 +274,7 @@ class StepManager:
     @property
     def events_dropped(self) -> int:
         """How many events were lost because nobody took them."""
-        return 0 if self._events is None else self._events.dropped
+        return self._metrics.events_dropped
 
     # The whole.
 

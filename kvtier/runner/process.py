@@ -24,7 +24,6 @@ from kvtier.config import EngineConfig
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory import GROUP_SIGNALS, Region, fill_standard_streams, reason, start_thread
 from kvtier.runner.bridge import Bridge, opening_s
-from kvtier.runner.log import log_again, wanted_level
 from kvtier.runner.messages import (
     Action,
     Beat,
@@ -38,7 +37,7 @@ from kvtier.runner.messages import (
     RunnerGone,
     RunnerLost,
 )
-from kvtier.runner.wire import FrameBuffer, frame, framed, messages_of
+from kvtier.runner.wire import FrameBuffer, frame, framed, log_again, messages_of, wanted_level
 
 RECEIVE_BYTES = 1 << 20
 BEATS_MISSED = 3  # Silence for so many heartbeats is a hung loop.

@@ -9,10 +9,10 @@ import pytest
 
 from kvtier.backend import Added, FileMapper, Namespace, Occupancy, ScanDone, TierContext
 from kvtier.memory import Region
-from kvtier.runner.budget import Budget
 from kvtier.runner.messages import Found, Message, Rank, Scanned, TierUsage, pack_keys
 from kvtier.runner.reports import Reports
-from kvtier.runner.runner import Runner, RunnerTier
+from kvtier.runner.runner import Runner
+from kvtier.runner.tiers import Budget, RunnerTier
 from kvtier_backends.dummy import DummyBackend, DummyOptions
 from tests.engine.kit import CHUNK_BYTES, PATIENCE_S, key
 
