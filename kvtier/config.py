@@ -99,7 +99,7 @@ class TierConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     rest: ClassVar[str | None] = "options"
 
-    type: Text  # As `kvtier.backend.registry` knows it.
+    type: Text  # As `kvtier.backend.backend_class` knows it.
     name: str = ""  # In metrics and messages; empty becomes "<index>:<type>".
     limits: TierLimits = TierLimits()
     request_level: bool = False  # It gets all of a request's chunks, those that were present already, too.

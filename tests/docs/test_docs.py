@@ -25,11 +25,11 @@ from markdown_it import MarkdownIt
 from prometheus_client import CollectorRegistry
 
 import kvtier.errors
+from kvtier.backend.contract import backend_class, known_types
 from kvtier.backend.keys import make_offload_key
 from kvtier.backend.namespace import Group, Namespace
-from kvtier.backend.registry import backend_class, known_types
 from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits, tier_options
-from kvtier.engine.events import EventKind
+from kvtier.engine.answers import EventKind
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.steps import Inside
 from kvtier.policies import known_policies

@@ -123,7 +123,7 @@ class SecondaryOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only
     rest: ClassVar[str | None] = "options"
 
     backend: Text
-    """The tier's type, as `kvtier.backend.registry` knows it."""
+    """The tier's type, as `kvtier.backend.backend_class` knows it."""
 
     name: str = ""
     limits: SecondaryLimits = SecondaryLimits()

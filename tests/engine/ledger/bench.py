@@ -4,7 +4,7 @@ import string
 from collections.abc import Mapping, Sequence
 
 from kvtier.backend.keys import OffloadKey, chunk_hash, make_offload_key
-from kvtier.engine.events import EventLog
+from kvtier.engine.answers import EventLog
 from kvtier.engine.ledger import Ledger, LedgerLimits, LookupResult, StorePlan
 from kvtier.engine.requests import Position, Request
 from kvtier.engine.tier import TierMatcher, TierSpec

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier.engine.events import Event, EventKind
+from kvtier.engine.answers import Event, EventKind
 from kvtier.engine.ledger import Ledger, LedgerLimits, LookupResult, StorePlan
 from kvtier.policies import LRU
 from kvtier.runner.messages import Code
