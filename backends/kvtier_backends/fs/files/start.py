@@ -18,6 +18,7 @@ from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.disk.attempts import Sweep
 from kvtier_backends.fs.disk.below import believable_ns, open_folder
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Capacity
+from kvtier_backends.fs.disk.checkpoint import CheckpointSchedule
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.shared_page import LedgerFile
 from kvtier_backends.fs.files.checkpoint import Checkpoint
@@ -247,8 +248,9 @@ class Looking:
         self._tally = tally
         self._lane = lane
         self._checkpoint = checkpoint
-        self._checkpoint_s = checkpoint_s
-        self._recalled = False  # Before that, the last checkpoint is better than one of what is known.
+        self._schedule = CheckpointSchedule(
+            capacity, tally, lambda: checkpoint.bytes_worst(len(index)), every_s=checkpoint_s
+        )
         self._scan = self._new_scan(recall=checkpoint_s > 0)
 
     def stop(self) -> None:
@@ -275,28 +277,17 @@ class Looking:
 
     async def run_checkpoints(self) -> None:
         """Write down what is known every so often."""
-        while self._checkpoint_s:
-            await asyncio.sleep(self._checkpoint_s)
-            if self._recalled and (room_bytes := self._room_for_checkpoint()) is not None:
-                try:
-                    await _write(self._checkpoint, self._index.snapshot(), time.time_ns(), executor=self._lane)
-                finally:
-                    self._capacity.release_kept(room_bytes)
-                    self._eviction.check()  # It may have grown, and there is to be room for the next.
+        await self._schedule.run(
+            lambda: _write(self._checkpoint, self._index.snapshot(), time.time_ns(), executor=self._lane),
+            self._eviction.check,  # It may have grown, and there is to be room for the next.
+        )
 
     def write_last_checkpoint(self, left_s: float) -> None:
         """Queue it on the lane, behind a scan that is being stopped; only the first closing can."""
-        wanted, self._recalled = self._recalled, False
-        if wanted and self._checkpoint_s and left_s and self._room_for_checkpoint() is not None:
-            self._lane.submit(self._checkpoint.write, self._index.snapshot(), time.time_ns())
-
-    def _room_for_checkpoint(self) -> int | None:
-        """Promise room for a checkpoint of what is known; None if there is none, and the last one will have to do."""
-        wanted_bytes = self._checkpoint.bytes_worst(len(self._index))
-        if self._capacity.reserve_kept(wanted_bytes):
-            return wanted_bytes
-        self._tally.count("checkpoints_failed")
-        return None
+        if left_s:
+            self._schedule.last(
+                lambda: self._lane.submit(self._checkpoint.write, self._index.snapshot(), time.time_ns())
+            )
 
     def _new_scan(self, *, recall: bool) -> Scan:
         recalled = self._checkpoint.read() if recall else iter(())
@@ -307,7 +298,7 @@ class Looking:
         while batch := await _next_recalled(scan, executor=self._lane):
             self._index.scanned(batch)
             self._eviction.changed()
-        self._recalled = True
+        self._schedule.ready = True
         while batch := await _next_batch(scan, executor=self._lane):
             self._eviction.scanned(batch)
             if len(batch) == INVENTORY_BATCH_KEYS:
