@@ -1,12 +1,11 @@
-"""What a tier with segments does at its start, and writes down for the next: which slot has which key's chunk.
+"""The start-up scan of segments and their checkpoints, as far as the loop's thread goes: what was read is noted.
 
-The checkpoint's word is taken for segments that nobody has written to since. Of the others, every slot's footer is
-read, and nothing else; until then their slots are nobody's. All of it runs in a lane of its own.
+Until a slot has been read it is nobody's. What blocks runs in a lane of its own: see `reading`.
 """
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import aiofiles.os
 
@@ -51,6 +50,8 @@ class SlotLooking:
         self._lane = lane
         self._checkpoint = checkpoint
         self._checkpoint_s = checkpoint_s
+        self._distrusted: set[str] = set()  # Segments that the next start has to look through.
+        self._failed = 0
         self._schedule = CheckpointSchedule(capacity, tally, self._checkpoint_bytes_worst, every_s=checkpoint_s)
 
     def stop(self) -> None:
@@ -62,24 +63,20 @@ class SlotLooking:
         reading, catalog, tally = self._reading, self._catalog, self._tally
         await _open_all(reading, executor=self._lane)
         around = await _look_around(reading, time.time(), executor=self._lane)
+        self._failed += reading.failed
         for segment in reading.opened:
             self._segments.add(segment, catalog.add(segment.header.slots))
         self._capacity.other_bytes += around.taken_bytes + sum(each.allocated_bytes for each in reading.unusable)
         self._capacity.unseen_bytes = 0
         self._room.begin(reading.unusable)
-        await _read_checkpoint(reading, wanted=self._checkpoint_s > 0, executor=self._lane)
-        while batch := await _next_recalled(reading, executor=self._lane):
-            for chunk in batch:
-                catalog.found(chunk)
-            self._room.changed()
-        self._free(await _free_of_trusted(reading, executor=self._lane))
-        while (told := await _next_seen(reading, executor=self._lane)) is not None:
-            self._note(*told)
+        recovery = reading.recovered(recall=self._checkpoint_s > 0)
+        while (seen := await _next(recovery, executor=self._lane)) is not None:
+            self._note(seen)
         tally.count("scan_skipped", len(reading.unusable))
-        tally.count("scan_failed", reading.failed)
+        tally.count("scan_failed", self._failed)
         tally.count("scan_swept", around.swept)
         tally.count("scan_others", around.others)
-        catalog.scan_ended(complete=not reading.failed)
+        catalog.scan_ended(complete=not self._failed)
         await self._room.shrink()
         self._schedule.ready = True
         self.done.set()
@@ -109,31 +106,31 @@ class SlotLooking:
 
     def _unsettled(self) -> set[str]:
         """Return the names of segments with a slot whose footer may say something else than what is known."""
-        return {self._segments.of(slot).name for slot in self._catalog.unsettled()} | self._reading.distrusted
+        return {self._segments.of(slot).name for slot in self._catalog.unsettled()} | self._distrusted
 
     def _checkpoint_bytes_worst(self) -> int:
         return self._checkpoint.bytes_worst(len(self._catalog), len(self._segments.all))
 
-    def _note(self, segment: Segment, seen: Seen) -> None:
+    def _note(self, seen: Seen) -> None:
         for chunk in seen.held:
-            self._catalog.found(chunk, foreign=not segment.own)
-        if segment.own:
-            self._free(seen.free)
-            for slot, fault in seen.torn:
-                self._tally.corrupt(fault)
-                self._catalog.outdated.retire(slot, None)
+            self._catalog.found(chunk, foreign=seen.foreign)
+        for first, count in seen.free:
+            self._catalog.free.add(first, count)
+        for slot, fault in seen.torn:
+            self._tally.corrupt(fault)
+            self._catalog.outdated.retire(slot, None)
+        if seen.distrusted:
+            self._distrusted.add(seen.distrusted)
+        self._failed += seen.failed
         self._room.changed()
 
-    def _free(self, runs: Sequence[tuple[int, int]]) -> None:
-        for first, count in runs:
-            self._catalog.free.add(first, count)
+
+def _next_of(recovery: Iterator[Seen]) -> Seen | None:
+    return next(recovery, None)
 
 
 _open_all = aiofiles.os.wrap(Reading.open_all)
 _look_around = aiofiles.os.wrap(Reading.look_around)
-_read_checkpoint = aiofiles.os.wrap(Reading.read_checkpoint)
-_next_recalled = aiofiles.os.wrap(Reading.next_recalled)
-_free_of_trusted = aiofiles.os.wrap(Reading.free_of_trusted)
-_next_seen = aiofiles.os.wrap(Reading.next_seen)
+_next = aiofiles.os.wrap(_next_of)
 _remembered = aiofiles.os.wrap(remembered)
 _write = aiofiles.os.wrap(SlotCheckpoint.write)
