@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from kvtier.backend import OffloadKey
-from kvtier.engine.row_order import row_order
 from kvtier.policies.base import Policy
+from kvtier.policies.numbered import number_order
 
 
 class Rows(Protocol):
@@ -48,7 +48,7 @@ class Primary:
         self._idle = 0  # Ready rows without a pin: what could be evicted, but for what is held.
         self._held: set[int] = set()  # Answered HIT in this step.
         self._free = list(range(rows - 1, -1, -1))
-        self._order = row_order(policy, rows, self._keys, self.row)
+        self._order = number_order(policy, rows, self._keys, self.row)
 
     @property
     def rows_free(self) -> int:

@@ -12,8 +12,8 @@ from kvtier.policies import Policy
 from kvtier.policies.arc import ARC
 from kvtier.policies.fifo import FIFO
 from kvtier.policies.lfu import LFU
-from kvtier.policies.linked import RowLRU
 from kvtier.policies.lru import LRU
+from kvtier.policies.numbered import LinkedLRU
 from kvtier.policies.s3fifo import S3FIFO
 
 CAPACITY = 12
@@ -157,7 +157,7 @@ class FIFOMachine(PolicyMachine):
 
 
 class LRUMachine(PolicyMachine):
-    types = (LRU, NaiveLRU, lambda _: RowLRU(KEYS))  # Of rows there are as many as there are numbers.
+    types = (LRU, NaiveLRU, lambda _: LinkedLRU(KEYS))  # Of rows there are as many as there are numbers.
 
 
 class ARCMachine(PolicyMachine):

@@ -122,7 +122,7 @@ class CatalogMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, KEYS - 1))
     def use(self, number: int) -> None:
         self.clock += 1
-        self.catalog.used(key_of(number), self.clock)
+        self.catalog.used([key_of(number)], self.clock)
 
     @rule(numbers=st.lists(st.integers(0, KEYS - 1), max_size=4))
     def rank(self, numbers: list[int]) -> None:
@@ -255,7 +255,7 @@ def held(catalog: Catalog, count: int) -> list[OffloadKey]:
 def test_what_was_used_longest_ago_goes_first(policy: LRU[OffloadKey] | None) -> None:
     catalog = Catalog(policy)
     keys = held(catalog, 5)
-    catalog.used(keys[0], 10)
+    catalog.used(keys[:1], 10)
     catalog.rank([keys[2], keys[1]], 20)
     order: list[OffloadKey] = []
     while slots := catalog.evict(1, ()):

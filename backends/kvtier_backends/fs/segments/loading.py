@@ -60,9 +60,7 @@ class SlotLoading:
                 left, gone_now = await self._look(left, outcomes)
                 gone += gone_now
         now_ns = self._clock_ns()
-        for place, read in reversed(list(enumerate(reads))):  # Tail first: a prefix outlives its continuation.
-            if outcomes[place] is None:
-                self._catalog.used(read.key, now_ns - place)
+        self._catalog.used([reads[place].key for place, outcome in enumerate(outcomes) if outcome is None], now_ns)
         return outcomes, gone
 
     async def _look(
