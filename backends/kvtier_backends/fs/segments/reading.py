@@ -21,6 +21,7 @@ from kvtier_backends.fs.segments.slots import Held
 
 logger = logging.getLogger(__name__)
 
+NAMED_MAX = 8  # Segments in the log; a line must stay one.
 ZEROS = bytes(FOOTER_BYTES)
 SEQUENCE_MAX = (1 << 63) - 1  # The year 2262, in ns. Greater ones are nobody's, and would leave none for what comes.
 
@@ -93,6 +94,14 @@ class Reading:
                 self.opened.append(found)
             else:
                 self.unusable.append(found)
+        if self.unusable:
+            logger.warning(
+                "%s: %d segments hold nothing for this tier (a first page that is damaged, of other rows or of a later "
+                "version), and go before any chunk when their room is wanted: %s",
+                self._folder.chunks,
+                len(self.unusable),
+                ", ".join(each.name for each in self.unusable[:NAMED_MAX]),
+            )
 
     def look_around(self, now_s: float) -> Around:
         """Measure and sweep what is besides segments, as far as it can be."""

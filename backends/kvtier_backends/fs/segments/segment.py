@@ -74,6 +74,11 @@ def read_header(page: bytes) -> Header | None:
     return Header(row_bytes, slots, fingerprint)
 
 
+def is_later(page: bytes) -> bool:
+    """Say whether a first page that cannot be read is of a later version, as far as its first bytes tell."""
+    return page[:8] == MAGIC and int.from_bytes(page[8:12], "little") > VERSION
+
+
 WIPED = memoryview(mmap.mmap(-1, FOOTER_BYTES))  # Aligned zeros, which nobody changes.
 AHEAD_SLOTS = 256  # Footers that are asked for before the first of them is read.
 
