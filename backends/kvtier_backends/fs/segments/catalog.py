@@ -1,4 +1,4 @@
-"""Which slots are free, held and on their way from one to the other: plain memory, owned by the loop's thread.
+"""The catalog: which slots are free, held, and on their way from one to the other. Owned by the loop's thread.
 
 A slot is free (its footer is zeros), under way (a store has it), held (it has a key's newest chunk), or outdated. Only
 what has been read from a footer, or written as one, is in here, so that it is exact: a key that is not in here after
@@ -11,76 +11,7 @@ from kvtier.backend import OffloadKey
 from kvtier.policies.base import Policy
 from kvtier.policies.numbered import KeyOrder, LinkedLRU, NumberOrder
 from kvtier_backends.fs.disk.news import InUse, News
-from kvtier_backends.fs.segments.free_slots import FreeSlots
-from kvtier_backends.fs.segments.slots import Held, Slots, Snapshot
-
-# Slots whose footers say what is true no more, until they are overwritten or wiped.
-#
-# After a restart, footers are all that is known. So a chunk may not go for room, nor count as deleted, as long as an
-# older one of its key still lies on the disk: that one would come back.
-
-
-class Outdated:
-    """Which they are, and which of them wait to be wiped. Plain memory."""
-
-    def __init__(self) -> None:
-        self._keys: dict[int, tuple[OffloadKey, ...]] = {}  # A failed store may leave what was there, or its own.
-        self._slots: dict[OffloadKey, tuple[int, ...]] = {}
-        self._due: dict[int, None] = {}
-        self._taken: set[int] = set()  # Of whoever wipes them.
-
-    def __contains__(self, key: OffloadKey) -> bool:
-        return key in self._slots
-
-    def keys(self) -> Iterable[OffloadKey]:
-        return self._slots.keys()
-
-    def mark(self, slot: int, key: OffloadKey) -> None:
-        """Note that a slot has an outdated chunk of this key, or may have one."""
-        keys = self._keys.get(slot, ())
-        if key not in keys:
-            self._keys[slot] = (*keys, key)
-            self._slots[key] = (*self._slots.get(key, ()), slot)
-
-    def retire(self, slot: int, key: OffloadKey | None) -> None:
-        """Have a slot wiped; None: nobody knows what is in it."""
-        if key is not None:
-            self.mark(slot, key)
-        self._due[slot] = None
-
-    def is_marked(self, slot: int) -> bool:
-        return slot in self._keys
-
-    def clear(self, slot: int) -> None:
-        """Note that nothing outdated is in a slot any more."""
-        self._taken.discard(slot)
-        for key in self._keys.pop(slot, ()):
-            left = tuple(other for other in self._slots[key] if other != slot)
-            if left:
-                self._slots[key] = left
-            else:
-                del self._slots[key]
-
-    def take_due(self) -> list[int]:
-        """Return the slots that wait to be wiped, for whoever does it now and then says of each how it ended."""
-        due, self._due = list(self._due), {}
-        self._taken.update(due)
-        return due
-
-    def still_due(self, slots: Iterable[int]) -> None:
-        """Note that slots could not be wiped."""
-        due = dict.fromkeys(slots)
-        self._due.update(due)
-        self._taken.difference_update(due)
-
-    @property
-    def waits(self) -> bool:
-        """Whether there is something to wipe."""
-        return bool(self._due)
-
-    def slots(self) -> list[int]:
-        """Return all slots that are outdated, wait to be wiped or are just being wiped."""
-        return list({*self._keys, *self._due, *self._taken})
+from kvtier_backends.fs.segments.slots import FreeSlots, Held, Outdated, Slots, Snapshot
 
 
 class Catalog:

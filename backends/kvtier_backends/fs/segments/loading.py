@@ -1,4 +1,4 @@
-"""What a load does with slots: reads them in runs, and finds out whether what is wrong with one is wrong.
+"""Loads from slots, which are read in runs; what is wrong with one may only say that its chunk has moved.
 
 No slot is kept from being written to while it is read. What comes is verified, and where it is not the chunk, the
 catalog says whether the chunk is elsewhere by now: then it is read there.

@@ -1,12 +1,20 @@
-"""What is known of each slot, in arrays by its number: ten million of them must not take gigabytes."""
+"""The states of slots by their numbers: held, free, outdated. Plain memory, owned by the loop's thread.
+
+In arrays, as far as there is something for each slot: ten million of them must not take gigabytes.
+"""
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from bisect import bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 
 from kvtier.backend import OffloadKey
+
+HEAP_SLACK = 64  # Outdated entries are left in the heap until there are more of them than of others, and this many.
 
 
 class Held(NamedTuple):
@@ -34,7 +42,7 @@ class Snapshot(NamedTuple):
 
 
 class Slots:
-    """Which chunk each holds, and since when it was not used. Belongs to the loop's thread."""
+    """Which chunk each slot holds, and since when it was not used."""
 
     def __init__(self) -> None:
         self.of: dict[OffloadKey, int] = {}
@@ -92,13 +100,9 @@ class Slots:
         self._idle[slot] = 0
         return True
 
-    def is_idle(self, slot: int) -> bool:
-        """Say whether what a slot holds is from before the start and was not used since."""
-        return self._idle is not None and bool(self._idle[slot])
-
     def is_live(self, slot: int) -> bool:
         """Say whether what a slot of ours holds was stored or used since the start."""
-        return slot not in self.foreign and not self.is_idle(slot)
+        return slot not in self.foreign and not (self._idle is not None and self._idle[slot])
 
     def end_idle(self) -> Sequence[int]:
         """Call nothing idle from now on; return the slots that were, the newest first."""
@@ -129,3 +133,142 @@ class Slots:
     def snapshot(self) -> Snapshot:
         """Return what is there now, for another thread to write down: some 10 ms a million slots."""
         return Snapshot(list(self.keys), self.sequences[:], self.used_at_ns[:], frozenset(self.foreign))
+
+
+class FreeSlots:
+    """A set of numbers, given out in runs: a job whose chunks lie together is one call to the disk.
+
+    The longest run goes first, so that a job needs as few calls as can be; what is given back joins its neighbours.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._lengths: dict[int, int] = {}  # Of each run, by its first slot.
+        self._starts: dict[int, int] = {}  # By the slot behind its last.
+        self._dropped: list[tuple[int, int]] = []  # Files that are no more, in order: the first slot, and the end.
+        self._longest: list[tuple[int, int]] = []  # A heap of (-length, first slot); may hold runs that are no more.
+
+    def add(self, first: int, count: int = 1) -> None:
+        """Give back slots that are not free; what was dropped meanwhile is not taken."""
+        if self._dropped and self._is_dropped(first):
+            return
+        self.count += count
+        end = first + count
+        if (start := self._starts.pop(first, None)) is not None:
+            del self._lengths[start]
+            first = start
+        if (length := self._lengths.pop(end, None)) is not None:
+            end += length
+        self._note(first, end - first)
+
+    def take(self, count: int) -> list[int]:
+        """Return that many slots, or as many as there are, in ascending runs."""
+        taken: list[int] = []
+        while len(taken) < count and self._longest:
+            length, first = heappop(self._longest)
+            length = -length
+            if self._lengths.get(first) != length:
+                continue
+            del self._lengths[first]
+            del self._starts[first + length]
+            part = min(length, count - len(taken))
+            taken += range(first, first + part)
+            if part < length:
+                self._note(first + part, length - part)
+        self.count -= len(taken)
+        return taken
+
+    def drop(self, first: int, count: int) -> None:
+        """Have all slots of a file be free no more, nor ever again."""
+        if not self._is_dropped(first):
+            insort(self._dropped, (first, first + count))
+        end = first + count
+        for start, length in list(self._lengths.items()):
+            stop = start + length
+            if start < end and first < stop:
+                del self._lengths[start]
+                del self._starts[stop]
+                self.count -= min(stop, end) - max(start, first)
+                if start < first:
+                    self._note(start, first - start)
+                if end < stop:
+                    self._note(end, stop - end)
+
+    def _is_dropped(self, slot: int) -> bool:
+        at = bisect_right(self._dropped, slot, key=itemgetter(0)) - 1
+        return at >= 0 and slot < self._dropped[at][1]
+
+    def _note(self, first: int, length: int) -> None:
+        self._lengths[first] = length
+        self._starts[first + length] = first
+        heappush(self._longest, (-length, first))
+        if len(self._longest) > 2 * len(self._lengths) + HEAP_SLACK:
+            self._longest = [(-length, first) for first, length in self._lengths.items()]
+            heapify(self._longest)
+
+
+class Outdated:
+    """Slots whose footers say what is true no more, until they are overwritten or wiped, and which wait for that.
+
+    After a restart, footers are all that is known. So a chunk may not go for room, nor count as deleted, as long as an
+    older one of its key still lies on the disk: that one would come back.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[int, tuple[OffloadKey, ...]] = {}  # A failed store may leave what was there, or its own.
+        self._slots: dict[OffloadKey, tuple[int, ...]] = {}
+        self._due: dict[int, None] = {}
+        self._taken: set[int] = set()  # Of whoever wipes them.
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self._slots
+
+    def keys(self) -> Iterable[OffloadKey]:
+        return self._slots.keys()
+
+    def mark(self, slot: int, key: OffloadKey) -> None:
+        """Note that a slot has an outdated chunk of this key, or may have one."""
+        keys = self._keys.get(slot, ())
+        if key not in keys:
+            self._keys[slot] = (*keys, key)
+            self._slots[key] = (*self._slots.get(key, ()), slot)
+
+    def retire(self, slot: int, key: OffloadKey | None) -> None:
+        """Have a slot wiped; None: nobody knows what is in it."""
+        if key is not None:
+            self.mark(slot, key)
+        self._due[slot] = None
+
+    def is_marked(self, slot: int) -> bool:
+        return slot in self._keys
+
+    def clear(self, slot: int) -> None:
+        """Note that nothing outdated is in a slot any more."""
+        self._taken.discard(slot)
+        for key in self._keys.pop(slot, ()):
+            left = tuple(other for other in self._slots[key] if other != slot)
+            if left:
+                self._slots[key] = left
+            else:
+                del self._slots[key]
+
+    def take_due(self) -> list[int]:
+        """Return the slots that wait to be wiped, for whoever does it now and then says of each how it ended."""
+        due, self._due = list(self._due), {}
+        self._taken.update(due)
+        return due
+
+    def still_due(self, slots: Iterable[int]) -> None:
+        """Note that slots could not be wiped."""
+        due = dict.fromkeys(slots)
+        self._due.update(due)
+        self._taken.difference_update(due)
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is something to wipe."""
+        return bool(self._due)
+
+    def slots(self) -> list[int]:
+        """Return all slots that are outdated, wait to be wiped or are just being wiped."""
+        return list({*self._keys, *self._due, *self._taken})
