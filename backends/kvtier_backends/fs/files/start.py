@@ -16,7 +16,7 @@ import aiofiles.os
 from kvtier.backend import INVENTORY_BATCH_KEYS, FileMapper, Lanes, OffloadKey, read_folder
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.disk.attempts import Sweep
-from kvtier_backends.fs.disk.below import believable_ns, open_folder
+from kvtier_backends.fs.disk.below import believable_ns, names_in, open_folder
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Capacity
 from kvtier_backends.fs.disk.checkpoint import CheckpointSchedule
 from kvtier_backends.fs.disk.root import Folder
@@ -113,12 +113,12 @@ class Scan:
     def _look_around(self, chunks_folder: str) -> Iterator[Held]:
         """Sweep what is beside the chunks, and say what is left alone. Finds no chunks."""
         try:
-            for name in self._names(self._mapper.folder):
+            for name in names_in(self._root, self._mapper.folder):
                 self._sweep(self._mapper.folder, name)
             beside_bytes = self._folder.beside_bytes()
             self.other_bytes += beside_bytes
             self.seen_bytes += beside_bytes
-            others = [name for name in self._names(".") if name != chunks_folder and read_folder(name)]
+            others = [name for name in names_in(self._root, ".") if name != chunks_folder and read_folder(name)]
         except OSError as error:
             logger.warning("%s: what is beside its chunks cannot be listed: %s", chunks_folder, error.strerror)
             return
@@ -131,13 +131,6 @@ class Scan:
                 ", ".join(sorted(others)[:NAMED_MAX]),
             )
         yield from ()
-
-    def _names(self, folder: str) -> list[str]:
-        fd = open_folder(self._root, folder)
-        try:
-            return os.listdir(fd)
-        finally:
-            os.close(fd)
 
     def _walk(self, folder: str, depth: int) -> Iterator[Held]:
         try:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, FileMapper, read_folder
 from kvtier_backends.fs.disk.attempts import Sweep
-from kvtier_backends.fs.disk.below import believable_ns, open_folder
+from kvtier_backends.fs.disk.below import believable_ns, names_in
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, read_footer
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.segments.checkpoint import Memory, Remembered, SlotCheckpoint
@@ -109,10 +109,10 @@ class Reading:
         taken, names = self.unopened_bytes, list[str]()
         try:
             for folder in (self._folder.chunks, self._mapper.folder):
-                for name in _names(self._folder.root_fd, folder):
+                for name in names_in(self._folder.root_fd, folder):
                     sweep(folder, name)
             taken += self._folder.beside_bytes() + self._folder.unfinished_bytes()
-            names = _names(self._folder.root_fd, ".")
+            names = names_in(self._folder.root_fd, ".")
         except OSError as error:
             self.failed += 1
             logger.warning("%s: what is beside its segments cannot be listed: %s", self._folder.chunks, error.strerror)
@@ -244,11 +244,3 @@ def _runs(first_slot: int, taken: bytearray) -> list[tuple[int, int]]:
             run = list(places)
             runs.append((first_slot + run[0], len(run)))
     return runs
-
-
-def _names(root_fd: int, folder: str) -> list[str]:
-    fd = open_folder(root_fd, folder)
-    try:
-        return os.listdir(fd)
-    finally:
-        os.close(fd)
