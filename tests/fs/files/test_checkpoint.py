@@ -23,8 +23,9 @@ from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.disk.checkpoint import KEY_BYTES_MAX
 from kvtier_backends.fs.disk.root import Folder
-from kvtier_backends.fs.files.checkpoint import KEY_BYTES_MAX, Checkpoint
+from kvtier_backends.fs.files.checkpoint import Checkpoint
 from kvtier_backends.fs.files.index import Held, Snapshot
 from kvtier_backends.fs.files.recency import Idle
 from tests.fs.conftest import MakeSystemCall
@@ -108,9 +109,14 @@ def test_keys_that_are_too_long_are_left_to_the_scan(checkpoint: Checkpoint) -> 
 
 
 def test_a_checkpoint_has_a_limit_and_keeps_the_newest(
-    checkpoint: Checkpoint, index_file: Path, monkeypatch: pytest.MonkeyPatch
+    open_folder: Callable[..., Folder],
+    mapper: FileMapper,
+    row_bytes: int,
+    index_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvtier_backends.fs.files.checkpoint.BYTES_MAX", 1_000)
+    checkpoint = Checkpoint(open_folder(), mapper, Tally(), row_bytes)
     chunks = [Held(key_of(number), 512, number) for number in range(100)]
     checkpoint.write(snapshot(chunks), NOW_NS)
     assert index_file.stat().st_size <= 1_000

@@ -114,7 +114,7 @@ class FsContents:
             os.close(fd)
 
     def remove(self, file: StoredFile) -> bool:
-        if is_slot(file.name):
+        if is_slot(file.name) or is_segment(file.name):
             return self._slots.remove(file)
         folder = os.path.dirname(file.name)
         aside = f"{folder}/{attempt_name(self._writer)}"

@@ -58,6 +58,15 @@ def open_folder(root_fd: int, name: str) -> int:
         raise
 
 
+def names_in(root_fd: int, folder: str) -> list[str]:
+    """Return the names of what is in a directory. Raises likewise."""
+    fd = open_folder(root_fd, folder)
+    try:
+        return os.listdir(fd)
+    finally:
+        os.close(fd)
+
+
 def refuse_others(root_fd: int, name: str, kind: int) -> None:
     """Raise `ForeignError` if something of another kind lies there."""
     with suppress(FileNotFoundError):

@@ -193,6 +193,7 @@ class Capacity:
         self._low_water = low_water
         self._min_free_bytes = min_free_bytes
         self._kept_free_bytes = kept_free_bytes
+        self._kept_reserved_bytes = 0
 
     @property
     def used_bytes(self) -> int:
@@ -206,7 +207,7 @@ class Capacity:
             room.append(self.limit_bytes - self.used_bytes - self.reserved_bytes - self.unseen_bytes)
         if self._min_free_bytes:
             room.append(self._disk.free_bytes - self._min_free_bytes - self.reserved_bytes)
-        return min(room) - self._kept_free_bytes if room else None
+        return min(room) - self._kept_bytes if room else None
 
     @property
     def watches_disk(self) -> bool:
@@ -232,15 +233,15 @@ class Capacity:
     def reserve_kept(self, wanted_bytes: int) -> bool:
         """Promise that much, of what is kept free before all else; False if there is less, and then nothing."""
         free_bytes = self.free_bytes()
-        if free_bytes is not None and free_bytes + self._kept_free_bytes < wanted_bytes:
+        if free_bytes is not None and free_bytes + self._kept_bytes < wanted_bytes:
             return False
-        self._kept_free_bytes -= wanted_bytes
+        self._kept_reserved_bytes += wanted_bytes
         self.reserved_bytes += wanted_bytes
         return True
 
     def release_kept(self, wanted_bytes: int) -> None:
         """Take that promise back: what it was for has been counted, and the next one is kept free for."""
-        self._kept_free_bytes += wanted_bytes
+        self._kept_reserved_bytes -= wanted_bytes
         self.release(wanted_bytes)
 
     def exchange(self, gone_bytes: int, wanted_bytes: int) -> int:
@@ -262,13 +263,18 @@ class Capacity:
         """Return likewise what should go if so much is used and promised."""
         surplus = 0
         if self.limit_bytes is not None:
-            limit_bytes = self.limit_bytes - self._kept_free_bytes
+            limit_bytes = self.limit_bytes - self._kept_bytes
             low = int(limit_bytes * self._low_water)
             high = (limit_bytes + low) // 2
             taken = used_bytes + reserved_bytes
             surplus = taken - low if taken > high else 0
         if self._min_free_bytes:
-            least_bytes = self._min_free_bytes + self._kept_free_bytes
+            least_bytes = self._min_free_bytes + self._kept_bytes
             lacking = least_bytes + reserved_bytes - self._disk.free_bytes - self.leaving_bytes
             surplus = max(surplus, lacking)
         return surplus
+
+    @property
+    def _kept_bytes(self) -> int:
+        """What is to be left to `reserve_kept` and has not been promised by it."""
+        return max(0, self._kept_free_bytes - self._kept_reserved_bytes)

@@ -16,8 +16,9 @@ import aiofiles.os
 from kvtier.backend import INVENTORY_BATCH_KEYS, FileMapper, Lanes, OffloadKey, read_folder
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.disk.attempts import Sweep
-from kvtier_backends.fs.disk.below import believable_ns, open_folder
+from kvtier_backends.fs.disk.below import believable_ns, names_in, open_folder
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Capacity
+from kvtier_backends.fs.disk.checkpoint import CheckpointSchedule
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.shared_page import LedgerFile
 from kvtier_backends.fs.files.checkpoint import Checkpoint
@@ -112,12 +113,12 @@ class Scan:
     def _look_around(self, chunks_folder: str) -> Iterator[Held]:
         """Sweep what is beside the chunks, and say what is left alone. Finds no chunks."""
         try:
-            for name in self._names(self._mapper.folder):
+            for name in names_in(self._root, self._mapper.folder):
                 self._sweep(self._mapper.folder, name)
             beside_bytes = self._folder.beside_bytes()
             self.other_bytes += beside_bytes
             self.seen_bytes += beside_bytes
-            others = [name for name in self._names(".") if name != chunks_folder and read_folder(name)]
+            others = [name for name in names_in(self._root, ".") if name != chunks_folder and read_folder(name)]
         except OSError as error:
             logger.warning("%s: what is beside its chunks cannot be listed: %s", chunks_folder, error.strerror)
             return
@@ -130,13 +131,6 @@ class Scan:
                 ", ".join(sorted(others)[:NAMED_MAX]),
             )
         yield from ()
-
-    def _names(self, folder: str) -> list[str]:
-        fd = open_folder(self._root, folder)
-        try:
-            return os.listdir(fd)
-        finally:
-            os.close(fd)
 
     def _walk(self, folder: str, depth: int) -> Iterator[Held]:
         try:
@@ -247,8 +241,9 @@ class Looking:
         self._tally = tally
         self._lane = lane
         self._checkpoint = checkpoint
-        self._checkpoint_s = checkpoint_s
-        self._recalled = False  # Before that, the last checkpoint is better than one of what is known.
+        self._schedule = CheckpointSchedule(
+            capacity, tally, lambda: checkpoint.bytes_worst(len(index)), every_s=checkpoint_s
+        )
         self._scan = self._new_scan(recall=checkpoint_s > 0)
 
     def stop(self) -> None:
@@ -275,28 +270,17 @@ class Looking:
 
     async def run_checkpoints(self) -> None:
         """Write down what is known every so often."""
-        while self._checkpoint_s:
-            await asyncio.sleep(self._checkpoint_s)
-            if self._recalled and (room_bytes := self._room_for_checkpoint()) is not None:
-                try:
-                    await _write(self._checkpoint, self._index.snapshot(), time.time_ns(), executor=self._lane)
-                finally:
-                    self._capacity.release_kept(room_bytes)
-                    self._eviction.check()  # It may have grown, and there is to be room for the next.
+        await self._schedule.run(
+            lambda: _write(self._checkpoint, self._index.snapshot(), time.time_ns(), executor=self._lane),
+            self._eviction.check,  # It may have grown, and there is to be room for the next.
+        )
 
     def write_last_checkpoint(self, left_s: float) -> None:
         """Queue it on the lane, behind a scan that is being stopped; only the first closing can."""
-        wanted, self._recalled = self._recalled, False
-        if wanted and self._checkpoint_s and left_s and self._room_for_checkpoint() is not None:
-            self._lane.submit(self._checkpoint.write, self._index.snapshot(), time.time_ns())
-
-    def _room_for_checkpoint(self) -> int | None:
-        """Promise room for a checkpoint of what is known; None if there is none, and the last one will have to do."""
-        wanted_bytes = self._checkpoint.bytes_worst(len(self._index))
-        if self._capacity.reserve_kept(wanted_bytes):
-            return wanted_bytes
-        self._tally.count("checkpoints_failed")
-        return None
+        if left_s:
+            self._schedule.last(
+                lambda: self._lane.submit(self._checkpoint.write, self._index.snapshot(), time.time_ns())
+            )
 
     def _new_scan(self, *, recall: bool) -> Scan:
         recalled = self._checkpoint.read() if recall else iter(())
@@ -307,7 +291,7 @@ class Looking:
         while batch := await _next_recalled(scan, executor=self._lane):
             self._index.scanned(batch)
             self._eviction.changed()
-        self._recalled = True
+        self._schedule.ready = True
         while batch := await _next_batch(scan, executor=self._lane):
             self._eviction.scanned(batch)
             if len(batch) == INVENTORY_BATCH_KEYS:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvtier_backends.fs.disk.attempts import attempt_name
-from kvtier_backends.fs.disk.below import open_file, open_folder
+from kvtier_backends.fs.disk.below import names_in, open_file, open_folder
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, Segment, read_header, write_all
 
@@ -57,11 +57,8 @@ class SegmentFolder:
 
     def names(self) -> list[str]:
         """Return the names of all segments, in the order that they were made."""
-        fd = open_folder(self.root_fd, self._folder.chunks)
-        try:
-            return [f"{self._folder.chunks}/{name}" for name in sorted(filter(NAME.fullmatch, os.listdir(fd)))]
-        finally:
-            os.close(fd)
+        names = sorted(filter(NAME.fullmatch, names_in(self.root_fd, self._folder.chunks)))
+        return [f"{self._folder.chunks}/{name}" for name in names]
 
     def open(self, name: str) -> Segment | Unusable:
         """Open a segment, to write if nobody else does. Raises `FileNotFoundError` if it is gone, or goes just now."""

@@ -1,4 +1,4 @@
-"""What one hop to a lane does with slots: chunks read or written in runs, each verified and answered for by itself."""
+"""A lane's share of a batch: chunks read or written in runs, each verified and answered for by itself."""
 
 import os
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What a load does with slots: reads them in runs, and finds out whether what is wrong with one is wrong.
+"""Loads from slots, which are read in runs; what is wrong with one may only say that its chunk has moved.
 
 No slot is kept from being written to while it is read. What comes is verified, and where it is not the chunk, the
 catalog says whether the chunk is elsewhere by now: then it is read there.
@@ -60,9 +60,7 @@ class SlotLoading:
                 left, gone_now = await self._look(left, outcomes)
                 gone += gone_now
         now_ns = self._clock_ns()
-        for place, read in reversed(list(enumerate(reads))):  # Tail first: a prefix outlives its continuation.
-            if outcomes[place] is None:
-                self._catalog.used(read.key, now_ns - place)
+        self._catalog.used([reads[place].key for place, outcome in enumerate(outcomes) if outcome is None], now_ns)
         return outcomes, gone
 
     async def _look(

@@ -1,4 +1,4 @@
-"""Notices segments that somebody else has removed: whatever lies in one, the next start does not find.
+"""Losses: segments that somebody else has removed, whose chunks the next start does not find.
 
 Nothing fails by itself, since a file without a name is written to and read as before. So a store asks, when its bytes
 are there, whether their file still has its name, and all segments are looked at every so often. What was in one that

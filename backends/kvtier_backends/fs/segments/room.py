@@ -1,4 +1,4 @@
-"""Makes room: by free slots first, then by more segments, then in place of chunks that go for it.
+"""Room for chunks: free slots first, then more segments, then the slots of chunks that go for it.
 
 A chunk that goes costs nothing but a change in memory, so none goes before its slot is wanted. The file system's room
 is taken a segment at a time and given back only when there is too much.
@@ -22,6 +22,14 @@ from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
 from kvtier_backends.fs.segments.runs import Segments
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Segment
 from kvtier_backends.fs.segments.wiping import Wiping
+
+logger = logging.getLogger(__name__)
+
+SEGMENT_BYTES_LEAST = 16 << 20  # The first one's; each makes the tier twice as large,
+SEGMENT_BYTES_MOST = 8 << 30  # up to this: 10 TiB are then some 1,300 open files.
+SYNCED_BYTES_MOST = 64 << 20  # With fsync they are written all over first, for which stores wait.
+FULL_PAUSE_S = 10.0  # A full disk is asked again after so long.
+TICK_S = 10.0
 
 
 class Leftovers:
@@ -73,15 +81,6 @@ class Leftovers:
         return any(files for files, _ in cleared)
 
 
-# Makes segments: each as large as all before it, as far as there is room for one.
-
-
-SEGMENT_BYTES_LEAST = 16 << 20  # The first one's; each makes the tier twice as large,
-SEGMENT_BYTES_MOST = 8 << 30  # up to this: 10 TiB are then some 1,300 open files.
-SYNCED_BYTES_MOST = 64 << 20  # With fsync they are written all over first, for which stores wait.
-FULL_PAUSE_S = 10.0  # A full disk is asked again after so long.
-
-
 class Making:
     """A segment that a lane makes, known also to whoever is cancelled meanwhile."""
 
@@ -104,7 +103,7 @@ class Making:
 
 
 class Growth:
-    """One tier's. Belongs to the loop's thread."""
+    """More segments, each as large as all before it, as far as there is room. Belongs to the loop's thread."""
 
     def __init__(
         self,
@@ -206,13 +205,8 @@ class Growth:
         self._catalog.free.add(first, count)
 
 
-logger = logging.getLogger(__name__)
-
-TICK_S = 10.0
-
-
 class Room:
-    """One tier's. Belongs to the loop's thread."""
+    """Slots for stores, and what is given back when there is too much. Belongs to the loop's thread."""
 
     def __init__(
         self,

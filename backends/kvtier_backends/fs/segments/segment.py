@@ -1,6 +1,10 @@
-"""A segment's file: what its slots hold is read, written, wiped and copied, whoever decides it.
+"""A segment's file: what its slots hold is read, written and wiped, whoever decides it.
 
 Everything blocks, any thread may call, and what fails raises the `OSError` of the call that failed.
+
+The first page says how long slots are, how many there are, and what their bytes mean. Little-endian: magic 8, version
+u32, zero u32, row length u64, slots u64, namespace fingerprint 32, zeros up to byte 4,088, XXH3-64 of all bytes before
+it. Slots follow, each a row and its footer.
 """
 
 import errno
@@ -19,15 +23,11 @@ from kvtier.memory import let_go_in_forks
 from kvtier_backends.fs.disk.below import open_file
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 
-# A segment's first page: how long its slots are, how many it has, and what their bytes mean.
-#
-# Little-endian: magic 8, version u32, zero u32, row length u64, slots u64, namespace fingerprint 32, zeros up to byte
-# 4,088, XXH3-64 of all bytes before it. Slots follow, each a row and its footer.
-
-
 HEADER_BYTES = 4_096
 MAGIC = b"\x89kvtseg\n"
 VERSION = 1
+WIPED = memoryview(mmap.mmap(-1, FOOTER_BYTES))  # Aligned zeros, which nobody changes.
+AHEAD_SLOTS = 256  # Footers that are asked for before the first of them is read.
 
 _HEAD = struct.Struct("<8sIIQQ32s")
 _CHECKSUM = struct.Struct("<Q")
@@ -74,8 +74,9 @@ def read_header(page: bytes) -> Header | None:
     return Header(row_bytes, slots, fingerprint)
 
 
-WIPED = memoryview(mmap.mmap(-1, FOOTER_BYTES))  # Aligned zeros, which nobody changes.
-AHEAD_SLOTS = 256  # Footers that are asked for before the first of them is read.
+def is_later(page: bytes) -> bool:
+    """Say whether a first page that cannot be read is of a later version, as far as its first bytes tell."""
+    return page[:8] == MAGIC and int.from_bytes(page[8:12], "little") > VERSION
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)

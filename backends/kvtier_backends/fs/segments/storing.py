@@ -1,4 +1,4 @@
-"""What a store does with slots: takes some, writes them in runs, syncs once, and only then says what lies where.
+"""Stores into slots: some are taken, written in runs, synced once, and only then known to hold what they hold.
 
 The leading chunks of a batch get room first: without its head, a prefix's tail is of no use.
 """

@@ -1,4 +1,4 @@
-"""Wipes footers that are true no more, behind the calls that made them so, and then has their slots free."""
+"""Wiping: footers that are true no more, behind the calls that made them so; then their slots are free."""
 
 import asyncio
 import logging
