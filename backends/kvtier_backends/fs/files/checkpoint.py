@@ -16,7 +16,7 @@ from itertools import islice
 from xxhash import xxh3_64
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, FileMapper, OffloadKey
-from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
 from kvtier_backends.fs.disk.footer import SLICE_BYTES
 from kvtier_backends.fs.disk.root import Folder
@@ -36,13 +36,13 @@ _CHECKSUM = struct.Struct("<Q")
 class Checkpoint:
     """One namespace's checkpoint. Blocks; one thread at a time."""
 
-    def __init__(self, folder: Folder, mapper: FileMapper, tally: Tally, row_bytes: int) -> None:
+    def __init__(self, folder: Folder, mapper: FileMapper, counters: Counters, row_bytes: int) -> None:
         """Keep it in an opened folder, beside the namespace's configuration."""
         self._folder = folder
         self._name = f"{mapper.folder}/index{mapper.chunks_folder.removeprefix(mapper.folder)}"
         self._fingerprint = mapper.fingerprint
         self._row_bytes = row_bytes
-        self._tally = tally
+        self._counters = counters
         self.used_bytes = 0
         """What it takes more of the disk than it did at the start."""
 
@@ -59,10 +59,10 @@ class Checkpoint:
             self._folder.publish(self._name, self._written(snapshot, now_ns))
             self.used_bytes += self._folder.taken_bytes(self._name) - before_bytes
         except OSError as error:
-            self._tally.count("checkpoints_failed")
+            self._counters.count("checkpoints_failed")
             logger.warning("%s: the checkpoint cannot be written: %s", self._name, error.strerror)
         else:
-            self._tally.count("checkpoints_written")
+            self._counters.count("checkpoints_written")
 
     def read(self) -> Iterator[list[Held]]:
         """Yield what the last checkpoint says, newest first, in batches; nothing if there is none that can be used."""
@@ -74,7 +74,7 @@ class Checkpoint:
         if content is None:
             return
         if (record := self._record(content)) is None:
-            self._tally.count("checkpoints_ignored")
+            self._counters.count("checkpoints_ignored")
             logger.info("%s: no checkpoint of this namespace and version, or torn; ignored", self._name)
             return
         rows = record.iter_unpack(memoryview(content)[_HEAD.size : -_CHECKSUM.size])
@@ -82,7 +82,7 @@ class Checkpoint:
             Held(OffloadKey(key[:key_bytes]), sectors * SECTOR_BYTES, used_at_ns)
             for key_bytes, key, sectors, used_at_ns in islice(rows, INVENTORY_BATCH_KEYS)
         ]:
-            self._tally.count("checkpoint_chunks", len(batch))
+            self._counters.count("checkpoint_chunks", len(batch))
             yield batch
 
     def _written(self, snapshot: Snapshot, now_ns: int) -> Iterator[bytes]:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from xxhash import xxh3_64
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, FileMapper, OffloadKey
-from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.footer import SLICE_BYTES
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.segments.slots import Held, Snapshot
@@ -64,13 +64,13 @@ class Memory(NamedTuple):
 class SlotCheckpoint:
     """One namespace's checkpoint. Blocks; one thread at a time."""
 
-    def __init__(self, folder: Folder, mapper: FileMapper, tally: Tally, row_bytes: int) -> None:
+    def __init__(self, folder: Folder, mapper: FileMapper, counters: Counters, row_bytes: int) -> None:
         """Keep it in an opened folder, beside the namespace's configuration."""
         self._folder = folder
         self._name = f"{mapper.folder}/index{folder.chunks.removeprefix(mapper.folder)}"
         self._fingerprint = mapper.fingerprint
         self._row_bytes = row_bytes
-        self._tally = tally
+        self._counters = counters
         self._boot = bytes(32)
         self.used_bytes = 0
         """What it takes more of the disk than it did at the start."""
@@ -89,10 +89,10 @@ class SlotCheckpoint:
             self._folder.publish(self._name, self._written(segments, snapshot))
             self.used_bytes += self._folder.taken_bytes(self._name) - before_bytes
         except OSError as error:
-            self._tally.count("checkpoints_failed")
+            self._counters.count("checkpoints_failed")
             logger.warning("%s: the checkpoint cannot be written: %s", self._name, error.strerror)
         else:
-            self._tally.count("checkpoints_written")
+            self._counters.count("checkpoints_written")
 
     def read(self) -> Memory:
         """Return what the last checkpoint says; nothing if there is none that can be used."""
@@ -106,7 +106,7 @@ class SlotCheckpoint:
             return Memory(same_boot=False, segments=[], chunks=iter(()))
         memory = self._memory(content)
         if memory is None:
-            self._tally.count("checkpoints_ignored")
+            self._counters.count("checkpoints_ignored")
             logger.info("%s: no checkpoint of this namespace and version, or torn; ignored", self._name)
             return Memory(same_boot=False, segments=[], chunks=iter(()))
         return memory
@@ -162,7 +162,7 @@ class SlotCheckpoint:
             Held(OffloadKey(key[:key_bytes]), slot, sequence, used_at_ns)
             for key_bytes, key, slot, sequence, used_at_ns in islice(rows, INVENTORY_BATCH_KEYS)
         ]:
-            self._tally.count("checkpoint_chunks", len(batch))
+            self._counters.count("checkpoint_chunks", len(batch))
             yield batch
 
 

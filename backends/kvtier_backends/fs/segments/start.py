@@ -14,7 +14,7 @@ import aiofiles.os
 
 from kvtier.backend import Lanes
 from kvtier.errors import BackendClosed
-from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.checkpoint import Remembered, SlotCheckpoint
@@ -37,7 +37,7 @@ class SlotLooking:
         segments: Segments,
         room: Room,
         capacity: Capacity,
-        tally: Tally,
+        counters: Counters,
         *,
         lane: Lanes,
         checkpoint: SlotCheckpoint,
@@ -51,7 +51,7 @@ class SlotLooking:
         self._segments = segments
         self._room = room
         self._capacity = capacity
-        self._tally = tally
+        self._counters = counters
         self._lane = lane
         self._checkpoint = checkpoint
         self._checkpoint_s = checkpoint_s
@@ -63,7 +63,7 @@ class SlotLooking:
 
     async def run(self) -> None:
         """Look what is there, once."""
-        reading, catalog, tally = self._reading, self._catalog, self._tally
+        reading, catalog, counters = self._reading, self._catalog, self._counters
         await _open_all(reading, executor=self._lane)
         around = await _look_around(reading, time.time(), executor=self._lane)
         for segment in reading.opened:
@@ -79,10 +79,10 @@ class SlotLooking:
         self._free(await _free_of_trusted(reading, executor=self._lane))
         while (told := await _next_seen(reading, executor=self._lane)) is not None:
             self._note(*told)
-        tally.count("scan_skipped", len(reading.unusable))
-        tally.count("scan_failed", reading.failed)
-        tally.count("scan_swept", around.swept)
-        tally.count("scan_others", around.others)
+        counters.count("scan_skipped", len(reading.unusable))
+        counters.count("scan_failed", reading.failed)
+        counters.count("scan_swept", around.swept)
+        counters.count("scan_others", around.others)
         catalog.scan_ended(complete=not reading.failed)
         await self._room.shrink()
         self.done.set()
@@ -124,7 +124,7 @@ class SlotLooking:
         if granted_bytes == wanted_bytes:
             return wanted_bytes
         self._capacity.release(granted_bytes)
-        self._tally.count("checkpoints_failed")
+        self._counters.count("checkpoints_failed")
         return None
 
     def _note(self, segment: Segment, seen: Seen) -> None:
@@ -133,7 +133,7 @@ class SlotLooking:
         if segment.own:
             self._free(seen.free)
             for slot, fault in seen.torn:
-                self._tally.corrupt(fault)
+                self._counters.corrupt(fault)
                 self._catalog.outdated.retire(slot, None)
         self._room.changed()
 
