@@ -183,10 +183,12 @@ class Metrics(Collector):
         dropped = CounterMetricFamily("kvtier_tier_dropped", "Chunks that were never sent to the tier.", labels=labels)
         failed = CounterMetricFamily("kvtier_tier_failed", "Chunks that did not move.", labels=labels)
         causes = CounterMetricFamily("kvtier_tier_causes", CAUSES_HELP, labels=("tier", "cause"))
-        noted = CounterMetricFamily("kvtier_tier_noted", "What the tier itself has counted.", labels=("tier", "what"))
+        reported = CounterMetricFamily(
+            "kvtier_tier_reported", "What the tier itself has counted.", labels=("tier", "what")
+        )
         for tier in self._ledger.tiers:
-            for what, times in tier.counters.noted.items():
-                noted.add_metric((tier.spec.name, what), times)
+            for what, times in tier.counters.reported.items():
+                reported.add_metric((tier.spec.name, what), times)
             for reason, chunks in tier.counters.dropped.items():
                 dropped.add_metric((tier.spec.name, reason), chunks)
             for reason, chunks in tier.counters.failures.items():
@@ -196,7 +198,7 @@ class Metrics(Collector):
         yield dropped
         yield failed
         yield causes
-        yield noted
+        yield reported
 
     def _gauge(self, name: str, help_text: str, values: dict[Tier, int]) -> Metric:
         gauge = GaugeMetricFamily(f"kvtier_tier_{name}", help_text, labels=("tier",))

@@ -61,9 +61,9 @@ class TierCounters:
         "last_cause",
         "loaded",
         "misses",
-        "noted",
         "probes_failed",
         "promoted",
+        "reported",
         "stored",
         "transfers_failed",
     )
@@ -79,12 +79,12 @@ class TierCounters:
         self.failures: dict[str, int] = {}  # Chunks by code's name.
         self.causes: dict[str, int] = {}  # Calls of which something failed, by what lay behind it: see `CAUSES`.
         self.last_cause = ""  # As it was heard.
-        self.noted: dict[str, int] = {}  # What the tier itself has counted, by name.
+        self.reported: dict[str, int] = {}  # What the tier itself has counted, by name.
         self.dropped: dict[str, int] = {}  # Cascaded chunks that were never sent, by reason.
 
     def note(self, counts: Mapping[str, int]) -> None:
         for name, times in counts.items():
-            self.noted[name] = self.noted.get(name, 0) + times
+            self.reported[name] = self.reported.get(name, 0) + times
 
     def drop(self, reason: str, chunks: int) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + chunks

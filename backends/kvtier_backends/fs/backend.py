@@ -25,7 +25,7 @@ from kvtier.backend import (
 )
 from kvtier.errors import BackendClosed, BackendUnavailable, ConfigError
 from kvtier.memory import require_file_bytes
-from kvtier_backends.fs.counters import FsCounters, Tally, by_name
+from kvtier_backends.fs.counters import Counters, FsCounters, by_name
 from kvtier_backends.fs.disk.beside import Books, open_books
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.disk.root import Folder
@@ -54,11 +54,11 @@ class FsBackend(Backend[FsOptions]):
         _require_room_for_a_chunk(chosen, context.row_bytes)
         context = context._replace(mapper=FileMapper(context.mapper.namespace, chosen.naming))
         folder = Folder(chosen, context.mapper)
-        tally = Tally()
+        counters = Counters()
         scan_lane = Lanes(1, f"kvtier-{context.name}-scan")
         try:
             books = await _open(folder, context, chosen, executor=scan_lane)
-            return cls(chosen, context, folder, books, tally, scan_lane)
+            return cls(chosen, context, folder, books, counters, scan_lane)
         except BaseException:
             scan_lane.submit(folder.close)  # When the lane comes to it: a cancelled call's thread may still be at it.
             scan_lane.shutdown(wait=False)
@@ -70,7 +70,7 @@ class FsBackend(Backend[FsOptions]):
         context: TierContext,
         folder: Folder,
         books: Books,
-        tally: Tally,
+        counters: Counters,
         scan_lane: Lanes,
     ) -> None:
         """Use `open` instead."""
@@ -80,11 +80,11 @@ class FsBackend(Backend[FsOptions]):
         self._options = options
         self._stores = Calls(context.name)
         self._folder = folder
-        self._tally = tally
+        self._counters = counters
         if options.io == "auto" and not folder.direct:
-            tally.count("buffered_fallback")
+            counters.count("buffered_fallback")
         self._books = books
-        self._layout = _layout(options, context, folder, books, tally, scan_lane)
+        self._layout = _layout(options, context, folder, books, counters, scan_lane)
         self._fit = Fit(context.row_bytes, self._layout.key_bytes_max)
         self._closed = False
         self._news = asyncio.Event()  # Something for the inventory's consumer, or the end.
@@ -120,16 +120,16 @@ class FsBackend(Backend[FsOptions]):
 
     async def watch(self) -> AsyncIterator[InventoryEvent]:
         """See `Inventory`. A chunk that a cancelled call has stored or deleted is reported, too."""
-        consumer = self._layout.news.begin()
+        consumer = self._layout.inventory.begin()
         try:
             while not self._closed:
-                if (event := self._layout.news.next_event()) is not None:
+                if (event := self._layout.inventory.next_event()) is not None:
                     yield event
                 else:
                     self._news.clear()
                     await self._news.wait()
         finally:
-            self._layout.news.end(consumer)
+            self._layout.inventory.end(consumer)
 
     def occupancy(self) -> Occupancy:
         """See `Measured`. While the directory is being scanned, it covers what was found so far."""
@@ -141,7 +141,7 @@ class FsBackend(Backend[FsOptions]):
 
     def counts(self) -> dict[str, int]:
         """See `Counted`."""
-        return by_name(self._tally.totals())
+        return by_name(self._counters.totals())
 
     def description(self) -> dict[str, str]:
         """See `Described`."""
@@ -157,7 +157,7 @@ class FsBackend(Backend[FsOptions]):
 
     def counters(self) -> FsCounters:
         """Return what was counted since the tier was opened."""
-        return self._tally.totals()
+        return self._counters.totals()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -176,11 +176,11 @@ class FsBackend(Backend[FsOptions]):
 
 
 def _layout(
-    options: LayoutOptions, context: TierContext, folder: Folder, books: Books, tally: Tally, scan_lane: Lanes
+    options: LayoutOptions, context: TierContext, folder: Folder, books: Books, counters: Counters, scan_lane: Lanes
 ) -> Layout:
     if isinstance(options, FilesOptions):
-        return FilesLayout(options, context, folder, books, tally, scan_lane)
-    return SegmentsLayout(options, context, folder, books, tally, scan_lane)
+        return FilesLayout(options, context, folder, books, counters, scan_lane)
+    return SegmentsLayout(options, context, folder, books, counters, scan_lane)
 
 
 def _require_room_for_a_chunk(options: LayoutOptions, row_bytes: int) -> None:

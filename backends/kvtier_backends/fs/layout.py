@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from kvtier.backend import Occupancy, OffloadKey, Outcome, Read, Write
-from kvtier_backends.fs.disk.news import News
+from kvtier_backends.fs.disk.inventory import InventoryQueue
 
 
 class Left(NamedTuple):
@@ -26,7 +26,7 @@ class Layout(Protocol):
     """The longest key whose chunk has a place."""
 
     @property
-    def news(self) -> News: ...
+    def inventory(self) -> InventoryQueue: ...
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]: ...
 

@@ -61,7 +61,7 @@ _COUNTERS: dict[str, tuple[str, Labels]] = {
     "kvtier_tier_dropped": ("Chunks that were never sent to the tier.", ("tier", "reason")),
     "kvtier_tier_failed": ("Chunks that did not move.", ("tier", "reason")),
     "kvtier_tier_causes": (CAUSES_HELP, ("tier", "cause")),
-    "kvtier_tier_noted": ("What the tier itself has counted.", ("tier", "what")),
+    "kvtier_tier_reported": ("What the tier itself has counted.", ("tier", "what")),
 }
 _GAUGES: dict[str, tuple[str, Labels]] = {
     "kvtier_primary_rows": ("Rows by state.", ("state",)),
@@ -208,7 +208,7 @@ def tier_readings(tier: Tier, row_bytes: int) -> Readings:
             Series("kvtier_tier_breaker_opened", label, lambda: breaker.opened),
         ],
         [
-            Table("kvtier_tier_noted", label, counters.noted),
+            Table("kvtier_tier_reported", label, counters.reported),
             Table("kvtier_tier_dropped", label, counters.dropped),
             Table("kvtier_tier_failed", label, counters.failures),
             Table("kvtier_tier_causes", label, counters.causes),

@@ -13,7 +13,7 @@ from kvtier.backend.namespace import FileMapper
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
 from kvtier_backends.fs import FsOptions
-from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.files import checkpoint as files_checkpoint
 from kvtier_backends.fs.files import index
@@ -68,7 +68,7 @@ def with_checksum(content: bytes) -> bytes:
 def test_a_checkpoint_of_files_is_what_version_0_1_0_wrote(
     open_layout: OpenLayout, root: Path, mapper: FileMapper
 ) -> None:
-    checkpoint = files_checkpoint.Checkpoint(open_layout("files"), mapper, Tally(), ROW_BYTES)
+    checkpoint = files_checkpoint.Checkpoint(open_layout("files"), mapper, Counters(), ROW_BYTES)
     path = root / mapper.folder / "index_r0"
     path.write_bytes(with_checksum(FILES))
     (held,) = checkpoint.read()
@@ -83,7 +83,7 @@ def test_a_checkpoint_of_files_is_what_version_0_1_0_wrote(
 def test_a_checkpoint_of_segments_is_what_version_0_1_0_wrote(
     open_layout: OpenLayout, root: Path, mapper: FileMapper
 ) -> None:
-    checkpoint = segments_checkpoint.SlotCheckpoint(open_layout("segments"), mapper, Tally(), ROW_BYTES)
+    checkpoint = segments_checkpoint.SlotCheckpoint(open_layout("segments"), mapper, Counters(), ROW_BYTES)
     path = root / mapper.folder / "index_r0_segments"
     path.write_bytes(with_checksum(SEGMENTS))
     same_boot, segments, chunks = checkpoint.read()

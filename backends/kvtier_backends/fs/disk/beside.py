@@ -9,7 +9,7 @@ from kvtier.errors import ConfigError
 from kvtier_backends.fs.disk.below import ForeignError, refused
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.disk.root import Folder
-from kvtier_backends.fs.disk.shared_page import LedgerFile
+from kvtier_backends.fs.disk.shared_page import SharedPage
 from kvtier_backends.fs.disk.write_budget import WriteBudget
 from kvtier_backends.fs.options import LayoutOptions
 
@@ -17,7 +17,7 @@ from kvtier_backends.fs.options import LayoutOptions
 class Books(NamedTuple):
     """As far as the options want them."""
 
-    ledger: LedgerFile | None
+    ledger: SharedPage | None
     write_budget: WriteBudget | None
 
     def close(self) -> None:
@@ -35,7 +35,7 @@ def open_books(folder: Folder, context: TierContext, options: LayoutOptions) -> 
     try:
         if options.shared:
             boot = hashlib.sha256(folder.writer.boot.encode()).digest()[:8]
-            ledger = LedgerFile(folder.root_fd, beside.format("ledger"), boot)
+            ledger = SharedPage(folder.root_fd, beside.format("ledger"), boot)
         if options.write_budget_bytes_per_day is not None:
             write_budget = WriteBudget(
                 folder.root_fd,

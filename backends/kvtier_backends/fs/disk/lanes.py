@@ -50,7 +50,7 @@ CALM_S = 0.01  # After a load another one may follow, and what lanes begin meanw
 PATIENCE_S = 1.0  # A lane waits no longer for another one, which may hang.
 
 
-class Precedence:
+class LoadsFirst:
     """Of one tier's loads over its stores. Any thread may call."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -18,11 +18,11 @@ from typing import Literal
 from kvtier.backend import NAME_BYTES_MAX, NAMINGS, SEGMENTS_SUFFIX, FileMapper
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory import let_go_in_forks, reason
-from kvtier_backends.fs.disk.attempts import Writer, attempt_name, read_attempt
 from kvtier_backends.fs.disk.below import NO_LINK, ForeignError, open_file, open_folder, refuse_others, refused
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk, FolderSizes
 from kvtier_backends.fs.disk.quarantine import Quarantine
 from kvtier_backends.fs.disk.reads import ONE_BY_ONE, QueuedReads, Reads, takes_queued
+from kvtier_backends.fs.disk.temporaries import Writer, temporary_name, writer_of
 from kvtier_backends.fs.options import LayoutOptions
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class Folder:
         try:
             total = os.fstat(fd).st_blocks * SECTOR_BYTES
             for name in os.listdir(fd):
-                unfinished = read_attempt(name)
+                unfinished = writer_of(name)
                 if unfinished != self.writer and (unfinished or is_ours(name)):
                     with suppress(FileNotFoundError):
                         status = os.stat(name, dir_fd=fd, follow_symlinks=False)
@@ -160,7 +160,7 @@ class Folder:
 
     def publish(self, name: str, pieces: Iterable[bytes]) -> None:
         """Put a file of these bytes beside the chunks, in place of what was there, whole or not at all."""
-        temporary = f"{self._mapper.folder}/{attempt_name(self.writer)}"
+        temporary = f"{self._mapper.folder}/{temporary_name(self.writer)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
             with open(os.open(temporary, flags, 0o644, dir_fd=self.root_fd), "wb") as file:
@@ -222,7 +222,7 @@ class Folder:
 
     def _new_folder_bytes(self) -> int:
         """Return what an empty directory takes."""
-        name = f"{self._mapper.folder}/{attempt_name(self.writer)}"
+        name = f"{self._mapper.folder}/{temporary_name(self.writer)}"
         try:
             os.mkdir(name, dir_fd=self.root_fd)
         except OSError as error:
@@ -286,7 +286,7 @@ class Folder:
         return ONE_BY_ONE
 
     def _trial(self, flag: int) -> bool:
-        name = f"{self._mapper.folder}/{attempt_name(self.writer)}"
+        name = f"{self._mapper.folder}/{temporary_name(self.writer)}"
         try:
             with ExitStack() as stack:
                 stack.callback(_quietly, os.unlink, name, dir_fd=self.root_fd)

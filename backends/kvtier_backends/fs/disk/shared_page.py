@@ -76,7 +76,7 @@ class Page:
         self.reserved_bytes = [0] * SLOTS
 
 
-class LedgerFile:
+class SharedPage:
     """One process's hold on the page. Blocks for as long as others change it; any thread may call."""
 
     def __init__(self, root_fd: int, name: str, boot: bytes) -> None:

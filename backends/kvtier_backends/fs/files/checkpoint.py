@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from kvtier.backend import FileMapper
-from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
 from kvtier_backends.fs.disk.checkpoint import CheckpointFile, Format
 from kvtier_backends.fs.disk.root import Folder
@@ -21,9 +21,9 @@ BYTES_MAX = 512 << 20  # Ten million chunks of 32-byte hashes. The oldest of mor
 class Checkpoint:
     """One namespace's checkpoint. Blocks; one thread at a time."""
 
-    def __init__(self, folder: Folder, mapper: FileMapper, tally: Tally, row_bytes: int) -> None:
+    def __init__(self, folder: Folder, mapper: FileMapper, counters: Counters, row_bytes: int) -> None:
         """Keep it in an opened folder, beside the namespace's configuration."""
-        self._file = CheckpointFile(folder, mapper, tally, row_bytes, Format(MAGIC, "IQ", BYTES_MAX))
+        self._file = CheckpointFile(folder, mapper, counters, row_bytes, Format(MAGIC, "IQ", BYTES_MAX))
         self.bytes_worst = self._file.bytes_worst
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from kvtier.backend import OffloadKey
 from kvtier.errors import BackendClosed
-from kvtier_backends.fs.disk.news import InUse
+from kvtier_backends.fs.disk.inventory import InUse
 
 
 class Claims:

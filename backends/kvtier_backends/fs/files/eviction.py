@@ -7,7 +7,7 @@ from functools import partial
 
 from kvtier.backend import Lanes, OffloadKey, in_thread, in_threads
 from kvtier.errors import BackendClosed
-from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.capacity import Capacity, Reservation
 from kvtier_backends.fs.disk.lanes import share_out
 from kvtier_backends.fs.disk.quarantine import Cleared, Quarantine
@@ -76,7 +76,7 @@ class Eviction:
         capacity: Capacity,
         chunks: Chunks,
         claims: Claims,
-        tally: Tally,
+        counters: Counters,
         quarantine: Quarantine,
         *,
         lane: Lanes,
@@ -89,7 +89,7 @@ class Eviction:
         self._capacity = capacity
         self._chunks = chunks
         self._claims = claims
-        self._tally = tally
+        self._counters = counters
         self._quarantine = quarantine
         self._lane = lane
         self._store_lanes = store_lanes
@@ -219,7 +219,7 @@ class Eviction:
             await in_thread(self._store_lanes, lambda: cleared.append(self._quarantine.clear(wanted_bytes)))
         finally:
             for files, freed_bytes in cleared:
-                self._tally.count("quarantine_evicted", files)
+                self._counters.count("quarantine_evicted", files)
                 self._capacity.other_bytes -= freed_bytes
                 self.stored(-freed_bytes)
         return sum(freed_bytes for _, freed_bytes in cleared)
@@ -229,7 +229,7 @@ class Eviction:
             return
         before_ns = self._clock_ns() - int(self._ttl_s * 1e9)
         expired = self._index.unused_since(before_ns, self._claims.in_use.__contains__)
-        self._tally.count("expired", len(expired))
+        self._counters.count("expired", len(expired))
         self._begin(expired)
         self._chosen += expired
 
@@ -252,7 +252,7 @@ class Eviction:
             incoming = ()  # A policy adapts to what comes once.
             victims += found
             got_bytes += sum(victim.allocated_bytes for victim in found)
-        self._tally.count("evicted", len(victims))
+        self._counters.count("evicted", len(victims))
         self._begin(victims)
         return victims
 
@@ -292,7 +292,7 @@ class Eviction:
             self._capacity.leaving_bytes -= victim.allocated_bytes
             if victim.key not in removal.gone and victim.key not in spared:
                 self._index.stays(victim)
-                self._tally.count("evictions_failed")
+                self._counters.count("evictions_failed")
         for chunk in removal.used:
             self._index.stays(chunk)
         self._claims.end(victim.key for victim in victims)

@@ -13,7 +13,7 @@ from typing import Self
 
 from kvtier.backend import OffloadKey, Outcome, Read, Write
 from kvtier.errors import ChunkCorrupt, ChunkMissing
-from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.below import ForeignError, believable_ns
 from kvtier_backends.fs.disk.footer import (
     FOOTER_BYTES,
@@ -27,7 +27,7 @@ from kvtier_backends.fs.disk.footer import (
     payload_checksum,
     write_footer,
 )
-from kvtier_backends.fs.disk.lanes import SHARE_CHUNKS_MAX, Pages, Precedence
+from kvtier_backends.fs.disk.lanes import SHARE_CHUNKS_MAX, LoadsFirst, Pages
 from kvtier_backends.fs.disk.reads import Reads, Wanted
 from kvtier_backends.fs.files.chunk_files import ChunkFiles, Found, OpenChunk
 from kvtier_backends.fs.files.discard import Discarded
@@ -135,8 +135,8 @@ class Chunks:
     def __init__(
         self,
         files: ChunkFiles,
-        tally: Tally,
-        precedence: Precedence,
+        counters: Counters,
+        loads_first: LoadsFirst,
         *,
         lanes: int,
         row_bytes: int,
@@ -146,8 +146,8 @@ class Chunks:
     ) -> None:
         """`accept_bare`: whether to take files without a footer, unverified."""
         self._files = files
-        self._precedence = precedence
-        self._tally = tally
+        self._loads_first = loads_first
+        self._counters = counters
         self._row_bytes = row_bytes
         self._fingerprint = fingerprint
         self._accept_bare = accept_bare
@@ -167,7 +167,7 @@ class Chunks:
         """Store the share's chunks, each wholly or not at all."""
         with self._pages.one() as page:
             for place, write in enumerate(share.writes):
-                with self._precedence.storing():
+                with self._loads_first.storing():
                     self._store(write, share.used_at_ns - place, page[:FOOTER_BYTES], share)
 
     def remove(self, keys: Sequence[OffloadKey], removed: list[OffloadKey]) -> OSError | None:
@@ -251,18 +251,18 @@ class Chunks:
         file_bytes = chunk.read_on([into, page], got, self._row_bytes + FOOTER_BYTES)
         whole = judge_length(file_bytes, self._row_bytes)
         if whole is Whole.BARE:
-            self._tally.count("unverified_accepted" if self._accept_bare else "unverified_refused")
+            self._counters.count("unverified_accepted" if self._accept_bare else "unverified_refused")
             return None if self._accept_bare else ChunkMissing(f"{key.hex()}: a file without a footer; refused")
         fault = whole if isinstance(whole, Fault) else judge_chunk(into, page[:FOOTER_BYTES], key, self._fingerprint)
         if fault is None:
             return None
         if fault is Fault.VERSION:
-            self._tally.count("other_version")
+            self._counters.count("other_version")
             return ChunkMissing(f"{key.hex()}: a file of a later format; left alone")
-        self._tally.corrupt(fault)
+        self._counters.corrupt(fault)
         discarded = chunk.discard(fault)
         if counter := _COUNTED.get(discarded):
-            self._tally.count(counter)
+            self._counters.count(counter)
             share.kept_bytes += chunk.allocated_bytes()
         self._files.tidy(key)
         return ChunkCorrupt(f"{key.hex()}: {fault}: a file of {file_bytes:,} bytes for a row of {self._row_bytes:,}")

@@ -12,11 +12,11 @@ import aiofiles.os
 from kvtier.backend import Lanes, Occupancy, OffloadKey, Outcome, Read, TierContext, Write, in_threads
 from kvtier.errors import BackendUnavailable
 from kvtier.policies import LRU, policy_class
-from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.beside import Books
 from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.footer import KEY_BYTES_MAX
-from kvtier_backends.fs.disk.lanes import Precedence, TierLanes, share_least, share_out, start_lanes
+from kvtier_backends.fs.disk.lanes import LoadsFirst, TierLanes, share_least, share_out, start_lanes
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.files.checkpoint import Checkpoint
 from kvtier_backends.fs.files.chunk_files import ChunkFiles
@@ -49,7 +49,7 @@ class Parts:
 
 
 def assemble(
-    options: FilesOptions, context: TierContext, folder: Folder, books: Books, tally: Tally, lanes: TierLanes
+    options: FilesOptions, context: TierContext, folder: Folder, books: Books, counters: Counters, lanes: TierLanes
 ) -> Parts:
     """Make a tier's parts over an opened folder, on the running loop."""
     clock_ns, sizes = time.time_ns, sizes_of(context.row_bytes, folder)
@@ -57,7 +57,7 @@ def assemble(
     kind = policy_class(options.eviction_policy)
     policy = None if kind is LRU else kind(max(1, limit_bytes // context.row_bytes))  # LRU: the index has that order.
     index = Index(policy, None if options.ttl_s is None else clock_ns)
-    checkpoint = Checkpoint(folder, context.mapper, tally, context.row_bytes)
+    checkpoint = Checkpoint(folder, context.mapper, counters, context.row_bytes)
     checkpoint_s = 0 if options.shared else options.checkpoint_s
     capacity = Capacity(
         (index, folder.sizes, checkpoint, folder.quarantine),
@@ -67,16 +67,16 @@ def assemble(
         min_free_bytes=options.min_free_bytes,
         kept_free_bytes=checkpoint.bytes_worst(limit_bytes // context.row_bytes) if checkpoint_s else 0,
     )
-    precedence = Precedence()
+    loads_first = LoadsFirst()
     chunks = Chunks(
         ChunkFiles(
             folder,
             context.mapper,
-            precedence,
+            loads_first,
             fsync=options.fsync,
         ),
-        tally,
-        precedence,
+        counters,
+        loads_first,
         lanes=options.load_lanes + options.store_lanes,
         row_bytes=context.row_bytes,
         fingerprint=context.mapper.fingerprint,
@@ -90,7 +90,7 @@ def assemble(
         capacity,
         chunks,
         claims,
-        tally,
+        counters,
         folder.quarantine,
         lane=lanes.evict,
         store_lanes=lanes.store,
@@ -108,14 +108,14 @@ def assemble(
         capacity,
         index,
         chunks,
-        precedence,
+        loads_first,
         lanes=lanes.load,
         share_chunks=sizes.share_chunks,
         share_least=share_least(context.row_bytes, folder.reads.queue_bytes),
         clock_ns=clock_ns,
     )
     storing = Storing(
-        eviction, claims, books.write_budget, index, chunks, tally, lanes=lanes.store, sizes=sizes, clock_ns=clock_ns
+        eviction, claims, books.write_budget, index, chunks, counters, lanes=lanes.store, sizes=sizes, clock_ns=clock_ns
     )
     looking = Looking(
         folder,
@@ -124,7 +124,7 @@ def assemble(
         index,
         capacity,
         eviction,
-        tally,
+        counters,
         lane=lanes.scan,
         checkpoint=checkpoint,
         checkpoint_s=checkpoint_s,
@@ -143,15 +143,27 @@ class FilesLayout:
     """See `Layout`."""
 
     def __init__(
-        self, options: FilesOptions, context: TierContext, folder: Folder, books: Books, tally: Tally, scan_lane: Lanes
+        self,
+        options: FilesOptions,
+        context: TierContext,
+        folder: Folder,
+        books: Books,
+        counters: Counters,
+        scan_lane: Lanes,
+        options: FilesOptions,
+        context: TierContext,
+        folder: Folder,
+        books: Books,
+        counters: Counters,
+        scan_lane: Lanes,
     ) -> None:
         """Use an opened folder, on the running loop."""
         self._name = context.name
         self.key_bytes_max = min(KEY_BYTES_MAX, context.mapper.key_bytes_max(folder.name_bytes_max()))
         self._shared = options.shared
         self._lanes = start_lanes(options, context.name, scan_lane)
-        parts = assemble(options, context, folder, books, tally, self._lanes)
-        self.news = parts.index.news
+        parts = assemble(options, context, folder, books, counters, self._lanes)
+        self.inventory = parts.index.inventory
         self._index, self._capacity, self._chunks = parts.index, parts.capacity, parts.chunks
         self._claims, self._eviction, self._looking = parts.claims, parts.eviction, parts.looking
         self._loading, self._storing = parts.loading, parts.storing

@@ -6,7 +6,7 @@ from functools import partial
 from kvtier.backend import Lanes, OffloadKey, Outcome, Read, in_threads
 from kvtier.errors import ChunkCorrupt, ChunkMissing
 from kvtier_backends.fs.disk.capacity import Capacity
-from kvtier_backends.fs.disk.lanes import Precedence, share_out
+from kvtier_backends.fs.disk.lanes import LoadsFirst, share_out
 from kvtier_backends.fs.files.claims import Claims
 from kvtier_backends.fs.files.eviction import Eviction
 from kvtier_backends.fs.files.index import Held, Index
@@ -23,7 +23,7 @@ class Loading:
         capacity: Capacity,
         index: Index,
         chunks: Chunks,
-        precedence: Precedence,
+        loads_first: LoadsFirst,
         *,
         lanes: Lanes,
         share_chunks: int,
@@ -36,7 +36,7 @@ class Loading:
         self._capacity = capacity
         self._index = index
         self._chunks = chunks
-        self._precedence = precedence
+        self._loads_first = loads_first
         self._lanes = lanes
         self._share_chunks = share_chunks
         self._share_least = share_least
@@ -50,7 +50,7 @@ class Loading:
             for part in share_out(reads, self._lanes.count, self._share_chunks, self._share_least)
         ]
         keys = [read.key for read in reads]
-        with self._precedence.loading(), self._claims.in_use(keys), self._index.call(keys) as unchanged:
+        with self._loads_first.loading(), self._claims.in_use(keys), self._index.call(keys) as unchanged:
             try:
                 await in_threads(self._lanes, [partial(self._chunks.load, share) for share in shares])
             finally:

@@ -15,7 +15,7 @@ from kvtier.backend import OffloadKey, in_thread
 from kvtier.errors import BackendClosed
 from kvtier.settings import SIZE_BYTES_MAX
 from kvtier_backends.fs.disk.capacity import FolderSizes, Reservation
-from kvtier_backends.fs.disk.shared_page import LedgerFile
+from kvtier_backends.fs.disk.shared_page import SharedPage
 from kvtier_backends.fs.files.eviction import Eviction, Removal
 from kvtier_backends.fs.files.index import Held
 from kvtier_backends.fs.layout import until
@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 class SharedEviction(Eviction):
     """Promises room from the shared page, and evicts what no process has used for longest."""
 
-    ledger: LedgerFile
+    ledger: SharedPage
     sizes: FolderSizes
 
-    def share(self, ledger: LedgerFile, sizes: FolderSizes) -> None:
+    def share(self, ledger: SharedPage, sizes: FolderSizes) -> None:
         """Use this page, and have it told of what folders take."""
         self.ledger = ledger
         self.sizes = sizes
@@ -138,7 +138,7 @@ class SharedEviction(Eviction):
         return news_bytes
 
 
-def _take(reservation: Reservation, ledger: LedgerFile, wanted_bytes: int, limit_bytes: int) -> bool:
+def _take(reservation: Reservation, ledger: SharedPage, wanted_bytes: int, limit_bytes: int) -> bool:
     """Have a promise of the page be in the reservation, whoever is cancelled meanwhile; False: nobody knows what fits.
 
     Blocks, in a lane.
@@ -148,11 +148,11 @@ def _take(reservation: Reservation, ledger: LedgerFile, wanted_bytes: int, limit
     return granted_bytes is not None
 
 
-def _exchange(reservation: Reservation, ledger: LedgerFile, gone_bytes: int, wanted_bytes: int) -> None:
+def _exchange(reservation: Reservation, ledger: SharedPage, gone_bytes: int, wanted_bytes: int) -> None:
     """Likewise for what has gone."""
     reservation.bytes += ledger.exchange(gone_bytes, wanted_bytes)
 
 
 def _log_failure(told: "Future[None]") -> None:
     if error := told.exception():
-        logger.warning("the shared ledger was not told of a store: %s", error)
+        logger.warning("the shared page was not told of a store: %s", error)

@@ -14,13 +14,13 @@ from itertools import chain
 import aiofiles.os
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, FileMapper, Lanes, OffloadKey, read_folder
-from kvtier_backends.fs.counters import Tally
-from kvtier_backends.fs.disk.attempts import Sweep
+from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.below import believable_ns, names_in, open_folder
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Capacity
 from kvtier_backends.fs.disk.checkpoint import CheckpointSchedule
 from kvtier_backends.fs.disk.root import Folder
-from kvtier_backends.fs.disk.shared_page import LedgerFile
+from kvtier_backends.fs.disk.shared_page import SharedPage
+from kvtier_backends.fs.disk.temporaries import Sweep
 from kvtier_backends.fs.files.checkpoint import Checkpoint
 from kvtier_backends.fs.files.eviction import Eviction
 from kvtier_backends.fs.files.index import Held, Index
@@ -206,8 +206,8 @@ _next_recalled = aiofiles.os.wrap(Scan.next_recalled)
 _next_vanished = aiofiles.os.wrap(Scan.next_vanished)
 _next_batch = aiofiles.os.wrap(Scan.next_batch)
 _write = aiofiles.os.wrap(Checkpoint.write)
-_begin_count = aiofiles.os.wrap(LedgerFile.begin_count)
-_end_count = aiofiles.os.wrap(LedgerFile.end_count)
+_begin_count = aiofiles.os.wrap(SharedPage.begin_count)
+_end_count = aiofiles.os.wrap(SharedPage.end_count)
 
 
 class Looking:
@@ -221,7 +221,7 @@ class Looking:
         index: Index,
         capacity: Capacity,
         eviction: Eviction,
-        tally: Tally,
+        counters: Counters,
         *,
         lane: Lanes,
         checkpoint: Checkpoint,
@@ -238,11 +238,11 @@ class Looking:
         self._index = index
         self._capacity = capacity
         self._eviction = eviction
-        self._tally = tally
+        self._counters = counters
         self._lane = lane
         self._checkpoint = checkpoint
         self._schedule = CheckpointSchedule(
-            capacity, tally, lambda: checkpoint.bytes_worst(len(index)), every_s=checkpoint_s
+            capacity, counters, lambda: checkpoint.bytes_worst(len(index)), every_s=checkpoint_s
         )
         self._scan = self._new_scan(recall=checkpoint_s > 0)
 
@@ -287,7 +287,7 @@ class Looking:
         return Scan(self._folder, self._mapper, self._takes, recalled, now_s=time.time())
 
     async def _look(self) -> None:
-        scan, tally = self._scan, self._tally
+        scan, counters = self._scan, self._counters
         while batch := await _next_recalled(scan, executor=self._lane):
             self._index.scanned(batch)
             self._eviction.changed()
@@ -298,10 +298,10 @@ class Looking:
                 self.gauged.set()
         while gone := await _next_vanished(scan, executor=self._lane):
             self._index.vanished(gone)
-        tally.count("scan_skipped", scan.skipped)
-        tally.count("scan_failed", scan.failed)
-        tally.count("scan_swept", scan.swept)
-        tally.count("scan_others", scan.others)
+        counters.count("scan_skipped", scan.skipped)
+        counters.count("scan_failed", scan.failed)
+        counters.count("scan_swept", scan.swept)
+        counters.count("scan_others", scan.others)
         self._capacity.other_bytes += scan.other_bytes
         self._folder.sizes.scan_ended()
         shared = isinstance(self._eviction, SharedEviction)

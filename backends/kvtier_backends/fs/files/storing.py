@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from kvtier.backend import Lanes, OffloadKey, Outcome, Write, in_threads
 from kvtier.errors import NoSpace
-from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.capacity import Reservation, chunk_bytes_worst
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.disk.lanes import share_chunks, share_out
@@ -59,7 +59,7 @@ class Storing:
         write_budget: WriteBudget | None,
         index: Index,
         chunks: Chunks,
-        tally: Tally,
+        counters: Counters,
         *,
         lanes: Lanes,
         sizes: Sizes,
@@ -71,7 +71,7 @@ class Storing:
         self._write_budget = write_budget
         self._index = index
         self._chunks = chunks
-        self._tally = tally
+        self._counters = counters
         self._lanes = lanes
         self._sizes = sizes
         self._clock_ns = clock_ns
@@ -124,12 +124,12 @@ class Storing:
                     added_bytes += allocated_bytes - self._index.taken_bytes(write.key)
                     self._index.stored(Held(write.key, allocated_bytes, share.used_at_ns - place))
                     if not told:
-                        self._index.news.added(write.key)
+                        self._index.inventory.added(write.key)
         self._room.stored(added_bytes)
 
     async def _try_again(self, writes: Sequence[Write], failed: Sequence[int], outcomes: list[Outcome]) -> None:
         """Make room on a full disk, and write what did not fit."""
-        self._tally.count("disk_full", len(failed))
+        self._counters.count("disk_full", len(failed))
         again = [writes[index] for index in failed]
         wanted_bytes = len(again) * self._sizes.worst_bytes
         if not await self._room.make_room_on_disk(wanted_bytes, [write.key for write in again]):
@@ -139,5 +139,5 @@ class Storing:
             outcomes[index] = outcome
 
     def _refused(self, writes: Sequence[Write], reason: str, why: str) -> list[Outcome]:
-        self._tally.refuse(reason, len(writes))
+        self._counters.refuse(reason, len(writes))
         return [NoSpace(f"{write.key.hex()}: {why}") for write in writes]

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from kvtier.backend import OffloadKey
 from kvtier.policies import KeyOrder, LinkedLRU, NumberOrder, Policy
-from kvtier_backends.fs.disk.news import InUse, News
+from kvtier_backends.fs.disk.inventory import InUse, InventoryQueue
 from kvtier_backends.fs.segments.slots import FreeSlots, Held, Outdated, Slots, Snapshot
 
 
@@ -23,7 +23,7 @@ class Catalog:
         self.in_use = InUse()
         self.scanning = True
         self._slots = Slots()
-        self.news = News(self._slots.of)
+        self.inventory = InventoryQueue(self._slots.of)
         self._order: NumberOrder = (
             LinkedLRU(0) if policy is None else KeyOrder(policy, self._slots.keys, self._slots.of.get)
         )
@@ -84,7 +84,7 @@ class Catalog:
             self._slots.forget(key)
             self.outdated.mark(slot, key)
             self._under_way.add(slot)
-            self.news.lost(key)
+            self.inventory.lost(key)
         return sorted(slots)
 
     def give_back(self, slots: Iterable[int]) -> None:
@@ -151,7 +151,7 @@ class Catalog:
     def lost(self, key: OffloadKey) -> None:
         """Forget a chunk that turned out to be none; the consumer hears of it."""
         self._drop(key)
-        self.news.lost(key)
+        self.inventory.lost(key)
 
     def unused_since(self, before_ns: int) -> list[OffloadKey]:
         """Return the keys whose last use was before that time and that nothing keeps."""
@@ -175,7 +175,7 @@ class Catalog:
             self._slots.foreign.add(slot)
         else:
             self._slots.hold_idle(chunk)
-        self.news.added(key)
+        self.inventory.added(key)
 
     def scan_ended(self, *, complete: bool) -> None:
         """Note that every footer has been seen, and from now on chunks may go for room.
@@ -184,7 +184,7 @@ class Catalog:
         """
         self._order.insert_coldest(self._slots.end_idle())
         self.scanning = False
-        self.news.complete = complete
+        self.inventory.complete = complete
 
     def coldest(self) -> OffloadKey | None:
         """Return the key that was used longest ago of those that may go."""
@@ -201,7 +201,7 @@ class Catalog:
             return None
         for key in keys:
             self._release(key)
-            self.news.lost(key)
+            self.inventory.lost(key)
         self.free.drop(first, count)
         return len(keys)
 
@@ -217,7 +217,7 @@ class Catalog:
                 left = True
             elif key is not None:
                 self._release(key)
-                self.news.lost(key)
+                self.inventory.lost(key)
         return not left and not any(first <= slot < end for slot in self.unsettled())
 
     def _is_kept(self, key: OffloadKey) -> bool:

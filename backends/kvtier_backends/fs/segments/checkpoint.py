@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvtier.backend import FileMapper
-from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.checkpoint import CheckpointFile, Format
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.segments.segment import Segment
@@ -54,9 +54,9 @@ class Memory(NamedTuple):
 class SlotCheckpoint:
     """One namespace's checkpoint. Blocks; one thread at a time."""
 
-    def __init__(self, folder: Folder, mapper: FileMapper, tally: Tally, row_bytes: int) -> None:
+    def __init__(self, folder: Folder, mapper: FileMapper, counters: Counters, row_bytes: int) -> None:
         """Keep it in an opened folder, beside the namespace's configuration."""
-        self._file = CheckpointFile(folder, mapper, tally, row_bytes, Format(MAGIC, FIELDS, BYTES_MAX))
+        self._file = CheckpointFile(folder, mapper, counters, row_bytes, Format(MAGIC, FIELDS, BYTES_MAX))
 
     @property
     def used_bytes(self) -> int:

@@ -12,9 +12,9 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvtier_backends.fs.disk.attempts import attempt_name
 from kvtier_backends.fs.disk.below import names_in, open_file, open_folder
 from kvtier_backends.fs.disk.root import Folder
+from kvtier_backends.fs.disk.temporaries import temporary_name
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, Segment, read_header, write_all
 
 SUFFIX = ".seg"
@@ -81,7 +81,7 @@ class SegmentFolder:
     def create(self, slots: int) -> Segment:
         """Make a segment of so many free slots, whole or not at all."""
         header = self.header(slots)
-        aside = f"{self._folder.chunks}/{attempt_name(self._folder.writer)}"
+        aside = f"{self._folder.chunks}/{temporary_name(self._folder.writer)}"
         fd = self._create(aside)
         try:
             os.posix_fallocate(fd, 0, header.file_bytes)

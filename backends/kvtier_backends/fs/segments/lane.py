@@ -17,7 +17,7 @@ from kvtier_backends.fs.disk.footer import (
     payload_checksum,
     write_footer,
 )
-from kvtier_backends.fs.disk.lanes import Pages, Precedence
+from kvtier_backends.fs.disk.lanes import LoadsFirst, Pages
 from kvtier_backends.fs.disk.reads import Reads, Wanted
 from kvtier_backends.fs.segments.runs import Run, Share, Slotted
 from kvtier_backends.fs.segments.segment import Segment, read_all, write_all
@@ -31,10 +31,10 @@ class SlotChunks:
     """Loads and stores shares. Blocks; as many threads may call at once as there are lanes."""
 
     def __init__(
-        self, precedence: Precedence, *, reads: Reads, lanes: int, share_chunks: int, fingerprint: bytes
+        self, loads_first: LoadsFirst, *, reads: Reads, lanes: int, share_chunks: int, fingerprint: bytes
     ) -> None:
         """`share_chunks`: the most that is in a share."""
-        self._precedence = precedence
+        self._loads_first = loads_first
         self._reads = reads
         self._fingerprint = fingerprint
         self._pages = Pages(lanes, share_chunks * FOOTER_BYTES)
@@ -56,7 +56,7 @@ class SlotChunks:
             for run in share.runs:
                 done = 0
                 while done < len(run.parts):
-                    with self._precedence.storing():
+                    with self._loads_first.storing():
                         part = run.parts[done : done + self._slice_slots(run)]
                         share.outcomes += self._store(Run(run.segment, part), pages, share)
                         done += len(part)
@@ -68,7 +68,7 @@ class SlotChunks:
 
     def _slice_slots(self, run: Run[tuple[Write, int]]) -> int:
         """Return how many slots to write in one call: fewer where loads wait for the disk."""
-        return max(1, self._precedence.slice_bytes // run.segment.header.slot_bytes)
+        return max(1, self._loads_first.slice_bytes // run.segment.header.slot_bytes)
 
     def _wanted(
         self,

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from kvtier.backend import Lanes, Occupancy, OffloadKey, Outcome, Read, TierContext, Write
 from kvtier.errors import BackendClosed
 from kvtier.policies import policy_class
-from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.beside import Books
 from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.footer import KEY_BYTES_MAX
-from kvtier_backends.fs.disk.lanes import Precedence, share_chunks, share_least, start_lanes
+from kvtier_backends.fs.disk.lanes import LoadsFirst, share_chunks, share_least, start_lanes
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.layout import Background, Left, until
 from kvtier_backends.fs.options import SegmentsOptions
@@ -40,7 +40,7 @@ class SegmentsLayout:
         context: TierContext,
         folder: Folder,
         books: Books,
-        tally: Tally,
+        counters: Counters,
         scan_lane: Lanes,
     ) -> None:
         """Use an opened folder, on the running loop."""
@@ -53,9 +53,9 @@ class SegmentsLayout:
             room_bytes = min(options.capacity_bytes or folder.disk.size_bytes, folder.disk.size_bytes)
             policy = policy_class(options.eviction_policy)(max(1, room_bytes // context.row_bytes))
         self._catalog = catalog = Catalog(policy)
-        self.news = catalog.news
+        self.inventory = catalog.inventory
         self._segments = segments = Segments()
-        checkpoint = SlotCheckpoint(folder, context.mapper, tally, context.row_bytes)
+        checkpoint = SlotCheckpoint(folder, context.mapper, counters, context.row_bytes)
         self._capacity = capacity = Capacity(
             (segments, checkpoint),
             folder.disk,
@@ -65,18 +65,18 @@ class SegmentsLayout:
         fingerprint = context.mapper.fingerprint
         own_folder = SegmentFolder(folder, row_bytes=context.row_bytes, fingerprint=fingerprint, fsync=options.fsync)
         most = share_chunks(context.row_bytes)
-        precedence = Precedence()
+        loads_first = LoadsFirst()
         chunks = SlotChunks(
-            precedence,
+            loads_first,
             reads=folder.reads,
             lanes=options.load_lanes + options.store_lanes,
             share_chunks=most,
             fingerprint=fingerprint,
         )
         self._wiping = wiping = Wiping(
-            catalog, segments, chunks, tally, name=folder.chunks, lane=lanes.evict, fsync=options.fsync
+            catalog, segments, chunks, counters, name=folder.chunks, lane=lanes.evict, fsync=options.fsync
         )
-        leftovers = Leftovers(own_folder, folder.quarantine, capacity, tally, lanes=lanes.store)
+        leftovers = Leftovers(own_folder, folder.quarantine, capacity, counters, lanes=lanes.store)
         self._growth = growth = Growth(
             catalog, segments, own_folder, leftovers, capacity, lanes=lanes.store, fsync=options.fsync
         )
@@ -88,12 +88,12 @@ class SegmentsLayout:
             growth,
             leftovers,
             capacity,
-            tally,
+            counters,
             lanes=lanes.store,
             ttl_s=options.ttl_s,
             clock_ns=time.time_ns,
         )
-        self._losses = losses = Losses(catalog, segments, own_folder, tally, lane=lanes.evict)
+        self._losses = losses = Losses(catalog, segments, own_folder, counters, lane=lanes.evict)
         if books.write_budget is not None:
             books.write_budget.use(lanes.store)
         self._loading = SlotLoading(
@@ -101,8 +101,8 @@ class SegmentsLayout:
             segments,
             chunks,
             wiping,
-            precedence,
-            tally,
+            loads_first,
+            counters,
             lanes=lanes.load,
             share_chunks=most,
             share_least=share_least(context.row_bytes, folder.reads.queue_bytes),
@@ -116,7 +116,7 @@ class SegmentsLayout:
             chunks,
             wiping,
             losses,
-            tally,
+            counters,
             lanes=lanes.store,
             share_chunks=most,
             fsync=options.fsync,
@@ -129,7 +129,7 @@ class SegmentsLayout:
             segments,
             room,
             capacity,
-            tally,
+            counters,
             lane=scan_lane,
             checkpoint=checkpoint,
             checkpoint_s=options.checkpoint_s,

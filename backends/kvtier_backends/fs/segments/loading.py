@@ -9,9 +9,9 @@ from functools import partial
 
 from kvtier.backend import Lanes, OffloadKey, Outcome, Read, in_threads
 from kvtier.errors import ChunkCorrupt, ChunkMissing
-from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.footer import Fault
-from kvtier_backends.fs.disk.lanes import Precedence
+from kvtier_backends.fs.disk.lanes import LoadsFirst
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.lane import SlotChunks
 from kvtier_backends.fs.segments.runs import Segments, Slotted
@@ -29,8 +29,8 @@ class SlotLoading:
         segments: Segments,
         chunks: SlotChunks,
         wiping: Wiping,
-        precedence: Precedence,
-        tally: Tally,
+        loads_first: LoadsFirst,
+        counters: Counters,
         *,
         lanes: Lanes,
         share_chunks: int,
@@ -42,8 +42,8 @@ class SlotLoading:
         self._segments = segments
         self._chunks = chunks
         self._wiping = wiping
-        self._precedence = precedence
-        self._tally = tally
+        self._loads_first = loads_first
+        self._counters = counters
         self._lanes = lanes
         self._share_chunks = share_chunks
         self._share_least = share_least
@@ -52,7 +52,7 @@ class SlotLoading:
     async def __call__(self, reads: Sequence[Read]) -> tuple[list[Outcome], int]:
         """Load the chunks; return the outcomes, and how many say that the file system is away."""
         outcomes: list[Outcome] = [None] * len(reads)
-        with self._precedence.loading(), self._catalog.in_use([read.key for read in reads]):
+        with self._loads_first.loading(), self._catalog.in_use([read.key for read in reads]):
             left, gone = list(enumerate(reads)), 0
             for _ in range(LOOKS_MAX):
                 if not left:
@@ -100,7 +100,7 @@ class SlotLoading:
             self._catalog.lost(key)  # Its writer has put another there.
             return ChunkMissing(f"{key.hex()}: replaced by another process")
         if fault is Fault.VERSION:
-            self._tally.count("other_version")
+            self._counters.count("other_version")
             return ChunkMissing(f"{key.hex()}: a slot of a later format; left alone")
         self._wiping.corrupt(key, slot, fault)
         return ChunkCorrupt(f"{key.hex()}: {fault}: slot {slot}")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import aiofiles.os
 
 from kvtier.backend import Lanes, Write
-from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.footer import failure
 from kvtier_backends.fs.layout import until
 from kvtier_backends.fs.segments.catalog import Catalog
@@ -31,14 +31,14 @@ class Losses:
     """One tier's. Belongs to the loop's thread, and looks in a lane."""
 
     def __init__(
-        self, catalog: Catalog, segments: Segments, folder: SegmentFolder, tally: Tally, *, lane: Lanes
+        self, catalog: Catalog, segments: Segments, folder: SegmentFolder, counters: Counters, *, lane: Lanes
     ) -> None:
         """Know of none."""
         self.changed: Callable[[], None] = lambda: None
         self._catalog = catalog
         self._segments = segments
         self._folder = folder
-        self._tally = tally
+        self._counters = counters
         self._lane = lane
         self._seen: list[Segment] = []  # By lanes, and not yet noted.
         self._lost: list[Segment] = []  # Noted, and open still.
@@ -60,7 +60,7 @@ class Losses:
         for segment in seen:
             if segment in self._segments.all and segment not in self._lost:
                 logger.warning("%s: removed by somebody else; what it held is lost", segment.name)
-                self._tally.count("segments_lost")
+                self._counters.count("segments_lost")
                 self._lost.append(segment)
         for segment in self._lost:
             self._catalog.abandon(segment.first_slot, segment.header.slots)

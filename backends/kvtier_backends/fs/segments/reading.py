@@ -10,10 +10,10 @@ from itertools import chain, groupby
 from typing import NamedTuple
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, FileMapper, read_folder
-from kvtier_backends.fs.disk.attempts import Sweep
 from kvtier_backends.fs.disk.below import believable_ns, names_in
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, read_footer
 from kvtier_backends.fs.disk.root import Folder
+from kvtier_backends.fs.disk.temporaries import Sweep
 from kvtier_backends.fs.segments.checkpoint import Memory, Remembered, SlotCheckpoint
 from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
 from kvtier_backends.fs.segments.segment import Segment

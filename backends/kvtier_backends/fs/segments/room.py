@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from kvtier.backend import Lanes, OffloadKey, in_thread
 from kvtier.memory import file_bytes_max
-from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.footer import FULL
 from kvtier_backends.fs.disk.quarantine import Cleared, Quarantine
@@ -39,13 +39,13 @@ class Leftovers:
     """
 
     def __init__(
-        self, folder: SegmentFolder, quarantine: Quarantine, capacity: Capacity, tally: Tally, *, lanes: Lanes
+        self, folder: SegmentFolder, quarantine: Quarantine, capacity: Capacity, counters: Counters, *, lanes: Lanes
     ) -> None:
         """Remove them in these lanes."""
         self._folder = folder
         self._quarantine = quarantine
         self._capacity = capacity
-        self._tally = tally
+        self._counters = counters
         self._lanes = lanes
         self._unusable: list[Unusable] = []
 
@@ -76,7 +76,7 @@ class Leftovers:
             await in_thread(self._lanes, lambda: cleared.append(self._quarantine.clear(1)))
         finally:
             for files, freed_bytes in cleared:
-                self._tally.count("quarantine_evicted", files)
+                self._counters.count("quarantine_evicted", files)
                 self._capacity.other_bytes -= freed_bytes
         return any(files for files, _ in cleared)
 
@@ -217,7 +217,7 @@ class Room:
         growth: Growth,
         leftovers: Leftovers,
         capacity: Capacity,
-        tally: Tally,
+        counters: Counters,
         *,
         lanes: Lanes,
         ttl_s: float | None,
@@ -232,7 +232,7 @@ class Room:
         self._growth = growth
         self._leftovers = leftovers
         self._capacity = capacity
-        self._tally = tally
+        self._counters = counters
         self._lanes = lanes
         self._ttl_s = ttl_s
         self._clock_ns = clock_ns
@@ -262,10 +262,10 @@ class Room:
             raise
         if len(slots) < count:
             if self._growth.disk_is_full:
-                self._tally.count("disk_full", count - len(slots))
+                self._counters.count("disk_full", count - len(slots))
             slots += catalog.take_free(count - len(slots))
             victims = catalog.evict(count - len(slots), incoming)
-            self._tally.count("evicted", len(victims))
+            self._counters.count("evicted", len(victims))
             slots += victims
             self.changed()
         return slots
@@ -292,9 +292,9 @@ class Room:
         if self._ttl_s is None or self._catalog.scanning:
             return
         expired = self._catalog.unused_since(self._clock_ns() - int(self._ttl_s * 1e9))
-        self._tally.count("expired", len(expired))
+        self._counters.count("expired", len(expired))
         for key in expired:
-            self._catalog.news.lost(key)
+            self._catalog.inventory.lost(key)
         self._catalog.remove(expired)
         self._wiping.check()
         self.changed()
@@ -308,7 +308,7 @@ class Room:
         for segment in [*chosen, *own]:
             chunks = self._catalog.clear_range(segment.first_slot, segment.header.slots)
             if chunks is not None:
-                self._tally.count("evicted", chunks)
+                self._counters.count("evicted", chunks)
                 self._segments.remove(segment)
                 self.changed()
                 await in_thread(self._lanes, self._remove_file, segment)
@@ -321,5 +321,5 @@ class Room:
             self._folder.remove(segment)
         except OSError as error:
             logger.warning("%s: cannot be removed: %s", segment.name, error.strerror)
-            self._tally.count("evictions_failed")
+            self._counters.count("evictions_failed")
             self._capacity.other_bytes += segment.allocated_bytes

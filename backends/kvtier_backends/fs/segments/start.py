@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import aiofiles.os
 
 from kvtier.backend import Lanes
-from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.checkpoint import CheckpointSchedule
 from kvtier_backends.fs.segments.catalog import Catalog
@@ -32,7 +32,7 @@ class SlotLooking:
         segments: Segments,
         room: Room,
         capacity: Capacity,
-        tally: Tally,
+        counters: Counters,
         *,
         lane: Lanes,
         checkpoint: SlotCheckpoint,
@@ -46,13 +46,13 @@ class SlotLooking:
         self._segments = segments
         self._room = room
         self._capacity = capacity
-        self._tally = tally
+        self._counters = counters
         self._lane = lane
         self._checkpoint = checkpoint
         self._checkpoint_s = checkpoint_s
         self._distrusted: set[str] = set()  # Segments that the next start has to look through.
         self._failed = 0
-        self._schedule = CheckpointSchedule(capacity, tally, self._checkpoint_bytes_worst, every_s=checkpoint_s)
+        self._schedule = CheckpointSchedule(capacity, counters, self._checkpoint_bytes_worst, every_s=checkpoint_s)
 
     def stop(self) -> None:
         """Have the look end soon."""
@@ -60,7 +60,7 @@ class SlotLooking:
 
     async def run(self) -> None:
         """Look what is there, once."""
-        reading, catalog, tally = self._reading, self._catalog, self._tally
+        reading, catalog, counters = self._reading, self._catalog, self._counters
         await _open_all(reading, executor=self._lane)
         around = await _look_around(reading, time.time(), executor=self._lane)
         self._failed += reading.failed
@@ -72,10 +72,10 @@ class SlotLooking:
         recovery = reading.recovered(recall=self._checkpoint_s > 0)
         while (seen := await _next(recovery, executor=self._lane)) is not None:
             self._note(seen)
-        tally.count("scan_skipped", len(reading.unusable))
-        tally.count("scan_failed", self._failed)
-        tally.count("scan_swept", around.swept)
-        tally.count("scan_others", around.others)
+        counters.count("scan_skipped", len(reading.unusable))
+        counters.count("scan_failed", self._failed)
+        counters.count("scan_swept", around.swept)
+        counters.count("scan_others", around.others)
         catalog.scan_ended(complete=not self._failed)
         await self._room.shrink()
         self._schedule.ready = True
@@ -117,7 +117,7 @@ class SlotLooking:
         for first, count in seen.free:
             self._catalog.free.add(first, count)
         for slot, fault in seen.torn:
-            self._tally.corrupt(fault)
+            self._counters.corrupt(fault)
             self._catalog.outdated.retire(slot, None)
         if seen.distrusted:
             self._distrusted.add(seen.distrusted)

@@ -9,7 +9,7 @@ from itertools import chain
 
 from kvtier.backend import Lanes, Outcome, Write, in_thread, in_threads
 from kvtier.errors import NoSpace
-from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, GONE, failure
 from kvtier_backends.fs.disk.write_budget import WriteBudget
 from kvtier_backends.fs.segments.catalog import Catalog
@@ -50,7 +50,7 @@ class SlotStoring:
         chunks: SlotChunks,
         wiping: Wiping,
         losses: Losses,
-        tally: Tally,
+        counters: Counters,
         *,
         lanes: Lanes,
         share_chunks: int,
@@ -65,7 +65,7 @@ class SlotStoring:
         self._chunks = chunks
         self._wiping = wiping
         self._losses = losses
-        self._tally = tally
+        self._counters = counters
         self._lanes = lanes
         self._share_chunks = share_chunks
         self._fsync = fsync
@@ -147,12 +147,12 @@ class SlotStoring:
             (key, _), sequence = part.item
             self._catalog.stored(key, part.slot, sequence, now_ns - part.place)
             if not told:
-                self._catalog.news.added(key)
+                self._catalog.inventory.added(key)
         self._wiping.written()
         return outcomes
 
     def _refused(self, writes: Sequence[Write], reason: str, why: str) -> list[Outcome]:
-        self._tally.refuse(reason, len(writes))
+        self._counters.refuse(reason, len(writes))
         return [NoSpace(f"{write.key.hex()}: {why}") for write in writes]
 
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvtier.backend import Lanes, OffloadKey
 from kvtier.errors import BackendClosed, BackendUnavailable
-from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.footer import Fault, frameless
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.lane import SlotChunks
@@ -43,7 +43,7 @@ class Wiping:
         catalog: Catalog,
         segments: Segments,
         chunks: SlotChunks,
-        tally: Tally,
+        counters: Counters,
         *,
         name: str,
         lane: Lanes,
@@ -54,7 +54,7 @@ class Wiping:
         self._segments = segments
         self._chunks = chunks
         self._name = name
-        self._tally = tally
+        self._counters = counters
         self._lane = lane
         self._fsync = fsync
         self._wake = asyncio.Event()
@@ -72,7 +72,7 @@ class Wiping:
 
     def corrupt(self, key: OffloadKey, slot: int, fault: Fault) -> None:
         """Note that what a slot holds is not its key's chunk: it goes."""
-        self._tally.corrupt(fault)
+        self._counters.corrupt(fault)
         level = logging.DEBUG if fault in self._warned else logging.WARNING
         self._warned.add(fault)
         segment = self._segments.of(slot)
@@ -159,7 +159,7 @@ class Wiping:
         if len(wiped) < len(done.doomed):
             self._rounds_failed += 1
             self._error = done.error
-            self._tally.count("evictions_failed", len(done.doomed) - len(wiped))
+            self._counters.count("evictions_failed", len(done.doomed) - len(wiped))
         self._end_round()
 
     def _end_round(self) -> None:

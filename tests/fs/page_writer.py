@@ -7,14 +7,14 @@ says that the page was changed some more. Its end is told as `dead`.
 import os
 import sys
 
-from kvtier_backends.fs.disk.shared_page import LedgerFile
+from kvtier_backends.fs.disk.shared_page import SharedPage
 
 LIMIT_BYTES = 1 << 40
 
 
 def child(directory: str) -> None:
     os.write(1, b"child %d\n" % os.getpid())
-    ledger = LedgerFile(os.open(directory, os.O_RDONLY | os.O_DIRECTORY), "ledger", b"8 bytes.")
+    ledger = SharedPage(os.open(directory, os.O_RDONLY | os.O_DIRECTORY), "ledger", b"8 bytes.")
     while True:
         for size_bytes in range(1, 65):
             promised_bytes = ledger.reserve(2 * size_bytes, LIMIT_BYTES)

@@ -37,7 +37,7 @@ class InUse:
                     calls[key] -= 1
 
 
-class News:
+class InventoryQueue:
     """One consumer's at a time. Belongs to the loop's thread."""
 
     def __init__(self, known: Mapping[OffloadKey, object]) -> None:

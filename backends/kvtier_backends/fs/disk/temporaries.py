@@ -45,12 +45,12 @@ def started_at(pid: int) -> int | None:
     return int(fields[19]) if fields[0] != b"Z" else None  # Fields 22 and 3 of proc(5), counted from the third.
 
 
-def attempt_name(writer: Writer) -> str:
+def temporary_name(writer: Writer) -> str:
     """Return a file name that no other attempt has: `.<boot>-<pid>-<start>-<number>.tmp`."""
     return f".{writer.boot}-{writer.pid}-{writer.started}-{next(_numbers)}{SUFFIX}"
 
 
-def read_attempt(name: str) -> Writer | None:
+def writer_of(name: str) -> Writer | None:
     """Return whose attempt a file name is; None for any other."""
     match = _NAME.fullmatch(name)
     return match and Writer(match[1], int(match[2]), int(match[3]))
@@ -82,7 +82,7 @@ class Sweep:
 
     def __call__(self, folder: str, name: str) -> bool:
         """Remove a file if it is an abandoned temporary; say whether it is a temporary at all."""
-        if read_attempt(name) is None:
+        if writer_of(name) is None:
             return False
         path = f"{folder}/{name}"
         try:
@@ -96,11 +96,11 @@ class Sweep:
 
     def is_own(self, name: str) -> bool:
         """Say whether a name is that of a temporary of this process."""
-        return read_attempt(name) == self._here
+        return writer_of(name) == self._here
 
     def is_abandoned(self, name: str, changed_s: float) -> bool:
         """Say whether nobody is writing a temporary of this name, which may be another program's."""
-        writer = read_attempt(name)
+        writer = writer_of(name)
         if writer is None or writer.boot != self._here.boot:
             return abs(self._now_s - changed_s) > ABANDONED_S
         if writer not in self._alive:
