@@ -61,9 +61,9 @@ class TierCounters:
         "last_cause",
         "loaded",
         "misses",
-        "reported",
         "probes_failed",
         "promoted",
+        "reported",
         "stored",
         "transfers_failed",
     )

@@ -5,14 +5,16 @@ consumer hear of what changes. It errs on the side of "there": a load corrects t
 for absent is lost until the next start.
 """
 
+import asyncio
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from kvtier.backend import OffloadKey
+from kvtier.errors import BackendClosed
 from kvtier.policies.base import Policy
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
-from kvtier_backends.fs.disk.inventory import InventoryQueue
+from kvtier_backends.fs.disk.inventory import InUse, InventoryQueue
 from kvtier_backends.fs.files.recency import ColdEnd, Idle, Keep, Order
 
 # What is known of a file, packed: a million of them must not take a gigabyte.
@@ -83,6 +85,48 @@ class Snapshot(NamedTuple):
                 yield Held(key, (idle & SECTORS) * SECTOR_BYTES, used_at_ns)
 
 
+class Claims:
+    """Keys that are busy: a file that a call is at is never chosen to go, and one that is going is waited for.
+
+    Else what removes it would meet the file that a store has put in its place. A load waits for nothing here: what is
+    going is as good as gone. Belongs to the loop's thread.
+    """
+
+    def __init__(self) -> None:
+        """Begin with no call under way."""
+        self.leaving: set[OffloadKey] = set()
+        """Whose files are going: whether they are still there is up to the lane that is at it."""
+        self.in_use = InUse()
+        """The keys whose files calls are at."""
+        self._gone = asyncio.Event()  # Replaced each time that some are.
+        self._closed = False
+
+    async def until_gone(self, keys: Sequence[OffloadKey]) -> None:
+        """Wait until none of the keys' files is on its way out; raises `BackendClosed` once closed."""
+        while not self.leaving.isdisjoint(keys):
+            if self._closed:
+                raise BackendClosed("closed before what is stored anew was gone")
+            await self._gone.wait()
+
+    def begin(self, keys: Iterable[OffloadKey]) -> None:
+        """Note that these keys' files are to go."""
+        self.leaving.update(keys)
+
+    def end(self, keys: Iterable[OffloadKey]) -> None:
+        """Note that they are gone, or stay."""
+        self.leaving.difference_update(keys)
+        self._wake()
+
+    def close(self) -> None:
+        """Have nobody wait for files any more: what was chosen to go, and was not come to, stays."""
+        self._closed = True
+        self._wake()
+
+    def _wake(self) -> None:
+        gone, self._gone = self._gone, asyncio.Event()
+        gone.set()
+
+
 REFRESH_MINUTES = 60  # A file's time is set to its last use at most so often.
 SHARED_MAX = 65_536  # Different entries that are remembered to be shared: some megabytes.
 
@@ -97,6 +141,7 @@ class Index:
         """
         self.used_bytes = 0
         self._entries: dict[OffloadKey, int] = {}  # Those used since the start in the order of their last use.
+        self.claims = Claims()
         self.inventory = InventoryQueue(self._entries)
         self._unloadable: dict[OffloadKey, int] = {}  # In bytes.
         self._shared: dict[int, int] = {}

@@ -11,6 +11,7 @@ from kvtier.backend import OffloadKey
 from kvtier.policies.base import Policy
 from kvtier_backends.fs.disk.inventory import InUse, InventoryQueue
 from kvtier_backends.fs.segments.free_slots import FreeSlots
+from kvtier_backends.fs.segments.runs import Segments
 from kvtier_backends.fs.segments.slots import Held, LRUOrder, PolicyOrder, SlotOrder, Slots, Snapshot
 
 # Slots whose footers say what is true no more, until they are overwritten or wiped.
@@ -87,6 +88,7 @@ class Catalog:
 
     def __init__(self, policy: Policy[OffloadKey] | None) -> None:
         """Know nothing. `policy`: None for LRU."""
+        self.segments = Segments()
         self.free = FreeSlots()
         self.outdated = Outdated()
         self.in_use = InUse()

@@ -12,15 +12,14 @@ from contextlib import suppress
 
 import aiofiles.os
 
-from kvtier.backend import Lanes
 from kvtier.errors import BackendClosed
-from kvtier_backends.fs.counters import Counters
-from kvtier_backends.fs.disk.capacity import Capacity
+from kvtier_backends.fs.layout import OpenTier
+from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.checkpoint import Remembered, SlotCheckpoint
+from kvtier_backends.fs.segments.folder import SegmentFolder
 from kvtier_backends.fs.segments.reading import Reading, Seen
 from kvtier_backends.fs.segments.room import Room
-from kvtier_backends.fs.segments.runs import Segments
 from kvtier_backends.fs.segments.segment import Segment
 from kvtier_backends.fs.segments.slots import Snapshot
 
@@ -30,36 +29,31 @@ SETTLED_NS = 1_000_000_000  # A file's time says nothing of what was written so 
 class SlotLooking:
     """One tier's start and its checkpoints. Belongs to the loop's thread."""
 
-    def __init__(
-        self,
-        reading: Reading,
-        catalog: Catalog,
-        segments: Segments,
-        room: Room,
-        capacity: Capacity,
-        counters: Counters,
-        *,
-        lane: Lanes,
-        checkpoint: SlotCheckpoint,
-        checkpoint_s: float,
-    ) -> None:
-        """`checkpoint_s`: how often one is written; 0: never, nor read."""
+    def __init__(self, tier: OpenTier[SegmentsOptions], catalog: Catalog, folder: SegmentFolder, room: Room) -> None:
+        """Look in the lane for scans."""
         self.done = asyncio.Event()
         """Set once everything that was there at the start is known."""
-        self._reading = reading
+        self._checkpoint = SlotCheckpoint(tier.root, tier.context.mapper, tier.counters, tier.context.row_bytes)
+        tier.capacity.count(self._checkpoint)
+        self._reading = Reading(tier, folder, self._checkpoint)
         self._catalog = catalog
-        self._segments = segments
+        self._segments = catalog.segments
         self._room = room
-        self._capacity = capacity
-        self._counters = counters
-        self._lane = lane
-        self._checkpoint = checkpoint
-        self._checkpoint_s = checkpoint_s
+        self._capacity = tier.capacity
+        self._counters = tier.counters
+        self._changed = tier.changed
+        self._lane = tier.lanes.scan
+        self._checkpoint_s = tier.options.checkpoint_s
         self._ended = False
 
     def stop(self) -> None:
         """Have the look end soon."""
         self._reading.stopped = True
+
+    @property
+    def opened(self) -> list[Segment]:
+        """The segments that were there, as far as they could be opened."""
+        return self._reading.opened
 
     async def run(self) -> None:
         """Look what is there, once."""
@@ -75,7 +69,7 @@ class SlotLooking:
         while batch := await _next_recalled(reading, executor=self._lane):
             for chunk in batch:
                 catalog.found(chunk)
-            self._room.changed()
+            self._changed.set()
         self._free(await _free_of_trusted(reading, executor=self._lane))
         while (told := await _next_seen(reading, executor=self._lane)) is not None:
             self._note(*told)
@@ -86,7 +80,7 @@ class SlotLooking:
         catalog.scan_ended(complete=not reading.failed)
         await self._room.shrink()
         self.done.set()
-        self._room.changed()
+        self._changed.set()
 
     async def run_checkpoints(self) -> None:
         """Write down what is known every so often."""
@@ -135,7 +129,7 @@ class SlotLooking:
             for slot, fault in seen.torn:
                 self._counters.corrupt(fault)
                 self._catalog.outdated.retire(slot, None)
-        self._room.changed()
+        self._changed.set()
 
     def _free(self, runs: Sequence[tuple[int, int]]) -> None:
         for first, count in runs:
