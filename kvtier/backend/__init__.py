@@ -23,6 +23,7 @@ from kvtier.backend.contract import (
     Write,
 )
 from kvtier.backend.directory import Contents, Finding, Kind, Place, State, StoredFile
+from kvtier.backend.inventory import InventoryQueue
 from kvtier.backend.keys import OffloadKey, chunk_hash, group_index, make_offload_key, of_one_group
 from kvtier.backend.lending import Calls, Fit, Lanes, in_thread, in_threads
 from kvtier.backend.names import NAMINGS, SEGMENTS_SUFFIX, Naming, NamingKind, read_folder
@@ -74,6 +75,7 @@ __all__ = [
     "Index",
     "Inventory",
     "InventoryEvent",
+    "InventoryQueue",
     "KVTierError",
     "Kind",
     "Lanes",

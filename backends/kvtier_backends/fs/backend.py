@@ -86,7 +86,7 @@ class FsBackend(Backend[FsOptions]):
 
     async def aclose(self, deadline_s: float) -> Abandoned:
         self._closed = True
-        self._tier.changed.set()
+        self._layout.inventory.close()
         ends_at = time.monotonic() + deadline_s
         await self._stores.close(deadline_s)  # A store may need several hops, and the first look to be over.
         left = await self._layout.aclose(ends_at)
@@ -95,18 +95,9 @@ class FsBackend(Backend[FsOptions]):
         await self._layout.ended()
         return Abandoned(left.transfers)
 
-    async def watch(self) -> AsyncIterator[InventoryEvent]:
+    def watch(self) -> AsyncIterator[InventoryEvent]:
         """See `Inventory`. A chunk that a cancelled call has stored or deleted is reported, too."""
-        consumer = self._layout.inventory.begin()
-        try:
-            while not self._closed:
-                if (event := self._layout.inventory.next_event()) is not None:
-                    yield event
-                else:
-                    self._tier.changed.clear()
-                    await self._tier.changed.wait()
-        finally:
-            self._layout.inventory.end(consumer)
+        return self._layout.inventory.watch()
 
     def occupancy(self) -> Occupancy:
         """See `Measured`. While the directory is being scanned, it covers what was found so far."""

@@ -12,14 +12,13 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import aiofiles.os
 
-from kvtier.backend import Occupancy, OffloadKey, Outcome, Read, TierContext, Write, in_thread
+from kvtier.backend import InventoryQueue, Occupancy, OffloadKey, Outcome, Read, TierContext, Write, in_thread
 from kvtier.errors import NoSpace
 from kvtier.policies.base import Policy
 from kvtier.policies.lru import LRU
 from kvtier.policies.named import policy_class
 from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.capacity import Capacity
-from kvtier_backends.fs.disk.inventory import InventoryQueue
 from kvtier_backends.fs.disk.lanes import TierLanes, start_lanes
 from kvtier_backends.fs.disk.quarantine import Cleared
 from kvtier_backends.fs.disk.root import Folder
@@ -39,8 +38,6 @@ class OpenTier(Generic[OptionsT_co]):
     lanes: TierLanes
     capacity: Capacity
     counters: Counters = field(default_factory=Counters)
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when there is something for the inventory's consumer."""
     clock_ns: Callable[[], int] = time.time_ns
 
     @property

@@ -106,7 +106,6 @@ class Eviction:
         """Take a promise back: what was stored has been counted."""
         self._accounts.release(reservation)
         self.check()
-        self._tier.changed.set()
 
     async def make_room_on_disk(self, wanted_bytes: int, incoming: Sequence[OffloadKey]) -> int:
         """Remove files because the disk is full, whatever the limit says; return how much went."""
@@ -132,14 +131,12 @@ class Eviction:
         """Count what the scan has found."""
         found_bytes = self._index.scanned(batch)
         self._capacity.unseen_bytes = max(0, self._capacity.unseen_bytes - found_bytes)
-        self._tier.changed.set()
 
     def scan_ended(self) -> None:
         """From now on it is known what is there: what is too much goes at once."""
         self._scanned = True
         self._capacity.unseen_bytes = 0
         self._wake.set()
-        self._tier.changed.set()
 
     async def run(self) -> None:
         """Work in the background until cancelled."""
@@ -209,7 +206,6 @@ class Eviction:
         self._accounts.chosen(victims)
         self._claims.begin(victim.key for victim in victims)
         self._capacity.leaving_bytes += sum(victim.allocated_bytes for victim in victims)
-        self._tier.changed.set()
 
     async def _remove(self, victims: Sequence[Held], removal: Removal) -> None:
         """Remove in the stores' lanes, for a store that waits for it."""
@@ -242,4 +238,3 @@ class Eviction:
         for chunk in removal.used:
             self._index.stays(chunk)
         self._claims.end(victim.key for victim in victims)
-        self._tier.changed.set()

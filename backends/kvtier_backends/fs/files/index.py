@@ -5,16 +5,14 @@ consumer hear of what changes. It errs on the side of "there": a load corrects t
 for absent is lost until the next start.
 """
 
-import asyncio
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from kvtier.backend import OffloadKey
-from kvtier.errors import BackendClosed
+from kvtier.backend import InventoryQueue, OffloadKey
 from kvtier.policies.base import Policy
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
-from kvtier_backends.fs.disk.inventory import InUse, InventoryQueue
+from kvtier_backends.fs.disk.claims import Claims
 from kvtier_backends.fs.files.recency import ColdEnd, Idle, Keep, Order
 
 # What is known of a file, packed: a million of them must not take a gigabyte.
@@ -83,48 +81,6 @@ class Snapshot(NamedTuple):
             idle = unused.pop(key, None)  # None: it was used since, removed, or stands here twice.
             if idle is not None:
                 yield Held(key, (idle & SECTORS) * SECTOR_BYTES, used_at_ns)
-
-
-class Claims:
-    """Keys that are busy: a file that a call is at is never chosen to go, and one that is going is waited for.
-
-    Else what removes it would meet the file that a store has put in its place. A load waits for nothing here: what is
-    going is as good as gone. Belongs to the loop's thread.
-    """
-
-    def __init__(self) -> None:
-        """Begin with no call under way."""
-        self.leaving: set[OffloadKey] = set()
-        """Whose files are going: whether they are still there is up to the lane that is at it."""
-        self.in_use = InUse()
-        """The keys whose files calls are at."""
-        self._gone = asyncio.Event()  # Replaced each time that some are.
-        self._closed = False
-
-    async def until_gone(self, keys: Sequence[OffloadKey]) -> None:
-        """Wait until none of the keys' files is on its way out; raises `BackendClosed` once closed."""
-        while not self.leaving.isdisjoint(keys):
-            if self._closed:
-                raise BackendClosed("closed before what is stored anew was gone")
-            await self._gone.wait()
-
-    def begin(self, keys: Iterable[OffloadKey]) -> None:
-        """Note that these keys' files are to go."""
-        self.leaving.update(keys)
-
-    def end(self, keys: Iterable[OffloadKey]) -> None:
-        """Note that they are gone, or stay."""
-        self.leaving.difference_update(keys)
-        self._wake()
-
-    def close(self) -> None:
-        """Have nobody wait for files any more: what was chosen to go, and was not come to, stays."""
-        self._closed = True
-        self._wake()
-
-    def _wake(self) -> None:
-        gone, self._gone = self._gone, asyncio.Event()
-        gone.set()
 
 
 REFRESH_MINUTES = 60  # A file's time is set to its last use at most so often.
@@ -267,7 +223,7 @@ class Index:
     def scan_ended(self, *, complete: bool) -> None:
         """Note that the scan is over; `complete`: that nothing was left out."""
         self._scanning = False
-        self.inventory.complete = complete
+        self.inventory.scan_ended(complete=complete)
         self._removed_in_scan.clear()
 
     def removed(self, key: OffloadKey) -> None:

@@ -87,7 +87,6 @@ class FilesLayout:
                 self._eviction.stored(-sum(map(self._index.taken_bytes, removed)))
                 for key in unchanged.intersection(removed):
                     note(key)
-                self._tier.changed.set()
         for error in filter(None, errors):
             left = len(keys) - len(removed)
             raise BackendUnavailable(

@@ -63,4 +63,3 @@ class Loading:
                     self._index.found(Held(key, allocated_bytes, self._tier.clock_ns()))
         self._eviction.used(used[::-1])
         self._eviction.check()
-        self._tier.changed.set()

@@ -270,7 +270,6 @@ class StartScan:
         scan, counters = self._scan, self._tier.counters
         while batch := await _next_recalled(scan, executor=self._lane):
             self._index.scanned(batch)
-            self._tier.changed.set()
         self._recalled = True
         while batch := await _next_batch(scan, executor=self._lane):
             self._eviction.scanned(batch)

@@ -7,9 +7,9 @@ the scan is absent. Slots of another process's segments are held at most.
 
 from collections.abc import Iterable, Sequence
 
-from kvtier.backend import OffloadKey
+from kvtier.backend import InventoryQueue, OffloadKey
 from kvtier.policies.base import Policy
-from kvtier_backends.fs.disk.inventory import InUse, InventoryQueue
+from kvtier_backends.fs.disk.claims import InUse
 from kvtier_backends.fs.segments.free_slots import FreeSlots
 from kvtier_backends.fs.segments.runs import Segments
 from kvtier_backends.fs.segments.slots import Held, LRUOrder, PolicyOrder, SlotOrder, Slots, Snapshot
@@ -257,7 +257,7 @@ class Catalog:
         """
         self._order.settle(self._slots.end_idle())
         self.scanning = False
-        self.inventory.complete = complete
+        self.inventory.scan_ended(complete=complete)
 
     def coldest(self) -> OffloadKey | None:
         """Return the key that was used longest ago of those that may go."""

@@ -57,7 +57,6 @@ class SegmentsLayout:
             return await self._loading(reads)
         finally:
             self._wiping.check()
-            self._tier.changed.set()
 
     async def store(self, writes: Sequence[Write]) -> tuple[list[Outcome], int]:
         await self._is_scanned()
@@ -65,14 +64,12 @@ class SegmentsLayout:
             return await self._storing(writes)
         finally:
             self._wiping.written()
-            self._tier.changed.set()
 
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
         await self._looking.done.wait()  # An older chunk that nobody has looked at yet would come back.
         if self._catalog.scanning:
             raise BackendClosed(f"{self._tier.context.name}: closed")
         self._catalog.remove(keys)
-        self._tier.changed.set()
         await self._wiping.until_wiped(keys)
 
     def rank(self, keys: Sequence[OffloadKey]) -> None:

@@ -36,7 +36,6 @@ class Losses:
         self._segments = catalog.segments
         self._folder = folder
         self._counters = tier.counters
-        self._changed = tier.changed
         self._lane = tier.lanes.evict
         self._seen: list[Segment] = []  # By lanes, and not yet noted.
         self._lost: list[Segment] = []  # Noted, and open still.
@@ -64,7 +63,6 @@ class Losses:
             self._catalog.abandon(segment.first_slot, segment.header.slots)
         if self._lost:
             self._wake.set()
-            self._changed.set()
 
     async def run(self) -> None:
         """Look at all segments every so often, and let go of the lost ones, until cancelled."""

@@ -239,7 +239,6 @@ class Room:
             victims = catalog.evict(count - len(slots), incoming)
             self._counters.count("evicted", len(victims))
             slots += victims
-            self._tier.changed.set()
         return slots
 
     async def run(self) -> None:
@@ -269,7 +268,6 @@ class Room:
             self._catalog.inventory.lost(key)
         self._catalog.remove(expired)
         self._wiping.check()
-        self._tier.changed.set()
 
     async def _remove_coldest(self) -> bool:
         """Remove the segment that has the chunk that was used longest ago; False if none may go."""
@@ -282,7 +280,6 @@ class Room:
             if chunks is not None:
                 self._counters.count("evicted", chunks)
                 self._segments.remove(segment)
-                self._tier.changed.set()
                 await in_thread(self._tier.lanes.store, self._remove_file, segment)
                 return segment.closed  # Else the others would be given up in vain, too.
         return False

@@ -41,7 +41,6 @@ class SlotLooking:
         self._room = room
         self._capacity = tier.capacity
         self._counters = tier.counters
-        self._changed = tier.changed
         self._lane = tier.lanes.scan
         self._checkpoint_s = tier.options.checkpoint_s
         self._ended = False
@@ -69,7 +68,6 @@ class SlotLooking:
         while batch := await _next_recalled(reading, executor=self._lane):
             for chunk in batch:
                 catalog.found(chunk)
-            self._changed.set()
         self._free(await _free_of_trusted(reading, executor=self._lane))
         while (told := await _next_seen(reading, executor=self._lane)) is not None:
             self._note(*told)
@@ -80,7 +78,6 @@ class SlotLooking:
         catalog.scan_ended(complete=not reading.failed)
         await self._room.shrink()
         self.done.set()
-        self._changed.set()
 
     async def run_checkpoints(self) -> None:
         """Write down what is known every so often."""
@@ -129,7 +126,6 @@ class SlotLooking:
             for slot, fault in seen.torn:
                 self._counters.corrupt(fault)
                 self._catalog.outdated.retire(slot, None)
-        self._changed.set()
 
     def _free(self, runs: Sequence[tuple[int, int]]) -> None:
         for first, count in runs:
