@@ -82,6 +82,7 @@ class SegmentsOptions(DiskOptions, frozen=True, forbid_unknown_fields=True, kw_o
     naming: ClassVar[NamingKind] = "vllm"
     shared: ClassVar[bool] = False
     corrupt: ClassVar[Literal["delete"]] = "delete"
+    low_water: ClassVar[float] = 1.0
 
 
 class FilesOptions(DiskOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -379,3 +379,46 @@ def test_there_are_only_so_many_slots(open_page: Callable[..., SharedPage]) -> N
         open_page()
     with pytest.raises(BackendUnavailable, match="64 processes"):
         open_page()
+
+
+async def test_a_store_that_is_cancelled_while_it_makes_room_has_said_what_went(
+    open_tier, lender: Lender, root: Path, mapper: FileMapper, taken_bytes, system_call
+) -> None:
+    """Else the page would count it as used until somebody has counted the directory again."""
+    tier = await open_tier(shared=True, capacity_bytes=CAPACITY_BYTES, low_water=1.0)
+    await until_taken(tier, lender, keys_of(8))
+    start = 0
+    while not tier.counters().evicted:
+        await tier.store(lender.writes(keys_of(8, start := start + 8)))
+    removal = system_call("unlink", sticks=True, only=lambda name, **kwargs: name.endswith(".bin"))
+    storing = asyncio.create_task(tier.store(lender.writes(keys_of(8, CHUNKS))))
+    await removal.wait_entered()
+    storing.cancel()
+    removal.let_go()
+    with pytest.raises(asyncio.CancelledError):
+        await storing
+    await tier.aclose(DEADLINE_S)
+    assert used_bytes(root, mapper) == taken_bytes(root)
+
+
+async def test_a_tier_that_is_closed_while_it_removes_what_is_too_much_has_said_what_went(
+    open_tier, lender: Lender, root: Path, mapper: FileMapper, taken_bytes, system_call
+) -> None:
+    tier = await open_tier(shared=True, capacity_bytes=4 * CAPACITY_BYTES, low_water=0.1)
+    removal = system_call("unlink", sticks=True, only=lambda name, **kwargs: name.endswith(".bin"))
+    start = 0
+    while not removal.times:
+        await until_taken(tier, lender, keys_of(8, start := start + 8))
+    closing = asyncio.create_task(tier.aclose(DEADLINE_S))
+    await asyncio.sleep(0)  # It has begun: what ran beside the calls is cancelled.
+    removal.let_go()
+    await closing
+    assert used_bytes(root, mapper) == taken_bytes(root)
+
+
+def used_bytes(root: Path, mapper: FileMapper) -> int:
+    """Return what the page says is used."""
+    (path,) = (root / mapper.folder).glob("ledger*")
+    page = read_page(path.read_bytes())
+    assert page is not None
+    return page.used_bytes

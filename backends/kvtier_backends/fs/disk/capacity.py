@@ -165,20 +165,8 @@ class Reservation:
 class Capacity:
     """Used, promised and free bytes of one directory. Belongs to the loop's thread."""
 
-    def __init__(
-        self,
-        parts: tuple[Used, ...],
-        disk: Disk,
-        *,
-        limit_bytes: int | None,
-        low_water: float = 1.0,
-        min_free_bytes: int,
-        kept_free_bytes: int = 0,
-    ) -> None:
-        """`parts`: what is used. `min_free_bytes`: what others of the file system are left.
-
-        `kept_free_bytes`: what chunks leave to whoever asks for it by `reserve_kept`.
-        """
+    def __init__(self, disk: Disk, *, limit_bytes: int | None, low_water: float, min_free_bytes: int) -> None:
+        """Count nothing yet. `min_free_bytes`: what others of the file system are left."""
         self.limit_bytes = limit_bytes
         self.reserved_bytes = 0
         """Promised to stores that are under way."""
@@ -189,11 +177,19 @@ class Capacity:
         self.unseen_bytes = disk.used_bytes
         """As much as the directory may hold that the scan has not come to: at first, all that is on the disk."""
         self._disk = disk
-        self._parts = parts
+        self._parts: list[Used] = []
         self._low_water = low_water
         self._min_free_bytes = min_free_bytes
-        self._kept_free_bytes = kept_free_bytes
+        self._kept_free_bytes = 0
         self._kept_reserved_bytes = 0
+
+    def count(self, *parts: Used) -> None:
+        """Count what these use, from now on."""
+        self._parts += parts
+
+    def keep_free(self, kept_free_bytes: int) -> None:
+        """Have chunks leave so much to whoever asks for it by `reserve_kept`."""
+        self._kept_free_bytes = kept_free_bytes
 
     @property
     def used_bytes(self) -> int:

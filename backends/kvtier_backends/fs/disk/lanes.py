@@ -108,25 +108,31 @@ class LoadsFirst:
 
 
 class TierLanes(NamedTuple):
-    """A tier's threads, by what they may be held up by."""
+    """A tier's threads, by what they may be held up by, and what has loads go before stores."""
 
     load: Lanes
     store: Lanes
     scan: Lanes
     evict: Lanes
+    loads_first: LoadsFirst
+
+    def let_go(self) -> None:
+        """Have the threads end when they have done what waits for them."""
+        for lanes in (self.load, self.store, self.scan, self.evict):
+            lanes.shutdown(wait=False)
 
 
-def start_lanes(options: DiskOptions, name: str, scan: Lanes) -> TierLanes:
-    """Start the threads that are not there yet."""
-    counts = {"load": options.load_lanes, "store": options.store_lanes, "evict": 1}
+def start_lanes(options: DiskOptions, name: str) -> TierLanes:
+    """Start a tier's threads, all of them or none."""
+    counts = {"load": options.load_lanes, "store": options.store_lanes, "scan": 1, "evict": 1}
     with ExitStack() as undo:  # A process may have no more threads.
         lanes: list[Lanes] = []
         for what, count in counts.items():
             lanes.append(Lanes(count, f"kvtier-{name}-{what}"))
             undo.callback(lanes[-1].shutdown, wait=False)
         undo.pop_all()
-    load, store, evict = lanes
-    return TierLanes(load, store, scan, evict)
+    load, store, scan, evict = lanes
+    return TierLanes(load, store, scan, evict, LoadsFirst())
 
 
 def share_chunks(row_bytes: int) -> int:

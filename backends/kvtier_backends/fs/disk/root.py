@@ -5,24 +5,29 @@ the path would lead to the empty directory below it, and chunks would fill the w
 """
 
 import errno
+import hashlib
 import json
 import logging
 import mmap
 import os
 import re
 import stat
+import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from typing import Literal
 
-from kvtier.backend import NAME_BYTES_MAX, NAMINGS, SEGMENTS_SUFFIX, FileMapper
+from kvtier.backend import NAME_BYTES_MAX, NAMINGS, SEGMENTS_SUFFIX, FileMapper, Lanes
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory import let_go_in_forks, reason
 from kvtier_backends.fs.disk.below import NO_LINK, ForeignError, open_file, open_folder, refuse_others, refused
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk, FolderSizes
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.disk.quarantine import Quarantine
 from kvtier_backends.fs.disk.reads import ONE_BY_ONE, QueuedReads, Reads, takes_queued
+from kvtier_backends.fs.disk.shared_page import SharedPage
 from kvtier_backends.fs.disk.temporaries import Writer, temporary_name, writer_of
+from kvtier_backends.fs.disk.write_budget import WriteBudget
 from kvtier_backends.fs.options import LayoutOptions
 
 logger = logging.getLogger(__name__)
@@ -58,6 +63,9 @@ class Folder:
     def __init__(self, options: LayoutOptions, mapper: FileMapper) -> None:
         """Touch nothing yet."""
         self.root_fd = -1
+        self.shared_page: SharedPage | None = None
+        """As the options want it; as is the next."""
+        self.write_budget: WriteBudget | None = None
         self.chunks = mapper.chunks_folder + (SEGMENTS_SUFFIX if options.layout == "segments" else "")
         self.direct = False
         self.reads: Reads = ONE_BY_ONE
@@ -98,14 +106,44 @@ class Folder:
                 ) from error
             raise BackendUnavailable(f"{root}: {reason(error)}") from error
 
+    def open_beside(self, row_bytes: int, lanes: Lanes) -> None:
+        """Open what is kept beside the chunks for all who use the directory, to be used in these lanes. Blocks.
+
+        Raises `ConfigError` for what the user can mend, and `BackendUnavailable` if too many share the directory.
+        """
+        options = self._options
+        name = f"{self._mapper.folder}/{{}}{self.chunks.removeprefix(self._mapper.folder)}"
+        try:
+            if options.shared:
+                boot = hashlib.sha256(self.writer.boot.encode()).digest()[:8]
+                self.shared_page = SharedPage(self.root_fd, name.format("ledger"), boot)
+            if (bytes_per_day := options.write_budget_bytes_per_day) is not None:
+                budget_name, unit_bytes = name.format("write-budget"), row_bytes + FOOTER_BYTES
+                self.write_budget = WriteBudget(
+                    self.root_fd, budget_name, bytes_per_day, unit_bytes, time.time_ns, lanes
+                )
+        except ForeignError as error:
+            raise refused(options.root, error) from error
+        except OSError as error:
+            raise ConfigError(
+                f"root: {options.root!r} given, a file system with locks on files accepted for shared = true or a "
+                f"write budget: {error.strerror}"
+            ) from error
+
     def close(self) -> None:
-        """Let go of the root; idempotent. No thread may be using it: its number would be another file's."""
+        """Let go of the root and of what is beside; idempotent. No thread may be using them.
+
+        A number that is given up would be another file's.
+        """
+        for beside in (self.shared_page, self.write_budget):
+            if beside is not None:
+                beside.close()
+        self.forked()
+
+    def forked(self) -> None:
         if self.root_fd >= 0:
             os.close(self.root_fd)
             self.root_fd = -1
-
-    def forked(self) -> None:
-        self.close()
 
     def read(self, name: str, bytes_max: int) -> bytes | None:
         """Return the first bytes of a small file; None if there is none."""

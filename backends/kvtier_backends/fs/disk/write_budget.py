@@ -30,10 +30,15 @@ class WriteBudget:
     """One tier's. Belongs to the loop's thread, and reads and writes its file in lanes."""
 
     def __init__(
-        self, root_fd: int, name: str, bytes_per_day: int, unit_bytes: int, clock_ns: Callable[[], int]
+        self, root_fd: int, name: str, bytes_per_day: int, unit_bytes: int, clock_ns: Callable[[], int], lanes: Lanes
     ) -> None:
-        """Open the file, or make it with a full bucket. Blocks. `unit_bytes`: what is written at once at least."""
+        """Open the file, or make it with a full bucket, and use it in these lanes. Blocks.
+
+        `unit_bytes`: what one chunk writes.
+        """
         self._fd = open_file(root_fd, name, os.O_RDWR | os.O_CREAT)
+        self._lanes = lanes
+        self._unit_bytes = unit_bytes
         self._bytes_per_day = bytes_per_day
         self._burst_bytes = max(unit_bytes, bytes_per_day * BURST_PARTS // 32)
         self._advance_bytes = max(unit_bytes, bytes_per_day * ADVANCE_PARTS // 32)
@@ -49,20 +54,17 @@ class WriteBudget:
             os.close(self._fd)
             self._fd = -1
 
-    def use(self, lanes: Lanes) -> None:
-        """Read and write the file in these lanes."""
-        self._lanes = lanes
-
-    async def take(self, wanted_bytes: int, unit_bytes: int) -> int:
-        """Allow as much of what is wanted as there is, in whole units; it counts as written."""
+    async def take(self, chunks: int) -> int:
+        """Allow as many of so many chunks as there are bytes for; they count as written."""
+        wanted_bytes = chunks * self._unit_bytes
         if wanted_bytes > self._advance_left:
             async with self._drawing:
                 short_bytes = wanted_bytes - self._advance_left
                 if short_bytes > 0:
                     await in_thread(self._lanes, self._draw, max(short_bytes, self._advance_bytes))
-        allowed_bytes = min(wanted_bytes, self._advance_left) // unit_bytes * unit_bytes
-        self._advance_left -= allowed_bytes
-        return allowed_bytes
+        allowed = min(wanted_bytes, self._advance_left) // self._unit_bytes
+        self._advance_left -= allowed * self._unit_bytes
+        return allowed
 
     def close(self) -> None:
         """Put back what was not written. Blocks; idempotent."""

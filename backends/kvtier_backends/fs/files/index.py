@@ -9,10 +9,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from kvtier.backend import OffloadKey
+from kvtier.backend import InventoryQueue, OffloadKey
 from kvtier.policies import Policy
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
-from kvtier_backends.fs.disk.inventory import InventoryQueue
+from kvtier_backends.fs.disk.claims import Claims
 from kvtier_backends.fs.files.recency import ColdEnd, Idle, Keep, Order
 
 # What is known of a file, packed: a million of them must not take a gigabyte.
@@ -97,6 +97,7 @@ class Index:
         """
         self.used_bytes = 0
         self._entries: dict[OffloadKey, int] = {}  # Those used since the start in the order of their last use.
+        self.claims = Claims()
         self.inventory = InventoryQueue(self._entries)
         self._unloadable: dict[OffloadKey, int] = {}  # In bytes.
         self._shared: dict[int, int] = {}
@@ -222,7 +223,7 @@ class Index:
     def scan_ended(self, *, complete: bool) -> None:
         """Note that the scan is over; `complete`: that nothing was left out."""
         self._scanning = False
-        self.inventory.complete = complete
+        self.inventory.scan_ended(complete=complete)
         self._removed_in_scan.clear()
 
     def removed(self, key: OffloadKey) -> None:

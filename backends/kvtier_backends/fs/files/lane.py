@@ -13,7 +13,6 @@ from typing import Self
 
 from kvtier.backend import OffloadKey, Outcome, Read, Write
 from kvtier.errors import ChunkCorrupt, ChunkMissing
-from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.below import ForeignError, believable_ns
 from kvtier_backends.fs.disk.footer import (
     FOOTER_BYTES,
@@ -27,11 +26,13 @@ from kvtier_backends.fs.disk.footer import (
     payload_checksum,
     write_footer,
 )
-from kvtier_backends.fs.disk.lanes import SHARE_CHUNKS_MAX, LoadsFirst, Pages
-from kvtier_backends.fs.disk.reads import Reads, Wanted
+from kvtier_backends.fs.disk.lanes import SHARE_CHUNKS_MAX, Pages
+from kvtier_backends.fs.disk.reads import Wanted
 from kvtier_backends.fs.files.chunk_files import ChunkFiles, Found, OpenChunk
 from kvtier_backends.fs.files.discard import Discarded
 from kvtier_backends.fs.files.index import Held, is_later
+from kvtier_backends.fs.layout import OpenTier
+from kvtier_backends.fs.options import FilesOptions
 
 # The files of one lane's loads, several of them open at a time, and what became of each.
 
@@ -132,27 +133,17 @@ class StoreShare:
 class Chunks:
     """Loads and stores shares. Blocks; as many threads may call at once as there are pages."""
 
-    def __init__(
-        self,
-        files: ChunkFiles,
-        counters: Counters,
-        loads_first: LoadsFirst,
-        *,
-        lanes: int,
-        row_bytes: int,
-        fingerprint: bytes,
-        accept_bare: bool,
-        reads: Reads,
-    ) -> None:
-        """`accept_bare`: whether to take files without a footer, unverified."""
-        self._files = files
-        self._loads_first = loads_first
-        self._counters = counters
-        self._row_bytes = row_bytes
-        self._fingerprint = fingerprint
-        self._accept_bare = accept_bare
-        self._reads = reads
-        self._pages = Pages(lanes, SHARE_CHUNKS_MAX * TAIL_BYTES)
+    def __init__(self, tier: OpenTier[FilesOptions]) -> None:
+        """Have pages for each of the lanes for loads and stores."""
+        lanes, mapper = tier.lanes, tier.context.mapper
+        self._files = ChunkFiles(tier.root, mapper, lanes.loads_first, fsync=tier.options.fsync)
+        self._loads_first = lanes.loads_first
+        self._counters = tier.counters
+        self._row_bytes = tier.context.row_bytes
+        self._fingerprint = mapper.fingerprint
+        self._accept_bare = tier.options.unverified == "accept"
+        self._reads = tier.root.reads
+        self._pages = Pages(lanes.load.count + lanes.store.count, SHARE_CHUNKS_MAX * TAIL_BYTES)
 
     def load(self, share: LoadShare) -> None:
         """Fill the share's buffers; none but a `None` outcome says that one holds its chunk."""

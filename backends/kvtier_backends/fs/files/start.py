@@ -6,25 +6,23 @@ A tier answers meanwhile. All of it runs in a lane of its own, and none of it is
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import chain
 
 import aiofiles.os
 
-from kvtier.backend import INVENTORY_BATCH_KEYS, FileMapper, Lanes, OffloadKey, read_folder
-from kvtier_backends.fs.counters import Counters
+from kvtier.backend import INVENTORY_BATCH_KEYS, OffloadKey, read_folder
 from kvtier_backends.fs.disk.below import believable_ns, names_in, open_folder
-from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Capacity
+from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
 from kvtier_backends.fs.disk.checkpoint import CheckpointSchedule
-from kvtier_backends.fs.disk.root import Folder
-from kvtier_backends.fs.disk.shared_page import SharedPage
 from kvtier_backends.fs.disk.temporaries import Sweep
 from kvtier_backends.fs.files.checkpoint import Checkpoint
 from kvtier_backends.fs.files.eviction import Eviction
 from kvtier_backends.fs.files.index import Held, Index
-from kvtier_backends.fs.files.shared import SharedEviction
+from kvtier_backends.fs.files.lane import Chunks
+from kvtier_backends.fs.layout import OpenTier
+from kvtier_backends.fs.options import FilesOptions
 
 # What is in the directory at the start, a batch at a time, beside the tier's work.
 #
@@ -42,17 +40,11 @@ class Scan:
     """One walk over a namespace's files. Blocks; one thread at a time."""
 
     def __init__(
-        self,
-        folder: Folder,
-        mapper: FileMapper,
-        takes: Callable[[int], bool],
-        recalled: Iterator[list[Held]],
-        *,
-        now_s: float,
+        self, tier: OpenTier[FilesOptions], takes: Callable[[int], bool], recalled: Iterator[list[Held]]
     ) -> None:
         """`takes`: whether a load would take a file of this length.
 
-        `recalled`: what a checkpoint says, to be looked for; `now_s`: the time, since the epoch.
+        `recalled`: what a checkpoint says, to be looked for.
         """
         self.seen_bytes = 0
         """What is taken by all that it has seen, but for strangers' files."""
@@ -64,13 +56,13 @@ class Scan:
         """Folders that could not be read."""
         self.others = 0
         """Folders of other namespaces, or of ours named otherwise: left alone."""
-        self._sweep = Sweep(folder.root_fd, folder.writer, now_s)
-        self._now_ns = int(now_s * 1e9)
+        folder, self._now_ns = tier.root, tier.clock_ns()
+        self._sweep = Sweep(folder.root_fd, folder.writer, self._now_ns / 1e9)
         self._folder = folder
         self._root = folder.root_fd
         self._disk = folder.disk
         self._sizes = folder.sizes
-        self._mapper = mapper
+        self._mapper = tier.context.mapper
         self._takes = takes
         self._stopped = False
         self._recalled = recalled
@@ -198,51 +190,30 @@ class Scan:
             os.utime(f"{folder}/{name}", ns=(time_ns, time_ns), dir_fd=self._root, follow_symlinks=False)
 
 
-AGAIN_S_LEAST = 5.0  # Between two looks through a shared directory,
-AGAIN_TIMES = 20  # or so many times as long as the last one took: looking must not be all that the disk does.
-AGAIN_S_MOST = 600.0  # What others have stored, and what dead processes have left, is seen after so long.
-
-_next_recalled = aiofiles.os.wrap(Scan.next_recalled)
-_next_vanished = aiofiles.os.wrap(Scan.next_vanished)
-_next_batch = aiofiles.os.wrap(Scan.next_batch)
-_write = aiofiles.os.wrap(Checkpoint.write)
-_begin_count = aiofiles.os.wrap(SharedPage.begin_count)
-_end_count = aiofiles.os.wrap(SharedPage.end_count)
-
-
-class Looking:
+class StartScan:
     """One tier's scans and checkpoints. Belongs to the loop's thread."""
 
-    def __init__(
-        self,
-        folder: Folder,
-        mapper: FileMapper,
-        takes: Callable[[int], bool],
-        index: Index,
-        capacity: Capacity,
-        eviction: Eviction,
-        counters: Counters,
-        *,
-        lane: Lanes,
-        checkpoint: Checkpoint,
-        checkpoint_s: float,
-    ) -> None:
-        """`takes`: whether a load would take a file of this length."""
+    def __init__(self, tier: OpenTier[FilesOptions], index: Index, chunks: Chunks, eviction: Eviction) -> None:
+        """Begin with what the last checkpoint says, if there is one."""
         self.done = asyncio.Event()
         """Set once everything that was there at the start is known."""
         self.gauged = asyncio.Event()
         """Set once so much was found that the directory is not small, or all of it."""
-        self._folder = folder
-        self._mapper = mapper
-        self._takes = takes
+        self._tier = tier
         self._index = index
-        self._capacity = capacity
+        self._takes = chunks.takes
         self._eviction = eviction
-        self._counters = counters
-        self._lane = lane
-        self._checkpoint = checkpoint
+        self._capacity = tier.capacity
+        self._lane = tier.lanes.scan
+        self._checkpoint = checkpoint = Checkpoint(
+            tier.root, tier.context.mapper, tier.counters, tier.context.row_bytes
+        )
+        self._capacity.count(checkpoint)
+        checkpoint_s = 0 if tier.options.shared else tier.options.checkpoint_s
+        if checkpoint_s:
+            self._capacity.keep_free(checkpoint.bytes_worst(tier.chunks_most))
         self._schedule = CheckpointSchedule(
-            capacity, counters, lambda: checkpoint.bytes_worst(len(index)), every_s=checkpoint_s
+            tier.capacity, tier.counters, lambda: checkpoint.bytes_worst(len(index)), every_s=checkpoint_s
         )
         self._scan = self._new_scan(recall=checkpoint_s > 0)
 
@@ -252,26 +223,22 @@ class Looking:
         self.gauged.set()
 
     async def run(self) -> None:
-        """Look through the directory; where it is the tier's own, once."""
-        if not isinstance(self._eviction, SharedEviction):
-            await self._look()
-            return
-        eviction = self._eviction
+        """Scan the directory; where it is shared, again and again."""
+        accounts = self._eviction.accounts
         while True:
-            eviction.look_began()
-            began_s = time.monotonic()
-            count = await _begin_count(eviction.ledger, executor=self._lane)
+            await accounts.scan_began()
             await self._look()
-            await _end_count(eviction.ledger, count, self._scan.seen_bytes, executor=self._lane)
-            self._end()
-            pause_s = max(AGAIN_S_LEAST, AGAIN_TIMES * (time.monotonic() - began_s))
-            await eviction.until_look_is_wanted(pause_s, AGAIN_S_MOST)
+            await accounts.scan_ended(self._scan.seen_bytes)
+            self.done.set()
+            self.gauged.set()
+            if not await accounts.until_scan_is_wanted():
+                return
             self._scan = self._new_scan(recall=False)
 
     async def run_checkpoints(self) -> None:
         """Write down what is known every so often."""
         await self._schedule.run(
-            lambda: _write(self._checkpoint, self._index.snapshot(), time.time_ns(), executor=self._lane),
+            lambda: _write(self._checkpoint, self._index.snapshot(), self._tier.clock_ns(), executor=self._lane),
             self._eviction.check,  # It may have grown, and there is to be room for the next.
         )
 
@@ -279,18 +246,17 @@ class Looking:
         """Queue it on the lane, behind a scan that is being stopped; only the first closing can."""
         if left_s:
             self._schedule.last(
-                lambda: self._lane.submit(self._checkpoint.write, self._index.snapshot(), time.time_ns())
+                lambda: self._lane.submit(self._checkpoint.write, self._index.snapshot(), self._tier.clock_ns())
             )
 
     def _new_scan(self, *, recall: bool) -> Scan:
         recalled = self._checkpoint.read() if recall else iter(())
-        return Scan(self._folder, self._mapper, self._takes, recalled, now_s=time.time())
+        return Scan(self._tier, self._takes, recalled)
 
     async def _look(self) -> None:
-        scan, counters = self._scan, self._counters
+        scan, counters = self._scan, self._tier.counters
         while batch := await _next_recalled(scan, executor=self._lane):
             self._index.scanned(batch)
-            self._eviction.changed()
         self._schedule.ready = True
         while batch := await _next_batch(scan, executor=self._lane):
             self._eviction.scanned(batch)
@@ -303,14 +269,12 @@ class Looking:
         counters.count("scan_swept", scan.swept)
         counters.count("scan_others", scan.others)
         self._capacity.other_bytes += scan.other_bytes
-        self._folder.sizes.scan_ended()
-        shared = isinstance(self._eviction, SharedEviction)
-        self._index.scan_ended(complete=scan.failed == 0 and not shared)
+        self._tier.root.sizes.scan_ended()
+        self._index.scan_ended(complete=scan.failed == 0 and not self._tier.options.shared)
         self._eviction.scan_ended()
-        if not shared:
-            self._end()
 
-    def _end(self) -> None:
-        """Have nobody wait for the first look any more."""
-        self.done.set()
-        self.gauged.set()
+
+_next_recalled = aiofiles.os.wrap(Scan.next_recalled)
+_next_vanished = aiofiles.os.wrap(Scan.next_vanished)
+_next_batch = aiofiles.os.wrap(Scan.next_batch)
+_write = aiofiles.os.wrap(Checkpoint.write)

@@ -7,9 +7,10 @@ the scan is absent. Slots of another process's segments are held at most.
 
 from collections.abc import Iterable, Sequence
 
-from kvtier.backend import OffloadKey
+from kvtier.backend import InventoryQueue, OffloadKey
 from kvtier.policies import KeyOrder, LinkedLRU, NumberOrder, Policy
-from kvtier_backends.fs.disk.inventory import InUse, InventoryQueue
+from kvtier_backends.fs.disk.claims import InUse
+from kvtier_backends.fs.segments.runs import Segments
 from kvtier_backends.fs.segments.slots import FreeSlots, Held, Outdated, Slots, Snapshot
 
 
@@ -18,6 +19,7 @@ class Catalog:
 
     def __init__(self, policy: Policy[OffloadKey] | None) -> None:
         """Know nothing. `policy`: None for LRU."""
+        self.segments = Segments()
         self.free = FreeSlots()
         self.outdated = Outdated()
         self.in_use = InUse()
@@ -184,7 +186,7 @@ class Catalog:
         """
         self._order.insert_coldest(self._slots.end_idle())
         self.scanning = False
-        self.inventory.complete = complete
+        self.inventory.scan_ended(complete=complete)
 
     def coldest(self) -> OffloadKey | None:
         """Return the key that was used longest ago of those that may go."""

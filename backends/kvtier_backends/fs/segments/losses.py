@@ -8,17 +8,17 @@ has not is forgotten at once; it is closed, and its room free, when nothing is a
 import asyncio
 import errno
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import aiofiles.os
 
-from kvtier.backend import Lanes, Write
-from kvtier_backends.fs.counters import Counters
+from kvtier.backend import Write
 from kvtier_backends.fs.disk.footer import failure
-from kvtier_backends.fs.layout import until
+from kvtier_backends.fs.layout import OpenTier, until
+from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.folder import SegmentFolder
-from kvtier_backends.fs.segments.runs import Segments, Share
+from kvtier_backends.fs.segments.runs import Share
 from kvtier_backends.fs.segments.segment import Segment
 
 logger = logging.getLogger(__name__)
@@ -30,16 +30,13 @@ CLOSE_S = 1.0  # Calls that were at it have mostly ended by then.
 class Losses:
     """One tier's. Belongs to the loop's thread, and looks in a lane."""
 
-    def __init__(
-        self, catalog: Catalog, segments: Segments, folder: SegmentFolder, counters: Counters, *, lane: Lanes
-    ) -> None:
+    def __init__(self, tier: OpenTier[SegmentsOptions], catalog: Catalog, folder: SegmentFolder) -> None:
         """Know of none."""
-        self.changed: Callable[[], None] = lambda: None
         self._catalog = catalog
-        self._segments = segments
+        self._segments = catalog.segments
         self._folder = folder
-        self._counters = counters
-        self._lane = lane
+        self._counters = tier.counters
+        self._lane = tier.lanes.evict
         self._seen: list[Segment] = []  # By lanes, and not yet noted.
         self._lost: list[Segment] = []  # Noted, and open still.
         self._wake = asyncio.Event()
@@ -66,7 +63,6 @@ class Losses:
             self._catalog.abandon(segment.first_slot, segment.header.slots)
         if self._lost:
             self._wake.set()
-            self.changed()
 
     async def run(self) -> None:
         """Look at all segments every so often, and let go of the lost ones, until cancelled."""

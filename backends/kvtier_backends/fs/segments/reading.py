@@ -9,11 +9,12 @@ from contextlib import suppress
 from itertools import chain, groupby
 from typing import NamedTuple
 
-from kvtier.backend import INVENTORY_BATCH_KEYS, FileMapper, read_folder
+from kvtier.backend import INVENTORY_BATCH_KEYS, read_folder
 from kvtier_backends.fs.disk.below import believable_ns, names_in
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, read_footer
-from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import Sweep
+from kvtier_backends.fs.layout import OpenTier
+from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.checkpoint import Memory, Remembered, SlotCheckpoint
 from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
 from kvtier_backends.fs.segments.segment import Segment
@@ -49,16 +50,10 @@ class Reading:
     """The start's blocking part, in a lane: one call at a time."""
 
     def __init__(
-        self,
-        folder: Folder,
-        mapper: FileMapper,
-        segment_folder: SegmentFolder,
-        checkpoint: SlotCheckpoint,
-        *,
-        now_ns: int,
+        self, tier: OpenTier[SegmentsOptions], segment_folder: SegmentFolder, checkpoint: SlotCheckpoint
     ) -> None:
-        """`now_ns`: what says that it was used later was used now."""
-        self._now_ns = now_ns
+        """Begin now: what says that it was used later was used now."""
+        self._now_ns = tier.clock_ns()
         self.opened: list[Segment] = []
         self.unusable: list[Unusable] = []
         self.unopened_bytes = 0
@@ -66,8 +61,8 @@ class Reading:
         self.failed = 0
         """Segments that could not be opened, and folders that could not be listed."""
         self.stopped = False
-        self._folder = folder
-        self._mapper = mapper
+        self._folder = tier.root
+        self._mapper = tier.context.mapper
         self._segment_folder = segment_folder
         self._checkpoint = checkpoint
 

@@ -12,7 +12,7 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -131,6 +131,12 @@ class Segment:
                 fcntl.flock(self.fd, fcntl.LOCK_UN)  # A fork that has the descriptor, too, would keep the lock.
             with suppress(OSError):
                 os.close(self.fd)
+
+
+def sync(segments: Iterable[Segment]) -> None:
+    """Have what was written to segments reach the device."""
+    for segment in segments:
+        os.fdatasync(segment.fd)
 
 
 def ask_ahead(fd: int, header: Header, places: Sequence[int]) -> None:

@@ -9,15 +9,14 @@ from collections.abc import Iterator, Sequence
 
 import aiofiles.os
 
-from kvtier.backend import Lanes
-from kvtier_backends.fs.counters import Counters
-from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.checkpoint import CheckpointSchedule
+from kvtier_backends.fs.layout import OpenTier
+from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.checkpoint import SETTLED_NS, SlotCheckpoint, remembered, trusted
+from kvtier_backends.fs.segments.folder import SegmentFolder
 from kvtier_backends.fs.segments.reading import Reading, Seen
 from kvtier_backends.fs.segments.room import Room
-from kvtier_backends.fs.segments.runs import Segments
 from kvtier_backends.fs.segments.segment import Segment
 from kvtier_backends.fs.segments.slots import Snapshot
 
@@ -25,38 +24,34 @@ from kvtier_backends.fs.segments.slots import Snapshot
 class SlotLooking:
     """One tier's start and its checkpoints. Belongs to the loop's thread."""
 
-    def __init__(
-        self,
-        reading: Reading,
-        catalog: Catalog,
-        segments: Segments,
-        room: Room,
-        capacity: Capacity,
-        counters: Counters,
-        *,
-        lane: Lanes,
-        checkpoint: SlotCheckpoint,
-        checkpoint_s: float,
-    ) -> None:
-        """`checkpoint_s`: how often one is written; 0: never, nor read."""
+    def __init__(self, tier: OpenTier[SegmentsOptions], catalog: Catalog, folder: SegmentFolder, room: Room) -> None:
+        """Look in the lane for scans."""
         self.done = asyncio.Event()
         """Set once everything that was there at the start is known."""
-        self._reading = reading
+        self._checkpoint = SlotCheckpoint(tier.root, tier.context.mapper, tier.counters, tier.context.row_bytes)
+        tier.capacity.count(self._checkpoint)
+        self._reading = Reading(tier, folder, self._checkpoint)
         self._catalog = catalog
-        self._segments = segments
+        self._segments = catalog.segments
         self._room = room
-        self._capacity = capacity
-        self._counters = counters
-        self._lane = lane
-        self._checkpoint = checkpoint
-        self._checkpoint_s = checkpoint_s
+        self._capacity = tier.capacity
+        self._counters = tier.counters
+        self._lane = tier.lanes.scan
+        self._checkpoint_s = tier.options.checkpoint_s
         self._distrusted: set[str] = set()  # Segments that the next start has to look through.
         self._failed = 0
-        self._schedule = CheckpointSchedule(capacity, counters, self._checkpoint_bytes_worst, every_s=checkpoint_s)
+        self._schedule = CheckpointSchedule(
+            tier.capacity, tier.counters, self._checkpoint_bytes_worst, every_s=tier.options.checkpoint_s
+        )
 
     def stop(self) -> None:
         """Have the look end soon."""
         self._reading.stopped = True
+
+    @property
+    def opened(self) -> list[Segment]:
+        """The segments that were there, as far as they could be opened."""
+        return self._reading.opened
 
     async def run(self) -> None:
         """Look what is there, once."""
@@ -80,7 +75,6 @@ class SlotLooking:
         await self._room.shrink()
         self._schedule.ready = True
         self.done.set()
-        self._room.changed()
 
     async def run_checkpoints(self) -> None:
         """Write down what is known every so often."""
@@ -122,7 +116,6 @@ class SlotLooking:
         if seen.distrusted:
             self._distrusted.add(seen.distrusted)
         self._failed += seen.failed
-        self._room.changed()
 
 
 def _next_of(recovery: Iterator[Seen]) -> Seen | None:
