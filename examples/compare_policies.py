@@ -10,8 +10,7 @@ import random
 import sys
 from collections.abc import Callable, Sequence
 
-from kvtier.policies import Policy
-from kvtier.policies.named import policy_class
+from kvtier.policies import Policy, policy_class
 from kvtier.tools.replay.study import measure, policy_hits
 from kvtier.tools.replay.workload import open_trace
 

@@ -8,10 +8,9 @@ TYPE_CHECKING = False  # As type checkers know it by name; importing `typing` wo
 if TYPE_CHECKING:
     from kvtier.backend import Group, Namespace, OffloadKey, make_offload_key
     from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits
-    from kvtier.engine.answers import LookupResult, StorePlan
-    from kvtier.engine.events import Event, EventKind
+    from kvtier.engine.answers import Event, EventKind, LookupResult, StorePlan
     from kvtier.engine.manager import TieringOffloadingManager
-    from kvtier.engine.stats import EngineStats, PrimaryStats, TierStats
+    from kvtier.engine.metrics import EngineStats, PrimaryStats, TierStats
     from kvtier.engine.steps import StepManager
     from kvtier.engine.tier import TierMatcher
     from kvtier.errors import BackendUnavailable, ConfigError, EngineClosed, KVTierError, RowsStillRead
@@ -49,10 +48,9 @@ _NAMES_BY_MODULE = {
     "kvtier.backend.keys": "OffloadKey make_offload_key",
     "kvtier.backend.namespace": "Group Namespace",
     "kvtier.config": "EngineConfig EngineLimits TierConfig TierLimits",
-    "kvtier.engine.answers": "LookupResult StorePlan",
-    "kvtier.engine.events": "Event EventKind",
+    "kvtier.engine.answers": "Event EventKind LookupResult StorePlan",
     "kvtier.engine.manager": "TieringOffloadingManager",
-    "kvtier.engine.stats": "EngineStats PrimaryStats TierStats",
+    "kvtier.engine.metrics": "EngineStats PrimaryStats TierStats",
     "kvtier.engine.steps": "StepManager",
     "kvtier.engine.tier": "TierMatcher",
     "kvtier.errors": "BackendUnavailable ConfigError EngineClosed KVTierError RowsStillRead",

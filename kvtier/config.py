@@ -24,6 +24,7 @@ from kvtier.settings import (
     PositiveSize,
     Share,
     Size,
+    SlowDuration,
     decode,
     names_a_path,
     struct_fields,
@@ -41,6 +42,7 @@ __all__ = [
     "PositiveSize",
     "Share",
     "Size",
+    "SlowDuration",
     "TierConfig",
     "TierLimits",
     "tier_options",
@@ -86,8 +88,8 @@ class EngineLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     action_chunks: ActionChunks = 64  # In one call to a tier: enough to fill its lanes, few enough to free rows early.
     queued_actions: QueuedActions = 1_024  # Towards the runner: seconds of work. Beyond it a tier is not keeping up.
     quarantine_share: Share = 0.1  # Of rows stuck in hung transfers; beyond it the runner's process is replaced.
-    heartbeat_s: PositiveDuration = 2.0  # The runner's loop answers in milliseconds; silence this long is a hang.
-    open_s: PositiveDuration = 60.0  # For each tier to open: a mount that is away answers in no time at all, or never.
+    heartbeat_s: SlowDuration = 2.0  # The runner's loop answers in milliseconds; silence this long is a hang.
+    open_s: SlowDuration = 60.0  # For each tier to open: a mount that is away answers in no time at all, or never.
     close_s: Duration = 10.0  # For closing and resetting: then what has not ended is left behind, and said so.
     events: EventsKept = 65_536  # Kept until taken, the oldest dropped first: 4 MB of them.
 
@@ -97,7 +99,7 @@ class TierConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
     rest: ClassVar[str | None] = "options"
 
-    type: Text  # As `kvtier.backend.registry` knows it.
+    type: Text  # As `kvtier.backend.backend_class` knows it.
     name: str = ""  # In metrics and messages; empty becomes "<index>:<type>".
     limits: TierLimits = TierLimits()
     request_level: bool = False  # It gets all of a request's chunks, those that were present already, too.

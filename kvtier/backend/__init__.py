@@ -21,13 +21,24 @@ from kvtier.backend.contract import (
     ScanDone,
     TierContext,
     Write,
+    backend_class,
+    known_types,
 )
 from kvtier.backend.directory import Contents, Finding, Kind, Place, State, StoredFile
-from kvtier.backend.keys import OffloadKey, chunk_hash, group_index, make_offload_key, of_one_group
+from kvtier.backend.keys import (
+    NAMINGS,
+    SEGMENTS_SUFFIX,
+    Naming,
+    NamingKind,
+    OffloadKey,
+    chunk_hash,
+    group_index,
+    make_offload_key,
+    of_one_group,
+    read_folder,
+)
 from kvtier.backend.lending import Calls, Fit, Lanes, in_thread, in_threads
-from kvtier.backend.names import NAMINGS, SEGMENTS_SUFFIX, Naming, NamingKind, read_folder
 from kvtier.backend.namespace import NAME_BYTES_MAX, Attention, FileMapper, Group, Namespace, refusal
-from kvtier.backend.registry import backend_class
 from kvtier.backend.wrapper import Wrapper
 from kvtier.errors import (
     BackendClosed,
@@ -107,6 +118,7 @@ __all__ = [
     "group_index",
     "in_thread",
     "in_threads",
+    "known_types",
     "make_offload_key",
     "of_one_group",
     "read_folder",

@@ -3,19 +3,23 @@
 A tier sees rows of the primary, lent for the length of one call, and answers for each chunk by itself. Everything is
 abstract, because a default that a wrapper forgets to pass on is a bug nobody sees; what a tier may also do (say what
 it holds, how full it is) is a small protocol of its own. `kvtier.testing.conformance` proves this page.
+
+A tier's class is found by the name of its type, and imported when it is first asked for: what it needs may not be
+installed.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeGuard, runtime_checkable
 
 import msgspec
 
 from kvtier.backend.keys import OffloadKey
 from kvtier.backend.namespace import FileMapper
-from kvtier.errors import ChunkError
-from kvtier.settings import Checked
+from kvtier.errors import ChunkError, ConfigError
+from kvtier.settings import Checked, find_class, known_names
 
 if TYPE_CHECKING:  # For the default, which only type checkers hear of: `Backend` alone takes any options.
     from typing_extensions import TypeVar
@@ -27,6 +31,13 @@ else:
     OptionsT = TypeVar("OptionsT")
 
 INVENTORY_BATCH_KEYS = 4_096  # Decoding and indexing this many takes about a millisecond of an engine's step.
+
+ENTRY_POINT_GROUP = "kvtier.backends"
+
+_BUILT_IN = {
+    "dummy": "kvtier_backends.dummy:DummyBackend",
+    "fs": "kvtier_backends.fs:FsBackend",
+}
 
 
 class Durability(Enum):
@@ -228,3 +239,41 @@ class Described(Protocol):
 
 OPTIONAL: tuple[type[Any], ...] = (Inventory, Measured, Ranked, Counted, Described)
 """Every protocol that a tier may keep beside the contract: what a wrapper passes on."""
+
+
+def known_types() -> tuple[str, ...]:
+    """Return the names of all tier types, sorted: the built-in ones and those that distributions bring."""
+    return known_names(_BUILT_IN, ENTRY_POINT_GROUP)
+
+
+def backend_class(type_name: str) -> type[Backend]:
+    """Return the class of a tier type: a built-in name, an entry point's, or `module:Class`.
+
+    A built-in name always means the built-in tier. Raises `ConfigError` if there is no such type, if its module or
+    what that needs is not installed, and if the class is no complete `Backend`. Any other error comes out of the
+    module as it was raised: it is a bug there.
+    """
+    return _checked(type_name, find_class("tier type", type_name, _BUILT_IN, ENTRY_POINT_GROUP))
+
+
+def _checked(type_name: str, found: object) -> type[Backend]:
+    """Return what was found if it is a whole backend."""
+    if not _is_backend(found):
+        raise ConfigError(f"tier type {type_name!r}: {found!r} is no subclass of kvtier.backend.Backend")
+    if inspect.isabstract(found):
+        lacking = ", ".join(sorted(found.__abstractmethods__))
+        raise ConfigError(f"tier type {type_name!r}: {found.__name__} does not implement {lacking}")
+    if not isinstance(getattr(found, "durability", None), Durability):
+        raise ConfigError(f"tier type {type_name!r}: {found.__name__}.durability is no Durability")
+    options = getattr(found, "options_type", None)
+    if not (isinstance(options, type) and issubclass(options, msgspec.Struct)):
+        raise ConfigError(f"tier type {type_name!r}: {found.__name__}.options_type is no msgspec.Struct")
+    if not (options.__struct_config__.frozen and options.__struct_config__.forbid_unknown_fields):
+        raise ConfigError(
+            f"tier type {type_name!r}: {found.__name__}.options_type is not both frozen and closed to unknown fields"
+        )
+    return found
+
+
+def _is_backend(found: object) -> TypeGuard[type[Backend]]:
+    return isinstance(found, type) and issubclass(found, Backend)

@@ -1,15 +1,34 @@
-"""Offload keys: a chunk's hash followed by its KV-cache group, as raw bytes.
+"""Offload keys, and the names of the files that hold their chunks.
 
-Raw bytes, not a tuple: a key is hashed millions of times a second, is never traversed by the garbage collector, and
-travels packed between processes. The format is vLLM's own (`make_offload_key` in `vllm/v1/kv_offload/base.py`).
+A key is a chunk's hash followed by its KV-cache group, as raw bytes, not a tuple: it is hashed millions of times a
+second, is never traversed by the garbage collector, and travels packed between processes. The format is vLLM's own
+(`make_offload_key` in `vllm/v1/kv_offload/base.py`).
+
+There are two ways to name files. `vllm` is that of vLLM's own file tier (0.32: `vllm/v1/kv_offload/file_mapper.py`),
+which makes almost a directory a file. `flat` makes at most 256 directories: enough for threads not to wait for each
+other, and so few that a file system writes down together what it notes of them, and a scan lists them in no time. Each
+has a folder of its own, so that a scan of one never walks the other's. So have segments, where chunks have no names.
 """
 
-from collections.abc import Sequence
-from typing import NewType
+import re
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, NewType
 
 OffloadKey = NewType("OffloadKey", bytes)
 
 GROUP_BYTES = 4  # Big-endian, unsigned, at the end of the key.
+GROUPS = 1 << (8 * GROUP_BYTES)
+
+NamingKind = Literal["vllm", "flat"]
+FolderKind = Literal["vllm", "flat", "segments"]
+
+SEGMENTS_SUFFIX = "_segments"  # Of the name of a folder where chunks are no files of their own.
+
+# The first folder is missing or empty if the hash is.
+_VLLM = re.compile(r"(?:([0-9a-f]{1,3})/|/?)([0-9a-f]{0,2})_g(0|[1-9][0-9]{0,9})/([0-9a-f]*)\.bin")
+_FLAT = re.compile(r"([0-9a-f]{2})/([0-9a-f]*)_g(0|[1-9][0-9]{0,9})\.bin")
+_KINDS: dict[str | None, FolderKind] = {None: "vllm", "_flat": "flat", SEGMENTS_SUFFIX: "segments"}
+_FOLDER = re.compile(r"(.+_[0-9a-f]{12})_r(0|[1-9][0-9]{0,9})(_flat|_segments)?", re.DOTALL)
 
 
 def make_offload_key(chunk_hash: bytes, group_index: int = 0) -> OffloadKey:
@@ -30,3 +49,73 @@ def of_one_group(keys: Sequence[OffloadKey]) -> bool:
 def group_index(key: OffloadKey) -> int:
     """Return the index of the KV-cache group that a key belongs to."""
     return int.from_bytes(key[-GROUP_BYTES:], "big")
+
+
+class Naming(NamedTuple):
+    """One way to name chunks. Names are relative to the folder, and each key has one."""
+
+    suffix: str  # Of the folder's name, behind the rank.
+    name: Callable[[OffloadKey], str]
+    key: Callable[[str], OffloadKey | None]  # None for anything that `name` does not make.
+    besides_bytes: int  # Of a file's name besides its hash's digits, at most.
+
+
+class ChunkFolder(NamedTuple):
+    """What the name of a folder of chunks says."""
+
+    folder: str  # `<model>_<12 hex of sha256>`
+    rank: int
+    kind: FolderKind
+
+
+def read_folder(name: str) -> ChunkFolder | None:
+    """Read the name of a folder of chunks, one path component; None for any other."""
+    match = _FOLDER.fullmatch(name)
+    return match and ChunkFolder(match[1], int(match[2]), _KINDS[match[3]])
+
+
+def _group_part(group: bytes) -> str:
+    return f"_g{int.from_bytes(group, 'big')}"
+
+
+# A name is made for every chunk that is stored; models have few groups, and a look-up takes a third of the time off.
+_GROUP_PARTS = {(part := index.to_bytes(GROUP_BYTES, "big")): _group_part(part) for index in range(32)}
+
+
+def _vllm_name(key: OffloadKey) -> str:
+    """Return `<hhh>/<hh>_g<group>/<hash hex>.bin`."""
+    digits, group = key[:-GROUP_BYTES].hex(), key[-GROUP_BYTES:]
+    return f"{digits[:3]}/{digits[3:5]}{_GROUP_PARTS.get(group) or _group_part(group)}/{digits}.bin"
+
+
+def _vllm_key(name: str) -> OffloadKey | None:
+    """Invert `_vllm_name`. The empty hash has an empty folder in its name, and a listing does not show it."""
+    if (match := _VLLM.fullmatch(name)) is None:
+        return None
+    upper, lower, group, digits = match.groups("")
+    return _key(digits, group) if upper == digits[:3] and lower == digits[3:5] else None
+
+
+def _flat_name(key: OffloadKey) -> str:
+    """Return `<hh>/<hash hex>_g<group>.bin`; zeros stand for the digits that the empty hash does not have."""
+    digits, group = key[:-GROUP_BYTES].hex(), key[-GROUP_BYTES:]
+    return f"{digits[:2]:0<2}/{digits}{_GROUP_PARTS.get(group) or _group_part(group)}.bin"
+
+
+def _flat_key(name: str) -> OffloadKey | None:
+    if (match := _FLAT.fullmatch(name)) is None:
+        return None
+    upper, digits, group = match.groups()
+    return _key(digits, group) if upper == f"{digits[:2]:0<2}" else None
+
+
+def _key(digits: str, group: str) -> OffloadKey | None:
+    if len(digits) % 2 or int(group) >= GROUPS:
+        return None
+    return OffloadKey(bytes.fromhex(digits) + int(group).to_bytes(GROUP_BYTES, "big"))
+
+
+NAMINGS: dict[NamingKind, Naming] = {
+    "vllm": Naming("", _vllm_name, _vllm_key, len(".bin")),
+    "flat": Naming("_flat", _flat_name, _flat_key, len(f"_g{GROUPS - 1}.bin")),
+}

@@ -10,8 +10,7 @@ import hashlib
 import json
 from typing import Any, Literal
 
-from kvtier.backend.keys import GROUP_BYTES, OffloadKey
-from kvtier.backend.names import NAMINGS, NamingKind
+from kvtier.backend.keys import GROUP_BYTES, NAMINGS, NamingKind, OffloadKey
 from kvtier.errors import ConfigError
 from kvtier.settings import Checked, Count, Index, PositiveSize
 

@@ -1,5 +1,10 @@
-"""The ledger's answers, limits and counters."""
+"""The ledger's answers: what a look-up and a store are told, and events, which are answers that nobody asked for.
 
+Events say what happened to chunks, for whoever keeps an index of its own (a router, an LLM engine's event stream).
+"""
+
+from collections import deque
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -28,24 +33,36 @@ class StorePlan(NamedTuple):
     evicted: list[OffloadKey]
 
 
-class LedgerLimits(NamedTuple):
-    """Rows are the primary's; seconds are of the clock whose times the ledger is given."""
-
-    cascade_rows_max: int  # Pinned by cascades at once: beyond it cascades are dropped, so that stores go on.
-    lease_rows_max: int  # Held for waiting requests at once.
-    lease_s: float
-    action_chunks: int  # Moved by one action at most.
+class EventKind(Enum):
+    STORED = "stored"
+    REMOVED = "removed"
+    FAILED = "failed"
 
 
-class LedgerCounters:
-    """Totals since the start, in chunks."""
+class Event(NamedTuple):
+    kind: EventKind
+    tier: str  # "cpu" for the primary, else the tier's name.
+    keys: Sequence[OffloadKey]
+    reason: str = ""  # Of a failure: the code's name; of a store into the primary that was given up: "store".
 
-    __slots__ = ("hits", "misses", "promotions_refused", "rows_kept", "stores", "stores_refused")
 
-    def __init__(self) -> None:
-        self.hits = 0  # Loaded from where they lay in the primary.
-        self.misses = 0  # Looked up and found nowhere, once a request and key.
-        self.promotions_refused = 0  # Had by a tier, but there was no row for them.
-        self.rows_kept = 0  # Given back while something of the caller's still read them.
-        self.stores = 0
-        self.stores_refused = 0  # Offered in a call for which there was no room.
+class EventLog:
+    """Events since the last `take`, at most `events_max`; beyond it the oldest go and are counted.
+
+    A consumer that sees `dropped` grow has lost its place and must build its index anew.
+    """
+
+    def __init__(self, events_max: int) -> None:
+        self._events: deque[Event] = deque(maxlen=events_max)
+        self.dropped = 0
+
+    def add(self, event: Event) -> None:
+        if len(self._events) == self._events.maxlen:
+            self.dropped += 1
+        self._events.append(event)
+
+    def take(self) -> list[Event]:
+        """Return what happened since the last call, in order."""
+        events = list(self._events)
+        self._events.clear()
+        return events

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvtier.backend import OffloadKey
 from kvtier.config import PRIMARY_NAME
-from kvtier.engine.events import Event, EventKind, EventLog
+from kvtier.engine.answers import Event, EventKind, EventLog
 from kvtier.engine.outbox import Outbox
 from kvtier.engine.primary import Rows
 from kvtier.engine.requests import Leases

@@ -7,11 +7,11 @@ traffic with the tiers.
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from kvtier.backend import OffloadKey
 from kvtier.config import PRIMARY_NAME, EngineConfig, TierConfig
-from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, LedgerCounters, LedgerLimits, LookupResult, StorePlan
-from kvtier.engine.events import Event, EventKind, EventLog
+from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, Event, EventKind, EventLog, LookupResult, StorePlan
 from kvtier.engine.hits import StepHits
 from kvtier.engine.inbox import Inbox, Observe
 from kvtier.engine.outbox import Outbox
@@ -19,11 +19,33 @@ from kvtier.engine.primary import Primary
 from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Request
 from kvtier.engine.tier import Residency, Tier, TierSpec
 from kvtier.engine.transfers import Transfers
-from kvtier.policies.base import Policy
-from kvtier.policies.named import policy_class
+from kvtier.policies import Policy, policy_class
 from kvtier.runner.messages import Action, LocalMessage, Message, RunnerBack, RunnerGone, RunnerLost
 
 __all__ = ["Ledger", "LedgerCounters", "LedgerLimits", "LookupResult", "StorePlan", "ledger_of", "rows_of_share"]
+
+
+class LedgerLimits(NamedTuple):
+    """Rows are the primary's; seconds are of the clock whose times the ledger is given."""
+
+    cascade_rows_max: int  # Pinned by cascades at once: beyond it cascades are dropped, so that stores go on.
+    lease_rows_max: int  # Held for waiting requests at once.
+    lease_s: float
+    action_chunks: int  # Moved by one action at most.
+
+
+class LedgerCounters:
+    """Totals since the start, in chunks."""
+
+    __slots__ = ("hits", "misses", "promotions_refused", "rows_kept", "stores", "stores_refused")
+
+    def __init__(self) -> None:
+        self.hits = 0  # Loaded from where they lay in the primary.
+        self.misses = 0  # Looked up and found nowhere, once a request and key.
+        self.promotions_refused = 0  # Had by a tier, but there was no row for them.
+        self.rows_kept = 0  # Given back while something of the caller's still read them.
+        self.stores = 0
+        self.stores_refused = 0  # Offered in a call for which there was no room.
 
 
 class Ledger:

@@ -19,16 +19,15 @@ from prometheus_client import CollectorRegistry
 
 from kvtier.backend import Lanes, OffloadKey, in_thread
 from kvtier.config import EngineConfig
-from kvtier.engine.answers import LookupResult, StorePlan
-from kvtier.engine.events import Event
+from kvtier.engine.answers import Event, LookupResult, StorePlan
 from kvtier.engine.inbox import Observe
+from kvtier.engine.metrics import EngineStats
 from kvtier.engine.progress import Progress
-from kvtier.engine.stats import EngineStats
 from kvtier.engine.steps import StepManager, checked, make_region
 from kvtier.errors import RowsStillRead
 from kvtier.memory import LentRow, fill_standard_streams
-from kvtier.runner.inline import InlineBridge
-from kvtier.runner.opening import open_tiers
+from kvtier.runner.bridge import InlineBridge
+from kvtier.runner.tiers import open_tiers
 
 Chunk = bytes | bytearray | memoryview
 

@@ -20,18 +20,16 @@ from prometheus_client import CollectorRegistry
 from kvtier import __version__
 from kvtier.backend import OffloadKey
 from kvtier.config import EngineConfig, with_absolute_paths
-from kvtier.engine.answers import HIT, LookupResult, StorePlan
-from kvtier.engine.events import Event, EventLog
+from kvtier.engine.answers import HIT, Event, EventLog, LookupResult, StorePlan
 from kvtier.engine.inbox import Observe
 from kvtier.engine.ledger import Ledger, ledger_of, rows_of_share
-from kvtier.engine.metrics import Metrics
+from kvtier.engine.metrics import EngineStats, Metrics
 from kvtier.engine.requests import Position, Request
-from kvtier.engine.stats import EngineStats, primary_stats, tier_stats
 from kvtier.engine.tier import TierMatcher, TierSpec
 from kvtier.engine.tier_log import TierLog
 from kvtier.errors import EngineClosed
 from kvtier.memory import LentRow, Region, let_go_in_forks, require_descriptors
-from kvtier.policies.named import policy_class
+from kvtier.policies import policy_class
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import RunnerBack, RunnerLost
 from kvtier.runner.process import ProcessBridge
@@ -151,7 +149,11 @@ class StepManager:
         return self._ledger.wants_all(request)
 
     def on_request_finished(self, request_id: str) -> None:
-        """Rank the request's keys and end its leases. Completions, and a load decided before, may still follow."""
+        """Rank the request's keys and end its leases. Completions, and a load decided before, may still follow.
+
+        Nothing happens if the request is not known.
+        """
+        self._check_owner()
         request = self._requests.get(request_id)
         if request is not None:
             self._finish(request)
@@ -159,7 +161,12 @@ class StepManager:
     # Looking up, loading, storing.
 
     def lookup(self, key: OffloadKey, request_id: str) -> LookupResult:
-        """Say where one key is, and have it on its way if a tier has it. A HIT holds until `end_step`."""
+        """Say where one key is, and have it on its way if a tier has it.
+
+        A HIT holds until `end_step`: nothing evicts its row before. Only `delete` and `reset` forget it earlier.
+
+        Raises LookupError for a request that is not known, and `EngineClosed` after closing.
+        """
         if self._mailbox:
             self._receive()
         try:
@@ -174,6 +181,7 @@ class StepManager:
 
     def source(self, key: OffloadKey, request_id: str) -> TierSpec | None:
         """Return the tier from which this request had a key promoted; None if it found it in the primary."""
+        self._check_owner()
         request = self._requests.get(request_id)
         index = None if request is None else request.sources.get(key)
         return None if index is None else self._ledger.tiers[index].spec
@@ -185,7 +193,7 @@ class StepManager:
     def complete_load(self, keys: Sequence[OffloadKey], request_id: str) -> None:  # noqa: ARG002  # Part of the protocol.
         """Say that the engine has read these rows."""
         if self._forked:
-            self._check_open()
+            self._check_owner()
         self._ledger.complete_load(keys)
         if self._given_back is not None:
             self._given_back()
@@ -251,12 +259,7 @@ class StepManager:
 
     def stats(self) -> EngineStats:
         """Return what this engine and its tiers have counted, and what they hold now."""
-        return EngineStats(
-            primary=primary_stats(self._ledger),
-            tiers=tuple(map(tier_stats, self._ledger.tiers)),
-            runners_lost=self.runners_lost,
-            events_dropped=self.events_dropped,
-        )
+        return self._metrics.stats()
 
     @property
     def metrics(self) -> CollectorRegistry:
@@ -271,7 +274,7 @@ class StepManager:
     @property
     def events_dropped(self) -> int:
         """How many events were lost because nobody took them."""
-        return 0 if self._events is None else self._events.dropped
+        return self._metrics.events_dropped
 
     # The whole.
 
@@ -308,6 +311,7 @@ class StepManager:
 
     def on_reset_flushed(self) -> None:
         """Say that the engine's workers no longer touch rows of before the reset: tiers may fill them again."""
+        self._check_owner()
         self._ledger.promoting = True
 
     def close(self, deadline_s: float | None = None) -> int:
@@ -326,7 +330,8 @@ class StepManager:
     def forked(self) -> None:
         """Be nobody's engine in a child that was forked: it has no runner, and its rows would be the owner's.
 
-        From then on every call there but `close` and `aclose`, which do nothing, raises `EngineClosed`.
+        From then on `stats`, `metrics`, `runners_lost` and `events_dropped` say there what was counted until then,
+        `close` and `aclose` do nothing, and every other call raises `EngineClosed`.
         """
         self._forked = self._closed = True
         self._requests.clear()
@@ -353,11 +358,14 @@ class StepManager:
     def _deadline(self, deadline_s: float | None) -> float:
         return self.config.limits.close_s if deadline_s is None else deadline_s
 
-    def _check_open(self) -> None:
+    def _check_owner(self) -> None:
         if self._forked:
             raise EngineClosed(
                 f"this engine is of process {self._owner_pid}, and this process is a fork of it: start another one here"
             )
+
+    def _check_open(self) -> None:
+        self._check_owner()
         if self._closed:
             raise EngineClosed("the engine was closed")
 
@@ -370,7 +378,7 @@ class StepManager:
     def _receive(self) -> None:
         """Apply everything in the mailbox."""
         if self._forked:
-            self._check_open()
+            self._check_owner()
         now = self._clock()
         self._ledger.begin_step(now)
         mailbox = self._mailbox

@@ -9,6 +9,7 @@ from kvtier.memory.this_process import (
     let_go_in_forks,
     reason,
     require_descriptors,
+    require_file_bytes,
     start_thread,
 )
 
@@ -23,5 +24,6 @@ __all__ = [
     "let_go_in_forks",
     "reason",
     "require_descriptors",
+    "require_file_bytes",
     "start_thread",
 ]

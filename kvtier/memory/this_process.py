@@ -41,22 +41,25 @@ def _is_open(fd: int) -> bool:
 
 def require_descriptors() -> None:
     """Raise `ConfigError` unless this process may open as many descriptors as an engine takes."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         opened = len(os.listdir("/proc/self/fd"))
     except OSError as error:
         raise ConfigError(f"an engine needs {DESCRIPTORS_MIN} descriptors: {reason(error)}") from error
-    if opened + DESCRIPTORS_MIN > limit != resource.RLIM_INFINITY:
-        raise ConfigError(
-            f"{opened:,} descriptors are open of the {limit:,} that RLIMIT_NOFILE allows, and an engine needs"
-            f" {DESCRIPTORS_MIN}: raise it (ulimit -n)"
-        )
+    limit = _LIMITS[errno.EMFILE]
+    if limit.soft is not None and opened + DESCRIPTORS_MIN > limit.soft:
+        raise ConfigError(f"{opened:,} descriptors are open, and an engine needs {DESCRIPTORS_MIN}: {limit.said}")
 
 
 def file_bytes_max() -> int | None:
-    """Return how long RLIMIT_FSIZE lets a file of this process become; None: it sets no limit."""
-    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    return None if limit_bytes == resource.RLIM_INFINITY else limit_bytes
+    """Return how long this process may make a file; None: there is no limit."""
+    return _LIMITS[errno.EFBIG].soft
+
+
+def require_file_bytes(size_bytes: int) -> None:
+    """Raise `ConfigError` unless this process may make a file so long."""
+    limit = _LIMITS[errno.EFBIG]
+    if limit.soft is not None and limit.soft < size_bytes:
+        raise ConfigError(f"files of {size_bytes:,} bytes are needed: {limit.said}")
 
 
 def start_thread(thread: threading.Thread) -> None:
@@ -98,9 +101,22 @@ os.register_at_fork(after_in_child=_tell_holders)
 
 
 class _Limit(NamedTuple):
+    """A limit of this process, by the number that `resource` has for it."""
+
     name: str
     resource: int
     remedy: str
+
+    @property
+    def soft(self) -> int | None:
+        """What holds now; None: nothing does."""
+        soft, _ = resource.getrlimit(self.resource)
+        return None if soft == resource.RLIM_INFINITY else soft
+
+    @property
+    def said(self) -> str:
+        """The limit with its value and its remedy, in words; empty if nothing holds."""
+        return "" if self.soft is None else f"{self.name} is {self.soft:,} (raise it: {self.remedy})"
 
 
 _LIMITS = {
@@ -120,11 +136,7 @@ def is_of_a_limit(error: BaseException) -> bool:
 def reason(error: BaseException) -> str:
     """Say in words why something failed; where a limit of this process may be why, name it and the remedy."""
     said = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-    limits = [
-        f"{limit.name} is {soft:,} (raise it: {limit.remedy})"
-        for limit in _exceeded(error)
-        if (soft := resource.getrlimit(limit.resource)[0]) != resource.RLIM_INFINITY
-    ]
+    limits = [words for limit in _exceeded(error) if (words := limit.said)]
     return f"{said}; {' and '.join(limits)}" if limits else said
 
 

@@ -1,4 +1,4 @@
-"""LRU among rows: the same order as `kvtier.policies.lru`, in two links a row instead of an ordered dictionary.
+"""LRU among rows: the same order as `kvtier.policies.plain.LRU`, in two links a row instead of an ordered dictionary.
 
 Keys that are small numbers need no hashing and no entry of their own: 8 bytes a row, where the dictionary takes 90 to
 140. The primary keeps its rows so.
@@ -7,7 +7,7 @@ Keys that are small numbers need no hashing and no entry of their own: 8 bytes a
 from array import array
 from collections.abc import Callable, Sequence
 
-from kvtier.policies.base import Policy
+from kvtier.policies.policy import Policy
 
 
 class RowLRU(Policy[int]):

@@ -1,5 +1,9 @@
-"""Where a runner lives, as its owner sees it: actions go out, messages come in, and neither ever waits."""
+"""The bridge to a runner, as its owner sees it: actions go out, messages come in, and neither ever waits.
 
+A runner lives on its owner's own event loop (here), in a thread (`thread`), or in a process (`process`).
+"""
+
+import asyncio
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -8,11 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import ClassVar
 
 from kvtier.config import EngineConfig
+from kvtier.memory import Region
 from kvtier.runner.messages import Action, LocalMessage, Message
+from kvtier.runner.runner import Runner
+from kvtier.runner.tiers import RunnerTier
 
-START_S = (
-    30.0  # For a runner to come up, beside its tiers' own deadlines: on a busy machine an interpreter takes seconds.
-)
+START_S = 30.0  # For a runner to come up, beside its tiers' deadlines: on a busy machine an interpreter takes seconds.
 
 
 def opening_s(config: EngineConfig) -> float:
@@ -41,16 +46,16 @@ class Bridge(ABC):
     def send(self, actions: Sequence[Action]) -> Sequence[Action]:
         """Hand actions to the runner, with one wake-up; return those that it cannot take. Never waits."""
 
-    @abstractmethod
     def admit(self, epoch: int) -> None:
         """Send to the runner of this epoch from now on: the owner has settled everything of the one before.
 
         Until the owner says so nothing is sent to a new runner, or what it is lent would be settled with the old one's.
         """
+        raise AssertionError(f"this runner is never replaced: there is no epoch {epoch}")
 
-    @abstractmethod
     def replace(self) -> bool:
         """Kill the runner and start another one; False where it cannot be killed."""
+        return False
 
     @abstractmethod
     def close(self, deadline_s: float) -> int:
@@ -70,3 +75,35 @@ class Bridge(ABC):
         self._arrived.set()
         if self.notify is not None:
             self.notify()
+
+
+class InlineBridge(Bridge):
+    """The runner on its owner's own event loop, for asyncio programs and virtual time; made there, with open tiers."""
+
+    kind = "inline"
+
+    def __init__(self, tiers: Sequence[RunnerTier], region: Region) -> None:
+        super().__init__()
+        clock = asyncio.get_running_loop().time  # In virtual time, too.
+        self._runner = Runner(tiers, region, lambda message: self._deliver((message,)), clock)
+        self._runner.start()
+        self._closing: asyncio.Task[int] | None = None
+
+    def send(self, actions: Sequence[Action]) -> Sequence[Action]:
+        if self._closing is not None:
+            return actions
+        self._runner.submit(actions)
+        return ()
+
+    def wait(self, timeout_s: float) -> bool:  # noqa: ARG002  # It never waits.
+        raise RuntimeError(
+            "an inline runner cannot be waited for on its own loop: await the manager's drain(), reset(), aclose()"
+        )
+
+    def close(self, deadline_s: float) -> int:  # noqa: ARG002  # It never closes.
+        raise RuntimeError("an inline runner is closed by its own loop: await aclose()")
+
+    async def aclose(self, deadline_s: float) -> int:
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._runner.aclose(deadline_s))
+        return await asyncio.shield(self._closing)

@@ -20,11 +20,10 @@ import uvloop
 from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.memory import GROUP_SIGNALS, Region, fill_standard_streams
-from kvtier.runner.log import ToOwner
 from kvtier.runner.messages import Action, Beat, Close, Closed, Message, Opened, OpenFailed
-from kvtier.runner.opening import open_tiers
-from kvtier.runner.runner import Runner, RunnerTier
-from kvtier.runner.wire import actions_of, frame, read_frame
+from kvtier.runner.runner import Runner
+from kvtier.runner.tiers import RunnerTier, open_tiers
+from kvtier.runner.wire import ToOwner, actions_of, frame, read_frame
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,6 @@ from kvtier.config import EngineConfig
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory import GROUP_SIGNALS, Region, fill_standard_streams, reason, start_thread
 from kvtier.runner.bridge import Bridge, opening_s
-from kvtier.runner.log import log_again, wanted_level
 from kvtier.runner.messages import (
     Action,
     Beat,
@@ -38,7 +37,7 @@ from kvtier.runner.messages import (
     RunnerGone,
     RunnerLost,
 )
-from kvtier.runner.wire import FrameBuffer, frame, framed, messages_of
+from kvtier.runner.wire import FrameBuffer, frame, framed, log_again, messages_of, wanted_level
 
 RECEIVE_BYTES = 1 << 20
 BEATS_MISSED = 3  # Silence for so many heartbeats is a hung loop.
@@ -135,6 +134,10 @@ def _this_process() -> Generator[Sequence[int]]:
         os.close(fd)
 
 
+def _never_open(seconds: float) -> OpenFailed:
+    return OpenFailed(f"the runner does not open within {seconds:g} s: a tier blocks", config=False)
+
+
 class ProcessBridge(Bridge):
     """One runner's process at a time, counted by epoch."""
 
@@ -169,7 +172,7 @@ class ProcessBridge(Bridge):
         try:
             start_thread(self._supervisor)
             if not self._started.wait(opening_s(config)):
-                raise BackendUnavailable(f"the runner does not open within {opening_s(config):g} s: a tier blocks")
+                self._failure = self._failure or _never_open(opening_s(config))
             if self._failure is not None:
                 raise (ConfigError if self._failure.config else BackendUnavailable)(self._failure.reason)
         except RuntimeError as error:
@@ -282,7 +285,7 @@ class ProcessBridge(Bridge):
         """Deliver what a runner says until it ends; say whether it got as far as open tiers."""
         opened = False
         buffer = FrameBuffer()
-        silence_s = self._config.limits.heartbeat_s * BEATS_MISSED
+        silence_s, start_s = self._config.limits.heartbeat_s * BEATS_MISSED, opening_s(self._config)
         heard = time.monotonic()
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
@@ -304,8 +307,11 @@ class ProcessBridge(Bridge):
                 heard = time.monotonic()
                 for body in buffer.feed(received):
                     opened = self._hear(child, messages_of(body)) or opened
-            elif opened and time.monotonic() - heard > silence_s:
-                logger.error("runner %d: no heartbeat for %.1f s: killed", child.process.pid, silence_s)
+            elif time.monotonic() - heard > (silence_s if opened else start_s):
+                if opened:
+                    logger.error("runner %d: no heartbeat for %.1f s: killed", child.process.pid, silence_s)
+                else:
+                    self._fail(_never_open(start_s))
                 child.process.kill()
                 return opened
             if self._closing and self._child is not child:  # Nobody could tell it to close.

@@ -1,15 +1,23 @@
-"""What a tier says of itself, unasked: what it holds and holds no more, how full it is, and what it has counted."""
+"""A tier's reports: what it says of itself, unasked: what it holds and holds no more, how full it is, what it counted.
+
+A bug in what it says costs that word, never the rest: without an inventory a tier is asked for what it holds.
+"""
 
 import asyncio
 import logging
 from collections.abc import Callable
+from typing import TypeVar
 
-from kvtier.backend import Added, Backend, Counted, Described, Inventory, Measured, Removed, ScanDone
+import msgspec
+
+from kvtier.backend import Added, Backend, Counted, Described, Inventory, Measured, Occupancy, Removed, ScanDone
 from kvtier.runner.messages import Found, Gone, Message, Scanned, TierUsage, pack_keys
 
 USAGE_EVERY_S = 1.0  # A gauge for people; more often only costs messages.
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Reports:
@@ -24,6 +32,7 @@ class Reports:
         self._watcher: asyncio.Task[None] | None = None
         self._acknowledged = asyncio.Event()
         self._counts: dict[str, int] = {}
+        self._complaints: set[str] = set()  # Methods of the tier whose failure was logged.
         self._usage_at = float("-inf")
         self._usage_due: asyncio.TimerHandle | None = None
         self._closed = False
@@ -60,13 +69,18 @@ class Reports:
         return True
 
     async def _watch(self) -> None:
-        """Pass on what the tier says of its contents, one unacknowledged batch at a time."""
-        if not isinstance(self._backend, Inventory):
+        """Pass on what the tier says of its contents; a tier that does not say it, or no more, is asked."""
+        if isinstance(self._backend, Inventory):
+            await self._pass_on(self._backend)
+        else:
             self._say_start("open; it is asked for what it holds")
+        if not self._closed:
             self._post(Scanned(self._index, complete=False))
-            return
+
+    async def _pass_on(self, backend: Inventory) -> None:
+        """Pass on an inventory until it ends, one unacknowledged batch at a time."""
         try:
-            async for event in self._backend.watch():
+            async for event in backend.watch():
                 self.usage()
                 match event:
                     case Added():
@@ -79,33 +93,56 @@ class Reports:
                         continue
                 await self._acknowledged.wait()
                 self._acknowledged.clear()
-        except Exception:  # The supervisor's edge: a tier that cannot list its contents is asked instead.
+        except (Exception, SystemExit, asyncio.CancelledError):  # The supervisor's edge: the tier is asked instead.
+            assert self._watcher is not None
+            if self._watcher.cancelling():
+                raise
             logger.exception("tier %s: its inventory failed; from now on it is asked", self._name)
-            self._post(Scanned(self._index, complete=False))
+        else:
+            if not self._closed:
+                logger.error("tier %s: its inventory ended before the tier did; from now on it is asked", self._name)
 
     def _finding(self) -> str:
         """Say what was there at the start, which is known now."""
         seconds = asyncio.get_running_loop().time() - self._begun_at
-        if not isinstance(self._backend, Measured):
+        tier = self._backend
+        holds = self._told("occupancy", tier.occupancy, Occupancy) if isinstance(tier, Measured) else None
+        if holds is None:
             return f"all that it holds is known after {seconds:.2f} s"
-        holds = self._backend.occupancy()
         return f"found {holds.chunks:,} chunks of {holds.used_bytes:,} bytes in {seconds:.2f} s"
 
     def _say_start(self, finding: str) -> None:
-        about = self._backend.description() if isinstance(self._backend, Described) else dict[str, str]()
-        words = ", ".join(f"{name} {value}" for name, value in about.items())
+        tier = self._backend
+        about = self._told("description", tier.description, dict[str, str]) if isinstance(tier, Described) else None
+        words = ", ".join(f"{name} {value}" for name, value in (about or {}).items())
         logger.info("tier %s: %s", self._name, f"{words}; {finding}" if words else finding)
 
     def _post_usage(self, backend: Measured) -> None:
         self._usage_due = None
         self._usage_at = asyncio.get_running_loop().time()
-        self._post(TierUsage(self._index, *backend.occupancy(), self._counted()))
+        holds = self._told("occupancy", backend.occupancy, Occupancy)
+        if holds is not None:
+            self._post(TierUsage(self._index, *holds, self._counted()))
 
     def _counted(self) -> dict[str, int]:
         """Return what the tier has counted since it was last asked: the owner's totals outlive this runner."""
-        if not isinstance(self._backend, Counted):
+        tier = self._backend
+        counts = self._told("counts", tier.counts, dict[str, int]) if isinstance(tier, Counted) else None
+        if counts is None:
             return {}
-        before, self._counts = self._counts, dict(self._backend.counts())
-        return {
-            name: total - before.get(name, 0) for name, total in self._counts.items() if total != before.get(name, 0)
-        }
+        before, self._counts = self._counts, counts
+        return {name: total - before.get(name, 0) for name, total in counts.items() if total != before.get(name, 0)}
+
+    def _told(self, name: str, method: Callable[[], object], type_: type[T]) -> T | None:
+        """Return what the tier says of itself; None, and the bug in the log, once, if that is not of its type."""
+        try:
+            return msgspec.convert(method(), type_)
+        except (
+            Exception,
+            SystemExit,
+            asyncio.CancelledError,
+        ):  # The supervisor's edge; no await, so no cancel of ours.
+            if name not in self._complaints:
+                self._complaints.add(name)
+                logger.exception("tier %s: its %s() raised, or returned what it may not", self._name, name)
+            return None

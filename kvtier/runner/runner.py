@@ -10,12 +10,11 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-from kvtier.backend import Backend, OffloadKey, Outcome, Ranked, Read, Write
+from kvtier.backend import OffloadKey, Outcome, Ranked, Read, Write
 from kvtier.errors import BackendClosed, BackendError, cause_of
 from kvtier.memory import Region
-from kvtier.runner.budget import Budget
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
@@ -35,6 +34,7 @@ from kvtier.runner.messages import (
     unpack_rows,
 )
 from kvtier.runner.reports import Reports
+from kvtier.runner.tiers import Budget, RunnerTier
 
 TURNS_S = 0.05  # A call that has ended leaves its task a few turns of the loop from its own end.
 
@@ -45,16 +45,6 @@ T = TypeVar("T")
 Call = Callable[[], Awaitable[Sequence[Outcome]]]
 
 _Answerable = Promote | Cascade | Probe | Delete  # What an owner waits for.
-
-
-class RunnerTier(NamedTuple):
-    """One open tier with its limits."""
-
-    name: str
-    backend: Backend
-    deadline_s: float
-    loads: Budget
-    stores: Budget
 
 
 class Runner:
@@ -216,7 +206,10 @@ class Runner:
                 self._reports[action.tier].acknowledge()
             elif isinstance(backend := self._tiers[action.tier].backend, Ranked):
                 backend.rank(unpack_keys(action.keys))
-        except Exception:  # The supervisor's edge: a bug in a tier costs its order, not what else was submitted.
+        except (
+            Exception,
+            SystemExit,
+        ):  # The supervisor's edge: a tier's bug costs its order, not what else was submitted.
             logger.exception("tier %d: it does not take %s", action.tier, type(action).__name__)
 
 

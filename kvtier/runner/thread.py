@@ -14,8 +14,8 @@ from kvtier.errors import BackendUnavailable
 from kvtier.memory import Region, fill_standard_streams, reason, start_thread
 from kvtier.runner.bridge import Bridge, opening_s
 from kvtier.runner.messages import Action, RunnerLost
-from kvtier.runner.opening import open_tiers
 from kvtier.runner.runner import Runner
+from kvtier.runner.tiers import open_tiers
 
 ENDED_EVERY_S = 0.1  # Who waits for the runner's thread looks so often whether it has ended.
 
@@ -62,12 +62,6 @@ class ThreadBridge(Bridge):
         except RuntimeError:  # The loop is closed.
             return actions
         return ()
-
-    def admit(self, epoch: int) -> None:
-        raise AssertionError(f"a thread runner has no epoch {epoch}: it is never replaced")
-
-    def replace(self) -> bool:
-        return False
 
     def close(self, deadline_s: float) -> int:
         if self._abandoned is None:

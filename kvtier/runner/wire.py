@@ -1,16 +1,22 @@
-"""Frames on the socket between an owner and its runner's process: a length, then a MessagePack list.
+"""The wire between an owner and its runner's process: frames on their socket, and the runner's log, which they carry.
 
-One frame carries what one step, or one turn of the runner's loop, had to say.
+A frame is a length, then a MessagePack list: what one step, or one turn of the runner's loop, had to say. What the
+process logs comes out in its owner's log, under the same names. So the owner's program alone decides what is shown,
+where and how; a runner's stderr is for what ends a process.
 """
 
-from asyncio import IncompleteReadError, StreamReader
-from collections.abc import Sequence
+import logging
+from asyncio import AbstractEventLoop, IncompleteReadError, StreamReader
+from collections.abc import Callable, Sequence
+from logging.handlers import QueueHandler
+from queue import SimpleQueue
 
 import msgspec
 
-from kvtier.runner.messages import Action, Close, Message
+from kvtier.runner.messages import Action, Close, Logged, Message
 
 LENGTH_BYTES = 4  # Little-endian.
+LOGGERS = ("kvtier", "kvtier_backends")  # Whose lines are sent.
 
 _encoder = msgspec.msgpack.Encoder()
 _actions = msgspec.msgpack.Decoder(list[Action | Close])
@@ -61,3 +67,44 @@ class FrameBuffer:
             start = end
         del self._bytes[:start]
         return bodies
+
+
+def wanted_level() -> int:
+    """Return the least level that kvtier's loggers let through here: what a runner need not send."""
+    return min(logging.getLogger(name).getEffectiveLevel() for name in LOGGERS)
+
+
+class ToOwner(QueueHandler):
+    """Posts records, from any thread; what comes after the loop's end is lost."""
+
+    def __init__(self, loop: AbstractEventLoop, post: Callable[[Message], None]) -> None:
+        """`post` belongs to the loop's thread."""
+        super().__init__(SimpleQueue())  # Not used: it is the way in which records are made ready that is.
+        self._loop = loop
+        self._post = post
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        message = Logged(
+            record.name,
+            record.levelno,
+            record.getMessage(),
+            record.created,
+            record.process or 0,
+            record.pathname,
+            record.lineno,
+            record.funcName or "",
+        )
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._post, message)
+
+
+def log_again(message: Logged) -> None:
+    """Have the owner's loggers handle what a runner has logged."""
+    logger = logging.getLogger(message.name)
+    if not logger.isEnabledFor(message.level):
+        return
+    record = logger.makeRecord(
+        message.name, message.level, message.path, message.line, message.text, (), None, message.function
+    )
+    record.created, record.process, record.processName = message.at, message.process, "kvtier-runner"
+    logger.handle(record)

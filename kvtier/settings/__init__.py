@@ -3,8 +3,9 @@
 from kvtier.settings.fields import Checked, decode, struct_fields
 from kvtier.settings.plugins import find_class, known_names
 from kvtier.settings.units import (
-    DURATION_S_MAX,
+    AGE_S_MAX,
     SIZE_BYTES_MAX,
+    Age,
     Count,
     Duration,
     Index,
@@ -13,14 +14,16 @@ from kvtier.settings.units import (
     PositiveSize,
     Share,
     Size,
+    SlowDuration,
     parse_duration,
     parse_size,
 )
 from kvtier.settings.words import names_a_path
 
 __all__ = [
-    "DURATION_S_MAX",
+    "AGE_S_MAX",
     "SIZE_BYTES_MAX",
+    "Age",
     "Checked",
     "Count",
     "Duration",
@@ -30,6 +33,7 @@ __all__ = [
     "PositiveSize",
     "Share",
     "Size",
+    "SlowDuration",
     "decode",
     "find_class",
     "known_names",

@@ -13,7 +13,10 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 SIZE_BYTES_MAX = 1 << 60  # 1 EiB. No tier is larger; a mistyped unit is.
-DURATION_S_MAX = 10 * 365 * 86_400.0  # Ten years, for the same reason.
+DURATION_S_MIN = 0.001  # What a timer keeps to; less is no wait at all.
+DURATION_S_MAX = 86_400.0  # A day. Nothing is waited for as long; the kernel takes no timeout of 25 days.
+SLOW_S_MIN = 0.1  # On a busy machine a healthy process or mount takes tens of milliseconds to answer.
+AGE_S_MAX = 10 * 365 * 86_400.0  # Ten years: no chunk is kept as long.
 
 _UNIT = "kvtier_unit"  # Key in `Meta.extra` under which an annotation says how its text is read.
 
@@ -78,13 +81,19 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=SIZE_BYTES_MAX, extra={_UNIT: _SIZE}
 """Bytes: an int, or text with a unit. Decimal units are powers of 1,000, binary ones of 1,024."""
 
 Duration = Annotated[float, msgspec.Meta(ge=0, le=DURATION_S_MAX, extra={_UNIT: _DURATION})]
-"""Seconds: a number, or text with a unit."""
+"""Seconds, a day of them at most: a number, or text with a unit."""
 
 PositiveSize = Annotated[int, msgspec.Meta(ge=1, le=SIZE_BYTES_MAX, extra={_UNIT: _SIZE})]
 """A `Size` of at least one byte."""
 
-PositiveDuration = Annotated[float, msgspec.Meta(gt=0, le=DURATION_S_MAX, extra={_UNIT: _DURATION})]
-"""A `Duration` longer than nothing."""
+PositiveDuration = Annotated[float, msgspec.Meta(ge=DURATION_S_MIN, le=DURATION_S_MAX, extra={_UNIT: _DURATION})]
+"""A `Duration` of at least a millisecond."""
+
+SlowDuration = Annotated[float, msgspec.Meta(ge=SLOW_S_MIN, le=DURATION_S_MAX, extra={_UNIT: _DURATION})]
+"""A `Duration` of at least a tenth of a second: how long a process or a mount may be silent."""
+
+Age = Annotated[float, msgspec.Meta(ge=DURATION_S_MIN, le=AGE_S_MAX, extra={_UNIT: _DURATION})]
+"""How long ago something was: seconds, a millisecond to ten years, as `Duration` is written."""
 
 Path = Annotated[str, msgspec.Meta(min_length=1, extra={_UNIT: _PATH})]
 """Where something lies in the file system, made absolute once: an engine that changes its directory finds it again."""

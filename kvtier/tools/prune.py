@@ -11,7 +11,7 @@ from rich.console import Console
 
 from kvtier.backend import Contents, Kind, Place, State, StoredFile
 from kvtier.errors import ConfigError
-from kvtier.settings import DURATION_S_MAX, SIZE_BYTES_MAX, parse_duration, parse_size
+from kvtier.settings import AGE_S_MAX, SIZE_BYTES_MAX, parse_duration, parse_size
 from kvtier.tools.directory import (
     DirectoryArgument,
     JsonOption,
@@ -76,7 +76,7 @@ def prune(
     this runs stays. A tier sets a file's time to its last use at most once an hour; a chunk in a segment has only the
     time of its store.
     """
-    age_s = _parsed("--older-than", older_than, parse_duration, DURATION_S_MAX, "a time such as 90min or 7d")
+    age_s = _parsed("--older-than", older_than, parse_duration, AGE_S_MAX, "a time such as 90min or 7d")
     size_bytes = _parsed("--to-size", to_size, parse_size, SIZE_BYTES_MAX, "a size such as 100GiB")
     everything = age_s is None and size_bytes is None and not (corrupt or leftovers)
     if everything and namespace is None:

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.backend.contract import Occupancy, Read, Write
-from kvtier.backend.registry import backend_class
+from kvtier.backend.contract import Occupancy, Read, Write, backend_class
 from kvtier.errors import ConfigError
 from kvtier.settings import decode
 from kvtier.testing.conformance import (

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.backend.keys import OffloadKey, make_offload_key
-from kvtier.backend.names import NAMINGS, NamingKind, read_folder
+from kvtier.backend.keys import NAMINGS, NamingKind, OffloadKey, make_offload_key, read_folder
 from kvtier.backend.namespace import FileMapper, Group, Namespace
 from kvtier.errors import ConfigError
 from kvtier.settings import decode

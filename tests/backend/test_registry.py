@@ -6,9 +6,18 @@ from typing import Any, Self
 import msgspec
 import pytest
 
-from kvtier.backend.contract import Abandoned, Backend, Durability, Outcome, Read, TierContext, Write
+from kvtier.backend.contract import (
+    Abandoned,
+    Backend,
+    Durability,
+    Outcome,
+    Read,
+    TierContext,
+    Write,
+    backend_class,
+    known_types,
+)
 from kvtier.backend.keys import OffloadKey
-from kvtier.backend.registry import backend_class, known_types
 from kvtier.config import Checked
 from kvtier.errors import ConfigError
 

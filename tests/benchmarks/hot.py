@@ -14,8 +14,7 @@ from kvtier.backend.keys import OffloadKey, chunk_hash, group_index, make_offloa
 from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.engine.steps import Inside
 from kvtier.memory.region import Region
-from kvtier.policies.base import Policy
-from kvtier.policies.named import policy_class
+from kvtier.policies import Policy, policy_class
 from kvtier.runner.messages import Cascade, Finished, pack_keys, pack_rows, unpack_keys, unpack_rows
 from kvtier.runner.wire import LENGTH_BYTES, actions_of, frame, messages_of
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Footer, payload_checksum, read_footer, write_footer
@@ -212,7 +211,7 @@ def transfer_plans() -> Work:
     """Return what finds the runs of a transfer's pages, half of them scattered. Needs numpy, not torch."""
     import numpy as np
 
-    from kvtier.kvcache.transfer.blocks import GroupBlocks, pages_of
+    from kvtier.kvcache.transfer.pages import GroupBlocks, pages_of
     from kvtier.kvcache.transfer.strided import runs_of
 
     scattered = np.random.default_rng(3).permutation(KEYS)

@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable
 
 from kvtier.backend.keys import OffloadKey
-from kvtier.policies.lru import LRU
-from kvtier.policies.named import policy_class
+from kvtier.policies import LRU, policy_class
 from kvtier_backends.fs.files.index import Held, Index
 
 NOW_NS = 1_700_000_000_000_000_000

@@ -17,7 +17,7 @@ import time
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.engine.ledger import Ledger, LedgerLimits
 from kvtier.engine.tier import TierSpec
-from kvtier.policies.named import policy_class
+from kvtier.policies import policy_class
 from kvtier.runner.messages import Found, pack_keys
 
 BATCH = 4_096

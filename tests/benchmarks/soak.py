@@ -18,7 +18,7 @@ from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.steps import Inside
-from kvtier.policies.lru import LRU
+from kvtier.policies import LRU
 from kvtier.testing import virtual_time
 from kvtier.testing.simulation.audit import audit, audit_quiet
 from kvtier.testing.simulation.books import chunk_of

@@ -19,7 +19,7 @@ from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.engine.ledger import Ledger, LedgerLimits, LookupResult
 from kvtier.engine.requests import Request
 from kvtier.engine.tier import TierMatcher, TierSpec
-from kvtier.policies.lru import LRU
+from kvtier.policies import LRU
 from kvtier.runner.messages import Cascade, Finished, Found, pack_keys, pack_rows
 from tests.benchmarks.protocol import KEYS_A_REQUEST, REQUESTS_A_STEP
 

@@ -9,7 +9,7 @@ loaded in pieces of 64 blocks and stored in pieces of 16. The tier sees these, a
 import random
 from collections.abc import Iterator, Sequence
 
-from kvtier.policies.lru import LRU
+from kvtier.policies import LRU
 from kvtier.tools.replay.traces import Request
 from kvtier.tools.replay.workload import Workload, generate
 

@@ -16,7 +16,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
 import msgspec
 import pytest
@@ -25,16 +25,17 @@ from markdown_it import MarkdownIt
 from prometheus_client import CollectorRegistry
 
 import kvtier.errors
+from kvtier.backend.contract import backend_class, known_types
 from kvtier.backend.keys import make_offload_key
 from kvtier.backend.namespace import Group, Namespace
-from kvtier.backend.registry import backend_class, known_types
 from kvtier.config import EngineConfig, EngineLimits, TierConfig, TierLimits, tier_options
-from kvtier.engine.events import EventKind
+from kvtier.engine.answers import EventKind
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.steps import Inside
-from kvtier.policies.named import known_policies
+from kvtier.policies import known_policies
 from kvtier.runner.messages import Code
 from kvtier.settings.fields import struct_fields
+from kvtier.settings.units import parse_duration, unit_of
 from kvtier.tools.commands import COMMANDS, command_line
 from kvtier.tools.replay.report import Report
 from kvtier.tools.replay.setup import rooted
@@ -193,6 +194,28 @@ STRUCTS: dict[str, type[msgspec.Struct]] = {
 def test_the_configuration_page_names_every_field_with_its_default(heading: str) -> None:
     written = {name: cells[0] for name, cells in rows_of("configuration.md", heading).items()}
     assert written == {name: as_written(field) for name, field in struct_fields(STRUCTS[heading]).items()}
+
+
+def test_the_configuration_page_tells_between_which_bounds_each_duration_and_size_lies() -> None:
+    found: dict[str, set[str]] = {}
+    for struct in STRUCTS.values():
+        for name, field in struct_fields(struct).items():
+            if bounds := bounds_of(field.type):
+                found.setdefault(bounds, set()).add(name)
+    written = rows_of("configuration.md", "Bounds of durations and sizes")
+    assert {bounds: set(re.findall(r"`(\w+)`", cells[0])) for bounds, cells in written.items()} == found
+
+
+def bounds_of(kind: Any) -> str:
+    """Write between which bounds an annotated duration or size must lie; empty for anything else."""
+    plain = [kind] if get_origin(kind) is Annotated else get_args(kind)
+    for one in plain:
+        meta = get_args(one)[1] if get_origin(one) is Annotated else None
+        unit = None if meta is None else unit_of(meta)
+        if unit is not None and meta.le is not None:
+            least, most = meta.ge, meta.le
+            return f"{least:g} s to {most:,.0f} s" if unit.parse is parse_duration else f"{least} to {most >> 60} EiB"
+    return ""
 
 
 def as_written(field: msgspec.structs.FieldInfo) -> str:

@@ -63,6 +63,17 @@ class Blocks(DummyBackend):
         return await super().open(options, context)
 
 
+class BlocksOnce(DummyBackend):
+    """Blocks its loop for good as it opens, but only once: what its store is called after is a file, and then none."""
+
+    @classmethod
+    async def open(cls, options: msgspec.Struct, context):
+        if os.path.exists(options.store):
+            os.unlink(options.store)
+            time.sleep(3_600)  # noqa: ASYNC251  # As a tier may that is not ours.
+        return await super().open(options, context)
+
+
 class NeverOpens(DummyBackend):
     @classmethod
     async def open(cls, options: msgspec.Struct, context):

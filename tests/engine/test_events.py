@@ -1,5 +1,5 @@
 from kvtier.backend.keys import make_offload_key
-from kvtier.engine.events import Event, EventKind, EventLog
+from kvtier.engine.answers import Event, EventKind, EventLog
 
 KEYS = [make_offload_key(b"a")]
 STORED, REMOVED, FAILED = (

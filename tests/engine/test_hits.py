@@ -17,7 +17,7 @@ from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.engine.hits import StepHits
 from kvtier.engine.primary import Primary
 from kvtier.engine.requests import Leases, Request
-from kvtier.policies.named import policy_class
+from kvtier.policies import policy_class
 
 ROWS = 3
 LEASED_MAX = 2

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from kvtier.engine.breaker import Breaker, BreakerState
-from kvtier.runner.budget import Budget
+from kvtier.runner.tiers import Budget
 
 pytestmark = pytest.mark.virtual_time
 

@@ -1,7 +1,7 @@
 import pytest
 from prometheus_client import generate_latest
 
-from kvtier.engine.events import Event, EventKind, EventLog
+from kvtier.engine.answers import Event, EventKind, EventLog
 from kvtier.engine.metrics import Metrics
 from kvtier.runner.messages import Code, TierUsage
 from tests.engine.ledger.bench import Bench

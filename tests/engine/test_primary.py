@@ -2,7 +2,7 @@ import pytest
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.engine.primary import Primary
-from kvtier.policies.lru import LRU
+from kvtier.policies import LRU
 
 
 def keys_of(names: str) -> list[OffloadKey]:

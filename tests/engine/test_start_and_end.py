@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import ExitStack
 
 import pytest
 
@@ -192,11 +193,19 @@ def kill_runner(bridge, until):
     came = len(bridge.mailbox)
     (runner,) = children()
     os.kill(runner, signal.SIGKILL)
+    wait_for(bridge, lambda: has_said(bridge, until, since=came))
+
+
+def has_said(bridge, kind, since=0):
+    return any(isinstance(message, kind) for message in list(bridge.mailbox)[since:])
+
+
+def wait_for(bridge, condition):
     for _ in range(1_000):
-        if any(isinstance(message, until) for message in list(bridge.mailbox)[came:]):
+        if condition():
             return
         bridge.wait(PATIENCE_S / 1_000)
-    raise AssertionError(f"no {until}")
+    raise AssertionError(f"it did not come about: {list(bridge.mailbox)}")
 
 
 def test_a_successor_gets_nothing_before_its_owner_knows_of_it(bridge):
@@ -213,6 +222,21 @@ def test_a_successor_that_has_died_meanwhile_is_not_admitted(bridge, monkeypatch
     kill_runner(bridge, until=RunnerLost)
     bridge.admit(1)
     assert not sent(bridge)
+
+
+def test_a_successor_that_blocks_as_it_opens_is_killed_and_has_a_successor_itself(outside, tmp_path, monkeypatch):
+    wish = tmp_path / "wish"
+    tier = {"type": f"{RUDE}:BlocksOnce", "store": str(wish)}
+    config = describe(4, tier, runner="process", limits={"open_s": 0.1, "close_s": 0.1})
+    with Region.memfd(4, CHUNK_BYTES) as region, ExitStack() as at_end:
+        bridge = ProcessBridge(config, region)
+        at_end.callback(bridge.close, 1)
+        wish.touch()
+        monkeypatch.setattr("kvtier.runner.bridge.START_S", 2.0)
+        kill_runner(bridge, until=RunnerLost)
+        wait_for(bridge, lambda: not wish.exists())
+        monkeypatch.undo()
+        wait_for(bridge, lambda: has_said(bridge, RunnerBack))
 
 
 def test_a_successor_that_was_never_admitted_ends_with_the_rest(bridge):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvtier.engine.events import Event, EventKind
+from kvtier.engine.answers import Event, EventKind
 from kvtier.engine.ledger import LookupResult
 from kvtier.engine.steps import Inside
 from kvtier.engine.tier import TierMatcher

@@ -71,8 +71,8 @@ def main(given: str) -> None:
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
+            say("child", os.getpid())
             asyncio.run(child(asked["row_bytes"], asked["keys"], line.strip(), asked["options"]))
-        say("child", pid)
         while not os.WIFSIGNALED(os.waitpid(pid, os.WUNTRACED)[1]):
             say("stopped")  # What it does has come to rest: it can be looked at.
         say("dead")

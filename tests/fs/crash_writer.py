@@ -55,8 +55,8 @@ def main(root: str, row_bytes: int, keys: int, deletes: float, options: dict[str
     for line in sys.stdin:
         pid = os.fork()
         if pid == 0:
+            say("child", os.getpid())
             asyncio.run(child(root, row_bytes, keys, int(line), deletes, options))
-        say("child", pid)
         os.waitpid(pid, 0)
         say("dead")
 

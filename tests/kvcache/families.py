@@ -10,14 +10,18 @@ from typing import NamedTuple
 import torch
 
 from kvtier.kvcache.layout.axes import KV_JOINED_NHD, LATENT, CacheAxes
-from kvtier.kvcache.layout.model import KVCacheConfig, KVCacheGroup, KVCacheTensor, group_layers, padded_to_one_page
-from kvtier.kvcache.layout.specs import (
+from kvtier.kvcache.layout.model import (
     FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheTensor,
     LayerSpec,
     MambaSpec,
     MLASpec,
     SlidingWindowSpec,
     UniformSpecs,
+    group_layers,
+    padded_to_one_page,
 )
 
 BF16 = torch.bfloat16

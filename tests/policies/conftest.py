@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.policies import Policy
-from kvtier.policies.named import policy_class
+from kvtier.policies import Policy, policy_class
 
 
 @pytest.fixture(params=["arc", "fifo", "lfu", "lru", "s3fifo"])

@@ -1,4 +1,4 @@
-from kvtier.policies.arc import ARC
+from kvtier.policies import ARC
 
 
 def none_kept(key: int) -> bool:

@@ -8,13 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtier.policies import Policy
-from kvtier.policies.arc import ARC
-from kvtier.policies.fifo import FIFO
-from kvtier.policies.lfu import LFU
-from kvtier.policies.linked import RowLRU
-from kvtier.policies.lru import LRU
-from kvtier.policies.s3fifo import S3FIFO
+from kvtier.policies import ARC, FIFO, LFU, LRU, S3FIFO, Policy, RowLRU
 
 CAPACITY = 12
 KEYS = 40

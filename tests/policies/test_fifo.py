@@ -1,4 +1,4 @@
-from kvtier.policies.fifo import FIFO
+from kvtier.policies import FIFO
 
 
 def test_what_came_first_goes_first_whatever_is_used() -> None:

@@ -1,4 +1,4 @@
-from kvtier.policies.lfu import LFU
+from kvtier.policies import LFU
 
 
 def none_kept(key: int) -> bool:

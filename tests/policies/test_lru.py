@@ -1,8 +1,6 @@
 import pytest
 
-from kvtier.policies.base import Policy
-from kvtier.policies.linked import RowLRU
-from kvtier.policies.lru import LRU
+from kvtier.policies import LRU, Policy, RowLRU
 
 
 def none_kept(key: int) -> bool:

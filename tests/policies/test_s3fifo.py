@@ -1,4 +1,4 @@
-from kvtier.policies.s3fifo import S3FIFO
+from kvtier.policies import S3FIFO
 
 
 def none_kept(key: int) -> bool:

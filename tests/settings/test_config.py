@@ -148,6 +148,20 @@ MISTAKES: list[tuple[dict[str, Any], str]] = [
     ({"events": "yes"}, "events: 'yes' given, true or false accepted"),
     ({"limits": {"lease_share": 2}}, "limits.lease_share: 2 given, a number, more than 0 and at most 1"),
     ({"limits": {"heartbeat_s": "0s"}}, "limits.heartbeat_s: '0s' given, seconds as a number"),
+    *(
+        ({"limits": {name: given}}, f"limits.{name}: {given!r} given, seconds as a number")
+        for name in ("heartbeat_s", "open_s")
+        for given in ("1us", "99ms", "40d")  # The kernel's poll takes no timeout of 25 days.
+    ),
+    *(({"limits": {name: "25h"}}, f"limits.{name}: '25h' given, seconds") for name in ("lease_s", "close_s")),
+    *(
+        (
+            {"secondary_tiers": [TIER | {"limits": {name: given}}]},
+            f"secondary_tiers[0].limits.{name}: {given!r} given, seconds as a number",
+        )
+        for name in ("deadline_s", "answer_ttl_s")
+        for given in ("1us", "25h")
+    ),
     ({"limits": {"events": 0}}, "limits.events: 0 given, an integer, at least 1"),
     *(
         ({"limits": {name: 1 << 30}}, f"limits.{name}: 1073741824 given, an integer, at least 1 and at most")
@@ -261,7 +275,7 @@ SIZES = st.integers(1 << 20, 1 << 40)
 SHARES = st.floats(0.01, 1.0)
 LIMITS = st.builds(
     TierLimits,
-    deadline_s=st.floats(0.001, 1e6),
+    deadline_s=st.floats(0.001, 86_400),
     load_bytes_in_flight=SIZES,
     store_bytes_in_flight=SIZES,
     breaker_failures=st.integers(1, 100),

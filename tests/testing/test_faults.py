@@ -2,8 +2,7 @@ import asyncio
 
 import pytest
 
-from kvtier.backend.contract import Abandoned, Backend, Durability, Read
-from kvtier.backend.registry import backend_class
+from kvtier.backend.contract import Abandoned, Backend, Durability, Read, backend_class
 from kvtier.errors import BackendClosed, BackendUnavailable, ChunkMissing, ConfigError, NoSpace
 from kvtier.settings import decode
 from kvtier.testing import virtual_time

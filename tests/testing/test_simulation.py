@@ -60,7 +60,7 @@ def test_seeds_meet_every_fault_and_every_ending():
 
 
 def test_a_policy_written_elsewhere_is_simulated():
-    assert run_seeds(range(20), Subject(policy="kvtier.policies.lru:LRU")).failures == []
+    assert run_seeds(range(20), Subject(policy="kvtier.policies:LRU")).failures == []
 
 
 def test_a_tier_written_elsewhere_is_simulated():

@@ -70,7 +70,7 @@ def test_by_default_all_policies_are_compared_at_five_sizes(trace: str, tmp_path
 
 def test_a_policy_of_ones_own_is_compared_by_module_and_class(trace: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    own = "kvtier.policies.lru:LRU"
+    own = "kvtier.policies:LRU"
     assert run("policies", trace, "--policies", f"lru,{own}", "--sizes", "0.5", "--json", str(out)) == 0
     ratios = json.loads(out.read_text())
     assert ratios["lru"] == ratios[own]

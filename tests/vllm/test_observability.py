@@ -22,7 +22,7 @@ from kvtier.engine.tier import Tier, TierSpec
 from kvtier.integrations.vllm import KVTierOffloadingSpec
 from kvtier.integrations.vllm.logs import Summary, log_as_vllm
 from kvtier.integrations.vllm.stats import TransferTimes, metric_definitions
-from kvtier.runner.log import LOGGERS
+from kvtier.runner.wire import LOGGERS
 from tests.vllm.engines import Engine, fill, kvtier, prompts
 
 BLOCK_BYTES = 64 << 10

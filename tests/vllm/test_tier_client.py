@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvtier.backend.keys import OffloadKey
-from kvtier.engine.events import EventLog
+from kvtier.engine.answers import EventLog
 from kvtier.engine.tier import TierSpec
 from kvtier.integrations.vllm.second_door import TierClient
 from kvtier.integrations.vllm.stats import Stats, TransferTimes, client_readings, tier_metric_definitions

@@ -24,7 +24,7 @@ from kvtier.backend import (
     Write,
 )
 from kvtier.errors import BackendClosed, BackendUnavailable, ConfigError
-from kvtier.memory import file_bytes_max
+from kvtier.memory import require_file_bytes
 from kvtier_backends.fs.counters import FsCounters, Tally, by_name
 from kvtier_backends.fs.disk.beside import Books, open_books
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
@@ -51,7 +51,7 @@ class FsBackend(Backend[FsOptions]):
         A root that is missing is made if its parent is there.
         """
         chosen = options.chosen()
-        _check_file_size(chosen.layout, context.row_bytes)
+        _require_room_for_a_chunk(chosen, context.row_bytes)
         context = context._replace(mapper=FileMapper(context.mapper.namespace, chosen.naming))
         folder = Folder(chosen, context.mapper)
         tally = Tally()
@@ -183,11 +183,14 @@ def _layout(
     return SegmentsLayout(options, context, folder, books, tally, scan_lane)
 
 
-def _check_file_size(layout: str, row_bytes: int) -> None:
+def _require_room_for_a_chunk(options: LayoutOptions, row_bytes: int) -> None:
     """Refuse to begin where every store would fail."""
-    least_bytes = row_bytes + FOOTER_BYTES + (HEADER_BYTES if layout == "segments" else 0)
-    limit_bytes = file_bytes_max()
-    if limit_bytes is not None and limit_bytes < least_bytes:
-        raise ConfigError(
-            f"one chunk's file has {least_bytes:,} bytes, and RLIMIT_FSIZE is {limit_bytes:,}: raise it (ulimit -f)"
-        )
+    chunk_bytes = row_bytes + FOOTER_BYTES
+    for name in ("capacity_bytes", "write_budget_bytes_per_day"):
+        given_bytes: int | None = getattr(options, name)
+        if given_bytes is not None and given_bytes < chunk_bytes:
+            raise ConfigError(
+                f"{name}: {given_bytes:,} bytes given, at least one chunk's {chunk_bytes:,} (its row and a footer)"
+                " accepted: nothing could ever be stored"
+            )
+    require_file_bytes(chunk_bytes + (HEADER_BYTES if options.layout == "segments" else 0))

@@ -8,9 +8,10 @@ from msgspec.structs import asdict, force_setattr
 from kvtier.backend import NamingKind
 from kvtier.config import Checked
 from kvtier.errors import ConfigError
-from kvtier.policies.named import policy_class
-from kvtier.settings import Duration, Path, PositiveDuration, PositiveSize, Share, Size
+from kvtier.policies import policy_class
+from kvtier.settings import Age, Duration, Path, PositiveSize, Share, Size
 
+CHECKPOINT_S_MIN = 0.01  # More often, a tier of a million chunks would do nothing but write down its index.
 LANES_MAX = 64  # A device that needs more requests at once than this needs another way of asking, not more threads.
 
 Lanes = Annotated[int, msgspec.Meta(ge=1, le=LANES_MAX)]
@@ -40,7 +41,7 @@ class DiskOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True
     min_free_bytes: Size = 0
     """What is left of the file system for others; chunks go when it is less."""
 
-    ttl_s: PositiveDuration | None = None
+    ttl_s: Age | None = None
     """Chunks that were not used for so long are removed."""
 
     write_budget_bytes_per_day: PositiveSize | None = None
@@ -65,9 +66,13 @@ class DiskOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True
     """How often the index is written down, besides at the end: a start that has it answers at once. 0: never."""
 
     def __post_init__(self) -> None:
-        """Refuse a policy that there is not."""
+        """Refuse a policy that there is not, and an index that would be written down all the time."""
         super().__post_init__()
         policy_class(self.eviction_policy)
+        if 0 < self.checkpoint_s < CHECKPOINT_S_MIN:
+            raise ConfigError(
+                f"checkpoint_s: {self.checkpoint_s:g} s given, 0 (never) or at least {CHECKPOINT_S_MIN:g} s accepted"
+            )
 
 
 class SegmentsOptions(DiskOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):

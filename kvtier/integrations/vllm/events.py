@@ -9,7 +9,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvtier import __version__
 from kvtier.backend import FileMapper, OffloadKey
 from kvtier.config import PRIMARY_NAME, EngineConfig
-from kvtier.engine.events import Event, EventKind
+from kvtier.engine.answers import Event, EventKind
 from kvtier.engine.tier import Tier, TierSpec
 
 _TELLS_WHAT_DID_NOT_COME = "metadata_only" in {field.name for field in fields(OffloadingEvent)}  # From vLLM 0.33 on.

@@ -12,7 +12,7 @@ import vllm.envs as envs
 from typing_extensions import override
 
 from kvtier.engine.tier import Tier
-from kvtier.runner.log import LOGGERS
+from kvtier.runner.wire import LOGGERS
 
 logger = logging.getLogger(__name__)
 

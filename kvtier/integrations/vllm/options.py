@@ -15,10 +15,10 @@ from kvtier.config import (
     EngineLimits,
     EventsKept,
     Index,
-    PositiveDuration,
     PositiveSize,
     QueuedActions,
     Share,
+    SlowDuration,
     TierConfig,
     TierLimits,
     tier_options,
@@ -107,8 +107,8 @@ class SecondaryLimits(TierLimits, frozen=True, forbid_unknown_fields=True, kw_on
     action_chunks: ActionChunks = _ENGINE.action_chunks
     queued_actions: QueuedActions = _ENGINE.queued_actions
     quarantine_share: Share = _ENGINE.quarantine_share
-    heartbeat_s: PositiveDuration = _ENGINE.heartbeat_s
-    open_s: PositiveDuration = _ENGINE.open_s
+    heartbeat_s: SlowDuration = _ENGINE.heartbeat_s
+    open_s: SlowDuration = _ENGINE.open_s
     close_s: Duration = _ENGINE.close_s
     events: EventsKept = _ENGINE.events
 
@@ -123,7 +123,7 @@ class SecondaryOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only
     rest: ClassVar[str | None] = "options"
 
     backend: Text
-    """The tier's type, as `kvtier.backend.registry` knows it."""
+    """The tier's type, as `kvtier.backend.backend_class` knows it."""
 
     name: str = ""
     limits: SecondaryLimits = SecondaryLimits()

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from kvtier.backend import OffloadKey
-from kvtier.engine.events import Event, EventLog
+from kvtier.engine.answers import Event, EventLog
 from kvtier.engine.inbox import Inbox, Observe
 from kvtier.engine.outbox import Outbox
 from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Position, Request, Search

@@ -26,7 +26,7 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from kvtier.config import EngineConfig
-from kvtier.engine.events import EventLog
+from kvtier.engine.answers import EventLog
 from kvtier.engine.ledger import ledger_of
 from kvtier.engine.requests import by_position
 from kvtier.engine.steps import say_start

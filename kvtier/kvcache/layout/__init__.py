@@ -1,6 +1,5 @@
 """KV cache layouts: what layers keep, where it lies, and the canonical pages that everything else moves."""
 
-from kvtier.kvcache.layout.agnostic import parallel_refusal, with_layout
 from kvtier.kvcache.layout.allocation import (
     RowCaches,
     allocate_rows,
@@ -10,25 +9,30 @@ from kvtier.kvcache.layout.allocation import (
     packing_refusal,
 )
 from kvtier.kvcache.layout.axes import AxesOf, CacheAxes, cache_view, layer_views, state_views
-from kvtier.kvcache.layout.canonical import CanonicalKVCaches, DataRef, LayerCache, canonical_kv_caches
+from kvtier.kvcache.layout.canonical import (
+    CanonicalKVCaches,
+    DataRef,
+    LayerCache,
+    canonical_kv_caches,
+    parallel_refusal,
+    with_layout,
+)
 from kvtier.kvcache.layout.mapping import PageMapping, Run, page_mapping
 from kvtier.kvcache.layout.model import (
-    KVCacheConfig,
-    KVCacheGroup,
-    KVCacheTensor,
-    ParallelConfig,
-    group_layers,
-    padded_to_one_page,
-)
-from kvtier.kvcache.layout.specs import (
     AttentionSpec,
     ChunkedLocalSpec,
     FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    KVCacheTensor,
     LayerSpec,
     MambaSpec,
     MLASpec,
+    ParallelConfig,
     SlidingWindowSpec,
     UniformSpecs,
+    group_layers,
+    padded_to_one_page,
 )
 
 __all__ = [

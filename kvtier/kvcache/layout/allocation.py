@@ -17,8 +17,15 @@ from kvtier.errors import ConfigError
 from kvtier.kvcache.layout.axes import AxesOf, CacheAxes, layer_views
 from kvtier.kvcache.layout.canonical import CanonicalKVCaches, DataRef, LayerCache
 from kvtier.kvcache.layout.mapping import row_mapping
-from kvtier.kvcache.layout.model import KVCacheConfig, KVCacheGroup, ParallelConfig
-from kvtier.kvcache.layout.specs import AttentionSpec, LayerSpec, MambaSpec, UniformSpecs
+from kvtier.kvcache.layout.model import (
+    AttentionSpec,
+    KVCacheConfig,
+    KVCacheGroup,
+    LayerSpec,
+    MambaSpec,
+    ParallelConfig,
+    UniformSpecs,
+)
 
 
 def allocate_tensors(config: KVCacheConfig, axes: AxesOf, device: torch.device | str = "cpu") -> dict[str, LayerCache]:

@@ -12,7 +12,7 @@ import torch
 from kvtier.errors import ConfigError
 from kvtier.kvcache.layout.blocks import offset_bytes as memory_offset_bytes
 from kvtier.kvcache.layout.blocks import view_of
-from kvtier.kvcache.layout.specs import AttentionSpec, LayerSpec, MambaSpec
+from kvtier.kvcache.layout.model import AttentionSpec, LayerSpec, MambaSpec
 
 LETTERS = "BKHNC"
 

@@ -7,16 +7,17 @@ of several layers lie in one row, the row is the page, and each group refers to 
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import msgspec
 import torch
 
+from kvtier.backend import Group, Namespace, refusal
 from kvtier.errors import ConfigError
 from kvtier.kvcache.layout.axes import AxesOf, CacheAxes
 from kvtier.kvcache.layout.blocks import BlockRun, block_axis, block_runs, storage_of, view_of
 from kvtier.kvcache.layout.mapping import PageMapping, own_part, page_mapping, row_mapping
-from kvtier.kvcache.layout.model import KVCacheConfig, KVCacheGroup, ParallelConfig
-from kvtier.kvcache.layout.specs import AttentionSpec, LayerSpec
+from kvtier.kvcache.layout.model import AttentionSpec, KVCacheConfig, KVCacheGroup, LayerSpec, ParallelConfig
 
 LayerCache = torch.Tensor | Sequence[torch.Tensor]
 """An attention layer's cache, or a state-space layer's states."""
@@ -66,6 +67,56 @@ def canonical_kv_caches(
     finder = _Finder(config, dict(axes or {}))
     placed = {layer: finder.place(layer, caches[layer]) for group in config.groups for layer in group.layer_names}
     return _Assembly(config, dict(axes or {}), parallel or ParallelConfig(), total_kv_heads).build(placed)
+
+
+def with_layout(
+    namespace: Namespace,
+    config: KVCacheConfig,
+    parallel: ParallelConfig,
+    *,
+    total_kv_heads: int,
+    canonical: CanonicalKVCaches | None = None,
+) -> Namespace:
+    """Return the namespace with all that specs, parallel sizes and, where rows hold them, canonical pages say of it.
+
+    What they cannot say stays as it is: the model's name, the layout's, which runner the engine has. Only facts are
+    computed here: who shares names is decided by `kvtier.backend.refusal` alone, for every engine.
+    """
+    specs = [spec for group in config.groups for spec in group.specs]
+    heads = {spec.num_kv_heads if isinstance(spec, AttentionSpec) else None for spec in specs}
+    facts: dict[str, Any] = {
+        "tp_size": parallel.tp_size,
+        "pp_size": parallel.pp_size,
+        "pcp_size": parallel.pcp_size,
+        "dcp_size": parallel.dcp_size,
+        "rank": parallel.rank,
+        "kv_cache_groups": tuple(
+            Group(
+                # Context parallelism makes a block stand for more tokens.
+                tokens_per_block=group.block_size * parallel.dcp_size * parallel.pcp_size,
+                layer_names=group.layer_names,
+                attention=group.attention,
+            )
+            for group in config.groups
+        ),
+        "kv_heads_per_rank": heads.pop() if len(heads) == 1 else None,
+        "total_kv_heads": total_kv_heads,
+        "per_token_head_scales": any(getattr(spec, "per_token_head_scales", False) for spec in specs),
+        "certified": canonical is not None and canonical.topology_free,
+    }
+    return msgspec.structs.replace(namespace, **facts)
+
+
+def parallel_refusal(
+    namespace: Namespace,
+    config: KVCacheConfig,
+    parallel: ParallelConfig,
+    *,
+    total_kv_heads: int,
+    canonical: CanonicalKVCaches | None = None,
+) -> str:
+    """Say why chunks of these caches depend on the parallel sizes; empty if they do not."""
+    return refusal(with_layout(namespace, config, parallel, total_kv_heads=total_kv_heads, canonical=canonical))
 
 
 class _Pages(NamedTuple):

@@ -13,8 +13,7 @@ import msgspec
 
 from kvtier.errors import ConfigError
 from kvtier.kvcache.layout.axes import CacheAxes
-from kvtier.kvcache.layout.model import ParallelConfig
-from kvtier.kvcache.layout.specs import AttentionSpec, LayerSpec, MambaSpec, MLASpec
+from kvtier.kvcache.layout.model import AttentionSpec, LayerSpec, MambaSpec, MLASpec, ParallelConfig
 
 
 class Run(msgspec.Struct, frozen=True):

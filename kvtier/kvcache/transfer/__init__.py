@@ -1,8 +1,7 @@
 """Copies between an engine's KV caches and the primary's rows."""
 
-from kvtier.kvcache.transfer.blocks import NO_BLOCKS, GroupBlocks
 from kvtier.kvcache.transfer.jobs import Kind, TransferResult
-from kvtier.kvcache.transfer.pieces import SlotLayout, slot_layout
+from kvtier.kvcache.transfer.pages import NO_BLOCKS, GroupBlocks, SlotLayout, slot_layout
 from kvtier.kvcache.transfer.worker import TransferWorker
 
 __all__ = ["NO_BLOCKS", "GroupBlocks", "Kind", "SlotLayout", "TransferResult", "TransferWorker", "slot_layout"]

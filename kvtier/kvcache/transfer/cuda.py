@@ -1,31 +1,42 @@
-"""Copies between a CUDA device and pinned host memory: streams of our own, one each way, and many copies in one call.
+"""Copies between a CUDA device and pinned host memory: streams of our own, one each way.
 
-Not a kernel where it can be helped: the copy engines move bytes while the device computes. What the device was told to
-do before a transfer was submitted (write the blocks that are stored, clear those that are loaded) is waited for on the
-device, by an event, never by the host.
+Many pages are copied in one call or, by drivers that have no such call, as whole chunks through a buffer on the device.
+Not by a kernel where it can be helped: the copy engines move bytes while the device computes. What the device was told
+to do before a transfer was submitted (write the blocks that are stored, clear those that are loaded) is waited for on
+the device, by an event, never by the host.
 """
 
 import importlib
 import logging
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
-from kvtier.kvcache.transfer.copiers import Copier, Finish
-from kvtier.kvcache.transfer.descriptors import Descriptors, descriptors
-from kvtier.kvcache.transfer.jobs import Job, Kind
-from kvtier.kvcache.transfer.pieces import Piece
-from kvtier.kvcache.transfer.staged import StagedCopies
+from kvtier.kvcache.layout.blocks import storage_of
+from kvtier.kvcache.transfer.jobs import Copier, Finish, Job, Kind
+from kvtier.kvcache.transfer.pages import Indices, Mask, Pages, Piece, Sides, repeated
+from kvtier.kvcache.transfer.strided import Strided, copy_alike, strided
 
 BATCH_COPIES_MAX = 8_192  # Of one call; its arguments become lists and arrays of as many addresses.
 AHEAD = 4  # Transfers begun before the first has ended: the next one's addresses are ready when the device is.
+BUFFER_BYTES_MAX = 64 << 20  # A few milliseconds of a PCIe link; taken from the memory that caches could have.
 
 _SUCCESS = 0
 _IN_STREAM_ORDER, _ANY_TIME = 1, 3  # cudaMemcpySrcAccessOrderStream and -Any.
+_NONE = np.empty(0, dtype=np.int64)
 
 logger = logging.getLogger(__name__)
+
+
+class Descriptors(NamedTuple):
+    """Copy i moves `sizes[i]` bytes from `sources[i]` to `targets[i]`. No two share bytes of their targets."""
+
+    sources: Indices
+    targets: Indices
+    sizes: Indices
+
 
 BatchedCopy = Callable[[Descriptors, int, bool], None]
 """Begins the copies on a stream, by its handle; True: their sources do not change meanwhile."""
@@ -63,37 +74,23 @@ class CudaCopier:
         return end.synchronize
 
 
-def cuda_copiers(
-    pieces: tuple[tuple[Piece, ...], ...],
-    slots: torch.Tensor,
-    blocks_per_chunk: int,
-    num_blocks: int,
-    device: torch.device,
-) -> list[Copier]:
+def cuda_copiers(sides: Sides, device: torch.device) -> list[Copier]:
     """Return a copier for either way: pages in batches or, where the driver has none, whole chunks."""
     copy = batched_copy(device)
     copiers = list[Copier]()
     for kind in Kind:
-        begin: DeviceCopy = (
-            StagedCopies(pieces, slots, blocks_per_chunk, num_blocks)
-            if copy is None
-            else batched(pieces, slots, blocks_per_chunk, copy)
-        )
+        begin: DeviceCopy = StagedCopies(sides) if copy is None else batched(sides, copy)
         copiers.append(CudaCopier(kind, device, begin))
-    if (
-        copy is None
-    ):  # The buffers' memory was the engine's stream's, which may still work on it: not behind our streams.
+    if copy is None:  # The buffers' memory was the engine's stream's, which may still work on it: not behind ours.
         torch.cuda.synchronize(device)
     return copiers
 
 
-def batched(
-    pieces: tuple[tuple[Piece, ...], ...], slots: torch.Tensor, blocks_per_chunk: int, copy: BatchedCopy
-) -> DeviceCopy:
+def batched(sides: Sides, copy: BatchedCopy) -> DeviceCopy:
     """Return what begins a transfer as copies of single pages, many in one call."""
 
     def begin(job: Job) -> None:
-        copies = descriptors(pieces, slots, job.kind, job.groups, blocks_per_chunk)
+        copies = descriptors(sides, job.kind, job.groups)
         stream = torch.cuda.current_stream().cuda_stream
         for first in range(0, len(copies.sizes), BATCH_COPIES_MAX):
             part = Descriptors(*(column[first : first + BATCH_COPIES_MAX] for column in copies))
@@ -116,6 +113,115 @@ def batched_copy(device: torch.device) -> BatchedCopy | None:
         logger.warning(reason, error)
         return None
     return copy
+
+
+def descriptors(sides: Sides, kind: Kind, groups: tuple[Pages, ...]) -> Descriptors:
+    """Return a transfer's copies: page by page, neighbours joined."""
+    slots = sides.slots
+    local, host, sizes, rows = list[Indices](), list[Indices](), list[Indices](), list[Indices]()
+    for group, pages in zip(sides.pieces, groups, strict=True):
+        for piece in group:
+            moved = pages
+            if kind is Kind.STORE:
+                moved = pages.written_by(sides.blocks_per_chunk, piece.writers, piece.writer_index)
+            start = storage_of(piece.memory) + piece.local
+            slot = slots.data_ptr() + piece.host
+            local.append(
+                repeated(start + moved.blocks * piece.local_stride, [(r.times, r.local) for r in piece.repeats])
+            )
+            in_rows = slot + moved.rows * slots.stride(0) + moved.positions * piece.host_stride
+            host.append(repeated(in_rows, [(r.times, r.host) for r in piece.repeats]))
+            sizes.append(np.full(len(local[-1]), piece.size_bytes))
+            rows.append(repeated(moved.rows, [(r.times, 0) for r in piece.repeats]))
+    both = (np.concatenate(local or [_NONE]), np.concatenate(host or [_NONE]))
+    sources, targets = both if kind is Kind.STORE else both[::-1]
+    return joined(sources, targets, np.concatenate(sizes or [_NONE]), np.concatenate(rows or [_NONE]))
+
+
+def joined(sources: Indices, targets: Indices, sizes: Indices, rows: Indices) -> Descriptors:
+    """Order copies by their targets, and make one of those that follow each other on both sides, within a row.
+
+    Not beyond: rows are pinned in slices, and CUDA refuses a copy that reaches over two of them.
+    """
+    order = np.argsort(targets, kind="stable")
+    sources, targets, sizes, rows = sources[order], targets[order], sizes[order], rows[order]
+    follows = (sources[:-1] + sizes[:-1] == sources[1:]) & (targets[:-1] + sizes[:-1] == targets[1:])
+    follows &= rows[:-1] == rows[1:]
+    firsts = np.flatnonzero(np.concatenate((np.ones(min(1, len(sizes)), dtype=bool), ~follows)))
+    return Descriptors(sources[firsts], targets[firsts], np.add.reduceat(sizes, firsts) if len(sizes) else sizes)
+
+
+class StagedCopies:
+    """Chunks by way of a buffer beside the caches, for devices without batched copies.
+
+    Pages are gathered into chunks by the device, and whole chunks copied to the host, or the other way round: one copy
+    a chunk instead of one a page and layer, for the price of a pass over the device's own memory. A call begins a
+    transfer's copies on the current stream, which has to be the same for all: they use one buffer in turn.
+    """
+
+    def __init__(self, sides: Sides) -> None:
+        slots = sides.slots
+        rows = max(1, min(slots.shape[0], BUFFER_BYTES_MAX // slots.shape[1]))
+        device = next(piece.memory.device for group in sides.pieces for piece in group)
+        self._buffer = torch.empty((rows, slots.shape[1]), dtype=torch.int8, device=device)
+        self._slots = slots
+        self._blocks_per_chunk = sides.blocks_per_chunk
+        buffered = sides._replace(slots=self._buffer)
+        self._groups: list[list[tuple[Piece, Strided]]] = [
+            # Whose turn it is follows from the rows, which the buffer does not have.
+            [(piece, strided(piece._replace(writers=1, writer_index=0), buffered)) for piece in group]
+            for group in sides.pieces
+        ]
+
+    def __call__(self, job: Job) -> None:
+        for group, pages in zip(self._groups, job.groups, strict=True):
+            for some, buffered in self._in_parts(pages):
+                if job.kind is Kind.STORE:
+                    self._store(group, some, buffered)
+                else:
+                    self._load(group, some, buffered)
+
+    def _in_parts(self, pages: Pages) -> Iterator[tuple[Pages, Pages]]:
+        """Yield as many pages at a time as the buffer has chunks for, by their rows and by the buffer's."""
+        starts = np.flatnonzero(np.diff(pages.rows, prepend=-1))
+        chunks = np.repeat(np.arange(len(starts)), np.diff(starts, append=len(pages.rows)))
+        for first in range(0, len(starts), len(self._buffer)):
+            part = (chunks >= first) & (chunks < first + len(self._buffer))
+            some = pages.only(part)
+            yield some, some._replace(rows=chunks[part] - first)
+
+    def _store(self, group: list[tuple[Piece, Strided]], some: Pages, buffered: Pages) -> None:
+        for piece, gather in group:
+            moved = buffered.only(self._turn(piece, some))
+            copy_alike(Kind.STORE, [gather], moved)
+        copies = self._whole(group, some, buffered, stores=True)
+        into, out_of = _bytes_of(self._slots), _bytes_of(self._buffer)
+        for source, target, size in zip(*(column.tolist() for column in copies), strict=True):
+            into[target : target + size].copy_(out_of[source : source + size], non_blocking=True)
+
+    def _load(self, group: list[tuple[Piece, Strided]], some: Pages, buffered: Pages) -> None:
+        copies = self._whole(group, some, buffered, stores=False)
+        into, out_of = _bytes_of(self._buffer), _bytes_of(self._slots)
+        for target, source, size in zip(*(column.tolist() for column in copies), strict=True):
+            into[target : target + size].copy_(out_of[source : source + size], non_blocking=True)
+        for _, scatter in group:
+            copy_alike(Kind.LOAD, [scatter], buffered)
+
+    def _whole(self, group: list[tuple[Piece, Strided]], some: Pages, buffered: Pages, *, stores: bool) -> Descriptors:
+        """Return the copies from the buffer to the slots, as offsets into each: whole chunks where pages make them."""
+        in_buffer, in_slots, sizes, rows = list[Indices](), list[Indices](), list[Indices](), list[Indices]()
+        for piece, _ in group:
+            turn = self._turn(piece, some) if stores else np.ones(len(some.rows), dtype=bool)
+            repeats = [(repeat.times, repeat.host) for repeat in piece.repeats]
+            within = piece.host + some.positions[turn] * piece.host_stride
+            in_buffer.append(repeated(within + buffered.rows[turn] * self._buffer.stride(0), repeats))
+            in_slots.append(repeated(within + some.rows[turn] * self._slots.stride(0), repeats))
+            sizes.append(np.full(len(in_slots[-1]), piece.size_bytes))
+            rows.append(repeated(some.rows[turn], [(repeat.times, 0) for repeat in piece.repeats]))
+        return joined(*(np.concatenate(column) for column in (in_buffer, in_slots, sizes, rows)))
+
+    def _turn(self, piece: Piece, some: Pages) -> Mask:
+        return some.turn(self._blocks_per_chunk, piece.writers, piece.writer_index)
 
 
 def _require_host_addresses(runtime: Any, device: torch.device) -> None:
@@ -169,3 +275,8 @@ def _try_out(copy: BatchedCopy, device: torch.device) -> None:
 def _whole(source: torch.Tensor, target: torch.Tensor) -> Descriptors:
     columns = (source.data_ptr(), target.data_ptr(), source.nbytes)
     return Descriptors(*(np.array([value]) for value in columns))
+
+
+def _bytes_of(rows: torch.Tensor) -> torch.Tensor:
+    """Return the bytes from the first row's first on, gaps between rows included."""
+    return rows.as_strided(((rows.shape[0] - 1) * rows.stride(0) + rows.shape[1],), (1,))

@@ -1,6 +1,6 @@
-"""Transfers that wait, are under way or are done: which may start next, and who is told of their end.
+"""Transfers of one worker: which may start next, what copies them, and who is told of their end.
 
-Synchronous, behind one lock; threads that copy take from it and give back to it. Loads and stores start in the order of
+All state is behind one lock; threads that copy take from it and give back to it. Loads and stores start in the order of
 their submission, each among themselves, and loads before stores: a request waits for a load, nobody for a store. Only
 where a load and a store touch the same block or row does the later wait for the earlier.
 """
@@ -10,10 +10,10 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection
 from enum import Enum
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 from kvtier.errors import TransferFailed
-from kvtier.kvcache.transfer.blocks import Pages
+from kvtier.kvcache.transfer.pages import Pages
 
 
 class Kind(Enum):
@@ -61,6 +61,32 @@ class Job:
             rows = (row for pages in self.groups for row in pages.rows.tolist())
             self.touched = (frozenset(blocks), frozenset(rows))
         return self.touched
+
+
+Finish = Callable[[], None]
+"""Blocks until a copy has ended; raises `RuntimeError` or `MemoryError` if it failed."""
+
+
+class Copier(Protocol):
+    """Copies transfers, one after the other, from one thread."""
+
+    @property
+    def kinds(self) -> Collection[Kind]:
+        """Those it takes, the more urgent first."""
+        ...
+
+    @property
+    def ahead(self) -> int:
+        """How many it can begin before the first has ended."""
+        ...
+
+    def mark(self) -> object:
+        """Note, from the thread that submits, what the engine's device has been told to do until now."""
+        ...
+
+    def begin(self, job: Job) -> Finish:
+        """Begin a transfer, behind those begun before and behind its mark."""
+        ...
 
 
 class _Waiter(NamedTuple):

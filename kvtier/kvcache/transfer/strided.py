@@ -1,4 +1,4 @@
-"""Copies between pages and chunks by index: each side one strided array, its first axis the pages.
+"""Copies by index between pages and chunks: each side one strided array, its first axis the pages.
 
 On the host one thread does it. torch's own threads would wait for each other, and for cores that the model computes on:
 beside busy neighbours, their copies took 2 to 20 times as long as a memcpy. Measured alone, memcpy 24 GB/s, at 16, 64
@@ -11,7 +11,7 @@ Pages at equal distances are a run, and copied as one strided piece of memory.
 """
 
 import ctypes
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from itertools import repeat, starmap
 from math import gcd, prod
@@ -22,9 +22,41 @@ import numpy.typing as npt
 import torch
 
 from kvtier.kvcache.layout.blocks import offset_bytes, view_of
-from kvtier.kvcache.transfer.blocks import Indices, Pages, repeated
-from kvtier.kvcache.transfer.jobs import Kind
-from kvtier.kvcache.transfer.pieces import Piece
+from kvtier.kvcache.transfer.jobs import Finish, Job, Kind
+from kvtier.kvcache.transfer.pages import Indices, Pages, Piece, Sides, repeated
+
+RUN_BYTES_MIN = 1 << 18  # An assignment costs 2 us more than a memmove: below, runs are too short to be worth it.
+MEMMOVE_BYTES_MIN = 1 << 14  # A call costs 0.4 us: below, two passes through the cache take less.
+TILE_BYTES = 1 << 19  # Stays in a core's cache, and below what torch divides among threads (32,768 elements).
+CALL_BYTES_MAX = 1 << 22  # 0.2 ms for which a copy keeps the GIL beyond the interpreter's switch interval.
+
+_ELEMENTS = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8)  # Copied, never computed with.
+_TILE_ELEMENTS_MAX = 32_767
+
+_memmove = ctypes.PyDLL(None).memmove  # Keeps the GIL: asked back for each page, it may cost milliseconds every time.
+_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)  # A size_t as wide takes a third longer.
+_memmove.restype = None
+
+Items = npt.NDArray[Any]  # Of numpy.void: bytes that are moved together, and never looked at.
+
+
+class HostCopier:
+    """The copier of caches in host memory: copies by index, on one thread for both ways."""
+
+    kinds = (Kind.LOAD, Kind.STORE)
+    ahead = 1
+
+    def __init__(self, sides: Sides) -> None:
+        self._groups = [_alike([strided(piece, sides) for piece in group]) for group in sides.pieces]
+
+    def mark(self) -> object:
+        return None
+
+    def begin(self, job: Job) -> Finish:
+        for group, pages in zip(self._groups, job.groups, strict=True):
+            for pieces in group:
+                copy_alike(job.kind, pieces, pages)
+        return _nothing
 
 
 class Runs(NamedTuple):
@@ -62,21 +94,6 @@ def _runs_in(indices: Indices, order: Indices) -> Runs:
     step = max(1, int(values[counts.argmax()]))
     breaks = np.flatnonzero(distances != step) + 1
     return Runs(order, step, np.concatenate(([0], breaks)), np.concatenate((breaks, [len(order)])))
-
-
-Items = npt.NDArray[Any]  # Of numpy.void: bytes that are moved together, and never looked at.
-
-RUN_BYTES_MIN = 1 << 18  # An assignment costs 2 us more than a memmove: below, runs are too short to be worth it.
-MEMMOVE_BYTES_MIN = 1 << 14  # A call costs 0.4 us: below, two passes through the cache take less.
-TILE_BYTES = 1 << 19  # Stays in a core's cache, and below what torch divides among threads (32,768 elements).
-CALL_BYTES_MAX = 1 << 22  # 0.2 ms for which a copy keeps the GIL beyond the interpreter's switch interval.
-
-_ELEMENTS = (torch.complex128, torch.int64, torch.int32, torch.int16, torch.int8)  # Copied, never computed with.
-_TILE_ELEMENTS_MAX = 32_767
-
-_memmove = ctypes.PyDLL(None).memmove  # Keeps the GIL: asked back for each page, it may cost milliseconds every time.
-_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p)  # A size_t as wide takes a third longer.
-_memmove.restype = None
 
 
 class Side(NamedTuple):
@@ -135,8 +152,9 @@ class Strided(NamedTuple):
         return pages.rows * self.row_steps + pages.positions * self.page_steps
 
 
-def strided(piece: Piece, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Strided:
-    """Bring a piece and the slots of all rows, (rows, slot_bytes) int8, together."""
+def strided(piece: Piece, sides: Sides) -> Strided:
+    """Bring a piece and the slots of all rows together."""
+    slots, blocks_per_chunk = sides.slots, sides.blocks_per_chunk
     row_stride = slots.stride(0)
     host = offset_bytes(slots) + piece.host
     step_bytes = gcd(row_stride, piece.host_stride) if blocks_per_chunk > 1 else row_stride
@@ -148,7 +166,7 @@ def strided(piece: Piece, slots: torch.Tensor, blocks_per_chunk: int, num_blocks
     host_strides = (step_bytes, *(repeat.host for repeat in piece.repeats))
     size = piece.size_bytes // element.itemsize
     return Strided(
-        Side.over(_view(piece.memory, element, piece.local, (num_blocks, *counts, size), local_strides)),
+        Side.over(_view(piece.memory, element, piece.local, (sides.num_blocks, *counts, size), local_strides)),
         Side.over(_view(slots, element, host, (steps, *counts, size), host_strides), row_steps),
         row_steps,
         page_steps,
@@ -246,3 +264,13 @@ def _through_tiles(source: Side, target: Side, moves: Moves) -> None:
         some = chosen[first : first + tile_pages]
         torch.index_select(source.pages, 0, some, out=tile.pages[: len(some)])
         target.items[moves.to_pages[first : first + tile_pages]] = tile.items[: len(some)]
+
+
+def _alike(pieces: list[Strided]) -> list[list[Strided]]:
+    kinds = defaultdict[tuple[object, ...], list[Strided]](list)
+    for piece in pieces:
+        kinds[piece.alike].append(piece)
+    return list(kinds.values())
+
+
+def _nothing() -> None: ...

@@ -9,17 +9,16 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 
 from kvtier.errors import ConfigError, TransferFailed
 from kvtier.kvcache.layout.canonical import CanonicalKVCaches
-from kvtier.kvcache.transfer.blocks import GroupBlocks, pages_of
-from kvtier.kvcache.transfer.copiers import Copier, Finish, HostCopier, StridedCopies
 from kvtier.kvcache.transfer.cuda import cuda_copiers
-from kvtier.kvcache.transfer.jobs import Job, Jobs, Kind, TransferResult
-from kvtier.kvcache.transfer.pieces import Piece, pieces_of, slot_layout
+from kvtier.kvcache.transfer.jobs import Copier, Finish, Job, Jobs, Kind, TransferResult
+from kvtier.kvcache.transfer.pages import GroupBlocks, Sides, pages_of, pieces_of, slot_layout
+from kvtier.kvcache.transfer.strided import HostCopier
 from kvtier.memory import start_thread
 
 
@@ -49,7 +48,7 @@ class TransferWorker:
                 f"slots of {tuple(slots.shape)} {slots.dtype} on {slots.device}, strides {slots.stride()}: "
                 f"(rows, {self.layout.slot_bytes:,} or more) int8 side by side in host memory accepted"
             )
-        self._sides = _Sides(pieces_of(caches, self.layout), slots, blocks_per_chunk, caches.num_blocks)
+        self._sides = Sides(pieces_of(caches, self.layout), slots, blocks_per_chunk, caches.num_blocks)
         self._clock = clock
         self._jobs = Jobs(clock)
         copiers = _copiers(self._sides)
@@ -120,26 +119,17 @@ class TransferWorker:
         self._jobs.submit(Job(job_id, kind, pages, size_bytes=size_bytes, begun=self._clock(), mark=mark))
 
 
-class _Sides(NamedTuple):
-    """What copies are between."""
-
-    pieces: tuple[tuple[Piece, ...], ...]
-    slots: torch.Tensor
-    blocks_per_chunk: int
-    num_blocks: int
-
-
-def _copiers(sides: _Sides) -> list[Copier]:
+def _copiers(sides: Sides) -> list[Copier]:
     """Return what copies between these, by the device that the caches are on."""
     devices = {piece.memory.device for group in sides.pieces for piece in group}
     if len(devices) > 1:
         raise ConfigError(f"caches on {' and '.join(sorted(map(str, devices)))}: one device accepted")
     device = devices.pop()
     if device.type == "cpu":
-        return [HostCopier(StridedCopies(*sides))]
+        return [HostCopier(sides)]
     if device.type != "cuda":
         raise ConfigError(f"caches on {device}: cpu or cuda accepted")
-    return cuda_copiers(*sides, device)
+    return cuda_copiers(sides, device)
 
 
 def _serve(jobs: Jobs, copier: Copier) -> None:

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from kvtier.backend import backend_class
 from kvtier.errors import ConfigError
-from kvtier.policies.named import policy_class
+from kvtier.policies import policy_class
 from kvtier.testing.simulation.many import Tally, quiet, tallies
 from kvtier.testing.simulation.scenario import Subject
 

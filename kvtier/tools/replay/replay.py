@@ -10,8 +10,8 @@ from typing import NamedTuple
 from kvtier.backend import OffloadKey
 from kvtier.config import PRIMARY_NAME, EngineConfig
 from kvtier.engine.manager import TieringOffloadingManager
-from kvtier.engine.stats import EngineStats
-from kvtier.runner.budget import Budget
+from kvtier.engine.metrics import EngineStats
+from kvtier.runner.tiers import Budget
 from kvtier.tools.replay.chunks import ChunkSource
 from kvtier.tools.replay.traces import Request
 

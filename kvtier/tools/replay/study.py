@@ -14,8 +14,7 @@ from itertools import filterfalse, takewhile
 from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
-from kvtier.policies.base import Policy
-from kvtier.policies.named import policy_class
+from kvtier.policies import Policy, policy_class
 from kvtier.tools.replay.traces import Request
 
 # Belady's OPT with bypass: the hits of a cache that knows the future. For studies only, so it is no `Policy`.

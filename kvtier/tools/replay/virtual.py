@@ -38,7 +38,7 @@ from msgspec.structs import replace
 from kvtier.config import PRIMARY_NAME, ROW_ALIGN_BYTES, EngineConfig, TierConfig, TierLimits, tier_options
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import ConfigError, TraceError
-from kvtier.policies.lru import LRU
+from kvtier.policies import LRU
 from kvtier.tools.replay.chunks import ChunkSource
 from kvtier.tools.replay.replay import GPU_NAME, Client, Tally, task_group
 from kvtier.tools.replay.setup import primary_rows

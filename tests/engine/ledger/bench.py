@@ -4,11 +4,11 @@ import string
 from collections.abc import Mapping, Sequence
 
 from kvtier.backend.keys import OffloadKey, chunk_hash, make_offload_key
-from kvtier.engine.events import EventLog
+from kvtier.engine.answers import EventLog
 from kvtier.engine.ledger import Ledger, LedgerLimits, LookupResult, StorePlan
 from kvtier.engine.requests import Position, Request
 from kvtier.engine.tier import TierMatcher, TierSpec
-from kvtier.policies.named import policy_class
+from kvtier.policies import policy_class
 from kvtier.runner.messages import (
     Acknowledge,
     Action,

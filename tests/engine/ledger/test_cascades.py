@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier.engine.events import Event, EventKind
+from kvtier.engine.answers import Event, EventKind
 from kvtier.engine.ledger import LookupResult
 from kvtier.engine.tier import TierMatcher
 from kvtier.runner.messages import Cascade, Code, Delete, Probe, Promote, unpack_keys, unpack_rows

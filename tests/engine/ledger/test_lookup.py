@@ -32,6 +32,20 @@ def test_a_hit_is_not_evicted_before_the_step_ends(bench):
     assert engine.store("b").evicted == engine.keys("a")
 
 
+@pytest.mark.parametrize("forget", ["delete", "reset"])
+def test_a_hit_is_forgotten_before_the_step_ends_by_a_deletion_or_a_reset(bench, forget):
+    engine = bench(rows=1)
+    engine.stored_alone("a")
+    assert engine.lookup("a") == [HIT]
+    if forget == "delete":
+        assert engine.ledger.delete(engine.keys("a")) == []
+    else:
+        engine.ledger.reset()
+    with pytest.raises(LookupError):
+        engine.load("a")
+    assert engine.store("b")
+
+
 def test_a_key_that_is_being_stored_is_pending(bench):
     engine = bench()
     request = engine.request()

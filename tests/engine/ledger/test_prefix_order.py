@@ -6,7 +6,7 @@ import pytest
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.engine.ledger import Ledger, LedgerLimits
-from kvtier.policies.lru import LRU
+from kvtier.policies import LRU
 
 
 def positions(*groups: str) -> Callable[[OffloadKey], int | None]:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier.engine.events import Event, EventKind
+from kvtier.engine.answers import Event, EventKind
 from kvtier.engine.ledger import LookupResult
 from kvtier.runner.messages import Code, Promote, unpack_keys, unpack_rows
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from kvtier.engine.answers import Event, EventKind
 from kvtier.engine.breaker import BreakerState
-from kvtier.engine.events import Event, EventKind
 from kvtier.engine.ledger import LookupResult
 from kvtier.runner.messages import Cascade, Code, Delete, Promote
 

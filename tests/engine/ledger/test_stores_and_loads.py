@@ -2,9 +2,9 @@
 
 import pytest
 
-from kvtier.engine.events import Event, EventKind
+from kvtier.engine.answers import Event, EventKind
 from kvtier.engine.ledger import Ledger, LedgerLimits, LookupResult, StorePlan
-from kvtier.policies.lru import LRU
+from kvtier.policies import LRU
 from kvtier.runner.messages import Code
 
 HIT, PENDING, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS

@@ -14,9 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from kvtier.backend.contract import Added, Removed, ScanDone
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.errors import BackendClosed
-from kvtier.policies.base import Policy
-from kvtier.policies.lru import LRU
-from kvtier.policies.named import known_policies, policy_class
+from kvtier.policies import LRU, Policy, known_policies, policy_class
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs.disk.capacity import Capacity, chunk_bytes_worst

@@ -13,10 +13,19 @@ from pathlib import Path
 import pytest
 from blockbuster import blockbuster_ctx
 
-from kvtier.backend.contract import Added, Durability, Inventory, Measured, Occupancy, Removed, ScanDone, TierContext
+from kvtier.backend.contract import (
+    Added,
+    Durability,
+    Inventory,
+    Measured,
+    Occupancy,
+    Removed,
+    ScanDone,
+    TierContext,
+    backend_class,
+)
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.backend.namespace import FileMapper
-from kvtier.backend.registry import backend_class
 from kvtier.errors import BackendClosed, BackendUnavailable, ChunkMissing, ConfigError, TransferFailed
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label

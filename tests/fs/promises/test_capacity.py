@@ -16,6 +16,7 @@ from kvtier.backend.namespace import FileMapper
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
 from kvtier_backends.fs import FsBackend
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 
 StartWriter = Callable[..., Awaitable[Any]]
 TakenBytes = Callable[[Path], int]
@@ -109,13 +110,13 @@ async def until(true: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-async def test_a_chunk_larger_than_the_capacity_is_no_space_and_costs_nothing(
+async def test_a_chunk_that_does_not_fit_with_its_folder_is_no_space_and_costs_nothing(
     open_tier, lender: Lender, layout: str
 ) -> None:
     tier = await open_tier(capacity_bytes=CAPACITY_BYTES, layout=layout)
     await lender.keep(tier, keys_of(3))
     await tier.aclose(DEADLINE_S)
-    small = await open_tier(capacity_bytes=ROW_BYTES, layout=layout)
+    small = await open_tier(capacity_bytes=ROW_BYTES + FOOTER_BYTES, layout=layout)  # And its folder.
     assert [type(outcome).__name__ for outcome in await small.store(lender.writes(keys_of(2, 90)))] == ["NoSpace"] * 2
     assert small.counters().refused == {"capacity": 2}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.policies.named import known_policies
+from kvtier.policies import known_policies
 from kvtier.testing.conformance import (
     BackendConformance,
     BoundedConformance,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvtier.backend.contract import TierContext
-from kvtier.backend.names import NamingKind
+from kvtier.backend.keys import NamingKind
 from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, label

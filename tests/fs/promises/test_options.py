@@ -1,11 +1,13 @@
 """Each layout has its own options, and what is given says which of the layouts is meant."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvtier.errors import ConfigError
 from kvtier_backends.fs import FsOptions
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.options import DiskOptions, FilesOptions, SegmentsOptions
 
 FILES_ALONE: dict[str, Any] = {
@@ -35,6 +37,30 @@ def test_what_a_layout_lacks_is_no_field_of_it(name: str) -> None:
         ConfigError, match=rf"^{name}: no such field with layout = 'segments': .+; layout = 'files' has"
     ):
         FsOptions(root="/x", layout="segments", **{name: FILES_ALONE[name]})
+
+
+@pytest.mark.parametrize("given", ["1us", "9ms", "2d"])
+def test_an_index_is_written_down_never_or_at_intervals_that_a_disk_can_keep(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"^checkpoint_s: .+ given, (0|seconds as a number)"):
+        FsOptions(root="/x", checkpoint_s=given)  # type: ignore[arg-type]
+    assert FsOptions(root="/x", checkpoint_s=0).checkpoint_s == 0
+
+
+@pytest.mark.parametrize("given", ["1us", "3651d"])
+def test_chunks_have_an_age_that_can_be_told(given: str) -> None:
+    with pytest.raises(ConfigError, match=r"^ttl_s: .+ given, seconds as a number"):
+        FsOptions(root="/x", ttl_s=given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("layout", ["files", "segments"])
+@pytest.mark.parametrize("name", ["capacity_bytes", "write_budget_bytes_per_day"])
+async def test_a_bound_that_no_chunk_fits_is_refused_before_anything_is_made(
+    open_tier, root: Path, row_bytes: int, layout: str, name: str
+) -> None:
+    least_bytes = row_bytes + FOOTER_BYTES
+    with pytest.raises(ConfigError, match=rf"^{name}: {least_bytes - 1:,} bytes given, .* {least_bytes:,} .*accepted"):
+        await open_tier(layout=layout, **{name: least_bytes - 1})
+    assert not list(root.glob("*"))
 
 
 def test_all_that_files_have_alone_is_told_of() -> None:

@@ -21,7 +21,7 @@ from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.backend.namespace import FileMapper
 from kvtier.errors import ChunkMissing
 from kvtier.memory.region import Region
-from kvtier.policies.lru import LRU
+from kvtier.policies import LRU
 from kvtier.tools.replay.study import policy_hits
 from kvtier.tools.replay.traces import Request
 from kvtier.tools.replay.workload import Workload, generate

@@ -21,7 +21,6 @@ from kvtier.kvcache.layout import (
     parallel_refusal,
     with_layout,
 )
-from kvtier.kvcache.layout.agnostic import attention_of
 from kvtier.kvcache.layout.axes import KV_JOINED_HND, KV_JOINED_NHD
 from tests.kvcache.families import FAMILIES, deepseek_v3, deepseek_v4, gemma_3_27b, llama_3_8b, qwen_3_next
 
@@ -130,9 +129,9 @@ def test_groups_reach_the_namespace_as_they_are_named_there() -> None:
 
 
 def test_a_group_of_latent_layers_is_latent_even_if_their_pages_differ() -> None:
-    assert {attention_of(group) for group in deepseek_v4(1).config.groups} == {"mla"}
+    assert {group.attention for group in deepseek_v4(1).config.groups} == {"mla"}
     mixed = group_layers({"a": full(8), "b": full(4)}, 1)
-    assert attention_of(mixed.groups[0]) == "other"
+    assert mixed.groups[0].attention == "other"
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.__name__)

@@ -77,7 +77,8 @@ def test_states_without_a_dtype_each_are_refused() -> None:
 
 
 def test_layers_of_one_group_have_one_block_size_and_type() -> None:
-    assert UniformSpecs({"a": full(), "b": full(num_kv_heads=4)}).page_bytes == 65_536 + 32_768
+    uniform = UniformSpecs({"a": full(), "b": full(num_kv_heads=4)})
+    assert KVCacheGroup(layer_names=("a", "b"), spec=uniform).page_bytes == 65_536 + 32_768
     with pytest.raises(ConfigError, match=r"one block size: \{'a': 16, 'b': 32\}"):
         UniformSpecs({"a": full(), "b": full(block_size=32)})
     with pytest.raises(ConfigError, match="one type of attention"):

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from kvtier.kvcache.transfer import cuda
-from kvtier.kvcache.transfer.blocks import GroupBlocks, pages_of
-from kvtier.kvcache.transfer.descriptors import Descriptors
+from kvtier.kvcache.transfer.cuda import Descriptors
 from kvtier.kvcache.transfer.jobs import Job, Kind
-from kvtier.kvcache.transfer.pieces import Piece
+from kvtier.kvcache.transfer.pages import GroupBlocks, Piece, Sides, pages_of
 
 HOST = torch.device("cpu")
 
@@ -239,7 +238,7 @@ def test_many_copies_are_several_batches_on_the_stream_of_the_transfer(monkeypat
     monkeypatch.setattr(cuda, "BATCH_COPIES_MAX", 2)
     runtime, stream = FakeRuntime(), Stream()
     cache, slots = torch.arange(80, dtype=torch.int8).view(5, 16), torch.zeros((5, 16), dtype=torch.int8)
-    begin = cuda.batched(((Piece(cache, 0, 16, 0, 16, 16, ()),),), slots, 1, cuda._through(runtime))
+    begin = cuda.batched(Sides(((Piece(cache, 0, 16, 0, 16, 16, ()),),), slots, 1, 5), cuda._through(runtime))
     blocks, rows = [4, 2, 0, 3, 1], [0, 2, 4, 1, 3]
     pages = pages_of(GroupBlocks(blocks, rows), 1, num_blocks=5, num_rows=5)
     kept = cache.clone()
@@ -260,7 +259,7 @@ def test_a_buffer_is_used_when_nobody_works_on_its_memory_any_more(monkeypatch: 
     monkeypatch.setattr(cuda, "batched_copy", lambda device: None)
     monkeypatch.setattr(cuda, "StagedCopies", lambda *_: done.append("made"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append("waited"))
-    cuda.cuda_copiers((), torch.zeros((1, 1), dtype=torch.int8), 1, 1, HOST)
+    cuda.cuda_copiers(Sides((), torch.zeros((1, 1), dtype=torch.int8), 1, 1), HOST)
     assert done == ["made", "made", "waited"]
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from kvtier.kvcache.layout import allocate_rows, allocate_tensors, canonical_kv_caches, packing_refusal
-from kvtier.kvcache.layout.agnostic import attention_of
 from kvtier.kvcache.transfer import GroupBlocks, TransferWorker, slot_layout
 from tests.kvcache.families import FAMILIES, Family
 from tests.kvcache.transfer.models import contents, fill, storages
@@ -62,9 +61,7 @@ def test_a_familys_pages_have_their_true_sizes(family: Any) -> None:
 )
 def test_a_familys_layers_with_full_attention_are_where_the_model_has_them(family: str, attending: range) -> None:
     made = next(one for one in FAMILIES if one.__name__ == family)(1)
-    full = [
-        name for group in made.config.groups if attention_of(group) == "full_attention" for name in group.layer_names
-    ]
+    full = [name for group in made.config.groups if group.attention == "full_attention" for name in group.layer_names]
     assert full == [f"layers.{layer}" for layer in attending]
 
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import TransferFailed
-from kvtier.kvcache.transfer.blocks import Pages
 from kvtier.kvcache.transfer.jobs import Job, Jobs, Kind, TransferResult
+from kvtier.kvcache.transfer.pages import Pages
 
 BOTH = (Kind.LOAD, Kind.STORE)
 

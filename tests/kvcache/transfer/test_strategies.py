@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from kvtier.kvcache.layout import CanonicalKVCaches, DataRef, ParallelConfig, canonical_kv_caches
 from kvtier.kvcache.layout.mapping import own_part
-from kvtier.kvcache.transfer import staged, strided
-from kvtier.kvcache.transfer.blocks import GroupBlocks, Pages, pages_of
-from kvtier.kvcache.transfer.copiers import StridedCopies
-from kvtier.kvcache.transfer.descriptors import Descriptors, descriptors, joined
+from kvtier.kvcache.transfer import cuda, strided
+from kvtier.kvcache.transfer.cuda import Descriptors, descriptors, joined
 from kvtier.kvcache.transfer.jobs import Job, Kind
-from kvtier.kvcache.transfer.pieces import Piece, Repeat, pieces_of, slot_layout
+from kvtier.kvcache.transfer.pages import GroupBlocks, Pages, Piece, Repeat, Sides, pages_of, pieces_of, slot_layout
+from kvtier.kvcache.transfer.strided import HostCopier
 from tests.kvcache.transfer.models import Model, fill, models, requests, storages
 
 NUM_ROWS = 7
@@ -26,12 +25,13 @@ Pieces = tuple[tuple[Piece, ...], ...]
 
 
 def by_index(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
-    return StridedCopies(pieces, slots, blocks_per_chunk, num_blocks).copy
+    copier = HostCopier(Sides(pieces, slots, blocks_per_chunk, num_blocks))
+    return lambda kind, groups: copier.begin(Job(1, kind, groups, size_bytes=0, begun=0.0))()
 
 
 def by_address(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
     def move(kind: Kind, groups: tuple[Pages, ...]) -> None:
-        copies = descriptors(pieces, slots, kind, groups, blocks_per_chunk)
+        copies = descriptors(Sides(pieces, slots, blocks_per_chunk, num_blocks), kind, groups)
         for source, target, size in zip(*(column.tolist() for column in copies), strict=True):
             ctypes.memmove(target, source, size)
 
@@ -39,7 +39,7 @@ def by_address(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_b
 
 
 def through_a_buffer(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
-    copies = staged.StagedCopies(pieces, slots, blocks_per_chunk, num_blocks)
+    copies = cuda.StagedCopies(Sides(pieces, slots, blocks_per_chunk, num_blocks))
     return lambda kind, groups: copies(Job(1, kind, groups, size_bytes=0, begun=0.0))
 
 
@@ -52,7 +52,7 @@ def on_a_device(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_
 
 @pytest.fixture(params=[by_address, through_a_buffer, on_a_device], ids=lambda strategy: strategy.__name__)
 def strategy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Move]:
-    monkeypatch.setattr(staged, "BUFFER_BYTES_MAX", 1_000)  # So that a request needs the buffer several times.
+    monkeypatch.setattr(cuda, "BUFFER_BYTES_MAX", 1_000)  # So that a request needs the buffer several times.
     monkeypatch.setattr(strided, "RUN_BYTES_MIN", 100)  # So that each way is taken by some models.
     monkeypatch.setattr(strided, "MEMMOVE_BYTES_MIN", 64)
     return request.param
@@ -122,7 +122,7 @@ def test_runs_are_assigned_and_scattered_pages_moved_one_by_one_or_in_tiles(
         slots = torch.zeros((2 * chunks, blocks_per_chunk * page_bytes), dtype=torch.int8)
         piece = Piece(cache, 0, page_bytes, 0, page_bytes, page_bytes, ())
         pages = pages_of(GroupBlocks(blocks, rows), blocks_per_chunk, num_blocks=len(cache), num_rows=len(slots))
-        one = strided.strided(piece, slots, blocks_per_chunk, len(cache))
+        one = strided.strided(piece, Sides(((piece,),), slots, blocks_per_chunk, len(cache)))
         strided.copy_alike(Kind.STORE, [one], pages)
         expected = torch.zeros_like(slots)
         expected[rows] = cache[blocks].view(chunks, -1)
@@ -143,7 +143,7 @@ def test_repeats_may_lie_at_distances_that_are_no_multiples_of_their_length(
     fill(cache, 1)
     piece = Piece(cache, 0, 48, 0, 64, 16, (Repeat(2, 24, 40),))
     pages = pages_of(GroupBlocks([3, 0, 1], [1, 2, 0]), 1, num_blocks=4, num_rows=4)
-    strided.copy_alike(Kind.STORE, [strided.strided(piece, slots, 1, 4)], pages)
+    strided.copy_alike(Kind.STORE, [strided.strided(piece, Sides(((piece,),), slots, 1, 4))], pages)
     expected = torch.zeros_like(slots)
     expected[[1, 2, 0], :16], expected[[1, 2, 0], 40:56] = cache[[3, 0, 1], :16], cache[[3, 0, 1], 24:40]
     assert torch.equal(slots, expected)
@@ -154,7 +154,7 @@ def test_pieces_that_are_alike_but_for_whose_turn_it_is_move_apart() -> None:
     slots = torch.zeros((4, 64), dtype=torch.int8)
     pieces = (Piece(everyones, 0, 32, 0, 64, 32, ()), Piece(shared, 0, 32, 32, 64, 32, (), 2, 1))
     pages = pages_of(GroupBlocks(range(4), range(4)), 1, num_blocks=4, num_rows=4)
-    StridedCopies((pieces,), slots, 1, 4).copy(Kind.STORE, (pages,))
+    by_index((pieces,), slots, 1, 4)(Kind.STORE, (pages,))
     assert slots[:, [0, 32]].tolist() == [[1, 0], [1, 2], [1, 0], [1, 2]]
 
 
@@ -171,7 +171,7 @@ def test_no_copy_reaches_from_one_row_into_the_next(kind: Kind) -> None:
     caches = CanonicalKVCaches((memory,), ((DataRef(0, 64, ("a",), own_part(64, ParallelConfig())),),))
     slots = torch.zeros((3, 128), dtype=torch.int8)
     pages = pages_of(GroupBlocks(range(6), range(3)), 2, num_blocks=6, num_rows=3)
-    copies = descriptors(pieces_of(caches, slot_layout(caches, 2)), slots, kind, (pages,), 2)
+    copies = descriptors(Sides(pieces_of(caches, slot_layout(caches, 2)), slots, 2, caches.num_blocks), kind, (pages,))
     assert copies.sizes.tolist() == [128, 128, 128]  # The two blocks of a chunk are neighbours, and one copy.
 
 
@@ -183,7 +183,7 @@ def test_no_copy_of_a_buffer_reaches_from_one_row_into_the_next(kind: Kind, monk
         made.append(joined(*columns))
         return made[-1]
 
-    monkeypatch.setattr(staged, "joined", noted)
+    monkeypatch.setattr(cuda, "joined", noted)
     cache, slots = torch.zeros((6, 64), dtype=torch.int8), torch.zeros((3, 128), dtype=torch.int8)
     pages = pages_of(GroupBlocks(range(6), range(3)), 2, num_blocks=6, num_rows=3)
     through_a_buffer(((Piece(cache, 0, 64, 0, 64, 64, ()),),), slots, 2, 6)(kind, (pages,))
@@ -200,7 +200,7 @@ def test_layers_of_one_allocation_are_one_piece() -> None:
 
 def test_pieces_of_several_allocations_or_turns_stay_apart() -> None:
     one, other = torch.zeros(100, dtype=torch.int8), torch.zeros(100, dtype=torch.int8)
-    from kvtier.kvcache.transfer.pieces import _merged
+    from kvtier.kvcache.transfer.pages import _merged
 
     first = Piece(one, 0, 8, 0, 8, 8, ())
     for second in (first._replace(memory=other), first._replace(writers=2)):
@@ -212,6 +212,6 @@ def test_pieces_at_uneven_distances_stay_apart() -> None:
     memory = torch.zeros(1_000, dtype=torch.int8)
     starts = [0, 64, 128, 300, 200]  # Three at one distance; then on, and back again.
     pieces = [Piece(memory, start, 8, start, 8, 8, ()) for start in starts]
-    from kvtier.kvcache.transfer.pieces import _merged
+    from kvtier.kvcache.transfer.pages import _merged
 
     assert [(piece.local, piece.page_bytes) for piece in _merged(pieces)] == [(0, 24), (300, 8), (200, 8)]

@@ -11,8 +11,7 @@ from kvtier.kvcache.layout import CanonicalKVCaches, DataRef, ParallelConfig
 from kvtier.kvcache.layout.mapping import own_part
 from kvtier.kvcache.transfer import NO_BLOCKS, GroupBlocks, Kind, TransferWorker
 from kvtier.kvcache.transfer import worker as worker_module
-from kvtier.kvcache.transfer.copiers import Finish
-from kvtier.kvcache.transfer.jobs import Job
+from kvtier.kvcache.transfer.jobs import Finish, Job
 from kvtier.memory.region import Region, RowLayout
 from kvtier_backends.cpu import CpuMemory, cuda_runtime
 

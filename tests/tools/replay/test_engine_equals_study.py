@@ -8,7 +8,7 @@ from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig
 from kvtier.engine.ledger import LookupResult
 from kvtier.engine.steps import StepManager
-from kvtier.policies.named import known_policies
+from kvtier.policies import known_policies
 from kvtier.tools.replay.study import measure, simulation
 from kvtier.tools.replay.traces import Request, Trace
 from kvtier.tools.replay.workload import GeneratedTrace

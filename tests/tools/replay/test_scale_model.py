@@ -13,7 +13,7 @@ import pytest
 from kvtier.config import EngineConfig
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import ConfigError
-from kvtier.policies.lru import LRU
+from kvtier.policies import LRU
 from kvtier.testing.virtual_time import run
 from kvtier.tools.bench.figures import Figures, Row, figures_json, load, this_machine
 from kvtier.tools.cli import main

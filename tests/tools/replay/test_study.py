@@ -10,9 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
-from kvtier.policies.fifo import FIFO
-from kvtier.policies.lfu import LFU
-from kvtier.policies.lru import LRU
+from kvtier.policies import FIFO, LFU, LRU
 from kvtier.tools.replay.study import Extent, Simulation, measure, policy_hits, simulation
 from kvtier.tools.replay.traces import Request, Trace
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from kvtier.backend import OffloadKey
-from kvtier.policies.base import Policy
+from kvtier.policies import Policy
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
 from kvtier_backends.fs.disk.news import News
 from kvtier_backends.fs.files.recency import ColdEnd, Idle, Keep, Order

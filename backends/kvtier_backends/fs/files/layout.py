@@ -11,8 +11,7 @@ import aiofiles.os
 
 from kvtier.backend import Lanes, Occupancy, OffloadKey, Outcome, Read, TierContext, Write, in_threads
 from kvtier.errors import BackendUnavailable
-from kvtier.policies.lru import LRU
-from kvtier.policies.named import policy_class
+from kvtier.policies import LRU, policy_class
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.disk.beside import Books
 from kvtier_backends.fs.disk.capacity import Capacity

@@ -12,7 +12,7 @@ from itertools import count, islice
 from operator import itemgetter
 
 from kvtier.backend import OffloadKey
-from kvtier.policies.base import Policy
+from kvtier.policies import Policy
 
 # An LRU order for nothing: the index's entries stand in the order of their last use anyway.
 #

@@ -8,7 +8,7 @@ the scan is absent. Slots of another process's segments are held at most.
 from collections.abc import Iterable, Sequence
 
 from kvtier.backend import OffloadKey
-from kvtier.policies.base import Policy
+from kvtier.policies import Policy
 from kvtier_backends.fs.disk.news import InUse, News
 from kvtier_backends.fs.segments.free_slots import FreeSlots
 from kvtier_backends.fs.segments.slots import Held, LRUOrder, PolicyOrder, SlotOrder, Slots, Snapshot

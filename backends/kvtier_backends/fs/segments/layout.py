@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from kvtier.backend import Lanes, Occupancy, OffloadKey, Outcome, Read, TierContext, Write
 from kvtier.errors import BackendClosed
-from kvtier.policies.named import policy_class
+from kvtier.policies import policy_class
 from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.disk.beside import Books
 from kvtier_backends.fs.disk.capacity import Capacity

@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from kvtier.backend import OffloadKey
-from kvtier.policies.base import Policy
+from kvtier.policies import Policy
 
 # Which chunk goes next, by its slot: LRU as two links a slot, any other policy as it is.
 #

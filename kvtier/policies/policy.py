@@ -1,14 +1,31 @@
-"""The contract of an eviction policy: which resident key goes next. Pure, synchronous, without clock or I/O.
+"""The eviction policy: the contract (which resident key goes next), and policies by name.
 
-Keys come in prefix order, head first, and a policy takes them tail first, so that a prefix outlives its continuation.
-Policies run on an engine's scheduler thread, between two steps: every method costs a fraction of a microsecond a key.
+A policy is pure and synchronous, without clock or I/O. Keys come in prefix order, head first, and a policy takes them
+tail first, so that a prefix outlives its continuation. Policies run on an engine's scheduler thread, between two steps:
+every method costs a fraction of a microsecond a key.
+
+A name is built in, an installed distribution's, or written out as `module:Class`.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeGuard, TypeVar
+
+from kvtier.errors import ConfigError
+from kvtier.settings import find_class, known_names
 
 K = TypeVar("K", bound=Hashable)
+
+ENTRY_POINT_GROUP = "kvtier.policies"
+
+_BUILT_IN = {
+    "arc": "kvtier.policies.ghosts:ARC",
+    "fifo": "kvtier.policies.plain:FIFO",
+    "lfu": "kvtier.policies.plain:LFU",
+    "lru": "kvtier.policies.plain:LRU",
+    "s3fifo": "kvtier.policies.ghosts:S3FIFO",
+}
 
 
 class Policy(ABC, Generic[K]):
@@ -55,3 +72,27 @@ class Policy(ABC, Generic[K]):
     @abstractmethod
     def remove(self, keys: Sequence[K]) -> None:
         """Forget these resident keys for a reason other than room: a failed store, a reset. They leave no ghosts."""
+
+
+def known_policies() -> tuple[str, ...]:
+    """Return the names of all policies, sorted: the built-in ones and those that distributions bring."""
+    return known_names(_BUILT_IN, ENTRY_POINT_GROUP)
+
+
+def policy_class(name: str) -> type[Policy[Any]]:
+    """Return the class of a policy: a built-in name, an entry point's, or `module:Class`.
+
+    A built-in name always means the built-in policy. Raises `ConfigError` if there is no such policy, if its module or
+    what that needs is not installed, and if it is no complete `Policy`.
+    """
+    found = find_class("policy", name, _BUILT_IN, ENTRY_POINT_GROUP)
+    if not _is_policy(found):
+        raise ConfigError(f"policy {name!r}: {found!r} is no subclass of kvtier.policies.Policy")
+    if inspect.isabstract(found):
+        lacking = ", ".join(sorted(found.__abstractmethods__))
+        raise ConfigError(f"policy {name!r}: {found.__name__} does not implement {lacking}")
+    return found
+
+
+def _is_policy(found: object) -> TypeGuard[type[Policy[Any]]]:
+    return isinstance(found, type) and issubclass(found, Policy)

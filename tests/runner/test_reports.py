@@ -1,0 +1,141 @@
+"""What a tier says of itself, unasked: a bug in it costs what it says, never that it is heard of."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+
+from kvtier.backend import Added, FileMapper, Namespace, Occupancy, ScanDone, TierContext
+from kvtier.memory import Region
+from kvtier.runner.messages import Found, Message, Rank, Scanned, TierUsage, pack_keys
+from kvtier.runner.reports import Reports
+from kvtier.runner.runner import Runner
+from kvtier.runner.tiers import Budget, RunnerTier
+from kvtier_backends.dummy import DummyBackend, DummyOptions
+from tests.engine.kit import CHUNK_BYTES, PATIENCE_S, key
+
+FOUND = Found(0, pack_keys([key(1)]))
+ALL_IS_KNOWN, ASK_IT = Scanned(0, complete=True), Scanned(0, complete=False)
+
+CONTEXT = TierContext("tier", FileMapper(Namespace(model_name="test")), CHUNK_BYTES)
+
+
+class HoldsOne(DummyBackend):
+    """A tier that holds one chunk, and says so."""
+
+    def __init__(self) -> None:
+        super().__init__(DummyOptions(), CONTEXT)
+
+    async def watch(self) -> AsyncIterator[Any]:
+        yield Added([key(1)])
+        yield ScanDone(complete=True)
+        await asyncio.Event().wait()
+
+
+class Silent(HoldsOne):
+    """A tier that does not say what it holds."""
+
+    watch = None  # type: ignore[assignment]
+
+
+def raises(bug: type[BaseException]) -> Callable[..., Any]:
+    def method(*_: Any) -> Any:
+        raise bug
+
+    return method
+
+
+def contents(said: list[Message]) -> list[Message]:
+    return [each for each in said if not isinstance(each, TierUsage)]
+
+
+async def reported(backend: DummyBackend, last: Message) -> list[Message]:
+    """Return what is said of a tier until `last` was."""
+    posted: list[Message] = []
+    reports = Reports(0, "tier", backend, posted.append)
+    reports.start()
+    async with asyncio.timeout(PATIENCE_S):
+        while last not in posted:
+            reports.acknowledge()
+            await asyncio.sleep(0.001)
+    assert await reports.aclose(PATIENCE_S)
+    return posted
+
+
+BUGS = [ZeroDivisionError, SystemExit, asyncio.CancelledError]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("method", ["description", "occupancy", "counts"])
+async def test_a_tier_that_cannot_speak_of_itself_reports_what_it_holds_all_the_same(
+    method: str, bug: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "kvtier.runner.reports")
+    tier = HoldsOne()
+    setattr(tier, method, raises(bug))
+    assert contents(await reported(tier, ALL_IS_KNOWN)) == [FOUND, ALL_IS_KNOWN]
+    assert f"its {method}() raised" in caplog.text
+
+
+async def test_a_tier_that_cannot_describe_itself_is_asked_all_the_same() -> None:
+    tier = Silent()
+    tier.description = raises(ZeroDivisionError)  # type: ignore[attr-defined]
+    assert await reported(tier, ASK_IT) == [ASK_IT]
+
+
+@pytest.mark.parametrize("figures", [(1.5, 0, None), ("many", 0, None), (1, 2), None, (1, 0, None, 0, 0)], ids=repr)
+async def test_figures_that_are_none_are_not_sent(figures: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """They could not be read at the other end of a process's socket, which would cost the runner."""
+    tier = HoldsOne()
+    tier.occupancy = lambda: figures  # type: ignore[method-assign]
+    assert await reported(tier, ALL_IS_KNOWN) == [FOUND, ALL_IS_KNOWN]
+    assert "its occupancy() raised" in caplog.text
+
+
+async def test_a_tiers_bug_is_logged_once_and_not_every_second(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.runner.reports.USAGE_EVERY_S", 0.0)
+    asked: list[int] = []
+
+    def occupancy() -> Occupancy:
+        asked.append(1)
+        raise ZeroDivisionError
+
+    tier = HoldsOne()
+    tier.occupancy = occupancy  # type: ignore[method-assign]
+    reports = Reports(0, "tier", tier, lambda _: None)
+    async with asyncio.timeout(PATIENCE_S):
+        while len(asked) < 5:
+            reports.usage()
+            await asyncio.sleep(0)
+    await reports.aclose(PATIENCE_S)
+    assert caplog.text.count("occupancy() raised") == 1
+
+
+@pytest.mark.parametrize("bug", [*BUGS, None])
+async def test_a_tier_whose_inventory_ends_before_the_tier_does_is_asked_from_then_on(
+    bug: type[BaseException] | None,
+) -> None:
+    async def watch() -> AsyncIterator[Any]:
+        yield Added([key(1)])
+        yield ScanDone(complete=True)
+        if bug is not None:
+            raise bug
+
+    tier = HoldsOne()
+    tier.watch = watch  # type: ignore[method-assign]
+    assert contents(await reported(tier, ASK_IT)) == [FOUND, ALL_IS_KNOWN, ASK_IT]
+
+
+async def test_a_tier_that_exits_when_it_is_told_of_an_order_costs_its_order_only(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    tier = HoldsOne()
+    tier.rank = raises(SystemExit)  # type: ignore[attr-defined]
+    with Region.private(1, CHUNK_BYTES) as region:
+        runner = Runner([RunnerTier("tier", tier, 1.0, Budget(1, 1), Budget(1, 1))], region, lambda _: None)
+        runner.submit([Rank(0, pack_keys([key(1)]))])
+        assert "does not take Rank" in caplog.text
