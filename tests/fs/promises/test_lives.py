@@ -4,8 +4,10 @@ import asyncio
 
 import pytest
 
+from kvtier.errors import BackendClosed
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
+from tests.fs.conftest import MakeSystemCall
 
 LAYOUTS = ["files", "segments"]
 FILE_BYTES = 8_192 + 4_096  # A slot's, too.
@@ -35,6 +37,21 @@ async def test_a_restart_keeps_the_order_of_last_use(
         new += 1
         gone = {number for number, there in enumerate(await tier.probe(keys_of(6))) if not there}
         assert gone == set(order[: len(gone)]), "more than one may go at a time"
+
+
+@pytest.mark.parametrize(("layout", "listing"), [("files", "scandir"), ("segments", "listdir")])
+async def test_a_store_that_waits_for_a_scan_that_hangs_ends_with_the_tier(
+    open_tier, lender: Lender, system_call: MakeSystemCall, layout: str, listing: str
+) -> None:
+    tier = await open_tier(layout=layout)
+    stuck = system_call(listing, sticks=True)  # Its scan has not begun: nobody has let it.
+    await stuck.wait_entered()
+    storing = asyncio.create_task(tier.store(lender.writes(keys_of(1))))
+    await asyncio.sleep(0)
+    assert await tier.aclose(0) == (0,)
+    async with asyncio.timeout(DEADLINE_S):
+        with pytest.raises(BackendClosed):
+            await storing
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

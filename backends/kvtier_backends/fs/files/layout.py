@@ -216,6 +216,7 @@ class FilesLayout:
         self._eviction.stamps.write_before_end()
         lanes = self._lanes.load, self._lanes.store
         loads, stores = await asyncio.gather(*(each.aclose(max(0.0, ends_at - time.monotonic())) for each in lanes))
+        self._looking.done.set()  # For stores that still wait: lanes are closed then.
         self._looking.write_last_checkpoint(max(0.0, ends_at - time.monotonic()))
         lanes = self._lanes.scan, self._lanes.evict
         others = await asyncio.gather(*(each.aclose(max(0.0, ends_at - time.monotonic())) for each in lanes))
