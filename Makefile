@@ -19,6 +19,9 @@ SEEDS := 10000
 FIRST := 0
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(call usable,$(name))))
 
+# Empty, it has Python keep what it has compiled: the tests start a thousand interpreters that all import kvtier.
+export PYTHONDONTWRITEBYTECODE :=
+
 # A name only counts if it runs: version managers leave names on the path that do not.
 usable = $(shell $(1) -c 'import sys, ensurepip, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(1))
 
@@ -39,7 +42,8 @@ demo: $(INSTALLED)  ## replay a generated workload with real bytes; figures and 
 	@echo "The figures are in $(DEMO)/replay.json, the picture in $(DEMO)/replay.png."
 
 # What a test asks for says where it belongs (tests/conftest.py). Hypothesis tries 25 examples in `test`, 200 in `test-all`.
-PYTEST := $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+# One thread of torch's for each worker: on few cores, more of them mostly wait for each other, and do so busily.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 test: $(INSTALLED)  ## run the tests that stay in one process: a minute or two
 	$(PYTEST) -m "not outside"

@@ -23,6 +23,7 @@ settings.register_profile("ci", max_examples=200, deadline=None, suppress_health
 settings.register_profile("nightly", parent=settings.get_profile("ci"), max_examples=5_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
+SCAN_S = 60.0  # For a start-up scan that must end: a machine under load may take its time.
 STARTS = frozenset({"os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "subprocess.Popen"})
 
 
@@ -81,6 +82,31 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         FENCE.closed = False
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient() -> Iterator[None]:
+    """Have calls of a file tier in this process wait for its start-up scan until it has ended, and not half a second.
+
+    What a call that gave up would find is chance: a test whose scan sticks calls `hurry`.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        for layout in ("files", "segments"):
+            patch.setattr(f"kvtier_backends.fs.{layout}.layout.SCAN_PATIENCE_S", SCAN_S)
+        patch.setattr("kvtier_backends.fs.files.layout.SMALL_PATIENCE_S", SCAN_S)
+        yield
+
+
+@pytest.fixture
+def hurry(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """From the call on, have nobody wait for the start-up scan of a file tier: it sticks until the test lets it go."""
+
+    def hurry() -> None:
+        for layout in ("files", "segments"):
+            monkeypatch.setattr(f"kvtier_backends.fs.{layout}.layout.SCAN_PATIENCE_S", 0.0)
+        monkeypatch.setattr("kvtier_backends.fs.files.layout.SMALL_PATIENCE_S", 0.0)
+
+    return hurry
 
 
 @pytest.fixture(scope="session")

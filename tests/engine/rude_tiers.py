@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 import time
 
 import msgspec
@@ -52,9 +53,13 @@ class EndsItsThreadAsItCloses(DummyBackend):
 
 
 class Blocks(DummyBackend):
+    """Blocks its loop as it opens, until it is let go, or its process is killed."""
+
+    let_go = threading.Event()
+
     @classmethod
     async def open(cls, options: msgspec.Struct, context):
-        time.sleep(5)  # noqa: ASYNC251  # As a tier may that is not ours.
+        cls.let_go.wait()
         return await super().open(options, context)
 
 

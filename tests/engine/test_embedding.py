@@ -1,5 +1,7 @@
 """What an engine that embeds kvtier asks of it beyond the steps themselves."""
 
+import uuid
+
 import pytest
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
@@ -42,10 +44,9 @@ def forget_primary(engine: StepManager) -> None:
 
 
 @pytest.mark.parametrize("runner", ["thread", "process"])
-def test_an_engine_runs_on_rows_that_other_processes_share(tmp_path, runner):
-    meeting = {"rows": ROWS, "row_bytes": PAGE, "participants": 2}
-    worker = Region.shared("/dev/shm/" + tmp_path.name, participant=0, **meeting)
-    region = Region.shared("/dev/shm/" + tmp_path.name, participant=1, **meeting)
+def test_an_engine_runs_on_rows_that_other_processes_share(runner):
+    meeting = {"path": f"/dev/shm/kvtier-test-{uuid.uuid4().hex}", "rows": ROWS, "row_bytes": PAGE, "participants": 2}
+    worker, region = (Region.shared(**meeting, participant=number) for number in range(2))
     with worker, StepManager.start(config(runner=runner), region=region) as engine:
         engine.on_new_request("a")
         plan = engine.prepare_store(KEYS[:1], "a")

@@ -16,6 +16,7 @@ from kvtier.memory.region import Region
 from kvtier.runner.messages import Probe, RunnerBack, RunnerLost, pack_keys
 from kvtier.runner.process import ProcessBridge
 from tests.engine.kit import CHUNK_BYTES, PATIENCE_S, children, describe, key, ledger_in, put, store
+from tests.engine.rude_tiers import Blocks
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -138,10 +139,13 @@ async def test_a_start_ends_though_a_tier_blocks_its_runner_as_it_opens(runner, 
     """The thread ends when the tier lets go of it; a process is killed."""
     if runner == "inline":
         pytest.skip("there the loop is the caller's own")
-    monkeypatch.setattr("kvtier.runner.bridge.START_S", 1.0)
+    monkeypatch.setattr("kvtier.runner.bridge.START_S", 0.2)
     limits = {"open_s": 0.1, "close_s": 0.1}
-    with pytest.raises(BackendUnavailable, match="blocks"):
-        await TieringOffloadingManager.open(describe(4, {"type": f"{RUDE}:Blocks"}, runner=runner, limits=limits))
+    try:
+        with pytest.raises(BackendUnavailable, match="blocks"):
+            await TieringOffloadingManager.open(describe(4, {"type": f"{RUDE}:Blocks"}, runner=runner, limits=limits))
+    finally:
+        Blocks.let_go.set()
 
 
 def test_a_start_that_is_interrupted_leaves_nothing(monkeypatch):

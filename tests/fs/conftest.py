@@ -12,7 +12,7 @@ from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -21,7 +21,9 @@ from kvtier.backend.keys import OffloadKey
 from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.testing.conformance import Lender
 from kvtier_backends.fs import FsBackend, FsOptions
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.disk.root import Folder
+from kvtier_backends.fs.segments.segment import HEADER_BYTES
 
 ROW_BYTES = 8_192
 WRITER_DEADLINE_S = 30.0
@@ -81,6 +83,43 @@ def scanned() -> Callable[[FsBackend], Awaitable[None]]:
                     return
 
     return scanned
+
+
+def segments(root: Path) -> list[Path]:
+    return sorted(root.glob("*_segments/*.seg"))
+
+
+class Place(NamedTuple):
+    """Where a chunk's row lies, and its footer behind it: a whole file, or a slot of a segment."""
+
+    path: Path
+    begins: int
+
+    def read(self) -> bytes:
+        return self.path.read_bytes()[self.begins : self.begins + ROW_BYTES + FOOTER_BYTES]
+
+    def overwrite(self, at: int, content: bytes) -> None:
+        with self.path.open("r+b") as file:
+            file.seek(self.begins + at)
+            file.write(content)
+
+
+@pytest.fixture
+def place_of(root: Path, path_of: Callable[[OffloadKey], Path]) -> Callable[[OffloadKey], Place]:
+    """Find a key's chunk on the disk, whatever its layout."""
+
+    def place_of(key: OffloadKey) -> Place:
+        if path_of(key).exists():
+            return Place(path_of(key), 0)
+        for segment in segments(root):
+            content = segment.read_bytes()
+            for begins in range(HEADER_BYTES, len(content), ROW_BYTES + FOOTER_BYTES):
+                page = content[begins + ROW_BYTES : begins + ROW_BYTES + FOOTER_BYTES]
+                if page[64 : 64 + len(key)] == key:
+                    return Place(segment, begins)
+        raise AssertionError(f"{key.hex()} is nowhere")
+
+    return place_of
 
 
 @pytest.fixture

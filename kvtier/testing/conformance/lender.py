@@ -46,8 +46,12 @@ def label(key: OffloadKey, version: int = 0) -> str:
 def chunk(key: OffloadKey, version: int, size_bytes: int) -> bytes:
     """Make a chunk whose every part differs from every part of every other chunk."""
     tag = _tag(key, version)
-    parts = b"".join(tag + index.to_bytes(8, "big") for index in range(-(-size_bytes // PART_BYTES)))
-    return parts[:size_bytes]
+    return (tag + tag.join(_indexes(-(-size_bytes // PART_BYTES))))[:size_bytes]
+
+
+@lru_cache(maxsize=8)
+def _indexes(parts: int) -> list[bytes]:
+    return [index.to_bytes(8, "big") for index in range(parts)]
 
 
 def _tag(key: OffloadKey, version: int) -> bytes:

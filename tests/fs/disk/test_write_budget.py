@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from kvtier.backend.lending import Lanes
-from kvtier.testing.conformance import Lender
-from kvtier.testing.conformance.lender import keys_of
 from kvtier_backends.fs.disk.write_budget import DAY_NS, WriteBudget
 
 UNIT_BYTES = 1_000
@@ -106,20 +104,6 @@ async def test_a_damaged_file_is_an_empty_bucket(open_budget: OpenBudget, tmp_pa
 async def test_only_whole_chunks_are_allowed(open_budget: OpenBudget) -> None:
     budget = open_budget(8 * 2_500)
     assert await budget.take(5) == 2
-
-
-async def test_beyond_it_nothing_is_stored_and_everything_loads(open_tier, lender: Lender) -> None:
-    file_bytes = 8_192 + 4_096
-    tier = await open_tier(write_budget_bytes_per_day=8 * 10 * file_bytes)
-    outcomes = list(await tier.store(lender.writes(keys_of(16))))
-    assert outcomes[:10] == [None] * 10
-    assert {type(outcome).__name__ for outcome in outcomes[10:]} == {"NoSpace"}
-    assert all("write budget" in str(outcome) for outcome in outcomes[10:])
-    assert tier.counters().refused == {"write_budget": 6}
-    assert "ChunkMissing" not in await lender.recall(tier, keys_of(10))
-    await tier.aclose(10)
-    again = await open_tier(write_budget_bytes_per_day=8 * 10 * file_bytes)
-    assert type((await again.store(lender.writes(keys_of(1, 50))))[0]).__name__ == "NoSpace"
 
 
 async def test_two_engines_draw_on_one_bucket(open_budget: OpenBudget) -> None:

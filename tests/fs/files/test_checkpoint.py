@@ -245,11 +245,12 @@ async def test_the_scan_corrects_it(
 
 
 async def test_what_happens_beside_the_scan_is_not_corrected(
-    open_tier, lender: Lender, system_call: MakeSystemCall
+    open_tier, lender: Lender, hurry, system_call: MakeSystemCall
 ) -> None:
     before = await open_tier()
     await lender.keep(before, keys_of(4))
     await before.aclose(DEADLINE_S)
+    hurry()
     listing = system_call("scandir", sticks=True)
     tier = await open_tier()
     report = tier.watch()

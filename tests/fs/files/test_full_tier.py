@@ -12,6 +12,7 @@ from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
+from tests.fs.conftest import MakeSystemCall
 
 ROW_BYTES = 8_192
 ROOM = 24
@@ -87,7 +88,7 @@ async def test_a_cancelled_store_leaves_whole_chunks_and_counts_what_is_there(
 
 
 async def test_what_only_an_old_checkpoint_names_leaves_no_room(
-    open_tier, lender: Lender, root: Path, taken_bytes, monkeypatch: pytest.MonkeyPatch
+    open_tier, lender: Lender, root: Path, taken_bytes, hurry, system_call: MakeSystemCall
 ) -> None:
     """As after a kill: its chunks have gone for others, of which nobody knows before the scan comes to them."""
     options = {"naming": "flat", "capacity_bytes": CAPACITY_BYTES}
@@ -101,25 +102,17 @@ async def test_what_only_an_old_checkpoint_names_leaves_no_room(
         await lender.keep(tier, [key_of(number)])
     await tier.aclose(DEADLINE_S)
     index.write_bytes(old)
-    go_on, scandir = threading.Event(), os.scandir
-
-    def wait(fd: int):
-        assert go_on.wait(DEADLINE_S)
-        return scandir(fd)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "scandir", wait)
-        tier = await open_tier(**options)
-        await tier.store(lender.writes(keys_of(12, start=1_000)))
-    try:
-        assert tier.counters().evicted
-        assert taken_bytes(root) <= CAPACITY_BYTES
-    finally:
-        go_on.set()
+    hurry()
+    listing = system_call("scandir", sticks=True, only=lambda folder: isinstance(folder, int))  # A descriptor's.
+    tier = await open_tier(**options)
+    await listing.wait_entered()  # All that the checkpoint names is known by then.
+    await tier.store(lender.writes(keys_of(12, start=1_000)))
+    assert tier.counters().evicted
+    assert taken_bytes(root) <= CAPACITY_BYTES
 
 
 async def test_a_file_that_takes_more_than_is_wanted_is_counted_until_it_is_gone(
-    open_tier, lender: Lender, path_of, root: Path, taken_bytes, monkeypatch: pytest.MonkeyPatch
+    open_tier, lender: Lender, scanned, path_of, root: Path, taken_bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though more go with it: what these leave is not taken off."""
     before = await open_tier(naming="flat", checkpoint_s=0)
@@ -129,9 +122,7 @@ async def test_a_file_that_takes_more_than_is_wanted_is_counted_until_it_is_gone
     large.write_bytes(bytes(8 * ROW_BYTES))
     os.utime(large, (1, 1))
     tier = await open_tier(naming="flat", capacity_bytes=taken_bytes(root) + 8_192, checkpoint_s=0)
-    async with asyncio.timeout(DEADLINE_S):
-        while not tier.counters().scan_skipped:
-            await asyncio.sleep(0)
+    await scanned(tier)
     unlink, seen = os.unlink, list[tuple[int, int]]()
 
     def look(name: str, **kwargs: int) -> None:

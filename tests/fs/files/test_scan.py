@@ -85,10 +85,13 @@ async def test_files_that_no_load_would_take_are_skipped_and_counted(
     assert all(path_of(key_of(number)).exists() for number in lengths)
 
 
-async def test_the_tier_answers_while_it_is_scanned(open_tier, lender: Lender, system_call: MakeSystemCall) -> None:
+async def test_the_tier_answers_while_it_is_scanned(
+    open_tier, lender: Lender, hurry, system_call: MakeSystemCall
+) -> None:
     before = await open_tier()
     await lender.keep(before, keys_of(3))
     await before.aclose(DEADLINE_S)
+    hurry()
     listing = system_call("scandir", sticks=True)
     tier = await open_tier()
     await listing.wait_entered()
@@ -101,13 +104,14 @@ async def test_the_tier_answers_while_it_is_scanned(open_tier, lender: Lender, s
 
 
 async def test_what_is_deleted_beside_the_scan_stays_deleted(
-    open_tier, lender: Lender, system_call: MakeSystemCall
+    open_tier, lender: Lender, hurry, system_call: MakeSystemCall
 ) -> None:
     """The scan has seen a file, but not told of it, when it is deleted."""
     before = await open_tier()
     await lender.keep(before, keys_of(2))
     await before.aclose(DEADLINE_S)
     folders = count(1)  # The namespace, then one folder of the last key's two: the first key's have been seen.
+    hurry()
     listing = system_call("scandir", sticks=True, only=lambda folder: next(folders) > 4)
     tier = await open_tier()
     await listing.wait_entered()

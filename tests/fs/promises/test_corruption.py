@@ -3,7 +3,8 @@
 import itertools
 import os
 import struct
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -12,89 +13,106 @@ from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
 from kvtier.backend.contract import Added, Removed, ScanDone, TierContext
-from kvtier.backend.keys import OffloadKey
 from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.errors import ChunkCorrupt, ChunkMissing
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import Fault, FsBackend, FsOptions
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
+from tests.fs.conftest import Place
 
 KEY = key_of(1)
-Damage = Callable[[Path, int], None]
+LAYOUTS = ["files", "segments"]
+ROW_BYTES = 8_192
+Damage = Callable[[Place], object]
 
 
-def truncate_to(length: Callable[[int], int]) -> Damage:
-    return lambda path, row_bytes: os.truncate(path, length(row_bytes))
+def overwritten(at: int, content: bytes) -> Damage:
+    return lambda place: place.overwrite(at, content)
 
 
-def overwrite(path: Path, at: int, content: bytes) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(content)
+def cut_to(length: int) -> Damage:
+    return lambda place: os.truncate(place.path, length)
 
 
 DAMAGES: dict[str, tuple[Damage, Fault]] = {
-    "empty": (truncate_to(lambda row_bytes: 0), Fault.TRUNCATED),
-    "one byte": (truncate_to(lambda row_bytes: 1), Fault.TRUNCATED),
-    "a page": (truncate_to(lambda row_bytes: 4_096), Fault.TRUNCATED),
-    "a byte less than a row": (truncate_to(lambda row_bytes: row_bytes - 1), Fault.TRUNCATED),
-    "a byte more than a row": (truncate_to(lambda row_bytes: row_bytes + 1), Fault.TRUNCATED),
-    "a byte less than a footer": (truncate_to(lambda row_bytes: row_bytes + FOOTER_BYTES - 1), Fault.TRUNCATED),
-    "a byte too long": (truncate_to(lambda row_bytes: row_bytes + FOOTER_BYTES + 1), Fault.OVERLONG),
-    "a page too long": (truncate_to(lambda row_bytes: row_bytes + 2 * FOOTER_BYTES), Fault.OVERLONG),
-    "much too long": (truncate_to(lambda row_bytes: row_bytes * 10), Fault.OVERLONG),
-    "all zeros": (lambda path, row_bytes: path.write_bytes(bytes(row_bytes + FOOTER_BYTES)) and None, Fault.ZEROED),
-    "a zeroed footer": (lambda path, row_bytes: overwrite(path, row_bytes, bytes(FOOTER_BYTES)), Fault.ZEROED),
-    "a stranger": (lambda path, row_bytes: overwrite(path, row_bytes, b"PK\3\4" * 1_024), Fault.FOREIGN),
-    "a damaged footer": (lambda path, row_bytes: overwrite(path, row_bytes + 70, b"\xff"), Fault.FOOTER),
-    "a damaged payload": (lambda path, row_bytes: overwrite(path, 0, b"\xff"), Fault.PAYLOAD),
-    "a zeroed page": (lambda path, row_bytes: overwrite(path, 4_096, bytes(4_096)), Fault.PAYLOAD),
+    "a zeroed footer": (overwritten(ROW_BYTES, bytes(FOOTER_BYTES)), Fault.ZEROED),
+    "a stranger": (overwritten(ROW_BYTES, b"PK\3\4" * 1_024), Fault.FOREIGN),
+    "a damaged footer": (overwritten(ROW_BYTES + 70, b"\xff"), Fault.FOOTER),
+    "a damaged sequence number": (overwritten(ROW_BYTES + 4_085, b"\xff"), Fault.FOOTER),
+    "a damaged payload": (overwritten(0, b"\xff"), Fault.PAYLOAD),
+    "a zeroed page": (overwritten(4_096, bytes(4_096)), Fault.PAYLOAD),
+}
+OF_FILES: dict[str, tuple[Damage, Fault]] = {  # A slot has one length.
+    "empty": (cut_to(0), Fault.TRUNCATED),
+    "one byte": (cut_to(1), Fault.TRUNCATED),
+    "a page": (cut_to(4_096), Fault.TRUNCATED),
+    "a byte less than a row": (cut_to(ROW_BYTES - 1), Fault.TRUNCATED),
+    "a byte more than a row": (cut_to(ROW_BYTES + 1), Fault.TRUNCATED),
+    "a byte less than a footer": (cut_to(ROW_BYTES + FOOTER_BYTES - 1), Fault.TRUNCATED),
+    "a byte too long": (cut_to(ROW_BYTES + FOOTER_BYTES + 1), Fault.OVERLONG),
+    "a page too long": (cut_to(ROW_BYTES + 2 * FOOTER_BYTES), Fault.OVERLONG),
+    "much too long": (cut_to(ROW_BYTES * 10), Fault.OVERLONG),
+    "all zeros": (overwritten(0, bytes(ROW_BYTES + FOOTER_BYTES)), Fault.ZEROED),
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("io", ["direct", "buffered"])
-async def test_a_damaged_file_is_a_miss(
-    open_tier, lender: Lender, path_of: Callable[[OffloadKey], Path], kind: str, io: str, row_bytes: int
+async def test_damaged_chunks_are_misses_beside_sound_ones_and_can_be_stored_again(
+    open_tier, lender: Lender, place_of, layout: str, io: str
 ) -> None:
-    damage, fault = DAMAGES[kind]
-    tier = await open_tier(io=io)
-    await lender.keep(tier, keys_of(3))
-    damage(path_of(KEY), row_bytes)
-    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), "ChunkCorrupt", label(key_of(2))]
-    assert tier.counters().corrupt == {fault.value: 1}
-    assert not path_of(KEY).exists()
-    assert await lender.recall(tier, [KEY]) == ["ChunkMissing"]
-    assert list(await tier.probe(keys_of(3))) == [True, False, True]
-    await lender.keep(tier, [KEY], version=1)
-    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), label(KEY, 1), label(key_of(2))]
-    assert tier.counters().corrupt == {fault.value: 1}
+    damages = DAMAGES | (OF_FILES if layout == "files" else {})
+    keys = keys_of(2 * len(damages))
+    damaged = dict(zip(keys[::2], damages, strict=True))  # Every second one.
+    tier = await open_tier(layout=layout, io=io, capacity_bytes="4MiB")
+    await lender.keep(tier, keys)
+    for key, kind in damaged.items():
+        damages[kind][0](place_of(key))
+    told = dict(zip(keys, await lender.recall(tier, keys), strict=True))
+    assert {kind: told[key] for key, kind in damaged.items()} == dict.fromkeys(damages, "ChunkCorrupt")
+    assert [told[key] for key in keys[1::2]] == [label(key) for key in keys[1::2]]
+    faults = Counter(fault.value for _, fault in damages.values())
+    assert tier.counters().corrupt == faults
+    assert list(await tier.probe(keys)) == [key not in damaged for key in keys]
+    assert await lender.recall(tier, list(damaged)) == ["ChunkMissing"] * len(damaged)
+    await lender.keep(tier, list(damaged), version=1)
+    assert await lender.recall(tier, keys) == [label(key, int(key in damaged)) for key in keys]
+    assert tier.counters().corrupt == faults
 
 
+@pytest.fixture
+def opened_once(open_tier) -> Callable[..., Awaitable[FsBackend]]:
+    """Open one tier for all examples of a test."""
+    opened: list[FsBackend] = []
+
+    async def opened_once(**options: object) -> FsBackend:
+        if not opened:
+            opened.append(await open_tier(**options))
+        return opened[0]
+
+    return opened_once
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(data=st.data())
-async def test_a_flipped_bit_anywhere_is_a_miss(open_tier, lender: Lender, path_of, row_bytes: int, data) -> None:
-    bit = data.draw(st.integers(0, 8 * (row_bytes + FOOTER_BYTES) - 1))
-    tier = await open_tier(io=data.draw(st.sampled_from(["direct", "buffered"])))
+@given(bit=st.integers(0, 8 * (ROW_BYTES + FOOTER_BYTES) - 1))
+async def test_a_flipped_bit_anywhere_is_a_miss(opened_once, lender: Lender, place_of, layout: str, bit: int) -> None:
+    tier = await opened_once(layout=layout, capacity_bytes="1MiB")
     await lender.keep(tier, [KEY])
-    content = bytearray(path_of(KEY).read_bytes())
-    content[bit // 8] ^= 1 << bit % 8
-    overwrite(path_of(KEY), bit // 8, bytes(content[bit // 8 : bit // 8 + 1]))
+    place = place_of(KEY)
+    place.overwrite(bit // 8, bytes([place.read()[bit // 8] ^ 1 << bit % 8]))
     assert await lender.recall(tier, [KEY]) == ["ChunkCorrupt"]
-    assert await tier.aclose(10) == (0,)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(data=st.data())
-async def test_a_file_cut_off_anywhere_is_a_miss(open_tier, lender: Lender, path_of, row_bytes: int, data) -> None:
-    length = data.draw(st.integers(0, row_bytes + FOOTER_BYTES - 1))
-    tier = await open_tier()
+@given(length=st.integers(0, ROW_BYTES + FOOTER_BYTES - 1))
+async def test_a_file_cut_off_anywhere_is_a_miss(opened_once, lender: Lender, path_of, length: int) -> None:
+    tier = await opened_once()
     await lender.keep(tier, [KEY])
     os.truncate(path_of(KEY), length)
-    expected = "ChunkMissing" if length == row_bytes else "ChunkCorrupt"  # Then it looks like one of vLLM's: refused.
+    expected = "ChunkMissing" if length == ROW_BYTES else "ChunkCorrupt"  # Then it looks like one of vLLM's: refused.
     assert await lender.recall(tier, [KEY]) == [expected]
-    assert await tier.aclose(10) == (0,)
 
 
 async def test_a_file_of_a_later_format_is_a_miss_and_left_alone(
@@ -105,7 +123,7 @@ async def test_a_file_of_a_later_format_is_a_miss_and_left_alone(
     page = bytearray(path_of(KEY).read_bytes()[row_bytes:])
     struct.pack_into("<I", page, 8, 2)
     struct.pack_into("<Q", page, FOOTER_BYTES - 8, xxh3_64_intdigest(page[:-8]))
-    overwrite(path_of(KEY), row_bytes, bytes(page))
+    Place(path_of(KEY), 0).overwrite(row_bytes, bytes(page))
     later = path_of(KEY).read_bytes()
     assert await lender.recall(tier, keys_of(2)) == [label(key_of(0)), "ChunkMissing"]
     assert path_of(KEY).read_bytes() == later
@@ -115,13 +133,14 @@ async def test_a_file_of_a_later_format_is_a_miss_and_left_alone(
     assert await lender.recall(tier, [KEY]) == [label(KEY)]
 
 
-async def test_swapped_files_are_misses(open_tier, lender: Lender, path_of) -> None:
-    tier = await open_tier()
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_swapped_chunks_are_misses(open_tier, lender: Lender, place_of, layout: str) -> None:
+    tier = await open_tier(layout=layout, capacity_bytes="1MiB")
     await lender.keep(tier, keys_of(3))
-    aside = path_of(key_of(0)).with_suffix(".aside")
-    path_of(key_of(0)).rename(aside)
-    path_of(key_of(1)).rename(path_of(key_of(0)))
-    aside.rename(path_of(key_of(1)))
+    first, second = map(place_of, keys_of(2))
+    was_first, was_second = first.read(), second.read()
+    first.overwrite(0, was_second)
+    second.overwrite(0, was_first)
     assert await lender.recall(tier, keys_of(3)) == ["ChunkCorrupt", "ChunkCorrupt", label(key_of(2))]
     assert tier.counters().corrupt == {"swapped": 2}
 
@@ -154,7 +173,7 @@ async def test_rows_of_another_length_are_misses(open_tier, lender: Lender, root
 async def test_quarantine_keeps_the_file_as_it_was(open_tier, lender: Lender, path_of, root: Path, mapper) -> None:
     tier = await open_tier(corrupt="quarantine")
     await lender.keep(tier, [KEY])
-    overwrite(path_of(KEY), 5, b"?")
+    Place(path_of(KEY), 0).overwrite(5, b"?")
     bad = path_of(KEY).read_bytes()
     assert await lender.recall(tier, [KEY]) == ["ChunkCorrupt"]
     assert not path_of(KEY).exists()
@@ -171,7 +190,7 @@ async def test_a_corrupt_file_that_cannot_be_moved_is_still_a_miss(
 ) -> None:
     tier = await open_tier()
     await lender.keep(tier, [KEY])
-    overwrite(path_of(KEY), 5, b"?")
+    Place(path_of(KEY), 0).overwrite(5, b"?")
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise PermissionError(1, "Operation not permitted")
@@ -192,7 +211,7 @@ async def test_a_good_file_that_replaces_a_corrupt_one_while_it_is_read_stays(
     tier = await open_tier()
     await lender.keep(tier, [KEY], version=1)
     good = path_of(KEY).read_bytes()
-    overwrite(path_of(KEY), 5, b"?")
+    Place(path_of(KEY), 0).overwrite(5, b"?")
     read, replacements = os.preadv, itertools.count()
 
     def read_and_replace(fd: int, buffers: object, at: int) -> int:
@@ -212,19 +231,27 @@ async def test_the_inventory_hears_of_corrupt_chunks(open_tier, lender: Lender, 
     await lender.keep(tier, keys_of(2))
     report = tier.watch()
     assert [type(await anext(report)) for _ in range(2)] == [Added, ScanDone]
-    overwrite(path_of(KEY), 5, b"?")
+    Place(path_of(KEY), 0).overwrite(5, b"?")
     await lender.recall(tier, keys_of(2))
     assert await anext(report) == Removed([KEY])
     await report.aclose()
 
 
-async def test_what_was_wrong_is_in_the_outcome(open_tier, lender: Lender, path_of, row_bytes: int) -> None:
-    tier = await open_tier()
-    await lender.keep(tier, keys_of(2))
-    os.truncate(path_of(key_of(0)), 100)
-    path_of(KEY).unlink()
-    corrupt, missing = await tier.load(lender.reads(keys_of(2)))
+@pytest.mark.parametrize(
+    ("layout", "damage", "wrong"),
+    [
+        ("files", cut_to(100), "truncated: a file of 100 bytes for a row of 8,192"),
+        ("segments", overwritten(0, b"?"), "payload: slot 0"),
+    ],
+)
+async def test_what_was_wrong_is_in_the_outcome(
+    open_tier, lender: Lender, place_of, layout: str, damage: Damage, wrong: str
+) -> None:
+    tier = await open_tier(layout=layout, capacity_bytes="1MiB")
+    await lender.keep(tier, [KEY])
+    damage(place_of(KEY))
+    corrupt, missing = await tier.load(lender.reads([KEY, key_of(2)]))
     assert isinstance(corrupt, ChunkCorrupt)
-    assert str(corrupt) == f"{key_of(0).hex()}: truncated: a file of 100 bytes for a row of 8,192"
+    assert str(corrupt) == f"{KEY.hex()}: {wrong}"
     assert isinstance(missing, ChunkMissing)
-    assert KEY.hex() in str(missing)
+    assert key_of(2).hex() in str(missing)

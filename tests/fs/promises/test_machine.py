@@ -80,7 +80,7 @@ class Tier(RuleBasedStateMachine):
                 assert chunk in ("ChunkMissing", label(key_of(number), self.stored[number]))
             else:
                 assert chunk == "ChunkMissing"
-            if chunk.startswith("Block"):
+            if chunk in ("ChunkCorrupt", "ChunkMissing"):
                 self.stored.pop(number, None)
                 self.damaged.discard(number)
 

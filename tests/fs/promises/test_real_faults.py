@@ -20,6 +20,7 @@ from kvtier.errors import BackendUnavailable
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
 from tests.engine.kit import describe, put
+from tests.fs.conftest import MakeSystemCall, SystemCall
 
 PATIENCE_S = 30.0
 SERVER = Path(__file__).parents[1] / "faulty_disk.py"
@@ -119,15 +120,18 @@ async def test_writes_that_fail_leave_what_was_there_and_nothing_else(
 
 
 async def test_a_mount_that_hangs_holds_its_calls_and_nothing_else(
-    disk: FaultyDisk, open_tier, lender: Lender, layout: str
+    disk: FaultyDisk, open_tier, lender: Lender, scanned, layout: str, system_call: MakeSystemCall
 ) -> None:
-    tier = await open_tier(layout=layout, root=str(disk.path / "tier"))
+    tier = await open_tier(layout=layout, root=str(disk.path / "tier"), load_queue_bytes=0)
     await lender.keep(tier, keys_of(3))
+    await scanned(tier)
+    load_begins, store_begins = beginnings(layout, system_call)
     disk.tell("hang")
     load = asyncio.create_task(lender.recall(tier, keys_of(3)))
     store = asyncio.create_task(tier.store(lender.writes(keys_of(3, start=10))))
     async with asyncio.timeout(PATIENCE_S):
-        await asyncio.sleep(0)  # Both have begun.
+        await load_begins.wait_entered()
+        await store_begins.wait_entered()
         assert list(await tier.probe(keys_of(4))) == [True] * 3 + [False]
         assert (await tier.aclose(0.1)).transfers == 2
         assert not load.done()
@@ -135,6 +139,13 @@ async def test_a_mount_that_hangs_holds_its_calls_and_nothing_else(
         disk.tell("well")
         assert await load == list(map(label, keys_of(3)))
         assert list(await store) == [None] * 3
+
+
+def beginnings(layout: str, system_call: MakeSystemCall) -> list[SystemCall]:
+    """Count the system calls with which a load and a store come to the disk."""
+    if layout == "segments":
+        return [system_call("preadv"), system_call("pwritev")]
+    return [system_call("open", only=lambda path, *_, end=end, **__: path.endswith(end)) for end in (".bin", ".tmp")]
 
 
 async def test_a_mount_whose_server_has_died_is_unavailable(

@@ -14,14 +14,8 @@ DEADLINE_S = 20.0
 CAPACITY_BYTES = 1 << 20
 HUGE_BYTES = 1 << 40
 WAYS = {"vllm": {}, "flat": {"naming": "flat"}, "shared": {"shared": True}, "segments": {"layout": "segments"}}
-NAMES = {
-    "a stranger among the chunks": "{chunks}/README",
-    "a stranger in a folder of theirs": "{chunks}/abc/README",
-    "a stranger beside the chunks": "{folder}/backup.tar",
-    "a stranger's folder beside the chunks": "{folder}/backup/a/b",
-    "a stranger's temporary": "{chunks}/.00000000-1-1-1.tmp",
-    "a checkpoint's name": "{folder}/index_r7",
-}
+STRANGERS = ("{chunks}/README", "{chunks}/abc/README", "{folder}/backup.tar", "{folder}/backup/a/b")
+LEFTOVERS = ("{chunks}/.00000000-1-1-1.tmp", "{folder}/index_r7")  # Named as the tier names its own.
 CHUNK_NAMES = {
     "vllm": "{chunks}/aaa/aa_g0/" + "a" * 64 + ".bin",
     "flat": "{chunks}/aa/" + "a" * 64 + "_g0.bin",
@@ -57,34 +51,24 @@ async def costs_nothing(open_tier, lender: Lender, scanned, way: str, place: Cal
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", NAMES)
-async def test_a_file_of_holes_costs_no_chunk(open_tier, lender: Lender, scanned, lay, way: str, name: str) -> None:
+async def test_files_of_holes_cost_no_chunk(open_tier, lender: Lender, scanned, lay, way: str) -> None:
+    """Also under a chunk's own name, where they cost no other."""
+
     def place() -> None:
-        path = lay(way, NAMES[name])
-        path.touch()
-        os.truncate(path, HUGE_BYTES)
+        for name in (*STRANGERS, *LEFTOVERS, CHUNK_NAMES[way]):
+            path = lay(way, name)
+            path.touch()
+            os.truncate(path, HUGE_BYTES)
 
     await costs_nothing(open_tier, lender, scanned, way, place)
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_a_file_of_holes_under_a_chunks_name_costs_no_other(
+async def test_chunks_do_not_pay_for_what_somebody_else_keeps_there(
     open_tier, lender: Lender, scanned, lay, way: str
 ) -> None:
     def place() -> None:
-        path = lay(way, CHUNK_NAMES[way])
-        path.touch()
-        os.truncate(path, HUGE_BYTES)
-
-    await costs_nothing(open_tier, lender, scanned, way, place)
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", list(NAMES)[:4])
-async def test_chunks_do_not_pay_for_what_somebody_else_keeps_there(
-    open_tier, lender: Lender, scanned, lay, way: str, name: str
-) -> None:
-    def place() -> None:
-        lay(way, NAMES[name]).write_bytes(os.urandom(2 * CAPACITY_BYTES))
+        for name in STRANGERS:
+            lay(way, name).write_bytes(os.urandom(2 * CAPACITY_BYTES))
 
     await costs_nothing(open_tier, lender, scanned, way, place)

@@ -12,16 +12,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.backend.contract import Added, Removed, ScanDone, TierContext
 from kvtier.backend.keys import OffloadKey
 from kvtier.backend.namespace import FileMapper
-from kvtier.errors import BackendUnavailable, ChunkCorrupt, ConfigError, NoSpace, TransferFailed, cause_of
+from kvtier.errors import BackendUnavailable, ConfigError, NoSpace, TransferFailed, cause_of
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
-from kvtier_backends.fs import Fault, FsBackend, FsOptions
+from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.directory.slots import SlotContents
 from kvtier_backends.fs.disk.capacity import Disk
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
@@ -29,42 +29,13 @@ from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.runs import RUN_SLOTS_MAX
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, read_header
 from kvtier_backends.fs.segments.slots import Held
-from tests.fs.conftest import MakeSystemCall
+from tests.fs.conftest import MakeSystemCall, segments
 
 ROW_BYTES = 8_192
 SLOT_BYTES = ROW_BYTES + FOOTER_BYTES
 KEY = key_of(1)
 DEADLINE_S = 20.0
 SMALL = "1MiB"  # So that a segment is read in no time.
-
-DAMAGES: dict[str, tuple[int, bytes, Fault]] = {
-    "a zeroed footer": (ROW_BYTES, bytes(FOOTER_BYTES), Fault.ZEROED),
-    "a stranger": (ROW_BYTES, b"PK\3\4" * 1_024, Fault.FOREIGN),
-    "a damaged footer": (ROW_BYTES + 70, b"\xff", Fault.FOOTER),
-    "a damaged sequence number": (ROW_BYTES + 4_085, b"\xff", Fault.FOOTER),
-    "a damaged payload": (0, b"\xff", Fault.PAYLOAD),
-    "a zeroed page": (4_096, bytes(4_096), Fault.PAYLOAD),
-}
-
-
-def segments(root: Path) -> list[Path]:
-    return sorted(root.glob("*_segments/*.seg"))
-
-
-def overwrite(path: Path, at: int, content: bytes) -> None:
-    with path.open("r+b") as file:
-        file.seek(at)
-        file.write(content)
-
-
-def slot_of(path: Path, key: OffloadKey) -> int:
-    """Return where in a segment a key's slot begins."""
-    content = path.read_bytes()
-    for at in range(HEADER_BYTES, len(content), SLOT_BYTES):
-        page = content[at + ROW_BYTES : at + SLOT_BYTES]
-        if page[64 : 64 + len(key)] == key:
-            return at
-    raise AssertionError("no slot has it")
 
 
 async def scanned(tier: FsBackend) -> set[OffloadKey]:
@@ -82,85 +53,28 @@ async def scanned(tier: FsBackend) -> set[OffloadKey]:
     raise AssertionError("closed")
 
 
-@pytest.mark.parametrize("kind", DAMAGES)
-@pytest.mark.parametrize("io", ["direct", "buffered"])
-async def test_a_damaged_slot_is_a_miss_and_free_again(
-    open_tier, lender: Lender, root: Path, kind: str, io: str
-) -> None:
-    at, content, fault = DAMAGES[kind]
-    tier = await open_tier(layout="segments", capacity_bytes=SMALL, io=io)
-    await lender.keep(tier, keys_of(3))
-    (segment,) = segments(root)
-    overwrite(segment, slot_of(segment, KEY) + at, content)
-    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), "ChunkCorrupt", label(key_of(2))]
-    assert tier.counters().corrupt == {fault.value: 1}
-    assert list(await tier.probe(keys_of(3))) == [True, False, True]
-    assert await lender.recall(tier, [KEY]) == ["ChunkMissing"]
-    await lender.keep(tier, [KEY], version=1)
-    assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), label(KEY, 1), label(key_of(2))]
-    assert tier.counters().corrupt == {fault.value: 1}
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(data=st.data())
-async def test_a_flipped_bit_anywhere_in_a_slot_is_a_miss(open_tier, lender: Lender, root: Path, data) -> None:
-    bit = data.draw(st.integers(0, 8 * SLOT_BYTES - 1))
-    tier = await open_tier(
-        layout="segments", capacity_bytes=SMALL, io=data.draw(st.sampled_from(["direct", "buffered"]))
-    )
-    await lender.keep(tier, [KEY])
-    segment = segments(root)[-1]
-    at = slot_of(segment, KEY) + bit // 8
-    overwrite(segment, at, bytes([segment.read_bytes()[at] ^ 1 << bit % 8]))
-    assert await lender.recall(tier, [KEY]) == ["ChunkCorrupt"]
-    assert await tier.aclose(10) == (0,)
-
-
-async def test_swapped_slots_are_misses(open_tier, lender: Lender, root: Path) -> None:
-    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
-    await lender.keep(tier, keys_of(2))
-    (segment,) = segments(root)
-    first, second = (slot_of(segment, key) for key in keys_of(2))
-    content = segment.read_bytes()
-    overwrite(segment, first, content[second : second + SLOT_BYTES])
-    assert await lender.recall(tier, keys_of(2)) == ["ChunkCorrupt", label(key_of(1))]
-    assert tier.counters().corrupt == {"swapped": 1}
-
-
-async def test_a_torn_slot_is_a_miss_after_a_restart_too(open_tier, lender: Lender, root: Path) -> None:
+async def test_a_torn_slot_is_a_miss_after_a_restart_too(open_tier, lender: Lender, place_of) -> None:
     """Its footer is whole, so that the scan believes it; its row is not."""
     first = await open_tier(layout="segments", checkpoint_s=0)
     await lender.keep(first, keys_of(3))
     await first.aclose(DEADLINE_S)
-    (segment,) = segments(root)
-    overwrite(segment, slot_of(segment, KEY), b"half of another chunk")
+    place_of(KEY).overwrite(0, b"half of another chunk")
     tier = await open_tier(layout="segments", checkpoint_s=0)
     assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), "ChunkCorrupt", label(key_of(2))]
     assert tier.counters().corrupt == {"payload": 1}
 
 
 async def test_a_footer_that_is_damaged_at_the_start_is_counted_and_its_slot_is_free(
-    open_tier, lender: Lender, root: Path
+    open_tier, lender: Lender, place_of
 ) -> None:
     first = await open_tier(layout="segments", capacity_bytes=10 * SLOT_BYTES + 65_536)
     await lender.keep(first, keys_of(3))
     await first.aclose(DEADLINE_S)
-    (segment,) = segments(root)
-    overwrite(segment, slot_of(segment, KEY) + ROW_BYTES + 70, b"\xff")
+    place_of(KEY).overwrite(ROW_BYTES + 70, b"\xff")
     tier = await open_tier(layout="segments", capacity_bytes=10 * SLOT_BYTES + 65_536)
     assert await scanned(tier) == {key_of(0), key_of(2)}
     assert tier.counters().corrupt == {"footer": 1}
     assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), "ChunkMissing", label(key_of(2))]
-
-
-async def test_what_was_wrong_is_in_the_outcome(open_tier, lender: Lender, root: Path) -> None:
-    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
-    await lender.keep(tier, [KEY])
-    (segment,) = segments(root)
-    overwrite(segment, slot_of(segment, KEY), b"?")
-    (outcome,) = await tier.load(lender.reads([KEY]))
-    assert isinstance(outcome, ChunkCorrupt)
-    assert str(outcome) == f"{KEY.hex()}: payload: slot 0"
 
 
 @pytest.mark.parametrize("checkpoint_s", [0, 1_800])
@@ -213,32 +127,6 @@ async def test_a_damaged_checkpoint_of_segments_is_none(
     tier = await open_tier(layout="segments", capacity_bytes=SMALL)
     assert await lender.recall(tier, keys_of(5)) == [label(key) for key in keys_of(5)]
     assert tier.counters().checkpoints_ignored == 1
-
-
-@pytest.mark.parametrize("checkpoint_s", [0, 1_800])
-async def test_a_restart_keeps_the_order_of_last_use_in_segments(
-    open_tier, lender: Lender, checkpoint_s: float
-) -> None:
-    """Without a checkpoint, of the order of stores: that is what footers say."""
-    capacity_bytes = 8 * SLOT_BYTES + 24_576
-    first = await open_tier(layout="segments", capacity_bytes=capacity_bytes, checkpoint_s=checkpoint_s)
-    await lender.keep(first, keys_of(4))
-    await lender.keep(first, keys_of(2, start=4))
-    await lender.recall(first, keys_of(2))
-    chunks = first.occupancy().chunks
-    await first.aclose(DEADLINE_S)
-    tier = await open_tier(layout="segments", capacity_bytes=capacity_bytes, checkpoint_s=checkpoint_s)
-    await scanned(tier)
-    new = 100
-    gone: list[OffloadKey] = []
-    while len(gone) < 3:
-        await lender.keep(tier, [key_of(new)])
-        new += 1
-        there = await tier.probe(keys_of(6))
-        gone += [key for key, known in zip(keys_of(6), there, strict=True) if not known and key not in gone]
-    assert chunks == 6
-    numbers = [keys_of(6).index(key) for key in gone]
-    assert numbers == ([3, 2, 5] if checkpoint_s else [3, 2, 1])
 
 
 async def test_two_tiers_on_one_directory_write_to_segments_of_their_own(open_tier, lender: Lender, root: Path) -> None:
@@ -348,24 +236,6 @@ async def test_a_delete_whose_footer_cannot_be_wiped_says_so(
 def test_what_segments_cannot_do_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         FsOptions(root="x", layout="segments", **options)  # type: ignore[arg-type]
-
-
-async def test_unused_chunks_expire_in_segments(open_tier, lender: Lender) -> None:
-    tier = await open_tier(layout="segments", ttl_s=0.05)
-    await lender.keep(tier, keys_of(3))
-    async with asyncio.timeout(DEADLINE_S):
-        while any(await tier.probe(keys_of(3))):
-            await asyncio.sleep(0.01)
-    assert tier.counters().expired == 3
-    await lender.keep(tier, keys_of(3), version=1)
-
-
-async def test_a_days_write_budget_counts_slots(open_tier, lender: Lender) -> None:
-    tier = await open_tier(layout="segments", write_budget_bytes_per_day=64 * SLOT_BYTES)
-    outcomes = await tier.store(lender.writes(keys_of(20)))
-    assert outcomes.count(None) == 8
-    assert tier.counters().refused == {"write_budget": 12}
-    await lender.keep(tier, [])
 
 
 @given(st.integers(0, 2**63), st.integers(0, 2**63), st.binary(min_size=32, max_size=32))

@@ -1,8 +1,6 @@
 """What a disk does to segments: damaged first pages, places that cannot be read, and others that write there."""
 
-import asyncio
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,15 +10,11 @@ from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.segments.segment import HEADER_BYTES
+from tests.fs.conftest import segments
 
 SLOT_BYTES = 8_192 + FOOTER_BYTES
 SMALL = "1MiB"
 DEADLINE_S = 20.0
-ROUNDS = 40
-
-
-def segments(root: Path) -> list[Path]:
-    return sorted(root.glob("*_segments/*.seg"))
 
 
 @pytest.mark.parametrize(
@@ -73,26 +67,4 @@ async def test_one_place_that_cannot_be_read_costs_its_own_chunk_only(
     assert told.count("TransferFailed") == 1
     assert sum(each == label(key) for each, key in zip(told, keys_of(6), strict=True)) == 5
     assert await lender.recall(tier, keys_of(6)) == [label(key) for key in keys_of(6)]
-    assert tier.counters().corrupt == {}
-
-
-@pytest.mark.usefixtures("outside")
-async def test_two_processes_that_write_the_same_keys_to_segments_leave_whole_chunks(
-    open_tier, lender: Lender, root: Path, row_bytes: int
-) -> None:
-    keys = keys_of(4)
-    for version in (1, 2):
-        lender.writes(keys, version)  # To know their chunks again.
-    script = os.path.join(os.path.dirname(__file__), "..", "writer.py")
-    writers = [
-        await asyncio.create_subprocess_exec(
-            *(sys.executable, script, str(root), str(row_bytes), str(version), "4", str(ROUNDS), "segments"),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        for version in (1, 2)
-    ]
-    assert await asyncio.gather(*(writer.wait() for writer in writers)) == [0, 0]
-    tier = await open_tier(layout="segments")
-    told = await lender.recall(tier, keys)
-    assert all(each in (label(key, 1), label(key, 2)) for each, key in zip(told, keys, strict=True))
     assert tier.counters().corrupt == {}

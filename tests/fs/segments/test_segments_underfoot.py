@@ -16,7 +16,7 @@ from kvtier_backends.fs import FsBackend
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.segments import losses
 from kvtier_backends.fs.segments.folder import SegmentFolder
-from tests.fs.conftest import MakeSystemCall
+from tests.fs.conftest import MakeSystemCall, segments
 
 SLOT_BYTES = 8_192 + FOOTER_BYTES
 SMALL = "1MiB"
@@ -31,10 +31,6 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "LOOK_S", 0.01)
-
-
-def segments(root: Path) -> list[Path]:
-    return sorted(root.glob("*_segments/*.seg"))
 
 
 def kinds(outcomes: Sequence[Outcome]) -> list[str]:

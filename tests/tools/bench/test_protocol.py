@@ -1,5 +1,7 @@
 """The benchmark of the step protocol measures what it says, over every size that it is given."""
 
+import pytest
+
 from kvtier.tools.bench.figures import Row
 from tests.benchmarks.protocol import Engine, lookup_steps, measure_lookups, measure_steps, step_steps
 
@@ -22,7 +24,8 @@ def test_look_ups_stand_beside_dictionary_operations() -> None:
     assert len(done) == lookup_steps([1_024, 2_048], 1)
 
 
-def test_steps_are_measured_over_tiers_and_over_what_they_hold() -> None:
+def test_steps_are_measured_over_tiers_and_over_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.benchmarks.protocol.STEPS_A_ROUND", 1)
     done: list[int] = []
     engines = [Engine(1, 0), Engine(2, 0), Engine(1, 5_000)]
     rows = list(measure_steps(engines, 1, lambda: done.append(1)))

@@ -103,8 +103,10 @@ def test_the_tables_say_it_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert "had not reached" in shown  # Nobody said that this one was drained.
 
 
-@pytest.mark.parametrize(("suffix", "begin"), [(".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")])
-@pytest.mark.parametrize("samples", [0, 1, 3, 400])
+@pytest.mark.parametrize(
+    ("samples", "suffix", "begin"),
+    [(0, ".svg", b"<?xml"), (1, ".png", b"\x89PNG"), (3, ".pdf", b"%PDF"), (400, ".svg", b"<?xml")],
+)
 def test_the_course_of_any_replay_is_drawn_as_the_name_says(
     tmp_path: Path, samples: int, suffix: str, begin: bytes
 ) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import TraceError
-from kvtier.tools.replay.traces import LINE_BYTES_MAX, Request, Trace, write_trace
+from kvtier.tools.replay.traces import Request, Trace, write_trace
 
 TraceFile = Callable[..., str]
 
@@ -156,9 +156,10 @@ def test_a_file_without_requests_is_an_error_at_once(trace_file: TraceFile, cont
         Trace(trace_file(content))
 
 
-def test_a_file_without_lines_is_given_up_on_early(trace_file: TraceFile) -> None:
-    with pytest.raises(TraceError, match="line 1: longer than 16,777,216 bytes"):
-        Trace(trace_file(b"x" * (LINE_BYTES_MAX + (1 << 20))))
+def test_a_file_without_lines_is_given_up_on_early(trace_file: TraceFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvtier.tools.replay.traces.LINE_BYTES_MAX", 1 << 20)
+    with pytest.raises(TraceError, match="line 1: longer than 1,048,576 bytes"):
+        Trace(trace_file(b"x" * (4 << 20)))
 
 
 def test_what_is_no_file_is_an_error_at_once(tmp_path: Path) -> None:
