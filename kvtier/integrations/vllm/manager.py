@@ -30,8 +30,7 @@ from kvtier.engine.requests import by_position
 from kvtier.engine.steps import Inside, StepManager
 from kvtier.engine.tier import TierMatcher
 from kvtier.integrations.vllm.events import Media, config_info, offloading_events
-from kvtier.integrations.vllm.logs import Summary
-from kvtier.integrations.vllm.stats import Stats, TransferTimes, engine_readings
+from kvtier.integrations.vllm.stats import Stats, Summary, TransferTimes, engine_readings
 
 _RESULTS = {
     Found.MISS: LookupResult.MISS,

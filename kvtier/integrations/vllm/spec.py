@@ -21,11 +21,10 @@ from kvtier.config import EngineConfig
 from kvtier.engine.steps import StepManager
 from kvtier.errors import ConfigError
 from kvtier.integrations.vllm.events import INFO_KEYS
-from kvtier.integrations.vllm.logs import log_as_vllm
 from kvtier.integrations.vllm.manager import STORES_SKIPPED, Offers, VllmManager
 from kvtier.integrations.vllm.options import engine_config, read_options
 from kvtier.integrations.vllm.rows import namespace_of, plan_rows
-from kvtier.integrations.vllm.stats import TransferTimes, metric_definitions
+from kvtier.integrations.vllm.stats import TransferTimes, log_as_vllm, metric_definitions
 from kvtier.integrations.vllm.worker import make_worker
 from kvtier.memory import Region
 

@@ -1,7 +1,7 @@
 """Copies between an engine's KV caches and the primary's rows."""
 
-from kvtier.kvcache.transfer.jobs import Kind, TransferResult
+from kvtier.kvcache.transfer.jobs import Direction, TransferResult
 from kvtier.kvcache.transfer.pages import NO_BLOCKS, GroupBlocks, SlotLayout, slot_layout
 from kvtier.kvcache.transfer.worker import TransferWorker
 
-__all__ = ["NO_BLOCKS", "GroupBlocks", "Kind", "SlotLayout", "TransferResult", "TransferWorker", "slot_layout"]
+__all__ = ["NO_BLOCKS", "Direction", "GroupBlocks", "SlotLayout", "TransferResult", "TransferWorker", "slot_layout"]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvtier.kvcache.layout.blocks import storage_of
-from kvtier.kvcache.transfer.jobs import Copier, Finish, Job, Kind
+from kvtier.kvcache.transfer.jobs import Copier, Direction, Finish, Job
 from kvtier.kvcache.transfer.pages import Indices, Mask, Pages, Piece, Sides, repeated
 from kvtier.kvcache.transfer.strided import Strided, copy_alike, strided
 
@@ -50,11 +50,11 @@ class CudaCopier:
 
     ahead = AHEAD
 
-    def __init__(self, kind: Kind, device: torch.device, copy: DeviceCopy) -> None:
-        self.kinds = (kind,)
+    def __init__(self, direction: Direction, device: torch.device, copy: DeviceCopy) -> None:
+        self.directions = (direction,)
         self._device = device
         self._copy = copy
-        self._stream = torch.cuda.Stream(device, priority=-1 if kind is Kind.LOAD else 0)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device, priority=-1 if direction is Direction.LOAD else 0)  # type: ignore[no-untyped-call]
 
     def mark(self) -> object:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -78,9 +78,9 @@ def cuda_copiers(sides: Sides, device: torch.device) -> list[Copier]:
     """Return a copier for either way: pages in batches or, where the driver has none, whole chunks."""
     copy = batched_copy(device)
     copiers = list[Copier]()
-    for kind in Kind:
+    for direction in Direction:
         begin: DeviceCopy = StagedCopies(sides) if copy is None else batched(sides, copy)
-        copiers.append(CudaCopier(kind, device, begin))
+        copiers.append(CudaCopier(direction, device, begin))
     if copy is None:  # The buffers' memory was the engine's stream's, which may still work on it: not behind ours.
         torch.cuda.synchronize(device)
     return copiers
@@ -90,11 +90,11 @@ def batched(sides: Sides, copy: BatchedCopy) -> DeviceCopy:
     """Return what begins a transfer as copies of single pages, many in one call."""
 
     def begin(job: Job) -> None:
-        copies = descriptors(sides, job.kind, job.groups)
+        copies = descriptors(sides, job.direction, job.groups)
         stream = torch.cuda.current_stream().cuda_stream
         for first in range(0, len(copies.sizes), BATCH_COPIES_MAX):
             part = Descriptors(*(column[first : first + BATCH_COPIES_MAX] for column in copies))
-            copy(part, stream, job.kind is Kind.LOAD)
+            copy(part, stream, job.direction is Direction.LOAD)
 
     return begin
 
@@ -115,14 +115,14 @@ def batched_copy(device: torch.device) -> BatchedCopy | None:
     return copy
 
 
-def descriptors(sides: Sides, kind: Kind, groups: tuple[Pages, ...]) -> Descriptors:
+def descriptors(sides: Sides, direction: Direction, groups: tuple[Pages, ...]) -> Descriptors:
     """Return a transfer's copies: page by page, neighbours joined."""
     slots = sides.slots
     local, host, sizes, rows = list[Indices](), list[Indices](), list[Indices](), list[Indices]()
     for group, pages in zip(sides.pieces, groups, strict=True):
         for piece in group:
             moved = pages
-            if kind is Kind.STORE:
+            if direction is Direction.STORE:
                 moved = pages.written_by(sides.blocks_per_chunk, piece.writers, piece.writer_index)
             start = storage_of(piece.memory) + piece.local
             slot = slots.data_ptr() + piece.host
@@ -134,7 +134,7 @@ def descriptors(sides: Sides, kind: Kind, groups: tuple[Pages, ...]) -> Descript
             sizes.append(np.full(len(local[-1]), piece.size_bytes))
             rows.append(repeated(moved.rows, [(r.times, 0) for r in piece.repeats]))
     both = (np.concatenate(local or [_NONE]), np.concatenate(host or [_NONE]))
-    sources, targets = both if kind is Kind.STORE else both[::-1]
+    sources, targets = both if direction is Direction.STORE else both[::-1]
     return joined(sources, targets, np.concatenate(sizes or [_NONE]), np.concatenate(rows or [_NONE]))
 
 
@@ -176,7 +176,7 @@ class StagedCopies:
     def __call__(self, job: Job) -> None:
         for group, pages in zip(self._groups, job.groups, strict=True):
             for some, buffered in self._in_parts(pages):
-                if job.kind is Kind.STORE:
+                if job.direction is Direction.STORE:
                     self._store(group, some, buffered)
                 else:
                     self._load(group, some, buffered)
@@ -193,7 +193,7 @@ class StagedCopies:
     def _store(self, group: list[tuple[Piece, Strided]], some: Pages, buffered: Pages) -> None:
         for piece, gather in group:
             moved = buffered.only(self._turn(piece, some))
-            copy_alike(Kind.STORE, [gather], moved)
+            copy_alike(Direction.STORE, [gather], moved)
         copies = self._whole(group, some, buffered, stores=True)
         into, out_of = _bytes_of(self._slots), _bytes_of(self._buffer)
         for source, target, size in zip(*(column.tolist() for column in copies), strict=True):
@@ -205,7 +205,7 @@ class StagedCopies:
         for target, source, size in zip(*(column.tolist() for column in copies), strict=True):
             into[target : target + size].copy_(out_of[source : source + size], non_blocking=True)
         for _, scatter in group:
-            copy_alike(Kind.LOAD, [scatter], buffered)
+            copy_alike(Direction.LOAD, [scatter], buffered)
 
     def _whole(self, group: list[tuple[Piece, Strided]], some: Pages, buffered: Pages, *, stores: bool) -> Descriptors:
         """Return the copies from the buffer to the slots, as offsets into each: whole chunks where pages make them."""
