@@ -14,7 +14,7 @@ ALL = 1 << 32  # Chunks: as many as there can be.
 
 
 class Breaker:
-    """Keeps an engine from asking a tier that only fails; pure, with the time as an argument.
+    """Keeps kvtier from asking a tier that only fails; pure, with the time as an argument.
 
     Closed → open after `failures_max` failed transfers in a row; open → half-open after `cooldown_s` seconds; then
     `trial_chunks` chunks may pass, and the first outcome closes or opens it again. A trial without any outcome within

@@ -1,4 +1,4 @@
-"""Metrics of one engine, for Prometheus, and its statistics, for programs: what it has counted, and what it holds now.
+"""Metrics, for Prometheus, and statistics, for programs: what a kvtier engine has counted, and what it holds now.
 
 Both are read from the ledger when they are asked for, so that counting costs a step nothing. Only latencies are
 observed as they happen, once a transfer.
@@ -32,7 +32,7 @@ CAUSES_HELP = "Calls of which something failed, by what lay behind it."
 PRIMARY_COUNTERS = {
     "hits": "Chunks loaded from where they lay in the primary.",
     "misses": "Chunks looked up and found nowhere, once a request and chunk.",
-    "stores": "Chunks stored by the engine.",
+    "stores": "Chunks stored by the LLM engine.",
     "stores_refused": "Chunks offered when there was no room.",
     "promotions_refused": "Chunks that a tier had, for which there was no row.",
     "rows_kept": "Rows that something still read when their fetch was over.",
@@ -44,7 +44,7 @@ class PrimaryStats(msgspec.Struct, frozen=True, kw_only=True):
 
     hits: int  # Loaded from where they lay in the primary.
     misses: int  # Looked up and found nowhere, once a request and chunk.
-    stores: int  # Stored by the engine.
+    stores: int  # Stored by the LLM engine.
     stores_refused: int  # Offered when there was no room.
     promotions_refused: int  # Had by a tier, but there was no row for them.
     evictions: int
@@ -53,7 +53,7 @@ class PrimaryStats(msgspec.Struct, frozen=True, kw_only=True):
     rows_free: int
     rows_quarantined: int  # Lent to transfers that hung.
     rows_leased: int  # Kept for requests that wait.
-    rows_in_use: int  # Given to the engine to read or write, and not yet given back.
+    rows_in_use: int  # Given to the LLM engine to read or write, and not yet given back.
 
 
 class TierStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +80,7 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole engine."""
+    """A whole kvtier engine."""
 
     primary: PrimaryStats
     tiers: tuple[TierStats, ...]  # In the configuration's order.
@@ -89,14 +89,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Metrics(Collector):
-    """One engine's metrics in a registry of its own; several engines of one process do not collide."""
+    """A kvtier engine's metrics in a registry of its own; several of one process do not collide."""
 
     def __init__(self, ledger: Ledger, row_bytes: int, events: EventLog | None = None) -> None:
         self.registry = CollectorRegistry()
         self.runners_lost = 0  # Counted by the manager: the ledger also settles a runner that was closed as it should.
         self._ledger = ledger
         self._row_bytes = row_bytes
-        self._events = events
+        self._events = events or EventLog()
         latency = Histogram(
             "kvtier_transfer_seconds",
             "From an action's arrival at the runner to its outcome.",
@@ -111,16 +111,12 @@ class Metrics(Collector):
         }
         self.registry.register(self)
 
-    @property
-    def events_dropped(self) -> int:
-        return 0 if self._events is None else self._events.dropped
-
     def stats(self) -> EngineStats:
         return EngineStats(
             primary=_primary_stats(self._ledger),
             tiers=tuple(map(_tier_stats, self._ledger.tiers)),
             runners_lost=self.runners_lost,
-            events_dropped=self.events_dropped,
+            events_dropped=self._events.dropped,
         )
 
     def observe(self, tier: str, operation: str, seconds: float) -> None:
@@ -137,7 +133,7 @@ class Metrics(Collector):
             yield CounterMetricFamily(f"kvtier_primary_{name}", help_text, getattr(ledger.counters, name))
         yield CounterMetricFamily("kvtier_primary_evictions", "Chunks evicted for room.", primary.evictions)
         yield CounterMetricFamily("kvtier_runners_lost", "Runners that ended too early.", self.runners_lost)
-        yield CounterMetricFamily("kvtier_events_dropped", "Events that nobody took in time.", self.events_dropped)
+        yield CounterMetricFamily("kvtier_events_dropped", "Events that nobody took in time.", self._events.dropped)
         rows = GaugeMetricFamily("kvtier_primary_rows", "Rows by state.", labels=("state",))
         rows.add_metric(("ready",), len(primary.ready))
         rows.add_metric(("filling",), len(primary.filling))

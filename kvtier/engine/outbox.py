@@ -12,7 +12,7 @@ from kvtier.backend import OffloadKey
 from kvtier.engine.primary import Rows
 from kvtier.engine.requests import Request
 from kvtier.engine.tier import Residency, Tier
-from kvtier.engine.transfers import Kind, Transfers
+from kvtier.engine.transfers import Operation, Transfers
 from kvtier.runner.messages import Acknowledge, Action, Cascade, Delete, Probe, Promote, Rank, pack_keys, pack_rows
 
 _to_ask = attrgetter("to_ask")
@@ -105,15 +105,6 @@ class Outbox:
             self._ranks.clear()
         return actions
 
-    def _work(self) -> Iterator[Action]:
-        yield from self._probes()
-        yield from self._loads()
-        yield from self._stores()
-        for tier, queued in self._deletes.items():
-            for keys in self._batches(queued):
-                yield Delete(self._transfers.send(Kind.DELETE, tier, keys, ()), tier.index, pack_keys(keys))
-        self._deletes.clear()
-
     def clear(self) -> None:
         """Forget promotions and cascades: the primary is about to drop every key and pin."""
         for tier, keys in self._cascades.items():
@@ -147,18 +138,27 @@ class Outbox:
                 pins -= not pinned
         return taken
 
+    def _work(self) -> Iterator[Action]:
+        yield from self._probes()
+        yield from self._loads()
+        yield from self._stores()
+        for tier, queued in self._deletes.items():
+            for keys in self._batches(queued):
+                yield Delete(self._transfers.send(Operation.DELETE, tier, keys, ()), tier.index, pack_keys(keys))
+        self._deletes.clear()
+
     def _probes(self) -> Iterator[Action]:
         for tier in self._tiers:
             queued, tier.to_ask = tier.to_ask, []
             for keys in self._batches(queued):
-                yield Probe(self._transfers.send(Kind.PROBE, tier, keys, ()), tier.index, pack_keys(keys))
+                yield Probe(self._transfers.send(Operation.PROBE, tier, keys, ()), tier.index, pack_keys(keys))
 
     def _loads(self) -> Iterator[Action]:
         for (tier, request), queued in self._promotions.items():
             tier.loading += len(queued)
             for keys in self._batches(queued):
                 rows = [self._primary.filling[key] for key in keys]
-                id_ = self._transfers.send(Kind.PROMOTION, tier, keys, rows, request)
+                id_ = self._transfers.send(Operation.PROMOTION, tier, keys, rows, request)
                 yield Promote(id_, tier.index, pack_keys(keys), pack_rows(rows))
         self._promotions.clear()
 
@@ -166,7 +166,7 @@ class Outbox:
         for tier, queued in self._cascades.items():
             for keys in self._batches(queued):
                 rows = [self._primary.ready[key] for key in keys]
-                id_ = self._transfers.send(Kind.CASCADE, tier, keys, rows)
+                id_ = self._transfers.send(Operation.CASCADE, tier, keys, rows)
                 yield Cascade(id_, tier.index, pack_keys(keys), pack_rows(rows))
         self._cascades.clear()
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvtier.backend import OffloadKey
 from kvtier.engine.breaker import Breaker
-from kvtier.runner.messages import Code, Finished, unpack_rows
+from kvtier.runner.messages import Code, TierUsage
 
 _CAUSES = (
     "EACCES EBADF EBUSY ECONNREFUSED ECONNRESET EDQUOT EFBIG EHOSTDOWN EHOSTUNREACH EINVAL EIO EMFILE ENFILE ENODEV"
@@ -18,6 +18,11 @@ _CAUSES = (
 )
 CAUSES = frozenset(_CAUSES.split())
 """What failures are counted by; whatever else there is counts as `other`: a metric's label has few values."""
+
+TIER_AT_FAULT = frozenset({Code.FAILED, Code.UNAVAILABLE, Code.DEADLINE})
+NOT_TRIED = frozenset({Code.REFUSED, Code.LOST})  # Says nothing of the tier, nor of the chunk.
+NO_FAILURE = frozenset({Code.MISSING, Code.REFUSED})  # Has no cause that anybody could mend.
+_SAY_ALL = frozenset({Code.CORRUPT, Code.NO_SPACE, Code.DEADLINE, Code.LOST})
 
 ANSWERS_MAX = 65_536  # Of each kind a tier: about 10 MB; older ones are asked again.
 
@@ -197,6 +202,33 @@ class Tier:
             self.breaker.ask()
             self.to_ask.append(key)
 
+    def judge(self, codes: Collection[Code], now: float, cause: str = "") -> bool:
+        """Tell the breaker how a transfer ended; say whether it failed, that is, whether anything was the tier's fault.
+
+        What did not move is blamed on the `cause`, or without one on the worst of its codes.
+        """
+        if codes and not NO_FAILURE.issuperset(codes):
+            worst = max(code for code in codes if code not in NO_FAILURE)
+            self.counters.blame(cause or (worst.name.lower() if worst in _SAY_ALL else "other"))
+        if not TIER_AT_FAULT.isdisjoint(codes):
+            self.breaker.failed(now)
+            return True
+        if NOT_TRIED.isdisjoint(codes):
+            self.breaker.succeeded()
+        return False
+
+    def unanswered(self, cause: str, now: float) -> None:
+        """Take note of a question that the tier did not answer."""
+        self.counters.probes_failed += 1
+        self.counters.blame(cause or "other")
+        self.breaker.failed(now)
+
+    def use(self, usage: TierUsage) -> None:
+        """Take note of how full the tier says it is, and of what it has counted."""
+        self.chunks, self.used_bytes = usage.chunks, usage.used_bytes
+        self.capacity_bytes, self.reserved_bytes = usage.capacity_bytes, usage.reserved_bytes
+        self.counters.note(usage.counts)
+
     def _settle_raced(self, sent: Sequence[OffloadKey], moved: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Have what was reported gone meanwhile asked for; return the rest of what moved."""
         raced = self.raced.intersection(sent)
@@ -226,41 +258,3 @@ class Residency:
                 mask[key] = left
             else:
                 mask.pop(key, None)
-
-
-# Verdicts: what an outcome says of its tier, beside what it says of its chunks.
-
-TIER_AT_FAULT = frozenset({Code.FAILED, Code.UNAVAILABLE, Code.DEADLINE})
-NOT_TRIED = frozenset({Code.REFUSED, Code.LOST})  # Says nothing of the tier, nor of the chunk.
-NO_FAILURE = frozenset({Code.MISSING, Code.REFUSED})  # Has no cause that anybody could mend.
-_SAY_ALL = frozenset({Code.CORRUPT, Code.NO_SPACE, Code.DEADLINE, Code.LOST})
-
-
-def failures(message: Finished) -> dict[int, Code]:
-    """Return why chunks did not move, by their index."""
-    if not message.codes:
-        return {}
-    return dict(zip(unpack_rows(message.failed), map(Code, message.codes), strict=True))
-
-
-def judge(tier: Tier, codes: Collection[Code], now: float, cause: str = "") -> bool:
-    """Tell the breaker how a transfer ended; say whether it failed, that is, whether anything was the tier's fault.
-
-    What did not move is blamed on the `cause`, or without one on the worst of its codes.
-    """
-    if codes and not NO_FAILURE.issuperset(codes):
-        worst = max(code for code in codes if code not in NO_FAILURE)
-        tier.counters.blame(cause or (worst.name.lower() if worst in _SAY_ALL else "other"))
-    if not TIER_AT_FAULT.isdisjoint(codes):
-        tier.breaker.failed(now)
-        return True
-    if NOT_TRIED.isdisjoint(codes):
-        tier.breaker.succeeded()
-    return False
-
-
-def unanswered(tier: Tier, cause: str, now: float) -> None:
-    """Take note of a question that the tier did not answer."""
-    tier.counters.probes_failed += 1
-    tier.counters.blame(cause or "other")
-    tier.breaker.failed(now)

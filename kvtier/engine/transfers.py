@@ -1,7 +1,7 @@
 """Transfers: what was sent, and who holds its rows.
 
 A transfer is under way until its outcome is known. If its rows are still lent then (it ran out of time, or its runner
-died), it is overdue: no engine waits for it, and nobody else gets its rows until they are returned.
+died), it is overdue: no LLM engine waits for it, and nobody else gets its rows until they are returned.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from kvtier.engine.requests import Request
 from kvtier.engine.tier import Tier
 
 
-class Kind(Enum):
+class Operation(Enum):
     """What a transfer does; the values are the operations' names in metrics."""
 
     PROMOTION = "load"
@@ -26,18 +26,18 @@ class Kind(Enum):
 class Transfer:
     """One action that was sent. `rows` is empty for probes and deletes; `request` is set for promotions."""
 
-    __slots__ = ("epoch", "forgotten", "keys", "kind", "request", "rows", "tier")
+    __slots__ = ("epoch", "forgotten", "keys", "operation", "request", "rows", "tier")
 
     def __init__(
         self,
-        kind: Kind,
+        operation: Operation,
         tier: Tier,
         keys: Sequence[OffloadKey],
         rows: Sequence[int],
         epoch: int,
         request: Request | None,
     ) -> None:
-        self.kind = kind
+        self.operation = operation
         self.tier = tier
         self.keys = keys
         self.rows = rows
@@ -58,11 +58,16 @@ class Transfers:
         self._ids = 0
 
     def send(
-        self, kind: Kind, tier: Tier, keys: Sequence[OffloadKey], rows: Sequence[int], request: Request | None = None
+        self,
+        operation: Operation,
+        tier: Tier,
+        keys: Sequence[OffloadKey],
+        rows: Sequence[int],
+        request: Request | None = None,
     ) -> int:
         """Enter a transfer as under way and return its id."""
         self._ids += 1
-        self.under_way[self._ids] = Transfer(kind, tier, keys, rows, self.epoch, request)
+        self.under_way[self._ids] = Transfer(operation, tier, keys, rows, self.epoch, request)
         return self._ids
 
     def settle(self, id_: int, *, lent: bool) -> Transfer | None:
@@ -79,7 +84,7 @@ class Transfers:
         if transfer is None:
             return
         transfer.tier.overdue_rows -= len(transfer.rows)
-        if transfer.forgotten or transfer.kind is Kind.PROMOTION:
+        if transfer.forgotten or transfer.operation is Operation.PROMOTION:
             for row in transfer.rows:
                 self._primary.release(row)
         else:
@@ -106,7 +111,7 @@ class Transfers:
         """Count by row the pins of cascades that ran out of time: nobody knows when these go."""
         pins: Counter[int] = Counter()
         for transfer in self.overdue.values():
-            if transfer.kind is Kind.CASCADE and not transfer.forgotten:
+            if transfer.operation is Operation.CASCADE and not transfer.forgotten:
                 pins.update(transfer.rows)
         return pins
 

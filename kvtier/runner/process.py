@@ -1,4 +1,4 @@
-"""The runner in a process of its own: out of reach of the engine's GIL, and killed and replaced when it hangs.
+"""The runner in a process of its own: out of reach of the LLM engine's GIL, and killed and replaced when it hangs.
 
 A daemon thread of the owner's process supervises it: it reads messages, sends what the socket did not take at once,
 listens for heartbeats, and starts the next runner when one is lost. The owner's thread only pops and pushes.

@@ -6,10 +6,9 @@ import msgspec
 from msgspec.structs import asdict, force_setattr
 
 from kvtier.backend import NamingKind
-from kvtier.config import Checked
 from kvtier.errors import ConfigError
 from kvtier.policies.named import policy_class
-from kvtier.settings import Duration, Path, PositiveDuration, PositiveSize, Share, Size
+from kvtier.settings import Checked, Duration, Path, PositiveDuration, PositiveSize, Share, Size
 
 LANES_MAX = 64  # A device that needs more requests at once than this needs another way of asking, not more threads.
 
