@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from kvtier.backend import OffloadKey
 from kvtier.config import PRIMARY_NAME
 from kvtier.engine.answers import EventKind, EventLog
-from kvtier.engine.outbox import Outbox
+from kvtier.engine.outbox import Operation, Outbox, Transfer, Transfers
 from kvtier.engine.primary import Rows
 from kvtier.engine.requests import Leases
 from kvtier.engine.tier import NOT_TRIED, Residency, Tier
-from kvtier.engine.transfers import Operation, Transfer, Transfers
 from kvtier.runner.messages import (
     Acknowledge,
     Action,

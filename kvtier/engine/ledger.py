@@ -12,13 +12,11 @@ from typing import NamedTuple
 from kvtier.backend import OffloadKey
 from kvtier.config import PRIMARY_NAME, EngineConfig, TierConfig
 from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, EventKind, EventLog, LookupResult, StorePlan
-from kvtier.engine.hits import StepHits
 from kvtier.engine.inbox import Inbox, Observe
-from kvtier.engine.outbox import Outbox
+from kvtier.engine.outbox import Outbox, Transfers
 from kvtier.engine.primary import Primary
-from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Request
+from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Request, StepHits
 from kvtier.engine.tier import Residency, Tier, TierSpec
-from kvtier.engine.transfers import Transfers
 from kvtier.policies.base import Policy
 from kvtier.policies.named import policy_class
 from kvtier.runner.messages import Action, LocalMessage, Message, RunnerBack, RunnerGone, RunnerLost
@@ -290,7 +288,8 @@ class Ledger:
         if evicted is None:
             self.counters.stores_refused += len(absent)
             return None
-        self._events.add(EventKind.REMOVED, PRIMARY_NAME, evicted)
+        if evicted:
+            self._events.add(EventKind.REMOVED, PRIMARY_NAME, evicted)
         self._access(present, keys, request)
         if present and self._request_level:
             self._offer_present(present, request)

@@ -4,7 +4,9 @@ Both are read from the ledger when they are asked for, so that counting costs a 
 observed as they happen, once a transfer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from operator import attrgetter
 
 import msgspec
 from prometheus_client import CollectorRegistry, Histogram
@@ -13,9 +15,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvtier.engine.answers import EventLog
-from kvtier.engine.breaker import BreakerState
 from kvtier.engine.ledger import Ledger
-from kvtier.engine.tier import Tier
+from kvtier.engine.tier import BreakerState, Tier
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -125,7 +126,6 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._primary()
         yield from self._tiers()
-        yield from self._by_reason()
 
     def _primary(self) -> Iterator[Metric]:
         ledger, primary = self._ledger, self._ledger.primary
@@ -146,59 +146,51 @@ class Metrics(Collector):
         yield GaugeMetricFamily("kvtier_primary_row_bytes", "Length of a row.", self._row_bytes)
 
     def _tiers(self) -> Iterator[Metric]:
-        tiers = self._ledger.tiers
         for name, help_text in TIER_COUNTERS.items():
-            counter = CounterMetricFamily(f"kvtier_tier_{name}", help_text, labels=("tier",))
-            for tier in tiers:
-                counter.add_metric((tier.spec.name,), getattr(tier.counters, name))
-            yield counter
-        yield self._gauge("loading", "Chunks being loaded.", {tier: tier.loading for tier in tiers})
-        yield self._gauge("storing", "Chunks queued or being stored.", {tier: len(tier.storing) for tier in tiers})
-        yield self._gauge("chunks", "Chunks held.", {tier: tier.chunks for tier in tiers})
-        yield self._gauge("used_bytes", "Bytes held.", {tier: tier.used_bytes for tier in tiers})
-        limited = {tier: tier.capacity_bytes for tier in tiers if tier.capacity_bytes is not None}
-        yield self._gauge("reserved_bytes", "Bytes promised.", {tier: tier.reserved_bytes for tier in tiers})
-        yield self._gauge("capacity_bytes", "Bytes that may be held.", limited)
-        moved = CounterMetricFamily("kvtier_tier_bytes", "Bytes moved.", labels=("tier", "operation"))
-        for tier in tiers:
-            moved.add_metric((tier.spec.name, "load"), tier.counters.loaded * self._row_bytes)
-            moved.add_metric((tier.spec.name, "store"), tier.counters.stored * self._row_bytes)
-        yield moved
-        breaker = GaugeMetricFamily("kvtier_tier_breaker", "1 for the breaker's state.", labels=("tier", "state"))
-        for tier in tiers:
-            for state in BreakerState:
-                breaker.add_metric((tier.spec.name, state.value), float(tier.breaker.state is state))
-        yield breaker
-        opened = CounterMetricFamily("kvtier_tier_breaker_opened", "How often the breaker opened.", labels=("tier",))
-        for tier in tiers:
-            opened.add_metric((tier.spec.name,), tier.breaker.opened)
-        yield opened
+            yield self._each(CounterMetricFamily, name, help_text, attrgetter(f"counters.{name}"))
+        gauge = partial(self._each, GaugeMetricFamily)
+        yield gauge("loading", "Chunks being loaded.", lambda tier: tier.loading)
+        yield gauge("storing", "Chunks queued or being stored.", lambda tier: len(tier.storing))
+        yield gauge("chunks", "Chunks held.", lambda tier: tier.chunks)
+        yield gauge("used_bytes", "Bytes held.", lambda tier: tier.used_bytes)
+        yield gauge("reserved_bytes", "Bytes promised.", lambda tier: tier.reserved_bytes)
+        yield gauge("capacity_bytes", "Bytes that may be held.", lambda tier: tier.capacity_bytes)
+        yield gauge("breaker", "1 for the breaker's state.", _breaker_states, "state")
+        counter = partial(self._each, CounterMetricFamily)
+        yield counter("breaker_opened", "How often the breaker opened.", lambda tier: tier.breaker.opened)
+        yield counter("bytes", "Bytes moved.", self._bytes, "operation")
+        yield counter(
+            "dropped", "Chunks that were never sent to the tier.", lambda tier: tier.counters.dropped, "reason"
+        )
+        yield counter("failed", "Chunks that did not move.", lambda tier: tier.counters.failures, "reason")
+        yield counter("causes", CAUSES_HELP, lambda tier: tier.counters.causes, "cause")
+        yield counter("noted", "What the tier itself has counted.", lambda tier: tier.counters.noted, "what")
 
-    def _by_reason(self) -> Iterator[Metric]:
-        labels = ("tier", "reason")
-        dropped = CounterMetricFamily("kvtier_tier_dropped", "Chunks that were never sent to the tier.", labels=labels)
-        failed = CounterMetricFamily("kvtier_tier_failed", "Chunks that did not move.", labels=labels)
-        causes = CounterMetricFamily("kvtier_tier_causes", CAUSES_HELP, labels=("tier", "cause"))
-        noted = CounterMetricFamily("kvtier_tier_noted", "What the tier itself has counted.", labels=("tier", "what"))
+    def _bytes(self, tier: Tier) -> Mapping[str, float]:
+        return {"load": tier.counters.loaded * self._row_bytes, "store": tier.counters.stored * self._row_bytes}
+
+    def _each(
+        self,
+        family: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        name: str,
+        help_text: str,
+        of: Callable[[Tier], Mapping[str, float] | float | None],
+        label: str | None = None,
+    ) -> Metric:
+        """Return a metric of every tier: one number, if there is one, or with a further `label` one for each value."""
+        metric = family(f"kvtier_tier_{name}", help_text, labels=("tier",) if label is None else ("tier", label))
         for tier in self._ledger.tiers:
-            for what, times in tier.counters.noted.items():
-                noted.add_metric((tier.spec.name, what), times)
-            for reason, chunks in tier.counters.dropped.items():
-                dropped.add_metric((tier.spec.name, reason), chunks)
-            for reason, chunks in tier.counters.failures.items():
-                failed.add_metric((tier.spec.name, reason), chunks)
-            for cause, calls in tier.counters.causes.items():
-                causes.add_metric((tier.spec.name, cause), calls)
-        yield dropped
-        yield failed
-        yield causes
-        yield noted
+            numbers = of(tier)
+            if isinstance(numbers, Mapping):
+                for value, number in numbers.items():
+                    metric.add_metric((tier.spec.name, value), number)
+            elif numbers is not None:
+                metric.add_metric((tier.spec.name,), numbers)
+        return metric
 
-    def _gauge(self, name: str, help_text: str, values: dict[Tier, int]) -> Metric:
-        gauge = GaugeMetricFamily(f"kvtier_tier_{name}", help_text, labels=("tier",))
-        for tier, value in values.items():
-            gauge.add_metric((tier.spec.name,), value)
-        return gauge
+
+def _breaker_states(tier: Tier) -> Mapping[str, float]:
+    return {state.value: float(tier.breaker.state is state) for state in BreakerState}
 
 
 def _primary_stats(ledger: Ledger) -> PrimaryStats:

@@ -454,8 +454,8 @@ class StepManager:
             )
 
     def _check_open(self) -> None:
-        self._check_owner()
         if self._closed:
+            self._check_owner()
             raise EngineClosed("this kvtier engine was closed")
 
 

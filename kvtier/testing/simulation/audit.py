@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 
 from kvtier.engine.ledger import Ledger
 from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.outbox import Operation, Transfer
 from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import Tier
-from kvtier.engine.transfers import Operation, Transfer
 
 
 class AuditedSteps(StepManager):
