@@ -32,7 +32,7 @@ from kvtier.backend import (
     Write,
     backend_class,
 )
-from kvtier.config import Checked, Duration, TierConfig, tier_options
+from kvtier.config import TierConfig, tier_options
 from kvtier.errors import (
     BackendUnavailable,
     ChunkCorrupt,
@@ -42,6 +42,7 @@ from kvtier.errors import (
     NoSpace,
     TransferFailed,
 )
+from kvtier.settings import Checked, Duration
 
 Operation = Literal["probe", "load", "store", "delete"]
 Kind = Literal["unavailable", "late_unavailable", "delay", "hang", "failed", "missing", "corrupt", "no_space"]

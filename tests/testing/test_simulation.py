@@ -9,9 +9,9 @@ import pytest
 
 from kvtier.engine.inbox import Inbox
 from kvtier.engine.ledger import Ledger
+from kvtier.engine.outbox import Transfers
 from kvtier.engine.primary import Primary
 from kvtier.engine.tier import Tier
-from kvtier.engine.transfers import Transfers
 from kvtier.testing.simulation import SimulationFailed, Subject, simulate
 from kvtier.testing.simulation.many import run_seeds
 from kvtier_backends.dummy import DummyBackend

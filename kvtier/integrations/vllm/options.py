@@ -8,24 +8,27 @@ import msgspec
 from kvtier.backend import Durability, Namespace, backend_class
 from kvtier.config import (
     ActionChunks,
-    Checked,
-    Count,
-    Duration,
     EngineConfig,
     EngineLimits,
     EventsKept,
-    Index,
-    PositiveSize,
     QueuedActions,
-    Share,
-    SlowDuration,
     TierConfig,
     TierLimits,
     tier_options,
 )
 from kvtier.errors import ConfigError
 from kvtier.integrations.vllm.rows import RowPlan
-from kvtier.settings import decode, struct_fields
+from kvtier.settings import (
+    Checked,
+    Count,
+    Duration,
+    Index,
+    PositiveSize,
+    Share,
+    SlowDuration,
+    decode,
+    struct_fields,
+)
 
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 

@@ -23,10 +23,9 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
-from kvtier.engine.breaker import Breaker, BreakerState
 from kvtier.engine.metrics import CAUSES_HELP, PRIMARY_COUNTERS, SECONDS, TIER_COUNTERS
 from kvtier.engine.steps import Inside, StepManager
-from kvtier.engine.tier import Tier
+from kvtier.engine.tier import Breaker, BreakerState, Tier
 from kvtier.integrations.vllm.second_door import TierClient
 from kvtier.runner.wire import LOGGERS
 
