@@ -1,6 +1,7 @@
 """Checkpoints of both layouts: what is in the file, byte for byte, and how long it may be."""
 
 import hashlib
+import os
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
 from kvtier_backends.fs import FsOptions
 from kvtier_backends.fs.counters import Counters
+from kvtier_backends.fs.disk.capacity import Capacity, Disk
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.files import checkpoint as files_checkpoint
 from kvtier_backends.fs.files import index
@@ -111,3 +113,20 @@ async def test_what_a_checkpoint_of_segments_has_no_room_for_is_looked_for(
     await scanned(tier)
     assert 10 < tier.counters().checkpoint_chunks < 40
     assert await lender.recall(tier, keys_of(40)) == [label(key) for key in keys_of(40)]
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 60, 100, 140])
+def test_room_for_a_checkpoint_beyond_what_is_kept_for_it_is_not_free_for_chunks(
+    tmp_path: Path, kept_bytes: int
+) -> None:
+    root_fd = os.open(tmp_path, os.O_RDONLY)
+    capacity = Capacity(Disk(root_fd), limit_bytes=1_000, low_water=1.0, min_free_bytes=0)
+    capacity.keep_free(kept_bytes)
+    os.close(root_fd)
+    capacity.unseen_bytes = 0
+    assert capacity.free_bytes() == 1_000 - kept_bytes
+    assert capacity.reserve_kept(100)
+    assert capacity.free_bytes() == 1_000 - max(100, kept_bytes)
+    capacity.release_kept(100)
+    assert capacity.free_bytes() == 1_000 - kept_bytes
+    assert not capacity.reserve_kept(1_001)
