@@ -13,6 +13,7 @@ LIMIT_BYTES = 1 << 40
 
 
 def child(directory: str) -> None:
+    os.write(1, b"child %d\n" % os.getpid())  # By itself: nothing that it writes may come before.
     shared_page = SharedPage(os.open(directory, os.O_RDONLY | os.O_DIRECTORY), "ledger", b"8 bytes.")
     while True:
         for size_bytes in range(1, 65):
@@ -27,7 +28,6 @@ def main(directory: str) -> None:
         pid = os.fork()
         if pid == 0:
             child(directory)
-        os.write(1, b"child %d\n" % pid)
         os.waitpid(pid, 0)
         os.write(1, b"dead\n")
 

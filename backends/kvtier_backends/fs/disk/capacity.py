@@ -10,13 +10,14 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Protocol
 
+from kvtier.memory import PAGE_BYTES
+
 # The file system as a whole: how it counts what a file takes, how much of it is taken, and what it leaves others.
 #
 # How it counts is tried out, not asked: a file server's answer to `statvfs` has the sizes that it likes to send at
 # once.
 
 
-PAGE_BYTES = 4_096  # Chunks are written in pages of this, whatever the disk's are.
 SECTOR_BYTES = 512  # The unit of st_blocks, whatever the file system's own.
 FRAGMENT_BYTES_MOST = 64 << 10  # No local file system has larger ones; a file server's are no blocks.
 

@@ -19,6 +19,7 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvtier.backend import OffloadKey
 from kvtier.errors import ChunkError, NoSpace, TransferFailed
+from kvtier.memory import PAGE_BYTES
 
 # How a file can be something else than the chunk that its name promises.
 
@@ -58,7 +59,7 @@ def frameless(error: OSError) -> OSError:
     return OSError(error.errno, error.strerror)
 
 
-FOOTER_BYTES = 4_096
+FOOTER_BYTES = PAGE_BYTES
 MAGIC = b"\x89kvtier\n"  # Not text, and damaged by whatever rewrites line ends.
 VERSION = 1
 

@@ -28,11 +28,16 @@ class Writer(NamedTuple):
     @classmethod
     def this_process(cls) -> Self:
         """Read from /proc who we are."""
-        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-            boot = file.read() + os.readlink("/proc/self/ns/pid").encode()
+        boot = boot_id() + os.readlink("/proc/self/ns/pid").encode()
         started = started_at(os.getpid())
         assert started is not None
         return cls(hashlib.sha256(boot).hexdigest()[:8], os.getpid(), started)
+
+
+def boot_id() -> bytes:
+    """Return what tells this boot of this machine from every other boot of any."""
+    with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+        return file.read()
 
 
 def started_at(pid: int) -> int | None:

@@ -22,6 +22,7 @@ from kvtier.backend import INVENTORY_BATCH_KEYS, FileMapper, OffloadKey
 from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.footer import SLICE_BYTES
 from kvtier_backends.fs.disk.root import Folder
+from kvtier_backends.fs.disk.temporaries import boot_id
 from kvtier_backends.fs.segments.slots import Held, Snapshot
 
 logger = logging.getLogger(__name__)
@@ -167,5 +168,4 @@ class SlotCheckpoint:
 
 
 def _boot() -> bytes:
-    with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-        return hashlib.sha256(file.read()).digest()
+    return hashlib.sha256(boot_id()).digest()

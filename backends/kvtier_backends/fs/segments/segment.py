@@ -4,7 +4,6 @@ Everything blocks, any thread may call, and what fails raises the `OSError` of t
 """
 
 import errno
-import fcntl
 import mmap
 import os
 import struct
@@ -15,8 +14,8 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from kvtier.memory import let_go_in_forks
-from kvtier_backends.fs.disk.below import open_file
+from kvtier.memory import PAGE_BYTES, let_go_in_forks
+from kvtier_backends.fs.disk.below import open_file, unlock_file
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 
 # A segment's first page: how long its slots are, how many it has, and what their bytes mean.
@@ -25,7 +24,7 @@ from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 # 4,088, XXH3-64 of all bytes before it. Slots follow, each a row and its footer.
 
 
-HEADER_BYTES = 4_096
+HEADER_BYTES = PAGE_BYTES
 MAGIC = b"\x89kvtseg\n"
 VERSION = 1
 
@@ -127,7 +126,7 @@ class Segment:
         if not self.closed:
             self.closed = True
             with suppress(OSError):
-                fcntl.flock(self.fd, fcntl.LOCK_UN)  # A fork that has the descriptor, too, would keep the lock.
+                unlock_file(self.fd)  # A fork that has the descriptor, too, would keep the lock.
             with suppress(OSError):
                 os.close(self.fd)
 
