@@ -1,4 +1,4 @@
-"""What stands behind a chunk's bytes in its file, so that nothing else can be taken for the chunk.
+"""The footer: what stands behind a chunk's bytes on the disk, so that nothing else can be taken for the chunk.
 
 A footer, not a header: whoever knows only the row's length (vLLM's own file tier) reads the bytes from the start and
 never sees it. One page, always, so that row and footer go to the disk in one direct write.
@@ -21,44 +21,6 @@ from kvtier.backend import OffloadKey
 from kvtier.errors import ChunkError, NoSpace, TransferFailed
 from kvtier.memory import PAGE_BYTES
 
-# How a file can be something else than the chunk that its name promises.
-
-
-class Fault(StrEnum):
-    """Kinds of corruption, as they are counted and shown."""
-
-    TRUNCATED = "truncated"  # Shorter than a row, or than a row and its footer.
-    OVERLONG = "overlong"
-    ZEROED = "zeroed"  # No footer but zeros: a power cut between a file's length and its bytes.
-    FOREIGN = "foreign"  # No footer of ours.
-    FOOTER = "footer"  # A footer of ours, damaged.
-    VERSION = "version"  # A footer of a format that this version does not know: not corrupt, and left alone.
-    SWAPPED = "swapped"  # Another key's chunk.
-    NAMESPACE = "namespace"  # The key's chunk of another model, layout or row length.
-    PAYLOAD = "payload"  # The bytes are not those that were stored.
-
-
-# What an error of the system says of a chunk, and of the file system.
-
-
-FULL = {errno.ENOSPC, errno.EDQUOT}
-GONE = {errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH}
-"""The whole file system is away."""
-
-
-def failure(key: OffloadKey, error: OSError) -> ChunkError:
-    """Return a chunk's outcome, with its cause: both without a traceback, which would keep frames, and lent buffers."""
-    kind = NoSpace if error.errno in FULL else TransferFailed
-    outcome = kind(f"{key.hex()}: {error.strerror or error}")
-    outcome.__cause__ = frameless(error)
-    return outcome
-
-
-def frameless(error: OSError) -> OSError:
-    """Return a copy of an error that keeps nothing of where it was raised."""
-    return OSError(error.errno, error.strerror)
-
-
 FOOTER_BYTES = PAGE_BYTES
 MAGIC = b"\x89kvtier\n"  # Not text, and damaged by whatever rewrites line ends.
 VERSION = 1
@@ -72,6 +34,37 @@ _CHECKSUM_AT = FOOTER_BYTES - _CHECKSUM.size
 _SEQUENCE = struct.Struct("<Q")
 _SEQUENCE_AT = _CHECKSUM_AT - _SEQUENCE.size
 KEY_BYTES_MAX = _SEQUENCE_AT - _HEAD.size
+
+FULL = {errno.ENOSPC, errno.EDQUOT}
+GONE = {errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH}
+"""The whole file system is away."""
+
+
+class Fault(StrEnum):
+    """How a file can be something else than the chunk that its name promises, as it is counted and shown."""
+
+    TRUNCATED = "truncated"  # Shorter than a row, or than a row and its footer.
+    OVERLONG = "overlong"
+    ZEROED = "zeroed"  # No footer but zeros: a power cut between a file's length and its bytes.
+    FOREIGN = "foreign"  # No footer of ours.
+    FOOTER = "footer"  # A footer of ours, damaged.
+    VERSION = "version"  # A footer of a format that this version does not know: not corrupt, and left alone.
+    SWAPPED = "swapped"  # Another key's chunk.
+    NAMESPACE = "namespace"  # The key's chunk of another model, layout or row length.
+    PAYLOAD = "payload"  # The bytes are not those that were stored.
+
+
+def failure(key: OffloadKey, error: OSError) -> ChunkError:
+    """Return a chunk's outcome, with its cause: both without a traceback, which would keep frames, and lent buffers."""
+    kind = NoSpace if error.errno in FULL else TransferFailed
+    outcome = kind(f"{key.hex()}: {error.strerror or error}")
+    outcome.__cause__ = frameless(error)
+    return outcome
+
+
+def frameless(error: OSError) -> OSError:
+    """Return a copy of an error that keeps nothing of where it was raised."""
+    return OSError(error.errno, error.strerror)
 
 
 class Footer(NamedTuple):
@@ -119,9 +112,6 @@ def payload_checksum(payload: memoryview) -> int:
     for start in range(0, len(payload), SLICE_BYTES):
         total.update(payload[start : start + SLICE_BYTES])
     return total.intdigest()
-
-
-# Whether what was read is the chunk that was asked for. Pure: bytes in, verdict out.
 
 
 class Whole(Enum):

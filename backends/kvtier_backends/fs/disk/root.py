@@ -1,4 +1,4 @@
-"""The tier's place in its root: made, checked and tried before the first chunk.
+"""The root: a tier's place on the file system, made, checked and tried before the first chunk.
 
 Everything is reached through a descriptor of the root, never through its path again: where a mount goes away underfoot,
 the path would lead to the empty directory below it, and chunks would fill the wrong disk.
