@@ -14,6 +14,7 @@ from msgspec.structs import force_setattr, replace
 
 from kvtier.backend import Namespace, backend_class
 from kvtier.errors import ConfigError
+from kvtier.memory import PAGE_BYTES
 from kvtier.settings import (
     Checked,
     Count,
@@ -27,7 +28,6 @@ from kvtier.settings import (
     struct_fields,
 )
 
-ROW_ALIGN_BYTES = 4_096  # What direct I/O, page tables and mappings all agree on.
 PRIMARY_NAME = "cpu"  # What the primary is called where tiers are told apart by name.
 ROWS_MAX = (1 << 32) - 1  # Row numbers travel between processes as 32-bit integers.
 CHUNKS_IN_FLIGHT_MAX = 1 << 24  # Some gigabytes of bookkeeping: a larger limit would be none.
@@ -160,7 +160,7 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     @property
     def row_bytes(self) -> int:
         """Length of a row: a chunk, padded so that it can be read and written directly."""
-        return -(-self.chunk_bytes // ROW_ALIGN_BYTES) * ROW_ALIGN_BYTES
+        return -(-self.chunk_bytes // PAGE_BYTES) * PAGE_BYTES
 
     @property
     def rows(self) -> int:

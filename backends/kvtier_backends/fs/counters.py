@@ -1,4 +1,4 @@
-"""What the tier saw that a user should hear of, counted where it is seen."""
+"""The tier's own counters: what a user should hear of, counted where it is seen."""
 
 import threading
 from collections import Counter

@@ -14,8 +14,9 @@ from typing import Annotated
 import typer
 from msgspec.structs import replace
 
-from kvtier.config import ROW_ALIGN_BYTES, EngineConfig, TierConfig
+from kvtier.config import EngineConfig, TierConfig
 from kvtier.errors import ConfigError
+from kvtier.memory import PAGE_BYTES
 from kvtier.settings import parse_size
 from kvtier.tools.bench import files, memory, whole
 from kvtier.tools.bench.figures import ROUNDS, ROUNDS_MAX, ROUNDS_MIN, Figures, Row, figures_json, load, this_machine
@@ -264,6 +265,6 @@ def _placed(engine: EngineConfig, stack: ExitStack) -> tuple[EngineConfig, str |
 def _chunk_sizes(text: str) -> list[int]:
     found = sizes("--chunk-sizes", text, most=CHUNK_BYTES_MAX)
     for size in found:
-        if size < ROW_ALIGN_BYTES or size % ROW_ALIGN_BYTES:
-            raise ConfigError(f"--chunk-sizes {text!r}: expected multiples of {ROW_ALIGN_BYTES:,} bytes")
+        if size < PAGE_BYTES or size % PAGE_BYTES:
+            raise ConfigError(f"--chunk-sizes {text!r}: expected multiples of {PAGE_BYTES:,} bytes")
     return found

@@ -35,9 +35,10 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from kvtier.config import PRIMARY_NAME, ROW_ALIGN_BYTES, EngineConfig, TierConfig, TierLimits, tier_options
+from kvtier.config import PRIMARY_NAME, EngineConfig, TierConfig, TierLimits, tier_options
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import ConfigError, TraceError
+from kvtier.memory import PAGE_BYTES
 from kvtier.policies import LRU
 from kvtier.tools.replay.chunks import ChunkSource
 from kvtier.tools.replay.replay import GPU_NAME, Client, Tally, task_group
@@ -210,11 +211,11 @@ def scale_model(config: EngineConfig, *, source: str = "configuration", bench: B
             )
         options, of_tier = _modelled(tier, config.row_bytes, where, source, bench)
         parts += of_tier
-        tiers.append(_scaled(tier, options, config.row_bytes // ROW_ALIGN_BYTES))
+        tiers.append(_scaled(tier, options, config.row_bytes // PAGE_BYTES))
     scaled = replace(
         config,
-        cpu_bytes_to_use=config.rows * ROW_ALIGN_BYTES,
-        chunk_bytes=ROW_ALIGN_BYTES,
+        cpu_bytes_to_use=config.rows * PAGE_BYTES,
+        chunk_bytes=PAGE_BYTES,
         runner="inline",
         namespace=replace(config.namespace, row_bytes=None),
         secondary_tiers=tuple(tiers),
@@ -300,8 +301,8 @@ def _room_figures(options: Mapping[str, Any], limits: TierLimits, row_bytes: int
 def _scaled(tier: TierConfig, options: dict[str, Any] | None, pages: int) -> TierConfig:
     limits = replace(
         tier.limits,
-        load_bytes_in_flight=max(ROW_ALIGN_BYTES, tier.limits.load_bytes_in_flight // pages),
-        store_bytes_in_flight=max(ROW_ALIGN_BYTES, tier.limits.store_bytes_in_flight // pages),
+        load_bytes_in_flight=max(PAGE_BYTES, tier.limits.load_bytes_in_flight // pages),
+        store_bytes_in_flight=max(PAGE_BYTES, tier.limits.store_bytes_in_flight // pages),
     )
     if options is None:
         return replace(tier, limits=limits)

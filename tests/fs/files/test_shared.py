@@ -26,10 +26,11 @@ from kvtier.backend.contract import ScanDone
 from kvtier.backend.keys import OffloadKey
 from kvtier.backend.namespace import FileMapper
 from kvtier.errors import BackendUnavailable, ConfigError
+from kvtier.memory import PAGE_BYTES
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
-from kvtier_backends.fs.disk.shared_page import PAGE_BYTES, SLOTS, VERSION, SharedPage, read_page
+from kvtier_backends.fs.disk.shared_page import SLOTS, VERSION, SharedPage, read_page
 
 ROUNDS = int(os.environ.get("KVTIER_SHARED_ROUNDS", "20"))
 SEED = int(os.environ.get("KVTIER_SHARED_SEED", "1"))

@@ -4,13 +4,12 @@ An engine may be writing to a segment, and holds its lock then: it is looked at 
 verified, but nothing in it is removed. A slot's identity is its sequence number, which no later chunk there has.
 """
 
-import fcntl
 import os
 import re
 from collections.abc import Callable, Iterator
 
 from kvtier.backend import Finding, Kind, State, StoredFile
-from kvtier_backends.fs.disk.below import believable_ns, open_file
+from kvtier_backends.fs.disk.below import believable_ns, lock_file, open_file
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, payload_checksum, read_footer
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, ask_ahead, is_later, read_header, write_all
 
@@ -172,7 +171,7 @@ class SlotContents:
         try:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
             if locked:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(fd)
                 if not os.fstat(fd).st_nlink:  # Removed just before, and its name may be another one's by now.
                     raise FileNotFoundError(name)
         except BaseException:

@@ -1,4 +1,4 @@
-"""How much a directory may hold: nothing is written that was not reserved, so that the limit holds at every moment.
+"""The capacity: how much a directory may hold. What was not reserved is not written, so the limit always holds.
 
 What counts is what the file system has allocated: chunks' files whole or not, directories, and the tier's own books.
 A reservation is for the worst that a chunk can take; what it took is known when it is there.
@@ -10,19 +10,22 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Protocol
 
-# The file system as a whole: how it counts what a file takes, how much of it is taken, and what it leaves others.
-#
-# How it counts is tried out, not asked: a file server's answer to `statvfs` has the sizes that it likes to send at
-# once.
+from kvtier.memory import PAGE_BYTES
 
-
-PAGE_BYTES = 4_096  # Chunks are written in pages of this, whatever the disk's are.
 SECTOR_BYTES = 512  # The unit of st_blocks, whatever the file system's own.
 FRAGMENT_BYTES_MOST = 64 << 10  # No local file system has larger ones; a file server's are no blocks.
+EXTENTS_INLINE = 4  # Of a file on ext4; more of them take blocks of their own,
+EXTENTS_PER_BLOCK = 340  # each with so many.
+FOLDERS_NEW = 2  # Above a chunk's file,
+FOLDERS_GROWN = 2  # and above these some that grow by a block, also where a new one takes nothing (XFS).
 
 
 class Disk:
-    """What was seen of it when it was last looked at. Any thread may look."""
+    """The file system as a whole, as it was seen when it was last looked at. Any thread may look.
+
+    How it counts what a file takes is tried out, not asked: a file server's answer to `statvfs` has the sizes that it
+    likes to send at once.
+    """
 
     def __init__(self, fd: int) -> None:
         """Look at the file system that a directory, open as `fd`, is on. Blocks."""
@@ -60,15 +63,13 @@ def taken_bytes(status: os.stat_result, *, counts_blocks: bool) -> int:
     return max(status.st_blocks, length) * SECTOR_BYTES
 
 
-# What directories take on the disk, which is nothing on some file systems and, at a directory a chunk, much on others.
-#
-# Each is counted once, whoever notices that it is there or has grown: a store, or the scan. Only sizes other than a
-# new
-# directory's are remembered, so that a million directories of one block each take no memory.
-
-
 class FolderSizes:
-    """Counts on behalf of any thread."""
+    """What directories take on the disk: on some file systems nothing, on others, at one a chunk, much.
+
+    Each is counted once, whoever notices that it is there or has grown: a store, or the scan. Only sizes other than a
+    new directory's are remembered, so that a million directories of one block each take no memory. Counts on behalf of
+    any thread.
+    """
 
     def __init__(self, new_bytes: int) -> None:
         """`new_bytes`: what an empty directory takes there."""
@@ -132,12 +133,6 @@ class FolderSizes:
             else:
                 self._other[name] = taken
             return taken - before
-
-
-EXTENTS_INLINE = 4  # Of a file on ext4; more of them take blocks of their own,
-EXTENTS_PER_BLOCK = 340  # each with so many.
-FOLDERS_NEW = 2  # Above a chunk's file,
-FOLDERS_GROWN = 2  # and above these some that grow by a block, also where a new one takes nothing (XFS).
 
 
 class Used(Protocol):

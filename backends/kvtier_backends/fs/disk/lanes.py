@@ -21,12 +21,17 @@ T = TypeVar("T")
 
 SHARE_CHUNKS_MAX = 32  # Beyond that, a hop is under 2 % of the time that small chunks take.
 SHARE_BYTES_MAX = 16 << 20  # Large chunks are spread over the lanes; a cancelled call waits no longer than this takes.
-
-# Aligned pages for footers: direct I/O takes no others.
+SLICE_BYTES = 1 << 20  # Written between two looks beside loads: a fraction of a millisecond of a fast disk.
+CALM_SLICE_BYTES = 8 << 20  # Else: more would make the next load wait, less leave the disk idle between two calls.
+CALM_S = 0.01  # After a load another one may follow, and what lanes begin meanwhile would be in its way.
+PATIENCE_S = 1.0  # A lane waits no longer for another one, which may hang.
 
 
 class Pages:
-    """As many pages as there are transfers at once. Any thread may borrow one."""
+    """Aligned pages for footers, as direct I/O wants them: as many as there are transfers at once.
+
+    Any thread may borrow one.
+    """
 
     def __init__(self, count: int, page_bytes: int) -> None:
         """Map `count` pages of `page_bytes`, a multiple of the system's own page."""
@@ -42,12 +47,6 @@ class Pages:
             yield page
         finally:
             self._free.append(page)
-
-
-SLICE_BYTES = 1 << 20  # Written between two looks beside loads: a fraction of a millisecond of a fast disk.
-CALM_SLICE_BYTES = 8 << 20  # Else: more would make the next load wait, less leave the disk idle between two calls.
-CALM_S = 0.01  # After a load another one may follow, and what lanes begin meanwhile would be in its way.
-PATIENCE_S = 1.0  # A lane waits no longer for another one, which may hang.
 
 
 class LoadsFirst:

@@ -1,4 +1,4 @@
-"""The tier's place in its root: made, checked and tried before the first chunk.
+"""The root: a tier's place on the file system, made, checked and tried before the first chunk.
 
 Everything is reached through a descriptor of the root, never through its path again: where a mount goes away underfoot,
 the path would lead to the empty directory below it, and chunks would fill the wrong disk.
@@ -19,7 +19,7 @@ from typing import Literal
 
 from kvtier.backend import NAME_BYTES_MAX, NAMINGS, SEGMENTS_SUFFIX, FileMapper, Lanes
 from kvtier.errors import BackendUnavailable, ConfigError
-from kvtier.memory import let_go_in_forks, reason
+from kvtier.memory import PAGE_BYTES, let_go_in_forks, reason
 from kvtier_backends.fs.disk.below import NO_LINK, ForeignError, open_file, open_folder, refuse_others, refused
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk, FolderSizes
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
@@ -32,7 +32,6 @@ from kvtier_backends.fs.options import LayoutOptions
 
 logger = logging.getLogger(__name__)
 
-ALIGN_BYTES = 4_096  # Of rows and footers; direct I/O is tried at this and nothing coarser.
 CONFIG_BYTES_MAX = 1 << 20  # Thousands of layer names; anything longer is another program's file.
 
 QUARANTINE = "quarantine"
@@ -293,7 +292,7 @@ class Folder:
             )
 
     def _try_io(self, mode: Literal["auto", "direct", "buffered"]) -> bool:
-        """Write and read two pages the way that chunks will be; return whether directly."""
+        """Write and read two pages the way that chunks will be, aligned by a page; return whether directly."""
         if mode != "buffered" and self._trial(os.O_DIRECT):
             return True
         if mode == "direct":
@@ -316,7 +315,7 @@ class Folder:
             fd = os.open(self._mapper.config_name, os.O_RDONLY | os.O_DIRECT | NO_LINK, dir_fd=self.root_fd)
             try:
                 is_disk = os.major(os.fstat(fd).st_dev) != 0  # What is no block device has a number without a driver.
-                if is_disk and takes_queued(fd, memoryview(mmap.mmap(-1, ALIGN_BYTES))):
+                if is_disk and takes_queued(fd, memoryview(mmap.mmap(-1, PAGE_BYTES))):
                     return QueuedReads(self._options.load_queue_bytes)
             finally:
                 os.close(fd)
@@ -331,7 +330,7 @@ class Folder:
                 # Linux makes the file before it refuses the flag.
                 fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flag, 0o644, dir_fd=self.root_fd)
                 stack.callback(os.close, fd)
-                page = memoryview(mmap.mmap(-1, ALIGN_BYTES))
+                page = memoryview(mmap.mmap(-1, PAGE_BYTES))
                 page[:] = os.urandom(len(page))
                 os.pwrite(fd, page, 0)
                 self.disk.tried(os.fstat(fd))
@@ -348,7 +347,7 @@ class Folder:
         try:
             fd = os.open(self._mapper.config_name, os.O_RDONLY | flag | NO_LINK, dir_fd=self.root_fd)
             try:
-                return os.preadv(fd, [mmap.mmap(-1, ALIGN_BYTES)], 0) > 0
+                return os.preadv(fd, [mmap.mmap(-1, PAGE_BYTES)], 0) > 0
             finally:
                 os.close(fd)
         except OSError as error:
@@ -359,9 +358,9 @@ class Folder:
 
 def _come_back(fd: int) -> bool:
     """Say whether two pages written in one call are read back in one."""
-    written, read = (memoryview(mmap.mmap(-1, 2 * ALIGN_BYTES)) for _ in range(2))
+    written, read = (memoryview(mmap.mmap(-1, 2 * PAGE_BYTES)) for _ in range(2))
     written[:] = bytes(range(256)) * (len(written) // 256)
-    halves = slice(None, ALIGN_BYTES), slice(ALIGN_BYTES, None)
+    halves = slice(None, PAGE_BYTES), slice(PAGE_BYTES, None)
     sent = os.pwritev(fd, [written[half] for half in halves], 0)
     if sent < len(written):
         os.pwrite(fd, written[sent:], sent)  # Whatever stopped it says so now.

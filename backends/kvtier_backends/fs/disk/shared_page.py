@@ -25,10 +25,9 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from kvtier.errors import BackendUnavailable
-from kvtier.memory import let_go_in_forks
+from kvtier.memory import PAGE_BYTES, let_go_in_forks
 from kvtier_backends.fs.disk.below import open_file
 
-PAGE_BYTES = 4_096
 SLOTS = 64  # Processes on one directory. Each costs eight bytes, and a microsecond a count.
 MAGIC = b"\x89kvledg\n"
 VERSION = 1

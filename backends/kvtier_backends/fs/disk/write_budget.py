@@ -6,7 +6,6 @@ once; that, the advance and what runs in during 24 hours are together the day's 
 """
 
 import asyncio
-import fcntl
 import os
 import struct
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvtier.backend import Lanes, in_thread
 from kvtier.memory import let_go_in_forks
-from kvtier_backends.fs.disk.below import open_file
+from kvtier_backends.fs.disk.below import lock_file, open_file, unlock_file
 
 DAY_NS = 86_400_000_000_000
 BURST_PARTS = 4  # Of the day's bytes, in 32nds: what the bucket holds,
@@ -75,7 +74,7 @@ class WriteBudget:
 
     def _draw(self, wanted_bytes: int) -> None:
         """Take from the bucket, or put back into it, under the file's lock: other processes may draw on it, too."""
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        lock_file(self._fd, wait=True)
         try:
             now_ns = self._clock_ns()
             level_bytes = self._level(os.pread(self._fd, _RECORD.size + _CHECKSUM.size, 0), now_ns)
@@ -83,7 +82,7 @@ class WriteBudget:
             record = _RECORD.pack(min(level_bytes - drawn_bytes, self._burst_bytes), now_ns)
             os.pwrite(self._fd, record + _CHECKSUM.pack(xxh3_64_intdigest(record)), 0)
         finally:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            unlock_file(self._fd)
         self._advance_left += drawn_bytes
 
     def _level(self, content: bytes, now_ns: int) -> int:

@@ -1,4 +1,4 @@
-"""How chunks' bytes reach the disk and come back: one file each, written aside and renamed into place.
+"""Chunks' files: one each, written aside and renamed into place, read back, and taken out of the way.
 
 The only module that knows where in the file system a chunk is; what its bytes must be is not known here. Everything
 blocks, any thread may call, and what fails raises the `OSError` of the call that failed.
@@ -22,11 +22,11 @@ from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import temporary_name
 from kvtier_backends.fs.files.discard import Discard, Discarded
 
-# A chunk's file while it is read: what is verified and what is taken out of the way is one file, whatever its name.
+CREATE_ATTEMPTS = 8  # Someone may remove a folder between its making and its use, but not for ever.
 
 
 class OpenChunk:
-    """A chunk's file for as long as it is open: what is read and what is discarded are the same file."""
+    """A chunk's file for as long as it is open: what is read and what is discarded are one file, whatever its name."""
 
     def __init__(self, name: str, fd: int, disk: Disk, discard: Discard) -> None:
         """Take over an open descriptor."""
@@ -78,9 +78,6 @@ def part_of(buffers: Sequence[memoryview], start: int, end: int) -> list[memoryv
             pieces.append(piece)
         start, end = start - len(buffer), end - len(buffer)
     return pieces
-
-
-CREATE_ATTEMPTS = 8  # Someone may remove a folder between its making and its use, but not for ever.
 
 
 class Found(NamedTuple):

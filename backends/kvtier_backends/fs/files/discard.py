@@ -1,4 +1,4 @@
-"""A corrupt file is taken out of the way, and a good one that has replaced it meanwhile is not.
+"""Corrupt files: each is deleted or set aside, and a good one that has replaced it meanwhile is not.
 
 No call removes a name only if it is still a certain file. So the file is renamed aside, looked at there, and if it
 turns out to be another one than was read, put back unless a still newer one has come: for a moment its chunk is

@@ -1,4 +1,4 @@
-"""Makes room: in the background before it is needed, and in a store's own lane when it was not enough."""
+"""Eviction of files: in the background before room is needed, and in a store's own lane when that was not enough."""
 
 import asyncio
 from collections.abc import Sequence
@@ -63,7 +63,7 @@ class Eviction:
         self._tier = tier
         self._index = index
         self._chunks = chunks
-        self.accounts = self._accounts = accounts
+        self.accounts = accounts
         self._claims = index.claims
         self._capacity = tier.capacity
         self._wake = asyncio.Event()
@@ -73,7 +73,7 @@ class Eviction:
 
     def used_bytes(self) -> int:
         """Return what chunks take, those included that are being removed."""
-        return self._accounts.shown_bytes(self._index.used_bytes + self._capacity.leaving_bytes)
+        return self.accounts.shown_bytes(self._index.used_bytes + self._capacity.leaving_bytes)
 
     async def reserve(self, wanted_bytes: int, least_bytes: int, incoming: Sequence[OffloadKey]) -> Reservation:
         """Promise room, as much of what is wanted as there is or can be made; less than `least_bytes` is of no use."""
@@ -83,16 +83,16 @@ class Eviction:
         if self._capacity.watches_disk:
             await in_thread(self._tier.lanes.store, self._capacity.look)
         try:
-            await self._accounts.promise(reservation, wanted_bytes)
+            await self.accounts.promise(reservation, wanted_bytes)
             if reservation.bytes < wanted_bytes and await self._clear_quarantine(wanted_bytes - reservation.bytes):
-                await self._accounts.promise(reservation, wanted_bytes)
+                await self.accounts.promise(reservation, wanted_bytes)
             for _ in range(ROUNDS_MAX):
                 short_bytes = wanted_bytes - reservation.bytes
                 if short_bytes <= 0 or not (victims := self._choose(short_bytes, incoming)):
                     break
                 await self._remove(victims, Removal(reservation, wanted_bytes))
                 if reservation.bytes < wanted_bytes:  # Files that were gone already had left their room to all.
-                    await self._accounts.promise(reservation, wanted_bytes)
+                    await self.accounts.promise(reservation, wanted_bytes)
         except BaseException:
             self.release(reservation)
             raise
@@ -100,11 +100,11 @@ class Eviction:
 
     def stored(self, added_bytes: int) -> None:
         """Hear what a store or a delete has added to what is used; the index counts it."""
-        self._accounts.added(added_bytes)
+        self.accounts.added(added_bytes)
 
     def release(self, reservation: Reservation) -> None:
         """Take a promise back: what was stored has been counted."""
-        self._accounts.release(reservation)
+        self.accounts.release(reservation)
         self.check()
 
     async def make_room_on_disk(self, wanted_bytes: int, incoming: Sequence[OffloadKey]) -> int:
@@ -124,7 +124,7 @@ class Eviction:
 
     def check(self) -> None:
         """See whether there is so much that some of it should go before the next store."""
-        if self._scanned and self._accounts.may_have_surplus():
+        if self._scanned and self.accounts.may_have_surplus():
             self._wake.set()
 
     def scanned(self, batch: Sequence[Held]) -> None:
@@ -155,7 +155,7 @@ class Eviction:
         return STAMP_EVERY_S if ttl_s is None else min(STAMP_EVERY_S, max(ttl_s / 16, 0.01))
 
     async def _remove_surplus(self) -> None:
-        while self._scanned and (surplus_bytes := await self._accounts.surplus_bytes()) > 0:
+        while self._scanned and (surplus_bytes := await self.accounts.surplus_bytes()) > 0:
             if await self._clear_quarantine(surplus_bytes):
                 continue
             victims = self._choose(surplus_bytes, (), BATCH_FILES)
@@ -164,9 +164,9 @@ class Eviction:
 
     async def _clear_quarantine(self, wanted_bytes: int) -> int:
         """Have corrupt files go before any chunk; return how much went."""
-        if not self._scanned or not self._accounts.known or self._tier.root.quarantine.empty:
+        if not self._scanned or not self.accounts.known or self._tier.root.quarantine.empty:
             return 0  # Before the scan has counted them, they take room that nobody knows of.
-        return (await self._tier.clear_quarantine(wanted_bytes, self._accounts.cleared)).freed_bytes
+        return (await self._tier.clear_quarantine(wanted_bytes, self.accounts.cleared)).freed_bytes
 
     def _choose_expired(self) -> None:
         if (ttl_s := self._tier.options.ttl_s) is None:
@@ -184,7 +184,7 @@ class Eviction:
 
     def _choose(self, wanted_bytes: int, incoming: Sequence[OffloadKey], most: int | None = None) -> list[Held]:
         """Choose files that take that much together, as far as there are any; and have them counted as leaving."""
-        if not self._accounts.known:
+        if not self.accounts.known:
             return []
         index, busy, victims, got_bytes = self._index, self._claims.in_use, list[Held](), 0
         kept = sum(key in index for key in busy)  # A batch may be larger than the tier, and mostly new.
@@ -203,7 +203,7 @@ class Eviction:
         return victims
 
     def _begin(self, victims: Sequence[Held]) -> None:
-        self._accounts.chosen(victims)
+        self.accounts.chosen(victims)
         self._claims.begin(victim.key for victim in victims)
         self._capacity.leaving_bytes += sum(victim.allocated_bytes for victim in victims)
 
@@ -212,17 +212,17 @@ class Eviction:
         lanes = self._tier.lanes.store
         parts = share_out(victims, lanes.count, BATCH_FILES)
         try:
-            await in_threads(lanes, [partial(self._accounts.remove, self._chunks, part, removal) for part in parts])
+            await in_threads(lanes, [partial(self.accounts.remove, self._chunks, part, removal) for part in parts])
         finally:
             self._end(victims, removal)
-        self._accounts.exchange(removal)
+        self.accounts.exchange(removal)
 
     async def _remove_behind(self, victims: Sequence[Held]) -> int:
         """Remove in the background's lane; return how much went."""
         loop, removal = asyncio.get_running_loop(), Removal()
         try:
             # No buffer is lent: a tier that closes need not wait for the thread.
-            await loop.run_in_executor(self._tier.lanes.evict, self._accounts.remove, self._chunks, victims, removal)
+            await loop.run_in_executor(self._tier.lanes.evict, self.accounts.remove, self._chunks, victims, removal)
         finally:
             self._end(victims, removal)
         return removal.gone_bytes

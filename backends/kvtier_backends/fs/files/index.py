@@ -1,4 +1,4 @@
-"""What the directory holds, as far as the tier knows: plain memory, owned by the loop's thread.
+"""The index: what the directory holds, as far as the tier knows. Plain memory, owned by the loop's thread.
 
 Answers probes without a system call, knows how full the directory is and which chunk goes next, and has an inventory's
 consumer hear of what changes. It errs on the side of "there": a load corrects that, while a chunk that is wrongly taken
@@ -15,11 +15,11 @@ from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
 from kvtier_backends.fs.disk.claims import Claims
 from kvtier_backends.fs.files.recency import ColdEnd, Idle, Keep, Order
 
-# What is known of a file, packed: a million of them must not take a gigabyte.
+REFRESH_MINUTES = 60  # A file's time is set to its last use at most so often.
+SHARED_MAX = 65_536  # Different entries that are remembered to be shared: some megabytes.
 
-
-# A chunk's entry is one integer: whether it was used since the start, the minute that its file's time says, and its
-# sectors. Chunks of one minute mostly have the same, and share it.
+# A chunk's entry is one integer, since a million of them must not take a gigabyte: whether it was used since the start,
+# the minute that its file's time says, and its sectors. Chunks of one minute mostly have the same, and share it.
 SECTOR_BITS = 24  # 8 GiB.
 MINUTE_BITS = 24  # 31 years.
 LIVE = 1 << (SECTOR_BITS + MINUTE_BITS)
@@ -81,10 +81,6 @@ class Snapshot(NamedTuple):
             idle = unused.pop(key, None)  # None: it was used since, removed, or stands here twice.
             if idle is not None:
                 yield Held(key, (idle & SECTORS) * SECTOR_BYTES, used_at_ns)
-
-
-REFRESH_MINUTES = 60  # A file's time is set to its last use at most so often.
-SHARED_MAX = 65_536  # Different entries that are remembered to be shared: some megabytes.
 
 
 class Index:

@@ -1,4 +1,4 @@
-"""What one hop to a lane does: a lane's worth of chunks, each verified and answered for by itself.
+"""A lane's share of a batch of files: what one hop does, each chunk verified and answered for by itself.
 
 A hop costs as much as reading a small chunk, so a lane is sent with many. What a share has done is written down in the
 share, chunk by chunk: the call that lent the buffers may be cancelled, and its result lost.
@@ -34,10 +34,9 @@ from kvtier_backends.fs.files.index import Held, is_later
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import FilesOptions
 
-# The files of one lane's loads, several of them open at a time, and what became of each.
-
-
 TAIL_BYTES = 2 * FOOTER_BYTES  # The second page stays empty unless a file is too long: no call asks for that.
+
+_COUNTED = {Discarded.QUARANTINED: "quarantined", Discarded.LEFT: "corrupt_left"}
 
 
 @dataclass(slots=True)
@@ -58,7 +57,7 @@ Judge = Callable[[OpenChunk, Read, memoryview, int], Outcome]
 
 
 class LoadHop:
-    """One share on its way; what is open still is closed with it."""
+    """One share of loads on its way, several files open at a time; what is open still is closed with it."""
 
     def __init__(self, files: ChunkFiles, share: LoadShare, pages: memoryview, judge: Judge) -> None:
         """Read what is behind the rows into `pages`, `TAIL_BYTES` for each."""
@@ -114,9 +113,6 @@ class LoadHop:
 
     def _page(self, place: int) -> memoryview:
         return self._pages[place * TAIL_BYTES : (place + 1) * TAIL_BYTES]
-
-
-_COUNTED = {Discarded.QUARANTINED: "quarantined", Discarded.LEFT: "corrupt_left"}
 
 
 @dataclass(slots=True)

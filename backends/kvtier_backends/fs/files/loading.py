@@ -1,4 +1,4 @@
-"""What a load does: reads in lanes of its own, and has noted what turned out to be there, to be used, or to be gone."""
+"""Loads of files: read in lanes of their own; what turned out to be there, to be used, or to be gone is noted."""
 
 from collections.abc import Sequence
 from functools import partial

@@ -1,4 +1,4 @@
-"""What looks through the directory, and writes down what was found: once at the start, and where it is shared, again.
+"""The start-up scan of files, and checkpoints: once at the start, and where the directory is shared, again.
 
 A tier answers meanwhile. All of it runs in a lane of its own, and none of it is waited for by a tier that closes.
 """
@@ -24,12 +24,6 @@ from kvtier_backends.fs.files.lane import Chunks
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import FilesOptions
 
-# What is in the directory at the start, a batch at a time, beside the tier's work.
-#
-# A pull, not a push: the next batch is asked for when the last one is indexed, so that a million files never lie in a
-# queue. No buffer is lent, so a cancelled scan need not wait for its thread.
-
-
 logger = logging.getLogger(__name__)
 
 NAMED_MAX = 8  # Neighbours in the log; a line must stay one.
@@ -37,7 +31,11 @@ DEPTH_MAX = 8  # Folders within folders. Names have three; a loop of bind mounts
 
 
 class Scan:
-    """One walk over a namespace's files. Blocks; one thread at a time."""
+    """One walk over a namespace's files, a batch at a time. Blocks; one thread at a time.
+
+    The next batch is asked for when the last one is indexed, so that a million files never lie in a queue. No buffer is
+    lent, so a cancelled scan need not wait for its thread.
+    """
 
     def __init__(
         self, tier: OpenTier[FilesOptions], takes: Callable[[int], bool], recalled: Iterator[list[Held]]

@@ -1,4 +1,4 @@
-"""What a store does: reserves room, writes, and has what became counted, in this order whatever happens between.
+"""Stores of files: room is reserved, chunks are written, what became is counted, whatever happens between.
 
 Room is promised for the worst case before a byte is written, to the leading chunks of a batch first: without its head,
 a prefix's tail is of no use. Where the disk turns out to be full all the same, other chunks are removed and what

@@ -19,6 +19,7 @@ from kvtier.backend import FileMapper
 from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.checkpoint import CheckpointFile, Format
 from kvtier_backends.fs.disk.root import Folder
+from kvtier_backends.fs.disk.temporaries import boot_id
 from kvtier_backends.fs.segments.segment import Segment
 from kvtier_backends.fs.segments.slots import Held, Snapshot
 
@@ -129,5 +130,4 @@ def _read_preamble(content: memoryview) -> tuple[tuple[bool, list[Remembered]], 
 
 
 def _boot() -> bytes:
-    with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-        return hashlib.sha256(file.read()).digest()
+    return hashlib.sha256(boot_id()).digest()

@@ -5,14 +5,13 @@ blocks, any thread may call, and what fails raises the `OSError` of the call tha
 """
 
 import errno
-import fcntl
 import mmap
 import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvtier_backends.fs.disk.below import names_in, open_file, open_folder
+from kvtier_backends.fs.disk.below import lock_file, names_in, open_file, open_folder
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import temporary_name
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, Segment, read_header, write_all
@@ -194,7 +193,7 @@ def _write_zeros(fd: int, start: int, end: int) -> None:
 
 def _lock(fd: int) -> bool:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(fd)
     except BlockingIOError:
         return False
     return True

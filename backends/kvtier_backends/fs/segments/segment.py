@@ -8,7 +8,6 @@ it. Slots follow, each a row and its footer.
 """
 
 import errno
-import fcntl
 import mmap
 import os
 import struct
@@ -19,11 +18,11 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from kvtier.memory import let_go_in_forks
-from kvtier_backends.fs.disk.below import open_file
+from kvtier.memory import PAGE_BYTES, let_go_in_forks
+from kvtier_backends.fs.disk.below import open_file, unlock_file
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 
-HEADER_BYTES = 4_096
+HEADER_BYTES = PAGE_BYTES
 MAGIC = b"\x89kvtseg\n"
 VERSION = 1
 WIPED = memoryview(mmap.mmap(-1, FOOTER_BYTES))  # Aligned zeros, which nobody changes.
@@ -128,7 +127,7 @@ class Segment:
         if not self.closed:
             self.closed = True
             with suppress(OSError):
-                fcntl.flock(self.fd, fcntl.LOCK_UN)  # A fork that has the descriptor, too, would keep the lock.
+                unlock_file(self.fd)  # A fork that has the descriptor, too, would keep the lock.
             with suppress(OSError):
                 os.close(self.fd)
 
