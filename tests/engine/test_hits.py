@@ -248,4 +248,4 @@ class Step(RuleBasedStateMachine):
 
 
 TestStep = Step.TestCase
-TestStep.settings = settings(max_examples=max(100, 2 * settings().max_examples))
+TestStep.settings = settings(max_examples=2 * settings().max_examples)
