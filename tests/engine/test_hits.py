@@ -247,4 +247,4 @@ class Step(RuleBasedStateMachine):
 
 
 TestStep = Step.TestCase
-TestStep.settings = settings(max_examples=4 * settings().max_examples)
+TestStep.settings = settings(max_examples=2 * settings().max_examples)

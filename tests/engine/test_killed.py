@@ -61,7 +61,7 @@ async def test_a_runner_killed_in_mid_transfer_costs_hits_and_no_byte(open_engin
     assert await engine.drain()
     dice = random.Random(10)
     (tier,) = ledger_in(engine).tiers
-    for turn in range(10):
+    for turn in range(5):
         calls = [asyncio.ensure_future(found(engine, range(first, first + 4))) for first in range(0, 48, 12)]
         calls += [asyncio.ensure_future(put(engine, range(100 + 4 * turn, 104 + 4 * turn)))]
         await until(lambda: tier.loading or all(call.done() for call in calls))  # noqa: B023  # Asked at once.
@@ -70,7 +70,7 @@ async def test_a_runner_killed_in_mid_transfer_costs_hits_and_no_byte(open_engin
         await asyncio.gather(*calls)
         await engine.reset()
         await until_serving(engine, 0)
-    assert engine.steps.runners_lost == 10
+    assert engine.steps.runners_lost == 5
     assert tier.counters.failures["lost"] > 0
     await until(lambda: settled(engine), engine)
     assert [await found(engine, range(first, first + 8)) for first in range(0, 48, 8)] == [8] * 6

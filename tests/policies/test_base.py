@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 import pytest
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -171,6 +172,8 @@ TestLRU = LRUMachine.TestCase
 TestARC = ARCMachine.TestCase
 TestS3FIFO = S3FIFOMachine.TestCase
 TestLFU = LFUMachine.TestCase
+for machine in (FIFOMachine, LRUMachine, ARCMachine, S3FIFOMachine, LFUMachine):
+    machine.TestCase.settings = settings(stateful_step_count=30, max_examples=max(25, settings().max_examples // 2))
 
 
 def test_a_prefix_outlives_its_continuation(policy_type: type[Policy[str]]) -> None:

@@ -366,4 +366,4 @@ class Engine(RuleBasedStateMachine):
 
 
 TestEngine = Engine.TestCase
-TestEngine.settings = settings(stateful_step_count=100, max_examples=4 * settings().max_examples)
+TestEngine.settings = settings(stateful_step_count=100, max_examples=2 * settings().max_examples)

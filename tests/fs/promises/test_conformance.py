@@ -160,10 +160,16 @@ class Small:
         await tier.aclose(10)
 
 
-@pytest.mark.parametrize("laid_out", [{"naming": "vllm"}, {"layout": "segments"}], ids=["files", "segments"])
-@pytest.mark.parametrize("policy", known_policies())
+@pytest.mark.parametrize(
+    ("laid_out", "policy"),
+    [
+        *(({"naming": "vllm"}, policy) for policy in ("lru", "s3fifo")),
+        *(({"layout": "segments"}, policy) for policy in known_policies()),
+    ],
+    ids=lambda one: one if isinstance(one, str) else next(iter(one.values())),
+)
 class TestFsWithinACapacity(Small, BoundedConformance):
-    """With every policy."""
+    """With every policy; files tell only the one from the others that orders by time of use."""
 
 
 @pytest.mark.parametrize("laid_out", LAID_OUT, ids=lambda one: next(iter(one.values())))

@@ -132,4 +132,4 @@ class Tier(RuleBasedStateMachine):
 
 
 TestTier = Tier.TestCase
-TestTier.settings = settings(stateful_step_count=40, deadline=None)
+TestTier.settings = settings(stateful_step_count=40, max_examples=max(25, settings().max_examples // 2))

@@ -227,7 +227,7 @@ def test_any_bytes_are_requests_or_an_error(tmp_path_factory: pytest.TempPathFac
     ("name", "count", "references", "block_tokens"),
     [
         ("mooncake_conversation.jsonl.gz", 12_031, 288_500, 512),
-        ("agentic_local_b512.jsonl.zst", 47_972, 11_211_165, 512),
+        pytest.param("agentic_local_b512.jsonl.zst", 47_972, 11_211_165, 512, marks=pytest.mark.outside),
         ("lmcache_miniswe_b16.jsonl.gz", 402, 196_744, 16),
     ],
 )
