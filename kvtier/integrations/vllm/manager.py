@@ -206,7 +206,7 @@ class VllmManager(OffloadingManager):
 
 
 class Offers:
-    """How often chunks were offered: one that nobody asks for twice need not be stored (vLLM's `store_threshold`)."""
+    """The counts of offers: a chunk that is not offered again need not be stored (vLLM's `store_threshold`)."""
 
     def __init__(self, threshold: int, keys_max: int) -> None:
         """Have a chunk stored from the `threshold`-th offer on. So many chunks are remembered, those offered last."""
@@ -233,7 +233,7 @@ class Offers:
 
 
 class _Flush:
-    """Concludes when vLLM's workers have let go of the rows that were theirs at a reset.
+    """The flush after a reset: concludes when vLLM's workers have let go of the rows that were theirs.
 
     vLLM drops the reports of transfers from before the reset, and has every worker finish these before it starts on
     later ones. So they are over if there were none, or else when the first later transfer is reported by all workers.

@@ -1,4 +1,4 @@
-"""Canonical KV caches: any engine's caches as plain tensors of pages, without copying a byte.
+"""Canonical KV caches: any LLM engine's caches as plain tensors of pages, without copying a byte.
 
 However a model lays out its cache, what moves is pages: the i-th row of a `(num_blocks, page_bytes)` int8 tensor. Each
 group refers to the tensors that hold its layers' pages; layers that share bytes share a tensor. Where a block's pages
@@ -24,7 +24,7 @@ LayerCache = torch.Tensor | Sequence[torch.Tensor]
 
 
 class DataRef(NamedTuple):
-    """Where the pages of one layer, or of several that share them, are."""
+    """A reference to the pages of one layer, or of several that share them."""
 
     tensor: int  # Index of the tensor.
     page_bytes: int  # What of each of its rows means something.
@@ -79,8 +79,8 @@ def with_layout(
 ) -> Namespace:
     """Return the namespace with all that specs, parallel sizes and, where rows hold them, canonical pages say of it.
 
-    What they cannot say stays as it is: the model's name, the layout's, which runner the engine has. Only facts are
-    computed here: who shares names is decided by `kvtier.backend.refusal` alone, for every engine.
+    What they cannot say stays as it is: the model's name, the layout's, which model runner there is. Only facts are
+    computed here: who shares names is decided by `kvtier.backend.refusal` alone.
     """
     specs = [spec for group in config.groups for spec in group.specs]
     heads = {spec.num_kv_heads if isinstance(spec, AttentionSpec) else None for spec in specs}

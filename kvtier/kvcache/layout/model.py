@@ -22,7 +22,7 @@ from kvtier.errors import ConfigError
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer's share of a block; `page_bytes` apart each block's page lies from the next."""
+    """The spec of a layer: what it keeps of a block, in a page. Pages lie `page_bytes` apart."""
 
     attention: ClassVar[Attention] = "other"
 
@@ -256,7 +256,7 @@ class KVCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How the workers share the model, and which of them this one is."""
+    """The parallel sizes: how the workers share the model, and which of them this one is."""
 
     tp_size: int = 1
     pp_size: int = 1

@@ -1,4 +1,4 @@
-"""Copies between an engine's KV caches and the primary's rows."""
+"""Transfers: copies between an LLM engine's KV caches and the primary's rows."""
 
 from kvtier.kvcache.transfer.jobs import Direction, TransferResult
 from kvtier.kvcache.transfer.pages import NO_BLOCKS, GroupBlocks, SlotLayout, slot_layout

@@ -46,7 +46,10 @@ DeviceCopy = Callable[[Job], None]
 
 
 class CudaCopier:
-    """One way between a device and the host, on a stream of its own; loads' goes before stores' and kernels."""
+    """The copier of one direction between a device and the host, on a stream of its own.
+
+    Loads' stream goes before stores' and before kernels.
+    """
 
     ahead = AHEAD
 
@@ -81,7 +84,7 @@ def cuda_copiers(sides: Sides, device: torch.device) -> list[Copier]:
     for direction in Direction:
         begin: DeviceCopy = StagedCopies(sides) if copy is None else batched(sides, copy)
         copiers.append(CudaCopier(direction, device, begin))
-    if copy is None:  # The buffers' memory was the engine's stream's, which may still work on it: not behind ours.
+    if copy is None:  # The buffers' memory was the LLM engine's stream's, which may still work on it: not behind ours.
         torch.cuda.synchronize(device)
     return copiers
 
