@@ -18,7 +18,6 @@ from kvtier.kvcache.layout.canonical import (
     DataRef,
     LayerCache,
     canonical_kv_caches,
-    parallel_refusal,
     with_layout,
 )
 from kvtier.kvcache.layout.mapping import PageMapping, Run, page_mapping
@@ -71,7 +70,6 @@ __all__ = [
     "packing_refusal",
     "padded_to_one_page",
     "page_mapping",
-    "parallel_refusal",
     "state_views",
     "with_layout",
 ]

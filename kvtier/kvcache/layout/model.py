@@ -9,7 +9,6 @@ them, each group's layer in its turn.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from fractions import Fraction
 from itertools import zip_longest
 from math import prod
 from typing import Any, ClassVar
@@ -47,11 +46,6 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     def page_bytes(self) -> int:
         """Bytes of a page, padding included."""
         return -(-(self.padded_page_bytes or self.unpadded_page_bytes) // self.align_bytes) * self.align_bytes
-
-    @property
-    def bytes_per_token(self) -> Fraction:
-        """Bytes that mean something, for each token of a block."""
-        return Fraction(self.unpadded_page_bytes, self.block_size)
 
 
 class AttentionSpec(LayerSpec, frozen=True, kw_only=True):
