@@ -8,7 +8,7 @@ the device, by an event, never by the host.
 
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -127,24 +127,23 @@ def descriptors(sides: Sides, direction: Direction, groups: tuple[Pages, ...]) -
             if direction is Direction.STORE:
                 moved = pages.written_by(sides.blocks_per_chunk, piece.writers, piece.writer_index)
             in_cache = storage_of(piece.memory) + piece.local + moved.blocks * piece.local_stride
-            in_slots = (
-                slots.data_ptr() + piece.host + moved.rows * slots.stride(0) + moved.positions * piece.host_stride
-            )
-            columns.append(
-                _fragments(piece, in_cache, [repeat.local for repeat in piece.repeats], in_slots, moved.rows)
-            )
+            in_first = slots.data_ptr() + piece.host + moved.positions * piece.host_stride
+            in_slots = in_first + moved.rows * slots.stride(0)
+            columns.append(_fragments(piece, in_cache, piece.local_repeats, in_slots, moved.rows))
     local, host, sizes, rows = map(np.concatenate, zip(*columns, strict=True))
     return joined(local, host, sizes, rows) if direction is Direction.STORE else joined(host, local, sizes, rows)
 
 
 def _fragments(
-    piece: Piece, one: Indices, one_strides: Sequence[int], slots: Indices, rows: Indices
+    piece: Piece, one: Indices, repeats: list[tuple[int, int]], slots: Indices, rows: Indices
 ) -> tuple[Indices, Indices, Indices, Indices]:
-    """Return a piece's fragments of some pages: where they are on one side and in the slots, their bytes, their rows."""
-    times = [repeat.times for repeat in piece.repeats]
-    places = repeated(one, zip(times, one_strides, strict=True))
-    in_slots = repeated(slots, [(repeat.times, repeat.host) for repeat in piece.repeats])
-    return places, in_slots, np.full(len(places), piece.size_bytes), repeated(rows, [(count, 0) for count in times])
+    """Return a piece's fragments of pages that are at `one` and at `slots`: both their places, their bytes, their rows.
+
+    `repeats` are the piece's on the side of `one`.
+    """
+    places, in_slots = repeated(one, repeats), repeated(slots, piece.host_repeats)
+    in_rows = repeated(rows, [(times, 0) for times, _ in repeats])
+    return places, in_slots, np.full(len(places), piece.size_bytes), in_rows
 
 
 def joined(sources: Indices, targets: Indices, sizes: Indices, rows: Indices) -> Descriptors:
@@ -221,13 +220,10 @@ class StagedCopies:
         columns = list[tuple[Indices, Indices, Indices, Indices]]()
         for piece, _ in group:
             turn = self._turn(piece, some) if stores else np.ones(len(some.rows), dtype=bool)
-            within, strides = (
-                piece.host + some.positions[turn] * piece.host_stride,
-                [each.host for each in piece.repeats],
-            )
+            within = piece.host + some.positions[turn] * piece.host_stride
             in_buffer = within + buffered.rows[turn] * self._buffer.stride(0)
             in_slots = within + some.rows[turn] * self._slots.stride(0)
-            columns.append(_fragments(piece, in_buffer, strides, in_slots, some.rows[turn]))
+            columns.append(_fragments(piece, in_buffer, piece.host_repeats, in_slots, some.rows[turn]))
         return joined(*map(np.concatenate, zip(*columns, strict=True)))
 
     def _turn(self, piece: Piece, some: Pages) -> Mask:

@@ -138,6 +138,16 @@ class Piece(NamedTuple):
         return moved
 
     @property
+    def local_repeats(self) -> list[tuple[int, int]]:
+        """How many times, and how far apart, in the worker's memory."""
+        return [(repeat.times, repeat.local) for repeat in self.repeats]
+
+    @property
+    def host_repeats(self) -> list[tuple[int, int]]:
+        """How many times, and how far apart, in a chunk."""
+        return [(repeat.times, repeat.host) for repeat in self.repeats]
+
+    @property
     def alike(self) -> tuple[object, ...]:
         """What pieces that can be one have in common: all but their places."""
         storage = storage_of(self.memory)
