@@ -35,7 +35,7 @@ Labels = tuple[str, ...]
 
 
 class Series(NamedTuple):
-    """One number of the engine's, and how to read it now."""
+    """A series: one number with its labels, and how to read it now."""
 
     name: str
     labels: Labels
@@ -43,7 +43,7 @@ class Series(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Numbers that come to be when something happens for the first time; each key is one more label."""
+    """A table of counters, one for each key; the key is the last label, and comes with its first count."""
 
     name: str
     labels: Labels
@@ -51,7 +51,7 @@ class Table(NamedTuple):
 
 
 class Readings(NamedTuple):
-    """What `Stats` looks at, made once: it looks once a step."""
+    """The readings that `Stats` compares with the last ones once a step; made once."""
 
     counters: Sequence[Series]
     tables: Sequence[Table]
@@ -112,7 +112,7 @@ def tier_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
 
 
 class TransferTimes:
-    """The durations of transfers since the last `take`; `observe` is an engine's observer."""
+    """The durations of transfers since the last `take`, in seconds; `observe` is an engine's observer."""
 
     def __init__(self) -> None:
         self._seconds: list[tuple[Labels, float]] = []
@@ -121,12 +121,13 @@ class TransferTimes:
         self._seconds.append(((tier, operation), seconds))
 
     def take(self) -> list[tuple[Labels, float]]:
+        """Return each transfer's tier and operation, and its seconds."""
         taken, self._seconds = self._seconds, []
         return taken
 
 
 class Stats:
-    """Observations since the last `take`."""
+    """The statistics for vLLM: what has changed since the last `take`."""
 
     def __init__(self, readings: Readings, times: TransferTimes) -> None:
         self._readings = readings
@@ -237,7 +238,7 @@ def tier_readings(tier: Tier, row_bytes: int) -> Readings:
 
 
 class Summary:
-    """Logs what changed since its last line, as often as vLLM logs its own figures; nothing while nothing changes."""
+    """The line in the log: what has changed, as often as vLLM logs its own figures; none while nothing changes."""
 
     def __init__(
         self,
@@ -290,7 +291,7 @@ class Summary:
 
 
 class ToVllm(logging.Handler):
-    """Gives records to whatever handlers vLLM's logger has, now or after it was configured anew."""
+    """A handler that gives records to whatever handlers vLLM's logger has, now or after it was configured anew."""
 
     @override
     def emit(self, record: logging.LogRecord) -> None:

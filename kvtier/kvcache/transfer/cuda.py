@@ -46,7 +46,10 @@ DeviceCopy = Callable[[Job], None]
 
 
 class CudaCopier:
-    """One way between a device and the host, on a stream of its own; loads' goes before stores' and kernels."""
+    """The copier of one direction between a device and the host, on a stream of its own.
+
+    Loads' stream goes before stores' and before kernels.
+    """
 
     ahead = AHEAD
 
@@ -81,7 +84,7 @@ def cuda_copiers(sides: Sides, device: torch.device) -> list[Copier]:
     for direction in Direction:
         begin: DeviceCopy = StagedCopies(sides) if copy is None else batched(sides, copy)
         copiers.append(CudaCopier(direction, device, begin))
-    if copy is None:  # The buffers' memory was the engine's stream's, which may still work on it: not behind ours.
+    if copy is None:  # The buffers' memory was the LLM engine's stream's, which may still work on it: not behind ours.
         torch.cuda.synchronize(device)
     return copiers
 
@@ -117,25 +120,30 @@ def batched_copy(device: torch.device) -> BatchedCopy | None:
 
 def descriptors(sides: Sides, direction: Direction, groups: tuple[Pages, ...]) -> Descriptors:
     """Return a transfer's copies: page by page, neighbours joined."""
-    slots = sides.slots
-    local, host, sizes, rows = list[Indices](), list[Indices](), list[Indices](), list[Indices]()
+    slots, columns = sides.slots, [(_NONE, _NONE, _NONE, _NONE)]
     for group, pages in zip(sides.pieces, groups, strict=True):
         for piece in group:
             moved = pages
             if direction is Direction.STORE:
                 moved = pages.written_by(sides.blocks_per_chunk, piece.writers, piece.writer_index)
-            start = storage_of(piece.memory) + piece.local
-            slot = slots.data_ptr() + piece.host
-            local.append(
-                repeated(start + moved.blocks * piece.local_stride, [(r.times, r.local) for r in piece.repeats])
-            )
-            in_rows = slot + moved.rows * slots.stride(0) + moved.positions * piece.host_stride
-            host.append(repeated(in_rows, [(r.times, r.host) for r in piece.repeats]))
-            sizes.append(np.full(len(local[-1]), piece.size_bytes))
-            rows.append(repeated(moved.rows, [(r.times, 0) for r in piece.repeats]))
-    both = (np.concatenate(local or [_NONE]), np.concatenate(host or [_NONE]))
-    sources, targets = both if direction is Direction.STORE else both[::-1]
-    return joined(sources, targets, np.concatenate(sizes or [_NONE]), np.concatenate(rows or [_NONE]))
+            in_cache = storage_of(piece.memory) + piece.local + moved.blocks * piece.local_stride
+            in_first = slots.data_ptr() + piece.host + moved.positions * piece.host_stride
+            in_slots = in_first + moved.rows * slots.stride(0)
+            columns.append(_fragments(piece, in_cache, piece.local_repeats, in_slots, moved.rows))
+    local, host, sizes, rows = map(np.concatenate, zip(*columns, strict=True))
+    return joined(local, host, sizes, rows) if direction is Direction.STORE else joined(host, local, sizes, rows)
+
+
+def _fragments(
+    piece: Piece, one: Indices, repeats: list[tuple[int, int]], slots: Indices, rows: Indices
+) -> tuple[Indices, Indices, Indices, Indices]:
+    """Return a piece's fragments of pages that are at `one` and at `slots`: both their places, their bytes, their rows.
+
+    `repeats` are the piece's on the side of `one`.
+    """
+    places, in_slots = repeated(one, repeats), repeated(slots, piece.host_repeats)
+    in_rows = repeated(rows, [(times, 0) for times, _ in repeats])
+    return places, in_slots, np.full(len(places), piece.size_bytes), in_rows
 
 
 def joined(sources: Indices, targets: Indices, sizes: Indices, rows: Indices) -> Descriptors:
@@ -209,16 +217,14 @@ class StagedCopies:
 
     def _whole(self, group: list[tuple[Piece, Strided]], some: Pages, buffered: Pages, *, stores: bool) -> Descriptors:
         """Return the copies from the buffer to the slots, as offsets into each: whole chunks where pages make them."""
-        in_buffer, in_slots, sizes, rows = list[Indices](), list[Indices](), list[Indices](), list[Indices]()
+        columns = list[tuple[Indices, Indices, Indices, Indices]]()
         for piece, _ in group:
             turn = self._turn(piece, some) if stores else np.ones(len(some.rows), dtype=bool)
-            repeats = [(repeat.times, repeat.host) for repeat in piece.repeats]
             within = piece.host + some.positions[turn] * piece.host_stride
-            in_buffer.append(repeated(within + buffered.rows[turn] * self._buffer.stride(0), repeats))
-            in_slots.append(repeated(within + some.rows[turn] * self._slots.stride(0), repeats))
-            sizes.append(np.full(len(in_slots[-1]), piece.size_bytes))
-            rows.append(repeated(some.rows[turn], [(repeat.times, 0) for repeat in piece.repeats]))
-        return joined(*(np.concatenate(column) for column in (in_buffer, in_slots, sizes, rows)))
+            in_buffer = within + buffered.rows[turn] * self._buffer.stride(0)
+            in_slots = within + some.rows[turn] * self._slots.stride(0)
+            columns.append(_fragments(piece, in_buffer, piece.host_repeats, in_slots, some.rows[turn]))
+        return joined(*map(np.concatenate, zip(*columns, strict=True)))
 
     def _turn(self, piece: Piece, some: Pages) -> Mask:
         return some.turn(self._blocks_per_chunk, piece.writers, piece.writer_index)

@@ -19,12 +19,12 @@ from kvtier.kvcache.transfer.pages import Pages
 class Direction(Enum):
     """Which way a transfer copies."""
 
-    LOAD = "load"  # From the primary into the engine's blocks.
+    LOAD = "load"  # From the primary into the LLM engine's blocks.
     STORE = "store"
 
 
 class TransferResult(NamedTuple):
-    """How a transfer ended. Nothing is known of the bytes of one that failed."""
+    """The end of a transfer. Nothing is known of the bytes of one that failed."""
 
     job_id: int
     direction: Direction
@@ -34,7 +34,7 @@ class TransferResult(NamedTuple):
 
 
 class Job:
-    """A transfer, and those that must be done before it."""
+    """A transfer: which pages of each group it copies, and which transfers must be done before it."""
 
     __slots__ = ("after", "begun", "direction", "groups", "job_id", "mark", "size_bytes", "touched")
 
@@ -75,7 +75,7 @@ Finish = Callable[[], None]
 
 
 class Copier(Protocol):
-    """Copies transfers, one after the other, from one thread."""
+    """A copier: takes transfers from one thread, one after the other."""
 
     @property
     def directions(self) -> Collection[Direction]:
@@ -88,7 +88,7 @@ class Copier(Protocol):
         ...
 
     def mark(self) -> object:
-        """Note, from the thread that submits, what the engine's device has been told to do until now."""
+        """Note, from the thread that submits, what the LLM engine's device has been told to do until now."""
         ...
 
     def begin(self, job: Job) -> Finish:

@@ -60,7 +60,7 @@ class HostCopier:
 
 
 class Runs(NamedTuple):
-    """An order of pages, and the parts of it in which indices grow by `step`."""
+    """Runs of pages: an order of them, and the parts of it in which indices grow by `step`."""
 
     order: Indices
     step: int
@@ -112,7 +112,7 @@ class Side(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Which pages go where."""
+    """The moves of pages: page `from_pages[i]` goes to `to_pages[i]`."""
 
     from_pages: Indices
     to_pages: Indices

@@ -1,4 +1,4 @@
-"""A worker's transfers between its caches and its part of the primary's rows.
+"""The transfer worker: copies between one worker's caches and its part of the primary's rows.
 
 Submitting copies nothing and waits for nothing: threads of the worker's own do, one for host memory, one each way for a
 CUDA device. Results are polled or awaited.
@@ -23,7 +23,7 @@ from kvtier.memory import start_thread
 
 
 class TransferWorker:
-    """Stores and loads chunks: engine's blocks to and from rows.
+    """Stores and loads chunks: the LLM engine's blocks to and from rows.
 
     `slots` is (rows, slot_bytes), int8, in host memory: this worker's slot of every row (`CpuMemory.slots`) or, with
     `canonical`, all of every row, which all workers then share. A row that is lent to a transfer is the worker's until
