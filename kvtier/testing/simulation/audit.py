@@ -1,4 +1,4 @@
-"""The books of an engine, audited: every row has one owner, and every pin, lease and transfer a reason.
+"""The audit of an engine: every row has one owner, and every pin, lease and transfer a reason.
 
 An auditor reads what is private: a public door to it would be there for nobody else. Each check is an assertion about
 one moment between two calls, so `AuditedSteps` makes them whenever a step ends.
