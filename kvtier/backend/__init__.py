@@ -28,6 +28,7 @@ from kvtier.backend.lending import Calls, Fit, Lanes, in_thread, in_threads
 from kvtier.backend.names import NAMINGS, SEGMENTS_SUFFIX, Naming, NamingKind, read_folder
 from kvtier.backend.namespace import NAME_BYTES_MAX, Attention, FileMapper, Group, Namespace, refusal
 from kvtier.backend.registry import backend_class
+from kvtier.backend.seal import SEAL_BYTES, Seal, SealFault, SealOptions
 from kvtier.backend.wrapper import Wrapper
 from kvtier.errors import (
     BackendClosed,
@@ -48,6 +49,7 @@ __all__ = [
     "NAME_BYTES_MAX",
     "NAMINGS",
     "OPTIONAL",
+    "SEAL_BYTES",
     "SEGMENTS_SUFFIX",
     "Abandoned",
     "Added",
@@ -94,6 +96,9 @@ __all__ = [
     "Read",
     "Removed",
     "ScanDone",
+    "Seal",
+    "SealFault",
+    "SealOptions",
     "Share",
     "Size",
     "State",
