@@ -8,7 +8,7 @@ it holds, how full it is) is a small protocol of its own. `kvtier.testing.confor
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import msgspec
 
@@ -99,6 +99,9 @@ class Backend(ABC, Generic[OptionsT]):
     durability: Durability
     """What a stored chunk survives, proved by tests. A class says what every tier of it promises; an open one may
     promise more, as its options have it."""
+
+    locality: ClassVar[Literal["LOCAL", "REMOTE"] | None] = None
+    """Where its chunks are, for requests that choose their tiers; a tier's `locality` in a configuration goes first."""
 
     options_type: ClassVar[type[msgspec.Struct]]
     """The tier's own configuration fields: a frozen struct that forbids unknown fields, such as an `Options`."""

@@ -17,6 +17,7 @@ ENTRY_POINT_GROUP = "kvtier.backends"
 _BUILT_IN = {
     "dummy": "kvtier_backends.dummy:DummyBackend",
     "fs": "kvtier_backends.fs:FsBackend",
+    "redis": "kvtier_backends.redis:RedisBackend",
 }
 
 

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from kvtier import __version__
 from kvtier.backend import OffloadKey
-from kvtier.config import EngineConfig, with_absolute_paths
+from kvtier.config import EngineConfig, settled
 from kvtier.engine.answers import HIT, LookupResult, StorePlan
 from kvtier.engine.events import Event, EventLog
 from kvtier.engine.inbox import Observe
@@ -479,7 +479,7 @@ def checked(config: EngineConfig) -> EngineConfig:
     """Report every mistake that can be known before anything is allocated; settle what relative paths mean."""
     policy_class(config.eviction_policy)
     require_descriptors()
-    return with_absolute_paths(config)
+    return settled(config)
 
 
 def make_region(config: EngineConfig) -> Region:
