@@ -24,7 +24,7 @@ from kvtier.backend.contract import (
 )
 from kvtier.backend.directory import Contents, Finding, Kind, Place, State, StoredFile
 from kvtier.backend.keys import OffloadKey, chunk_hash, group_index, make_offload_key, of_one_group
-from kvtier.backend.lending import Calls, Fit, Lanes, in_thread, in_threads
+from kvtier.backend.lending import Calls, Fit, Lanes, in_task, in_thread, in_threads
 from kvtier.backend.names import NAMINGS, SEGMENTS_SUFFIX, Naming, NamingKind, read_folder
 from kvtier.backend.namespace import NAME_BYTES_MAX, Attention, FileMapper, Group, Namespace, refusal
 from kvtier.backend.registry import backend_class
@@ -110,6 +110,7 @@ __all__ = [
     "backend_class",
     "chunk_hash",
     "group_index",
+    "in_task",
     "in_thread",
     "in_threads",
     "make_offload_key",

@@ -9,7 +9,7 @@ import asyncio
 import queue
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from kvtier.backend.contract import Abandoned, Outcome, Read, Write
 from kvtier.backend.keys import GROUP_BYTES, OffloadKey
-from kvtier.errors import BackendClosed, ChunkMissing, NoSpace
+from kvtier.errors import BackendClosed, BackendUnavailable, ChunkMissing, NoSpace
 from kvtier.memory import start_thread
 
 P = ParamSpec("P")
@@ -56,6 +56,38 @@ async def in_threads(lanes: "Lanes", calls: Sequence[Callable[[], T]]) -> list[T
         finally:
             del cancelled
     return [jobs.pop(0).result() for _ in calls]
+
+
+async def in_task(call: Coroutine[Any, Any, T]) -> T:
+    """Run a client's coroutine to its end, and return what it returns, or raise what it raises.
+
+    For clients that are asynchronous themselves. What becomes of a lent buffer when their calls are cancelled is
+    theirs to say, and hardly one says it: a transport may go on reading into it. So the call itself is never cancelled.
+    Whoever waits for it comes back when it has ended, however often it is cancelled, and then raises `CancelledError`;
+    what the call returned is lost. Give the call a deadline of its own, after which it touches no buffer any more.
+    Raises `BackendUnavailable` if the client cancels its own call.
+    """
+    tasks = [asyncio.ensure_future(call)]
+    cancelled: asyncio.CancelledError | None = None
+    while not tasks[0].done():
+        try:
+            await asyncio.wait(tasks)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task = tasks.pop()  # As above: what an error's traceback keeps must not keep the error.
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # Or asyncio would complain of one that nobody looked at.
+        try:
+            raise cancelled
+        finally:
+            del cancelled, task
+    if task.cancelled():
+        raise BackendUnavailable("the client has cancelled its own call")
+    try:
+        return task.result()
+    finally:
+        del task
 
 
 class Lanes(Executor):
