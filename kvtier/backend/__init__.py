@@ -24,11 +24,12 @@ from kvtier.backend.contract import (
 )
 from kvtier.backend.directory import Contents, Finding, Kind, Place, State, StoredFile
 from kvtier.backend.keys import OffloadKey, chunk_hash, group_index, make_offload_key, of_one_group
-from kvtier.backend.lending import Calls, Fit, Lanes, in_task, in_thread, in_threads
+from kvtier.backend.lending import Calls, Fit, Lanes, in_task, in_thread, in_threads, load_each_once, store_each_once
 from kvtier.backend.names import NAMINGS, SEGMENTS_SUFFIX, Naming, NamingKind, read_folder
 from kvtier.backend.namespace import NAME_BYTES_MAX, Attention, FileMapper, Group, Namespace, refusal
 from kvtier.backend.registry import backend_class
 from kvtier.backend.seal import SEAL_BYTES, Seal, SealFault, SealOptions
+from kvtier.backend.staging import Slots, Staging
 from kvtier.backend.wrapper import Wrapper
 from kvtier.errors import (
     BackendClosed,
@@ -101,6 +102,8 @@ __all__ = [
     "SealOptions",
     "Share",
     "Size",
+    "Slots",
+    "Staging",
     "State",
     "StoredFile",
     "TierContext",
@@ -113,8 +116,10 @@ __all__ = [
     "in_task",
     "in_thread",
     "in_threads",
+    "load_each_once",
     "make_offload_key",
     "of_one_group",
     "read_folder",
     "refusal",
+    "store_each_once",
 ]

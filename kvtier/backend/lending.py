@@ -349,3 +349,36 @@ class Fit:
             most = "" if self._key_bytes_max == sys.maxsize else f" to {self._key_bytes_max:,}"
             return f"{name}: a key of {len(key):,} bytes, {GROUP_BYTES}{most or ' or more'} accepted"
         return f"{name}: a buffer of {buffer.nbytes:,} bytes, rows of {self._row_bytes:,} accepted"
+
+
+async def load_each_once(
+    reads: Sequence[Read], call: Callable[[Sequence[Read]], Awaitable[Sequence[Outcome]]]
+) -> Sequence[Outcome]:
+    """Load each key of a batch once, and copy it for those that want it again; a batch without such keys as it is.
+
+    For services that take a key twice in a batch for one, and fill one of its buffers. A key that failed has failed in
+    all its places.
+    """
+    first = {read.key: place for place, read in reversed(list(enumerate(reads)))}
+    if len(first) == len(reads):
+        return await call(reads)
+    places = sorted(first.values())
+    outcomes = dict(zip(places, await call([reads[place] for place in places]), strict=True))
+    for place, (key, into) in enumerate(reads):
+        outcome = outcomes[first[key]]
+        if place not in outcomes and outcome is None:
+            into[:] = reads[first[key]].into
+        outcomes.setdefault(place, outcome)
+    return [outcomes[place] for place in range(len(reads))]
+
+
+async def store_each_once(
+    writes: Sequence[Write], call: Callable[[Sequence[Write]], Awaitable[Sequence[Outcome]]]
+) -> Sequence[Outcome]:
+    """Store each key of a batch once, from its last place, whose outcome all its places get."""
+    last = {write.key: place for place, write in enumerate(writes)}
+    if len(last) == len(writes):
+        return await call(writes)
+    places = sorted(last.values())
+    outcomes = dict(zip(places, await call([writes[place] for place in places]), strict=True))
+    return [outcomes[last[write.key]] for write in writes]

@@ -26,6 +26,8 @@ from kvtier.backend import (
     Write,
     in_thread,
     in_threads,
+    load_each_once,
+    store_each_once,
 )
 from kvtier_backends.redis.counters import RedisCounters
 from kvtier_backends.redis.options import RedisOptions
@@ -88,11 +90,11 @@ class RedisBackend(Backend[RedisOptions]):
 
     async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
         self._check_open()
-        return await self._fit.load(reads, self._load)
+        return await self._fit.load(reads, partial(load_each_once, call=self._load))
 
     async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
         self._check_open()
-        return await self._fit.store(writes, self._store)
+        return await self._fit.store(writes, partial(store_each_once, call=self._store))
 
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
         """Raises `BackendUnavailable` if a server that has some of the keys is away."""
