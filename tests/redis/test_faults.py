@@ -144,10 +144,10 @@ async def test_a_server_that_evicts_keeps_what_was_stored_last(opened, own_serve
     server = own_server("--maxmemory", "4mb", "--maxmemory-policy", "allkeys-lru")
     tier, keys = await opened(server.address, store_lanes=1), keys_of(400)
     await lender.keep(tier, keys)
+    assert await tier.probe(keys[-1:]) == [True]
     told = await lender.recall(tier, keys)
     assert all(chunk in ("ChunkMissing", label(key)) for key, chunk in zip(keys, told, strict=True))
     assert told.count("ChunkMissing") > 100
-    assert await tier.probe(keys[-1:]) == [True]
 
 
 async def test_chunks_go_when_their_time_is_over(opened, server, prefix, lender) -> None:
@@ -356,9 +356,10 @@ async def recalled(tier: Any, lender: Lender, keys: list[OffloadKey]) -> list[st
 
 
 async def test_a_reply_that_drips_is_over_in_time(opened, proxy, lender) -> None:
+    proxy.piece_bytes = 512
     tier, keys = await opened(proxy.address, **QUICK), keys_of(4)
     await lender.keep(tier, keys)
-    proxy.piece_bytes, proxy.reply = 512, _drip
+    proxy.reply = _drip
     reads = lender.reads(keys)
     with pytest.raises(BackendUnavailable, match="in time"):
         await tier.load(reads)
@@ -407,6 +408,20 @@ async def test_a_killed_server_costs_its_chunks_and_is_used_again_when_it_is_bac
     server.start()
     assert await recalled(tier, lender, keys) == ["ChunkMissing"] * 16
     await recovers(tier, lender, keys)
+
+
+async def test_a_call_that_needs_another_request_is_answered_while_the_tier_closes(
+    opened, server, prefix, lender
+) -> None:
+    tier, keys = await opened(server.address), keys_of(3)
+    await lender.keep(tier, keys)
+    server.ask("SETRANGE", name_of(server, prefix, keys[1]), 5, b"?")
+    reads = lender.reads(keys)
+    load = asyncio.create_task(tier.load(reads))
+    await asyncio.sleep(0)
+    assert await tier.aclose(10) == Abandoned(0)
+    assert lender.told(reads, await load) == [label(keys[0]), "ChunkCorrupt", label(keys[2])]
+    assert names_of(server, prefix, keys[1]) == []
 
 
 async def test_closing_ends_calls_that_hang(opened, own_server, lender) -> None:

@@ -1,7 +1,9 @@
 """Several servers, a primary that sentinels watch, a cluster that moves its slots, TLS and access lists."""
 
+import asyncio
 import datetime as dt
 import ipaddress
+import signal
 import socket
 import ssl
 import threading
@@ -14,7 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from kvtier.backend import BackendUnavailable, ConfigError, OffloadKey, chunk_hash
+from kvtier.backend import Abandoned, BackendUnavailable, ConfigError, OffloadKey, chunk_hash
 from kvtier.testing.conformance import keys_of, label
 from kvtier_backends.redis import RedisOptions
 from kvtier_backends.redis.server import Login
@@ -149,7 +151,15 @@ def _pass_on(source: socket.socket, target: socket.socket) -> None:
 
 
 @pytest.fixture
-def front(server: RedisServer, tmp_path: Path) -> Iterator[TLSFront]:
+def front(server: RedisServer, certified: ssl.SSLContext) -> Iterator[TLSFront]:
+    front = TLSFront(server.port, certified)
+    yield front
+    front.close()
+
+
+@pytest.fixture
+def certified(tmp_path: Path) -> ssl.SSLContext:
+    """Return a certificate of this host's, and leave it in `ca.pem`."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvtier test")])
     now = dt.datetime.now(dt.UTC)
@@ -171,9 +181,7 @@ def front(server: RedisServer, tmp_path: Path) -> Iterator[TLSFront]:
     (tmp_path / "key.pem").write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "ca.pem", tmp_path / "key.pem")
-    front = TLSFront(server.port, context)
-    yield front
-    front.close()
+    return context
 
 
 async def test_chunks_travel_over_tls(opened, front, tmp_path, lender) -> None:
@@ -181,6 +189,22 @@ async def test_chunks_travel_over_tls(opened, front, tmp_path, lender) -> None:
     await lender.keep(tier, keys)
     assert await lender.recall(tier, keys) == [label(key) for key in keys]
     assert list(await tier.probe(keys)) == [True] * 64
+
+
+async def test_closing_ends_calls_that_hang_over_tls(opened, own_server, certified, tmp_path, lender) -> None:
+    server, keys = own_server(), keys_of(8)
+    front = TLSFront(server.port, certified)
+    tier = await opened(front.address, tls=True, tls_ca_file=str(tmp_path / "ca.pem"), timeout_s=600)
+    await lender.keep(tier, keys)
+    server.signal(signal.SIGSTOP)
+    load = asyncio.create_task(tier.load(lender.reads(keys)))
+    await asyncio.sleep(0.05)
+    assert await tier.aclose(0.05) == Abandoned(1)
+    with pytest.raises(BackendUnavailable):
+        await load
+    assert tier.counts() == {"connections_lost": 1, "unreachable": 8}
+    server.signal(signal.SIGCONT)
+    front.close()
 
 
 async def test_a_server_whose_certificate_nobody_vouches_for_is_refused(opened, front) -> None:

@@ -11,8 +11,8 @@ from kvtier.backend import (
     SEAL_BYTES,
     Abandoned,
     Backend,
-    BackendClosed,
     BackendUnavailable,
+    Calls,
     ConfigError,
     Durability,
     Fit,
@@ -82,30 +82,31 @@ class RedisBackend(Backend[RedisOptions]):
         self._ask_lanes = ask_lanes
         self._load_lanes = Lanes(options.load_lanes, f"kvtier-{context.name}-load")
         self._store_lanes = Lanes(options.store_lanes, f"kvtier-{context.name}-store")
-        self._closed = False
+        self._calls = Calls(context.name)
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        self._check_open()
-        return await self._fit.probe(keys, self._probe)
+        with self._calls.one():
+            return await self._fit.probe(keys, self._probe)
 
     async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
-        self._check_open()
-        return await self._fit.load(reads, partial(load_each_once, call=self._load))
+        with self._calls.one():
+            return await self._fit.load(reads, partial(load_each_once, call=self._load))
 
     async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
-        self._check_open()
-        return await self._fit.store(writes, partial(store_each_once, call=self._store))
+        with self._calls.one():
+            return await self._fit.store(writes, partial(store_each_once, call=self._store))
 
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
         """Raises `BackendUnavailable` if a server that has some of the keys is away."""
-        self._check_open()
-        if lost := (await self._ask(b"UNLINK", self._names(self._fit.keys(keys)))).unreachable:
+        with self._calls.one():
+            lost = (await self._ask(b"UNLINK", self._names(self._fit.keys(keys)))).unreachable
+        if lost:
             raise BackendUnavailable(f"{self._name}: {next(iter(lost.values()))}")
 
     async def aclose(self, deadline_s: float) -> Abandoned:
         """Calls that are not over by then fail at once: their connections are closed."""
-        self._closed = True
         ends_at = time.monotonic() + deadline_s
+        await self._calls.close(deadline_s)  # First: a call may need lanes more than once.
         every = (self._load_lanes, self._store_lanes, self._ask_lanes)
         left = sum(await asyncio.gather(*(lanes.aclose(max(0.0, ends_at - time.monotonic())) for lanes in every)))
         self._topology.close()
@@ -124,10 +125,6 @@ class RedisBackend(Backend[RedisOptions]):
         if options.tls:
             about["tls"] = "yes"
         return about
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise BackendClosed(f"{self._name}: closed")
 
     def _names(self, keys: Sequence[OffloadKey]) -> list[bytes]:
         name, prefix = self._mapper.name, self._prefix

@@ -60,7 +60,7 @@ class Link:
     def interrupt(self) -> None:
         """Have another thread's call fail at once; from any thread."""
         try:
-            self._socket.shutdown(socket.SHUT_RDWR)
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)  # TLS's own would have the rest read undecrypted.
         except OSError:
             return  # It was closed, or never connected.
 

@@ -45,6 +45,9 @@ class Redirect(NamedTuple):
 class Work(ABC, Generic[A]):
     """One call's chunks by their places in the batch; each place is one thread's at a time."""
 
+    has_rows = False
+    """Whether requests have rows in them, which are not to be copied."""
+
     window = ASKED_MAX
     """How many requests may be on their way at once on one connection."""
 
@@ -156,6 +159,8 @@ class Loads(Work[Outcome]):
 class Stores(Work[Outcome]):
     """Rows and their seals, each as one value."""
 
+    has_rows = True
+
     def __init__(
         self,
         names: Sequence[bytes],
@@ -251,7 +256,8 @@ def _converse(link: Link, work: Work[A], indices: Sequence[int], *, asking: bool
         while sent < len(indices) and sent - heard <= work.window - work.gulp:
             some = indices[sent : sent + work.gulp]
             requests = [work.ask(link, place, turn) for turn, place in enumerate(some)]
-            link.send([part for parts in requests for part in ((ASKING, *parts) if asking else parts)])
+            parts = [part for parts in requests for part in ((ASKING, *parts) if asking else parts)]
+            link.send(parts if work.has_rows else [b"".join(parts)])
             sent += len(some)
         work.hear(link, index, asking=asking)
 
