@@ -183,20 +183,23 @@ def tier_options(tier: TierConfig, where: str) -> msgspec.Struct:
     return decode(options, tier.options, where, siblings=common)
 
 
-def with_absolute_paths(config: EngineConfig) -> EngineConfig:
-    """Return the configuration with every tier's `Path` options made absolute, for runners that start later.
+def settled(config: EngineConfig) -> EngineConfig:
+    """Return the configuration with what tiers leave to others settled, for runners that start later.
 
-    Raises `ConfigError` for whatever `tier_options` refuses.
+    Their `Path` options are absolute, and where no `locality` is given, it is the backend's own. Raises `ConfigError`
+    for whatever `tier_options` refuses.
     """
     tiers = enumerate(config.secondary_tiers)
-    return replace(config, secondary_tiers=tuple(_with_absolute_paths(tier, index) for index, tier in tiers))
+    return replace(config, secondary_tiers=tuple(_settled(tier, index) for index, tier in tiers))
 
 
-def _with_absolute_paths(tier: TierConfig, index: int) -> TierConfig:
+def _settled(tier: TierConfig, index: int) -> TierConfig:
     options = tier_options(tier, f"secondary_tiers[{index}]")
     fields = struct_fields(type(options)).items()
     paths = {name: getattr(options, field.name) for name, field in fields if names_a_path(field.type)}
-    return replace(tier, options=tier.options | {name: paths[name] for name in tier.options.keys() & paths.keys()})
+    own = {name: path for name, path in paths.items() if name in tier.options}
+    locality = tier.locality or backend_class(tier.type).locality
+    return replace(tier, options=tier.options | own, locality=locality)
 
 
 def _parsed(name: str) -> object:

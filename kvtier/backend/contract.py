@@ -12,7 +12,18 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeGuard, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Generic,
+    Literal,
+    NamedTuple,
+    Protocol,
+    Self,
+    TypeGuard,
+    runtime_checkable,
+)
 
 import msgspec
 
@@ -37,6 +48,7 @@ ENTRY_POINT_GROUP = "kvtier.backends"
 _BUILT_IN = {
     "dummy": "kvtier_backends.dummy:DummyBackend",
     "fs": "kvtier_backends.fs:FsBackend",
+    "redis": "kvtier_backends.redis:RedisBackend",
 }
 
 
@@ -110,6 +122,9 @@ class Backend(ABC, Generic[OptionsT]):
     durability: Durability
     """What a stored chunk survives, proved by tests. A class says what every tier of it promises; an open one may
     promise more, as its options have it."""
+
+    locality: ClassVar[Literal["LOCAL", "REMOTE"] | None] = None
+    """Where its chunks are, for requests that choose their tiers; a tier's `locality` in a configuration goes first."""
 
     options_type: ClassVar[type[msgspec.Struct]]
     """The tier's own configuration fields: a frozen struct that forbids unknown fields, such as an `Options`."""

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from kvtier import __version__
 from kvtier.backend import OffloadKey
-from kvtier.config import EngineConfig, with_absolute_paths
+from kvtier.config import EngineConfig, settled
 from kvtier.engine.answers import HIT, Event, EventLog, LookupResult, StorePlan
 from kvtier.engine.inbox import Observe
 from kvtier.engine.ledger import Ledger, ledger_of, rows_of_share
@@ -486,7 +486,7 @@ def checked(config: EngineConfig) -> EngineConfig:
     """Report every mistake that can be known before anything is allocated; settle what relative paths mean."""
     policy_class(config.eviction_policy)
     require_descriptors()
-    return with_absolute_paths(config)
+    return settled(config)
 
 
 def make_region(config: EngineConfig) -> Region:
