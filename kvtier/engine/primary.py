@@ -20,7 +20,7 @@ from kvtier.policies.lru import LRU
 
 
 class Rows(Protocol):
-    """What the traffic with tiers needs of rows: a primary's, or those that another manager picks and pins itself."""
+    """Rows as the traffic with tiers needs them: a primary's, or those that another manager picks and pins itself."""
 
     @property
     def ready(self) -> Mapping[OffloadKey, int]: ...
@@ -249,7 +249,7 @@ class Primary:
 
 
 class RowOrder(Protocol):
-    """What `Policy` promises, of rows that hold a key; `incoming` are keys, which have no row yet.
+    """The order of rows that hold a key, with the promises of a `Policy`; `incoming` are keys, which have no row yet.
 
     `keep` may answer with a number: a row that has any pins stays. `after` is the row that new ones continue: an order
     that can, has them leave just before it.
