@@ -44,7 +44,7 @@ Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class TierLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one tier may take of time, memory and patience."""
+    """The limits of one tier: what it may take of time, memory and patience."""
 
     deadline_s: PositiveDuration = 30.0  # For a whole batch: 16 MiB at 1 MB/s take half of it. Later is a failure.
     load_bytes_in_flight: PositiveSize = 256 << 20  # A tenth of a second at 2.5 GB/s; more only adds latency.
@@ -58,7 +58,7 @@ class TierLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 class EngineLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What kvtier may take of the primary, and how long it waits."""
+    """The limits of a kvtier engine: what it may take of the primary, and how long it waits."""
 
     cascade_share: Share = 0.5  # Of rows pinned by cascades; beyond it they are dropped, so slow tiers stop no store.
     lease_share: Share = 0.5  # Of rows leased to waiting requests; the rest can always be evicted for running ones.
@@ -164,7 +164,7 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def rows(self) -> int:
-        """How many rows the primary has: as many as fit."""
+        """The number of rows that the primary has: as many as fit."""
         return self.cpu_bytes_to_use // self.row_bytes
 
 

@@ -253,7 +253,7 @@ Chunk = TypeVar("Chunk", Read, Write)
 
 
 class Calls:
-    """How many calls hold lent buffers. Belongs to one event loop. Tiers with `Lanes` count their calls there."""
+    """The calls that hold lent buffers, counted; of one event loop. Tiers with `Lanes` count their calls there."""
 
     def __init__(self, tier_name: str) -> None:
         self._tier_name = tier_name
@@ -286,7 +286,7 @@ class Calls:
 
 
 class Fit:
-    """What a tier can hold. Whatever does not fit is answered for by itself, and its siblings move without it.
+    """The limits of what a tier can hold. What does not fit is answered for by itself; its siblings move without it.
 
     A batch in which everything fits, as in every batch of kvtier's, is passed on as it is.
     """
