@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import chain
 
-import aiofiles.os
-
 from kvtier.backend import INVENTORY_BATCH_KEYS, OffloadKey, read_folder
 from kvtier_backends.fs.disk.below import believable_ns, open_folder
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
@@ -241,7 +239,7 @@ class StartScan:
             await asyncio.sleep(self._checkpoint_s)
             if self._recalled and (room_bytes := self._room_for_checkpoint()) is not None:
                 try:
-                    await _write(self._checkpoint, self._index.snapshot(), self._tier.clock_ns(), executor=self._lane)
+                    await self._lane.run(self._checkpoint.write, self._index.snapshot(), self._tier.clock_ns())
                 finally:
                     self._capacity.release_kept(room_bytes)
                     self._eviction.check()  # It may have grown, and there is to be room for the next.
@@ -266,14 +264,14 @@ class StartScan:
 
     async def _look(self) -> None:
         scan, counters = self._scan, self._tier.counters
-        while batch := await _next_recalled(scan, executor=self._lane):
+        while batch := await self._lane.run(scan.next_recalled):
             self._index.scanned(batch)
         self._recalled = True
-        while batch := await _next_batch(scan, executor=self._lane):
+        while batch := await self._lane.run(scan.next_batch):
             self._eviction.scanned(batch)
             if len(batch) == INVENTORY_BATCH_KEYS:
                 self.gauged.set()
-        while gone := await _next_vanished(scan, executor=self._lane):
+        while gone := await self._lane.run(scan.next_vanished):
             self._index.vanished(gone)
         counters.count("scan_skipped", scan.skipped)
         counters.count("scan_failed", scan.failed)
@@ -283,9 +281,3 @@ class StartScan:
         self._tier.root.sizes.scan_ended()
         self._index.scan_ended(complete=scan.failed == 0 and not self._tier.options.shared)
         self._eviction.scan_ended()
-
-
-_next_recalled = aiofiles.os.wrap(Scan.next_recalled)
-_next_vanished = aiofiles.os.wrap(Scan.next_vanished)
-_next_batch = aiofiles.os.wrap(Scan.next_batch)
-_write = aiofiles.os.wrap(Checkpoint.write)

@@ -10,8 +10,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
-import aiofiles.os
-
 from kvtier.errors import BackendClosed
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import SegmentsOptions
@@ -57,19 +55,19 @@ class SlotLooking:
     async def run(self) -> None:
         """Look what is there, once."""
         reading, catalog, counters = self._reading, self._catalog, self._counters
-        await _open_all(reading, executor=self._lane)
-        around = await _look_around(reading, time.time(), executor=self._lane)
+        await self._lane.run(reading.open_all)
+        around = await self._lane.run(reading.look_around, time.time())
         for segment in reading.opened:
             self._segments.add(segment, catalog.add(segment.header.slots))
         self._capacity.other_bytes += around.taken_bytes + sum(each.allocated_bytes for each in reading.unusable)
         self._capacity.unseen_bytes = 0
         self._room.begin(reading.unusable)
-        await _read_checkpoint(reading, wanted=self._checkpoint_s > 0, executor=self._lane)
-        while batch := await _next_recalled(reading, executor=self._lane):
+        await self._lane.run(reading.read_checkpoint, wanted=self._checkpoint_s > 0)
+        while batch := await self._lane.run(reading.next_recalled):
             for chunk in batch:
                 catalog.found(chunk)
-        self._free(await _free_of_trusted(reading, executor=self._lane))
-        while (told := await _next_seen(reading, executor=self._lane)) is not None:
+        self._free(await self._lane.run(reading.free_of_trusted))
+        while (told := await self._lane.run(reading.next_seen)) is not None:
             self._note(*told)
         counters.count("scan_skipped", len(reading.unusable))
         counters.count("scan_failed", reading.failed)
@@ -86,9 +84,9 @@ class SlotLooking:
             if self.done.is_set() and (room_bytes := self._room_for_checkpoint()) is not None:
                 try:
                     now_ns = time.time_ns()
-                    segments = await _remembered(list(self._segments.all), now_ns - SETTLED_NS, executor=self._lane)
+                    segments = await self._lane.run(remembered, list(self._segments.all), now_ns - SETTLED_NS)
                     segments = trusted(segments, self._unsettled())
-                    await _write(self._checkpoint, segments, self._catalog.snapshot(), executor=self._lane)
+                    await self._lane.run(self._checkpoint.write, segments, self._catalog.snapshot())
                 finally:
                     self._capacity.release(room_bytes)
 
@@ -150,13 +148,3 @@ def remembered(segments: Sequence[Segment], before_ns: int) -> list[Remembered]:
 
 def trusted(segments: Sequence[Remembered], unsettled: set[str]) -> list[Remembered]:
     return [each._replace(written_at_ns=0) if each.name in unsettled else each for each in segments]
-
-
-_open_all = aiofiles.os.wrap(Reading.open_all)
-_look_around = aiofiles.os.wrap(Reading.look_around)
-_read_checkpoint = aiofiles.os.wrap(Reading.read_checkpoint)
-_next_recalled = aiofiles.os.wrap(Reading.next_recalled)
-_free_of_trusted = aiofiles.os.wrap(Reading.free_of_trusted)
-_next_seen = aiofiles.os.wrap(Reading.next_seen)
-_remembered = aiofiles.os.wrap(remembered)
-_write = aiofiles.os.wrap(SlotCheckpoint.write)
