@@ -59,6 +59,24 @@ def open_folder(root_fd: int, name: str) -> int:
         raise
 
 
+def list_folder(root_fd: int, name: str) -> list[str]:
+    """Return the names in a directory. Raises likewise."""
+    fd = open_folder(root_fd, name)
+    try:
+        return os.listdir(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_folder(root_fd: int, name: str) -> None:
+    """Have the names in a directory reach the device. Raises likewise."""
+    fd = open_folder(root_fd, name)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 def lock_file(fd: int, *, wait: bool = False) -> None:
     """Lock a file against all who open it, too; without `wait`, raises `BlockingIOError` if somebody has it."""
     fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)

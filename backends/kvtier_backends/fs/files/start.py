@@ -11,7 +11,7 @@ from contextlib import suppress
 from itertools import chain
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, OffloadKey, read_folder
-from kvtier_backends.fs.disk.below import believable_ns, open_folder
+from kvtier_backends.fs.disk.below import believable_ns, list_folder, open_folder
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
 from kvtier_backends.fs.disk.temporaries import Sweep
 from kvtier_backends.fs.files.checkpoint import Checkpoint
@@ -100,12 +100,12 @@ class Scan:
     def _look_around(self, chunks_folder: str) -> Iterator[Held]:
         """Sweep what is beside the chunks, and say what is left alone. Finds no chunks."""
         try:
-            for name in self._names(self._mapper.folder):
+            for name in list_folder(self._root, self._mapper.folder):
                 self._sweep(self._mapper.folder, name)
             beside_bytes = self._folder.beside_bytes()
             self.other_bytes += beside_bytes
             self.seen_bytes += beside_bytes
-            others = [name for name in self._names(".") if name != chunks_folder and read_folder(name)]
+            others = [name for name in list_folder(self._root, ".") if name != chunks_folder and read_folder(name)]
         except OSError as error:
             logger.warning("%s: what is beside its chunks cannot be listed: %s", chunks_folder, error.strerror)
             return
@@ -118,13 +118,6 @@ class Scan:
                 ", ".join(sorted(others)[:NAMED_MAX]),
             )
         yield from ()
-
-    def _names(self, folder: str) -> list[str]:
-        fd = open_folder(self._root, folder)
-        try:
-            return os.listdir(fd)
-        finally:
-            os.close(fd)
 
     def _walk(self, folder: str, depth: int) -> Iterator[Held]:
         try:
