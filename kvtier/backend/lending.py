@@ -15,6 +15,8 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, ParamSpec, TypeVar, cast
 
+import aiofiles.os
+
 from kvtier.backend.contract import Abandoned, Outcome, Read, Write
 from kvtier.backend.keys import GROUP_BYTES, OffloadKey
 from kvtier.errors import BackendClosed, BackendUnavailable, ChunkMissing, NoSpace
@@ -128,6 +130,13 @@ class Lanes(Executor):
     def submit(self, fn: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Queue one call, as an `Executor` does; raises `BackendClosed` once closed."""
         return self.start([partial(fn, *args, **kwargs)])[0]
+
+    async def run(self, fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run one call that has no lent buffer, and return what it returns; raises `BackendClosed` once closed.
+
+        A cancelled call returns at once. Its thread goes on if it has begun, and otherwise never begins.
+        """
+        return await aiofiles.os.wrap(fn)(*args, executor=self, **kwargs)
 
     async def aclose(self, deadline_s: float) -> int:
         """Refuse new calls, wait for those under way, drop those whose turn has not come by then.

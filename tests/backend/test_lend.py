@@ -147,6 +147,18 @@ async def test_a_cancelled_whole_waits_for_the_part_that_runs_and_drops_the_part
     assert await lanes.aclose(DEADLINE_S) == 0
 
 
+async def test_a_call_without_a_lent_buffer_leaves_its_thread_at_it_when_it_is_cancelled(
+    lanes: Lanes, gate: Gate
+) -> None:
+    assert await lanes.run(divmod, 7, 2) == (3, 1)
+    call = asyncio.create_task(lanes.run(gate))
+    await gate.wait_entered()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert not gate.done
+
+
 async def test_a_timeout_comes_with_the_thread_not_before(lanes: Lanes, gate: Gate) -> None:
     limit = asyncio.timeout(None)
 

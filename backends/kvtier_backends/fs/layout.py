@@ -10,8 +10,6 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-import aiofiles.os
-
 from kvtier.backend import InventoryQueue, Occupancy, OffloadKey, Outcome, Read, TierContext, Write, in_thread
 from kvtier.errors import NoSpace
 from kvtier.policies import LRU, Policy, policy_class
@@ -86,7 +84,7 @@ async def open_tier(options: OptionsT, context: TierContext) -> OpenTier[Options
     """
     root, lanes = Folder(options, context.mapper), start_lanes(options, context.name)
     try:
-        await _open(root, context, lanes, executor=lanes.scan)
+        await lanes.scan.run(_open, root, context, lanes)
     except BaseException:
         _let_go(root, lanes)
         raise
@@ -95,7 +93,6 @@ async def open_tier(options: OptionsT, context: TierContext) -> OpenTier[Options
     return OpenTier(options, context, root, lanes, capacity)
 
 
-@aiofiles.os.wrap
 def _open(root: Folder, context: TierContext, lanes: TierLanes) -> None:
     root.open()
     root.open_beside(context.row_bytes, lanes.store)

@@ -59,11 +59,20 @@ def open_folder(root_fd: int, name: str) -> int:
         raise
 
 
-def names_in(root_fd: int, folder: str) -> list[str]:
-    """Return the names of what is in a directory. Raises likewise."""
-    fd = open_folder(root_fd, folder)
+def list_folder(root_fd: int, name: str) -> list[str]:
+    """Return the names in a directory. Raises likewise."""
+    fd = open_folder(root_fd, name)
     try:
         return os.listdir(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_folder(root_fd: int, name: str) -> None:
+    """Have the names in a directory reach the device. Raises likewise."""
+    fd = open_folder(root_fd, name)
+    try:
+        os.fsync(fd)
     finally:
         os.close(fd)
 

@@ -8,7 +8,7 @@ import threading
 from contextlib import suppress
 from typing import NamedTuple
 
-from kvtier_backends.fs.disk.below import open_folder
+from kvtier_backends.fs.disk.below import list_folder, open_folder
 from kvtier_backends.fs.disk.capacity import Disk
 
 FILES_MAX = 100  # Enough to study what happened; a disk of corrupt files must not stay full of them.
@@ -32,7 +32,10 @@ class Quarantine:
         self._disk = disk
         self._keeps = keeps
         self._lock = threading.Lock()
-        self._files = len(self._listed())
+        try:
+            self._files = len(list_folder(root_fd, name))
+        except OSError:
+            self._files = 0  # There is none, or none to look into.
         self._admitted = 0
 
     @property
@@ -69,16 +72,6 @@ class Quarantine:
             known = self._files if self._admitted > admitted else found  # People tidy up, too.
             self._files = max(0, known - cleared.files)
         return cleared
-
-    def _listed(self) -> list[str]:
-        try:
-            fd = open_folder(self._root, self.name)
-        except OSError:
-            return []  # There is none, or none to look into.
-        try:
-            return os.listdir(fd)
-        finally:
-            os.close(fd)
 
 
 def _cleared(fd: int, disk: Disk, wanted_bytes: int) -> tuple[int, Cleared]:

@@ -20,7 +20,15 @@ from typing import Literal
 from kvtier.backend import NAME_BYTES_MAX, NAMINGS, SEGMENTS_SUFFIX, FileMapper, Lanes
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory import PAGE_BYTES, let_go_in_forks, reason
-from kvtier_backends.fs.disk.below import NO_LINK, ForeignError, open_file, open_folder, refuse_others, refused
+from kvtier_backends.fs.disk.below import (
+    NO_LINK,
+    ForeignError,
+    list_folder,
+    open_file,
+    open_folder,
+    refuse_others,
+    refused,
+)
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk, FolderSizes
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.disk.quarantine import Quarantine
@@ -222,12 +230,7 @@ class Folder:
         """Raise `ForeignError` if there is a link in the place of quarantine, or of something that has chunks."""
         with suppress(FileNotFoundError):
             os.close(open_folder(self.root_fd, quarantine))
-        fd = open_folder(self.root_fd, self.chunks)
-        try:
-            names = list(filter(_OWN.fullmatch, os.listdir(fd)))  # 4,096 folders at most, or as many segments.
-        finally:
-            os.close(fd)
-        for name in names:
+        for name in filter(_OWN.fullmatch, list_folder(self.root_fd, self.chunks)):  # 4,096 at most, or all segments.
             with suppress(FileNotFoundError):
                 status = os.stat(f"{self.chunks}/{name}", dir_fd=self.root_fd, follow_symlinks=False)
                 if stat.S_ISLNK(status.st_mode):

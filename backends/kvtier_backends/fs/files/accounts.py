@@ -15,8 +15,6 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Protocol
 
-import aiofiles.os
-
 from kvtier.backend import OffloadKey, in_thread
 from kvtier.errors import BackendClosed
 from kvtier.settings import SIZE_BYTES_MAX
@@ -231,7 +229,7 @@ class SharedAccounts:
         return True  # The page knows.
 
     async def surplus_bytes(self) -> int:
-        taken = await _taken(self._page, executor=self._tier.lanes.evict)
+        taken = await self._tier.lanes.evict.run(self._page.taken)
         self._heard(known=taken is not None)
         return 0 if taken is None else self._capacity.surplus_of(*taken)
 
@@ -243,11 +241,11 @@ class SharedAccounts:
     async def scan_began(self) -> None:
         self._scan_began_s = time.monotonic()
         self._scanning_since_ns = self._tier.clock_ns()  # What is stored from now on may be missed.
-        self._count = await _begin_count(self._page, executor=self._tier.lanes.scan)
+        self._count = await self._tier.lanes.scan.run(self._page.begin_count)
 
     async def scan_ended(self, seen_bytes: int) -> None:
         self._scanned_at_ns = self._scanning_since_ns
-        await _end_count(self._page, self._count, seen_bytes, executor=self._tier.lanes.scan)
+        await self._tier.lanes.scan.run(self._page.end_count, self._count, seen_bytes)
 
     async def until_scan_is_wanted(self) -> bool:
         least_s = max(AGAIN_S_LEAST, AGAIN_TIMES * (time.monotonic() - self._scan_began_s))
@@ -296,8 +294,3 @@ def accounts_of(tier: OpenTier[FilesOptions]) -> Accounts:
 def _log_failure(told: "Future[None]") -> None:
     if error := told.exception():
         logger.warning("the shared page was not told of a store: %s", error)
-
-
-_taken = aiofiles.os.wrap(SharedPage.taken)
-_begin_count = aiofiles.os.wrap(SharedPage.begin_count)
-_end_count = aiofiles.os.wrap(SharedPage.end_count)

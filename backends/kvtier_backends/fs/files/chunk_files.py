@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from kvtier.backend import FileMapper, OffloadKey
-from kvtier_backends.fs.disk.below import NO_LINK, ForeignError, open_folder, refuse_others
+from kvtier_backends.fs.disk.below import NO_LINK, ForeignError, refuse_others, sync_folder
 from kvtier_backends.fs.disk.capacity import Disk
 from kvtier_backends.fs.disk.footer import Fault
 from kvtier_backends.fs.disk.lanes import LoadsFirst
@@ -158,7 +158,7 @@ class ChunkFiles:
             raise
         try:
             if self._fsync:
-                self._sync(parent)
+                sync_folder(self._root, parent)
             self._look_at(parent)
         except ForeignError:
             os.unlink(name, dir_fd=self._root)  # It is elsewhere, where nobody would look for it.
@@ -262,7 +262,7 @@ class ChunkFiles:
             os.rmdir(folder, dir_fd=self._root)
             raise
         if self._fsync:
-            self._sync(parent or ".")
+            sync_folder(self._root, parent or ".")
 
     def _mkdir(self, folder: str) -> None:
         with self._sizes.making(folder):
@@ -275,10 +275,3 @@ class ChunkFiles:
             if not stat.S_ISDIR(status.st_mode):
                 refuse_others(self._root, folder, stat.S_IFDIR)
             self._sizes.looked_at(folder, status)
-
-    def _sync(self, folder: str) -> None:
-        fd = open_folder(self._root, folder)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)

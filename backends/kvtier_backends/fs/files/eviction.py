@@ -47,7 +47,7 @@ class Stamps:
         """Set the times of files that were used."""
         due, self._due = self._due, {}
         if due:
-            await asyncio.get_running_loop().run_in_executor(self._lane, self._chunks.stamp, due)
+            await self._lane.run(self._chunks.stamp, due)
 
     def write_before_end(self) -> None:
         """Have it done before the lane ends."""
@@ -219,10 +219,10 @@ class Eviction:
 
     async def _remove_behind(self, victims: Sequence[Held]) -> int:
         """Remove in the background's lane; return how much went."""
-        loop, removal = asyncio.get_running_loop(), Removal()
+        removal = Removal()
         try:
             # No buffer is lent: a tier that closes need not wait for the thread.
-            await loop.run_in_executor(self._tier.lanes.evict, self.accounts.remove, self._chunks, victims, removal)
+            await self._tier.lanes.evict.run(self.accounts.remove, self._chunks, victims, removal)
         finally:
             self._end(victims, removal)
         return removal.gone_bytes

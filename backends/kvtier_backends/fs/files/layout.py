@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 
-import aiofiles.os
-
 from kvtier.backend import Occupancy, OffloadKey, Outcome, Read, Write, in_threads
 from kvtier.errors import BackendUnavailable
 from kvtier_backends.fs.disk.footer import KEY_BYTES_MAX
@@ -25,8 +23,6 @@ from kvtier_backends.fs.options import FilesOptions
 PROBES_MAX = 512  # Calls without bytes, in one hop: half a millisecond of a local file system's time.
 SCAN_PATIENCE_S = 0.5  # So long from the opening, stores wait for the scan, rather than be refused for its sake;
 SMALL_PATIENCE_S = 5.0  # and for a small directory's longer, from each call: only what hangs takes that long.
-
-_loadable = aiofiles.os.wrap(Chunks.loadable)
 
 
 class FilesLayout:
@@ -59,7 +55,7 @@ class FilesLayout:
             return answers
         unknown = [key for key, known in zip(keys, answers, strict=True) if not known]
         shares = share_out(unknown, self._lanes.load.count, PROBES_MAX)
-        asked = await asyncio.gather(*(_loadable(self._chunks, share, executor=self._lanes.load) for share in shares))
+        asked = await asyncio.gather(*(self._lanes.load.run(self._chunks.loadable, share) for share in shares))
         told = chain.from_iterable(asked)
         return [known or next(told) for known in answers]
 

@@ -10,10 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import chain
 
-import aiofiles.os
-
 from kvtier.backend import INVENTORY_BATCH_KEYS, OffloadKey, read_folder
-from kvtier_backends.fs.disk.below import believable_ns, names_in, open_folder
+from kvtier_backends.fs.disk.below import believable_ns, list_folder, open_folder
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
 from kvtier_backends.fs.disk.checkpoint import CheckpointSchedule
 from kvtier_backends.fs.disk.temporaries import Sweep
@@ -103,12 +101,12 @@ class Scan:
     def _look_around(self, chunks_folder: str) -> Iterator[Held]:
         """Sweep what is beside the chunks, and say what is left alone. Finds no chunks."""
         try:
-            for name in names_in(self._root, self._mapper.folder):
+            for name in list_folder(self._root, self._mapper.folder):
                 self._sweep(self._mapper.folder, name)
             beside_bytes = self._folder.beside_bytes()
             self.other_bytes += beside_bytes
             self.seen_bytes += beside_bytes
-            others = [name for name in names_in(self._root, ".") if name != chunks_folder and read_folder(name)]
+            others = [name for name in list_folder(self._root, ".") if name != chunks_folder and read_folder(name)]
         except OSError as error:
             logger.warning("%s: what is beside its chunks cannot be listed: %s", chunks_folder, error.strerror)
             return
@@ -236,7 +234,7 @@ class StartScan:
     async def run_checkpoints(self) -> None:
         """Write down what is known every so often."""
         await self._schedule.run(
-            lambda: _write(self._checkpoint, self._index.snapshot(), self._tier.clock_ns(), executor=self._lane),
+            lambda: self._lane.run(self._checkpoint.write, self._index.snapshot(), self._tier.clock_ns()),
             self._eviction.check,  # It may have grown, and there is to be room for the next.
         )
 
@@ -253,14 +251,14 @@ class StartScan:
 
     async def _look(self) -> None:
         scan, counters = self._scan, self._tier.counters
-        while batch := await _next_recalled(scan, executor=self._lane):
+        while batch := await self._lane.run(scan.next_recalled):
             self._index.scanned(batch)
         self._schedule.ready = True
-        while batch := await _next_batch(scan, executor=self._lane):
+        while batch := await self._lane.run(scan.next_batch):
             self._eviction.scanned(batch)
             if len(batch) == INVENTORY_BATCH_KEYS:
                 self.gauged.set()
-        while gone := await _next_vanished(scan, executor=self._lane):
+        while gone := await self._lane.run(scan.next_vanished):
             self._index.vanished(gone)
         counters.count("scan_skipped", scan.skipped)
         counters.count("scan_failed", scan.failed)
@@ -270,9 +268,3 @@ class StartScan:
         self._tier.root.sizes.scan_ended()
         self._index.scan_ended(complete=scan.failed == 0 and not self._tier.options.shared)
         self._eviction.scan_ended()
-
-
-_next_recalled = aiofiles.os.wrap(Scan.next_recalled)
-_next_vanished = aiofiles.os.wrap(Scan.next_vanished)
-_next_batch = aiofiles.os.wrap(Scan.next_batch)
-_write = aiofiles.os.wrap(Checkpoint.write)

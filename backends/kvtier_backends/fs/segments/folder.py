@@ -11,7 +11,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvtier_backends.fs.disk.below import lock_file, names_in, open_file, open_folder
+from kvtier_backends.fs.disk.below import list_folder, lock_file, open_file, sync_folder
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import temporary_name
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, Segment, read_header, write_all
@@ -56,8 +56,8 @@ class SegmentFolder:
 
     def names(self) -> list[str]:
         """Return the names of all segments, in the order that they were made."""
-        names = sorted(filter(NAME.fullmatch, names_in(self.root_fd, self._folder.chunks)))
-        return [f"{self._folder.chunks}/{name}" for name in names]
+        names = filter(NAME.fullmatch, list_folder(self.root_fd, self._folder.chunks))
+        return [f"{self._folder.chunks}/{name}" for name in sorted(names)]
 
     def open(self, name: str) -> Segment | Unusable:
         """Open a segment, to write if nobody else does. Raises `FileNotFoundError` if it is gone, or goes just now."""
@@ -166,22 +166,14 @@ class SegmentFolder:
                 finally:
                     os.close(taken)
                 try:
-                    self._sync_folder()
+                    if self._fsync:
+                        sync_folder(self.root_fd, self._folder.chunks)
                 except OSError:
                     os.unlink(name, dir_fd=self.root_fd)
                     raise
                 return name
             number += 1
         raise OSError(errno.ENOSPC, "no numbers are left for segments")
-
-    def _sync_folder(self) -> None:
-        if not self._fsync:
-            return
-        fd = open_folder(self.root_fd, self._folder.chunks)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
 
 
 def _write_zeros(fd: int, start: int, end: int) -> None:

@@ -10,8 +10,6 @@ import errno
 import logging
 from collections.abc import Sequence
 
-import aiofiles.os
-
 from kvtier.backend import Write
 from kvtier_backends.fs.disk.footer import failure
 from kvtier_backends.fs.layout import OpenTier, until
@@ -69,7 +67,7 @@ class Losses:
         while True:
             await until(self._wake.wait(), LOOK_S)
             self._wake.clear()
-            await _look(self, list(self._segments.all), executor=self._lane)
+            await self._lane.run(self.look, list(self._segments.all))
             self.note()
             while self._lost:
                 await self._close_lost()
@@ -80,7 +78,7 @@ class Losses:
             if self._catalog.abandon(segment.first_slot, segment.header.slots):
                 self._lost.remove(segment)
                 self._segments.remove(segment)
-                await _close(segment, executor=self._lane)
+                await self._lane.run(segment.close)
 
     def _error(self, segment: Segment) -> OSError | None:
         try:
@@ -95,7 +93,3 @@ class Losses:
         """See which are lost. Blocks, in a lane."""
         for segment in segments:
             self._error(segment)
-
-
-_look = aiofiles.os.wrap(Losses.look)
-_close = aiofiles.os.wrap(Segment.close)

@@ -10,7 +10,7 @@ from itertools import chain, groupby
 from typing import NamedTuple
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, read_folder
-from kvtier_backends.fs.disk.below import believable_ns, names_in
+from kvtier_backends.fs.disk.below import believable_ns, list_folder
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, read_footer
 from kvtier_backends.fs.disk.temporaries import Sweep
 from kvtier_backends.fs.layout import OpenTier
@@ -104,10 +104,10 @@ class Reading:
         taken, names = self.unopened_bytes, list[str]()
         try:
             for folder in (self._folder.chunks, self._mapper.folder):
-                for name in names_in(self._folder.root_fd, folder):
+                for name in list_folder(self._folder.root_fd, folder):
                     sweep(folder, name)
             taken += self._folder.beside_bytes() + self._folder.unfinished_bytes()
-            names = names_in(self._folder.root_fd, ".")
+            names = list_folder(self._folder.root_fd, ".")
         except OSError as error:
             self.failed += 1
             logger.warning("%s: what is beside its segments cannot be listed: %s", self._folder.chunks, error.strerror)

@@ -5,9 +5,7 @@ Until a slot has been read it is nobody's. What blocks runs in a lane of its own
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
-
-import aiofiles.os
+from collections.abc import Sequence
 
 from kvtier_backends.fs.disk.checkpoint import CheckpointSchedule
 from kvtier_backends.fs.layout import OpenTier
@@ -56,8 +54,8 @@ class SlotLooking:
     async def run(self) -> None:
         """Look what is there, once."""
         reading, catalog, counters = self._reading, self._catalog, self._counters
-        await _open_all(reading, executor=self._lane)
-        around = await _look_around(reading, time.time(), executor=self._lane)
+        await self._lane.run(reading.open_all)
+        around = await self._lane.run(reading.look_around, time.time())
         self._failed += reading.failed
         for segment in reading.opened:
             self._segments.add(segment, catalog.add(segment.header.slots))
@@ -65,7 +63,7 @@ class SlotLooking:
         self._capacity.unseen_bytes = 0
         self._room.begin(reading.unusable)
         recovery = reading.recovered(recall=self._checkpoint_s > 0)
-        while (seen := await _next(recovery, executor=self._lane)) is not None:
+        while (seen := await self._lane.run(next, recovery, None)) is not None:
             self._note(seen)
         counters.count("scan_skipped", len(reading.unusable))
         counters.count("scan_failed", self._failed)
@@ -87,9 +85,9 @@ class SlotLooking:
     async def _write_checkpoint(self) -> None:
         # What is written between the two is not in the first, so that a segment is looked through rather than trusted.
         now_ns = time.time_ns()
-        segments = await _remembered(list(self._segments.all), now_ns - SETTLED_NS, executor=self._lane)
+        segments = await self._lane.run(remembered, list(self._segments.all), now_ns - SETTLED_NS)
         segments = trusted(segments, self._unsettled())
-        await _write(self._checkpoint, segments, self._catalog.snapshot(), executor=self._lane)
+        await self._lane.run(self._checkpoint.write, segments, self._catalog.snapshot())
 
     def _queue_last_checkpoint(self) -> None:
         self._lane.submit(self._write_last, list(self._segments.all), self._unsettled(), self._catalog.snapshot())
@@ -116,14 +114,3 @@ class SlotLooking:
         if seen.distrusted:
             self._distrusted.add(seen.distrusted)
         self._failed += seen.failed
-
-
-def _next_of(recovery: Iterator[Seen]) -> Seen | None:
-    return next(recovery, None)
-
-
-_open_all = aiofiles.os.wrap(Reading.open_all)
-_look_around = aiofiles.os.wrap(Reading.look_around)
-_next = aiofiles.os.wrap(_next_of)
-_remembered = aiofiles.os.wrap(remembered)
-_write = aiofiles.os.wrap(SlotCheckpoint.write)

@@ -97,7 +97,7 @@ class Wiping:
             self._wake.clear()
             self._round = Round(self._take())
             # No buffer is lent: a tier that closes need not wait for the thread.
-            await asyncio.get_running_loop().run_in_executor(self._lane, self._wipe, self._round)
+            await self._lane.run(self._wipe, self._round)
             self._note()
 
     def begin_last(self) -> None:
