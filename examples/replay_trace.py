@@ -11,8 +11,7 @@ import sys
 import tempfile
 
 from kvtier import EngineConfig, TierConfig
-from kvtier.tools.replay.chunks import ChunkSource
-from kvtier.tools.replay.replay import Replay, Tally
+from kvtier.tools.replay.replay import ChunkSource, Replay, Tally
 from kvtier.tools.replay.study import measure
 from kvtier.tools.replay.workload import open_trace
 

@@ -1,4 +1,4 @@
-"""The engine's configuration: every number with its unit and reason, all of it checked before anything is allocated.
+"""kvtier's configuration: every number with its unit and reason, all of it checked before anything is allocated.
 
 It is plain data: what was read from a file is sent to the runner's process as it is, and decoded there again.
 """
@@ -14,42 +14,20 @@ from msgspec.structs import force_setattr, replace
 
 from kvtier.backend import Namespace, backend_class
 from kvtier.errors import ConfigError
+from kvtier.memory import PAGE_BYTES
 from kvtier.settings import (
     Checked,
     Count,
     Duration,
-    Index,
-    Path,
     PositiveDuration,
     PositiveSize,
     Share,
-    Size,
     SlowDuration,
     decode,
     names_a_path,
     struct_fields,
 )
 
-__all__ = [
-    "Checked",
-    "Count",
-    "Duration",
-    "EngineConfig",
-    "EngineLimits",
-    "Index",
-    "Path",
-    "PositiveDuration",
-    "PositiveSize",
-    "Share",
-    "Size",
-    "SlowDuration",
-    "TierConfig",
-    "TierLimits",
-    "tier_options",
-    "with_absolute_paths",
-]
-
-ROW_ALIGN_BYTES = 4_096  # What direct I/O, page tables and mappings all agree on.
 PRIMARY_NAME = "cpu"  # What the primary is called where tiers are told apart by name.
 ROWS_MAX = (1 << 32) - 1  # Row numbers travel between processes as 32-bit integers.
 CHUNKS_IN_FLIGHT_MAX = 1 << 24  # Some gigabytes of bookkeeping: a larger limit would be none.
@@ -80,7 +58,7 @@ class TierLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 class EngineLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the engine may take of the primary, and how long it waits."""
+    """What kvtier may take of the primary, and how long it waits."""
 
     cascade_share: Share = 0.5  # Of rows pinned by cascades; beyond it they are dropped, so slow tiers stop no store.
     lease_share: Share = 0.5  # Of rows leased to waiting requests; the rest can always be evicted for running ones.
@@ -110,7 +88,7 @@ class TierConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A whole engine. The names are vLLM's own where the meaning is the same."""
+    """A whole kvtier engine. The names are vLLM's own where the meaning is the same."""
 
     cpu_bytes_to_use: PositiveSize  # Memory of the primary, for all workers together.
     chunk_bytes: PositiveSize  # What is stored under one key, of all workers together.
@@ -182,7 +160,7 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     @property
     def row_bytes(self) -> int:
         """Length of a row: a chunk, padded so that it can be read and written directly."""
-        return -(-self.chunk_bytes // ROW_ALIGN_BYTES) * ROW_ALIGN_BYTES
+        return -(-self.chunk_bytes // PAGE_BYTES) * PAGE_BYTES
 
     @property
     def rows(self) -> int:

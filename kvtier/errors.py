@@ -1,4 +1,4 @@
-"""Every error that kvtier raises or returns, named by what the caller can do next.
+"""The errors that kvtier raises or returns, named by what the caller can do next.
 
 A `ChunkError` is both: a value in a batch's outcomes (one bad chunk does not cost its siblings) and an exception where
 one chunk was asked for alone.

@@ -25,6 +25,7 @@ from kvtier.backend.contract import (
     known_types,
 )
 from kvtier.backend.directory import Contents, Finding, Kind, Place, State, StoredFile
+from kvtier.backend.inventory import InventoryQueue
 from kvtier.backend.keys import (
     NAMINGS,
     SEGMENTS_SUFFIX,
@@ -85,6 +86,7 @@ __all__ = [
     "Index",
     "Inventory",
     "InventoryEvent",
+    "InventoryQueue",
     "KVTierError",
     "Kind",
     "Lanes",

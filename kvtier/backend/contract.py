@@ -30,7 +30,7 @@ else:
 
     OptionsT = TypeVar("OptionsT")
 
-INVENTORY_BATCH_KEYS = 4_096  # Decoding and indexing this many takes about a millisecond of an engine's step.
+INVENTORY_BATCH_KEYS = 4_096  # Decoding and indexing this many takes about a millisecond of an LLM engine's step.
 
 ENTRY_POINT_GROUP = "kvtier.backends"
 
@@ -72,7 +72,7 @@ class Abandoned(NamedTuple):
 
 
 class TierContext(NamedTuple):
-    """What the engine tells a tier when it opens it."""
+    """What kvtier tells a tier when it opens it."""
 
     name: str  # As in metrics and messages, e.g. "0:fs".
     mapper: FileMapper  # Names every chunk; two namespaces never share a name.
@@ -159,7 +159,7 @@ class ScanDone(NamedTuple):
     """Everything that was there at the start has been reported.
 
     `complete` says whether the tier reports every later change, too (it has one owner): then a key that was never
-    reported and never stored is absent. Otherwise the engine goes on asking.
+    reported and never stored is absent. Otherwise kvtier goes on asking.
     """
 
     complete: bool

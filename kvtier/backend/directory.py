@@ -1,7 +1,7 @@
-"""What lies in a tier's directory, as people's commands see it: without an engine, beside one that may be using it.
+"""A tier's directory as people's commands see it: without a kvtier engine, beside one that may be using it.
 
 A tier that keeps chunks where commands can reach them brings a class that does what `Contents` says. Nothing is known
-there of an engine's configuration: what can be told comes from names, and from what is stored with each chunk.
+there of kvtier's configuration: what can be told comes from names, and from what is stored with each chunk.
 """
 
 from collections.abc import Iterator
@@ -85,7 +85,7 @@ class Contents(Protocol):
     def remove(self, file: StoredFile) -> bool:
         """Remove this very file; False if it is gone, or another has taken its name.
 
-        Raises `OSError` if it cannot be removed, such as while an engine is writing to it.
+        Raises `OSError` if it cannot be removed, such as while a kvtier engine is writing to it.
         """
         ...
 

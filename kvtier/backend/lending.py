@@ -256,7 +256,7 @@ class Calls:
 class Fit:
     """What a tier can hold. Whatever does not fit is answered for by itself, and its siblings move without it.
 
-    A batch in which everything fits, as in every batch of an engine's, is passed on as it is.
+    A batch in which everything fits, as in every batch of kvtier's, is passed on as it is.
     """
 
     def __init__(self, row_bytes: int, key_bytes_max: int = sys.maxsize) -> None:
@@ -299,14 +299,14 @@ class Fit:
     ) -> Sequence[Outcome]:
         row_bytes, most = self._row_bytes, self._key_bytes_max
         unfit = {
-            place: self._why(key, buffer)
-            for place, (key, buffer) in enumerate(batch)
+            index: self._why(key, buffer)
+            for index, (key, buffer) in enumerate(batch)
             if buffer.nbytes != row_bytes or not GROUP_BYTES <= len(key) <= most
         }
         if not unfit:
             return await call(batch)
-        moved = iter(await call([chunk for place, chunk in enumerate(batch) if place not in unfit]))
-        return [refused(unfit[place]) if place in unfit else next(moved) for place in range(len(batch))]
+        moved = iter(await call([chunk for index, chunk in enumerate(batch) if index not in unfit]))
+        return [refused(unfit[index]) if index in unfit else next(moved) for index in range(len(batch))]
 
     def _takes(self, key: OffloadKey) -> bool:
         return GROUP_BYTES <= len(key) <= self._key_bytes_max

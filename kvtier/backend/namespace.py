@@ -35,7 +35,7 @@ class Namespace(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The facts that decide what a chunk's bytes mean.
 
     The first ones are vLLM's and make up the names. `None` means that a fact is not known: sharing between parallel
-    sizes is then refused, unless the engine has vouched for it (`is_parallelism_agnostic`).
+    sizes is then refused, unless the LLM engine has vouched for it (`is_parallelism_agnostic`).
     """
 
     model_name: str
@@ -62,7 +62,7 @@ class Namespace(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
     # What decides whether caches of different parallel sizes may meet.
     parallel_agnostic: bool = False  # Asked for; granted where `FileMapper.parallel_agnostic` says so.
-    is_parallelism_agnostic: bool | None = None  # The engine's own verdict; ours is never more generous.
+    is_parallelism_agnostic: bool | None = None  # The LLM engine's own verdict; ours is never more generous.
     certified: bool = False  # Every layer's canonical page was found to be free of the topology.
     kv_heads_per_rank: Count | None = None
     total_kv_heads: Count | None = None
@@ -98,7 +98,7 @@ class FileMapper:
         self.why = refusal(namespace)
         """Why parallel sizes stay apart, for a log; empty where they share."""
         self.parallel_agnostic = not self.why
-        """Whether engines of other parallel sizes use the same names."""
+        """Whether LLM engines of other parallel sizes use the same names."""
         fields = _fields(namespace, parallel_agnostic=self.parallel_agnostic)
         rank = 0 if self.parallel_agnostic else namespace.rank
         self.folder = (
@@ -148,14 +148,14 @@ def refusal(namespace: Namespace) -> str:
     certified so, if all workers' bytes are one and the same, or if the heads, which the workers share out, are the
     outermost axis of the row. vLLM 0.32 also shares rows whose outermost axis is the layer: there, size checks pass
     and heads land in other layers (vllm-project/vllm#55191). Names differ from vLLM's in that one case, unless one
-    worker's are asked to be the same (`interop`): whoever asks vouches that no engine of another size writes there.
+    worker's are asked to be the same (`interop`): whoever asks vouches that no LLM engine of another size writes there.
     """
     if not namespace.parallel_agnostic:
         return "not asked for"
     if namespace.interop == "vllm" and namespace.is_parallelism_agnostic and _workers(namespace) == 1:
         return ""
     if namespace.is_parallelism_agnostic is False and not namespace.replicated_layout:
-        return "the engine says that its rows depend on the parallel sizes"
+        return "the LLM engine says that its rows depend on the parallel sizes"
     if namespace.pcp_size > 1 or namespace.dcp_size > 1:
         return "context parallelism shares out a block's tokens"
     if namespace.pp_size > 1:

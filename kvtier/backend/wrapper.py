@@ -1,6 +1,6 @@
 """The wrapper: a tier around another tier that passes on every call and every optional protocol.
 
-What a wrapper forgets is a bug that nobody sees: the engine asks a tier what it offers, and goes without what it does
+What a wrapper forgets is a bug that nobody sees: kvtier asks a tier what it offers, and goes without what it does
 not. So a subclass changes the calls that are its point, and the rest is here.
 """
 

@@ -47,19 +47,21 @@ class Event(NamedTuple):
 
 
 class EventLog:
-    """Events since the last `take`, at most `events_max`; beyond it the oldest go and are counted.
+    """Events since the last `take`, at most `events_max`; beyond it the oldest go and are counted. 0: nobody wants any.
 
     A consumer that sees `dropped` grow has lost its place and must build its index anew.
     """
 
-    def __init__(self, events_max: int) -> None:
+    def __init__(self, events_max: int = 0) -> None:
+        self._events_max = events_max
         self._events: deque[Event] = deque(maxlen=events_max)
         self.dropped = 0
 
-    def add(self, event: Event) -> None:
-        if len(self._events) == self._events.maxlen:
-            self.dropped += 1
-        self._events.append(event)
+    def add(self, kind: EventKind, tier: str, keys: Sequence[OffloadKey], reason: str = "") -> None:
+        """Note what happened to these keys, if there are any."""
+        if keys and self._events_max:
+            self.dropped += len(self._events) == self._events_max
+            self._events.append(Event(kind, tier, keys, reason))
 
     def take(self) -> list[Event]:
         """Return what happened since the last call, in order."""

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kvtier.backend import OffloadKey
 from kvtier.config import PRIMARY_NAME
-from kvtier.engine.answers import Event, EventKind, EventLog
-from kvtier.engine.outbox import Outbox
+from kvtier.engine.answers import EventKind, EventLog
+from kvtier.engine.outbox import Operation, Outbox, Transfer, Transfers
 from kvtier.engine.primary import Rows
 from kvtier.engine.requests import Leases
-from kvtier.engine.tier import NOT_TRIED, Residency, Tier, failures, judge, unanswered
-from kvtier.engine.transfers import Kind, Transfer, Transfers
+from kvtier.engine.tier import NOT_TRIED, Residency, Tier
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
@@ -32,44 +31,6 @@ from kvtier.runner.messages import (
 )
 
 Observe = Callable[[str, str, float], None]  # A tier's name, an operation, and the seconds that it took.
-
-
-class Inventories:
-    """What tiers say of themselves: what they hold, what they hold no more, and how full they are."""
-
-    def __init__(self, primary: Rows, residency: Residency, outbox: Outbox, events: EventLog | None) -> None:
-        self._primary = primary
-        self._residency = residency
-        self._outbox = outbox
-        self._events = events
-
-    def found(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
-        """Believe that the tier holds these keys, whatever it answered before."""
-        self._residency.add(tier, self._primary.own(keys))
-        tier.forget_answers(keys)
-        self._tell(EventKind.STORED, tier, keys)
-        self._outbox.acknowledge(tier)
-
-    def gone(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
-        """Believe that the tier holds these keys no more; what is on its way there may have come before or after."""
-        self._residency.remove(tier, keys)
-        tier.forget_answers(keys)
-        tier.raced.update(tier.storing.intersection(keys))
-        self._tell(EventKind.REMOVED, tier, keys)
-        self._outbox.acknowledge(tier)
-
-    def scanned(self, tier: Tier, *, complete: bool) -> None:
-        """Take the word of a tier that has one owner for what it does not hold, too."""
-        tier.authoritative = tier.reports = complete
-
-    def used(self, tier: Tier, usage: TierUsage) -> None:
-        tier.chunks, tier.used_bytes = usage.chunks, usage.used_bytes
-        tier.capacity_bytes, tier.reserved_bytes = usage.capacity_bytes, usage.reserved_bytes
-        tier.counters.note(usage.counts)
-
-    def _tell(self, kind: EventKind, tier: Tier, keys: Sequence[OffloadKey]) -> None:
-        if keys and self._events is not None:
-            self._events.add(Event(kind, tier.spec.name, keys))
 
 
 class Inbox:
@@ -92,29 +53,29 @@ class Inbox:
         self._residency = residency
         self._transfers = transfers
         self._outbox = outbox
-        self._events = events
+        self._events = events or EventLog()
         self._observe = observe
-        self._inventories = Inventories(primary, residency, outbox, events)
 
     def apply(self, message: Message, now: float) -> None:
         """Apply one message; one about a transfer that is not under way any more is ignored."""
         match message:
             case Finished():
                 self._time(message)
-                self._settle(message.id, failures(message), now, lent=message.lent, cause=message.cause)
+                self._settle(message.id, message.failures(), now, lent=message.lent, cause=message.cause)
             case Returned():
                 self._end_late(message.id, unpack_rows(message.moved))
             case Answered():
                 self._time(message)
                 self._learn(message, now)
             case Found():
-                self._inventories.found(self._tiers[message.tier], unpack_keys(message.keys))
+                self._found(self._tiers[message.tier], unpack_keys(message.keys))
             case Gone():
-                self._inventories.gone(self._tiers[message.tier], unpack_keys(message.keys))
-            case Scanned():
-                self._inventories.scanned(self._tiers[message.tier], complete=message.complete)
+                self._gone(self._tiers[message.tier], unpack_keys(message.keys))
+            case Scanned():  # Of a tier with one owner the word is taken for what it does not hold, too.
+                tier = self._tiers[message.tier]
+                tier.authoritative = tier.reports = message.complete
             case TierUsage():
-                self._inventories.used(self._tiers[message.tier], message)
+                self._tiers[message.tier].use(message)
             case _:
                 pass  # The rest is between the bridge and its runner.
 
@@ -154,11 +115,7 @@ class Inbox:
     def _time(self, message: Finished | Answered) -> None:
         transfer = self._transfers.under_way.get(message.id)
         if transfer is not None and self._observe is not None:
-            self._observe(transfer.tier.spec.name, transfer.kind.value, message.seconds)
-
-    def _settle_whole(self, id_: int, code: Code, now: float, *, lent: bool) -> None:
-        chunks = len(self._transfers.under_way[id_].keys)
-        self._settle(id_, dict.fromkeys(range(chunks), code), now, lent=lent)
+            self._observe(transfer.tier.spec.name, transfer.operation.value, message.seconds)
 
     def _settle(self, id_: int, failed: Mapping[int, Code], now: float, *, lent: bool, cause: str = "") -> None:
         transfer = self._transfers.settle(id_, lent=lent)
@@ -171,31 +128,34 @@ class Inbox:
         moved = [key for index, key in enumerate(keys) if index not in failed] if failed else keys
         if failed:
             self._count_failures(transfer, failed)
-        if judge(transfer.tier, failed.values(), now, cause):
-            if transfer.kind is Kind.PROBE:
+        if transfer.tier.judge(failed.values(), now, cause):
+            if transfer.operation is Operation.PROBE:
                 transfer.tier.counters.probes_failed += 1
             else:
                 transfer.tier.counters.transfers_failed += 1
-        match transfer.kind:
-            case Kind.PROMOTION:
+        match transfer.operation:
+            case Operation.PROMOTION:
                 self._settle_promotion(transfer, moved, failed, now, lent=lent)
-            case Kind.CASCADE:
+            case Operation.CASCADE:
                 self._settle_cascade(transfer, moved, now, lent=lent)
-            case Kind.PROBE:
+            case Operation.PROBE:
                 self._believe(transfer, b"", now)
-            case Kind.DELETE:
+            case Operation.DELETE:
                 pass
+
+    def _settle_whole(self, id_: int, code: Code, now: float, *, lent: bool) -> None:
+        chunks = len(self._transfers.under_way[id_].keys)
+        self._settle(id_, dict.fromkeys(range(chunks), code), now, lent=lent)
 
     def _count_failures(self, transfer: Transfer, failed: Mapping[int, Code]) -> None:
         tier = transfer.tier
         for code, indices in _by_code(failed).items():
-            if code is Code.REFUSED and transfer.kind is Kind.CASCADE:
+            if code is Code.REFUSED and transfer.operation is Operation.CASCADE:
                 tier.counters.drop("bridge", len(indices))
                 continue
             tier.counters.fail(code.name.lower(), len(indices))
-            if self._events is not None:
-                keys = [transfer.keys[index] for index in indices]
-                self._events.add(Event(EventKind.FAILED, tier.spec.name, keys, code.name.lower()))
+            keys = [transfer.keys[index] for index in indices]
+            self._events.add(EventKind.FAILED, tier.spec.name, keys, code.name.lower())
 
     def _settle_promotion(
         self,
@@ -210,7 +170,7 @@ class Inbox:
         tier.loading -= len(transfer.keys)
         tier.counters.loaded += len(moved)
         published = self._primary.publish(moved)
-        self._stored(PRIMARY_NAME, published)
+        self._events.add(EventKind.STORED, PRIMARY_NAME, published)
         for index, code in failed.items():
             key = transfer.keys[index]
             self._leases.end_row(transfer.rows[index])
@@ -232,9 +192,22 @@ class Inbox:
     ) -> None:
         tier = transfer.tier
         self._residency.add(tier, tier.stored(transfer.keys, moved, now))
-        self._stored(tier.spec.name, moved)
+        self._events.add(EventKind.STORED, tier.spec.name, moved)
         if not lent:
             self._transfers.unpin_cascade(transfer.rows)
+
+    def _end_late(self, id_: int, moved: Iterable[int]) -> None:
+        """Take back what a transfer was lent that had been given up. What it stored all the same is asked for.
+
+        Asked for and not believed: nobody knows whether it was deleted, or went for room, before this was heard of.
+        """
+        transfer = self._transfers.overdue.get(id_)
+        if transfer is not None and transfer.operation is Operation.CASCADE:
+            keys = [transfer.keys[index] for index in moved]
+            transfer.tier.forget_answers(keys)
+            for key in keys:
+                transfer.tier.unsure(key)
+        self._transfers.take_back(id_)
 
     def _learn(self, message: Answered, now: float) -> None:
         """Take a probe's answers."""
@@ -242,7 +215,7 @@ class Inbox:
         if transfer is None:
             return
         if not message.present:
-            unanswered(transfer.tier, message.cause, now)
+            transfer.tier.unanswered(message.cause, now)
         self._believe(transfer, message.present, now)
 
     def _believe(self, probe: Transfer, present: bytes, now: float) -> None:
@@ -255,22 +228,20 @@ class Inbox:
             if key in tier.asking:
                 tier.believe(key, present=bool(present and present[index]), now=now)
 
-    def _end_late(self, id_: int, moved: Iterable[int]) -> None:
-        """Take back what a transfer was lent that had been given up. What it stored all the same is asked for.
+    def _found(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
+        """Believe that the tier holds these keys, whatever it answered before."""
+        self._residency.add(tier, self._primary.own(keys))
+        tier.forget_answers(keys)
+        self._events.add(EventKind.STORED, tier.spec.name, keys)
+        self._outbox.acknowledge(tier)
 
-        Asked for and not believed: nobody knows whether it was deleted, or went for room, before this was heard of.
-        """
-        transfer = self._transfers.overdue.get(id_)
-        if transfer is not None and transfer.kind is Kind.CASCADE:
-            keys = [transfer.keys[index] for index in moved]
-            transfer.tier.forget_answers(keys)
-            for key in keys:
-                transfer.tier.unsure(key)
-        self._transfers.take_back(id_)
-
-    def _stored(self, tier_name: str, keys: Sequence[OffloadKey]) -> None:
-        if keys and self._events is not None:
-            self._events.add(Event(EventKind.STORED, tier_name, keys))
+    def _gone(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
+        """Believe that the tier holds these keys no more; what is on its way there may have come before or after."""
+        self._residency.remove(tier, keys)
+        tier.forget_answers(keys)
+        tier.raced.update(tier.storing.intersection(keys))
+        self._events.add(EventKind.REMOVED, tier.spec.name, keys)
+        self._outbox.acknowledge(tier)
 
 
 def _by_code(failed: Mapping[int, Code]) -> dict[Code, list[int]]:

@@ -11,14 +11,12 @@ from typing import NamedTuple
 
 from kvtier.backend import OffloadKey
 from kvtier.config import PRIMARY_NAME, EngineConfig, TierConfig
-from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, Event, EventKind, EventLog, LookupResult, StorePlan
-from kvtier.engine.hits import StepHits
+from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, EventKind, EventLog, LookupResult, StorePlan
 from kvtier.engine.inbox import Inbox, Observe
-from kvtier.engine.outbox import Outbox
+from kvtier.engine.outbox import Outbox, Transfers
 from kvtier.engine.primary import Primary
-from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Request
+from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Request, StepHits
 from kvtier.engine.tier import Residency, Tier, TierSpec
-from kvtier.engine.transfers import Transfers
 from kvtier.policies import Policy, policy_class
 from kvtier.runner.messages import Action, LocalMessage, Message, RunnerBack, RunnerGone, RunnerLost
 
@@ -51,8 +49,6 @@ class LedgerCounters:
 class Ledger:
     """All state of one kvtier engine, and every decision about it."""
 
-    new_request = Request
-
     def __init__(
         self,
         rows: int,
@@ -62,6 +58,7 @@ class Ledger:
         events: EventLog | None = None,
         observe: Observe | None = None,
     ) -> None:
+        self._events = events or EventLog()
         self.primary = Primary(rows, policy)
         self.tiers = [Tier(index, spec) for index, spec in enumerate(tiers)]
         self.residency = Residency()
@@ -77,14 +74,13 @@ class Ledger:
             action_chunks=limits.action_chunks,
         )
         self.inbox = Inbox(
-            self.primary, self.leases, self.tiers, self.residency, self.transfers, self.outbox, events, observe
+            self.primary, self.leases, self.tiers, self.residency, self.transfers, self.outbox, self._events, observe
         )
         self.counters = LedgerCounters()
         self.promoting = True  # False between a reset and the LLM engine's word that its workers have flushed.
         self.runner_up = True
         self.rows_in_use = 0  # Given to the LLM engine to read or write, and not yet given back.
         self.kept: Counter[int] = Counter()  # Row -> views of it that are still read, each of them a pin.
-        self._events = events
         self._now = 0.0
         self._parked: dict[OffloadKey, list[Tier]] = {}  # Filling keys that request-level tiers will get, too.
         self._request_level = [tier for tier in self.tiers if tier.spec.request_level]
@@ -176,7 +172,7 @@ class Ledger:
         if evicted is None:
             self.counters.promotions_refused += 1
             return self._miss(key, request, ())
-        self._removed(evicted)
+        self._events.add(EventKind.REMOVED, PRIMARY_NAME, evicted)
         self._hits.lease(request, self._now)
         self.leases.take(self.primary.filling[key], request, self._now)
         search = request.search
@@ -292,7 +288,7 @@ class Ledger:
             self.counters.stores_refused += len(absent)
             return None
         if evicted:
-            self._removed(evicted)
+            self._events.add(EventKind.REMOVED, PRIMARY_NAME, evicted)
         self._access(present, keys, request)
         if present and self._request_level:
             self._offer_present(present, request)
@@ -309,8 +305,7 @@ class Ledger:
             return
         published = self.primary.publish(keys)
         self.counters.stores += len(published)
-        if published and self._events is not None:
-            self._events.add(Event(EventKind.STORED, PRIMARY_NAME, published))
+        self._events.add(EventKind.STORED, PRIMARY_NAME, published)
         for tier in self.tiers:
             if not request.allows(tier.spec):
                 continue
@@ -327,18 +322,13 @@ class Ledger:
             self._hits.hold()
         return self.primary.reserve(keys, offered, after)
 
-    def _removed(self, keys: Sequence[OffloadKey]) -> None:
-        if keys and self._events is not None:
-            self._events.add(Event(EventKind.REMOVED, PRIMARY_NAME, keys))
-
     def _give_up(self, keys: Sequence[OffloadKey]) -> None:
         """Forget keys that the LLM engine did not store after all."""
         given_up = [key for key in keys if key in self.primary.filling]
         for key in given_up:
             self.leases.end_row(self.primary.filling[key])
             self.primary.abandon(key, lent=False)
-        if given_up and self._events is not None:
-            self._events.add(Event(EventKind.FAILED, PRIMARY_NAME, given_up, "store"))
+        self._events.add(EventKind.FAILED, PRIMARY_NAME, given_up, "store")
 
     def _offer_present(self, keys: Sequence[OffloadKey], request: Request) -> None:
         """Give request-level tiers what was there before; what is on its way, once it has come."""
@@ -388,13 +378,14 @@ class Ledger:
         if it ends, may come after.
         """
         lost, ready = self.transfers.pins_overdue() + self.kept, self.primary.ready
-        self._removed([key for key in keys if key in ready and self.primary.discard(key, lost[ready[key]])])
+        gone = [key for key in keys if key in ready and self.primary.discard(key, lost[ready[key]])]
+        self._events.add(EventKind.REMOVED, PRIMARY_NAME, gone)
         held = [key for key in keys if self.primary.row(key) is not None]
-        gone = [key for key in keys if self.primary.row(key) is None]
+        absent = [key for key in keys if self.primary.row(key) is None]
         for tier in self.tiers:
-            self.residency.remove(tier, gone)
-            tier.forget_answers(gone)
-            self.outbox.delete(gone, tier)
+            self.residency.remove(tier, absent)
+            tier.forget_answers(absent)
+            self.outbox.delete(absent, tier)
         return held
 
     def reset(self) -> None:
@@ -404,7 +395,8 @@ class Ledger:
         self.leases.clear()
         self._parked.clear()
         self._hits.clear()
-        self._removed(self.primary.clear(self.transfers.clear() + self.kept))
+        gone = self.primary.clear(self.transfers.clear() + self.kept)
+        self._events.add(EventKind.REMOVED, PRIMARY_NAME, gone)
         self.kept.clear()
         self.rows_in_use = 0
         self.promoting = False

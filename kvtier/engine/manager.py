@@ -1,4 +1,4 @@
-"""TieringOffloadingManager: the asyncio face of an engine.
+"""TieringOffloadingManager: the asyncio face of a kvtier engine.
 
 `put` waits for room and for the tiers' budgets, `fetch` for what is on its way, and both for a reset. Who waits for
 rows waits for whoever has them, and holds none itself that others wait for, except what it fetched already.
@@ -50,7 +50,7 @@ class TieringOffloadingManager:
     """What `open` makes the steps of; an audit overrides it."""
 
     def __init__(self, steps: StepManager, loop: asyncio.AbstractEventLoop) -> None:
-        """Take over an engine whose runner is up; `open` makes both."""
+        """Take over a kvtier engine whose runner is up; `open` makes both."""
         self.steps = steps
         self.config: EngineConfig = steps.config
         self._ledger = steps._ledger
@@ -63,7 +63,7 @@ class TieringOffloadingManager:
 
     @classmethod
     def open(cls, config: EngineConfig, *, observer: Observe | None = None) -> "Opening[Self]":
-        """Open an engine on the running loop, wherever its runner lives: `async with` the answer, or await it.
+        """Open a kvtier engine on the running loop, wherever its runner lives: `async with` the answer, or await it.
 
         `observer` is called with (tier, operation, seconds) after every transfer.
 
@@ -81,11 +81,11 @@ class TieringOffloadingManager:
 
     @property
     def metrics(self) -> CollectorRegistry:
-        """A Prometheus registry with everything that this engine counts."""
+        """A Prometheus registry with everything that this kvtier engine counts."""
         return self.steps.metrics
 
     def stats(self) -> EngineStats:
-        """Return what this engine and its tiers have counted, and what they hold now."""
+        """Return what this kvtier engine and its tiers have counted, and what they hold now."""
         return self.steps.stats()
 
     def take_events(self) -> list[Event]:
@@ -362,7 +362,7 @@ class TieringOffloadingManager:
 
 
 class Opening(Generic[M]):
-    """An engine about to be opened: `async with` it to have it closed at the end, or await it."""
+    """A kvtier engine about to be opened: `async with` it to have it closed at the end, or await it."""
 
     def __init__(self, begin: Callable[[], Coroutine[Any, Any, M]]) -> None:
         self._begin = begin

@@ -1,10 +1,12 @@
-"""Metrics of one engine, for Prometheus, and its statistics, for programs: what it has counted, and what it holds now.
+"""Metrics, for Prometheus, and statistics, for programs: what a kvtier engine has counted, and what it holds now.
 
 Both are read from the ledger when they are asked for, so that counting costs a step nothing. Only latencies are
 observed as they happen, once a transfer.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from operator import attrgetter
 
 import msgspec
 from prometheus_client import CollectorRegistry, Histogram
@@ -13,9 +15,8 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from kvtier.engine.answers import EventLog
-from kvtier.engine.breaker import BreakerState
 from kvtier.engine.ledger import Ledger
-from kvtier.engine.tier import Tier
+from kvtier.engine.tier import BreakerState, Tier
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -32,7 +33,7 @@ CAUSES_HELP = "Calls of which something failed, by what lay behind it."
 PRIMARY_COUNTERS = {
     "hits": "Chunks loaded from where they lay in the primary.",
     "misses": "Chunks looked up and found nowhere, once a request and chunk.",
-    "stores": "Chunks stored by the engine.",
+    "stores": "Chunks stored by the LLM engine.",
     "stores_refused": "Chunks offered when there was no room.",
     "promotions_refused": "Chunks that a tier had, for which there was no row.",
     "rows_kept": "Rows that something still read when their fetch was over.",
@@ -44,7 +45,7 @@ class PrimaryStats(msgspec.Struct, frozen=True, kw_only=True):
 
     hits: int  # Loaded from where they lay in the primary.
     misses: int  # Looked up and found nowhere, once a request and chunk.
-    stores: int  # Stored by the engine.
+    stores: int  # Stored by the LLM engine.
     stores_refused: int  # Offered when there was no room.
     promotions_refused: int  # Had by a tier, but there was no row for them.
     evictions: int
@@ -53,7 +54,7 @@ class PrimaryStats(msgspec.Struct, frozen=True, kw_only=True):
     rows_free: int
     rows_quarantined: int  # Lent to transfers that hung.
     rows_leased: int  # Kept for requests that wait.
-    rows_in_use: int  # Given to the engine to read or write, and not yet given back.
+    rows_in_use: int  # Given to the LLM engine to read or write, and not yet given back.
 
 
 class TierStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +81,7 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole engine."""
+    """A whole kvtier engine."""
 
     primary: PrimaryStats
     tiers: tuple[TierStats, ...]  # In the configuration's order.
@@ -89,14 +90,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Metrics(Collector):
-    """One engine's metrics in a registry of its own; several engines of one process do not collide."""
+    """A kvtier engine's metrics in a registry of its own; several of one process do not collide."""
 
     def __init__(self, ledger: Ledger, row_bytes: int, events: EventLog | None = None) -> None:
         self.registry = CollectorRegistry()
         self.runners_lost = 0  # Counted by the manager: the ledger also settles a runner that was closed as it should.
         self._ledger = ledger
         self._row_bytes = row_bytes
-        self._events = events
+        self._events = events or EventLog()
         latency = Histogram(
             "kvtier_transfer_seconds",
             "From an action's arrival at the runner to its outcome.",
@@ -111,16 +112,12 @@ class Metrics(Collector):
         }
         self.registry.register(self)
 
-    @property
-    def events_dropped(self) -> int:
-        return 0 if self._events is None else self._events.dropped
-
     def stats(self) -> EngineStats:
         return EngineStats(
             primary=_primary_stats(self._ledger),
             tiers=tuple(map(_tier_stats, self._ledger.tiers)),
             runners_lost=self.runners_lost,
-            events_dropped=self.events_dropped,
+            events_dropped=self._events.dropped,
         )
 
     def observe(self, tier: str, operation: str, seconds: float) -> None:
@@ -129,7 +126,6 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Metric]:
         yield from self._primary()
         yield from self._tiers()
-        yield from self._by_reason()
 
     def _primary(self) -> Iterator[Metric]:
         ledger, primary = self._ledger, self._ledger.primary
@@ -137,7 +133,7 @@ class Metrics(Collector):
             yield CounterMetricFamily(f"kvtier_primary_{name}", help_text, getattr(ledger.counters, name))
         yield CounterMetricFamily("kvtier_primary_evictions", "Chunks evicted for room.", primary.evictions)
         yield CounterMetricFamily("kvtier_runners_lost", "Runners that ended too early.", self.runners_lost)
-        yield CounterMetricFamily("kvtier_events_dropped", "Events that nobody took in time.", self.events_dropped)
+        yield CounterMetricFamily("kvtier_events_dropped", "Events that nobody took in time.", self._events.dropped)
         rows = GaugeMetricFamily("kvtier_primary_rows", "Rows by state.", labels=("state",))
         rows.add_metric(("ready",), len(primary.ready))
         rows.add_metric(("filling",), len(primary.filling))
@@ -150,59 +146,51 @@ class Metrics(Collector):
         yield GaugeMetricFamily("kvtier_primary_row_bytes", "Length of a row.", self._row_bytes)
 
     def _tiers(self) -> Iterator[Metric]:
-        tiers = self._ledger.tiers
         for name, help_text in TIER_COUNTERS.items():
-            counter = CounterMetricFamily(f"kvtier_tier_{name}", help_text, labels=("tier",))
-            for tier in tiers:
-                counter.add_metric((tier.spec.name,), getattr(tier.counters, name))
-            yield counter
-        yield self._gauge("loading", "Chunks being loaded.", {tier: tier.loading for tier in tiers})
-        yield self._gauge("storing", "Chunks queued or being stored.", {tier: len(tier.storing) for tier in tiers})
-        yield self._gauge("chunks", "Chunks held.", {tier: tier.chunks for tier in tiers})
-        yield self._gauge("used_bytes", "Bytes held.", {tier: tier.used_bytes for tier in tiers})
-        limited = {tier: tier.capacity_bytes for tier in tiers if tier.capacity_bytes is not None}
-        yield self._gauge("reserved_bytes", "Bytes promised.", {tier: tier.reserved_bytes for tier in tiers})
-        yield self._gauge("capacity_bytes", "Bytes that may be held.", limited)
-        moved = CounterMetricFamily("kvtier_tier_bytes", "Bytes moved.", labels=("tier", "operation"))
-        for tier in tiers:
-            moved.add_metric((tier.spec.name, "load"), tier.counters.loaded * self._row_bytes)
-            moved.add_metric((tier.spec.name, "store"), tier.counters.stored * self._row_bytes)
-        yield moved
-        breaker = GaugeMetricFamily("kvtier_tier_breaker", "1 for the breaker's state.", labels=("tier", "state"))
-        for tier in tiers:
-            for state in BreakerState:
-                breaker.add_metric((tier.spec.name, state.value), float(tier.breaker.state is state))
-        yield breaker
-        opened = CounterMetricFamily("kvtier_tier_breaker_opened", "How often the breaker opened.", labels=("tier",))
-        for tier in tiers:
-            opened.add_metric((tier.spec.name,), tier.breaker.opened)
-        yield opened
+            yield self._each(CounterMetricFamily, name, help_text, attrgetter(f"counters.{name}"))
+        gauge = partial(self._each, GaugeMetricFamily)
+        yield gauge("loading", "Chunks being loaded.", lambda tier: tier.loading)
+        yield gauge("storing", "Chunks queued or being stored.", lambda tier: len(tier.storing))
+        yield gauge("chunks", "Chunks held.", lambda tier: tier.chunks)
+        yield gauge("used_bytes", "Bytes held.", lambda tier: tier.used_bytes)
+        yield gauge("reserved_bytes", "Bytes promised.", lambda tier: tier.reserved_bytes)
+        yield gauge("capacity_bytes", "Bytes that may be held.", lambda tier: tier.capacity_bytes)
+        yield gauge("breaker", "1 for the breaker's state.", _breaker_states, "state")
+        counter = partial(self._each, CounterMetricFamily)
+        yield counter("breaker_opened", "How often the breaker opened.", lambda tier: tier.breaker.opened)
+        yield counter("bytes", "Bytes moved.", self._bytes, "operation")
+        yield counter(
+            "dropped", "Chunks that were never sent to the tier.", lambda tier: tier.counters.dropped, "reason"
+        )
+        yield counter("failed", "Chunks that did not move.", lambda tier: tier.counters.failures, "reason")
+        yield counter("causes", CAUSES_HELP, lambda tier: tier.counters.causes, "cause")
+        yield counter("reported", "What the tier itself has counted.", lambda tier: tier.counters.reported, "what")
 
-    def _by_reason(self) -> Iterator[Metric]:
-        labels = ("tier", "reason")
-        dropped = CounterMetricFamily("kvtier_tier_dropped", "Chunks that were never sent to the tier.", labels=labels)
-        failed = CounterMetricFamily("kvtier_tier_failed", "Chunks that did not move.", labels=labels)
-        causes = CounterMetricFamily("kvtier_tier_causes", CAUSES_HELP, labels=("tier", "cause"))
-        noted = CounterMetricFamily("kvtier_tier_noted", "What the tier itself has counted.", labels=("tier", "what"))
+    def _bytes(self, tier: Tier) -> Mapping[str, float]:
+        return {"load": tier.counters.loaded * self._row_bytes, "store": tier.counters.stored * self._row_bytes}
+
+    def _each(
+        self,
+        family: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        name: str,
+        help_text: str,
+        of: Callable[[Tier], Mapping[str, float] | float | None],
+        label: str | None = None,
+    ) -> Metric:
+        """Return a metric of every tier: one number, if there is one, or with a further `label` one for each value."""
+        metric = family(f"kvtier_tier_{name}", help_text, labels=("tier",) if label is None else ("tier", label))
         for tier in self._ledger.tiers:
-            for what, times in tier.counters.noted.items():
-                noted.add_metric((tier.spec.name, what), times)
-            for reason, chunks in tier.counters.dropped.items():
-                dropped.add_metric((tier.spec.name, reason), chunks)
-            for reason, chunks in tier.counters.failures.items():
-                failed.add_metric((tier.spec.name, reason), chunks)
-            for cause, calls in tier.counters.causes.items():
-                causes.add_metric((tier.spec.name, cause), calls)
-        yield dropped
-        yield failed
-        yield causes
-        yield noted
+            numbers = of(tier)
+            if isinstance(numbers, Mapping):
+                for value, number in numbers.items():
+                    metric.add_metric((tier.spec.name, value), number)
+            elif numbers is not None:
+                metric.add_metric((tier.spec.name,), numbers)
+        return metric
 
-    def _gauge(self, name: str, help_text: str, values: dict[Tier, int]) -> Metric:
-        gauge = GaugeMetricFamily(f"kvtier_tier_{name}", help_text, labels=("tier",))
-        for tier, value in values.items():
-            gauge.add_metric((tier.spec.name,), value)
-        return gauge
+
+def _breaker_states(tier: Tier) -> Mapping[str, float]:
+    return {state.value: float(tier.breaker.state is state) for state in BreakerState}
 
 
 def _primary_stats(ledger: Ledger) -> PrimaryStats:

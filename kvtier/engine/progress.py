@@ -15,7 +15,7 @@ LEASES_EVERY_S = 0.05  # At most so often leases are looked at: a request that w
 
 
 class Progress:
-    """Steps an engine when something came, and wakes whoever waits for that, on one loop."""
+    """Steps a kvtier engine when something came, and wakes whoever waits for that, on one loop."""
 
     def __init__(self, steps: StepManager, loop: asyncio.AbstractEventLoop) -> None:
         self._steps = steps

@@ -1,4 +1,4 @@
-"""The step protocol: one engine as a synchronous owner calls it, thousands of times a step, and never waits for.
+"""The step protocol: kvtier as a synchronous owner calls it, thousands of times a step, and never waits for.
 
 Every call of a step is plain, touches memory only and crosses no thread. A step's actions leave at its end with one
 wake-up; what comes back waits in the bridge's mailbox, and is applied before look-ups and before anything is evicted.
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepManager:
-    """Tiers chunks over a primary in host memory and any number of secondary tiers, for an engine that steps.
+    """Tiers chunks over a primary in host memory and any number of secondary tiers, for an LLM engine that steps.
 
     All calls belong to one thread. `drain`, `reset` and `close` block, each up to its deadline; nothing else does. A
     request is known from `on_new_request` to `on_request_finished`, by an id of the caller's.
@@ -56,31 +56,30 @@ class StepManager:
     ) -> None:
         self.config = config
         self.region = region
-        self._bridge = bridge
         self._clock = clock
-        self._events = EventLog(config.limits.events) if config.events else None
+        self._observer = observer
+        self._bridge = bridge
+        self._mailbox = bridge.mailbox
+        self._messages_received = 0  # By which who reports figures knows that some may have changed.
+        self._replaced = -1  # The last epoch that was replaced for its quarantined rows.
+        self._events = EventLog(config.limits.events if config.events else 0)
         self._ledger = ledger_of(config, self._events, self._observe)
+        self._ready: Mapping[OffloadKey, int] = self._ledger.primary.ready  # What could be loaded now, and its row.
         self._tier_log = TierLog(self._ledger.tiers)
         self._metrics = Metrics(self._ledger, config.row_bytes, self._events)
-        self._observer = observer
         self._requests: dict[str, Request] = {}
         self._calls: Counter[Request] = Counter()  # Calls of the asyncio face under way: they keep a request known.
         self._given_back: Callable[[], None] | None = None  # Called when rows or leases were: somebody may wait for it.
         self._kept: list[LentRow] = []  # Given back, and still read.
-        self._mailbox = bridge.mailbox
-        self._ready: Mapping[OffloadKey, int] = self._ledger.primary.ready  # What could be loaded now, and its row.
-        self._closed = False
         self._owner_pid = os.getpid()
-        self._forked = False
+        self._closed = self._forked = False
         let_go_in_forks(self)
-        self._messages_received = 0  # By which who reports figures knows that some may have changed.
-        self._replaced = -1  # The last epoch that was replaced for its quarantined rows.
         self._ledger.begin_step(clock())
         say_start(config, bridge, config.eviction_policy)
 
     @classmethod
     def start(cls, config: EngineConfig, *, region: Region | None = None, observer: Observe | None = None) -> Self:
-        """Start an engine with its runner in a thread or a process; blocks until its tiers are open.
+        """Start a kvtier engine with its runner in a thread or a process; blocks until its tiers are open.
 
         The rows are those of `region`, which other processes may have mapped, too; it belongs to the engine from now
         on, and is closed with it or with a start that fails. None: the engine makes one of its own. `observer` is
@@ -129,8 +128,8 @@ class StepManager:
         """Take note of a request; `matchers` limit the tiers that serve it, None means all.
 
         `load_matchers` limit further the tiers that it is loaded from; its chunks are stored in the others, too.
-        `position` says where a key's chunk ends in the request's tokens, for engines that do not offer every key in
-        prefix order: those of models with several groups, whose keys come one group after the other.
+        `position` says where a key's chunk ends in the request's tokens, for LLM engines that do not offer every key
+        in prefix order: those of models with several groups, whose keys come one group after the other.
 
         Returns whether a tier wants all of the request's chunks, those that are present already, too.
         Raises `EngineClosed` after closing, and ValueError if the id is in use: by a request that has not finished, or
@@ -145,7 +144,7 @@ class StepManager:
                 )
             raise ValueError(f"request {request_id!r} is known already: finish it first, or choose another id")
         self._receive()
-        request = self._requests[request_id] = self._ledger.new_request(request_id, matchers, load_matchers, position)
+        request = self._requests[request_id] = Request(request_id, matchers, load_matchers, position)
         return self._ledger.wants_all(request)
 
     def on_request_finished(self, request_id: str) -> None:
@@ -191,7 +190,7 @@ class StepManager:
         return self._ledger.prepare_load(keys, self._request(request_id))
 
     def complete_load(self, keys: Sequence[OffloadKey], request_id: str) -> None:  # noqa: ARG002  # Part of the protocol.
-        """Say that the engine has read these rows."""
+        """Say that the LLM engine has read these rows."""
         if self._forked:
             self._check_owner()
         self._ledger.complete_load(keys)
@@ -234,7 +233,7 @@ class StepManager:
         """Return what happened to chunks since the last call; nothing unless the configuration says `events`."""
         if self._mailbox or self._forked:
             self._receive()
-        return [] if self._events is None else self._events.take()
+        return self._events.take()
 
     def end_step(self) -> None:
         """Take what has come back, and send what this step and that decided."""
@@ -250,7 +249,7 @@ class StepManager:
             self._watch_quarantine()
 
     def has_pending_work(self) -> bool:
-        """Say whether the engine should go on stepping. What has run out of time does not count."""
+        """Say whether the LLM engine should go on stepping. What has run out of time does not count."""
         if self._mailbox or self._forked:
             self._receive()
         return self._ledger.pending
@@ -258,12 +257,12 @@ class StepManager:
     # What it counts.
 
     def stats(self) -> EngineStats:
-        """Return what this engine and its tiers have counted, and what they hold now."""
+        """Return what this kvtier engine and its tiers have counted, and what they hold now."""
         return self._metrics.stats()
 
     @property
     def metrics(self) -> CollectorRegistry:
-        """A Prometheus registry with everything that this engine counts."""
+        """A Prometheus registry with everything that this kvtier engine counts."""
         return self._metrics.registry
 
     @property
@@ -274,7 +273,7 @@ class StepManager:
     @property
     def events_dropped(self) -> int:
         """How many events were lost because nobody took them."""
-        return self._metrics.events_dropped
+        return self._events.dropped
 
     # The whole.
 
@@ -310,7 +309,7 @@ class StepManager:
         return clean
 
     def on_reset_flushed(self) -> None:
-        """Say that the engine's workers no longer touch rows of before the reset: tiers may fill them again."""
+        """Say that the LLM engine's workers no longer touch rows of before the reset: tiers may fill them again."""
         self._check_owner()
         self._ledger.promoting = True
 
@@ -338,43 +337,6 @@ class StepManager:
         self._bridge.forked()
         self.region.close()
 
-    def _reset(self) -> bool:
-        clean = not self._ledger.transfers.under_way
-        self._ledger.reset()
-        for request in list(self._requests.values()):
-            request.storing = 0
-            self._forget(request)
-        return clean
-
-    def _free(self) -> None:
-        """Take the last outcomes and give the rows' memory back; what is still lent keeps it until it lets go."""
-        self._closed = True
-        self._receive()
-        self._ledger.apply(RunnerLost(self._ledger.transfers.epoch, "the engine was closed"))
-        self._requests.clear()
-        self._kept.clear()  # Whoever reads one takes the memory along.
-        self.region.close()
-
-    def _deadline(self, deadline_s: float | None) -> float:
-        return self.config.limits.close_s if deadline_s is None else deadline_s
-
-    def _check_owner(self) -> None:
-        if self._forked:
-            raise EngineClosed(
-                f"this engine is of process {self._owner_pid}, and this process is a fork of it: start another one here"
-            )
-
-    def _check_open(self) -> None:
-        self._check_owner()
-        if self._closed:
-            raise EngineClosed("the engine was closed")
-
-    def _forget(self, request: Request) -> None:
-        """Forget a request that is over; one that began since under its id stays."""
-        over = request.finished and request.storing <= 0 and request not in self._calls
-        if over and self._requests.get(request.id) is request:
-            del self._requests[request.id]
-
     def _receive(self) -> None:
         """Apply everything in the mailbox."""
         if self._forked:
@@ -394,6 +356,44 @@ class StepManager:
                 self._metrics.runners_lost += 1
         if not self._closed:  # What the closing cuts off alarms nobody.
             self._tier_log.look(now)
+
+    def _known(self, request_id: str) -> Request:
+        """Return a request that has begun and not finished."""
+        try:
+            return self._requests[request_id]
+        except KeyError:
+            self._check_open()
+            raise LookupError(f"request {request_id!r} is unknown: call on_new_request first") from None
+
+    def _request(self, request_id: str) -> Request:
+        """Return the request; one that is over is treated as one without a past. `EngineClosed` after closing."""
+        self._check_open()
+        return self._requests.get(request_id) or Request(request_id)
+
+    def _finish(self, request: Request) -> None:
+        self._ledger.finish(request)
+        self._forget(request)
+        if self._given_back is not None:
+            self._given_back()
+
+    def _forget(self, request: Request) -> None:
+        """Forget a request that is over; one that began since under its id stays."""
+        over = request.finished and request.storing <= 0 and request not in self._calls
+        if over and self._requests.get(request.id) is request:
+            del self._requests[request.id]
+
+    def _call_began(self, request_id: str) -> Request:
+        """Keep a request known, whatever becomes of it, until `_call_ended`: a call of the asyncio face uses it."""
+        request = self._known(request_id)
+        self._calls[request] += 1
+        return request
+
+    def _call_ended(self, request: Request) -> None:
+        self._calls[request] -= 1
+        if not self._calls[request]:
+            del self._calls[request]
+        if request.finished:  # Once more: for what it has used and leased since.
+            self._finish(request)
 
     def _keep(self, lent: Sequence[LentRow]) -> None:
         """Keep rows that something still reads out of use; every step looks whether it has gone."""
@@ -427,41 +427,40 @@ class StepManager:
             except Exception:  # The supervisor's edge: a bug in an observer costs no transfer its outcome.
                 logger.exception("the observer raised for a %s of tier %s", operation, tier)
 
-    def _call_began(self, request_id: str) -> Request:
-        """Keep a request known, whatever becomes of it, until `_call_ended`: a call of the asyncio face uses it."""
-        request = self._known(request_id)
-        self._calls[request] += 1
-        return request
+    def _reset(self) -> bool:
+        clean = not self._ledger.transfers.under_way
+        self._ledger.reset()
+        for request in list(self._requests.values()):
+            request.storing = 0
+            self._forget(request)
+        return clean
 
-    def _call_ended(self, request: Request) -> None:
-        self._calls[request] -= 1
-        if not self._calls[request]:
-            del self._calls[request]
-        if request.finished:  # Once more: for what it has used and leased since.
-            self._finish(request)
+    def _free(self) -> None:
+        """Take the last outcomes and give the rows' memory back; what is still lent keeps it until it lets go."""
+        self._closed = True
+        self._receive()
+        self._ledger.apply(RunnerLost(self._ledger.transfers.epoch, "it was closed"))
+        self._requests.clear()
+        self._kept.clear()  # Whoever reads one takes the memory along.
+        self.region.close()
 
-    def _finish(self, request: Request) -> None:
-        self._ledger.finish(request)
-        self._forget(request)
-        if self._given_back is not None:
-            self._given_back()
+    def _deadline(self, deadline_s: float | None) -> float:
+        return self.config.limits.close_s if deadline_s is None else deadline_s
 
-    def _known(self, request_id: str) -> Request:
-        """Return a request that has begun and not finished."""
-        try:
-            return self._requests[request_id]
-        except KeyError:
-            self._check_open()
-            raise LookupError(f"request {request_id!r} is unknown: call on_new_request first") from None
+    def _check_owner(self) -> None:
+        if self._forked:
+            raise EngineClosed(
+                f"this kvtier engine is of process {self._owner_pid}, and this process is a fork of it: start one here"
+            )
 
-    def _request(self, request_id: str) -> Request:
-        """Return the request; one that is over is treated as one without a past. `EngineClosed` after closing."""
-        self._check_open()
-        return self._requests.get(request_id) or self._ledger.new_request(request_id)
+    def _check_open(self) -> None:
+        if self._closed:
+            self._check_owner()
+            raise EngineClosed("this kvtier engine was closed")
 
 
 class Inside:
-    """The parts of an engine that belong to kvtier itself. No promise stands behind them; to read does no harm."""
+    """The parts of a kvtier engine that are its own. No promise stands behind them; to read does no harm."""
 
     def __init__(self, engine: StepManager) -> None:
         self._engine = engine

@@ -5,11 +5,11 @@ chunk another hundred bytes.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from enum import Enum
 from typing import NamedTuple
 
 from kvtier.backend import OffloadKey
-from kvtier.engine.breaker import Breaker
-from kvtier.runner.messages import Code, Finished, unpack_rows
+from kvtier.runner.messages import Code, TierUsage
 
 _CAUSES = (
     "EACCES EBADF EBUSY ECONNREFUSED ECONNRESET EDQUOT EFBIG EHOSTDOWN EHOSTUNREACH EINVAL EIO EMFILE ENFILE ENODEV"
@@ -19,6 +19,12 @@ _CAUSES = (
 CAUSES = frozenset(_CAUSES.split())
 """What failures are counted by; whatever else there is counts as `other`: a metric's label has few values."""
 
+TIER_AT_FAULT = frozenset({Code.FAILED, Code.UNAVAILABLE, Code.DEADLINE})
+NOT_TRIED = frozenset({Code.REFUSED, Code.LOST})  # Says nothing of the tier, nor of the chunk.
+NO_FAILURE = frozenset({Code.MISSING, Code.REFUSED})  # Has no cause that anybody could mend.
+_SAY_ALL = frozenset({Code.CORRUPT, Code.NO_SPACE, Code.DEADLINE, Code.LOST})
+
+ALL = 1 << 32  # Chunks: as many as there can be.
 ANSWERS_MAX = 65_536  # Of each kind a tier: about 10 MB; older ones are asked again.
 
 
@@ -61,9 +67,9 @@ class TierCounters:
         "last_cause",
         "loaded",
         "misses",
-        "noted",
         "probes_failed",
         "promoted",
+        "reported",
         "stored",
         "transfers_failed",
     )
@@ -79,12 +85,12 @@ class TierCounters:
         self.failures: dict[str, int] = {}  # Chunks by code's name.
         self.causes: dict[str, int] = {}  # Calls of which something failed, by what lay behind it: see `CAUSES`.
         self.last_cause = ""  # As it was heard.
-        self.noted: dict[str, int] = {}  # What the tier itself has counted, by name.
+        self.reported: dict[str, int] = {}  # What the tier itself has counted, by name.
         self.dropped: dict[str, int] = {}  # Cascaded chunks that were never sent, by reason.
 
     def note(self, counts: Mapping[str, int]) -> None:
         for name, times in counts.items():
-            self.noted[name] = self.noted.get(name, 0) + times
+            self.reported[name] = self.reported.get(name, 0) + times
 
     def drop(self, reason: str, chunks: int) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + chunks
@@ -97,6 +103,75 @@ class TierCounters:
         self.last_cause = cause
         name = cause if cause in CAUSES else "other"
         self.causes[name] = self.causes.get(name, 0) + 1
+
+
+class BreakerState(Enum):
+    CLOSED = "closed"  # The tier is used.
+    OPEN = "open"  # It failed too often: not used until the cool-down is over.
+    HALF_OPEN = "half_open"  # A few chunks are let through: their outcome decides.
+
+
+CLOSED, OPEN, HALF_OPEN = BreakerState.CLOSED, BreakerState.OPEN, BreakerState.HALF_OPEN
+
+
+class Breaker:
+    """Keeps kvtier from asking a tier that only fails; pure, with the time as an argument.
+
+    Closed → open after `failures_max` failed transfers in a row; open → half-open after `cooldown_s` seconds; then
+    `trial_chunks` chunks may pass, and the first outcome closes or opens it again. A trial without any outcome within
+    another `cooldown_s` is renewed, since what was let through may never have been sent. As many keys may be asked for
+    in a trial; that a tier answers does not close it, for a disk that cannot be read may well be listed.
+    """
+
+    def __init__(self, failures_max: int, cooldown_s: float, trial_chunks: int) -> None:
+        self.state = CLOSED
+        self.opened = 0  # How often it opened.
+        self.failures = 0  # In a row.
+        self._failures_max = failures_max
+        self._cooldown_s = cooldown_s
+        self._trial_chunks = trial_chunks
+        self._until = 0.0
+        self._trial_left = 0
+        self._asks_left = 0
+
+    def admits(self, now: float) -> int:
+        """Return how many chunks may be sent now; whoever sends some calls `take`."""
+        if self.state is CLOSED:
+            return ALL
+        if now >= self._until:
+            self.state = HALF_OPEN
+            self._trial_left = self._asks_left = self._trial_chunks
+            self._until = now + self._cooldown_s
+        return self._trial_left if self.state is HALF_OPEN else 0
+
+    def take(self, chunks: int = 1) -> None:
+        """Count chunks that are sent against the trial, if there is one."""
+        if self.state is HALF_OPEN:
+            self._trial_left = max(0, self._trial_left - chunks)
+
+    def admits_asking(self) -> bool:
+        """Say whether a tier that admits chunks may be asked for one more key; whoever asks calls `ask`."""
+        return self.state is not HALF_OPEN or self._asks_left > 0
+
+    def ask(self) -> None:
+        """Count a key that is asked for against the trial, if there is one."""
+        if self.state is HALF_OPEN:
+            self._asks_left -= 1
+
+    def succeeded(self) -> None:
+        self.state = CLOSED
+        self.failures = 0
+
+    def trip(self, now: float) -> None:
+        """Open at once: the tier did not even come back in time for a reset."""
+        self.opened += self.state is not OPEN
+        self.state = OPEN
+        self._until = now + self._cooldown_s
+
+    def failed(self, now: float) -> None:
+        self.failures += 1
+        if self.state is HALF_OPEN or (self.state is CLOSED and self.failures >= self._failures_max):
+            self.trip(now)
 
 
 class Tier:
@@ -197,6 +272,33 @@ class Tier:
             self.breaker.ask()
             self.to_ask.append(key)
 
+    def judge(self, codes: Collection[Code], now: float, cause: str = "") -> bool:
+        """Tell the breaker how a transfer ended; say whether it failed, that is, whether anything was the tier's fault.
+
+        What did not move is blamed on the `cause`, or without one on the worst of its codes.
+        """
+        if codes and not NO_FAILURE.issuperset(codes):
+            worst = max(code for code in codes if code not in NO_FAILURE)
+            self.counters.blame(cause or (worst.name.lower() if worst in _SAY_ALL else "other"))
+        if not TIER_AT_FAULT.isdisjoint(codes):
+            self.breaker.failed(now)
+            return True
+        if NOT_TRIED.isdisjoint(codes):
+            self.breaker.succeeded()
+        return False
+
+    def unanswered(self, cause: str, now: float) -> None:
+        """Take note of a question that the tier did not answer."""
+        self.counters.probes_failed += 1
+        self.counters.blame(cause or "other")
+        self.breaker.failed(now)
+
+    def use(self, usage: TierUsage) -> None:
+        """Take note of how full the tier says it is, and of what it has counted."""
+        self.chunks, self.used_bytes = usage.chunks, usage.used_bytes
+        self.capacity_bytes, self.reserved_bytes = usage.capacity_bytes, usage.reserved_bytes
+        self.counters.note(usage.counts)
+
     def _settle_raced(self, sent: Sequence[OffloadKey], moved: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Have what was reported gone meanwhile asked for; return the rest of what moved."""
         raced = self.raced.intersection(sent)
@@ -226,41 +328,3 @@ class Residency:
                 mask[key] = left
             else:
                 mask.pop(key, None)
-
-
-# Verdicts: what an outcome says of its tier, beside what it says of its chunks.
-
-TIER_AT_FAULT = frozenset({Code.FAILED, Code.UNAVAILABLE, Code.DEADLINE})
-NOT_TRIED = frozenset({Code.REFUSED, Code.LOST})  # Says nothing of the tier, nor of the chunk.
-NO_FAILURE = frozenset({Code.MISSING, Code.REFUSED})  # Has no cause that anybody could mend.
-_SAY_ALL = frozenset({Code.CORRUPT, Code.NO_SPACE, Code.DEADLINE, Code.LOST})
-
-
-def failures(message: Finished) -> dict[int, Code]:
-    """Return why chunks did not move, by their index."""
-    if not message.codes:
-        return {}
-    return dict(zip(unpack_rows(message.failed), map(Code, message.codes), strict=True))
-
-
-def judge(tier: Tier, codes: Collection[Code], now: float, cause: str = "") -> bool:
-    """Tell the breaker how a transfer ended; say whether it failed, that is, whether anything was the tier's fault.
-
-    What did not move is blamed on the `cause`, or without one on the worst of its codes.
-    """
-    if codes and not NO_FAILURE.issuperset(codes):
-        worst = max(code for code in codes if code not in NO_FAILURE)
-        tier.counters.blame(cause or (worst.name.lower() if worst in _SAY_ALL else "other"))
-    if not TIER_AT_FAULT.isdisjoint(codes):
-        tier.breaker.failed(now)
-        return True
-    if NOT_TRIED.isdisjoint(codes):
-        tier.breaker.succeeded()
-    return False
-
-
-def unanswered(tier: Tier, cause: str, now: float) -> None:
-    """Take note of a question that the tier did not answer."""
-    tier.counters.probes_failed += 1
-    tier.counters.blame(cause or "other")
-    tier.breaker.failed(now)

@@ -9,8 +9,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 
-from kvtier.engine.breaker import CLOSED
-from kvtier.engine.tier import Tier
+from kvtier.engine.tier import CLOSED, Tier
 
 LOOK_EVERY_S = 1.0  # Where nothing comes back from tiers: drops alone make no message.
 LOSSES_EVERY_S = 60.0  # Between two lines of losses, a tier: a full log tells nobody anything.

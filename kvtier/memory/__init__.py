@@ -1,5 +1,6 @@
-"""Host memory: the region that processes share, who maps it, and its pages."""
+"""Host memory: the region of rows that processes share, and the limits and forks of this process."""
 
+from kvtier.memory.prefault import PAGE_BYTES
 from kvtier.memory.region import LentRow, Region, RowLayout
 from kvtier.memory.this_process import (
     GROUP_SIGNALS,
@@ -15,6 +16,7 @@ from kvtier.memory.this_process import (
 
 __all__ = [
     "GROUP_SIGNALS",
+    "PAGE_BYTES",
     "LentRow",
     "Region",
     "RowLayout",

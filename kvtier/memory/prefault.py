@@ -1,4 +1,4 @@
-"""Host memory before it is used: how much is free, and pages put under a mapping before anything depends on them.
+"""Pre-faulting: how much host memory is free, and pages put under a mapping before anything depends on them.
 
 The kernel promises memory it does not have: a region that is too large is granted at once, and paid for with a killed
 process (private memory) or SIGBUS (shared memory) when its last pages are touched. So a size is compared with what is

@@ -1,4 +1,4 @@
-"""The primary's memory as rows of bytes: one page-aligned mapping, private or shared between processes. No torch.
+"""The region: the primary's memory as rows of bytes, in one page-aligned mapping, private or shared. No torch.
 
 Memory is never taken away from under a view: closing a region gives up the region's own hold on it, and the last view
 that is still about (a row lent to a thread that hangs, a torch tensor) takes it along.
@@ -26,9 +26,9 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # A shorte
 
 
 class RowLayout(msgspec.Struct, frozen=True):
-    """What lies where in a row: `| worker 0 | worker 1 | ... | padding to the page |`."""
+    """The layout of a row: `| worker 0 | worker 1 | ... | padding to the page |`."""
 
-    slot_bytes: int  # What one worker holds of one chunk.
+    slot_bytes: int  # Of one worker's part of a chunk.
     workers: int
 
     def __post_init__(self) -> None:

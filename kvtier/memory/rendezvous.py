@@ -1,4 +1,4 @@
-"""A file in shared memory where the processes of one engine meet, under a name that goes away by itself.
+"""The rendezvous: a file in shared memory where one engine's processes meet, under a name that goes away by itself.
 
 The file is made without a name and linked to its path when it is complete, so nobody ever sees a half-made one, and
 whoever is killed before leaves nothing. In its last page each participant holds a lock on a byte of its own for as
@@ -31,7 +31,7 @@ _POLL_S = 0.005  # Far below the time that an engine takes to start.
 
 
 class Meeting(NamedTuple):
-    """What all participants must agree on, and which of them this is."""
+    """The terms of a meeting: what all participants must agree on, and which of them this is."""
 
     path: str
     rows: int

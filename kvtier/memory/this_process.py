@@ -78,7 +78,7 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 class HoldsDescriptors(Protocol):
-    """What must not be shared with a forked child."""
+    """Anything with descriptors that must not be shared with a forked child."""
 
     def forked(self) -> None:
         """Let go of it in the child, without a word to whom it belongs. Only the thread that forked runs there."""

@@ -1,8 +1,21 @@
-"""Eviction policies: the contract, the built-in ones, and policies by name."""
+"""Eviction policies: the contract, the built-in ones, policies by name, and their orders of small numbers."""
 
 from kvtier.policies.ghosts import ARC, S3FIFO
-from kvtier.policies.linked import RowLRU
+from kvtier.policies.numbered import KeyOrder, LinkedLRU, NumberOrder, number_order
 from kvtier.policies.plain import FIFO, LFU, LRU
 from kvtier.policies.policy import Policy, known_policies, policy_class
 
-__all__ = ["ARC", "FIFO", "LFU", "LRU", "S3FIFO", "Policy", "RowLRU", "known_policies", "policy_class"]
+__all__ = [
+    "ARC",
+    "FIFO",
+    "LFU",
+    "LRU",
+    "S3FIFO",
+    "KeyOrder",
+    "LinkedLRU",
+    "NumberOrder",
+    "Policy",
+    "known_policies",
+    "number_order",
+    "policy_class",
+]

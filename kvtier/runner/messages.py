@@ -5,7 +5,7 @@ travel as one bytes object and rows as packed u32: a list of bytes objects takes
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -157,6 +157,16 @@ class Finished(_Message, frozen=True, tag="f"):
     seconds: float
     lent: bool = False
     cause: str = ""
+
+    @classmethod
+    def of(
+        cls, id_: int, failures: Mapping[int, Code], seconds: float, *, lent: bool = False, cause: str = ""
+    ) -> "Finished":
+        return cls(id_, pack_rows(list(failures)), bytes(failures.values()), seconds, lent, cause)
+
+    def failures(self) -> dict[int, Code]:
+        """Return why chunks did not move, by their index."""
+        return dict(zip(unpack_rows(self.failed), map(Code, self.codes), strict=True)) if self.codes else {}
 
 
 class Returned(_Message, frozen=True, tag="r"):

@@ -1,4 +1,4 @@
-"""The runner in a process of its own: out of reach of the engine's GIL, and killed and replaced when it hangs.
+"""The runner in a process of its own: out of reach of the LLM engine's GIL, and killed and replaced when it hangs.
 
 A daemon thread of the owner's process supervises it: it reads messages, sends what the socket did not take at once,
 listens for heartbeats, and starts the next runner when one is lost. The owner's thread only pops and pushes.
@@ -307,13 +307,14 @@ class ProcessBridge(Bridge):
                 heard = time.monotonic()
                 for body in buffer.feed(received):
                     opened = self._hear(child, messages_of(body)) or opened
-            elif time.monotonic() - heard > (silence_s if opened else start_s):
-                if opened:
-                    logger.error("runner %d: no heartbeat for %.1f s: killed", child.process.pid, silence_s)
-                else:
-                    self._fail(_never_open(start_s))
+            elif opened and time.monotonic() - heard > silence_s:
+                logger.error("runner %d: no heartbeat for %.1f s: killed", child.process.pid, silence_s)
                 child.process.kill()
-                return opened
+                return True
+            elif not opened and time.monotonic() - heard > start_s:
+                self._fail(_never_open(start_s))
+                child.process.kill()
+                return False
             if self._closing and self._child is not child:  # Nobody could tell it to close.
                 child.process.kill()
 

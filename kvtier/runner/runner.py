@@ -1,4 +1,4 @@
-"""The runner: one engine's actions, run on its backends within their limits, each as a task of the event loop.
+"""The runner: one kvtier engine's actions, run on its backends within their limits, each as a task of the event loop.
 
 The runner decides nothing. It finds rows in its own mapping of the region, lends them to a backend for one call, and
 posts what came of it. **A deadline never cancels**: a call that runs out of time is reported as such, and what it was
@@ -48,7 +48,7 @@ _Answerable = Promote | Cascade | Probe | Delete  # What an owner waits for.
 
 
 class Runner:
-    """One engine's tasks. All methods belong to the loop that it was made on."""
+    """One kvtier engine's tasks. All methods belong to the loop that it was made on."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Runner:
                 self._post(Answered(action.id, b"", seconds, cause))
             else:
                 failed = _all(Code.UNAVAILABLE, len(unpack_keys(action.keys)))
-                self._post(_finished(action.id, failed, seconds, cause=cause))
+                self._post(Finished.of(action.id, failed, seconds, cause=cause))
 
     async def _promote(self, action: Promote) -> None:
         tier = self._tiers[action.tier]
@@ -147,15 +147,15 @@ class Runner:
         begun = self._clock()
         size_bytes = chunks * self._region.row_bytes
         if not await _in_time(budget.acquire(size_bytes, chunks), tier.deadline_s):
-            self._post(_finished(action.id, _all(Code.DEADLINE, chunks), self._clock() - begun))
+            self._post(Finished.of(action.id, _all(Code.DEADLINE, chunks), self._clock() - begun))
             return
         task, in_time = await self._begun(tier, _listed(call), f"{chunks} chunks")
         budget.release(size_bytes, chunks)
         if in_time:
             failed, cause = _outcome(task, chunks, tier.name)
-            self._post(_finished(action.id, failed, self._clock() - begun, cause=cause))
+            self._post(Finished.of(action.id, failed, self._clock() - begun, cause=cause))
         else:
-            self._post(_finished(action.id, _all(Code.DEADLINE, chunks), self._clock() - begun, lent=True))
+            self._post(Finished.of(action.id, _all(Code.DEADLINE, chunks), self._clock() - begun, lent=True))
             await asyncio.wait({task})
             failed, _ = _outcome(task, chunks, tier.name)
             self._post(Returned(action.id, pack_rows([index for index in range(chunks) if index not in failed])))
@@ -177,7 +177,7 @@ class Runner:
         call = _awaited(partial(tier.backend.delete, keys))
         task, in_time = await self._begun(tier, call, f"a deletion of {len(keys)} chunks")
         failed, cause = _deletion(task, len(keys), tier.name) if in_time else (_all(Code.DEADLINE, len(keys)), "")
-        self._post(_finished(action.id, failed, self._clock() - begun, cause=cause))
+        self._post(Finished.of(action.id, failed, self._clock() - begun, cause=cause))
         await self._ended(tier, task, in_time=in_time)
         self._reports[action.tier].usage()
 
@@ -252,7 +252,7 @@ def _completed(task: "asyncio.Task[Any]", name: str) -> bool:
         logger.info("tier %s: %s", name, error)
     elif isinstance(error, BackendError):
         logger.warning("tier %s: %s", name, error)
-    else:  # The supervisor's edge: a bug in a tier costs its hits, not the engine.
+    else:  # The supervisor's edge: a bug in a tier costs its hits, not the others'.
         logger.error("tier %s: its call raised what no tier may raise", name, exc_info=error)
     return False
 
@@ -294,7 +294,3 @@ def _deletion(task: "asyncio.Task[None]", keys: int, name: str) -> tuple[dict[in
 
 def _all(code: Code, chunks: int) -> dict[int, Code]:
     return dict.fromkeys(range(chunks), code)
-
-
-def _finished(id_: int, failed: dict[int, Code], seconds: float, *, lent: bool = False, cause: str = "") -> Finished:
-    return Finished(id_, pack_rows(list(failed)), bytes(failed.values()), seconds, lent, cause)

@@ -1,4 +1,4 @@
-"""The runner in a thread of its own, on a uvloop: for engines that are synchronous but not busy in Python."""
+"""The runner in a thread of its own, on a uvloop: for LLM engines that are synchronous but not busy in Python."""
 
 import asyncio
 import concurrent.futures

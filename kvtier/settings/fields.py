@@ -1,4 +1,4 @@
-"""Configuration structs from untyped input: strict, and every mistake is named by the path of its field.
+"""The decoder of configurations: structs from untyped input, strict, every mistake named by the path of its field.
 
 Input is walked field by field beside the struct's annotations, and msgspec converts the leaves. msgspec could convert
 the whole at once, but its messages leave out what would be accepted, and the keys of dictionaries on the way.

@@ -1,4 +1,4 @@
-"""Classes by name: built in, named by an installed distribution, or written out as `module:Class`.
+"""Plug-ins: classes by name, built in, named by an installed distribution, or written out as `module:Class`.
 
 A class is imported when it is first asked for: what a plug-in needs may not be installed.
 """

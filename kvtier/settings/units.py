@@ -1,4 +1,4 @@
-"""Quantities in a configuration: plain numbers in the program, text with a unit in a file.
+"""Units of a configuration: quantities are plain numbers in the program, text with a unit in a file.
 
 `Size` and `Duration` are annotations, not classes, so that a field is an int or a float to everything that reads it,
 and travels to another process as one. `kvtier.settings.fields` sees the annotation and reads the text.
@@ -67,7 +67,7 @@ def parse_path(text: str) -> str:
 
 
 class Unit(NamedTuple):
-    """How an annotated quantity is written as text."""
+    """A unit of text: how an annotated quantity is read, and what a message says is accepted."""
 
     parse: Callable[[str], int] | Callable[[str], float] | Callable[[str], str]
     accepted: str  # Ends the sentence "… accepted".
@@ -96,7 +96,7 @@ Age = Annotated[float, msgspec.Meta(ge=DURATION_S_MIN, le=AGE_S_MAX, extra={_UNI
 """How long ago something was: seconds, a millisecond to ten years, as `Duration` is written."""
 
 Path = Annotated[str, msgspec.Meta(min_length=1, extra={_UNIT: _PATH})]
-"""Where something lies in the file system, made absolute once: an engine that changes its directory finds it again."""
+"""A path in the file system, made absolute once: a process that changes its directory finds it again."""
 
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 """A part of a whole: more than 0, at most 1."""

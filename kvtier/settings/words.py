@@ -1,4 +1,4 @@
-"""Annotations of configuration fields: what they mean, and how a message puts them and a value into words."""
+"""Words for messages: what a field's annotation accepts, and what was given instead."""
 
 from collections.abc import Mapping, Sequence
 from enum import Enum

@@ -14,7 +14,7 @@ configuration, for an engine whose tiers live in another process:
 import asyncio
 import random
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
@@ -32,7 +32,7 @@ from kvtier.backend import (
     Write,
     backend_class,
 )
-from kvtier.config import Checked, Duration, TierConfig, tier_options
+from kvtier.config import TierConfig, tier_options
 from kvtier.errors import (
     BackendUnavailable,
     ChunkCorrupt,
@@ -42,20 +42,36 @@ from kvtier.errors import (
     NoSpace,
     TransferFailed,
 )
+from kvtier.settings import Checked, Duration
 
+__all__ = ["Fault", "Faults", "FaultyBackend", "FaultyOptions"]
+
+T = TypeVar("T")
 Operation = Literal["probe", "load", "store", "delete"]
-Kind = Literal["unavailable", "late_unavailable", "delay", "hang", "failed", "missing", "corrupt", "no_space"]
+FaultKind = Literal["unavailable", "late_unavailable", "delay", "hang", "failed", "missing", "corrupt", "no_space"]
 
-OF_CALLS: tuple[Kind, ...] = ("unavailable", "late_unavailable", "delay", "hang")
-OF_CHUNKS: Mapping[Operation, tuple[Kind, ...]] = {
+OF_CALLS: tuple[FaultKind, ...] = ("unavailable", "late_unavailable", "delay", "hang")
+OF_CHUNKS: Mapping[Operation, tuple[FaultKind, ...]] = {
     "probe": (),
     "load": ("failed", "missing", "corrupt"),
     "store": ("failed", "no_space"),
     "delete": (),
 }
 
+ERRORS: dict[FaultKind, type[ChunkError]] = {
+    "failed": TransferFailed,
+    "missing": ChunkMissing,
+    "corrupt": ChunkCorrupt,
+    "no_space": NoSpace,
+}
+UNDEFINED = b"\xdb"  # What fills a buffer whose chunk is made to fail.
+
+Scripted = FaultKind | Literal["none"]
+Text = Annotated[str, msgspec.Meta(min_length=1)]
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1)]
 """How many of all, 0 to 1."""
+
+Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # As far as it travels to another process.
 
 
 class Faults(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -77,19 +93,22 @@ class Faults(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     hang_s: Duration | None = None  # None: until released.
 
 
+FAULTLESS = Faults()
+
+
 class Fault(NamedTuple):
     """One fault of a script: of the whole call, or of its chunks (of all, or only of these keys)."""
 
-    kind: Kind
+    kind: FaultKind
     keys: frozenset[OffloadKey] | None = None
 
 
 class Throw(NamedTuple):
     """What is to happen to one call, and to each of its chunks."""
 
-    of_call: frozenset[Kind]
+    of_call: frozenset[FaultKind]
     delay_s: float
-    of_chunks: Sequence[Kind | None]
+    of_chunks: Sequence[FaultKind | None]
 
 
 class Dice:
@@ -124,37 +143,19 @@ class Dice:
         return Throw(frozenset(), 0.0, [kind if fault.keys is None or key in fault.keys else None for key in keys])
 
     def _random_throw(self, operation: Operation, keys: Sequence[OffloadKey]) -> Throw:
-        of_call: frozenset[Kind] = frozenset(kind for kind in OF_CALLS if self._happens(kind))
+        of_call: frozenset[FaultKind] = frozenset(kind for kind in OF_CALLS if self._happens(kind))
         delay_s = self._random.uniform(0, self.faults.delay_s) if "delay" in of_call else 0.0
         return Throw(of_call, delay_s, [self._first(OF_CHUNKS[operation]) for _ in keys])
 
-    def _first(self, kinds: Sequence[Kind]) -> Kind | None:
+    def _first(self, kinds: Sequence[FaultKind]) -> FaultKind | None:
         for kind in kinds:
             if self._happens(kind):
                 return kind
         return None
 
-    def _happens(self, kind: Kind) -> bool:
+    def _happens(self, kind: FaultKind) -> bool:
         rate: float = getattr(self.faults, kind)
         return rate > 0 and self._random.random() < rate
-
-
-T = TypeVar("T")
-
-Text = Annotated[str, msgspec.Meta(min_length=1)]
-Scripted = Kind | Literal["none"]
-
-FAULTLESS = Faults()
-UNDEFINED = b"\xdb"  # What fills a buffer whose chunk is made to fail.
-
-ERRORS: dict[Kind, type[ChunkError]] = {
-    "failed": TransferFailed,
-    "missing": ChunkMissing,
-    "corrupt": ChunkCorrupt,
-    "no_space": NoSpace,
-}
-
-__all__ = ["Fault", "Faults", "FaultyBackend", "FaultyOptions"]
 
 
 class InnerTier(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -181,7 +182,7 @@ class FaultyOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     inner: InnerTier
     faults: Faults = FAULTLESS
     script: Script = Script()
-    seed: int = 0
+    seed: Seed = 0
 
     def __post_init__(self) -> None:
         """Check the inner tier's own options and the script, too."""
@@ -214,7 +215,7 @@ class FaultyBackend(Wrapper[FaultyOptions]):
     def __init__(self, inner: Backend, faults: Faults = FAULTLESS, seed: int = 0, *, dice: Dice | None = None) -> None:
         """Take over an open tier, which is closed with this one. `dice` are thrown instead of new ones."""
         super().__init__(inner)
-        self.met: Counter[Kind] = Counter()
+        self.met: Counter[FaultKind] = Counter()
         """How many calls or chunks met each fault."""
         self.hanging = 0
         """How many calls hang now."""
@@ -228,7 +229,7 @@ class FaultyBackend(Wrapper[FaultyOptions]):
         inner_class, inner_options = options.inner_tier()
         return cls(await inner_class.open(inner_options, context), dice=options.dice())
 
-    def script(self, operation: Operation, *faults: Fault | Kind | None) -> None:
+    def script(self, operation: Operation, *faults: Fault | FaultKind | None) -> None:
         """Say what happens to the next calls of an operation, one each, before the rates decide again.
 
         A kind by its name is met by the whole call or by all its chunks; None is a call without any fault.
@@ -251,23 +252,21 @@ class FaultyBackend(Wrapper[FaultyOptions]):
             return await self._meet(self._throw("probe", keys), lambda: self._inner.probe(keys))
 
     async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
-        keys = [read.key for read in reads]
         with self._calls.one():
-            throw = self._throw("load", keys)
+            throw = self._throw("load", [read.key for read in reads])
             sound = [read for read, kind in zip(reads, throw.of_chunks, strict=True) if kind is None]
-            outcomes = await self._meet(throw, lambda: self._inner.load(sound))
+            outcomes = iter(await self._meet(throw, lambda: self._inner.load(sound)))
             for read, kind in zip(reads, throw.of_chunks, strict=True):
                 if kind is not None:
                     read.into[:] = UNDEFINED * len(read.into)
-            return _merged(keys, throw.of_chunks, outcomes)
+            return [_outcome(read.key, kind, outcomes) for read, kind in zip(reads, throw.of_chunks, strict=True)]
 
     async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
-        keys = [write.key for write in writes]
         with self._calls.one():
-            throw = self._throw("store", keys)
+            throw = self._throw("store", [write.key for write in writes])
             sound = [write for write, kind in zip(writes, throw.of_chunks, strict=True) if kind is None]
-            outcomes = await self._meet(throw, lambda: self._inner.store(sound))
-            return _merged(keys, throw.of_chunks, outcomes)
+            outcomes = iter(await self._meet(throw, lambda: self._inner.store(sound)))
+            return [_outcome(write.key, kind, outcomes) for write, kind in zip(writes, throw.of_chunks, strict=True)]
 
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
         with self._calls.one():
@@ -313,10 +312,6 @@ class FaultyBackend(Wrapper[FaultyOptions]):
             self.hanging -= 1
 
 
-def _merged(keys: Sequence[OffloadKey], kinds: Sequence[Kind | None], outcomes: Sequence[Outcome]) -> Sequence[Outcome]:
-    """Put the faults in their places among the inner tier's outcomes."""
-    rest = iter(outcomes)
-    return [
-        next(rest) if kind is None else ERRORS[kind](f"{key.hex()}: {kind} (a fault)")
-        for key, kind in zip(keys, kinds, strict=True)
-    ]
+def _outcome(key: OffloadKey, kind: FaultKind | None, outcomes: Iterator[Outcome]) -> Outcome:
+    """Return a chunk's fault, or the next of the inner tier's outcomes if it has none."""
+    return next(outcomes) if kind is None else ERRORS[kind](f"{key.hex()}: {kind} (a fault)")

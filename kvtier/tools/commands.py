@@ -1,11 +1,12 @@
-"""The commands of `kvtier`: which there are. What one does is in a module of its own, imported when it is called.
+"""The commands of `kvtier`: which there are, and the options that several have.
 
-So `kvtier --help` answers at once, whatever the commands need.
+What one does is in a module of its own, imported when it is called: so `kvtier --help` answers at once, whatever the
+commands need.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Annotated, NamedTuple, cast
+from typing import Annotated, NamedTuple, TypeVar, cast
 
 import typer
 
@@ -14,6 +15,22 @@ from kvtier.errors import ConfigError, KVTierError, TraceError, one_line
 
 EXIT_REFUSED = 2  # As for a wrong option: mend the call, then try again.
 EXIT_UNAVAILABLE = 3  # Mend what the call needs.
+
+REQUESTS_MAX = 1_000_000_000  # Reading so many takes hours; a larger limit is a mistyped one.
+
+JsonOption = Annotated[
+    str | None,
+    typer.Option("--json", metavar="OUT", help="Write the figures there; - is stdout, and the table goes to stderr."),
+]
+PlotOption = Annotated[
+    str | None, typer.Option("--plot", metavar="OUT", help="Draw the figures there: .png, .pdf or .svg.")
+]
+LimitOption = Annotated[int | None, typer.Option(min=1, max=REQUESTS_MAX, help="Read at most this many requests.")]
+StrictOption = Annotated[
+    bool, typer.Option("--strict", help="Refuse a trace that cannot be true, instead of warning of it.")
+]
+
+T = TypeVar("T")
 
 # What typer raises for a wrong call: the class has no public name, and a different one in each version.
 UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
@@ -113,3 +130,14 @@ def _root(
 
 def _frame() -> None:
     """Stand for a command that is not called, and for what a group's have in common."""
+
+
+def listed(option: str, text: str, parse: Callable[[str], T], accepted: str) -> list[T]:
+    """Read values with commas between them, each once; what `parse` refuses with `ValueError` is a `ConfigError`."""
+    parts = [part.strip() for part in text.split(",")]
+    try:
+        if all(parts):
+            return list(dict.fromkeys(map(parse, parts)))
+    except ValueError as error:
+        raise ConfigError(f"{option} {text!r}: expected {accepted}") from error
+    raise ConfigError(f"{option} {text!r}: expected {accepted}, and none of them empty")

@@ -3,7 +3,7 @@
 import json
 import time
 from collections import Counter
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import islice
@@ -11,15 +11,24 @@ from typing import Annotated, Any, NamedTuple, cast
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from kvtier.backend import Contents, Finding, Kind, Place, State, StoredFile, chunk_hash, group_index
 from kvtier.errors import ConfigError, one_line
+from kvtier.tools.outputs import bar
 
 EXIT_UNWELL = 1  # As a wrong byte: whoever reads the status alone is to look.
 _PROGRESS_FILES = 256  # Between two changes of the bar's words.
+LISTED_MAX = 1_000_000_000_000  # Chunks. No directory holds so many.
+NAMED_MAX = 100  # Files listed for people; all of them are counted, and listed as JSON.
+COUNTED = {
+    Kind.CHUNK: ("chunks", "bytes"),
+    Kind.TEMPORARY: ("temporaries", "temporary_bytes"),
+    Kind.LEFTOVER: ("leftovers", "leftover_bytes"),
+}
+"""What `du` counts of each kind: files, and what they take."""
 
 DirectoryArgument = Annotated[str, typer.Argument(metavar="DIR", help="The directory that a tier has as its root.")]
 NamespaceOption = Annotated[
@@ -71,9 +80,7 @@ def chosen(contents: Contents, namespace: str | None) -> list[Place]:
 
 def walked(contents: Contents, places: Sequence[Place], title: str) -> Iterator[tuple[Place, StoredFile]]:
     """Yield all files of these namespaces, with a bar on stderr where somebody watches."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with bar(TimeRemainingColumn()) as progress:
         task = progress.add_task(title, total=None)
         parts = [(place, part) for place in places for part in contents.parts(place)]
         progress.update(task, total=len(parts))
@@ -108,9 +115,6 @@ def shown_bytes(size_bytes: int) -> str:
     return f"{size:.1f} TiB"
 
 
-_FIELDS = {Kind.CHUNK: "chunks", Kind.TEMPORARY: "temporaries", Kind.LEFTOVER: "leftovers"}
-
-
 def du(directory: DirectoryArgument, namespace: NamespaceOption = None, as_json: JsonOption = False) -> None:
     """Show how many chunks each namespace has and what they take of the disk, in blocks rather than by their lengths.
 
@@ -121,11 +125,9 @@ def du(directory: DirectoryArgument, namespace: NamespaceOption = None, as_json:
         places = chosen(contents, namespace)
         counted: dict[str, Counter[str]] = {place.name: Counter() for place in places}
         for place, file in readable(contents, places, "counting", left_out):
-            if file.kind is Kind.LOST:
-                continue
-            counts, field = counted[place.name], _FIELDS[file.kind]
-            counts[field] += 1
-            counts[_bytes_of(field)] += file.allocated_bytes
+            if file.kind in COUNTED:
+                files, size = COUNTED[file.kind]
+                counted[place.name].update({files: 1, size: file.allocated_bytes})
     rows = {place: _usage_row(counted[place.name]) for place in places}
     total = _usage_row(sum(counted.values(), Counter[str]()))
     if as_json:
@@ -136,12 +138,8 @@ def du(directory: DirectoryArgument, namespace: NamespaceOption = None, as_json:
     left_out.say()
 
 
-def _bytes_of(field: str) -> str:
-    return {"chunks": "bytes", "temporaries": "temporary_bytes", "leftovers": "leftover_bytes"}[field]
-
-
 def _usage_row(counts: Counter[str]) -> dict[str, int]:
-    return {name: counts[name] for field in _FIELDS.values() for name in (field, _bytes_of(field))}
+    return {name: counts[name] for names in COUNTED.values() for name in names}
 
 
 def _show_usage(rows: dict[Place, dict[str, int]], total: dict[str, int]) -> None:
@@ -168,9 +166,6 @@ def _cells(row: dict[str, int]) -> list[str]:
     ]
 
 
-LISTED_MAX = 1_000_000_000_000  # Chunks. No directory holds so many.
-
-
 def ls(
     directory: DirectoryArgument,
     namespace: NamespaceOption = None,
@@ -188,9 +183,12 @@ def ls(
         chunks = ((place, file) for place, file in found if file.kind is Kind.CHUNK and file.key is not None)
         rows = islice((_chunk_row(place, file, now_s) for place, file in chunks), limit)
         if as_json:
-            _write_chunks(rows)
+            _write_rows(rows)
+            typer.echo("")
         else:
-            _write_lines(rows)
+            for row in rows:
+                size, age = shown_bytes(row["bytes"]), _shown_age(row["age_s"])
+                typer.echo(f"{row['hash']}  {row['group']:>3}  {size:>10}  {age:>8}  {row['namespace']}")
     left_out.say()
 
 
@@ -206,18 +204,12 @@ def _chunk_row(place: Place, file: StoredFile, now_s: float) -> dict[str, Any]:
     }
 
 
-def _write_chunks(rows: Iterator[dict[str, Any]]) -> None:
-    """Write one array, an element a line, as the elements come."""
+def _write_rows(rows: Iterable[dict[str, Any]]) -> None:
+    """Write one array, a row a line, as they come: a million of them are not kept in memory."""
     typer.echo("[", nl=False)
     for number, row in enumerate(rows):
         typer.echo((",\n " if number else "") + json.dumps(row), nl=False)
-    typer.echo("]")
-
-
-def _write_lines(rows: Iterator[dict[str, Any]]) -> None:
-    for row in rows:
-        age = _shown_age(row["age_s"])
-        typer.echo(f"{row['hash']}  {row['group']:>3}  {shown_bytes(row['bytes']):>10}  {age:>8}  {row['namespace']}")
+    typer.echo("]", nl=False)
 
 
 def _shown_age(age_s: float) -> str:
@@ -225,9 +217,6 @@ def _shown_age(age_s: float) -> str:
         if age_s >= seconds:
             return f"{age_s / seconds:.1f} {unit}"
     return f"{age_s:.0f} s"
-
-
-NAMED_MAX = 100  # Files listed for people; all of them are counted, and listed as JSON.
 
 
 class Unwell(NamedTuple):
@@ -288,19 +277,23 @@ def _corrupt(faults: Counter[str]) -> dict[str, int]:
 
 
 def _write_json(unwell: Iterator[Unwell], states: Counter[State], faults: Counter[str]) -> None:
-    """Write one object, a file a line, as they are found: a million of them are not kept in memory."""
-    typer.echo('{"files": [', nl=False)
-    for number, (file, finding) in enumerate(unwell):
-        key = None if file.key is None else file.key.hex()
-        row = {"file": file.name, "key": key, "state": finding.state.value, "fault": finding.fault}
-        typer.echo((",\n " if number else "") + json.dumps(row), nl=False)
+    typer.echo('{"files": ', nl=False)
+    _write_rows(
+        {
+            "file": file.name,
+            "key": None if file.key is None else file.key.hex(),
+            "state": finding.state.value,
+            "fault": finding.fault,
+        }
+        for file, finding in unwell
+    )
     counts = {
         "checked": _checked(states),
         "corrupt": _corrupt(faults),
         "unverified": states[State.UNVERIFIED],
         "unreadable": states[State.UNREADABLE],
     }
-    typer.echo(f"],\n {json.dumps(counts)[1:]}")
+    typer.echo(f",\n {json.dumps(counts)[1:]}")
 
 
 def _show_findings(unwell: Iterator[Unwell], states: Counter[State], faults: Counter[str]) -> None:

@@ -40,7 +40,7 @@ class Rule(NamedTuple):
             case Kind.TEMPORARY | Kind.UNREADABLE:
                 return False
             case Kind.LEFTOVER:
-                return self.leftovers or self.everything
+                return self.leftovers or self.everything or (self.corrupt and bool(file.fault))
             case Kind.LOST:
                 return self.corrupt or self.everything
             case Kind.CHUNK:

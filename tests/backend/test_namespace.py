@@ -430,7 +430,7 @@ def test_weights_and_adapters_have_names_of_their_own_and_none_without_them() ->
 
 REFUSALS: list[tuple[Namespace, dict[str, Any], str]] = [
     (QWEN, {"parallel_agnostic": False}, "not asked for"),
-    (QWEN, {"is_parallelism_agnostic": False}, "the engine says"),
+    (QWEN, {"is_parallelism_agnostic": False}, "the LLM engine says"),
     (QWEN, {"pcp_size": 2}, "context parallelism"),
     (QWEN, {"dcp_size": 2}, "context parallelism"),
     (QWEN, {"pp_size": 2}, "pipeline parallelism"),
@@ -456,7 +456,7 @@ REFUSALS: list[tuple[Namespace, dict[str, Any], str]] = [
     (DEEPSEEK, {"dcp_size": 2}, "context parallelism"),
     (DEEPSEEK, {"kv_cache_groups": (Group(attention="full_attention"),)}, "only MLA's latent KV"),
     (GEMMA, {"is_parallelism_agnostic": None}, "nobody has certified"),
-    (GEMMA, {"is_parallelism_agnostic": False, "certified": True}, "the engine says"),
+    (GEMMA, {"is_parallelism_agnostic": False, "certified": True}, "the LLM engine says"),
     (GEMMA, {"pp_size": 2}, "pipeline parallelism"),
     (GEMMA, {"pcp_size": 2}, "context parallelism"),
 ]

@@ -18,8 +18,8 @@ from kvtier.backend.contract import (
     known_types,
 )
 from kvtier.backend.keys import OffloadKey
-from kvtier.config import Checked
 from kvtier.errors import ConfigError
+from kvtier.settings import Checked
 
 
 class NullOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -19,6 +19,7 @@ from kvtier.runner.messages import Cascade, Finished, pack_keys, pack_rows, unpa
 from kvtier.runner.wire import LENGTH_BYTES, actions_of, frame, messages_of
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Footer, payload_checksum, read_footer, write_footer
 from kvtier_backends.fs.files.index import Held, Index
+from kvtier_backends.fs.segments.catalog import Catalog
 from tests.benchmarks.protocol import KEYS_A_REQUEST, Steps
 
 KEYS = 1_024
@@ -183,6 +184,47 @@ def index_probes() -> Work:
     return each(lambda key: key in index)
 
 
+def catalog_of(keys: Sequence[OffloadKey]) -> Catalog:
+    catalog = Catalog(None)
+    catalog.add(len(keys))
+    for slot, key in enumerate(keys):
+        catalog.stored(key, slot, slot + 1, 1)
+    catalog.scan_ended(complete=True)
+    return catalog
+
+
+def catalog_uses() -> Work:
+    keys = keys_of()
+    catalog = catalog_of(keys)
+    parts = [keys[start : start + KEYS_A_REQUEST] for start in range(0, KEYS, KEYS_A_REQUEST)]
+    return lambda: [catalog.used(part, 10_000) for part in parts]
+
+
+def catalog_ranks() -> Work:
+    keys = keys_of(ROWS)
+    catalog = catalog_of(keys)
+    parts = [keys[start : start + KEYS_A_REQUEST] for start in range(0, KEYS, KEYS_A_REQUEST)]
+    return lambda: [catalog.rank(part, 10_000) for part in parts]
+
+
+def catalog_evictions() -> Work:
+    """Return stores of keys that are not there, each in place of another."""
+    catalog = catalog_of(keys_of(ROWS))
+    sets = [keys_of(KEYS, seed) for seed in range(2, 5 + ROWS // KEYS)]
+
+    def work() -> None:
+        keys = sets.pop(0)
+        sets.append(keys)
+        for start in range(0, KEYS, KEYS_A_REQUEST):
+            part = keys[start : start + KEYS_A_REQUEST]
+            first = catalog.next_sequences(len(part), 1)
+            with catalog.in_use(part):
+                for place, slot in enumerate(catalog.evict(len(part), part)):
+                    catalog.stored(part[place], slot, first + place, 1)
+
+    return work
+
+
 def footers_written() -> Work:
     page = memoryview(bytearray(FOOTER_BYTES))
     return each(lambda key: write_footer(page, Footer(key, 1 << 20, 7, bytes(32))))
@@ -251,6 +293,9 @@ CASES: dict[str, Case] = {
     "fs index: stored": Case(index_stores),
     "fs index: used": Case(index_uses),
     "fs index: probe": Case(index_probes),
+    "fs catalog: used": Case(catalog_uses),
+    "fs catalog: rank": Case(catalog_ranks),
+    "fs catalog: evict and store": Case(catalog_evictions),
     "fs footer: write": Case(footers_written),
     "fs footer: read": Case(footers_read),
     "fs checksum, 64 KiB": Case(lambda: checksums(64 << 10), 1),

@@ -16,6 +16,7 @@ import time
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.engine.ledger import Ledger, LedgerLimits
+from kvtier.engine.requests import Request
 from kvtier.engine.tier import TierSpec
 from kvtier.policies import policy_class
 from kvtier.runner.messages import Found, pack_keys
@@ -53,7 +54,7 @@ def measure(case: str, chunks: int, policy: str) -> None:
 
 def enter(ledger: Ledger, keys: list[OffloadKey], case: str) -> None:
     if "primary" in case:
-        request = ledger.new_request("r")
+        request = Request("r")
         plan = ledger.prepare_store(keys, request)
         assert plan is not None
         ledger.complete_store(plan.keys, request)

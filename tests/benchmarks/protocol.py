@@ -28,14 +28,13 @@ from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import Action, Cascade, Delete, Finished, Found, Promote, Scanned, pack_keys
 from kvtier.tools.bench.commands import (
     DEFAULT_ROUNDS,
-    JsonOption,
-    PlotOption,
     RoundsOption,
-    check_outputs,
     numbers,
     run_bench,
 )
 from kvtier.tools.bench.figures import Pair, Row, Setting, Side, interleaved, row_of, steps_of
+from kvtier.tools.commands import JsonOption, PlotOption
+from kvtier.tools.outputs import check_outputs
 
 ROWS = 65_536
 KEYS_A_REQUEST = 32

@@ -21,7 +21,7 @@ from kvtier.engine.steps import Inside
 from kvtier.policies import LRU
 from kvtier.testing import virtual_time
 from kvtier.testing.simulation.audit import audit, audit_quiet
-from kvtier.testing.simulation.books import chunk_of
+from kvtier.testing.simulation.witness import chunk_of
 from kvtier.tools.replay.study import measure, policy_hits
 from kvtier.tools.replay.traces import Request
 from kvtier.tools.replay.workload import Workload, generate

@@ -64,7 +64,7 @@ class Steps:
         begun = time.thread_time()
         self.ledger.begin_step(time.monotonic())
         for number, (old, new) in enumerate(work):
-            request = self.ledger.new_request(str(number), matchers, NO_TIER)  # Nothing is promoted.
+            request = Request(str(number), matchers, NO_TIER)  # Nothing is promoted.
             found = [key for key in old if self.ledger.lookup(key, request) is LookupResult.HIT]
             self.ledger.touch(found, request)
             self.ledger.prepare_load(found, request)

@@ -5,10 +5,10 @@ import asyncio
 import pytest
 
 from kvtier.backend.keys import make_offload_key
-from kvtier.engine.breaker import BreakerState
 from kvtier.engine.ledger import LookupResult
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.steps import StepManager
+from kvtier.engine.tier import BreakerState
 from kvtier.errors import EngineClosed
 from tests.engine.kit import FAULTY, PATIENCE_S, at_rest, chunk, describe, found, key, ledger_in, put, settled, until
 

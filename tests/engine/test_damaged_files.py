@@ -71,7 +71,7 @@ async def test_damaged_files_are_misses_that_the_metrics_tell_by_their_kind(
     def told() -> bool:
         page = generate_latest(engine.metrics).decode()
         return all(
-            f'kvtier_tier_noted_total{{tier="disk",what="{noted}"}} 1.0' in page for _, noted in DAMAGES.values()
+            f'kvtier_tier_reported_total{{tier="disk",what="{noted}"}} 1.0' in page for _, noted in DAMAGES.values()
         )
 
     await until(told, engine)

@@ -12,13 +12,20 @@ STORED, REMOVED, FAILED = (
 def test_events_are_taken_once_and_in_order() -> None:
     log = EventLog(events_max=10)
     for event in (STORED, REMOVED, FAILED):
-        log.add(event)
+        log.add(*event)
     assert log.take() == [STORED, REMOVED, FAILED]
     assert log.take() == []
+
+
+def test_of_no_keys_there_is_no_event_and_nothing_is_kept_for_nobody() -> None:
+    log, off = EventLog(events_max=2), EventLog()
+    log.add(EventKind.STORED, "cpu", [])
+    off.add(*STORED)
+    assert (log.take(), off.take(), off.dropped) == ([], [], 0)
 
 
 def test_beyond_its_limit_the_oldest_go_and_are_counted() -> None:
     log = EventLog(events_max=2)
     for event in (STORED, REMOVED, FAILED):
-        log.add(event)
+        log.add(*event)
     assert (log.take(), log.dropped) == ([REMOVED, FAILED], 1)

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
-from kvtier.engine.hits import StepHits
 from kvtier.engine.primary import Primary
-from kvtier.engine.requests import Leases, Request
+from kvtier.engine.requests import Leases, Request, StepHits
 from kvtier.policies import policy_class
 
 ROWS = 3

@@ -2,7 +2,7 @@ import asyncio
 
 import pytest
 
-from kvtier.engine.breaker import Breaker, BreakerState
+from kvtier.engine.tier import Breaker, BreakerState
 from kvtier.runner.tiers import Budget
 
 pytestmark = pytest.mark.virtual_time

@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from kvtier.engine.breaker import BreakerState
 from kvtier.engine.ledger import LookupResult
 from kvtier.engine.steps import StepManager
+from kvtier.engine.tier import BreakerState
 from kvtier.testing.simulation.audit import audit, audit_quiet
 from tests.engine.hung_mount import release, shut
 from tests.engine.kit import FAULTY, PATIENCE_S, at_rest, describe, found, key, ledger_in, put, until

@@ -1,7 +1,7 @@
 import pytest
 from prometheus_client import generate_latest
 
-from kvtier.engine.answers import Event, EventKind, EventLog
+from kvtier.engine.answers import EventKind, EventLog
 from kvtier.engine.metrics import Metrics
 from kvtier.runner.messages import Code, TierUsage
 from tests.engine.ledger.bench import Bench
@@ -119,7 +119,7 @@ def test_a_registry_is_an_engines_own_and_can_be_scraped(engine: Bench) -> None:
 def test_events_that_nobody_took_are_counted(engine: Bench) -> None:
     events = EventLog(2)
     for _ in range(5):
-        events.add(Event(EventKind.STORED, "cpu", ()))
+        events.add(EventKind.STORED, "cpu", engine.keys("a"))
     registry = Metrics(engine.ledger, ROW_BYTES, events).registry
     assert registry.get_sample_value("kvtier_events_dropped_total") == 3
 

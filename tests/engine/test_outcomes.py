@@ -7,7 +7,6 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from kvtier.engine.manager import TieringOffloadingManager
-from kvtier.engine.tier import failures
 from kvtier.errors import BackendUnavailable
 from kvtier.memory.region import Region
 from kvtier.runner.bridge import Bridge
@@ -65,9 +64,9 @@ def outcome(bridge: Bridge, id_: int) -> Finished | Answered:
 def test_a_transfer_of_rows_that_are_not_there_fails_and_the_next_one_works(nothing_left, where, kind, rows):
     with bridge(where) as runner:
         assert not runner.send([kind(1, 0, KEYS, pack_rows(rows))])
-        assert failures(outcome(runner, 1)) == {0: Code.UNAVAILABLE, 1: Code.UNAVAILABLE}
+        assert outcome(runner, 1).failures() == {0: Code.UNAVAILABLE, 1: Code.UNAVAILABLE}
         runner.send([Cascade(2, 0, KEYS, pack_rows([0, 1]))])
-        assert failures(outcome(runner, 2)) == {}
+        assert outcome(runner, 2).failures() == {}
 
 
 @WHERE
@@ -77,9 +76,9 @@ def test_what_concerns_a_tier_that_is_not_there_fails_and_costs_no_other(nothing
         wrong = [Promote(1, 7, KEYS, rows), Cascade(2, 7, KEYS, rows), Probe(3, 7, KEYS), Delete(4, 7, KEYS)]
         runner.send([Acknowledge(7), Rank(7, KEYS), *wrong, Cascade(5, 0, KEYS, rows)])
         for id_ in (1, 2, 4):
-            assert failures(outcome(runner, id_)) == {0: Code.UNAVAILABLE, 1: Code.UNAVAILABLE}
+            assert outcome(runner, id_).failures() == {0: Code.UNAVAILABLE, 1: Code.UNAVAILABLE}
         assert outcome(runner, 3).present == b""
-        assert failures(outcome(runner, 5)) == {}
+        assert outcome(runner, 5).failures() == {}
 
 
 async def test_answers_that_are_no_answers_are_misses(open_engine, runner, tmp_path):

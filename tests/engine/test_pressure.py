@@ -13,8 +13,8 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.testing import virtual_time
 from kvtier.testing.simulation.audit import AuditedManager, audit_quiet
-from kvtier.testing.simulation.books import chunk_of
 from kvtier.testing.simulation.scheduler import Pace, Prompt, Scheduler, Served
+from kvtier.testing.simulation.witness import chunk_of
 from tests.engine.kit import CHUNK_BYTES, describe, key, ledger_in
 
 pytestmark = pytest.mark.virtual_time

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtier.policies import ARC, FIFO, LFU, LRU, S3FIFO, Policy, RowLRU
+from kvtier.policies import ARC, FIFO, LFU, LRU, S3FIFO, LinkedLRU, Policy
 
 CAPACITY = 12
 KEYS = 40
@@ -152,7 +152,7 @@ class FIFOMachine(PolicyMachine):
 
 
 class LRUMachine(PolicyMachine):
-    types = (LRU, NaiveLRU, lambda _: RowLRU(KEYS))  # Of rows there are as many as there are numbers.
+    types = (LRU, NaiveLRU, lambda _: LinkedLRU(KEYS))  # Of rows there are as many as there are numbers.
 
 
 class ARCMachine(PolicyMachine):

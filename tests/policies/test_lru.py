@@ -1,6 +1,6 @@
 import pytest
 
-from kvtier.policies import LRU, Policy, RowLRU
+from kvtier.policies import LRU, LinkedLRU, Policy
 
 
 def none_kept(key: int) -> bool:
@@ -32,13 +32,38 @@ def test_what_is_kept_is_not_renewed_when_no_room_could_be_made() -> None:
     ("after", "order"), [(0, [2, 1, 5, 4, 3, 0]), (1, [2, 5, 4, 3, 1, 0]), (2, [5, 4, 3, 2, 1, 0])]
 )
 def test_what_continues_a_row_goes_just_before_it(after, order) -> None:
-    policy = RowLRU(6)
+    policy = LinkedLRU(6)
     policy.insert([0, 1, 2])
     policy.insert([3, 4, 5], after)
     assert policy.evict(6, none_kept) == order
 
 
-@pytest.mark.parametrize("make", [LRU[int], RowLRU])
+@pytest.mark.parametrize("there", [[], [0], [0, 1, 2]])
+def test_an_order_of_numbers_that_grows_stays_as_it_was(there: list[int]) -> None:
+    policy = LinkedLRU(0)
+    policy.grow(3)
+    policy.insert(there)
+    policy.grow(6)
+    policy.insert([3, 4, 5])
+    assert policy.evict(3 + len(there), none_kept) == [*reversed(there), 5, 4, 3]
+
+
+@pytest.mark.parametrize("there", [[], [0], [0, 1, 2]])
+def test_what_is_older_than_all_goes_first(there: list[int]) -> None:
+    policy = LinkedLRU(6)
+    policy.insert(there)
+    policy.insert_coldest([3, 4, 5])
+    assert policy.evict(3 + len(there), none_kept) == [5, 4, 3, *reversed(there)]
+
+
+def test_what_moves_to_another_number_is_renewed() -> None:
+    policy = LinkedLRU(4)
+    policy.insert([0, 1, 2])
+    policy.move(2, 3)
+    assert policy.evict(3, none_kept) == [1, 0, 3]
+
+
+@pytest.mark.parametrize("make", [LRU[int], LinkedLRU])
 @pytest.mark.parametrize(
     ("touched", "order"),
     [

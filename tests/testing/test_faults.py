@@ -286,6 +286,8 @@ async def test_a_faulty_tier_is_opened_by_configuration(lender):
         ({"inner": {"type": "dummy"}, "script": {"load": ["no_space"]}}, "script"),
         ({"inner": {"type": "dummy"}, "script": {"lode": ["hang"]}}, "script"),
         ({"inner": {"type": "dummy"}, "script": {"load": ["hung"]}}, r"script\.load"),
+        ({"inner": {"type": "dummy"}, "seed": 1 << 63}, "seed"),
+        ({"inner": {"type": "dummy"}, "seed": -(1 << 63) - 1}, "seed"),
     ],
 )
 def test_a_mistake_in_the_configuration_is_named(given, path):
@@ -296,3 +298,9 @@ def test_a_mistake_in_the_configuration_is_named(given, path):
 def test_a_script_takes_only_faults_of_its_operation(faulty):
     with pytest.raises(ValueError, match="'corrupt' is no fault of a store"):
         faulty.script("store", "corrupt")
+
+
+@pytest.mark.parametrize("seed", [1 << 63, -(1 << 63) - 1])
+def test_a_seed_that_could_not_travel_to_another_process_is_refused_with_what_can(seed):
+    with pytest.raises(ConfigError, match=rf"^tiers\.seed: .*{'<=' if seed > 0 else '>='}|at most|at least"):
+        decode(backend_class(TYPE).options_type, {"inner": {"type": "dummy"}, "seed": seed}, "tiers")

@@ -1,5 +1,6 @@
 """Simulated engines: a fixed number of seeds keep every promise, a seed is one story, and broken engines are caught."""
 
+import json
 import logging
 import os
 import subprocess
@@ -9,11 +10,11 @@ import pytest
 
 from kvtier.engine.inbox import Inbox
 from kvtier.engine.ledger import Ledger
+from kvtier.engine.outbox import Transfers
 from kvtier.engine.primary import Primary
 from kvtier.engine.tier import Tier
-from kvtier.engine.transfers import Transfers
 from kvtier.testing.simulation import SimulationFailed, Subject, simulate
-from kvtier.testing.simulation.many import run_seeds
+from kvtier.testing.simulation.world import run_seeds
 from kvtier_backends.dummy import DummyBackend
 
 BATCHES = [range(10), *(pytest.param(batch, marks=pytest.mark.outside) for batch in (range(10, 55), range(55, 100)))]
@@ -169,3 +170,20 @@ def test_a_process_that_is_lost_with_its_seeds_is_said_in_one_sentence():
     assert ran.returncode == 3
     assert "A process that ran seeds was killed, or crashed" in ran.stderr
     assert "Traceback" not in ran.stderr + ran.stdout
+
+
+@pytest.mark.usefixtures("outside")
+def test_figures_for_standard_output_go_there_alone_and_the_table_to_standard_error(tmp_path):
+    command = [sys.executable, "-m", "kvtier.testing.simulation", "--seeds", "1", "--jobs", "1", "--json", "-"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert json.loads(ran.stdout)["seeds"] == 1
+    assert "seeds a minute" in ran.stderr
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.usefixtures("outside")
+def test_figures_that_cannot_be_written_are_refused_before_a_seed_is_run(tmp_path):
+    command = [sys.executable, "-m", "kvtier.testing.simulation", "--seeds", "1", "--json", f"{tmp_path}/absent/out"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert "--json" in ran.stderr

@@ -45,6 +45,18 @@ def test_the_table_shows_each_policy_at_each_size(trace: str, capsys: pytest.Cap
     assert shown.err == ""
 
 
+def test_ratios_for_standard_output_go_there_alone_and_the_table_to_standard_error(
+    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(os.listdir(tmp_path))
+    assert run("policies", trace, "--policies", "lru", "--sizes", "0.5", "--json", "-") == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out).keys() == {"lru"}
+    assert "Hit ratios, trace.jsonl.gz" in shown.err
+    assert sorted(os.listdir(tmp_path)) == before
+
+
 def test_the_json_has_the_studys_ratios_under_the_names_that_were_given(trace: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     assert run("policies", trace, "--policies", "lru, arc,opt,lru", "--sizes", "0.30,0.5,.5", "--json", str(out)) == 0
@@ -157,7 +169,7 @@ def test_without_matplotlib_a_picture_is_refused_with_the_remedy(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.delitem(sys.modules, "kvtier.tools.replay.pictures", raising=False)
+    monkeypatch.delitem(sys.modules, "kvtier.tools.pictures", raising=False)
     assert run("policies", trace, "--plot", str(tmp_path / "curve.png")) == 2
     assert "pip install 'kvtier[report]'" in capsys.readouterr().err
 

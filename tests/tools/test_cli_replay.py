@@ -93,6 +93,29 @@ def test_without_a_configuration_a_trace_goes_through_memory_and_files_and_leave
     assert os.listdir(temporary) == []
 
 
+def test_a_report_for_standard_output_goes_there_alone_and_the_tables_to_standard_error(
+    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = config_file(tmp_path)
+    before = sorted(os.listdir(tmp_path))
+    assert run("replay", trace, "--config", config, "--json", "-") == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["requests"] == 60
+    assert "replayed 60 requests" in shown.err
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_picture_for_standard_output_is_refused_and_no_file_is_named_after_it(
+    trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = sorted(os.listdir(tmp_path))
+    assert run("replay", trace, "--plot", "-") == 2
+    assert "--plot -: expected a name that ends in one of" in capsys.readouterr().err
+    assert sorted(os.listdir(tmp_path)) == before
+
+
 @pytest.mark.usefixtures("outside")
 def test_in_a_directory_of_ones_own_chunks_stay_and_are_found_again(trace: str, tmp_path: Path) -> None:
     tier, out = tmp_path / "tier", tmp_path / "out.json"

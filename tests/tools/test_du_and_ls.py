@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.testing.conformance.lender import key_of, keys_of
-from kvtier_backends.fs.disk.attempts import Writer, attempt_name
+from kvtier_backends.fs.disk.temporaries import Writer, temporary_name
 
 DAY_S = 86_400
 
@@ -27,7 +27,7 @@ def test_du_counts_blocks_and_no_holes(store, run_json, root: Path, layout: str)
     """Whatever name a file of holes has: a chunk's, a segment's, an unfinished one's."""
     (path, *_) = store(keys_of(2), layout=layout)
     before = run_json("du", root)
-    for name in ("a" * 64 + ".bin", "00000077.seg", attempt_name(Writer("00000000", 1, 1))):
+    for name in ("a" * 64 + ".bin", "00000077.seg", temporary_name(Writer("00000000", 1, 1))):
         path.with_name(name).touch()
         os.truncate(path.with_name(name), 1 << 40)
     after = run_json("du", root)
@@ -64,8 +64,8 @@ def test_du_counts_each_namespaces_chunks_and_blocks(store, run_json, root: Path
 def test_du_tells_what_is_under_way_from_what_was_left_behind(store, run_json, root: Path) -> None:
     (path,) = store([key_of(0)])
     here = Writer.this_process()
-    (path.parent / attempt_name(here)).write_bytes(bytes(4_096))
-    (path.parent / attempt_name(here._replace(started=1))).write_bytes(bytes(4_096))
+    (path.parent / temporary_name(here)).write_bytes(bytes(4_096))
+    (path.parent / temporary_name(here._replace(started=1))).write_bytes(bytes(4_096))
     vllms = path.with_name(f"{path.name}_123.tmp")
     vllms.write_bytes(b"")
     report = run_json("du", root)

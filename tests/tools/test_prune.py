@@ -14,7 +14,7 @@ from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier.tools.cli import main
 from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.directory.files import FsContents
-from kvtier_backends.fs.disk.attempts import Writer, attempt_name
+from kvtier_backends.fs.disk.temporaries import Writer, temporary_name
 
 DAY_S = 86_400
 CHUNK_BYTES = 12_288
@@ -76,7 +76,7 @@ def test_corrupt_chunks_go(store, run_json, root: Path) -> None:
 
 def test_a_namespace_goes_as_a_whole_and_others_stay(store, run_json, root: Path) -> None:
     ours, theirs = store(keys_of(3)), store(keys_of(2), model="other")
-    (theirs[0].parent / attempt_name(Writer.this_process()._replace(started=1))).write_bytes(b"left")
+    (theirs[0].parent / temporary_name(Writer.this_process()._replace(started=1))).write_bytes(b"left")
     report = run_json("prune", root, "--namespace", namespace_of(theirs[0], root), "--yes")
     assert report["files"] == 3
     assert left(ours) == [True] * 3
@@ -94,7 +94,7 @@ def test_rules_are_of_one_namespace_if_one_is_named(store, run_json, root: Path)
 def test_leftovers_go_and_what_is_under_way_stays(store, run_json, root: Path) -> None:
     (path,) = store([key_of(0)])
     here = Writer.this_process()
-    live, dead = (path.parent / attempt_name(writer) for writer in (here, here._replace(started=1)))
+    live, dead = (path.parent / temporary_name(writer) for writer in (here, here._replace(started=1)))
     old = path.with_name(f"{path.name}_123.tmp")
     young = path.with_name(f"{path.name}_456.tmp")
     folder = next(folder for folder in root.iterdir() if (folder / "config.json").exists())

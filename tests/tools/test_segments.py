@@ -136,6 +136,42 @@ def test_prune_goes_on_after_a_segment_of_a_live_engine(
     assert not any(path.exists() for path in of_nobody)
 
 
+@pytest.mark.parametrize("option", ["--corrupt", "--leftovers"])
+def test_a_segment_with_a_damaged_first_page_goes_when_its_engine_has_gone(
+    root: Path, capsys: pytest.CaptureFixture[str], run: Callable[..., tuple[int, str]], option: str
+) -> None:
+    async def work() -> None:
+        context = TierContext("0:fs", FileMapper(Namespace(model_name="org/model")), ROW_BYTES)
+        tier = await FsBackend.open(options(root), context)
+        lender = Lender(ROW_BYTES)
+        await lender.keep(tier, keys_of(3))
+        (segment,) = root.glob("*_segments/*.seg")
+        overwrite(segment, 40, b"?")
+        with pytest.raises(SystemExit) as end:
+            await asyncio.to_thread(main, ["prune", str(root), option, "--yes"])
+        assert end.value.code == 1
+        assert "an engine is writing to it" in capsys.readouterr().err
+        assert await lender.recall(tier, keys_of(3)) == [label(key) for key in keys_of(3)]
+        assert await tier.aclose(10) == (0,)
+
+    asyncio.run(work())
+    assert run("verify", root)[0] == 1
+    status, out = run("prune", root, option, "--yes", "--json")
+    assert (status, json.loads(out)["files"]) == (0, 1)
+    assert run("verify", root)[0] == 0
+    assert not list(root.glob("*_segments/*.seg"))
+
+
+def test_a_segment_of_a_later_format_is_not_corrupt(
+    root: Path, store: Callable[..., list[Path]], run: Callable[..., tuple[int, str]]
+) -> None:
+    (segment,) = store(keys_of(2), layout="segments")
+    overwrite(segment, 8, (2).to_bytes(4, "little"))
+    assert run("verify", root)[0] == 0
+    assert run("prune", root, "--corrupt", "--yes")[0] == 0
+    assert segment.exists()
+
+
 def test_a_slot_that_is_written_to_while_verify_reads_it_is_not_corrupt(
     root: Path, store: Callable[..., list[Path]], run: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -96,7 +96,7 @@ def test_a_full_disk(llama, mounted):
             assert tokens(engine.answer(asked)) == expected
             engine.settle()
         ends_at = time.monotonic() + 30.0
-        while not engine.ledger.tiers[0].counters.noted.get("disk_full"):  # Told once a second.
+        while not engine.ledger.tiers[0].counters.reported.get("disk_full"):  # Told once a second.
             assert time.monotonic() < ends_at
             assert tokens(engine.answer(asked)) == expected
 

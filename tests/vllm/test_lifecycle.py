@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.integrations.vllm.versions import require_known_version
+from kvtier.integrations.vllm import require_known_version
 from tests.vllm.engines import PROMPT_HITS, Engine, fill, hits, kvtier, prompts, right, tokens
 from tests.vllm.leftovers import leftovers, runners, wait_until_gone
 

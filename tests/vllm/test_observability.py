@@ -20,8 +20,7 @@ from kvtier.engine.ledger import ledger_of
 from kvtier.engine.metrics import Metrics
 from kvtier.engine.tier import Tier, TierSpec
 from kvtier.integrations.vllm import KVTierOffloadingSpec
-from kvtier.integrations.vllm.logs import Summary, log_as_vllm
-from kvtier.integrations.vllm.stats import TransferTimes, metric_definitions
+from kvtier.integrations.vllm.stats import Summary, TransferTimes, log_as_vllm, metric_definitions
 from kvtier.runner.wire import LOGGERS
 from tests.vllm.engines import Engine, fill, kvtier, prompts
 
@@ -221,7 +220,7 @@ def test_kvtiers_log_comes_in_vllms_form_and_a_line_says_how_it_goes(written, di
     (_, found_first), (_, found_then) = re.findall(started, written)
     assert (found_first, found_then) == ("0", "62")
     assert len({pid for pid, _ in re.findall(started, written)}) == 2  # Each runner's process has its own.
-    lines = re.findall(rf"INFO {TIME} \[logs.py:\d+\] kvtier: (.*)", written)
+    lines = re.findall(rf"INFO {TIME} \[stats.py:\d+\] kvtier: (.*)", written)
     assert any(line.startswith("hit ratio 100.0%, loaded 0.00 GiB") for line in lines), lines
     assert all("% full, 0:fs holds 0.0" in line for line in lines), lines
     assert not re.search(r"^(WARNING|INFO|ERROR):kvtier", written, re.MULTILINE)

@@ -340,7 +340,7 @@ def test_everything_declared_is_counted_and_nothing_else():
     assert counted["kvtier_tier_reserved_bytes", ("kvtier:fs",)] == 20
     assert counted["kvtier_tier_capacity_bytes", ("kvtier:fs",)] == 100
     assert counted["kvtier_tier_misses", ("kvtier:fs",)] == 1
-    assert counted["kvtier_tier_noted", ("kvtier:fs", "evicted")] == 3
+    assert counted["kvtier_tier_reported", ("kvtier:fs", "evicted")] == 3
     assert counted["kvtier_transfer_seconds", ("kvtier:fs", "load")] == [0.25]
     assert counted["kvtier_transfer_seconds", ("kvtier:fs", "store")] == [0.25] * 2
     assert counted["kvtier_transfer_seconds", ("kvtier:fs", "probe")] == [0.1]

@@ -7,17 +7,14 @@ never sleeps, and costs a copy and a checksum.
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Self
 
 import msgspec
 from xxhash import xxh3_64_intdigest
 
 from kvtier.backend import (
-    INVENTORY_BATCH_KEYS,
     Abandoned,
-    Added,
     Backend,
     Calls,
     ChunkCorrupt,
@@ -25,8 +22,10 @@ from kvtier.backend import (
     Count,
     Durability,
     Duration,
+    FileMapper,
     Fit,
     InventoryEvent,
+    InventoryQueue,
     NoSpace,
     Occupancy,
     OffloadKey,
@@ -34,8 +33,6 @@ from kvtier.backend import (
     Outcome,
     PositiveSize,
     Read,
-    Removed,
-    ScanDone,
     Share,
     Size,
     TierContext,
@@ -44,65 +41,6 @@ from kvtier.backend import (
     make_offload_key,
 )
 from kvtier_backends.dummy.store import Device, WriteBudget, open_store
-
-
-class Report:
-    """One consumer's view. Remembers losses only while somebody watches, or they would pile up."""
-
-    def __init__(self, holds: Callable[[OffloadKey], bool], *, complete: bool) -> None:
-        self._holds = holds
-        self._complete = complete
-        self._watched = self._ended = False
-        self._lost: dict[OffloadKey, None] = {}
-        self._changed = asyncio.Event()
-
-    def lose(self, key: OffloadKey) -> None:
-        if self._watched:
-            self._lost[key] = None
-            self._changed.set()
-
-    def end(self) -> None:
-        """End the consumer's iteration; idempotent."""
-        self._ended = True
-        self._changed.set()
-
-    async def watch(self, keys: Callable[[], Sequence[OffloadKey]]) -> AsyncIterator[InventoryEvent]:
-        """Yield what is there, then that this was all, then what goes; each is true when it is yielded."""
-        assert not self._watched, "one consumer"
-        self._watched = True
-        try:
-            for batch in _batches(keys()):
-                present = [key for key in batch if self._holds(key)]
-                if present and not self._ended:
-                    yield Added(present)
-            if not self._ended:
-                yield ScanDone(self._complete)
-            while not self._ended:
-                gone = self._take_lost()
-                if gone:
-                    yield Removed(gone)
-                else:
-                    self._changed.clear()
-                    await self._changed.wait()
-        finally:
-            self._watched = False
-            self._lost.clear()
-
-    def _take_lost(self) -> list[OffloadKey]:
-        gone: list[OffloadKey] = []
-        while self._lost and len(gone) < INVENTORY_BATCH_KEYS:
-            key = next(iter(self._lost))
-            del self._lost[key]
-            if not self._holds(key):  # Else it was stored again.
-                gone.append(key)
-        return gone
-
-
-def _batches(keys: Sequence[OffloadKey]) -> Iterator[list[OffloadKey]]:
-    rest = iter(keys)
-    while batch := list(islice(rest, INVENTORY_BATCH_KEYS)):
-        yield batch
-
 
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # As far as it travels to another process.
@@ -126,6 +64,20 @@ class DummyOptions(Options, frozen=True, kw_only=True):
     seed: Seed = 0  # Of failures and corruption, together with the tier's name.
 
 
+class Held:
+    """The keys of one namespace in a store."""
+
+    def __init__(self, mapper: FileMapper, chunks: Mapping[str, object]) -> None:
+        self._mapper = mapper
+        self._chunks = chunks
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return self._mapper.name(key) in self._chunks
+
+    def __iter__(self) -> Iterator[OffloadKey]:
+        return (key for key in map(self._mapper.key, self._chunks) if key is not None)
+
+
 class DummyBackend(Backend[DummyOptions]):
     """A tier in memory with a device's speed and faults. Offers `Inventory` and `Measured`."""
 
@@ -147,8 +99,10 @@ class DummyBackend(Backend[DummyOptions]):
         self._write_budget = None if budget_bytes is None else WriteBudget(budget_bytes, context.row_bytes)
         self._calls = Calls(context.name)
         self._fit = Fit(context.row_bytes)
-        self._report = Report(self._holds, complete=not options.shared)
         self._store = open_store(options.store, options.capacity_bytes)
+        self._held = Held(context.mapper, self._store.chunks)
+        self._inventory = InventoryQueue(self._held)
+        self._inventory.scan_ended(complete=not options.shared)
         namespace = context.mapper.name(make_offload_key(b""))  # The one name that stands for all names beside it.
         self._store.enter(namespace, self._lost, shared=options.shared)
 
@@ -160,7 +114,7 @@ class DummyBackend(Backend[DummyOptions]):
         with self._calls.one():
             await self._take_time([0])
             fitting = set(self._fit.keys(keys))
-            return [key in fitting and self._holds(key) for key in keys]
+            return [key in fitting and key in self._held for key in keys]
 
     async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
         with self._calls.one():
@@ -233,13 +187,13 @@ class DummyBackend(Backend[DummyOptions]):
                 self._store.delete(self._context.mapper.name(key))
 
     async def aclose(self, deadline_s: float) -> Abandoned:
-        self._report.end()
+        self._inventory.close()
         abandoned = await self._calls.close(deadline_s)
         self._store.leave(self._lost)
         return abandoned
 
     def watch(self) -> AsyncIterator[InventoryEvent]:
-        return self._report.watch(self._keys)
+        return self._inventory.watch()
 
     def rank(self, keys: Sequence[OffloadKey]) -> None:
         """See `Ranked`."""
@@ -248,17 +202,10 @@ class DummyBackend(Backend[DummyOptions]):
     def occupancy(self) -> Occupancy:
         return Occupancy(len(self._store.chunks), self._store.used_bytes, self._store.capacity_bytes)
 
-    def _holds(self, key: OffloadKey) -> bool:
-        return self._context.mapper.name(key) in self._store.chunks
-
-    def _keys(self) -> list[OffloadKey]:
-        keys = map(self._context.mapper.key, self._store.chunks)
-        return [key for key in keys if key is not None]
-
     def _lost(self, name: str) -> None:
         key = self._context.mapper.key(name)
         if key is not None:  # Else another namespace's.
-            self._report.lose(key)
+            self._inventory.lost(key)
 
     async def _take_time(self, sizes_bytes: Iterable[int], *, storing: bool = False) -> None:
         """Wait until the device has done transfers of these sizes; its time is spent even if we are cancelled."""

@@ -1,11 +1,8 @@
 """A tier on a file system, the asynchronous shell: it checks what is asked, and has a layout do it."""
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
-from typing import Self
-
-import aiofiles.os
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any, Self
 
 from kvtier.backend import (
     Abandoned,
@@ -15,7 +12,6 @@ from kvtier.backend import (
     FileMapper,
     Fit,
     InventoryEvent,
-    Lanes,
     Occupancy,
     OffloadKey,
     Outcome,
@@ -25,17 +21,15 @@ from kvtier.backend import (
 )
 from kvtier.errors import BackendClosed, BackendUnavailable, ConfigError
 from kvtier.memory import require_file_bytes
-from kvtier_backends.fs.counters import FsCounters, Tally, by_name
-from kvtier_backends.fs.disk.beside import Books, open_books
+from kvtier_backends.fs.counters import FsCounters, by_name
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
-from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.files.layout import FilesLayout
-from kvtier_backends.fs.layout import Layout
-from kvtier_backends.fs.options import FilesOptions, FsOptions, LayoutOptions
+from kvtier_backends.fs.layout import Layout, OpenTier, open_tier
+from kvtier_backends.fs.options import FsOptions, LayoutOptions
 from kvtier_backends.fs.segments.layout import SegmentsLayout
 from kvtier_backends.fs.segments.segment import HEADER_BYTES
 
-_open = aiofiles.os.wrap(open_books)
+LAYOUTS: dict[str, Callable[[OpenTier[Any]], Layout]] = {"files": FilesLayout, "segments": SegmentsLayout}
 
 
 class FsBackend(Backend[FsOptions]):
@@ -52,43 +46,27 @@ class FsBackend(Backend[FsOptions]):
         """
         chosen = options.chosen()
         _require_room_for_a_chunk(chosen, context.row_bytes)
-        context = context._replace(mapper=FileMapper(context.mapper.namespace, chosen.naming))
-        folder = Folder(chosen, context.mapper)
-        tally = Tally()
-        scan_lane = Lanes(1, f"kvtier-{context.name}-scan")
+        mapper = FileMapper(context.mapper.namespace, chosen.naming)
+        tier = await open_tier(chosen, context._replace(mapper=mapper))
         try:
-            books = await _open(folder, context, chosen, executor=scan_lane)
-            return cls(chosen, context, folder, books, tally, scan_lane)
+            return cls(tier)
         except BaseException:
-            scan_lane.submit(folder.close)  # When the lane comes to it: a cancelled call's thread may still be at it.
-            scan_lane.shutdown(wait=False)
+            tier.let_go()
             raise
 
-    def __init__(
-        self,
-        options: LayoutOptions,
-        context: TierContext,
-        folder: Folder,
-        books: Books,
-        tally: Tally,
-        scan_lane: Lanes,
-    ) -> None:
+    def __init__(self, tier: OpenTier[LayoutOptions]) -> None:
         """Use `open` instead."""
-        if options.fsync:
+        if tier.options.fsync:
             self.durability = Durability.POWER
-        self._name = context.name
-        self._options = options
-        self._stores = Calls(context.name)
-        self._folder = folder
-        self._tally = tally
-        if options.io == "auto" and not folder.direct:
-            tally.count("buffered_fallback")
-        self._books = books
-        self._layout = _layout(options, context, folder, books, tally, scan_lane)
-        self._fit = Fit(context.row_bytes, self._layout.key_bytes_max)
+        if tier.options.io == "auto" and not tier.root.direct:
+            tier.counters.count("buffered_fallback")
+        self._tier = tier
+        self._name = tier.context.name
+        self._stores = Calls(self._name)
+        self._layout = LAYOUTS[tier.options.layout](tier)
+        self._fit = Fit(tier.context.row_bytes, self._layout.key_bytes_max)
         self._closed = False
-        self._news = asyncio.Event()  # Something for the inventory's consumer, or the end.
-        self._layout.begin(self._news.set)
+        self._layout.begin()
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         self._check_open()
@@ -108,28 +86,18 @@ class FsBackend(Backend[FsOptions]):
 
     async def aclose(self, deadline_s: float) -> Abandoned:
         self._closed = True
-        self._news.set()
+        self._layout.inventory.close()
         ends_at = time.monotonic() + deadline_s
         await self._stores.close(deadline_s)  # A store may need several hops, and the first look to be over.
         left = await self._layout.aclose(ends_at)
         if not left.transfers + left.others:
-            self._books.close()
-            self._folder.close()
+            self._tier.root.close()
         await self._layout.ended()
         return Abandoned(left.transfers)
 
-    async def watch(self) -> AsyncIterator[InventoryEvent]:
+    def watch(self) -> AsyncIterator[InventoryEvent]:
         """See `Inventory`. A chunk that a cancelled call has stored or deleted is reported, too."""
-        consumer = self._layout.news.begin()
-        try:
-            while not self._closed:
-                if (event := self._layout.news.next_event()) is not None:
-                    yield event
-                else:
-                    self._news.clear()
-                    await self._news.wait()
-        finally:
-            self._layout.news.end(consumer)
+        return self._layout.inventory.watch()
 
     def occupancy(self) -> Occupancy:
         """See `Measured`. While the directory is being scanned, it covers what was found so far."""
@@ -141,11 +109,11 @@ class FsBackend(Backend[FsOptions]):
 
     def counts(self) -> dict[str, int]:
         """See `Counted`."""
-        return by_name(self._tally.totals())
+        return by_name(self._tier.counters.totals())
 
     def description(self) -> dict[str, str]:
         """See `Described`."""
-        options = self._options
+        options = self._tier.options
         about = {"root": options.root, "layout": options.layout}
         if options.layout == "files":
             about["naming"] = options.naming
@@ -157,7 +125,7 @@ class FsBackend(Backend[FsOptions]):
 
     def counters(self) -> FsCounters:
         """Return what was counted since the tier was opened."""
-        return self._tally.totals()
+        return self._tier.counters.totals()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -173,14 +141,6 @@ class FsBackend(Backend[FsOptions]):
         if outcomes and gone == len(outcomes):
             raise BackendUnavailable(f"{self._name}: the file system is away: {outcomes[-1]}") from outcomes[-1]
         return outcomes
-
-
-def _layout(
-    options: LayoutOptions, context: TierContext, folder: Folder, books: Books, tally: Tally, scan_lane: Lanes
-) -> Layout:
-    if isinstance(options, FilesOptions):
-        return FilesLayout(options, context, folder, books, tally, scan_lane)
-    return SegmentsLayout(options, context, folder, books, tally, scan_lane)
 
 
 def _require_room_for_a_chunk(options: LayoutOptions, row_bytes: int) -> None:

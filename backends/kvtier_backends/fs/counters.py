@@ -1,4 +1,4 @@
-"""What the tier saw that a user should hear of, counted where it is seen."""
+"""The tier's own counters: what a user should hear of, counted where it is seen."""
 
 import threading
 from collections import Counter
@@ -42,7 +42,7 @@ def by_name(counters: FsCounters) -> dict[str, int]:
     return totals | {f"{name}_{kind}": total for name, by in kinds.items() for kind, total in by.items()}
 
 
-class Tally:
+class Counters:
     """Counts on behalf of any thread."""
 
     def __init__(self) -> None:

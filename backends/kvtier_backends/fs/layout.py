@@ -5,11 +5,105 @@ folder, the footer and its verification, the capacity, the counters) is the same
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from kvtier.backend import Occupancy, OffloadKey, Outcome, Read, Write
-from kvtier_backends.fs.disk.news import News
+import aiofiles.os
+
+from kvtier.backend import InventoryQueue, Occupancy, OffloadKey, Outcome, Read, TierContext, Write, in_thread
+from kvtier.errors import NoSpace
+from kvtier.policies import LRU, Policy, policy_class
+from kvtier_backends.fs.counters import Counters
+from kvtier_backends.fs.disk.capacity import Capacity
+from kvtier_backends.fs.disk.lanes import TierLanes, start_lanes
+from kvtier_backends.fs.disk.quarantine import Cleared
+from kvtier_backends.fs.disk.root import Folder
+from kvtier_backends.fs.options import LayoutOptions
+
+OptionsT = TypeVar("OptionsT", bound=LayoutOptions)
+OptionsT_co = TypeVar("OptionsT_co", bound=LayoutOptions, covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTier(Generic[OptionsT_co]):
+    """What every part of a tier stands on; made once. Belongs to the loop's thread, but for what says otherwise."""
+
+    options: OptionsT_co
+    context: TierContext
+    root: Folder
+    lanes: TierLanes
+    capacity: Capacity
+    counters: Counters = field(default_factory=Counters)
+    clock_ns: Callable[[], int] = time.time_ns
+
+    @property
+    def chunks_most(self) -> int:
+        """How many chunks the tier can have."""
+        size_bytes = self.root.disk.size_bytes
+        return min(self.options.capacity_bytes or size_bytes, size_bytes) // self.context.row_bytes
+
+    def policy(self) -> Policy[OffloadKey] | None:
+        """Return what orders the chunks that may go; None: by last use, which needs no policy of its own."""
+        kind = policy_class(self.options.eviction_policy)
+        return None if kind is LRU else kind(max(1, self.chunks_most))
+
+    async def allowed(self, chunks: int) -> int:
+        """Return as how many of so many chunks the day's write budget has bytes for; they count as written."""
+        budget = self.root.write_budget
+        return chunks if budget is None or not chunks else await budget.take(chunks)
+
+    def refused(self, writes: Sequence[Write], reason: str, why: str) -> list[Outcome]:
+        """Count chunks that are not stored, and return their outcomes."""
+        self.counters.refuse(reason, len(writes))
+        return [NoSpace(f"{write.key.hex()}: {why}") for write in writes]
+
+    async def clear_quarantine(self, wanted_bytes: int, told: Callable[[int], None] = lambda _: None) -> Cleared:
+        """Remove corrupt files that were kept, until so much has gone; the lane tells `told` how much it was."""
+        cleared = [Cleared(0, 0)]
+
+        def clear() -> None:
+            cleared[0] = self.root.quarantine.clear(wanted_bytes)
+            told(cleared[0].freed_bytes)
+
+        try:
+            await in_thread(self.lanes.store, clear)
+        finally:
+            self.counters.count("quarantine_evicted", cleared[0].files)
+            self.capacity.other_bytes -= cleared[0].freed_bytes
+        return cleared[0]
+
+    def let_go(self) -> None:
+        """Give up the root and the threads, when these have done what they are at."""
+        _let_go(self.root, self.lanes)
+
+
+async def open_tier(options: OptionsT, context: TierContext) -> OpenTier[OptionsT]:
+    """Start a tier's threads, and open its root and what is kept beside its chunks.
+
+    Raises what `Folder.open` does; whatever is raised, nothing stays open.
+    """
+    root, lanes = Folder(options, context.mapper), start_lanes(options, context.name)
+    try:
+        await _open(root, context, lanes, executor=lanes.scan)
+    except BaseException:
+        _let_go(root, lanes)
+        raise
+    limit_bytes, min_free_bytes = options.capacity_bytes, options.min_free_bytes
+    capacity = Capacity(root.disk, limit_bytes=limit_bytes, low_water=options.low_water, min_free_bytes=min_free_bytes)
+    return OpenTier(options, context, root, lanes, capacity)
+
+
+@aiofiles.os.wrap
+def _open(root: Folder, context: TierContext, lanes: TierLanes) -> None:
+    root.open()
+    root.open_beside(context.row_bytes, lanes.store)
+
+
+def _let_go(root: Folder, lanes: TierLanes) -> None:
+    lanes.scan.submit(root.close)  # When the lane comes to it: a cancelled call's thread may still be at it.
+    lanes.let_go()
 
 
 class Left(NamedTuple):
@@ -26,7 +120,7 @@ class Layout(Protocol):
     """The longest key whose chunk has a place."""
 
     @property
-    def news(self) -> News: ...
+    def inventory(self) -> InventoryQueue: ...
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]: ...
 
@@ -42,8 +136,8 @@ class Layout(Protocol):
 
     def occupancy(self) -> Occupancy: ...
 
-    def begin(self, changed: Callable[[], None]) -> None:
-        """Start what runs beside the calls; `changed` is called when there is news for the inventory."""
+    def begin(self) -> None:
+        """Start what runs beside the calls."""
         ...
 
     async def aclose(self, ends_at: float) -> Left:
@@ -75,6 +169,11 @@ class Background:
         for task in self._tasks:
             if not task.cancelled():
                 task.result()
+
+
+def left_s(ends_at: float) -> float:
+    """Return how long it is until then, by the monotonic clock; 0 if it is over."""
+    return max(0.0, ends_at - time.monotonic())
 
 
 async def until(event: Awaitable[object], seconds: float) -> bool:

@@ -6,10 +6,9 @@ import msgspec
 from msgspec.structs import asdict, force_setattr
 
 from kvtier.backend import NamingKind
-from kvtier.config import Checked
 from kvtier.errors import ConfigError
 from kvtier.policies import policy_class
-from kvtier.settings import Age, Duration, Path, PositiveSize, Share, Size
+from kvtier.settings import Age, Checked, Duration, Path, PositiveSize, Share, Size
 
 CHECKPOINT_S_MIN = 0.01  # More often, a tier of a million chunks would do nothing but write down its index.
 LANES_MAX = 64  # A device that needs more requests at once than this needs another way of asking, not more threads.
@@ -82,6 +81,7 @@ class SegmentsOptions(DiskOptions, frozen=True, forbid_unknown_fields=True, kw_o
     naming: ClassVar[NamingKind] = "vllm"
     shared: ClassVar[bool] = False
     corrupt: ClassVar[Literal["delete"]] = "delete"
+    low_water: ClassVar[float] = 1.0
 
 
 class FilesOptions(DiskOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):

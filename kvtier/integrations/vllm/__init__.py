@@ -1,13 +1,30 @@
 """kvtier inside vLLM: name this module as `spec_module_path`, or as a secondary tier's `module_path`.
 
-The version is looked at first: with one that is not known the imports below could fail anywhere, or worse, not fail.
+vLLM's offloading interface is young and changes with every release. A version that kvtier was not tried with is refused
+here, in one sentence, before the imports below: with such a version they could fail anywhere, or worse, not fail.
 """
 
-from kvtier.integrations.vllm.versions import require_known_version
+from vllm import __version__
+
+from kvtier.errors import ConfigError
+
+KNOWN_VERSIONS = ("0.32", "0.33")
+
+
+def require_known_version(installed: str = __version__) -> str:
+    """Return a version as "major.minor"; `ConfigError` if it is not one of `KNOWN_VERSIONS`."""
+    found = ".".join(installed.split(".")[:2])
+    if found not in KNOWN_VERSIONS:
+        raise ConfigError(
+            f"kvtier works inside vLLM {' and '.join(KNOWN_VERSIONS)}, and this is vLLM {installed}: install one of"
+            " these, or a kvtier that knows this one"
+        )
+    return found
+
 
 require_known_version()
 
 from kvtier.integrations.vllm.secondary import KVTierSecondaryTier  # noqa: E402
 from kvtier.integrations.vllm.spec import KVTierOffloadingSpec  # noqa: E402
 
-__all__ = ["KVTierOffloadingSpec", "KVTierSecondaryTier"]
+__all__ = ["KNOWN_VERSIONS", "KVTierOffloadingSpec", "KVTierSecondaryTier", "require_known_version"]

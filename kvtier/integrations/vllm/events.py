@@ -1,4 +1,4 @@
-"""Events and facts in vLLM's words: what was stored and removed, and where; what of an engine never changes."""
+"""Events and facts in vLLM's words: what was stored and removed, and where; the labels that never change."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields

@@ -30,8 +30,7 @@ from kvtier.engine.requests import by_position
 from kvtier.engine.steps import Inside, StepManager
 from kvtier.engine.tier import TierMatcher
 from kvtier.integrations.vllm.events import Media, config_info, offloading_events
-from kvtier.integrations.vllm.logs import Summary
-from kvtier.integrations.vllm.stats import Stats, TransferTimes, engine_readings
+from kvtier.integrations.vllm.stats import Stats, Summary, TransferTimes, engine_readings
 
 _RESULTS = {
     Found.MISS: LookupResult.MISS,
@@ -58,8 +57,8 @@ class VllmManager(OffloadingManager):
         self._inside = Inside(engine)
         self._ledger = self._inside.ledger
         self._ready = self._inside.ready
-        self._looking: ReqContext | None = None  # Whose hits these are, while there are any in this step.
-        self._hits: list[OffloadKey] = []
+        self._hits: list[OffloadKey] = []  # The ledger's own list of one request's hits in this step.
+        self._hits_of: ReqContext | None = None  # That request; None while there are no hits.
         self._media = Media(self._ledger.tiers)
         self._stats = Stats(engine_readings(engine), times)
         self._summary = Summary(self._ledger.tiers, engine.config.row_bytes, self._primary)
@@ -82,14 +81,14 @@ class VllmManager(OffloadingManager):
     @override
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._calls += 1
-        self._looking = None
+        self._hits_of = None
         self.engine.on_request_finished(req_context.req_id)
 
     # Looking up, loading, storing.
 
     @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        if req_context is self._looking and key in self._ready:
+        if req_context is self._hits_of and key in self._ready:  # Thousands a step, so without a call.
             self._hits.append(key)
             return LOOKUP_HIT
         return self._look_up(key, req_context)
@@ -118,7 +117,7 @@ class VllmManager(OffloadingManager):
     @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         self._calls += 1
-        self._looking = None  # Room may be made, which empties hits.
+        self._hits_of = None  # Room may be made, which empties hits.
         offered: Sequence[OffloadKey] = _keys(keys)
         if self._offers is not None:
             offered = self._offers.often_enough(offered, self._ledger.primary.row)
@@ -137,7 +136,7 @@ class VllmManager(OffloadingManager):
 
     @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        self._looking = None
+        self._hits_of = None
         self.engine.end_step()
 
     # The whole.
@@ -173,7 +172,7 @@ class VllmManager(OffloadingManager):
     @override
     def reset_cache(self) -> None:
         self._calls += 1
-        self._looking = None
+        self._hits_of = None
         self.engine.reset()
         if self._flush.begin():
             self.engine.on_reset_flushed()
@@ -191,9 +190,9 @@ class VllmManager(OffloadingManager):
         """Ask the engine, and note whose hits may be found here from now on."""
         request_id = req_context.req_id
         found = self.engine.lookup(key, request_id)
-        if req_context is not self._looking:
+        if req_context is not self._hits_of:
             self._hits = self._inside.hits(request_id)
-        self._looking = req_context if self._hits else None  # Room may have been made in vain.
+        self._hits_of = req_context if self._hits else None  # Room may have been made in vain.
         return _RESULTS[found]
 
     def _primary(self) -> tuple[int, int, float]:
@@ -207,7 +206,7 @@ class VllmManager(OffloadingManager):
 
 
 class Offers:
-    """How often chunks were offered: one that nobody asks for twice need not be stored (vLLM's `store_threshold`)."""
+    """The counts of offers: a chunk that is not offered again need not be stored (vLLM's `store_threshold`)."""
 
     def __init__(self, threshold: int, keys_max: int) -> None:
         """Have a chunk stored from the `threshold`-th offer on. So many chunks are remembered, those offered last."""
@@ -234,7 +233,7 @@ class Offers:
 
 
 class _Flush:
-    """Concludes when vLLM's workers have let go of the rows that were theirs at a reset.
+    """The flush after a reset: concludes when vLLM's workers have let go of the rows that were theirs.
 
     vLLM drops the reports of transfers from before the reset, and has every worker finish these before it starts on
     later ones. So they are over if there were none, or else when the first later transfer is reported by all workers.

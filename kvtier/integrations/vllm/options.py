@@ -1,4 +1,8 @@
-"""What a user may write into `kv_connector_extra_config`, and the engine's configuration that follows from it."""
+"""Options inside vLLM, of both doors, and the engine's configuration that follows from them.
+
+The first door is kvtier in the place of vLLM's manager: its options are vLLM's `kv_connector_extra_config`. The second
+is one kvtier tier behind vLLM's own manager: its options are an element of vLLM's `secondary_tiers`.
+"""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -8,24 +12,27 @@ import msgspec
 from kvtier.backend import Durability, Namespace, backend_class
 from kvtier.config import (
     ActionChunks,
-    Checked,
-    Count,
-    Duration,
     EngineConfig,
     EngineLimits,
     EventsKept,
-    Index,
-    PositiveSize,
     QueuedActions,
-    Share,
-    SlowDuration,
     TierConfig,
     TierLimits,
     tier_options,
 )
 from kvtier.errors import ConfigError
 from kvtier.integrations.vllm.rows import RowPlan
-from kvtier.settings import decode, struct_fields
+from kvtier.settings import (
+    Checked,
+    Count,
+    Duration,
+    Index,
+    PositiveSize,
+    Share,
+    SlowDuration,
+    decode,
+    struct_fields,
+)
 
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -33,31 +40,36 @@ WHERE = "kv_connector_extra_config"
 
 
 class VllmOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """kvtier's options, under vLLM's names where vLLM has one, beside those that vLLM reads itself."""
+    """The first door's options: kvtier's own, under vLLM's names where it has one, and those that vLLM reads itself."""
 
     cpu_bytes_to_use: PositiveSize
-    """Host memory of the primary, for all workers of this engine together."""
+    """Host memory of the primary in bytes, for all workers together."""
 
     eviction_policy: Text = "lru"
+    """Name of the policy by which chunks leave a full primary."""
+
     secondary_tiers: tuple[TierConfig, ...] = ()
+    """Tiers behind the primary, asked in this order."""
+
     limits: EngineLimits = EngineLimits()
+    """Bounds on what the engine takes of the primary, and on how long it waits."""
 
     runner: Literal["process", "thread"] = "process"
     """Where the tiers' I/O runs. vLLM's scheduler is busy in Python: a thread beside it would wait for the GIL."""
 
     canonical_layout: bool | None = None
-    """Whether rows hold canonical pages, which are the same at every tensor-parallel size. None: where vLLM vouches
-    for them. True: vLLM decides more widely, and refuses to start where it cannot. False: each worker's own pages."""
+    """Canonical pages in rows, the same at every tensor-parallel size. None: where vLLM vouches for them. True: vLLM
+    decides more widely, and refuses to start where it cannot. False: each worker's own pages."""
 
     interop: Literal["vllm"] | None = None
     """`vllm`: chunks are named as vLLM's own file tier names them even where only its naming, not its rows, is the
     same for every tensor-parallel size. For one worker only."""
 
     revision: Text | None = None
-    """Of the weights. vLLM does not pass its own on."""
+    """Revision of the weights: vLLM does not pass its own on."""
 
     store_threshold: Index = 0
-    """From which offer of a chunk on it is stored; 0 and 1: from the first. vLLM has it without tiers only."""
+    """Offers of a chunk until it is stored; 0 and 1: the first is enough. vLLM has it without tiers only."""
 
     max_tracker_size: Count = 64_000
     """Chunks whose offers are counted, those offered last, if `store_threshold` is 2 or more."""
@@ -102,7 +114,7 @@ _ENGINE = EngineLimits()
 
 
 class SecondaryLimits(TierLimits, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A tier's limits, and those of an engine that one behind vLLM's own manager has, too: its runner's."""
+    """The limits of a tier behind vLLM's own manager: a tier's and, beside them, those of its runner."""
 
     action_chunks: ActionChunks = _ENGINE.action_chunks
     queued_actions: QueuedActions = _ENGINE.queued_actions
@@ -114,11 +126,11 @@ class SecondaryLimits(TierLimits, frozen=True, forbid_unknown_fields=True, kw_on
 
 
 ENGINE_ONLY = struct_fields(EngineLimits).keys() - struct_fields(SecondaryLimits).keys()
-"""What bounds the use of the primary, which is vLLM's there."""
+"""Limits of an engine that bound the use of the primary: behind vLLM's manager there are none, it is vLLM's."""
 
 
 class SecondaryOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """One kvtier tier behind vLLM's own manager: every key that is no field here is the tier's own."""
+    """The second door's options, of one kvtier tier: every key that is no field here is the tier's own."""
 
     rest: ClassVar[str | None] = "options"
 

@@ -13,11 +13,10 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvtier.backend import Group, Namespace
 from kvtier.errors import ConfigError
-from kvtier.memory import RowLayout
 
 
 class RowPlan(NamedTuple):
-    """What lies in a row."""
+    """The plan of a row: how long it is, and where this worker's bytes lie in it."""
 
     worker_chunk_bytes: int  # What one worker holds of a chunk.
     copies: int  # Workers whose bytes differ: 1 if every worker's are the same.
@@ -26,6 +25,7 @@ class RowPlan(NamedTuple):
 
     @property
     def chunk_bytes(self) -> int:
+        """Bytes of a chunk, of all workers together."""
         return self.worker_chunk_bytes * self.copies
 
     @property
@@ -33,13 +33,9 @@ class RowPlan(NamedTuple):
         """Where this worker's bytes begin in a row."""
         return 0 if self.canonical or self.copies == 1 else self.worker_chunk_bytes * self.rank
 
-    @property
-    def row_bytes(self) -> int:
-        return RowLayout(slot_bytes=self.worker_chunk_bytes, workers=self.copies).row_bytes
-
 
 def plan_rows(config: OffloadingConfig, canonical_layout: bool | None, *, interop: bool) -> RowPlan:
-    """Decide on the layout.
+    """Return the plan for what vLLM tells of its KV cache and its workers.
 
     `canonical_layout` is the user's word, None if there is none: then rows are canonical where vLLM vouches for them,
     unless they are to be what vLLM's own file tier writes without that word.
@@ -58,7 +54,7 @@ def plan_rows(config: OffloadingConfig, canonical_layout: bool | None, *, intero
 
 
 def namespace_of(config: OffloadingConfig, plan: RowPlan, *, revision: str | None, interop: bool) -> Namespace:
-    """Return what decides the meaning of this engine's chunks, in the scheduler's view."""
+    """Return the namespace of the chunks: what decides the meaning of their bytes, in the scheduler's view."""
     parallel = config.parallel
     if interop and not plan.canonical and parallel.is_parallelism_agnostic and parallel.world_size > 1:
         raise ConfigError(

@@ -11,11 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from kvtier.backend import OffloadKey
 from kvtier.engine.answers import Event, EventLog
 from kvtier.engine.inbox import Inbox, Observe
-from kvtier.engine.outbox import Outbox
+from kvtier.engine.outbox import Operation, Outbox, Transfers
 from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Position, Request, Search
-from kvtier.engine.tier import Residency, Tier, TierSpec, failures
+from kvtier.engine.tier import Residency, Tier, TierSpec
 from kvtier.engine.tier_log import TierLog
-from kvtier.engine.transfers import Kind, Transfers
 from kvtier.memory import let_go_in_forks
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import (
@@ -41,10 +40,10 @@ Chunk = tuple[OffloadKey, int]  # A key and its row.
 class Job:
     """What vLLM's manager wants moved, sent in parts: the keys that moved, and how long it took."""
 
-    def __init__(self, job_id: int, kind: Kind, request: Request, wanted: int) -> None:
+    def __init__(self, job_id: int, operation: Operation, request: Request, wanted: int) -> None:
         """`wanted`: chunks that have to move for the job to be `whole`."""
         self.job_id = job_id
-        self.kind = kind
+        self.operation = operation
         self.request = request
         self.moved: list[OffloadKey] = []
         self.seconds = 0.0  # Until it was over, if anything moved.
@@ -140,7 +139,7 @@ class TierClient:
             promotions[key] = promotions.get(key, 0) + 1
         tier.loading += len(keys)
         tier.counters.promoted += len(keys)
-        self._begin(Job(job_id, Kind.PROMOTION, request, len(chunks)), chunks)
+        self._begin(Job(job_id, Operation.PROMOTION, request, len(chunks)), chunks)
 
     def store(self, job_id: int, keys: Sequence[OffloadKey], rows: Sequence[int], request_id: str) -> None:
         """Begin to store these rows, but for what the tier has or is getting; what exceeds a limit is not stored.
@@ -154,7 +153,7 @@ class TierClient:
         lacking = {key: row for key, row in offered if key not in storing and not mask.get(key, 0)}
         chunks = [(key, row) for key, row in lacking.items() if self._take(key, now)]
         request.storing += 1
-        self._begin(Job(job_id, Kind.CASCADE, request, len(lacking)), chunks)
+        self._begin(Job(job_id, Operation.CASCADE, request, len(lacking)), chunks)
 
     def finished(self) -> list[Job]:
         """Return the jobs that are over and were not told yet."""
@@ -228,11 +227,11 @@ class TierClient:
 
     def _begin(self, job: Job, chunks: Sequence[Chunk]) -> None:
         """Queue a job's parts; one without any is over."""
-        action = Promote if job.kind is Kind.PROMOTION else Cascade
+        action = Promote if job.operation is Operation.PROMOTION else Cascade
         for start in range(0, len(chunks), self._action_chunks):
             keys, rows = zip(*chunks[start : start + self._action_chunks], strict=True)
-            id_ = self._transfers.send(job.kind, self.tier, keys, rows, job.request)
-            if job.kind is Kind.CASCADE:
+            id_ = self._transfers.send(job.operation, self.tier, keys, rows, job.request)
+            if job.operation is Operation.CASCADE:
                 self._transfers.pin_cascade(rows)
             self._jobs[id_] = job
             job.parts += 1
@@ -300,7 +299,7 @@ class TierClient:
         """Enter what moved into the part's job."""
         job, transfer = self._jobs.get(message.id), self._transfers.under_way.get(message.id)
         if job is not None and transfer is not None:
-            failed = failures(message)
+            failed = message.failures()
             job.moved += [key for index, key in enumerate(transfer.keys) if index not in failed]
 
     def _let_go(self, ids: Iterable[int]) -> None:
@@ -317,7 +316,7 @@ class TierClient:
     def _end(self, job: Job) -> None:
         job.end()
         self._over.append(job)
-        if job.kind is Kind.CASCADE:
+        if job.operation is Operation.CASCADE:
             job.request.storing -= 1
             self._rank(job.request)
 

@@ -31,11 +31,17 @@ from kvtier.engine.ledger import ledger_of
 from kvtier.engine.requests import by_position
 from kvtier.engine.steps import say_start
 from kvtier.integrations.vllm.events import INFO_KEYS, Media, config_info, offloading_events
-from kvtier.integrations.vllm.logs import Summary, log_as_vllm
 from kvtier.integrations.vllm.options import SecondaryOptions, read_secondary_options, secondary_config
 from kvtier.integrations.vllm.rows import namespace_of, plan_rows
 from kvtier.integrations.vllm.second_door import TierClient
-from kvtier.integrations.vllm.stats import Stats, TransferTimes, client_readings, tier_metric_definitions
+from kvtier.integrations.vllm.stats import (
+    Stats,
+    Summary,
+    TransferTimes,
+    client_readings,
+    log_as_vllm,
+    tier_metric_definitions,
+)
 from kvtier.memory import Region
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.process import ProcessBridge

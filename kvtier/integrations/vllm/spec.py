@@ -2,6 +2,11 @@
 
 The two meet in shared memory: whoever comes first makes the region of rows, under a name that goes away when all have
 mapped it. The scheduler's side owns the engine and starts its runner; a worker's side copies between rows and KV cache.
+
+A store's way: the scheduler calls `VllmManager.prepare_store`, which reserves rows. vLLM tells its workers the rows'
+numbers, and `VllmWorker.submit_store` copies blocks into them. When all workers have reported it, the scheduler calls
+`complete_store`, and at the step's end (`on_schedule_end`) the rows go on to the tiers. A load's way is `lookup`, which
+has a tier fill a row if need be, `prepare_load`, `VllmWorker.submit_load` and `complete_load`.
 """
 
 from typing import Any
@@ -21,11 +26,10 @@ from kvtier.config import EngineConfig
 from kvtier.engine.steps import StepManager
 from kvtier.errors import ConfigError
 from kvtier.integrations.vllm.events import INFO_KEYS
-from kvtier.integrations.vllm.logs import log_as_vllm
 from kvtier.integrations.vllm.manager import STORES_SKIPPED, Offers, VllmManager
 from kvtier.integrations.vllm.options import engine_config, read_options
 from kvtier.integrations.vllm.rows import namespace_of, plan_rows
-from kvtier.integrations.vllm.stats import TransferTimes, metric_definitions
+from kvtier.integrations.vllm.stats import TransferTimes, log_as_vllm, metric_definitions
 from kvtier.integrations.vllm.worker import make_worker
 from kvtier.memory import Region
 
@@ -63,7 +67,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
     @override
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
-            region = self._region(participant=self.config.parallel.world_size)
+            region = self._region(participant=self.config.parallel.world_size)  # Workers go by their ranks, below it.
             times = TransferTimes()
             engine = StepManager.start(self._engine_config, region=region, observer=times.observe)
             self._manager = VllmManager(engine, times, self._offers())

@@ -1,14 +1,20 @@
-"""What the engine counts, through vLLM's own stats: the same names as in kvtier's registry, on vLLM's `/metrics`.
+"""Stats and log of an engine inside vLLM: its metrics on vLLM's `/metrics`, and a line every so often in vLLM's log.
 
-vLLM carries observations, not totals: counters leave as what was added since the last call, gauges when they change.
-It asks once a step, so that nothing here may cost more than some dozen comparisons.
+The metrics have the same names as in kvtier's registry. vLLM carries observations, not totals: counters leave as what
+was added since the last call, gauges when they change. It asks once a step, so that nothing here may cost more than
+some dozen comparisons.
 """
 
+import logging
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
+import vllm.envs as envs
+from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     OffloadingCounterMetadata,
@@ -17,17 +23,19 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
-from kvtier.engine.breaker import Breaker, BreakerState
 from kvtier.engine.metrics import CAUSES_HELP, PRIMARY_COUNTERS, SECONDS, TIER_COUNTERS
 from kvtier.engine.steps import Inside, StepManager
-from kvtier.engine.tier import Tier
+from kvtier.engine.tier import Breaker, BreakerState, Tier
 from kvtier.integrations.vllm.second_door import TierClient
+from kvtier.runner.wire import LOGGERS
+
+logger = logging.getLogger(__name__)
 
 Labels = tuple[str, ...]
 
 
 class Series(NamedTuple):
-    """One number of the engine's, and how to read it now."""
+    """A series: one number with its labels, and how to read it now."""
 
     name: str
     labels: Labels
@@ -35,7 +43,7 @@ class Series(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Numbers that come to be when something happens for the first time; each key is one more label."""
+    """A table of counters, one for each key; the key is the last label, and comes with its first count."""
 
     name: str
     labels: Labels
@@ -43,7 +51,7 @@ class Table(NamedTuple):
 
 
 class Readings(NamedTuple):
-    """What `Stats` looks at, made once: it looks once a step."""
+    """The readings that `Stats` compares with the last ones once a step; made once."""
 
     counters: Sequence[Series]
     tables: Sequence[Table]
@@ -61,7 +69,7 @@ _COUNTERS: dict[str, tuple[str, Labels]] = {
     "kvtier_tier_dropped": ("Chunks that were never sent to the tier.", ("tier", "reason")),
     "kvtier_tier_failed": ("Chunks that did not move.", ("tier", "reason")),
     "kvtier_tier_causes": (CAUSES_HELP, ("tier", "cause")),
-    "kvtier_tier_noted": ("What the tier itself has counted.", ("tier", "what")),
+    "kvtier_tier_reported": ("What the tier itself has counted.", ("tier", "what")),
 }
 _GAUGES: dict[str, tuple[str, Labels]] = {
     "kvtier_primary_rows": ("Rows by state.", ("state",)),
@@ -104,7 +112,7 @@ def tier_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
 
 
 class TransferTimes:
-    """The durations of transfers since the last `take`; `observe` is an engine's observer."""
+    """The durations of transfers since the last `take`, in seconds; `observe` is an engine's observer."""
 
     def __init__(self) -> None:
         self._seconds: list[tuple[Labels, float]] = []
@@ -113,12 +121,13 @@ class TransferTimes:
         self._seconds.append(((tier, operation), seconds))
 
     def take(self) -> list[tuple[Labels, float]]:
+        """Return each transfer's tier and operation, and its seconds."""
         taken, self._seconds = self._seconds, []
         return taken
 
 
 class Stats:
-    """Observations since the last `take`."""
+    """The statistics for vLLM: what has changed since the last `take`."""
 
     def __init__(self, readings: Readings, times: TransferTimes) -> None:
         self._readings = readings
@@ -208,7 +217,7 @@ def tier_readings(tier: Tier, row_bytes: int) -> Readings:
             Series("kvtier_tier_breaker_opened", label, lambda: breaker.opened),
         ],
         [
-            Table("kvtier_tier_noted", label, counters.noted),
+            Table("kvtier_tier_reported", label, counters.reported),
             Table("kvtier_tier_dropped", label, counters.dropped),
             Table("kvtier_tier_failed", label, counters.failures),
             Table("kvtier_tier_causes", label, counters.causes),
@@ -228,9 +237,93 @@ def tier_readings(tier: Tier, row_bytes: int) -> Readings:
     )
 
 
+class Summary:
+    """The line in the log: what has changed, as often as vLLM logs its own figures; none while nothing changes."""
+
+    def __init__(
+        self,
+        tiers: Sequence[Tier],
+        row_bytes: int,
+        primary: Callable[[], tuple[int, int, float]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`primary` returns the chunks that it had, those that were nowhere, and its used share; None: it is vLLM's."""
+        self._tiers = tiers
+        self._row_bytes = row_bytes
+        self._primary = primary
+        self._clock = clock
+        self._due = clock() + envs.VLLM_LOG_STATS_INTERVAL
+        self._before = self._counts()
+
+    def look(self) -> None:
+        """Log a line, if it is time for one."""
+        if (now := self._clock()) < self._due:
+            return
+        self._due = now + envs.VLLM_LOG_STATS_INTERVAL
+        counts = self._counts()
+        if counts == self._before:
+            return
+        hits, misses, loaded, stored, dropped = (
+            count - before for count, before in zip(counts, self._before, strict=True)
+        )
+        self._before = counts
+        parts = [f"loaded {_gib(loaded * self._row_bytes)}", f"stored {_gib(stored * self._row_bytes)}"]
+        if self._primary is not None:
+            if hits + misses:
+                parts.insert(0, f"hit ratio {hits / (hits + misses):.1%}")
+            parts.append(f"primary {self._primary()[2]:.1%} full")
+        parts += [_holds(tier) for tier in self._tiers]
+        if dropped:
+            parts.append(f"{dropped:,} chunks dropped")
+        logger.info("kvtier: %s", ", ".join(parts))
+
+    def _counts(self) -> tuple[int, ...]:
+        """Return hits, misses, and chunks loaded from tiers, stored in them and dropped on the way there."""
+        hits, misses, _ = (0, 0, math.nan) if self._primary is None else self._primary()
+        counters = [tier.counters for tier in self._tiers]
+        return (
+            hits + sum(each.hits for each in counters),
+            misses,
+            sum(each.loaded for each in counters),
+            sum(each.stored for each in counters),
+            sum(sum(each.dropped.values()) for each in counters),
+        )
+
+
+class ToVllm(logging.Handler):
+    """A handler that gives records to whatever handlers vLLM's logger has, now or after it was configured anew."""
+
+    @override
+    def emit(self, record: logging.LogRecord) -> None:
+        logging.getLogger("vllm").handle(record)
+
+
+def log_as_vllm() -> None:
+    """Have kvtier's loggers log as vLLM's does; one that somebody has configured, or vLLM's if nobody has, is left."""
+    vllm = logging.getLogger("vllm")
+    if not vllm.handlers:
+        return
+    for name in LOGGERS:
+        own = logging.getLogger(name)
+        if not own.handlers:
+            own.addHandler(ToVllm())
+            own.propagate = False
+            if own.level == logging.NOTSET:
+                own.setLevel(vllm.getEffectiveLevel())
+
+
 def _given(value: float | None) -> float:
     return -1.0 if value is None else value
 
 
 def _is_in(breaker: Breaker, state: BreakerState) -> float:
     return float(breaker.state is state)
+
+
+def _holds(tier: Tier) -> str:
+    limit = "" if tier.capacity_bytes is None else f" of {_gib(tier.capacity_bytes)}"
+    return f"{tier.spec.name} holds {_gib(tier.used_bytes)}{limit}"
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / (1 << 30):.2f} GiB"

@@ -1,4 +1,8 @@
-"""KV cache layouts: what layers keep, where it lies, and the canonical pages that everything else moves."""
+"""KV-cache layouts: what layers keep, where it lies, and the canonical pages that everything else moves.
+
+`model` says what there is; `axes` and `blocks` where a tensor has it, by names or by strides alone; `allocation` makes
+the tensors; `canonical` finds the pages in them, and `mapping` each worker's part of a page.
+"""
 
 from kvtier.kvcache.layout.allocation import (
     RowCaches,
@@ -14,7 +18,6 @@ from kvtier.kvcache.layout.canonical import (
     DataRef,
     LayerCache,
     canonical_kv_caches,
-    parallel_refusal,
     with_layout,
 )
 from kvtier.kvcache.layout.mapping import PageMapping, Run, page_mapping
@@ -67,7 +70,6 @@ __all__ = [
     "packing_refusal",
     "padded_to_one_page",
     "page_mapping",
-    "parallel_refusal",
     "state_views",
     "with_layout",
 ]

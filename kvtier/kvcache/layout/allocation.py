@@ -1,10 +1,10 @@
 """Allocations of a model's caches: a tensor for each of its configuration's, or one for all layers, in rows.
 
 In rows a block's pages of every layer lie side by side. A chunk then moves as one copy instead of one a layer. Layers
-whose pages are equal lie in such rows where the engine's connector asks for it (contiguous); layers of one type whose
-pages differ always may (packed). Groups lie over each other, each from the start of the row on, since a block belongs
-to one group at a time. Where kernels take smaller blocks, a row is cut into as many equal parts, and each part has all
-layers: so a layer's kernel blocks keep one stride.
+whose pages are equal lie in such rows where the LLM engine's connector asks for it (contiguous); layers of one type
+whose pages differ always may (packed). Groups lie over each other, each from the start of the row on, since a block
+belongs to one group at a time. Where kernels take smaller blocks, a row is cut into as many equal parts, and each part
+has all layers: so a layer's kernel blocks keep one stride.
 """
 
 from collections.abc import Mapping

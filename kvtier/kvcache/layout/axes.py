@@ -1,4 +1,4 @@
-"""How an attention backend wants a layer's cache: its axes by name, their order in the shape and in memory.
+"""The axes of a layer's cache, by name: their order in an attention backend's shape, and in memory.
 
 One letter an axis: B blocks (a kernel's), K key and value, H heads, N states (tokens), C content of one head's one
 state. Names instead of positions let one rule place heads, split keys from values and find blocks for every backend.
@@ -18,7 +18,7 @@ LETTERS = "BKHNC"
 
 
 class CacheAxes(msgspec.Struct, frozen=True):
-    """A backend's shape and, outermost first, the same axes in memory; None where the backend does not say."""
+    """The axes of a backend's shape and, outermost first, the same in memory; None where the backend does not say."""
 
     shape: str
     memory: str | None = None

@@ -1,4 +1,4 @@
-"""Canonical KV caches: any engine's caches as plain tensors of pages, without copying a byte.
+"""Canonical KV caches: any LLM engine's caches as plain tensors of pages, without copying a byte.
 
 However a model lays out its cache, what moves is pages: the i-th row of a `(num_blocks, page_bytes)` int8 tensor. Each
 group refers to the tensors that hold its layers' pages; layers that share bytes share a tensor. Where a block's pages
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from kvtier.backend import Group, Namespace, refusal
+from kvtier.backend import Group, Namespace
 from kvtier.errors import ConfigError
 from kvtier.kvcache.layout.axes import AxesOf, CacheAxes
 from kvtier.kvcache.layout.blocks import BlockRun, block_axis, block_runs, storage_of, view_of
@@ -24,7 +24,7 @@ LayerCache = torch.Tensor | Sequence[torch.Tensor]
 
 
 class DataRef(NamedTuple):
-    """Where the pages of one layer, or of several that share them, are."""
+    """A reference to the pages of one layer, or of several that share them."""
 
     tensor: int  # Index of the tensor.
     page_bytes: int  # What of each of its rows means something.
@@ -79,8 +79,8 @@ def with_layout(
 ) -> Namespace:
     """Return the namespace with all that specs, parallel sizes and, where rows hold them, canonical pages say of it.
 
-    What they cannot say stays as it is: the model's name, the layout's, which runner the engine has. Only facts are
-    computed here: who shares names is decided by `kvtier.backend.refusal` alone, for every engine.
+    What they cannot say stays as it is: the model's name, the layout's, which model runner there is. Only facts are
+    computed here: `kvtier.backend.refusal` alone says from them why sizes may not share chunks.
     """
     specs = [spec for group in config.groups for spec in group.specs]
     heads = {spec.num_kv_heads if isinstance(spec, AttentionSpec) else None for spec in specs}
@@ -105,18 +105,6 @@ def with_layout(
         "certified": canonical is not None and canonical.topology_free,
     }
     return msgspec.structs.replace(namespace, **facts)
-
-
-def parallel_refusal(
-    namespace: Namespace,
-    config: KVCacheConfig,
-    parallel: ParallelConfig,
-    *,
-    total_kv_heads: int,
-    canonical: CanonicalKVCaches | None = None,
-) -> str:
-    """Say why chunks of these caches depend on the parallel sizes; empty if they do not."""
-    return refusal(with_layout(namespace, config, parallel, total_kv_heads=total_kv_heads, canonical=canonical))
 
 
 class _Pages(NamedTuple):

@@ -1,4 +1,6 @@
-"""Canonical pages: what a block of a layer would be in one worker alone, and which bytes of it each worker holds.
+"""Page mappings: which bytes of a canonical page each worker holds.
+
+A canonical page is what a block of a layer would be in one worker alone.
 
 A worker of several holds some of the heads. Its page and the canonical one have the same axes in the same order, the
 canonical one with all heads; what lies together in both is one fragment, and a run is fragments at equal distances.

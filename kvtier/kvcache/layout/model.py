@@ -9,7 +9,6 @@ them, each group's layer in its turn.
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from fractions import Fraction
 from itertools import zip_longest
 from math import prod
 from typing import Any, ClassVar
@@ -22,7 +21,7 @@ from kvtier.errors import ConfigError
 
 
 class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer's share of a block; `page_bytes` apart each block's page lies from the next."""
+    """The spec of a layer: what it keeps of a block, in a page. Pages lie `page_bytes` apart."""
 
     attention: ClassVar[Attention] = "other"
 
@@ -47,11 +46,6 @@ class LayerSpec(msgspec.Struct, frozen=True, kw_only=True):
     def page_bytes(self) -> int:
         """Bytes of a page, padding included."""
         return -(-(self.padded_page_bytes or self.unpadded_page_bytes) // self.align_bytes) * self.align_bytes
-
-    @property
-    def bytes_per_token(self) -> Fraction:
-        """Bytes that mean something, for each token of a block."""
-        return Fraction(self.unpadded_page_bytes, self.block_size)
 
 
 class AttentionSpec(LayerSpec, frozen=True, kw_only=True):
@@ -256,7 +250,7 @@ class KVCacheConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How the workers share the model, and which of them this one is."""
+    """The parallel sizes: how the workers share the model, and which of them this one is."""
 
     tp_size: int = 1
     pp_size: int = 1

@@ -1,7 +1,12 @@
-"""Copies between an engine's KV caches and the primary's rows."""
+"""Transfers: copies between an LLM engine's KV caches and the primary's rows.
 
-from kvtier.kvcache.transfer.jobs import Kind, TransferResult
+A transfer's way: `worker` pairs blocks with rows, page by page (`pages`), and queues the transfer (`jobs`). A thread
+takes it and copies: by index in host memory (`strided`), in batches to and from a CUDA device (`cuda`). Its result is
+polled or awaited.
+"""
+
+from kvtier.kvcache.transfer.jobs import Direction, TransferResult
 from kvtier.kvcache.transfer.pages import NO_BLOCKS, GroupBlocks, SlotLayout, slot_layout
 from kvtier.kvcache.transfer.worker import TransferWorker
 
-__all__ = ["NO_BLOCKS", "GroupBlocks", "Kind", "SlotLayout", "TransferResult", "TransferWorker", "slot_layout"]
+__all__ = ["NO_BLOCKS", "Direction", "GroupBlocks", "SlotLayout", "TransferResult", "TransferWorker", "slot_layout"]

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvtier.kvcache.layout.blocks import storage_of
-from kvtier.kvcache.transfer.jobs import Copier, Finish, Job, Kind
+from kvtier.kvcache.transfer.jobs import Copier, Direction, Finish, Job
 from kvtier.kvcache.transfer.pages import Indices, Mask, Pages, Piece, Sides, repeated
 from kvtier.kvcache.transfer.strided import Strided, copy_alike, strided
 
@@ -46,15 +46,18 @@ DeviceCopy = Callable[[Job], None]
 
 
 class CudaCopier:
-    """One way between a device and the host, on a stream of its own; loads' goes before stores' and kernels."""
+    """The copier of one direction between a device and the host, on a stream of its own.
+
+    Loads' stream goes before stores' and before kernels.
+    """
 
     ahead = AHEAD
 
-    def __init__(self, kind: Kind, device: torch.device, copy: DeviceCopy) -> None:
-        self.kinds = (kind,)
+    def __init__(self, direction: Direction, device: torch.device, copy: DeviceCopy) -> None:
+        self.directions = (direction,)
         self._device = device
         self._copy = copy
-        self._stream = torch.cuda.Stream(device, priority=-1 if kind is Kind.LOAD else 0)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device, priority=-1 if direction is Direction.LOAD else 0)  # type: ignore[no-untyped-call]
 
     def mark(self) -> object:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -78,10 +81,10 @@ def cuda_copiers(sides: Sides, device: torch.device) -> list[Copier]:
     """Return a copier for either way: pages in batches or, where the driver has none, whole chunks."""
     copy = batched_copy(device)
     copiers = list[Copier]()
-    for kind in Kind:
+    for direction in Direction:
         begin: DeviceCopy = StagedCopies(sides) if copy is None else batched(sides, copy)
-        copiers.append(CudaCopier(kind, device, begin))
-    if copy is None:  # The buffers' memory was the engine's stream's, which may still work on it: not behind ours.
+        copiers.append(CudaCopier(direction, device, begin))
+    if copy is None:  # The buffers' memory was the LLM engine's stream's, which may still work on it: not behind ours.
         torch.cuda.synchronize(device)
     return copiers
 
@@ -90,11 +93,11 @@ def batched(sides: Sides, copy: BatchedCopy) -> DeviceCopy:
     """Return what begins a transfer as copies of single pages, many in one call."""
 
     def begin(job: Job) -> None:
-        copies = descriptors(sides, job.kind, job.groups)
+        copies = descriptors(sides, job.direction, job.groups)
         stream = torch.cuda.current_stream().cuda_stream
         for first in range(0, len(copies.sizes), BATCH_COPIES_MAX):
             part = Descriptors(*(column[first : first + BATCH_COPIES_MAX] for column in copies))
-            copy(part, stream, job.kind is Kind.LOAD)
+            copy(part, stream, job.direction is Direction.LOAD)
 
     return begin
 
@@ -115,27 +118,32 @@ def batched_copy(device: torch.device) -> BatchedCopy | None:
     return copy
 
 
-def descriptors(sides: Sides, kind: Kind, groups: tuple[Pages, ...]) -> Descriptors:
+def descriptors(sides: Sides, direction: Direction, groups: tuple[Pages, ...]) -> Descriptors:
     """Return a transfer's copies: page by page, neighbours joined."""
-    slots = sides.slots
-    local, host, sizes, rows = list[Indices](), list[Indices](), list[Indices](), list[Indices]()
+    slots, columns = sides.slots, [(_NONE, _NONE, _NONE, _NONE)]
     for group, pages in zip(sides.pieces, groups, strict=True):
         for piece in group:
             moved = pages
-            if kind is Kind.STORE:
+            if direction is Direction.STORE:
                 moved = pages.written_by(sides.blocks_per_chunk, piece.writers, piece.writer_index)
-            start = storage_of(piece.memory) + piece.local
-            slot = slots.data_ptr() + piece.host
-            local.append(
-                repeated(start + moved.blocks * piece.local_stride, [(r.times, r.local) for r in piece.repeats])
-            )
-            in_rows = slot + moved.rows * slots.stride(0) + moved.positions * piece.host_stride
-            host.append(repeated(in_rows, [(r.times, r.host) for r in piece.repeats]))
-            sizes.append(np.full(len(local[-1]), piece.size_bytes))
-            rows.append(repeated(moved.rows, [(r.times, 0) for r in piece.repeats]))
-    both = (np.concatenate(local or [_NONE]), np.concatenate(host or [_NONE]))
-    sources, targets = both if kind is Kind.STORE else both[::-1]
-    return joined(sources, targets, np.concatenate(sizes or [_NONE]), np.concatenate(rows or [_NONE]))
+            in_cache = storage_of(piece.memory) + piece.local + moved.blocks * piece.local_stride
+            in_first = slots.data_ptr() + piece.host + moved.positions * piece.host_stride
+            in_slots = in_first + moved.rows * slots.stride(0)
+            columns.append(_fragments(piece, in_cache, piece.local_repeats, in_slots, moved.rows))
+    local, host, sizes, rows = map(np.concatenate, zip(*columns, strict=True))
+    return joined(local, host, sizes, rows) if direction is Direction.STORE else joined(host, local, sizes, rows)
+
+
+def _fragments(
+    piece: Piece, one: Indices, repeats: list[tuple[int, int]], slots: Indices, rows: Indices
+) -> tuple[Indices, Indices, Indices, Indices]:
+    """Return a piece's fragments of pages that are at `one` and at `slots`: both their places, their bytes, their rows.
+
+    `repeats` are the piece's on the side of `one`.
+    """
+    places, in_slots = repeated(one, repeats), repeated(slots, piece.host_repeats)
+    in_rows = repeated(rows, [(times, 0) for times, _ in repeats])
+    return places, in_slots, np.full(len(places), piece.size_bytes), in_rows
 
 
 def joined(sources: Indices, targets: Indices, sizes: Indices, rows: Indices) -> Descriptors:
@@ -176,7 +184,7 @@ class StagedCopies:
     def __call__(self, job: Job) -> None:
         for group, pages in zip(self._groups, job.groups, strict=True):
             for some, buffered in self._in_parts(pages):
-                if job.kind is Kind.STORE:
+                if job.direction is Direction.STORE:
                     self._store(group, some, buffered)
                 else:
                     self._load(group, some, buffered)
@@ -193,7 +201,7 @@ class StagedCopies:
     def _store(self, group: list[tuple[Piece, Strided]], some: Pages, buffered: Pages) -> None:
         for piece, gather in group:
             moved = buffered.only(self._turn(piece, some))
-            copy_alike(Kind.STORE, [gather], moved)
+            copy_alike(Direction.STORE, [gather], moved)
         copies = self._whole(group, some, buffered, stores=True)
         into, out_of = _bytes_of(self._slots), _bytes_of(self._buffer)
         for source, target, size in zip(*(column.tolist() for column in copies), strict=True):
@@ -205,20 +213,18 @@ class StagedCopies:
         for target, source, size in zip(*(column.tolist() for column in copies), strict=True):
             into[target : target + size].copy_(out_of[source : source + size], non_blocking=True)
         for _, scatter in group:
-            copy_alike(Kind.LOAD, [scatter], buffered)
+            copy_alike(Direction.LOAD, [scatter], buffered)
 
     def _whole(self, group: list[tuple[Piece, Strided]], some: Pages, buffered: Pages, *, stores: bool) -> Descriptors:
         """Return the copies from the buffer to the slots, as offsets into each: whole chunks where pages make them."""
-        in_buffer, in_slots, sizes, rows = list[Indices](), list[Indices](), list[Indices](), list[Indices]()
+        columns = list[tuple[Indices, Indices, Indices, Indices]]()
         for piece, _ in group:
             turn = self._turn(piece, some) if stores else np.ones(len(some.rows), dtype=bool)
-            repeats = [(repeat.times, repeat.host) for repeat in piece.repeats]
             within = piece.host + some.positions[turn] * piece.host_stride
-            in_buffer.append(repeated(within + buffered.rows[turn] * self._buffer.stride(0), repeats))
-            in_slots.append(repeated(within + some.rows[turn] * self._slots.stride(0), repeats))
-            sizes.append(np.full(len(in_slots[-1]), piece.size_bytes))
-            rows.append(repeated(some.rows[turn], [(repeat.times, 0) for repeat in piece.repeats]))
-        return joined(*(np.concatenate(column) for column in (in_buffer, in_slots, sizes, rows)))
+            in_buffer = within + buffered.rows[turn] * self._buffer.stride(0)
+            in_slots = within + some.rows[turn] * self._slots.stride(0)
+            columns.append(_fragments(piece, in_buffer, piece.host_repeats, in_slots, some.rows[turn]))
+        return joined(*map(np.concatenate, zip(*columns, strict=True)))
 
     def _turn(self, piece: Piece, some: Pages) -> Mask:
         return some.turn(self._blocks_per_chunk, piece.writers, piece.writer_index)

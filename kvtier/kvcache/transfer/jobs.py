@@ -16,33 +16,40 @@ from kvtier.errors import TransferFailed
 from kvtier.kvcache.transfer.pages import Pages
 
 
-class Kind(Enum):
-    """Which way."""
+class Direction(Enum):
+    """Which way a transfer copies."""
 
-    LOAD = "load"  # From the primary into the engine's blocks.
+    LOAD = "load"  # From the primary into the LLM engine's blocks.
     STORE = "store"
 
 
 class TransferResult(NamedTuple):
-    """How a transfer ended. Nothing is known of the bytes of one that failed."""
+    """The end of a transfer. Nothing is known of the bytes of one that failed."""
 
     job_id: int
-    kind: Kind
+    direction: Direction
     size_bytes: int
     seconds: float  # From submission on.
     error: TransferFailed | None
 
 
 class Job:
-    """A transfer, and those that must be done before it."""
+    """A transfer: which pages of each group it copies, and which transfers must be done before it."""
 
-    __slots__ = ("after", "begun", "groups", "job_id", "kind", "mark", "size_bytes", "touched")
+    __slots__ = ("after", "begun", "direction", "groups", "job_id", "mark", "size_bytes", "touched")
 
     def __init__(
-        self, job_id: int, kind: Kind, groups: tuple[Pages, ...], *, size_bytes: int, begun: float, mark: object = None
+        self,
+        job_id: int,
+        direction: Direction,
+        groups: tuple[Pages, ...],
+        *,
+        size_bytes: int,
+        begun: float,
+        mark: object = None,
     ) -> None:
         self.job_id = job_id
-        self.kind = kind
+        self.direction = direction
         self.groups = groups
         self.size_bytes = size_bytes
         self.begun = begun
@@ -68,10 +75,10 @@ Finish = Callable[[], None]
 
 
 class Copier(Protocol):
-    """Copies transfers, one after the other, from one thread."""
+    """A copier: takes transfers from one thread, one after the other."""
 
     @property
-    def kinds(self) -> Collection[Kind]:
+    def directions(self) -> Collection[Direction]:
         """Those it takes, the more urgent first."""
         ...
 
@@ -81,7 +88,7 @@ class Copier(Protocol):
         ...
 
     def mark(self) -> object:
-        """Note, from the thread that submits, what the engine's device has been told to do until now."""
+        """Note, from the thread that submits, what the LLM engine's device has been told to do until now."""
         ...
 
     def begin(self, job: Job) -> Finish:
@@ -100,7 +107,7 @@ class Jobs:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._changed = threading.Condition()
-        self._waiting: dict[Kind, deque[Job]] = {kind: deque() for kind in Kind}
+        self._waiting: dict[Direction, deque[Job]] = {direction: deque() for direction in Direction}
         self._unfinished = dict[int, Job]()
         self._results = dict[int, TransferResult]()
         self._waiters = dict[int, _Waiter]()
@@ -114,26 +121,29 @@ class Jobs:
                 raise RuntimeError("the transfer worker is closed")
             if job.job_id in self._unfinished or job.job_id in self._results:
                 raise ValueError(f"transfer {job.job_id} is still about")
-            others = [other for other in self._unfinished.values() if other.kind is not job.kind]
+            others = [other for other in self._unfinished.values() if other.direction is not job.direction]
             job.after = frozenset(other.job_id for other in others if other.shares_bytes_with(job))
             self._unfinished[job.job_id] = job
-            self._waiting[job.kind].append(job)
+            self._waiting[job.direction].append(job)
             self._changed.notify_all()
 
-    def take(self, kinds: Collection[Kind], *, wait: bool) -> Job | None:
-        """Return the next transfer of these kinds; None once closed and empty or, without `wait`, if none may start."""
+    def take(self, directions: Collection[Direction], *, wait: bool) -> Job | None:
+        """Return the next transfer that goes one of these ways.
+
+        None once closed and empty or, without `wait`, if none may start.
+        """
         with self._changed:
             while True:
-                for queue in (self._waiting[kind] for kind in kinds):
+                for queue in (self._waiting[direction] for direction in directions):
                     if queue and self._unfinished.keys().isdisjoint(queue[0].after):
                         return queue.popleft()
-                if not wait or (self._closed and not any(self._waiting[kind] for kind in kinds)):
+                if not wait or (self._closed and not any(self._waiting[direction] for direction in directions)):
                     return None
                 self._changed.wait()
 
     def finish(self, job: Job, error: TransferFailed | None) -> None:
         """Note that a transfer has ended, and tell of it."""
-        result = TransferResult(job.job_id, job.kind, job.size_bytes, self._clock() - job.begun, error)
+        result = TransferResult(job.job_id, job.direction, job.size_bytes, self._clock() - job.begun, error)
         with self._changed:
             del self._unfinished[job.job_id]
             self._results[job.job_id] = result

@@ -1,4 +1,4 @@
-"""Pages to copy: which of the engine's blocks belongs to which row, and the pieces that a page is made of.
+"""Pages to copy: which of the LLM engine's blocks belongs to which row, and the pieces that a page is made of.
 
 A piece is one copy for many blocks: equal fragments of a worker's pages, and where they go in a chunk's bytes, as
 strides. Pieces that lie at equal distances from each other on both sides, as layers of one allocation do, are one: so
@@ -41,7 +41,7 @@ NO_BLOCKS = GroupBlocks((), ())
 
 
 class Pages(NamedTuple):
-    """Page i of a group: an engine's block, a row, and which of the row's blocks."""
+    """Page i of a group: one of the LLM engine's blocks, a row, and which of the row's blocks."""
 
     blocks: Indices
     rows: Indices
@@ -136,6 +136,16 @@ class Piece(NamedTuple):
         for repeat in self.repeats:
             moved *= repeat.times
         return moved
+
+    @property
+    def local_repeats(self) -> list[tuple[int, int]]:
+        """How many times, and how far apart, in the worker's memory."""
+        return [(repeat.times, repeat.local) for repeat in self.repeats]
+
+    @property
+    def host_repeats(self) -> list[tuple[int, int]]:
+        """How many times, and how far apart, in a chunk."""
+        return [(repeat.times, repeat.host) for repeat in self.repeats]
 
     @property
     def alike(self) -> tuple[object, ...]:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import torch
 
 from kvtier.kvcache.layout.blocks import offset_bytes, view_of
-from kvtier.kvcache.transfer.jobs import Finish, Job, Kind
+from kvtier.kvcache.transfer.jobs import Direction, Finish, Job
 from kvtier.kvcache.transfer.pages import Indices, Pages, Piece, Sides, repeated
 
 RUN_BYTES_MIN = 1 << 18  # An assignment costs 2 us more than a memmove: below, runs are too short to be worth it.
@@ -43,7 +43,7 @@ Items = npt.NDArray[Any]  # Of numpy.void: bytes that are moved together, and ne
 class HostCopier:
     """The copier of caches in host memory: copies by index, on one thread for both ways."""
 
-    kinds = (Kind.LOAD, Kind.STORE)
+    directions = (Direction.LOAD, Direction.STORE)
     ahead = 1
 
     def __init__(self, sides: Sides) -> None:
@@ -55,12 +55,12 @@ class HostCopier:
     def begin(self, job: Job) -> Finish:
         for group, pages in zip(self._groups, job.groups, strict=True):
             for pieces in group:
-                copy_alike(job.kind, pieces, pages)
+                copy_alike(job.direction, pieces, pages)
         return _nothing
 
 
 class Runs(NamedTuple):
-    """An order of pages, and the parts of it in which indices grow by `step`."""
+    """Runs of pages: an order of them, and the parts of it in which indices grow by `step`."""
 
     order: Indices
     step: int
@@ -112,7 +112,7 @@ class Side(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """Which pages go where."""
+    """The moves of pages: page `from_pages[i]` goes to `to_pages[i]`."""
 
     from_pages: Indices
     to_pages: Indices
@@ -136,17 +136,17 @@ class Strided(NamedTuple):
         shapes = [(side.pages.dtype, side.pages.shape, side.pages.stride()) for side in (self.local, self.host)]
         return (*shapes, self.writers, self.writer_index)
 
-    def moves(self, kind: Kind, pages: Pages) -> Moves:
+    def moves(self, direction: Direction, pages: Pages) -> Moves:
         """Return which pages go where: of a store, those that are this worker's turn."""
-        if kind is Kind.STORE:
+        if direction is Direction.STORE:
             turn = pages.written_by(self.blocks_per_chunk, self.writers, self.writer_index)
             return Moves(turn.blocks, self._host_index(turn), runs_of(turn.blocks))
         index = self._host_index(pages)
         return Moves(index, pages.blocks, runs_of(index, self.host.period))
 
-    def sides(self, kind: Kind) -> tuple[Side, Side]:
+    def sides(self, direction: Direction) -> tuple[Side, Side]:
         """Return where pages come from, and where they go."""
-        return (self.local, self.host) if kind is Kind.STORE else (self.host, self.local)
+        return (self.local, self.host) if direction is Direction.STORE else (self.host, self.local)
 
     def _host_index(self, pages: Pages) -> Indices:
         return pages.rows * self.row_steps + pages.positions * self.page_steps
@@ -189,13 +189,13 @@ def _view(
     return view_of(memory, element, shape, strides, offset)
 
 
-def copy_alike(kind: Kind, pieces: Sequence[Strided], pages: Pages) -> None:
+def copy_alike(direction: Direction, pieces: Sequence[Strided], pages: Pages) -> None:
     """Copy the pages of pieces that are alike, in as few passes and calls as the pages' places allow.
 
     On a device it is done on the current stream.
     """
-    moves = pieces[0].moves(kind, pages)
-    sides = [piece.sides(kind) for piece in pieces]
+    moves = pieces[0].moves(direction, pages)
+    sides = [piece.sides(direction) for piece in pieces]
     source = sides[0][0]
     if not len(moves.from_pages):
         return
@@ -267,10 +267,10 @@ def _through_tiles(source: Side, target: Side, moves: Moves) -> None:
 
 
 def _alike(pieces: list[Strided]) -> list[list[Strided]]:
-    kinds = defaultdict[tuple[object, ...], list[Strided]](list)
+    found = defaultdict[tuple[object, ...], list[Strided]](list)
     for piece in pieces:
-        kinds[piece.alike].append(piece)
-    return list(kinds.values())
+        found[piece.alike].append(piece)
+    return list(found.values())
 
 
 def _nothing() -> None: ...

@@ -1,4 +1,4 @@
-"""A worker's transfers between its caches and its part of the primary's rows.
+"""The transfer worker: copies between one worker's caches and its part of the primary's rows.
 
 Submitting copies nothing and waits for nothing: threads of the worker's own do, one for host memory, one each way for a
 CUDA device. Results are polled or awaited.
@@ -16,14 +16,14 @@ import torch
 from kvtier.errors import ConfigError, TransferFailed
 from kvtier.kvcache.layout.canonical import CanonicalKVCaches
 from kvtier.kvcache.transfer.cuda import cuda_copiers
-from kvtier.kvcache.transfer.jobs import Copier, Finish, Job, Jobs, Kind, TransferResult
+from kvtier.kvcache.transfer.jobs import Copier, Direction, Finish, Job, Jobs, TransferResult
 from kvtier.kvcache.transfer.pages import GroupBlocks, Sides, pages_of, pieces_of, slot_layout
 from kvtier.kvcache.transfer.strided import HostCopier
 from kvtier.memory import start_thread
 
 
 class TransferWorker:
-    """Stores and loads chunks: engine's blocks to and from rows.
+    """Stores and loads chunks: the LLM engine's blocks to and from rows.
 
     `slots` is (rows, slot_bytes), int8, in host memory: this worker's slot of every row (`CpuMemory.slots`) or, with
     `canonical`, all of every row, which all workers then share. A row that is lent to a transfer is the worker's until
@@ -52,9 +52,11 @@ class TransferWorker:
         self._clock = clock
         self._jobs = Jobs(clock)
         copiers = _copiers(self._sides)
-        self._copiers: dict[Kind, Copier] = {kind: copier for copier in copiers for kind in copier.kinds}
+        self._copiers: dict[Direction, Copier] = {
+            direction: copier for copier in copiers for direction in copier.directions
+        }
         for copier in copiers:
-            names = "+".join(kind.value for kind in copier.kinds)
+            names = "+".join(direction.value for direction in copier.directions)
             start_thread(
                 threading.Thread(target=_serve, args=(self._jobs, copier), name=f"kvtier-{names}", daemon=True)
             )
@@ -64,11 +66,11 @@ class TransferWorker:
 
         Raises `ValueError`, with nothing begun, for an id that is still about, or blocks and rows that are not there.
         """
-        self._submit(job_id, Kind.STORE, groups)
+        self._submit(job_id, Direction.STORE, groups)
 
     def submit_load(self, job_id: int, groups: Sequence[GroupBlocks]) -> None:
         """Begin to copy rows into blocks; as `submit_store`."""
-        self._submit(job_id, Kind.LOAD, groups)
+        self._submit(job_id, Direction.LOAD, groups)
 
     def poll(self) -> list[TransferResult]:
         """Return the results of transfers that have ended since, in the order they did; never waits."""
@@ -100,7 +102,7 @@ class TransferWorker:
     ) -> None:
         self.close()
 
-    def _submit(self, job_id: int, kind: Kind, groups: Sequence[GroupBlocks]) -> None:
+    def _submit(self, job_id: int, direction: Direction, groups: Sequence[GroupBlocks]) -> None:
         sides = self._sides
         if len(groups) != len(sides.pieces):
             raise ValueError(f"blocks of {len(groups)} groups given, the caches have {len(sides.pieces)}")
@@ -112,11 +114,11 @@ class TransferWorker:
         for pieces, moved in zip(sides.pieces, pages, strict=True):
             for piece in pieces:
                 written = moved
-                if kind is Kind.STORE:
+                if direction is Direction.STORE:
                     written = moved.written_by(sides.blocks_per_chunk, piece.writers, piece.writer_index)
                 size_bytes += piece.page_bytes * len(written.blocks)
-        mark = self._copiers[kind].mark()
-        self._jobs.submit(Job(job_id, kind, pages, size_bytes=size_bytes, begun=self._clock(), mark=mark))
+        mark = self._copiers[direction].mark()
+        self._jobs.submit(Job(job_id, direction, pages, size_bytes=size_bytes, begun=self._clock(), mark=mark))
 
 
 def _copiers(sides: Sides) -> list[Copier]:
@@ -136,7 +138,7 @@ def _serve(jobs: Jobs, copier: Copier) -> None:
     """Take transfers and see them through, until there will be no more."""
     begun = deque[tuple[Job, Finish]]()
     while True:
-        job = jobs.take(copier.kinds, wait=not begun) if len(begun) < copier.ahead else None
+        job = jobs.take(copier.directions, wait=not begun) if len(begun) < copier.ahead else None
         if job is not None:
             begun.append((job, _begin(copier, job)))
         elif begun:
@@ -163,7 +165,7 @@ def _failure(job: Job, finish: Finish) -> TransferFailed | None:
     try:
         finish()
     except Exception as error:  # noqa: BLE001  # As above.
-        failure = TransferFailed(f"{job.kind.value} {job.job_id} of {job.size_bytes:,} bytes: {error}")
+        failure = TransferFailed(f"{job.direction.value} {job.job_id} of {job.size_bytes:,} bytes: {error}")
         failure.__cause__ = error
         return failure
     return None

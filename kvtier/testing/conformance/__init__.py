@@ -40,10 +40,9 @@ were found where.
 import pytest
 
 # Before they are imported, or third parties would see bare AssertionErrors.
-MODULES = ("lender", "promises", "moving", "calling", "suite", "durable", "optional", "wrapping")
+MODULES = ("lender", "moving", "calling", "suite", "optional", "wrapping")
 pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in MODULES))
 
-from kvtier.testing.conformance.durable import DurableBackendConformance, NamespacedConformance  # noqa: E402
 from kvtier.testing.conformance.lender import Lender, key_of, keys_of, label, tier_context  # noqa: E402
 from kvtier.testing.conformance.optional import (  # noqa: E402
     BoundedConformance,
@@ -54,7 +53,11 @@ from kvtier.testing.conformance.optional import (  # noqa: E402
     MeasuredConformance,
     RankedConformance,
 )
-from kvtier.testing.conformance.suite import BackendConformance  # noqa: E402
+from kvtier.testing.conformance.suite import (  # noqa: E402
+    BackendConformance,
+    DurableBackendConformance,
+    NamespacedConformance,
+)
 from kvtier.testing.conformance.wrapping import WrapperConformance  # noqa: E402
 
 __all__ = [

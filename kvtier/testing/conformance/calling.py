@@ -17,8 +17,7 @@ from blockbuster import BlockBuster, BlockBusterFunction
 
 from kvtier.backend import Abandoned, Backend
 from kvtier.errors import BackendClosed
-from kvtier.testing.conformance.lender import Lender, key_of, keys_of, label
-from kvtier.testing.conformance.promises import PATIENCE_S, Promises, begun, ended, steps
+from kvtier.testing.conformance.lender import PATIENCE_S, Lender, Promises, begun, ended, key_of, keys_of, label, steps
 
 
 class Concurrency(Promises):

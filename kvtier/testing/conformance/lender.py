@@ -1,9 +1,13 @@
-"""What the suites lend to a tier: page-aligned rows between guards, holding chunks that say whose they are."""
+"""The lender: page-aligned rows between guards, with chunks that say whose they are; and the class of all promises."""
 
+import asyncio
 import mmap
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from functools import lru_cache
 from hashlib import blake2b
+from typing import Any, ClassVar
+
+import pytest
 
 from kvtier.backend import (
     Backend,
@@ -20,6 +24,7 @@ from kvtier.backend import (
 PART_BYTES = 32  # Of a chunk: 24 that only its key and version have, and 8 that say which part it is.
 GUARD = b"\x5a"
 FRESH = b"\xa5"  # What a row is full of before anything is loaded into it.
+PATIENCE_S = 30.0  # Real seconds until a call that does not end is called a failure; honest ones need a thousandth.
 
 
 def tier_context(chunk_bytes: int, *, name: str = "0:tested", model_name: str = "conformance") -> TierContext:
@@ -153,3 +158,54 @@ class Lender:
         except BufferError:
             return False
         return True
+
+
+OWNER = key_of(1 << 40)  # Whose chunk the owner puts into rows that came back.
+
+
+@pytest.mark.asyncio
+class Promises:
+    """Base of all groups; a subclass of a group provides the fixture `backend`."""
+
+    chunk_bytes: ClassVar[int] = 16_384
+    """Length of every row that is lent: `TierContext.row_bytes` of the tier under test."""
+
+    settle_s: ClassVar[float] = 0.02
+    """How long a test gives what should have ended to show that it has not."""
+
+    @pytest.fixture
+    def lender(self) -> Iterator[Lender]:
+        """Rows and chunks for one test."""
+        lender = Lender(self.chunk_bytes)
+        yield lender
+        lender.take_back()
+
+    async def look_later(self, lender: Lender, rows: Sequence[memoryview]) -> None:
+        """Use rows that came back for something else, as an engine does, and look whether somebody else still does."""
+        for row in rows:
+            row[:] = lender.chunk(OWNER)
+        for _ in range(2):
+            assert [lender.identify(row) for row in rows] == [label(OWNER)] * len(rows)
+            await asyncio.sleep(self.settle_s)
+        assert [lender.identify(row) for row in rows] == [label(OWNER)] * len(rows)
+
+
+async def steps(count: int) -> None:
+    """Let everybody else run for so many iterations of the loop."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def ended(task: asyncio.Task[Any]) -> None:
+    """Wait until a task has ended, however it did; one that does not is a failure."""
+    done, _ = await asyncio.wait({task}, timeout=PATIENCE_S)
+    assert done, f"the call has not ended after {PATIENCE_S:g} s"
+    if not task.cancelled():
+        task.exception()  # Or asyncio would complain of an error that nobody looked at, if the test does not.
+
+
+async def begun(call: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+    """Start a call, and let it take its first step."""
+    task = asyncio.create_task(call)
+    await steps(1)
+    return task

@@ -7,8 +7,7 @@ import pytest
 
 from kvtier.backend import Backend, Durability, OffloadKey, Read, Write, make_offload_key
 from kvtier.errors import ChunkError
-from kvtier.testing.conformance.lender import Lender, key_of, keys_of, label
-from kvtier.testing.conformance.promises import Promises
+from kvtier.testing.conformance.lender import Lender, Promises, key_of, keys_of, label
 
 ODD_KEYS: dict[str, OffloadKey] = {
     "an empty hash": make_offload_key(b""),

@@ -21,8 +21,7 @@ from kvtier.backend import (
     ScanDone,
     Write,
 )
-from kvtier.testing.conformance.lender import Lender, key_of, keys_of, label
-from kvtier.testing.conformance.promises import PATIENCE_S, Promises, ended
+from kvtier.testing.conformance.lender import PATIENCE_S, Lender, Promises, ended, key_of, keys_of, label
 
 Provoke = Callable[[], Awaitable[None]]
 

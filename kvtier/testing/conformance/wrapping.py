@@ -27,8 +27,7 @@ from kvtier.backend import (
     Write,
 )
 from kvtier.errors import ChunkMissing, NoSpace
-from kvtier.testing.conformance.lender import keys_of
-from kvtier.testing.conformance.promises import Promises
+from kvtier.testing.conformance.lender import Promises, keys_of
 
 Wrap = Callable[[Backend], Backend]
 

@@ -1,4 +1,4 @@
-"""The books of an engine, audited: every row has one owner, and every pin, lease and transfer a reason.
+"""The audit of an engine: every row has one owner, and every pin, lease and transfer a reason.
 
 An auditor reads what is private: a public door to it would be there for nobody else. Each check is an assertion about
 one moment between two calls, so `AuditedSteps` makes them whenever a step ends.
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable
 
 from kvtier.engine.ledger import Ledger
 from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.outbox import Operation, Transfer
 from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import Tier
-from kvtier.engine.transfers import Kind, Transfer
 
 
 class AuditedSteps(StepManager):
@@ -92,15 +92,15 @@ def _audit_transfers(ledger: Ledger) -> None:
     primary, transfers = ledger.primary, ledger.transfers
     borrowers: Counter[int] = Counter()
     for transfer in transfers.overdue.values():
-        if transfer.forgotten or transfer.kind is Kind.PROMOTION:
+        if transfer.forgotten or transfer.operation is Operation.PROMOTION:
             borrowers.update(transfer.rows)
     assert borrowers == primary.quarantined, f"borrowed {dict(borrowers)}, quarantined {primary.quarantined}"
     writers: Counter[int] = Counter()
     for transfer in transfers.under_way.values():
-        if transfer.kind is Kind.PROMOTION:
+        if transfer.operation is Operation.PROMOTION:
             writers.update(transfer.rows)
             assert [primary.filling.get(key) for key in transfer.keys] == list(transfer.rows), "a promotion lost a row"
-        elif transfer.kind is Kind.CASCADE:
+        elif transfer.operation is Operation.CASCADE:
             assert [primary.ready.get(key) for key in transfer.keys] == list(transfer.rows), "a cascade lost a row"
     assert all(count == 1 for count in writers.values()), f"rows promoted into twice: {writers}"
     cascading: Counter[int] = Counter()
@@ -126,7 +126,7 @@ def _audit_pins(ledger: Ledger) -> None:
     idle = sum(not primary._pins[row] for row in primary.ready.values())
     assert primary._idle == idle, f"{idle} rows are idle, {primary._idle} noted"
     loads = sum(primary._pins) - explained.total()
-    promoting = sum(len(transfer.keys) for transfer in _under_way(ledger, Kind.PROMOTION))
+    promoting = sum(len(transfer.keys) for transfer in _under_way(ledger, Operation.PROMOTION))
     promoting += sum(map(len, ledger.outbox._promotions.values()))
     used = loads + len(primary.filling) - promoting
     assert used == ledger.rows_in_use, f"{used} rows are in use, {ledger.rows_in_use} noted"
@@ -134,25 +134,25 @@ def _audit_pins(ledger: Ledger) -> None:
 
 def _audit_tier(ledger: Ledger, tier: Tier) -> None:
     name = tier.spec.name
-    loading = sum(len(transfer.keys) for transfer in _under_way(ledger, Kind.PROMOTION) if transfer.tier is tier)
+    loading = sum(len(transfer.keys) for transfer in _under_way(ledger, Operation.PROMOTION) if transfer.tier is tier)
     assert loading == tier.loading, f"tier {name}: {loading} chunks loading, {tier.loading} noted"
-    storing = [key for sent in _under_way(ledger, Kind.CASCADE) if sent.tier is tier for key in sent.keys]
+    storing = [key for sent in _under_way(ledger, Operation.CASCADE) if sent.tier is tier for key in sent.keys]
     storing += ledger.outbox._cascades.get(tier, ())
     assert len(storing) == len(set(storing)), f"tier {name}: a chunk is stored twice at once"
     assert set(storing) == tier.storing, f"tier {name}: {len(storing)} chunks storing, {len(tier.storing)} noted"
     assert tier.raced <= tier.storing, f"tier {name}: raced by what is not stored"
     assert len(storing) <= tier.spec.store_chunks_max, f"tier {name}: more chunks storing than may be"
-    asked = {key for sent in _under_way(ledger, Kind.PROBE) if sent.tier is tier for key in sent.keys}
+    asked = {key for sent in _under_way(ledger, Operation.PROBE) if sent.tier is tier for key in sent.keys}
     assert tier.asking <= asked.union(tier.to_ask), f"tier {name}: waits for answers to questions that nobody asked"
 
 
-def _under_way(ledger: Ledger, kind: Kind) -> Iterable[Transfer]:
-    return [transfer for transfer in ledger.transfers.under_way.values() if transfer.kind is kind]
+def _under_way(ledger: Ledger, operation: Operation) -> Iterable[Transfer]:
+    return [transfer for transfer in ledger.transfers.under_way.values() if transfer.operation is operation]
 
 
 def _cascades(ledger: Ledger) -> Iterable[Transfer]:
     """Give every cascade whose pins are still there."""
     transfers = ledger.transfers
     for transfer in (*transfers.under_way.values(), *transfers.overdue.values()):
-        if transfer.kind is Kind.CASCADE and not transfer.forgotten:
+        if transfer.operation is Operation.CASCADE and not transfer.forgotten:
             yield transfer

@@ -10,11 +10,10 @@ from typing import Any
 
 from kvtier.engine.steps import Inside
 from kvtier.testing.simulation.audit import AuditedManager, audit_quiet
-from kvtier.testing.simulation.books import Book, Truth
 from kvtier.testing.simulation.programs import Program
-from kvtier.testing.simulation.scenario import Life, Scenario, book_name
+from kvtier.testing.simulation.scenario import Life, Scenario
 from kvtier.testing.simulation.scheduler import Scheduler
-from kvtier.testing.simulation.witness import witnesses
+from kvtier.testing.simulation.witness import Book, Truth
 from kvtier.testing.virtual_time import place
 
 PATIENCE_S = 2_000.0  # Of virtual time: a life in which anybody still waits after that has a request that never ends.
@@ -73,8 +72,9 @@ class LifeUnderWay:
     async def _calm_down(self, engine: AuditedManager) -> None:
         """Let nothing fail any more, wait until all is at rest, and hold the engine to account."""
         for _ in range(int(SETTLING_S)):
-            for index in range(len(self._books)):
-                witnesses(book_name(self._scenario.seed, index))[-1].calm()  # Again: a delayed call may hang later.
+            for book in self._books:
+                assert book.witness is not None
+                book.witness.calm()  # Again: a delayed call may hang later.
             await asyncio.sleep(1.0)
         assert await engine.drain(PATIENCE_S), "what is under way never ends"
         await asyncio.sleep(SETTLING_S)
@@ -125,10 +125,10 @@ class LifeUnderWay:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
-        for index in range(len(self._books)):
-            for witness in witnesses(book_name(self._scenario.seed, index))[-1:]:
-                await witness.aclose(0)
-                witness.count_faults()
+        for book in self._books:
+            if book.witness is not None:
+                await book.witness.aclose(0)
+                book.witness.count_faults()
 
     def _give_up(self) -> None:
         for book in self._books:

@@ -10,7 +10,7 @@ from kvtier.backend import OffloadKey
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.tier import TierMatcher
 from kvtier.errors import EngineClosed
-from kvtier.testing.simulation.books import chunk_of
+from kvtier.testing.simulation.witness import chunk_of
 
 
 class Habits(NamedTuple):

@@ -1,4 +1,4 @@
-"""What one seed means: an engine, its tiers and their faults, who uses it, and how each of its lives ends."""
+"""The scenario: what one seed decides: an engine, its tiers and their faults, who uses it, and how its lives end."""
 
 import random
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
-"""An engine that steps, as a model: requests wait, look up in every step, load, compute, store, decode and end.
+"""The scheduler: a model of an LLM engine: requests wait, look up in every step, load, compute, store, decode and end.
 
-It keeps to the step protocol as a serving engine's scheduler does: a request whose prefix is on its way stays in the
+It keeps to the step protocol as an LLM engine's scheduler does: a request whose prefix is on its way stays in the
 queue and lets others pass; what a look-up does not find is computed, so many chunks a step for all requests together,
 and stored as it is computed. Every byte that it loads is compared.
 """
@@ -9,13 +9,14 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvtier.backend import OffloadKey
 from kvtier.engine.answers import LookupResult
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.tier import TierMatcher
-from kvtier.testing.simulation.books import chunk_of
+from kvtier.testing.simulation.witness import chunk_of
 
 
 class Prompt(NamedTuple):
@@ -28,7 +29,7 @@ class Prompt(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """How fast the engine is; seconds are of its loop."""
+    """How fast the LLM engine is; seconds are of its loop."""
 
     step_s: float = 0.02
     running_max: int = 16
@@ -181,18 +182,18 @@ class Scheduler:
                 self._waiting.append(run)
 
 
+@dataclass(slots=True, eq=False)
 class _Run:
     """One request on its way."""
 
-    __slots__ = ("done", "ends_at", "hits", "loaded_at", "loading", "looks", "prompt", "rows", "storing", "waited_s",
-                 "wants_all")  # fmt: skip
-
-    def __init__(self, prompt: Prompt, wants_all: bool) -> None:
-        self.prompt = prompt
-        self.wants_all = wants_all
-        self.hits = self.done = self.looks = 0
-        self.waited_s = self.loaded_at = 0.0
-        self.ends_at: float | None = None
-        self.loading: Sequence[OffloadKey] = ()
-        self.rows: Sequence[int] = ()
-        self.storing: Sequence[OffloadKey] = ()
+    prompt: Prompt
+    wants_all: bool
+    hits: int = 0
+    done: int = 0
+    looks: int = 0
+    waited_s: float = 0.0
+    loaded_at: float = 0.0
+    ends_at: float | None = None
+    loading: Sequence[OffloadKey] = ()
+    rows: Sequence[int] = ()
+    storing: Sequence[OffloadKey] = ()

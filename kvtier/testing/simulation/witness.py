@@ -1,4 +1,4 @@
-"""A tier with a witness at its door: every buffer that comes in and every word that goes out is held to account.
+"""The witness: a tier that holds every buffer that comes in and every word that goes out of another one to account.
 
 It stands between the engine and a tier that fails by seed, and notices what neither would: a row that is lent twice,
 a chunk that is not its key's, a row that changes while it is stored, more bytes than there is capacity.
@@ -6,8 +6,9 @@ a chunk that is not its key's, a row that changes while it is stored, more bytes
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Generator, Iterable, Sequence
 from contextlib import contextmanager
+from enum import Enum
 from typing import Self
 
 import numpy as np
@@ -28,9 +29,66 @@ from kvtier.backend import (
 )
 from kvtier.errors import BackendError, ChunkCorrupt, ChunkMissing
 from kvtier.testing.faults import FAULTLESS, FaultyBackend, FaultyOptions
-from kvtier.testing.simulation.books import Book, Truth, chunk_of
 
 WITNESS = "kvtier.testing.simulation.witness:Witness"
+CHUNK_UNIT_BYTES = 8
+
+
+class Truth(Enum):
+    """What a tier's own words make of a key."""
+
+    PRESENT = "present"  # It said that the chunk is stored, or loaded it.
+    GONE = "gone"  # It said that it is not there, or that it was deleted.
+    UNSURE = "unsure"  # Calls raced, came late, or were given up: both may be true.
+
+
+class Book:
+    """One tier's words over all lives of an engine, against which the end is held.
+
+    Violations are written down, not raised: a runner takes what a tier raises for the tier's fault.
+    """
+
+    def __init__(self) -> None:
+        self.witness: Witness | None = None  # The one of the life under way.
+        self.truth: dict[OffloadKey, Truth] = {}
+        self.counts: Counter[str] = Counter()
+        self.violations: list[str] = []
+        self._under_way: Counter[OffloadKey] = Counter()
+        self._raced: set[OffloadKey] = set()
+
+    def begin(self, keys: Iterable[OffloadKey]) -> None:
+        """Note a call over these keys; two at a time leave both unsure."""
+        for key in keys:
+            if self._under_way[key]:
+                self._raced.add(key)
+            self._under_way[key] += 1
+
+    def end(self, key: OffloadKey, truth: Truth | None) -> None:
+        """Note what a call that ended says of one of its keys; None: nothing new."""
+        self._under_way[key] -= 1
+        if key in self._raced:
+            truth = Truth.UNSURE
+        if not self._under_way[key]:
+            del self._under_way[key]
+            self._raced.discard(key)
+        if truth is not None:
+            self.truth[key] = truth
+
+    def give_up(self) -> None:
+        """Note that the engine does not wait any more for what is under way."""
+        self._raced.update(self._under_way)
+
+    def report(self, keys: Iterable[OffloadKey], truth: Truth) -> None:
+        """Note what the tier reports unasked."""
+        for key in keys:
+            self.truth[key] = Truth.UNSURE if self._under_way[key] else truth
+
+    def keys(self, truth: Truth) -> list[OffloadKey]:
+        return [key for key, said in self.truth.items() if said is truth]
+
+    def wrong(self, what: str) -> None:
+        self.violations.append(what)
+
 
 _open_books: dict[str, Book] = {}
 
@@ -44,7 +102,7 @@ class WitnessOptions(FaultyOptions, frozen=True, forbid_unknown_fields=True, kw_
 
 
 class Witness(Wrapper[WitnessOptions]):
-    """A faulty tier, and what it answers is checked."""
+    """A faulty tier whose answers are checked."""
 
     options_type = WitnessOptions
 
@@ -58,7 +116,7 @@ class Witness(Wrapper[WitnessOptions]):
         self._reading: Counter[int] = Counter()
         if isinstance(inner, Inventory):
             self.watch = self._watch
-        witnesses(options.book).append(self)
+        self.book.witness = self
 
     @classmethod
     async def open(cls, options: WitnessOptions, context: TierContext) -> Self:
@@ -138,9 +196,9 @@ class Witness(Wrapper[WitnessOptions]):
         return asyncio.get_running_loop().time()
 
     def _end(self, begun: float, keys: Sequence[OffloadKey], truths: Sequence[Truth | None]) -> None:
-        """Enter what a call said of its keys; nothing (it raised, or was cancelled) or too late leaves a doubt."""
+        """Enter what a call said of its keys; nothing (it raised, or was cancelled) or too late leaves it unsure."""
         late = asyncio.get_running_loop().time() - begun >= self._options.deadline_s
-        known = truths if len(truths) == len(keys) and not late else [Truth.DOUBTFUL] * len(keys)
+        known = truths if len(truths) == len(keys) and not late else [Truth.UNSURE] * len(keys)
         for key, truth in zip(keys, known, strict=True):
             self.book.end(key, truth)
 
@@ -184,19 +242,16 @@ class Witness(Wrapper[WitnessOptions]):
 def open_book(name: str) -> Generator[Book]:
     """Keep a book under a name, for tiers whose configuration names it."""
     book = _open_books[name] = Book()
-    _witnesses[name] = []
     try:
         yield book
     finally:
-        del _open_books[name], _witnesses[name]
+        del _open_books[name]
 
 
-_witnesses: dict[str, list[Witness]] = {}
-
-
-def witnesses(book_name: str) -> list[Witness]:
-    """Return the witnesses that were opened over a book, one for each life."""
-    return _witnesses[book_name]
+def chunk_of(key: OffloadKey, size_bytes: int) -> bytes:
+    """Make the chunk that belongs to a key: it says in each of its parts whose it is."""
+    unit = key[:CHUNK_UNIT_BYTES].ljust(CHUNK_UNIT_BYTES, b"\0")
+    return (unit * (size_bytes // CHUNK_UNIT_BYTES + 1))[:size_bytes]
 
 
 def _address(buffer: memoryview) -> int:

@@ -1,4 +1,4 @@
-"""One seed, from nothing to the verdict: the lives of an engine in virtual time, and what must be true after them.
+"""Seeds, from nothing to the verdict: the lives of an engine in virtual time, and what must be true after them.
 
 Each life has an event loop of its own and is audited at every step. Between two lives nothing stays but what the tiers
 keep. After the last one each tier is opened once more, without faults: what it said is stored must load, byte for byte.
@@ -6,8 +6,11 @@ keep. After the last one each tier is opened once more, without faults: what it 
 
 import asyncio
 import hashlib
+import logging
+import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -17,12 +20,12 @@ from kvtier.backend import OffloadKey
 from kvtier.config import EngineConfig, TierLimits
 from kvtier.errors import BackendError, KVTierError
 from kvtier.testing.simulation.audit import AuditedManager
-from kvtier.testing.simulation.books import Book, Truth, chunk_of
 from kvtier.testing.simulation.life import PATIENCE_S, LifeUnderWay
 from kvtier.testing.simulation.scenario import Scenario, Subject, book_name, draw
-from kvtier.testing.simulation.witness import open_book
+from kvtier.testing.simulation.witness import Book, Truth, chunk_of, open_book
 from kvtier.testing.virtual_time import VirtualTimeError, VirtualTimeLoop
 
+SEEDS_A_JOB = 50  # About a second's work: a progress bar moves, and a job costs nothing beside it.
 PATIENT = TierLimits(deadline_s=PATIENCE_S)  # A device as slow as it likes may show what it has.
 
 
@@ -43,23 +46,70 @@ def simulate(seed: int, subject: Subject | None = None) -> Verdict:
     """Run one seed. Raises `SimulationFailed` if any promise was broken."""
     scenario = draw(seed, subject or Subject())
     with ExitStack() as open_books:
-        books = [open_books.enter_context(open_book(book_name(seed, index))) for index in range(_tiers(scenario))]
+        tiers = range(len(scenario.config.secondary_tiers))
+        books = [open_books.enter_context(open_book(book_name(seed, index))) for index in tiers]
         world = _World(scenario, books)
         try:
             world.live()
             world.check_promises()
         except (AssertionError, VirtualTimeError) as error:
             world.clear()
-            raise SimulationFailed(f"seed {seed}: {error}\n  again: {_again(seed)}") from error
+            again = f"python -m kvtier.testing.simulation --first {seed} --seeds 1"
+            raise SimulationFailed(f"seed {seed}: {error}\n  again: {again}") from error
         return world.verdict()
 
 
-def _again(seed: int) -> str:
-    return f"python -m kvtier.testing.simulation --first {seed} --seeds 1"
+class Summary:
+    """What some seeds came to."""
+
+    def __init__(self) -> None:
+        self.seeds = 0
+        self.counts: Counter[str] = Counter()
+        self.virtual_s = 0.0
+        self.failures: list[str] = []
+
+    def add(self, other: "Summary") -> None:
+        self.seeds += other.seeds
+        self.counts.update(other.counts)
+        self.virtual_s += other.virtual_s
+        self.failures += other.failures
 
 
-def _tiers(scenario: Scenario) -> int:
-    return len(scenario.config.secondary_tiers)
+def run_seeds(seeds: range, subject: Subject) -> Summary:
+    """Run some seeds, one after the other."""
+    summary = Summary()
+    for seed in seeds:
+        summary.seeds += 1
+        try:
+            verdict = simulate(seed, subject)
+        except SimulationFailed as error:
+            summary.failures.append(str(error))
+        else:
+            summary.counts.update(verdict.counts)
+            summary.virtual_s += verdict.virtual_s
+    return summary
+
+
+def summaries(pool: ProcessPoolExecutor, seeds: range, queued: int, subject: Subject) -> Iterator[Summary]:
+    """Give what they came to as it comes, with few jobs queued: a Ctrl-C need not wait for many."""
+    batches = iter(seeds[start : start + SEEDS_A_JOB] for start in range(0, len(seeds), SEEDS_A_JOB))
+    running: set[Future[Summary]] = set()
+    while True:
+        for batch in batches:
+            running.add(pool.submit(run_seeds, batch, subject))
+            if len(running) >= queued:
+                break
+        if not running:
+            return
+        done, running = wait(running, return_when=FIRST_COMPLETED)
+        for future in done:
+            yield future.result()
+
+
+def quiet() -> None:
+    """Leave Ctrl-C to the parent, and faults that were asked for out of the logs."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.disable(logging.CRITICAL)
 
 
 class _World:
@@ -69,13 +119,14 @@ class _World:
         self._scenario = scenario
         self._books = books
         self._counts: Counter[str] = Counter()
-        self._virtual_s = 0.0
         self._times: list[float] = []
 
     def live(self) -> None:
         for number, life in enumerate(self._scenario.lives):
             self._restart()
-            self._doubt_what_may_be_forgotten()
+            for book, strict in zip(self._books, self._scenario.strict, strict=True):
+                if not strict:  # The tier may have evicted anything by its own rules, with nobody watching.
+                    book.report(book.keys(Truth.PRESENT), Truth.UNSURE)
             self._run(LifeUnderWay(self._scenario, self._books, life, number, self._counts).run())
             for book in self._books:
                 assert not book.violations, "; ".join(book.violations)
@@ -96,7 +147,7 @@ class _World:
         for book in self._books:
             self._counts.update(book.counts)
         story = repr((sorted(self._counts.items()), self._times)).encode()
-        return Verdict(self._scenario.seed, hashlib.sha256(story).hexdigest()[:16], self._counts, self._virtual_s)
+        return Verdict(self._scenario.seed, hashlib.sha256(story).hexdigest()[:16], self._counts, sum(self._times))
 
     def _run(self, work: Any) -> None:
         """Run one life on a loop of its own; what its callbacks raise is raised here."""
@@ -107,7 +158,6 @@ class _World:
             try:
                 runner.run(work)
             finally:
-                self._virtual_s += loop.time()
                 self._times.append(loop.time())
         if errors:
             raise errors[0]
@@ -118,20 +168,10 @@ class _World:
             for book in self._books:
                 book.truth.clear()
 
-    def _doubt_what_may_be_forgotten(self) -> None:
-        """Expect what a tier may evict by its own rules to be reported anew: it may have, with nobody watching."""
-        for book, strict in zip(self._books, self._scenario.strict, strict=True):
-            if not strict:
-                book.report(book.keys(Truth.PRESENT), Truth.DOUBTFUL)
-
     async def _after(self, index: int, book: Book) -> None:
-        config = self._sound_config(index)
-        async with await AuditedManager.open(config) as engine:
+        async with await AuditedManager.open(self._sound_config(index)) as engine:
             promised = sorted(book.keys(Truth.PRESENT))
-            came = 0
-            for start in range(0, len(promised), config.rows):
-                for key in promised[start : start + config.rows]:
-                    came += await self._came(engine, key)
+            came = sum([await self._came(engine, key) for key in promised])
             self._counts["chunks promised"] += len(promised)
             if self._scenario.strict[index]:
                 assert came == len(promised), f"{len(promised) - came} of {len(promised)} promised chunks are lost"

@@ -4,142 +4,46 @@ All commands do alike: check what is to be written, run, and give the figures ou
 """
 
 import errno
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Annotated
 
 import typer
 from msgspec.structs import replace
+from rich.progress import TimeElapsedColumn, TimeRemainingColumn
 
-from kvtier.config import ROW_ALIGN_BYTES, EngineConfig, TierConfig
+from kvtier.config import EngineConfig, TierConfig
 from kvtier.errors import ConfigError
+from kvtier.memory import PAGE_BYTES
 from kvtier.settings import parse_size
 from kvtier.tools.bench import files, memory, whole
-from kvtier.tools.bench.figures import ROUNDS, ROUNDS_MAX, ROUNDS_MIN, Figures, Row, figures_json, load, this_machine
-from kvtier.tools.bench.files import Plan, TierCase, check_room, io_modes
-from kvtier.tools.bench.files import layouts as known_layouts
+from kvtier.tools.bench.figures import (
+    ROUNDS,
+    ROUNDS_MAX,
+    ROUNDS_MIN,
+    Figures,
+    Row,
+    load,
+    print_figures,
+    this_machine,
+)
+from kvtier.tools.bench.files import LAYOUTS, Plan, TierCase, check_room, io_modes
 from kvtier.tools.bench.raw import fio_path
-from kvtier.tools.bench.screen import bench_bar, print_figures
-from kvtier.tools.replay.outputs import check_picture, check_writable, replacing
-from kvtier.tools.replay.setup import Scratch
-
-STDOUT = "-"
-DIGITS_MAX = 20  # Of a number in a list; Python refuses to read very long ones.
+from kvtier.tools.commands import JsonOption, PlotOption, listed
+from kvtier.tools.outputs import Scratch, bar, check_outputs, write_json
 
 RoundsOption = Annotated[
     int, typer.Option(min=ROUNDS_MIN, max=ROUNDS_MAX, help="Rounds, after a first one that is not counted.")
 ]
-JsonOption = Annotated[
-    str | None, typer.Option("--json", metavar="OUT", help="Write the figures there; - is stdout, without the table.")
-]
-PlotOption = Annotated[
-    str | None, typer.Option("--plot", metavar="OUT", help="Draw the ratios there: .png, .pdf or .svg.")
-]
 DEFAULT_ROUNDS = ROUNDS
-
-Work = Callable[[Callable[[], None]], Iterator[Row]]
-"""Measure, calling what is given after every measurement."""
-
-
-def run_bench(
-    command: str,
-    work: Work,
-    steps: int,
-    *,
-    json_path: str | None,
-    plot_path: str | None,
-    directory: str | None = None,
-) -> None:
-    """Measure and write down what was found. `directory` is what the machine's file system is looked up for."""
-    draw = _drawing(plot_path)
-    before, begun = load(), time.perf_counter()
-    try:
-        with bench_bar(command, steps) as step:
-            rows = list(work(step))
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise ConfigError(f"{directory}: {error.strerror}; a smaller --size accepted") from error
-    machine = this_machine(before, directory)
-    figures = Figures(command=command, machine=machine, seconds=time.perf_counter() - begun, rows=rows)
-    if json_path is not None and json_path != STDOUT:
-        with replacing(json_path) as file:
-            file.write(figures_json(figures))
-    if draw is not None:
-        draw(figures)
-    if json_path == STDOUT:
-        sys.stdout.flush()
-        sys.stdout.buffer.write(figures_json(figures))  # JSON is UTF-8, whatever the terminal takes.
-    else:
-        print_figures(figures)
-
-
-def check_outputs(json_path: str | None, plot_path: str | None) -> None:
-    """Raise `ConfigError` before anything is measured if what was found could not be written."""
-    if json_path is not None and json_path != STDOUT:
-        check_writable("--json", json_path)
-    if plot_path is not None:
-        check_picture("--plot", plot_path)
-
-
-def scratch_in(directory: str, stack: ExitStack) -> str:
-    """Return a directory in this one that goes away however we end. `ConfigError` if none can be made there."""
-    try:
-        scratch: AbstractContextManager[Scratch] = Scratch(directory, ".kvtier-bench-")
-    except OSError as error:
-        raise ConfigError(f"{directory}: {error.strerror}; a directory that can be written to accepted") from error
-    except ValueError as error:  # A name that no file can have, as configurations may.
-        raise ConfigError(f"{directory!r}: {error}; a directory that can be written to accepted") from error
-    return stack.enter_context(scratch).path
-
-
-def sizes(option: str, text: str, *, most: int) -> list[int]:
-    """Read sizes with commas between them; `ConfigError` names the option."""
-    try:
-        found = [int(part) if _is_number(part) else parse_size(part) for part in text.split(",")]
-    except ValueError as error:
-        raise ConfigError(f"{option} {text!r}: expected sizes with commas between them, as 128KiB,2MiB") from error
-    if max(found) > most:
-        raise ConfigError(f"{option} {text!r}: expected sizes of at most {most:,} bytes")
-    return list(dict.fromkeys(found))
-
-
-def numbers(option: str, text: str, *, least: int, most: int) -> list[int]:
-    """Read whole numbers with commas between them likewise."""
-    parts = text.split(",")
-    found = [int(part) for part in parts if _is_number(part)]
-    if len(found) < len(parts) or not all(least <= number <= most for number in found):
-        raise ConfigError(f"{option} {text!r}: expected numbers from {least:,} to {most:,} with commas between them")
-    return list(dict.fromkeys(found))
-
-
-def _is_number(part: str) -> bool:
-    digits = part.strip()
-    return digits.isascii() and digits.isdigit() and len(digits) <= DIGITS_MAX
-
-
-def names(option: str, text: str, known: Sequence[str]) -> list[str]:
-    """Read names of these likewise."""
-    found = [part.strip() for part in text.split(",")]
-    if not set(found) <= set(known):
-        raise ConfigError(f"{option} {text!r}: expected one or more of {', '.join(known)} with commas between them")
-    return list(dict.fromkeys(found))
-
-
-def _drawing(path: str | None) -> Callable[[Figures], None] | None:
-    if path is None:
-        return None
-    from kvtier.tools.bench.picture import write_figures_picture  # An extra: see `check_picture`.
-
-    return lambda figures: write_figures_picture(path, figures)
-
-
 DEPTH_MAX = 64  # As many lanes as a tier takes.
 CHUNK_BYTES_MAX = 1 << 30  # A hundred times the largest in use; some of them are in memory at once.
 MOVED_BYTES_MAX = 16 << 30  # By one measurement; it is in memory at once, and the first round tells enough.
+
+Work = Callable[[Callable[[], None]], Iterator[Row]]
+"""Measure, calling what is given after every measurement."""
 
 
 def cpu(
@@ -193,7 +97,7 @@ def fs(
     found = _chunk_sizes(chunk_sizes)
     (size_bytes, *_) = sizes("--size", size, most=MOVED_BYTES_MAX)
     counts = numbers("--depths", depths, least=1, most=DEPTH_MAX)
-    kinds = list(known_layouts()) if layouts == "all" else names("--layouts", layouts, known_layouts())
+    kinds = LAYOUTS if layouts == "all" else names("--layouts", layouts, LAYOUTS)
     named = names("--namings", namings, ("vllm", "flat"))
     modes = io_modes(directory, names("--io", io, ("auto", "direct", "buffered")))
     cases = [
@@ -247,6 +151,70 @@ def tiers(
         )
 
 
+def run_bench(
+    command: str,
+    work: Work,
+    steps: int,
+    *,
+    json_path: str | None,
+    plot_path: str | None,
+    directory: str | None = None,
+) -> None:
+    """Measure and write down what was found. `directory` is what the machine's file system is looked up for."""
+    before, begun = load(), time.perf_counter()
+    try:
+        with bar(TimeElapsedColumn(), TimeRemainingColumn()) as progress:
+            task = progress.add_task(command, total=steps)
+            rows = list(work(lambda: progress.advance(task)))
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ConfigError(f"{directory}: {error.strerror}; a smaller --size accepted") from error
+    machine = this_machine(before, directory)
+    figures = Figures(command=command, machine=machine, seconds=time.perf_counter() - begun, rows=rows)
+    console = write_json(json_path, figures)
+    if plot_path is not None:
+        from kvtier.tools.pictures import write_figures_picture  # An extra: see `check_picture`.
+
+        write_figures_picture(plot_path, figures)
+    print_figures(figures, console)
+
+
+def scratch_in(directory: str, stack: ExitStack) -> str:
+    """Return a directory in this one that goes away however we end. `ConfigError` if none can be made there."""
+    try:
+        return stack.enter_context(Scratch(directory, ".kvtier-bench-")).path
+    except OSError as error:
+        raise ConfigError(f"{directory}: {error.strerror}; a directory that can be written to accepted") from error
+    except ValueError as error:  # A name that no file can have, as configurations may.
+        raise ConfigError(f"{directory!r}: {error}; a directory that can be written to accepted") from error
+
+
+def sizes(option: str, text: str, *, most: int) -> list[int]:
+    """Read sizes with commas between them; `ConfigError` names the option."""
+    found = listed(option, text, _size, "sizes with commas between them, as 128KiB,2MiB")
+    if max(found) > most:
+        raise ConfigError(f"{option} {text!r}: expected sizes of at most {most:,} bytes")
+    return found
+
+
+def _size(part: str) -> int:
+    return int(part) if part.isdecimal() else parse_size(part)
+
+
+def numbers(option: str, text: str, *, least: int, most: int) -> list[int]:
+    """Read whole numbers with commas between them likewise."""
+    known = range(least, most + 1)
+    accepted = f"numbers from {least:,} to {most:,} with commas between them"
+    return listed(option, text, lambda part: known[known.index(int(part))], accepted)
+
+
+def names(option: str, text: str, known: Sequence[str]) -> list[str]:
+    """Read names of these likewise."""
+    accepted = f"one or more of {', '.join(known)} with commas between them"
+    return listed(option, text, lambda part: known[known.index(part)], accepted)
+
+
 def _placed(engine: EngineConfig, stack: ExitStack) -> tuple[EngineConfig, str | None]:
     """Have every fs tier keep its chunks in a directory that goes away; return one of these, too."""
     directory = None
@@ -264,6 +232,6 @@ def _placed(engine: EngineConfig, stack: ExitStack) -> tuple[EngineConfig, str |
 def _chunk_sizes(text: str) -> list[int]:
     found = sizes("--chunk-sizes", text, most=CHUNK_BYTES_MAX)
     for size in found:
-        if size < ROW_ALIGN_BYTES or size % ROW_ALIGN_BYTES:
-            raise ConfigError(f"--chunk-sizes {text!r}: expected multiples of {ROW_ALIGN_BYTES:,} bytes")
+        if size < PAGE_BYTES or size % PAGE_BYTES:
+            raise ConfigError(f"--chunk-sizes {text!r}: expected multiples of {PAGE_BYTES:,} bytes")
     return found

@@ -29,6 +29,7 @@ from kvtier.kvcache.transfer import GroupBlocks, TransferWorker, slot_layout
 from kvtier.memory import Region, RowLayout
 from kvtier.settings import find_class
 from kvtier.tools.bench.figures import Pair, Row, Setting, Side, interleaved, row_of, steps_of
+from kvtier.tools.bench.memory import rate_of
 
 MOVED_BYTES = 64 << 20
 PAGE_SIZES = (16 << 10, 64 << 10, 256 << 10, 2 << 20)
@@ -78,7 +79,7 @@ def measure_copies(cases: list[Case], rounds: int, step: Callable[[], None]) -> 
         clock = time.process_time if case.device == "cpu" else time.perf_counter
         with copies(case) as each:
             sides = [
-                Side(name, _rate(copy, case.moved_bytes, clock))
+                Side(name, rate_of(copy, case.moved_bytes, clock))
                 for name, copy in each._asdict().items()
                 if copy is not None
             ]
@@ -134,15 +135,6 @@ def copies(case: Case) -> Generator[Copies]:
             _plain_copy(case),
             _page_by_page(caches, memory.rows, blocks, rows) if case.device == "cuda" else None,
         )
-
-
-def _rate(work: Callable[[], None], moved_bytes: int, clock: Callable[[], float]) -> Callable[[], float]:
-    def measure() -> float:
-        begun = clock()
-        work()
-        return moved_bytes / 1e6 / (clock() - begun)
-
-    return measure
 
 
 def _host_memory(region: Region, *, pinned: bool) -> Any:

@@ -1,4 +1,4 @@
-"""Figures of a benchmark: rows of a figure, the limit beside it, and their ratio; the JSON that `kvtier bench` writes.
+"""Figures of a benchmark: rows of a figure, the limit beside it, and their ratio; the table that shows them.
 
 A ratio says how near a figure is to its limit, whatever the unit: 1 is at the limit, 0.5 is half as good. It is the
 median of each round's own ratio, not the ratio of two medians: what disturbs a machine for seconds disturbs both sides
@@ -14,10 +14,23 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.table import Table
 
 from kvtier import __version__
 
+ROUNDS = 7
+ROUNDS_MIN = 1
+ROUNDS_MAX = 10_000  # The figures of all of them are kept, and one takes a tenth of a second at the least.
+TIMES = frozenset({"s", "ms", "µs", "ns"})  # Units of which less is better.
+BUSY_LOAD = 0.5  # Of each processor, by others: from there on figures are worth less than their spread says.
+
 Load = tuple[float, float, float]
+Setting = str | int | bool | None
+Measure = Callable[[], float]
+"""Do the work once and return the figure: a rate, or a time."""
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,14 +92,6 @@ def mounted_at(path: str, mountinfo: Iterable[str]) -> str:
     return found
 
 
-ROUNDS = 7
-ROUNDS_MIN = 1
-ROUNDS_MAX = 10_000  # The figures of all of them are kept, and one takes a tenth of a second at the least.
-
-Measure = Callable[[], float]
-"""Do the work once and return the figure: a rate, or a time."""
-
-
 class Side(NamedTuple):
     """One thing to measure. `prepare` and `tidy` run before and after it, unmeasured."""
 
@@ -121,20 +126,6 @@ def interleaved(
 def steps_of(sides: int, rounds: int) -> int:
     """Return how often `interleaved` calls its `step`."""
     return sides * (rounds + 1)
-
-
-def joined(measured: Mapping[str, list[float]], *others: Mapping[str, list[float]]) -> dict[str, list[float]]:
-    """Put measurements of several runs side by side, by their names."""
-    whole = dict(measured)
-    for other in others:
-        assert not whole.keys() & other.keys(), whole.keys() & other.keys()
-        whole.update(other)
-    return whole
-
-
-TIMES = frozenset({"s", "ms", "µs", "ns"})  # Units of which less is better.
-
-Setting = str | int | bool | None
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -200,6 +191,64 @@ def ratio_of(figure: float, limit: float, unit: str) -> float:
     return limit / figure if unit in TIMES else figure / limit
 
 
-def figures_json(figures: Figures) -> bytes:
-    """Return the figures as indented JSON, which ends with a line's end."""
-    return msgspec.json.format(msgspec.json.encode(figures), indent=1) + b"\n"
+def print_figures(figures: Figures, console: Console) -> None:
+    """Print the rows as a table, and under it on what they were measured."""
+    table = Table("operation")
+    for heading in ("chunk", "figure", "limit", "ratio", "spread"):
+        table.add_column(heading, justify="right")
+    for row in figures.rows:
+        table.add_row(
+            "\n".join(filter(None, (escape(row.operation), f"[dim]{escape(shown_settings(row.settings))}[/]"))),
+            "" if row.chunk_bytes is None else shown_chunk(row.chunk_bytes),
+            f"{shown(row.figure)} {row.unit}",
+            f"{shown(row.limit)} {row.unit}\n[dim]{escape(row.limit_is)}[/]",
+            f"[bold]{row.ratio:.2f}[/]",
+            f"{row.spread[0]:.2f} to {row.spread[1]:.2f}",
+        )
+    console.print(table)
+    for line in footnotes(figures):
+        console.print(line, highlight=False)
+
+
+def footnotes(figures: Figures) -> list[str]:
+    """Say how to read the table, and on what it was measured."""
+    machine = figures.machine
+    rounds = max((row.rounds for row in figures.rows), default=0)
+    lines = [
+        f"Medians of {rounds} rounds in turn; ratio: 1 is at the limit, less is worse; spread: of the rounds' ratios.",
+        f"{escape(machine.processor)}, {machine.processors} processors, {decimal(machine.memory_bytes)}, "
+        f"{escape(machine.kernel)}, Python {machine.python}"
+        + ("" if machine.file_system is None else f", {escape(machine.file_system)}"),
+        f"load of the machine {machine.load_before[0]:.2f} before, {machine.load_after[0]:.2f} after; "
+        f"{figures.seconds:.0f} s",
+    ]
+    if machine.load_before[0] > BUSY_LOAD * machine.processors:
+        lines.append("[yellow]The machine was busy before this began: others may have taken what is missing.[/]")
+    return lines
+
+
+def shown_settings(settings: Mapping[str, Setting]) -> str:
+    """Write settings for people: `files, direct, depth 4, no fsync`."""
+    return ", ".join(_setting(name.replace("_", " "), value) for name, value in settings.items() if value is not None)
+
+
+def _setting(name: str, value: Setting) -> str:
+    if isinstance(value, bool):
+        return name if value else f"no {name}"
+    return f"{name} {value:,}" if isinstance(value, int) else str(value)
+
+
+def shown_chunk(size_bytes: int) -> str:
+    return f"{size_bytes >> 20:,} MiB" if size_bytes % (1 << 20) == 0 else f"{size_bytes / 1_024:,.4g} KiB"
+
+
+def shown(value: float) -> str:
+    """Write a figure with three digits or more."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def label_of(row: Row) -> str:
+    """Name a row in one line."""
+    chunk = "" if row.chunk_bytes is None else f", {shown_chunk(row.chunk_bytes)}"
+    settings = shown_settings(row.settings)
+    return f"{row.operation}{chunk}" + (f" ({settings})" if settings else "")

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar
 
 import uvloop
 
@@ -31,11 +31,12 @@ from kvtier.backend import (
 )
 from kvtier.errors import ConfigError, NoSpace
 from kvtier.memory import Region
-from kvtier.settings import decode, struct_fields
+from kvtier.settings import decode
 from kvtier.tools.bench.figures import Measure, Pair, Row, Setting, Side, interleaved, row_of, steps_of
 from kvtier.tools.bench.memory import rate_of
 from kvtier.tools.bench.raw import Fio, NewFiles, RawFile, Way, takes_direct
-from kvtier.tools.replay.setup import check_directory
+from kvtier.tools.outputs import check_directory
+from kvtier.tools.replay.setup import taken_bytes
 
 T = TypeVar("T")
 
@@ -43,6 +44,11 @@ CALL_CHUNKS = 64  # As an engine's `action_chunks`: it sends no more in one call
 CLOSE_S = 60.0
 
 NAMESPACE = Namespace(model_name="bench")
+LAYOUTS = ("files", "segments")
+UNVERIFIED = "unverified"
+FULL_SETS = 4  # What a full tier has room for, in what one measurement moves.
+FULL_SPARE_BYTES = 64 << 20
+OVERHEAD_BYTES = 12 << 10  # A footer, and the folders that nearly each file has to itself.
 
 
 class TierCase(NamedTuple):
@@ -76,6 +82,10 @@ class TierCase(NamedTuple):
         if self.layout == "files":
             return given | {"layout": "files", "naming": self.naming} | more  # Others have no names.
         return given | {"layout": self.layout} | more
+
+    def decoded(self, root: str) -> Any:
+        """Return them as the tier reads them."""
+        return decode(backend_class("fs").options_type, self.options(root))
 
 
 class OpenTier:
@@ -112,22 +122,12 @@ class OpenTier:
             _check(outcomes)
 
 
-def layouts() -> tuple[str, ...]:
-    """Return the layouts that the fs tier has."""
-    field = struct_fields(backend_class("fs").options_type).get("layout")
-    return ("files",) if field is None else tuple(str(word) for kind in get_args(field.type) for word in get_args(kind))
-
-
 def _check(outcomes: Sequence[Outcome]) -> None:
     for outcome in outcomes:
         if isinstance(outcome, NoSpace):
             raise ConfigError(f"the directory has no room: {outcome}; a smaller --size, or another directory, accepted")
         if outcome is not None:
             raise outcome
-
-
-FULL_SETS = 4  # What a full tier has room for, in what one measurement moves.
-OVERHEAD_BYTES = 12 << 10  # A footer, and the folders that nearly each file has to itself.
 
 
 class Plan(NamedTuple):
@@ -145,6 +145,17 @@ class Plan(NamedTuple):
     def modes(self) -> list[tuple[str, int, bool]]:
         """Return what the limits are measured for: I/O, threads, fsync."""
         return list(dict.fromkeys((case.io, case.depth, case.fsync) for case in self.cases))
+
+    def written_bytes(self, chunk_bytes: int) -> int:
+        """Return about what is on the disk when all is measured of one chunk size."""
+        turns, footed_bytes = self.rounds + 1, self.chunks(chunk_bytes) * (chunk_bytes + OVERHEAD_BYTES)
+        limits = len(self.modes()) * turns + len({case.io for case in self.cases}) + 2
+        return limits * footed_bytes + sum(
+            taken_bytes(case.decoded(self.directory), chunk_bytes, (turns + 1) * self.chunks(chunk_bytes))
+            + FULL_SETS * footed_bytes
+            + FULL_SPARE_BYTES
+            for case in self.cases
+        )
 
     @property
     def bare(self) -> TierCase | None:
@@ -170,23 +181,13 @@ def io_modes(directory: str, asked: Sequence[str]) -> list[str]:
 
 def check_room(plan: Plan, chunk_sizes: Sequence[int]) -> None:
     """Raise `ConfigError` if what is written until the end would not fit."""
-    turns = plan.rounds + 1
-    sets = (
-        len(plan.cases) * (turns + 1 + 2 * FULL_SETS)
-        + len(plan.modes()) * turns
-        + len({case.io for case in plan.cases})
-        + 2
-    )
-    needed = sum(sets * plan.chunks(size) * (size + OVERHEAD_BYTES) for size in chunk_sizes)
+    needed = sum(plan.written_bytes(size) for size in chunk_sizes)
     free = shutil.disk_usage(plan.directory).free
     if needed > free:
         raise ConfigError(
             f"{plan.directory}: about {needed:,} bytes are needed, {free:,} are free; "
             "a smaller --size, or fewer --rounds, accepted"
         )
-
-
-UNVERIFIED = "unverified"
 
 
 def measure_files(plan: Plan, chunk_sizes: Sequence[int], step: Callable[[], None]) -> Iterator[Row]:
@@ -260,23 +261,12 @@ class _ChunkSize:
                 self.pairs.append(Pair(f"raw {way}", self._chunk_bytes, settings, "MB/s", raw, name, "fio"))
 
     def _add_tier(self, case: TierCase) -> None:
-        root = f"{self._folder}/{case.label.replace(' ', '-')}"
         capacity_bytes = 2 * (self._plan.rounds + 3) * self._moved_bytes + (256 << 20)  # Nothing is evicted.
-        tier = OpenTier(self._runner, case.options(root, capacity_bytes=capacity_bytes), self._chunk_bytes)
-        self._stack.callback(tier.close)
+        tier = self._open(case, "", capacity_bytes=capacity_bytes)
         self._keep(tier, case)
-        new: list[OffloadKey] = []
-
-        def prepare() -> None:
-            new[:] = self._new_keys()
-
-        self._add(
-            f"store {case.label}",
-            rate_of(lambda: tier.store(new, self._sources), self._moved_bytes),
-            prepare=prepare,
-        )
+        self._add_store(tier, f"store {case.label}")
         self._add_full(case)
-        self._add(f"load {case.label}", rate_of(lambda: tier.load(self._kept, self._targets), self._moved_bytes))
+        self._add_load(tier, f"load {case.label}")
         limit = _write_limit(case.io, case.depth, case.fsync)
         self._compare("store", case, limit, "pwritev of one file")
         if case.layout == "files":
@@ -287,21 +277,12 @@ class _ChunkSize:
 
     def _add_full(self, case: TierCase) -> None:
         """Measure stores into a tier that has to evict as much."""
-        root = f"{self._folder}/full-{case.label.replace(' ', '-')}"
         footed_bytes = self._moved_bytes + len(self._kept) * OVERHEAD_BYTES
-        options = case.options(root, capacity_bytes=FULL_SETS * footed_bytes + (64 << 20))
-        tier = OpenTier(self._runner, options, self._chunk_bytes)
-        self._stack.callback(tier.close)
-        new: list[OffloadKey] = []
-
-        def prepare() -> None:
-            new[:] = self._new_keys()
-
+        tier = self._open(case, "full-", capacity_bytes=FULL_SETS * footed_bytes + FULL_SPARE_BYTES)
         for _ in range(FULL_SETS + 1):
-            prepare()
-            tier.store(new, self._sources)
+            tier.store(self._new_keys(), self._sources)
         name = f"store full {case.label}"
-        self._add(name, rate_of(lambda: tier.store(new, self._sources), self._moved_bytes), prepare)
+        self._add_store(tier, name)
         limit = _write_limit(case.io, case.depth, case.fsync)
         self._compare("store, evicting", case, limit, "pwritev of one file", figure=name)
         if case.layout != "files" and (files := case._replace(layout="files")) in self._plan.cases:
@@ -309,21 +290,39 @@ class _ChunkSize:
 
     def _add_unverified(self, case: TierCase) -> None:
         """Measure loads of files without a footer, as vLLM writes them: there is nothing to verify them by."""
-        root = f"{self._folder}/{UNVERIFIED}"
         mapper = FileMapper(NAMESPACE, case.naming)  # type: ignore[arg-type]  # Checked as the tier's own option.
         for key, row in zip(self._kept, self._sources, strict=True):
-            name = os.path.join(root, mapper.name(key))
+            name = os.path.join(self._root(case, UNVERIFIED), mapper.name(key))
             os.makedirs(os.path.dirname(name), exist_ok=True)
             with open(name, "wb") as file:
                 file.write(row)
         os.sync()  # Or the first direct reads would wait for it.
-        tier = OpenTier(self._runner, case.options(root, unverified="accept"), self._chunk_bytes)
-        self._stack.callback(tier.close)
+        tier = self._open(case, UNVERIFIED, unverified="accept")
         self._check(tier, case)
         name = f"load {UNVERIFIED}"
-        self._add(name, rate_of(lambda: tier.load(self._kept, self._targets), self._moved_bytes))
+        self._add_load(tier, name)
         limit = f"read {case.io} {case.depth}"
         self._compare("load", case, limit, "preadv of one file", figure=name, checksum=False)
+
+    def _root(self, case: TierCase, prefix: str) -> str:
+        return f"{self._folder}/{prefix}{case.label.replace(' ', '-')}"
+
+    def _open(self, case: TierCase, prefix: str, **options: Any) -> OpenTier:
+        tier = OpenTier(self._runner, case.options(self._root(case, prefix), **options), self._chunk_bytes)
+        self._stack.callback(tier.close)
+        return tier
+
+    def _add_store(self, tier: OpenTier, name: str) -> None:
+        """Measure stores of chunks that are new in every round."""
+        new: list[OffloadKey] = []
+
+        def prepare() -> None:
+            new[:] = self._new_keys()
+
+        self._add(name, rate_of(lambda: tier.store(new, self._sources), self._moved_bytes), prepare)
+
+    def _add_load(self, tier: OpenTier, name: str) -> None:
+        self._add(name, rate_of(lambda: tier.load(self._kept, self._targets), self._moved_bytes))
 
     def _keep(self, tier: OpenTier, case: TierCase) -> None:
         """Store what loads will find, and see that it comes back as it was."""
@@ -337,12 +336,7 @@ class _ChunkSize:
         for key, source, target in zip(self._kept, self._sources, self._targets, strict=True):
             assert target == source, f"{case.label}: {key.hex()} came back with other bytes"
 
-    def _add(
-        self,
-        name: str,
-        measure: Measure,
-        prepare: Callable[[], None] = lambda: None,
-    ) -> None:
+    def _add(self, name: str, measure: Measure, prepare: Callable[[], None] = lambda: None) -> None:
         self.sides.append(Side(name, measure, prepare))
 
     def _compare(

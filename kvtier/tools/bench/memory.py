@@ -91,13 +91,15 @@ def _sides(chunk_bytes: int, chunks: int) -> Generator[list[Side]]:
             view.release()
 
 
-def rate_of(work: Callable[[], None], moved_bytes: int) -> Callable[[], float]:
+def rate_of(
+    work: Callable[[], None], moved_bytes: int, clock: Callable[[], float] = time.perf_counter
+) -> Callable[[], float]:
     """Return what does the work and gives MB/s."""
 
     def measure() -> float:
-        begun = time.perf_counter()
+        begun = clock()
         work()
-        return moved_bytes / 1e6 / (time.perf_counter() - begun)
+        return moved_bytes / 1e6 / (clock() - begun)
 
     return measure
 

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
-ALIGN_BYTES = 4_096
+from kvtier.memory import PAGE_BYTES
+
 FOLDERS = 64
 FILL_BYTES = 8 << 20  # A call: large enough for any disk to be at its best.
 
@@ -62,7 +63,7 @@ class RawFile:
     def _fill(self) -> None:
         size_bytes = len(self._buffers) * self._chunk_bytes
         page = memoryview(mmap.mmap(-1, FILL_BYTES))
-        page[:] = os.urandom(ALIGN_BYTES) * (FILL_BYTES // ALIGN_BYTES)
+        page[:] = os.urandom(PAGE_BYTES) * (FILL_BYTES // PAGE_BYTES)
         for start in range(0, size_bytes, FILL_BYTES):
             os.pwritev(self._fd, [page[: min(FILL_BYTES, size_bytes - start)]], start)
         os.fsync(self._fd)
@@ -161,11 +162,11 @@ def seconds_on(threads: int, chunks: int, work: Callable[[Iterable[int]], None])
 def takes_direct(directory: str) -> bool:
     """Say whether files there can be read and written past the page cache. Leaves nothing."""
     path = os.path.join(directory, f".kvtier-direct-{os.getpid()}")
-    page = memoryview(mmap.mmap(-1, ALIGN_BYTES))
+    page = memoryview(mmap.mmap(-1, PAGE_BYTES))
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
         try:
-            return os.pwritev(fd, [page], 0) == os.preadv(fd, [page], 0) == ALIGN_BYTES
+            return os.pwritev(fd, [page], 0) == os.preadv(fd, [page], 0) == PAGE_BYTES
         finally:
             os.close(fd)
     except OSError:

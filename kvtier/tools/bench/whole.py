@@ -4,7 +4,6 @@ Loads and stores stand beside what plain threads do in the same directory (fs ti
 costs stands beside the same without it: loads while the engine computes in Python, waits and steps beside stores.
 """
 
-import ctypes
 import os
 import statistics
 import time
@@ -23,7 +22,7 @@ from kvtier.engine.steps import StepManager
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory import Region
 from kvtier.tools.bench.figures import Pair, Row, Setting, Side, interleaved, row_of, steps_of
-from kvtier.tools.bench.memory import rate_of
+from kvtier.tools.bench.memory import plain_copies, rate_of
 from kvtier.tools.bench.raw import RawFile, takes_direct
 
 KEYS_A_REQUEST = 64
@@ -301,13 +300,7 @@ def _limits(
             lambda: raw.read(options.load_lanes) / 1e6,
             lambda: raw.write(options.store_lanes, sync=sync) / 1e6,
         ), "preadv and pwritev of one file"
-    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(row)) for row in rows]
-
-    def copy() -> None:
-        for target, source in zip(addresses[: drive.chunks], addresses[drive.chunks :], strict=True):
-            ctypes.memmove(target, source, config.row_bytes)
-
-    measure = rate_of(copy, drive.moved_bytes)
+    measure = rate_of(plain_copies(rows[drive.chunks :], rows[: drive.chunks]), drive.moved_bytes)
     return (measure, measure), "memcpy"
 
 

@@ -1,6 +1,5 @@
 """`kvtier policies`: hit ratios over a trace as a table, as JSON and as a picture."""
 
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -8,16 +7,18 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from kvtier.errors import ConfigError
-from kvtier.tools.replay.outputs import check_picture, check_writable, replacing
-from kvtier.tools.replay.study import REQUESTS_MAX, Extent, Simulation, measure, simulation
+from kvtier.tools.commands import JsonOption, LimitOption, PlotOption, StrictOption, listed
+from kvtier.tools.outputs import bar, check_outputs, write_json
+from kvtier.tools.replay.study import Extent, Simulation, measure, simulation
 from kvtier.tools.replay.traces import Trace
 from kvtier.tools.replay.workload import GENERATED, GeneratedTrace, open_trace
 
+LISTED = "names or numbers with commas between them"
 _PROGRESS_REQUESTS = 256  # Between two steps of the bar: some ten milliseconds.
 
 Ratios = Mapping[str, Mapping[str, float]]
@@ -37,43 +38,27 @@ def policies(
     sizes: Annotated[
         str, typer.Option(help="Cache sizes, as shares of the trace's unique blocks.")
     ] = "0.01,0.05,0.10,0.25,0.50",
-    limit: Annotated[int | None, typer.Option(min=1, max=REQUESTS_MAX, help="Read at most this many requests.")] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Refuse a trace that cannot be true, instead of warning of it.")
-    ] = False,
-    json_path: Annotated[
-        str | None, typer.Option("--json", metavar="OUT", help="Write {policy: {size: hit ratio}} there.")
-    ] = None,
-    plot_path: Annotated[
-        str | None, typer.Option("--plot", metavar="OUT", help="Draw the miss-ratio curve there: .png, .pdf or .svg.")
-    ] = None,
+    limit: LimitOption = None,
+    strict: StrictOption = False,
+    json_path: JsonOption = None,
+    plot_path: PlotOption = None,
 ) -> None:
     """Compare eviction policies by their hit ratios over a trace.
 
     A request's hits are its longest leading run of blocks that the cache holds; then all of its blocks are stored.
     """
-    simulations = {name: simulation(name) for name in _listed("--policies", policies)}
-    shares = {size: _share(size) for size in _listed("--sizes", sizes)}
-    if json_path is not None:
-        check_writable("--json", json_path)
-    draw = None if plot_path is None else _drawing(plot_path)
+    simulations = {name: simulation(name) for name in listed("--policies", policies, str, LISTED)}
+    shares = {size: _share(size) for size in listed("--sizes", sizes, str, LISTED)}
+    check_outputs(json_path, plot_path)
     opened = open_trace(trace, limit=limit, strict=strict)
     extent, ratios = _compare(opened, simulations, shares)
     title = os.path.basename(opened.path)
-    if json_path is not None:
-        with replacing(json_path) as file:
-            file.write(json.dumps(ratios, indent=1).encode() + b"\n")
-    if draw is not None:
-        draw(title, extent, shares, ratios)
-    _show(title, extent, shares, ratios)
+    console = write_json(json_path, ratios)
+    if plot_path is not None:
+        from kvtier.tools.pictures import write_miss_ratio_curve  # An extra: see `check_picture`.
 
-
-def _listed(option: str, text: str) -> list[str]:
-    """Split at commas; each thing once."""
-    listed = [part.strip() for part in text.split(",")]
-    if not all(listed):
-        raise ConfigError(f"{option} {text!r}: expected names or numbers with commas between them")
-    return list(dict.fromkeys(listed))
+        write_miss_ratio_curve(plot_path, title, extent, shares, ratios)
+    _show(title, extent, shares, ratios, console)
 
 
 def _share(size: str) -> float:
@@ -86,21 +71,11 @@ def _share(size: str) -> float:
     return share
 
 
-def _drawing(path: str) -> Callable[[str, Extent, Mapping[str, float], Ratios], None]:
-    """Return what draws the picture, after making sure that it can."""
-    check_picture("--plot", path)
-    from kvtier.tools.replay.pictures import write_miss_ratio_curve
-
-    return partial(write_miss_ratio_curve, path)
-
-
 def _compare(
     trace: Trace | GeneratedTrace, simulations: Mapping[str, Simulation], shares: Mapping[str, float]
 ) -> tuple[Extent, Ratios]:
     """Simulate every policy at every size, with a bar on stderr where somebody watches."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with bar(TimeRemainingColumn()) as progress:
         task = progress.add_task("reading", total=None)
         extent = measure(trace)
         progress.update(task, total=extent.requests * len(simulations) * len(shares))
@@ -120,14 +95,13 @@ def _watched(hits: Iterable[int], advance: Callable[[int], None]) -> Iterator[in
             advance(_PROGRESS_REQUESTS)
 
 
-def _show(title: str, extent: Extent, shares: Mapping[str, float], ratios: Ratios) -> None:
+def _show(title: str, extent: Extent, shares: Mapping[str, float], ratios: Ratios, console: Console) -> None:
     table = Table(title=Text(f"Hit ratios, {title}"))
     table.add_column("cache size: share\nin blocks")
     for size, share in shares.items():
         table.add_column(f"{size}\n{extent.capacity(share):,}", justify="right")
     for name, row in ratios.items():
         table.add_row(Text(name), *(f"{ratio:.4f}" for ratio in row.values()))
-    console = Console()
     console.print(table)
     console.out(
         f"{extent.requests:,} requests, {extent.block_references:,} block references, "

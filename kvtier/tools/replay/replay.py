@@ -1,23 +1,80 @@
-"""Replays a trace through an engine as fast as it goes, with real bytes: every chunk that comes back is compared."""
+"""A replay: a trace through an engine as fast as it goes, with real bytes; every chunk that comes back is compared."""
 
 import asyncio
+import hashlib
 import time
 from array import array
-from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import NamedTuple
 
-from kvtier.backend import OffloadKey
+import numpy as np
+import numpy.typing as npt
+
+from kvtier.backend import OffloadKey, make_offload_key
 from kvtier.config import PRIMARY_NAME, EngineConfig
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.metrics import EngineStats
 from kvtier.runner.tiers import Budget
-from kvtier.tools.replay.chunks import ChunkSource
 from kvtier.tools.replay.traces import Request
 
-GPU_NAME = "gpu"  # What the engine's own prefix cache is called where hits are told apart by where they lay.
+CONCURRENCY = 8
+CONCURRENCY_MAX = 4_096  # Requests, a task each. Engines run some hundreds; the bytes have a limit of their own.
+OPEN_BYTES_MAX = 256 << 20  # Made for all open requests together, beside the primary.
+INTERRUPTED_CLOSE_S = 0.1  # Twice this, for transfers and for the tiers: whoever interrupts waits for a second at most.
+PUT_BYTES_MAX = 64 << 20  # Of chunks made and handed over at once: longer prompts go in pieces, or memory would grow.
+GPU_NAME = "gpu"  # What the LLM engine's own prefix cache is called where hits are told apart by where they lay.
 SAMPLES_MAX = 400  # Of one replay's course: a picture has no more points than this to show.
 WRONG_KEYS_MAX = 8  # Named in the report; the others are counted.
+WORD_BYTES = 8
+COMPARED_BYTES = 4 << 20  # Of chunks made at once for a comparison: more would only leave the processor's cache.
+
+
+class ChunkSource:
+    """The keys and the bytes of a trace's chunks, by block id. The same arguments always give the same ones.
+
+    Each 8-byte word is a random word of its place, XOR a random word of the chunk's id. So a mixture of two chunks, two
+    chunks exchanged and bytes at another offset all show, wherever they are, and a chunk costs one pass over its
+    memory: 2 µs for 16 KiB, or a second for the 4.7 GB that an hour of chat asks for.
+    """
+
+    def __init__(self, chunk_bytes: int, *, seed: int = 0, trace: bytes = b"") -> None:
+        """`trace`: what tells this trace from others, whose equal ids stand for other tokens."""
+        self.chunk_bytes = chunk_bytes
+        self._salt = hashlib.sha256(b"%d " % seed + trace).digest()
+        words = -(-chunk_bytes // WORD_BYTES)
+        places = np.random.Philox(np.frombuffer(self._salt, np.uint32).tolist())
+        self._words_of_places: npt.NDArray[np.uint64] = places.random_raw(words)
+
+    def key(self, block_id: int) -> OffloadKey:
+        """Return the key of a block: a hash as long as an engine's own, 32 bytes, and KV-cache group 0."""
+        return make_offload_key(hashlib.sha256(self._salt + b"%d" % block_id).digest())
+
+    def chunks(self, keys: Sequence[OffloadKey]) -> list[memoryview]:
+        """Make the chunks of these keys, one after the other in fresh memory."""
+        return [row.data for row in self._rows(keys)]
+
+    def wrong(self, keys: Sequence[OffloadKey], chunks: Sequence[memoryview]) -> list[OffloadKey]:
+        """Return the keys whose chunk is not, byte for byte, what was made for them; leading keys have chunks.
+
+        Keeps no hold of the chunks.
+        """
+        size = max(1, COMPARED_BYTES // self.chunk_bytes)
+        return [
+            key
+            for start in range(0, len(chunks), size)
+            for key in self._wrong(keys[start : start + size], chunks[start : start + size])
+        ]
+
+    def _wrong(self, keys: Sequence[OffloadKey], chunks: Sequence[memoryview]) -> Iterator[OffloadKey]:
+        for key, made, chunk in zip(keys, self._rows(keys), chunks, strict=False):
+            if not np.array_equal(made, np.frombuffer(chunk, np.uint8)):
+                yield key
+
+    def _rows(self, keys: Sequence[OffloadKey]) -> npt.NDArray[np.uint8]:
+        words = np.frombuffer(b"".join(key[:WORD_BYTES] for key in keys), np.uint64)
+        made = np.bitwise_xor(words[:, np.newaxis], self._words_of_places)
+        return made.view(np.uint8)[:, : self.chunk_bytes]
 
 
 class TierTotals(NamedTuple):
@@ -106,13 +163,6 @@ def totals(stats: EngineStats) -> dict[str, TierTotals]:
     return found
 
 
-# What lets open requests overlap and still find what a replay one by one would have found.
-#
-# A request whose prefix an earlier open one is about to compute waits for that one; all others go on. Without it the
-# hits of a replay would depend on how many requests are open: those that look before a chunk is stored would miss it.
-# What no tier has lost is found as it would be one by one; what was lost, two that look at once may both compute.
-
-
 class Turn(NamedTuple):
     """One open request's place in the order."""
 
@@ -123,7 +173,13 @@ class Turn(NamedTuple):
 
 
 class Order:
-    """Which open request computes which blocks. Belongs to one event loop."""
+    """Which open request computes which blocks: so open requests overlap, and find what they would find one by one.
+
+    A request whose prefix an earlier open one is about to compute waits for that one; all others go on. Without it the
+    hits of a replay would depend on how many requests are open: those that look before a chunk is stored would miss it.
+    What no tier has lost is found as it would be one by one; what was lost, two that look at once may both compute.
+    Belongs to one event loop.
+    """
 
     def __init__(self) -> None:
         self._claims: dict[int, Turn] = {}  # Block -> the request that computes it.
@@ -168,9 +224,6 @@ class Order:
         for block in turn.claimed.intersection(block_ids):
             del self._claims[block]
             turn.claimed.discard(block)
-
-
-PUT_BYTES_MAX = 64 << 20  # Of chunks made and handed over at once: longer prompts go in pieces, or memory would grow.
 
 
 class Client:
@@ -255,14 +308,6 @@ async def task_group() -> AsyncGenerator[asyncio.TaskGroup]:
             yield group
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
-
-
-CONCURRENCY = 8
-CONCURRENCY_MAX = (
-    4_096  # Requests, a task each. Engines run some hundreds at once; the bytes have a limit of their own.
-)
-OPEN_BYTES_MAX = 256 << 20  # Made for all open requests together, beside the primary.
-INTERRUPTED_CLOSE_S = 0.1  # Twice this, for transfers and for the tiers: whoever interrupts waits for a second at most.
 
 
 class Replay:

@@ -1,7 +1,4 @@
-"""`kvtier replay`: a trace through a whole engine, with real bytes or in virtual time; a table, JSON and a picture.
-
-A bar on stderr shows how it goes, tables on stdout show what came of it.
-"""
+"""`kvtier replay`: a trace through a whole engine, with real bytes or in virtual time; a table, JSON and a picture."""
 
 import asyncio
 import os
@@ -13,34 +10,21 @@ import msgspec
 import typer
 import uvloop
 from rich.console import Console
-from rich.filesize import decimal
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.progress import MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError
 from kvtier.testing.virtual_time import VirtualTimeLoop
-from kvtier.tools.replay.chunks import ChunkSource
-from kvtier.tools.replay.outputs import check_picture, check_writable, replacing
-from kvtier.tools.replay.replay import CONCURRENCY, CONCURRENCY_MAX, GPU_NAME, Replay, Tally
-from kvtier.tools.replay.report import Quantiles, Report, make_report, report_json
-from kvtier.tools.replay.setup import (
-    Scratch,
-    check_directory,
-    check_room,
-    check_roots,
-    default_config,
-    rooted,
-    without_root,
-)
-from kvtier.tools.replay.study import REQUESTS_MAX, Extent, measure
+from kvtier.tools.commands import JsonOption, LimitOption, PlotOption, StrictOption
+from kvtier.tools.outputs import bar, check_directory, check_outputs, temporary_directory, write_json
+from kvtier.tools.replay.replay import CONCURRENCY, CONCURRENCY_MAX, GPU_NAME, ChunkSource, Replay, Tally
+from kvtier.tools.replay.report import ModelPart, Report, make_report, print_report
+from kvtier.tools.replay.setup import check_room, check_roots, default_config, rooted, without_root
+from kvtier.tools.replay.study import Extent, measure
 from kvtier.tools.replay.traces import Trace
 from kvtier.tools.replay.virtual import (
     GPU_CACHE_TOKENS,
     GPU_LOAD_BYTES_PER_S,
-    Figure,
-    ModelPart,
     Prefill,
     VirtualReplay,
     default_model,
@@ -49,7 +33,14 @@ from kvtier.tools.replay.virtual import (
 )
 from kvtier.tools.replay.workload import GENERATED, GeneratedTrace, Workload, open_trace
 
+SEED_MAX = (1 << 63) - 1  # The report says it, and readers of JSON take no more.
+SLOTS_MAX = 65_536  # Servers. A heap has an entry for each; no cluster has so many.
+PREFILL_TOKENS_PER_S_MAX = 1e9  # Ten thousand times one GPU; beyond it computing takes no time.
+GPU_CACHE_BLOCKS_MAX = 1_000_000_000  # No cluster's GPUs have room for so many; a report's readers take the figure.
+EXIT_WRONG = 1
+EXIT_INTERRUPTED = 130  # As shells have it: 128 and the number of the signal.
 DEFAULT_SOURCE = "assumed: an 8B model, four NVMe SSDs"
+STEPS_MAX = 1_000  # Of the bar: more would not be seen.
 
 
 class Options(NamedTuple):
@@ -71,97 +62,9 @@ class Job(NamedTuple):
 
     replay: Replay | VirtualReplay
     loop_factory: Callable[[], asyncio.AbstractEventLoop]
-    row_bytes: int
+    config: EngineConfig  # With the sizes of the real engine.
     engine: Mapping[str, Any]
     model: Sequence[ModelPart] | None = None
-
-
-def real_job(options: Options, scratch: Callable[[], str]) -> Job:
-    """Prepare a replay with real bytes. `scratch` makes a temporary directory; it is called only if one is needed."""
-    config = default_config(options.extent) if options.config_path is None else EngineConfig.load(options.config_path)
-    if options.fs is not None:
-        check_directory("--fs", options.fs)
-        config = rooted(config, options.fs, override=True)
-    else:
-        check_roots(config)
-        if without_root(config):
-            directory = scratch()
-            check_room(config, options.extent, directory)
-            config = rooted(config, directory, override=False)
-    replay = Replay(
-        options.requests,
-        config,
-        _source(options, config.chunk_bytes),
-        Tally(options.extent.requests),
-        concurrency=options.concurrency,
-    )
-    return Job(replay, uvloop.new_event_loop, config.row_bytes, {**_engine(config), "concurrency": options.concurrency})
-
-
-def virtual_job(options: Options) -> Job:
-    """Prepare a replay in virtual time."""
-    block_tokens = options.requests.block_tokens
-    if options.config_path is None:
-        config, source = default_model(options.extent, block_tokens), DEFAULT_SOURCE
-    else:
-        config, source = EngineConfig.load(options.config_path), os.path.basename(options.config_path)
-    bench = None if options.bench_path is None else read_bench(options.bench_path)
-    model = scale_model(config, source=source, bench=bench)
-    gpu_cache_blocks = options.gpu_cache_blocks
-    if gpu_cache_blocks is None:
-        gpu_cache_blocks = options.prefill.slots * GPU_CACHE_TOKENS // block_tokens
-    replay = VirtualReplay(
-        options.requests,
-        model.config,
-        _source(options, model.config.chunk_bytes),
-        Tally(options.extent.requests),
-        chunk_bytes=config.chunk_bytes,
-        block_tokens=block_tokens,
-        prefill=options.prefill,
-        gpu_cache_blocks=gpu_cache_blocks,
-    )
-    prefill = options.prefill._asdict()
-    engine = {**_engine(model.config), "chunk_bytes": config.chunk_bytes, "prefill": prefill}
-    parts = (
-        ModelPart("prefill", prefill, "--prefill-tokens-per-s, --slots"),
-        ModelPart(GPU_NAME, {"cache_blocks": gpu_cache_blocks}, _gpu_source(options)),
-        ModelPart("copy to the GPU", {"load_bytes_per_s": GPU_LOAD_BYTES_PER_S}, "assumed: sixteen lanes of PCIe 4"),
-        *model.parts,
-    )
-    return Job(replay, VirtualTimeLoop, config.row_bytes, engine, parts)
-
-
-def _gpu_source(options: Options) -> str:
-    given = options.gpu_cache_blocks is not None
-    return "--gpu-cache-blocks" if given else f"default: {GPU_CACHE_TOKENS:,} tokens a server"
-
-
-def _source(options: Options, chunk_bytes: int) -> ChunkSource:
-    """Make chunks that no other trace has: in a directory that several have used, each finds its own only."""
-    first = next(iter(options.requests))
-    return ChunkSource(chunk_bytes, seed=options.seed, trace=msgspec.json.encode(first))
-
-
-def _engine(config: EngineConfig) -> dict[str, Any]:
-    return {
-        "rows": config.rows,
-        "chunk_bytes": config.chunk_bytes,
-        "eviction_policy": config.eviction_policy,
-        "runner": config.runner,
-        "tiers": {tier.name: tier.type for tier in config.secondary_tiers},
-    }
-
-
-SEED_MAX = (1 << 63) - 1  # The report says it, and readers of JSON take no more.
-SLOTS_MAX = 65_536  # Servers. A heap has an entry for each; no cluster has so many.
-PREFILL_TOKENS_PER_S_MAX = (
-    1e9  # Ten thousand times one GPU; beyond it computing takes no time, and nothing is compared.
-)
-GPU_CACHE_BLOCKS_MAX = 1_000_000_000  # No cluster's GPUs have room for so many; a report's readers take the figure.
-EXIT_WRONG = 1
-EXIT_INTERRUPTED = 130  # As shells have it: 128 and the number of the signal.
-
-Draw = Callable[[Job, Report], None]
 
 
 def replay(
@@ -187,17 +90,10 @@ def replay(
             "Without it, tiers that have no root get a temporary directory.",
         ),
     ] = None,
-    limit: Annotated[
-        int | None, typer.Option(min=1, max=REQUESTS_MAX, help="Replay at most this many requests.")
-    ] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Refuse a trace that cannot be true, instead of warning of it.")
-    ] = False,
-    json_path: Annotated[str | None, typer.Option("--json", metavar="OUT", help="Write the report there.")] = None,
-    plot_path: Annotated[
-        str | None,
-        typer.Option("--plot", metavar="OUT", help="Draw hits and throughput over time there: .png, .pdf or .svg."),
-    ] = None,
+    limit: LimitOption = None,
+    strict: StrictOption = False,
+    json_path: JsonOption = None,
+    plot_path: PlotOption = None,
     concurrency: Annotated[
         int, typer.Option(min=1, max=CONCURRENCY_MAX, help="Requests open at once, a task each.")
     ] = CONCURRENCY,
@@ -243,7 +139,7 @@ def replay(
     for option, given in (("--bench", bench), ("--gpu-cache-blocks", gpu_cache_blocks)):
         if given is not None and not virtual_time:
             raise ConfigError(f"{option} {given}: accepted with --virtual-time only: nothing else is modelled")
-    draw = _outputs(json_path, plot_path)
+    check_outputs(json_path, plot_path)
     requests = open_trace(trace, workload=Workload(seed=seed), limit=limit, strict=strict)
     options = Options(
         requests,
@@ -257,34 +153,18 @@ def replay(
         gpu_cache_blocks,
     )
     with ExitStack() as stack:
-        job = (
-            virtual_job(options)
-            if virtual_time
-            else real_job(options, lambda: stack.enter_context(temporary_directory()))
-        )
+        job = virtual_job(options) if virtual_time else real_job(options, stack)
         report = _run(job, options)
-        if json_path is not None:
-            with replacing(json_path) as file:
-                file.write(report_json(report))
-        if draw is not None and not report.interrupted:  # Drawing takes a second, and that long nobody waits.
-            draw(job, report)
-        print_report(report)
+        console = write_json(json_path, report)
+        if plot_path is not None and not report.interrupted:  # Drawing takes a second, and that long nobody waits.
+            from kvtier.tools.pictures import write_replay_picture  # An extra: see `check_picture`.
+
+            write_replay_picture(plot_path, report, job.replay.tally.samples, job.config.row_bytes)
+        print_report(report, console)
         if report.interrupted:
             raise typer.Exit(EXIT_INTERRUPTED)
     if report.wrong_chunks:
         raise typer.Exit(EXIT_WRONG)
-
-
-def _outputs(json_path: str | None, plot_path: str | None) -> Draw | None:
-    """Make sure that what is to be written can be; return what draws."""
-    if json_path is not None:
-        check_writable("--json", json_path)
-    if plot_path is None:
-        return None
-    check_picture("--plot", plot_path)
-    from kvtier.tools.replay.pictures import write_replay_picture
-
-    return lambda job, report: write_replay_picture(plot_path, report, job.replay.tally.samples, job.row_bytes)
 
 
 def _measured(requests: Trace | GeneratedTrace) -> Extent:
@@ -307,7 +187,7 @@ def _run(job: Job, options: Options) -> Report:
         trace=os.path.basename(options.requests.path),
         seed=options.seed,
         best_hit_ratio=options.extent.hit_ratio(options.extent.best_hits),
-        row_bytes=job.row_bytes,
+        config=job.config,
         engine=job.engine,
         interrupted=interrupted,
         ttft_s=replay.times_to_first_token_s,
@@ -315,26 +195,12 @@ def _run(job: Job, options: Options) -> Report:
     )
 
 
-REMOVAL_WAIT_S = 60.0  # Two hundred thousand files take twenty seconds of a disk that has nothing else to do.
-STEPS_MAX = 1_000  # Of the bar: more would not be seen.
-
-
 @contextmanager
 def replay_bar(tally: Tally, requests: int) -> Generator[Callable[[], None]]:
     """Give what is to be called after each request. There is no bar where nobody watches."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("replaying"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("hit ratio {task.fields[hit_ratio]:.4f}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
+    ratio = TextColumn("hit ratio {task.fields[hit_ratio]:.4f}")
     every = max(1, requests // STEPS_MAX)
-    with Progress(
-        *columns, console=console, transient=True, refresh_per_second=5, disable=not console.is_terminal
-    ) as progress:
+    with bar(MofNCompleteColumn(), ratio, TimeElapsedColumn(), TimeRemainingColumn()) as progress:
         task = progress.add_task("replaying", total=requests, hit_ratio=0.0)
 
         def step() -> None:
@@ -344,94 +210,77 @@ def replay_bar(tally: Tally, requests: int) -> Generator[Callable[[], None]]:
         yield step
 
 
-@contextmanager
-def temporary_directory() -> Generator[str]:
-    """Give a directory that is removed at the end: while one waits, or in the background if that takes long."""
-    console = Console(stderr=True)
-    with Scratch() as scratch:
-        yield scratch.path
-        with console.status(f"removing {scratch.path}"):
-            removed = scratch.remove(REMOVAL_WAIT_S)
-        if not removed:
-            console.print(f"{scratch.path} is being removed in the background", highlight=False, soft_wrap=True)
-
-
-def print_report(report: Report) -> None:
-    """Print the figures as tables, and before them in a line what matters most."""
-    console = Console()
-    state = "[yellow]interrupted after[/]" if report.interrupted else "replayed"
-    virtual = "" if report.ttft_s is None else " of virtual time"
-    wrong = "[red]" if report.wrong_chunks else "[green]"
-    console.print(
-        f"{escape(report.trace)}: {state} {report.requests:,} requests, {report.chunk_references:,} chunk references\n"
-        f"in {report.seconds:,.1f} s{virtual} ({report.requests_per_s:,.0f} requests/s)\n"
-        f"hit ratio [bold]{report.hit_ratio:.4f}[/] (best possible {report.best_hit_ratio:.4f}), "
-        f"{wrong}{report.wrong_chunks:,} wrong chunks[/]",
-        highlight=False,
-    )
-    if not (report.drained or report.interrupted):
-        console.print("[yellow]some of what was stored had not reached its tiers when the time for it was over[/]")
-    console.print(_tier_table(report))
-    console.print(_time_table("latency", report.latency_s, 1_000, "ms"))
-    if report.ttft_s is not None:
-        console.print(_time_table("time to first token", report.ttft_s, 1, "s"))
-    if report.model is not None:
-        console.print(_model_table(report.model))
-
-
-def _tier_table(report: Report) -> Table:
-    table = Table("tier")
-    for heading in ("hits", "share", "read", "written", "dropped", "failed"):
-        table.add_column(heading, justify="right")
-    for name, tier in report.tiers.items():
-        share = tier.hits / report.chunk_references if report.chunk_references else 0.0
-        table.add_row(
-            escape(name),
-            f"{tier.hits:,}",
-            f"{share:.4f}",
-            decimal(tier.bytes_loaded),
-            decimal(tier.bytes_stored),
-            _reasons(tier.dropped),
-            _reasons(tier.failed),
-        )
-    return table
-
-
-def _time_table(heading: str, times: Mapping[str, Quantiles], scale: int, unit: str) -> Table:
-    table = Table(heading)
-    for column in (f"p50, {unit}", f"p99, {unit}", f"mean, {unit}", "samples"):
-        table.add_column(column, justify="right")
-    for name, taken in times.items():
-        seconds = (taken.p50, taken.p99, taken.mean)
-        table.add_row(escape(name), *(f"{each * scale:,.2f}" for each in seconds), f"{taken.samples:,}")
-    return table
-
-
-def _model_table(model: Sequence[ModelPart]) -> Table:
-    table = Table("modelled", "with", "from")
-    for part in model:
-        figures = ", ".join(shown_figure(name, value) for name, value in part.figures.items())
-        table.add_row(escape(part.what), escape(figures), escape(part.source))
-    return table
-
-
-def shown_figure(name: str, value: Figure) -> str:
-    """Write a figure for people, by the unit that its name ends in: `store 4.0 GB/s`, `latency 0.1 ms`."""
-    words = name.replace("_bytes_", "_").replace("_per_s", "").replace("_per_day", "").removesuffix("_bytes")
-    per = "/s" if name.endswith("_per_s") else "/day" if name.endswith("_per_day") else ""
-    if value is None:
-        shown, per = "no limit", ""
-    elif "_bytes" in name and isinstance(value, int | float):
-        shown = decimal(int(value))
-    elif name.endswith("_s") and not per:
-        words, shown = name.removesuffix("_s"), f"{value * 1_000:,.4g} ms" if isinstance(value, float) else str(value)
-    elif isinstance(value, int | float):
-        shown = f"{value:,g}" if isinstance(value, float) else f"{value:,}"
+def real_job(options: Options, stack: ExitStack) -> Job:
+    """Prepare a replay with real bytes. A temporary directory that tiers need goes away with the stack."""
+    config = default_config(options.extent) if options.config_path is None else EngineConfig.load(options.config_path)
+    if options.fs is not None:
+        check_directory("--fs", options.fs)
+        config = rooted(config, options.fs, override=True)
     else:
-        shown = value if isinstance(value, str) else ", ".join(value)
-    return f"{words.replace('_', ' ')} {shown}{per}"
+        check_roots(config)
+        if without_root(config):
+            directory = stack.enter_context(temporary_directory())
+            check_room(config, options.extent, directory)
+            config = rooted(config, directory, override=False)
+    replay = Replay(
+        options.requests,
+        config,
+        _source(options, config.chunk_bytes),
+        Tally(options.extent.requests),
+        concurrency=options.concurrency,
+    )
+    return Job(replay, uvloop.new_event_loop, config, {**_engine(config), "concurrency": options.concurrency})
 
 
-def _reasons(counts: Mapping[str, int]) -> str:
-    """Give the sum, and under it what it is made of."""
-    return "\n".join([f"{sum(counts.values()):,}", *(f"{reason} {chunks:,}" for reason, chunks in counts.items())])
+def virtual_job(options: Options) -> Job:
+    """Prepare a replay in virtual time."""
+    block_tokens = options.requests.block_tokens
+    if options.config_path is None:
+        config, source = default_model(options.extent, block_tokens), DEFAULT_SOURCE
+    else:
+        config, source = EngineConfig.load(options.config_path), os.path.basename(options.config_path)
+    bench = None if options.bench_path is None else read_bench(options.bench_path)
+    model = scale_model(config, source=source, bench=bench)
+    gpu_cache_blocks = options.gpu_cache_blocks
+    if gpu_cache_blocks is None:
+        gpu_cache_blocks = options.prefill.slots * GPU_CACHE_TOKENS // block_tokens
+    replay = VirtualReplay(
+        options.requests,
+        model.config,
+        _source(options, model.config.chunk_bytes),
+        Tally(options.extent.requests),
+        chunk_bytes=config.chunk_bytes,
+        block_tokens=block_tokens,
+        prefill=options.prefill,
+        gpu_cache_blocks=gpu_cache_blocks,
+    )
+    prefill = options.prefill._asdict()
+    engine = {**_engine(model.config), "chunk_bytes": config.chunk_bytes, "prefill": prefill}
+    parts = (
+        ModelPart("prefill", prefill, "--prefill-tokens-per-s, --slots"),
+        ModelPart(GPU_NAME, {"cache_blocks": gpu_cache_blocks}, _gpu_source(options)),
+        ModelPart("copy to the GPU", {"load_bytes_per_s": GPU_LOAD_BYTES_PER_S}, "assumed: sixteen lanes of PCIe 4"),
+        *model.parts,
+    )
+    return Job(replay, VirtualTimeLoop, config, engine, parts)
+
+
+def _gpu_source(options: Options) -> str:
+    given = options.gpu_cache_blocks is not None
+    return "--gpu-cache-blocks" if given else f"default: {GPU_CACHE_TOKENS:,} tokens a server"
+
+
+def _source(options: Options, chunk_bytes: int) -> ChunkSource:
+    """Make chunks that no other trace has: in a directory that several have used, each finds its own only."""
+    first = next(iter(options.requests))
+    return ChunkSource(chunk_bytes, seed=options.seed, trace=msgspec.json.encode(first))
+
+
+def _engine(config: EngineConfig) -> dict[str, Any]:
+    return {
+        "rows": config.rows,
+        "chunk_bytes": config.chunk_bytes,
+        "eviction_policy": config.eviction_policy,
+        "runner": config.runner,
+        "tiers": {tier.name: tier.type for tier in config.secondary_tiers},
+    }

@@ -1,17 +1,30 @@
-"""The report of a replay: one struct, which is the JSON that `kvtier replay --json` writes."""
+"""The report of a replay: one struct, which is the JSON that `kvtier replay --json` writes, and its tables."""
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import numpy as np
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.table import Table
 
-from kvtier.config import PRIMARY_NAME
+from kvtier.config import PRIMARY_NAME, EngineConfig
 from kvtier.tools.replay.replay import GPU_NAME, Tally, TierTotals
-from kvtier.tools.replay.virtual import ModelPart
 
 _NO_TOTALS = TierTotals(0, 0, 0)
+
+Figure = int | float | str | bool | None | Sequence[str]
+
+
+class ModelPart(msgspec.Struct, frozen=True):
+    """One thing that is modelled. A figure that is null is no limit."""
+
+    what: str
+    figures: Mapping[str, Figure]
+    source: str
 
 
 class Quantiles(msgspec.Struct, frozen=True):
@@ -64,6 +77,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     engine: Mapping[str, Any]  # The configuration, as far as it says what was replayed against.
     ttft_s: Mapping[str, Quantiles] | None  # Times to first token, in virtual time only.
     model: Sequence[ModelPart] | None  # What was modelled, with which figures and from where, in virtual time only.
+    warnings: Sequence[str]  # Limits of the configuration that cost hits: how many chunks, and the remedy.
 
 
 def make_report(
@@ -72,15 +86,15 @@ def make_report(
     trace: str,
     seed: int,
     best_hit_ratio: float,
-    row_bytes: int,
+    config: EngineConfig,
     engine: Mapping[str, Any],
     interrupted: bool,
     ttft_s: Mapping[str, "array[float]"] | None,
     model: Sequence[ModelPart] | None = None,
 ) -> Report:
-    """Sum up what was counted until the last sample."""
+    """Sum up what was counted until the last sample. `config` has the sizes of the real engine."""
     totals = tally.samples[-1].tiers if tally.samples else {PRIMARY_NAME: _NO_TOTALS}
-    tiers = {name: _tier_report(tier, row_bytes) for name, tier in totals.items()}
+    tiers = {name: _tier_report(tier, config.row_bytes) for name, tier in totals.items()}
     secondaries = [tier for name, tier in tiers.items() if name not in (PRIMARY_NAME, GPU_NAME)]
     return Report(
         trace=trace,
@@ -106,7 +120,23 @@ def make_report(
         engine=engine,
         ttft_s=None if ttft_s is None else {name: quantiles(samples) for name, samples in ttft_s.items()},
         model=model,
+        warnings=list(_warnings(config, tiers)),
     )
+
+
+def _warnings(config: EngineConfig, tiers: Mapping[str, TierReport]) -> Iterator[str]:
+    """Name the limits for which chunks were dropped on their way to a tier, with the remedy."""
+    for index, tier in enumerate(config.secondary_tiers):
+        limits = tier.limits
+        by_bytes = limits.store_bytes_in_flight // config.row_bytes <= limits.store_chunks_in_flight
+        field = "store_bytes_in_flight" if by_bytes else "store_chunks_in_flight"
+        for reason, path, limit in (
+            ("budget", f"secondary_tiers[{index}].limits.{field}", f"{getattr(limits, field):,}"),
+            ("pinned", "limits.cascade_share", f"{config.limits.cascade_share:g}"),
+        ):
+            chunks = tiers[tier.name].dropped.get(reason) if tier.name in tiers else None
+            if chunks:
+                yield f"tier {tier.name}: {chunks:,} chunks were never stored in it; {path} was {limit}: raise it"
 
 
 def quantiles(seconds: "array[float]") -> Quantiles:
@@ -115,10 +145,6 @@ def quantiles(seconds: "array[float]") -> Quantiles:
         return Quantiles(0.0, 0.0, 0.0, 0)
     p50, p99 = np.percentile(seconds, (50, 99))
     return Quantiles(float(p50), float(p99), float(np.mean(seconds)), len(seconds))
-
-
-def report_json(report: Report) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n"
 
 
 def _tier_report(totals: TierTotals, row_bytes: int) -> TierReport:
@@ -131,3 +157,85 @@ def _tier_report(totals: TierTotals, row_bytes: int) -> TierReport:
         dropped=totals.dropped,
         failed=totals.failed,
     )
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Print the figures as tables, and before them in a line what matters most."""
+    state = "[yellow]interrupted after[/]" if report.interrupted else "replayed"
+    virtual = "" if report.ttft_s is None else " of virtual time"
+    wrong = "[red]" if report.wrong_chunks else "[green]"
+    console.print(
+        f"{escape(report.trace)}: {state} {report.requests:,} requests, {report.chunk_references:,} chunk references\n"
+        f"in {report.seconds:,.1f} s{virtual} ({report.requests_per_s:,.0f} requests/s)\n"
+        f"hit ratio [bold]{report.hit_ratio:.4f}[/] (best possible {report.best_hit_ratio:.4f}), "
+        f"{wrong}{report.wrong_chunks:,} wrong chunks[/]",
+        highlight=False,
+    )
+    if not (report.drained or report.interrupted):
+        console.print("[yellow]some of what was stored had not reached its tiers when the time for it was over[/]")
+    console.print(_tier_table(report))
+    console.print(_time_table("latency", report.latency_s, 1_000, "ms"))
+    if report.ttft_s is not None:
+        console.print(_time_table("time to first token", report.ttft_s, 1, "s"))
+    if report.model is not None:
+        console.print(_model_table(report.model))
+    for warning in report.warnings:
+        console.print(f"[yellow]{escape(warning)}[/]", highlight=False)
+
+
+def _tier_table(report: Report) -> Table:
+    table = Table("tier")
+    for heading in ("hits", "share", "read", "written", "dropped", "failed"):
+        table.add_column(heading, justify="right")
+    for name, tier in report.tiers.items():
+        share = tier.hits / report.chunk_references if report.chunk_references else 0.0
+        table.add_row(
+            escape(name),
+            f"{tier.hits:,}",
+            f"{share:.4f}",
+            decimal(tier.bytes_loaded),
+            decimal(tier.bytes_stored),
+            _reasons(tier.dropped),
+            _reasons(tier.failed),
+        )
+    return table
+
+
+def _time_table(heading: str, times: Mapping[str, Quantiles], scale: int, unit: str) -> Table:
+    table = Table(heading)
+    for column in (f"p50, {unit}", f"p99, {unit}", f"mean, {unit}", "samples"):
+        table.add_column(column, justify="right")
+    for name, taken in times.items():
+        seconds = (taken.p50, taken.p99, taken.mean)
+        table.add_row(escape(name), *(f"{each * scale:,.2f}" for each in seconds), f"{taken.samples:,}")
+    return table
+
+
+def _model_table(model: Sequence[ModelPart]) -> Table:
+    table = Table("modelled", "with", "from")
+    for part in model:
+        figures = ", ".join(shown_figure(name, value) for name, value in part.figures.items())
+        table.add_row(escape(part.what), escape(figures), escape(part.source))
+    return table
+
+
+def shown_figure(name: str, value: Figure) -> str:
+    """Write a figure for people, by the unit that its name ends in: `store 4.0 GB/s`, `latency 0.1 ms`."""
+    words = name.replace("_bytes_", "_").replace("_per_s", "").replace("_per_day", "").removesuffix("_bytes")
+    per = "/s" if name.endswith("_per_s") else "/day" if name.endswith("_per_day") else ""
+    if value is None:
+        shown, per = "no limit", ""
+    elif "_bytes" in name and isinstance(value, int | float):
+        shown = decimal(int(value))
+    elif name.endswith("_s") and not per:
+        words, shown = name.removesuffix("_s"), f"{value * 1_000:,.4g} ms" if isinstance(value, float) else str(value)
+    elif isinstance(value, int | float):
+        shown = f"{value:,g}" if isinstance(value, float) else f"{value:,}"
+    else:
+        shown = value if isinstance(value, str) else ", ".join(value)
+    return f"{words.replace('_', ' ')} {shown}{per}"
+
+
+def _reasons(counts: Mapping[str, int]) -> str:
+    """Give the sum, and under it what it is made of."""
+    return "\n".join([f"{sum(counts.values()):,}", *(f"{reason} {chunks:,}" for reason, chunks in counts.items())])

@@ -5,80 +5,25 @@ replay writes where nobody asked it to.
 """
 
 import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Mapping
 from shutil import disk_usage
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from msgspec.structs import replace
 
-from kvtier.config import EngineConfig, TierConfig, TierLimits
-from kvtier.errors import ConfigError, KVTierError
+from kvtier.config import EngineConfig, TierConfig, TierLimits, tier_options
+from kvtier.errors import ConfigError
+from kvtier.tools.outputs import check_directory
 from kvtier.tools.replay.study import Extent
-
-INTERRUPTED_WAIT_S = 0.1  # Enough for what a short run left; a part of the second in which Ctrl-C is to be obeyed.
-
-SWEEPER = """
-import os, shutil, sys, time
-sys.stdin.buffer.read()
-for _ in range(20):  # A runner that outlives its owner for a moment may still write.
-    shutil.rmtree(sys.argv[1], ignore_errors=True)
-    if not os.path.lexists(sys.argv[1]):
-        break
-    time.sleep(0.1)
-"""
-
-
-class Scratch:
-    """A temporary directory that goes away however we end: by return, by Ctrl-C or by SIGKILL. Use it in a `with`.
-
-    A small process waits for the end of a pipe that only we hold, and then removes the directory. It also is what lets
-    an interrupted command end at once: a hundred thousand files take seconds to remove, and it goes on removing them.
-    """
-
-    def __init__(self, parent: str | None = None, prefix: str = "kvtier-replay-") -> None:
-        """Make the directory in `parent`; None: where temporary ones belong."""
-        self.path = tempfile.mkdtemp(prefix=prefix, dir=parent)
-        try:
-            self._sweeper = subprocess.Popen(  # noqa: S603  # Our own few lines, with one path for an argument.
-                [sys.executable, "-I", "-S", "-c", SWEEPER, self.path],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # A terminal's Ctrl-C is for us, not for it.
-            )
-        except BaseException:
-            os.rmdir(self.path)
-            raise
-
-    def remove(self, wait_s: float | None) -> bool:
-        """Have the directory removed; wait for it so long (None: until it is done) and say whether it is gone."""
-        assert self._sweeper.stdin is not None
-        self._sweeper.stdin.close()
-        try:
-            self._sweeper.wait(wait_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        refused = kind is not None and issubclass(kind, KVTierError)  # Then there is little to remove.
-        self.remove(None if kind is None or refused else INTERRUPTED_WAIT_S)
-
 
 CHUNK_BYTES = 16 << 10
 PRIMARY_SHARE = 0.05  # Of the trace's unique blocks: small, so that much of what returns comes from the tier below.
 PRIMARY_ROWS_MIN = 512  # Twice the longest prompt of 128 Ki tokens: half of the rows at most wait for a tier.
 STORE_CHUNKS = 256  # Keeps the lanes busy. What waits pins its row: more would take the primary away from hits.
-FILE_OVERHEAD_BYTES = 8 << 10  # A chunk's footer and, with vLLM's naming, the directory that is nearly its own.
+FOOTER_BYTES = 4_096  # Of each chunk of an fs tier.
+FOLDER_BYTES = 4_096
+SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX = 16 << 20, 8 << 30  # The sizes between which the fs tier's segments grow.
+SYNCED_SEGMENT_BYTES_MAX = 64 << 20  # With fsync.
 
 
 def default_config(extent: Extent) -> EngineConfig:
@@ -99,12 +44,6 @@ def default_config(extent: Extent) -> EngineConfig:
 def primary_rows(extent: Extent) -> int:
     """Return the size of a small primary for a trace."""
     return max(PRIMARY_ROWS_MIN, extent.capacity(PRIMARY_SHARE))
-
-
-def check_directory(what: str, path: str) -> None:
-    """Raise `ConfigError` if there is no such directory: a mistyped path must not become one."""
-    if not os.path.isdir(path):
-        raise ConfigError(f"{what} {path!r}: no such directory; one that is there accepted")
 
 
 def check_roots(config: EngineConfig) -> None:
@@ -143,14 +82,42 @@ def rooted(config: EngineConfig, directory: str, *, override: bool) -> EngineCon
 
 def check_room(config: EngineConfig, extent: Extent, directory: str) -> None:
     """Raise `ConfigError` if the trace's chunks would fill the disk of a directory that nobody chose."""
-    copies = sum(map(_is_fs, config.secondary_tiers))
-    needed = copies * extent.unique_blocks * (config.row_bytes + FILE_OVERHEAD_BYTES)
+    needed = sum(
+        taken_bytes(fs_options(tier, f"secondary_tiers[{index}]"), config.row_bytes, extent.unique_blocks)
+        for index, tier in enumerate(config.secondary_tiers)
+        if _is_fs(tier) and "root" not in tier.options
+    )
     free = disk_usage(directory).free
     if needed > free:
         raise ConfigError(
             f"{directory}: the trace's chunks take about {needed:,} bytes, {free:,} are free; a directory elsewhere "
             "(--fs DIR), or fewer requests (--limit N), accepted"
         )
+
+
+def fs_options(tier: TierConfig, where: str) -> Any:
+    """Decode an fs tier's own options, though its root may be missing yet. Raises `ConfigError`."""
+    return tier_options(replace(tier, options={"root": "missing", **tier.options}), where)
+
+
+def taken_bytes(options: Any, row_bytes: int, chunks: int) -> int:
+    """Return about what so many chunks take of the disk under an fs tier's options: at most its capacity.
+
+    Segments are made whole, each as large as all before it, up to a limit.
+    """
+    taken: int = chunks * chunk_bytes_on_disk(options, row_bytes)
+    if options.layout == "segments":
+        most = SYNCED_SEGMENT_BYTES_MAX if options.fsync else SEGMENT_BYTES_MAX
+        doubled = SEGMENT_BYTES_MIN << (-(-taken // SEGMENT_BYTES_MIN) - 1).bit_length()
+        taken = doubled if doubled <= 2 * most else -(-taken // most) * most
+    capacity_bytes: int | None = options.capacity_bytes
+    return taken if capacity_bytes is None else min(taken, capacity_bytes)
+
+
+def chunk_bytes_on_disk(options: Any, row_bytes: int) -> int:
+    """Return what one chunk takes of the disk, with its footer and, under vLLM's naming, almost a folder of its own."""
+    foldered: bool = options.layout == "files" and options.naming == "vllm"
+    return row_bytes + FOOTER_BYTES + FOLDER_BYTES * foldered
 
 
 def _is_fs(tier: TierConfig) -> bool:

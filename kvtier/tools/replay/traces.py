@@ -29,7 +29,7 @@ import msgspec
 import zstandard
 
 from kvtier.errors import TraceError
-from kvtier.tools.replay.outputs import replacing
+from kvtier.tools.outputs import replacing
 
 BLOCK_TOKENS = 512  # Mooncake's own; a trace with another size says so in its meta line.
 LINE_BYTES_MAX = 16 << 20  # A prompt of a million tokens takes 1.3 MB; a file with longer lines is no trace.

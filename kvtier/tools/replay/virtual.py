@@ -35,17 +35,24 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec.structs import replace
 
-from kvtier.config import PRIMARY_NAME, ROW_ALIGN_BYTES, EngineConfig, TierConfig, TierLimits, tier_options
+from kvtier.config import PRIMARY_NAME, EngineConfig, TierConfig, TierLimits, tier_options
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import ConfigError, TraceError
+from kvtier.memory import PAGE_BYTES
 from kvtier.policies import LRU
-from kvtier.tools.replay.chunks import ChunkSource
-from kvtier.tools.replay.replay import GPU_NAME, Client, Tally, task_group
-from kvtier.tools.replay.setup import primary_rows
+from kvtier.tools.replay.replay import GPU_NAME, ChunkSource, Client, Tally, task_group
+from kvtier.tools.replay.report import Figure, ModelPart
+from kvtier.tools.replay.setup import FOOTER_BYTES, chunk_bytes_on_disk, fs_options, primary_rows
 from kvtier.tools.replay.study import Cache, Extent
 from kvtier.tools.replay.traces import BLOCK_TOKENS, Request
 
 COMMAND = "kvtier bench fs"
+KV_BYTES_PER_TOKEN = 131_072  # Llama 3.1 8B in bf16: K and V of 32 layers, 8 heads of 128, 2 bytes each.
+SSDS = 4  # One for each GPU of the default model, as servers have them.
+DISK_QUEUE_CHUNKS = 1_024  # Four times as many as a long prompt has; the disks take them in five seconds.
+GPU_LOAD_BYTES_PER_S = 25e9  # Host to device over sixteen lanes of PCIe 4, as most machines reach it.
+GPU_CACHE_TOKENS = 262_144  # Of each server. 80 GB hold 420,000 of an 8B model beside its weights; what runs has some.
+WITH_TIERING, WITHOUT_TIERING = "with_tiering", "without_tiering"
 
 
 class Disk(NamedTuple):
@@ -58,6 +65,9 @@ class Disk(NamedTuple):
     source: str
 
 
+SSD = Disk(7e9, 4e9, 100e-6, 64, "assumed: one NVMe SSD")  # Of a data centre, behind four lanes of PCIe 4.
+
+
 class Row(msgspec.Struct, frozen=True):
     """One operation of a benchmark, as far as a model needs it."""
 
@@ -67,6 +77,13 @@ class Row(msgspec.Struct, frozen=True):
     figure: float
     chunk_bytes: int | None = None
 
+    def is_rate(self, operation: str, wanted: Mapping[str, Any]) -> bool:
+        """Say whether this is the rate of an operation, with these settings and verified."""
+        depth, verified = self.settings.get("depth"), self.settings.get("checksum") is not False
+        right = self.operation == operation and all(self.settings.get(name) == wanted[name] for name in wanted)
+        rate = self.unit == "MB/s" and self.figure > 0 and bool(self.chunk_bytes)
+        return right and rate and verified and isinstance(depth, int) and depth > 0
+
 
 class BenchReport(msgspec.Struct, frozen=True):
     """A benchmark's report."""
@@ -75,14 +92,14 @@ class BenchReport(msgspec.Struct, frozen=True):
     rows: list[Row]
     path: str = ""
 
-    def disk(self, row_bytes: int, options: Mapping[str, Any]) -> Disk:
+    def disk(self, row_bytes: int, options: Any) -> Disk:
         """Return the disk for an fs tier with these options: the rates of the chunk size that is nearest to its rows.
 
         Raises `ConfigError` if the benchmark left out the tier's layout, naming, fsync or way of I/O.
         """
-        load = self._row("load", row_bytes, options, options["load_lanes"])
-        storing = "store" if options["capacity_bytes"] is None else "store, evicting"
-        store = self._row(storing, row_bytes, options, options["store_lanes"])
+        load = self._row("load", row_bytes, options, options.load_lanes)
+        storing = "store" if options.capacity_bytes is None else "store, evicting"
+        store = self._row(storing, row_bytes, options, options.store_lanes)
         load_bytes_per_s, depth = load.figure * 1e6, load.settings["depth"]
         return Disk(
             load_bytes_per_s=load_bytes_per_s,
@@ -93,14 +110,14 @@ class BenchReport(msgspec.Struct, frozen=True):
             f"{storing} of {store.chunk_bytes:,} bytes",
         )
 
-    def _row(self, operation: str, row_bytes: int, options: Mapping[str, Any], lanes: int) -> Row:
+    def _row(self, operation: str, row_bytes: int, options: Any, lanes: int) -> Row:
         """Return the row of the nearest chunk size, then the way of I/O and then the number of threads."""
-        wanted = {"layout": options["layout"], "fsync": options["fsync"]}
-        if options["layout"] == "files":
-            wanted["naming"] = options["naming"]
-        if options["io"] != "auto":
-            wanted["io"] = options["io"]
-        fitting = [row for row in self.rows if row.operation == operation and _is_rate(row) and _has(row, wanted)]
+        wanted = {"layout": options.layout, "fsync": options.fsync}
+        if options.layout == "files":
+            wanted["naming"] = options.naming
+        if options.io != "auto":
+            wanted["io"] = options.io
+        fitting = [row for row in self.rows if row.is_rate(operation, wanted)]
         if not fitting:
             settings = ", ".join(f"{name} {value}" for name, value in wanted.items())
             raise ConfigError(
@@ -129,34 +146,7 @@ def read_bench(path: str) -> BenchReport:
         raise ConfigError(f"--bench {path}: {error}; {accepted}") from error
     if report.command != COMMAND:
         raise ConfigError(f"--bench {path}: a report of {report.command!r} given, {accepted}")
-    return msgspec.structs.replace(report, path=path)
-
-
-def _is_rate(row: Row) -> bool:
-    depth = row.settings.get("depth")
-    return row.unit == "MB/s" and row.figure > 0 and bool(row.chunk_bytes) and isinstance(depth, int) and depth > 0
-
-
-def _has(row: Row, wanted: Mapping[str, Any]) -> bool:
-    return row.settings.get("checksum") is not False and all(row.settings.get(name) == wanted[name] for name in wanted)
-
-
-KV_BYTES_PER_TOKEN = 131_072  # Llama 3.1 8B in bf16: K and V of 32 layers, 8 heads of 128, 2 bytes each.
-SSD = Disk(7e9, 4e9, 100e-6, 64, "assumed: one NVMe SSD")  # Of a data centre, behind four lanes of PCIe 4.
-SSDS = 4  # One for each GPU of the default model, as servers have them.
-DISK_QUEUE_CHUNKS = 1_024  # Four times as many as a long prompt has; the disks take them in five seconds.
-FOOTER_BYTES = 4_096  # Of each chunk of an fs tier,
-FOLDER_BYTES = 4_096  # and with vLLM's naming almost a directory each.
-
-Figure = int | float | str | bool | None | Sequence[str]
-
-
-class ModelPart(msgspec.Struct, frozen=True):
-    """One thing that is modelled. A figure that is null is no limit."""
-
-    what: str
-    figures: Mapping[str, Figure]
-    source: str
+    return replace(report, path=path)
 
 
 class ScaleModel(NamedTuple):
@@ -210,11 +200,11 @@ def scale_model(config: EngineConfig, *, source: str = "configuration", bench: B
             )
         options, of_tier = _modelled(tier, config.row_bytes, where, source, bench)
         parts += of_tier
-        tiers.append(_scaled(tier, options, config.row_bytes // ROW_ALIGN_BYTES))
+        tiers.append(_scaled(tier, options, config.row_bytes // PAGE_BYTES))
     scaled = replace(
         config,
-        cpu_bytes_to_use=config.rows * ROW_ALIGN_BYTES,
-        chunk_bytes=ROW_ALIGN_BYTES,
+        cpu_bytes_to_use=config.rows * PAGE_BYTES,
+        chunk_bytes=PAGE_BYTES,
         runner="inline",
         namespace=replace(config.namespace, row_bytes=None),
         secondary_tiers=tuple(tiers),
@@ -230,8 +220,7 @@ def _modelled(
     There are no options for a tier that runs as it is.
     """
     if tier.type == "fs":
-        given = replace(tier, options={"root": "modelled", **tier.options})  # A root may be missing: nothing is there.
-        options = msgspec.structs.asdict(tier_options(given, where))
+        options = fs_options(tier, where)
         disk = SSD if bench is None else bench.disk(row_bytes, options)
         modelled = _disk_options(disk) | _room_options(options, row_bytes)
         left_out = _left_out(options)
@@ -256,23 +245,21 @@ def _disk_options(disk: Disk) -> dict[str, Any]:
     }
 
 
-def _room_options(options: Mapping[str, Any], row_bytes: int) -> dict[str, Any]:
+def _room_options(options: Any, row_bytes: int) -> dict[str, Any]:
     """Return how much an fs tier may hold and write, in bytes of rows: without footers and folders."""
-    files = options["layout"] == "files"
-    file_bytes = row_bytes + FOOTER_BYTES
-    taken_bytes = file_bytes + (FOLDER_BYTES if files and options["naming"] == "vllm" else 0)
-    capacity_bytes, budget_bytes = options["capacity_bytes"], options["write_budget_bytes_per_day"]
+    capacity_bytes, budget_bytes = options.capacity_bytes, options.write_budget_bytes_per_day
+    written_bytes = row_bytes + FOOTER_BYTES
     return {
-        "capacity_bytes": None if capacity_bytes is None else capacity_bytes // taken_bytes * row_bytes,
-        "low_water": options["low_water"] if files else 1.0,  # In segments a chunk goes for each that comes.
-        "write_budget_bytes_per_day": None if budget_bytes is None else max(1, budget_bytes * row_bytes // file_bytes),
+        "capacity_bytes": capacity_bytes and capacity_bytes // chunk_bytes_on_disk(options, row_bytes) * row_bytes,
+        "low_water": 1.0 if options.low_water is None else options.low_water,  # Segments: one goes for each that comes.
+        "write_budget_bytes_per_day": budget_bytes and max(1, budget_bytes * row_bytes // written_bytes),
     }
 
 
-def _left_out(options: Mapping[str, Any]) -> list[str]:
+def _left_out(options: Any) -> list[str]:
     """Return what is set of an fs tier and has no part in its model."""
     modelled = {"eviction_policy": "lru", "min_free_bytes": 0, "ttl_s": None, "shared": False}
-    return [name for name, without in modelled.items() if options[name] not in (without, None)]
+    return [name for name, without in modelled.items() if getattr(options, name) not in (without, None)]
 
 
 def _device_figures(options: Mapping[str, Any]) -> dict[str, Figure]:
@@ -300,8 +287,8 @@ def _room_figures(options: Mapping[str, Any], limits: TierLimits, row_bytes: int
 def _scaled(tier: TierConfig, options: dict[str, Any] | None, pages: int) -> TierConfig:
     limits = replace(
         tier.limits,
-        load_bytes_in_flight=max(ROW_ALIGN_BYTES, tier.limits.load_bytes_in_flight // pages),
-        store_bytes_in_flight=max(ROW_ALIGN_BYTES, tier.limits.store_bytes_in_flight // pages),
+        load_bytes_in_flight=max(PAGE_BYTES, tier.limits.load_bytes_in_flight // pages),
+        store_bytes_in_flight=max(PAGE_BYTES, tier.limits.store_bytes_in_flight // pages),
     )
     if options is None:
         return replace(tier, limits=limits)
@@ -310,12 +297,6 @@ def _scaled(tier: TierConfig, options: dict[str, Any] | None, pages: int) -> Tie
     if options["capacity_bytes"] is not None:
         scaled["capacity_bytes"] = options["capacity_bytes"] // pages
     return replace(tier, type="dummy", limits=limits, options=options | scaled)
-
-
-GPU_LOAD_BYTES_PER_S = 25e9  # Host to device over sixteen lanes of PCIe 4, as most machines reach it.
-GPU_CACHE_TOKENS = 262_144  # Of each server. 80 GB hold 420,000 of an 8B model beside its weights; what runs has some.
-
-WITH_TIERING, WITHOUT_TIERING = "with_tiering", "without_tiering"
 
 
 class Prefill(NamedTuple):

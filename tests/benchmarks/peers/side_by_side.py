@@ -20,15 +20,15 @@ from kvtier.tools.bench.figures import (
     Row,
     Setting,
     Side,
-    figures_json,
     interleaved,
     load,
+    print_figures,
     row_of,
     this_machine,
 )
-from kvtier.tools.bench.files import FULL_SETS, OVERHEAD_BYTES, OpenTier, TierCase, layouts
+from kvtier.tools.bench.files import FULL_SETS, LAYOUTS, OVERHEAD_BYTES, OpenTier, TierCase
 from kvtier.tools.bench.memory import rate_of
-from kvtier.tools.bench.screen import print_figures
+from kvtier.tools.outputs import write_json
 
 CALLS = 16  # Requests at once, each of whose chunks are one call.
 
@@ -66,10 +66,7 @@ def give_out(command: str, given: argparse.Namespace, measure: Callable[[str], I
         rows = list(measure(folder))
     machine = this_machine(before, given.directory)
     figures = Figures(command=command, machine=machine, seconds=time.perf_counter() - begun, rows=rows)
-    if given.json:
-        with open(given.json, "wb") as file:
-            file.write(figures_json(figures))
-    print_figures(figures)
+    print_figures(figures, write_json(given.json, figures))
 
 
 def compare_disks(folder: str, given: argparse.Namespace, peers: dict[str, Opened]) -> Iterator[Row]:
@@ -79,7 +76,7 @@ def compare_disks(folder: str, given: argparse.Namespace, peers: dict[str, Opene
         chunks = max(CALLS, (given.size_mib << 20) // chunk_bytes)
         cases = [
             TierCase(layout, "vllm", "direct", lanes, fsync=False)
-            for layout in layouts()
+            for layout in LAYOUTS
             for lanes in map(int, given.lanes.split(","))
         ]
         with ExitStack() as stack:
@@ -160,7 +157,7 @@ def full_side(name: str, tier: DiskTier, region: Region, stack: ExitStack) -> Si
 
 def full_tiers(given: argparse.Namespace) -> list[tuple[str, int]]:
     """Return the layouts and lanes of kvtier's tiers that are full. Neither peer evicts: theirs never are."""
-    return [(layout, int(given.lanes.split(",")[0])) for layout in layouts()]
+    return [(layout, int(given.lanes.split(",")[0])) for layout in LAYOUTS]
 
 
 def new_keys(count: int) -> list[OffloadKey]:

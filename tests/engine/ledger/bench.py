@@ -86,7 +86,7 @@ class Bench:
     def request(
         self, name: str = "r", matchers: Sequence[TierMatcher] | None = None, *, position: Position | None = None
     ) -> Request:
-        return self.ledger.new_request(name, matchers, position=position)
+        return Request(name, matchers, position=position)
 
     def lookup(self, names: str, request: Request | None = None) -> list[LookupResult]:
         request = request or self.request()

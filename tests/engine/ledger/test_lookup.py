@@ -2,9 +2,8 @@
 
 import pytest
 
-from kvtier.engine.breaker import BreakerState
 from kvtier.engine.ledger import LookupResult
-from kvtier.engine.tier import TierMatcher
+from kvtier.engine.tier import BreakerState, TierMatcher
 from kvtier.runner.messages import Code, Probe, Promote, unpack_keys
 from tests.engine.ledger.bench import Bench
 

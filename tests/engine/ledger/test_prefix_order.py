@@ -6,6 +6,7 @@ import pytest
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.engine.ledger import Ledger, LedgerLimits
+from kvtier.engine.requests import Request
 from kvtier.policies import LRU
 
 
@@ -145,7 +146,7 @@ def test_what_a_request_used_before_is_not_ranked_again_with_each_piece(bench):
     ledger = Ledger(64, policy, (), LedgerLimits(64, 64, 10.0, 64))
     asked = []
     place = {key: index for index, key in enumerate(bench.keys("abcdefghijklmnop"))}
-    request = ledger.new_request("long", position=lambda key: asked.append(key) or place[key])
+    request = Request("long", position=lambda key: asked.append(key) or place[key])
     for key in place:
         ledger.complete_store(ledger.prepare_store([key], request).keys, request)
     assert policy.ranks == 0

@@ -3,8 +3,8 @@
 import pytest
 
 from kvtier.engine.answers import Event, EventKind
-from kvtier.engine.breaker import BreakerState
 from kvtier.engine.ledger import LookupResult
+from kvtier.engine.tier import BreakerState
 from kvtier.runner.messages import Cascade, Code, Delete, Promote
 
 HIT, PENDING, MISS, RETRY = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.RETRY

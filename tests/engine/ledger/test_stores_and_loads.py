@@ -4,6 +4,7 @@ import pytest
 
 from kvtier.engine.answers import Event, EventKind
 from kvtier.engine.ledger import Ledger, LedgerLimits, LookupResult, StorePlan
+from kvtier.engine.requests import Request
 from kvtier.policies import LRU
 from kvtier.runner.messages import Code
 
@@ -135,7 +136,7 @@ def test_two_loads_of_a_row_pin_it_twice(bench):
 def test_a_key_has_one_access_a_request_however_it_is_used(bench, recorded):
     ledger, told = recorded
     a, b, c = bench.keys("abc")
-    writer, reader = ledger.new_request("writer"), ledger.new_request("reader")
+    writer, reader = Request("writer"), Request("reader")
     ledger.complete_store(ledger.prepare_store([a, b], writer).keys, writer)
     ledger.touch([a, b, c], writer)
     assert told == [("insert", [a, b])]
@@ -152,19 +153,19 @@ def test_a_key_has_one_access_a_request_however_it_is_used(bench, recorded):
 def test_keys_given_twice_in_one_call_have_one_access(bench, recorded):
     ledger, told = recorded
     (a,) = bench.keys("a")
-    writer, reader = ledger.new_request("writer"), ledger.new_request("reader")
+    writer, reader = Request("writer"), Request("reader")
     ledger.complete_store(ledger.prepare_store([a, a], writer).keys, writer)
     ledger.lookup(a, reader)
     assert len(set(ledger.prepare_load([a, a], reader))) == 1
     ledger.complete_load([a, a])
-    ledger.prepare_store([a, a], ledger.new_request("third"))
+    ledger.prepare_store([a, a], Request("third"))
     assert told == [("insert", [a]), ("touch", [a]), ("touch", [a])]
 
 
 def test_a_request_that_finishes_has_its_keys_ranked_in_prefix_order(bench, recorded):
     ledger, told = recorded
     a, b, c, d = bench.keys("abcd")
-    other, request = ledger.new_request("other"), ledger.new_request("r")
+    other, request = Request("other"), Request("r")
     ledger.complete_store(ledger.prepare_store([b], other).keys, other)
     ledger.complete_store(ledger.prepare_store([a, b, c], request).keys, request)
     ledger.complete_store(ledger.prepare_store([d], request).keys, request)
@@ -175,7 +176,7 @@ def test_a_request_that_finishes_has_its_keys_ranked_in_prefix_order(bench, reco
 def test_ranking_leaves_out_what_has_gone_since(bench, recorded):
     ledger, told = recorded
     a, b, c = bench.keys("abc")
-    request = ledger.new_request("r")
+    request = Request("r")
     ledger.prepare_store([a, b, c], request)
     ledger.complete_store([a], request)
     ledger.complete_store([b], request, success=False)

@@ -15,7 +15,7 @@ from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
-from kvtier_backends.fs.disk.attempts import ABANDONED_S, Sweep, Writer, attempt_name, started_at
+from kvtier_backends.fs.disk.temporaries import ABANDONED_S, Sweep, Writer, started_at, temporary_name
 
 DEADLINE_S = 20.0
 NOW_S = 1_700_000_000.0
@@ -52,8 +52,8 @@ def test_a_live_processs_temporary_is_left_alone(
     here = Writer.this_process()
     started = started_at(sleeper.pid)
     assert started is not None
-    assert not sweep(attempt_name(here))
-    assert not sweep(attempt_name(Writer(here.boot, sleeper.pid, started)))
+    assert not sweep(temporary_name(here))
+    assert not sweep(temporary_name(Writer(here.boot, sleeper.pid, started)))
 
 
 def test_a_dead_processs_temporary_is_swept(sweep: Callable[..., bool], sleeper: "subprocess.Popen[bytes]") -> None:
@@ -62,22 +62,22 @@ def test_a_dead_processs_temporary_is_swept(sweep: Callable[..., bool], sleeper:
     assert started is not None
     sleeper.kill()
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # Nobody has collected it: dead all the same.
-    assert sweep(attempt_name(Writer(here.boot, sleeper.pid, started)), age_s=0.0)
+    assert sweep(temporary_name(Writer(here.boot, sleeper.pid, started)), age_s=0.0)
     sleeper.wait()
-    assert sweep(attempt_name(Writer(here.boot, sleeper.pid, started)), age_s=0.0)
+    assert sweep(temporary_name(Writer(here.boot, sleeper.pid, started)), age_s=0.0)
 
 
 def test_a_process_of_the_same_id_is_not_the_one_that_wrote(sweep: Callable[..., bool]) -> None:
     here = Writer.this_process()
-    assert sweep(attempt_name(here._replace(started=here.started - 1)), age_s=0.0)
+    assert sweep(temporary_name(here._replace(started=here.started - 1)), age_s=0.0)
 
 
 def test_of_another_machine_or_container_only_the_old_is_swept(sweep: Callable[..., bool]) -> None:
     """Its process table is not ours: nobody of that id lives here, and yet the writer may."""
     elsewhere = Writer("00000000", os.getpid(), 1)
-    assert not sweep(attempt_name(elsewhere), age_s=0.0)
-    assert not sweep(attempt_name(elsewhere), age_s=ABANDONED_S - 1)
-    assert sweep(attempt_name(elsewhere), age_s=ABANDONED_S + 1)
+    assert not sweep(temporary_name(elsewhere), age_s=0.0)
+    assert not sweep(temporary_name(elsewhere), age_s=ABANDONED_S - 1)
+    assert sweep(temporary_name(elsewhere), age_s=ABANDONED_S + 1)
 
 
 @pytest.mark.parametrize("name", ["chunk.bin", "config.json", "chunk.bin_123.tmp", "notes.tmp", ".hidden", ".tmp"])
@@ -86,7 +86,7 @@ def test_what_is_no_temporary_of_ours_is_left_alone(sweep: Callable[[str], bool]
 
 
 def test_one_that_cannot_be_removed_is_left(tmp_path: Path) -> None:
-    name = attempt_name(Writer(Writer.this_process().boot, os.getpid(), 1))
+    name = temporary_name(Writer(Writer.this_process().boot, os.getpid(), 1))
     (tmp_path / name).mkdir()
     root_fd = os.open(tmp_path, os.O_RDONLY)
     sweep = Sweep(root_fd, Writer.this_process(), NOW_S)
@@ -120,7 +120,7 @@ async def test_the_tier_sweeps_what_it_finds_at_its_start(
     dead, live = here._replace(started=here.started - 1), here
     for folder in (path_of(key_of(0)).parent, path_of(key_of(1)).parent, root / mapper.folder):
         for writer in (dead, live):
-            (folder / attempt_name(writer)).write_bytes(b"half")
+            (folder / temporary_name(writer)).write_bytes(b"half")
     tier = await open_tier()
     await scan(tier)
     assert tier.counters().scan_swept == 3
@@ -134,8 +134,8 @@ async def test_what_a_killed_writer_left_is_swept(open_tier, root: Path, mapper,
     path_of(key_of(0)).parent.mkdir(parents=True)
     program = """
 import os, signal, sys
-from kvtier_backends.fs.disk.attempts import Writer, attempt_name
-open(os.path.join(sys.argv[1], attempt_name(Writer.this_process())), "wb").write(bytes(9000))
+from kvtier_backends.fs.disk.temporaries import Writer, temporary_name
+open(os.path.join(sys.argv[1], temporary_name(Writer.this_process())), "wb").write(bytes(9000))
 os.kill(os.getpid(), signal.SIGKILL)
 """
     command = [sys.executable, "-c", program, str(path_of(key_of(0)).parent)]

@@ -35,8 +35,7 @@ async def open_budget(tmp_path: Path, clock: Clock):
     opened: list[WriteBudget] = []
 
     def open_budget(bytes_per_day: int = DAY_BYTES) -> WriteBudget:
-        opened.append(WriteBudget(fd, "budget", bytes_per_day, UNIT_BYTES, clock))
-        opened[-1].use(lanes)
+        opened.append(WriteBudget(fd, "budget", bytes_per_day, UNIT_BYTES, clock, lanes))
         return opened[-1]
 
     yield open_budget
@@ -52,15 +51,15 @@ OpenBudget = Callable[..., WriteBudget]
 async def spend(budget: WriteBudget) -> int:
     """Write as much as there is."""
     total = 0
-    while taken := await budget.take(8 * UNIT_BYTES, UNIT_BYTES):
-        total += taken
+    while taken := await budget.take(8):
+        total += taken * UNIT_BYTES
     return total
 
 
 async def test_a_full_bucket_is_an_eighth_of_a_day(open_budget: OpenBudget) -> None:
     budget = open_budget()
     assert await spend(budget) == DAY_BYTES // 8
-    assert await budget.take(UNIT_BYTES, UNIT_BYTES) == 0
+    assert await budget.take(1) == 0
 
 
 async def test_no_day_sees_more_than_its_bytes(open_budget: OpenBudget, clock: Clock) -> None:
@@ -73,7 +72,7 @@ async def test_no_day_sees_more_than_its_bytes(open_budget: OpenBudget, clock: C
         step_ns = int(dice.expovariate(1.0) * 600e9)
         clock.now_ns += step_ns
         passed_ns += step_ns
-        written.append((passed_ns, await budget.take(dice.randint(1, 400) * UNIT_BYTES, UNIT_BYTES)))
+        written.append((passed_ns, await budget.take(dice.randint(1, 400)) * UNIT_BYTES))
         match dice.randrange(20):
             case 0:
                 budget.close()
@@ -89,7 +88,7 @@ async def test_no_day_sees_more_than_its_bytes(open_budget: OpenBudget, clock: C
 
 async def test_a_restart_gives_back_what_was_not_written(open_budget: OpenBudget) -> None:
     first = open_budget()
-    assert await first.take(UNIT_BYTES, UNIT_BYTES) == UNIT_BYTES
+    assert await first.take(1) == 1
     first.close()
     assert await spend(open_budget()) == DAY_BYTES // 8 - UNIT_BYTES
 
@@ -104,7 +103,7 @@ async def test_a_damaged_file_is_an_empty_bucket(open_budget: OpenBudget, tmp_pa
 
 async def test_only_whole_chunks_are_allowed(open_budget: OpenBudget) -> None:
     budget = open_budget(8 * 2_500)
-    assert await budget.take(5 * UNIT_BYTES, UNIT_BYTES) == 2 * UNIT_BYTES
+    assert await budget.take(5) == 2
 
 
 async def test_two_engines_draw_on_one_bucket(open_budget: OpenBudget) -> None:

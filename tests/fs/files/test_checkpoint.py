@@ -22,9 +22,10 @@ from kvtier.errors import ConfigError
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
-from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.counters import Counters
+from kvtier_backends.fs.disk.checkpoint import KEY_BYTES_MAX
 from kvtier_backends.fs.disk.root import Folder
-from kvtier_backends.fs.files.checkpoint import KEY_BYTES_MAX, Checkpoint
+from kvtier_backends.fs.files.checkpoint import Checkpoint
 from kvtier_backends.fs.files.index import Held, Snapshot
 from kvtier_backends.fs.files.recency import Idle
 from tests.fs.conftest import MakeSystemCall
@@ -40,7 +41,7 @@ def index_file(root: Path, mapper: FileMapper) -> Path:
 
 @pytest.fixture
 def checkpoint(open_folder: Callable[..., Folder], mapper: FileMapper, row_bytes: int) -> Checkpoint:
-    return Checkpoint(open_folder(), mapper, Tally(), row_bytes)
+    return Checkpoint(open_folder(), mapper, Counters(), row_bytes)
 
 
 def snapshot(chunks: list[Held]) -> Snapshot:
@@ -108,9 +109,14 @@ def test_keys_that_are_too_long_are_left_to_the_scan(checkpoint: Checkpoint) -> 
 
 
 def test_a_checkpoint_has_a_limit_and_keeps_the_newest(
-    checkpoint: Checkpoint, index_file: Path, monkeypatch: pytest.MonkeyPatch
+    open_folder: Callable[..., Folder],
+    mapper: FileMapper,
+    row_bytes: int,
+    index_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("kvtier_backends.fs.files.checkpoint.BYTES_MAX", 1_000)
+    checkpoint = Checkpoint(open_folder(), mapper, Counters(), row_bytes)
     chunks = [Held(key_of(number), 512, number) for number in range(100)]
     checkpoint.write(snapshot(chunks), NOW_NS)
     assert index_file.stat().st_size <= 1_000
@@ -154,21 +160,21 @@ def test_another_layouts_or_row_lengths_checkpoint_is_none(
     open_folder: Callable[..., Folder], mapper: FileMapper, row_bytes: int
 ) -> None:
     folder, chunks = open_folder(), [Held(key_of(0), 512, 1)]
-    Checkpoint(folder, mapper, Tally(), row_bytes).write(snapshot(chunks), NOW_NS)
+    Checkpoint(folder, mapper, Counters(), row_bytes).write(snapshot(chunks), NOW_NS)
     other = FileMapper(Namespace(model_name="org/model", layout="LBHNC"))
-    tally = Tally()
-    assert read(Checkpoint(folder, other, tally, row_bytes)) == []
-    assert read(Checkpoint(folder, mapper, tally, 2 * row_bytes)) == []
-    assert tally.totals().checkpoints_ignored == 2
-    assert read(Checkpoint(folder, mapper, tally, row_bytes)) == chunks
+    counters = Counters()
+    assert read(Checkpoint(folder, other, counters, row_bytes)) == []
+    assert read(Checkpoint(folder, mapper, counters, 2 * row_bytes)) == []
+    assert counters.totals().checkpoints_ignored == 2
+    assert read(Checkpoint(folder, mapper, counters, row_bytes)) == chunks
 
 
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EROFS, errno.EIO])
 def test_one_that_cannot_be_written_leaves_the_last(
     open_folder: Callable[..., Folder], mapper: FileMapper, row_bytes: int, error: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tally, chunks = Tally(), [Held(key_of(0), 512, 1)]
-    checkpoint = Checkpoint(open_folder(), mapper, tally, row_bytes)
+    counters, chunks = Counters(), [Held(key_of(0), 512, 1)]
+    checkpoint = Checkpoint(open_folder(), mapper, counters, row_bytes)
     checkpoint.write(snapshot(chunks), NOW_NS)
 
     def fail(*args: object, **kwargs: object) -> None:
@@ -178,7 +184,7 @@ def test_one_that_cannot_be_written_leaves_the_last(
         patch.setattr(os, "rename", fail)
         checkpoint.write(snapshot([]), NOW_NS)
     assert read(checkpoint) == chunks
-    assert (tally.totals().checkpoints_written, tally.totals().checkpoints_failed) == (1, 1)
+    assert (counters.totals().checkpoints_written, counters.totals().checkpoints_failed) == (1, 1)
 
 
 async def test_the_tier_answers_from_it_before_it_has_scanned_anything(
@@ -288,7 +294,7 @@ async def test_the_order_of_use_survives(open_tier, lender: Lender, index_file: 
     await second.aclose(DEADLINE_S)
     folder = Folder(FsOptions(root=str(index_file.parents[1]), layout="files").chosen(), mapper)
     await asyncio.to_thread(folder.open)
-    kept = read(Checkpoint(folder, mapper, Tally(), row_bytes))
+    kept = read(Checkpoint(folder, mapper, Counters(), row_bytes))
     folder.close()
     assert [chunk.key for chunk in kept] == [key_of(number) for number in (0, 1, 3, 2)]
 
@@ -392,7 +398,7 @@ import os, signal, sys
 from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier_backends.fs import FsOptions
 from kvtier_backends.fs.files.checkpoint import Checkpoint
-from kvtier_backends.fs.counters import Tally
+from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.files.index import Snapshot
 from kvtier_backends.fs.files.recency import Idle
@@ -400,7 +406,7 @@ mapper = FileMapper(Namespace(model_name="org/model"))
 folder = Folder(FsOptions(root=sys.argv[1], layout="files").chosen(), mapper)
 folder.open()
 os.rename = lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGKILL)
-Checkpoint(folder, mapper, Tally(), {row_bytes}).write(Snapshot([], [], Idle(), {{}}), 0)
+Checkpoint(folder, mapper, Counters(), {row_bytes}).write(Snapshot([], [], Idle(), {{}}), 0)
 """
     command = [sys.executable, "-c", program, str(root)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}

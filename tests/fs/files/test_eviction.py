@@ -262,12 +262,12 @@ class Accounting(RuleBasedStateMachine):
         kind: type[Policy[OffloadKey]] = policy_class(policy)
         self.index = Index(None if policy == "lru" else kind(self.LIMIT // self.LEAST))
         self.capacity = Capacity(
-            (self.index,),
             NoDisk(),  # type: ignore[arg-type]
             limit_bytes=self.LIMIT * 512,
             low_water=0.9,
             min_free_bytes=0,
         )
+        self.capacity.count(self.index)
 
     @rule(number=st.integers(0, 30))
     def reserve(self, number: int) -> None:

@@ -10,17 +10,17 @@ import pytest
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.backend.namespace import FileMapper
-from kvtier_backends.fs.disk.attempts import Writer, attempt_name, read_attempt
-from kvtier_backends.fs.disk.lanes import Precedence
+from kvtier_backends.fs.disk.lanes import LoadsFirst
 from kvtier_backends.fs.disk.reads import ONE_BY_ONE
 from kvtier_backends.fs.disk.root import Folder
+from kvtier_backends.fs.disk.temporaries import Writer, temporary_name, writer_of
 from kvtier_backends.fs.files.chunk_files import ChunkFiles, OpenChunk
 
 KEY = make_offload_key(b"k" * 32)
 ROW_BYTES = 16_384
 
 
-class Looks(Precedence):
+class Looks(LoadsFirst):
     """Gives way to nobody, and counts how often it was asked to."""
 
     def __init__(self, slice_bytes: int) -> None:
@@ -38,7 +38,7 @@ class Looks(Precedence):
 
 @pytest.fixture
 def files(open_folder: Callable[..., Folder], mapper: FileMapper) -> ChunkFiles:
-    return ChunkFiles(open_folder(), mapper, Precedence(), fsync=False)
+    return ChunkFiles(open_folder(), mapper, LoadsFirst(), fsync=False)
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_short_writes_are_gone_on_with(
     step: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    files = ChunkFiles(open_folder(io="buffered"), mapper, Precedence(), fsync=False)
+    files = ChunkFiles(open_folder(io="buffered"), mapper, LoadsFirst(), fsync=False)
     write = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda fd, rest, at: write(fd, [rest[0][:step]], at))
     files.write(KEY, buffers, 0)
@@ -132,7 +132,7 @@ def test_short_reads_are_gone_on_with(
     step: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    files = ChunkFiles(open_folder(io="buffered"), mapper, Precedence(), fsync=False)
+    files = ChunkFiles(open_folder(io="buffered"), mapper, LoadsFirst(), fsync=False)
     files.write(KEY, buffers, 0)
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", lambda fd, rest, at: preadv(fd, [rest[0][:step]], at))
@@ -258,7 +258,7 @@ def test_a_temporary_name_that_is_taken_is_left_to_its_owner(
     files: ChunkFiles, path: Path, buffers: list[memoryview], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = iter([".1.tmp", ".1.tmp", ".2.tmp"])
-    monkeypatch.setattr("kvtier_backends.fs.files.chunk_files.attempt_name", lambda writer: next(names))
+    monkeypatch.setattr("kvtier_backends.fs.files.chunk_files.temporary_name", lambda writer: next(names))
     path.parent.mkdir(parents=True)
     other = path.with_name(".1.tmp")
     other.write_bytes(b"another's")
@@ -270,7 +270,7 @@ def test_a_temporary_name_that_is_taken_is_left_to_its_owner(
 def test_with_fsync_the_file_its_folder_and_new_folders_parents_are_synced(
     open_folder: Callable[..., Folder], mapper: FileMapper, buffers: list[memoryview], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    files = ChunkFiles(open_folder(), mapper, Precedence(), fsync=True)
+    files = ChunkFiles(open_folder(), mapper, LoadsFirst(), fsync=True)
     synced: list[str] = []
     fsync = os.fsync
 
@@ -284,21 +284,21 @@ def test_with_fsync_the_file_its_folder_and_new_folders_parents_are_synced(
     assert kinds == [mapper.name(KEY).split("/")[0], "6b6", "tmp", "b6_g0"]
 
 
-def test_attempts_have_names_of_their_own_that_say_whose_they_are() -> None:
+def test_temporaries_have_names_of_their_own_that_say_whose_they_are() -> None:
     writer = Writer.this_process()
     assert writer.pid == os.getpid()
     assert writer == Writer.this_process()
-    names = [attempt_name(writer) for _ in range(100)]
+    names = [temporary_name(writer) for _ in range(100)]
     assert len(set(names)) == 100
     assert all(name.startswith(f".{writer.boot}-{writer.pid}-{writer.started}-") for name in names)
-    assert {read_attempt(name) for name in names} == {writer}
+    assert {writer_of(name) for name in names} == {writer}
 
 
 @pytest.mark.parametrize("name", ["", ".tmp", "chunk.bin", ".0-1-2-3.tmp", "a.bin_123.tmp", ".01234567-1-2-3.tmp.bin"])
-def test_other_names_are_no_attempts(name: str) -> None:
-    assert read_attempt(name) is None
+def test_other_names_are_no_temporaries(name: str) -> None:
+    assert writer_of(name) is None
 
 
 def test_an_attempt_is_never_taken_for_a_chunk(mapper: FileMapper) -> None:
     folder = os.path.dirname(mapper.name(KEY))
-    assert mapper.key(f"{folder}/{attempt_name(Writer.this_process())}") is None
+    assert mapper.key(f"{folder}/{temporary_name(Writer.this_process())}") is None

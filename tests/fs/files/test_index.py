@@ -23,13 +23,13 @@ def index() -> Index:
 
 def events(index: Index) -> list[InventoryEvent]:
     told: list[InventoryEvent] = []
-    while (event := index.news.next_event()) is not None:
+    while (event := index.inventory.next_event()) is not None:
         told.append(event)
     return told
 
 
 def scanned(index: Index) -> Index:
-    index.news.begin()
+    index.inventory.begin()
     index.scan_ended(complete=True)
     assert events(index) == [ScanDone(complete=True)]
     return index
@@ -94,7 +94,7 @@ def test_only_a_complete_scan_makes_it_the_authority(index: Index) -> None:
     assert not index.authoritative
     index.scan_ended(complete=False)
     assert not index.authoritative
-    index.news.begin()
+    index.inventory.begin()
     assert events(index) == [ScanDone(complete=False)]
     index.scan_ended(complete=True)
     assert index.authoritative
@@ -103,17 +103,17 @@ def test_only_a_complete_scan_makes_it_the_authority(index: Index) -> None:
 def test_a_report_begins_with_what_is_there(index: Index) -> None:
     index.stored(Held(A, 512))
     index.scanned([Held(B, 512)])
-    index.news.begin()
+    index.inventory.begin()
     index.scanned([Held(B, 512), Held(C, 512)])
     index.scan_ended(complete=True)
     assert events(index) == [Added([A, B, C]), ScanDone(complete=True)]
 
 
 def test_a_later_consumer_hears_everything_again(index: Index) -> None:
-    first = scanned(index).news.begin()
+    first = scanned(index).inventory.begin()
     index.stored(Held(A, 512))
-    index.news.begin()
-    index.news.end(first)  # The one that has gone is not the one that listens.
+    index.inventory.begin()
+    index.inventory.end(first)  # The one that has gone is not the one that listens.
     index.found(Held(B, 512))
     assert events(index) == [Added([A, B]), ScanDone(complete=True)]
 
@@ -142,7 +142,7 @@ def test_an_event_is_true_when_it_is_told(index: Index) -> None:
 
 def test_batches_have_a_limit(index: Index) -> None:
     keys = [make_offload_key(number.to_bytes(32, "big")) for number in range(2 * INVENTORY_BATCH_KEYS + 1)]
-    index.news.begin()
+    index.inventory.begin()
     index.scanned([Held(key, 512) for key in keys])
     index.scan_ended(complete=True)
     batches = [list(event.keys) for event in events(index) if isinstance(event, Added)]
@@ -156,8 +156,8 @@ def test_batches_have_a_limit(index: Index) -> None:
 
 
 def test_nobody_listening_costs_nothing(index: Index) -> None:
-    consumer = index.news.begin()
-    index.news.end(consumer)
+    consumer = index.inventory.begin()
+    index.inventory.end(consumer)
     index.found(Held(A, 512))
     index.lost(A)
     assert [type(event) for event in events(index)] == []

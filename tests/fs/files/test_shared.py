@@ -26,10 +26,11 @@ from kvtier.backend.contract import ScanDone
 from kvtier.backend.keys import OffloadKey
 from kvtier.backend.namespace import FileMapper
 from kvtier.errors import BackendUnavailable, ConfigError
+from kvtier.memory import PAGE_BYTES
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
-from kvtier_backends.fs.disk.shared_page import PAGE_BYTES, SLOTS, VERSION, LedgerFile, read_page
+from kvtier_backends.fs.disk.shared_page import SLOTS, VERSION, SharedPage, read_page
 
 ROUNDS = int(os.environ.get("KVTIER_SHARED_ROUNDS", "20"))
 SEED = int(os.environ.get("KVTIER_SHARED_SEED", "1"))
@@ -40,23 +41,23 @@ BOOT = b"8 bytes."
 
 
 @pytest.fixture
-def open_ledger(tmp_path: Path):
+def open_page(tmp_path: Path):
     fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
-    opened: list[LedgerFile] = []
+    opened: list[SharedPage] = []
 
-    def open_ledger(boot: bytes = BOOT) -> LedgerFile:
-        opened.append(LedgerFile(fd, "ledger", boot))
+    def open_page(boot: bytes = BOOT) -> SharedPage:
+        opened.append(SharedPage(fd, "ledger", boot))
         return opened[-1]
 
-    yield open_ledger
-    for ledger in opened:
-        ledger.close()
+    yield open_page
+    for shared_page in opened:
+        shared_page.close()
     os.close(fd)
 
 
-def counted(ledger: LedgerFile, seen_bytes: int) -> LedgerFile:
-    ledger.end_count(ledger.begin_count(), seen_bytes)
-    return ledger
+def counted(shared_page: SharedPage, seen_bytes: int) -> SharedPage:
+    shared_page.end_count(shared_page.begin_count(), seen_bytes)
+    return shared_page
 
 
 async def test_processes_that_are_killed_keep_the_limit_together(
@@ -130,16 +131,16 @@ async def test_without_locks_it_is_not_shared(open_tier, monkeypatch: pytest.Mon
         await open_tier(shared=True)
 
 
-def test_nothing_is_promised_before_the_directory_was_counted(open_ledger: Callable[..., LedgerFile]) -> None:
-    ledger = open_ledger()
-    assert ledger.reserve(10, 100) is None
-    counted(ledger, 40)
-    assert ledger.reserve(100, 100) == 60
-    assert ledger.taken() == (40, 60)
+def test_nothing_is_promised_before_the_directory_was_counted(open_page: Callable[..., SharedPage]) -> None:
+    shared_page = open_page()
+    assert shared_page.reserve(10, 100) is None
+    counted(shared_page, 40)
+    assert shared_page.reserve(100, 100) == 60
+    assert shared_page.taken() == (40, 60)
 
 
-def test_what_one_promises_the_other_cannot(open_ledger: Callable[..., LedgerFile]) -> None:
-    one, two = counted(open_ledger(), 0), open_ledger()
+def test_what_one_promises_the_other_cannot(open_page: Callable[..., SharedPage]) -> None:
+    one, two = counted(open_page(), 0), open_page()
     assert (one.reserve(70, 100), two.reserve(70, 100)) == (70, 30)
     one.settle(70, 50)
     assert two.taken() == (50, 30)
@@ -148,9 +149,9 @@ def test_what_one_promises_the_other_cannot(open_ledger: Callable[..., LedgerFil
 
 
 def test_what_the_dead_had_promised_counts_as_written_until_it_is_counted(
-    open_ledger: Callable[..., LedgerFile],
+    open_page: Callable[..., SharedPage],
 ) -> None:
-    dead, alive = counted(open_ledger(), 0), open_ledger()
+    dead, alive = counted(open_page(), 0), open_page()
     assert dead.reserve(60, 100) == 60
     dead.close()  # As the kernel does.
     assert alive.reserve(60, 100) == 40
@@ -160,8 +161,8 @@ def test_what_the_dead_had_promised_counts_as_written_until_it_is_counted(
     assert alive.taken() == (60, 0)
 
 
-def test_a_count_beside_stores_is_at_least_what_is_there(open_ledger: Callable[..., LedgerFile]) -> None:
-    one, two = counted(open_ledger(), 0), open_ledger()
+def test_a_count_beside_stores_is_at_least_what_is_there(open_page: Callable[..., SharedPage]) -> None:
+    one, two = counted(open_page(), 0), open_page()
     began = one.begin_count()
     two.settle(two.reserve(50, 1_000), 50)  # May have been seen, or not.
     one.end_count(began, 50)
@@ -170,14 +171,14 @@ def test_a_count_beside_stores_is_at_least_what_is_there(open_ledger: Callable[.
     assert one.taken()[0] == 50
 
 
-def test_a_damaged_page_says_that_nothing_is_known(open_ledger: Callable[..., LedgerFile], tmp_path: Path) -> None:
-    ledger = counted(open_ledger(), 10)
+def test_a_damaged_page_says_that_nothing_is_known(open_page: Callable[..., SharedPage], tmp_path: Path) -> None:
+    shared_page = counted(open_page(), 10)
     for damage in (b"", b"?" * PAGE_BYTES, (tmp_path / "ledger").read_bytes()[:-1] + b"!"):
         (tmp_path / "ledger").write_bytes(damage)
-        assert ledger.reserve(10, 100) is None
-        ledger.settle(0, 5)
-        counted(ledger, 40)
-        assert ledger.taken() == (40, 0)
+        assert shared_page.reserve(10, 100) is None
+        shared_page.settle(0, 5)
+        counted(shared_page, 40)
+        assert shared_page.taken() == (40, 0)
 
 
 @pytest.mark.parametrize("damage", ["a flipped bit", "zeros", "truncated", "empty", "another version"])
@@ -214,11 +215,11 @@ async def until_taken(tier: FsBackend, lender: Lender, keys: list[OffloadKey]) -
             await asyncio.sleep(0.01)
 
 
-def test_every_flipped_bit_is_seen(open_ledger: Callable[..., LedgerFile], tmp_path: Path) -> None:
+def test_every_flipped_bit_is_seen(open_page: Callable[..., SharedPage], tmp_path: Path) -> None:
     """And whatever mixture of two pages a torn write leaves is one of them, or seen."""
-    ledger = counted(open_ledger(), 10)
+    shared_page = counted(open_page(), 10)
     old = (tmp_path / "ledger").read_bytes()
-    ledger.settle(ledger.reserve(77, 100) or 0, 33)
+    shared_page.settle(shared_page.reserve(77, 100) or 0, 33)
     new = (tmp_path / "ledger").read_bytes()
     for bit in range(8 * PAGE_BYTES):
         page = bytearray(new)
@@ -231,9 +232,9 @@ def test_every_flipped_bit_is_seen(open_ledger: Callable[..., LedgerFile], tmp_p
 @given(bits=st.lists(st.integers(0, 8 * PAGE_BYTES - 1), min_size=1, max_size=8, unique=True))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_what_was_promised_is_promised_still_on_a_page_that_is_begun_anew(
-    bits: list[int], open_ledger: Callable[..., LedgerFile], tmp_path: Path
+    bits: list[int], open_page: Callable[..., SharedPage], tmp_path: Path
 ) -> None:
-    one, two = counted(open_ledger(), 10), open_ledger()
+    one, two = counted(open_page(), 10), open_page()
     assert one.reserve(60, 100) == 60
     assert two.reserve(5, 100) == 5
     page = bytearray((tmp_path / "ledger").read_bytes())
@@ -254,9 +255,9 @@ def test_what_was_promised_is_promised_still_on_a_page_that_is_begun_anew(
 
 
 def test_whoever_dies_before_it_says_what_it_has_promised_is_not_waited_for(
-    open_ledger: Callable[..., LedgerFile], tmp_path: Path
+    open_page: Callable[..., SharedPage], tmp_path: Path
 ) -> None:
-    dead, alive = counted(open_ledger(), 10), open_ledger()
+    dead, alive = counted(open_page(), 10), open_page()
     assert dead.reserve(60, 100) == 60
     (tmp_path / "ledger").write_bytes(b"")
     assert alive.reserve(1, 100) is None
@@ -266,9 +267,9 @@ def test_whoever_dies_before_it_says_what_it_has_promised_is_not_waited_for(
 
 
 def test_a_count_that_began_before_the_page_was_lost_is_not_taken(
-    open_ledger: Callable[..., LedgerFile], tmp_path: Path
+    open_page: Callable[..., SharedPage], tmp_path: Path
 ) -> None:
-    one, two = counted(open_ledger(), 0), open_ledger()
+    one, two = counted(open_page(), 0), open_page()
     one.settle(0, 80)
     began = one.begin_count()
     (tmp_path / "ledger").write_bytes(b"")
@@ -280,43 +281,43 @@ def test_a_count_that_began_before_the_page_was_lost_is_not_taken(
 
 
 def test_a_page_that_is_older_than_one_that_was_seen_is_not_taken(
-    open_ledger: Callable[..., LedgerFile], tmp_path: Path
+    open_page: Callable[..., SharedPage], tmp_path: Path
 ) -> None:
     """As a backup brings it back, or a disk that has lost a write."""
-    ledger = counted(open_ledger(), 10)
+    shared_page = counted(open_page(), 10)
     old = (tmp_path / "ledger").read_bytes()
-    ledger.settle(0, 80)
+    shared_page.settle(0, 80)
     (tmp_path / "ledger").write_bytes(old)
-    assert ledger.reserve(90, 100) is None
-    counted(ledger, 90)
-    assert ledger.reserve(90, 100) == 10
+    assert shared_page.reserve(90, 100) is None
+    counted(shared_page, 90)
+    assert shared_page.reserve(90, 100) == 10
 
 
-def test_a_page_of_version_0_1_0_is_taken_as_it_is(open_ledger: Callable[..., LedgerFile], tmp_path: Path) -> None:
+def test_a_page_of_version_0_1_0_is_taken_as_it_is(open_page: Callable[..., SharedPage], tmp_path: Path) -> None:
     """It has zeros where a page now says when it was begun; its processes may still be at it."""
     head = struct.pack("<8sII8sQQQ64Q", b"\x89kvledg\n", 1, 1, BOOT, 30, 70, 40, *bytes(64))
     body = head.ljust(PAGE_BYTES - 8, b"\0")
     former = body + xxh3_64_intdigest(body).to_bytes(8, "little")
     (tmp_path / "ledger").write_bytes(former)
-    ledger = open_ledger()
-    assert ledger.taken() == (30, 0)
-    assert ledger.reserve(50, 100) == 50
+    shared_page = open_page()
+    assert shared_page.taken() == (30, 0)
+    assert shared_page.reserve(50, 100) == 50
     (tmp_path / "ledger").write_bytes(former)  # As one of its processes does that has seen nothing of ours.
-    assert ledger.taken() == (30, 50)
+    assert shared_page.taken() == (30, 50)
 
 
 @pytest.mark.usefixtures("outside")
 def test_a_writer_that_is_killed_leaves_a_page_that_the_others_go_on_with(
-    open_ledger: Callable[..., LedgerFile], tmp_path: Path
+    open_page: Callable[..., SharedPage], tmp_path: Path
 ) -> None:
     """Two processes change it all the time, and one is killed, over and over."""
-    dice, ledger = random.Random(SEED), counted(open_ledger(), 0)
+    dice, shared_page = random.Random(SEED), counted(open_page(), 0)
     with LedgerWriter(tmp_path) as one, LedgerWriter(tmp_path) as two:
         for _ in range(ROUNDS):
             for writer in (one, two):
                 writer.works()
             dice.choice((one, two)).kill()
-            used_bytes, promised_bytes = ledger.taken() or pytest.fail("the page is lost")
+            used_bytes, promised_bytes = shared_page.taken() or pytest.fail("the page is lost")
             assert used_bytes <= ROUNDS * 128
             assert promised_bytes <= 3 * 128
 
@@ -325,7 +326,7 @@ class LedgerWriter:
     """A process that changes a page until it is killed, and then another."""
 
     def __init__(self, directory: Path) -> None:
-        program = os.path.join(os.path.dirname(__file__), "..", "ledger_writer.py")
+        program = os.path.join(os.path.dirname(__file__), "..", "page_writer.py")
         self._launcher = subprocess.Popen(
             [sys.executable, program, str(directory)],
             stdin=subprocess.PIPE,
@@ -363,20 +364,63 @@ class LedgerWriter:
         return self._launcher.stdout.readline()
 
 
-def test_after_another_boot_the_directory_is_counted_anew(open_ledger: Callable[..., LedgerFile]) -> None:
+def test_after_another_boot_the_directory_is_counted_anew(open_page: Callable[..., SharedPage]) -> None:
     """Unless somebody has been there all the time: another machine."""
-    first = counted(open_ledger(), 10)
-    assert open_ledger(b"another.").reserve(1, 100) == 1
+    first = counted(open_page(), 10)
+    assert open_page(b"another.").reserve(1, 100) == 1
     first.close()
 
 
-def test_alone_after_another_boot_nothing_is_known(open_ledger: Callable[..., LedgerFile]) -> None:
-    counted(open_ledger(), 10).close()
-    assert open_ledger(b"another.").reserve(1, 100) is None
+def test_alone_after_another_boot_nothing_is_known(open_page: Callable[..., SharedPage]) -> None:
+    counted(open_page(), 10).close()
+    assert open_page(b"another.").reserve(1, 100) is None
 
 
-def test_there_are_only_so_many_slots(open_ledger: Callable[..., LedgerFile]) -> None:
+def test_there_are_only_so_many_slots(open_page: Callable[..., SharedPage]) -> None:
     for _ in range(SLOTS):
-        open_ledger()
+        open_page()
     with pytest.raises(BackendUnavailable, match="64 processes"):
-        open_ledger()
+        open_page()
+
+
+async def test_a_store_that_is_cancelled_while_it_makes_room_has_said_what_went(
+    open_tier, lender: Lender, root: Path, mapper: FileMapper, taken_bytes, system_call
+) -> None:
+    """Else the page would count it as used until somebody has counted the directory again."""
+    tier = await open_tier(shared=True, capacity_bytes=CAPACITY_BYTES, low_water=1.0)
+    await until_taken(tier, lender, keys_of(8))
+    start = 0
+    while not tier.counters().evicted:
+        await tier.store(lender.writes(keys_of(8, start := start + 8)))
+    removal = system_call("unlink", sticks=True, only=lambda name, **kwargs: name.endswith(".bin"))
+    storing = asyncio.create_task(tier.store(lender.writes(keys_of(8, CHUNKS))))
+    await removal.wait_entered()
+    storing.cancel()
+    removal.let_go()
+    with pytest.raises(asyncio.CancelledError):
+        await storing
+    await tier.aclose(DEADLINE_S)
+    assert used_bytes(root, mapper) == taken_bytes(root)
+
+
+async def test_a_tier_that_is_closed_while_it_removes_what_is_too_much_has_said_what_went(
+    open_tier, lender: Lender, root: Path, mapper: FileMapper, taken_bytes, system_call
+) -> None:
+    tier = await open_tier(shared=True, capacity_bytes=4 * CAPACITY_BYTES, low_water=0.1)
+    removal = system_call("unlink", sticks=True, only=lambda name, **kwargs: name.endswith(".bin"))
+    start = 0
+    while not removal.times:
+        await until_taken(tier, lender, keys_of(8, start := start + 8))
+    closing = asyncio.create_task(tier.aclose(DEADLINE_S))
+    await asyncio.sleep(0)  # It has begun: what ran beside the calls is cancelled.
+    removal.let_go()
+    await closing
+    assert used_bytes(root, mapper) == taken_bytes(root)
+
+
+def used_bytes(root: Path, mapper: FileMapper) -> int:
+    """Return what the page says is used."""
+    (path,) = (root / mapper.folder).glob("ledger*")
+    page = read_page(path.read_bytes())
+    assert page is not None
+    return page.used_bytes

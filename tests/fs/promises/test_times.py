@@ -15,8 +15,8 @@ import pytest
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs.directory.files import FsContents
-from kvtier_backends.fs.disk.attempts import ABANDONED_S, Sweep, Writer
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Footer, read_footer, write_footer
+from kvtier_backends.fs.disk.temporaries import ABANDONED_S, Sweep, Writer
 from kvtier_backends.fs.files.index import Held, Index
 from kvtier_backends.fs.segments.segment import Header, read_header
 

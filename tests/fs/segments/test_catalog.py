@@ -10,8 +10,7 @@ from kvtier.backend.keys import OffloadKey
 from kvtier.policies import LRU
 from kvtier.testing.conformance.lender import key_of, keys_of
 from kvtier_backends.fs.segments.catalog import Catalog
-from kvtier_backends.fs.segments.free_slots import FreeSlots
-from kvtier_backends.fs.segments.slots import Held
+from kvtier_backends.fs.segments.slots import FreeSlots, Held
 
 FILE_SLOTS = 8
 KEYS = 3  # Few, and hardly fewer slots: they are fought over.
@@ -122,7 +121,7 @@ class CatalogMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, KEYS - 1))
     def use(self, number: int) -> None:
         self.clock += 1
-        self.catalog.used(key_of(number), self.clock)
+        self.catalog.used([key_of(number)], self.clock)
 
     @rule(numbers=st.lists(st.integers(0, KEYS - 1), max_size=4))
     def rank(self, numbers: list[int]) -> None:
@@ -225,7 +224,7 @@ class FreeSlotsMachine(RuleBasedStateMachine):
     @rule(file=st.integers(0, 4))
     def drop(self, file: int) -> None:
         slots = set(range(file * FILE_SLOTS, (file + 1) * FILE_SLOTS))
-        assert self.free.drop(file * FILE_SLOTS, FILE_SLOTS) == len(self.model & slots)
+        self.free.drop(file * FILE_SLOTS, FILE_SLOTS)
         self.model -= slots
         self.dropped |= slots
 
@@ -255,7 +254,7 @@ def held(catalog: Catalog, count: int) -> list[OffloadKey]:
 def test_what_was_used_longest_ago_goes_first(policy: LRU[OffloadKey] | None) -> None:
     catalog = Catalog(policy)
     keys = held(catalog, 5)
-    catalog.used(keys[0], 10)
+    catalog.used(keys[:1], 10)
     catalog.rank([keys[2], keys[1]], 20)
     order: list[OffloadKey] = []
     while slots := catalog.evict(1, ()):

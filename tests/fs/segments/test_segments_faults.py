@@ -27,7 +27,7 @@ DEADLINE_S = 20.0
     ids=["a flipped bit", "zeros", "another version"],
 )
 async def test_a_segment_with_a_damaged_first_page_holds_nothing_and_goes_first(
-    open_tier, lender: Lender, root: Path, taken_bytes, damage: Callable[[bytes], bytes]
+    open_tier, lender: Lender, root: Path, taken_bytes, damage: Callable[[bytes], bytes], caplog
 ) -> None:
     capacity_bytes = 1 << 20
     first = await open_tier(layout="segments", capacity_bytes=capacity_bytes)
@@ -40,6 +40,8 @@ async def test_a_segment_with_a_damaged_first_page_holds_nothing_and_goes_first(
     assert await lender.recall(tier, keys_of(4)) == ["ChunkMissing"] * 4
     assert tier.counters().scan_skipped == 1
     assert tier.counters().corrupt == {}
+    (said,) = (record.getMessage() for record in caplog.records if "hold nothing for this tier" in record.message)
+    assert old.name in said
     await lender.keep(tier, keys_of(4), version=1)
     assert await lender.recall(tier, keys_of(4)) == [label(key, 1) for key in keys_of(4)]
     assert len(segments(root)) == 1, "the damaged one has gone for the new one's room"

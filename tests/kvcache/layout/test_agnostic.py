@@ -18,7 +18,6 @@ from kvtier.kvcache.layout import (
     allocate_tensors,
     canonical_kv_caches,
     group_layers,
-    parallel_refusal,
     with_layout,
 )
 from kvtier.kvcache.layout.axes import KV_JOINED_HND, KV_JOINED_NHD
@@ -36,7 +35,7 @@ def full(heads: int, **fields: Any) -> LayerSpec:
 
 def why(layers: dict[str, LayerSpec], total_kv_heads: int = 8, namespace: Namespace = ASKED, **parallel: int) -> str:
     config = group_layers(layers, 2)
-    return parallel_refusal(namespace, config, ParallelConfig(**parallel), total_kv_heads=total_kv_heads)
+    return refusal(with_layout(namespace, config, ParallelConfig(**parallel), total_kv_heads=total_kv_heads))
 
 
 def test_heads_that_workers_share_out_may_be_read_at_any_size() -> None:
@@ -94,7 +93,8 @@ def canonical_refusal(family: Any, axes: Any = None, **parallel: int) -> str:
     sizes = ParallelConfig(**parallel)
     canonical = canonical_kv_caches(made.config, caches, of_layers, parallel=sizes, total_kv_heads=made.total_kv_heads)
     namespace = replace(ASKED, canonical_format="v1-nhd")
-    return parallel_refusal(namespace, made.config, sizes, total_kv_heads=made.total_kv_heads, canonical=canonical)
+    facts = with_layout(namespace, made.config, sizes, total_kv_heads=made.total_kv_heads, canonical=canonical)
+    return refusal(facts)
 
 
 @pytest.mark.parametrize("family", [llama_3_8b, gemma_3_27b, deepseek_v3])
@@ -138,8 +138,7 @@ def test_a_group_of_latent_layers_is_latent_even_if_their_pages_differ() -> None
 def test_the_decision_is_the_namespaces(family: Any) -> None:
     made = family(1)
     namespace = with_layout(ASKED, made.config, ParallelConfig(), total_kv_heads=made.total_kv_heads)
-    asked = parallel_refusal(ASKED, made.config, ParallelConfig(), total_kv_heads=made.total_kv_heads)
-    assert asked == refusal(namespace) == FileMapper(namespace).why
+    assert refusal(namespace) == FileMapper(namespace).why
 
 
 def test_scales_of_one_layer_are_scales_of_the_cache() -> None:

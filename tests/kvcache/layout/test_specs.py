@@ -1,6 +1,5 @@
 """Specs: how long pages are, and which cannot be."""
 
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -30,29 +29,26 @@ def full(**fields: Any) -> FullAttentionSpec:
 
 
 @pytest.mark.parametrize(
-    ("spec", "unpadded", "padded", "per_token"),
+    ("spec", "unpadded", "padded"),
     [
-        (full(), 65_536, 65_536, 4_096),
-        (full(head_size_v=64), 49_152, 49_152, 3_072),
-        (full(padded_page_bytes=70_000), 65_536, 70_000, 4_096),
-        (full(align_bytes=60_000), 65_536, 120_000, 4_096),
-        (full(dtype=torch.uint8, state_bytes=132), 16_896, 16_896, 1_056),  # Values and their scales.
-        (MLASpec(block_size=64, head_size=576, dtype=BF16), 73_728, 73_728, 1_152),
+        (full(), 65_536, 65_536),
+        (full(head_size_v=64), 49_152, 49_152),
+        (full(padded_page_bytes=70_000), 65_536, 70_000),
+        (full(align_bytes=60_000), 65_536, 120_000),
+        (full(dtype=torch.uint8, state_bytes=132), 16_896, 16_896),  # Values and their scales.
+        (MLASpec(block_size=64, head_size=576, dtype=BF16), 73_728, 73_728),
         (
             MLASpec(
                 block_size=256, head_size=512, dtype=torch.uint8, state_bytes=584, tokens_per_state=128, align_bytes=576
             ),
             1_168,
             1_728,
-            Fraction(73, 16),
         ),
-        (MambaSpec(block_size=100, shapes=((3, 10), (5,)), dtypes=(BF16, torch.float32)), 80, 80, Fraction(4, 5)),
+        (MambaSpec(block_size=100, shapes=((3, 10), (5,)), dtypes=(BF16, torch.float32)), 80, 80),
     ],
 )
-def test_pages_are_as_long_as_their_heads_states_and_padding(
-    spec: LayerSpec, unpadded: int, padded: int, per_token: Fraction
-) -> None:
-    assert (spec.unpadded_page_bytes, spec.page_bytes, spec.bytes_per_token) == (unpadded, padded, per_token)
+def test_pages_are_as_long_as_their_heads_states_and_padding(spec: LayerSpec, unpadded: int, padded: int) -> None:
+    assert (spec.unpadded_page_bytes, spec.page_bytes) == (unpadded, padded)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch
 
 from kvtier.kvcache.transfer import cuda
 from kvtier.kvcache.transfer.cuda import Descriptors
-from kvtier.kvcache.transfer.jobs import Job, Kind
+from kvtier.kvcache.transfer.jobs import Direction, Job
 from kvtier.kvcache.transfer.pages import GroupBlocks, Piece, Sides, pages_of
 
 HOST = torch.device("cpu")
@@ -80,14 +80,16 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Stream:
 
 
 def job(copier: cuda.CudaCopier, number: int = 1) -> Job:
-    return Job(number, Kind.STORE, (), size_bytes=0, begun=0.0, mark=copier.mark())
+    return Job(number, Direction.STORE, (), size_bytes=0, begun=0.0, mark=copier.mark())
 
 
 def test_a_transfer_comes_after_what_the_device_was_told_before_its_submission_and_not_after_the_rest(
     streams: Stream,
 ) -> None:
     done = list[str]()
-    copier = cuda.CudaCopier(Kind.STORE, HOST, lambda job: Stream.current.queue.append(lambda: done.append("copy")))
+    copier = cuda.CudaCopier(
+        Direction.STORE, HOST, lambda job: Stream.current.queue.append(lambda: done.append("copy"))
+    )
     streams.queue.append(lambda: done.append("the blocks are written"))
     one = job(copier)
     streams.queue.append(lambda: done.append("later"))
@@ -103,7 +105,7 @@ def test_transfers_of_one_way_end_in_the_order_in_which_they_begin(streams: Stre
     def copy(job: Job) -> None:
         Stream.current.queue.append(lambda: done.append(job.job_id))
 
-    copier = cuda.CudaCopier(Kind.LOAD, HOST, copy)
+    copier = cuda.CudaCopier(Direction.LOAD, HOST, copy)
     finishes = [copier.begin(job(copier, number)) for number in range(3)]
     finishes[1]()
     assert done == [0, 1]
@@ -114,8 +116,8 @@ def test_transfers_of_one_way_end_in_the_order_in_which_they_begin(streams: Stre
 def test_loads_have_the_more_urgent_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     made = list[Stream]()
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: made.append(Stream(priority=priority)))
-    for kind in (Kind.LOAD, Kind.STORE):
-        assert cuda.CudaCopier(kind, HOST, lambda job: None).kinds == (kind,)
+    for direction in (Direction.LOAD, Direction.STORE):
+        assert cuda.CudaCopier(direction, HOST, lambda job: None).directions == (direction,)
     assert [stream.priority for stream in made] == [-1, 0]
 
 
@@ -127,7 +129,7 @@ def test_a_transfer_that_fails_to_begin_has_let_go_of_its_rows_when_it_says_so()
         Stream.current.queue.append(lambda: moved.append("first batch"))
         raise RuntimeError("cudaMemcpyBatchAsync of 2 copies: (1, 1)")
 
-    copier = cuda.CudaCopier(Kind.STORE, HOST, copy)
+    copier = cuda.CudaCopier(Direction.STORE, HOST, copy)
     with pytest.raises(RuntimeError, match="of 2 copies"):
         copier.begin(job(copier))
     assert moved == ["first batch"]
@@ -243,10 +245,10 @@ def test_many_copies_are_several_batches_on_the_stream_of_the_transfer(monkeypat
     pages = pages_of(GroupBlocks(blocks, rows), 1, num_blocks=5, num_rows=5)
     kept = cache.clone()
     with on(stream):
-        begin(Job(1, Kind.STORE, (pages,), size_bytes=0, begun=0.0))
+        begin(Job(1, Direction.STORE, (pages,), size_bytes=0, begun=0.0))
         assert torch.equal(slots[rows], kept[blocks])
         cache.zero_()
-        begin(Job(2, Kind.LOAD, (pages,), size_bytes=0, begun=0.0))
+        begin(Job(2, Direction.LOAD, (pages,), size_bytes=0, begun=0.0))
     assert torch.equal(cache, kept)
     in_stream_order, any_time = 1, 3  # A store's source may still be written to; rows do not change.
     handle = stream.cuda_stream

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import TransferFailed
-from kvtier.kvcache.transfer.jobs import Job, Jobs, Kind, TransferResult
+from kvtier.kvcache.transfer.jobs import Direction, Job, Jobs, TransferResult
 from kvtier.kvcache.transfer.pages import Pages
 
-BOTH = (Kind.LOAD, Kind.STORE)
+BOTH = (Direction.LOAD, Direction.STORE)
 
 
 def clock() -> Callable[[], float]:
@@ -27,9 +27,9 @@ def jobs() -> Jobs:
     return Jobs(clock())
 
 
-def job(number: int, kind: Kind, *, blocks: tuple[int, ...] = (), rows: tuple[int, ...] = ()) -> Job:
+def job(number: int, direction: Direction, *, blocks: tuple[int, ...] = (), rows: tuple[int, ...] = ()) -> Job:
     pages = Pages(np.array(blocks, dtype=np.int64), np.array(rows, dtype=np.int64), np.zeros(0, dtype=np.int64))
-    return Job(number, kind, (pages,), size_bytes=100 + number, begun=0.0)
+    return Job(number, direction, (pages,), size_bytes=100 + number, begun=0.0)
 
 
 def started(jobs: Jobs) -> list[int]:
@@ -42,29 +42,29 @@ def started(jobs: Jobs) -> list[int]:
 
 
 def test_loads_start_before_stores_and_each_in_the_order_of_submission(jobs: Jobs) -> None:
-    for number, kind in enumerate([Kind.STORE, Kind.LOAD, Kind.STORE, Kind.LOAD]):
-        jobs.submit(job(number, kind, blocks=(number,), rows=(number,)))
+    for number, direction in enumerate([Direction.STORE, Direction.LOAD, Direction.STORE, Direction.LOAD]):
+        jobs.submit(job(number, direction, blocks=(number,), rows=(number,)))
     assert started(jobs) == [1, 3, 0, 2]
 
 
 @pytest.mark.parametrize("shared", ["blocks", "rows"])
 def test_a_load_waits_for_an_earlier_store_that_touches_the_same_bytes(jobs: Jobs, shared: str) -> None:
-    jobs.submit(job(0, Kind.STORE, blocks=(1, 2), rows=(8,)))
-    jobs.submit(job(1, Kind.STORE, blocks=(3,), rows=(9,)))
-    jobs.submit(job(2, Kind.LOAD, **{"blocks": (5,), "rows": (5,), shared: (2,) if shared == "blocks" else (8,)}))
-    jobs.submit(job(3, Kind.LOAD, blocks=(6,), rows=(6,)))
+    jobs.submit(job(0, Direction.STORE, blocks=(1, 2), rows=(8,)))
+    jobs.submit(job(1, Direction.STORE, blocks=(3,), rows=(9,)))
+    jobs.submit(job(2, Direction.LOAD, **{"blocks": (5,), "rows": (5,), shared: (2,) if shared == "blocks" else (8,)}))
+    jobs.submit(job(3, Direction.LOAD, blocks=(6,), rows=(6,)))
     assert started(jobs) == [0, 2, 3, 1]
 
 
 def test_a_store_waits_for_an_earlier_load_of_its_blocks(jobs: Jobs) -> None:
-    jobs.submit(job(0, Kind.LOAD, blocks=(1,), rows=(1,)))
-    jobs.submit(job(1, Kind.STORE, blocks=(1,), rows=(2,)))
-    assert jobs.take([Kind.STORE], wait=False) is None
-    load = jobs.take([Kind.LOAD], wait=False)
+    jobs.submit(job(0, Direction.LOAD, blocks=(1,), rows=(1,)))
+    jobs.submit(job(1, Direction.STORE, blocks=(1,), rows=(2,)))
+    assert jobs.take([Direction.STORE], wait=False) is None
+    load = jobs.take([Direction.LOAD], wait=False)
     assert load is not None
-    assert jobs.take([Kind.STORE], wait=False) is None  # Begun is not done.
+    assert jobs.take([Direction.STORE], wait=False) is None  # Begun is not done.
     jobs.finish(load, None)
-    store = jobs.take([Kind.STORE], wait=False)
+    store = jobs.take([Direction.STORE], wait=False)
     assert store is not None
     assert store.job_id == 1
 
@@ -72,7 +72,7 @@ def test_a_store_waits_for_an_earlier_load_of_its_blocks(jobs: Jobs) -> None:
 def test_transfers_of_one_way_begin_without_waiting_for_each_other(jobs: Jobs) -> None:
     """One thread, and on a device one stream, keeps them in order."""
     for number in range(2):
-        jobs.submit(job(number, Kind.STORE, blocks=(1,), rows=(1,)))
+        jobs.submit(job(number, Direction.STORE, blocks=(1,), rows=(1,)))
     begun = [jobs.take(BOTH, wait=False) for _ in range(2)]
     assert [one.job_id for one in begun if one is not None] == [0, 1]
 
@@ -83,47 +83,47 @@ def test_transfers_of_one_way_begin_without_waiting_for_each_other(jobs: Jobs) -
     )
 )
 def test_whatever_is_submitted_all_of_it_starts_and_conflicts_keep_their_order(
-    submitted: list[tuple[Kind, frozenset[int], frozenset[int]]],
+    submitted: list[tuple[Direction, frozenset[int], frozenset[int]]],
 ) -> None:
     jobs = Jobs(clock())
-    for number, (kind, blocks, rows) in enumerate(submitted):
-        jobs.submit(job(number, kind, blocks=tuple(blocks), rows=tuple(rows)))
+    for number, (direction, blocks, rows) in enumerate(submitted):
+        jobs.submit(job(number, direction, blocks=tuple(blocks), rows=tuple(rows)))
     order = started(jobs)
     assert sorted(order) == list(range(len(submitted)))
-    for later, (kind, blocks, rows) in enumerate(submitted):
+    for later, (direction, blocks, rows) in enumerate(submitted):
         for earlier, (other, earlier_blocks, earlier_rows) in enumerate(submitted[:later]):
-            if kind is other or blocks & earlier_blocks or rows & earlier_rows:
+            if direction is other or blocks & earlier_blocks or rows & earlier_rows:
                 assert order.index(earlier) < order.index(later)
 
 
 def test_a_result_says_what_ended_how_long_it_took_and_how(jobs: Jobs) -> None:
     error = TransferFailed("store 1: the device is lost")
-    for number, kind in enumerate(BOTH):
-        jobs.submit(job(number, kind))
+    for number, direction in enumerate(BOTH):
+        jobs.submit(job(number, direction))
         taken = jobs.take(BOTH, wait=False)
         assert taken is not None
         jobs.finish(taken, error if number else None)
     assert jobs.poll() == [
-        TransferResult(0, Kind.LOAD, 100, 0.0, None),
-        TransferResult(1, Kind.STORE, 101, 1.0, error),
+        TransferResult(0, Direction.LOAD, 100, 0.0, None),
+        TransferResult(1, Direction.STORE, 101, 1.0, error),
     ]
     assert jobs.poll() == []
 
 
 def test_an_id_that_is_about_is_refused_until_its_result_was_told(jobs: Jobs) -> None:
-    jobs.submit(job(7, Kind.LOAD))
+    jobs.submit(job(7, Direction.LOAD))
     with pytest.raises(ValueError, match="transfer 7 is still about"):
-        jobs.submit(job(7, Kind.STORE))
+        jobs.submit(job(7, Direction.STORE))
     assert started(jobs) == [7]
     with pytest.raises(ValueError, match="transfer 7 is still about"):
-        jobs.submit(job(7, Kind.STORE))
+        jobs.submit(job(7, Direction.STORE))
     jobs.poll()
-    jobs.submit(job(7, Kind.STORE))
+    jobs.submit(job(7, Direction.STORE))
 
 
 async def test_who_awaits_a_transfer_is_told_and_the_poll_is_not(jobs: Jobs) -> None:
     for number in range(3):
-        jobs.submit(job(number, Kind.LOAD))
+        jobs.submit(job(number, Direction.LOAD))
     awaited = asyncio.ensure_future(jobs.done(1))
     await asyncio.sleep(0)
     started(jobs)
@@ -133,7 +133,7 @@ async def test_who_awaits_a_transfer_is_told_and_the_poll_is_not(jobs: Jobs) -> 
 
 async def test_a_poll_between_the_end_and_the_telling_takes_nothing_from_who_awaits(jobs: Jobs) -> None:
     for number in range(2):
-        jobs.submit(job(number, Kind.LOAD))
+        jobs.submit(job(number, Direction.LOAD))
     awaited = asyncio.ensure_future(jobs.done(0))
     await asyncio.sleep(0)
     started(jobs)  # Both have ended; the loop has not come to tell of the first.
@@ -141,14 +141,14 @@ async def test_a_poll_between_the_end_and_the_telling_takes_nothing_from_who_awa
     with pytest.raises(KeyError):
         await jobs.done(0)
     with pytest.raises(ValueError, match="transfer 0 is still about"):
-        jobs.submit(job(0, Kind.LOAD))
+        jobs.submit(job(0, Direction.LOAD))
     async with asyncio.timeout(5):
         assert (await awaited).job_id == 0
     assert jobs.poll() == []
 
 
 async def test_a_transfer_is_awaited_once(jobs: Jobs) -> None:
-    jobs.submit(job(0, Kind.LOAD))
+    jobs.submit(job(0, Direction.LOAD))
     awaited = asyncio.ensure_future(jobs.done(0))
     await asyncio.sleep(0)
     with pytest.raises(KeyError):
@@ -158,7 +158,7 @@ async def test_a_transfer_is_awaited_once(jobs: Jobs) -> None:
 
 
 async def test_a_transfer_that_ended_before_it_was_awaited_is_told_at_once(jobs: Jobs) -> None:
-    jobs.submit(job(0, Kind.LOAD))
+    jobs.submit(job(0, Direction.LOAD))
     started(jobs)
     assert (await jobs.done(0)).job_id == 0
     with pytest.raises(KeyError):
@@ -168,7 +168,7 @@ async def test_a_transfer_that_ended_before_it_was_awaited_is_told_at_once(jobs:
 
 @pytest.mark.parametrize("when", ["before it ended", "in the tick it ended", "in the tick it was told"])
 async def test_a_cancelled_wait_leaves_the_result_to_the_next_poll(jobs: Jobs, when: str) -> None:
-    jobs.submit(job(0, Kind.LOAD))
+    jobs.submit(job(0, Direction.LOAD))
     awaited = asyncio.ensure_future(jobs.done(0))
     await asyncio.sleep(0)
     if when == "before it ended":
@@ -188,7 +188,7 @@ async def test_a_cancelled_wait_leaves_the_result_to_the_next_poll(jobs: Jobs, w
 
 
 def test_a_wait_whose_loop_is_gone_leaves_the_result_to_the_next_poll(jobs: Jobs) -> None:
-    jobs.submit(job(0, Kind.LOAD))
+    jobs.submit(job(0, Direction.LOAD))
     loop = asyncio.new_event_loop()
     awaited = loop.create_task(jobs.done(0))
     loop.run_until_complete(asyncio.sleep(0))
@@ -199,7 +199,7 @@ def test_a_wait_whose_loop_is_gone_leaves_the_result_to_the_next_poll(jobs: Jobs
 
 
 def test_waiting_ends_with_the_transfers_or_the_time(jobs: Jobs) -> None:
-    jobs.submit(job(0, Kind.LOAD))
+    jobs.submit(job(0, Direction.LOAD))
     assert not jobs.wait([0], timeout_s=0.0)
     assert jobs.wait([99], timeout_s=0.0)  # Not about: nothing to wait for.
     assert not jobs.close(timeout_s=0.0)
@@ -209,13 +209,13 @@ def test_waiting_ends_with_the_transfers_or_the_time(jobs: Jobs) -> None:
 
 
 def test_closing_leaves_nobody_out_who_waits_for_another_transfer(jobs: Jobs) -> None:
-    jobs.submit(job(0, Kind.LOAD, blocks=(1,), rows=(1,)))
-    jobs.submit(job(1, Kind.STORE, blocks=(1,), rows=(2,)))
-    load = jobs.take([Kind.LOAD], wait=False)
+    jobs.submit(job(0, Direction.LOAD, blocks=(1,), rows=(1,)))
+    jobs.submit(job(1, Direction.STORE, blocks=(1,), rows=(2,)))
+    load = jobs.take([Direction.LOAD], wait=False)
     assert load is not None
     assert not jobs.close(timeout_s=0.0)
     taken = list[Job | None]()
-    thread = threading.Thread(target=lambda: taken.append(jobs.take([Kind.STORE], wait=True)))
+    thread = threading.Thread(target=lambda: taken.append(jobs.take([Direction.STORE], wait=True)))
     thread.start()
     jobs.finish(load, None)
     thread.join()
@@ -223,7 +223,7 @@ def test_closing_leaves_nobody_out_who_waits_for_another_transfer(jobs: Jobs) ->
 
 
 def test_closing_refuses_what_is_new_finishes_what_is_not_and_frees_who_takes(jobs: Jobs) -> None:
-    jobs.submit(job(0, Kind.STORE))
+    jobs.submit(job(0, Direction.STORE))
     taken = list[int | None]()
 
     def take_all() -> None:
@@ -238,4 +238,4 @@ def test_closing_refuses_what_is_new_finishes_what_is_not_and_frees_who_takes(jo
     thread.join()
     assert taken == [0, None]
     with pytest.raises(RuntimeError, match="closed"):
-        jobs.submit(job(1, Kind.LOAD))
+        jobs.submit(job(1, Direction.LOAD))

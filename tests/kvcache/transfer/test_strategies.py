@@ -13,25 +13,25 @@ from kvtier.kvcache.layout import CanonicalKVCaches, DataRef, ParallelConfig, ca
 from kvtier.kvcache.layout.mapping import own_part
 from kvtier.kvcache.transfer import cuda, strided
 from kvtier.kvcache.transfer.cuda import Descriptors, descriptors, joined
-from kvtier.kvcache.transfer.jobs import Job, Kind
+from kvtier.kvcache.transfer.jobs import Direction, Job
 from kvtier.kvcache.transfer.pages import GroupBlocks, Pages, Piece, Repeat, Sides, pages_of, pieces_of, slot_layout
 from kvtier.kvcache.transfer.strided import HostCopier
 from tests.kvcache.transfer.models import Model, fill, models, requests, storages
 
 NUM_ROWS = 7
 
-Move = Callable[[Kind, tuple[Pages, ...]], None]
+Move = Callable[[Direction, tuple[Pages, ...]], None]
 Pieces = tuple[tuple[Piece, ...], ...]
 
 
 def by_index(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
     copier = HostCopier(Sides(pieces, slots, blocks_per_chunk, num_blocks))
-    return lambda kind, groups: copier.begin(Job(1, kind, groups, size_bytes=0, begun=0.0))()
+    return lambda direction, groups: copier.begin(Job(1, direction, groups, size_bytes=0, begun=0.0))()
 
 
 def by_address(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
-    def move(kind: Kind, groups: tuple[Pages, ...]) -> None:
-        copies = descriptors(Sides(pieces, slots, blocks_per_chunk, num_blocks), kind, groups)
+    def move(direction: Direction, groups: tuple[Pages, ...]) -> None:
+        copies = descriptors(Sides(pieces, slots, blocks_per_chunk, num_blocks), direction, groups)
         for source, target, size in zip(*(column.tolist() for column in copies), strict=True):
             ctypes.memmove(target, source, size)
 
@@ -40,7 +40,7 @@ def by_address(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_b
 
 def through_a_buffer(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
     copies = cuda.StagedCopies(Sides(pieces, slots, blocks_per_chunk, num_blocks))
-    return lambda kind, groups: copies(Job(1, kind, groups, size_bytes=0, begun=0.0))
+    return lambda direction, groups: copies(Job(1, direction, groups, size_bytes=0, begun=0.0))
 
 
 def on_a_device(pieces: Pieces, slots: torch.Tensor, blocks_per_chunk: int, num_blocks: int) -> Move:
@@ -72,9 +72,9 @@ def test_each_strategy_moves_what_copies_by_index_move(
         pages_of(group, model.blocks_per_chunk, num_blocks=caches.num_blocks, num_rows=NUM_ROWS) for group in groups
     )
     pieces = pieces_of(caches, layout)
-    for kind in (Kind.STORE, Kind.LOAD):
-        assert moved(by_index, kind, pages, pieces, slots, model, layers) == moved(
-            strategy, kind, pages, pieces, slots, model, layers
+    for direction in (Direction.STORE, Direction.LOAD):
+        assert moved(by_index, direction, pages, pieces, slots, model, layers) == moved(
+            strategy, direction, pages, pieces, slots, model, layers
         )
 
 
@@ -86,7 +86,7 @@ def in_a_group_of_four(model: Model, layers: dict, caches: CanonicalKVCaches, ra
 
 def moved(
     strategy: Callable[..., Move],
-    kind: Kind,
+    direction: Direction,
     pages: tuple[Pages, ...],
     pieces: Pieces,
     slots: torch.Tensor,
@@ -97,7 +97,7 @@ def moved(
         fill(memory, seed)
     rows = slots._base
     fill(rows, 50)
-    strategy(pieces, slots, model.blocks_per_chunk, model.config.num_blocks)(kind, pages)
+    strategy(pieces, slots, model.blocks_per_chunk, model.config.num_blocks)(direction, pages)
     return [memory.numpy().tobytes() for memory in (*storages(layers).values(), rows)]
 
 
@@ -123,13 +123,13 @@ def test_runs_are_assigned_and_scattered_pages_moved_one_by_one_or_in_tiles(
         piece = Piece(cache, 0, page_bytes, 0, page_bytes, page_bytes, ())
         pages = pages_of(GroupBlocks(blocks, rows), blocks_per_chunk, num_blocks=len(cache), num_rows=len(slots))
         one = strided.strided(piece, Sides(((piece,),), slots, blocks_per_chunk, len(cache)))
-        strided.copy_alike(Kind.STORE, [one], pages)
+        strided.copy_alike(Direction.STORE, [one], pages)
         expected = torch.zeros_like(slots)
         expected[rows] = cache[blocks].view(chunks, -1)
         assert torch.equal(slots, expected)
         before = cache.clone()
         fill(cache, 2)
-        strided.copy_alike(Kind.LOAD, [one], pages)
+        strided.copy_alike(Direction.LOAD, [one], pages)
         assert torch.equal(cache, before)
 
 
@@ -143,7 +143,7 @@ def test_repeats_may_lie_at_distances_that_are_no_multiples_of_their_length(
     fill(cache, 1)
     piece = Piece(cache, 0, 48, 0, 64, 16, (Repeat(2, 24, 40),))
     pages = pages_of(GroupBlocks([3, 0, 1], [1, 2, 0]), 1, num_blocks=4, num_rows=4)
-    strided.copy_alike(Kind.STORE, [strided.strided(piece, Sides(((piece,),), slots, 1, 4))], pages)
+    strided.copy_alike(Direction.STORE, [strided.strided(piece, Sides(((piece,),), slots, 1, 4))], pages)
     expected = torch.zeros_like(slots)
     expected[[1, 2, 0], :16], expected[[1, 2, 0], 40:56] = cache[[3, 0, 1], :16], cache[[3, 0, 1], 24:40]
     assert torch.equal(slots, expected)
@@ -154,7 +154,7 @@ def test_pieces_that_are_alike_but_for_whose_turn_it_is_move_apart() -> None:
     slots = torch.zeros((4, 64), dtype=torch.int8)
     pieces = (Piece(everyones, 0, 32, 0, 64, 32, ()), Piece(shared, 0, 32, 32, 64, 32, (), 2, 1))
     pages = pages_of(GroupBlocks(range(4), range(4)), 1, num_blocks=4, num_rows=4)
-    by_index((pieces,), slots, 1, 4)(Kind.STORE, (pages,))
+    by_index((pieces,), slots, 1, 4)(Direction.STORE, (pages,))
     assert slots[:, [0, 32]].tolist() == [[1, 0], [1, 2], [1, 0], [1, 2]]
 
 
@@ -164,19 +164,23 @@ def test_neighbours_on_both_sides_are_one_copy() -> None:
     assert [column.tolist() for column in copies] == [[100, 300, 500], [10, 30, 40], [20, 10, 10]]
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_no_copy_reaches_from_one_row_into_the_next(kind: Kind) -> None:
+@pytest.mark.parametrize("direction", Direction)
+def test_no_copy_reaches_from_one_row_into_the_next(direction: Direction) -> None:
     """Rows are pinned in slices: a copy over two of them is refused, and rows that are neighbours may lie in two."""
     memory = torch.zeros((6, 64), dtype=torch.int8)
     caches = CanonicalKVCaches((memory,), ((DataRef(0, 64, ("a",), own_part(64, ParallelConfig())),),))
     slots = torch.zeros((3, 128), dtype=torch.int8)
     pages = pages_of(GroupBlocks(range(6), range(3)), 2, num_blocks=6, num_rows=3)
-    copies = descriptors(Sides(pieces_of(caches, slot_layout(caches, 2)), slots, 2, caches.num_blocks), kind, (pages,))
+    copies = descriptors(
+        Sides(pieces_of(caches, slot_layout(caches, 2)), slots, 2, caches.num_blocks), direction, (pages,)
+    )
     assert copies.sizes.tolist() == [128, 128, 128]  # The two blocks of a chunk are neighbours, and one copy.
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_no_copy_of_a_buffer_reaches_from_one_row_into_the_next(kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("direction", Direction)
+def test_no_copy_of_a_buffer_reaches_from_one_row_into_the_next(
+    direction: Direction, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = list[Descriptors]()
 
     def noted(*columns: np.ndarray) -> Descriptors:
@@ -186,7 +190,7 @@ def test_no_copy_of_a_buffer_reaches_from_one_row_into_the_next(kind: Kind, monk
     monkeypatch.setattr(cuda, "joined", noted)
     cache, slots = torch.zeros((6, 64), dtype=torch.int8), torch.zeros((3, 128), dtype=torch.int8)
     pages = pages_of(GroupBlocks(range(6), range(3)), 2, num_blocks=6, num_rows=3)
-    through_a_buffer(((Piece(cache, 0, 64, 0, 64, 64, ()),),), slots, 2, 6)(kind, (pages,))
+    through_a_buffer(((Piece(cache, 0, 64, 0, 64, 64, ()),),), slots, 2, 6)(direction, (pages,))
     assert [copies.sizes.tolist() for copies in made] == [[128, 128, 128]]
 
 

@@ -9,7 +9,7 @@ import torch
 from kvtier.errors import ConfigError, TransferFailed
 from kvtier.kvcache.layout import CanonicalKVCaches, DataRef, ParallelConfig
 from kvtier.kvcache.layout.mapping import own_part
-from kvtier.kvcache.transfer import NO_BLOCKS, GroupBlocks, Kind, TransferWorker
+from kvtier.kvcache.transfer import NO_BLOCKS, Direction, GroupBlocks, TransferWorker
 from kvtier.kvcache.transfer import worker as worker_module
 from kvtier.kvcache.transfer.jobs import Finish, Job
 from kvtier.memory.region import Region, RowLayout
@@ -38,9 +38,9 @@ async def test_a_store_and_a_load_are_awaited(device: str) -> None:
         worker.submit_load(2, [GroupBlocks([0, 1], [2, 0])])
         loaded = await worker.done(2)
     assert caches.tensors[0][:, 0].tolist() == [3, 5, 2, 3, 4, 5, 6, 7]
-    assert [(result.kind, result.size_bytes, result.error) for result in (stored, loaded)] == [
-        (Kind.STORE, 2 * PAGE_BYTES, None),
-        (Kind.LOAD, 2 * PAGE_BYTES, None),
+    assert [(result.direction, result.size_bytes, result.error) for result in (stored, loaded)] == [
+        (Direction.STORE, 2 * PAGE_BYTES, None),
+        (Direction.LOAD, 2 * PAGE_BYTES, None),
     ]
 
 
@@ -150,7 +150,7 @@ def test_caches_on_another_device_are_refused() -> None:
 class Failing:
     """A copier that fails to begin the first transfer, the fourth and the fifth, and to end the second."""
 
-    kinds = (Kind.LOAD, Kind.STORE)
+    directions = (Direction.LOAD, Direction.STORE)
     ahead = 2
 
     def mark(self) -> object:

@@ -16,6 +16,7 @@ import pytest
 from kvtier.errors import ConfigError
 from kvtier.tools.bench.commands import run_bench
 from kvtier.tools.bench.figures import Row
+from kvtier.tools.bench.files import LAYOUTS
 from kvtier.tools.cli import main
 from kvtier.tools.commands import COMMANDS
 
@@ -104,10 +105,8 @@ def test_a_directory_is_measured_and_left_as_it_was(tmp_path: Path, measured: Ca
 
 @pytest.mark.usefixtures("outside")
 def test_every_layout_is_measured_by_default(tmp_path: Path, measured: Callable[..., dict[str, Any]]) -> None:
-    from kvtier.tools.bench.files import layouts
-
     told = measured("fs", tmp_path, *FS)
-    assert {row["settings"]["layout"] for row in told["rows"]} == set(layouts())
+    assert {row["settings"]["layout"] for row in told["rows"]} == set(LAYOUTS)
 
 
 @pytest.mark.usefixtures("outside")
@@ -168,6 +167,15 @@ def test_the_table_names_the_operation_the_limit_and_the_machines_load(
     for words in ("write rows", "64 KiB", "memcpy of as many bytes", "Medians of 1 rounds", "load of the machine"):
         assert words in shown.out
     assert shown.err == ""
+
+
+def test_figures_for_standard_output_go_there_alone_and_the_table_to_standard_error(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run(*CPU, "--json", "-") == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["command"] == "kvtier bench cpu"
+    assert "Medians of" in shown.err
 
 
 def test_json_and_picture_are_written_as_asked(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ import pytest
 from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError, TraceError
 from kvtier.policies import policy_class
-from kvtier.tools.replay.chunks import ChunkSource
-from kvtier.tools.replay.replay import SAMPLES_MAX, Replay, Tally, TierTotals
+from kvtier.tools.replay.replay import SAMPLES_MAX, ChunkSource, Replay, Tally, TierTotals
 from kvtier.tools.replay.study import measure, policy_hits
 from kvtier.tools.replay.traces import Request, Trace
 from kvtier.tools.replay.workload import GeneratedTrace, Workload

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier.tools.replay.chunks import ChunkSource
+from kvtier.tools.replay.replay import ChunkSource
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 7, 8, 4_096, 16_384, 20_000])

@@ -5,14 +5,23 @@ from array import array
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from kvtier.backend.keys import OffloadKey
-from kvtier.tools.replay.pictures import Course, write_replay_picture
+from kvtier.config import EngineConfig
+from kvtier.tools.outputs import as_json
+from kvtier.tools.pictures import Course, write_replay_picture
 from kvtier.tools.replay.replay import WRONG_KEYS_MAX, Sample, Tally, TierTotals
-from kvtier.tools.replay.replay_command import print_report
-from kvtier.tools.replay.report import Quantiles, Report, make_report, quantiles, report_json
+from kvtier.tools.replay.report import Quantiles, Report, make_report, print_report, quantiles
 
 ROW_BYTES = 4_096
+CONFIG = EngineConfig.from_dict(
+    {
+        "cpu_bytes_to_use": "1MiB",
+        "chunk_bytes": ROW_BYTES,
+        "secondary_tiers": [{"type": "dummy", "name": "disk [1]", "limits": {"store_bytes_in_flight": "64KiB"}}],
+    }
+)
 
 
 def tally_of(samples: int) -> Tally:
@@ -38,12 +47,12 @@ def tally_of(samples: int) -> Tally:
 
 
 def report_of(tally: Tally, **given: object) -> Report:
-    fixed = {"trace": "a $trace$ [bold]", "seed": 3, "best_hit_ratio": 0.75, "row_bytes": ROW_BYTES, "engine": {}}
+    fixed = {"trace": "a $trace$ [bold]", "seed": 3, "best_hit_ratio": 0.75, "config": CONFIG, "engine": {}}
     return make_report(tally, **({**fixed, "interrupted": False, "ttft_s": None, **given}))  # type: ignore[arg-type]
 
 
 def test_the_json_has_every_figure_under_its_name() -> None:
-    told = json.loads(report_json(report_of(tally_of(100))))
+    told = json.loads(as_json(report_of(tally_of(100))))
     assert told["requests"] == 100
     assert told["chunk_references"] == 1_000
     assert told["hit_ratio"] == 0.5
@@ -66,10 +75,10 @@ def test_the_json_has_every_figure_under_its_name() -> None:
 
 def test_nothing_replayed_is_a_report_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     report = report_of(Tally(100), interrupted=True)
-    told = json.loads(report_json(report))
+    told = json.loads(as_json(report))
     assert (told["requests"], told["hit_ratio"], told["requests_per_s"], told["hits"]) == (0, 0.0, 0.0, {"cpu": 0})
     assert told["interrupted"] is True
-    print_report(report)
+    print_report(report, Console())
     assert "interrupted after 0 requests" in capsys.readouterr().out
 
 
@@ -90,7 +99,7 @@ def test_some_of_the_wrong_keys_are_named_and_all_are_counted() -> None:
 def test_the_tables_say_it_too(capsys: pytest.CaptureFixture[str]) -> None:
     times = {"with_tiering": array("d", [1.0, 2.0]), "without_tiering": array("d", [3.0, 4.0])}
     tally = tally_of(100)
-    print_report(report_of(tally, ttft_s=times))
+    print_report(report_of(tally, ttft_s=times), Console())
     shown = capsys.readouterr().out
     for part in (
         "a $trace$ [bold]: replayed 100 requests",
@@ -101,6 +110,30 @@ def test_the_tables_say_it_too(capsys: pytest.CaptureFixture[str]) -> None:
     for part in ("disk [1]", "0.3000", "budget 7", "lost 2", "fetch", "50.50", "with_tiering", "1.50", "virtual time"):
         assert part in shown
     assert "had not reached" in shown  # Nobody said that this one was drained.
+
+
+def test_chunks_that_a_limit_kept_from_a_tier_are_said_with_their_number_and_the_remedy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report = report_of(tally_of(10))
+    assert report.warnings == [
+        "tier disk [1]: 7 chunks were never stored in it; secondary_tiers[0].limits.store_bytes_in_flight was 65,536: "
+        "raise it"
+    ]
+    print_report(report, Console(width=200))
+    assert report.warnings[0] in capsys.readouterr().out
+
+
+def test_the_smaller_of_two_limits_is_the_one_to_raise() -> None:
+    limits = {"store_bytes_in_flight": "64KiB", "store_chunks_in_flight": 15}
+    tier = {"type": "dummy", "name": "disk [1]", "limits": limits}
+    config = EngineConfig.from_dict({"cpu_bytes_to_use": "1MiB", "chunk_bytes": ROW_BYTES, "secondary_tiers": [tier]})
+    (warning,) = report_of(tally_of(10), config=config).warnings
+    assert "secondary_tiers[0].limits.store_chunks_in_flight was 15: raise it" in warning
+
+
+def test_nothing_is_said_where_nothing_was_dropped() -> None:
+    assert report_of(Tally(1)).warnings == []
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.tools.replay.setup import Scratch
+from kvtier.tools.outputs import Scratch
 
 pytestmark = pytest.mark.usefixtures("outside")
 
 MADE_AND_WAITING = """
 import sys
-from kvtier.tools.replay.setup import Scratch
+from kvtier.tools.outputs import Scratch
 scratch = Scratch()
 open(scratch.path + "/chunk", "w").close()
 print(scratch.path, flush=True)

@@ -1,23 +1,28 @@
 """Where a replay's tiers keep their chunks."""
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvtier.config import EngineConfig
+from kvtier.config import EngineConfig, TierConfig
 from kvtier.errors import ConfigError
+from kvtier.testing.conformance import Lender, keys_of, tier_context
+from kvtier.tools.outputs import check_directory
 from kvtier.tools.replay.setup import (
     PRIMARY_ROWS_MIN,
-    check_directory,
     check_room,
     check_roots,
     default_config,
+    fs_options,
     rooted,
+    taken_bytes,
     without_root,
 )
 from kvtier.tools.replay.study import Extent
+from kvtier_backends.fs import FsBackend
 
 HOUR = Extent(requests=12_031, block_references=288_500, unique_blocks=182_790, best_hits=105_710)
 
@@ -82,3 +87,41 @@ def test_a_trace_that_would_fill_the_disk_of_a_temporary_directory_is_refused(tm
     check_room(engine({"type": "dummy"}), Extent(1, 1 << 40, 1 << 40, 0), str(tmp_path))
     with pytest.raises(ConfigError, match=r"the trace's chunks take about .* bytes, .* are free"):
         check_room(engine({"type": "fs"}), Extent(1, 1 << 40, 1 << 40, 0), str(tmp_path))
+
+
+def test_a_tier_with_a_root_of_its_own_takes_nothing_of_a_temporary_directory(tmp_path: Path) -> None:
+    config = engine({"type": "fs", "root": str(tmp_path)}, {"type": "fs", "capacity_bytes": "1MiB"})
+    check_room(config, Extent(1, 1 << 40, 1 << 40, 0), str(tmp_path))
+
+
+@pytest.mark.parametrize("chunks", [40, 260, 520])
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"layout": "segments"},
+        {"layout": "files", "naming": "flat"},
+        {"layout": "files"},
+        {"layout": "segments", "capacity_bytes": "20MiB"},
+    ],
+    ids=str,
+)
+def test_what_a_tier_of_either_layout_will_take_of_the_disk_is_known_before(
+    given: dict[str, Any], chunks: int, tmp_path: Path
+) -> None:
+    """The estimate is held against what a real tier takes: segments are made whole, files have folders."""
+    row_bytes = 64 << 10
+    tier = TierConfig(type="fs", options=given)
+    expected = taken_bytes(fs_options(tier, "tier"), row_bytes, chunks)
+
+    async def store() -> None:
+        options = fs_options(TierConfig(type="fs", options={**given, "root": str(tmp_path)}), "tier")
+        backend = await FsBackend.open(options, tier_context(row_bytes))
+        lender = Lender(row_bytes)
+        for start in range(0, chunks, 20):
+            await backend.store(lender.writes(keys_of(20, start)))
+            lender.take_back()
+        await backend.aclose(10)
+
+    asyncio.run(store())
+    taken = sum(path.lstat().st_blocks * 512 for path in tmp_path.rglob("*"))
+    assert 0.85 * expected < taken < 1.15 * expected

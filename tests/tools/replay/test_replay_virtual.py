@@ -11,8 +11,7 @@ import pytest
 from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError, TraceError
 from kvtier.testing.virtual_time import run
-from kvtier.tools.replay.chunks import ChunkSource
-from kvtier.tools.replay.replay import Tally
+from kvtier.tools.replay.replay import ChunkSource, Tally
 from kvtier.tools.replay.study import measure
 from kvtier.tools.replay.traces import Request, Trace
 from kvtier.tools.replay.virtual import (

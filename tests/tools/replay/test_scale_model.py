@@ -15,10 +15,10 @@ from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import ConfigError
 from kvtier.policies import LRU
 from kvtier.testing.virtual_time import run
-from kvtier.tools.bench.figures import Figures, Row, figures_json, load, this_machine
+from kvtier.tools.bench.figures import Figures, Row, load, this_machine
 from kvtier.tools.cli import main
-from kvtier.tools.replay.chunks import ChunkSource
-from kvtier.tools.replay.replay import Client, Tally, TierTotals
+from kvtier.tools.outputs import as_json
+from kvtier.tools.replay.replay import ChunkSource, Client, Tally, TierTotals
 from kvtier.tools.replay.study import measure, policy_hits
 from kvtier.tools.replay.traces import Request, write_trace
 from kvtier.tools.replay.virtual import (
@@ -260,7 +260,7 @@ def bench_file(tmp_path: Path) -> str:
 def bench_of(folder: Path, command: str) -> str:
     figures = Figures(command=command, machine=this_machine(load()), seconds=1.0, rows=BENCH_ROWS)
     path = folder / "bench.json"
-    path.write_bytes(figures_json(figures))
+    path.write_bytes(as_json(figures))
     return str(path)
 
 

@@ -18,11 +18,11 @@ from xxhash import xxh3_64
 from kvtier.backend import NAMINGS, Finding, Kind, Naming, OffloadKey, Place, State, StoredFile, read_folder
 from kvtier.errors import ConfigError
 from kvtier_backends.fs.directory.slots import SlotContents, is_segment, is_slot, reason, unreadable
-from kvtier_backends.fs.disk.attempts import SUFFIX, Sweep, Writer, attempt_name
 from kvtier_backends.fs.disk.below import ForeignError, believable_ns, open_file, open_folder
 from kvtier_backends.fs.disk.capacity import taken_bytes
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, Whole, judge_length, read_footer
 from kvtier_backends.fs.disk.root import CONFIG_BYTES_MAX, QUARANTINE
+from kvtier_backends.fs.disk.temporaries import SUFFIX, Sweep, Writer, temporary_name
 from kvtier_backends.fs.files.discard import take_aside
 
 SLICE_BYTES = 1 << 20
@@ -114,10 +114,10 @@ class FsContents:
             os.close(fd)
 
     def remove(self, file: StoredFile) -> bool:
-        if is_slot(file.name):
+        if is_slot(file.name) or is_segment(file.name):
             return self._slots.remove(file)
         folder = os.path.dirname(file.name)
-        aside = f"{folder}/{attempt_name(self._writer)}"
+        aside = f"{folder}/{temporary_name(self._writer)}"
         try:
             status = os.stat(file.name, dir_fd=self._fd, follow_symlinks=False)
             if status.st_ino != file.identity or not take_aside(self._fd, file.name, status, aside):

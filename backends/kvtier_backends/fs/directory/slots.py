@@ -4,21 +4,20 @@ An engine may be writing to a segment, and holds its lock then: it is looked at 
 verified, but nothing in it is removed. A slot's identity is its sequence number, which no later chunk there has.
 """
 
-import fcntl
 import os
 import re
 from collections.abc import Callable, Iterator
 
 from kvtier.backend import Finding, Kind, State, StoredFile
-from kvtier_backends.fs.disk.below import believable_ns, open_file
+from kvtier_backends.fs.disk.below import believable_ns, lock_file, open_file
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, payload_checksum, read_footer
-from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, ask_ahead, read_header, write_all
+from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, ask_ahead, is_later, read_header, write_all
 
 _SEGMENT = re.compile(r".*/[0-9]{8}\.seg", re.DOTALL)
 _SLOT = re.compile(r"(.*/[0-9]{8}\.seg)#([0-9]+)", re.DOTALL)
 ZEROS = bytes(FOOTER_BYTES)
 AHEAD_SLOTS = 256
-HEADER_FAULT = "header"  # A segment's first page is damaged, or of another version: none of its chunks is found.
+HEADER_FAULT = "header"  # A segment's first page is damaged: none of its chunks is found.
 
 
 def is_segment(name: str) -> bool:
@@ -66,7 +65,7 @@ class SlotContents:
             return
         header = _header(fd)
         if header is None:
-            yield self._leftover(name, os.fstat(fd))
+            yield self._leftover(name, fd)
             return
         for start in range(0, header.slots, AHEAD_SLOTS):
             fd = self._opened(name)  # What was done with the last chunk may have opened another.
@@ -94,28 +93,37 @@ class SlotContents:
         return finding
 
     def remove(self, file: StoredFile) -> bool:
-        """Wipe a slot's footer, and remove the segment when nothing is left in it.
+        """Wipe a slot's footer, and remove the segment when nothing is left in it; remove what is no segment.
 
         Raises `BlockingIOError` if an engine is writing to it.
         """
-        name, place = _split(file.name)
         try:
-            fd = self._opened(name, locked=True)
-            header = _header(fd)
-            if header is None:
-                return False
-            at = header.footer_offset(place)
-            if _identity(os.pread(fd, FOOTER_BYTES, at)) != file.identity:
-                return False
-            write_all(fd, [memoryview(ZEROS)], at)
-            if self._is_empty(fd, header):
-                os.unlink(name, dir_fd=self._root_fd)
+            return self._wipe(file, *_split(file.name)) if is_slot(file.name) else self._remove_whole(file)
         except FileNotFoundError:
             return False
         except BlockingIOError as error:
             raise BlockingIOError(
                 error.errno, "an engine is writing to it; run this again when that has ended"
             ) from error
+
+    def _wipe(self, file: StoredFile, name: str, place: int) -> bool:
+        fd = self._opened(name, locked=True)
+        header = _header(fd)
+        if header is None:
+            return False
+        at = header.footer_offset(place)
+        if _identity(os.pread(fd, FOOTER_BYTES, at)) != file.identity:
+            return False
+        write_all(fd, [memoryview(ZEROS)], at)
+        if self._is_empty(fd, header):
+            os.unlink(name, dir_fd=self._root_fd)
+        return True
+
+    def _remove_whole(self, file: StoredFile) -> bool:
+        fd = self._opened(file.name, locked=True)
+        if os.fstat(fd).st_ino != file.identity or _header(fd) is not None:
+            return False
+        os.unlink(file.name, dir_fd=self._root_fd)
         return True
 
     def _slot(self, name: str, fd: int, header: Header, place: int) -> Iterator[StoredFile]:
@@ -137,9 +145,11 @@ class SlotContents:
         size_bytes = header.slot_bytes
         yield StoredFile(Kind.CHUNK, slot, key, size_bytes, size_bytes, used_at_ns, _identity(page))
 
-    def _leftover(self, name: str, status: os.stat_result) -> StoredFile:
+    def _leftover(self, name: str, fd: int) -> StoredFile:
         """Return a segment without a first page that can be read; an empty one is only being made."""
-        fault = HEADER_FAULT if status.st_size else ""
+        status = os.fstat(fd)
+        is_damaged = status.st_size and not is_later(os.pread(fd, HEADER_BYTES, 0))
+        fault = HEADER_FAULT if is_damaged else ""
         taken, used_at_ns = self._taken_bytes(status), believable_ns(status.st_mtime_ns, self._now_ns)
         return StoredFile(Kind.LEFTOVER, name, None, status.st_size, taken, used_at_ns, status.st_ino, fault)
 
@@ -161,7 +171,7 @@ class SlotContents:
         try:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
             if locked:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_file(fd)
                 if not os.fstat(fd).st_nlink:  # Removed just before, and its name may be another one's by now.
                     raise FileNotFoundError(name)
         except BaseException:

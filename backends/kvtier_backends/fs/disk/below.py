@@ -5,6 +5,7 @@ can put a link there would else have this process write to, or remove, what only
 """
 
 import errno
+import fcntl
 import os
 import stat
 from contextlib import suppress
@@ -56,6 +57,25 @@ def open_folder(root_fd: int, name: str) -> int:
     except OSError:
         refuse_others(root_fd, name, stat.S_IFDIR)
         raise
+
+
+def names_in(root_fd: int, folder: str) -> list[str]:
+    """Return the names of what is in a directory. Raises likewise."""
+    fd = open_folder(root_fd, folder)
+    try:
+        return os.listdir(fd)
+    finally:
+        os.close(fd)
+
+
+def lock_file(fd: int, *, wait: bool = False) -> None:
+    """Lock a file against all who open it, too; without `wait`, raises `BlockingIOError` if somebody has it."""
+    fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def unlock_file(fd: int) -> None:
+    """Let go of its lock: also for a fork that has the descriptor."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def refuse_others(root_fd: int, name: str, kind: int) -> None:

@@ -1,4 +1,4 @@
-"""How much a directory may hold: nothing is written that was not reserved, so that the limit holds at every moment.
+"""The capacity: how much a directory may hold. What was not reserved is not written, so the limit always holds.
 
 What counts is what the file system has allocated: chunks' files whole or not, directories, and the tier's own books.
 A reservation is for the worst that a chunk can take; what it took is known when it is there.
@@ -10,19 +10,22 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Protocol
 
-# The file system as a whole: how it counts what a file takes, how much of it is taken, and what it leaves others.
-#
-# How it counts is tried out, not asked: a file server's answer to `statvfs` has the sizes that it likes to send at
-# once.
+from kvtier.memory import PAGE_BYTES
 
-
-PAGE_BYTES = 4_096  # Chunks are written in pages of this, whatever the disk's are.
 SECTOR_BYTES = 512  # The unit of st_blocks, whatever the file system's own.
 FRAGMENT_BYTES_MOST = 64 << 10  # No local file system has larger ones; a file server's are no blocks.
+EXTENTS_INLINE = 4  # Of a file on ext4; more of them take blocks of their own,
+EXTENTS_PER_BLOCK = 340  # each with so many.
+FOLDERS_NEW = 2  # Above a chunk's file,
+FOLDERS_GROWN = 2  # and above these some that grow by a block, also where a new one takes nothing (XFS).
 
 
 class Disk:
-    """What was seen of it when it was last looked at. Any thread may look."""
+    """The file system as a whole, as it was seen when it was last looked at. Any thread may look.
+
+    How it counts what a file takes is tried out, not asked: a file server's answer to `statvfs` has the sizes that it
+    likes to send at once.
+    """
 
     def __init__(self, fd: int) -> None:
         """Look at the file system that a directory, open as `fd`, is on. Blocks."""
@@ -60,15 +63,13 @@ def taken_bytes(status: os.stat_result, *, counts_blocks: bool) -> int:
     return max(status.st_blocks, length) * SECTOR_BYTES
 
 
-# What directories take on the disk, which is nothing on some file systems and, at a directory a chunk, much on others.
-#
-# Each is counted once, whoever notices that it is there or has grown: a store, or the scan. Only sizes other than a
-# new
-# directory's are remembered, so that a million directories of one block each take no memory.
-
-
 class FolderSizes:
-    """Counts on behalf of any thread."""
+    """What directories take on the disk: on some file systems nothing, on others, at one a chunk, much.
+
+    Each is counted once, whoever notices that it is there or has grown: a store, or the scan. Only sizes other than a
+    new directory's are remembered, so that a million directories of one block each take no memory. Counts on behalf of
+    any thread.
+    """
 
     def __init__(self, new_bytes: int) -> None:
         """`new_bytes`: what an empty directory takes there."""
@@ -134,12 +135,6 @@ class FolderSizes:
             return taken - before
 
 
-EXTENTS_INLINE = 4  # Of a file on ext4; more of them take blocks of their own,
-EXTENTS_PER_BLOCK = 340  # each with so many.
-FOLDERS_NEW = 2  # Above a chunk's file,
-FOLDERS_GROWN = 2  # and above these some that grow by a block, also where a new one takes nothing (XFS).
-
-
 class Used(Protocol):
     """Something that knows what its part of the directory takes."""
 
@@ -165,20 +160,8 @@ class Reservation:
 class Capacity:
     """Used, promised and free bytes of one directory. Belongs to the loop's thread."""
 
-    def __init__(
-        self,
-        parts: tuple[Used, ...],
-        disk: Disk,
-        *,
-        limit_bytes: int | None,
-        low_water: float = 1.0,
-        min_free_bytes: int,
-        kept_free_bytes: int = 0,
-    ) -> None:
-        """`parts`: what is used. `min_free_bytes`: what others of the file system are left.
-
-        `kept_free_bytes`: what chunks leave to whoever asks for it by `reserve_kept`.
-        """
+    def __init__(self, disk: Disk, *, limit_bytes: int | None, low_water: float, min_free_bytes: int) -> None:
+        """Count nothing yet. `min_free_bytes`: what others of the file system are left."""
         self.limit_bytes = limit_bytes
         self.reserved_bytes = 0
         """Promised to stores that are under way."""
@@ -189,9 +172,18 @@ class Capacity:
         self.unseen_bytes = disk.used_bytes
         """As much as the directory may hold that the scan has not come to: at first, all that is on the disk."""
         self._disk = disk
-        self._parts = parts
+        self._parts: list[Used] = []
         self._low_water = low_water
         self._min_free_bytes = min_free_bytes
+        self._kept_free_bytes = 0
+        self._kept_reserved_bytes = 0
+
+    def count(self, *parts: Used) -> None:
+        """Count what these use, from now on."""
+        self._parts += parts
+
+    def keep_free(self, kept_free_bytes: int) -> None:
+        """Have chunks leave so much to whoever asks for it by `reserve_kept`."""
         self._kept_free_bytes = kept_free_bytes
 
     @property
@@ -206,7 +198,7 @@ class Capacity:
             room.append(self.limit_bytes - self.used_bytes - self.reserved_bytes - self.unseen_bytes)
         if self._min_free_bytes:
             room.append(self._disk.free_bytes - self._min_free_bytes - self.reserved_bytes)
-        return min(room) - self._kept_free_bytes if room else None
+        return min(room) - self._kept_bytes if room else None
 
     @property
     def watches_disk(self) -> bool:
@@ -232,15 +224,15 @@ class Capacity:
     def reserve_kept(self, wanted_bytes: int) -> bool:
         """Promise that much, of what is kept free before all else; False if there is less, and then nothing."""
         free_bytes = self.free_bytes()
-        if free_bytes is not None and free_bytes + self._kept_free_bytes < wanted_bytes:
+        if free_bytes is not None and free_bytes + self._kept_bytes < wanted_bytes:
             return False
-        self._kept_free_bytes -= wanted_bytes
+        self._kept_reserved_bytes += wanted_bytes
         self.reserved_bytes += wanted_bytes
         return True
 
     def release_kept(self, wanted_bytes: int) -> None:
         """Take that promise back: what it was for has been counted, and the next one is kept free for."""
-        self._kept_free_bytes += wanted_bytes
+        self._kept_reserved_bytes -= wanted_bytes
         self.release(wanted_bytes)
 
     def exchange(self, gone_bytes: int, wanted_bytes: int) -> int:
@@ -262,13 +254,18 @@ class Capacity:
         """Return likewise what should go if so much is used and promised."""
         surplus = 0
         if self.limit_bytes is not None:
-            limit_bytes = self.limit_bytes - self._kept_free_bytes
+            limit_bytes = self.limit_bytes - self._kept_bytes
             low = int(limit_bytes * self._low_water)
             high = (limit_bytes + low) // 2
             taken = used_bytes + reserved_bytes
             surplus = taken - low if taken > high else 0
         if self._min_free_bytes:
-            least_bytes = self._min_free_bytes + self._kept_free_bytes
+            least_bytes = self._min_free_bytes + self._kept_bytes
             lacking = least_bytes + reserved_bytes - self._disk.free_bytes - self.leaving_bytes
             surplus = max(surplus, lacking)
         return surplus
+
+    @property
+    def _kept_bytes(self) -> int:
+        """What is to be left to `reserve_kept` and has not been promised by it."""
+        return max(0, self._kept_free_bytes - self._kept_reserved_bytes)

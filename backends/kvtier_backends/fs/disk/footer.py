@@ -1,4 +1,4 @@
-"""What stands behind a chunk's bytes in its file, so that nothing else can be taken for the chunk.
+"""The footer: what stands behind a chunk's bytes on the disk, so that nothing else can be taken for the chunk.
 
 A footer, not a header: whoever knows only the row's length (vLLM's own file tier) reads the bytes from the start and
 never sees it. One page, always, so that row and footer go to the disk in one direct write.
@@ -19,12 +19,29 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvtier.backend import OffloadKey
 from kvtier.errors import ChunkError, NoSpace, TransferFailed
+from kvtier.memory import PAGE_BYTES
 
-# How a file can be something else than the chunk that its name promises.
+FOOTER_BYTES = PAGE_BYTES
+MAGIC = b"\x89kvtier\n"  # Not text, and damaged by whatever rewrites line ends.
+VERSION = 1
+
+SLICE_BYTES = 64 << 10  # Below the 100 kB from which xxhash lets go of the GIL: getting it back from a busy main
+# thread takes up to 5 ms a chunk, and a slice is summed in 3 µs.
+
+_HEAD = struct.Struct("<8sIIQQ32s")
+_CHECKSUM = struct.Struct("<Q")
+_CHECKSUM_AT = FOOTER_BYTES - _CHECKSUM.size
+_SEQUENCE = struct.Struct("<Q")
+_SEQUENCE_AT = _CHECKSUM_AT - _SEQUENCE.size
+KEY_BYTES_MAX = _SEQUENCE_AT - _HEAD.size
+
+FULL = {errno.ENOSPC, errno.EDQUOT}
+GONE = {errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH}
+"""The whole file system is away."""
 
 
 class Fault(StrEnum):
-    """Kinds of corruption, as they are counted and shown."""
+    """How a file can be something else than the chunk that its name promises, as it is counted and shown."""
 
     TRUNCATED = "truncated"  # Shorter than a row, or than a row and its footer.
     OVERLONG = "overlong"
@@ -35,14 +52,6 @@ class Fault(StrEnum):
     SWAPPED = "swapped"  # Another key's chunk.
     NAMESPACE = "namespace"  # The key's chunk of another model, layout or row length.
     PAYLOAD = "payload"  # The bytes are not those that were stored.
-
-
-# What an error of the system says of a chunk, and of the file system.
-
-
-FULL = {errno.ENOSPC, errno.EDQUOT}
-GONE = {errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH}
-"""The whole file system is away."""
 
 
 def failure(key: OffloadKey, error: OSError) -> ChunkError:
@@ -56,21 +65,6 @@ def failure(key: OffloadKey, error: OSError) -> ChunkError:
 def frameless(error: OSError) -> OSError:
     """Return a copy of an error that keeps nothing of where it was raised."""
     return OSError(error.errno, error.strerror)
-
-
-FOOTER_BYTES = 4_096
-MAGIC = b"\x89kvtier\n"  # Not text, and damaged by whatever rewrites line ends.
-VERSION = 1
-
-SLICE_BYTES = 64 << 10  # Below the 100 kB from which xxhash lets go of the GIL: getting it back from a busy main
-# thread takes up to 5 ms a chunk, and a slice is summed in 3 µs.
-
-_HEAD = struct.Struct("<8sIIQQ32s")
-_CHECKSUM = struct.Struct("<Q")
-_CHECKSUM_AT = FOOTER_BYTES - _CHECKSUM.size
-_SEQUENCE = struct.Struct("<Q")
-_SEQUENCE_AT = _CHECKSUM_AT - _SEQUENCE.size
-KEY_BYTES_MAX = _SEQUENCE_AT - _HEAD.size
 
 
 class Footer(NamedTuple):
@@ -118,9 +112,6 @@ def payload_checksum(payload: memoryview) -> int:
     for start in range(0, len(payload), SLICE_BYTES):
         total.update(payload[start : start + SLICE_BYTES])
     return total.intdigest()
-
-
-# Whether what was read is the chunk that was asked for. Pure: bytes in, verdict out.
 
 
 class Whole(Enum):

@@ -21,12 +21,17 @@ T = TypeVar("T")
 
 SHARE_CHUNKS_MAX = 32  # Beyond that, a hop is under 2 % of the time that small chunks take.
 SHARE_BYTES_MAX = 16 << 20  # Large chunks are spread over the lanes; a cancelled call waits no longer than this takes.
-
-# Aligned pages for footers: direct I/O takes no others.
+SLICE_BYTES = 1 << 20  # Written between two looks beside loads: a fraction of a millisecond of a fast disk.
+CALM_SLICE_BYTES = 8 << 20  # Else: more would make the next load wait, less leave the disk idle between two calls.
+CALM_S = 0.01  # After a load another one may follow, and what lanes begin meanwhile would be in its way.
+PATIENCE_S = 1.0  # A lane waits no longer for another one, which may hang.
 
 
 class Pages:
-    """As many pages as there are transfers at once. Any thread may borrow one."""
+    """Aligned pages for footers, as direct I/O wants them: as many as there are transfers at once.
+
+    Any thread may borrow one.
+    """
 
     def __init__(self, count: int, page_bytes: int) -> None:
         """Map `count` pages of `page_bytes`, a multiple of the system's own page."""
@@ -44,13 +49,7 @@ class Pages:
             self._free.append(page)
 
 
-SLICE_BYTES = 1 << 20  # Written between two looks beside loads: a fraction of a millisecond of a fast disk.
-CALM_SLICE_BYTES = 8 << 20  # Else: more would make the next load wait, less leave the disk idle between two calls.
-CALM_S = 0.01  # After a load another one may follow, and what lanes begin meanwhile would be in its way.
-PATIENCE_S = 1.0  # A lane waits no longer for another one, which may hang.
-
-
-class Precedence:
+class LoadsFirst:
     """Of one tier's loads over its stores. Any thread may call."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -108,25 +107,31 @@ class Precedence:
 
 
 class TierLanes(NamedTuple):
-    """A tier's threads, by what they may be held up by."""
+    """A tier's threads, by what they may be held up by, and what has loads go before stores."""
 
     load: Lanes
     store: Lanes
     scan: Lanes
     evict: Lanes
+    loads_first: LoadsFirst
+
+    def let_go(self) -> None:
+        """Have the threads end when they have done what waits for them."""
+        for lanes in (self.load, self.store, self.scan, self.evict):
+            lanes.shutdown(wait=False)
 
 
-def start_lanes(options: DiskOptions, name: str, scan: Lanes) -> TierLanes:
-    """Start the threads that are not there yet."""
-    counts = {"load": options.load_lanes, "store": options.store_lanes, "evict": 1}
+def start_lanes(options: DiskOptions, name: str) -> TierLanes:
+    """Start a tier's threads, all of them or none."""
+    counts = {"load": options.load_lanes, "store": options.store_lanes, "scan": 1, "evict": 1}
     with ExitStack() as undo:  # A process may have no more threads.
         lanes: list[Lanes] = []
         for what, count in counts.items():
             lanes.append(Lanes(count, f"kvtier-{name}-{what}"))
             undo.callback(lanes[-1].shutdown, wait=False)
         undo.pop_all()
-    load, store, evict = lanes
-    return TierLanes(load, store, scan, evict)
+    load, store, scan, evict = lanes
+    return TierLanes(load, store, scan, evict, LoadsFirst())
 
 
 def share_chunks(row_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Corrupt files that are kept to be looked at: some of them, and only while there is room for them.
+"""The quarantine folder: corrupt files that are set aside to be looked at, only some, and only while there is room.
 
 Chunks serve somebody and these do not, so where room is needed they go first, the oldest before the others.
 """

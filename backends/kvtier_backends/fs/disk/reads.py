@@ -1,4 +1,4 @@
-"""How a lane reads: several reads under way at once where the kernel can do that, else one after the other.
+"""A lane's reads: several under way at once where the kernel can do that, else one after the other.
 
 A lane that verifies one chunk while the next ones come keeps the disk's queue full, and goes to the kernel (and, each
 time, back to the interpreter's lock) twice for many chunks instead of once for each.
@@ -15,13 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import NamedTuple, Protocol
 
-# Linux AIO: direct reads that the kernel goes on with while the thread that asked for them does something else.
-#
-# System calls by number, since libaio is not everywhere. Not io_uring, which containers refuse as a rule: it was as
-# fast.
-
-
 BUFFERS_MAX = 64  # Of one read.
+PLACES = 32  # As many as a lane is sent chunks in one hop; the system has 65,536 for all its processes.
+LEAST = 2  # Under way at once: one to wait for, and one to go on with.
+START = 4  # Started in one call: the disk begins with these while the next files are opened.
 
 
 class _Numbers(NamedTuple):
@@ -47,7 +44,9 @@ _AT_ONCE = (ctypes.c_long * 2)(0, 0)  # A time to wait: struct timespec.
 
 
 class Context:
-    """Reads under way of one thread, each in a place of its own. It ends with the process.
+    """Linux AIO: direct reads under way of one thread, each in a place of its own. It ends with the process.
+
+    System calls by number, since libaio is not everywhere. Not io_uring, which containers refuse: it was as fast.
 
     The kernel writes to a read's buffers until `wait` has returned its place, whatever else happens.
     """
@@ -124,10 +123,6 @@ def _checked(result: int) -> int:
         raise OSError(number, os.strerror(number))
     return result
 
-
-PLACES = 32  # As many as a lane is sent chunks in one hop; the system has 65,536 for all its processes.
-LEAST = 2  # Under way at once: one to wait for, and one to go on with.
-START = 4  # Started in one call: the disk begins with these while the next files are opened.
 
 # Contexts that no lane uses. They are the process's, and kept: the kernel takes 30 ms to end one.
 _idle: deque[Context] = deque()

@@ -1,33 +1,37 @@
-"""The tier's place in its root: made, checked and tried before the first chunk.
+"""The root: a tier's place on the file system, made, checked and tried before the first chunk.
 
 Everything is reached through a descriptor of the root, never through its path again: where a mount goes away underfoot,
 the path would lead to the empty directory below it, and chunks would fill the wrong disk.
 """
 
 import errno
+import hashlib
 import json
 import logging
 import mmap
 import os
 import re
 import stat
+import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from typing import Literal
 
-from kvtier.backend import NAME_BYTES_MAX, NAMINGS, SEGMENTS_SUFFIX, FileMapper
+from kvtier.backend import NAME_BYTES_MAX, NAMINGS, SEGMENTS_SUFFIX, FileMapper, Lanes
 from kvtier.errors import BackendUnavailable, ConfigError
-from kvtier.memory import let_go_in_forks, reason
-from kvtier_backends.fs.disk.attempts import Writer, attempt_name, read_attempt
+from kvtier.memory import PAGE_BYTES, let_go_in_forks, reason
 from kvtier_backends.fs.disk.below import NO_LINK, ForeignError, open_file, open_folder, refuse_others, refused
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk, FolderSizes
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.disk.quarantine import Quarantine
 from kvtier_backends.fs.disk.reads import ONE_BY_ONE, QueuedReads, Reads, takes_queued
+from kvtier_backends.fs.disk.shared_page import SharedPage
+from kvtier_backends.fs.disk.temporaries import Writer, temporary_name, writer_of
+from kvtier_backends.fs.disk.write_budget import WriteBudget
 from kvtier_backends.fs.options import LayoutOptions
 
 logger = logging.getLogger(__name__)
 
-ALIGN_BYTES = 4_096  # Of rows and footers; direct I/O is tried at this and nothing coarser.
 CONFIG_BYTES_MAX = 1 << 20  # Thousands of layer names; anything longer is another program's file.
 
 QUARANTINE = "quarantine"
@@ -58,6 +62,9 @@ class Folder:
     def __init__(self, options: LayoutOptions, mapper: FileMapper) -> None:
         """Touch nothing yet."""
         self.root_fd = -1
+        self.shared_page: SharedPage | None = None
+        """As the options want it; as is the next."""
+        self.write_budget: WriteBudget | None = None
         self.chunks = mapper.chunks_folder + (SEGMENTS_SUFFIX if options.layout == "segments" else "")
         self.direct = False
         self.reads: Reads = ONE_BY_ONE
@@ -98,14 +105,44 @@ class Folder:
                 ) from error
             raise BackendUnavailable(f"{root}: {reason(error)}") from error
 
+    def open_beside(self, row_bytes: int, lanes: Lanes) -> None:
+        """Open what is kept beside the chunks for all who use the directory, to be used in these lanes. Blocks.
+
+        Raises `ConfigError` for what the user can mend, and `BackendUnavailable` if too many share the directory.
+        """
+        options = self._options
+        name = f"{self._mapper.folder}/{{}}{self.chunks.removeprefix(self._mapper.folder)}"
+        try:
+            if options.shared:
+                boot = hashlib.sha256(self.writer.boot.encode()).digest()[:8]
+                self.shared_page = SharedPage(self.root_fd, name.format("ledger"), boot)
+            if (bytes_per_day := options.write_budget_bytes_per_day) is not None:
+                budget_name, unit_bytes = name.format("write-budget"), row_bytes + FOOTER_BYTES
+                self.write_budget = WriteBudget(
+                    self.root_fd, budget_name, bytes_per_day, unit_bytes, time.time_ns, lanes
+                )
+        except ForeignError as error:
+            raise refused(options.root, error) from error
+        except OSError as error:
+            raise ConfigError(
+                f"root: {options.root!r} given, a file system with locks on files accepted for shared = true or a "
+                f"write budget: {error.strerror}"
+            ) from error
+
     def close(self) -> None:
-        """Let go of the root; idempotent. No thread may be using it: its number would be another file's."""
+        """Let go of the root and of what is beside; idempotent. No thread may be using them.
+
+        A number that is given up would be another file's.
+        """
+        for beside in (self.shared_page, self.write_budget):
+            if beside is not None:
+                beside.close()
+        self.forked()
+
+    def forked(self) -> None:
         if self.root_fd >= 0:
             os.close(self.root_fd)
             self.root_fd = -1
-
-    def forked(self) -> None:
-        self.close()
 
     def read(self, name: str, bytes_max: int) -> bytes | None:
         """Return the first bytes of a small file; None if there is none."""
@@ -149,7 +186,7 @@ class Folder:
         try:
             total = os.fstat(fd).st_blocks * SECTOR_BYTES
             for name in os.listdir(fd):
-                unfinished = read_attempt(name)
+                unfinished = writer_of(name)
                 if unfinished != self.writer and (unfinished or is_ours(name)):
                     with suppress(FileNotFoundError):
                         status = os.stat(name, dir_fd=fd, follow_symlinks=False)
@@ -160,7 +197,7 @@ class Folder:
 
     def publish(self, name: str, pieces: Iterable[bytes]) -> None:
         """Put a file of these bytes beside the chunks, in place of what was there, whole or not at all."""
-        temporary = f"{self._mapper.folder}/{attempt_name(self.writer)}"
+        temporary = f"{self._mapper.folder}/{temporary_name(self.writer)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         try:
             with open(os.open(temporary, flags, 0o644, dir_fd=self.root_fd), "wb") as file:
@@ -222,7 +259,7 @@ class Folder:
 
     def _new_folder_bytes(self) -> int:
         """Return what an empty directory takes."""
-        name = f"{self._mapper.folder}/{attempt_name(self.writer)}"
+        name = f"{self._mapper.folder}/{temporary_name(self.writer)}"
         try:
             os.mkdir(name, dir_fd=self.root_fd)
         except OSError as error:
@@ -255,7 +292,7 @@ class Folder:
             )
 
     def _try_io(self, mode: Literal["auto", "direct", "buffered"]) -> bool:
-        """Write and read two pages the way that chunks will be; return whether directly."""
+        """Write and read two pages the way that chunks will be, aligned by a page; return whether directly."""
         if mode != "buffered" and self._trial(os.O_DIRECT):
             return True
         if mode == "direct":
@@ -278,7 +315,7 @@ class Folder:
             fd = os.open(self._mapper.config_name, os.O_RDONLY | os.O_DIRECT | NO_LINK, dir_fd=self.root_fd)
             try:
                 is_disk = os.major(os.fstat(fd).st_dev) != 0  # What is no block device has a number without a driver.
-                if is_disk and takes_queued(fd, memoryview(mmap.mmap(-1, ALIGN_BYTES))):
+                if is_disk and takes_queued(fd, memoryview(mmap.mmap(-1, PAGE_BYTES))):
                     return QueuedReads(self._options.load_queue_bytes)
             finally:
                 os.close(fd)
@@ -286,14 +323,14 @@ class Folder:
         return ONE_BY_ONE
 
     def _trial(self, flag: int) -> bool:
-        name = f"{self._mapper.folder}/{attempt_name(self.writer)}"
+        name = f"{self._mapper.folder}/{temporary_name(self.writer)}"
         try:
             with ExitStack() as stack:
                 stack.callback(_quietly, os.unlink, name, dir_fd=self.root_fd)
                 # Linux makes the file before it refuses the flag.
                 fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flag, 0o644, dir_fd=self.root_fd)
                 stack.callback(os.close, fd)
-                page = memoryview(mmap.mmap(-1, ALIGN_BYTES))
+                page = memoryview(mmap.mmap(-1, PAGE_BYTES))
                 page[:] = os.urandom(len(page))
                 os.pwrite(fd, page, 0)
                 self.disk.tried(os.fstat(fd))
@@ -310,7 +347,7 @@ class Folder:
         try:
             fd = os.open(self._mapper.config_name, os.O_RDONLY | flag | NO_LINK, dir_fd=self.root_fd)
             try:
-                return os.preadv(fd, [mmap.mmap(-1, ALIGN_BYTES)], 0) > 0
+                return os.preadv(fd, [mmap.mmap(-1, PAGE_BYTES)], 0) > 0
             finally:
                 os.close(fd)
         except OSError as error:
@@ -321,9 +358,9 @@ class Folder:
 
 def _come_back(fd: int) -> bool:
     """Say whether two pages written in one call are read back in one."""
-    written, read = (memoryview(mmap.mmap(-1, 2 * ALIGN_BYTES)) for _ in range(2))
+    written, read = (memoryview(mmap.mmap(-1, 2 * PAGE_BYTES)) for _ in range(2))
     written[:] = bytes(range(256)) * (len(written) // 256)
-    halves = slice(None, ALIGN_BYTES), slice(ALIGN_BYTES, None)
+    halves = slice(None, PAGE_BYTES), slice(PAGE_BYTES, None)
     sent = os.pwritev(fd, [written[half] for half in halves], 0)
     if sent < len(written):
         os.pwrite(fd, written[sent:], sent)  # Whatever stopped it says so now.

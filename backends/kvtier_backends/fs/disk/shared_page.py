@@ -25,10 +25,9 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from kvtier.errors import BackendUnavailable
-from kvtier.memory import let_go_in_forks
+from kvtier.memory import PAGE_BYTES, let_go_in_forks
 from kvtier_backends.fs.disk.below import open_file
 
-PAGE_BYTES = 4_096
 SLOTS = 64  # Processes on one directory. Each costs eight bytes, and a microsecond a count.
 MAGIC = b"\x89kvledg\n"
 VERSION = 1
@@ -76,7 +75,7 @@ class Page:
         self.reserved_bytes = [0] * SLOTS
 
 
-class LedgerFile:
+class SharedPage:
     """One process's hold on the page. Blocks for as long as others change it; any thread may call."""
 
     def __init__(self, root_fd: int, name: str, boot: bytes) -> None:

@@ -6,7 +6,6 @@ once; that, the advance and what runs in during 24 hours are together the day's 
 """
 
 import asyncio
-import fcntl
 import os
 import struct
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvtier.backend import Lanes, in_thread
 from kvtier.memory import let_go_in_forks
-from kvtier_backends.fs.disk.below import open_file
+from kvtier_backends.fs.disk.below import lock_file, open_file, unlock_file
 
 DAY_NS = 86_400_000_000_000
 BURST_PARTS = 4  # Of the day's bytes, in 32nds: what the bucket holds,
@@ -30,10 +29,15 @@ class WriteBudget:
     """One tier's. Belongs to the loop's thread, and reads and writes its file in lanes."""
 
     def __init__(
-        self, root_fd: int, name: str, bytes_per_day: int, unit_bytes: int, clock_ns: Callable[[], int]
+        self, root_fd: int, name: str, bytes_per_day: int, unit_bytes: int, clock_ns: Callable[[], int], lanes: Lanes
     ) -> None:
-        """Open the file, or make it with a full bucket. Blocks. `unit_bytes`: what is written at once at least."""
+        """Open the file, or make it with a full bucket, and use it in these lanes. Blocks.
+
+        `unit_bytes`: what one chunk writes.
+        """
         self._fd = open_file(root_fd, name, os.O_RDWR | os.O_CREAT)
+        self._lanes = lanes
+        self._unit_bytes = unit_bytes
         self._bytes_per_day = bytes_per_day
         self._burst_bytes = max(unit_bytes, bytes_per_day * BURST_PARTS // 32)
         self._advance_bytes = max(unit_bytes, bytes_per_day * ADVANCE_PARTS // 32)
@@ -49,20 +53,17 @@ class WriteBudget:
             os.close(self._fd)
             self._fd = -1
 
-    def use(self, lanes: Lanes) -> None:
-        """Read and write the file in these lanes."""
-        self._lanes = lanes
-
-    async def take(self, wanted_bytes: int, unit_bytes: int) -> int:
-        """Allow as much of what is wanted as there is, in whole units; it counts as written."""
+    async def take(self, chunks: int) -> int:
+        """Allow as many of so many chunks as there are bytes for; they count as written."""
+        wanted_bytes = chunks * self._unit_bytes
         if wanted_bytes > self._advance_left:
             async with self._drawing:
                 short_bytes = wanted_bytes - self._advance_left
                 if short_bytes > 0:
                     await in_thread(self._lanes, self._draw, max(short_bytes, self._advance_bytes))
-        allowed_bytes = min(wanted_bytes, self._advance_left) // unit_bytes * unit_bytes
-        self._advance_left -= allowed_bytes
-        return allowed_bytes
+        allowed = min(wanted_bytes, self._advance_left) // self._unit_bytes
+        self._advance_left -= allowed * self._unit_bytes
+        return allowed
 
     def close(self) -> None:
         """Put back what was not written. Blocks; idempotent."""
@@ -73,7 +74,7 @@ class WriteBudget:
 
     def _draw(self, wanted_bytes: int) -> None:
         """Take from the bucket, or put back into it, under the file's lock: other processes may draw on it, too."""
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        lock_file(self._fd, wait=True)
         try:
             now_ns = self._clock_ns()
             level_bytes = self._level(os.pread(self._fd, _RECORD.size + _CHECKSUM.size, 0), now_ns)
@@ -81,7 +82,7 @@ class WriteBudget:
             record = _RECORD.pack(min(level_bytes - drawn_bytes, self._burst_bytes), now_ns)
             os.pwrite(self._fd, record + _CHECKSUM.pack(xxh3_64_intdigest(record)), 0)
         finally:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            unlock_file(self._fd)
         self._advance_left += drawn_bytes
 
     def _level(self, content: bytes, now_ns: int) -> int:

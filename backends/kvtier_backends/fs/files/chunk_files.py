@@ -1,4 +1,4 @@
-"""How chunks' bytes reach the disk and come back: one file each, written aside and renamed into place.
+"""Chunks' files: one each, written aside and renamed into place, read back, and taken out of the way.
 
 The only module that knows where in the file system a chunk is; what its bytes must be is not known here. Everything
 blocks, any thread may call, and what fails raises the `OSError` of the call that failed.
@@ -13,20 +13,20 @@ from types import TracebackType
 from typing import NamedTuple, Self
 
 from kvtier.backend import FileMapper, OffloadKey
-from kvtier_backends.fs.disk.attempts import attempt_name
 from kvtier_backends.fs.disk.below import NO_LINK, ForeignError, open_folder, refuse_others
 from kvtier_backends.fs.disk.capacity import Disk
 from kvtier_backends.fs.disk.footer import Fault
-from kvtier_backends.fs.disk.lanes import Precedence
+from kvtier_backends.fs.disk.lanes import LoadsFirst
 from kvtier_backends.fs.disk.reads import Wanted
 from kvtier_backends.fs.disk.root import Folder
+from kvtier_backends.fs.disk.temporaries import temporary_name
 from kvtier_backends.fs.files.discard import Discard, Discarded
 
-# A chunk's file while it is read: what is verified and what is taken out of the way is one file, whatever its name.
+CREATE_ATTEMPTS = 8  # Someone may remove a folder between its making and its use, but not for ever.
 
 
 class OpenChunk:
-    """A chunk's file for as long as it is open: what is read and what is discarded are the same file."""
+    """A chunk's file for as long as it is open: what is read and what is discarded are one file, whatever its name."""
 
     def __init__(self, name: str, fd: int, disk: Disk, discard: Discard) -> None:
         """Take over an open descriptor."""
@@ -80,9 +80,6 @@ def part_of(buffers: Sequence[memoryview], start: int, end: int) -> list[memoryv
     return pieces
 
 
-CREATE_ATTEMPTS = 8  # Someone may remove a folder between its making and its use, but not for ever.
-
-
 class Found(NamedTuple):
     """What can be seen of a file without opening it."""
 
@@ -91,7 +88,7 @@ class Found(NamedTuple):
     file_bytes: int
 
 
-class Attempt(NamedTuple):
+class Temporary(NamedTuple):
     """A file that is being written, under a name of its own."""
 
     name: str
@@ -105,7 +102,7 @@ class ChunkFiles:
         self,
         folder: Folder,
         mapper: FileMapper,
-        precedence: Precedence,
+        loads_first: LoadsFirst,
         *,
         fsync: bool,
     ) -> None:
@@ -113,7 +110,7 @@ class ChunkFiles:
 
         With `fsync`, a chunk is on the device when `write` returns.
         """
-        self._precedence = precedence
+        self._loads_first = loads_first
         self._root = folder.root_fd
         self._mapper = mapper
         self._writer = folder.writer
@@ -215,12 +212,12 @@ class ChunkFiles:
             self._make(os.path.dirname(name))
             os.rename(temporary, name, src_dir_fd=self._root, dst_dir_fd=self._root)
 
-    def _create(self, parent: str) -> Attempt:
+    def _create(self, parent: str) -> Temporary:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._direct
         for _ in range(CREATE_ATTEMPTS):
-            temporary = f"{parent}/{attempt_name(self._writer)}"
+            temporary = f"{parent}/{temporary_name(self._writer)}"
             try:
-                return Attempt(temporary, os.open(temporary, flags, 0o644, dir_fd=self._root))
+                return Temporary(temporary, os.open(temporary, flags, 0o644, dir_fd=self._root))
             except FileNotFoundError:
                 self._make(parent)  # Only now: most stores find their folder, and save the call.
             except FileExistsError:
@@ -234,8 +231,8 @@ class ChunkFiles:
         total, done = sum(map(len, buffers)), 0
         while done < total:
             if done:
-                self._precedence.give_way()
-            slice_bytes = self._precedence.slice_bytes
+                self._loads_first.give_way()
+            slice_bytes = self._loads_first.slice_bytes
             end = total if total - done < 2 * slice_bytes else done + slice_bytes  # No call for a footer alone.
             wrote = os.pwritev(fd, part_of(buffers, done, end), done)  # Fewer: the next call says why.
             if wrote == 0:

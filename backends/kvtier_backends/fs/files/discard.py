@@ -1,4 +1,4 @@
-"""A corrupt file is taken out of the way, and a good one that has replaced it meanwhile is not.
+"""Corrupt files: each is deleted or set aside, and a good one that has replaced it meanwhile is not.
 
 No call removes a name only if it is still a certain file. So the file is renamed aside, looked at there, and if it
 turns out to be another one than was read, put back unless a still newer one has come: for a moment its chunk is
@@ -10,10 +10,10 @@ import os
 from contextlib import suppress
 from enum import Enum
 
-from kvtier_backends.fs.disk.attempts import attempt_name
 from kvtier_backends.fs.disk.below import open_folder
 from kvtier_backends.fs.disk.footer import Fault
 from kvtier_backends.fs.disk.root import Folder
+from kvtier_backends.fs.disk.temporaries import temporary_name
 
 logger = logging.getLogger(__name__)
 
@@ -43,14 +43,14 @@ class Discard:
         """Discard the file that is open as `fd` and was found under `name`."""
         if self._quarantine.admit():
             stem = os.path.basename(name).removesuffix(".bin")[:NAME_CHARACTERS_MAX]
-            kept = f"{self._quarantine.name}/{stem}.{fault}{attempt_name(self._writer)}"
+            kept = f"{self._quarantine.name}/{stem}.{fault}{temporary_name(self._writer)}"
             with suppress(OSError):  # Such as a user's tidying away the folder, or a link. Then it is deleted.
                 os.close(open_folder(self._root, self._quarantine.name))
                 if not take_aside(self._root, name, os.fstat(fd), kept):
                     return Discarded.REPLACED
                 self._log(fault, f"{name}: corrupt ({fault}); moved to {kept}")
                 return Discarded.QUARANTINED
-        aside = f"{os.path.dirname(name)}/{attempt_name(self._writer)}"
+        aside = f"{os.path.dirname(name)}/{temporary_name(self._writer)}"
         try:
             if not take_aside(self._root, name, os.fstat(fd), aside):
                 return Discarded.REPLACED

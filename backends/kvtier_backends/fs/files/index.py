@@ -1,4 +1,4 @@
-"""What the directory holds, as far as the tier knows: plain memory, owned by the loop's thread.
+"""The index: what the directory holds, as far as the tier knows. Plain memory, owned by the loop's thread.
 
 Answers probes without a system call, knows how full the directory is and which chunk goes next, and has an inventory's
 consumer hear of what changes. It errs on the side of "there": a load corrects that, while a chunk that is wrongly taken
@@ -9,17 +9,17 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from kvtier.backend import OffloadKey
+from kvtier.backend import InventoryQueue, OffloadKey
 from kvtier.policies import Policy
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
-from kvtier_backends.fs.disk.news import News
+from kvtier_backends.fs.disk.claims import Claims
 from kvtier_backends.fs.files.recency import ColdEnd, Idle, Keep, Order
 
-# What is known of a file, packed: a million of them must not take a gigabyte.
+REFRESH_MINUTES = 60  # A file's time is set to its last use at most so often.
+SHARED_MAX = 65_536  # Different entries that are remembered to be shared: some megabytes.
 
-
-# A chunk's entry is one integer: whether it was used since the start, the minute that its file's time says, and its
-# sectors. Chunks of one minute mostly have the same, and share it.
+# A chunk's entry is one integer, since a million of them must not take a gigabyte: whether it was used since the start,
+# the minute that its file's time says, and its sectors. Chunks of one minute mostly have the same, and share it.
 SECTOR_BITS = 24  # 8 GiB.
 MINUTE_BITS = 24  # 31 years.
 LIVE = 1 << (SECTOR_BITS + MINUTE_BITS)
@@ -83,10 +83,6 @@ class Snapshot(NamedTuple):
                 yield Held(key, (idle & SECTORS) * SECTOR_BYTES, used_at_ns)
 
 
-REFRESH_MINUTES = 60  # A file's time is set to its last use at most so often.
-SHARED_MAX = 65_536  # Different entries that are remembered to be shared: some megabytes.
-
-
 class Index:
     """Keys, the room that they take, and whether they were used since the start."""
 
@@ -97,7 +93,8 @@ class Index:
         """
         self.used_bytes = 0
         self._entries: dict[OffloadKey, int] = {}  # Those used since the start in the order of their last use.
-        self.news = News(self._entries)
+        self.claims = Claims()
+        self.inventory = InventoryQueue(self._entries)
         self._unloadable: dict[OffloadKey, int] = {}  # In bytes.
         self._shared: dict[int, int] = {}
         self._calls: list[set[OffloadKey]] = []  # Under way, each with its keys that were not stored since it began.
@@ -108,7 +105,7 @@ class Index:
     @property
     def authoritative(self) -> bool:
         """Whether a key that is not in here is absent."""
-        return self.news.complete is True
+        return self.inventory.complete is True
 
     @property
     def files(self) -> int:
@@ -175,7 +172,7 @@ class Index:
         """Note a chunk that is there without a store call having said so; the consumer hears of it."""
         if chunk.key not in self._entries:
             self.stored(chunk)
-            self.news.added(chunk.key)
+            self.inventory.added(chunk.key)
 
     def refresh_due(self, key: OffloadKey, now_ns: int) -> bool:
         """Say whether a file's time should be set to now; asked once, it counts as done."""
@@ -204,7 +201,7 @@ class Index:
                 continue
             if chunk.loadable:
                 self._note(key, entry_of(chunk, live=False))
-                self.news.added(key)
+                self.inventory.added(key)
             else:
                 self._unloadable[key] = chunk.allocated_bytes
             self.used_bytes += chunk.allocated_bytes
@@ -217,12 +214,12 @@ class Index:
         for key in keys:
             if key in self._entries and not self._is_live(key):
                 self._drop(key)
-                self.news.lost(key)
+                self.inventory.lost(key)
 
     def scan_ended(self, *, complete: bool) -> None:
         """Note that the scan is over; `complete`: that nothing was left out."""
         self._scanning = False
-        self.news.complete = complete
+        self.inventory.scan_ended(complete=complete)
         self._removed_in_scan.clear()
 
     def removed(self, key: OffloadKey) -> None:
@@ -236,7 +233,7 @@ class Index:
     def lost(self, key: OffloadKey) -> None:
         """Note that a `call` has not found a chunk, or not a whole one; the consumer hears of it."""
         if key in self._entries:
-            self.news.lost(key)
+            self.inventory.lost(key)
         self.removed(key)
 
     def victims(self, count: int, keep: Keep, kept: int, incoming: Sequence[OffloadKey] = ()) -> list[Held]:
@@ -271,7 +268,7 @@ class Index:
             self._note(chunk.key, entry_of(chunk, live=False))
             return
         self._unloadable[chunk.key] = chunk.allocated_bytes
-        self.news.lost(chunk.key)
+        self.inventory.lost(chunk.key)
 
     def _evict(self, key: OffloadKey) -> Held:
         taken_bytes, loadable = self.taken_bytes(key), key in self._entries
@@ -279,7 +276,7 @@ class Index:
         if self._scanning:
             self._removed_in_scan.add(key)
         if loadable:
-            self.news.lost(key)
+            self.inventory.lost(key)
         self._drop(key)
         return Held(key, taken_bytes, used_at_ns, loadable)
 

@@ -1,4 +1,4 @@
-"""What one hop to a lane does: a lane's worth of chunks, each verified and answered for by itself.
+"""A lane's share of a batch of files: what one hop does, each chunk verified and answered for by itself.
 
 A hop costs as much as reading a small chunk, so a lane is sent with many. What a share has done is written down in the
 share, chunk by chunk: the call that lent the buffers may be cancelled, and its result lost.
@@ -13,7 +13,6 @@ from typing import Self
 
 from kvtier.backend import OffloadKey, Outcome, Read, Write
 from kvtier.errors import ChunkCorrupt, ChunkMissing
-from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.disk.below import ForeignError, believable_ns
 from kvtier_backends.fs.disk.footer import (
     FOOTER_BYTES,
@@ -27,16 +26,17 @@ from kvtier_backends.fs.disk.footer import (
     payload_checksum,
     write_footer,
 )
-from kvtier_backends.fs.disk.lanes import SHARE_CHUNKS_MAX, Pages, Precedence
-from kvtier_backends.fs.disk.reads import Reads, Wanted
+from kvtier_backends.fs.disk.lanes import SHARE_CHUNKS_MAX, Pages
+from kvtier_backends.fs.disk.reads import Wanted
 from kvtier_backends.fs.files.chunk_files import ChunkFiles, Found, OpenChunk
 from kvtier_backends.fs.files.discard import Discarded
 from kvtier_backends.fs.files.index import Held, is_later
-
-# The files of one lane's loads, several of them open at a time, and what became of each.
-
+from kvtier_backends.fs.layout import OpenTier
+from kvtier_backends.fs.options import FilesOptions
 
 TAIL_BYTES = 2 * FOOTER_BYTES  # The second page stays empty unless a file is too long: no call asks for that.
+
+_COUNTED = {Discarded.QUARANTINED: "quarantined", Discarded.LEFT: "corrupt_left"}
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ Judge = Callable[[OpenChunk, Read, memoryview, int], Outcome]
 
 
 class LoadHop:
-    """One share on its way; what is open still is closed with it."""
+    """One share of loads on its way, several files open at a time; what is open still is closed with it."""
 
     def __init__(self, files: ChunkFiles, share: LoadShare, pages: memoryview, judge: Judge) -> None:
         """Read what is behind the rows into `pages`, `TAIL_BYTES` for each."""
@@ -115,9 +115,6 @@ class LoadHop:
         return self._pages[place * TAIL_BYTES : (place + 1) * TAIL_BYTES]
 
 
-_COUNTED = {Discarded.QUARANTINED: "quarantined", Discarded.LEFT: "corrupt_left"}
-
-
 @dataclass(slots=True)
 class StoreShare:
     """Writes of one hop, and what became of those that were come to, in order."""
@@ -132,27 +129,17 @@ class StoreShare:
 class Chunks:
     """Loads and stores shares. Blocks; as many threads may call at once as there are pages."""
 
-    def __init__(
-        self,
-        files: ChunkFiles,
-        tally: Tally,
-        precedence: Precedence,
-        *,
-        lanes: int,
-        row_bytes: int,
-        fingerprint: bytes,
-        accept_bare: bool,
-        reads: Reads,
-    ) -> None:
-        """`accept_bare`: whether to take files without a footer, unverified."""
-        self._files = files
-        self._precedence = precedence
-        self._tally = tally
-        self._row_bytes = row_bytes
-        self._fingerprint = fingerprint
-        self._accept_bare = accept_bare
-        self._reads = reads
-        self._pages = Pages(lanes, SHARE_CHUNKS_MAX * TAIL_BYTES)
+    def __init__(self, tier: OpenTier[FilesOptions]) -> None:
+        """Have pages for each of the lanes for loads and stores."""
+        lanes, mapper = tier.lanes, tier.context.mapper
+        self._files = ChunkFiles(tier.root, mapper, lanes.loads_first, fsync=tier.options.fsync)
+        self._loads_first = lanes.loads_first
+        self._counters = tier.counters
+        self._row_bytes = tier.context.row_bytes
+        self._fingerprint = mapper.fingerprint
+        self._accept_bare = tier.options.unverified == "accept"
+        self._reads = tier.root.reads
+        self._pages = Pages(lanes.load.count + lanes.store.count, SHARE_CHUNKS_MAX * TAIL_BYTES)
 
     def load(self, share: LoadShare) -> None:
         """Fill the share's buffers; none but a `None` outcome says that one holds its chunk."""
@@ -167,7 +154,7 @@ class Chunks:
         """Store the share's chunks, each wholly or not at all."""
         with self._pages.one() as page:
             for place, write in enumerate(share.writes):
-                with self._precedence.storing():
+                with self._loads_first.storing():
                     self._store(write, share.used_at_ns - place, page[:FOOTER_BYTES], share)
 
     def remove(self, keys: Sequence[OffloadKey], removed: list[OffloadKey]) -> OSError | None:
@@ -251,18 +238,18 @@ class Chunks:
         file_bytes = chunk.read_on([into, page], got, self._row_bytes + FOOTER_BYTES)
         whole = judge_length(file_bytes, self._row_bytes)
         if whole is Whole.BARE:
-            self._tally.count("unverified_accepted" if self._accept_bare else "unverified_refused")
+            self._counters.count("unverified_accepted" if self._accept_bare else "unverified_refused")
             return None if self._accept_bare else ChunkMissing(f"{key.hex()}: a file without a footer; refused")
         fault = whole if isinstance(whole, Fault) else judge_chunk(into, page[:FOOTER_BYTES], key, self._fingerprint)
         if fault is None:
             return None
         if fault is Fault.VERSION:
-            self._tally.count("other_version")
+            self._counters.count("other_version")
             return ChunkMissing(f"{key.hex()}: a file of a later format; left alone")
-        self._tally.corrupt(fault)
+        self._counters.corrupt(fault)
         discarded = chunk.discard(fault)
         if counter := _COUNTED.get(discarded):
-            self._tally.count(counter)
+            self._counters.count(counter)
             share.kept_bytes += chunk.allocated_bytes()
         self._files.tidy(key)
         return ChunkCorrupt(f"{key.hex()}: {fault}: a file of {file_bytes:,} bytes for a row of {self._row_bytes:,}")

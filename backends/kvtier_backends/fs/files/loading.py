@@ -1,56 +1,44 @@
-"""What a load does: reads in lanes of its own, and has noted what turned out to be there, to be used, or to be gone."""
+"""Loads of files: read in lanes of their own; what turned out to be there, to be used, or to be gone is noted."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
-from kvtier.backend import Lanes, OffloadKey, Outcome, Read, in_threads
+from kvtier.backend import OffloadKey, Outcome, Read, in_threads
 from kvtier.errors import ChunkCorrupt, ChunkMissing
-from kvtier_backends.fs.disk.capacity import Capacity
-from kvtier_backends.fs.disk.lanes import Precedence, share_out
-from kvtier_backends.fs.files.claims import Claims
+from kvtier_backends.fs.disk.lanes import share_chunks, share_least, share_out
 from kvtier_backends.fs.files.eviction import Eviction
 from kvtier_backends.fs.files.index import Held, Index
 from kvtier_backends.fs.files.lane import Chunks, LoadShare
+from kvtier_backends.fs.layout import OpenTier
+from kvtier_backends.fs.options import FilesOptions
 
 
 class Loading:
     """Loads batches of one tier. Belongs to the loop's thread."""
 
-    def __init__(
-        self,
-        eviction: Eviction,
-        claims: Claims,
-        capacity: Capacity,
-        index: Index,
-        chunks: Chunks,
-        precedence: Precedence,
-        *,
-        lanes: Lanes,
-        share_chunks: int,
-        share_least: int,
-        clock_ns: Callable[[], int],
-    ) -> None:
-        """Read in these lanes; each is sent at most `share_chunks` in one hop, and at least about `share_least`."""
-        self._eviction = eviction
-        self._claims = claims
-        self._capacity = capacity
+    def __init__(self, tier: OpenTier[FilesOptions], index: Index, chunks: Chunks, eviction: Eviction) -> None:
+        """Read in the lanes for loads."""
+        self._tier = tier
         self._index = index
         self._chunks = chunks
-        self._precedence = precedence
-        self._lanes = lanes
-        self._share_chunks = share_chunks
-        self._share_least = share_least
-        self._clock_ns = clock_ns
+        self._eviction = eviction
+        self._lanes = tier.lanes.load
+        self._share_chunks = share_chunks(tier.context.row_bytes)
+        self._share_least = share_least(tier.context.row_bytes, tier.root.reads.queue_bytes)
 
     async def __call__(self, reads: Sequence[Read]) -> tuple[list[Outcome], int]:
         """Load the chunks; return the outcomes, and how many say that the file system is away."""
-        leaving = self._claims.leaving.intersection(read.key for read in reads)
+        leaving = self._index.claims.leaving.intersection(read.key for read in reads)
         shares = [
             LoadShare(part, leaving, measure=any(read.key not in self._index for read in part))
             for part in share_out(reads, self._lanes.count, self._share_chunks, self._share_least)
         ]
         keys = [read.key for read in reads]
-        with self._precedence.loading(), self._claims.in_use(keys), self._index.call(keys) as unchanged:
+        with (
+            self._tier.lanes.loads_first.loading(),
+            self._index.claims.in_use(keys),
+            self._index.call(keys) as unchanged,
+        ):
             try:
                 await in_threads(self._lanes, [partial(self._chunks.load, share) for share in shares])
             finally:
@@ -60,7 +48,7 @@ class Loading:
     def _note(self, shares: Sequence[LoadShare], unchanged: set[OffloadKey]) -> None:
         used: list[OffloadKey] = []
         for share in reversed(shares):  # Tail first: a prefix outlives its continuation.
-            self._capacity.other_bytes += share.kept_bytes
+            self._tier.capacity.other_bytes += share.kept_bytes
             done = list(zip(share.reads, share.outcomes, share.allocated_bytes, strict=False))
             for read, outcome, allocated_bytes in reversed(done):
                 key = read.key
@@ -71,8 +59,7 @@ class Loading:
                 elif outcome is None and key in self._index:
                     self._index.used(key)
                     used.append(key)
-                elif allocated_bytes is not None and key not in self._claims.leaving:
-                    self._index.found(Held(key, allocated_bytes, self._clock_ns()))
+                elif allocated_bytes is not None and key not in self._index.claims.leaving:
+                    self._index.found(Held(key, allocated_bytes, self._tier.clock_ns()))
         self._eviction.used(used[::-1])
         self._eviction.check()
-        self._eviction.changed()

@@ -1,4 +1,4 @@
-"""Which file goes next when room is needed: first what was there before the start and not used since, then by policy.
+"""The order of eviction: first what was there before the start and not used since, by last use; then by policy.
 
 What is from before has nothing but its last use, which is its file's mtime; a policy has seen nothing of it. It becomes
 the policy's when it is used. With LRU this is one order by last use, through any number of restarts.
@@ -14,18 +14,20 @@ from operator import itemgetter
 from kvtier.backend import OffloadKey
 from kvtier.policies import Policy
 
-# An LRU order for nothing: the index's entries stand in the order of their last use anyway.
-#
-# A dict keeps a hole where a key was moved from or removed until it is rebuilt, and finding its first key steps over
-# them all. So its coldest keys are listed, a part of all at a time: a search for each list, and not for each victim.
-
-
 LISTED_LEAST = 1_024
 LISTED_PART = 64  # Of all keys one in so many. A search then costs a victim some dozen holes, of some ns each.
 
+Use = tuple[int, OffloadKey]  # When a chunk was used last, in ns since the epoch.
+Keep = Callable[[OffloadKey], bool]
+
 
 class ColdEnd(Policy[OffloadKey]):
-    """Evicts what was used longest ago. What is kept at the cold end is renewed: it is in use."""
+    """Evicts what was used longest ago. What is kept at the cold end is renewed: it is in use.
+
+    It has no order of its own: the index's entries stand in the order of their last use anyway. A dict keeps a hole
+    where a key was moved from or removed until it is rebuilt, and finding its first key steps over them all. So its
+    coldest keys are listed, a part of all at a time: a search for each list, and not for each victim.
+    """
 
     def __init__(self, entries: dict[OffloadKey, int], is_live: Callable[[int], bool]) -> None:
         """`entries`: what is there. Those that are live by their value stand in the order of their last use."""
@@ -78,19 +80,8 @@ class ColdEnd(Policy[OffloadKey]):
         return bool(self._listed)
 
 
-# What was there before the start and was not used since, by its last use.
-#
-# The scan gives a batch at a time, and some of it may have to go before the rest is found. A batch is put in order
-# when
-# it comes, and batches are merged as they are taken from: sixteen bytes a chunk, where a heap of pairs would take nine
-# times as much.
-
-
-Use = tuple[int, OffloadKey]  # When a chunk was used last, in ns since the epoch.
-
-
-class Run:
-    """One batch, the newest first, so that the oldest is taken from the end."""
+class Batch:
+    """What a scan has found at once, the newest first, so that the oldest is taken from the end."""
 
     __slots__ = ("keys", "times_ns")
 
@@ -99,27 +90,32 @@ class Run:
         self.times_ns = array("q", map(itemgetter(0), newest_first))
         self.keys = list(map(itemgetter(1), newest_first))
 
-    def copy(self) -> "Run":
-        run = Run(())
-        run.times_ns, run.keys = self.times_ns[:], self.keys[:]
-        return run
+    def copy(self) -> "Batch":
+        batch = Batch(())
+        batch.times_ns, batch.keys = self.times_ns[:], self.keys[:]
+        return batch
 
     def __iter__(self) -> Iterator[Use]:
         return zip(self.times_ns, self.keys, strict=True)
 
 
 class Idle:
-    """Chunks by last use; what was used or removed meanwhile stands here still, and is for the taker to pass over."""
+    """Chunks that were not used since the start, by last use.
+
+    What was used or removed meanwhile stands here still, and is for the taker to pass over. The scan gives a batch at a
+    time, and some of it may have to go before the rest is found. A batch is put in order when it comes, and batches are
+    merged as they are taken from: sixteen bytes a chunk, where a heap of pairs would take nine times as much.
+    """
 
     def __init__(self) -> None:
-        self._heads: list[tuple[int, int, Run]] = []  # A heap: when a run's oldest was used, and the run.
-        self._numbers = count()  # Runs cannot be compared.
+        self._heads: list[tuple[int, int, Batch]] = []  # A heap: when a batch's oldest was used, and the batch.
+        self._numbers = count()  # Batches cannot be compared.
 
     def add(self, uses: Iterable[Use]) -> None:
         """Take in some more."""
-        run = Run(uses)
-        if run.keys:
-            self._heads.append((run.times_ns[-1], next(self._numbers), run))
+        batch = Batch(uses)
+        if batch.keys:
+            self._heads.append((batch.times_ns[-1], next(self._numbers), batch))
             heapify(self._heads)
 
     def oldest_ns(self) -> int | None:
@@ -128,29 +124,26 @@ class Idle:
 
     def pop(self) -> Use:
         """Take the oldest, of which there must be one."""
-        time_ns, number, run = self._heads[0]
-        run.times_ns.pop()
-        key = run.keys.pop()
-        if run.keys:
-            heapreplace(self._heads, (run.times_ns[-1], number, run))
+        time_ns, number, batch = self._heads[0]
+        batch.times_ns.pop()
+        key = batch.keys.pop()
+        if batch.keys:
+            heapreplace(self._heads, (batch.times_ns[-1], number, batch))
         else:
             heappop(self._heads)
         return time_ns, key
 
     def __len__(self) -> int:
-        return sum(len(run.keys) for _, _, run in self._heads)
+        return sum(len(batch.keys) for _, _, batch in self._heads)
 
     def copy(self) -> "Idle":
         """Return one that another thread may read."""
         idle = Idle()
-        idle._heads = [(time_ns, number, run.copy()) for time_ns, number, run in self._heads]
+        idle._heads = [(time_ns, number, batch.copy()) for time_ns, number, batch in self._heads]
         return idle
 
     def newest_first(self) -> Iterator[Use]:
-        return merge(*(run for _, _, run in self._heads), key=itemgetter(0), reverse=True)
-
-
-Keep = Callable[[OffloadKey], bool]
+        return merge(*(batch for _, _, batch in self._heads), key=itemgetter(0), reverse=True)
 
 
 class Order:

@@ -1,4 +1,4 @@
-"""What looks through the directory, and writes down what was found: once at the start, and where it is shared, again.
+"""The start-up scan of files, and checkpoints: once at the start, and where the directory is shared, again.
 
 A tier answers meanwhile. All of it runs in a lane of its own, and none of it is waited for by a tier that closes.
 """
@@ -6,30 +6,23 @@ A tier answers meanwhile. All of it runs in a lane of its own, and none of it is
 import asyncio
 import logging
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import chain
 
 import aiofiles.os
 
-from kvtier.backend import INVENTORY_BATCH_KEYS, FileMapper, Lanes, OffloadKey, read_folder
-from kvtier_backends.fs.counters import Tally
-from kvtier_backends.fs.disk.attempts import Sweep
-from kvtier_backends.fs.disk.below import believable_ns, open_folder
-from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Capacity
-from kvtier_backends.fs.disk.root import Folder
-from kvtier_backends.fs.disk.shared_page import LedgerFile
+from kvtier.backend import INVENTORY_BATCH_KEYS, OffloadKey, read_folder
+from kvtier_backends.fs.disk.below import believable_ns, names_in, open_folder
+from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
+from kvtier_backends.fs.disk.checkpoint import CheckpointSchedule
+from kvtier_backends.fs.disk.temporaries import Sweep
 from kvtier_backends.fs.files.checkpoint import Checkpoint
 from kvtier_backends.fs.files.eviction import Eviction
 from kvtier_backends.fs.files.index import Held, Index
-from kvtier_backends.fs.files.shared import SharedEviction
-
-# What is in the directory at the start, a batch at a time, beside the tier's work.
-#
-# A pull, not a push: the next batch is asked for when the last one is indexed, so that a million files never lie in a
-# queue. No buffer is lent, so a cancelled scan need not wait for its thread.
-
+from kvtier_backends.fs.files.lane import Chunks
+from kvtier_backends.fs.layout import OpenTier
+from kvtier_backends.fs.options import FilesOptions
 
 logger = logging.getLogger(__name__)
 
@@ -38,20 +31,18 @@ DEPTH_MAX = 8  # Folders within folders. Names have three; a loop of bind mounts
 
 
 class Scan:
-    """One walk over a namespace's files. Blocks; one thread at a time."""
+    """One walk over a namespace's files, a batch at a time. Blocks; one thread at a time.
+
+    The next batch is asked for when the last one is indexed, so that a million files never lie in a queue. No buffer is
+    lent, so a cancelled scan need not wait for its thread.
+    """
 
     def __init__(
-        self,
-        folder: Folder,
-        mapper: FileMapper,
-        takes: Callable[[int], bool],
-        recalled: Iterator[list[Held]],
-        *,
-        now_s: float,
+        self, tier: OpenTier[FilesOptions], takes: Callable[[int], bool], recalled: Iterator[list[Held]]
     ) -> None:
         """`takes`: whether a load would take a file of this length.
 
-        `recalled`: what a checkpoint says, to be looked for; `now_s`: the time, since the epoch.
+        `recalled`: what a checkpoint says, to be looked for.
         """
         self.seen_bytes = 0
         """What is taken by all that it has seen, but for strangers' files."""
@@ -63,13 +54,13 @@ class Scan:
         """Folders that could not be read."""
         self.others = 0
         """Folders of other namespaces, or of ours named otherwise: left alone."""
-        self._sweep = Sweep(folder.root_fd, folder.writer, now_s)
-        self._now_ns = int(now_s * 1e9)
+        folder, self._now_ns = tier.root, tier.clock_ns()
+        self._sweep = Sweep(folder.root_fd, folder.writer, self._now_ns / 1e9)
         self._folder = folder
         self._root = folder.root_fd
         self._disk = folder.disk
         self._sizes = folder.sizes
-        self._mapper = mapper
+        self._mapper = tier.context.mapper
         self._takes = takes
         self._stopped = False
         self._recalled = recalled
@@ -112,12 +103,12 @@ class Scan:
     def _look_around(self, chunks_folder: str) -> Iterator[Held]:
         """Sweep what is beside the chunks, and say what is left alone. Finds no chunks."""
         try:
-            for name in self._names(self._mapper.folder):
+            for name in names_in(self._root, self._mapper.folder):
                 self._sweep(self._mapper.folder, name)
             beside_bytes = self._folder.beside_bytes()
             self.other_bytes += beside_bytes
             self.seen_bytes += beside_bytes
-            others = [name for name in self._names(".") if name != chunks_folder and read_folder(name)]
+            others = [name for name in names_in(self._root, ".") if name != chunks_folder and read_folder(name)]
         except OSError as error:
             logger.warning("%s: what is beside its chunks cannot be listed: %s", chunks_folder, error.strerror)
             return
@@ -130,13 +121,6 @@ class Scan:
                 ", ".join(sorted(others)[:NAMED_MAX]),
             )
         yield from ()
-
-    def _names(self, folder: str) -> list[str]:
-        fd = open_folder(self._root, folder)
-        try:
-            return os.listdir(fd)
-        finally:
-            os.close(fd)
 
     def _walk(self, folder: str, depth: int) -> Iterator[Held]:
         try:
@@ -204,51 +188,31 @@ class Scan:
             os.utime(f"{folder}/{name}", ns=(time_ns, time_ns), dir_fd=self._root, follow_symlinks=False)
 
 
-AGAIN_S_LEAST = 5.0  # Between two looks through a shared directory,
-AGAIN_TIMES = 20  # or so many times as long as the last one took: looking must not be all that the disk does.
-AGAIN_S_MOST = 600.0  # What others have stored, and what dead processes have left, is seen after so long.
-
-_next_recalled = aiofiles.os.wrap(Scan.next_recalled)
-_next_vanished = aiofiles.os.wrap(Scan.next_vanished)
-_next_batch = aiofiles.os.wrap(Scan.next_batch)
-_write = aiofiles.os.wrap(Checkpoint.write)
-_begin_count = aiofiles.os.wrap(LedgerFile.begin_count)
-_end_count = aiofiles.os.wrap(LedgerFile.end_count)
-
-
-class Looking:
+class StartScan:
     """One tier's scans and checkpoints. Belongs to the loop's thread."""
 
-    def __init__(
-        self,
-        folder: Folder,
-        mapper: FileMapper,
-        takes: Callable[[int], bool],
-        index: Index,
-        capacity: Capacity,
-        eviction: Eviction,
-        tally: Tally,
-        *,
-        lane: Lanes,
-        checkpoint: Checkpoint,
-        checkpoint_s: float,
-    ) -> None:
-        """`takes`: whether a load would take a file of this length."""
+    def __init__(self, tier: OpenTier[FilesOptions], index: Index, chunks: Chunks, eviction: Eviction) -> None:
+        """Begin with what the last checkpoint says, if there is one."""
         self.done = asyncio.Event()
         """Set once everything that was there at the start is known."""
         self.gauged = asyncio.Event()
         """Set once so much was found that the directory is not small, or all of it."""
-        self._folder = folder
-        self._mapper = mapper
-        self._takes = takes
+        self._tier = tier
         self._index = index
-        self._capacity = capacity
+        self._takes = chunks.takes
         self._eviction = eviction
-        self._tally = tally
-        self._lane = lane
-        self._checkpoint = checkpoint
-        self._checkpoint_s = checkpoint_s
-        self._recalled = False  # Before that, the last checkpoint is better than one of what is known.
+        self._capacity = tier.capacity
+        self._lane = tier.lanes.scan
+        self._checkpoint = checkpoint = Checkpoint(
+            tier.root, tier.context.mapper, tier.counters, tier.context.row_bytes
+        )
+        self._capacity.count(checkpoint)
+        checkpoint_s = 0 if tier.options.shared else tier.options.checkpoint_s
+        if checkpoint_s:
+            self._capacity.keep_free(checkpoint.bytes_worst(tier.chunks_most))
+        self._schedule = CheckpointSchedule(
+            tier.capacity, tier.counters, lambda: checkpoint.bytes_worst(len(index)), every_s=checkpoint_s
+        )
         self._scan = self._new_scan(recall=checkpoint_s > 0)
 
     def stop(self) -> None:
@@ -257,76 +221,58 @@ class Looking:
         self.gauged.set()
 
     async def run(self) -> None:
-        """Look through the directory; where it is the tier's own, once."""
-        if not isinstance(self._eviction, SharedEviction):
-            await self._look()
-            return
-        eviction = self._eviction
+        """Scan the directory; where it is shared, again and again."""
+        accounts = self._eviction.accounts
         while True:
-            eviction.look_began()
-            began_s = time.monotonic()
-            count = await _begin_count(eviction.ledger, executor=self._lane)
+            await accounts.scan_began()
             await self._look()
-            await _end_count(eviction.ledger, count, self._scan.seen_bytes, executor=self._lane)
-            self._end()
-            pause_s = max(AGAIN_S_LEAST, AGAIN_TIMES * (time.monotonic() - began_s))
-            await eviction.until_look_is_wanted(pause_s, AGAIN_S_MOST)
+            await accounts.scan_ended(self._scan.seen_bytes)
+            self.done.set()
+            self.gauged.set()
+            if not await accounts.until_scan_is_wanted():
+                return
             self._scan = self._new_scan(recall=False)
 
     async def run_checkpoints(self) -> None:
         """Write down what is known every so often."""
-        while self._checkpoint_s:
-            await asyncio.sleep(self._checkpoint_s)
-            if self._recalled and (room_bytes := self._room_for_checkpoint()) is not None:
-                try:
-                    await _write(self._checkpoint, self._index.snapshot(), time.time_ns(), executor=self._lane)
-                finally:
-                    self._capacity.release_kept(room_bytes)
-                    self._eviction.check()  # It may have grown, and there is to be room for the next.
+        await self._schedule.run(
+            lambda: _write(self._checkpoint, self._index.snapshot(), self._tier.clock_ns(), executor=self._lane),
+            self._eviction.check,  # It may have grown, and there is to be room for the next.
+        )
 
     def write_last_checkpoint(self, left_s: float) -> None:
         """Queue it on the lane, behind a scan that is being stopped; only the first closing can."""
-        wanted, self._recalled = self._recalled, False
-        if wanted and self._checkpoint_s and left_s and self._room_for_checkpoint() is not None:
-            self._lane.submit(self._checkpoint.write, self._index.snapshot(), time.time_ns())
-
-    def _room_for_checkpoint(self) -> int | None:
-        """Promise room for a checkpoint of what is known; None if there is none, and the last one will have to do."""
-        wanted_bytes = self._checkpoint.bytes_worst(len(self._index))
-        if self._capacity.reserve_kept(wanted_bytes):
-            return wanted_bytes
-        self._tally.count("checkpoints_failed")
-        return None
+        if left_s:
+            self._schedule.last(
+                lambda: self._lane.submit(self._checkpoint.write, self._index.snapshot(), self._tier.clock_ns())
+            )
 
     def _new_scan(self, *, recall: bool) -> Scan:
         recalled = self._checkpoint.read() if recall else iter(())
-        return Scan(self._folder, self._mapper, self._takes, recalled, now_s=time.time())
+        return Scan(self._tier, self._takes, recalled)
 
     async def _look(self) -> None:
-        scan, tally = self._scan, self._tally
+        scan, counters = self._scan, self._tier.counters
         while batch := await _next_recalled(scan, executor=self._lane):
             self._index.scanned(batch)
-            self._eviction.changed()
-        self._recalled = True
+        self._schedule.ready = True
         while batch := await _next_batch(scan, executor=self._lane):
             self._eviction.scanned(batch)
             if len(batch) == INVENTORY_BATCH_KEYS:
                 self.gauged.set()
         while gone := await _next_vanished(scan, executor=self._lane):
             self._index.vanished(gone)
-        tally.count("scan_skipped", scan.skipped)
-        tally.count("scan_failed", scan.failed)
-        tally.count("scan_swept", scan.swept)
-        tally.count("scan_others", scan.others)
+        counters.count("scan_skipped", scan.skipped)
+        counters.count("scan_failed", scan.failed)
+        counters.count("scan_swept", scan.swept)
+        counters.count("scan_others", scan.others)
         self._capacity.other_bytes += scan.other_bytes
-        self._folder.sizes.scan_ended()
-        shared = isinstance(self._eviction, SharedEviction)
-        self._index.scan_ended(complete=scan.failed == 0 and not shared)
+        self._tier.root.sizes.scan_ended()
+        self._index.scan_ended(complete=scan.failed == 0 and not self._tier.options.shared)
         self._eviction.scan_ended()
-        if not shared:
-            self._end()
 
-    def _end(self) -> None:
-        """Have nobody wait for the first look any more."""
-        self.done.set()
-        self.gauged.set()
+
+_next_recalled = aiofiles.os.wrap(Scan.next_recalled)
+_next_vanished = aiofiles.os.wrap(Scan.next_vanished)
+_next_batch = aiofiles.os.wrap(Scan.next_batch)
+_write = aiofiles.os.wrap(Checkpoint.write)

@@ -1,4 +1,4 @@
-"""Which slots are free, held and on their way from one to the other: plain memory, owned by the loop's thread.
+"""The catalog: which slots are free, held, and on their way from one to the other. Owned by the loop's thread.
 
 A slot is free (its footer is zeros), under way (a store has it), held (it has a key's newest chunk), or outdated. Only
 what has been read from a footer, or written as one, is in here, so that it is exact: a key that is not in here after
@@ -7,79 +7,11 @@ the scan is absent. Slots of another process's segments are held at most.
 
 from collections.abc import Iterable, Sequence
 
-from kvtier.backend import OffloadKey
-from kvtier.policies import Policy
-from kvtier_backends.fs.disk.news import InUse, News
-from kvtier_backends.fs.segments.free_slots import FreeSlots
-from kvtier_backends.fs.segments.slots import Held, LRUOrder, PolicyOrder, SlotOrder, Slots, Snapshot
-
-# Slots whose footers say what is true no more, until they are overwritten or wiped.
-#
-# After a restart, footers are all that is known. So a chunk may not go for room, nor count as deleted, as long as an
-# older one of its key still lies on the disk: that one would come back.
-
-
-class Outdated:
-    """Which they are, and which of them wait to be wiped. Plain memory."""
-
-    def __init__(self) -> None:
-        self._keys: dict[int, tuple[OffloadKey, ...]] = {}  # A failed store may leave what was there, or its own.
-        self._slots: dict[OffloadKey, tuple[int, ...]] = {}
-        self._due: dict[int, None] = {}
-        self._taken: set[int] = set()  # Of whoever wipes them.
-
-    def __contains__(self, key: OffloadKey) -> bool:
-        return key in self._slots
-
-    def keys(self) -> Iterable[OffloadKey]:
-        return self._slots.keys()
-
-    def mark(self, slot: int, key: OffloadKey) -> None:
-        """Note that a slot has an outdated chunk of this key, or may have one."""
-        keys = self._keys.get(slot, ())
-        if key not in keys:
-            self._keys[slot] = (*keys, key)
-            self._slots[key] = (*self._slots.get(key, ()), slot)
-
-    def retire(self, slot: int, key: OffloadKey | None) -> None:
-        """Have a slot wiped; None: nobody knows what is in it."""
-        if key is not None:
-            self.mark(slot, key)
-        self._due[slot] = None
-
-    def is_marked(self, slot: int) -> bool:
-        return slot in self._keys
-
-    def clear(self, slot: int) -> None:
-        """Note that nothing outdated is in a slot any more."""
-        self._taken.discard(slot)
-        for key in self._keys.pop(slot, ()):
-            left = tuple(other for other in self._slots[key] if other != slot)
-            if left:
-                self._slots[key] = left
-            else:
-                del self._slots[key]
-
-    def take_due(self) -> list[int]:
-        """Return the slots that wait to be wiped, for whoever does it now and then says of each how it ended."""
-        due, self._due = list(self._due), {}
-        self._taken.update(due)
-        return due
-
-    def still_due(self, slots: Iterable[int]) -> None:
-        """Note that slots could not be wiped."""
-        due = dict.fromkeys(slots)
-        self._due.update(due)
-        self._taken.difference_update(due)
-
-    @property
-    def waits(self) -> bool:
-        """Whether there is something to wipe."""
-        return bool(self._due)
-
-    def slots(self) -> list[int]:
-        """Return all slots that are outdated, wait to be wiped or are just being wiped."""
-        return list({*self._keys, *self._due, *self._taken})
+from kvtier.backend import InventoryQueue, OffloadKey
+from kvtier.policies import KeyOrder, LinkedLRU, NumberOrder, Policy
+from kvtier_backends.fs.disk.claims import InUse
+from kvtier_backends.fs.segments.runs import Segments
+from kvtier_backends.fs.segments.slots import FreeSlots, Held, Outdated, Slots, Snapshot
 
 
 class Catalog:
@@ -87,13 +19,16 @@ class Catalog:
 
     def __init__(self, policy: Policy[OffloadKey] | None) -> None:
         """Know nothing. `policy`: None for LRU."""
+        self.segments = Segments()
         self.free = FreeSlots()
         self.outdated = Outdated()
         self.in_use = InUse()
         self.scanning = True
         self._slots = Slots()
-        self.news = News(self._slots.of)
-        self._order: SlotOrder = LRUOrder(self._slots.keys) if policy is None else PolicyOrder(policy)
+        self.inventory = InventoryQueue(self._slots.of)
+        self._order: NumberOrder = (
+            LinkedLRU(0) if policy is None else KeyOrder(policy, self._slots.keys, self._slots.of.get)
+        )
         self._under_way: set[int] = set()
         self._last_sequence = 0
 
@@ -130,7 +65,9 @@ class Catalog:
 
     def add(self, count: int) -> int:
         """Take in so many slots, none of them free yet; return the first one's number."""
-        return self._slots.add(count)
+        first = self._slots.add(count)
+        self._order.grow(self.slots)
+        return first
 
     def take_free(self, count: int) -> list[int]:
         """Give out so many free slots, or as many as there are, to be written to."""
@@ -142,14 +79,15 @@ class Catalog:
         """Give out up to so many slots of chunks that go for it; the consumer hears of them."""
         if self.scanning:
             return []  # An older chunk of the same key may lie where nobody has looked yet.
-        victims = self._order.victims(count, self._is_kept, self._kept, incoming) if count else []
-        slots = sorted(self._slots.of[key] for key in victims)
-        for key in victims:
-            slot = self._slots.forget(key)
+        slots = self._victims(count, incoming)
+        for slot in slots:
+            key = self._slots.keys[slot]
+            assert key is not None, slot
+            self._slots.forget(key)
             self.outdated.mark(slot, key)
             self._under_way.add(slot)
-            self.news.lost(key)
-        return slots
+            self.inventory.lost(key)
+        return sorted(slots)
 
     def give_back(self, slots: Iterable[int]) -> None:
         """Take back slots that were given out and that nothing was written to."""
@@ -182,36 +120,29 @@ class Catalog:
         if old is not None and self._slots.sequences[old] > sequence:
             self.outdated.retire(slot, key)
             return
-        if old is None or not self._slots.is_live(old):
-            self._order.insert(key, slot)
+        was_live = old is not None and self._slots.is_live(old)
+        self._slots.hold(Held(key, slot, sequence, used_at_ns))
+        if old is not None and was_live:
+            self._order.move(old, slot)
         else:
-            self._order.move(key, old, slot)
+            self._order.insert((slot,))
         if old is not None:
             self._leave(old, key)
-        self._slots.hold(Held(key, slot, sequence, used_at_ns))
 
-    def used(self, key: OffloadKey, used_at_ns: int) -> None:
-        """Note that a chunk was used, if it is known."""
-        slot = self._slots.of.get(key)
-        if slot is None or slot in self._slots.foreign:
-            return
-        if self._slots.use(slot, used_at_ns):
-            self._order.insert(key, slot)
+    def used(self, keys: Iterable[OffloadKey], now_ns: int) -> None:
+        """Note that those keys, in prefix order, that are known were used together: the head is the newest."""
+        slots, first_used = self._renew(keys, now_ns)
+        if first_used:
+            others = set(first_used)
+            self._order.touch([slot for slot in slots if slot not in others])
+            self._order.rank(slots)
         else:
-            self._order.touch(key, slot)
+            self._order.touch(slots)
 
     def rank(self, keys: Iterable[OffloadKey], now_ns: int) -> None:
-        """Renew the recency of those keys, in prefix order, that are known: used together, the head is the newest."""
-        slots = self._slots
-        known = [(key, slot) for key in dict.fromkeys(keys) if (slot := slots.of.get(key)) is not None]
-        ranked: list[tuple[OffloadKey, int]] = []
-        for place, (key, slot) in reversed(list(enumerate(known))):
-            if slot in slots.foreign:
-                continue
-            if slots.use(slot, now_ns - place):
-                self._order.insert(key, slot)
-            ranked.append((key, slot))
-        self._order.rank(ranked[::-1])
+        """Renew the recency of those keys, in prefix order, that are known, without counting a use."""
+        slots, _ = self._renew(keys, now_ns)
+        self._order.rank(slots)
 
     def remove(self, keys: Iterable[OffloadKey]) -> None:
         """Forget chunks, and have their slots wiped."""
@@ -222,7 +153,7 @@ class Catalog:
     def lost(self, key: OffloadKey) -> None:
         """Forget a chunk that turned out to be none; the consumer hears of it."""
         self._drop(key)
-        self.news.lost(key)
+        self.inventory.lost(key)
 
     def unused_since(self, before_ns: int) -> list[OffloadKey]:
         """Return the keys whose last use was before that time and that nothing keeps."""
@@ -239,23 +170,23 @@ class Catalog:
             return
         if old is not None:
             if self._slots.is_live(old):
-                self._order.remove(key, old)  # Not used with this content; what it was used for is outdated.
+                self._order.remove((old,))  # Not used with this content; what it was used for is outdated.
             self._leave(old, key)
         if foreign:
             self._slots.hold(chunk)
             self._slots.foreign.add(slot)
         else:
             self._slots.hold_idle(chunk)
-        self.news.added(key)
+        self.inventory.added(key)
 
     def scan_ended(self, *, complete: bool) -> None:
         """Note that every footer has been seen, and from now on chunks may go for room.
 
         `complete`: what is not known is absent.
         """
-        self._order.settle(self._slots.end_idle())
+        self._order.insert_coldest(self._slots.end_idle())
         self.scanning = False
-        self.news.complete = complete
+        self.inventory.scan_ended(complete=complete)
 
     def coldest(self) -> OffloadKey | None:
         """Return the key that was used longest ago of those that may go."""
@@ -272,7 +203,7 @@ class Catalog:
             return None
         for key in keys:
             self._release(key)
-            self.news.lost(key)
+            self.inventory.lost(key)
         self.free.drop(first, count)
         return len(keys)
 
@@ -288,14 +219,38 @@ class Catalog:
                 left = True
             elif key is not None:
                 self._release(key)
-                self.news.lost(key)
+                self.inventory.lost(key)
         return not left and not any(first <= slot < end for slot in self.unsettled())
 
     def _is_kept(self, key: OffloadKey) -> bool:
         return key in self.in_use or key in self.outdated
 
-    def _kept(self) -> int:
-        return sum(key in self._slots.of for key in {*self.in_use, *self.outdated.keys()})
+    def _keeps(self, slot: int) -> bool:
+        key = self._slots.keys[slot]
+        return key is not None and (key in self.in_use or key in self.outdated)
+
+    def _victims(self, count: int, incoming: Sequence[OffloadKey]) -> list[int]:
+        """Choose up to so many slots, and have them in the order no more."""
+        own = len(self._slots.of) - len(self._slots.foreign)
+        wanted = min(count, own)
+        victims = self._order.evict(wanted, self._keeps, incoming) if wanted else []
+        if victims is None:  # Then there are hardly more of them than calls have chunks.
+            kept = {*self.in_use, *self.outdated.keys()} & self._slots.of.keys()
+            wanted = min(count, own - sum(not self.is_foreign(self._slots.of[key]) for key in kept))
+            victims = self._order.evict(wanted, self._keeps, incoming) if wanted > 0 else []
+        return victims or []  # None, though there are enough: a policy that never evicts. Then there is no room.
+
+    def _renew(self, keys: Iterable[OffloadKey], now_ns: int) -> tuple[list[int], list[int]]:
+        """Note the last use of known keys; return their slots, and which were used for the first time since the start.
+
+        These are in the order from then on.
+        """
+        slots, foreign = self._slots, self._slots.foreign
+        known = [slot for key in dict.fromkeys(keys) if (slot := slots.of.get(key)) is not None and slot not in foreign]
+        first_used = [slot for place, slot in enumerate(known) if slots.use(slot, now_ns - place)]
+        if first_used:
+            self._order.insert(first_used)
+        return known, first_used
 
     def _leave(self, slot: int, key: OffloadKey) -> None:
         """Have nothing held in a slot whose key gets another."""
@@ -307,7 +262,7 @@ class Catalog:
         """Forget a key, in the order, too; return where it was."""
         slot = self._slots.of[key]
         if self._slots.is_live(slot):
-            self._order.remove(key, slot)
+            self._order.remove((slot,))
         return self._slots.forget(key)
 
     def _drop(self, key: OffloadKey) -> None:

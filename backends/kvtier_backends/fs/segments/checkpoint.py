@@ -1,47 +1,38 @@
-"""Where each chunk was, in a file: the next start believes it where nobody has written since, and looks elsewhere.
+"""The checkpoint of segments: where each chunk was, which is believed where nobody has written since.
 
 A segment that has not been written to since has the file's time that the checkpoint says, to the nanosecond and on the
 same boot of the same machine. Of any other, a checkpoint says only when its chunks were used last.
 
-Little-endian: magic 8, version u32, longest key u32, row length u64, fingerprint 32, boot 32, segments u64; for each
-segment the length of its name u16, its name, its first slot u64, its slots u64, its time in ns u64 (0: do not trust);
-for each chunk the length of its key u8, the key padded to the longest, slot u64, sequence number u64, last use in ns
-u64; XXH3-64 of all that, u64.
+In the framing of `disk.checkpoint`: a preamble of boot 32, segments u64, for each segment the length of its name u16,
+its name, its first slot u64, its slots u64, its time in ns u64 (0: do not trust); of each chunk its slot u64, its
+sequence number u64, its last use in ns since the epoch u64.
 """
 
 import hashlib
-import logging
+import os
 import struct
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import islice
 from typing import NamedTuple
 
-from xxhash import xxh3_64
-
-from kvtier.backend import INVENTORY_BATCH_KEYS, FileMapper, OffloadKey
-from kvtier_backends.fs.counters import Tally
-from kvtier_backends.fs.disk.footer import SLICE_BYTES
+from kvtier.backend import FileMapper
+from kvtier_backends.fs.counters import Counters
+from kvtier_backends.fs.disk.checkpoint import CheckpointFile, Format
 from kvtier_backends.fs.disk.root import Folder
+from kvtier_backends.fs.disk.temporaries import boot_id
+from kvtier_backends.fs.segments.segment import Segment
 from kvtier_backends.fs.segments.slots import Held, Snapshot
 
-logger = logging.getLogger(__name__)
-
 MAGIC = b"\x89kvtsix\n"
-VERSION = 1
+FIELDS = "QQQ"
 BYTES_MAX = 2 << 30  # Twenty-five million chunks of 32-byte hashes. More are left to the scan.
-KEY_BYTES_MAX = 68  # Hashes of 64 bytes. Chunks with longer ones are left to the scan.
+RECORD_BYTES_MAX = Format(MAGIC, FIELDS, BYTES_MAX).record_bytes_max
+SEGMENT_BYTES_MAX = 512  # Of a segment in it: a name has 255 bytes at most.
+SETTLED_NS = 1_000_000_000  # A file's time says nothing of what was written so shortly before it was looked at.
 
-_HEAD = struct.Struct("<8sIIQ32s32sQ")
-_SEGMENT = struct.Struct("<QQQ")
+_PREAMBLE = struct.Struct("<32sQ")
 _NAME_BYTES = struct.Struct("<H")
-_CHECKSUM = struct.Struct("<Q")
-
-
-def _record(longest: int) -> struct.Struct:
-    return struct.Struct(f"<B{longest}sQQQ")
-
-
-RECORD_BYTES_MAX = _record(KEY_BYTES_MAX).size
+_SEGMENT = struct.Struct("<QQQ")
 
 
 class Remembered(NamedTuple):
@@ -64,108 +55,79 @@ class Memory(NamedTuple):
 class SlotCheckpoint:
     """One namespace's checkpoint. Blocks; one thread at a time."""
 
-    def __init__(self, folder: Folder, mapper: FileMapper, tally: Tally, row_bytes: int) -> None:
+    def __init__(self, folder: Folder, mapper: FileMapper, counters: Counters, row_bytes: int) -> None:
         """Keep it in an opened folder, beside the namespace's configuration."""
-        self._folder = folder
-        self._name = f"{mapper.folder}/index{folder.chunks.removeprefix(mapper.folder)}"
-        self._fingerprint = mapper.fingerprint
-        self._row_bytes = row_bytes
-        self._tally = tally
-        self._boot = bytes(32)
-        self.used_bytes = 0
+        self._file = CheckpointFile(folder, mapper, counters, row_bytes, Format(MAGIC, FIELDS, BYTES_MAX))
+
+    @property
+    def used_bytes(self) -> int:
         """What it takes more of the disk than it did at the start."""
+        return self._file.used_bytes
 
     def bytes_worst(self, chunks: int, segments: int) -> int:
         """Return the most that a checkpoint of so many chunks takes of the disk."""
-        size_bytes = _HEAD.size + segments * 512 + chunks * RECORD_BYTES_MAX + _CHECKSUM.size
-        block_bytes = self._folder.disk.block_bytes
-        return (min(size_bytes, BYTES_MAX) // block_bytes + 2) * block_bytes
+        return self._file.bytes_worst(chunks, _PREAMBLE.size + segments * SEGMENT_BYTES_MAX)
 
     def write(self, segments: Sequence[Remembered], snapshot: Snapshot) -> None:
         """Put a checkpoint in place of the last one, whole or not at all; a failure is logged and counted."""
-        try:
-            self._boot = _boot()
-            before_bytes = self._folder.taken_bytes(self._name)
-            self._folder.publish(self._name, self._written(segments, snapshot))
-            self.used_bytes += self._folder.taken_bytes(self._name) - before_bytes
-        except OSError as error:
-            self._tally.count("checkpoints_failed")
-            logger.warning("%s: the checkpoint cannot be written: %s", self._name, error.strerror)
-        else:
-            self._tally.count("checkpoints_written")
+        lengths = Counter(len(key) for key in snapshot.keys if key is not None)
+        self._file.write(lengths, snapshot.held(), lambda whole: _preamble(segments, whole=whole))
 
     def read(self) -> Memory:
         """Return what the last checkpoint says; nothing if there is none that can be used."""
-        try:
-            self._boot = _boot()
-            content = self._folder.read(self._name, BYTES_MAX + 1)
-        except OSError as error:
-            content = b""
-            logger.warning("%s: the checkpoint cannot be read: %s", self._name, error.strerror)
-        if content is None:
+        found = self._file.read(_read_preamble)
+        if found is None:
             return Memory(same_boot=False, segments=[], chunks=iter(()))
-        memory = self._memory(content)
-        if memory is None:
-            self._tally.count("checkpoints_ignored")
-            logger.info("%s: no checkpoint of this namespace and version, or torn; ignored", self._name)
-            return Memory(same_boot=False, segments=[], chunks=iter(()))
-        return memory
+        (same_boot, segments), batches = found
+        return Memory(same_boot, segments, ([Held(*record) for record in batch] for batch in batches))
 
-    def _written(self, segments: Sequence[Remembered], snapshot: Snapshot) -> Iterator[bytes]:
-        lengths = {len(key) for key in snapshot.keys if key is not None}
-        longest = max((length for length in lengths if length <= KEY_BYTES_MAX), default=0)
-        record = _record(longest)
-        if any(length > KEY_BYTES_MAX for length in lengths):  # What is left out is to be looked for.
-            segments = [segment._replace(written_at_ns=0) for segment in segments]
-        total = xxh3_64()
-        head = _HEAD.pack(MAGIC, VERSION, longest, self._row_bytes, self._fingerprint, self._boot, len(segments))
-        for name, first_slot, slots, written_at_ns in segments:
-            head += _NAME_BYTES.pack(len(name.encode())) + name.encode()
-            head += _SEGMENT.pack(first_slot, slots, written_at_ns)
-        total.update(head)
-        yield head
-        records = (
-            record.pack(len(key), key, slot, sequence, used_at_ns)
-            for key, slot, sequence, used_at_ns in snapshot.held()
-            if len(key) <= KEY_BYTES_MAX
+
+def remembered(segments: Sequence[Segment], before_ns: int) -> list[Remembered]:
+    """Return segments as a checkpoint names them; those written to since that time are not to be trusted. Blocks."""
+    found: list[Remembered] = []
+    for segment in segments:
+        if segment.own and not segment.closed:
+            try:
+                status = os.fstat(segment.fd)
+            except OSError:
+                continue  # Another lane has just removed it.
+            if not status.st_nlink:
+                continue  # Somebody else has. Another one may have its name by now.
+            trusted_ns = status.st_mtime_ns if 0 < status.st_mtime_ns < before_ns else 0
+            found.append(Remembered(segment.name, segment.first_slot, segment.header.slots, trusted_ns))
+    return found
+
+
+def trusted(segments: Sequence[Remembered], unsettled: set[str]) -> list[Remembered]:
+    """Return segments as they are, but for those that are unsettled: these are not to be trusted."""
+    return [each._replace(written_at_ns=0) if each.name in unsettled else each for each in segments]
+
+
+def _preamble(segments: Sequence[Remembered], *, whole: bool) -> bytes:
+    """`whole`: all that is in them is named; else they are not to be trusted."""
+    parts = [_PREAMBLE.pack(_boot(), len(segments))]
+    for name, first_slot, slots, written_at_ns in segments:
+        encoded = name.encode()
+        parts += (
+            _NAME_BYTES.pack(len(encoded)),
+            encoded,
+            _SEGMENT.pack(first_slot, slots, written_at_ns if whole else 0),
         )
-        while part := b"".join(islice(records, INVENTORY_BATCH_KEYS)):
-            total.update(part)
-            yield part
-        yield _CHECKSUM.pack(total.intdigest())
+    return b"".join(parts)
 
-    def _memory(self, content: bytes) -> Memory | None:
-        end = len(content) - _CHECKSUM.size
-        if end < _HEAD.size or len(content) > BYTES_MAX:
-            return None
-        magic, version, longest, row_bytes, fingerprint, boot, count = _HEAD.unpack_from(content)
-        if (magic, version, row_bytes, fingerprint) != (MAGIC, VERSION, self._row_bytes, self._fingerprint):
-            return None
-        total = xxh3_64()
-        for start in range(0, end, SLICE_BYTES):
-            total.update(memoryview(content)[start : min(start + SLICE_BYTES, end)])
-        if _CHECKSUM.unpack_from(content, end) != (total.intdigest(),):
-            return None
-        segments: list[Remembered] = []
-        at = _HEAD.size
-        for _ in range(count):
-            (name_bytes,) = _NAME_BYTES.unpack_from(content, at)
-            at += _NAME_BYTES.size
-            name = content[at : at + name_bytes].decode()
-            segments.append(Remembered(name, *_SEGMENT.unpack_from(content, at + name_bytes)))
-            at += name_bytes + _SEGMENT.size
-        return Memory(boot == self._boot, segments, self._chunks(content, at, end, _record(longest)))
 
-    def _chunks(self, content: bytes, at: int, end: int, record: struct.Struct) -> Iterator[list[Held]]:
-        rows = record.iter_unpack(memoryview(content)[at:end])
-        while batch := [
-            Held(OffloadKey(key[:key_bytes]), slot, sequence, used_at_ns)
-            for key_bytes, key, slot, sequence, used_at_ns in islice(rows, INVENTORY_BATCH_KEYS)
-        ]:
-            self._tally.count("checkpoint_chunks", len(batch))
-            yield batch
+def _read_preamble(content: memoryview) -> tuple[tuple[bool, list[Remembered]], int]:
+    boot, count = _PREAMBLE.unpack_from(content)
+    segments: list[Remembered] = []
+    at = _PREAMBLE.size
+    for _ in range(count):
+        (name_bytes,) = _NAME_BYTES.unpack_from(content, at)
+        at += _NAME_BYTES.size
+        name = bytes(content[at : at + name_bytes]).decode()
+        segments.append(Remembered(name, *_SEGMENT.unpack_from(content, at + name_bytes)))
+        at += name_bytes + _SEGMENT.size
+    return (boot == _boot(), segments), at
 
 
 def _boot() -> bytes:
-    with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-        return hashlib.sha256(file.read()).digest()
+    return hashlib.sha256(boot_id()).digest()

@@ -5,16 +5,15 @@ blocks, any thread may call, and what fails raises the `OSError` of the call tha
 """
 
 import errno
-import fcntl
 import mmap
 import os
 import re
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvtier_backends.fs.disk.attempts import attempt_name
-from kvtier_backends.fs.disk.below import open_file, open_folder
+from kvtier_backends.fs.disk.below import lock_file, names_in, open_file, open_folder
 from kvtier_backends.fs.disk.root import Folder
+from kvtier_backends.fs.disk.temporaries import temporary_name
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, Segment, read_header, write_all
 
 SUFFIX = ".seg"
@@ -57,11 +56,8 @@ class SegmentFolder:
 
     def names(self) -> list[str]:
         """Return the names of all segments, in the order that they were made."""
-        fd = open_folder(self.root_fd, self._folder.chunks)
-        try:
-            return [f"{self._folder.chunks}/{name}" for name in sorted(filter(NAME.fullmatch, os.listdir(fd)))]
-        finally:
-            os.close(fd)
+        names = sorted(filter(NAME.fullmatch, names_in(self.root_fd, self._folder.chunks)))
+        return [f"{self._folder.chunks}/{name}" for name in names]
 
     def open(self, name: str) -> Segment | Unusable:
         """Open a segment, to write if nobody else does. Raises `FileNotFoundError` if it is gone, or goes just now."""
@@ -84,7 +80,7 @@ class SegmentFolder:
     def create(self, slots: int) -> Segment:
         """Make a segment of so many free slots, whole or not at all."""
         header = self.header(slots)
-        aside = f"{self._folder.chunks}/{attempt_name(self._folder.writer)}"
+        aside = f"{self._folder.chunks}/{temporary_name(self._folder.writer)}"
         fd = self._create(aside)
         try:
             os.posix_fallocate(fd, 0, header.file_bytes)
@@ -197,7 +193,7 @@ def _write_zeros(fd: int, start: int, end: int) -> None:
 
 def _lock(fd: int) -> bool:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(fd)
     except BlockingIOError:
         return False
     return True

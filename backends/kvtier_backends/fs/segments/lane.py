@@ -1,12 +1,11 @@
-"""What one hop to a lane does with slots: chunks read or written in runs, each verified and answered for by itself."""
+"""A lane's share of a batch: chunks read or written in runs, each verified and answered for by itself."""
 
-import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import TypeVar
 
-from kvtier.backend import Outcome, Read, Write
+from kvtier.backend import Lanes, Outcome, Read, Write
 from kvtier_backends.fs.disk.footer import (
     FOOTER_BYTES,
     GONE,
@@ -17,10 +16,12 @@ from kvtier_backends.fs.disk.footer import (
     payload_checksum,
     write_footer,
 )
-from kvtier_backends.fs.disk.lanes import Pages, Precedence
-from kvtier_backends.fs.disk.reads import Reads, Wanted
+from kvtier_backends.fs.disk.lanes import Pages, share_chunks
+from kvtier_backends.fs.disk.reads import Wanted
+from kvtier_backends.fs.layout import OpenTier
+from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.runs import Run, Share, Slotted
-from kvtier_backends.fs.segments.segment import Segment, read_all, write_all
+from kvtier_backends.fs.segments.segment import read_all, write_all
 
 T = TypeVar("T")
 
@@ -30,14 +31,12 @@ PIECE_BYTES = 4 << 20  # Of a run, read in one call: while one is verified, othe
 class SlotChunks:
     """Loads and stores shares. Blocks; as many threads may call at once as there are lanes."""
 
-    def __init__(
-        self, precedence: Precedence, *, reads: Reads, lanes: int, share_chunks: int, fingerprint: bytes
-    ) -> None:
-        """`share_chunks`: the most that is in a share."""
-        self._precedence = precedence
-        self._reads = reads
-        self._fingerprint = fingerprint
-        self._pages = Pages(lanes, share_chunks * FOOTER_BYTES)
+    def __init__(self, tier: OpenTier[SegmentsOptions], lanes: Lanes) -> None:
+        """Have pages for footers, for each of these lanes."""
+        self._loads_first = tier.lanes.loads_first
+        self._reads = tier.root.reads
+        self._fingerprint = tier.context.mapper.fingerprint
+        self._pages = Pages(lanes.count, share_chunks(tier.context.row_bytes) * FOOTER_BYTES)
 
     def load(self, share: Share[Read], faults: dict[int, Fault]) -> None:
         """Fill the share's buffers, and note by place in the batch what is not the chunk that was asked for.
@@ -56,19 +55,14 @@ class SlotChunks:
             for run in share.runs:
                 done = 0
                 while done < len(run.parts):
-                    with self._precedence.storing():
+                    with self._loads_first.storing():
                         part = run.parts[done : done + self._slice_slots(run)]
                         share.outcomes += self._store(Run(run.segment, part), pages, share)
                         done += len(part)
 
-    def sync(self, segments: Sequence[Segment]) -> None:
-        """Have what was written to segments reach the device."""
-        for segment in segments:
-            os.fdatasync(segment.fd)
-
     def _slice_slots(self, run: Run[tuple[Write, int]]) -> int:
         """Return how many slots to write in one call: fewer where loads wait for the disk."""
-        return max(1, self._precedence.slice_bytes // run.segment.header.slot_bytes)
+        return max(1, self._loads_first.slice_bytes // run.segment.header.slot_bytes)
 
     def _wanted(
         self,

@@ -1,20 +1,21 @@
-"""What a load does with slots: reads them in runs, and finds out whether what is wrong with one is wrong.
+"""Loads from slots, which are read in runs; what is wrong with one may only say that its chunk has moved.
 
 No slot is kept from being written to while it is read. What comes is verified, and where it is not the chunk, the
 catalog says whether the chunk is elsewhere by now: then it is read there.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
-from kvtier.backend import Lanes, OffloadKey, Outcome, Read, in_threads
+from kvtier.backend import OffloadKey, Outcome, Read, in_threads
 from kvtier.errors import ChunkCorrupt, ChunkMissing
-from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.disk.footer import Fault
-from kvtier_backends.fs.disk.lanes import Precedence
+from kvtier_backends.fs.disk.lanes import share_chunks, share_least
+from kvtier_backends.fs.layout import OpenTier
+from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.lane import SlotChunks
-from kvtier_backends.fs.segments.runs import Segments, Slotted
+from kvtier_backends.fs.segments.runs import Slotted
 from kvtier_backends.fs.segments.wiping import Wiping
 
 LOOKS_MAX = 4  # A chunk that has moved so often while it was read is missed.
@@ -23,46 +24,28 @@ LOOKS_MAX = 4  # A chunk that has moved so often while it was read is missed.
 class SlotLoading:
     """Loads batches of one tier. Belongs to the loop's thread."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        segments: Segments,
-        chunks: SlotChunks,
-        wiping: Wiping,
-        precedence: Precedence,
-        tally: Tally,
-        *,
-        lanes: Lanes,
-        share_chunks: int,
-        share_least: int,
-        clock_ns: Callable[[], int],
-    ) -> None:
-        """Read in these lanes; each is sent at most `share_chunks` in one hop, and at least about `share_least`."""
+    def __init__(self, tier: OpenTier[SegmentsOptions], catalog: Catalog, wiping: Wiping) -> None:
+        """Read in the lanes for loads."""
+        self._tier = tier
         self._catalog = catalog
-        self._segments = segments
-        self._chunks = chunks
         self._wiping = wiping
-        self._precedence = precedence
-        self._tally = tally
-        self._lanes = lanes
-        self._share_chunks = share_chunks
-        self._share_least = share_least
-        self._clock_ns = clock_ns
+        self._lanes = tier.lanes.load
+        self._chunks = SlotChunks(tier, self._lanes)
+        self._share_chunks = share_chunks(tier.context.row_bytes)
+        self._share_least = share_least(tier.context.row_bytes, tier.root.reads.queue_bytes)
 
     async def __call__(self, reads: Sequence[Read]) -> tuple[list[Outcome], int]:
         """Load the chunks; return the outcomes, and how many say that the file system is away."""
         outcomes: list[Outcome] = [None] * len(reads)
-        with self._precedence.loading(), self._catalog.in_use([read.key for read in reads]):
+        with self._tier.lanes.loads_first.loading(), self._catalog.in_use([read.key for read in reads]):
             left, gone = list(enumerate(reads)), 0
             for _ in range(LOOKS_MAX):
                 if not left:
                     break
                 left, gone_now = await self._look(left, outcomes)
                 gone += gone_now
-        now_ns = self._clock_ns()
-        for place, read in reversed(list(enumerate(reads))):  # Tail first: a prefix outlives its continuation.
-            if outcomes[place] is None:
-                self._catalog.used(read.key, now_ns - place)
+        now_ns = self._tier.clock_ns()
+        self._catalog.used([reads[place].key for place, outcome in enumerate(outcomes) if outcome is None], now_ns)
         return outcomes, gone
 
     async def _look(
@@ -76,7 +59,7 @@ class SlotLoading:
             else:
                 parts.append(Slotted(slot, place, read))
         sequences = {part.place: catalog.sequence(part.slot) for part in parts}
-        shares = self._segments.shares(parts, self._lanes.count, self._share_chunks, self._share_least)
+        shares = self._catalog.segments.shares(parts, self._lanes.count, self._share_chunks, self._share_least)
         faults: dict[int, Fault] = {}
         await in_threads(self._lanes, [partial(self._chunks.load, share, faults) for share in shares])
         again: list[tuple[int, Read]] = []
@@ -102,7 +85,7 @@ class SlotLoading:
             self._catalog.lost(key)  # Its writer has put another there.
             return ChunkMissing(f"{key.hex()}: replaced by another process")
         if fault is Fault.VERSION:
-            self._tally.count("other_version")
+            self._tier.counters.count("other_version")
             return ChunkMissing(f"{key.hex()}: a slot of a later format; left alone")
         self._wiping.corrupt(key, slot, fault)
         return ChunkCorrupt(f"{key.hex()}: {fault}: slot {slot}")

@@ -1,4 +1,4 @@
-"""Notices segments that somebody else has removed: whatever lies in one, the next start does not find.
+"""Losses: segments that somebody else has removed, whose chunks the next start does not find.
 
 Nothing fails by itself, since a file without a name is written to and read as before. So a store asks, when its bytes
 are there, whether their file still has its name, and all segments are looked at every so often. What was in one that
@@ -8,17 +8,17 @@ has not is forgotten at once; it is closed, and its room free, when nothing is a
 import asyncio
 import errno
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import aiofiles.os
 
-from kvtier.backend import Lanes, Write
-from kvtier_backends.fs.counters import Tally
+from kvtier.backend import Write
 from kvtier_backends.fs.disk.footer import failure
-from kvtier_backends.fs.layout import until
+from kvtier_backends.fs.layout import OpenTier, until
+from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.folder import SegmentFolder
-from kvtier_backends.fs.segments.runs import Segments, Share
+from kvtier_backends.fs.segments.runs import Share
 from kvtier_backends.fs.segments.segment import Segment
 
 logger = logging.getLogger(__name__)
@@ -30,16 +30,13 @@ CLOSE_S = 1.0  # Calls that were at it have mostly ended by then.
 class Losses:
     """One tier's. Belongs to the loop's thread, and looks in a lane."""
 
-    def __init__(
-        self, catalog: Catalog, segments: Segments, folder: SegmentFolder, tally: Tally, *, lane: Lanes
-    ) -> None:
+    def __init__(self, tier: OpenTier[SegmentsOptions], catalog: Catalog, folder: SegmentFolder) -> None:
         """Know of none."""
-        self.changed: Callable[[], None] = lambda: None
         self._catalog = catalog
-        self._segments = segments
+        self._segments = catalog.segments
         self._folder = folder
-        self._tally = tally
-        self._lane = lane
+        self._counters = tier.counters
+        self._lane = tier.lanes.evict
         self._seen: list[Segment] = []  # By lanes, and not yet noted.
         self._lost: list[Segment] = []  # Noted, and open still.
         self._wake = asyncio.Event()
@@ -60,13 +57,12 @@ class Losses:
         for segment in seen:
             if segment in self._segments.all and segment not in self._lost:
                 logger.warning("%s: removed by somebody else; what it held is lost", segment.name)
-                self._tally.count("segments_lost")
+                self._counters.count("segments_lost")
                 self._lost.append(segment)
         for segment in self._lost:
             self._catalog.abandon(segment.first_slot, segment.header.slots)
         if self._lost:
             self._wake.set()
-            self.changed()
 
     async def run(self) -> None:
         """Look at all segments every so often, and let go of the lost ones, until cancelled."""

@@ -1,26 +1,28 @@
-"""What a start reads in a lane: which segments there are, what a checkpoint says of them, and footers of the others."""
+"""The start-up scan of segments, in a lane: which there are, what a checkpoint is believed of, and what footers say."""
 
 import logging
 import os
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import groupby
+from itertools import chain, groupby
 from typing import NamedTuple
 
-from kvtier.backend import INVENTORY_BATCH_KEYS, FileMapper, read_folder
-from kvtier_backends.fs.disk.attempts import Sweep
-from kvtier_backends.fs.disk.below import believable_ns, open_folder
+from kvtier.backend import INVENTORY_BATCH_KEYS, read_folder
+from kvtier_backends.fs.disk.below import believable_ns, names_in
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, read_footer
-from kvtier_backends.fs.disk.root import Folder
+from kvtier_backends.fs.disk.temporaries import Sweep
+from kvtier_backends.fs.layout import OpenTier
+from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.checkpoint import Memory, Remembered, SlotCheckpoint
 from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
-from kvtier_backends.fs.segments.segment import Header, Segment
+from kvtier_backends.fs.segments.segment import Segment
 from kvtier_backends.fs.segments.slots import Held
 
 logger = logging.getLogger(__name__)
 
+NAMED_MAX = 8  # Segments in the log; a line must stay one.
 ZEROS = bytes(FOOTER_BYTES)
 SEQUENCE_MAX = (1 << 63) - 1  # The year 2262, in ns. Greater ones are nobody's, and would leave none for what comes.
 
@@ -34,45 +36,35 @@ class Around(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What some slots' footers say."""
+    """What is known of some slots."""
 
-    held: list[Held]
-    free: list[tuple[int, int]]  # Runs: the first slot, and how many.
-    torn: list[tuple[int, Fault]]
+    held: Sequence[Held] = ()
+    foreign: bool = False  # Of another process: the chunks are read, and nothing else.
+    free: Sequence[tuple[int, int]] = ()  # Runs: the first slot, and how many.
+    torn: Sequence[tuple[int, Fault]] = ()
+    distrusted: str = ""  # A segment with slots that are neither free nor held: the next start has to look again.
+    failed: bool = False  # That segment could not be read to its end.
 
 
 class Reading:
     """The start's blocking part, in a lane: one call at a time."""
 
     def __init__(
-        self,
-        folder: Folder,
-        mapper: FileMapper,
-        segment_folder: SegmentFolder,
-        checkpoint: SlotCheckpoint,
-        *,
-        now_ns: int,
+        self, tier: OpenTier[SegmentsOptions], segment_folder: SegmentFolder, checkpoint: SlotCheckpoint
     ) -> None:
-        """`now_ns`: what says that it was used later was used now."""
-        self._now_ns = now_ns
+        """Begin now: what says that it was used later was used now."""
+        self._now_ns = tier.clock_ns()
         self.opened: list[Segment] = []
         self.unusable: list[Unusable] = []
         self.unopened_bytes = 0
         """What segments take that could not be opened."""
         self.failed = 0
-        """Segments that could not be read to their end."""
+        """Segments that could not be opened, and folders that could not be listed."""
         self.stopped = False
-        self.distrusted: set[str] = set()
-        """Names of segments with slots that are neither free nor held: the next start has to look again."""
-        self._folder = folder
-        self._mapper = mapper
+        self._folder = tier.root
+        self._mapper = tier.context.mapper
         self._segment_folder = segment_folder
         self._checkpoint = checkpoint
-        self._memory = Memory(same_boot=False, segments=[], chunks=iter(()))
-        self._last_uses: dict[str, tuple[array[int], array[int]]] = {}  # Sequence numbers, and times, by place.
-        self._trusted: dict[str, Remembered] = {}
-        self._held_places: dict[str, bytearray] = {}
-        self._batches: Iterator[tuple[Segment, Seen]] = iter(())
 
     def open_all(self) -> None:
         """Open every segment; those that are gone by then, or cannot be read, are not there."""
@@ -97,6 +89,14 @@ class Reading:
                 self.opened.append(found)
             else:
                 self.unusable.append(found)
+        if self.unusable:
+            logger.warning(
+                "%s: %d segments hold nothing for this tier (a first page that is damaged, of other rows or of a later "
+                "version), and go before any chunk when their room is wanted: %s",
+                self._folder.chunks,
+                len(self.unusable),
+                ", ".join(each.name for each in self.unusable[:NAMED_MAX]),
+            )
 
     def look_around(self, now_s: float) -> Around:
         """Measure and sweep what is besides segments, as far as it can be."""
@@ -104,114 +104,131 @@ class Reading:
         taken, names = self.unopened_bytes, list[str]()
         try:
             for folder in (self._folder.chunks, self._mapper.folder):
-                for name in _names(self._folder.root_fd, folder):
+                for name in names_in(self._folder.root_fd, folder):
                     sweep(folder, name)
             taken += self._folder.beside_bytes() + self._folder.unfinished_bytes()
-            names = _names(self._folder.root_fd, ".")
+            names = names_in(self._folder.root_fd, ".")
         except OSError as error:
             self.failed += 1
             logger.warning("%s: what is beside its segments cannot be listed: %s", self._folder.chunks, error.strerror)
         others = sum(name != self._folder.chunks and read_folder(name) is not None for name in names)
         return Around(taken, others, sweep.removed)
 
-    def read_checkpoint(self, *, wanted: bool) -> None:
-        """Find out which segments' word the last checkpoint has, when the segments have their first slots."""
-        if wanted:
-            self._memory = self._checkpoint.read()
-        opened = {segment.name: segment for segment in self.opened}
-        for remembered in self._memory.segments:
-            segment = opened.get(remembered.name)
-            if segment is None or segment.header.slots != remembered.slots:
-                continue
-            trusted = segment.own and remembered.written_at_ns > 0
-            untouched = trusted and os.fstat(segment.fd).st_mtime_ns == remembered.written_at_ns
-            if untouched and self._memory.same_boot:
-                self._trusted[segment.name] = remembered
-                self._held_places[segment.name] = bytearray(segment.header.slots)
+    def recovered(self, *, recall: bool) -> Iterator[Seen]:
+        """Yield what there is in the opened segments, which have their first slots. `recall`: read the checkpoint."""
+        memory = self._checkpoint.read() if recall else Memory(same_boot=False, segments=[], chunks=iter(()))
+        yield from recovered(self.opened, memory, self._folder.root_fd, self._now_ns, lambda: self.stopped)
+
+
+def recovered(
+    opened: Sequence[Segment], memory: Memory, root_fd: int, now_ns: int, stopped: Callable[[], bool]
+) -> Iterator[Seen]:
+    """Yield what there is in segments: first what a checkpoint is believed of, then what footers say of the others."""
+    segments = {segment.name: segment for segment in opened}
+    remembered = sorted(
+        (each for each in memory.segments if _is_there(segments, each)), key=lambda each: each.first_slot
+    )
+    untouched = [each for each in remembered if memory.same_boot and _is_untouched(segments[each.name], each)]
+    held_places = {each.name: bytearray(each.slots) for each in untouched}
+    last_uses = {each.name: LastUses(each.slots) for each in remembered if each.name not in held_places}
+    recalled = _recalled(memory.chunks, segments, remembered, held_places, last_uses, now_ns)
+    free = (Seen(free=_runs(segments[name].first_slot, places)) for name, places in held_places.items())
+    others = (segment for segment in opened if segment.name not in held_places)
+    footers = (_footers_of(segment, last_uses.pop(segment.name, None), root_fd, now_ns) for segment in others)
+    for seen in chain(recalled, free, chain.from_iterable(footers)):
+        if stopped():
+            return
+        yield seen
+
+
+def _recalled(
+    chunks: Iterator[list[Held]],
+    segments: dict[str, Segment],
+    remembered: Sequence[Remembered],
+    held_places: dict[str, bytearray],
+    last_uses: dict[str, "LastUses"],
+    now_ns: int,
+) -> Iterator[Seen]:
+    """Yield the chunks that are there because the checkpoint says so, and note the places; of others, the last use."""
+    first_slots = [each.first_slot for each in remembered]
+    for batch in chunks:
+        held: list[Held] = []
+        for chunk in batch:
+            index = bisect_right(first_slots, chunk.slot) - 1
+            if index < 0 or (place := chunk.slot - first_slots[index]) >= remembered[index].slots:
+                continue  # Its segment has gone.
+            name, used_at_ns = remembered[index].name, believable_ns(chunk.used_at_ns, now_ns)
+            if (places := held_places.get(name)) is not None:
+                places[place] = 1
+                held.append(chunk._replace(slot=segments[name].first_slot + place, used_at_ns=used_at_ns))
             else:
-                blank = [0] * remembered.slots
-                self._last_uses[segment.name] = array("Q", blank), array("q", blank)
+                last_uses[name].note(place, chunk.sequence, used_at_ns)
+        yield Seen(held)
 
-    def next_recalled(self) -> list[Held]:
-        """Return the next chunks that are there because the checkpoint says so; an empty list at the end."""
-        remembered = sorted(self._memory.segments, key=lambda each: each.first_slot)
-        first_slots = [each.first_slot for each in remembered]
-        opened = {segment.name: segment for segment in self.opened}
-        while not self.stopped and (batch := next(self._memory.chunks, None)):
-            recalled: list[Held] = []
-            for chunk in batch:
-                if (index := bisect_right(first_slots, chunk.slot) - 1) < 0:
+
+class LastUses:
+    """When the chunks of a segment were used last, by their places, as far as a checkpoint says."""
+
+    def __init__(self, slots: int) -> None:
+        self._sequences = array("Q", bytes(8 * slots))
+        self._used_at_ns = array("q", bytes(8 * slots))
+
+    def note(self, place: int, sequence: int, used_at_ns: int) -> None:
+        self._sequences[place] = sequence
+        self._used_at_ns[place] = used_at_ns
+
+    def of(self, place: int, sequence: int) -> int:
+        """Return when the chunk with this sequence number was used last; when it was stored, if nobody knows."""
+        return self._used_at_ns[place] if self._sequences[place] == sequence else sequence
+
+
+def _is_there(segments: dict[str, Segment], remembered: Remembered) -> bool:
+    segment = segments.get(remembered.name)
+    return segment is not None and segment.header.slots == remembered.slots
+
+
+def _is_untouched(segment: Segment, remembered: Remembered) -> bool:
+    trusted = segment.own and remembered.written_at_ns > 0
+    return trusted and os.fstat(segment.fd).st_mtime_ns == remembered.written_at_ns
+
+
+def _footers_of(segment: Segment, last_uses: LastUses | None, root_fd: int, now_ns: int) -> Iterator[Seen]:
+    """Yield what a segment's footers say, in batches."""
+    last_uses = last_uses or LastUses(segment.header.slots)
+    for start in range(0, segment.header.slots, INVENTORY_BATCH_KEYS):
+        count = min(INVENTORY_BATCH_KEYS, segment.header.slots - start)
+        taken, held, torn, distrusted = bytearray(count), list[Held](), list[tuple[int, Fault]](), ""
+        try:
+            for index, page in enumerate(segment.footers(root_fd, start, count)):
+                if bytes(page) == ZEROS:
                     continue
-                each = remembered[index]
-                place = chunk.slot - each.first_slot
-                if each.name in self._trusted and place < each.slots:
-                    self._held_places[each.name][place] = 1
-                    used = believable_ns(chunk.used_at_ns, self._now_ns)
-                    recalled.append(chunk._replace(slot=opened[each.name].first_slot + place, used_at_ns=used))
-                elif each.name in self._last_uses and place < each.slots:
-                    sequences, used_at_ns = self._last_uses[each.name]
-                    sequences[place] = chunk.sequence
-                    used_at_ns[place] = believable_ns(chunk.used_at_ns, self._now_ns)
-            if recalled:
-                return recalled
-        return []
-
-    def free_of_trusted(self) -> list[tuple[int, int]]:
-        """Return what is free in the segments that the checkpoint speaks for, when all has been recalled."""
-        runs: list[tuple[int, int]] = []
-        for segment in self.opened:
-            if (places := self._held_places.pop(segment.name, None)) is not None:
-                runs += _runs(segment.first_slot, places)
-        return runs
-
-    def next_seen(self) -> tuple[Segment, Seen] | None:
-        """Return what the next footers say that have to be looked at; None at the end."""
-        while not self.stopped:
-            if (batch := next(self._batches, None)) is not None:
-                return batch
-            segment = next((each for each in self.opened if each.name not in self._trusted), None)
-            if segment is None:
-                return None
-            self._trusted[segment.name] = Remembered(segment.name, 0, 0, 0)
-            self._batches = self._look_through(segment)
-        return None
-
-    def _look_through(self, segment: Segment) -> Iterator[tuple[Segment, Seen]]:
-        sequences, used_at_ns = self._last_uses.pop(segment.name, (None, None))
-        for start in range(0, segment.header.slots, INVENTORY_BATCH_KEYS):
-            count = min(INVENTORY_BATCH_KEYS, segment.header.slots - start)
-            seen, taken = Seen([], [], []), bytearray(count)
-            try:
-                for index, page in enumerate(segment.footers(self._folder.root_fd, start, count)):
-                    slot = segment.first_slot + start + index
-                    if bytes(page) == ZEROS:
-                        continue
-                    taken[index] = 1
-                    footer = read_footer(page)
-                    if footer is Fault.VERSION:
-                        self.distrusted.add(segment.name)
-                    elif isinstance(footer, Fault):
-                        seen.torn.append((slot, footer))
-                    elif not _belongs(footer, segment.header):
-                        seen.torn.append((slot, Fault.NAMESPACE))
-                    elif footer.sequence > SEQUENCE_MAX:
-                        seen.torn.append((slot, Fault.FOOTER))
-                    else:
-                        same = sequences is not None and sequences[start + index] == footer.sequence
-                        used = used_at_ns[start + index] if same and used_at_ns is not None else footer.sequence
-                        used = believable_ns(used, self._now_ns)
-                        seen.held.append(Held(footer.key, slot, footer.sequence, used))
-            except OSError as error:
-                self.failed += 1
-                self.distrusted.add(segment.name)
-                logger.warning("%s: cannot be looked through: %s", segment.name, error.strerror)
-                return
-            seen.free.extend(_runs(segment.first_slot + start, taken))
-            yield segment, seen
+                taken[index] = 1
+                slot, footer = segment.first_slot + start + index, _footer_in(page, segment)
+                if footer is Fault.VERSION:
+                    distrusted = segment.name
+                elif isinstance(footer, Fault):
+                    torn.append((slot, footer))
+                else:
+                    used_at_ns = believable_ns(last_uses.of(start + index, footer.sequence), now_ns)
+                    held.append(Held(footer.key, slot, footer.sequence, used_at_ns))
+        except OSError as error:
+            logger.warning("%s: cannot be looked through: %s", segment.name, error.strerror)
+            yield Seen(distrusted=segment.name, failed=True)
+            return
+        if segment.own:
+            yield Seen(held, False, _runs(segment.first_slot + start, taken), torn, distrusted)
+        else:
+            yield Seen(held, foreign=True)
 
 
-def _belongs(footer: Footer, header: Header) -> bool:
-    return (footer.fingerprint, footer.payload_bytes) == (header.fingerprint, header.row_bytes)
+def _footer_in(page: memoryview, segment: Segment) -> Footer | Fault:
+    """Return what a footer of this segment says, or what is wrong with it."""
+    footer = read_footer(page)
+    if isinstance(footer, Fault):
+        return footer
+    if (footer.fingerprint, footer.payload_bytes) != (segment.header.fingerprint, segment.header.row_bytes):
+        return Fault.NAMESPACE
+    return Fault.FOOTER if footer.sequence > SEQUENCE_MAX else footer
 
 
 def _runs(first_slot: int, taken: bytearray) -> list[tuple[int, int]]:
@@ -222,11 +239,3 @@ def _runs(first_slot: int, taken: bytearray) -> list[tuple[int, int]]:
             run = list(places)
             runs.append((first_slot + run[0], len(run)))
     return runs
-
-
-def _names(root_fd: int, folder: str) -> list[str]:
-    fd = open_folder(root_fd, folder)
-    try:
-        return os.listdir(fd)
-    finally:
-        os.close(fd)

@@ -1,4 +1,4 @@
-"""Makes room: by free slots first, then by more segments, then in place of chunks that go for it.
+"""Room for chunks: free slots first, then more segments, then the slots of chunks that go for it.
 
 A chunk that goes costs nothing but a change in memory, so none goes before its slot is wanted. The file system's room
 is taken a segment at a time and given back only when there is too much.
@@ -7,21 +7,27 @@ is taken a segment at a time and given back only when there is too much.
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 
-from kvtier.backend import Lanes, OffloadKey, in_thread
+from kvtier.backend import OffloadKey, in_thread
 from kvtier.memory import file_bytes_max
-from kvtier_backends.fs.counters import Tally
-from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.footer import FULL
-from kvtier_backends.fs.disk.quarantine import Cleared, Quarantine
+from kvtier_backends.fs.layout import OpenTier
+from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.checkpoint import RECORD_BYTES_MAX
 from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
-from kvtier_backends.fs.segments.runs import Segments
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Segment
 from kvtier_backends.fs.segments.wiping import Wiping
+
+logger = logging.getLogger(__name__)
+
+SEGMENT_BYTES_LEAST = 16 << 20  # The first one's; each makes the tier twice as large,
+SEGMENT_BYTES_MOST = 8 << 30  # up to this: 10 TiB are then some 1,300 open files.
+SYNCED_BYTES_MOST = 64 << 20  # With fsync they are written all over first, for which stores wait.
+FULL_PAUSE_S = 10.0  # A full disk is asked again after so long.
+TICK_S = 10.0
 
 
 class Leftovers:
@@ -30,15 +36,10 @@ class Leftovers:
     They are unusable ones in the segments' place, and corrupt ones that a tier of files, or version 0.1.0, has kept.
     """
 
-    def __init__(
-        self, folder: SegmentFolder, quarantine: Quarantine, capacity: Capacity, tally: Tally, *, lanes: Lanes
-    ) -> None:
-        """Remove them in these lanes."""
+    def __init__(self, tier: OpenTier[SegmentsOptions], folder: SegmentFolder) -> None:
+        """Remove them in the lanes for stores."""
+        self._tier = tier
         self._folder = folder
-        self._quarantine = quarantine
-        self._capacity = capacity
-        self._tally = tally
-        self._lanes = lanes
         self._unusable: list[Unusable] = []
 
     def found(self, unusable: Iterable[Unusable]) -> None:
@@ -54,32 +55,14 @@ class Leftovers:
             unusable = self._unusable.pop()
             removed = False
             with suppress(OSError):  # Then it takes its room still.
-                removed = await in_thread(self._lanes, self._folder.remove_unusable, unusable)
+                removed = await in_thread(self._tier.lanes.store, self._folder.remove_unusable, unusable)
             if removed:
-                self._capacity.other_bytes -= unusable.allocated_bytes
+                self._tier.capacity.other_bytes -= unusable.allocated_bytes
                 return True
         return False
 
     async def _remove_quarantined(self) -> bool:
-        if self._quarantine.empty:
-            return False
-        cleared: list[Cleared] = []
-        try:
-            await in_thread(self._lanes, lambda: cleared.append(self._quarantine.clear(1)))
-        finally:
-            for files, freed_bytes in cleared:
-                self._tally.count("quarantine_evicted", files)
-                self._capacity.other_bytes -= freed_bytes
-        return any(files for files, _ in cleared)
-
-
-# Makes segments: each as large as all before it, as far as there is room for one.
-
-
-SEGMENT_BYTES_LEAST = 16 << 20  # The first one's; each makes the tier twice as large,
-SEGMENT_BYTES_MOST = 8 << 30  # up to this: 10 TiB are then some 1,300 open files.
-SYNCED_BYTES_MOST = 64 << 20  # With fsync they are written all over first, for which stores wait.
-FULL_PAUSE_S = 10.0  # A full disk is asked again after so long.
+        return not self._tier.root.quarantine.empty and (await self._tier.clear_quarantine(1)).files > 0
 
 
 class Making:
@@ -104,20 +87,12 @@ class Making:
 
 
 class Growth:
-    """One tier's. Belongs to the loop's thread."""
+    """More segments, each as large as all before it, as far as there is room. Belongs to the loop's thread."""
 
     def __init__(
-        self,
-        catalog: Catalog,
-        segments: Segments,
-        folder: SegmentFolder,
-        leftovers: Leftovers,
-        capacity: Capacity,
-        *,
-        lanes: Lanes,
-        fsync: bool,
+        self, tier: OpenTier[SegmentsOptions], catalog: Catalog, folder: SegmentFolder, leftovers: Leftovers
     ) -> None:
-        """Make them in these lanes."""
+        """Make them in the lanes for stores."""
         self.opened = asyncio.Event()
         """Set when all segments that were there are known."""
         self.changing = asyncio.Lock()
@@ -125,12 +100,12 @@ class Growth:
         self.error: OSError | None = None
         """Why the last segment could not be made, if that was not for want of room."""
         self._catalog = catalog
-        self._segments = segments
+        self._segments = catalog.segments
         self._folder = folder
         self._leftovers = leftovers
-        self._capacity = capacity
-        self._lanes = lanes
-        most_bytes, limit_bytes = SYNCED_BYTES_MOST if fsync else SEGMENT_BYTES_MOST, file_bytes_max()
+        self._capacity = tier.capacity
+        self._lanes = tier.lanes.store
+        most_bytes, limit_bytes = SYNCED_BYTES_MOST if tier.options.fsync else SEGMENT_BYTES_MOST, file_bytes_max()
         self._most_bytes = most_bytes if limit_bytes is None else min(most_bytes, limit_bytes - HEADER_BYTES)
         self._full_until_s = 0.0
 
@@ -206,42 +181,23 @@ class Growth:
         self._catalog.free.add(first, count)
 
 
-logger = logging.getLogger(__name__)
-
-TICK_S = 10.0
-
-
 class Room:
-    """One tier's. Belongs to the loop's thread."""
+    """Slots for stores, and what is given back when there is too much. Belongs to the loop's thread."""
 
     def __init__(
-        self,
-        catalog: Catalog,
-        segments: Segments,
-        folder: SegmentFolder,
-        wiping: Wiping,
-        growth: Growth,
-        leftovers: Leftovers,
-        capacity: Capacity,
-        tally: Tally,
-        *,
-        lanes: Lanes,
-        ttl_s: float | None,
-        clock_ns: Callable[[], int],
+        self, tier: OpenTier[SegmentsOptions], catalog: Catalog, folder: SegmentFolder, wiping: Wiping
     ) -> None:
-        """Remove segments in these lanes. `ttl_s`: chunks go when they were not used for so long; None: never."""
-        self.changed: Callable[[], None] = lambda: None
+        """Make and remove segments in the lanes for stores."""
+        self._tier = tier
         self._catalog = catalog
-        self._segments = segments
         self._folder = folder
         self._wiping = wiping
-        self._growth = growth
-        self._leftovers = leftovers
-        self._capacity = capacity
-        self._tally = tally
-        self._lanes = lanes
-        self._ttl_s = ttl_s
-        self._clock_ns = clock_ns
+        self._segments = catalog.segments
+        self._leftovers = Leftovers(tier, folder)
+        self._growth = Growth(tier, catalog, folder, self._leftovers)
+        self._capacity = tier.capacity
+        self._counters = tier.counters
+        self._ttl_s = ttl_s = tier.options.ttl_s
         self._tick_s = TICK_S if ttl_s is None else min(TICK_S, max(ttl_s / 16, 0.01))
 
     @property
@@ -252,6 +208,10 @@ class Room:
     def begin(self, unusable: Iterable[Unusable]) -> None:
         """Make segments from now on: all that were there are known, and what lies among them and holds nothing."""
         self._leftovers.found(unusable)
+        self._growth.opened.set()
+
+    def close(self) -> None:
+        """Have nobody wait for segments to be known: lanes are closed."""
         self._growth.opened.set()
 
     async def take(self, count: int, incoming: Sequence[OffloadKey]) -> list[int]:
@@ -268,12 +228,11 @@ class Room:
             raise
         if len(slots) < count:
             if self._growth.disk_is_full:
-                self._tally.count("disk_full", count - len(slots))
+                self._counters.count("disk_full", count - len(slots))
             slots += catalog.take_free(count - len(slots))
             victims = catalog.evict(count - len(slots), incoming)
-            self._tally.count("evicted", len(victims))
+            self._counters.count("evicted", len(victims))
             slots += victims
-            self.changed()
         return slots
 
     async def run(self) -> None:
@@ -297,13 +256,12 @@ class Room:
     def _expire(self) -> None:
         if self._ttl_s is None or self._catalog.scanning:
             return
-        expired = self._catalog.unused_since(self._clock_ns() - int(self._ttl_s * 1e9))
-        self._tally.count("expired", len(expired))
+        expired = self._catalog.unused_since(self._tier.clock_ns() - int(self._ttl_s * 1e9))
+        self._counters.count("expired", len(expired))
         for key in expired:
-            self._catalog.news.lost(key)
+            self._catalog.inventory.lost(key)
         self._catalog.remove(expired)
         self._wiping.check()
-        self.changed()
 
     async def _remove_coldest(self) -> bool:
         """Remove the segment that has the chunk that was used longest ago; False if none may go."""
@@ -314,10 +272,9 @@ class Room:
         for segment in [*chosen, *own]:
             chunks = self._catalog.clear_range(segment.first_slot, segment.header.slots)
             if chunks is not None:
-                self._tally.count("evicted", chunks)
+                self._counters.count("evicted", chunks)
                 self._segments.remove(segment)
-                self.changed()
-                await in_thread(self._lanes, self._remove_file, segment)
+                await in_thread(self._tier.lanes.store, self._remove_file, segment)
                 return segment.closed  # Else the others would be given up in vain, too.
         return False
 
@@ -327,5 +284,5 @@ class Room:
             self._folder.remove(segment)
         except OSError as error:
             logger.warning("%s: cannot be removed: %s", segment.name, error.strerror)
-            self._tally.count("evictions_failed")
+            self._counters.count("evictions_failed")
             self._capacity.other_bytes += segment.allocated_bytes

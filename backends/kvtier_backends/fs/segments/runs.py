@@ -1,4 +1,4 @@
-"""A batch as runs of neighbouring slots, each one call to the disk. Pure."""
+"""Runs of neighbouring slots, each one call to the disk: how a batch is split. Pure."""
 
 from bisect import bisect_right
 from collections.abc import Sequence

@@ -1,33 +1,32 @@
-"""A segment's file: what its slots hold is read, written, wiped and copied, whoever decides it.
+"""A segment's file: what its slots hold is read, written and wiped, whoever decides it.
 
 Everything blocks, any thread may call, and what fails raises the `OSError` of the call that failed.
+
+The first page says how long slots are, how many there are, and what their bytes mean. Little-endian: magic 8, version
+u32, zero u32, row length u64, slots u64, namespace fingerprint 32, zeros up to byte 4,088, XXH3-64 of all bytes before
+it. Slots follow, each a row and its footer.
 """
 
 import errno
-import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from kvtier.memory import let_go_in_forks
-from kvtier_backends.fs.disk.below import open_file
+from kvtier.memory import PAGE_BYTES, let_go_in_forks
+from kvtier_backends.fs.disk.below import open_file, unlock_file
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 
-# A segment's first page: how long its slots are, how many it has, and what their bytes mean.
-#
-# Little-endian: magic 8, version u32, zero u32, row length u64, slots u64, namespace fingerprint 32, zeros up to byte
-# 4,088, XXH3-64 of all bytes before it. Slots follow, each a row and its footer.
-
-
-HEADER_BYTES = 4_096
+HEADER_BYTES = PAGE_BYTES
 MAGIC = b"\x89kvtseg\n"
 VERSION = 1
+WIPED = memoryview(mmap.mmap(-1, FOOTER_BYTES))  # Aligned zeros, which nobody changes.
+AHEAD_SLOTS = 256  # Footers that are asked for before the first of them is read.
 
 _HEAD = struct.Struct("<8sIIQQ32s")
 _CHECKSUM = struct.Struct("<Q")
@@ -74,8 +73,9 @@ def read_header(page: bytes) -> Header | None:
     return Header(row_bytes, slots, fingerprint)
 
 
-WIPED = memoryview(mmap.mmap(-1, FOOTER_BYTES))  # Aligned zeros, which nobody changes.
-AHEAD_SLOTS = 256  # Footers that are asked for before the first of them is read.
+def is_later(page: bytes) -> bool:
+    """Say whether a first page that cannot be read is of a later version, as far as its first bytes tell."""
+    return page[:8] == MAGIC and int.from_bytes(page[8:12], "little") > VERSION
 
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
@@ -127,9 +127,15 @@ class Segment:
         if not self.closed:
             self.closed = True
             with suppress(OSError):
-                fcntl.flock(self.fd, fcntl.LOCK_UN)  # A fork that has the descriptor, too, would keep the lock.
+                unlock_file(self.fd)  # A fork that has the descriptor, too, would keep the lock.
             with suppress(OSError):
                 os.close(self.fd)
+
+
+def sync(segments: Iterable[Segment]) -> None:
+    """Have what was written to segments reach the device."""
+    for segment in segments:
+        os.fdatasync(segment.fd)
 
 
 def ask_ahead(fd: int, header: Header, places: Sequence[int]) -> None:

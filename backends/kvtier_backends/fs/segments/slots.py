@@ -1,142 +1,20 @@
-"""What is known of each slot, in arrays by its number: ten million of them must not take gigabytes."""
+"""The states of slots by their numbers: held, free, outdated. Plain memory, owned by the loop's thread.
+
+In arrays, as far as there is something for each slot: ten million of them must not take gigabytes.
+"""
 
 from array import array
+from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from heapq import heapify, heappop, heappush
+from operator import itemgetter
+from typing import NamedTuple
 
 import numpy as np
 
 from kvtier.backend import OffloadKey
-from kvtier.policies import Policy
 
-# Which chunk goes next, by its slot: LRU as two links a slot, any other policy as it is.
-#
-# An ordered dictionary takes more than a hundred bytes a chunk, which is as much as everything else that is known of
-# it.
-
-
-Keep = Callable[[OffloadKey], bool]
-
-
-class SlotOrder(Protocol):
-    """An order among the chunks that may go for room."""
-
-    def insert(self, key: OffloadKey, slot: int) -> None: ...
-
-    def touch(self, key: OffloadKey, slot: int) -> None: ...
-
-    def move(self, key: OffloadKey, old: int, new: int) -> None:
-        """Count the store of a chunk that is there already, in another slot now."""
-        ...
-
-    def rank(self, found: Sequence[tuple[OffloadKey, int]]) -> None:
-        """Renew the recency of chunks in prefix order, without counting a use."""
-        ...
-
-    def remove(self, key: OffloadKey, slot: int) -> None: ...
-
-    def settle(self, found: Iterable[tuple[OffloadKey, int]]) -> None:
-        """Take in what is older than everything else; the newest first."""
-        ...
-
-    def victims(
-        self, count: int, keep: Keep, kept: Callable[[], int], incoming: Sequence[OffloadKey]
-    ) -> list[OffloadKey]:
-        """Choose up to `count` chunks, and forget them. `kept`: how many `keep` holds back at most."""
-        ...
-
-
-class LRUOrder:
-    """By last use: a ring of links, with the coldest behind the ring's first element and the newest before it."""
-
-    def __init__(self, keys: list[OffloadKey | None]) -> None:
-        """`keys`: whose chunk each slot has; it grows with the slots."""
-        self._keys = keys
-        self._next = array("I", [0])  # Of a slot at its number + 1; 0 is the ring's own.
-        self._prev = array("I", [0])
-
-    def insert(self, key: OffloadKey, slot: int) -> None:
-        self._link(slot + 1, self._prev[0], 0)
-
-    def touch(self, key: OffloadKey, slot: int) -> None:
-        self.remove(key, slot)
-        self.insert(key, slot)
-
-    def move(self, key: OffloadKey, old: int, new: int) -> None:
-        self.remove(key, old)
-        self.insert(key, new)
-
-    def rank(self, found: Sequence[tuple[OffloadKey, int]]) -> None:
-        for key, slot in reversed(found):
-            self.touch(key, slot)
-
-    def remove(self, key: OffloadKey, slot: int) -> None:
-        before, behind = self._prev[slot + 1], self._next[slot + 1]
-        self._next[before] = behind
-        self._prev[behind] = before
-
-    def settle(self, found: Iterable[tuple[OffloadKey, int]]) -> None:
-        for _, slot in found:
-            self._link(slot + 1, 0, self._next[0])
-
-    def victims(
-        self, count: int, keep: Keep, kept: Callable[[], int], incoming: Sequence[OffloadKey]
-    ) -> list[OffloadKey]:
-        chosen: list[OffloadKey] = []
-        at = self._next[0]
-        while at and len(chosen) < count:
-            key, slot, at = self._keys[at - 1], at - 1, self._next[at]
-            assert key is not None, slot
-            if not keep(key):
-                self.remove(key, slot)
-                chosen.append(key)
-        return chosen
-
-    def _link(self, at: int, before: int, behind: int) -> None:
-        if at >= len(self._next):
-            more = [0] * (len(self._keys) + 1 - len(self._next))
-            self._next.extend(more)
-            self._prev.extend(more)
-        self._next[at], self._prev[at] = behind, before
-        self._next[before] = self._prev[behind] = at
-
-
-class PolicyOrder:
-    """By a policy of the engine's, which goes by keys."""
-
-    def __init__(self, policy: Policy[OffloadKey]) -> None:
-        self._policy = policy
-        self._count = 0
-
-    def insert(self, key: OffloadKey, slot: int) -> None:
-        self._policy.insert((key,))
-        self._count += 1
-
-    def touch(self, key: OffloadKey, slot: int) -> None:
-        self._policy.touch((key,))
-
-    def move(self, key: OffloadKey, old: int, new: int) -> None:
-        self._policy.touch((key,))
-
-    def rank(self, found: Sequence[tuple[OffloadKey, int]]) -> None:
-        self._policy.rank([key for key, _ in found])
-
-    def remove(self, key: OffloadKey, slot: int) -> None:
-        self._policy.remove((key,))
-        self._count -= 1
-
-    def settle(self, found: Iterable[tuple[OffloadKey, int]]) -> None:
-        for key, slot in reversed(list(found)):
-            self.insert(key, slot)
-
-    def victims(
-        self, count: int, keep: Keep, kept: Callable[[], int], incoming: Sequence[OffloadKey]
-    ) -> list[OffloadKey]:
-        wanted = min(count, self._count - kept())
-        # None, though there are enough: a policy that never evicts. Then there is no room.
-        chosen = (self._policy.evict(wanted, keep, incoming) if wanted > 0 else None) or []
-        self._count -= len(chosen)
-        return chosen
+HEAP_SLACK = 64  # Outdated entries are left in the heap until there are more of them than of others, and this many.
 
 
 class Held(NamedTuple):
@@ -164,7 +42,7 @@ class Snapshot(NamedTuple):
 
 
 class Slots:
-    """Which chunk each holds, and since when it was not used. Belongs to the loop's thread."""
+    """Which chunk each slot holds, and since when it was not used."""
 
     def __init__(self) -> None:
         self.of: dict[OffloadKey, int] = {}
@@ -222,22 +100,17 @@ class Slots:
         self._idle[slot] = 0
         return True
 
-    def is_idle(self, slot: int) -> bool:
-        """Say whether what a slot holds is from before the start and was not used since."""
-        return self._idle is not None and bool(self._idle[slot])
-
     def is_live(self, slot: int) -> bool:
         """Say whether what a slot of ours holds was stored or used since the start."""
-        return slot not in self.foreign and not self.is_idle(slot)
+        return slot not in self.foreign and not (self._idle is not None and self._idle[slot])
 
-    def end_idle(self) -> Iterator[tuple[OffloadKey, int]]:
-        """Call nothing idle from now on; yield the chunks that were, the newest first."""
+    def end_idle(self) -> Sequence[int]:
+        """Call nothing idle from now on; return the slots that were, the newest first."""
         assert self._idle is not None
         slots = np.flatnonzero(np.frombuffer(bytes(self._idle), dtype=np.uint8))
         self._idle = None
         newest_first = np.argsort(np.array(self.used_at_ns, dtype=np.int64)[slots], kind="stable")[::-1]
-        idle = memoryview(slots[newest_first].tobytes()).cast("q")  # Read one by one: a list is as large as the rest.
-        return ((key, slot) for slot in idle if (key := self.keys[slot]) is not None)
+        return memoryview(slots[newest_first].tobytes()).cast("q")  # Read one by one: a list is as large as the rest.
 
     def unused_since(self, before_ns: int) -> list[OffloadKey]:
         """Return the keys of our chunks whose last use was before that time."""
@@ -260,3 +133,142 @@ class Slots:
     def snapshot(self) -> Snapshot:
         """Return what is there now, for another thread to write down: some 10 ms a million slots."""
         return Snapshot(list(self.keys), self.sequences[:], self.used_at_ns[:], frozenset(self.foreign))
+
+
+class FreeSlots:
+    """A set of numbers, given out in runs: a job whose chunks lie together is one call to the disk.
+
+    The longest run goes first, so that a job needs as few calls as can be; what is given back joins its neighbours.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._lengths: dict[int, int] = {}  # Of each run, by its first slot.
+        self._starts: dict[int, int] = {}  # By the slot behind its last.
+        self._dropped: list[tuple[int, int]] = []  # Files that are no more, in order: the first slot, and the end.
+        self._longest: list[tuple[int, int]] = []  # A heap of (-length, first slot); may hold runs that are no more.
+
+    def add(self, first: int, count: int = 1) -> None:
+        """Give back slots that are not free; what was dropped meanwhile is not taken."""
+        if self._dropped and self._is_dropped(first):
+            return
+        self.count += count
+        end = first + count
+        if (start := self._starts.pop(first, None)) is not None:
+            del self._lengths[start]
+            first = start
+        if (length := self._lengths.pop(end, None)) is not None:
+            end += length
+        self._note(first, end - first)
+
+    def take(self, count: int) -> list[int]:
+        """Return that many slots, or as many as there are, in ascending runs."""
+        taken: list[int] = []
+        while len(taken) < count and self._longest:
+            length, first = heappop(self._longest)
+            length = -length
+            if self._lengths.get(first) != length:
+                continue
+            del self._lengths[first]
+            del self._starts[first + length]
+            part = min(length, count - len(taken))
+            taken += range(first, first + part)
+            if part < length:
+                self._note(first + part, length - part)
+        self.count -= len(taken)
+        return taken
+
+    def drop(self, first: int, count: int) -> None:
+        """Have all slots of a file be free no more, nor ever again."""
+        if not self._is_dropped(first):
+            insort(self._dropped, (first, first + count))
+        end = first + count
+        for start, length in list(self._lengths.items()):
+            stop = start + length
+            if start < end and first < stop:
+                del self._lengths[start]
+                del self._starts[stop]
+                self.count -= min(stop, end) - max(start, first)
+                if start < first:
+                    self._note(start, first - start)
+                if end < stop:
+                    self._note(end, stop - end)
+
+    def _is_dropped(self, slot: int) -> bool:
+        at = bisect_right(self._dropped, slot, key=itemgetter(0)) - 1
+        return at >= 0 and slot < self._dropped[at][1]
+
+    def _note(self, first: int, length: int) -> None:
+        self._lengths[first] = length
+        self._starts[first + length] = first
+        heappush(self._longest, (-length, first))
+        if len(self._longest) > 2 * len(self._lengths) + HEAP_SLACK:
+            self._longest = [(-length, first) for first, length in self._lengths.items()]
+            heapify(self._longest)
+
+
+class Outdated:
+    """Slots whose footers say what is true no more, until they are overwritten or wiped, and which wait for that.
+
+    After a restart, footers are all that is known. So a chunk may not go for room, nor count as deleted, as long as an
+    older one of its key still lies on the disk: that one would come back.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[int, tuple[OffloadKey, ...]] = {}  # A failed store may leave what was there, or its own.
+        self._slots: dict[OffloadKey, tuple[int, ...]] = {}
+        self._due: dict[int, None] = {}
+        self._taken: set[int] = set()  # Of whoever wipes them.
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self._slots
+
+    def keys(self) -> Iterable[OffloadKey]:
+        return self._slots.keys()
+
+    def mark(self, slot: int, key: OffloadKey) -> None:
+        """Note that a slot has an outdated chunk of this key, or may have one."""
+        keys = self._keys.get(slot, ())
+        if key not in keys:
+            self._keys[slot] = (*keys, key)
+            self._slots[key] = (*self._slots.get(key, ()), slot)
+
+    def retire(self, slot: int, key: OffloadKey | None) -> None:
+        """Have a slot wiped; None: nobody knows what is in it."""
+        if key is not None:
+            self.mark(slot, key)
+        self._due[slot] = None
+
+    def is_marked(self, slot: int) -> bool:
+        return slot in self._keys
+
+    def clear(self, slot: int) -> None:
+        """Note that nothing outdated is in a slot any more."""
+        self._taken.discard(slot)
+        for key in self._keys.pop(slot, ()):
+            left = tuple(other for other in self._slots[key] if other != slot)
+            if left:
+                self._slots[key] = left
+            else:
+                del self._slots[key]
+
+    def take_due(self) -> list[int]:
+        """Return the slots that wait to be wiped, for whoever does it now and then says of each how it ended."""
+        due, self._due = list(self._due), {}
+        self._taken.update(due)
+        return due
+
+    def still_due(self, slots: Iterable[int]) -> None:
+        """Note that slots could not be wiped."""
+        due = dict.fromkeys(slots)
+        self._due.update(due)
+        self._taken.difference_update(due)
+
+    @property
+    def waits(self) -> bool:
+        """Whether there is something to wipe."""
+        return bool(self._due)
+
+    def slots(self) -> list[int]:
+        """Return all slots that are outdated, wait to be wiped or are just being wiped."""
+        return list({*self._keys, *self._due, *self._taken})

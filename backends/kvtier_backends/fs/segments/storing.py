@@ -1,24 +1,23 @@
-"""What a store does with slots: takes some, writes them in runs, syncs once, and only then says what lies where.
+"""Stores into slots: some are taken, written in runs, synced once, and only then known to hold what they hold.
 
 The leading chunks of a batch get room first: without its head, a prefix's tail is of no use.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 
-from kvtier.backend import Lanes, Outcome, Write, in_thread, in_threads
-from kvtier.errors import NoSpace
-from kvtier_backends.fs.counters import Tally
-from kvtier_backends.fs.disk.footer import FOOTER_BYTES, GONE, failure
-from kvtier_backends.fs.disk.write_budget import WriteBudget
+from kvtier.backend import Outcome, Write, in_thread, in_threads
+from kvtier_backends.fs.disk.footer import GONE, failure
+from kvtier_backends.fs.disk.lanes import share_chunks
+from kvtier_backends.fs.layout import OpenTier
+from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.lane import SlotChunks
 from kvtier_backends.fs.segments.losses import Losses
 from kvtier_backends.fs.segments.room import Room
-from kvtier_backends.fs.segments.runs import Segments, Share, Slotted
-from kvtier_backends.fs.segments.segment import Segment
-from kvtier_backends.fs.segments.wiping import Wiping
+from kvtier_backends.fs.segments.runs import Share, Slotted
+from kvtier_backends.fs.segments.segment import Segment, sync
 
 
 class Syncing:
@@ -28,10 +27,10 @@ class Syncing:
         self.done = False
         self.error: OSError | None = None
 
-    def run(self, chunks: SlotChunks, segments: Sequence[Segment]) -> None:
+    def run(self, segments: Iterable[Segment]) -> None:
         """Blocks, in a lane."""
         try:
-            chunks.sync(segments)
+            sync(segments)
         except OSError as error:
             self.error = error.with_traceback(None)
         else:
@@ -41,35 +40,16 @@ class Syncing:
 class SlotStoring:
     """Stores batches of one tier. Belongs to the loop's thread."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        segments: Segments,
-        room: Room,
-        write_budget: WriteBudget | None,
-        chunks: SlotChunks,
-        wiping: Wiping,
-        losses: Losses,
-        tally: Tally,
-        *,
-        lanes: Lanes,
-        share_chunks: int,
-        fsync: bool,
-        clock_ns: Callable[[], int],
-    ) -> None:
-        """Write in these lanes, each of which is sent at most `share_chunks` in one hop."""
+    def __init__(self, tier: OpenTier[SegmentsOptions], catalog: Catalog, room: Room, losses: Losses) -> None:
+        """Write in the lanes for stores."""
+        self._tier = tier
         self._catalog = catalog
-        self._segments = segments
         self._room = room
-        self._write_budget = write_budget
-        self._chunks = chunks
-        self._wiping = wiping
         self._losses = losses
-        self._tally = tally
-        self._lanes = lanes
-        self._share_chunks = share_chunks
-        self._fsync = fsync
-        self._clock_ns = clock_ns
+        self._lanes = tier.lanes.store
+        self._chunks = SlotChunks(tier, self._lanes)
+        self._share_chunks = share_chunks(tier.context.row_bytes)
+        self._fsync = tier.options.fsync
 
     async def __call__(self, writes: Sequence[Write]) -> tuple[list[Outcome], int]:
         """Store what there is room for; return the outcomes, and how many say that the file system is away."""
@@ -79,42 +59,36 @@ class SlotStoring:
             slots = await self._room.take(len(writes), incoming)
             try:
                 fitting = writes[: len(slots)]
-                allowed = fitting[: await self._allowed(fitting)]
+                allowed = fitting[: await self._tier.allowed(len(fitting))]
             except BaseException:
                 self._catalog.give_back(slots)
                 raise
             self._catalog.give_back(slots[len(allowed) :])
             outcomes, gone = await self._write(allowed, slots[: len(allowed)])
-        outcomes += self._refused(fitting[len(allowed) :], "write_budget", "the day's write budget is used up")
+        outcomes += self._tier.refused(fitting[len(allowed) :], "write_budget", "the day's write budget is used up")
         without = writes[len(fitting) :]
         if (error := self._room.error) is not None and without:
             outcomes += [failure(write.key, error) for write in without]
             return outcomes, gone + len(without) * (error.errno in GONE)
-        outcomes += self._refused(without, "capacity", "no room, and nothing that may go for it")
+        outcomes += self._tier.refused(without, "capacity", "no room, and nothing that may go for it")
         return outcomes, gone
 
-    async def _allowed(self, writes: Sequence[Write]) -> int:
-        if self._write_budget is None or not writes:
-            return len(writes)
-        unit_bytes = writes[0].row.nbytes + FOOTER_BYTES
-        return await self._write_budget.take(len(writes) * unit_bytes, unit_bytes) // unit_bytes
-
     async def _write(self, writes: Sequence[Write], slots: Sequence[int]) -> tuple[list[Outcome], int]:
-        now_ns = self._clock_ns()
+        now_ns = self._tier.clock_ns()
         last = self._catalog.next_sequences(len(writes), now_ns) + len(writes) - 1
         # The head's number is the greatest: a prefix outlives its continuation, also after a restart.
         parts = [
             Slotted(slot, place, (write, last - place))
             for place, (write, slot) in enumerate(zip(writes, sorted(slots), strict=True))
         ]
-        shares = self._segments.shares(parts, self._lanes.count, self._share_chunks)
+        shares = self._catalog.segments.shares(parts, self._lanes.count, self._share_chunks)
         syncing = Syncing()
         syncing.done, told = not self._fsync, False
         try:
             await in_threads(self._lanes, [partial(self._store, share) for share in shares])
             if self._fsync:
                 segments = dict.fromkeys(run.segment for share in shares for run in share.runs)
-                await in_thread(self._lanes, syncing.run, self._chunks, list(segments))
+                await in_thread(self._lanes, syncing.run, segments)
             told = True
         finally:
             outcomes = self._note(shares, syncing, len(writes), now_ns, told=told)
@@ -147,13 +121,8 @@ class SlotStoring:
             (key, _), sequence = part.item
             self._catalog.stored(key, part.slot, sequence, now_ns - part.place)
             if not told:
-                self._catalog.news.added(key)
-        self._wiping.written()
+                self._catalog.inventory.added(key)
         return outcomes
-
-    def _refused(self, writes: Sequence[Write], reason: str, why: str) -> list[Outcome]:
-        self._tally.refuse(reason, len(writes))
-        return [NoSpace(f"{write.key.hex()}: {why}") for write in writes]
 
 
 def _parts(

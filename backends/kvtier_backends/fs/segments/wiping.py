@@ -1,4 +1,4 @@
-"""Wipes footers that are true no more, behind the calls that made them so, and then has their slots free."""
+"""Wiping: footers that are true no more, behind the calls that made them so; then their slots are free."""
 
 import asyncio
 import logging
@@ -7,14 +7,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvtier.backend import Lanes, OffloadKey
+from kvtier.backend import OffloadKey
 from kvtier.errors import BackendClosed, BackendUnavailable
-from kvtier_backends.fs.counters import Tally
 from kvtier_backends.fs.disk.footer import Fault, frameless
+from kvtier_backends.fs.layout import OpenTier
+from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
-from kvtier_backends.fs.segments.lane import SlotChunks
-from kvtier_backends.fs.segments.runs import Segments
-from kvtier_backends.fs.segments.segment import Segment
+from kvtier_backends.fs.segments.segment import Segment, sync
 
 logger = logging.getLogger(__name__)
 
@@ -38,25 +37,14 @@ class Round:
 class Wiping:
     """One tier's. Belongs to the loop's thread, and wipes in a lane."""
 
-    def __init__(
-        self,
-        catalog: Catalog,
-        segments: Segments,
-        chunks: SlotChunks,
-        tally: Tally,
-        *,
-        name: str,
-        lane: Lanes,
-        fsync: bool,
-    ) -> None:
-        """`name`: of the folder, in messages; `fsync`: what is wiped is so after a power cut, too."""
+    def __init__(self, tier: OpenTier[SegmentsOptions], catalog: Catalog) -> None:
+        """Wipe in the lane for what is behind the calls. With `fsync`, what is wiped is so after a power cut, too."""
         self._catalog = catalog
-        self._segments = segments
-        self._chunks = chunks
-        self._name = name
-        self._tally = tally
-        self._lane = lane
-        self._fsync = fsync
+        self._segments = catalog.segments
+        self._name = tier.root.chunks
+        self._counters = tier.counters
+        self._lane = tier.lanes.evict
+        self._fsync = tier.options.fsync
         self._wake = asyncio.Event()
         self._round = Round([])
         self._round_ended = asyncio.Event()  # Replaced each time that one has.
@@ -72,7 +60,7 @@ class Wiping:
 
     def corrupt(self, key: OffloadKey, slot: int, fault: Fault) -> None:
         """Note that what a slot holds is not its key's chunk: it goes."""
-        self._tally.corrupt(fault)
+        self._counters.corrupt(fault)
         level = logging.DEBUG if fault in self._warned else logging.WARNING
         self._warned.add(fault)
         segment = self._segments.of(slot)
@@ -142,7 +130,7 @@ class Wiping:
                 work.error = frameless(error)
         if self._fsync:
             try:
-                self._chunks.sync(list({one.segment.name: one.segment for one in work.wiped}.values()))
+                sync({one.segment.name: one.segment for one in work.wiped}.values())
             except OSError as error:
                 work.error = frameless(error)
                 work.wiped.clear()
@@ -159,7 +147,7 @@ class Wiping:
         if len(wiped) < len(done.doomed):
             self._rounds_failed += 1
             self._error = done.error
-            self._tally.count("evictions_failed", len(done.doomed) - len(wiped))
+            self._counters.count("evictions_failed", len(done.doomed) - len(wiped))
         self._end_round()
 
     def _end_round(self) -> None:

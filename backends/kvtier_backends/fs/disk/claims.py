@@ -1,19 +1,47 @@
-"""Which chunks' files calls are at, and which are on their way out: nobody may choose the ones, or use the others.
+"""Claims: keys that are busy, because calls are at their chunks or because these are on their way out.
 
-A file that a call is at is never chosen to go. A store of a key whose file is just going waits until it is gone: else
+A chunk that a call is at is never chosen to go. A store of a key whose file is just going waits until it is gone: else
 what removes it would meet the new file. A load waits for nothing here: what is going is as good as gone.
 """
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from kvtier.backend import OffloadKey
 from kvtier.errors import BackendClosed
-from kvtier_backends.fs.disk.news import InUse
+
+
+class InUse:
+    """Keys, by how many calls each is in use. Belongs to the loop's thread."""
+
+    def __init__(self) -> None:
+        self._calls: dict[OffloadKey, int] = {}
+
+    def __contains__(self, key: OffloadKey) -> bool:
+        return key in self._calls
+
+    def __iter__(self) -> Iterator[OffloadKey]:
+        return iter(self._calls)
+
+    @contextmanager
+    def __call__(self, keys: Sequence[OffloadKey]) -> Generator[None]:
+        """Keep the keys' chunks for as long as the block lasts."""
+        calls = self._calls
+        for key in keys:
+            calls[key] = calls.get(key, 0) + 1
+        try:
+            yield
+        finally:
+            for key in keys:
+                if calls[key] == 1:
+                    del calls[key]
+                else:
+                    calls[key] -= 1
 
 
 class Claims:
-    """One tier's. Belongs to the loop's thread."""
+    """One tier's, of files. Belongs to the loop's thread."""
 
     def __init__(self) -> None:
         """Begin with no call under way."""

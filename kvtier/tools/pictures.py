@@ -1,4 +1,4 @@
-"""Pictures of a replay's course and of miss-ratio curves. Needs matplotlib; imported when asked for."""
+"""Pictures: of a replay's course, of miss-ratio curves, of benchmarks. Needs matplotlib; imported when asked for."""
 
 # matplotlib leaves the types of its keyword arguments out:
 # pyright: reportUnknownMemberType=false
@@ -11,10 +11,20 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvtier.config import PRIMARY_NAME
-from kvtier.tools.replay.outputs import picture_format, replacing
+from kvtier.tools.bench.figures import Figures, label_of
+from kvtier.tools.outputs import picture_format, replacing
 from kvtier.tools.replay.replay import Sample, TierTotals
 from kvtier.tools.replay.report import Report
 from kvtier.tools.replay.study import Extent
+
+DOTS_PER_INCH = 150
+SAMPLES_PER_BIN = 5  # Fewer would show each prompt's length rather than the workload's course.
+LEGEND_COLUMNS = 6
+DASH = 3.0  # In line widths.
+INCHES_A_ROW = 0.32
+_NO_TOTALS = TierTotals(0, 0, 0)
+
+Numbers = npt.NDArray[np.float64]
 
 
 def write_miss_ratio_curve(
@@ -36,16 +46,7 @@ def write_miss_ratio_curve(
     axes.set_title(title, parse_math=False)  # A file's name may have dollar signs.
     axes.grid(alpha=0.3)
     axes.legend()
-    with replacing(path) as file:
-        figure.savefig(file, format=picture_format(path), dpi=150)
-
-
-SAMPLES_PER_BIN = 5  # Fewer would show each prompt's length rather than the workload's course.
-LEGEND_COLUMNS = 6
-DASH = 3.0  # In line widths.
-_NO_TOTALS = TierTotals(0, 0, 0)
-
-Numbers = npt.NDArray[np.float64]
+    _save(figure, path)
 
 
 class Course:
@@ -88,8 +89,7 @@ def write_replay_picture(path: str, report: Report, samples: Sequence[Sample], r
     _draw_traffic(traffic, course, row_bytes)
     traffic.set_xlabel("time since the replay began, s")
     traffic.set_xlim(0.0, float(course.middles[-1] + course.middles[0]))
-    with replacing(path) as file:
-        figure.savefig(file, format=picture_format(path), dpi=150)
+    _save(figure, path)
 
 
 def _draw_hits(axes: Axes, course: Course) -> None:
@@ -122,3 +122,32 @@ def _put_legend_above(axes: Axes) -> None:
     """Put it where it hides no line."""
     entries = len(axes.get_legend_handles_labels()[0])
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=min(entries, LEGEND_COLUMNS), frameon=False)
+
+
+def write_figures_picture(path: str, figures: Figures) -> None:
+    """Draw each row's ratio, its spread as a whisker, and the limit as a line at 1."""
+    rows = figures.rows[::-1]  # The first on top.
+    places = range(len(rows))
+    figure = Figure(figsize=(10, 1.6 + INCHES_A_ROW * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    below = [row.ratio - row.spread[0] for row in rows]
+    above = [row.spread[1] - row.ratio for row in rows]
+    axes.barh(places, [row.ratio for row in rows], xerr=(below, above), alpha=0.8, ecolor="0.3", capsize=2)
+    axes.axvline(1.0, color="black", linestyle="--")
+    axes.set_yticks(places, [f"{label_of(row)}\nof {row.limit_is}" for row in rows], fontsize=7, parse_math=False)
+    axes.set_xlim(left=0.0)
+    axes.set_xlabel("part of the limit; 1 is at the limit")
+    axes.grid(alpha=0.3, axis="x")
+    load = figures.machine.load_before[0], figures.machine.load_after[0]
+    axes.set_title(
+        f"{figures.command}: {figures.machine.processor}, {figures.machine.processors} processors, "
+        f"load {load[0]:.2f} to {load[1]:.2f}",
+        fontsize=9,
+        parse_math=False,
+    )
+    _save(figure, path)
+
+
+def _save(figure: Figure, path: str) -> None:
+    with replacing(path) as file:
+        figure.savefig(file, format=picture_format(path), dpi=DOTS_PER_INCH)

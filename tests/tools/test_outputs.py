@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.tools.replay.outputs import check_writable, replacing
+from kvtier.tools.outputs import check_writable, replacing
 
 
 def test_a_file_takes_its_place_when_it_is_whole(tmp_path: Path) -> None:

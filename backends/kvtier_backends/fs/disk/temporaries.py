@@ -1,7 +1,7 @@
-"""Names for files that are not finished: each attempt has its own, which says whose it is.
+"""Temporaries: files that are not finished. Each has a name of its own, which says who writes it.
 
 Two writers with one temporary name would publish a mixture. A name says which process on which boot of which machine
-is writing, so that what a killed writer left can be told from what a live one is writing.
+is writing. So what a killed writer left can be told from what a live one is writing, and is swept.
 """
 
 import hashlib
@@ -11,7 +11,10 @@ import os
 import re
 from typing import NamedTuple, Self
 
+logger = logging.getLogger(__name__)
+
 SUFFIX = ".tmp"
+ABANDONED_S = 600.0  # Twenty times a batch's deadline. A file under way is younger: a chunk is written in one call.
 
 _NAME = re.compile(r"\.([0-9a-f]{8})-([0-9]{1,10})-([0-9]{1,20})-[0-9]{1,20}\.tmp")
 
@@ -28,11 +31,16 @@ class Writer(NamedTuple):
     @classmethod
     def this_process(cls) -> Self:
         """Read from /proc who we are."""
-        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
-            boot = file.read() + os.readlink("/proc/self/ns/pid").encode()
+        boot = boot_id() + os.readlink("/proc/self/ns/pid").encode()
         started = started_at(os.getpid())
         assert started is not None
         return cls(hashlib.sha256(boot).hexdigest()[:8], os.getpid(), started)
+
+
+def boot_id() -> bytes:
+    """Return what tells this boot of this machine from every other boot of any."""
+    with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+        return file.read()
 
 
 def started_at(pid: int) -> int | None:
@@ -45,32 +53,24 @@ def started_at(pid: int) -> int | None:
     return int(fields[19]) if fields[0] != b"Z" else None  # Fields 22 and 3 of proc(5), counted from the third.
 
 
-def attempt_name(writer: Writer) -> str:
-    """Return a file name that no other attempt has: `.<boot>-<pid>-<start>-<number>.tmp`."""
+def temporary_name(writer: Writer) -> str:
+    """Return a file name that no other temporary has: `.<boot>-<pid>-<start>-<number>.tmp`."""
     return f".{writer.boot}-{writer.pid}-{writer.started}-{next(_numbers)}{SUFFIX}"
 
 
-def read_attempt(name: str) -> Writer | None:
-    """Return whose attempt a file name is; None for any other."""
+def writer_of(name: str) -> Writer | None:
+    """Return who writes a temporary of this name; None for any other file."""
     match = _NAME.fullmatch(name)
     return match and Writer(match[1], int(match[2]), int(match[3]))
 
 
-# What killed processes had under way is removed, and what live ones have is not.
-#
-# Of this machine and container, the process table knows who lives. Of others it knows nothing: their files are left
-# alone for as long as a store could possibly take, by a clock that may be behind ours or ahead. To be wrong costs a
-# live
-# writer that one store, which then fails: its rename finds no file.
-
-
-logger = logging.getLogger(__name__)
-
-ABANDONED_S = 600.0  # Twenty times a batch's deadline. A file under way is younger: a chunk is written in one call.
-
-
 class Sweep:
-    """Removes abandoned temporaries. Blocks; one thread at a time."""
+    """Removes temporaries that killed processes left, and none of live ones. Blocks; one thread at a time.
+
+    Of this machine and container, the process table knows who lives. Of others it knows nothing: their files are left
+    alone for as long as a store could possibly take, by a clock that may be behind ours or ahead. To be wrong costs a
+    live writer that one store, which then fails: its rename finds no file.
+    """
 
     def __init__(self, root_fd: int, here: Writer, now_s: float) -> None:
         """`here`: who we are; `now_s`: the time, since the epoch."""
@@ -82,7 +82,7 @@ class Sweep:
 
     def __call__(self, folder: str, name: str) -> bool:
         """Remove a file if it is an abandoned temporary; say whether it is a temporary at all."""
-        if read_attempt(name) is None:
+        if writer_of(name) is None:
             return False
         path = f"{folder}/{name}"
         try:
@@ -96,11 +96,11 @@ class Sweep:
 
     def is_own(self, name: str) -> bool:
         """Say whether a name is that of a temporary of this process."""
-        return read_attempt(name) == self._here
+        return writer_of(name) == self._here
 
     def is_abandoned(self, name: str, changed_s: float) -> bool:
         """Say whether nobody is writing a temporary of this name, which may be another program's."""
-        writer = read_attempt(name)
+        writer = writer_of(name)
         if writer is None or writer.boot != self._here.boot:
             return abs(self._now_s - changed_s) > ABANDONED_S
         if writer not in self._alive:

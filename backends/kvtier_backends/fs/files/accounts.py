@@ -1,0 +1,303 @@
+"""A directory's accounts: how much it holds and what is promised, kept by one tier or on a page that several share.
+
+One directory, several processes, one budget: each evicts for all, what the page says is too much. A process knows what
+it has stored, used and seen. What others have stored since it last looked through the directory is newer than that
+scan; so as long as what would go was used before it, nothing older can be unknown. Else it looks again. Whether others
+have used a file is what its time says, which is asked for right before it is removed.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Protocol
+
+import aiofiles.os
+
+from kvtier.backend import OffloadKey, in_thread
+from kvtier.errors import BackendClosed
+from kvtier.settings import SIZE_BYTES_MAX
+from kvtier_backends.fs.disk.capacity import Reservation
+from kvtier_backends.fs.disk.shared_page import Count, SharedPage
+from kvtier_backends.fs.files.index import Held
+from kvtier_backends.fs.files.lane import Chunks
+from kvtier_backends.fs.layout import OpenTier, until
+from kvtier_backends.fs.options import FilesOptions
+
+logger = logging.getLogger(__name__)
+
+AGAIN_S_LEAST = 5.0  # Between two scans of a shared directory,
+AGAIN_TIMES = 20  # or so many times as long as the last one took: scanning must not be all that the disk does.
+AGAIN_S_MOST = 600.0  # What others have stored, and what dead processes have left, is seen after so long.
+
+
+class Removal:
+    """What lanes have removed so far, whoever waits for it, and the reservation that it is for."""
+
+    def __init__(self, reservation: Reservation | None = None, wanted_bytes: int = 0) -> None:
+        """Remove nothing yet. `wanted_bytes`: what the reservation should have in the end."""
+        self.gone: dict[OffloadKey, int] = {}
+        """What each file has given back."""
+        self.used: list[Held] = []
+        """What was spared, because another process has used it since."""
+        self.reservation = reservation or Reservation()
+        self.wanted_bytes = wanted_bytes
+
+    @property
+    def gone_bytes(self) -> int:
+        return sum(self.gone.values())
+
+    @property
+    def short_bytes(self) -> int:
+        """What the reservation still lacks."""
+        return max(0, self.wanted_bytes - self.reservation.bytes)
+
+
+class Accounts(Protocol):
+    """Who promises what a directory has room for. Belongs to the loop's thread, but for what is said to block."""
+
+    @property
+    def known(self) -> bool:
+        """Whether anybody knows what is used. As long as nobody does, nothing goes: it may be that nothing has to."""
+        ...
+
+    async def promise(self, reservation: Reservation, wanted_bytes: int) -> None:
+        """Promise as much as is free, up to what is wanted in all."""
+        ...
+
+    def exchange(self, removal: Removal) -> None:
+        """Promise what has gone to whom it has gone for, if the lane that removed it has not done so."""
+        ...
+
+    def release(self, reservation: Reservation) -> None:
+        """Take a promise back: what was stored has been counted."""
+        ...
+
+    def added(self, added_bytes: int) -> None:
+        """Hear what a store or a delete of ours has added to what is used; less than nothing if more has gone."""
+        ...
+
+    def cleared(self, freed_bytes: int) -> None:
+        """Hear what corrupt files have given back that were kept. Blocks, in a lane."""
+        ...
+
+    def remove(self, chunks: Chunks, victims: Sequence[Held], removal: Removal) -> None:
+        """Remove files, but for those that others use. Blocks, in a lane; whoever is cancelled, it is counted."""
+        ...
+
+    def chosen(self, victims: Sequence[Held]) -> None:
+        """Hear which files are to go."""
+        ...
+
+    def may_have_surplus(self) -> bool:
+        """Say whether it is worth asking for the surplus."""
+        ...
+
+    async def surplus_bytes(self) -> int:
+        """Return what should go before stores have to wait for it."""
+        ...
+
+    def shown_bytes(self, known_bytes: int) -> int:
+        """Return what chunks take, of which so much is known."""
+        ...
+
+    async def scan_began(self) -> None: ...
+
+    async def scan_ended(self, seen_bytes: int) -> None:
+        """Take what a scan has seen for what is used, give or take what has changed meanwhile."""
+        ...
+
+    async def until_scan_is_wanted(self) -> bool:
+        """Wait until what is known is not enough, or old; False: it never is."""
+        ...
+
+
+class OwnAccounts:
+    """See `Accounts`: a directory that is one tier's own."""
+
+    known = True
+
+    def __init__(self, tier: OpenTier[FilesOptions]) -> None:
+        self._capacity = tier.capacity
+
+    async def promise(self, reservation: Reservation, wanted_bytes: int) -> None:
+        reservation.bytes += self._capacity.reserve(wanted_bytes - reservation.bytes)
+
+    def exchange(self, removal: Removal) -> None:
+        removal.reservation.bytes += self._capacity.exchange(removal.gone_bytes, removal.short_bytes)
+
+    def release(self, reservation: Reservation) -> None:
+        self._capacity.release(reservation.bytes)
+
+    def added(self, added_bytes: int) -> None:
+        self._capacity.wrote(added_bytes)
+
+    def cleared(self, freed_bytes: int) -> None:
+        pass
+
+    def remove(self, chunks: Chunks, victims: Sequence[Held], removal: Removal) -> None:
+        chunks.evict(victims, removal.gone)
+
+    def chosen(self, victims: Sequence[Held]) -> None:
+        pass
+
+    def may_have_surplus(self) -> bool:
+        return self._capacity.surplus_bytes() > 0
+
+    async def surplus_bytes(self) -> int:
+        return self._capacity.surplus_bytes()
+
+    def shown_bytes(self, known_bytes: int) -> int:
+        return known_bytes
+
+    async def scan_began(self) -> None:
+        pass
+
+    async def scan_ended(self, seen_bytes: int) -> None:
+        pass
+
+    async def until_scan_is_wanted(self) -> bool:
+        return False
+
+
+class SharedAccounts:
+    """See `Accounts`: a directory that processes share, by their page."""
+
+    def __init__(self, tier: OpenTier[FilesOptions], page: SharedPage) -> None:
+        """Keep them on this page."""
+        self._tier = tier
+        self._page = page
+        self._capacity = tier.capacity
+        self._sizes = tier.root.sizes
+        self._telling = threading.Lock()
+        self._untold_bytes = 0
+        self._folders_told_bytes = 0
+        self._count = Count(0, 0, 0)
+        self._scanned_at_ns = 0  # When the last scan of the directory began.
+        self._scanning_since_ns = 0
+        self._scan_began_s = 0.0
+        self._scan_wanted = asyncio.Event()
+        self._page_lost = asyncio.Event()  # Nobody knows what is used, as far as we have heard.
+
+    @property
+    def known(self) -> bool:
+        return not self._page_lost.is_set()
+
+    async def promise(self, reservation: Reservation, wanted_bytes: int) -> None:
+        limit_bytes = SIZE_BYTES_MAX if self._capacity.limit_bytes is None else self._capacity.limit_bytes
+        limit_bytes -= self._tier.root.quarantine.used_bytes  # Which the page does not know of.
+        wanted_bytes -= reservation.bytes
+        self._heard(
+            known=await in_thread(self._tier.lanes.store, self._promise, reservation, wanted_bytes, limit_bytes)
+        )
+
+    def exchange(self, removal: Removal) -> None:
+        pass
+
+    def release(self, reservation: Reservation) -> None:
+        """Take a promise back behind the store's: until the page says so, it counts as promised."""
+        with suppress(BackendClosed):  # Then the slot is given up, and what was promised counts as written.
+            told = self._tier.lanes.store.submit(self._tell, reservation.bytes)
+            told.add_done_callback(_log_failure)
+
+    def added(self, added_bytes: int) -> None:
+        self._capacity.wrote(added_bytes)
+        with self._telling:
+            self._untold_bytes += added_bytes
+
+    def cleared(self, freed_bytes: int) -> None:
+        with self._telling:
+            self._untold_bytes -= freed_bytes
+        self._tell()
+
+    def remove(self, chunks: Chunks, victims: Sequence[Held], removal: Removal) -> None:
+        with self._page.evicting():
+            gone: dict[OffloadKey, int] = {}
+            try:
+                chunks.evict_unused(victims, gone, removal.used, now_ns=self._tier.clock_ns())
+            finally:
+                removal.gone.update(gone)
+                removal.reservation.bytes += self._page.exchange(sum(gone.values()), removal.short_bytes)
+            self._tell()  # Of the folders that have gone with them.
+
+    def chosen(self, victims: Sequence[Held]) -> None:
+        if any(victim.used_at_ns >= self._scanned_at_ns for victim in victims):
+            self._scan_wanted.set()
+
+    def may_have_surplus(self) -> bool:
+        return True  # The page knows.
+
+    async def surplus_bytes(self) -> int:
+        taken = await _taken(self._page, executor=self._tier.lanes.evict)
+        self._heard(known=taken is not None)
+        return 0 if taken is None else self._capacity.surplus_of(*taken)
+
+    def shown_bytes(self, known_bytes: int) -> int:
+        """Others may have removed some of what is known, so that it might be more than fits."""
+        limit_bytes = self._capacity.limit_bytes
+        return known_bytes if limit_bytes is None else min(known_bytes, limit_bytes)
+
+    async def scan_began(self) -> None:
+        self._scan_began_s = time.monotonic()
+        self._scanning_since_ns = self._tier.clock_ns()  # What is stored from now on may be missed.
+        self._count = await _begin_count(self._page, executor=self._tier.lanes.scan)
+
+    async def scan_ended(self, seen_bytes: int) -> None:
+        self._scanned_at_ns = self._scanning_since_ns
+        await _end_count(self._page, self._count, seen_bytes, executor=self._tier.lanes.scan)
+
+    async def until_scan_is_wanted(self) -> bool:
+        least_s = max(AGAIN_S_LEAST, AGAIN_TIMES * (time.monotonic() - self._scan_began_s))
+        for_lost_page = self._page_lost.is_set()  # Then the next scan for one waits: others may have to say something.
+        self._page_lost.clear()
+        if for_lost_page:
+            await asyncio.sleep(least_s)
+        elif await until(self._page_lost.wait(), least_s):
+            return True
+        await until(self._scan_wanted.wait(), AGAIN_S_MOST)
+        self._scan_wanted.clear()
+        return True
+
+    def _promise(self, reservation: Reservation, wanted_bytes: int, limit_bytes: int) -> bool:
+        """Have a promise of the page be in the reservation, whoever is cancelled meanwhile; False: nobody knows.
+
+        Blocks, in a lane.
+        """
+        granted_bytes = self._page.reserve(wanted_bytes, limit_bytes)
+        reservation.bytes += granted_bytes or 0
+        return granted_bytes is not None
+
+    def _heard(self, *, known: bool) -> None:
+        """Hear whether the page says what is used and promised."""
+        if known:
+            self._page_lost.clear()
+        else:
+            self._page_lost.set()
+            self._scan_wanted.set()
+
+    def _tell(self, released_bytes: int = 0) -> None:
+        """Have the page know all that it was not told yet, and take a promise back. Blocks, in a lane."""
+        with self._telling:
+            folders_bytes = self._sizes.used_bytes - self._sizes.scanned_bytes
+            news_bytes = self._untold_bytes + folders_bytes - self._folders_told_bytes
+            self._untold_bytes, self._folders_told_bytes = 0, folders_bytes
+        self._page.settle(released_bytes, news_bytes)
+
+
+def accounts_of(tier: OpenTier[FilesOptions]) -> Accounts:
+    """Return the accounts of a tier's directory."""
+    page = tier.root.shared_page
+    return OwnAccounts(tier) if page is None else SharedAccounts(tier, page)
+
+
+def _log_failure(told: "Future[None]") -> None:
+    if error := told.exception():
+        logger.warning("the shared page was not told of a store: %s", error)
+
+
+_taken = aiofiles.os.wrap(SharedPage.taken)
+_begin_count = aiofiles.os.wrap(SharedPage.begin_count)
+_end_count = aiofiles.os.wrap(SharedPage.end_count)

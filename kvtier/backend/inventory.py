@@ -1,0 +1,107 @@
+"""The inventory's queue: what its consumer has still to hear of a tier. Each event is true when it is taken."""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Iterator
+from typing import Protocol
+
+from kvtier.backend.contract import INVENTORY_BATCH_KEYS, Added, InventoryEvent, Removed, ScanDone
+from kvtier.backend.keys import OffloadKey
+
+
+class Keys(Protocol):
+    """What a tier holds now: a dictionary by key, or anything else that says so."""
+
+    def __contains__(self, key: OffloadKey, /) -> bool: ...
+
+    def __iter__(self) -> Iterator[OffloadKey]: ...
+
+
+class InventoryQueue:
+    """One consumer's at a time; it belongs to the loop's thread.
+
+    A tier with `Inventory` tells it of what no `store` or `delete` call explains, and answers `watch` with its own.
+    """
+
+    def __init__(self, held: Keys) -> None:
+        """`held`: what is there, at any time."""
+        self.complete: bool | None = None
+        """Once the start-up scan is over: whether nothing was left out."""
+        self._held = held
+        self._consumer = 0
+        self._wanted = False
+        self._added: deque[OffloadKey] = deque()
+        self._lost: deque[OffloadKey] = deque()
+        self._scan_told = False
+        self._closed = False
+        self._changed = asyncio.Event()  # Something for the consumer, or the end.
+
+    def added(self, key: OffloadKey) -> None:
+        """Have it told that a chunk is there, if anybody listens."""
+        if self._wanted:
+            self._added.append(key)
+            self._changed.set()
+
+    def lost(self, key: OffloadKey) -> None:
+        """Have it told that a chunk is gone, if anybody listens."""
+        if self._wanted:
+            self._lost.append(key)
+            self._changed.set()
+
+    def scan_ended(self, *, complete: bool) -> None:
+        """Have it told that the start-up scan is over; `complete`: that nothing was left out."""
+        self.complete = complete
+        self._changed.set()
+
+    def close(self) -> None:
+        """End the consumer's iteration; idempotent."""
+        self._closed = True
+        self._changed.set()
+
+    async def watch(self) -> AsyncGenerator[InventoryEvent]:
+        """Yield what is there, then `ScanDone` once the scan is over, then what changes, until closed."""
+        consumer = self.begin()
+        try:
+            while not self._closed:
+                if (event := self.next_event()) is not None:
+                    yield event
+                else:
+                    self._changed.clear()
+                    await self._changed.wait()
+        finally:
+            self.end(consumer)
+
+    def begin(self) -> int:
+        """Start from what is there now: a consumer has come, and knows nothing. Returns its number."""
+        self.end(self._consumer)
+        self._consumer += 1
+        self._wanted = True
+        self._scan_told = False
+        self._added.extend(self._held)
+        return self._consumer
+
+    def end(self, consumer: int) -> None:
+        """Keep nothing for a consumer that has gone, if none has come since."""
+        if consumer == self._consumer:
+            self._wanted = False
+            self._added.clear()
+            self._lost.clear()
+
+    def next_event(self) -> InventoryEvent | None:
+        """Return what the consumer should hear next; None if it knows everything."""
+        while self._added:
+            if keys := [key for key in _take(self._added) if key in self._held]:
+                return Added(keys)
+        if self.complete is None:
+            return None
+        if not self._scan_told:
+            self._scan_told = True
+            return ScanDone(self.complete)
+        while self._lost:
+            if keys := [key for key in _take(self._lost) if key not in self._held]:
+                return Removed(keys)
+        return None
+
+
+def _take(keys: deque[OffloadKey]) -> list[OffloadKey]:
+    return [keys.popleft() for _ in range(min(len(keys), INVENTORY_BATCH_KEYS))]

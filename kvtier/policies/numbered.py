@@ -1,0 +1,213 @@
+"""Orders of small numbers, such as rows and slots: an LRU among the numbers themselves, and any policy of their keys.
+
+Policies speak of keys, because some remember keys that have gone. An LRU remembers none. Numbers need no hashing and no
+entry of their own: 8 bytes each, where an ordered dictionary takes 90 to 140.
+"""
+
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Generic, Protocol
+
+from kvtier.policies.plain import LRU
+from kvtier.policies.policy import K, Policy
+
+
+class NumberOrder(Protocol):
+    """What `Policy` promises, of numbers that have a key; `incoming` are keys, which have no number yet.
+
+    `keep` may answer with a number: one that has any pins stays. `after` is the number that new ones continue: an order
+    that can, has them leave just before it.
+    """
+
+    def insert(self, keys: Sequence[int], after: int | None = None, /) -> None: ...
+    def insert_coldest(self, keys: Iterable[int], /) -> None:
+        """Take in what is colder than all others, if the order can tell; the hottest first."""
+        ...
+
+    def touch(self, keys: Sequence[int], /) -> None: ...
+    def rank(self, keys: Sequence[int], /) -> None: ...
+    def move(self, old: int, new: int, /) -> None:
+        """Count an access to a key that has another number now."""
+        ...
+
+    def remove(self, keys: Sequence[int], /) -> None: ...
+    def evict(self, count: int, keep: Callable[[int], int], incoming: Sequence[Any] = (), /) -> list[int] | None: ...
+    def grow(self, capacity: int, /) -> None:
+        """Take numbers below `capacity` from now on."""
+        ...
+
+
+def number_order(
+    policy: Policy[K], capacity: int, keys: Sequence[K | None], number: Callable[[K], int | None]
+) -> NumberOrder:
+    """Return the order of a new policy. `keys` says which key each number has, and `number` which a key has."""
+    if type(policy) is LRU:  # Not a subclass: that may do anything.
+        return LinkedLRU(capacity)
+    return KeyOrder(policy, keys, number)
+
+
+class LinkedLRU(Policy[int]):
+    """Evicts what was used longest ago, among keys below `capacity`: two links a key."""
+
+    def __init__(self, capacity: int) -> None:
+        self._end = capacity  # Stands between the hottest and the coldest.
+        self._hotter = array("I", [capacity]) * (capacity + 1)  # The next hotter one; the end's: the coldest.
+        self._colder = array("I", [capacity]) * (capacity + 1)
+
+    def grow(self, capacity: int) -> None:
+        """Take keys below `capacity` from now on."""
+        hotter, colder, end = self._hotter, self._colder, self._end
+        coldest, hottest = hotter[end], colder[end]
+        for links in (hotter, colder):
+            links.extend(array("I", [capacity]) * (capacity - end))
+        if coldest != end:
+            hotter[capacity], colder[capacity] = coldest, hottest
+            colder[coldest] = hotter[hottest] = capacity
+        self._end = capacity
+
+    def insert(self, keys: Sequence[int], after: int | None = None) -> None:
+        """Make the keys resident, tail first: the hottest, or next colder than `after`, which is resident."""
+        hotter, colder = self._hotter, self._colder
+        above = self._end if after is None else after
+        below = colder[above]
+        for key in reversed(keys):
+            hotter[below] = key
+            colder[key] = below
+            below = key
+        hotter[below] = above
+        colder[above] = below
+
+    def insert_coldest(self, keys: Iterable[int]) -> None:
+        """Make the keys resident, head first, all of them colder than what is."""
+        hotter, colder, end = self._hotter, self._colder, self._end
+        above = hotter[end]
+        for key in keys:
+            hotter[key] = above
+            colder[above] = key
+            above = key
+        hotter[end] = above
+        colder[above] = end
+
+    def touch(self, keys: Sequence[int]) -> None:
+        if self._are_hottest(keys):
+            return
+        if self._lie_together(keys):
+            self._move_hottest(keys[0], keys[-1])
+        else:
+            self.remove(keys)
+            self.insert(keys)
+
+    def rank(self, keys: Sequence[int]) -> None:
+        self.touch(keys)
+
+    def move(self, old: int, new: int) -> None:
+        """Renew what has another number now."""
+        self.remove((old,))
+        self.insert((new,))
+
+    def evict(self, count: int, keep: Callable[[int], int], incoming: Sequence[object] = ()) -> list[int] | None:
+        hotter, end = self._hotter, self._end
+        victims: list[int] = []
+        passed = False
+        key = hotter[end]
+        while len(victims) < count:
+            if key == end:
+                return None
+            if keep(key):
+                passed = True
+            else:
+                victims.append(key)
+            key = hotter[key]
+        if passed:
+            self.remove(victims)
+        else:
+            hotter[end] = key
+            self._colder[key] = end
+        self._renew_coldest(keep)
+        return victims
+
+    def remove(self, keys: Sequence[int]) -> None:
+        hotter, colder = self._hotter, self._colder
+        for key in keys:
+            above, below = hotter[key], colder[key]
+            hotter[below] = above
+            colder[above] = below
+
+    def _are_hottest(self, keys: Sequence[int]) -> bool:
+        """Say whether these lie at the hot end already, in this order: then there is nothing to move."""
+        colder = self._colder
+        hottest = colder[self._end]
+        for key in keys:
+            if key != hottest:
+                return False
+            hottest = colder[hottest]
+        return True
+
+    def _lie_together(self, keys: Sequence[int]) -> bool:
+        """Say whether these lie side by side, in this order: most do that one request stored or used."""
+        return list(map(self._colder.__getitem__, keys[:-1])) == [*keys[1:]]
+
+    def _move_hottest(self, first: int, last: int) -> None:
+        """Move all from `first` down to `last`, which is not the hottest, to the hot end."""
+        hotter, colder, end = self._hotter, self._colder, self._end
+        above, below = hotter[first], colder[last]
+        hotter[below], colder[above] = above, below
+        hottest = colder[end]
+        hotter[hottest], colder[last] = last, hottest
+        hotter[first], colder[end] = end, first
+
+    def _renew_coldest(self, keep: Callable[[int], int]) -> None:
+        """Renew what is kept at the cold end: or else every call would pass over it again."""
+        hotter, end = self._hotter, self._end
+        kept: list[int] = []
+        key = hotter[end]
+        while key != end and keep(key):
+            kept.append(key)
+            key = hotter[key]
+        if kept:
+            kept.reverse()
+            self.touch(kept)
+
+
+class KeyOrder(Generic[K]):
+    """A policy of keys that is told, and answers, in their numbers."""
+
+    def __init__(self, policy: Policy[K], keys: Sequence[K | None], number: Callable[[K], int | None]) -> None:
+        self._policy = policy
+        self._keys = keys
+        self._number = number
+
+    def insert(self, keys: Sequence[int], after: int | None = None, /) -> None:  # Keys know no place.
+        self._policy.insert(self._named(keys))
+
+    def insert_coldest(self, keys: Iterable[int], /) -> None:
+        self._policy.insert(self._named(keys))
+
+    def touch(self, keys: Sequence[int], /) -> None:
+        self._policy.touch(self._named(keys))
+
+    def rank(self, keys: Sequence[int], /) -> None:
+        self._policy.rank(self._named(keys))
+
+    def move(self, old: int, new: int, /) -> None:  # The key is the same.
+        self._policy.touch(self._named((new,)))
+
+    def remove(self, keys: Sequence[int], /) -> None:
+        self._policy.remove(self._named(keys))
+
+    def evict(self, count: int, keep: Callable[[int], int], incoming: Sequence[K] = (), /) -> list[int] | None:
+        number = self._number
+        victims = self._policy.evict(count, lambda key: keep(_known(number(key))) > 0, incoming)
+        return None if victims is None else [_known(number(key)) for key in victims]
+
+    def grow(self, capacity: int, /) -> None:
+        """See `NumberOrder`: a policy is told at its start how many keys there will be."""
+
+    def _named(self, numbers: Iterable[int]) -> list[K]:
+        keys = self._keys
+        return [key for number in numbers if (key := keys[number]) is not None]
+
+
+def _known(number: int | None) -> int:
+    assert number is not None, "a policy named a key that is not resident"
+    return number

@@ -1,0 +1,198 @@
+"""Outputs of commands: files that are refused before the work or are whole, standard output, bars, scratch folders."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from types import TracebackType
+from typing import BinaryIO, Self
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+
+from kvtier.errors import ConfigError, KVTierError
+
+STDOUT = "-"  # As the name of a file, in other programs, too.
+INTERRUPTED_WAIT_S = 0.1  # Enough for what a short run left; a part of the second in which Ctrl-C is to be obeyed.
+REMOVAL_WAIT_S = 60.0  # Two hundred thousand files take twenty seconds of a disk that has nothing else to do.
+
+SWEEPER = """
+import os, shutil, sys, time
+sys.stdin.buffer.read()
+for _ in range(20):  # A runner that outlives its owner for a moment may still write.
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    if not os.path.lexists(sys.argv[1]):
+        break
+    time.sleep(0.1)
+"""
+
+
+def check_outputs(json_path: str | None, plot_path: str | None) -> None:
+    """Raise `ConfigError` before any work if what `--json` and `--plot` ask for could not be written."""
+    if json_path not in (None, STDOUT):
+        check_writable("--json", json_path)
+    if plot_path is not None:
+        check_picture("--plot", plot_path)
+
+
+def check_writable(option: str, path: str | os.PathLike[str]) -> None:
+    """Raise `ConfigError`, naming the command's option, if `replacing` could not write there. Leaves nothing behind."""
+    if not os.fspath(path):
+        raise ConfigError(f"{option} '': expected the name of a file that can be written")
+    try:
+        if os.path.isdir(path):
+            raise IsADirectoryError(None, "it is a directory")
+        if not _is_special(path):
+            aside = _aside(path)
+            os.close(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+            os.unlink(aside)
+    except OSError as error:
+        raise ConfigError(
+            f"{option} {os.fspath(path)}: {error.strerror}; expected a file that can be written"
+        ) from error
+
+
+def check_picture(option: str, path: str) -> None:
+    """Raise `ConfigError`, naming the command's option, if no picture could be drawn there. Leaves nothing behind."""
+    check_writable(option, path)
+    try:
+        from matplotlib.figure import Figure  # An extra: most machines that serve have no use for pictures.
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{option} {path}: {error.name} is not installed; pip install 'kvtier[report]'") from error
+    known = Figure().canvas.get_supported_filetypes()
+    if picture_format(path) not in known:
+        raise ConfigError(f"{option} {path}: expected a name that ends in one of {', '.join(sorted(known))}")
+
+
+def picture_format(path: str) -> str:
+    """Return the format that a file's name asks for."""
+    return os.path.splitext(path)[1].removeprefix(".").lower()
+
+
+def write_json(path: str | None, value: object) -> Console:
+    """Write a value there, if anywhere, and return the console for tables: stderr, where stdout has the JSON."""
+    if path == STDOUT:
+        sys.stdout.flush()
+        sys.stdout.buffer.write(as_json(value))  # JSON is UTF-8, whatever the terminal takes.
+        sys.stdout.buffer.flush()  # Who cannot have it is told before the tables are shown.
+    elif path is not None:
+        with replacing(path) as file:
+            file.write(as_json(value))
+    return Console(stderr=path == STDOUT)
+
+
+def as_json(value: object) -> bytes:
+    """Return a value as indented JSON, which ends with a line's end."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
+
+
+def bar(*columns: ProgressColumn) -> Progress:
+    """Return a bar on stderr with these columns behind it, which goes away at its end. Where nobody watches is none."""
+    console = Console(stderr=True)
+    begin = TextColumn("{task.description}"), BarColumn()
+    return Progress(*begin, *columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Generator[BinaryIO, None, None]:
+    """Give a file to write that takes the place of `path` when the block ends; if it raises, `path` stays as it was.
+
+    A link stays one: what it leads to is replaced. What is no regular file (a pipe, `/dev/stdout`) is written directly.
+    """
+    if _is_special(path):
+        with _named(path), open(path, "wb") as file:
+            yield file
+        return
+    aside = _aside(path)
+    try:
+        with _named(path):
+            with open(aside, "wb") as file:
+                yield file
+            os.replace(aside, os.path.realpath(path))
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(aside)
+
+
+@contextmanager
+def _named(path: str | os.PathLike[str]) -> Generator[None]:
+    """Have what fails say which file it was: a write that fails does not, and a rename names what nobody knows."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename not in (None, _aside(path)):
+            raise
+        raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+
+
+def _is_special(path: str | os.PathLike[str]) -> bool:
+    return os.path.exists(path) and not os.path.isfile(path)
+
+
+def _aside(path: str | os.PathLike[str]) -> str:
+    """Return a name beside the file that is really meant, so that a rename can put it in place."""
+    folder, name = os.path.split(os.path.realpath(path))
+    return os.path.join(folder, f".{name}.{os.getpid()}.tmp")
+
+
+def check_directory(what: str, path: str) -> None:
+    """Raise `ConfigError` if there is no such directory: a mistyped path must not become one."""
+    if not os.path.isdir(path):
+        raise ConfigError(f"{what} {path!r}: no such directory; one that is there accepted")
+
+
+@contextmanager
+def temporary_directory() -> Generator[str]:
+    """Give a directory that is removed at the end: while one waits, or in the background if that takes long."""
+    console = Console(stderr=True)
+    with Scratch() as scratch:
+        yield scratch.path
+        with console.status(f"removing {scratch.path}"):
+            removed = scratch.remove(REMOVAL_WAIT_S)
+        if not removed:
+            console.print(f"{scratch.path} is being removed in the background", highlight=False, soft_wrap=True)
+
+
+class Scratch:
+    """A temporary directory that goes away however we end: by return, by Ctrl-C or by SIGKILL. Use it in a `with`.
+
+    A small process waits for the end of a pipe that only we hold, and then removes the directory. It also is what lets
+    an interrupted command end at once: a hundred thousand files take seconds to remove, and it goes on removing them.
+    """
+
+    def __init__(self, parent: str | None = None, prefix: str = "kvtier-replay-") -> None:
+        """Make the directory in `parent`; None: where temporary ones belong."""
+        self.path = tempfile.mkdtemp(prefix=prefix, dir=parent)
+        try:
+            self._sweeper = subprocess.Popen(  # noqa: S603  # Our own few lines, with one path for an argument.
+                [sys.executable, "-I", "-S", "-c", SWEEPER, self.path],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,  # A terminal's Ctrl-C is for us, not for it.
+            )
+        except BaseException:
+            os.rmdir(self.path)
+            raise
+
+    def remove(self, wait_s: float | None) -> bool:
+        """Have the directory removed; wait for it so long (None: until it is done) and say whether it is gone."""
+        assert self._sweeper.stdin is not None
+        self._sweeper.stdin.close()
+        try:
+            self._sweeper.wait(wait_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        refused = kind is not None and issubclass(kind, KVTierError)  # Then there is little to remove.
+        self.remove(None if kind is None or refused else INTERRUPTED_WAIT_S)
