@@ -1,4 +1,4 @@
-"""vLLM over kvtier, without a server: what the engine forgot comes back from memory, after a restart from disk.
+"""vLLM over kvtier, without a server: what the LLM engine forgot comes back from memory, after a restart from disk.
 
     python examples/vllm_offline.py [MODEL [DIRECTORY]]
 
@@ -24,7 +24,7 @@ PROMPTS, PROMPT_TOKENS, BLOCK_TOKENS, GPU_BLOCKS = 6, 1_000, 32, 48
 
 
 def start(model: str, directory: str) -> LLM:
-    """Start an engine with a small cache of its own, kvtier's memory behind it, and a directory behind that."""
+    """Start an LLM engine with a small cache of its own, kvtier's memory behind it, and a directory behind that."""
     return LLM(
         model=model,
         block_size=BLOCK_TOKENS,
@@ -60,7 +60,7 @@ def ask(engine: LLM, prompts: list[list[int]], what: str) -> list[tuple[int, ...
 
 
 def stop(engine: LLM) -> None:
-    """End an engine; what it has stored by then stays on disk."""
+    """End an LLM engine; what it has stored by then stays on disk."""
     engine.llm_engine.engine_core.shutdown()
     gc.collect()
 

@@ -44,7 +44,7 @@ Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class TierLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What one tier may take of time, memory and patience."""
+    """The limits of one tier: what it may take of time, memory and patience."""
 
     deadline_s: PositiveDuration = 30.0  # For a whole batch: 16 MiB at 1 MB/s take half of it. Later is a failure.
     load_bytes_in_flight: PositiveSize = 256 << 20  # A tenth of a second at 2.5 GB/s; more only adds latency.
@@ -58,7 +58,7 @@ class TierLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True)
 
 
 class EngineLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What kvtier may take of the primary, and how long it waits."""
+    """The limits of a kvtier engine: what it may take of the primary, and how long it waits."""
 
     cascade_share: Share = 0.5  # Of rows pinned by cascades; beyond it they are dropped, so slow tiers stop no store.
     lease_share: Share = 0.5  # Of rows leased to waiting requests; the rest can always be evicted for running ones.
@@ -164,7 +164,7 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def rows(self) -> int:
-        """How many rows the primary has: as many as fit."""
+        """The number of rows that the primary has: as many as fit."""
         return self.cpu_bytes_to_use // self.row_bytes
 
 
@@ -183,20 +183,23 @@ def tier_options(tier: TierConfig, where: str) -> msgspec.Struct:
     return decode(options, tier.options, where, siblings=common)
 
 
-def with_absolute_paths(config: EngineConfig) -> EngineConfig:
-    """Return the configuration with every tier's `Path` options made absolute, for runners that start later.
+def settled(config: EngineConfig) -> EngineConfig:
+    """Return the configuration with what tiers leave to others settled, for runners that start later.
 
-    Raises `ConfigError` for whatever `tier_options` refuses.
+    Their `Path` options are absolute, and where no `locality` is given, it is the backend's own. Raises `ConfigError`
+    for whatever `tier_options` refuses.
     """
     tiers = enumerate(config.secondary_tiers)
-    return replace(config, secondary_tiers=tuple(_with_absolute_paths(tier, index) for index, tier in tiers))
+    return replace(config, secondary_tiers=tuple(_settled(tier, index) for index, tier in tiers))
 
 
-def _with_absolute_paths(tier: TierConfig, index: int) -> TierConfig:
+def _settled(tier: TierConfig, index: int) -> TierConfig:
     options = tier_options(tier, f"secondary_tiers[{index}]")
     fields = struct_fields(type(options)).items()
     paths = {name: getattr(options, field.name) for name, field in fields if names_a_path(field.type)}
-    return replace(tier, options=tier.options | {name: paths[name] for name in tier.options.keys() & paths.keys()})
+    own = {name: path for name, path in paths.items() if name in tier.options}
+    locality = tier.locality or backend_class(tier.type).locality
+    return replace(tier, options=tier.options | own, locality=locality)
 
 
 def _parsed(name: str) -> object:

@@ -38,8 +38,10 @@ from kvtier.backend.keys import (
     of_one_group,
     read_folder,
 )
-from kvtier.backend.lending import Calls, Fit, Lanes, in_thread, in_threads
+from kvtier.backend.lending import Calls, Fit, Lanes, in_task, in_thread, in_threads, load_each_once, store_each_once
 from kvtier.backend.namespace import NAME_BYTES_MAX, Attention, FileMapper, Group, Namespace, refusal
+from kvtier.backend.seal import SEAL_BYTES, Seal, SealFault, SealOptions
+from kvtier.backend.staging import Slots, Staging
 from kvtier.backend.wrapper import Wrapper
 from kvtier.errors import (
     BackendClosed,
@@ -60,6 +62,7 @@ __all__ = [
     "NAME_BYTES_MAX",
     "NAMINGS",
     "OPTIONAL",
+    "SEAL_BYTES",
     "SEGMENTS_SUFFIX",
     "Abandoned",
     "Added",
@@ -107,8 +110,13 @@ __all__ = [
     "Read",
     "Removed",
     "ScanDone",
+    "Seal",
+    "SealFault",
+    "SealOptions",
     "Share",
     "Size",
+    "Slots",
+    "Staging",
     "State",
     "StoredFile",
     "TierContext",
@@ -118,11 +126,14 @@ __all__ = [
     "backend_class",
     "chunk_hash",
     "group_index",
+    "in_task",
     "in_thread",
     "in_threads",
     "known_types",
+    "load_each_once",
     "make_offload_key",
     "of_one_group",
     "read_folder",
     "refusal",
+    "store_each_once",
 ]

@@ -12,7 +12,18 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Protocol, Self, TypeGuard, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    ClassVar,
+    Generic,
+    Literal,
+    NamedTuple,
+    Protocol,
+    Self,
+    TypeGuard,
+    runtime_checkable,
+)
 
 import msgspec
 
@@ -37,11 +48,12 @@ ENTRY_POINT_GROUP = "kvtier.backends"
 _BUILT_IN = {
     "dummy": "kvtier_backends.dummy:DummyBackend",
     "fs": "kvtier_backends.fs:FsBackend",
+    "redis": "kvtier_backends.redis:RedisBackend",
 }
 
 
 class Durability(Enum):
-    """What a chunk survives once `store` has answered None for it; each level includes the ones before."""
+    """The events that a chunk survives once `store` has answered None for it; each level includes the ones before."""
 
     PROCESS = "process"  # Gone with the process.
     HOST = "host"  # Survives a killed process.
@@ -66,13 +78,13 @@ Outcome = ChunkError | None  # One chunk's; None: it moved.
 
 
 class Abandoned(NamedTuple):
-    """What a tier left behind when its closing deadline passed: calls whose lent buffers are still in use."""
+    """The calls that a tier left behind when its closing deadline passed: their lent buffers are still in use."""
 
     transfers: int
 
 
 class TierContext(NamedTuple):
-    """What kvtier tells a tier when it opens it."""
+    """The context in which kvtier opens a tier."""
 
     name: str  # As in metrics and messages, e.g. "0:fs".
     mapper: FileMapper  # Names every chunk; two namespaces never share a name.
@@ -108,8 +120,11 @@ class Backend(ABC, Generic[OptionsT]):
     """
 
     durability: Durability
-    """What a stored chunk survives, proved by tests. A class says what every tier of it promises; an open one may
+    """The durability of a stored chunk, proved by tests. A class says what every tier of it promises; an open one may
     promise more, as its options have it."""
+
+    locality: ClassVar[Literal["LOCAL", "REMOTE"] | None] = None
+    """Where its chunks are, for requests that choose their tiers; a tier's `locality` in a configuration goes first."""
 
     options_type: ClassVar[type[msgspec.Struct]]
     """The tier's own configuration fields: a frozen struct that forbids unknown fields, such as an `Options`."""
@@ -182,7 +197,7 @@ class Inventory(Protocol):
 
 
 class Occupancy(NamedTuple):
-    """How full a tier is."""
+    """A tier's occupancy."""
 
     chunks: int
     used_bytes: int

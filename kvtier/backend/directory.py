@@ -19,7 +19,7 @@ class Place(NamedTuple):
 
 
 class Kind(Enum):
-    """What a file is, by its name."""
+    """The kind of a file, by its name."""
 
     CHUNK = "chunk"
     TEMPORARY = "temporary"  # A store that is under way.
@@ -42,7 +42,7 @@ class StoredFile(NamedTuple):
 
 
 class State(Enum):
-    """What a chunk's bytes are found to be."""
+    """The state of a chunk's bytes."""
 
     WHOLE = "whole"
     CORRUPT = "corrupt"
@@ -52,7 +52,7 @@ class State(Enum):
 
 
 class Finding(NamedTuple):
-    """What came of looking at one chunk."""
+    """The finding about one chunk."""
 
     state: State
     fault: str = ""  # The kind of corruption, as the tier counts it, or why there was no reading it.

@@ -61,7 +61,7 @@ class Naming(NamedTuple):
 
 
 class ChunkFolder(NamedTuple):
-    """What the name of a folder of chunks says."""
+    """A folder of chunks, as its name tells."""
 
     folder: str  # `<model>_<12 hex of sha256>`
     rank: int

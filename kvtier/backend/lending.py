@@ -9,7 +9,7 @@ import asyncio
 import queue
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Generator, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from kvtier.backend.contract import Abandoned, Outcome, Read, Write
 from kvtier.backend.keys import GROUP_BYTES, OffloadKey
-from kvtier.errors import BackendClosed, ChunkMissing, NoSpace
+from kvtier.errors import BackendClosed, BackendUnavailable, ChunkMissing, NoSpace
 from kvtier.memory import start_thread
 
 P = ParamSpec("P")
@@ -56,6 +56,38 @@ async def in_threads(lanes: "Lanes", calls: Sequence[Callable[[], T]]) -> list[T
         finally:
             del cancelled
     return [jobs.pop(0).result() for _ in calls]
+
+
+async def in_task(call: Coroutine[Any, Any, T]) -> T:
+    """Run a client's coroutine to its end, and return what it returns, or raise what it raises.
+
+    For clients that are asynchronous themselves. What becomes of a lent buffer when their calls are cancelled is
+    theirs to say, and hardly one says it: a transport may go on reading into it. So the call itself is never cancelled.
+    Whoever waits for it comes back when it has ended, however often it is cancelled, and then raises `CancelledError`;
+    what the call returned is lost. Give the call a deadline of its own, after which it touches no buffer any more.
+    Raises `BackendUnavailable` if the client cancels its own call.
+    """
+    tasks = [asyncio.ensure_future(call)]
+    cancelled: asyncio.CancelledError | None = None
+    while not tasks[0].done():
+        try:
+            await asyncio.wait(tasks)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    task = tasks.pop()  # As above: what an error's traceback keeps must not keep the error.
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # Or asyncio would complain of one that nobody looked at.
+        try:
+            raise cancelled
+        finally:
+            del cancelled, task
+    if task.cancelled():
+        raise BackendUnavailable("the client has cancelled its own call")
+    try:
+        return task.result()
+    finally:
+        del task
 
 
 class Lanes(Executor):
@@ -221,7 +253,7 @@ Chunk = TypeVar("Chunk", Read, Write)
 
 
 class Calls:
-    """How many calls hold lent buffers. Belongs to one event loop. Tiers with `Lanes` count their calls there."""
+    """The calls that hold lent buffers, counted; of one event loop. Tiers with `Lanes` count their calls there."""
 
     def __init__(self, tier_name: str) -> None:
         self._tier_name = tier_name
@@ -254,7 +286,7 @@ class Calls:
 
 
 class Fit:
-    """What a tier can hold. Whatever does not fit is answered for by itself, and its siblings move without it.
+    """The limits of what a tier can hold. What does not fit is answered for by itself; its siblings move without it.
 
     A batch in which everything fits, as in every batch of kvtier's, is passed on as it is.
     """
@@ -317,3 +349,36 @@ class Fit:
             most = "" if self._key_bytes_max == sys.maxsize else f" to {self._key_bytes_max:,}"
             return f"{name}: a key of {len(key):,} bytes, {GROUP_BYTES}{most or ' or more'} accepted"
         return f"{name}: a buffer of {buffer.nbytes:,} bytes, rows of {self._row_bytes:,} accepted"
+
+
+async def load_each_once(
+    reads: Sequence[Read], call: Callable[[Sequence[Read]], Awaitable[Sequence[Outcome]]]
+) -> Sequence[Outcome]:
+    """Load each key of a batch once, and copy it for those that want it again; a batch without such keys as it is.
+
+    For services that take a key twice in a batch for one, and fill one of its buffers. A key that failed has failed in
+    all its places.
+    """
+    first = {read.key: place for place, read in reversed(list(enumerate(reads)))}
+    if len(first) == len(reads):
+        return await call(reads)
+    places = sorted(first.values())
+    outcomes = dict(zip(places, await call([reads[place] for place in places]), strict=True))
+    for place, (key, into) in enumerate(reads):
+        outcome = outcomes[first[key]]
+        if place not in outcomes and outcome is None:
+            into[:] = reads[first[key]].into
+        outcomes.setdefault(place, outcome)
+    return [outcomes[place] for place in range(len(reads))]
+
+
+async def store_each_once(
+    writes: Sequence[Write], call: Callable[[Sequence[Write]], Awaitable[Sequence[Outcome]]]
+) -> Sequence[Outcome]:
+    """Store each key of a batch once, from its last place, whose outcome all its places get."""
+    last = {write.key: place for place, write in enumerate(writes)}
+    if len(last) == len(writes):
+        return await call(writes)
+    places = sorted(last.values())
+    outcomes = dict(zip(places, await call([writes[place] for place in places]), strict=True))
+    return [outcomes[last[write.key]] for write in writes]

@@ -1,4 +1,4 @@
-"""Where chunks are named: the facts that give bytes their meaning, and the names that follow from them.
+"""Namespaces: the facts that give bytes their meaning, and the names of chunks that follow from them.
 
 Two models that share a tier never meet, because the facts are part of every name. Names are those of vLLM's own file
 tier (0.32: `vllm/v1/kv_offload/file_mapper.py` and `tiering/fs/manager.py`), to the byte, so that either reads what the
@@ -96,7 +96,7 @@ class FileMapper:
         self.namespace = namespace
         self.naming = naming
         self.why = refusal(namespace)
-        """Why parallel sizes stay apart, for a log; empty where they share."""
+        """The reason why parallel sizes stay apart, for a log; empty where they share."""
         self.parallel_agnostic = not self.why
         """Whether LLM engines of other parallel sizes use the same names."""
         fields = _fields(namespace, parallel_agnostic=self.parallel_agnostic)
@@ -112,7 +112,7 @@ class FileMapper:
         """32 bytes over everything known that decides what a chunk's bytes mean."""
         self._naming = NAMINGS[naming]
         self.chunks_folder = f"{self.folder}_r{rank}{self._naming.suffix}"
-        """Where the chunks are: the first part of every name."""
+        """The folder of the chunks: the first part of every name."""
         self._prefix = f"{self.chunks_folder}/"
         if (name_bytes := len(self.chunks_folder.encode())) > NAME_BYTES_MAX:
             raise ConfigError(

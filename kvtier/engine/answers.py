@@ -12,7 +12,7 @@ from kvtier.backend import OffloadKey
 
 
 class LookupResult(Enum):
-    """What a look-up says of one key."""
+    """A look-up's answer for one key."""
 
     MISS = "miss"  # Compute it.
     HIT = "hit"  # Ready in the primary, and kept there until the step ends.
@@ -26,7 +26,7 @@ HIT, HIT_PENDING, MISS, RETRY = LookupResult.HIT, LookupResult.HIT_PENDING, Look
 
 
 class StorePlan(NamedTuple):
-    """What `prepare_store` decided: write the chunk of `keys[i]` into row `rows[i]`."""
+    """The plan of a store: write the chunk of `keys[i]` into row `rows[i]`."""
 
     keys: list[OffloadKey]
     rows: list[int]

@@ -348,7 +348,7 @@ class Ledger:
                 for tier in tiers:
                     self.outbox.cascade((key,), tier, self._now)
 
-    # Finishing a request.
+    # A request's beginning and end.
 
     def wants_all(self, request: Request) -> bool:
         """Say whether a tier wants all of the request's chunks, those that are present already, too."""

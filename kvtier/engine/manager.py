@@ -1,4 +1,4 @@
-"""TieringOffloadingManager: the asyncio face of a kvtier engine.
+"""The asyncio face of a kvtier engine: `TieringOffloadingManager`.
 
 `put` waits for room and for the tiers' budgets, `fetch` for what is on its way, and both for a reset. Who waits for
 rows waits for whoever has them, and holds none itself that others wait for, except what it fetched already.
@@ -47,7 +47,7 @@ class TieringOffloadingManager:
     """
 
     step_manager: ClassVar[type[StepManager]] = StepManager
-    """What `open` makes the steps of; an audit overrides it."""
+    """The class of the steps that `open` makes; an audit overrides it."""
 
     def __init__(self, steps: StepManager, loop: asyncio.AbstractEventLoop) -> None:
         """Take over a kvtier engine whose runner is up; `open` makes both."""
@@ -73,9 +73,8 @@ class TieringOffloadingManager:
         """
 
         async def begin() -> Self:
-            loop = asyncio.get_running_loop()
             begun = cls._begun_inline if config.runner == "inline" else cls._begun
-            return cls(await begun(config, observer, loop), loop)
+            return cls(await begun(config, observer), asyncio.get_running_loop())
 
         return Opening(begin)
 
@@ -211,9 +210,8 @@ class TieringOffloadingManager:
     # How it begins and ends.
 
     @classmethod
-    async def _begun_inline(
-        cls, config: EngineConfig, observer: Observe | None, loop: asyncio.AbstractEventLoop
-    ) -> StepManager:
+    async def _begun_inline(cls, config: EngineConfig, observer: Observe | None) -> StepManager:
+        loop = asyncio.get_running_loop()
         config = checked(config)
         fill_standard_streams()
         if config.rows * config.row_bytes > ON_LOOP_BYTES_MAX:
@@ -228,9 +226,7 @@ class TieringOffloadingManager:
         return cls.step_manager(config, region, bridge, clock=loop.time, observer=observer)
 
     @classmethod
-    async def _begun(
-        cls, config: EngineConfig, observer: Observe | None, _loop: asyncio.AbstractEventLoop
-    ) -> StepManager:
+    async def _begun(cls, config: EngineConfig, observer: Observe | None) -> StepManager:
         """Start in a thread; a cancelled call waits for it, and leaves nothing of what it started."""
         started: list[StepManager] = []
         lanes = Lanes(1, "kvtier-start")

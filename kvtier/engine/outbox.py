@@ -25,7 +25,7 @@ _to_ask = attrgetter("to_ask")
 
 
 class Operation(Enum):
-    """What a transfer does; the values are the operations' names in metrics."""
+    """The operation that a transfer does; the values are the names in metrics."""
 
     PROMOTION = "load"
     CASCADE = "store"

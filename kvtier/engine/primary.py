@@ -15,7 +15,7 @@ from kvtier.policies import Policy, number_order
 
 
 class Rows(Protocol):
-    """What the traffic with tiers needs of rows: a primary's, or those that another manager picks and pins itself."""
+    """Rows as the traffic with tiers needs them: a primary's, or those that another manager picks and pins itself."""
 
     @property
     def ready(self) -> Mapping[OffloadKey, int]: ...

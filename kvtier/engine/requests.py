@@ -12,13 +12,13 @@ from kvtier.engine.primary import Primary, Rows
 from kvtier.engine.tier import TierMatcher, TierSpec
 
 Position = Callable[[OffloadKey], int | None]
-"""Where a key's chunk ends in its request's tokens; None if that is not known."""
+"""The place where a key's chunk ends in its request's tokens; None if that is not known."""
 
 PROMOTIONS_MAX = 2  # Of one key for one request: the second may follow an eviction; a third would be a loop.
 
 
 class Search:
-    """What a request looked for beyond the primary. Most find all they need there, or are new: these have none."""
+    """A request's search beyond the primary. Most find all they need there, or are new: these have none."""
 
     __slots__ = ("asked", "missed", "promotions", "sources")
 
@@ -206,7 +206,7 @@ class Leases:
 
 
 class StepHits:
-    """What each request found in this step, from its first hit to the step's end.
+    """A step's hits: what each request found, from its first hit to the step's end.
 
     Invariant: whenever room is made, the row of every key that was noted in this step is held, as long as it is ready.
     For that a request is in `_fresh` just as long as its `hits` are not empty, and in `_held` if its `held` are not.

@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from kvtier import __version__
 from kvtier.backend import OffloadKey
-from kvtier.config import EngineConfig, with_absolute_paths
+from kvtier.config import EngineConfig, settled
 from kvtier.engine.answers import HIT, Event, EventLog, LookupResult, StorePlan
 from kvtier.engine.inbox import Observe
 from kvtier.engine.ledger import Ledger, ledger_of, rows_of_share
@@ -221,6 +221,8 @@ class StepManager:
         if self._given_back is not None:
             self._given_back()
 
+    # Deletions, events, and the end of a step.
+
     def delete(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Forget keys here and in every tier; return those that have stayed, because something holds their rows.
 
@@ -267,12 +269,12 @@ class StepManager:
 
     @property
     def runners_lost(self) -> int:
-        """How many runners ended, or were killed, before they were closed."""
+        """The number of runners that ended, or were killed, before they were closed."""
         return self._metrics.runners_lost
 
     @property
     def events_dropped(self) -> int:
-        """How many events were lost because nobody took them."""
+        """The number of events that were lost because nobody took them."""
         return self._events.dropped
 
     # The whole.
@@ -337,6 +339,8 @@ class StepManager:
         self._bridge.forked()
         self.region.close()
 
+    # What comes back.
+
     def _receive(self) -> None:
         """Apply everything in the mailbox."""
         if self._forked:
@@ -356,6 +360,8 @@ class StepManager:
                 self._metrics.runners_lost += 1
         if not self._closed:  # What the closing cuts off alarms nobody.
             self._tier_log.look(now)
+
+    # The requests that are known.
 
     def _known(self, request_id: str) -> Request:
         """Return a request that has begun and not finished."""
@@ -395,6 +401,8 @@ class StepManager:
         if request.finished:  # Once more: for what it has used and leased since.
             self._finish(request)
 
+    # Rows that are still read, and rows that hang.
+
     def _keep(self, lent: Sequence[LentRow]) -> None:
         """Keep rows that something still reads out of use; every step looks whether it has gone."""
         self._ledger.keep([each.row for each in lent])
@@ -426,6 +434,8 @@ class StepManager:
                 self._observer(tier, operation, seconds)
             except Exception:  # The supervisor's edge: a bug in an observer costs no transfer its outcome.
                 logger.exception("the observer raised for a %s of tier %s", operation, tier)
+
+    # The end, of all or of what it holds.
 
     def _reset(self) -> bool:
         clean = not self._ledger.transfers.under_way
@@ -469,7 +479,7 @@ class Inside:
 
     @property
     def messages_received(self) -> int:
-        """How many messages were applied: who reports figures knows by it that some may have changed."""
+        """The number of messages that were applied: who reports figures knows by it that some may have changed."""
         return self._engine._messages_received
 
     def hits(self, request_id: str) -> list[OffloadKey]:
@@ -486,7 +496,7 @@ def checked(config: EngineConfig) -> EngineConfig:
     """Report every mistake that can be known before anything is allocated; settle what relative paths mean."""
     policy_class(config.eviction_policy)
     require_descriptors()
-    return with_absolute_paths(config)
+    return settled(config)
 
 
 def make_region(config: EngineConfig) -> Region:

@@ -17,7 +17,7 @@ _CAUSES = (
     " corrupt deadline lost no_space"
 )
 CAUSES = frozenset(_CAUSES.split())
-"""What failures are counted by; whatever else there is counts as `other`: a metric's label has few values."""
+"""The causes that failures are counted by; any other counts as `other`: a metric's label has few values."""
 
 TIER_AT_FAULT = frozenset({Code.FAILED, Code.UNAVAILABLE, Code.DEADLINE})
 NOT_TRIED = frozenset({Code.REFUSED, Code.LOST})  # Says nothing of the tier, nor of the chunk.
@@ -29,7 +29,7 @@ ANSWERS_MAX = 65_536  # Of each kind a tier: about 10 MB; older ones are asked a
 
 
 class TierSpec(NamedTuple):
-    """What the owner must know of a tier to decide for it."""
+    """A tier's facts that the owner must know to decide for it."""
 
     name: str
     store_chunks_max: int  # Queued or under way at once.
@@ -310,7 +310,7 @@ class Tier:
 
 
 class Residency:
-    """Which tiers are known to hold a key."""
+    """The residency of keys: which tiers are known to hold each."""
 
     def __init__(self) -> None:
         self.mask: dict[OffloadKey, int] = {}

@@ -34,7 +34,7 @@ class TierLog:
 
 
 class _Told:
-    """What the log has heard of one tier."""
+    """The log's memory of one tier: what it has told."""
 
     def __init__(self, tier: Tier) -> None:
         self._tier = tier

@@ -30,7 +30,7 @@ class Bridge(ABC):
     """The owner's end. All methods belong to the owner's thread; `mailbox` is filled from wherever the runner lives."""
 
     kind: ClassVar[str]
-    """Where the runner lives, as a configuration names it."""
+    """The runner's home, as a configuration names it."""
 
     def __init__(self) -> None:
         self.mailbox: deque[Message | LocalMessage] = deque()

@@ -1,4 +1,4 @@
-"""What crosses the bridge: actions to a runner, messages back. Plain data, packed.
+"""The messages that cross the bridge: actions to a runner, and what it says. Plain data, packed.
 
 Messages name an action by its id and its chunks by their index, never by key: the ledger knows what it asked for. Keys
 travel as one bytes object and rows as packed u32: a list of bytes objects takes fifteen times as long to decode.
@@ -54,7 +54,7 @@ def unpack_rows(packed: bytes) -> "array[int]":
 
 
 class Code(IntEnum):
-    """Why a chunk did not move, in one byte."""
+    """The reason why a chunk did not move, in one byte."""
 
     MISSING = 1
     CORRUPT = 2
@@ -207,7 +207,7 @@ class Scanned(_Message, frozen=True, tag="s"):
 
 
 class TierUsage(_Message, frozen=True, tag="u"):
-    """How full a tier is, sent about once a second while that changes."""
+    """A tier's occupancy, sent about once a second while that changes."""
 
     tier: int
     chunks: int

@@ -134,10 +134,6 @@ def _this_process() -> Generator[Sequence[int]]:
         os.close(fd)
 
 
-def _never_open(seconds: float) -> OpenFailed:
-    return OpenFailed(f"the runner does not open within {seconds:g} s: a tier blocks", config=False)
-
-
 class ProcessBridge(Bridge):
     """One runner's process at a time, counted by epoch."""
 
@@ -378,3 +374,7 @@ class ProcessBridge(Bridge):
             poller = select.poll()  # Not select.select, which takes no descriptor above 1,023.
             poller.register(self._wake, select.POLLIN)
             poller.poll(left * 1_000)
+
+
+def _never_open(seconds: float) -> OpenFailed:
+    return OpenFailed(f"the runner does not open within {seconds:g} s: a tier blocks", config=False)

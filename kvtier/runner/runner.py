@@ -87,7 +87,7 @@ class Runner:
 
     @property
     def under_way(self) -> int:
-        """How many actions have not ended."""
+        """The number of actions that have not ended."""
         return len(self._tasks)
 
     async def aclose(self, deadline_s: float) -> int:

@@ -69,13 +69,13 @@ UNDEFINED = b"\xdb"  # What fills a buffer whose chunk is made to fail.
 Scripted = FaultKind | Literal["none"]
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1)]
-"""How many of all, 0 to 1."""
+"""A share of all, 0 to 1."""
 
 Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # As far as it travels to another process.
 
 
 class Faults(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How often what goes wrong. With every rate at zero nothing does."""
+    """Rates of faults. With every rate at zero nothing goes wrong."""
 
     # Of calls.
     unavailable: Rate = 0.0  # Raise BackendUnavailable; the inner tier is not called.
@@ -104,7 +104,7 @@ class Fault(NamedTuple):
 
 
 class Throw(NamedTuple):
-    """What is to happen to one call, and to each of its chunks."""
+    """The faults of one call, and of each of its chunks."""
 
     of_call: frozenset[FaultKind]
     delay_s: float
@@ -168,7 +168,7 @@ class InnerTier(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Script(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What happens to the first calls of each operation, one after the other."""
+    """The faults of the first calls of each operation, one after the other."""
 
     probe: tuple[Scripted, ...] = ()
     load: tuple[Scripted, ...] = ()
@@ -216,9 +216,9 @@ class FaultyBackend(Wrapper[FaultyOptions]):
         """Take over an open tier, which is closed with this one. `dice` are thrown instead of new ones."""
         super().__init__(inner)
         self.met: Counter[FaultKind] = Counter()
-        """How many calls or chunks met each fault."""
+        """Counts of calls or chunks that met each fault."""
         self.hanging = 0
-        """How many calls hang now."""
+        """Count of calls that hang now."""
         self._dice = Dice(faults, seed) if dice is None else dice
         self._calls = Calls(f"faulty {type(inner).__name__}")
         self._gate = asyncio.Event()

@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer: an hour of sleeps takes no time, and a deadlock is an error.
+"""Virtual time: an event loop whose clock jumps to the next timer. An hour of sleeps takes no time, deadlocks raise.
 
 Nothing here waits: no selector, no thread and no signal wakes this loop, so what reaches for the real world is refused
 at the call that tried. Callbacks run in the order in which they became due, timers of one moment in the order in which
@@ -56,7 +56,7 @@ class NotVirtual(VirtualTimeError):
 
 
 class Deadlock(VirtualTimeError):
-    """What the loop waits for cannot happen: nothing is ready and no timer is set, or time no longer moves."""
+    """The loop waits for what cannot happen: nothing is ready and no timer is set, or time no longer moves."""
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

@@ -1,1 +1,1 @@
-"""Commands over a tier's directory: verify, du, ls, prune. Beside an engine that may be using it, or without one."""
+"""Tools for people: the command line, its replays, benchmarks, and commands over a tier's directory."""

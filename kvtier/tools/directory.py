@@ -28,7 +28,7 @@ COUNTED = {
     Kind.TEMPORARY: ("temporaries", "temporary_bytes"),
     Kind.LEFTOVER: ("leftovers", "leftover_bytes"),
 }
-"""What `du` counts of each kind: files, and what they take."""
+"""Names in `du` for the number of each kind's files, and for what they take."""
 
 DirectoryArgument = Annotated[str, typer.Argument(metavar="DIR", help="The directory that a tier has as its root.")]
 NamespaceOption = Annotated[
@@ -38,7 +38,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON to stdout i
 
 
 class LeftOut:
-    """What a command could not look at, or not remove: it goes on, and says so at its end."""
+    """Files that a command could not look at, or not remove: it goes on, and says so at its end."""
 
     def __init__(self) -> None:
         self.count = 0

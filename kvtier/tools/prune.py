@@ -27,7 +27,7 @@ T = TypeVar("T", int, float)
 
 
 class Rule(NamedTuple):
-    """What goes."""
+    """The chunks and leftovers that go."""
 
     unused_since_ns: int  # What was not used since then.
     corrupt: bool

@@ -120,7 +120,7 @@ def refused(type_name: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("type_name", ["dummy", "fs"])
+@pytest.mark.parametrize("type_name", ["dummy", "fs", "redis"])
 def test_a_built_in_type_is_known_and_whole(type_name: str) -> None:
     assert type_name in known_types()
     assert issubclass(backend_class(type_name), Backend)
@@ -134,7 +134,7 @@ def test_a_class_is_found_by_its_module_and_name() -> None:
 def test_a_distributions_type_is_found_by_its_entry_point(distribution: Install) -> None:
     distribution("kvtier-null", {"null": f"{HERE}:NullBackend"})
     assert backend_class("null") is NullBackend
-    assert {"null", "fs", "dummy"} <= set(known_types())
+    assert {"null", "fs", "dummy", "redis"} <= set(known_types())
     assert list(known_types()) == sorted(known_types())
 
 

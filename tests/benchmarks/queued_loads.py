@@ -72,7 +72,8 @@ class Loads:
         self._rows = [region.row(index) for index in range(count)]
         keys = [make_offload_key(index.to_bytes(32, "big")) for index in range(HELD * count)]
         self._places = {"together": keys[:count], "all over": sorted(random.Random(0).sample(keys, count))}
-        raw = stack.enter_context(RawFile(f"{root}/raw", self._rows, direct=True))
+        raw = RawFile(f"{root}/raw", self._rows, direct=True)
+        stack.callback(raw.close)
         self.sides.append(Side(RAW, lambda: raw.read(4)))
         for layout, places in (("files", ("together",)), ("segments", ("together", "all over"))):
             self._fill(layout, keys if "all over" in places else keys[:count])

@@ -493,6 +493,34 @@ class AbandonsThreads(InPlace):
             raise
 
 
+class AwaitsItsClient(InPlace):
+    """The mistake that `in_task` mends: a client's coroutine is cancelled, and its transport goes on with rows."""
+
+    breaks = AbandonsThreads.breaks
+
+    async def load(self, reads):
+        return await self.by_transport(self.load_one, reads)
+
+    async def store(self, writes):
+        return await self.by_transport(self.store_one, writes)
+
+    def store_one(self, key, row):
+        self.shelf[key] = bytearray(row)
+
+    async def by_transport(self, move, chunks):
+        """Do what clients do: the loop moves the bytes, and whoever waits for them may go away."""
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+
+        def arrived():
+            outcomes = [move(*chunk) for chunk in chunks]
+            if not ended.cancelled():
+                ended.set_result(outcomes)
+
+        loop.call_later(0.005, arrived)
+        return await ended
+
+
 class WaitsOnce(Tier):
     breaks = ("test_a_call_cancelled_again_and_again_still_waits",)
 

@@ -251,6 +251,21 @@ def test_slower_servers_make_later_first_tokens(trace: str, tmp_path: Path) -> N
     assert len(set(means)) == 3
 
 
+def test_a_study_says_how_many_chunks_a_limit_kept_from_a_tier_and_which_limit_to_raise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "engine.toml", tmp_path / "out.json"
+    path.write_text('cpu_bytes_to_use = "32GiB"\nchunk_bytes = "64MiB"\n[[secondary_tiers]]\ntype = "fs"\n')
+    assert run("replay", "--virtual-time", "--config", str(path), "--limit", "20", "--json", str(out)) == 0
+    told = report(out)
+    dropped = told["tiers"]["0:fs"]["dropped"]["budget"]
+    assert told["warnings"] == [
+        f"tier 0:fs: {dropped:,} chunks were never stored in it; secondary_tiers[0].limits.store_bytes_in_flight was "
+        "268,435,456: raise it"
+    ]
+    assert f"{dropped:,} chunks were never stored in it" in capsys.readouterr().out
+
+
 def test_in_virtual_time_an_fs_tier_is_only_modelled(trace: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     config = config_file(tmp_path, '[[secondary_tiers]]\ntype = "fs"\nroot = "/no/such/place"\nname = "disk"')

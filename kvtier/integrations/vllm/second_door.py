@@ -38,7 +38,7 @@ Chunk = tuple[OffloadKey, int]  # A key and its row.
 
 
 class Job:
-    """What vLLM's manager wants moved, sent in parts: the keys that moved, and how long it took."""
+    """A job of vLLM's manager, sent to the tier in parts: the keys that moved, and how long it took."""
 
     def __init__(self, job_id: int, operation: Operation, request: Request, wanted: int) -> None:
         """`wanted`: chunks that have to move for the job to be `whole`."""
@@ -53,15 +53,20 @@ class Job:
 
     @property
     def whole(self) -> bool:
+        """Whether all of it moved that had to."""
         return len(self.moved) == self._wanted
 
     def end(self) -> None:
+        """Note that nothing uses the job's rows any more."""
         if self.moved:
             self.seconds = time.monotonic() - self._begun
 
 
 class TierClient:
-    """Calls come from one thread at a time; none waits but `drain` and `close`."""
+    """One tier, and what vLLM's manager has it load and store.
+
+    Calls come from one thread at a time; none waits but `drain` and `close`.
+    """
 
     def __init__(
         self, bridge: Bridge, spec: TierSpec, *, action_chunks: int, observe: Observe, events: EventLog | None = None
@@ -322,7 +327,7 @@ class TierClient:
 
 
 class _VllmsRows:
-    """Rows that vLLM pins until their job is over: nothing is to be kept here."""
+    """The primary as the engine's parts see it: rows that vLLM pins until their job is over. Nothing is kept here."""
 
     ready: Mapping[OffloadKey, int] = {}
     filling: Mapping[OffloadKey, int] = {}

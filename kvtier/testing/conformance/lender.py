@@ -171,7 +171,7 @@ class Promises:
     """Length of every row that is lent: `TierContext.row_bytes` of the tier under test."""
 
     settle_s: ClassVar[float] = 0.02
-    """How long a test gives what should have ended to show that it has not."""
+    """Time that a test gives what should have ended to show that it has not."""
 
     @pytest.fixture
     def lender(self) -> Iterator[Lender]:

@@ -102,7 +102,7 @@ class InventoryConformance(Promises):
     """Needs no further fixture. What goes unasked, because room was needed, is `BoundedConformance`'s."""
 
     many_chunks: ClassVar[int] = INVENTORY_BATCH_KEYS + 1
-    """How many chunks are stored to see that a report comes in batches."""
+    """Number of chunks that are stored to see that a report comes in batches."""
 
     async def test_what_is_there_is_reported_before_the_scan_is_done(self, backend: Backend, lender: Lender) -> None:
         """Every chunk that is there at the start is `Added` before `ScanDone`, and nothing else is."""

@@ -11,7 +11,7 @@ Reopen = Callable[[], Awaitable[Backend]]
 
 
 class BackendConformance(WhatGoesInComesOut, Batches, Deleting, Concurrency, Cancellation, GoodManners, TheEnd):
-    """What every tier promises. Needs the fixture `backend`: an open tier with nothing in it."""
+    """The promises of every tier. Needs the fixture `backend`: an open tier with nothing in it."""
 
 
 class DurableBackendConformance(Promises):

@@ -1,4 +1,4 @@
-"""Whole engines in virtual time, under faults, from a seed: thousands of small stories, each with a strict reader.
+"""The simulation: whole engines in virtual time, under faults; thousands of small stories, each with a strict reader.
 
 A seed decides everything: the engine, its tiers, what fails, who uses it and how often it crashes. Tiers and policies
 written elsewhere can take the built-in ones' place. A seed that fails does so again, in the same way:

@@ -14,7 +14,7 @@ from kvtier.testing.simulation.witness import chunk_of
 
 
 class Habits(NamedTuple):
-    """What a program does, how often, and how long it takes."""
+    """A program's habits: what it does, how often, and how long it takes."""
 
     operations: int
     weights: tuple[int, int, int, int]  # Of put, fetch, delete, reset.

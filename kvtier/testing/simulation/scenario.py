@@ -1,4 +1,4 @@
-"""The scenario: what one seed decides: an engine, its tiers and their faults, who uses it, and how its lives end."""
+"""The scenario: all that a seed decides. An engine, its tiers and their faults, who uses it, and how its lives end."""
 
 import random
 from collections.abc import Sequence
@@ -16,11 +16,11 @@ DOCUMENT_CHUNKS_MAX = 9
 POLICIES = ("arc", "fifo", "lfu", "lru", "s3fifo")  # Listed here: what is installed beside kvtier changes no seed.
 
 Ending = Literal["crash", "close", "calm"]
-"""How a life ends: everything stops at once; the engine is closed in mid-use; everybody finishes, nothing fails."""
+"""The end of a life: everything stops at once; the engine is closed in mid-use; everybody finishes, nothing fails."""
 
 
 class Subject(NamedTuple):
-    """What is simulated beside the engine itself; None: drawn, of what kvtier has."""
+    """The tier and the policy to simulate; None: drawn, of what kvtier has."""
 
     tier: dict[str, Any] | None = None  # A tier's type and options, as in a configuration.
     policy: str | None = None

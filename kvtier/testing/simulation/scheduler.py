@@ -1,4 +1,4 @@
-"""The scheduler: a model of an LLM engine: requests wait, look up in every step, load, compute, store, decode and end.
+"""The scheduler: a model of an LLM engine. Requests wait, look up in every step, load, compute, store, decode and end.
 
 It keeps to the step protocol as an LLM engine's scheduler does: a request whose prefix is on its way stays in the
 queue and lets others pass; what a look-up does not find is computed, so many chunks a step for all requests together,
@@ -29,7 +29,7 @@ class Prompt(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """How fast the LLM engine is; seconds are of its loop."""
+    """The speed of the LLM engine; seconds are of its loop."""
 
     step_s: float = 0.02
     running_max: int = 16
@@ -40,7 +40,7 @@ class Pace(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What became of a prompt."""
+    """A prompt that was served."""
 
     id: str
     hits: int

@@ -35,7 +35,7 @@ CHUNK_UNIT_BYTES = 8
 
 
 class Truth(Enum):
-    """What a tier's own words make of a key."""
+    """A key's state by the tier's own words."""
 
     PRESENT = "present"  # It said that the chunk is stored, or loaded it.
     GONE = "gone"  # It said that it is not there, or that it was deleted.

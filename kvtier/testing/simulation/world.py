@@ -34,7 +34,7 @@ class SimulationFailed(KVTierError):
 
 
 class Verdict(NamedTuple):
-    """What one seed came to."""
+    """The outcome of one seed."""
 
     seed: int
     digest: str  # Of everything that was counted and of when it happened: the same seed, the same digest.
@@ -60,7 +60,7 @@ def simulate(seed: int, subject: Subject | None = None) -> Verdict:
 
 
 class Summary:
-    """What some seeds came to."""
+    """The outcome of some seeds."""
 
     def __init__(self) -> None:
         self.seeds = 0

@@ -1,1 +1,1 @@
-"""What this machine can do and what kvtier makes of it, measured in turn in one run; used by the command line alone."""
+"""Benchmarks: what this machine can do and what kvtier makes of it, measured in turn in one run."""

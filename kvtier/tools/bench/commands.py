@@ -34,6 +34,7 @@ from kvtier.tools.bench.raw import fio_path
 from kvtier.tools.commands import JsonOption, PlotOption, listed
 from kvtier.tools.outputs import Scratch, bar, check_outputs, write_json
 
+SizeOption = Annotated[str, typer.Option(help="Bytes that one measurement moves.")]
 RoundsOption = Annotated[
     int, typer.Option(min=ROUNDS_MIN, max=ROUNDS_MAX, help="Rounds, after a first one that is not counted.")
 ]
@@ -76,7 +77,7 @@ def fs(
     chunk_sizes: Annotated[
         str, typer.Option(help="Chunk sizes, with commas between them.")
     ] = "128KiB,512KiB,2MiB,8MiB",
-    size: Annotated[str, typer.Option(help="Bytes that one measurement moves.")] = "64MiB",
+    size: SizeOption = "64MiB",
     depths: Annotated[str, typer.Option(help="Threads each way, with commas between them.")] = "4",
     io: Annotated[
         str, typer.Option(help="direct, buffered, or both with a comma; auto: direct if it can be.")
@@ -95,7 +96,7 @@ def fs(
     Everything is written into a directory of its own in DIR, and removed at the end.
     """
     found = _chunk_sizes(chunk_sizes)
-    (size_bytes, *_) = sizes("--size", size, most=MOVED_BYTES_MAX)
+    size_bytes = sizes("--size", size, most=MOVED_BYTES_MAX)[0]
     counts = numbers("--depths", depths, least=1, most=DEPTH_MAX)
     kinds = LAYOUTS if layouts == "all" else names("--layouts", layouts, LAYOUTS)
     named = names("--namings", namings, ("vllm", "flat"))
@@ -124,7 +125,7 @@ def fs(
 
 def tiers(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="The engine, in TOML or JSON.")],
-    size: Annotated[str, typer.Option(help="Bytes that one measurement moves.")] = "64MiB",
+    size: SizeOption = "64MiB",
     rounds: RoundsOption = DEFAULT_ROUNDS,
     json_path: JsonOption = None,
     plot_path: PlotOption = None,
@@ -134,7 +135,7 @@ def tiers(
     An fs tier's chunks go into a directory of their own in its root, or where temporary ones belong; other tiers get
     keys that nobody else has. All of it is removed at the end.
     """
-    (size_bytes, *_) = sizes("--size", size, most=MOVED_BYTES_MAX)
+    size_bytes = sizes("--size", size, most=MOVED_BYTES_MAX)[0]
     engine = EngineConfig.load(config)
     if not engine.secondary_tiers:
         raise ConfigError(f"{config}: secondary_tiers: none given, at least one accepted: there is nothing to measure")

@@ -1,4 +1,4 @@
-"""Copies between an engine's KV caches and rows, from submission to the result, beside a memcpy of as many bytes.
+"""Copies between an LLM engine's KV caches and rows, from submission to the result, beside a memcpy of as many bytes.
 
 On the CPU it is CPU time that counts, of all threads: neighbours on a busy machine then do not. On a CUDA device it is
 time on the clock, the memcpy is of pinned memory, and a copy for each page is there to compare with. Each layer has an
@@ -61,7 +61,7 @@ class Case(NamedTuple):
 
 
 class Copies(NamedTuple):
-    """What a case does, each way, and what it is compared with."""
+    """The copies of a case, each way, and those that they are compared with."""
 
     store: Callable[[], None]
     load: Callable[[], None]

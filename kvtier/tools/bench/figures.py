@@ -34,7 +34,7 @@ Measure = Callable[[], float]
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """Where figures come from. Loads are the kernel's averages over 1, 5 and 15 minutes."""
+    """The machine that figures come from. Loads are the kernel's averages over 1, 5 and 15 minutes."""
 
     processor: str
     processors: int  # That this process may use.

@@ -52,7 +52,7 @@ OVERHEAD_BYTES = 12 << 10  # A footer, and the folders that nearly each file has
 
 
 class TierCase(NamedTuple):
-    """Which tier is measured."""
+    """A tier to measure."""
 
     layout: str
     naming: str
@@ -131,7 +131,7 @@ def _check(outcomes: Sequence[Outcome]) -> None:
 
 
 class Plan(NamedTuple):
-    """What is measured in which directory."""
+    """The cases to measure, and the directory for them."""
 
     directory: str
     cases: Sequence[TierCase]
@@ -236,7 +236,8 @@ class _ChunkSize:
 
     def _add_limits(self, io: str) -> None:
         direct = io == "direct"
-        raw = self._stack.enter_context(RawFile(f"{self._folder}/raw-{io}", self._targets, direct=direct))
+        raw = RawFile(f"{self._folder}/raw-{io}", self._targets, direct=direct)
+        self._stack.callback(raw.close)
         for depth in dict.fromkeys(depth for mode, depth, _ in self._plan.modes() if mode == io):
             self._add(f"read {io} {depth}", _mb_per_s(partial(raw.read, depth)))
             if self._plan.fio is not None:

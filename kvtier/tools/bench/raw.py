@@ -1,4 +1,4 @@
-"""What a disk gives to plain threads: preadv and pwritev of one file that was written before, and nothing else.
+"""The raw limit of a disk: preadv and pwritev of one file that was written before, by plain threads.
 
 No names, no metadata, no new blocks, no checksums: less work than this moves no chunk, so it is the limit of a tier on
 the same disk with as many threads. `NewFiles` is the limit of tiers that make a file for each chunk: the same writes,
@@ -14,17 +14,20 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
-from typing import Any, Literal, Self
+from functools import partial
+from typing import Any, Literal
 
 from kvtier.memory import PAGE_BYTES
 
 FOLDERS = 64
 FILL_BYTES = 8 << 20  # A call: large enough for any disk to be at its best.
+RUNTIME_S = 1.0  # A round of fio: what the others take.
+
+Way = Literal["read", "write"]
 
 
 class RawFile:
-    """One file of as many chunks as there are buffers, written once before anything is measured. Use it in a `with`."""
+    """One file of as many chunks as there are buffers, written once before anything is measured. `close` it."""
 
     def __init__(self, path: str, buffers: Sequence[memoryview], *, direct: bool) -> None:
         """Make the file; raises OSError, and then leaves none."""
@@ -41,24 +44,16 @@ class RawFile:
 
     def read(self, threads: int) -> float:
         """Read all chunks on so many threads; return the bytes a second."""
-        return self._rate(threads, self._read_some)
+        return self._rate(threads, partial(self._move, os.preadv))
 
     def write(self, threads: int, *, sync: bool) -> float:
         """Write all chunks likewise; with `sync`, each thread has its part on the device before it is done."""
-        return self._rate(threads, self._write_and_sync if sync else self._write_some)
+        return self._rate(threads, self._write_and_sync if sync else partial(self._move, os.pwritev))
 
     def close(self) -> None:
         """Remove the file."""
         os.close(self._fd)
         os.unlink(self._path)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _fill(self) -> None:
         size_bytes = len(self._buffers) * self._chunk_bytes
@@ -71,16 +66,12 @@ class RawFile:
     def _rate(self, threads: int, work: Callable[[Iterable[int]], None]) -> float:
         return len(self._buffers) * self._chunk_bytes / seconds_on(threads, len(self._buffers), work)
 
-    def _read_some(self, part: Iterable[int]) -> None:
+    def _move(self, call: Callable[[int, list[memoryview], int], int], part: Iterable[int]) -> None:
         for index in part:
-            _whole(os.preadv(self._fd, [self._buffers[index]], index * self._chunk_bytes), self._chunk_bytes)
-
-    def _write_some(self, part: Iterable[int]) -> None:
-        for index in part:
-            _whole(os.pwritev(self._fd, [self._buffers[index]], index * self._chunk_bytes), self._chunk_bytes)
+            _whole(call(self._fd, [self._buffers[index]], index * self._chunk_bytes), self._chunk_bytes)
 
     def _write_and_sync(self, part: Iterable[int]) -> None:
-        self._write_some(part)
+        self._move(os.pwritev, part)
         os.fdatasync(self._fd)
 
 
@@ -179,11 +170,6 @@ def takes_direct(directory: str) -> bool:
 def _whole(moved: int, expected: int) -> None:
     if moved != expected:
         raise OSError(None, f"{moved:,} bytes moved of {expected:,}")
-
-
-RUNTIME_S = 1.0  # A round: what the others take.
-
-Way = Literal["read", "write"]
 
 
 def fio_path() -> str | None:

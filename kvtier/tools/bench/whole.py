@@ -294,7 +294,7 @@ def _limits(
         options: Any = tier_options(tier, "secondary_tiers[]")
         direct = options.io != "buffered" and takes_direct(options.root)
         raw = RawFile(os.path.join(options.root, f".kvtier-raw-{os.getpid()}"), rows[: drive.chunks], direct=direct)
-        stack.enter_context(raw)
+        stack.callback(raw.close)
         sync = options.fsync
         return (
             lambda: raw.read(options.load_lanes) / 1e6,

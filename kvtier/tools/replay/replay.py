@@ -78,7 +78,7 @@ class ChunkSource:
 
 
 class TierTotals(NamedTuple):
-    """What one tier has done, in chunks."""
+    """One tier's totals, in chunks."""
 
     hits: int
     loaded: int
@@ -103,7 +103,7 @@ class Tally:
         self.requests = 0
         self.chunk_references = 0
         self.hits = 0
-        self.gpu_hits: int | None = None  # Of those, what the engine's own cache had; None: it has none.
+        self.gpu_hits: int | None = None  # Of those, what the LLM engine's own cache had; None: it has none.
         self.wrong_chunks = 0
         self.wrong_keys: list[OffloadKey] = []
         self.seconds = 0.0
@@ -130,7 +130,7 @@ class Tally:
         self.wrong_keys.extend(wrong[: WRONG_KEYS_MAX - len(self.wrong_keys)])
 
     def found_in_gpu(self, chunks: int) -> None:
-        """Count chunks that the engine's own cache had, which nobody looked up."""
+        """Count chunks that the LLM engine's own cache had, which nobody looked up."""
         assert self.gpu_hits is not None
         self.chunk_references += chunks
         self.hits += chunks
@@ -154,7 +154,7 @@ class Tally:
 
 
 def totals(stats: EngineStats) -> dict[str, TierTotals]:
-    """Return what every tier has done, the primary first: loaded are its rows that were read, by whoever asked."""
+    """Return every tier's totals, the primary first: loaded are its rows that were read, by whoever asked."""
     primary = stats.primary
     read = primary.hits + sum(tier.hits for tier in stats.tiers)
     found = {PRIMARY_NAME: TierTotals(primary.hits, read, primary.stores)}
@@ -164,7 +164,7 @@ def totals(stats: EngineStats) -> dict[str, TierTotals]:
 
 
 class Turn(NamedTuple):
-    """One open request's place in the order."""
+    """One open request's place in the claims."""
 
     number: int
     block_ids: Sequence[int]
@@ -172,7 +172,7 @@ class Turn(NamedTuple):
     ended: asyncio.Event
 
 
-class Order:
+class Claims:
     """Which open request computes which blocks: so open requests overlap, and find what they would find one by one.
 
     A request whose prefix an earlier open one is about to compute waits for that one; all others go on. Without it the
@@ -182,7 +182,7 @@ class Order:
     """
 
     def __init__(self) -> None:
-        self._claims: dict[int, Turn] = {}  # Block -> the request that computes it.
+        self._holders: dict[int, Turn] = {}  # Block -> the request that computes it.
         self._computed: set[int] = set()  # Blocks that some request has computed; a tier may have lost them since.
         self._admitted = 0
 
@@ -212,17 +212,17 @@ class Order:
 
     def _earlier(self, block: int, turn: Turn) -> Turn | None:
         # Only earlier ones: so nobody waits for one that waits for him.
-        holder = self._claims.get(block)
+        holder = self._holders.get(block)
         return holder if holder is not None and holder.number < turn.number else None
 
     def _claim(self, turn: Turn, block_ids: Sequence[int]) -> None:
         for block in block_ids:
-            if self._claims.setdefault(block, turn) is turn:
+            if self._holders.setdefault(block, turn) is turn:
                 turn.claimed.add(block)
 
     def _drop(self, turn: Turn, block_ids: Sequence[int]) -> None:
         for block in turn.claimed.intersection(block_ids):
-            del self._claims[block]
+            del self._holders[block]
             turn.claimed.discard(block)
 
 
@@ -353,33 +353,33 @@ class Replay:
         return self.tally
 
     async def _replay(self, client: Client, progress: Callable[[], None]) -> None:
-        order = Order()
+        claims = Claims()
         room = Budget(OPEN_BYTES_MAX, _open_chunks_max(client.manager))
         async with task_group() as group:
             for _ in range(self._concurrency):
-                group.create_task(self._work(client, order, room, progress))
+                group.create_task(self._work(client, claims, room, progress))
 
-    async def _work(self, client: Client, order: Order, room: Budget, progress: Callable[[], None]) -> None:
-        """Take the next request, serve it, and so on. What is taken is in the order at once: nothing waits between."""
+    async def _work(self, client: Client, claims: Claims, room: Budget, progress: Callable[[], None]) -> None:
+        """Take the next request, serve it, and so on. What is taken is claimed at once: nothing waits between."""
         for request in self._requests:
-            turn = order.admit(request.hash_ids)
+            turn = claims.admit(request.hash_ids)
             chunks = len(request.hash_ids)
             size_bytes = min(chunks * self._source.chunk_bytes, PUT_BYTES_MAX)
             await room.acquire(size_bytes, chunks)
             try:
-                await order.wait(turn)
-                await self._serve(client, order, turn)
+                await claims.wait(turn)
+                await self._serve(client, claims, turn)
             finally:
                 room.release(size_bytes, chunks)
-                order.leave(turn)
+                claims.leave(turn)
             self.tally.finished(client.manager.stats, client.seconds)
             progress()
 
-    async def _serve(self, client: Client, order: Order, turn: Turn) -> None:
+    async def _serve(self, client: Client, claims: Claims, turn: Turn) -> None:
         keys = list(map(self._source.key, turn.block_ids))
         with client.request() as request_id:
             hits = await client.fetch(keys, request_id)
-            order.looked_up(turn, hits)
+            claims.looked_up(turn, hits)
             await client.put(keys, hits, request_id)
 
 

@@ -44,7 +44,7 @@ STEPS_MAX = 1_000  # Of the bar: more would not be seen.
 
 
 class Options(NamedTuple):
-    """What was asked for."""
+    """The options of one replay."""
 
     requests: Trace | GeneratedTrace
     extent: Extent

@@ -28,7 +28,7 @@ class ModelPart(msgspec.Struct, frozen=True):
 
 
 class Quantiles(msgspec.Struct, frozen=True):
-    """How long something took, in seconds."""
+    """Quantiles of how long something took, in seconds."""
 
     p50: float
     p99: float

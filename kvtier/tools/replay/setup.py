@@ -1,11 +1,9 @@
-"""The engine that a replay runs, and in which directories its fs tiers keep their chunks.
+"""The engine of a replay, and the directories in which its fs tiers keep their chunks.
 
 A configuration that leaves an fs tier's `root` out gets a temporary one: so one file can serve every machine, and no
 replay writes where nobody asked it to.
 """
 
-import os
-from collections.abc import Mapping
 from shutil import disk_usage
 from typing import Any
 
@@ -72,7 +70,7 @@ def rooted(config: EngineConfig, directory: str, *, override: bool) -> EngineCon
     return replace(
         config,
         secondary_tiers=tuple(
-            _with(tier, {"root": directory if alone else os.path.join(directory, str(index))})
+            replace(tier, options={**tier.options, "root": directory if alone else f"{directory}/{index}"})
             if _is_fs(tier) and (override or "root" not in tier.options)
             else tier
             for index, tier in enumerate(tiers)
@@ -122,7 +120,3 @@ def chunk_bytes_on_disk(options: Any, row_bytes: int) -> int:
 
 def _is_fs(tier: TierConfig) -> bool:
     return tier.type == "fs"
-
-
-def _with(tier: TierConfig, options: Mapping[str, Any]) -> TierConfig:
-    return replace(tier, options={**tier.options, **options})

@@ -26,7 +26,7 @@ Simulation = Callable[[Iterable[Request], int], Iterator[int]]
 
 
 class Extent(NamedTuple):
-    """How much there is in a trace."""
+    """The extent of a trace."""
 
     requests: int
     block_references: int

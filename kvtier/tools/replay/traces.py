@@ -186,7 +186,7 @@ def _content(path: str) -> Iterator[bytes]:
 
 
 class _Decompressor(Protocol):
-    """What zlib's and zstandard's decompression objects have in common."""
+    """A decompression object, as zlib and zstandard have them."""
 
     @property
     def eof(self) -> bool: ...

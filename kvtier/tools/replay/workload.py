@@ -63,7 +63,7 @@ class Spread(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Dialogue(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """How one kind of session goes. Lengths are in tokens."""
+    """One kind of session. Lengths are in tokens."""
 
     system_prompts: Count
     system_prompt_zipf: NotNegative  # Popularity of the n-th most popular: proportional to n ** -zipf.
@@ -99,7 +99,7 @@ AGENTS = Dialogue(
 
 
 class Workload(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What to generate. The same workload is always the same requests."""
+    """A workload to generate. The same one is always the same requests."""
 
     requests: Count = 3_000
     seed: int = 0
@@ -170,7 +170,7 @@ def _gap_s(workload: Workload, source: random.Random) -> float:
 
 
 class _Kind:
-    """What sessions of one kind share: their dialogue, and system prompts by popularity."""
+    """Sessions of one kind: their dialogue, and system prompts by popularity."""
 
     def __init__(self, dialogue: Dialogue, workload: Workload, source: random.Random, ids: Iterator[int]) -> None:
         self.dialogue = dialogue

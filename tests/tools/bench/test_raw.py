@@ -5,6 +5,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterable
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def chunks(count: int) -> list[memoryview]:
 @pytest.mark.parametrize("threads", [1, 3, 16])
 def test_a_raw_file_gives_every_buffer_back_what_it_wrote(tmp_path: Path, threads: int) -> None:
     buffers = chunks(7)
-    with RawFile(str(tmp_path / "raw"), buffers, direct=takes_direct(str(tmp_path))) as raw:
+    with closing(RawFile(str(tmp_path / "raw"), buffers, direct=takes_direct(str(tmp_path)))) as raw:
         for number, buffer in enumerate(buffers):
             buffer[:] = bytes([number + 1]) * CHUNK_BYTES
         assert raw.write(threads, sync=True) > 0

@@ -3,14 +3,14 @@
 import asyncio
 from collections.abc import Sequence
 
-from kvtier.tools.replay.replay import Order, Turn
+from kvtier.tools.replay.replay import Claims, Turn
 
 
 class Watched:
     """An order whose requests run as tasks; says which have been let through."""
 
     def __init__(self) -> None:
-        self.order = Order()
+        self.order = Claims()
         self.through: list[str] = []
         self.turns: dict[str, Turn] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}

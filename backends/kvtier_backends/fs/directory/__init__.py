@@ -1,1 +1,1 @@
-"""A tier's directory, as the commands see it."""
+"""The directory of a tier, as commands see it."""

@@ -1,4 +1,4 @@
-"""The tier's directory as people's commands see it: every namespace in it, with nothing known but what lies there.
+"""The directory of a tier as people's commands see it: every namespace in it, with nothing known but what lies there.
 
 An engine may be using it. A chunk is published by a rename, and a file of 0.1.0 that is overwritten has lost its name
 before: so what is wrong with an open file counts only if its name is still its own, and only then is it removed.

@@ -1,0 +1,233 @@
+"""A tier on Redis or Valkey, the asynchronous shell: it says which server has what, and lanes talk to them."""
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Self
+
+from kvtier.backend import (
+    SEAL_BYTES,
+    Abandoned,
+    Backend,
+    BackendUnavailable,
+    Calls,
+    ConfigError,
+    Durability,
+    Fit,
+    Lanes,
+    OffloadKey,
+    Outcome,
+    Read,
+    Seal,
+    TierContext,
+    TransferFailed,
+    Write,
+    in_thread,
+    in_threads,
+    load_each_once,
+    store_each_once,
+)
+from kvtier_backends.redis.counters import RedisCounters
+from kvtier_backends.redis.options import RedisOptions
+from kvtier_backends.redis.server import Away, Login, Server, check
+from kvtier_backends.redis.topology import Topology, make_topology
+from kvtier_backends.redis.work import Loads, Questions, Stores, Work, exchange
+
+ASK_LANES = 2  # For what is small: it never queues behind rows.
+VALUE_BYTES_MAX = 512 << 20  # As servers are shipped (proto-max-bulk-len).
+PART_BYTES_MIN = 4 << 20  # Of what one lane moves of a call: less is over before another thread has begun.
+REDIRECTS_MAX = 3  # Of one chunk: a cluster whose slots move answers after one or two.
+FINGERPRINT_CHARACTERS = 8  # In names: rows of other layouts have other names.
+
+
+class RedisBackend(Backend[RedisOptions]):
+    """Chunks as values of a server's, sealed."""
+
+    durability = Durability.HOST  # Our process may end. What a server's end costs is the server's configuration.
+    locality = "REMOTE"
+    options_type = RedisOptions
+
+    @classmethod
+    async def open(cls, options: RedisOptions, context: TierContext) -> Self:
+        """Find the servers, and try on each what the tier will ask of it. One that answers is enough."""
+        if context.row_bytes + SEAL_BYTES > VALUE_BYTES_MAX:
+            raise ConfigError(
+                f"chunk_bytes: rows of {context.row_bytes:,} bytes, at most {VALUE_BYTES_MAX - SEAL_BYTES:,} "
+                "accepted: no value may be longer"
+            )
+        lanes = Lanes(ASK_LANES, f"kvtier-{context.name}-ask")
+        try:
+            topology, seal = await in_thread(lanes, _prepared, options, context)
+            return cls(options, context, topology, seal, lanes)
+        except BaseException:
+            lanes.shutdown(wait=False)
+            raise
+
+    def __init__(
+        self, options: RedisOptions, context: TierContext, topology: Topology, seal: Seal, ask_lanes: Lanes
+    ) -> None:
+        """Use `open` instead."""
+        self._name = context.name
+        self._options = options
+        self._mapper = context.mapper
+        self._prefix = f"{options.prefix}{context.mapper.fingerprint.hex()[:FINGERPRINT_CHARACTERS]}/"
+        self._topology = topology
+        self._seal = seal
+        self._window = max(1, options.window_bytes // seal.sealed_bytes)
+        self._part_chunks = max(1, PART_BYTES_MIN // seal.sealed_bytes)
+        self._fit = Fit(context.row_bytes)
+        self._counters = RedisCounters()
+        self._ask_lanes = ask_lanes
+        self._load_lanes = Lanes(options.load_lanes, f"kvtier-{context.name}-load")
+        self._store_lanes = Lanes(options.store_lanes, f"kvtier-{context.name}-store")
+        self._calls = Calls(context.name)
+
+    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        with self._calls.one():
+            return await self._fit.probe(keys, self._probe)
+
+    async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+        with self._calls.one():
+            return await self._fit.load(reads, partial(load_each_once, call=self._load))
+
+    async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+        with self._calls.one():
+            return await self._fit.store(writes, partial(store_each_once, call=self._store))
+
+    async def delete(self, keys: Sequence[OffloadKey]) -> None:
+        """Raises `BackendUnavailable` if a server that has some of the keys is away."""
+        with self._calls.one():
+            lost = (await self._ask(b"UNLINK", self._names(self._fit.keys(keys)))).unreachable
+        if lost:
+            raise BackendUnavailable(f"{self._name}: {next(iter(lost.values()))}")
+
+    async def aclose(self, deadline_s: float) -> Abandoned:
+        """Calls that are not over by then fail at once: their connections are closed."""
+        ends_at = time.monotonic() + deadline_s
+        await self._calls.close(deadline_s)  # First: a call may need lanes more than once.
+        every = (self._load_lanes, self._store_lanes, self._ask_lanes)
+        left = sum(await asyncio.gather(*(lanes.aclose(max(0.0, ends_at - time.monotonic())) for lanes in every)))
+        self._topology.close()
+        return Abandoned(left)
+
+    def counts(self) -> dict[str, int]:
+        """See `Counted`."""
+        return self._counters.totals()
+
+    def description(self) -> dict[str, str]:
+        """See `Described`."""
+        options = self._options
+        about = {"servers": ", ".join(map(str, options.addresses())), "seal": options.seal}
+        if options.topology != "servers":
+            about["topology"] = options.topology
+        if options.tls:
+            about["tls"] = "yes"
+        return about
+
+    def _names(self, keys: Sequence[OffloadKey]) -> list[bytes]:
+        name, prefix = self._mapper.name, self._prefix
+        return [(prefix + name(key)).encode() for key in keys]
+
+    async def _probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        work = await self._ask(b"EXISTS", self._names(keys))
+        self._refuse_if_away(work)
+        return [work.answers.get(index, False) for index in range(len(keys))]
+
+    async def _load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+        names = self._names([read.key for read in reads])
+        work = Loads(names, reads, self._seal, self._window, self._counters)
+        await self._move(work, self._load_lanes, self._part_chunks)
+        if work.corrupt:
+            await self._ask(b"UNLINK", [names[index] for index in work.corrupt])
+        return self._outcomes(work, [read.key for read in reads])
+
+    async def _store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+        keys = [write.key for write in writes]
+        work = Stores(self._names(keys), writes, self._seal, self._window, self._options.ttl_s, self._counters)
+        await self._move(work, self._store_lanes, self._part_chunks)
+        return self._outcomes(work, keys)
+
+    async def _ask(self, command: bytes, names: Sequence[bytes]) -> Questions:
+        work = Questions(command, names, self._counters)
+        await self._move(work, self._ask_lanes, len(names))
+        return work
+
+    def _outcomes(self, work: Work[Outcome], keys: Sequence[OffloadKey]) -> list[Outcome]:
+        self._refuse_if_away(work)
+        away = {index: TransferFailed(f"{keys[index].hex()}: {why}") for index, why in work.unreachable.items()}
+        return [away[index] if index in away else work.answers[index] for index in range(len(keys))]
+
+    def _refuse_if_away(self, work: Work[Any]) -> None:
+        if work.unreachable and len(work.unreachable) == len(work.names):
+            raise BackendUnavailable(f"{self._name}: {work.unreachable[0]}")
+
+    async def _move(self, work: Work[Any], lanes: Lanes, part_chunks: int) -> None:
+        """Have every name answered for: by its server, or by another that it sends us to."""
+        if self._topology.stale:
+            await in_thread(self._ask_lanes, self._topology.renew)
+        owners = self._topology.server_of
+        await self._exchange(work, lanes, part_chunks, {index: owners(name) for index, name in enumerate(work.names)})
+        for _ in range(REDIRECTS_MAX):
+            if not work.redirects or not self._topology.cluster:
+                break
+            redirects, work.redirects = work.redirects, {}
+            self._counters.count("redirected", len(redirects))
+            for asking in (False, True):
+                some = {index: to.address for index, to in redirects.items() if to.asking == asking}
+                servers = {index: self._topology.at(address) for index, address in some.items()}
+                await self._exchange(work, lanes, part_chunks, servers, asking=asking)
+        self._give_up(work)
+
+    def _give_up(self, work: Work[Any]) -> None:
+        remedy = "" if self._topology.cluster else "; topology = 'cluster' is accepted with a cluster"
+        for index, to in work.redirects.items():
+            work.unreachable[index] = f"its slot has moved to {to.address}{remedy}"
+        self._topology.stale = self._topology.stale or work.stale or bool(work.unreachable)
+
+    async def _exchange(
+        self, work: Work[Any], lanes: Lanes, part_chunks: int, servers: dict[int, Server], *, asking: bool = False
+    ) -> None:
+        indices: defaultdict[Server, list[int]] = defaultdict(list)
+        for index, server in servers.items():
+            indices[server].append(index)
+        calls: list[Callable[[], None]] = [
+            partial(exchange, server, work, part, self._options.timeout_s, asking=asking)
+            for server, some in indices.items()
+            for part in _parts(some, lanes.count, part_chunks)
+        ]
+        await in_threads(lanes, calls)
+
+
+def _prepared(options: RedisOptions, context: TierContext) -> tuple[Topology, Seal]:
+    """Blocks. Raises `ConfigError` for what is to be mended, and `BackendUnavailable` if no server answers."""
+    topology = make_topology(options, Login(options))
+    try:
+        topology.refresh()
+        _check_servers(topology, options)
+        return topology, options.make_seal(context.mapper.fingerprint, context.row_bytes)
+    except Away as error:
+        topology.close()
+        raise BackendUnavailable(f"{context.name}: {error}") from error
+    except BaseException:
+        topology.close()
+        raise
+
+
+def _check_servers(topology: Topology, options: RedisOptions) -> None:
+    reasons: list[str] = []
+    for server in topology.known():
+        try:
+            check(server, options.prefix.encode(), cluster=topology.cluster, timeout_s=options.timeout_s)
+        except Away as error:
+            reasons.append(str(error))
+    if len(reasons) == len(topology.known()):
+        raise Away("; ".join(reasons))
+
+
+def _parts(indices: list[int], count: int, least: int) -> list[list[int]]:
+    """Divide among at most `count`, evenly, so that nobody has fewer than `least`, but for the only one."""
+    parts = max(1, min(count, len(indices) // max(1, least)))
+    size = -(-len(indices) // parts)
+    return [indices[start : start + size] for start in range(0, len(indices), size)]

@@ -1,0 +1,172 @@
+"""A Redis tier's options: where servers are, who is asking, and how much is asked at once."""
+
+import os
+import ssl
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+
+from kvtier.backend import SealOptions
+from kvtier.errors import ConfigError
+from kvtier.settings import Age, Index, Path, PositiveDuration, PositiveSize
+
+PORT, SENTINEL_PORT = 6_379, 26_379
+PORT_MAX = (1 << 16) - 1
+LANES_MAX = 64  # A server is one core: more threads only queue there.
+PREFIX_BYTES_MAX = 128
+
+Text = Annotated[str, msgspec.Meta(min_length=1)]
+Lanes = Annotated[int, msgspec.Meta(ge=1, le=LANES_MAX)]
+Prefix = Annotated[str, msgspec.Meta(max_length=PREFIX_BYTES_MAX, pattern=r"^[!-~]*$")]
+
+
+class Address(NamedTuple):
+    """Where a server listens: a host and its port, or a path and the port 0."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        if not self.port:
+            return f"unix:{self.host}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+class RedisOptions(SealOptions, frozen=True, kw_only=True):
+    """Servers and how they are used. How much they hold, and what goes for room, is the servers' own configuration."""
+
+    servers: Annotated[tuple[Text, ...], msgspec.Meta(min_length=1)] = ("127.0.0.1:6379",)
+    """`host:port` or `unix:/path`. With several, each chunk's name says whose it is: all engines give the same list."""
+
+    topology: Literal["servers", "sentinel", "cluster"] = "servers"
+    """`sentinel`: `servers` are sentinels, who say where the primary is. `cluster`: some of a cluster's nodes."""
+
+    sentinel_primary: Text | None = None
+    """Name under which the sentinels watch the primary."""
+
+    sentinel_login: bool = False
+    """Whether the sentinels want user and password, too: the same."""
+
+    username: Text | None = None
+    """User of an access list; nothing: the server's default user."""
+
+    password_file: Path | None = None
+    """File whose first line is the password."""
+
+    password_env: Text | None = None
+    """Name of an environment variable that holds the password, instead of a file."""
+
+    db: Index = 0
+    """Number of the database; a cluster has only the first."""
+
+    tls: bool = False
+    """Whether connections are encrypted, and the servers' certificates checked."""
+
+    tls_ca_file: Path | None = None
+    """Certificates of those who may have signed the servers'; nothing: the system's."""
+
+    tls_cert_file: Path | None = None
+    """Our own certificate, where servers ask for one."""
+
+    tls_key_file: Path | None = None
+    """Its key; nothing: it is in the certificate's file."""
+
+    prefix: Prefix = "kvtier/"
+    """What every name begins with, so that others can use the servers, too."""
+
+    ttl_s: Age | None = None
+    """Chunks go so long after they were stored; nothing: when the servers need room."""
+
+    load_lanes: Lanes = 4
+    """Threads that load, each with a connection of its own."""
+
+    store_lanes: Lanes = 4
+    """Threads that store: others than those that load, so that a load never queues behind stores."""
+
+    window_bytes: PositiveSize = 8 << 20
+    """What a connection has asked for before the first of it is there; the server holds as much for it."""
+
+    timeout_s: PositiveDuration = 5.0
+    """For all that one call asks of one server: later is a failure, and rows are free again."""
+
+    connect_timeout_s: PositiveDuration = 1.0
+    """For a connection to be made."""
+
+    retry_s: PositiveDuration = 1.0
+    """How long a server that could not be reached is not tried again."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be had together."""
+        super().__post_init__()
+        addresses = self.addresses()
+        if len(set(addresses)) < len(addresses):
+            raise ConfigError("servers: the same one is given twice")
+        if self.password_file is not None and self.password_env is not None:
+            raise ConfigError("password_env: given beside password_file, one of them accepted")
+        if self.username is not None and self.password_file is None and self.password_env is None:
+            raise ConfigError("username: given without a password, which password_file or password_env has")
+        self._check_topology(addresses)
+        self._check_tls()
+
+    def _check_topology(self, addresses: "tuple[Address, ...]") -> None:
+        if (self.topology == "sentinel") != (self.sentinel_primary is not None):
+            raise ConfigError("sentinel_primary: goes with topology = 'sentinel', which needs it")
+        if self.sentinel_login and self.topology != "sentinel":
+            raise ConfigError("sentinel_login: goes with topology = 'sentinel'")
+        if self.topology != "servers" and not all(address.port for address in addresses):
+            raise ConfigError(f"servers: a path given, 'host:port' accepted with topology = {self.topology!r}")
+        if self.topology == "cluster" and self.db:
+            raise ConfigError(f"db: {self.db} given, 0 accepted with topology = 'cluster'")
+
+    def _check_tls(self) -> None:
+        given = [name for name in ("tls_ca_file", "tls_cert_file", "tls_key_file") if getattr(self, name) is not None]
+        if given and not self.tls:
+            raise ConfigError(f"{given[0]}: no use without tls = true")
+        if self.tls_key_file is not None and self.tls_cert_file is None:
+            raise ConfigError("tls_key_file: given without tls_cert_file")
+
+    def addresses(self) -> tuple[Address, ...]:
+        """Return where `servers` are."""
+        port = SENTINEL_PORT if self.topology == "sentinel" else PORT
+        return tuple(_address(text, f"servers[{index}]", port) for index, text in enumerate(self.servers))
+
+    def password(self) -> str | None:
+        """Read the password: not for the loop. Raises `ConfigError`."""
+        if self.password_env is not None:
+            if (text := os.environ.get(self.password_env)) is None:
+                raise ConfigError(f"password_env: the environment has no variable {self.password_env!r}")
+            return text
+        if self.password_file is None:
+            return None
+        try:
+            with open(self.password_file, encoding="utf-8") as file:
+                return file.readline().rstrip("\r\n")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"password_file: {self.password_file} cannot be read: {error}") from error
+
+    def tls_context(self) -> ssl.SSLContext | None:
+        """Read what TLS needs: not for the loop. Raises `ConfigError`."""
+        if not self.tls:
+            return None
+        try:
+            context = ssl.create_default_context(cafile=self.tls_ca_file)
+            if self.tls_cert_file is not None:
+                context.load_cert_chain(self.tls_cert_file, self.tls_key_file)
+        except OSError as error:  # Of which ssl.SSLError is one.
+            raise ConfigError(f"tls_ca_file, tls_cert_file or tls_key_file cannot be used: {error}") from error
+        return context
+
+
+def _address(text: str, where: str, port: int) -> Address:
+    if text.startswith("unix:/"):
+        return Address(text.removeprefix("unix:"), 0)
+    if "@" in text or "//" in text:
+        raise ConfigError(
+            f"{where}: a URL given, 'host:port' accepted: user, password and TLS have options of their own"
+        )
+    host, colon, number = text.rpartition(":")
+    if not colon or text.endswith("]") or (text.count(":") > 1 and not text.startswith("[")):
+        host, number = text, str(port)
+    if not number.isdecimal() or not 1 <= int(number) <= PORT_MAX:
+        raise ConfigError(f"{where}: {text!r} given, 'host:port' or 'unix:/path' accepted")
+    return Address(host.strip("[]"), int(number))

@@ -1,0 +1,209 @@
+"""One server: who we are to it, its idle connections, and whether it is away."""
+
+import ssl
+import threading
+import time
+
+from kvtier.errors import ConfigError
+from kvtier_backends.redis.link import Link, Lost, Refused, connect, request
+from kvtier_backends.redis.options import Address, RedisOptions
+
+NOT_LET_IN = frozenset({"NOAUTH", "WRONGPASS", "NOPERM"})
+
+
+class Away(Exception):
+    """The server cannot be used now; nothing was sent."""
+
+
+class NotLetIn(Away):
+    """The server refuses us: its passwords or access lists, or our options, have to be mended."""
+
+
+class Login:
+    """What a connection begins with: a user, a database and TLS, read once. Making it blocks."""
+
+    def __init__(self, options: RedisOptions) -> None:
+        """Read password and certificates; raises `ConfigError`."""
+        self.username = options.username
+        self.password = options.password()
+        self.tls: ssl.SSLContext | None = options.tls_context()
+        self._requests = [request(*words) for words in self._greeting(options.db)]
+
+    def _greeting(self, db: int) -> list[tuple[bytes, ...]]:
+        names = [name.encode() for name in (self.username, self.password) if name is not None]
+        greeting: list[tuple[bytes, ...]] = [(b"AUTH", *names)] if self.password is not None else []
+        if db:
+            greeting.append((b"SELECT", b"%d" % db))
+        return [*greeting, (b"PING",)]  # Of a server that loads its data, or has too many clients, now and not later.
+
+    def greet(self, link: Link) -> None:
+        """Log in, and hear whether the server answers. Raises `Lost` and `Refused`."""
+        link.send([b"".join(self._requests)])
+        refusals: list[Refused] = []
+        for _ in self._requests:
+            try:
+                link.head()
+            except Refused as refusal:
+                refusals.append(refusal)
+        if refusals:  # The first explains the others.
+            raise refusals[0]
+
+
+class Server:
+    """Connections to one address. For any thread.
+
+    A server that does not answer is away for a while: nobody waits for it meanwhile, and then one thread tries.
+    """
+
+    def __init__(self, address: Address, login: Login, options: RedisOptions) -> None:
+        """Connect to nothing yet."""
+        self.address = address
+        self._login = login
+        self._connect_timeout_s = options.connect_timeout_s
+        self._retry_s = options.retry_s
+        self._lock = threading.Lock()
+        self._idle: list[Link] = []
+        self._lent: set[Link] = set()
+        self._closed = False
+        self._away_until = 0.0
+        self._why = ""
+
+    def borrow(self, ends_at: float) -> tuple[Link, bool]:
+        """Return a connection, and whether it was made just now. Raises `Away`."""
+        with self._lock:
+            self._check_usable()
+            link = self._idle.pop() if self._idle else None
+            if link is not None:
+                self._lent.add(link)
+            elif self._why:
+                self._away_until = time.monotonic() + self._connect_timeout_s  # This thread tries; others do not wait.
+        if link is not None:
+            link.ends_at = ends_at
+            return link, False
+        link = self._opened(min(ends_at, time.monotonic() + self._connect_timeout_s))
+        link.ends_at = ends_at
+        return link, True
+
+    def give_back(self, link: Link) -> None:
+        """Keep a connection on which nothing is under way."""
+        with self._lock:
+            self._lent.discard(link)
+            if not self._closed:
+                self._idle.append(link)
+                return
+        link.close()
+
+    def drop(self, link: Link, why: str = "", *, late: bool = False) -> None:
+        """Close a connection, and those that are idle: the server has ended it, and probably them, too.
+
+        `late`: it has not answered, and is away.
+        """
+        with self._lock:
+            self._lent.discard(link)
+            idle, self._idle = self._idle, []
+            if late:
+                self._note_away(why)
+        for one in (link, *idle):
+            one.close()
+
+    def close(self) -> int:
+        """Refuse to lend, close what is idle, and have calls that are under way fail; say how many these are."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            for link in self._lent:
+                link.interrupt()
+            lent = len(self._lent)
+        for link in idle:
+            link.close()
+        return lent
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise Away(f"{self.address}: closed")
+        if time.monotonic() < self._away_until:
+            raise Away(f"{self.address}: {self._why}")
+
+    def _opened(self, ends_at: float) -> Link:
+        try:
+            link = connect(self.address, self._login.tls, ends_at)
+        except ssl.SSLCertVerificationError as error:
+            raise self._away(NotLetIn(f"{self.address}: its certificate is refused: {error.verify_message}")) from None
+        except OSError as error:
+            raise self._away(Away(f"{self.address}: {error.strerror or error}")) from None
+        with self._lock:
+            self._lent.add(link)
+        link.ends_at = ends_at
+        try:
+            self._login.greet(link)
+        except (Lost, Refused) as error:
+            self.drop(link)
+            kind = NotLetIn if isinstance(error, Refused) and _mends(error) else Away
+            raise self._away(kind(f"{self.address}: {error}")) from None
+        with self._lock:
+            self._away_until, self._why = 0.0, ""
+        return link
+
+    def _away(self, error: Away) -> Away:
+        with self._lock:
+            self._note_away(str(error).partition(": ")[2])
+        return error
+
+    def _note_away(self, why: str) -> None:
+        self._away_until, self._why = time.monotonic() + self._retry_s, why
+
+
+def _mends(refusal: Refused) -> bool:
+    """Say whether what was refused is for the user to mend, and not for time."""
+    words = str(refusal)
+    return refusal.kind in NOT_LET_IN or "DB index" in words or "AUTH" in words or "password" in words
+
+
+def check(server: Server, prefix: bytes, *, cluster: bool, timeout_s: float) -> None:
+    """Try every request that the tier makes, on one small value. Raises `Away`; `ConfigError` for what is to mend."""
+    name = prefix + b"opened"
+    try:
+        link, _ = server.borrow(time.monotonic() + timeout_s)
+    except NotLetIn as error:
+        raise ConfigError(f"servers: {error}") from error
+    try:
+        for words in (
+            (b"CLUSTER", b"KEYSLOT", name),
+            (b"EXISTS", name),
+            (b"SET", name, b"", b"PX", b"1000"),
+            (b"GET", name),
+            (b"UNLINK", name),
+        ):
+            _check_request(link, words, str(server.address), cluster=cluster)
+    except Lost as error:
+        server.drop(link)
+        raise Away(f"{server.address}: {error}") from None
+    except BaseException:
+        server.drop(link)
+        raise
+    server.give_back(link)
+
+
+def _check_request(link: Link, words: tuple[bytes, ...], where: str, *, cluster: bool) -> None:
+    link.send([request(*words)])
+    try:
+        head = link.head()
+        if head == b"$0":
+            link.fill([])
+        if words[0] == b"CLUSTER" and not cluster:
+            raise ConfigError(f"topology: {where} is one of a cluster: topology = 'cluster' is accepted with it")
+    except Refused as refusal:
+        _judge(refusal, words, where, cluster=cluster)
+
+
+def _judge(refusal: Refused, words: tuple[bytes, ...], where: str, *, cluster: bool) -> None:
+    command = words[0].decode()
+    if command == "CLUSTER":
+        if cluster and "support disabled" in str(refusal):
+            raise ConfigError(f"topology: {where} is no part of a cluster: topology = 'servers' is accepted with it")
+    elif refusal.kind in NOT_LET_IN:
+        raise ConfigError(f"username: {where} does not allow {command}: {refusal}")
+    elif "unknown command" in str(refusal):
+        raise ConfigError(f"servers: {where} keeps no values (a sentinel?): {refusal}")
+    elif refusal.kind not in ("MOVED", "ASK", "OOM", "WRONGTYPE"):
+        raise Away(f"{where}: {refusal}")

@@ -1,0 +1,282 @@
+"""What one call asks of servers: a request for each chunk, and what its reply means for it.
+
+Requests are sent ahead of their replies, as far as the window goes. Each chunk's answer is noted when its reply has
+been read, so a connection that is lost costs what it had not answered yet, and that is asked again on another.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar
+
+from kvtier.backend import (
+    ChunkMissing,
+    NoSpace,
+    OffloadKey,
+    Outcome,
+    Read,
+    Seal,
+    SealFault,
+    TransferFailed,
+    Write,
+)
+from kvtier_backends.redis.counters import RedisCounters
+from kvtier_backends.redis.link import Buffer, Link, Lost, Refused, request
+from kvtier_backends.redis.options import Address
+from kvtier_backends.redis.server import Away, Server
+
+ASKED_MAX = 1_024  # Small requests on the way at once: their replies fit what a socket holds.
+SKIPPED_BYTES_MAX = 16 << 20  # Of a value that is too long: beyond it a new connection costs less than reading it.
+OF_ONE_CHUNK = frozenset({"OOM", "WRONGTYPE", "ERR"})
+NOT_THE_ONE = frozenset({"READONLY", "MASTERDOWN", "CLUSTERDOWN", "MOVED", "NOAUTH"})
+
+ASKING = request(b"ASKING")
+
+A = TypeVar("A")
+
+
+class Redirect(NamedTuple):
+    """Another server has a chunk: for good, or for this once (`asking`)."""
+
+    address: Address
+    asking: bool
+
+
+class Work(ABC, Generic[A]):
+    """One call's chunks by their places in the batch; each place is one thread's at a time."""
+
+    has_rows = False
+    """Whether requests have rows in them, which are not to be copied."""
+
+    window = ASKED_MAX
+    """How many requests may be on their way at once on one connection."""
+
+    @property
+    def gulp(self) -> int:
+        """How many are sent at once."""
+        return max(1, self.window // 2)
+
+    def __init__(self, names: Sequence[bytes], counters: RedisCounters) -> None:
+        """Ask for these names."""
+        self.names = names
+        self.counters = counters
+        self.answers: dict[int, A] = {}
+        self.unreachable: dict[int, str] = {}
+        """Why a place has no answer: its server is away."""
+        self.redirects: dict[int, Redirect] = {}
+        self.stale = False
+        """Whether a server has said that it is not, or no longer, the right one."""
+
+    @abstractmethod
+    def ask(self, link: Link, index: int, turn: int) -> list[Buffer]:
+        """Return a place's request, one of a `gulp`; `turn` counts these from 0."""
+
+    @abstractmethod
+    def read(self, link: Link, index: int) -> A:
+        """Read a place's reply. Raises `Refused` for an error; `Lost` if it cannot be read."""
+
+    @abstractmethod
+    def refused(self, index: int, refusal: Refused) -> A:
+        """Return what an error that is this chunk's alone means for it."""
+
+    def done(self, index: int) -> bool:
+        """Say whether there is nothing to be asked any more for this place, of this server."""
+        return index in self.answers or index in self.unreachable or index in self.redirects
+
+    def fail(self, indices: Sequence[int], why: str) -> None:
+        """Note that a server did not answer for these places."""
+        for index in indices:
+            self.unreachable[index] = why
+
+    def hear(self, link: Link, index: int, *, asking: bool) -> None:
+        """Read a place's reply, and note what it says. Raises `Lost`."""
+        try:
+            if asking:
+                link.head()
+            self.answers[index] = self.read(link, index)
+        except Refused as refusal:
+            self._note(link, index, refusal)
+
+    def _note(self, link: Link, index: int, refusal: Refused) -> None:
+        kind = refusal.kind
+        self.stale = self.stale or kind in NOT_THE_ONE
+        if kind in ("MOVED", "ASK"):
+            self.redirects[index] = Redirect(_target(refusal, link.address), asking=kind == "ASK")
+        elif kind in OF_ONE_CHUNK:
+            self.answers[index] = self.refused(index, refusal)
+        else:
+            self.counters.count("refused")
+            self.unreachable[index] = f"{link.address}: {refusal}"
+
+
+class Loads(Work[Outcome]):
+    """Chunks into rows, each checked by its seal."""
+
+    def __init__(
+        self, names: Sequence[bytes], reads: Sequence[Read], seal: Seal, window: int, counters: RedisCounters
+    ) -> None:
+        super().__init__(names, counters)
+        self.window = window
+        self.corrupt: list[int] = []
+        """Places whose values are of no use to anybody."""
+        self._reads = reads
+        self._seal = seal
+
+    def ask(self, link: Link, index: int, turn: int) -> list[Buffer]:  # noqa: ARG002
+        return [request(b"GET", self.names[index])]
+
+    def read(self, link: Link, index: int) -> Outcome:
+        key, row = self._reads[index]
+        head = link.head()
+        if head == b"$-1":
+            return ChunkMissing(key.hex())
+        length = bulk_bytes(head)
+        if length != self._seal.sealed_bytes:
+            outcome = self._faulty(index, key, SealFault.LENGTH)
+            if length > SKIPPED_BYTES_MAX:
+                self.answers[index] = outcome
+                raise Lost(f"a value of {length:,} bytes")
+            link.skip(length)
+            return outcome
+        beside = beside_of(link, self._seal, 1, 0)
+        link.fill(self._seal.places(row, beside))
+        fault = self._seal.open(key, row, beside)
+        return None if fault is None else self._faulty(index, key, fault)
+
+    def refused(self, index: int, refusal: Refused) -> Outcome:
+        key = self._reads[index].key
+        if refusal.kind == "WRONGTYPE":
+            return self._faulty(index, key, SealFault.FOREIGN)
+        return TransferFailed(f"{key.hex()}: {refusal}")
+
+    def _faulty(self, index: int, key: OffloadKey, fault: SealFault) -> Outcome:
+        self.counters.count(f"{'corrupt' if fault.corrupt else 'sealed'}_{fault}")
+        if fault.corrupt:
+            self.corrupt.append(index)
+        return fault.outcome(key)
+
+
+class Stores(Work[Outcome]):
+    """Rows and their seals, each as one value."""
+
+    has_rows = True
+
+    def __init__(
+        self,
+        names: Sequence[bytes],
+        writes: Sequence[Write],
+        seal: Seal,
+        window: int,
+        ttl_s: float | None,
+        counters: RedisCounters,
+    ) -> None:
+        super().__init__(names, counters)
+        self.window = window
+        self._writes = writes
+        self._seal = seal
+        self._head = b"*3\r\n" if ttl_s is None else b"*5\r\n"
+        milliseconds = b"" if ttl_s is None else b"%d" % max(1, round(ttl_s * 1_000))
+        self._tail = b"\r\n" if ttl_s is None else b"\r\n$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(milliseconds), milliseconds)
+
+    def ask(self, link: Link, index: int, turn: int) -> list[Buffer]:
+        key, row = self._writes[index]
+        name = self.names[index]
+        head = b"%b$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (self._head, len(name), name, self._seal.sealed_bytes)
+        beside = beside_of(link, self._seal, self.gulp, turn)
+        return [head, *self._seal.close(key, row, beside), self._tail]
+
+    def read(self, link: Link, index: int) -> Outcome:  # noqa: ARG002
+        if (head := link.head()) != b"+OK":
+            raise Lost(f"the server answers {head[:32]!r} to SET")
+        return None
+
+    def refused(self, index: int, refusal: Refused) -> Outcome:
+        key = self._writes[index].key
+        if refusal.kind == "OOM":
+            self.counters.count("no_room")
+            return NoSpace(f"{key.hex()}: {refusal}")
+        return TransferFailed(f"{key.hex()}: {refusal}")
+
+
+class Questions(Work[bool]):
+    """Whether names are there (EXISTS), or were until now (UNLINK)."""
+
+    def __init__(self, command: bytes, names: Sequence[bytes], counters: RedisCounters) -> None:
+        super().__init__(names, counters)
+        self._command = command
+
+    def ask(self, link: Link, index: int, turn: int) -> list[Buffer]:  # noqa: ARG002
+        name = self.names[index]
+        return [b"*2\r\n$6\r\n%b\r\n$%d\r\n%b\r\n" % (self._command, len(name), name)]
+
+    def read(self, link: Link, index: int) -> bool:  # noqa: ARG002
+        head = link.head()
+        if head[:1] != b":":
+            raise Lost(f"the server answers {head[:32]!r} to {self._command.decode()}")
+        return head != b":0"
+
+    def refused(self, index: int, refusal: Refused) -> bool:  # noqa: ARG002
+        return False
+
+
+def exchange(server: Server, work: Work[A], indices: Sequence[int], timeout_s: float, *, asking: bool = False) -> None:
+    """Have one server answer for these places, or note that it does not. In a lane; over after `timeout_s`.
+
+    A connection that is lost is replaced once, and again for as long as each of them gets somewhere: an idle one may
+    have been closed long ago, and a value that is too long is left behind with its connection.
+    """
+    ends_at = time.monotonic() + timeout_s
+    left = list(indices)
+    while left:
+        try:
+            link, fresh = server.borrow(ends_at)
+        except Away as error:
+            work.counters.count("unreachable", len(left))
+            return work.fail(left, str(error))
+        try:
+            _converse(link, work, left, asking=asking)
+        except Lost as error:
+            work.counters.count("connections_lost")
+            server.drop(link, str(error), late=error.late)
+            before, left = left, [index for index in left if not work.done(index)]
+            if error.late or (fresh and len(left) == len(before)):
+                return work.fail(left, f"{server.address}: {error}")
+        except BaseException:
+            server.drop(link)
+            raise
+        else:
+            return (server.drop if work.stale else server.give_back)(link)
+    return None
+
+
+def _converse(link: Link, work: Work[A], indices: Sequence[int], *, asking: bool) -> None:
+    """Send requests half a window at a time, and read their replies in order."""
+    sent = 0
+    for heard, index in enumerate(indices):
+        while sent < len(indices) and sent - heard <= work.window - work.gulp:
+            some = indices[sent : sent + work.gulp]
+            requests = [work.ask(link, place, turn) for turn, place in enumerate(some)]
+            parts = [part for parts in requests for part in ((ASKING, *parts) if asking else parts)]
+            link.send(parts if work.has_rows else [b"".join(parts)])
+            sent += len(some)
+        work.hear(link, index, asking=asking)
+
+
+def bulk_bytes(head: bytes) -> int:
+    """Return how many bytes follow a bulk reply's head; raises `Lost` if it is none."""
+    if head[:1] != b"$" or not head[1:].isdigit():
+        raise Lost(f"the server answers {head[:32]!r} where a value was asked for")
+    return int(head[1:])
+
+
+def beside_of(link: Link, seal: Seal, count: int, turn: int) -> memoryview:
+    """Return one of `count` buffers for a seal's calls; they are the link's, and the same each time."""
+    if len(link.memory) < seal.beside_bytes * count:
+        link.memory = bytearray(seal.beside_bytes * count)
+    return memoryview(link.memory)[seal.beside_bytes * turn : seal.beside_bytes * (turn + 1)]
+
+
+def _target(refusal: Refused, asked: Address) -> Address:
+    """Return where an error of a cluster's sends us; without a host, another port of the same one."""
+    host, _, port = str(refusal).split(" ")[-1].rpartition(":")
+    return Address(host or asked.host, int(port)) if port.isdecimal() else asked

@@ -1,0 +1,86 @@
+"""The seal that hides rows: AES-256 in Galois/counter mode (NIST SP 800-38D). Needs the extra `kvtier[seal]`.
+
+A nonce must never come twice under one key, and random ones of 12 bytes might, after weeks of a busy fleet. So each
+tier that is opened seals with a key of its own, derived from the secret and 16 random bytes, and its nonces are numbers
+in order. The seal and the whole key of the chunk are authenticated beside the row.
+"""
+
+import itertools
+import os
+from collections.abc import Sequence
+from functools import lru_cache
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from kvtier.backend.keys import OffloadKey
+from kvtier.backend.seal import (
+    KEY_ID_BYTES,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    SALT_BYTES,
+    SEAL_BYTES,
+    SECRET_BYTES,
+    SUM_BYTES,
+    Given,
+    Seal,
+    SealFault,
+)
+
+CIPHERS_MAX = 1_024  # Writers whose derived keys are remembered, at some hundred bytes each.
+
+
+class AESSeal(Seal):
+    """Ciphertext, its tag right behind it."""
+
+    kind_number = 2
+
+    def __init__(self, fingerprint: bytes, row_bytes: int, secrets: Sequence[bytes]) -> None:
+        """Seal with the first of the secrets, each of 32 bytes; open what any of them has sealed."""
+        super().__init__(fingerprint, row_bytes, row_bytes + SEAL_BYTES)
+        self._secrets = {_key_id(secret): secret for secret in secrets}
+        self._key_id = _key_id(secrets[0])
+        self._salt = os.urandom(SALT_BYTES)
+        self._numbers = itertools.count()
+        self._cipher = lru_cache(CIPHERS_MAX)(self._make_cipher)
+
+    def close(self, key: OffloadKey, row: memoryview, beside: memoryview) -> list[memoryview]:
+        seal = beside[self.row_bytes :]
+        nonce = next(self._numbers).to_bytes(NONCE_BYTES, "little")
+        self.write(key, seal, Given(b"", self._key_id, self._salt, nonce))
+        cipher = self._cipher(self._key_id, self._salt)
+        cipher.encrypt_into(nonce, row, _authenticated(seal, key), beside[: self.row_bytes + PROOF_BYTES])
+        self.sum_up(seal)
+        return [beside]
+
+    def places(self, row: memoryview, beside: memoryview) -> list[memoryview]:  # noqa: ARG002
+        return [beside]
+
+    def open(self, key: OffloadKey, row: memoryview, beside: memoryview) -> SealFault | None:
+        seal = beside[self.row_bytes :]
+        given = self.read(key, seal)
+        if isinstance(given, SealFault):
+            return given
+        if given.key_id not in self._secrets:
+            return SealFault.KEY
+        ciphertext = beside[: self.row_bytes + PROOF_BYTES]
+        try:
+            self._cipher(given.key_id, given.salt).decrypt_into(given.nonce, ciphertext, _authenticated(seal, key), row)
+        except InvalidTag:
+            return SealFault.PAYLOAD
+        return None
+
+    def _make_cipher(self, key_id: bytes, salt: bytes) -> AESGCM:
+        derived = HKDF(SHA256(), SECRET_BYTES, salt, b"kvtier seal: key").derive(self._secrets[key_id])
+        return AESGCM(derived)
+
+
+def _authenticated(seal: memoryview, key: OffloadKey) -> bytes:
+    return bytes(seal[PROOF_BYTES:-SUM_BYTES]) + key
+
+
+def _key_id(secret: bytes) -> bytes:
+    """Name a secret, so that nobody has to number them; it tells nothing of the secret."""
+    return HKDF(SHA256(), KEY_ID_BYTES, None, b"kvtier seal: key id").derive(secret)

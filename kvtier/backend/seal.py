@@ -1,0 +1,248 @@
+"""The seal: 128 bytes behind a row that left the host, so that nothing else can be taken for the chunk.
+
+Two kinds. `xxh3` finds what was damaged, mixed up or written by somebody else; whoever can write there can still forge
+it. `aes-256-gcm` also keeps the row secret, and nobody without the key can forge it; it needs the extra `kvtier[seal]`.
+
+Little-endian: proof 16, magic 8, version u16, kind u8, zero u8, row length u64, namespace fingerprint 32, XXH3-128 of
+the key 16, key id 8, salt 16, nonce 12, XXH3-64 of all bytes before it 8. The proof is the row's XXH3-128, or the
+GCM tag, right behind the ciphertext so that both are one buffer. Magic, version and the last sum keep their places
+in every version. Checksums have seed 0 (https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md).
+"""
+
+import base64
+import binascii
+import importlib
+import os
+import struct
+from abc import ABC, abstractmethod
+from enum import StrEnum
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
+from xxhash import xxh3_64_intdigest, xxh3_128_digest
+
+from kvtier.backend.contract import Options
+from kvtier.backend.keys import OffloadKey
+from kvtier.errors import ChunkCorrupt, ChunkError, ChunkMissing, ConfigError
+from kvtier.settings import Path
+
+SEAL_BYTES = 128
+SECRET_BYTES = 32
+SECRETS_BYTES_MAX = 64 << 10  # A thousand keys; a file that is longer is another file.
+
+MAGIC = b"\x89kvseal\n"  # Not text, and damaged by whatever rewrites line ends.
+VERSION = 1
+
+_LAYOUT = struct.Struct("<16s8sHBxQ32s16s8s16s12s")
+_SUM = struct.Struct("<Q")
+PROOF_BYTES, SALT_BYTES, NONCE_BYTES, KEY_ID_BYTES = 16, 16, 12, 8
+SUM_BYTES = _SUM.size
+assert _LAYOUT.size + SUM_BYTES == SEAL_BYTES
+
+SealKind = Literal["xxh3", "aes-256-gcm"]
+VariableName = Annotated[str, msgspec.Meta(min_length=1)]
+
+
+class SealFault(StrEnum):
+    """How what a tier holds can be something else than the chunk, as it is counted and shown."""
+
+    LENGTH = "length"  # Not a row and a seal long.
+    FOREIGN = "foreign"  # No seal of ours.
+    SEAL = "seal"  # A seal of ours, damaged.
+    SWAPPED = "swapped"  # Another key's chunk.
+    NAMESPACE = "namespace"  # The key's chunk of another model, layout or row length.
+    PAYLOAD = "payload"  # The bytes are not those that were stored.
+    VERSION = "version"  # A seal that this version does not know: not corrupt, and left alone.
+    KIND = "kind"  # Sealed otherwise than this tier is told to: left alone.
+    KEY = "key"  # Sealed with a key that this tier was not given: left alone.
+
+    @property
+    def corrupt(self) -> bool:
+        """Whether the value is of no use to anybody, and may be deleted."""
+        return self not in (SealFault.VERSION, SealFault.KIND, SealFault.KEY)
+
+    def outcome(self, key: OffloadKey) -> ChunkError:
+        """Return the outcome of a load that met it."""
+        return (ChunkCorrupt if self.corrupt else ChunkMissing)(f"{key.hex()}: {_WORDS[self]}")
+
+
+_WORDS = {
+    SealFault.LENGTH: "what is stored is not as long as a row and its seal",
+    SealFault.FOREIGN: "what is stored has no seal of kvtier's",
+    SealFault.SEAL: "the seal is damaged",
+    SealFault.SWAPPED: "what is stored is another key's chunk",
+    SealFault.NAMESPACE: "what is stored belongs to another model, layout or length of rows",
+    SealFault.PAYLOAD: "the bytes are not those that were sealed",
+    SealFault.VERSION: "sealed by a version of kvtier that this one does not know",
+    SealFault.KIND: "sealed with another kind of seal than this tier's option `seal`",
+    SealFault.KEY: "sealed with a key that this tier was not given",
+}
+
+
+class SealOptions(Options, frozen=True, kw_only=True):
+    """How what leaves the host is sealed. A key is never part of a configuration, which is logged and sent about."""
+
+    seal: SealKind = "xxh3"
+    """`xxh3` finds damage. `aes-256-gcm` also hides rows, and refuses what somebody without the key has written."""
+
+    seal_key_file: Path | None = None
+    """Keys for `aes-256-gcm`, one a line, each 32 bytes in hex or base64: the first seals, all of them open."""
+
+    seal_key_env: VariableName | None = None
+    """Name of an environment variable that holds the keys, instead of a file."""
+
+    def __post_init__(self) -> None:
+        """Refuse keys that are not used, and a cipher without any."""
+        super().__post_init__()
+        given = [name for name in ("seal_key_file", "seal_key_env") if getattr(self, name) is not None]
+        if self.seal == "xxh3" and given:
+            raise ConfigError(f"{given[0]}: no use with seal = 'xxh3'; seal = 'aes-256-gcm' has keys")
+        if self.seal == "aes-256-gcm" and len(given) != 1:
+            raise ConfigError(
+                "seal: 'aes-256-gcm' given, which needs either seal_key_file or seal_key_env"
+                + (", not both" if given else "")
+            )
+
+    def make_seal(self, fingerprint: bytes, row_bytes: int) -> "Seal":
+        """Return the seal of a tier with these rows. It reads the keys: not for the loop. Raises `ConfigError`."""
+        if self.seal == "xxh3":
+            return XXH3Seal(fingerprint, row_bytes)
+        try:
+            aes = importlib.import_module("kvtier.backend.aes")
+        except ImportError as error:
+            raise ConfigError(f"seal: 'aes-256-gcm' needs the extra kvtier[seal]: {error}") from error
+        made: Seal = aes.AESSeal(fingerprint, row_bytes, self._secrets())
+        return made
+
+    def _secrets(self) -> list[bytes]:
+        if self.seal_key_file is not None:
+            return read_secrets(_text_of(self.seal_key_file), f"seal_key_file: {self.seal_key_file}")
+        name = str(self.seal_key_env)
+        if (text := os.environ.get(name)) is None:
+            raise ConfigError(f"seal_key_env: the environment has no variable {name!r}")
+        return read_secrets(text, f"seal_key_env: {name}")
+
+
+class Seal(ABC):
+    """Seals rows of one length in one namespace, and says whether what came back is the chunk. For any thread.
+
+    Each call has a buffer of `beside_bytes` to itself, beside the row: for the seal, or for all that goes out.
+    """
+
+    kind_number: int  # As it is written in the seal.
+
+    def __init__(self, fingerprint: bytes, row_bytes: int, beside_bytes: int) -> None:
+        """Take the namespace's fingerprint, of 32 bytes."""
+        self._fingerprint = fingerprint
+        self.row_bytes = row_bytes
+        self.sealed_bytes = row_bytes + SEAL_BYTES
+        """Length of what goes out for each row."""
+        self.beside_bytes = beside_bytes
+
+    @abstractmethod
+    def close(self, key: OffloadKey, row: memoryview, beside: memoryview) -> list[memoryview]:
+        """Seal a row, and return what goes out, in order: parts of the two buffers."""
+
+    @abstractmethod
+    def places(self, row: memoryview, beside: memoryview) -> list[memoryview]:
+        """Return where what comes back is to be put, in order: parts of the two buffers."""
+
+    @abstractmethod
+    def open(self, key: OffloadKey, row: memoryview, beside: memoryview) -> SealFault | None:
+        """Say what is wrong with what came back and was put in its places; None: the row is the chunk, bit for bit.
+
+        If something is wrong, the row is undefined.
+        """
+
+    def write(self, key: OffloadKey, into: memoryview, given: "Given") -> None:
+        """Fill in a seal."""
+        _LAYOUT.pack_into(
+            *(into, 0, given.proof, MAGIC, VERSION, self.kind_number, self.row_bytes, self._fingerprint),
+            *(xxh3_128_digest(key), given.key_id, given.salt, given.nonce),
+        )
+        self.sum_up(into)
+
+    def sum_up(self, seal: memoryview) -> None:
+        """Fill in the sum of a seal's other bytes."""
+        _SUM.pack_into(seal, _LAYOUT.size, xxh3_64_intdigest(seal[: _LAYOUT.size]))
+
+    def read(self, key: OffloadKey, seal: memoryview) -> "Given | SealFault":
+        """Take a seal apart, as far as it can be judged without the row."""
+        proof, magic, version, kind, row_bytes, fingerprint, key_sum, *rest = _LAYOUT.unpack_from(seal)
+        if magic != MAGIC:
+            return SealFault.FOREIGN
+        if _SUM.unpack_from(seal, _LAYOUT.size)[0] != xxh3_64_intdigest(seal[: _LAYOUT.size]):
+            return SealFault.SEAL
+        if version != VERSION:
+            return SealFault.VERSION
+        if key_sum != xxh3_128_digest(key):
+            return SealFault.SWAPPED
+        if fingerprint != self._fingerprint or row_bytes != self.row_bytes:
+            return SealFault.NAMESPACE
+        return Given(proof, *rest) if kind == self.kind_number else SealFault.KIND
+
+
+class Given(NamedTuple):
+    """What a seal says that depends on its kind."""
+
+    proof: bytes = b""
+    key_id: bytes = b""
+    salt: bytes = b""
+    nonce: bytes = b""
+
+
+class XXH3Seal(Seal):
+    """A checksum: the row goes out and comes back as it is."""
+
+    kind_number = 1
+
+    def __init__(self, fingerprint: bytes, row_bytes: int) -> None:
+        super().__init__(fingerprint, row_bytes, SEAL_BYTES)
+
+    def close(self, key: OffloadKey, row: memoryview, beside: memoryview) -> list[memoryview]:
+        self.write(key, beside, Given(xxh3_128_digest(row)))
+        return [row, beside]
+
+    def places(self, row: memoryview, beside: memoryview) -> list[memoryview]:
+        return [row, beside]
+
+    def open(self, key: OffloadKey, row: memoryview, beside: memoryview) -> SealFault | None:
+        given = self.read(key, beside)
+        if isinstance(given, SealFault):
+            return given
+        return None if given.proof == xxh3_128_digest(row) else SealFault.PAYLOAD
+
+
+def read_secrets(text: str, where: str) -> list[bytes]:
+    """Read secrets, one a line in hex or base64; empty lines and those that begin with # are passed over.
+
+    Raises `ConfigError`, which shows nothing of what was read; `where` begins its message.
+    """
+    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
+    found = [_secret(line, f"{where}, line {number}") for number, line in lines if line and not line.startswith("#")]
+    if not found:
+        raise ConfigError(f"{where}: holds no key; one a line accepted, {SECRET_BYTES} bytes in hex or base64")
+    return found
+
+
+def _secret(line: str, where: str) -> bytes:
+    try:
+        secret = bytes.fromhex(line) if len(line) == 2 * SECRET_BYTES else base64.b64decode(line, validate=True)
+    except (ValueError, binascii.Error):
+        secret = b""
+    if len(secret) != SECRET_BYTES:
+        raise ConfigError(f"{where}: no key; {SECRET_BYTES} bytes in hex or base64 accepted")
+    return secret
+
+
+def _text_of(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            text = file.read(SECRETS_BYTES_MAX + 1)
+    except OSError as error:
+        raise ConfigError(f"seal_key_file: {path} cannot be read: {error.strerror}") from error
+    if len(text) > SECRETS_BYTES_MAX or not text.isascii():
+        raise ConfigError(
+            f"seal_key_file: {path} is no list of keys: at most {SECRETS_BYTES_MAX:,} bytes of ASCII accepted"
+        )
+    return text.decode("ascii")

@@ -1,0 +1,88 @@
+"""Staging: memory of a tier's own, between rows and a client that cannot be trusted with them.
+
+Some clients go on writing into a buffer after they have said that the transfer failed, minutes later. Lent a row, they
+would overwrite another request's KV. So they are lent a slot of staging, and what came is checked and copied. A slot
+whose transfer failed is retired: it is kept, so that late bytes hit nothing else, and never used again.
+"""
+
+import asyncio
+import mmap
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from kvtier.errors import BackendUnavailable
+
+
+class Slots:
+    """Slots that are lent for one transfer."""
+
+    def __init__(self, views: list[memoryview]) -> None:
+        """Take the slots' memory, a view each."""
+        self.views = views
+        self.retired = False
+
+    def retire(self) -> None:
+        """Say that the transfer failed, or may go on: none of these slots is used again."""
+        self.retired = True
+
+
+class Staging:
+    """A fixed number of page-aligned slots in use, and a limit to those that are retired. Belongs to one event loop."""
+
+    def __init__(self, tier_name: str, slot_bytes: int, slots: int, retired_max: int) -> None:
+        """Map `slots` slots; up to `retired_max` that are retired are replaced, each by a new one."""
+        self.slots = slots
+        self.retired = 0
+        """How many are kept and not used any more."""
+        self._tier_name = tier_name
+        self._slot_bytes = slot_bytes
+        self._retired_max = retired_max
+        self._kept: list[memoryview] = []
+        self._free = [self._mapped() for _ in range(slots)]
+        self._turns = asyncio.Lock()  # Who came first is served first, though others want fewer.
+        self._came_back = asyncio.Event()
+
+    @asynccontextmanager
+    async def lend(self, count: int) -> AsyncGenerator[Slots]:
+        """Lend so many slots for as long as the block lasts; waits until they are free.
+
+        A block that ends by an exception, a cancellation too, has retired its slots: nobody knows what its transfer is
+        at. Raises `BackendUnavailable` when more slots were retired than the limit allows: the client's process has to
+        be replaced. ValueError for more slots than there are.
+        """
+        if not 1 <= count <= self.slots:
+            raise ValueError(f"{count} slots wanted, 1 to {self.slots} are there")
+        slots = Slots(await self._taken(count))
+        try:
+            yield slots
+        except BaseException:
+            slots.retire()
+            raise
+        finally:
+            self._put_back(slots)
+
+    async def _taken(self, count: int) -> list[memoryview]:
+        async with self._turns:
+            while len(self._free) < count:
+                if count > self.slots - max(0, self.retired - self._retired_max):
+                    raise BackendUnavailable(
+                        f"tier {self._tier_name}: {self.retired} slots of staging are retired, "
+                        f"{self._retired_max} accepted: its client has to be started anew"
+                    )
+                self._came_back.clear()
+                await self._came_back.wait()
+            taken, self._free = self._free[:count], self._free[count:]
+        return taken
+
+    def _put_back(self, slots: Slots) -> None:
+        if slots.retired:
+            self.retired += len(slots.views)
+            self._kept += slots.views
+            replaced = max(0, min(len(slots.views), self._retired_max - (self.retired - len(slots.views))))
+            self._free += [self._mapped() for _ in range(replaced)]
+        else:
+            self._free += slots.views
+        self._came_back.set()
+
+    def _mapped(self) -> memoryview:
+        return memoryview(mmap.mmap(-1, -(-self._slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE))[: self._slot_bytes]

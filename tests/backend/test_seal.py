@@ -1,0 +1,183 @@
+"""What left the host is believed only if its seal says that it is the chunk, and a cipher's keys can be changed."""
+
+import base64
+import os
+from pathlib import Path
+
+import pytest
+
+from kvtier.backend import SEAL_BYTES, ConfigError, OffloadKey, Seal, SealFault, SealOptions
+from kvtier.errors import ChunkCorrupt, ChunkMissing
+from kvtier.testing.conformance import key_of
+from kvtier.testing.conformance.lender import chunk
+
+ROW_BYTES = 8_192
+FINGERPRINT = b"\x01" * 32
+OLD, NEW = b"\x11" * 32, b"\x22" * 32
+VARIABLE = "KVTIER_TEST_SEAL_KEYS"
+MAGIC_AT, VERSION_AT = 16, 24
+
+
+@pytest.fixture(params=["xxh3", "aes-256-gcm"])
+def seal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Seal:
+    if request.param == "xxh3":
+        return SealOptions().make_seal(FINGERPRINT, ROW_BYTES)
+    return _with_keys(monkeypatch, NEW)
+
+
+def _with_keys(monkeypatch: pytest.MonkeyPatch, *secrets: bytes, fingerprint: bytes = FINGERPRINT) -> Seal:
+    monkeypatch.setenv(VARIABLE, "\n".join(secret.hex() for secret in secrets))
+    return SealOptions(seal="aes-256-gcm", seal_key_env=VARIABLE).make_seal(fingerprint, ROW_BYTES)
+
+
+def _closed(seal: Seal, key: OffloadKey, version: int = 0) -> bytearray:
+    """Return what goes out for a key's chunk."""
+    row, beside = memoryview(bytearray(chunk(key, version, ROW_BYTES))), memoryview(bytearray(seal.beside_bytes))
+    return bytearray(b"".join(seal.close(key, row, beside)))
+
+
+def _opened(seal: Seal, key: OffloadKey, sealed: bytes | bytearray) -> SealFault | bytes:
+    """Return the row, or what is wrong with it."""
+    row, beside = memoryview(bytearray(ROW_BYTES)), memoryview(bytearray(seal.beside_bytes))
+    for place in seal.places(row, beside):
+        place[:], sealed = sealed[: len(place)], sealed[len(place) :]
+    assert not sealed
+    return seal.open(key, row, beside) or bytes(row)
+
+
+def test_a_sealed_row_comes_back_bit_for_bit(seal: Seal) -> None:
+    for number in range(4):
+        sealed = _closed(seal, key_of(number))
+        assert len(sealed) == seal.sealed_bytes == ROW_BYTES + SEAL_BYTES
+        assert _opened(seal, key_of(number), sealed) == chunk(key_of(number), 0, ROW_BYTES)
+
+
+def test_sealing_leaves_the_row_as_it_was(seal: Seal) -> None:
+    row = memoryview(bytearray(chunk(key_of(1), 0, ROW_BYTES)))
+    seal.close(key_of(1), row, memoryview(bytearray(seal.beside_bytes)))
+    assert row == chunk(key_of(1), 0, ROW_BYTES)
+
+
+def test_every_flipped_bit_of_a_seal_and_any_of_a_row_is_found(seal: Seal) -> None:
+    sealed = _closed(seal, key_of(1))
+    for bit in [*range(0, ROW_BYTES * 8, 4_099), *range(ROW_BYTES * 8, len(sealed) * 8)]:
+        sealed[bit // 8] ^= 1 << bit % 8
+        assert isinstance(_opened(seal, key_of(1), sealed), SealFault), f"bit {bit:,}"
+        sealed[bit // 8] ^= 1 << bit % 8
+    assert isinstance(_opened(seal, key_of(1), sealed), bytes)
+
+
+def test_another_keys_chunk_is_not_taken_for_this_ones(seal: Seal) -> None:
+    assert _opened(seal, key_of(2), _closed(seal, key_of(1))) is SealFault.SWAPPED
+
+
+def test_what_is_half_one_store_and_half_another_is_found(seal: Seal) -> None:
+    first, second = _closed(seal, key_of(1), 1), _closed(seal, key_of(1), 2)
+    for at in (64, ROW_BYTES // 2, ROW_BYTES - 64):
+        assert _opened(seal, key_of(1), first[:at] + second[at:]) is SealFault.PAYLOAD
+
+
+def test_bytes_without_a_seal_are_somebody_elses(seal: Seal) -> None:
+    for strange in (bytes(seal.sealed_bytes), os.urandom(seal.sealed_bytes)):
+        assert _opened(seal, key_of(1), strange) is SealFault.FOREIGN
+
+
+def test_another_namespaces_chunk_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = SealOptions().make_seal(b"\x02" * 32, ROW_BYTES)
+    mine = SealOptions().make_seal(FINGERPRINT, ROW_BYTES)
+    assert _opened(mine, key_of(1), _closed(other, key_of(1))) is SealFault.NAMESPACE
+    other = _with_keys(monkeypatch, NEW, fingerprint=b"\x02" * 32)
+    mine = _with_keys(monkeypatch, NEW)
+    assert _opened(mine, key_of(1), _closed(other, key_of(1))) is SealFault.NAMESPACE
+
+
+def test_a_later_versions_seal_is_a_miss_and_not_corrupt(seal: Seal) -> None:
+    sealed = _closed(seal, key_of(1))
+    sealed[ROW_BYTES + VERSION_AT] = 2
+    seal.sum_up(memoryview(sealed)[ROW_BYTES:])
+    fault = _opened(seal, key_of(1), sealed)
+    assert fault is SealFault.VERSION
+    assert isinstance(fault.outcome(key_of(1)), ChunkMissing)
+
+
+def test_damage_is_corrupt_and_what_a_key_lacks_is_a_miss() -> None:
+    outcomes = {fault: type(fault.outcome(key_of(1))) for fault in SealFault}
+    missing = {fault for fault, outcome in outcomes.items() if outcome is ChunkMissing}
+    assert missing == {SealFault.VERSION, SealFault.KIND, SealFault.KEY}
+    assert {outcomes[fault] for fault in SealFault if fault.corrupt} == {ChunkCorrupt}
+
+
+def test_a_cipher_hides_the_row_and_never_repeats_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    seal = _with_keys(monkeypatch, NEW)
+    row = chunk(key_of(1), 0, ROW_BYTES)
+    first, second = _closed(seal, key_of(1)), _closed(seal, key_of(1))
+    elsewhere = _closed(_with_keys(monkeypatch, NEW), key_of(1))
+    parts = [bytes(sealed[at : at + 32]) for sealed in (first, second, elsewhere) for at in range(0, ROW_BYTES, 32)]
+    assert len(set(parts)) == len(parts)
+    assert not {row[at : at + 32] for at in range(0, ROW_BYTES, 32)} & set(parts)
+
+
+def test_a_cipher_refuses_what_was_stored_without_it_and_the_other_way_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, cipher = SealOptions().make_seal(FINGERPRINT, ROW_BYTES), _with_keys(monkeypatch, NEW)
+    assert _opened(cipher, key_of(1), _closed(plain, key_of(1))) is SealFault.KIND
+    assert _opened(plain, key_of(1), _closed(cipher, key_of(1))) is SealFault.KIND
+
+
+def test_a_wrong_key_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    sealed = _closed(_with_keys(monkeypatch, OLD), key_of(1))
+    assert _opened(_with_keys(monkeypatch, NEW), key_of(1), sealed) is SealFault.KEY
+
+
+def test_keys_are_rotated_without_losing_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, during = _with_keys(monkeypatch, OLD), _with_keys(monkeypatch, NEW, OLD)
+    after = _with_keys(monkeypatch, NEW)
+    row = chunk(key_of(1), 0, ROW_BYTES)
+    assert _opened(during, key_of(1), _closed(before, key_of(1))) == row
+    assert _opened(after, key_of(1), _closed(during, key_of(1))) == row
+    assert _opened(after, key_of(1), _closed(before, key_of(1))) is SealFault.KEY
+
+
+@pytest.mark.parametrize("written", [NEW.hex(), base64.b64encode(NEW).decode(), f"# ours\n\n  {NEW.hex()}  \n"])
+def test_keys_are_read_from_a_file_in_hex_or_base64(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(written)
+    options = SealOptions(seal="aes-256-gcm", seal_key_file=str(path))
+    sealed = _closed(options.make_seal(FINGERPRINT, ROW_BYTES), key_of(1))
+    assert _opened(_with_keys(monkeypatch, NEW), key_of(1), sealed) == chunk(key_of(1), 0, ROW_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"seal": "xxh3", "seal_key_env": VARIABLE}, "seal_key_env: no use with seal = 'xxh3'"),
+        ({"seal": "aes-256-gcm"}, "needs either seal_key_file or seal_key_env"),
+        ({"seal": "aes-256-gcm", "seal_key_env": "A", "seal_key_file": "/b"}, "not both"),
+        ({"seal": "sha1"}, "seal: 'sha1' given, 'xxh3' or 'aes-256-gcm' accepted"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused_by_name(options: dict[str, str], told: str) -> None:
+    with pytest.raises(ConfigError, match=told.replace("(", r"\(")):
+        SealOptions(**options)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "secret", f"{NEW.hex()}\n{NEW.hex()[:-2]}", "=" * 44])
+def test_keys_that_are_none_are_refused_and_never_shown(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(ConfigError, match=f"seal_key_env: {VARIABLE}.*32 bytes in hex or base64") as told:
+        SealOptions(seal="aes-256-gcm", seal_key_env=VARIABLE).make_seal(FINGERPRINT, ROW_BYTES)
+    assert not any(line in str(told.value) for line in text.split())
+
+
+def test_keys_that_are_not_there_are_a_mistake_of_the_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    with pytest.raises(ConfigError, match="has no variable"):
+        SealOptions(seal="aes-256-gcm", seal_key_env=VARIABLE).make_seal(FINGERPRINT, ROW_BYTES)
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        SealOptions(seal="aes-256-gcm", seal_key_file=str(tmp_path / "none")).make_seal(FINGERPRINT, ROW_BYTES)
+    (tmp_path / "image").write_bytes(os.urandom(100_000))
+    with pytest.raises(ConfigError, match="bytes of ASCII accepted"):
+        SealOptions(seal="aes-256-gcm", seal_key_file=str(tmp_path / "image")).make_seal(FINGERPRINT, ROW_BYTES)

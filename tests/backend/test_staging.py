@@ -1,0 +1,139 @@
+"""Memory between rows and clients: a slot whose transfer failed is never used again, and what is lost is bounded."""
+
+import asyncio
+import ctypes
+import mmap
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+from kvtier.backend import BackendUnavailable, Staging
+
+
+def address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+async def addresses(staging: Staging, count: int, *, retire: bool = False) -> set[int]:
+    async with staging.lend(count) as slots:
+        if retire:
+            slots.retire()
+        return {address(view) for view in slots.views}
+
+
+async def turns(count: int = 5) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def test_slots_are_page_aligned_apart_and_used_again() -> None:
+    staging = Staging("0:tested", 5_000, 4, retired_max=0)
+    async with staging.lend(4) as slots:
+        assert [len(view) for view in slots.views] == [5_000] * 4
+        places = sorted(map(address, slots.views))
+    assert all(place % mmap.PAGESIZE == 0 for place in places)
+    assert all(other - one >= 5_000 for one, other in pairwise(places))
+    assert await addresses(staging, 4) == set(places)
+    assert staging.retired == 0
+
+
+async def test_a_slot_whose_transfer_failed_is_never_used_again() -> None:
+    staging = Staging("0:tested", 4_096, 2, retired_max=10)
+    gone: set[int] = set()
+    for _ in range(5):
+        retired = await addresses(staging, 2, retire=True)
+        assert not retired & gone
+        gone |= retired
+    assert staging.retired == 10
+    assert not await addresses(staging, 2) & gone
+
+
+def raises() -> None:
+    raise ZeroDivisionError
+
+
+def cancels() -> None:
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize("ends", [raises, cancels])
+async def test_a_block_that_fails_or_is_cancelled_has_retired_its_slots(ends: Callable[[], None]) -> None:
+    staging = Staging("0:tested", 4_096, 2, retired_max=4)
+    used: set[int] = set()
+
+    async def transfer() -> None:
+        async with staging.lend(2) as slots:
+            used.update(map(address, slots.views))
+            ends()
+
+    with pytest.raises((ZeroDivisionError, asyncio.CancelledError)):
+        await transfer()
+    assert staging.retired == 2
+    assert not await addresses(staging, 2) & used
+
+
+async def test_late_bytes_hit_nothing_that_is_in_use() -> None:
+    staging = Staging("0:tested", 4_096, 2, retired_max=2)
+    async with staging.lend(2) as slots:
+        late = slots.views
+        slots.retire()
+    async with staging.lend(2) as slots:
+        for view in slots.views:
+            view[:] = b"\x01" * 4_096
+        for view in late:
+            view[:] = b"\xff" * 4_096
+        assert all(view == b"\x01" * 4_096 for view in slots.views)
+
+
+async def test_too_many_retired_slots_are_an_unavailable_tier_and_no_endless_memory() -> None:
+    staging = Staging("0:tested", 4_096, 2, retired_max=3)
+    await addresses(staging, 2, retire=True)
+    await addresses(staging, 2, retire=True)
+    assert staging.retired == 4
+    await addresses(staging, 1)  # One could still be replaced.
+    with pytest.raises(BackendUnavailable, match="0:tested: 4 slots of staging are retired, 3 accepted"):
+        await addresses(staging, 2)
+
+
+async def test_who_waits_is_told_that_no_slot_will_come() -> None:
+    staging = Staging("0:tested", 4_096, 1, retired_max=0)
+    async with staging.lend(1) as slots:
+        waiting = asyncio.create_task(addresses(staging, 1))
+        await turns()
+        assert not waiting.done()
+        slots.retire()
+    with pytest.raises(BackendUnavailable):
+        await waiting
+
+
+async def test_who_came_first_is_served_first_though_others_want_fewer() -> None:
+    staging = Staging("0:tested", 4_096, 3, retired_max=0)
+    served: list[int] = []
+
+    async def use(count: int) -> None:
+        async with staging.lend(count):
+            served.append(count)
+
+    async with staging.lend(2):
+        many, few = asyncio.create_task(use(3)), asyncio.create_task(use(1))
+        await turns()
+        assert served == []
+    await asyncio.gather(many, few)
+    assert served == [3, 1]
+
+
+async def test_a_waiter_that_is_cancelled_takes_nothing() -> None:
+    staging = Staging("0:tested", 4_096, 1, retired_max=0)
+    async with staging.lend(1):
+        waiting = asyncio.create_task(addresses(staging, 1))
+        await turns()
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    assert len(await addresses(staging, 1)) == 1
+
+
+async def test_more_slots_than_there_are_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="3 slots wanted, 1 to 2 are there"):
+        await addresses(Staging("0:tested", 4_096, 2, retired_max=0), 3)

@@ -1,0 +1,71 @@
+"""A server for all tests of a run, each under a prefix of its own; servers and proxies for those that break them."""
+
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.testing.conformance import Lender, tier_context
+from kvtier_backends.redis import RedisBackend, RedisOptions
+from tests.redis.servers import Proxy, RedisServer
+
+CHUNK_BYTES = 16_384
+
+
+@pytest.fixture(scope="session")
+def server(outside: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    server = RedisServer(tmp_path_factory.mktemp("redis")).start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def own_server(outside: None, tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
+    """Start servers that belong to the test."""
+    servers: list[RedisServer] = []
+
+    def own_server(*arguments: str, **fields: Any) -> RedisServer:
+        servers.append(RedisServer(tmp_path, *arguments, **fields))
+        return servers[-1].start()
+
+    yield own_server
+    for server in servers:
+        server.kill()
+
+
+@pytest.fixture
+def proxy(server: RedisServer) -> Iterator[Proxy]:
+    proxy = Proxy(server.port)
+    yield proxy
+    proxy.end()
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"test-{uuid.uuid4().hex}/"
+
+
+@pytest.fixture
+def lender() -> Iterator[Lender]:
+    lender = Lender(CHUNK_BYTES)
+    yield lender
+    lender.take_back()
+
+
+@pytest.fixture
+async def opened(prefix: str):
+    """Open tiers that are closed when the test ends."""
+    tiers: list[RedisBackend] = []
+
+    async def opened(
+        *servers: str, model_name: str = "conformance", chunk_bytes: int = CHUNK_BYTES, **fields: Any
+    ) -> RedisBackend:
+        options = RedisOptions(servers=servers, prefix=prefix, **fields)
+        tiers.append(await RedisBackend.open(options, tier_context(chunk_bytes, model_name=model_name)))
+        return tiers[-1]
+
+    yield opened
+    for tier in tiers:
+        await tier.aclose(10)

@@ -1,0 +1,105 @@
+"""The redis tier keeps the contract on a real server, as it comes and with every option the other way."""
+
+from typing import Any
+
+import pytest
+
+from kvtier.backend import chunk_hash
+from kvtier.testing.conformance import (
+    BackendConformance,
+    CountedConformance,
+    DescribedConformance,
+    DurableBackendConformance,
+    Lender,
+    NamespacedConformance,
+    key_of,
+)
+
+KEYS = "KVTIER_TEST_REDIS_KEYS"
+
+
+class Suites(BackendConformance, DurableBackendConformance, NamespacedConformance, DescribedConformance):
+    """Every suite that fits; a subclass says how the server is used."""
+
+    chunk_bytes = 8_192
+
+    @pytest.fixture
+    def servers(self, server) -> list[str]:
+        return [server.address]
+
+    @pytest.fixture
+    def fields(self) -> dict[str, Any]:
+        return {}
+
+    @pytest.fixture
+    async def reopen(self, opened, servers, fields):
+        tiers = []
+
+        async def reopen():
+            if tiers:
+                await tiers[-1].aclose(10)
+            tiers.append(await opened(*servers, chunk_bytes=self.chunk_bytes, **fields))
+            return tiers[-1]
+
+        return reopen
+
+    @pytest.fixture
+    async def backend(self, reopen):
+        return await reopen()
+
+    @pytest.fixture
+    async def neighbour(self, backend, opened, servers, fields):
+        return await opened(*servers, model_name="other", chunk_bytes=self.chunk_bytes, **fields)
+
+
+class TestRedis(Suites):
+    """As it comes."""
+
+
+class TestRedisWithEveryOptionTheOtherWay(Suites):
+    """Encrypted, one request at a time, in another database, for an hour."""
+
+    @pytest.fixture
+    def fields(self, monkeypatch) -> dict[str, Any]:
+        monkeypatch.setenv(KEYS, "ab" * 32)
+        return {
+            "seal": "aes-256-gcm",
+            "seal_key_env": KEYS,
+            "window_bytes": 1,
+            "load_lanes": 1,
+            "store_lanes": 1,
+            "db": 1,
+            "ttl_s": "1h",
+        }
+
+
+class TestRedisOfThree(Suites):
+    """Chunks spread over servers, of which the databases of one are as good as any."""
+
+    @pytest.fixture
+    def servers(self, server, tmp_path, own_server) -> list[str]:
+        socket = tmp_path / "s"
+        other = own_server("--unixsocket", str(socket))
+        return [server.address, other.address, f"unix:{socket}"]
+
+
+class TestRedisCounts(CountedConformance):
+    """Corrupt chunks."""
+
+    chunk_bytes = 8_192
+
+    @pytest.fixture
+    async def backend(self, opened, server):
+        return await opened(server.address, chunk_bytes=self.chunk_bytes)
+
+    @pytest.fixture
+    def provoke(self, backend, server, prefix):
+        lender, key = Lender(self.chunk_bytes), key_of(1_000)
+
+        async def provoke():
+            await lender.keep(backend, [key])
+            (name,) = server.ask("KEYS", f"{prefix}*{chunk_hash(key).hex()}.bin")
+            server.ask("SETRANGE", name, 100, b"?")
+            assert await lender.recall(backend, [key]) == ["ChunkCorrupt"]
+
+        return provoke

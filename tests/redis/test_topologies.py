@@ -1,0 +1,334 @@
+"""Several servers, a primary that sentinels watch, a cluster that moves its slots, TLS and access lists."""
+
+import asyncio
+import datetime as dt
+import ipaddress
+import signal
+import socket
+import ssl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from kvtier.backend import Abandoned, BackendUnavailable, ConfigError, OffloadKey, chunk_hash
+from kvtier.testing.conformance import keys_of, label
+from kvtier_backends.redis import RedisOptions
+from kvtier_backends.redis.server import Login
+from kvtier_backends.redis.topology import make_topology
+from tests.redis.servers import RedisServer, free_port, until
+from tests.redis.test_faults import QUICK, recalled, recovers
+
+PASSWORD = "KVTIER_TEST_PASSWORD"
+
+
+# Several servers.
+
+
+def owners(*servers: str, count: int = 4_000) -> list[str]:
+    options = RedisOptions(servers=servers)
+    topology = make_topology(options, Login(options))
+    return [str(topology.server_of(b"name %d" % number).address) for number in range(count)]
+
+
+def test_servers_share_chunks_evenly_and_a_new_one_takes_its_share_only() -> None:
+    three, four = owners("a:1", "b:1", "c:1"), owners("d:1", "c:1", "b:1", "a:1")
+    assert all(1_200 < three.count(server) < 1_470 for server in ("a:1", "b:1", "c:1"))
+    moved = [new for old, new in zip(three, four, strict=True) if old != new]
+    assert set(moved) == {"d:1"}
+    assert 850 < len(moved) < 1_150
+
+
+async def test_a_dead_server_of_three_costs_its_share_only(opened, own_server, lender) -> None:
+    servers = [own_server() for _ in range(3)]
+    tier, keys = await opened(*(server.address for server in servers), **QUICK), keys_of(60)
+    await lender.keep(tier, keys)
+    assert all(10 <= server.ask("DBSIZE") <= 30 for server in servers)
+    servers[1].kill()
+    told = await lender.recall(tier, keys)
+    assert 10 <= told.count("TransferFailed") <= 30
+    assert set(told) - {"TransferFailed"} == {
+        label(key) for key, chunk in zip(keys, told, strict=True) if chunk == label(key)
+    }
+    assert list(await tier.probe(keys)) == [chunk != "TransferFailed" for chunk in told]
+    servers[1].start()
+    assert (await recalled(tier, lender, keys)).count("ChunkMissing") == told.count("TransferFailed")
+    await recovers(tier, lender, keys)
+
+
+async def test_a_tier_opens_if_one_of_its_servers_answers(opened, server, lender) -> None:
+    gone = f"127.0.0.1:{free_port()}"
+    tier = await opened(server.address, gone, **QUICK)
+    keys = keys_of(20)
+    outcomes = {type(outcome).__name__ for outcome in await tier.store(lender.writes(keys))}
+    assert outcomes == {"NoneType", "TransferFailed"}
+    with pytest.raises(BackendUnavailable, match="refused"):
+        await opened(gone, **QUICK)
+
+
+# Who is let in.
+
+
+async def test_a_wrong_password_is_a_mistake_of_the_configuration(opened, own_server, monkeypatch, lender) -> None:
+    server = own_server("--requirepass", "right", password="right")
+    with pytest.raises(ConfigError, match=r"servers: .*NOAUTH"):
+        await opened(server.address)
+    monkeypatch.setenv(PASSWORD, "wrong")
+    with pytest.raises(ConfigError, match=r"servers: .*WRONGPASS"):
+        await opened(server.address, password_env=PASSWORD)
+    monkeypatch.setenv(PASSWORD, "right")
+    await lender.keep(await opened(server.address, password_env=PASSWORD), keys_of(3))
+
+
+async def test_an_access_list_that_lacks_a_command_is_named_at_the_start(
+    opened, own_server, monkeypatch, lender
+) -> None:
+    server = own_server()
+    monkeypatch.setenv(PASSWORD, "right")
+    user = ["ACL", "SETUSER", "kv", "on", ">right", "~test-*", "-@all", "+ping", "+exists", "+get", "+set"]
+    server.ask(*user)
+    with pytest.raises(ConfigError, match=r"username: .* does not allow UNLINK"):
+        await opened(server.address, username="kv", password_env=PASSWORD)
+    server.ask(*user, "+unlink")
+    tier, keys = await opened(server.address, username="kv", password_env=PASSWORD), keys_of(3)
+    await lender.keep(tier, keys)
+    await tier.delete(keys[:1])
+    assert await lender.recall(tier, keys) == ["ChunkMissing", *(label(key) for key in keys[1:])]
+
+
+async def test_a_database_that_there_is_not_is_a_mistake_of_the_configuration(opened, server) -> None:
+    with pytest.raises(ConfigError, match="DB index is out of range"):
+        await opened(server.address, db=1_000)
+
+
+class TLSFront:
+    """Ends TLS before a server that has none."""
+
+    def __init__(self, port: int, context: ssl.SSLContext) -> None:
+        self._to = port
+        self._context = context
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client = self._listener.accept()[0]
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(client,), daemon=True).start()
+
+    def _serve(self, client: socket.socket) -> None:
+        """Pass on what comes, a side at a time: requests are whole before replies are read."""
+        with client, socket.create_connection(("127.0.0.1", self._to)) as server:
+            try:
+                with self._context.wrap_socket(client, server_side=True) as secret:
+                    pump = threading.Thread(target=_pass_on, args=(server, secret), daemon=True)
+                    pump.start()
+                    _pass_on(secret, server)
+                    server.shutdown(socket.SHUT_RDWR)
+                    pump.join()
+            except OSError:
+                return
+
+
+def _pass_on(source: socket.socket, target: socket.socket) -> None:
+    try:
+        while passed := source.recv(1 << 16):
+            target.sendall(passed)
+    except OSError:
+        return
+
+
+@pytest.fixture
+def front(server: RedisServer, certified: ssl.SSLContext) -> Iterator[TLSFront]:
+    front = TLSFront(server.port, certified)
+    yield front
+    front.close()
+
+
+@pytest.fixture
+def certified(tmp_path: Path) -> ssl.SSLContext:
+    """Return a certificate of this host's, and leave it in `ca.pem`."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "kvtier test")])
+    now = dt.datetime.now(dt.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - dt.timedelta(days=1))
+        .not_valid_after(now + dt.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    plain = serialization.NoEncryption()
+    (tmp_path / "ca.pem").write_bytes(certificate.public_bytes(pem))
+    (tmp_path / "key.pem").write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "ca.pem", tmp_path / "key.pem")
+    return context
+
+
+async def test_chunks_travel_over_tls(opened, front, tmp_path, lender) -> None:
+    tier, keys = await opened(front.address, tls=True, tls_ca_file=str(tmp_path / "ca.pem")), keys_of(64)
+    await lender.keep(tier, keys)
+    assert await lender.recall(tier, keys) == [label(key) for key in keys]
+    assert list(await tier.probe(keys)) == [True] * 64
+
+
+async def test_closing_ends_calls_that_hang_over_tls(opened, own_server, certified, tmp_path, lender) -> None:
+    server, keys = own_server(), keys_of(8)
+    front = TLSFront(server.port, certified)
+    tier = await opened(front.address, tls=True, tls_ca_file=str(tmp_path / "ca.pem"), timeout_s=600)
+    await lender.keep(tier, keys)
+    server.signal(signal.SIGSTOP)
+    load = asyncio.create_task(tier.load(lender.reads(keys)))
+    await asyncio.sleep(0.05)
+    assert await tier.aclose(0.05) == Abandoned(1)
+    with pytest.raises(BackendUnavailable):
+        await load
+    assert tier.counts() == {"connections_lost": 1, "unreachable": 8}
+    server.signal(signal.SIGCONT)
+    front.close()
+
+
+async def test_a_server_whose_certificate_nobody_vouches_for_is_refused(opened, front) -> None:
+    with pytest.raises(ConfigError, match="certificate is refused"):
+        await opened(front.address, tls=True)
+
+
+async def test_a_server_without_tls_is_no_server_with_it(opened, server) -> None:
+    with pytest.raises(BackendUnavailable):
+        await opened(server.address, tls=True, **QUICK)
+
+
+# Sentinel.
+
+
+@pytest.fixture
+def watched(own_server, tmp_path: Path) -> tuple[RedisServer, RedisServer, RedisServer]:
+    """Return a primary, its replica, and the sentinel that watches them."""
+    primary = own_server()
+    replica = own_server("--replicaof", "127.0.0.1", str(primary.port))
+    port = free_port()
+    (tmp_path / "sentinel.conf").write_text(
+        f"sentinel monitor cache 127.0.0.1 {primary.port} 1\n"
+        "sentinel down-after-milliseconds cache 500\nsentinel failover-timeout cache 2000\n"
+    )
+    sentinel = own_server("--sentinel", port=port, program_arguments=[str(tmp_path / "sentinel.conf")])
+    until(lambda: replica.ask("INFO", "replication")["master_link_status"] == "up")
+    until(lambda: len(sentinel.ask("SENTINEL", "REPLICAS", "cache")) == 1)
+    return primary, replica, sentinel
+
+
+async def test_a_tier_follows_the_primary_that_sentinels_name(opened, watched, lender) -> None:
+    primary, replica, sentinel = watched
+    about = {"topology": "sentinel", "sentinel_primary": "cache"}
+    tier, keys = await opened(sentinel.address, **about, **QUICK), keys_of(12)
+    await lender.keep(tier, keys)
+    assert primary.ask("DBSIZE") >= 12
+    primary.kill()
+    until(lambda: replica.ask("ROLE")[0] == b"master")
+    await recovers(tier, lender, keys)
+    assert replica.ask("DBSIZE") >= 12
+
+
+async def test_a_tier_whose_primary_nobody_knows_does_not_open(opened, watched) -> None:
+    with pytest.raises(BackendUnavailable, match="sentinels"):
+        await opened(watched[2].address, topology="sentinel", sentinel_primary="other", **QUICK)
+
+
+async def test_a_sentinel_is_no_server_of_values(opened, watched) -> None:
+    with pytest.raises(ConfigError, match=r"servers: .* keeps no values"):
+        await opened(watched[2].address)
+
+
+# Cluster.
+
+
+@pytest.fixture
+def cluster(own_server) -> tuple[RedisServer, RedisServer]:
+    """Return two nodes with half of the slots each."""
+    nodes = []
+    for _ in range(2):
+        port = free_port(with_bus=True)
+        nodes.append(own_server("--cluster-enabled", "yes", "--cluster-config-file", f"nodes-{port}.conf", port=port))
+    nodes[0].ask("CLUSTER", "ADDSLOTS", *range(8_192))
+    nodes[1].ask("CLUSTER", "ADDSLOTS", *range(8_192, 16_384))
+    nodes[0].ask("CLUSTER", "MEET", "127.0.0.1", nodes[1].port)
+    until(lambda: all(node.ask("CLUSTER", "INFO").startswith(b"cluster_state:ok") for node in nodes))
+    until(lambda: all(len(node.ask("CLUSTER", "SLOTS")) == 2 for node in nodes))
+    return nodes[0], nodes[1]
+
+
+def stored_as(node: RedisServer, prefix: str, key: OffloadKey) -> bytes | None:
+    names = node.ask("KEYS", f"{prefix}*{chunk_hash(key).hex()}.bin")
+    return names[0] if names else None
+
+
+async def test_chunks_go_to_the_nodes_that_have_their_slots(opened, cluster, lender) -> None:
+    tier, keys = await opened(cluster[0].address, topology="cluster"), keys_of(60)
+    await lender.keep(tier, keys)
+    assert await lender.recall(tier, keys) == [label(key) for key in keys]
+    assert list(await tier.probe(keys)) == [True] * 60
+    sizes = [node.ask("DBSIZE") for node in cluster]
+    assert min(sizes) >= 10
+    await tier.delete(keys)
+    assert await lender.recall(tier, keys) == ["ChunkMissing"] * 60
+    assert tier.counts() == {}
+
+
+async def test_a_slot_that_moves_is_followed_at_every_moment_of_it(opened, cluster, prefix, lender) -> None:
+    """ASK while it moves, MOVED afterwards; each chunk is found, and stored, in the same call."""
+    tier, keys = await opened(cluster[0].address, topology="cluster"), keys_of(40)
+    await lender.keep(tier, keys)
+    key = next(key for key in keys if stored_as(cluster[0], prefix, key))
+    name = stored_as(cluster[0], prefix, key)
+    slot = cluster[0].ask("CLUSTER", "KEYSLOT", name)
+    ids = [node.ask("CLUSTER", "MYID") for node in cluster]
+    cluster[1].ask("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+    cluster[0].ask("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+    assert await lender.recall(tier, [key]) == [label(key)]  # It is still where it was.
+    cluster[0].ask("MIGRATE", "127.0.0.1", cluster[1].port, name, 0, 5_000)
+    assert await lender.recall(tier, keys) == [label(key) for key in keys]
+    await lender.keep(tier, [key], version=1)
+    for node in cluster:
+        node.ask("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+    assert await lender.recall(tier, [key]) == [label(key, 1)]
+    assert tier.counts()["redirected"] >= 3
+    before = tier.counts()["redirected"]
+    assert await lender.recall(tier, [key]) == [label(key, 1)]  # By now it knows.
+    assert tier.counts()["redirected"] == before
+
+
+async def test_a_dead_node_costs_its_slots_only(opened, cluster, lender) -> None:
+    for node in cluster:
+        node.ask("CONFIG", "SET", "cluster-require-full-coverage", "no")
+    tier, keys = await opened(cluster[0].address, topology="cluster", **QUICK), keys_of(40)
+    await lender.keep(tier, keys)
+    cluster[1].kill()
+    told = await lender.recall(tier, keys)
+    assert 0 < told.count("TransferFailed") < 40
+    assert all(chunk in (label(key), "TransferFailed") for key, chunk in zip(keys, told, strict=True))
+
+
+async def test_a_topology_that_is_another_is_a_mistake_of_the_configuration(opened, cluster, server) -> None:
+    with pytest.raises(ConfigError, match="is one of a cluster: topology = 'cluster'"):
+        await opened(cluster[0].address)
+    with pytest.raises((ConfigError, BackendUnavailable), match="cluster"):
+        await opened(server.address, topology="cluster")
