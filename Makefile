@@ -42,8 +42,10 @@ demo: $(INSTALLED)  ## replay a generated workload with real bytes; figures and 
 	@echo "The figures are in $(DEMO)/replay.json, the picture in $(DEMO)/replay.png."
 
 # What a test asks for says where it belongs (tests/conftest.py). Hypothesis tries 25 examples in `test`, 200 in `test-all`.
+# One worker more than there are cores, up to four: tests wait, too.
+WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
 # One thread of torch's for each worker: on few cores, more of them mostly wait for each other, and do so busily.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile
 
 test: $(INSTALLED)  ## run the tests that stay in one process: a minute or two
 	$(PYTEST) -m "not outside"

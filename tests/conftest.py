@@ -6,6 +6,7 @@ A test of the inner lane (`make test`) lives in this process; whoever starts ano
 import asyncio
 import gc
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -44,6 +45,8 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "virtual_time: run the test on a VirtualTimeLoop, where sleeping takes no time.")
     config.addinivalue_line("markers", "outside: left to `make test-all`; it follows from the fixtures of a test.")
     sys.addaudithook(FENCE)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # In a shell's background, and in all that it starts.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import uuid
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def test_what_another_program_has_of_kvtier_is_not_counted_as_left(tmp_path, our
     environment = os.environ | {"PYTHONPATH": path}
     if not ours:
         del environment["KVTIER_TEST_RUN"]
-    name = f"/dev/shm/kvtier-vllm-{tmp_path.name}"
+    name = f"/dev/shm/kvtier-vllm-{uuid.uuid4().hex}"
     before = leftovers()
     command = [sys.executable, str(script), name]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as program:

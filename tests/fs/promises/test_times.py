@@ -147,7 +147,7 @@ async def test_a_slot_numbered_in_the_future_costs_nothing_but_itself(
     await first.aclose(DEADLINE_S)
     (segment,) = root.glob("*_segments/*.seg")
     renumber(segment, key_of(1), sequence)
-    tier = await open_tier(layout="segments", capacity_bytes="1MiB", checkpoint_s=0, ttl_s=0.5)
+    tier = await open_tier(layout="segments", capacity_bytes="1MiB", checkpoint_s=0, ttl_s=0.1)
     await scanned(tier)
     await lender.keep(tier, keys_of(2, start=5))
     async with asyncio.timeout(DEADLINE_S):
