@@ -250,16 +250,16 @@ class StepHits:
 
     def end(self, now: float) -> None:
         """Lease to requests that wait what they found, and let go of all else."""
-        if not (self._fresh or self._held):
-            return
-        for request in chain(self._held, self._fresh):
+        found = self._fresh
+        if self._held:  # Room was made, and rows are held for these.
+            found[:0] = self._held
+            self._held.clear()
+            self._primary.end_step()
+        for request in found:
             if request.waits and not request.finished:
                 self.lease(request, now)
             request.forget_hits()
-        if self._held:
-            self._primary.end_step()
-        self._fresh.clear()
-        self._held.clear()
+        found.clear()
 
     def clear(self) -> None:
         """Forget all that was found: the primary is about to drop every key, and what it holds."""

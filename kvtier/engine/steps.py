@@ -152,7 +152,8 @@ class StepManager:
 
         Nothing happens if the request is not known.
         """
-        self._check_owner()
+        if self._forked:
+            self._check_owner()
         request = self._requests.get(request_id)
         if request is not None:
             self._finish(request)
