@@ -87,8 +87,7 @@ class SegmentsLayout:
         loads, stores = await asyncio.gather(*(each.aclose(left_s(ends_at)) for each in (lanes.load, lanes.store)))
         self._wiping.begin_last()
         wiping = await lanes.evict.aclose(left_s(ends_at))
-        if not wiping:
-            self._wiping.end_last()
+        self._wiping.end_last(ended=not wiping)
         if left_s(ends_at):
             self._looking.write_last_checkpoint()
         looking = await lanes.scan.aclose(left_s(ends_at))
