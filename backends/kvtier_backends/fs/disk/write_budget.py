@@ -44,7 +44,11 @@ class WriteBudget:
         self._clock_ns = clock_ns
         self._advance_left = 0
         self._drawing = asyncio.Lock()
-        self._draw(0)
+        try:
+            self._draw(0)
+        except BaseException:
+            os.close(self._fd)
+            raise
         let_go_in_forks(self)
 
     def forked(self) -> None:
