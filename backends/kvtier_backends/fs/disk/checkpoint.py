@@ -37,7 +37,7 @@ _CHECKSUM = struct.Struct("<Q")
 
 
 class Counts(Protocol):
-    """Where what becomes of checkpoints is counted."""
+    """Counters that hear what becomes of checkpoints."""
 
     def count(self, what: str, times: int = 1) -> None: ...
 
@@ -159,7 +159,7 @@ class CheckpointFile:
 
 
 class CheckpointSchedule:
-    """When a tier's checkpoints are written: every so often, and at the end. Belongs to the loop's thread."""
+    """The schedule of a tier's checkpoints: every so often, and at the end. Belongs to the loop's thread."""
 
     def __init__(self, capacity: Capacity, counters: Counts, bytes_worst: Callable[[], int], *, every_s: float) -> None:
         """`bytes_worst`: the most that one of what is known takes; `every_s`: 0: none is written, nor the last."""

@@ -1,4 +1,4 @@
-"""Bytes that may be written in a day, for the sake of flash: a token bucket that survives restarts.
+"""The write budget: bytes that may be written in a day, for the sake of flash: a token bucket that survives restarts.
 
 What is in the bucket is in a file. A process draws from it in small advances before it writes, so that one that is
 killed wastes what is left of its advance, and never writes twice on one token. An eighth of the day's bytes may come at
@@ -26,7 +26,7 @@ _CHECKSUM = struct.Struct("<Q")
 
 
 class WriteBudget:
-    """One tier's. Belongs to the loop's thread, and reads and writes its file in lanes."""
+    """The write budget of one tier. Belongs to the loop's thread, and reads and writes its file in lanes."""
 
     def __init__(
         self, root_fd: int, name: str, bytes_per_day: int, unit_bytes: int, clock_ns: Callable[[], int], lanes: Lanes

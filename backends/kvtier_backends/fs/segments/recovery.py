@@ -28,7 +28,7 @@ SEQUENCE_MAX = (1 << 63) - 1  # The year 2262, in ns. Greater ones are nobody's,
 
 
 class Around(NamedTuple):
-    """What lies in the tier's folders besides segments, and is the tier's."""
+    """The tier's files and folders besides segments."""
 
     taken_bytes: int
     others: int  # Folders of other namespaces, or of this one laid out otherwise.
@@ -36,7 +36,7 @@ class Around(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What is known of some slots."""
+    """Some slots, and what is known of them."""
 
     held: Sequence[Held] = ()
     foreign: bool = False  # Of another process: the chunks are read, and nothing else.
@@ -167,7 +167,7 @@ def _recalled(
 
 
 class LastUses:
-    """When the chunks of a segment were used last, by their places, as far as a checkpoint says."""
+    """The last uses of a segment's chunks, by their places, as far as a checkpoint says."""
 
     def __init__(self, slots: int) -> None:
         self._sequences = array("Q", bytes(8 * slots))

@@ -19,7 +19,7 @@ from kvtier_backends.fs.segments.slots import Snapshot
 
 
 class StartScan:
-    """One tier's start and its checkpoints. Belongs to the loop's thread."""
+    """The start-up scan of one tier, and its checkpoints. Belongs to the loop's thread."""
 
     def __init__(self, tier: OpenTier[SegmentsOptions], catalog: Catalog, folder: SegmentFolder, room: Room) -> None:
         """Scan in the lane for that."""

@@ -34,7 +34,7 @@ class Round:
 
 
 class Wiping:
-    """One tier's. Belongs to the loop's thread, and wipes in a lane."""
+    """The wiping of one tier's slots. Belongs to the loop's thread, and wipes in a lane."""
 
     def __init__(self, tier: OpenTier[SegmentsOptions], catalog: Catalog) -> None:
         """Wipe in the lane for what is behind the calls. With `fsync`, what is wiped is so after a power cut, too."""
