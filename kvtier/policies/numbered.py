@@ -13,10 +13,10 @@ from kvtier.policies.policy import K, Policy
 
 
 class NumberOrder(Protocol):
-    """What `Policy` promises, of numbers that have a key; `incoming` are keys, which have no number yet.
+    """An order of numbers that each have a key. It promises what `Policy` does.
 
-    `keep` may answer with a number: one that has any pins stays. `after` is the number that new ones continue: an order
-    that can, has them leave just before it.
+    `incoming` are keys, which have no number yet. `keep` may answer with a number: one that has any pins stays. `after`
+    is the number that new ones continue: an order that can, has them leave just before it.
     """
 
     def insert(self, keys: Sequence[int], after: int | None = None, /) -> None: ...
@@ -47,7 +47,7 @@ def number_order(
 
 
 class LinkedLRU(Policy[int]):
-    """Evicts what was used longest ago, among keys below `capacity`: two links a key."""
+    """An LRU among numbers below `capacity`: two links each."""
 
     def __init__(self, capacity: int) -> None:
         self._end = capacity  # Stands between the hottest and the coldest.

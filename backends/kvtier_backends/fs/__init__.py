@@ -1,4 +1,4 @@
-"""Chunks as files, verified on the way back: a tier on any local or mounted file system."""
+"""A tier on any local or mounted file system, whose chunks are verified on the way back."""
 
 from kvtier_backends.fs.backend import FsBackend
 from kvtier_backends.fs.counters import FsCounters

@@ -5,8 +5,6 @@ from collections import Counter
 
 import msgspec
 
-from kvtier_backends.fs.disk.footer import Fault
-
 
 class FsCounters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Totals since the tier was opened."""
@@ -57,10 +55,10 @@ class Counters:
         with self._lock:
             self._totals[what] += times
 
-    def corrupt(self, fault: Fault) -> None:
-        """Count one corrupt file."""
+    def corrupt(self, fault: str) -> None:
+        """Count one corrupt chunk, by its `Fault`."""
         with self._lock:
-            self._corrupt[fault.value] += 1
+            self._corrupt[str(fault)] += 1
 
     def refuse(self, reason: str, chunks: int) -> None:
         """Count chunks that were not stored for want of room."""

@@ -26,7 +26,10 @@ OptionsT_co = TypeVar("OptionsT_co", bound=LayoutOptions, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class OpenTier(Generic[OptionsT_co]):
-    """What every part of a tier stands on; made once. Belongs to the loop's thread, but for what says otherwise."""
+    """An open tier: what each of its parts needs, in one record that is made once.
+
+    Belongs to the loop's thread, but for what says otherwise.
+    """
 
     options: OptionsT_co
     context: TierContext
@@ -104,7 +107,7 @@ def _let_go(root: Folder, lanes: TierLanes) -> None:
 
 
 class Left(NamedTuple):
-    """What is still at it when a layout's closing deadline has passed."""
+    """Calls and jobs that are still under way when a layout's closing deadline has passed."""
 
     transfers: int  # Calls whose buffers are in use.
     others: int  # Jobs without lent buffers; with any of either, descriptors must stay open.

@@ -26,7 +26,7 @@ _WITH_SEGMENTS = {
 
 
 class DiskOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What both layouts have."""
+    """The options of both layouts."""
 
     root: Path
     """Its parent must exist. A directory is one engine's own; others may read it."""
@@ -75,7 +75,7 @@ class DiskOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class SegmentsOptions(DiskOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a tier of segments has: slots of large files, for speed. The rest is fixed."""
+    """The options of a tier of segments: slots of large files, for speed. The rest is fixed."""
 
     layout: ClassVar[Literal["segments"]] = "segments"
     naming: ClassVar[NamingKind] = "vllm"
@@ -85,7 +85,7 @@ class SegmentsOptions(DiskOptions, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class FilesOptions(DiskOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a tier of files has: one a chunk, which vLLM and other processes can read."""
+    """The options of a tier of files: one a chunk, which vLLM and other processes can read."""
 
     layout: ClassVar[Literal["files"]] = "files"
 
@@ -121,7 +121,7 @@ LayoutOptions = FilesOptions | SegmentsOptions
 
 
 class FsOptions(DiskOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What a user writes: a directory and how it is used. The options of `FilesOptions` choose files."""
+    """The options as a user writes them: a directory and how it is used. The options of `FilesOptions` choose files."""
 
     layout: Literal["files", "segments"] | None = None
     """Slots of large files, or one file a chunk; None: segments, unless an option is given that only files have."""

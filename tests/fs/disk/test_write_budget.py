@@ -1,6 +1,7 @@
 """Never more than a day's bytes in any day, whoever is killed and whatever the clock does."""
 
 import asyncio
+import errno
 import os
 import random
 from collections.abc import Callable
@@ -10,6 +11,7 @@ import pytest
 
 from kvtier.backend.lending import Lanes
 from kvtier_backends.fs.disk.write_budget import DAY_NS, WriteBudget
+from tests.fs.conftest import MakeSystemCall
 
 UNIT_BYTES = 1_000
 DAY_BYTES = 3_200_000
@@ -110,3 +112,13 @@ async def test_two_engines_draw_on_one_bucket(open_budget: OpenBudget) -> None:
     one, two = open_budget(), open_budget()
     spent = await asyncio.gather(spend(one), spend(two))
     assert sum(spent) == DAY_BYTES // 8
+
+
+async def test_a_budget_that_cannot_be_opened_leaves_no_file_open(
+    open_budget: OpenBudget, system_call: MakeSystemCall, tmp_path: Path
+) -> None:
+    system_call("pwrite", error=errno.EIO)
+    with pytest.raises(OSError, match="Input/output error"):
+        open_budget()
+    links = [Path("/proc/self/fd", name) for name in os.listdir("/proc/self/fd")]
+    assert tmp_path / "budget" not in [link.readlink() for link in links if link.is_symlink()]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvtier.backend.contract import Added, Removed, ScanDone, TierContext
 from kvtier.backend.keys import OffloadKey
 from kvtier.backend.namespace import FileMapper
-from kvtier.errors import BackendUnavailable, ConfigError, NoSpace, TransferFailed, cause_of
+from kvtier.errors import BackendClosed, BackendUnavailable, ConfigError, NoSpace, TransferFailed, cause_of
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
@@ -218,6 +218,40 @@ async def test_a_delete_whose_footer_cannot_be_wiped_says_so(
     refused.let_go()
     await tier.delete([KEY])
     assert await lender.recall(tier, keys_of(2)) == [label(key_of(0)), "ChunkMissing"]
+
+
+async def test_a_delete_under_way_is_done_when_its_tier_has_closed_and_nothing_has_failed(
+    open_tier, lender: Lender, system_call: MakeSystemCall
+) -> None:
+    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(tier, keys_of(2))
+    stuck = system_call("pwritev", sticks=True)
+    delete = asyncio.create_task(tier.delete([KEY]))
+    await stuck.wait_entered()
+    closing = asyncio.create_task(tier.aclose(DEADLINE_S))
+    for _ in range(100):  # Until it waits for the wipe.
+        await asyncio.sleep(0)
+    stuck.let_go()
+    assert await closing == (0,)
+    await delete
+    assert tier.counters().evictions_failed == 0
+    again = await open_tier(layout="segments", capacity_bytes=SMALL)
+    assert await lender.recall(again, keys_of(2)) == [label(key_of(0)), "ChunkMissing"]
+
+
+async def test_a_delete_whose_wipe_hangs_beyond_the_end_is_told_that_its_tier_has_closed(
+    open_tier, lender: Lender, system_call: MakeSystemCall
+) -> None:
+    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(tier, keys_of(2))
+    stuck = system_call("pwritev", sticks=True)
+    delete = asyncio.create_task(tier.delete([KEY]))
+    await stuck.wait_entered()
+    assert await tier.aclose(0.1) == (0,)
+    with pytest.raises(BackendClosed):
+        await delete
+    stuck.let_go()
+    assert await tier.aclose(DEADLINE_S) == (0,)
 
 
 @pytest.mark.parametrize(

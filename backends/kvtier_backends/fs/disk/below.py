@@ -1,4 +1,4 @@
-"""What is opened below the root is the tier's own: no link that leads elsewhere, and no pipe that nobody writes to.
+"""Files and folders below the root: the tier's own, no link that leads elsewhere, no pipe that nobody writes to.
 
 The root itself may be a link, which is followed once. Whatever lies below it has names that everybody knows. Whoever
 can put a link there would else have this process write to, or remove, what only this process may.
@@ -13,6 +13,7 @@ from contextlib import suppress
 from kvtier.errors import ConfigError
 
 NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK  # A pipe or a device opens at once, or fails; a regular file does not care.
+AHEAD_NS = 3_600_000_000_000  # As much as an hour, two machines' clocks may differ.
 
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -105,9 +106,6 @@ def _check(status: os.stat_result, name: str, kind: int) -> None:
     if found != kind:
         code = errno.ELOOP if found == stat.S_IFLNK else errno.EINVAL
         raise ForeignError(code, f"{name} is {_KINDS[found]}, {_KINDS[kind]} or nothing accepted; remove it")
-
-
-AHEAD_NS = 3_600_000_000_000  # As much as an hour, two machines' clocks may differ.
 
 
 def believable_ns(time_ns: int, now_ns: int) -> int:

@@ -64,7 +64,7 @@ def taken_bytes(status: os.stat_result, *, counts_blocks: bool) -> int:
 
 
 class FolderSizes:
-    """What directories take on the disk: on some file systems nothing, on others, at one a chunk, much.
+    """The sizes of directories on the disk: on some file systems nothing, on others, at one a chunk, much.
 
     Each is counted once, whoever notices that it is there or has grown: a store, or the scan. Only sizes other than a
     new directory's are remembered, so that a million directories of one block each take no memory. Counts on behalf of
@@ -136,7 +136,7 @@ class FolderSizes:
 
 
 class Used(Protocol):
-    """Something that knows what its part of the directory takes."""
+    """A part of the directory that knows what it takes."""
 
     @property
     def used_bytes(self) -> int: ...
@@ -150,7 +150,7 @@ def chunk_bytes_worst(file_bytes: int, block_bytes: int, folder_bytes: int) -> i
 
 
 class Reservation:
-    """What one store was promised."""
+    """The room that one store was promised."""
 
     def __init__(self) -> None:
         """Promise nothing yet."""

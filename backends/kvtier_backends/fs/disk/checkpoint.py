@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from xxhash import xxh3_64
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, FileMapper, OffloadKey
 from kvtier.errors import BackendClosed
+from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.footer import SLICE_BYTES
 from kvtier_backends.fs.disk.root import Folder
@@ -34,12 +35,6 @@ KEY_BYTES_MAX = 68  # Hashes of 64 bytes. Chunks with longer ones are left to th
 
 _HEAD = struct.Struct("<8sIIQ32s")
 _CHECKSUM = struct.Struct("<Q")
-
-
-class Counts(Protocol):
-    """Where what becomes of checkpoints is counted."""
-
-    def count(self, what: str, times: int = 1) -> None: ...
 
 
 class Format(NamedTuple):
@@ -61,7 +56,7 @@ class CheckpointFile:
     """One namespace's checkpoint, beside its configuration. Blocks; one thread at a time."""
 
     def __init__(
-        self, folder: Folder, mapper: FileMapper, counters: Counts, row_bytes: int, checkpoint_format: Format
+        self, folder: Folder, mapper: FileMapper, counters: Counters, row_bytes: int, checkpoint_format: Format
     ) -> None:
         """Use an opened folder."""
         self._folder = folder
@@ -159,9 +154,11 @@ class CheckpointFile:
 
 
 class CheckpointSchedule:
-    """When a tier's checkpoints are written: every so often, and at the end. Belongs to the loop's thread."""
+    """The schedule of a tier's checkpoints: every so often, and at the end. Belongs to the loop's thread."""
 
-    def __init__(self, capacity: Capacity, counters: Counts, bytes_worst: Callable[[], int], *, every_s: float) -> None:
+    def __init__(
+        self, capacity: Capacity, counters: Counters, bytes_worst: Callable[[], int], *, every_s: float
+    ) -> None:
         """`bytes_worst`: the most that one of what is known takes; `every_s`: 0: none is written, nor the last."""
         self.ready = False
         """Set once a new one is not worse than the last: what that one says is known."""

@@ -41,7 +41,7 @@ class InUse:
 
 
 class Claims:
-    """One tier's, of files. Belongs to the loop's thread."""
+    """The claims on one tier's files. Belongs to the loop's thread."""
 
     def __init__(self) -> None:
         """Begin with no call under way."""

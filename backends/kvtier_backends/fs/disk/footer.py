@@ -41,7 +41,7 @@ GONE = {errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ESHUTDOWN
 
 
 class Fault(StrEnum):
-    """How a file can be something else than the chunk that its name promises, as it is counted and shown."""
+    """A way in which a file is not the chunk that its name promises, as it is counted and shown."""
 
     TRUNCATED = "truncated"  # Shorter than a row, or than a row and its footer.
     OVERLONG = "overlong"
@@ -68,7 +68,7 @@ def frameless(error: OSError) -> OSError:
 
 
 class Footer(NamedTuple):
-    """What a footer says of the bytes before it."""
+    """The content of a footer: what it says of the bytes before it."""
 
     key: OffloadKey
     payload_bytes: int
@@ -115,7 +115,7 @@ def payload_checksum(payload: memoryview) -> int:
 
 
 class Whole(Enum):
-    """A file of a right length."""
+    """The kinds of a file whose length is right."""
 
     FOOTED = "footed"  # A row and a footer, which is still to be compared.
     BARE = "bare"  # A row and nothing else, as vLLM writes it: nothing says whether it is right.

@@ -1,4 +1,4 @@
-"""A tier's lanes: threads that read and others that write, what each is sent in one hop, and which of them go first.
+"""A tier's lanes: threads that read and others that write, what each is sent at once, and which of them go first.
 
 Loads come first: while there are any, stores go on in one lane only, and a slice at a time.
 
@@ -19,7 +19,7 @@ from kvtier_backends.fs.options import DiskOptions
 
 T = TypeVar("T")
 
-SHARE_CHUNKS_MAX = 32  # Beyond that, a hop is under 2 % of the time that small chunks take.
+SHARE_CHUNKS_MAX = 32  # Beyond that, the call to a lane is under 2 % of the time that small chunks take.
 SHARE_BYTES_MAX = 16 << 20  # Large chunks are spread over the lanes; a cancelled call waits no longer than this takes.
 SLICE_BYTES = 1 << 20  # Written between two looks beside loads: a fraction of a millisecond of a fast disk.
 CALM_SLICE_BYTES = 8 << 20  # Else: more would make the next load wait, less leave the disk idle between two calls.
@@ -50,7 +50,7 @@ class Pages:
 
 
 class LoadsFirst:
-    """Of one tier's loads over its stores. Any thread may call."""
+    """The right of way that one tier's loads have over its stores. Any thread may call."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Let everybody go. `clock`: in seconds."""
@@ -135,12 +135,12 @@ def start_lanes(options: DiskOptions, name: str) -> TierLanes:
 
 
 def share_chunks(row_bytes: int) -> int:
-    """Return how many chunks of this length a lane is sent at most in one hop."""
+    """Return how many chunks of this length a lane is sent at most at once."""
     return min(SHARE_CHUNKS_MAX, max(1, SHARE_BYTES_MAX // row_bytes))
 
 
 def share_least(row_bytes: int, queue_bytes: int) -> int:
-    """Return for how many loads a lane is worth its hop, if it can have so many bytes under way."""
+    """Return for how many loads a lane is worth its call, if it can have so many bytes under way."""
     return max(1, min(share_chunks(row_bytes), queue_bytes // 2 // row_bytes))
 
 

@@ -16,7 +16,7 @@ FOLDER_BYTES = 32 << 10  # By which their names may make the folder grow: 150 by
 
 
 class Cleared(NamedTuple):
-    """What was removed."""
+    """The files that were removed."""
 
     files: int
     freed_bytes: int

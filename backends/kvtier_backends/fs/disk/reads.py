@@ -16,7 +16,7 @@ from itertools import chain, islice
 from typing import NamedTuple, Protocol
 
 BUFFERS_MAX = 64  # Of one read.
-PLACES = 32  # As many as a lane is sent chunks in one hop; the system has 65,536 for all its processes.
+PLACES = 32  # As many as a lane is sent chunks at once; the system has 65,536 for all its processes.
 LEAST = 2  # Under way at once: one to wait for, and one to go on with.
 START = 4  # Started in one call: the disk begins with these while the next files are opened.
 
@@ -140,7 +140,7 @@ class Wanted(NamedTuple):
 
 
 class Reads(Protocol):
-    """What a lane does its reads with."""
+    """A way in which a lane reads."""
 
     @property
     def queue_bytes(self) -> int:

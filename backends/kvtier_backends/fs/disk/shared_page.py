@@ -1,4 +1,4 @@
-"""One page that processes share: how much their directory holds, and how much each has promised to its stores.
+"""The page that processes share: how much their directory holds, and how much each has promised to its stores.
 
 There is no server. A byte-range lock guards the page for the microseconds of one change, and a process holds the lock
 of its slot for as long as it lives: the kernel, or the file server, lets go of both when it dies. What a dead process
@@ -49,7 +49,7 @@ _SLOT_LOCKS = PAGE_BYTES + 2
 
 
 class Count(NamedTuple):
-    """Where the page stood when a count of the directory began."""
+    """The state of the page when a count of the directory began."""
 
     begun_ns: int
     added_bytes: int
@@ -57,7 +57,7 @@ class Count(NamedTuple):
 
 
 class Page:
-    """What the page says, while it is locked."""
+    """The content of the page, while it is locked."""
 
     def __init__(self, *, begun_ns: int = 0, untold: int = 0) -> None:
         """Know nothing."""

@@ -1,4 +1,4 @@
-"""Bytes that may be written in a day, for the sake of flash: a token bucket that survives restarts.
+"""The write budget: bytes that may be written in a day, for the sake of flash: a token bucket that survives restarts.
 
 What is in the bucket is in a file. A process draws from it in small advances before it writes, so that one that is
 killed wastes what is left of its advance, and never writes twice on one token. An eighth of the day's bytes may come at
@@ -26,7 +26,7 @@ _CHECKSUM = struct.Struct("<Q")
 
 
 class WriteBudget:
-    """One tier's. Belongs to the loop's thread, and reads and writes its file in lanes."""
+    """The write budget of one tier. Belongs to the loop's thread, and reads and writes its file in lanes."""
 
     def __init__(
         self, root_fd: int, name: str, bytes_per_day: int, unit_bytes: int, clock_ns: Callable[[], int], lanes: Lanes
@@ -44,7 +44,11 @@ class WriteBudget:
         self._clock_ns = clock_ns
         self._advance_left = 0
         self._drawing = asyncio.Lock()
-        self._draw(0)
+        try:
+            self._draw(0)
+        except BaseException:
+            os.close(self._fd)
+            raise
         let_go_in_forks(self)
 
     def forked(self) -> None:

@@ -33,7 +33,7 @@ AGAIN_S_MOST = 600.0  # What others have stored, and what dead processes have le
 
 
 class Removal:
-    """What lanes have removed so far, whoever waits for it, and the reservation that it is for."""
+    """Files that lanes have removed so far, whoever waits for it, and the reservation that they go for."""
 
     def __init__(self, reservation: Reservation | None = None, wanted_bytes: int = 0) -> None:
         """Remove nothing yet. `wanted_bytes`: what the reservation should have in the end."""
@@ -55,7 +55,7 @@ class Removal:
 
 
 class Accounts(Protocol):
-    """Who promises what a directory has room for. Belongs to the loop's thread, but for what is said to block."""
+    """The accounts of a directory, which promise its room. For the loop's thread, but for what is said to block."""
 
     @property
     def known(self) -> bool:

@@ -81,7 +81,7 @@ def part_of(buffers: Sequence[memoryview], start: int, end: int) -> list[memoryv
 
 
 class Found(NamedTuple):
-    """What can be seen of a file without opening it."""
+    """A file as it is seen without being opened."""
 
     allocated_bytes: int
     used_at_ns: int

@@ -21,7 +21,7 @@ NAME_CHARACTERS_MAX = 64  # Of the chunk's own name in the quarantined file's; i
 
 
 class Discarded(Enum):
-    """What became of a corrupt file."""
+    """The ends that a corrupt file may come to."""
 
     DELETED = "deleted"
     QUARANTINED = "quarantined"

@@ -17,12 +17,12 @@ from kvtier_backends.fs.options import FilesOptions
 
 STAMPS_MAX = 4_096  # Uses are collected before they are written: so many,
 STAMP_EVERY_S = 10.0  # or for so long.
-BATCH_FILES = 64  # Removed in one hop in the background: a few milliseconds, and then another look.
+BATCH_FILES = 64  # Removed in one call in the background: a few milliseconds, and then another look.
 ROUNDS_MAX = 3  # A store looks for room so often: files may be gone already, or be hard to remove.
 
 
 class Stamps:
-    """When files were used, as their times say it after a restart: set behind the loads, and seldom.
+    """Files' times, which say after a restart when they were used: set behind the loads, and seldom.
 
     Belongs to the loop's thread.
     """
@@ -38,9 +38,9 @@ class Stamps:
     def used(self, keys: Sequence[OffloadKey]) -> bool:
         """Note that files were used now, in prefix order, unless their times say so; say whether it is time."""
         now_ns = self._clock_ns()
-        for place, key in enumerate(keys):
+        for index, key in enumerate(keys):
             if self._index.refresh_due(key, now_ns):
-                self._due[key] = now_ns - place  # The head is the newest, also after a restart.
+                self._due[key] = now_ns - index  # The head is the newest, also after a restart.
         return len(self._due) >= STAMPS_MAX
 
     async def write(self) -> None:
@@ -56,7 +56,7 @@ class Stamps:
 
 
 class Eviction:
-    """One tier's. Belongs to the loop's thread, and removes in lanes."""
+    """The eviction of one tier. Belongs to the loop's thread, and removes in lanes."""
 
     def __init__(self, tier: OpenTier[FilesOptions], index: Index, chunks: Chunks, accounts: Accounts) -> None:
         """Remove in the stores' lanes for a store that finds no room, else in the lane for what is behind the calls."""

@@ -72,9 +72,9 @@ class Snapshot(NamedTuple):
         Where no clock has noted the time of a use, it is one just before `now_ns`, in the right order.
         """
         unused: dict[OffloadKey, int] = {}
-        for place, (key, entry) in enumerate(zip(reversed(self.keys), reversed(self.entries), strict=True)):
+        for index, (key, entry) in enumerate(zip(reversed(self.keys), reversed(self.entries), strict=True)):
             if is_live(entry):
-                yield Held(key, (entry & SECTORS) * SECTOR_BYTES, self.used_at_ns.get(key, now_ns - place))
+                yield Held(key, (entry & SECTORS) * SECTOR_BYTES, self.used_at_ns.get(key, now_ns - index))
             else:
                 unused[key] = entry
         for used_at_ns, key in self.idle.newest_first():

@@ -1,7 +1,7 @@
-"""A lane's share of a batch of files: what one hop does, each chunk verified and answered for by itself.
+"""A lane's share of a batch of files: each chunk verified and answered for by itself.
 
-A hop costs as much as reading a small chunk, so a lane is sent with many. What a share has done is written down in the
-share, chunk by chunk: the call that lent the buffers may be cancelled, and its result lost.
+A call to a lane costs as much as reading a small chunk, so a share has many of them. What a share has done is written
+down in the share, chunk by chunk: the call that lent the buffers may be cancelled, and its result lost.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ _COUNTED = {Discarded.QUARANTINED: "quarantined", Discarded.LEFT: "corrupt_left"
 
 @dataclass(slots=True)
 class LoadShare:
-    """Reads of one hop, and what became of them, in order, once it is over."""
+    """Reads of one lane, and what became of them, in order, once it is over."""
 
     reads: Sequence[Read]
     leaving: Collection[OffloadKey]  # Keys whose files are on their way out, and may be anything by now.
@@ -56,8 +56,8 @@ Judge = Callable[[OpenChunk, Read, memoryview, int], Outcome]
 """Says what has come of a file, by the page behind the row and how many bytes a first read brought. Raises OSError."""
 
 
-class LoadHop:
-    """One share of loads on its way, several files open at a time; what is open still is closed with it."""
+class OpenShare:
+    """A share of loads under way, several files open at a time; what is open still is closed with it."""
 
     def __init__(self, files: ChunkFiles, share: LoadShare, pages: memoryview, judge: Judge) -> None:
         """Read what is behind the rows into `pages`, `TAIL_BYTES` for each."""
@@ -71,17 +71,17 @@ class LoadHop:
 
     def wanted(self) -> Iterator[Wanted]:
         """Open one file after the other, and ask for what is in it."""
-        for place, read in enumerate(self._share.reads):
+        for index, read in enumerate(self._share.reads):
             try:
                 if read.key in self._share.leaving:
                     raise FileNotFoundError  # As good as.
-                self._opened[place] = chunk = self._files.open(read.key)
+                self._opened[index] = chunk = self._files.open(read.key)
             except (FileNotFoundError, NotADirectoryError, ForeignError):
-                self._outcomes[place] = ChunkMissing(f"{read.key.hex()}: no file")
+                self._outcomes[index] = ChunkMissing(f"{read.key.hex()}: no file")
             except OSError as error:
-                self._fail(place, error)
+                self._fail(index, error)
             else:
-                yield chunk.wanted([read.into, self._page(place)], partial(self._came, place))
+                yield chunk.wanted([read.into, self._page(index)], partial(self._came, index))
 
     def end(self) -> None:
         """Write down in the share what became of all of it."""
@@ -94,30 +94,30 @@ class LoadHop:
         while self._opened:
             self._opened.popitem()[1].close()
 
-    def _came(self, place: int, result: int | OSError) -> None:
-        with self._opened.pop(place) as chunk:
+    def _came(self, index: int, result: int | OSError) -> None:
+        with self._opened.pop(index) as chunk:
             if isinstance(result, OSError):
-                self._fail(place, result)
+                self._fail(index, result)
                 return
             try:
-                outcome = self._judge(chunk, self._share.reads[place], self._page(place), result)
+                outcome = self._judge(chunk, self._share.reads[index], self._page(index), result)
                 if self._share.measure and outcome is None:
-                    self._allocated_bytes[place] = chunk.allocated_bytes()
-                self._outcomes[place] = outcome
+                    self._allocated_bytes[index] = chunk.allocated_bytes()
+                self._outcomes[index] = outcome
             except OSError as error:
-                self._fail(place, error)
+                self._fail(index, error)
 
-    def _fail(self, place: int, error: OSError) -> None:
-        self._outcomes[place] = failure(self._share.reads[place].key, error)
+    def _fail(self, index: int, error: OSError) -> None:
+        self._outcomes[index] = failure(self._share.reads[index].key, error)
         self._share.gone += error.errno in GONE
 
-    def _page(self, place: int) -> memoryview:
-        return self._pages[place * TAIL_BYTES : (place + 1) * TAIL_BYTES]
+    def _page(self, index: int) -> memoryview:
+        return self._pages[index * TAIL_BYTES : (index + 1) * TAIL_BYTES]
 
 
 @dataclass(slots=True)
 class StoreShare:
-    """Writes of one hop, and what became of those that were come to, in order."""
+    """Writes of one lane, and what became of those that were come to, in order."""
 
     writes: Sequence[Write]
     used_at_ns: int  # The head's time; each of the others is a little older, so that it goes before the head.
@@ -127,7 +127,7 @@ class StoreShare:
 
 
 class Chunks:
-    """Loads and stores shares. Blocks; as many threads may call at once as there are pages."""
+    """The blocking part of loads, stores and removals of files. As many threads may call at once as there are pages."""
 
     def __init__(self, tier: OpenTier[FilesOptions]) -> None:
         """Have pages for each of the lanes for loads and stores."""
@@ -145,17 +145,17 @@ class Chunks:
         """Fill the share's buffers; none but a `None` outcome says that one holds its chunk."""
         with (
             self._pages.one() as pages,
-            LoadHop(self._files, share, pages, partial(self._judge, share)) as hop,
+            OpenShare(self._files, share, pages, partial(self._judge, share)) as opened,
         ):
-            self._reads(hop.wanted())
-            hop.end()
+            self._reads(opened.wanted())
+            opened.end()
 
     def store(self, share: StoreShare) -> None:
         """Store the share's chunks, each wholly or not at all."""
         with self._pages.one() as page:
-            for place, write in enumerate(share.writes):
+            for index, write in enumerate(share.writes):
                 with self._loads_first.storing():
-                    self._store(write, share.used_at_ns - place, page[:FOOTER_BYTES], share)
+                    self._store(write, share.used_at_ns - index, page[:FOOTER_BYTES], share)
 
     def remove(self, keys: Sequence[OffloadKey], removed: list[OffloadKey]) -> OSError | None:
         """Remove the keys' files, note each one that is surely gone, and return the last error of the others."""
@@ -206,7 +206,7 @@ class Chunks:
         return whole is Whole.FOOTED or (whole is Whole.BARE and self._accept_bare)
 
     def _is_used(self, found: Found, victim: Held, now_ns: int) -> bool:
-        """Say whether others have used a file, or put a chunk in place of one that no load would take."""
+        """Say whether others have used a file, or put a chunk in index of one that no load would take."""
         if not victim.loadable:
             return self.takes(found.file_bytes)
         believable = 0 <= found.used_at_ns == believable_ns(found.used_at_ns, now_ns)

@@ -20,7 +20,7 @@ from kvtier_backends.fs.files.storing import Storing
 from kvtier_backends.fs.layout import Background, Left, OpenTier, left_s, until
 from kvtier_backends.fs.options import FilesOptions
 
-PROBES_MAX = 512  # Calls without bytes, in one hop: half a millisecond of a local file system's time.
+PROBES_MAX = 512  # Calls without bytes, of one lane at once: half a millisecond of a local file system's time.
 SCAN_PATIENCE_S = 0.5  # So long from the opening, stores wait for the scan, rather than be refused for its sake;
 SMALL_PATIENCE_S = 5.0  # and for a small directory's longer, from each call: only what hangs takes that long.
 

@@ -14,7 +14,7 @@ from kvtier_backends.fs.options import FilesOptions
 
 
 class Loading:
-    """Loads batches of one tier. Belongs to the loop's thread."""
+    """The loads of one tier, a batch at a time. Belongs to the loop's thread."""
 
     def __init__(self, tier: OpenTier[FilesOptions], index: Index, chunks: Chunks, eviction: Eviction) -> None:
         """Read in the lanes for loads."""

@@ -22,11 +22,12 @@ Keep = Callable[[OffloadKey], bool]
 
 
 class ColdEnd(Policy[OffloadKey]):
-    """Evicts what was used longest ago. What is kept at the cold end is renewed: it is in use.
+    """The cold end of an index: a policy that evicts what was used longest ago.
 
-    It has no order of its own: the index's entries stand in the order of their last use anyway. A dict keeps a hole
-    where a key was moved from or removed until it is rebuilt, and finding its first key steps over them all. So its
-    coldest keys are listed, a part of all at a time: a search for each list, and not for each victim.
+    What is kept there is renewed: it is in use. It has no order of its own: the index's entries stand in the order of
+    their last use anyway. A dict keeps a hole where a key was moved from or removed until it is rebuilt, and finding
+    its first key steps over them all. So its coldest keys are listed, a part of all at a time: a search for each list,
+    and not for each victim.
     """
 
     def __init__(self, entries: dict[OffloadKey, int], is_live: Callable[[int], bool]) -> None:
@@ -81,7 +82,7 @@ class ColdEnd(Policy[OffloadKey]):
 
 
 class Batch:
-    """What a scan has found at once, the newest first, so that the oldest is taken from the end."""
+    """Chunks that a scan has found at once, the newest first, so that the oldest is taken from the end."""
 
     __slots__ = ("keys", "times_ns")
 

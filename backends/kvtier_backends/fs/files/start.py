@@ -187,7 +187,7 @@ class Scan:
 
 
 class StartScan:
-    """One tier's scans and checkpoints. Belongs to the loop's thread."""
+    """The scans of one tier, and its checkpoints. Belongs to the loop's thread."""
 
     def __init__(self, tier: OpenTier[FilesOptions], index: Index, chunks: Chunks, eviction: Eviction) -> None:
         """Begin with what the last checkpoint says, if there is one."""

@@ -21,7 +21,7 @@ from kvtier_backends.fs.options import FilesOptions
 
 
 class Storing:
-    """Stores batches of one tier. Belongs to the loop's thread."""
+    """The stores of one tier, a batch at a time. Belongs to the loop's thread."""
 
     def __init__(self, tier: OpenTier[FilesOptions], index: Index, chunks: Chunks, eviction: Eviction) -> None:
         """Write in the lanes for stores."""
@@ -70,11 +70,11 @@ class Storing:
     def _note(self, shares: Sequence[StoreShare], *, told: bool) -> None:
         added_bytes = 0
         for share in reversed(shares):  # Tail first: a prefix outlives its continuation.
-            places = list(enumerate(zip(share.writes, share.allocated_bytes, strict=False)))
-            for place, (write, allocated_bytes) in reversed(places):
+            done = list(enumerate(zip(share.writes, share.allocated_bytes, strict=False)))
+            for index, (write, allocated_bytes) in reversed(done):
                 if allocated_bytes is not None:
                     added_bytes += allocated_bytes - self._index.taken_bytes(write.key)
-                    self._index.stored(Held(write.key, allocated_bytes, share.used_at_ns - place))
+                    self._index.stored(Held(write.key, allocated_bytes, share.used_at_ns - index))
                     if not told:
                         self._index.inventory.added(write.key)
         self._eviction.stored(added_bytes)

@@ -1,1 +1,1 @@
-"""Chunks in slots of large preallocated files: for chunks too small to be worth a file each."""
+"""The layout `segments`: chunks in slots of large preallocated files."""

@@ -15,7 +15,7 @@ from kvtier_backends.fs.segments.slots import FreeSlots, Held, Outdated, Slots, 
 
 
 class Catalog:
-    """Keys, slots, and who goes next."""
+    """The slots of each key, and the order in which chunks go."""
 
     def __init__(self, policy: Policy[OffloadKey] | None) -> None:
         """Know nothing. `policy`: None for LRU."""
@@ -247,7 +247,7 @@ class Catalog:
         """
         slots, foreign = self._slots, self._slots.foreign
         known = [slot for key in dict.fromkeys(keys) if (slot := slots.of.get(key)) is not None and slot not in foreign]
-        first_used = [slot for place, slot in enumerate(known) if slots.use(slot, now_ns - place)]
+        first_used = [slot for index, slot in enumerate(known) if slots.use(slot, now_ns - index)]
         if first_used:
             self._order.insert(first_used)
         return known, first_used

@@ -45,7 +45,7 @@ class Remembered(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """What a checkpoint says."""
+    """The content of a checkpoint."""
 
     same_boot: bool
     segments: list[Remembered]

@@ -29,7 +29,7 @@ PIECE_BYTES = 4 << 20  # Of a run, read in one call: while one is verified, othe
 
 
 class SlotChunks:
-    """Loads and stores shares. Blocks; as many threads may call at once as there are lanes."""
+    """The blocking part of loads and stores of slots. As many threads may call at once as there are lanes."""
 
     def __init__(self, tier: OpenTier[SegmentsOptions], lanes: Lanes) -> None:
         """Have pages for footers, for each of these lanes."""
@@ -39,7 +39,7 @@ class SlotChunks:
         self._pages = Pages(lanes.count, share_chunks(tier.context.row_bytes) * FOOTER_BYTES)
 
     def load(self, share: Share[Read], faults: dict[int, Fault]) -> None:
-        """Fill the share's buffers, and note by place in the batch what is not the chunk that was asked for.
+        """Fill the share's buffers, and note by position in the batch what is not the chunk that was asked for.
 
         A fault need not be one: the slot may have got another chunk meanwhile. The caller knows.
         """
@@ -94,7 +94,7 @@ class SlotChunks:
             for part, footer in zip(piece.parts, buffers[1::2], strict=True):
                 fault = judge_chunk(part.item.into, footer, part.item.key, self._fingerprint)
                 if fault is not None:
-                    faults[part.place] = fault
+                    faults[part.position] = fault
             found += [None] * len(piece.parts)
         elif len(piece.parts) > 1:  # One bad place costs its own chunk only.
             for index, part in enumerate(piece.parts):

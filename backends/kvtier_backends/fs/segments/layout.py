@@ -1,4 +1,4 @@
-"""Chunks in slots of segments: the layout for chunks that are too small to be worth a file each."""
+"""Chunks in slots of segments, which are large files: the layout for speed, and the default."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ from kvtier_backends.fs.segments.folder import SegmentFolder
 from kvtier_backends.fs.segments.loading import SlotLoading
 from kvtier_backends.fs.segments.losses import Losses
 from kvtier_backends.fs.segments.room import Room
-from kvtier_backends.fs.segments.start import SlotLooking
+from kvtier_backends.fs.segments.start import StartScan
 from kvtier_backends.fs.segments.storing import SlotStoring
 from kvtier_backends.fs.segments.wiping import Wiping
 
@@ -38,13 +38,13 @@ class SegmentsLayout:
         self._losses = Losses(tier, catalog, folder)
         self._loading = SlotLoading(tier, catalog, self._wiping)
         self._storing = SlotStoring(tier, catalog, self._room, self._losses)
-        self._looking = SlotLooking(tier, catalog, folder, self._room)
+        self._start = StartScan(tier, catalog, folder, self._room)
         self._background = Background()
         self._patient_until = time.monotonic() + SCAN_PATIENCE_S
 
     def begin(self) -> None:
-        looking = self._looking
-        works = (looking.run, looking.run_checkpoints, self._wiping.run, self._room.run, self._losses.run)
+        start = self._start
+        works = (start.run, start.run_checkpoints, self._wiping.run, self._room.run, self._losses.run)
         self._background.begin(self._tier.context.name, works)
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
@@ -66,7 +66,7 @@ class SegmentsLayout:
             self._wiping.written()
 
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
-        await self._looking.done.wait()  # An older chunk that nobody has looked at yet would come back.
+        await self._start.done.wait()  # An older chunk that nobody has looked at yet would come back.
         if self._catalog.scanning:
             raise BackendClosed(f"{self._tier.context.name}: closed")
         self._catalog.remove(keys)
@@ -80,22 +80,21 @@ class SegmentsLayout:
         return Occupancy(chunks, chunks * slot_bytes, self._tier.capacity.limit_bytes)
 
     async def aclose(self, ends_at: float) -> Left:
-        self._looking.stop()
+        self._start.stop()
         self._background.cancel()
         self._room.close()
         lanes = self._tier.lanes
         loads, stores = await asyncio.gather(*(each.aclose(left_s(ends_at)) for each in (lanes.load, lanes.store)))
         self._wiping.begin_last()
         wiping = await lanes.evict.aclose(left_s(ends_at))
-        if not wiping:
-            self._wiping.end_last()
+        self._wiping.end_last(ended=not wiping)
         if left_s(ends_at):
-            self._looking.write_last_checkpoint()
-        looking = await lanes.scan.aclose(left_s(ends_at))
-        self._looking.done.set()
-        if not loads + stores + wiping + looking:
+            self._start.write_last_checkpoint()
+        scan = await lanes.scan.aclose(left_s(ends_at))
+        self._start.done.set()
+        if not loads + stores + wiping + scan:
             self._close_files()
-        return Left(loads + stores, wiping + looking)
+        return Left(loads + stores, wiping + scan)
 
     async def ended(self) -> None:
         await self._background.ended()
@@ -105,11 +104,11 @@ class SegmentsLayout:
             await self._is_scanned()
 
     async def _is_scanned(self) -> None:
-        if not self._looking.done.is_set():
-            await until(self._looking.done.wait(), self._patient_until - time.monotonic())
+        if not self._start.done.is_set():
+            await until(self._start.done.wait(), self._patient_until - time.monotonic())
 
     def _close_files(self) -> None:
         """Let go of segments, and of their locks; idempotent. No thread may be using them."""
         segments = self._catalog.segments
-        for segment in self._looking.opened + segments.all + segments.removed:
+        for segment in self._start.opened + segments.all + segments.removed:
             segment.close()

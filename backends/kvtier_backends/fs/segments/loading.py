@@ -22,7 +22,7 @@ LOOKS_MAX = 4  # A chunk that has moved so often while it was read is missed.
 
 
 class SlotLoading:
-    """Loads batches of one tier. Belongs to the loop's thread."""
+    """The loads of one tier, a batch at a time. Belongs to the loop's thread."""
 
     def __init__(self, tier: OpenTier[SegmentsOptions], catalog: Catalog, wiping: Wiping) -> None:
         """Read in the lanes for loads."""
@@ -45,7 +45,7 @@ class SlotLoading:
                 left, gone_now = await self._look(left, outcomes)
                 gone += gone_now
         now_ns = self._tier.clock_ns()
-        self._catalog.used([reads[place].key for place, outcome in enumerate(outcomes) if outcome is None], now_ns)
+        self._catalog.used([read.key for read, outcome in zip(reads, outcomes, strict=True) if outcome is None], now_ns)
         return outcomes, gone
 
     async def _look(
@@ -53,30 +53,30 @@ class SlotLoading:
     ) -> tuple[list[tuple[int, Read]], int]:
         """Read chunks where they are now; return those that were moved meanwhile."""
         catalog, parts = self._catalog, list[Slotted[Read]]()
-        for place, read in left:
+        for position, read in left:
             if (slot := catalog.slot(read.key)) is None:
-                outcomes[place] = ChunkMissing(f"{read.key.hex()}: no slot")
+                outcomes[position] = ChunkMissing(f"{read.key.hex()}: no slot")
             else:
-                parts.append(Slotted(slot, place, read))
-        sequences = {part.place: catalog.sequence(part.slot) for part in parts}
+                parts.append(Slotted(slot, position, read))
+        sequences = {part.position: catalog.sequence(part.slot) for part in parts}
         shares = self._catalog.segments.shares(parts, self._lanes.count, self._share_chunks, self._share_least)
         faults: dict[int, Fault] = {}
         await in_threads(self._lanes, [partial(self._chunks.load, share, faults) for share in shares])
         again: list[tuple[int, Read]] = []
         for share in shares:
             for part, outcome in zip(share.parts, share.outcomes, strict=True):
-                slot, place, read = part
-                outcomes[place] = outcome
-                fault = faults.get(place) if faults else None
+                slot, position, read = part
+                outcomes[position] = outcome
+                fault = faults.get(position) if faults else None
                 if outcome is None and fault is None:
                     continue
                 now = catalog.slot(read.key)
-                if now != slot or catalog.sequence(slot) != sequences[place]:
-                    outcomes[place] = ChunkMissing(f"{read.key.hex()}: no slot any more")
+                if now != slot or catalog.sequence(slot) != sequences[position]:
+                    outcomes[position] = ChunkMissing(f"{read.key.hex()}: no slot any more")
                     if now is not None:
-                        again.append((place, read))
+                        again.append((position, read))
                 elif fault is not None:
-                    outcomes[place] = self._judge(read.key, slot, fault)
+                    outcomes[position] = self._judge(read.key, slot, fault)
         return again, sum(share.gone for share in shares)
 
     def _judge(self, key: OffloadKey, slot: int, fault: Fault) -> Outcome:

@@ -26,7 +26,7 @@ CLOSE_S = 1.0  # Calls that were at it have mostly ended by then.
 
 
 class Losses:
-    """One tier's. Belongs to the loop's thread, and looks in a lane."""
+    """The losses of one tier. Belongs to the loop's thread, and looks in a lane."""
 
     def __init__(self, tier: OpenTier[SegmentsOptions], catalog: Catalog, folder: SegmentFolder) -> None:
         """Know of none."""

@@ -19,7 +19,7 @@ class Slotted(NamedTuple, Generic[T]):
     """Something to do with one slot."""
 
     slot: int
-    place: int  # In the batch.
+    position: int  # In the batch.
     item: T
 
 
@@ -43,7 +43,7 @@ class Run(NamedTuple, Generic[T]):
 
 @dataclass(slots=True)
 class Share(Generic[T]):
-    """What one lane does in one hop, and what became of it, in the order of the parts."""
+    """One lane's part of a batch, and what became of it, in the order of the parts."""
 
     runs: Sequence[Run[T]]
     outcomes: list[Outcome] = field(default_factory=list[Outcome])

@@ -34,7 +34,7 @@ _CHECKSUM_AT = HEADER_BYTES - _CHECKSUM.size
 
 
 class Header(NamedTuple):
-    """What a segment is."""
+    """The first page of a segment."""
 
     row_bytes: int
     slots: int

@@ -42,7 +42,7 @@ class Snapshot(NamedTuple):
 
 
 class Slots:
-    """Which chunk each slot holds, and since when it was not used."""
+    """The chunk that each slot holds, and its last use."""
 
     def __init__(self) -> None:
         self.of: dict[OffloadKey, int] = {}

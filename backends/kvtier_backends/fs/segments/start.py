@@ -1,10 +1,9 @@
 """The start-up scan of segments and their checkpoints, as far as the loop's thread goes: what was read is noted.
 
-Until a slot has been read it is nobody's. What blocks runs in a lane of its own: see `reading`.
+Until a slot has been read it is nobody's. What blocks runs in a lane of its own: see `recovery`.
 """
 
 import asyncio
-import time
 from collections.abc import Sequence
 
 from kvtier_backends.fs.disk.checkpoint import CheckpointSchedule
@@ -13,59 +12,60 @@ from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.checkpoint import SETTLED_NS, SlotCheckpoint, remembered, trusted
 from kvtier_backends.fs.segments.folder import SegmentFolder
-from kvtier_backends.fs.segments.reading import Reading, Seen
+from kvtier_backends.fs.segments.recovery import Recovery, Seen
 from kvtier_backends.fs.segments.room import Room
 from kvtier_backends.fs.segments.segment import Segment
 from kvtier_backends.fs.segments.slots import Snapshot
 
 
-class SlotLooking:
-    """One tier's start and its checkpoints. Belongs to the loop's thread."""
+class StartScan:
+    """The start-up scan of one tier, and its checkpoints. Belongs to the loop's thread."""
 
     def __init__(self, tier: OpenTier[SegmentsOptions], catalog: Catalog, folder: SegmentFolder, room: Room) -> None:
-        """Look in the lane for scans."""
+        """Scan in the lane for that."""
         self.done = asyncio.Event()
         """Set once everything that was there at the start is known."""
         self._checkpoint = SlotCheckpoint(tier.root, tier.context.mapper, tier.counters, tier.context.row_bytes)
         tier.capacity.count(self._checkpoint)
-        self._reading = Reading(tier, folder, self._checkpoint)
+        self._recovery = Recovery(tier, folder, self._checkpoint)
         self._catalog = catalog
         self._segments = catalog.segments
         self._room = room
         self._capacity = tier.capacity
         self._counters = tier.counters
         self._lane = tier.lanes.scan
+        self._clock_ns = tier.clock_ns
         self._checkpoint_s = tier.options.checkpoint_s
-        self._distrusted: set[str] = set()  # Segments that the next start has to look through.
+        self._distrusted: set[str] = set()  # Segments that the next start has to read through.
         self._failed = 0
         self._schedule = CheckpointSchedule(
             tier.capacity, tier.counters, self._checkpoint_bytes_worst, every_s=tier.options.checkpoint_s
         )
 
     def stop(self) -> None:
-        """Have the look end soon."""
-        self._reading.stopped = True
+        """Have the scan end soon."""
+        self._recovery.stopped = True
 
     @property
     def opened(self) -> list[Segment]:
         """The segments that were there, as far as they could be opened."""
-        return self._reading.opened
+        return self._recovery.opened
 
     async def run(self) -> None:
-        """Look what is there, once."""
-        reading, catalog, counters = self._reading, self._catalog, self._counters
-        await self._lane.run(reading.open_all)
-        around = await self._lane.run(reading.look_around, time.time())
-        self._failed += reading.failed
-        for segment in reading.opened:
+        """Find out what is there, once."""
+        recovery, catalog, counters = self._recovery, self._catalog, self._counters
+        await self._lane.run(recovery.open_all)
+        around = await self._lane.run(recovery.look_around)
+        self._failed += recovery.failed
+        for segment in recovery.opened:
             self._segments.add(segment, catalog.add(segment.header.slots))
-        self._capacity.other_bytes += around.taken_bytes + sum(each.allocated_bytes for each in reading.unusable)
+        self._capacity.other_bytes += around.taken_bytes + sum(each.allocated_bytes for each in recovery.unusable)
         self._capacity.unseen_bytes = 0
-        self._room.begin(reading.unusable)
-        recovery = reading.recovered(recall=self._checkpoint_s > 0)
-        while (seen := await self._lane.run(next, recovery, None)) is not None:
+        self._room.begin(recovery.unusable)
+        found = recovery.recovered(recall=self._checkpoint_s > 0)
+        while (seen := await self._lane.run(next, found, None)) is not None:
             self._note(seen)
-        counters.count("scan_skipped", len(reading.unusable))
+        counters.count("scan_skipped", len(recovery.unusable))
         counters.count("scan_failed", self._failed)
         counters.count("scan_swept", around.swept)
         counters.count("scan_others", around.others)
@@ -84,7 +84,7 @@ class SlotLooking:
 
     async def _write_checkpoint(self) -> None:
         # What is written between the two is not in the first, so that a segment is looked through rather than trusted.
-        now_ns = time.time_ns()
+        now_ns = self._clock_ns()
         segments = await self._lane.run(remembered, list(self._segments.all), now_ns - SETTLED_NS)
         segments = trusted(segments, self._unsettled())
         await self._lane.run(self._checkpoint.write, segments, self._catalog.snapshot())
@@ -93,7 +93,7 @@ class SlotLooking:
         self._lane.submit(self._write_last, list(self._segments.all), self._unsettled(), self._catalog.snapshot())
 
     def _write_last(self, segments: Sequence[Segment], unsettled: set[str], snapshot: Snapshot) -> None:
-        settled = trusted(remembered(segments, time.time_ns() + SETTLED_NS), unsettled)
+        settled = trusted(remembered(segments, self._clock_ns() + SETTLED_NS), unsettled)
         self._checkpoint.write(settled, snapshot)
 
     def _unsettled(self) -> set[str]:

@@ -38,7 +38,7 @@ class Syncing:
 
 
 class SlotStoring:
-    """Stores batches of one tier. Belongs to the loop's thread."""
+    """The stores of one tier, a batch at a time. Belongs to the loop's thread."""
 
     def __init__(self, tier: OpenTier[SegmentsOptions], catalog: Catalog, room: Room, losses: Losses) -> None:
         """Write in the lanes for stores."""
@@ -78,8 +78,8 @@ class SlotStoring:
         last = self._catalog.next_sequences(len(writes), now_ns) + len(writes) - 1
         # The head's number is the greatest: a prefix outlives its continuation, also after a restart.
         parts = [
-            Slotted(slot, place, (write, last - place))
-            for place, (write, slot) in enumerate(zip(writes, sorted(slots), strict=True))
+            Slotted(slot, position, (write, last - position))
+            for position, (write, slot) in enumerate(zip(writes, sorted(slots), strict=True))
         ]
         shares = self._catalog.segments.shares(parts, self._lanes.count, self._share_chunks)
         syncing = Syncing()
@@ -116,10 +116,10 @@ class SlotStoring:
                 stored.append(part)
             else:
                 self._catalog.failed(part.item[0].key, part.slot)
-            outcomes[part.place] = outcome
-        for part in sorted(stored, key=lambda part: part.place, reverse=True):
+            outcomes[part.position] = outcome
+        for part in sorted(stored, key=lambda part: part.position, reverse=True):
             (key, _), sequence = part.item
-            self._catalog.stored(key, part.slot, sequence, now_ns - part.place)
+            self._catalog.stored(key, part.slot, sequence, now_ns - part.position)
             if not told:
                 self._catalog.inventory.added(key)
         return outcomes

@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -35,7 +34,7 @@ class Round:
 
 
 class Wiping:
-    """One tier's. Belongs to the loop's thread, and wipes in a lane."""
+    """The wiping of one tier's slots. Belongs to the loop's thread, and wipes in a lane."""
 
     def __init__(self, tier: OpenTier[SegmentsOptions], catalog: Catalog) -> None:
         """Wipe in the lane for what is behind the calls. With `fsync`, what is wiped is so after a power cut, too."""
@@ -101,16 +100,21 @@ class Wiping:
             self._note()
 
     def begin_last(self) -> None:
-        """Have what is left wiped before the lane ends; `end_last` then takes note."""
+        """Have what is left wiped before the lane ends, once; `end_last` then tells whoever waits."""
+        if self._closed:
+            return
         self._closed = True
-        self._note()  # A round that is still under way is wiped again: nobody has been given its slots.
+        # A round that is still under way is wiped again: nobody has been given its slots.
+        self._catalog.outdated.still_due(one.slot for one in self._round.doomed)
         self._round = Round(self._take())
-        with suppress(BackendClosed):  # Closed before.
-            self._lane.submit(self._wipe, self._round)
+        self._lane.submit(self._wipe, self._round)
 
-    def end_last(self) -> None:
-        """Take note of what was wiped when the lane has ended."""
-        self._note()
+    def end_last(self, *, ended: bool) -> None:
+        """Take note of what was wiped if the lane has ended; else nobody knows, and nobody waits any more."""
+        if ended:
+            self._note()
+        else:
+            self._end_round()
 
     def written(self) -> None:
         """Hear that a store has ended: outdated chunks that it has overwritten are no more."""

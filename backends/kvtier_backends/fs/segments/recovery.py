@@ -1,4 +1,4 @@
-"""The start-up scan of segments, in a lane: which there are, what a checkpoint is believed of, and what footers say."""
+"""The recovery of segments at a start: which there are, what a checkpoint is believed of, and what footers say."""
 
 import logging
 import os
@@ -28,7 +28,7 @@ SEQUENCE_MAX = (1 << 63) - 1  # The year 2262, in ns. Greater ones are nobody's,
 
 
 class Around(NamedTuple):
-    """What lies in the tier's folders besides segments, and is the tier's."""
+    """The tier's files and folders besides segments."""
 
     taken_bytes: int
     others: int  # Folders of other namespaces, or of this one laid out otherwise.
@@ -36,7 +36,7 @@ class Around(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What is known of some slots."""
+    """Some slots, and what is known of them."""
 
     held: Sequence[Held] = ()
     foreign: bool = False  # Of another process: the chunks are read, and nothing else.
@@ -46,8 +46,8 @@ class Seen(NamedTuple):
     failed: bool = False  # That segment could not be read to its end.
 
 
-class Reading:
-    """The start's blocking part, in a lane: one call at a time."""
+class Recovery:
+    """The blocking part of a start, in a lane: one call at a time."""
 
     def __init__(
         self, tier: OpenTier[SegmentsOptions], segment_folder: SegmentFolder, checkpoint: SlotCheckpoint
@@ -98,9 +98,9 @@ class Reading:
                 ", ".join(each.name for each in self.unusable[:NAMED_MAX]),
             )
 
-    def look_around(self, now_s: float) -> Around:
+    def look_around(self) -> Around:
         """Measure and sweep what is besides segments, as far as it can be."""
-        sweep = Sweep(self._folder.root_fd, self._folder.writer, now_s)
+        sweep = Sweep(self._folder.root_fd, self._folder.writer, self._now_ns / 1e9)
         taken, names = self.unopened_bytes, list[str]()
         try:
             for folder in (self._folder.chunks, self._mapper.folder):
@@ -167,7 +167,7 @@ def _recalled(
 
 
 class LastUses:
-    """When the chunks of a segment were used last, by their places, as far as a checkpoint says."""
+    """The last uses of a segment's chunks, by their places, as far as a checkpoint says."""
 
     def __init__(self, slots: int) -> None:
         self._sequences = array("Q", bytes(8 * slots))
