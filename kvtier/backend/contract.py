@@ -124,7 +124,7 @@ class Backend(ABC, Generic[OptionsT]):
     promise more, as its options have it."""
 
     locality: ClassVar[Literal["LOCAL", "REMOTE"] | None] = None
-    """Where its chunks are, for requests that choose their tiers; a tier's `locality` in a configuration goes first."""
+    """The place of its chunks, for requests that choose their tiers; a tier's own `locality` goes first."""
 
     options_type: ClassVar[type[msgspec.Struct]]
     """The tier's own configuration fields: a frozen struct that forbids unknown fields, such as an `Options`."""

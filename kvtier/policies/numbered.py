@@ -13,7 +13,7 @@ from kvtier.policies.policy import K, Policy
 
 
 class NumberOrder(Protocol):
-    """What `Policy` promises, of numbers that have a key; `incoming` are keys, which have no number yet.
+    """The promises of `Policy`, of numbers that have a key; `incoming` are keys, which have no number yet.
 
     `keep` may answer with a number: one that has any pins stays. `after` is the number that new ones continue: an order
     that can, has them leave just before it.

@@ -56,7 +56,7 @@ class VllmOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Bounds on what the engine takes of the primary, and on how long it waits."""
 
     runner: Literal["process", "thread"] = "process"
-    """Where the tiers' I/O runs. vLLM's scheduler is busy in Python: a thread beside it would wait for the GIL."""
+    """Home of the tiers' I/O. vLLM's scheduler is busy in Python: a thread beside it would wait for the GIL."""
 
     canonical_layout: bool | None = None
     """Canonical pages in rows, the same at every tensor-parallel size. None: where vLLM vouches for them. True: vLLM
