@@ -50,7 +50,7 @@ class ChunkMissing(ChunkError):
 
 
 class ChunkCorrupt(ChunkError):
-    """What the tier has under this key is not what was stored: delete it, recompute."""
+    """Something else than was stored lies under this key in the tier: delete it, recompute."""
 
 
 class NoSpace(ChunkError):

@@ -124,7 +124,7 @@ class Backend(ABC, Generic[OptionsT]):
     promise more, as its options have it."""
 
     locality: ClassVar[Literal["LOCAL", "REMOTE"] | None] = None
-    """Where its chunks are, for requests that choose their tiers; a tier's `locality` in a configuration goes first."""
+    """The place of its chunks, for requests that choose their tiers; a tier's own `locality` goes first."""
 
     options_type: ClassVar[type[msgspec.Struct]]
     """The tier's own configuration fields: a frozen struct that forbids unknown fields, such as an `Options`."""
@@ -280,6 +280,9 @@ def _checked(type_name: str, found: object) -> type[Backend]:
         raise ConfigError(f"tier type {type_name!r}: {found.__name__} does not implement {lacking}")
     if not isinstance(getattr(found, "durability", None), Durability):
         raise ConfigError(f"tier type {type_name!r}: {found.__name__}.durability is no Durability")
+    if found.locality not in (None, "LOCAL", "REMOTE"):
+        name, given = found.__name__, found.locality
+        raise ConfigError(f"tier type {type_name!r}: {name}.locality is {given!r}; 'LOCAL', 'REMOTE' or None accepted")
     options = getattr(found, "options_type", None)
     if not (isinstance(options, type) and issubclass(options, msgspec.Struct)):
         raise ConfigError(f"tier type {type_name!r}: {found.__name__}.options_type is no msgspec.Struct")

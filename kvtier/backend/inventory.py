@@ -10,7 +10,7 @@ from kvtier.backend.keys import OffloadKey
 
 
 class Keys(Protocol):
-    """What a tier holds now: a dictionary by key, or anything else that says so."""
+    """The keys that a tier holds now: a dictionary by key, or anything else that says so."""
 
     def __contains__(self, key: OffloadKey, /) -> bool: ...
 

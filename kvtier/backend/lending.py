@@ -368,26 +368,26 @@ async def load_each_once(
     For services that take a key twice in a batch for one, and fill one of its buffers. A key that failed has failed in
     all its places.
     """
-    first = {read.key: place for place, read in reversed(list(enumerate(reads)))}
+    first = {read.key: index for index, read in reversed(list(enumerate(reads)))}
     if len(first) == len(reads):
         return await call(reads)
-    places = sorted(first.values())
-    outcomes = dict(zip(places, await call([reads[place] for place in places]), strict=True))
-    for place, (key, into) in enumerate(reads):
+    sent = sorted(first.values())
+    outcomes = dict(zip(sent, await call([reads[index] for index in sent]), strict=True))
+    for index, (key, into) in enumerate(reads):
         outcome = outcomes[first[key]]
-        if place not in outcomes and outcome is None:
+        if index not in outcomes and outcome is None:
             into[:] = reads[first[key]].into
-        outcomes.setdefault(place, outcome)
-    return [outcomes[place] for place in range(len(reads))]
+        outcomes.setdefault(index, outcome)
+    return [outcomes[index] for index in range(len(reads))]
 
 
 async def store_each_once(
     writes: Sequence[Write], call: Callable[[Sequence[Write]], Awaitable[Sequence[Outcome]]]
 ) -> Sequence[Outcome]:
     """Store each key of a batch once, from its last place, whose outcome all its places get."""
-    last = {write.key: place for place, write in enumerate(writes)}
+    last = {write.key: index for index, write in enumerate(writes)}
     if len(last) == len(writes):
         return await call(writes)
-    places = sorted(last.values())
-    outcomes = dict(zip(places, await call([writes[place] for place in places]), strict=True))
+    sent = sorted(last.values())
+    outcomes = dict(zip(sent, await call([writes[index] for index in sent]), strict=True))
     return [outcomes[last[write.key]] for write in writes]

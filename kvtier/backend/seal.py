@@ -44,7 +44,7 @@ VariableName = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class SealFault(StrEnum):
-    """How what a tier holds can be something else than the chunk, as it is counted and shown."""
+    """The ways in which what a tier holds is not the chunk, as they are counted and shown."""
 
     LENGTH = "length"  # Not a row and a seal long.
     FOREIGN = "foreign"  # No seal of ours.
@@ -80,7 +80,7 @@ _WORDS = {
 
 
 class SealOptions(Options, frozen=True, kw_only=True):
-    """How what leaves the host is sealed. A key is never part of a configuration, which is logged and sent about."""
+    """The seal of what leaves the host. No key is part of a configuration, which is logged and sent about."""
 
     seal: SealKind = "xxh3"
     """`xxh3` finds damage. `aes-256-gcm` also hides rows, and refuses what somebody without the key has written."""
@@ -183,7 +183,7 @@ class Seal(ABC):
 
 
 class Given(NamedTuple):
-    """What a seal says that depends on its kind."""
+    """The fields of a seal that depend on its kind."""
 
     proof: bytes = b""
     key_id: bytes = b""

@@ -33,7 +33,7 @@ class Staging:
         """Map `slots` slots; up to `retired_max` that are retired are replaced, each by a new one."""
         self.slots = slots
         self.retired = 0
-        """How many are kept and not used any more."""
+        """The number of slots that are kept and not used any more."""
         self._tier_name = tier_name
         self._slot_bytes = slot_bytes
         self._retired_max = retired_max

@@ -1,1 +1,1 @@
-"""Where kvtier is embedded in other engines: one package each, the only places that import them."""
+"""Integrations into LLM engines: one package each, the only places that import them."""

@@ -109,7 +109,7 @@ class _Limit(NamedTuple):
 
     @property
     def soft(self) -> int | None:
-        """What holds now; None: nothing does."""
+        """The limit that holds now; None: none does."""
         soft, _ = resource.getrlimit(self.resource)
         return None if soft == resource.RLIM_INFINITY else soft
 

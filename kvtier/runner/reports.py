@@ -14,6 +14,7 @@ from kvtier.backend import Added, Backend, Counted, Described, Inventory, Measur
 from kvtier.runner.messages import Found, Gone, Message, Scanned, TierUsage, pack_keys
 
 USAGE_EVERY_S = 1.0  # A gauge for people; more often only costs messages.
+BUGS = (Exception, SystemExit, asyncio.CancelledError)  # A tier may raise the last two, too: neither is meant for us.
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +94,7 @@ class Reports:
                         continue
                 await self._acknowledged.wait()
                 self._acknowledged.clear()
-        except (Exception, SystemExit, asyncio.CancelledError):  # The supervisor's edge: the tier is asked instead.
+        except BUGS:  # The supervisor's edge: the tier is asked instead.
             assert self._watcher is not None
             if self._watcher.cancelling():
                 raise
@@ -137,11 +138,7 @@ class Reports:
         """Return what the tier says of itself; None, and the bug in the log, once, if that is not of its type."""
         try:
             return msgspec.convert(method(), type_)
-        except (
-            Exception,
-            SystemExit,
-            asyncio.CancelledError,
-        ):  # The supervisor's edge; no await, so no cancel of ours.
+        except BUGS:  # The supervisor's edge; no await, so no cancel of ours.
             if name not in self._complaints:
                 self._complaints.add(name)
                 logger.exception("tier %s: its %s() raised, or returned what it may not", self._name, name)

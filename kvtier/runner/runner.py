@@ -206,10 +206,7 @@ class Runner:
                 self._reports[action.tier].acknowledge()
             elif isinstance(backend := self._tiers[action.tier].backend, Ranked):
                 backend.rank(unpack_keys(action.keys))
-        except (
-            Exception,
-            SystemExit,
-        ):  # The supervisor's edge: a tier's bug costs its order, not what else was submitted.
+        except (Exception, SystemExit):  # The supervisor's edge: a bug costs the tier's order, nothing else.
             logger.exception("tier %d: it does not take %s", action.tier, type(action).__name__)
 
 

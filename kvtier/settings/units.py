@@ -93,7 +93,7 @@ SlowDuration = Annotated[float, msgspec.Meta(ge=SLOW_S_MIN, le=DURATION_S_MAX, e
 """A `Duration` of at least a tenth of a second: how long a process or a mount may be silent."""
 
 Age = Annotated[float, msgspec.Meta(ge=DURATION_S_MIN, le=AGE_S_MAX, extra={_UNIT: _DURATION})]
-"""How long ago something was: seconds, a millisecond to ten years, as `Duration` is written."""
+"""The time since something was: seconds, a millisecond to ten years, as `Duration` is written."""
 
 Path = Annotated[str, msgspec.Meta(min_length=1, extra={_UNIT: _PATH})]
 """A path in the file system, made absolute once: a process that changes its directory finds it again."""
@@ -102,10 +102,10 @@ Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 """A part of a whole: more than 0, at most 1."""
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
-"""How many of something, at least one."""
+"""A number of things, at least one."""
 
 Index = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
-"""Which one of several, from zero."""
+"""The number of one of several, from zero."""
 
 
 def unit_of(meta: msgspec.Meta) -> Unit | None:

@@ -76,15 +76,21 @@ class VirtualTimeLoop(asyncio.BaseEventLoop):
     def __init__(self, *, iterations_at_one_moment_max: int = ITERATIONS_AT_ONE_MOMENT_MAX) -> None:
         super().__init__()
         self._selector = self  # See `select`.
-        self._iterations = 0  # At this moment.
+        self._iterations = 0  # Of this run, at this moment.
         self._iterations_max = iterations_at_one_moment_max
         self._numbers = itertools.count()
-        self._own_thread = threading.get_ident()
+        self._own_thread = threading.get_ident()  # That it was made in, and later the one that it runs in.
         self._threads_refused: list[str] = []
         self._jump(0.0)
 
     def __repr__(self) -> str:
         return f"<VirtualTimeLoop at {self._now_s:,.6f} s{' closed' * self.is_closed()}>"
+
+    def run_forever(self) -> None:
+        """Run until `stop` is called. Raises `Deadlock` if it can never be."""
+        self._own_thread = threading.get_ident()
+        self._iterations = 0  # Each run may take as many: many short ones are no polling.
+        super().run_forever()
 
     def time(self) -> float:
         """Give the virtual time in seconds."""

@@ -75,6 +75,10 @@ class Lax(NullBackend):
     options_type = LaxOptions
 
 
+class Nowhere(NullBackend):
+    locality = "remote"  # type: ignore[assignment]
+
+
 class Shelf:
     Inner = NullBackend
     number = 3
@@ -231,6 +235,7 @@ NOT_WHOLE: list[tuple[str, Any]] = [
     ("Forgetful", "Forgetful.durability is no Durability"),
     ("Optionless", "Optionless.options_type is no msgspec.Struct"),
     ("Lax", "Lax.options_type is not both frozen and closed to unknown fields"),
+    ("Nowhere", "Nowhere.locality is 'remote'; 'LOCAL', 'REMOTE' or None accepted"),
 ]
 
 

@@ -2,6 +2,7 @@ import asyncio
 import random
 import threading
 import time
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -133,6 +134,25 @@ def test_polling_while_time_moves_is_none():
         runner.run(poll())
 
 
+def test_what_goes_on_polling_when_it_is_cancelled_is_a_deadlock_too():
+    async def poll():
+        while True:
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(0)
+
+    with (
+        pytest.raises(Deadlock, match="something polls"),
+        asyncio.Runner(loop_factory=partial(VirtualTimeLoop, iterations_at_one_moment_max=1_000)) as runner,
+    ):
+        runner.run(poll())
+
+
+def test_many_short_runs_at_one_moment_are_no_polling():
+    with asyncio.Runner(loop_factory=partial(VirtualTimeLoop, iterations_at_one_moment_max=1_000)) as runner:
+        for _ in range(1_000):
+            runner.run(asyncio.sleep(0))
+
+
 def test_a_thread_is_refused():
     async def reach():
         await asyncio.to_thread(time.time)
@@ -162,6 +182,21 @@ def test_a_wake_up_from_another_thread_is_refused_and_told():
 
     with pytest.raises(Deadlock, match="refused a call_soon_threadsafe from thread 'waker'"):
         virtual_time.run(reach())
+
+
+def test_a_loop_runs_in_another_thread_than_it_was_made_in():
+    loop, answers = VirtualTimeLoop(), []
+
+    async def wake_itself():
+        woken = loop.create_future()
+        loop.call_soon_threadsafe(woken.set_result, "woken")
+        answers.append(await woken)
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(wake_itself(),))
+    thread.start()
+    thread.join()
+    loop.close()
+    assert answers == ["woken"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from kvtier.backend.namespace import Namespace
 from kvtier.config import EngineLimits, TierLimits
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.integrations.vllm.options import ENGINE_ONLY, SecondaryLimits, read_secondary_options, secondary_config
+from kvtier_backends.dummy import DummyBackend
 from tests.vllm.engines import Engine
 from tests.vllm.test_secondary import behind_vllm
 
@@ -26,6 +27,24 @@ def test_limits_of_the_tier_and_of_its_runner_stand_in_one_table():
 def test_what_is_not_given_is_as_in_an_engine():
     config = config_of({})
     assert (config.secondary_tiers[0].limits, config.limits) == (TierLimits(), EngineLimits())
+
+
+def test_a_relative_root_is_that_of_the_start_wherever_the_owner_goes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    options = read_secondary_options({"backend": "fs", "root": "here"})
+    config = secondary_config(options, NAMESPACE, rows=8, row_bytes=8_192)
+    assert config.secondary_tiers[0].options["root"] == str(tmp_path / "here")
+
+
+class FarAway(DummyBackend):
+    locality = "REMOTE"
+
+
+@pytest.mark.parametrize(("given", "locality"), [({}, "REMOTE"), ({"locality": "LOCAL"}, "LOCAL")])
+def test_a_tier_is_where_its_backend_says_unless_its_options_do(given, locality):
+    options = read_secondary_options({"backend": f"{__name__}:FarAway"} | given)
+    config = secondary_config(options, NAMESPACE, rows=8, row_bytes=8_192)
+    assert config.secondary_tiers[0].locality == locality
 
 
 @pytest.mark.parametrize("name", sorted(ENGINE_ONLY))

@@ -25,7 +25,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvtier.engine.answers import LookupResult as Found
+from kvtier.engine.answers import LookupResult as Answer
 from kvtier.engine.requests import by_position
 from kvtier.engine.steps import Inside, StepManager
 from kvtier.engine.tier import TierMatcher
@@ -33,10 +33,10 @@ from kvtier.integrations.vllm.events import Media, config_info, offloading_event
 from kvtier.integrations.vllm.stats import Stats, Summary, TransferTimes, engine_readings
 
 _RESULTS = {
-    Found.MISS: LookupResult.MISS,
-    Found.HIT: LookupResult.HIT,
-    Found.HIT_PENDING: LookupResult.HIT_PENDING,
-    Found.RETRY: LookupResult.RETRY,
+    Answer.MISS: LookupResult.MISS,
+    Answer.HIT: LookupResult.HIT,
+    Answer.HIT_PENDING: LookupResult.HIT_PENDING,
+    Answer.RETRY: LookupResult.RETRY,
 }
 STORES_SKIPPED = "vllm:kv_offload_stores_skipped"  # As vLLM's own manager counts them.
 LOOKUP_HIT = LookupResult.HIT  # An enum finds its members by a call of its own.

@@ -18,6 +18,7 @@ from kvtier.config import (
     QueuedActions,
     TierConfig,
     TierLimits,
+    settled,
     tier_options,
 )
 from kvtier.errors import ConfigError
@@ -55,7 +56,7 @@ class VllmOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Bounds on what the engine takes of the primary, and on how long it waits."""
 
     runner: Literal["process", "thread"] = "process"
-    """Where the tiers' I/O runs. vLLM's scheduler is busy in Python: a thread beside it would wait for the GIL."""
+    """Home of the tiers' I/O. vLLM's scheduler is busy in Python: a thread beside it would wait for the GIL."""
 
     canonical_layout: bool | None = None
     """Canonical pages in rows, the same at every tensor-parallel size. None: where vLLM vouches for them. True: vLLM
@@ -160,7 +161,7 @@ def read_secondary_options(given: Mapping[str, Any]) -> SecondaryOptions:
 
 
 def secondary_config(options: SecondaryOptions, namespace: Namespace, *, rows: int, row_bytes: int) -> EngineConfig:
-    """Return the configuration of a runner with one tier, over rows that are vLLM's."""
+    """Return the configuration of a runner with one tier, over rows that are vLLM's; its paths are absolute."""
     tier = TierConfig(
         type=options.backend,
         name=options.name or f"kvtier:{options.backend}",
@@ -170,7 +171,7 @@ def secondary_config(options: SecondaryOptions, namespace: Namespace, *, rows: i
         locality=options.locality,
         options=options.options,
     )
-    return EngineConfig(
+    config = EngineConfig(
         cpu_bytes_to_use=rows * row_bytes,
         chunk_bytes=row_bytes,
         secondary_tiers=(_with_medium(tier, "secondary_tiers[]"),),
@@ -178,6 +179,7 @@ def secondary_config(options: SecondaryOptions, namespace: Namespace, *, rows: i
         namespace=namespace,
         limits=EngineLimits(**_of(EngineLimits, options.limits)),
     )
+    return settled(config)
 
 
 def _of(kind: type[TierLimits | EngineLimits], limits: SecondaryLimits) -> dict[str, Any]:

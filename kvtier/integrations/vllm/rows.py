@@ -30,7 +30,7 @@ class RowPlan(NamedTuple):
 
     @property
     def slot_start(self) -> int:
-        """Where this worker's bytes begin in a row."""
+        """The first of this worker's bytes in a row."""
         return 0 if self.canonical or self.copies == 1 else self.worker_chunk_bytes * self.rank
 
 

@@ -299,7 +299,10 @@ class ToVllm(logging.Handler):
 
 
 def log_as_vllm() -> None:
-    """Have kvtier's loggers log as vLLM's does; one that somebody has configured, or vLLM's if nobody has, is left."""
+    """Have kvtier's loggers log as vLLM's does; one that somebody has configured, or vLLM's if nobody has, is left.
+
+    vLLM's own hands nothing on to the root, so that what kvtier logs would come out bare, or not at all.
+    """
     vllm = logging.getLogger("vllm")
     if not vllm.handlers:
         return

@@ -118,7 +118,7 @@ class _Pages(NamedTuple):
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """What runs that share their bytes have in common."""
+        """The key of runs that share their bytes: equal for all of them."""
         start = 0 if self.packed else self.blocks.offset_bytes
         return (storage_of(self.storage), start, self.blocks.stride_bytes)
 

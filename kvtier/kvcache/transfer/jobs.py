@@ -17,7 +17,7 @@ from kvtier.kvcache.transfer.pages import Pages
 
 
 class Direction(Enum):
-    """Which way a transfer copies."""
+    """The direction in which a transfer copies."""
 
     LOAD = "load"  # From the primary into the LLM engine's blocks.
     STORE = "store"
@@ -84,7 +84,7 @@ class Copier(Protocol):
 
     @property
     def ahead(self) -> int:
-        """How many it can begin before the first has ended."""
+        """The number of transfers that it can begin before the first has ended."""
         ...
 
     def mark(self) -> object:

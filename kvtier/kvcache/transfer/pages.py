@@ -139,23 +139,23 @@ class Piece(NamedTuple):
 
     @property
     def local_repeats(self) -> list[tuple[int, int]]:
-        """How many times, and how far apart, in the worker's memory."""
+        """The repeats in the worker's memory: how many times, and how far apart."""
         return [(repeat.times, repeat.local) for repeat in self.repeats]
 
     @property
     def host_repeats(self) -> list[tuple[int, int]]:
-        """How many times, and how far apart, in a chunk."""
+        """The repeats in a chunk likewise."""
         return [(repeat.times, repeat.host) for repeat in self.repeats]
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """What pieces that can be one have in common: all but their places."""
+        """The key of pieces that can be one: all but their places."""
         storage = storage_of(self.memory)
         return (storage, self.local_stride, self.host_stride, self.size_bytes, self.repeats, self.writers)
 
 
 class Sides(NamedTuple):
-    """What pages move between: the caches, as each group's pieces, and the slots of all rows, (rows, slot_bytes) int8.
+    """Both sides of a copy: the caches, as each group's pieces, and the slots of all rows, (rows, slot_bytes) int8.
 
     The slots are in host memory.
     """

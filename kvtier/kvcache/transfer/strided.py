@@ -132,7 +132,7 @@ class Strided(NamedTuple):
 
     @property
     def alike(self) -> tuple[object, ...]:
-        """What pieces of the same slots have in common whose pages move alike: all but where they lie."""
+        """The key of pieces of the same slots whose pages move alike: all but where they lie."""
         shapes = [(side.pages.dtype, side.pages.shape, side.pages.stride()) for side in (self.local, self.host)]
         return (*shapes, self.writers, self.writer_index)
 

@@ -43,7 +43,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 class Case(NamedTuple):
-    """Which pages are copied from where to where: `place` says what lies in order, of blocks and rows."""
+    """The pages that are copied, from where to where: `place` says what lies in order, of blocks and rows."""
 
     page_bytes: int
     layers: int

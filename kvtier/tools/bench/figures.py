@@ -155,7 +155,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Pair(NamedTuple):
-    """Which two measurements make a row."""
+    """The two measurements that make a row."""
 
     operation: str
     chunk_bytes: int | None

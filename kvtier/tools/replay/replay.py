@@ -173,7 +173,7 @@ class Turn(NamedTuple):
 
 
 class Claims:
-    """Which open request computes which blocks: so open requests overlap, and find what they would find one by one.
+    """The blocks that open requests compute, so that these overlap and find what they would find one by one.
 
     A request whose prefix an earlier open one is about to compute waits for that one; all others go on. Without it the
     hits of a replay would depend on how many requests are open: those that look before a chunk is stored would miss it.

@@ -57,7 +57,7 @@ class Options(NamedTuple):
     gpu_cache_blocks: int | None = None  # None: `GPU_CACHE_TOKENS` for each server.
 
 
-class Job(NamedTuple):
+class Prepared(NamedTuple):
     """One replay, ready to run, and what its report says of the engine."""
 
     replay: Replay | VirtualReplay
@@ -153,13 +153,13 @@ def replay(
         gpu_cache_blocks,
     )
     with ExitStack() as stack:
-        job = virtual_job(options) if virtual_time else real_job(options, stack)
-        report = _run(job, options)
+        prepared = virtual_replay(options) if virtual_time else real_replay(options, stack)
+        report = _run(prepared, options)
         console = write_json(json_path, report)
         if plot_path is not None and not report.interrupted:  # Drawing takes a second, and that long nobody waits.
             from kvtier.tools.pictures import write_replay_picture  # An extra: see `check_picture`.
 
-            write_replay_picture(plot_path, report, job.replay.tally.samples, job.config.row_bytes)
+            write_replay_picture(plot_path, report, prepared.replay.tally.samples, prepared.config.row_bytes)
         print_report(report, console)
         if report.interrupted:
             raise typer.Exit(EXIT_INTERRUPTED)
@@ -173,12 +173,15 @@ def _measured(requests: Trace | GeneratedTrace) -> Extent:
         return measure(requests)
 
 
-def _run(job: Job, options: Options) -> Report:
+def _run(prepared: Prepared, options: Options) -> Report:
     """Run to the end or to Ctrl-C, and sum up what was done."""
-    replay, requests = job.replay, options.extent.requests
+    replay, requests = prepared.replay, options.extent.requests
     interrupted = False
     try:
-        with asyncio.Runner(loop_factory=job.loop_factory) as runner, replay_bar(replay.tally, requests) as progress:
+        with (
+            asyncio.Runner(loop_factory=prepared.loop_factory) as runner,
+            replay_bar(replay.tally, requests) as progress,
+        ):
             runner.run(replay.run(progress))
     except KeyboardInterrupt:  # The replay was cancelled first, and has closed its engine.
         interrupted = True
@@ -187,11 +190,11 @@ def _run(job: Job, options: Options) -> Report:
         trace=os.path.basename(options.requests.path),
         seed=options.seed,
         best_hit_ratio=options.extent.hit_ratio(options.extent.best_hits),
-        config=job.config,
-        engine=job.engine,
+        config=prepared.config,
+        engine=prepared.engine,
         interrupted=interrupted,
         ttft_s=replay.times_to_first_token_s,
-        model=job.model,
+        model=prepared.model,
     )
 
 
@@ -210,7 +213,7 @@ def replay_bar(tally: Tally, requests: int) -> Generator[Callable[[], None]]:
         yield step
 
 
-def real_job(options: Options, stack: ExitStack) -> Job:
+def real_replay(options: Options, stack: ExitStack) -> Prepared:
     """Prepare a replay with real bytes. A temporary directory that tiers need goes away with the stack."""
     config = default_config(options.extent) if options.config_path is None else EngineConfig.load(options.config_path)
     if options.fs is not None:
@@ -229,10 +232,10 @@ def real_job(options: Options, stack: ExitStack) -> Job:
         Tally(options.extent.requests),
         concurrency=options.concurrency,
     )
-    return Job(replay, uvloop.new_event_loop, config, {**_engine(config), "concurrency": options.concurrency})
+    return Prepared(replay, uvloop.new_event_loop, config, {**_engine(config), "concurrency": options.concurrency})
 
 
-def virtual_job(options: Options) -> Job:
+def virtual_replay(options: Options) -> Prepared:
     """Prepare a replay in virtual time."""
     block_tokens = options.requests.block_tokens
     if options.config_path is None:
@@ -262,7 +265,7 @@ def virtual_job(options: Options) -> Job:
         ModelPart("copy to the GPU", {"load_bytes_per_s": GPU_LOAD_BYTES_PER_S}, "assumed: sixteen lanes of PCIe 4"),
         *model.parts,
     )
-    return Job(replay, VirtualTimeLoop, config, engine, parts)
+    return Prepared(replay, VirtualTimeLoop, config, engine, parts)
 
 
 def _gpu_source(options: Options) -> str:
