@@ -101,6 +101,33 @@ async def test_an_access_list_that_lacks_a_command_is_named_at_the_start(
     assert await lender.recall(tier, keys) == ["ChunkMissing", *(label(key) for key in keys[1:])]
 
 
+async def test_no_password_is_in_what_a_server_without_passwords_makes_of_it(
+    opened, own_server, monkeypatch
+) -> None:
+    """It knows no AUTH, and its error repeats what it was given."""
+    server = own_server("--rename-command", "AUTH", "")
+    monkeypatch.setenv(PASSWORD, "geheim")
+    with pytest.raises(ConfigError, match="servers: .*unknown command") as refused:
+        await opened(server.address, password_env=PASSWORD)
+    assert "geheim" not in str(refused.value)
+
+
+async def test_no_password_is_in_what_an_echo_makes_of_it(opened, monkeypatch) -> None:
+    monkeypatch.setenv(PASSWORD, "geheim")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=_echo, args=(listener,), daemon=True).start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(BackendUnavailable, match="does not speak Redis") as refused:
+            await opened(address, username="kv", password_env=PASSWORD, **QUICK)
+        assert "geheim" not in str(refused.value)
+
+
+def _echo(listener: socket.socket) -> None:
+    connection = listener.accept()[0]
+    with connection:
+        _pass_on(connection, connection)
+
+
 async def test_a_database_that_there_is_not_is_a_mistake_of_the_configuration(opened, server) -> None:
     with pytest.raises(ConfigError, match="DB index is out of range"):
         await opened(server.address, db=1_000)
@@ -314,6 +341,31 @@ async def test_a_slot_that_moves_is_followed_at_every_moment_of_it(opened, clust
     before = tier.counts()["redirected"]
     assert await lender.recall(tier, [key]) == [label(key, 1)]  # By now it knows.
     assert tier.counts()["redirected"] == before
+
+
+async def test_a_user_who_may_not_ask_while_a_slot_moves_gets_no_answer_that_is_anothers(
+    opened, cluster, prefix, lender, monkeypatch
+) -> None:
+    """ASKING and the request after it have a reply each, also when the first is a refusal."""
+    for node in cluster:
+        node.ask("ACL", "SETUSER", "kv", "on", ">right", "~*", "+@all", "-asking")
+    monkeypatch.setenv(PASSWORD, "right")
+    about = {"topology": "cluster", "username": "kv", "password_env": PASSWORD}
+    tier, keys = await opened(cluster[0].address, **about, load_lanes=1, store_lanes=1), keys_of(40)
+    await lender.keep(tier, keys)
+    (key, *_), ids = [key for key in keys if stored_as(cluster[0], prefix, key)], [
+        node.ask("CLUSTER", "MYID") for node in cluster
+    ]
+    name = stored_as(cluster[0], prefix, key)
+    slot = cluster[0].ask("CLUSTER", "KEYSLOT", name)
+    cluster[1].ask("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+    cluster[0].ask("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+    cluster[0].ask("MIGRATE", "127.0.0.1", cluster[1].port, name, 0, 5_000)
+    for _ in range(3):
+        assert list(await tier.probe(keys)) == [one != key for one in keys]
+        told = await lender.recall(tier, keys)
+        assert told == ["TransferFailed" if one == key else label(one) for one in keys]
+    assert not any(name.startswith("corrupt") for name in tier.counts())
 
 
 async def test_a_dead_node_costs_its_slots_only(opened, cluster, lender) -> None:

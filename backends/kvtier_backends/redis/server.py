@@ -8,6 +8,7 @@ from kvtier.errors import ConfigError
 from kvtier_backends.redis.link import Link, Lost, Refused, connect, request
 from kvtier_backends.redis.options import Address, RedisOptions
 
+REPEATED = ", with args"  # What follows it in an error is what was sent.
 NOT_LET_IN = frozenset({"NOAUTH", "WRONGPASS", "NOPERM"})
 
 
@@ -27,26 +28,34 @@ class Login:
         self.username = options.username
         self.password = options.password()
         self.tls: ssl.SSLContext | None = options.tls_context()
-        self._requests = [request(*words) for words in self._greeting(options.db)]
+        self._greeting = self._greetings(options.db)
 
-    def _greeting(self, db: int) -> list[tuple[bytes, ...]]:
+    def _greetings(self, db: int) -> list[tuple[bytes, bytes]]:
+        """Return requests, and what answers them."""
         names = [name.encode() for name in (self.username, self.password) if name is not None]
-        greeting: list[tuple[bytes, ...]] = [(b"AUTH", *names)] if self.password is not None else []
+        greeting = [(request(b"AUTH", *names), b"+OK")] if self.password is not None else []
         if db:
-            greeting.append((b"SELECT", b"%d" % db))
-        return [*greeting, (b"PING",)]  # Of a server that loads its data, or has too many clients, now and not later.
+            greeting.append((request(b"SELECT", b"%d" % db), b"+OK"))
+        # Of a server that loads its data, or has too many clients, now and not later.
+        return [*greeting, (request(b"PING"), b"+PONG")]
 
     def greet(self, link: Link) -> None:
-        """Log in, and hear whether the server answers. Raises `Lost` and `Refused`."""
-        link.send([b"".join(self._requests)])
+        """Log in, and hear whether the server answers. Raises `Lost` and `Refused`, which show no password."""
+        link.send([b"".join(asked for asked, _ in self._greeting)])
         refusals: list[Refused] = []
-        for _ in self._requests:
+        for _, answer in self._greeting:
             try:
-                link.head()
+                if link.head() != answer:  # It may be what was sent, password and all: it is not shown.
+                    raise Lost("the server does not speak Redis's protocol: it answers a greeting with something else")
             except Refused as refusal:
                 refusals.append(refusal)
         if refusals:  # The first explains the others.
-            raise refusals[0]
+            raise Refused(self.hide(str(refusals[0])))
+
+    def hide(self, told: str) -> str:
+        """Return what a server told without the password: an error may repeat what was sent, cut off or not."""
+        told = told.partition(REPEATED)[0]
+        return told.replace(self.password, "***") if self.password else told
 
 
 class Server:

@@ -118,7 +118,7 @@ class Watched(Topology):
         try:
             host, port = sentinel.discover_master(options.sentinel_primary)
         except self._redis.exceptions.RedisError as error:
-            raise Away(f"sentinels: {error}") from None
+            raise Away(f"sentinels: {self.login.hide(str(error))}") from None
         finally:
             for client in sentinel.sentinels:
                 client.close()
@@ -146,7 +146,7 @@ class Slotted(Topology):
             try:
                 self._slots = self._asked(seed)
             except self._redis.exceptions.RedisError as error:
-                reasons.append(f"{seed}: {error}")
+                reasons.append(f"{seed}: {self.login.hide(str(error))}")
             else:
                 self.stale = False
                 return

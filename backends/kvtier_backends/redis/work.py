@@ -31,6 +31,7 @@ OF_ONE_CHUNK = frozenset({"OOM", "WRONGTYPE", "ERR"})
 NOT_THE_ONE = frozenset({"READONLY", "MASTERDOWN", "CLUSTERDOWN", "MOVED", "NOAUTH"})
 
 ASKING = request(b"ASKING")
+OK = b"+OK"
 
 A = TypeVar("A")
 
@@ -90,12 +91,11 @@ class Work(ABC, Generic[A]):
 
     def hear(self, link: Link, index: int, *, asking: bool) -> None:
         """Read a place's reply, and note what it says. Raises `Lost`."""
+        not_allowed = _heard_asking(link) if asking else None
         try:
-            if asking:
-                link.head()
             self.answers[index] = self.read(link, index)
         except Refused as refusal:
-            self._note(link, index, refusal)
+            self._note(link, index, not_allowed or refusal)
 
     def _note(self, link: Link, index: int, refusal: Refused) -> None:
         kind = refusal.kind
@@ -186,7 +186,7 @@ class Stores(Work[Outcome]):
         return [head, *self._seal.close(key, row, beside), self._tail]
 
     def read(self, link: Link, index: int) -> Outcome:  # noqa: ARG002
-        if (head := link.head()) != b"+OK":
+        if (head := link.head()) != OK:
             raise Lost(f"the server answers {head[:32]!r} to SET")
         return None
 
@@ -260,6 +260,16 @@ def _converse(link: Link, work: Work[A], indices: Sequence[int], *, asking: bool
             link.send(parts if work.has_rows else [b"".join(parts)])
             sent += len(some)
         work.hear(link, index, asking=asking)
+
+
+def _heard_asking(link: Link) -> Refused | None:
+    """Read the reply to ASKING, and return what refuses it: the request behind it has a reply of its own."""
+    try:
+        if (head := link.head()) != OK:
+            raise Lost(f"the server answers {head[:32]!r} to ASKING")
+    except Refused as refusal:
+        return refusal
+    return None
 
 
 def bulk_bytes(head: bytes) -> int:
