@@ -101,13 +101,11 @@ async def test_an_access_list_that_lacks_a_command_is_named_at_the_start(
     assert await lender.recall(tier, keys) == ["ChunkMissing", *(label(key) for key in keys[1:])]
 
 
-async def test_no_password_is_in_what_a_server_without_passwords_makes_of_it(
-    opened, own_server, monkeypatch
-) -> None:
+async def test_no_password_is_in_what_a_server_without_passwords_makes_of_it(opened, own_server, monkeypatch) -> None:
     """It knows no AUTH, and its error repeats what it was given."""
     server = own_server("--rename-command", "AUTH", "")
     monkeypatch.setenv(PASSWORD, "geheim")
-    with pytest.raises(ConfigError, match="servers: .*unknown command") as refused:
+    with pytest.raises(ConfigError, match=r"servers: .*unknown command") as refused:
         await opened(server.address, password_env=PASSWORD)
     assert "geheim" not in str(refused.value)
 
@@ -353,9 +351,10 @@ async def test_a_user_who_may_not_ask_while_a_slot_moves_gets_no_answer_that_is_
     about = {"topology": "cluster", "username": "kv", "password_env": PASSWORD}
     tier, keys = await opened(cluster[0].address, **about, load_lanes=1, store_lanes=1), keys_of(40)
     await lender.keep(tier, keys)
-    (key, *_), ids = [key for key in keys if stored_as(cluster[0], prefix, key)], [
-        node.ask("CLUSTER", "MYID") for node in cluster
-    ]
+    (key, *_), ids = (
+        [key for key in keys if stored_as(cluster[0], prefix, key)],
+        [node.ask("CLUSTER", "MYID") for node in cluster],
+    )
     name = stored_as(cluster[0], prefix, key)
     slot = cluster[0].ask("CLUSTER", "KEYSLOT", name)
     cluster[1].ask("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
@@ -377,6 +376,20 @@ async def test_a_dead_node_costs_its_slots_only(opened, cluster, lender) -> None
     told = await lender.recall(tier, keys)
     assert 0 < told.count("TransferFailed") < 40
     assert all(chunk in (label(key), "TransferFailed") for key, chunk in zip(keys, told, strict=True))
+
+
+async def test_calls_do_not_wait_for_those_who_know_where_slots_are(opened, cluster, names_hang, lender) -> None:
+    """Neither a load, whose rows are lent, nor a probe behind it."""
+    tier, keys = await opened(f"localhost:{cluster[0].port}", topology="cluster", **QUICK), keys_of(40)
+    await lender.keep(tier, keys)
+    for node in cluster:
+        node.ask("CONFIG", "SET", "cluster-require-full-coverage", "no")
+    cluster[1].kill()
+    names_hang.clear()
+    for _ in range(4):  # The first finds it out, the others would ask for what is new.
+        assert "TransferFailed" in await lender.recall(tier, keys)
+        assert True in await tier.probe(keys)
+    names_hang.set()
 
 
 async def test_a_topology_that_is_another_is_a_mistake_of_the_configuration(opened, cluster, server) -> None:

@@ -5,7 +5,7 @@ import threading
 import time
 
 from kvtier.errors import ConfigError
-from kvtier_backends.redis.link import Link, Lost, Refused, connect, request
+from kvtier_backends.redis.link import Link, Lost, Names, Refused, connect, request
 from kvtier_backends.redis.options import Address, RedisOptions
 
 REPEATED = ", with args"  # What follows it in an error is what was sent.
@@ -67,6 +67,7 @@ class Server:
     def __init__(self, address: Address, login: Login, options: RedisOptions) -> None:
         """Connect to nothing yet."""
         self.address = address
+        self._names = Names(address)
         self._login = login
         self._connect_timeout_s = options.connect_timeout_s
         self._retry_s = options.retry_s
@@ -81,17 +82,28 @@ class Server:
         """Return a connection, and whether it was made just now. Raises `Away`."""
         with self._lock:
             self._check_usable()
-            link = self._idle.pop() if self._idle else None
+            link, unfit = self._kept()
             if link is not None:
                 self._lent.add(link)
             elif self._why:
                 self._away_until = time.monotonic() + self._connect_timeout_s  # This thread tries; others do not wait.
+        for one in unfit:
+            one.close()
         if link is not None:
             link.ends_at = ends_at
             return link, False
         link = self._opened(min(ends_at, time.monotonic() + self._connect_timeout_s))
         link.ends_at = ends_at
         return link, True
+
+    def _kept(self) -> tuple[Link | None, list[Link]]:
+        """Take an idle connection, and those that turn out to be of no use any more."""
+        unfit: list[Link] = []
+        while self._idle:
+            if (link := self._idle.pop()).quiet():
+                return link, unfit
+            unfit.append(link)
+        return None, unfit
 
     def give_back(self, link: Link) -> None:
         """Keep a connection on which nothing is under way."""
@@ -135,13 +147,15 @@ class Server:
 
     def _opened(self, ends_at: float) -> Link:
         try:
-            link = connect(self.address, self._login.tls, ends_at)
+            link = connect(self.address, self._names, self._login.tls, ends_at)
         except ssl.SSLCertVerificationError as error:
             raise self._away(NotLetIn(f"{self.address}: its certificate is refused: {error.verify_message}")) from None
         except OSError as error:
             raise self._away(Away(f"{self.address}: {error.strerror or error}")) from None
         with self._lock:
             self._lent.add(link)
+            if self._closed:
+                link.interrupt()  # It was closed meanwhile, and waits for nobody.
         link.ends_at = ends_at
         try:
             self._login.greet(link)

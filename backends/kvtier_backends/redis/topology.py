@@ -48,12 +48,15 @@ class Topology(ABC):
 
     def renew(self) -> None:
         """Refresh what is stale, but not again and again; if nobody says anything new, the old is gone on with."""
-        with self._renewing:
-            if not self.stale or time.monotonic() < self._next_try_at:
-                return
-            self._next_try_at = time.monotonic() + self.options.retry_s
-            with suppress(Away):
-                self.refresh()
+        if not self._renewing.acquire(blocking=False):
+            return  # Somebody is at it, perhaps for long.
+        try:
+            if self.stale and time.monotonic() >= self._next_try_at:
+                with suppress(Away):
+                    self.refresh()
+                self._next_try_at = time.monotonic() + self.options.retry_s
+        finally:
+            self._renewing.release()
 
     def known(self) -> list[Server]:
         """Return every server that was used so far."""

@@ -67,6 +67,8 @@ class Work(ABC, Generic[A]):
         self.redirects: dict[int, Redirect] = {}
         self.stale = False
         """Whether a server has said that it is not, or no longer, the right one."""
+        self.ends_at: float | None = None
+        """When all of it is over, on every server; known once a lane has begun."""
 
     @abstractmethod
     def ask(self, link: Link, index: int, turn: int) -> list[Buffer]:
@@ -220,13 +222,15 @@ class Questions(Work[bool]):
 
 
 def exchange(server: Server, work: Work[A], indices: Sequence[int], timeout_s: float, *, asking: bool = False) -> None:
-    """Have one server answer for these places, or note that it does not. In a lane; over after `timeout_s`.
+    """Have one server answer for these places, or note that it does not. In a lane; over when the work's time is.
 
     A connection that is lost is replaced once, and again for as long as each of them gets somewhere: an idle one may
     have been closed long ago, and a value that is too long is left behind with its connection.
     """
-    ends_at = time.monotonic() + timeout_s
-    left = list(indices)
+    now, left = time.monotonic(), list(indices)
+    work.ends_at = ends_at = now + timeout_s if work.ends_at is None else work.ends_at
+    if now >= ends_at:  # Others have used it up: nothing is known of this one.
+        return work.fail(left, f"{server.address}: no time was left for it")
     while left:
         try:
             link, fresh = server.borrow(ends_at)
