@@ -2,7 +2,7 @@
 
 A nonce must never come twice under one key, and random ones of 12 bytes might, after weeks of a busy fleet. So each
 tier that is opened seals with a key of its own, derived from the secret and 16 random bytes, and its nonces are numbers
-in order. The seal and the whole key of the chunk are authenticated beside the row.
+in order. A forked process begins anew. The seal and the whole key of the chunk are authenticated beside the row.
 """
 
 import itertools
@@ -29,6 +29,9 @@ from kvtier.backend.seal import (
     SealFault,
 )
 
+_process = [object()]
+os.register_at_fork(after_in_child=lambda: _process.__setitem__(0, object()))
+
 CIPHERS_MAX = 1_024  # Writers whose derived keys are remembered, at some hundred bytes each.
 
 
@@ -42,15 +45,16 @@ class AESSeal(Seal):
         super().__init__(fingerprint, row_bytes, row_bytes + SEAL_BYTES)
         self._secrets = {_key_id(secret): secret for secret in secrets}
         self._key_id = _key_id(secrets[0])
-        self._salt = os.urandom(SALT_BYTES)
-        self._numbers = itertools.count()
+        self._writer = _Writer()
         self._cipher = lru_cache(CIPHERS_MAX)(self._make_cipher)
 
     def close(self, key: OffloadKey, row: memoryview, beside: memoryview) -> list[memoryview]:
         seal = beside[self.row_bytes :]
-        nonce = next(self._numbers).to_bytes(NONCE_BYTES, "little")
-        self.write(key, seal, Given(b"", self._key_id, self._salt, nonce))
-        cipher = self._cipher(self._key_id, self._salt)
+        if (writer := self._writer).process is not _process[0]:
+            writer = self._writer = _Writer()
+        nonce = next(writer.numbers).to_bytes(NONCE_BYTES, "little")
+        self.write(key, seal, Given(b"", self._key_id, writer.salt, nonce))
+        cipher = self._cipher(self._key_id, writer.salt)
         cipher.encrypt_into(nonce, row, _authenticated(seal, key), beside[: self.row_bytes + PROOF_BYTES])
         self.sum_up(seal)
         return [beside]
@@ -75,6 +79,15 @@ class AESSeal(Seal):
     def _make_cipher(self, key_id: bytes, salt: bytes) -> AESGCM:
         derived = HKDF(SHA256(), SECRET_BYTES, salt, b"kvtier seal: key").derive(self._secrets[key_id])
         return AESGCM(derived)
+
+
+class _Writer:
+    """A salt, and the nonces under it. A forked process has the same ones, and must not use them."""
+
+    def __init__(self) -> None:
+        self.process = _process[0]
+        self.salt = os.urandom(SALT_BYTES)
+        self.numbers = itertools.count()
 
 
 def _authenticated(seal: memoryview, key: OffloadKey) -> bytes:

@@ -1,6 +1,7 @@
 """What left the host is believed only if its seal says that it is the chunk, and a cipher's keys can be changed."""
 
 import base64
+import contextlib
 import os
 from pathlib import Path
 
@@ -16,6 +17,7 @@ FINGERPRINT = b"\x01" * 32
 OLD, NEW = b"\x11" * 32, b"\x22" * 32
 VARIABLE = "KVTIER_TEST_SEAL_KEYS"
 MAGIC_AT, VERSION_AT = 16, 24
+SALT_AT, NONCE_END = 92, 120
 
 
 @pytest.fixture(params=["xxh3", "aes-256-gcm"])
@@ -115,6 +117,23 @@ def test_a_cipher_hides_the_row_and_never_repeats_itself(monkeypatch: pytest.Mon
     parts = [bytes(sealed[at : at + 32]) for sealed in (first, second, elsewhere) for at in range(0, ROW_BYTES, 32)]
     assert len(set(parts)) == len(parts)
     assert not {row[at : at + 32] for at in range(0, ROW_BYTES, 32)} & set(parts)
+
+
+def test_a_forked_process_never_repeats_its_parents_nonces(outside: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows under one key and one nonce tell each other's bytes, and forge the seal."""
+    seal = _with_keys(monkeypatch, NEW)
+    _closed(seal, key_of(1))
+    ours, theirs = os.pipe()
+    if not (child := os.fork()):
+        with contextlib.suppress(BaseException):
+            os.write(theirs, _closed(seal, key_of(1))[ROW_BYTES:])
+        os._exit(0)
+    os.waitpid(child, 0)
+    forked, parent = os.read(ours, SEAL_BYTES), _closed(seal, key_of(1))[ROW_BYTES:]
+    os.close(ours)
+    os.close(theirs)
+    assert len(forked) == SEAL_BYTES
+    assert forked[SALT_AT:NONCE_END] != parent[SALT_AT:NONCE_END]
 
 
 def test_a_cipher_refuses_what_was_stored_without_it_and_the_other_way_round(monkeypatch: pytest.MonkeyPatch) -> None:

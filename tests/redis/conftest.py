@@ -1,5 +1,7 @@
 """A server for all tests of a run, each under a prefix of its own; servers and proxies for those that break them."""
 
+import socket
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,7 +11,7 @@ import pytest
 
 from kvtier.testing.conformance import Lender, tier_context
 from kvtier_backends.redis import RedisBackend, RedisOptions
-from tests.redis.servers import Proxy, RedisServer
+from tests.redis.servers import PATIENCE_S, Proxy, RedisServer
 
 CHUNK_BYTES = 16_384
 
@@ -17,6 +19,15 @@ CHUNK_BYTES = 16_384
 @pytest.fixture(scope="session")
 def server(outside: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     server = RedisServer(tmp_path_factory.mktemp("redis")).start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def another_server(outside: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    """Start one that listens on `socket` in its folder, too."""
+    folder = tmp_path_factory.mktemp("redis")
+    server = RedisServer(folder, "--unixsocket", str(folder / "socket")).start()
     yield server
     server.kill()
 
@@ -40,6 +51,22 @@ def proxy(server: RedisServer) -> Iterator[Proxy]:
     proxy = Proxy(server.port)
     yield proxy
     proxy.end()
+
+
+@pytest.fixture
+def names_hang(monkeypatch) -> Iterator[threading.Event]:
+    """Have nobody answer what `localhost` is, as long as the event is not set."""
+    look_up, answered = socket.getaddrinfo, threading.Event()
+    answered.set()
+
+    def hangs(host: Any, *about: Any, **more: Any) -> Any:
+        if host == "localhost" and not more.get("flags"):  # With one it is only read, and nobody is asked.
+            answered.wait(PATIENCE_S)
+        return look_up(host, *about, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", hangs)
+    yield answered
+    answered.set()
 
 
 @pytest.fixture

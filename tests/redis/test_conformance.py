@@ -57,7 +57,11 @@ class TestRedis(Suites):
 
 
 class TestRedisWithEveryOptionTheOtherWay(Suites):
-    """Encrypted, one request at a time, in another database, for an hour."""
+    """Spread over three places, encrypted, one request at a time, in another database, for an hour."""
+
+    @pytest.fixture
+    def servers(self, server, another_server) -> list[str]:
+        return [server.address, another_server.address, f"unix:{another_server.folder / 'socket'}"]
 
     @pytest.fixture
     def fields(self, monkeypatch) -> dict[str, Any]:
@@ -71,16 +75,6 @@ class TestRedisWithEveryOptionTheOtherWay(Suites):
             "db": 1,
             "ttl_s": "1h",
         }
-
-
-class TestRedisOfThree(Suites):
-    """Chunks spread over servers, of which the databases of one are as good as any."""
-
-    @pytest.fixture
-    def servers(self, server, tmp_path, own_server) -> list[str]:
-        socket = tmp_path / "s"
-        other = own_server("--unixsocket", str(socket))
-        return [server.address, other.address, f"unix:{socket}"]
 
 
 class TestRedisCounts(CountedConformance):

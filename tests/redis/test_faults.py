@@ -2,6 +2,7 @@
 
 import asyncio
 import signal
+import threading
 import time
 from typing import Any
 
@@ -52,7 +53,7 @@ async def recovers(tier: Any, lender: Lender, keys: list[OffloadKey]) -> None:
 # What somebody has put under a chunk's name.
 
 
-@pytest.mark.parametrize("at", [0, CHUNK_BYTES // 2, CHUNK_BYTES - 1, CHUNK_BYTES, VALUE_BYTES - 1])
+@pytest.mark.parametrize("at", [0, CHUNK_BYTES, VALUE_BYTES - 1])
 async def test_a_flipped_byte_is_corrupt_and_is_deleted(opened, server, prefix, lender, at) -> None:
     tier, keys = await opened(server.address), keys_of(3)
     await lender.keep(tier, keys)
@@ -64,7 +65,7 @@ async def test_a_flipped_byte_is_corrupt_and_is_deleted(opened, server, prefix, 
     assert sum(total for name, total in tier.counts().items() if name.startswith("corrupt_")) == 1
 
 
-@pytest.mark.parametrize("length", [0, 1, SEAL_BYTES, CHUNK_BYTES, VALUE_BYTES - 1, VALUE_BYTES + 1, 1 << 20, 20 << 20])
+@pytest.mark.parametrize("length", [0, CHUNK_BYTES, VALUE_BYTES - 1, VALUE_BYTES + 1, 20 << 20])
 async def test_a_value_of_another_length_is_corrupt_and_costs_its_siblings_nothing(
     opened, server, prefix, lender, length
 ) -> None:
@@ -246,6 +247,18 @@ async def test_a_server_that_speaks_otherwise_is_away(opened, proxy, lender, ans
     await recovers(tier, lender, [key])
 
 
+async def test_a_reply_that_nobody_asked_for_answers_nothing(opened, proxy, lender) -> None:
+    """Neither one that has been read with another's, nor one that comes when the connection is idle."""
+    tier, keys = await opened(proxy.address), keys_of(4)
+    for surplus in (b":1\r\n", b"+OK\r\n", b"$-1\r\n"):
+        proxy.reply = lambda passed, surplus=surplus: passed + surplus
+        assert list(await tier.probe(keys[:1])) == [False]
+        proxy.reply = lambda passed: passed
+        assert list(await tier.probe(keys)) == [False] * 4
+    await lender.keep(tier, keys)
+    assert await lender.recall(tier, keys) == [label(key) for key in keys]
+
+
 # What becomes of a server, and of the way to it.
 
 
@@ -269,10 +282,10 @@ async def test_a_connection_reset_while_idle_costs_nothing(opened, proxy, lender
     assert await lender.recall(tier, keys) == [label(key) for key in keys]
     proxy.reset()
     await lender.keep(tier, keys, version=1)
-    assert tier.counts()["connections_lost"] >= 1
+    assert await lender.recall(tier, keys) == [label(key, 1) for key in keys]
 
 
-@pytest.mark.parametrize("passed_bytes", [0, 3, 100, VALUE_BYTES // 2, VALUE_BYTES + 5, 5 * VALUE_BYTES + 7])
+@pytest.mark.parametrize("passed_bytes", [0, 3, VALUE_BYTES // 2, 5 * VALUE_BYTES + 7])
 async def test_a_reply_cut_in_the_middle_fails_what_it_had_not_answered(opened, proxy, lender, passed_bytes) -> None:
     tier, keys = await opened(proxy.address, load_lanes=1, **QUICK), keys_of(8)
     await lender.keep(tier, keys)
@@ -302,7 +315,7 @@ async def test_a_reply_cut_in_the_middle_fails_what_it_had_not_answered(opened, 
 
 async def test_a_byte_flipped_on_the_way_is_never_believed(opened, proxy, lender) -> None:
     tier, keys = await opened(proxy.address, **QUICK), keys_of(8)
-    for turn in range(40):
+    for turn in range(0, 40, 2):
         proxy.reply = lambda passed: passed
         await recovers(tier, lender, keys)
         seen = 0
@@ -388,6 +401,36 @@ async def test_nobody_waits_for_a_server_that_is_known_to_hang(opened, server, o
     assert again == told
     assert tier.counts()["unreachable"] - before == told.count("TransferFailed")
     other.signal(signal.SIGCONT)
+
+
+async def test_a_call_that_meets_several_hung_servers_waits_for_its_time_once(opened, own_server, lender) -> None:
+    """Their rows are free after `timeout_s`, however many of them hang, and though one lane asks them in turn."""
+    servers, keys = [own_server() for _ in range(3)], keys_of(60)
+    tier = await opened(*(server.address for server in servers), load_lanes=1, **QUICK)
+    await lender.keep(tier, keys)
+    for server in servers:
+        server.signal(signal.SIGSTOP)
+    with pytest.raises(BackendUnavailable):
+        await tier.load(lender.reads(keys))
+    assert tier.counts()["connections_lost"] == 1
+    for server in servers:
+        server.signal(signal.SIGCONT)
+    await recovers(tier, lender, keys)
+
+
+async def test_a_name_that_nobody_resolves_holds_no_row(opened, proxy, names_hang, lender) -> None:
+    tier, keys = await opened(f"localhost:{proxy.port}", **QUICK), keys_of(8)
+    await lender.keep(tier, keys)
+    names_hang.clear()
+    proxy.reset()
+    for _ in range(3):
+        reads = lender.reads(keys)
+        with pytest.raises(BackendUnavailable, match=r"localhost.* resolved in time"):
+            await tier.load(reads)
+        await used_again(lender, [read.into for read in reads])
+    assert sum("resolve" in thread.name for thread in threading.enumerate()) == 1
+    names_hang.set()
+    await recovers(tier, lender, keys)
 
 
 async def test_a_killed_server_costs_its_chunks_and_is_used_again_when_it_is_back(opened, own_server, lender) -> None:

@@ -7,7 +7,7 @@ import signal
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -99,6 +99,31 @@ async def test_an_access_list_that_lacks_a_command_is_named_at_the_start(
     await lender.keep(tier, keys)
     await tier.delete(keys[:1])
     assert await lender.recall(tier, keys) == ["ChunkMissing", *(label(key) for key in keys[1:])]
+
+
+async def test_no_password_is_in_what_a_server_without_passwords_makes_of_it(opened, own_server, monkeypatch) -> None:
+    """It knows no AUTH, and its error repeats what it was given."""
+    server = own_server("--rename-command", "AUTH", "")
+    monkeypatch.setenv(PASSWORD, "geheim")
+    with pytest.raises(ConfigError, match=r"servers: .*unknown command") as refused:
+        await opened(server.address, password_env=PASSWORD)
+    assert "geheim" not in str(refused.value)
+
+
+async def test_no_password_is_in_what_an_echo_makes_of_it(opened, monkeypatch) -> None:
+    monkeypatch.setenv(PASSWORD, "geheim")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=_echo, args=(listener,), daemon=True).start()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(BackendUnavailable, match="does not speak Redis") as refused:
+            await opened(address, username="kv", password_env=PASSWORD, **QUICK)
+        assert "geheim" not in str(refused.value)
+
+
+def _echo(listener: socket.socket) -> None:
+    connection = listener.accept()[0]
+    with connection:
+        _pass_on(connection, connection)
 
 
 async def test_a_database_that_there_is_not_is_a_mistake_of_the_configuration(opened, server) -> None:
@@ -261,19 +286,46 @@ async def test_a_sentinel_is_no_server_of_values(opened, watched) -> None:
 # Cluster.
 
 
-@pytest.fixture
-def cluster(own_server) -> tuple[RedisServer, RedisServer]:
-    """Return two nodes with half of the slots each."""
-    nodes = []
+@pytest.fixture(scope="module")
+def nodes(outside: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RedisServer, RedisServer]]:
+    """Start two nodes with half of the slots each: they take seconds to believe each other."""
+    folder, nodes = tmp_path_factory.mktemp("cluster"), []
     for _ in range(2):
         port = free_port(with_bus=True)
-        nodes.append(own_server("--cluster-enabled", "yes", "--cluster-config-file", f"nodes-{port}.conf", port=port))
+        about = ("--cluster-enabled", "yes", "--cluster-config-file", f"nodes-{port}.conf")
+        nodes.append(RedisServer(folder, *about, "--cluster-require-full-coverage", "no", port=port).start())
     nodes[0].ask("CLUSTER", "ADDSLOTS", *range(8_192))
     nodes[1].ask("CLUSTER", "ADDSLOTS", *range(8_192, 16_384))
     nodes[0].ask("CLUSTER", "MEET", "127.0.0.1", nodes[1].port)
     until(lambda: all(node.ask("CLUSTER", "INFO").startswith(b"cluster_state:ok") for node in nodes))
     until(lambda: all(len(node.ask("CLUSTER", "SLOTS")) == 2 for node in nodes))
-    return nodes[0], nodes[1]
+    yield nodes[0], nodes[1]
+    for node in nodes:
+        node.kill()
+
+
+@pytest.fixture
+def cluster(nodes) -> Iterator[tuple[RedisServer, RedisServer]]:
+    """Return the nodes, empty."""
+    for node in nodes:
+        node.ask("FLUSHALL")
+    yield nodes
+    for node in nodes:
+        node.signal(signal.SIGCONT)
+
+
+def moving(cluster: tuple[RedisServer, RedisServer], name: bytes) -> Callable[[], None]:
+    """Begin to move a name's slot to the second node, and return what ends it."""
+    slot = cluster[0].ask("CLUSTER", "KEYSLOT", name)
+    ids = [node.ask("CLUSTER", "MYID") for node in cluster]
+    cluster[1].ask("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+    cluster[0].ask("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+
+    def ended() -> None:
+        for node in reversed(cluster):
+            node.ask("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+
+    return ended
 
 
 def stored_as(node: RedisServer, prefix: str, key: OffloadKey) -> bytes | None:
@@ -299,16 +351,12 @@ async def test_a_slot_that_moves_is_followed_at_every_moment_of_it(opened, clust
     await lender.keep(tier, keys)
     key = next(key for key in keys if stored_as(cluster[0], prefix, key))
     name = stored_as(cluster[0], prefix, key)
-    slot = cluster[0].ask("CLUSTER", "KEYSLOT", name)
-    ids = [node.ask("CLUSTER", "MYID") for node in cluster]
-    cluster[1].ask("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
-    cluster[0].ask("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+    has_moved = moving(cluster, name)
     assert await lender.recall(tier, [key]) == [label(key)]  # It is still where it was.
     cluster[0].ask("MIGRATE", "127.0.0.1", cluster[1].port, name, 0, 5_000)
     assert await lender.recall(tier, keys) == [label(key) for key in keys]
     await lender.keep(tier, [key], version=1)
-    for node in cluster:
-        node.ask("CLUSTER", "SETSLOT", slot, "NODE", ids[1])
+    has_moved()
     assert await lender.recall(tier, [key]) == [label(key, 1)]
     assert tier.counts()["redirected"] >= 3
     before = tier.counts()["redirected"]
@@ -316,15 +364,47 @@ async def test_a_slot_that_moves_is_followed_at_every_moment_of_it(opened, clust
     assert tier.counts()["redirected"] == before
 
 
-async def test_a_dead_node_costs_its_slots_only(opened, cluster, lender) -> None:
+async def test_a_user_who_may_not_ask_while_a_slot_moves_gets_no_answer_that_is_anothers(
+    opened, cluster, prefix, lender, monkeypatch
+) -> None:
+    """ASKING and the request after it have a reply each, also when the first is a refusal."""
     for node in cluster:
-        node.ask("CONFIG", "SET", "cluster-require-full-coverage", "no")
+        node.ask("ACL", "SETUSER", "kv", "on", ">right", "~*", "+@all", "-asking")
+    monkeypatch.setenv(PASSWORD, "right")
+    about = {"topology": "cluster", "username": "kv", "password_env": PASSWORD}
+    tier, keys = await opened(cluster[0].address, **about, load_lanes=1, store_lanes=1), keys_of(40)
+    await lender.keep(tier, keys)
+    key = next(key for key in keys if stored_as(cluster[0], prefix, key))
+    name = stored_as(cluster[0], prefix, key)
+    has_moved = moving(cluster, name)
+    cluster[0].ask("MIGRATE", "127.0.0.1", cluster[1].port, name, 0, 5_000)
+    for _ in range(3):
+        assert list(await tier.probe(keys)) == [one != key for one in keys]
+        told = await lender.recall(tier, keys)
+        assert told == ["TransferFailed" if one == key else label(one) for one in keys]
+    assert not any(name.startswith("corrupt") for name in tier.counts())
+    has_moved()
+
+
+async def test_a_node_that_hangs_costs_its_slots_only(opened, cluster, lender) -> None:
     tier, keys = await opened(cluster[0].address, topology="cluster", **QUICK), keys_of(40)
     await lender.keep(tier, keys)
-    cluster[1].kill()
+    cluster[1].signal(signal.SIGSTOP)
     told = await lender.recall(tier, keys)
     assert 0 < told.count("TransferFailed") < 40
     assert all(chunk in (label(key), "TransferFailed") for key, chunk in zip(keys, told, strict=True))
+
+
+async def test_calls_do_not_wait_for_those_who_know_where_slots_are(opened, cluster, names_hang, lender) -> None:
+    """Neither a load, whose rows are lent, nor a probe behind it."""
+    tier, keys = await opened(f"localhost:{cluster[0].port}", topology="cluster", **QUICK), keys_of(40)
+    await lender.keep(tier, keys)
+    cluster[1].signal(signal.SIGSTOP)
+    names_hang.clear()
+    for _ in range(2):  # The first finds it out, the others would ask for what is new.
+        assert "TransferFailed" in await lender.recall(tier, keys)
+        assert True in await tier.probe(keys)
+    names_hang.set()
 
 
 async def test_a_topology_that_is_another_is_a_mistake_of_the_configuration(opened, cluster, server) -> None:

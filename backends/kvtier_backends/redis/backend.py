@@ -4,7 +4,9 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
+from itertools import chain, zip_longest
 from typing import Any, Self
 
 from kvtier.backend import (
@@ -140,7 +142,7 @@ class RedisBackend(Backend[RedisOptions]):
         work = Loads(names, reads, self._seal, self._window, self._counters)
         await self._move(work, self._load_lanes, self._part_chunks)
         if work.corrupt:
-            await self._ask(b"UNLINK", [names[index] for index in work.corrupt])
+            await self._ask(b"UNLINK", [names[index] for index in work.corrupt], work.ends_at)
         return self._outcomes(work, [read.key for read in reads])
 
     async def _store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
@@ -149,8 +151,9 @@ class RedisBackend(Backend[RedisOptions]):
         await self._move(work, self._store_lanes, self._part_chunks)
         return self._outcomes(work, keys)
 
-    async def _ask(self, command: bytes, names: Sequence[bytes]) -> Questions:
+    async def _ask(self, command: bytes, names: Sequence[bytes], ends_at: float | None = None) -> Questions:
         work = Questions(command, names, self._counters)
+        work.ends_at = ends_at
         await self._move(work, self._ask_lanes, len(names))
         return work
 
@@ -166,7 +169,9 @@ class RedisBackend(Backend[RedisOptions]):
     async def _move(self, work: Work[Any], lanes: Lanes, part_chunks: int) -> None:
         """Have every name answered for: by its server, or by another that it sends us to."""
         if self._topology.stale:
-            await in_thread(self._ask_lanes, self._topology.renew)
+            with suppress(TimeoutError):  # Rows are lent: who does not say it in time says it to later calls.
+                async with asyncio.timeout(self._options.connect_timeout_s):
+                    await self._ask_lanes.run(self._topology.renew)
         owners = self._topology.server_of
         await self._exchange(work, lanes, part_chunks, {index: owners(name) for index, name in enumerate(work.names)})
         for _ in range(REDIRECTS_MAX):
@@ -192,12 +197,15 @@ class RedisBackend(Backend[RedisOptions]):
         indices: defaultdict[Server, list[int]] = defaultdict(list)
         for index, server in servers.items():
             indices[server].append(index)
-        calls: list[Callable[[], None]] = [
-            partial(exchange, server, work, part, self._options.timeout_s, asking=asking)
+        by_server: list[list[Callable[[], None]]] = [
+            [
+                partial(exchange, server, work, part, self._options.timeout_s, asking=asking)
+                for part in _parts(some, lanes.count, part_chunks)
+            ]
             for server, some in indices.items()
-            for part in _parts(some, lanes.count, part_chunks)
         ]
-        await in_threads(lanes, calls)
+        in_turn = chain.from_iterable(zip_longest(*by_server))  # One that hangs does not take every lane before others.
+        await in_threads(lanes, [call for call in in_turn if call is not None])
 
 
 def _prepared(options: RedisOptions, context: TierContext) -> tuple[Topology, Seal]:

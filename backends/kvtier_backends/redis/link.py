@@ -5,11 +5,16 @@ a call has returned or raised, nobody does: a call that fails closes its connect
 The protocol is RESP2 (https://redis.io/docs/latest/develop/reference/protocol-spec/).
 """
 
+import select
 import socket
 import ssl
+import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
 
+from kvtier.backend import Lanes
 from kvtier_backends.redis.options import Address
 
 AHEAD_BYTES = 4_096  # What is read beyond a row's end: its seal, and the next reply's head. It is copied, a row is not.
@@ -56,6 +61,15 @@ class Link:
     def close(self) -> None:
         """Close the connection; idempotent."""
         self._socket.close()
+
+    def quiet(self) -> bool:
+        """Say whether nothing has come that was not asked for: an end, or a reply that would answer the next request.
+
+        Of a connection on which nothing is under way.
+        """
+        waiting = select.poll()
+        waiting.register(self._socket, select.POLLIN)
+        return self._start == self._end and not waiting.poll(0)
 
     def interrupt(self) -> None:
         """Have another thread's call fail at once; from any thread."""
@@ -161,12 +175,42 @@ def request(*words: bytes) -> bytes:
     return b"*%d\r\n" % len(words) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])
 
 
-def connect(address: Address, tls: ssl.SSLContext | None, ends_at: float) -> Link:
+class Names:
+    """What a host's name stands for. The system's look-up has no time-out: it is waited for as long as we like."""
+
+    def __init__(self, address: Address) -> None:
+        """Look up nothing yet."""
+        self._address = address
+        self._lock = threading.Lock()
+        self._found: Future[list[Any]] | None = None
+
+    def look_up(self, ends_at: float) -> list[Any]:
+        """Return `getaddrinfo`'s answer. Raises `OSError`. One thread looks up at a time, however many wait."""
+        try:
+            return self._asked(socket.AI_NUMERICHOST)  # Of these nobody has to be asked.
+        except socket.gaierror:
+            pass
+        with self._lock:
+            if self._found is None or self._found.done():
+                lane = Lanes(1, "kvtier-resolve")
+                self._found = lane.submit(self._asked)
+                lane.shutdown(wait=False)  # Its thread ends with the look-up.
+            found = self._found
+        try:
+            return found.result(max(0.0, ends_at - time.monotonic()))
+        except TimeoutError:
+            raise TimeoutError("its name was not resolved in time") from None
+
+    def _asked(self, flags: int = 0) -> list[Any]:
+        try:
+            return socket.getaddrinfo(*self._address, type=socket.SOCK_STREAM, flags=flags)
+        except (UnicodeError, OverflowError) as error:  # A name or a port that cannot be one; a cluster may tell it.
+            raise OSError(f"no address: {error}") from None
+
+
+def connect(address: Address, names: Names, tls: ssl.SSLContext | None, ends_at: float) -> Link:
     """Make a connection. Raises `OSError`, also for what TLS refuses."""
-    left = ends_at - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("not connected in time")
-    opened = _connected(address, left)
+    opened = _connected(address, names, ends_at)
     try:
         if tls is not None:
             opened.settimeout(max(ends_at - time.monotonic(), 0.001))
@@ -177,16 +221,31 @@ def connect(address: Address, tls: ssl.SSLContext | None, ends_at: float) -> Lin
         raise
 
 
-def _connected(address: Address, timeout_s: float) -> socket.socket:
-    if address.port:
-        opened = socket.create_connection(address, timeout_s)
+def _connected(address: Address, names: Names, ends_at: float) -> socket.socket:
+    if not address.port:
+        return _connected_to(socket.AF_UNIX, address.host, ends_at)
+    found, why = names.look_up(ends_at), OSError("its name stands for no address")
+    for tried, (family, _, _, _, where) in enumerate(found):
+        now = time.monotonic()
+        try:  # Each has its share of what is left: the first of them may swallow everything.
+            opened = _connected_to(family, where, now + (ends_at - now) / (len(found) - tried))
+        except OSError as error:
+            why = error
+            continue
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         return opened
-    opened = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    raise why
+
+
+def _connected_to(family: int, where: Any, ends_at: float) -> socket.socket:
+    left = ends_at - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("not connected in time")
+    opened = socket.socket(family, socket.SOCK_STREAM)
     try:
-        opened.settimeout(timeout_s)
-        opened.connect(address.host)
+        opened.settimeout(left)
+        opened.connect(where)
     except BaseException:
         opened.close()
         raise

@@ -5,9 +5,10 @@ import threading
 import time
 
 from kvtier.errors import ConfigError
-from kvtier_backends.redis.link import Link, Lost, Refused, connect, request
+from kvtier_backends.redis.link import Link, Lost, Names, Refused, connect, request
 from kvtier_backends.redis.options import Address, RedisOptions
 
+REPEATED = ", with args"  # What follows it in an error is what was sent.
 NOT_LET_IN = frozenset({"NOAUTH", "WRONGPASS", "NOPERM"})
 
 
@@ -27,26 +28,34 @@ class Login:
         self.username = options.username
         self.password = options.password()
         self.tls: ssl.SSLContext | None = options.tls_context()
-        self._requests = [request(*words) for words in self._greeting(options.db)]
+        self._greeting = self._greetings(options.db)
 
-    def _greeting(self, db: int) -> list[tuple[bytes, ...]]:
+    def _greetings(self, db: int) -> list[tuple[bytes, bytes]]:
+        """Return requests, and what answers them."""
         names = [name.encode() for name in (self.username, self.password) if name is not None]
-        greeting: list[tuple[bytes, ...]] = [(b"AUTH", *names)] if self.password is not None else []
+        greeting = [(request(b"AUTH", *names), b"+OK")] if self.password is not None else []
         if db:
-            greeting.append((b"SELECT", b"%d" % db))
-        return [*greeting, (b"PING",)]  # Of a server that loads its data, or has too many clients, now and not later.
+            greeting.append((request(b"SELECT", b"%d" % db), b"+OK"))
+        # Of a server that loads its data, or has too many clients, now and not later.
+        return [*greeting, (request(b"PING"), b"+PONG")]
 
     def greet(self, link: Link) -> None:
-        """Log in, and hear whether the server answers. Raises `Lost` and `Refused`."""
-        link.send([b"".join(self._requests)])
+        """Log in, and hear whether the server answers. Raises `Lost` and `Refused`, which show no password."""
+        link.send([b"".join(asked for asked, _ in self._greeting)])
         refusals: list[Refused] = []
-        for _ in self._requests:
+        for _, answer in self._greeting:
             try:
-                link.head()
+                if link.head() != answer:  # It may be what was sent, password and all: it is not shown.
+                    raise Lost("the server does not speak Redis's protocol: it answers a greeting with something else")
             except Refused as refusal:
                 refusals.append(refusal)
         if refusals:  # The first explains the others.
-            raise refusals[0]
+            raise Refused(self.hide(str(refusals[0])))
+
+    def hide(self, told: str) -> str:
+        """Return what a server told without the password: an error may repeat what was sent, cut off or not."""
+        told = told.partition(REPEATED)[0]
+        return told.replace(self.password, "***") if self.password else told
 
 
 class Server:
@@ -58,6 +67,7 @@ class Server:
     def __init__(self, address: Address, login: Login, options: RedisOptions) -> None:
         """Connect to nothing yet."""
         self.address = address
+        self._names = Names(address)
         self._login = login
         self._connect_timeout_s = options.connect_timeout_s
         self._retry_s = options.retry_s
@@ -72,17 +82,28 @@ class Server:
         """Return a connection, and whether it was made just now. Raises `Away`."""
         with self._lock:
             self._check_usable()
-            link = self._idle.pop() if self._idle else None
+            link, unfit = self._kept()
             if link is not None:
                 self._lent.add(link)
             elif self._why:
                 self._away_until = time.monotonic() + self._connect_timeout_s  # This thread tries; others do not wait.
+        for one in unfit:
+            one.close()
         if link is not None:
             link.ends_at = ends_at
             return link, False
         link = self._opened(min(ends_at, time.monotonic() + self._connect_timeout_s))
         link.ends_at = ends_at
         return link, True
+
+    def _kept(self) -> tuple[Link | None, list[Link]]:
+        """Take an idle connection, and those that turn out to be of no use any more."""
+        unfit: list[Link] = []
+        while self._idle:
+            if (link := self._idle.pop()).quiet():
+                return link, unfit
+            unfit.append(link)
+        return None, unfit
 
     def give_back(self, link: Link) -> None:
         """Keep a connection on which nothing is under way."""
@@ -126,13 +147,15 @@ class Server:
 
     def _opened(self, ends_at: float) -> Link:
         try:
-            link = connect(self.address, self._login.tls, ends_at)
+            link = connect(self.address, self._names, self._login.tls, ends_at)
         except ssl.SSLCertVerificationError as error:
             raise self._away(NotLetIn(f"{self.address}: its certificate is refused: {error.verify_message}")) from None
         except OSError as error:
             raise self._away(Away(f"{self.address}: {error.strerror or error}")) from None
         with self._lock:
             self._lent.add(link)
+            if self._closed:
+                link.interrupt()  # It was closed meanwhile, and waits for nobody.
         link.ends_at = ends_at
         try:
             self._login.greet(link)

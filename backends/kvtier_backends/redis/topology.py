@@ -48,12 +48,15 @@ class Topology(ABC):
 
     def renew(self) -> None:
         """Refresh what is stale, but not again and again; if nobody says anything new, the old is gone on with."""
-        with self._renewing:
-            if not self.stale or time.monotonic() < self._next_try_at:
-                return
-            self._next_try_at = time.monotonic() + self.options.retry_s
-            with suppress(Away):
-                self.refresh()
+        if not self._renewing.acquire(blocking=False):
+            return  # Somebody is at it, perhaps for long.
+        try:
+            if self.stale and time.monotonic() >= self._next_try_at:
+                with suppress(Away):
+                    self.refresh()
+                self._next_try_at = time.monotonic() + self.options.retry_s
+        finally:
+            self._renewing.release()
 
     def known(self) -> list[Server]:
         """Return every server that was used so far."""
@@ -118,7 +121,7 @@ class Watched(Topology):
         try:
             host, port = sentinel.discover_master(options.sentinel_primary)
         except self._redis.exceptions.RedisError as error:
-            raise Away(f"sentinels: {error}") from None
+            raise Away(f"sentinels: {self.login.hide(str(error))}") from None
         finally:
             for client in sentinel.sentinels:
                 client.close()
@@ -146,7 +149,7 @@ class Slotted(Topology):
             try:
                 self._slots = self._asked(seed)
             except self._redis.exceptions.RedisError as error:
-                reasons.append(f"{seed}: {error}")
+                reasons.append(f"{seed}: {self.login.hide(str(error))}")
             else:
                 self.stale = False
                 return

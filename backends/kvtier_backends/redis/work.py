@@ -31,6 +31,7 @@ OF_ONE_CHUNK = frozenset({"OOM", "WRONGTYPE", "ERR"})
 NOT_THE_ONE = frozenset({"READONLY", "MASTERDOWN", "CLUSTERDOWN", "MOVED", "NOAUTH"})
 
 ASKING = request(b"ASKING")
+OK = b"+OK"
 
 A = TypeVar("A")
 
@@ -66,6 +67,8 @@ class Work(ABC, Generic[A]):
         self.redirects: dict[int, Redirect] = {}
         self.stale = False
         """Whether a server has said that it is not, or no longer, the right one."""
+        self.ends_at: float | None = None
+        """When all of it is over, on every server; known once a lane has begun."""
 
     @abstractmethod
     def ask(self, link: Link, index: int, turn: int) -> list[Buffer]:
@@ -90,12 +93,11 @@ class Work(ABC, Generic[A]):
 
     def hear(self, link: Link, index: int, *, asking: bool) -> None:
         """Read a place's reply, and note what it says. Raises `Lost`."""
+        not_allowed = _heard_asking(link) if asking else None
         try:
-            if asking:
-                link.head()
             self.answers[index] = self.read(link, index)
         except Refused as refusal:
-            self._note(link, index, refusal)
+            self._note(link, index, not_allowed or refusal)
 
     def _note(self, link: Link, index: int, refusal: Refused) -> None:
         kind = refusal.kind
@@ -186,7 +188,7 @@ class Stores(Work[Outcome]):
         return [head, *self._seal.close(key, row, beside), self._tail]
 
     def read(self, link: Link, index: int) -> Outcome:  # noqa: ARG002
-        if (head := link.head()) != b"+OK":
+        if (head := link.head()) != OK:
             raise Lost(f"the server answers {head[:32]!r} to SET")
         return None
 
@@ -220,13 +222,15 @@ class Questions(Work[bool]):
 
 
 def exchange(server: Server, work: Work[A], indices: Sequence[int], timeout_s: float, *, asking: bool = False) -> None:
-    """Have one server answer for these places, or note that it does not. In a lane; over after `timeout_s`.
+    """Have one server answer for these places, or note that it does not. In a lane; over when the work's time is.
 
     A connection that is lost is replaced once, and again for as long as each of them gets somewhere: an idle one may
     have been closed long ago, and a value that is too long is left behind with its connection.
     """
-    ends_at = time.monotonic() + timeout_s
-    left = list(indices)
+    now, left = time.monotonic(), list(indices)
+    work.ends_at = ends_at = now + timeout_s if work.ends_at is None else work.ends_at
+    if now >= ends_at:  # Others have used it up: nothing is known of this one.
+        return work.fail(left, f"{server.address}: no time was left for it")
     while left:
         try:
             link, fresh = server.borrow(ends_at)
@@ -260,6 +264,16 @@ def _converse(link: Link, work: Work[A], indices: Sequence[int], *, asking: bool
             link.send(parts if work.has_rows else [b"".join(parts)])
             sent += len(some)
         work.hear(link, index, asking=asking)
+
+
+def _heard_asking(link: Link) -> Refused | None:
+    """Read the reply to ASKING, and return what refuses it: the request behind it has a reply of its own."""
+    try:
+        if (head := link.head()) != OK:
+            raise Lost(f"the server answers {head[:32]!r} to ASKING")
+    except Refused as refusal:
+        return refusal
+    return None
 
 
 def bulk_bytes(head: bytes) -> int:
