@@ -102,8 +102,7 @@ class FilesLayout:
         self._background.cancel()
         self._index.claims.close()
         self._eviction.stamps.write_before_end()
-        lanes = self._lanes.load, self._lanes.store
-        loads, stores = await asyncio.gather(*(each.aclose(left_s(ends_at)) for each in lanes))
+        loads, stores = await self._tier.end_transfers(ends_at)
         self._start.done.set()  # For stores that still wait: lanes are closed then.
         self._start.write_last_checkpoint(left_s(ends_at))
         lanes = self._lanes.scan, self._lanes.evict
