@@ -62,7 +62,7 @@ class OpenTier(Generic[OptionsT_co]):
         return [NoSpace(f"{write.key.hex()}: {why}") for write in writes]
 
     async def clear_quarantine(self, wanted_bytes: int, told: Callable[[int], None] = lambda _: None) -> Cleared:
-        """Remove corrupt files that were kept, until so much has gone; the lane tells `told` how much it was."""
+        """Remove corrupt files that were set aside, until so much has gone; the lane tells `told` how much."""
         cleared = [Cleared(0, 0)]
 
         def clear() -> None:

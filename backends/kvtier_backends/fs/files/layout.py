@@ -31,7 +31,7 @@ class FilesLayout:
     def __init__(self, tier: OpenTier[FilesOptions]) -> None:
         """Make its parts, on the running loop."""
         options, root = tier.options, tier.root
-        self.key_bytes_max = min(KEY_BYTES_MAX, tier.context.mapper.key_bytes_max(root.name_bytes_max()))
+        self.key_bytes_max = min(KEY_BYTES_MAX, tier.context.mapper.key_bytes_max(root.name_bytes_max))
         self._tier = tier
         self._lanes = tier.lanes
         self._index = index = Index(tier.policy(), None if options.ttl_s is None else tier.clock_ns)
