@@ -1,6 +1,7 @@
 """What tests of whole engines have in common: keys and chunks that tell whose they are, and how to wait."""
 
 import asyncio
+import os
 import random
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -129,11 +130,18 @@ async def impatient(engine: TieringOffloadingManager, dice: random.Random, done:
 
 
 def children() -> set[int]:
-    """Name the processes that this one started and that have not ended."""
-    found = set()
+    """Name the processes that this one started and that have not ended; servers of other tests are none of ours."""
+    found = set[int]()
     for task in Path("/proc/self/task").iterdir():
         try:
             found |= set(map(int, (task / "children").read_text().split()))
         except OSError:
             continue  # The thread has ended.
-    return found
+    return {pid for pid in found if _runs_python(pid)}
+
+
+def _runs_python(pid: int) -> bool:
+    try:
+        return os.readlink(f"/proc/{pid}/exe") == os.readlink("/proc/self/exe")
+    except OSError:
+        return True  # It has ended, and nobody has asked how.

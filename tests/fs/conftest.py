@@ -21,7 +21,7 @@ from kvtier.backend.keys import OffloadKey
 from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.testing.conformance import Lender
 from kvtier_backends.fs import FsBackend, FsOptions
-from kvtier_backends.fs.disk.footer import FOOTER_BYTES
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Footer, read_footer
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.segments.segment import HEADER_BYTES
 
@@ -106,18 +106,20 @@ class Place(NamedTuple):
 
 @pytest.fixture
 def place_of(root: Path, path_of: Callable[[OffloadKey], Path]) -> Callable[[OffloadKey], Place]:
-    """Find a key's chunk on the disk, whatever its layout."""
+    """Find a key's newest chunk on the disk, whatever its layout."""
 
     def place_of(key: OffloadKey) -> Place:
         if path_of(key).exists():
             return Place(path_of(key), 0)
+        found: list[tuple[int, Place]] = []
         for segment in segments(root):
-            content = segment.read_bytes()
+            content = memoryview(segment.read_bytes())
             for begins in range(HEADER_BYTES, len(content), ROW_BYTES + FOOTER_BYTES):
-                page = content[begins + ROW_BYTES : begins + ROW_BYTES + FOOTER_BYTES]
-                if page[64 : 64 + len(key)] == key:
-                    return Place(segment, begins)
-        raise AssertionError(f"{key.hex()} is nowhere")
+                footer = read_footer(content[begins + ROW_BYTES : begins + ROW_BYTES + FOOTER_BYTES])
+                if isinstance(footer, Footer) and footer.key == key:
+                    found.append((footer.sequence, Place(segment, begins)))
+        assert found, f"{key.hex()} is nowhere"
+        return max(found)[1]  # What else has the key waits to be wiped.
 
     return place_of
 

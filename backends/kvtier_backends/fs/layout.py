@@ -7,11 +7,12 @@ folder, the footer and its verification, the capacity, the counters) is the same
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from kvtier.backend import InventoryQueue, Occupancy, OffloadKey, Outcome, Read, TierContext, Write, in_thread
-from kvtier.errors import NoSpace
+from kvtier.errors import BackendClosed, NoSpace
 from kvtier.policies import LRU, Policy, policy_class
 from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.capacity import Capacity
@@ -61,7 +62,7 @@ class OpenTier(Generic[OptionsT_co]):
         return [NoSpace(f"{write.key.hex()}: {why}") for write in writes]
 
     async def clear_quarantine(self, wanted_bytes: int, told: Callable[[int], None] = lambda _: None) -> Cleared:
-        """Remove corrupt files that were kept, until so much has gone; the lane tells `told` how much it was."""
+        """Remove corrupt files that were set aside, until so much has gone; the lane tells `told` how much."""
         cleared = [Cleared(0, 0)]
 
         def clear() -> None:
@@ -74,6 +75,18 @@ class OpenTier(Generic[OptionsT_co]):
             self.counters.count("quarantine_evicted", cleared[0].files)
             self.capacity.other_bytes -= cleared[0].freed_bytes
         return cleared[0]
+
+    async def end_transfers(self, ends_at: float) -> tuple[int, int]:
+        """Wait for loads and stores, at most until then; return how many of each are left.
+
+        After the last store, what it left of the write budget is put back behind all this.
+        """
+        lanes, budget = self.lanes, self.root.write_budget
+        loads, stores = await asyncio.gather(lanes.load.aclose(left_s(ends_at)), lanes.store.aclose(left_s(ends_at)))
+        if budget is not None and not stores:
+            with suppress(BackendClosed):  # Closed before.
+                lanes.evict.submit(budget.put_back)
+        return loads, stores
 
     def let_go(self) -> None:
         """Give up the root and the threads, when these have done what they are at."""

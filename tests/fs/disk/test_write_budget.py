@@ -77,6 +77,7 @@ async def test_no_day_sees_more_than_its_bytes(open_budget: OpenBudget, clock: C
         written.append((passed_ns, await budget.take(dice.randint(1, 400)) * UNIT_BYTES))
         match dice.randrange(20):
             case 0:
+                budget.put_back()
                 budget.close()
                 budget = open_budget()
             case 1:
@@ -91,6 +92,7 @@ async def test_no_day_sees_more_than_its_bytes(open_budget: OpenBudget, clock: C
 async def test_a_restart_gives_back_what_was_not_written(open_budget: OpenBudget) -> None:
     first = open_budget()
     assert await first.take(1) == 1
+    first.put_back()
     first.close()
     assert await spend(open_budget()) == DAY_BYTES // 8 - UNIT_BYTES
 

@@ -97,11 +97,12 @@ async def test_opening_and_closing_do_not_block_the_loop(open_tier) -> None:
         await tier.aclose(DEADLINE_S)
 
 
+@pytest.mark.parametrize("call", ["pwritev", "fpathconf"])
 async def test_opening_on_a_mount_that_hangs_can_be_given_up(
-    mapper: FileMapper, root: Path, row_bytes: int, system_call: MakeSystemCall
+    mapper: FileMapper, root: Path, row_bytes: int, system_call: MakeSystemCall, call: str
 ) -> None:
     """No buffer is lent yet, so nobody need wait for the thread; it cleans up after itself."""
-    stuck = system_call("pwritev", sticks=True)
+    stuck = system_call(call, sticks=True)
     opening = asyncio.create_task(
         FsBackend.open(FsOptions(root=str(root), layout="files"), TierContext("hung", mapper, row_bytes))
     )

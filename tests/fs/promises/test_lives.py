@@ -1,6 +1,7 @@
 """What outlives a tier's end, and what does not: the order of use, what nobody used, and what a day may write."""
 
 import asyncio
+import errno
 
 import pytest
 
@@ -80,3 +81,27 @@ async def test_beyond_a_days_write_budget_nothing_is_stored_and_everything_loads
     await tier.aclose(DEADLINE_S)
     again = await open_tier(**options)
     assert type((await again.store(lender.writes(keys_of(1, 50))))[0]).__name__ == "NoSpace"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_a_write_budget_that_cannot_be_given_back_keeps_no_tier_from_closing(
+    open_tier, lender: Lender, system_call: MakeSystemCall, layout: str
+) -> None:
+    tier = await open_tier(layout=layout, write_budget_bytes_per_day="1MiB")
+    await lender.keep(tier, keys_of(1))
+    refused = system_call("pwrite", error=errno.EIO)
+    assert await tier.aclose(DEADLINE_S) == (0,)
+    assert refused.times == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+async def test_a_write_budget_is_given_back_beside_the_loop(
+    open_tier, lender: Lender, system_call: MakeSystemCall, layout: str
+) -> None:
+    tier = await open_tier(layout=layout, write_budget_bytes_per_day="1MiB")
+    await lender.keep(tier, keys_of(1))
+    stuck = system_call("pwrite", sticks=True)
+    closing = asyncio.create_task(tier.aclose(DEADLINE_S))
+    await stuck.wait_entered()
+    stuck.let_go()
+    assert await closing == (0,)

@@ -62,10 +62,12 @@ class Folder:
     """An open root, and where this namespace's files are in it."""
 
     writer: Writer
-    """Who we are in the names of unfinished files; there from `open` on, as are the next three."""
+    """Who we are in the names of unfinished files; there from `open` on, as are the next four."""
     quarantine: Quarantine
     sizes: FolderSizes
     disk: Disk
+    name_bytes_max: int
+    """How long a file's name may be there: 255 bytes mostly, 143 where names are encrypted."""
 
     def __init__(self, options: LayoutOptions, mapper: FileMapper) -> None:
         """Touch nothing yet."""
@@ -93,6 +95,7 @@ class Folder:
                 self.root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
                 undo.callback(self.close)
                 self.disk = Disk(self.root_fd)
+                self.name_bytes_max = _name_bytes_max(self.root_fd)
                 quarantine, keeps = f"{self._mapper.folder}/{QUARANTINE}", self._options.corrupt == "quarantine"
                 for name in (self._mapper.folder, self.chunks, *([quarantine] if keeps else [])):
                     self._make(name, undo)
@@ -167,13 +170,6 @@ class Folder:
             return self.disk.taken_bytes(os.stat(name, dir_fd=self.root_fd, follow_symlinks=False))
         except FileNotFoundError:
             return 0
-
-    def name_bytes_max(self) -> int:
-        """Return how long a file's name may be there: 255 bytes mostly, 143 where names are encrypted."""
-        try:
-            return os.fpathconf(self.root_fd, "PC_NAME_MAX")
-        except OSError:
-            return NAME_BYTES_MAX
 
     def beside_bytes(self) -> int:
         """Return what lies beside the chunks and is a tier's takes: its books, unfinished files, and quarantine.
@@ -357,6 +353,13 @@ class Folder:
             if flag and error.errno in _REFUSED:
                 return False
             raise
+
+
+def _name_bytes_max(root_fd: int) -> int:
+    try:
+        return os.fpathconf(root_fd, "PC_NAME_MAX")
+    except OSError:
+        return NAME_BYTES_MAX
 
 
 def _come_back(fd: int) -> bool:

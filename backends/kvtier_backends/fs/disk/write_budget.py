@@ -6,6 +6,7 @@ once; that, the advance and what runs in during 24 hours are together the day's 
 """
 
 import asyncio
+import logging
 import os
 import struct
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from xxhash import xxh3_64_intdigest
 from kvtier.backend import Lanes, in_thread
 from kvtier.memory import let_go_in_forks
 from kvtier_backends.fs.disk.below import lock_file, open_file, unlock_file
+
+logger = logging.getLogger(__name__)
 
 DAY_NS = 86_400_000_000_000
 BURST_PARTS = 4  # Of the day's bytes, in 32nds: what the bucket holds,
@@ -53,9 +56,7 @@ class WriteBudget:
 
     def forked(self) -> None:
         """Let go of the file in a child: what is left of the advance is its owner's."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self.close()
 
     async def take(self, chunks: int) -> int:
         """Allow as many of so many chunks as there are bytes for; they count as written."""
@@ -69,10 +70,16 @@ class WriteBudget:
         self._advance_left -= allowed * self._unit_bytes
         return allowed
 
-    def close(self) -> None:
-        """Put back what was not written. Blocks; idempotent."""
-        if self._fd >= 0:
+    def put_back(self) -> None:
+        """Put back what was not written, when no store comes any more. Blocks; where it fails, it is wasted."""
+        try:
             self._draw(-self._advance_left)
+        except OSError as error:
+            logger.warning("%s bytes of the write budget could not be put back: %s", self._advance_left, error.strerror)
+
+    def close(self) -> None:
+        """Let go of the file; idempotent. No thread may be using it."""
+        if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 

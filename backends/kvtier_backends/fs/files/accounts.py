@@ -79,7 +79,7 @@ class Accounts(Protocol):
         ...
 
     def cleared(self, freed_bytes: int) -> None:
-        """Hear what corrupt files have given back that were kept. Blocks, in a lane."""
+        """Hear what corrupt files have given back that were set aside. Blocks, in a lane."""
         ...
 
     def remove(self, chunks: Chunks, victims: Sequence[Held], removal: Removal) -> None:

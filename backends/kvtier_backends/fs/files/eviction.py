@@ -21,40 +21,6 @@ BATCH_FILES = 64  # Removed in one call in the background: a few milliseconds, a
 ROUNDS_MAX = 3  # A store looks for room so often: files may be gone already, or be hard to remove.
 
 
-class Stamps:
-    """Files' times, which say after a restart when they were used: set behind the loads, and seldom.
-
-    Belongs to the loop's thread.
-    """
-
-    def __init__(self, tier: OpenTier[FilesOptions], index: Index, chunks: Chunks) -> None:
-        """Write in the lane for what is behind the calls."""
-        self._index = index
-        self._chunks = chunks
-        self._lane = tier.lanes.evict
-        self._clock_ns = tier.clock_ns
-        self._due: dict[OffloadKey, int] = {}
-
-    def used(self, keys: Sequence[OffloadKey]) -> bool:
-        """Note that files were used now, in prefix order, unless their times say so; say whether it is time."""
-        now_ns = self._clock_ns()
-        for index, key in enumerate(keys):
-            if self._index.refresh_due(key, now_ns):
-                self._due[key] = now_ns - index  # The head is the newest, also after a restart.
-        return len(self._due) >= STAMPS_MAX
-
-    async def write(self) -> None:
-        """Set the times of files that were used."""
-        due, self._due = self._due, {}
-        if due:
-            await self._lane.run(self._chunks.stamp, due)
-
-    def write_before_end(self) -> None:
-        """Have it done before the lane ends."""
-        with suppress(BackendClosed):  # Closed before.
-            self._lane.submit(self._chunks.stamp, self._due)
-
-
 class Eviction:
     """The eviction of one tier. Belongs to the loop's thread, and removes in lanes."""
 
@@ -238,3 +204,37 @@ class Eviction:
         for chunk in removal.used:
             self._index.stays(chunk)
         self._claims.end(victim.key for victim in victims)
+
+
+class Stamps:
+    """Files' times, which say after a restart when they were used: set behind the loads, and seldom.
+
+    Belongs to the loop's thread.
+    """
+
+    def __init__(self, tier: OpenTier[FilesOptions], index: Index, chunks: Chunks) -> None:
+        """Write in the lane for what is behind the calls."""
+        self._index = index
+        self._chunks = chunks
+        self._lane = tier.lanes.evict
+        self._clock_ns = tier.clock_ns
+        self._due: dict[OffloadKey, int] = {}
+
+    def used(self, keys: Sequence[OffloadKey]) -> bool:
+        """Note that files were used now, in prefix order, unless their times say so; say whether it is time."""
+        now_ns = self._clock_ns()
+        for index, key in enumerate(keys):
+            if self._index.refresh_due(key, now_ns):
+                self._due[key] = now_ns - index  # The head is the newest, also after a restart.
+        return len(self._due) >= STAMPS_MAX
+
+    async def write(self) -> None:
+        """Set the times of files that were used."""
+        due, self._due = self._due, {}
+        if due:
+            await self._lane.run(self._chunks.stamp, due)
+
+    def write_before_end(self) -> None:
+        """Have it done before the lane ends."""
+        with suppress(BackendClosed):  # Closed before.
+            self._lane.submit(self._chunks.stamp, self._due)

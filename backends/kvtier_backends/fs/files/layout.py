@@ -31,7 +31,7 @@ class FilesLayout:
     def __init__(self, tier: OpenTier[FilesOptions]) -> None:
         """Make its parts, on the running loop."""
         options, root = tier.options, tier.root
-        self.key_bytes_max = min(KEY_BYTES_MAX, tier.context.mapper.key_bytes_max(root.name_bytes_max()))
+        self.key_bytes_max = min(KEY_BYTES_MAX, tier.context.mapper.key_bytes_max(root.name_bytes_max))
         self._tier = tier
         self._lanes = tier.lanes
         self._index = index = Index(tier.policy(), None if options.ttl_s is None else tier.clock_ns)
@@ -102,8 +102,7 @@ class FilesLayout:
         self._background.cancel()
         self._index.claims.close()
         self._eviction.stamps.write_before_end()
-        lanes = self._lanes.load, self._lanes.store
-        loads, stores = await asyncio.gather(*(each.aclose(left_s(ends_at)) for each in lanes))
+        loads, stores = await self._tier.end_transfers(ends_at)
         self._start.done.set()  # For stores that still wait: lanes are closed then.
         self._start.write_last_checkpoint(left_s(ends_at))
         lanes = self._lanes.scan, self._lanes.evict

@@ -1,6 +1,5 @@
 """Chunks in slots of segments, which are large files: the layout for speed, and the default."""
 
-import asyncio
 import time
 from collections.abc import Sequence
 
@@ -84,7 +83,7 @@ class SegmentsLayout:
         self._background.cancel()
         self._room.close()
         lanes = self._tier.lanes
-        loads, stores = await asyncio.gather(*(each.aclose(left_s(ends_at)) for each in (lanes.load, lanes.store)))
+        loads, stores = await self._tier.end_transfers(ends_at)
         self._wiping.begin_last()
         wiping = await lanes.evict.aclose(left_s(ends_at))
         self._wiping.end_last(ended=not wiping)

@@ -30,6 +30,113 @@ FULL_PAUSE_S = 10.0  # A full disk is asked again after so long.
 TICK_S = 10.0
 
 
+class Room:
+    """Slots for stores, and what is given back when there is too much. Belongs to the loop's thread."""
+
+    def __init__(
+        self, tier: OpenTier[SegmentsOptions], catalog: Catalog, folder: SegmentFolder, wiping: Wiping
+    ) -> None:
+        """Make and remove segments in the lanes for stores."""
+        self._tier = tier
+        self._catalog = catalog
+        self._folder = folder
+        self._wiping = wiping
+        self._segments = catalog.segments
+        self._leftovers = Leftovers(tier, folder)
+        self._growth = Growth(tier, catalog, folder, self._leftovers)
+        self._capacity = tier.capacity
+        self._counters = tier.counters
+        self._ttl_s = ttl_s = tier.options.ttl_s
+        self._tick_s = TICK_S if ttl_s is None else min(TICK_S, max(ttl_s / 16, 0.01))
+
+    @property
+    def error(self) -> OSError | None:
+        """Why there are no more slots, if that is not for want of room."""
+        return self._growth.error
+
+    def begin(self, unusable: Iterable[Unusable]) -> None:
+        """Make segments from now on: all that were there are known, and what lies among them and holds nothing."""
+        self._leftovers.found(unusable)
+        self._growth.opened.set()
+
+    def close(self) -> None:
+        """Have nobody wait for segments to be known: lanes are closed."""
+        self._growth.opened.set()
+
+    async def take(self, count: int, incoming: Sequence[OffloadKey]) -> list[int]:
+        """Give out so many slots, or as many as there are or can be made."""
+        catalog = self._catalog
+        slots = catalog.take_free(count)
+        try:
+            while len(slots) < count and await self._growth.grow(count - len(slots)):
+                slots += catalog.take_free(count - len(slots))
+            while len(slots) < count and await self._wiping.until_some_wiped():
+                slots += catalog.take_free(count - len(slots))
+        except BaseException:
+            catalog.give_back(slots)
+            raise
+        if len(slots) < count:
+            if self._growth.disk_is_full:
+                self._counters.count("disk_full", count - len(slots))
+            slots += catalog.take_free(count - len(slots))
+            victims = catalog.evict(count - len(slots), incoming)
+            self._counters.count("evicted", len(victims))
+            slots += victims
+        return slots
+
+    async def run(self) -> None:
+        """Give back what is too much, and let go what was not used for long, until cancelled."""
+        while True:
+            await self.shrink()
+            self._expire()
+            await asyncio.sleep(self._tick_s)
+
+    async def shrink(self) -> None:
+        """Remove segments as long as they take more than they may."""
+        if self._catalog.scanning:
+            return
+        await self._growth.look_at_disk()
+        async with self._growth.changing:
+            while (free_bytes := self._capacity.free_bytes()) is not None and free_bytes < 0:
+                if not (await self._leftovers.remove() or await self._remove_coldest()):
+                    return
+                await self._growth.look_at_disk()  # Else everything would go for what the first removal has given back.
+
+    def _expire(self) -> None:
+        if self._ttl_s is None or self._catalog.scanning:
+            return
+        expired = self._catalog.unused_since(self._tier.clock_ns() - int(self._ttl_s * 1e9))
+        self._counters.count("expired", len(expired))
+        for key in expired:
+            self._catalog.inventory.lost(key)
+        self._catalog.remove(expired)
+        self._wiping.check()
+
+    async def _remove_coldest(self) -> bool:
+        """Remove the segment that has the chunk that was used longest ago; False if none may go."""
+        key = self._catalog.coldest()
+        slot = None if key is None else self._catalog.slot(key)
+        own = [segment for segment in self._segments.all if segment.own]
+        chosen = [self._segments.of(slot)] if slot is not None else own[:1]
+        for segment in [*chosen, *own]:
+            chunks = self._catalog.clear_range(segment.first_slot, segment.header.slots)
+            if chunks is not None:
+                self._counters.count("evicted", chunks)
+                self._segments.remove(segment)
+                await in_thread(self._tier.lanes.store, self._remove_file, segment)
+                return segment.closed  # Else the others would be given up in vain, too.
+        return False
+
+    def _remove_file(self, segment: Segment) -> None:
+        """Remove a segment that nobody uses. Blocks, in a lane; only one at a time."""
+        try:
+            self._folder.remove(segment)
+        except OSError as error:
+            logger.warning("%s: cannot be removed: %s", segment.name, error.strerror)
+            self._counters.count("evictions_failed")
+            self._capacity.other_bytes += segment.allocated_bytes
+
+
 class Leftovers:
     """Files that take room and hold no chunk, which go before any chunk. Belongs to the loop's thread.
 
@@ -179,110 +286,3 @@ class Growth:
         first = self._catalog.add(count)
         self._segments.add(segment, first)
         self._catalog.free.add(first, count)
-
-
-class Room:
-    """Slots for stores, and what is given back when there is too much. Belongs to the loop's thread."""
-
-    def __init__(
-        self, tier: OpenTier[SegmentsOptions], catalog: Catalog, folder: SegmentFolder, wiping: Wiping
-    ) -> None:
-        """Make and remove segments in the lanes for stores."""
-        self._tier = tier
-        self._catalog = catalog
-        self._folder = folder
-        self._wiping = wiping
-        self._segments = catalog.segments
-        self._leftovers = Leftovers(tier, folder)
-        self._growth = Growth(tier, catalog, folder, self._leftovers)
-        self._capacity = tier.capacity
-        self._counters = tier.counters
-        self._ttl_s = ttl_s = tier.options.ttl_s
-        self._tick_s = TICK_S if ttl_s is None else min(TICK_S, max(ttl_s / 16, 0.01))
-
-    @property
-    def error(self) -> OSError | None:
-        """Why there are no more slots, if that is not for want of room."""
-        return self._growth.error
-
-    def begin(self, unusable: Iterable[Unusable]) -> None:
-        """Make segments from now on: all that were there are known, and what lies among them and holds nothing."""
-        self._leftovers.found(unusable)
-        self._growth.opened.set()
-
-    def close(self) -> None:
-        """Have nobody wait for segments to be known: lanes are closed."""
-        self._growth.opened.set()
-
-    async def take(self, count: int, incoming: Sequence[OffloadKey]) -> list[int]:
-        """Give out so many slots, or as many as there are or can be made."""
-        catalog = self._catalog
-        slots = catalog.take_free(count)
-        try:
-            while len(slots) < count and await self._growth.grow(count - len(slots)):
-                slots += catalog.take_free(count - len(slots))
-            while len(slots) < count and await self._wiping.until_some_wiped():
-                slots += catalog.take_free(count - len(slots))
-        except BaseException:
-            catalog.give_back(slots)
-            raise
-        if len(slots) < count:
-            if self._growth.disk_is_full:
-                self._counters.count("disk_full", count - len(slots))
-            slots += catalog.take_free(count - len(slots))
-            victims = catalog.evict(count - len(slots), incoming)
-            self._counters.count("evicted", len(victims))
-            slots += victims
-        return slots
-
-    async def run(self) -> None:
-        """Give back what is too much, and let go what was not used for long, until cancelled."""
-        while True:
-            await self.shrink()
-            self._expire()
-            await asyncio.sleep(self._tick_s)
-
-    async def shrink(self) -> None:
-        """Remove segments as long as they take more than they may."""
-        if self._catalog.scanning:
-            return
-        await self._growth.look_at_disk()
-        async with self._growth.changing:
-            while (free_bytes := self._capacity.free_bytes()) is not None and free_bytes < 0:
-                if not (await self._leftovers.remove() or await self._remove_coldest()):
-                    return
-                await self._growth.look_at_disk()  # Else everything would go for what the first removal has given back.
-
-    def _expire(self) -> None:
-        if self._ttl_s is None or self._catalog.scanning:
-            return
-        expired = self._catalog.unused_since(self._tier.clock_ns() - int(self._ttl_s * 1e9))
-        self._counters.count("expired", len(expired))
-        for key in expired:
-            self._catalog.inventory.lost(key)
-        self._catalog.remove(expired)
-        self._wiping.check()
-
-    async def _remove_coldest(self) -> bool:
-        """Remove the segment that has the chunk that was used longest ago; False if none may go."""
-        key = self._catalog.coldest()
-        slot = None if key is None else self._catalog.slot(key)
-        own = [segment for segment in self._segments.all if segment.own]
-        chosen = [self._segments.of(slot)] if slot is not None else own[:1]
-        for segment in [*chosen, *own]:
-            chunks = self._catalog.clear_range(segment.first_slot, segment.header.slots)
-            if chunks is not None:
-                self._counters.count("evicted", chunks)
-                self._segments.remove(segment)
-                await in_thread(self._tier.lanes.store, self._remove_file, segment)
-                return segment.closed  # Else the others would be given up in vain, too.
-        return False
-
-    def _remove_file(self, segment: Segment) -> None:
-        """Remove a segment that nobody uses. Blocks, in a lane; only one at a time."""
-        try:
-            self._folder.remove(segment)
-        except OSError as error:
-            logger.warning("%s: cannot be removed: %s", segment.name, error.strerror)
-            self._counters.count("evictions_failed")
-            self._capacity.other_bytes += segment.allocated_bytes
