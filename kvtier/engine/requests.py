@@ -83,7 +83,7 @@ class Request:
 
     @property
     def last_used(self) -> OffloadKey | None:
-        return next(reversed(self.used), None)
+        return next(reversed(self.used)) if self.used else None
 
     def in_prefix_order(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Return the keys of one call head first: those of a model's groups come one group after the other."""
@@ -113,7 +113,8 @@ class Request:
     def forget_hits(self) -> None:
         """Forget what the step's look-ups found: it has ended."""
         self.hits.clear()
-        self.held.clear()
+        if self.held:
+            self.held.clear()
         self.leased_hits = 0
         self.waits = False
 
@@ -252,14 +253,15 @@ class StepHits:
         """Lease to requests that wait what they found, and let go of all else."""
         if not (self._fresh or self._held):
             return
-        for request in chain(self._held, self._fresh):
+        if self._held:
+            self._primary.end_step()
+            self._fresh[:0] = self._held
+            self._held.clear()
+        for request in self._fresh:
             if request.waits and not request.finished:
                 self.lease(request, now)
             request.forget_hits()
-        if self._held:
-            self._primary.end_step()
         self._fresh.clear()
-        self._held.clear()
 
     def clear(self) -> None:
         """Forget all that was found: the primary is about to drop every key, and what it holds."""

@@ -152,7 +152,8 @@ class StepManager:
 
         Nothing happens if the request is not known.
         """
-        self._check_owner()
+        if self._forked:
+            self._check_owner()
         request = self._requests.get(request_id)
         if request is not None:
             self._finish(request)
@@ -373,8 +374,11 @@ class StepManager:
 
     def _request(self, request_id: str) -> Request:
         """Return the request; one that is over is treated as one without a past. `EngineClosed` after closing."""
-        self._check_open()
-        return self._requests.get(request_id) or Request(request_id)
+        request = self._requests.get(request_id)
+        if request is None:  # As all are once it is closed.
+            self._check_open()
+            request = Request(request_id)
+        return request
 
     def _finish(self, request: Request) -> None:
         self._ledger.finish(request)
