@@ -282,8 +282,7 @@ class Ledger:
             present = [key for key in keys if key in ready or key in filling]
         if len(absent) > 1:
             absent = list(dict.fromkeys(absent))
-        after = request.last_used
-        evicted = self._reserve(request.in_prefix_order(absent), present, after) if absent else []
+        evicted = self._reserve(request.in_prefix_order(absent), present, request.last_used) if absent else []
         if evicted is None:
             self.counters.stores_refused += len(absent)
             return None
@@ -304,8 +303,9 @@ class Ledger:
             self._give_up(keys)
             return
         published = self.primary.publish(keys)
-        self.counters.stores += len(published)
-        self._events.add(EventKind.STORED, PRIMARY_NAME, published)
+        if published:
+            self.counters.stores += len(published)
+            self._events.add(EventKind.STORED, PRIMARY_NAME, published)
         for tier in self.tiers:
             if not request.allows(tier.spec):
                 continue

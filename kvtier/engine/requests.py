@@ -83,7 +83,7 @@ class Request:
 
     @property
     def last_used(self) -> OffloadKey | None:
-        return next(reversed(self.used), None)
+        return next(reversed(self.used)) if self.used else None
 
     def in_prefix_order(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Return the keys of one call head first: those of a model's groups come one group after the other."""
@@ -113,7 +113,8 @@ class Request:
     def forget_hits(self) -> None:
         """Forget what the step's look-ups found: it has ended."""
         self.hits.clear()
-        self.held.clear()
+        if self.held:
+            self.held.clear()
         self.leased_hits = 0
         self.waits = False
 

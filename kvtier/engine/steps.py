@@ -374,8 +374,11 @@ class StepManager:
 
     def _request(self, request_id: str) -> Request:
         """Return the request; one that is over is treated as one without a past. `EngineClosed` after closing."""
-        self._check_open()
-        return self._requests.get(request_id) or Request(request_id)
+        request = self._requests.get(request_id)
+        if request is None:  # As all are once it is closed.
+            self._check_open()
+            request = Request(request_id)
+        return request
 
     def _finish(self, request: Request) -> None:
         self._ledger.finish(request)

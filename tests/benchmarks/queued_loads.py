@@ -24,7 +24,7 @@ from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.errors import ChunkMissing
 from kvtier.memory.region import Region
 from kvtier.tools.bench.figures import Side, interleaved
-from kvtier.tools.bench.files import OpenTier, TierCase
+from kvtier.tools.bench.files import MeasuredTier, TierCase
 from kvtier.tools.bench.raw import RawFile
 
 MOVED_BYTES = 128 << 20
@@ -92,12 +92,12 @@ class Loads:
             tier.store(keys[start : start + len(self._rows)], self._rows)
         tier.close()
 
-    def _open(self, layout: str, queue_bytes: int) -> OpenTier:
+    def _open(self, layout: str, queue_bytes: int) -> MeasuredTier:
         case = TierCase(layout, "vllm", "direct", 4, fsync=False)
         options = case.options(f"{self._root}/{layout}", load_queue_bytes=queue_bytes)
-        return OpenTier(self._runner, options, self._chunk_bytes)
+        return MeasuredTier(self._runner, options, self._chunk_bytes)
 
-    def _add(self, name: str, tier: OpenTier, place: str) -> None:
+    def _add(self, name: str, tier: MeasuredTier, place: str) -> None:
         keys = self._places[place]
         until_found(lambda: tier.load(keys, self._rows))
 

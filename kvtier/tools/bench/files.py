@@ -88,7 +88,7 @@ class TierCase(NamedTuple):
         return decode(backend_class("fs").options_type, self.options(root))
 
 
-class OpenTier:
+class MeasuredTier:
     """An open tier on a loop that runs while a call does. Close it with `close`."""
 
     def __init__(
@@ -308,12 +308,12 @@ class _ChunkSize:
     def _root(self, case: TierCase, prefix: str) -> str:
         return f"{self._folder}/{prefix}{case.label.replace(' ', '-')}"
 
-    def _open(self, case: TierCase, prefix: str, **options: Any) -> OpenTier:
-        tier = OpenTier(self._runner, case.options(self._root(case, prefix), **options), self._chunk_bytes)
+    def _open(self, case: TierCase, prefix: str, **options: Any) -> MeasuredTier:
+        tier = MeasuredTier(self._runner, case.options(self._root(case, prefix), **options), self._chunk_bytes)
         self._stack.callback(tier.close)
         return tier
 
-    def _add_store(self, tier: OpenTier, name: str) -> None:
+    def _add_store(self, tier: MeasuredTier, name: str) -> None:
         """Measure stores of chunks that are new in every round."""
         new: list[OffloadKey] = []
 
@@ -322,17 +322,17 @@ class _ChunkSize:
 
         self._add(name, rate_of(lambda: tier.store(new, self._sources), self._moved_bytes), prepare)
 
-    def _add_load(self, tier: OpenTier, name: str) -> None:
+    def _add_load(self, tier: MeasuredTier, name: str) -> None:
         self._add(name, rate_of(lambda: tier.load(self._kept, self._targets), self._moved_bytes))
 
-    def _keep(self, tier: OpenTier, case: TierCase) -> None:
+    def _keep(self, tier: MeasuredTier, case: TierCase) -> None:
         """Store what loads will find, and see that it comes back as it was."""
         for start in range(0, len(self._kept), CALL_CHUNKS):
             part = slice(start, start + CALL_CHUNKS)
             tier.store(self._kept[part], self._sources[part])
         self._check(tier, case)
 
-    def _check(self, tier: OpenTier, case: TierCase) -> None:
+    def _check(self, tier: MeasuredTier, case: TierCase) -> None:
         tier.load(self._kept, self._targets)
         for key, source, target in zip(self._kept, self._sources, self._targets, strict=True):
             assert target == source, f"{case.label}: {key.hex()} came back with other bytes"

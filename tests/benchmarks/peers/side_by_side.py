@@ -26,7 +26,7 @@ from kvtier.tools.bench.figures import (
     row_of,
     this_machine,
 )
-from kvtier.tools.bench.files import FULL_SETS, LAYOUTS, OVERHEAD_BYTES, OpenTier, TierCase
+from kvtier.tools.bench.files import FULL_SETS, LAYOUTS, OVERHEAD_BYTES, MeasuredTier, TierCase
 from kvtier.tools.bench.memory import rate_of
 from kvtier.tools.outputs import write_json
 
@@ -87,13 +87,13 @@ def compare_disks(folder: str, given: argparse.Namespace, peers: dict[str, Opene
                 options = case.options(
                     new_folder(folder), capacity_bytes=2 * (given.rounds + 3) * chunks * chunk_bytes + (256 << 20)
                 )
-                tier = OpenTier(runner, options, chunk_bytes, call_chunks=-(-chunks // CALLS))
+                tier = MeasuredTier(runner, options, chunk_bytes, call_chunks=-(-chunks // CALLS))
                 sides += disk_sides(case.label, tier, region, stack)
             full = [TierCase(layout, "flat", "direct", lanes, fsync=False) for layout, lanes in full_tiers(given)]
             for case in full:
                 capacity_bytes = FULL_SETS * chunks * (chunk_bytes + OVERHEAD_BYTES) + (64 << 20)
                 options = case.options(new_folder(folder), capacity_bytes=capacity_bytes)
-                tier = OpenTier(runner, options, chunk_bytes, call_chunks=-(-chunks // CALLS))
+                tier = MeasuredTier(runner, options, chunk_bytes, call_chunks=-(-chunks // CALLS))
                 sides.append(full_side(case.label, tier, region, stack))
             for name, opened in peers.items():
                 sides += disk_sides(name, opened(new_folder(folder), region, -(-chunks // CALLS)), region, stack)
