@@ -61,7 +61,7 @@ def names_hang(monkeypatch) -> Iterator[threading.Event]:
 
     def hangs(host: Any, *about: Any, **more: Any) -> Any:
         if host == "localhost" and not more.get("flags"):  # With one it is only read, and nobody is asked.
-            answered.wait(PATIENCE_S)
+            assert answered.wait(PATIENCE_S), "somebody waits for it"
         return look_up(host, *about, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", hangs)

@@ -1,6 +1,7 @@
 """Whatever becomes of a server or of the way to it: no wrong byte, no row that stays lent, and hits when it is back."""
 
 import asyncio
+import gc
 import signal
 import threading
 import time
@@ -214,6 +215,7 @@ async def test_a_server_with_too_many_clients_is_away_until_there_are_fewer(open
         ("NOAUTH Authentication required", None),
         ("NOPERM this user has no permissions to run the 'set' command", None),
         ("MOVED 3999 127.0.0.1:1", None),
+        ("MOVED 3999 127.0.0.1:99999", None),
         ("ASK 3999 127.0.0.1:1", None),
     ],
 )
@@ -465,6 +467,38 @@ async def test_a_call_that_needs_another_request_is_answered_while_the_tier_clos
     assert await tier.aclose(10) == Abandoned(0)
     assert lender.told(reads, await load) == [label(keys[0]), "ChunkCorrupt", label(keys[2])]
     assert names_of(server, prefix, keys[1]) == []
+
+
+def connections(server: RedisServer) -> int:
+    return server.ask("INFO", "clients")["connected_clients"] - 1  # The one that asks.
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 4])
+async def test_opening_or_closing_that_is_cancelled_leaves_no_connection(opened, own_server, lender, turns) -> None:
+    server = own_server()
+    opening = asyncio.create_task(opened(server.address))
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    opening.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    gc.collect()  # What was left open would be closed by it, with a warning that fails the test.
+    until(lambda: connections(server) == 0)
+    tier, keys = await opened(server.address, timeout_s=600), keys_of(8)
+    await lender.keep(tier, keys)
+    server.signal(signal.SIGSTOP)
+    load = asyncio.create_task(tier.load(lender.reads(keys)))
+    await asyncio.sleep(0.05)
+    closing = asyncio.create_task(tier.aclose(600))
+    for _ in range(turns + 1):
+        await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    with pytest.raises(BackendUnavailable):
+        await load
+    server.signal(signal.SIGCONT)
+    until(lambda: connections(server) == 0)
 
 
 async def test_closing_ends_calls_that_hang(opened, own_server, lender) -> None:

@@ -1,10 +1,13 @@
 """Options of the redis tier: what does not go together is refused by name, and secrets are never part of them."""
 
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat
 
 from kvtier.backend import ConfigError
 from kvtier.config import EngineConfig, settled
@@ -38,6 +41,12 @@ def test_sentinels_have_a_port_of_their_own() -> None:
     ("options", "told"),
     [
         ({"servers": ()}, "servers: a list given, a list, of length at least 1"),
+        ({"servers": (":6379",)}, "servers[0]: ':6379' given, 'host:port' or 'unix:/path' accepted"),
+        ({"servers": ("a..b:1",)}, "servers[0]: 'a..b:1' given"),
+        ({"servers": ("a b",)}, "servers[0]: 'a b' given"),
+        ({"servers": ("[::1:1",)}, "servers[0]: '[::1:1' given"),
+        ({"servers": ("x" * 70,)}, "servers[0]: 'xx"),
+        ({"servers": ("unix:/a",), "tls": True}, "tls: true given with the path 'unix:/a'"),
         ({"servers": ("a:0",)}, "servers[0]: 'a:0' given, 'host:port' or 'unix:/path' accepted"),
         ({"servers": ("a", "b:x")}, "servers[1]: 'b:x' given"),
         ({"servers": ("redis://:secret@a:1",)}, "servers[0]: a URL given, 'host:port' accepted"),
@@ -72,6 +81,39 @@ def test_a_password_is_read_from_a_file_or_the_environment(tmp_path: Path, monke
         RedisOptions(password_env="KVTIER_TEST_NONE").password()
     with pytest.raises(ConfigError, match=r"password_file: .* cannot be read"):
         RedisOptions(password_file=str(tmp_path / "none")).password()
+
+
+def test_a_password_that_is_none_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "password"
+    for written in (b"", b"\nsecret", b"s\xffcret", b"secret" * 10_000):
+        path.write_bytes(written)
+        with pytest.raises(ConfigError, match=r"password_file: .*password: .* accepted") as refused:
+            RedisOptions(password_file=str(path)).password()
+        assert "cret" not in str(refused.value)
+    monkeypatch.setenv("KVTIER_TEST_PASSWORD", "")
+    with pytest.raises(ConfigError, match=r"password_env: KVTIER_TEST_PASSWORD holds no password: .* accepted"):
+        RedisOptions(password_env="KVTIER_TEST_PASSWORD").password()
+    monkeypatch.setenv("KVTIER_TEST_PASSWORD", os.fsdecode(b"s\xffcret"))
+    with pytest.raises(ConfigError, match="password_env: "):
+        RedisOptions(password_env="KVTIER_TEST_PASSWORD").password()
+
+
+def test_each_of_tlss_files_is_named_when_it_cannot_be_used(tmp_path: Path) -> None:
+    """Also a key that wants a passphrase: nobody is there to be asked for it."""
+    key = ec.generate_private_key(ec.SECP256R1()).private_bytes(
+        Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"passphrase")
+    )
+    none, cut, locked = (str(tmp_path / name) for name in ("none", "cut", "locked"))
+    (tmp_path / "cut").write_text("-----BEGIN CERTIFICATE-----\n")
+    (tmp_path / "locked").write_bytes(key)
+    for options, told in (
+        ({"tls_ca_file": none}, f"tls_ca_file: {none} cannot be used: No such file"),
+        ({"tls_ca_file": cut}, f"tls_ca_file: {cut} cannot be used"),
+        ({"tls_cert_file": none}, f"tls_cert_file: {none} cannot be used: No such file"),
+        ({"tls_cert_file": cut, "tls_key_file": locked}, f"tls_cert_file: {cut} cannot be used with tls_key_file"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            RedisOptions(tls=True, **options).tls_context()
 
 
 def test_a_remote_backends_tier_is_remote_unless_it_is_said_otherwise() -> None:

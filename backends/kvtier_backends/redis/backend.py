@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain, zip_longest
 from typing import Any, Self
@@ -37,7 +37,7 @@ from kvtier_backends.redis.server import Away, Login, Server, check
 from kvtier_backends.redis.topology import Topology, make_topology
 from kvtier_backends.redis.work import Loads, Questions, Stores, Work, exchange
 
-ASK_LANES = 2  # For what is small: it never queues behind rows.
+ASK_LANES = 3  # For what is small: it never queues behind rows. One of them may be asking where servers are.
 VALUE_BYTES_MAX = 512 << 20  # As servers are shipped (proto-max-bulk-len).
 PART_BYTES_MIN = 4 << 20  # Of what one lane moves of a call: less is over before another thread has begun.
 REDIRECTS_MAX = 3  # Of one chunk: a cluster whose slots move answers after one or two.
@@ -59,13 +59,15 @@ class RedisBackend(Backend[RedisOptions]):
                 f"chunk_bytes: rows of {context.row_bytes:,} bytes, at most {VALUE_BYTES_MAX - SEAL_BYTES:,} "
                 "accepted: no value may be longer"
             )
-        lanes = Lanes(ASK_LANES, f"kvtier-{context.name}-ask")
+        lanes, made = Lanes(ASK_LANES, f"kvtier-{context.name}-ask"), ExitStack()
+        made.callback(lanes.shutdown, wait=False)
         try:
-            topology, seal = await in_thread(lanes, _prepared, options, context)
-            return cls(options, context, topology, seal, lanes)
-        except BaseException:
-            lanes.shutdown(wait=False)
+            topology, seal = await in_thread(lanes, _prepared, options, context, made)
+            tier = cls(options, context, topology, seal, lanes)
+        except BaseException:  # A cancelled thread's result is lost, and its connections would be with it.
+            made.close()
             raise
+        return tier
 
     def __init__(
         self, options: RedisOptions, context: TierContext, topology: Topology, seal: Seal, ask_lanes: Lanes
@@ -108,10 +110,14 @@ class RedisBackend(Backend[RedisOptions]):
     async def aclose(self, deadline_s: float) -> Abandoned:
         """Calls that are not over by then fail at once: their connections are closed."""
         ends_at = time.monotonic() + deadline_s
-        await self._calls.close(deadline_s)  # First: a call may need lanes more than once.
         every = (self._load_lanes, self._store_lanes, self._ask_lanes)
-        left = sum(await asyncio.gather(*(lanes.aclose(max(0.0, ends_at - time.monotonic())) for lanes in every)))
-        self._topology.close()
+        try:
+            await self._calls.close(deadline_s)  # First: a call may need lanes more than once.
+            left = sum(await asyncio.gather(*(lanes.aclose(max(0.0, ends_at - time.monotonic())) for lanes in every)))
+        finally:  # Whoever cancels it waits no longer, either.
+            for lanes in every:
+                lanes.shutdown(wait=False, cancel_futures=True)
+            self._topology.close()
         return Abandoned(left)
 
     def counts(self) -> dict[str, int]:
@@ -208,19 +214,20 @@ class RedisBackend(Backend[RedisOptions]):
         await in_threads(lanes, [call for call in in_turn if call is not None])
 
 
-def _prepared(options: RedisOptions, context: TierContext) -> tuple[Topology, Seal]:
-    """Blocks. Raises `ConfigError` for what is to be mended, and `BackendUnavailable` if no server answers."""
+def _prepared(options: RedisOptions, context: TierContext, made: ExitStack) -> tuple[Topology, Seal]:
+    """Blocks; what is to be closed if the tier does not open goes into `made`.
+
+    Raises `ConfigError` for what is to be mended, and `BackendUnavailable` if no server answers.
+    """
+    seal = options.make_seal(context.mapper.fingerprint, context.row_bytes)
     topology = make_topology(options, Login(options))
+    made.callback(topology.close)
     try:
         topology.refresh()
         _check_servers(topology, options)
-        return topology, options.make_seal(context.mapper.fingerprint, context.row_bytes)
     except Away as error:
-        topology.close()
         raise BackendUnavailable(f"{context.name}: {error}") from error
-    except BaseException:
-        topology.close()
-        raise
+    return topology, seal
 
 
 def _check_servers(topology: Topology, options: RedisOptions) -> None:

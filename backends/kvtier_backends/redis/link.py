@@ -105,8 +105,16 @@ class Link:
         line = bytes(self._ahead[self._start : at])
         self._start = at + len(END)
         if line.startswith(b"-"):
-            raise Refused(line[1:].decode("utf-8", "replace"))
+            raise refusal_of(line)
         return line
+
+    def heads(self, most: int) -> list[bytes]:
+        """Read the first lines of some replies that have no more: at least one, at most so many; errors, too."""
+        while self._bytes.find(END, self._start, self._end) < 0:
+            self._read_ahead()
+        lines = bytes(self._ahead[self._start : self._end]).split(END, most)[:-1]
+        self._start += sum(map(len, lines)) + len(END) * len(lines)
+        return lines
 
     def _read_ahead(self) -> None:
         kept = self._end - self._start
@@ -168,6 +176,11 @@ class Link:
         if left <= 0:
             raise Lost("the server has not answered in time", late=True)
         return left
+
+
+def refusal_of(line: bytes) -> Refused:
+    """Return the error that a reply's first line says."""
+    return Refused(line[1:].decode("utf-8", "replace"))
 
 
 def request(*words: bytes) -> bytes:

@@ -2,6 +2,7 @@
 
 import os
 import ssl
+from contextlib import suppress
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
@@ -14,6 +15,7 @@ PORT, SENTINEL_PORT = 6_379, 26_379
 PORT_MAX = (1 << 16) - 1
 LANES_MAX = 64  # A server is one core: more threads only queue there.
 PREFIX_BYTES_MAX = 128
+PASSWORD_BYTES_MAX = 4_096
 
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 Lanes = Annotated[int, msgspec.Meta(ge=1, le=LANES_MAX)]
@@ -87,7 +89,7 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
     """What a connection has asked for before the first of it is there; the server holds as much for it."""
 
     timeout_s: PositiveDuration = 5.0
-    """For all that one call asks of one server: later is a failure, and rows are free again."""
+    """For all that one call asks of all servers: later is a failure, and rows are free again."""
 
     connect_timeout_s: PositiveDuration = 1.0
     """For a connection to be made."""
@@ -120,6 +122,8 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
 
     def _check_tls(self) -> None:
         given = [name for name in ("tls_ca_file", "tls_cert_file", "tls_key_file") if getattr(self, name) is not None]
+        if self.tls and (path := next((str(one) for one in self.addresses() if not one.port), None)):
+            raise ConfigError(f"tls: true given with the path {path!r}, false accepted: a path has no certificate")
         if given and not self.tls:
             raise ConfigError(f"{given[0]}: no use without tls = true")
         if self.tls_key_file is not None and self.tls_cert_file is None:
@@ -133,16 +137,17 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
     def password(self) -> str | None:
         """Read the password: not for the loop. Raises `ConfigError`."""
         if self.password_env is not None:
-            if (text := os.environ.get(self.password_env)) is None:
+            if (text := os.environb.get(os.fsencode(self.password_env))) is None:
                 raise ConfigError(f"password_env: the environment has no variable {self.password_env!r}")
-            return text
+            return _password(text, f"password_env: {self.password_env}")
         if self.password_file is None:
             return None
         try:
-            with open(self.password_file, encoding="utf-8") as file:
-                return file.readline().rstrip("\r\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"password_file: {self.password_file} cannot be read: {error}") from error
+            with open(self.password_file, "rb") as file:
+                line = file.readline(PASSWORD_BYTES_MAX + 2)
+        except OSError as error:
+            raise ConfigError(f"password_file: {self.password_file} cannot be read: {error.strerror}") from error
+        return _password(line.rstrip(b"\r\n"), f"password_file: {self.password_file}")
 
     def tls_context(self) -> ssl.SSLContext | None:
         """Read what TLS needs: not for the loop. Raises `ConfigError`."""
@@ -150,11 +155,26 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
             return None
         try:
             context = ssl.create_default_context(cafile=self.tls_ca_file)
-            if self.tls_cert_file is not None:
-                context.load_cert_chain(self.tls_cert_file, self.tls_key_file)
         except OSError as error:  # Of which ssl.SSLError is one.
-            raise ConfigError(f"tls_ca_file, tls_cert_file or tls_key_file cannot be used: {error}") from error
+            raise ConfigError(f"tls_ca_file: {self.tls_ca_file} cannot be used: {error.strerror}") from error
+        try:
+            if self.tls_cert_file is not None:  # With a passphrase of its own: or the terminal would be asked for one.
+                context.load_cert_chain(self.tls_cert_file, self.tls_key_file, password="")
+        except OSError as error:
+            key = "" if self.tls_key_file is None else f" with tls_key_file {self.tls_key_file}"
+            raise ConfigError(
+                f"tls_cert_file: {self.tls_cert_file} cannot be used{key}: {error.strerror}; "
+                "a certificate and its key without a passphrase, both in PEM, accepted"
+            ) from error
         return context
+
+
+def _password(line: bytes, where: str) -> str:
+    """Return what was read, which no message shows."""
+    with suppress(UnicodeDecodeError):
+        if 1 <= len(line) <= PASSWORD_BYTES_MAX:
+            return line.decode()
+    raise ConfigError(f"{where} holds no password: one line of 1 to {PASSWORD_BYTES_MAX:,} bytes of UTF-8 accepted")
 
 
 def _address(text: str, where: str, port: int) -> Address:
@@ -167,6 +187,13 @@ def _address(text: str, where: str, port: int) -> Address:
     host, colon, number = text.rpartition(":")
     if not colon or text.endswith("]") or (text.count(":") > 1 and not text.startswith("[")):
         host, number = text, str(port)
-    if not number.isdecimal() or not 1 <= int(number) <= PORT_MAX:
+    name = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    if not number.isdecimal() or not 1 <= int(number) <= PORT_MAX or not _is_host(name):
         raise ConfigError(f"{where}: {text!r} given, 'host:port' or 'unix:/path' accepted")
-    return Address(host.strip("[]"), int(number))
+    return Address(name, int(number))
+
+
+def _is_host(name: str) -> bool:
+    with suppress(UnicodeError):  # A part of it is empty, or too long.
+        return bool(name.encode("idna")) and not any(mark.isspace() or mark in "[]" for mark in name)
+    return False

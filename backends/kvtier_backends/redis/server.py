@@ -196,6 +196,7 @@ def check(server: Server, prefix: bytes, *, cluster: bool, timeout_s: float) -> 
             (b"SET", name, b"", b"PX", b"1000"),
             (b"GET", name),
             (b"UNLINK", name),
+            *([(b"ASKING",)] if cluster else []),
         ):
             _check_request(link, words, str(server.address), cluster=cluster)
     except Lost as error:

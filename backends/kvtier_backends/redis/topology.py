@@ -148,7 +148,7 @@ class Slotted(Topology):
         for seed in seeds:
             try:
                 self._slots = self._asked(seed)
-            except self._redis.exceptions.RedisError as error:
+            except (Away, self._redis.exceptions.RedisError) as error:
                 reasons.append(f"{seed}: {self.login.hide(str(error))}")
             else:
                 self.stale = False
@@ -164,9 +164,14 @@ class Slotted(Topology):
             client.close()
         first = self.at(seed)
         slots = [first] * SLOTS  # Of slots that nobody has, the seed says so itself.
-        for start, end, (host, port, *_), *_ in ranges:
-            server = self.at(Address(_text(host) or seed.host, int(port)))
-            slots[start : end + 1] = [server] * (end + 1 - start)
+        try:
+            for start, end, (host, port, *_), *_ in ranges:
+                server = self.at(Address(_text(host) or seed.host, int(port)))
+                slots[start : end + 1] = [server] * (end + 1 - start)
+        except (TypeError, ValueError):
+            raise Away("what it says of the cluster's slots is no list of them") from None
+        if len(slots) != SLOTS:
+            raise Away("what it says of the cluster's slots are slots that no cluster has")
         return slots
 
 
@@ -204,6 +209,7 @@ def _client_options(library: Any, options: RedisOptions, login: Login) -> dict[s
     if login.tls is not None:
         given |= {
             "ssl": True,
+            "ssl_check_hostname": True,  # As our own connections do; some versions of the library do not by themselves.
             "ssl_ca_certs": options.tls_ca_file,
             "ssl_certfile": options.tls_cert_file,
             "ssl_keyfile": options.tls_key_file,

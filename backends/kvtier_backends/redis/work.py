@@ -21,7 +21,7 @@ from kvtier.backend import (
     Write,
 )
 from kvtier_backends.redis.counters import RedisCounters
-from kvtier_backends.redis.link import Buffer, Link, Lost, Refused, request
+from kvtier_backends.redis.link import Buffer, Link, Lost, Refused, refusal_of, request
 from kvtier_backends.redis.options import Address
 from kvtier_backends.redis.server import Away, Server
 
@@ -90,6 +90,11 @@ class Work(ABC, Generic[A]):
         """Note that a server did not answer for these places."""
         for index in indices:
             self.unreachable[index] = why
+
+    def hear_some(self, link: Link, indices: Sequence[int], *, asking: bool) -> int:
+        """Read the replies of the first of these places, and return of how many. Raises `Lost`."""
+        self.hear(link, indices[0], asking=asking)
+        return 1
 
     def hear(self, link: Link, index: int, *, asking: bool) -> None:
         """Read a place's reply, and note what it says. Raises `Lost`."""
@@ -211,8 +216,22 @@ class Questions(Work[bool]):
         name = self.names[index]
         return [b"*2\r\n$6\r\n%b\r\n$%d\r\n%b\r\n" % (self._command, len(name), name)]
 
+    def hear_some(self, link: Link, indices: Sequence[int], *, asking: bool) -> int:
+        """As many as have come: there may be thousands, of four bytes each."""
+        if asking:
+            return super().hear_some(link, indices, asking=asking)
+        heads = link.heads(len(indices))
+        for index, head in zip(indices, heads, strict=False):
+            if head[:1] == b"-":
+                self._note(link, index, refusal_of(head))
+            else:
+                self.answers[index] = self._said(head)
+        return len(heads)
+
     def read(self, link: Link, index: int) -> bool:  # noqa: ARG002
-        head = link.head()
+        return self._said(link.head())
+
+    def _said(self, head: bytes) -> bool:
         if head[:1] != b":":
             raise Lost(f"the server answers {head[:32]!r} to {self._command.decode()}")
         return head != b":0"
@@ -255,15 +274,15 @@ def exchange(server: Server, work: Work[A], indices: Sequence[int], timeout_s: f
 
 def _converse(link: Link, work: Work[A], indices: Sequence[int], *, asking: bool) -> None:
     """Send requests half a window at a time, and read their replies in order."""
-    sent = 0
-    for heard, index in enumerate(indices):
+    sent = heard = 0
+    while heard < len(indices):
         while sent < len(indices) and sent - heard <= work.window - work.gulp:
             some = indices[sent : sent + work.gulp]
             requests = [work.ask(link, place, turn) for turn, place in enumerate(some)]
             parts = [part for parts in requests for part in ((ASKING, *parts) if asking else parts)]
             link.send(parts if work.has_rows else [b"".join(parts)])
             sent += len(some)
-        work.hear(link, index, asking=asking)
+        heard += work.hear_some(link, indices[heard:sent], asking=asking)
 
 
 def _heard_asking(link: Link) -> Refused | None:
