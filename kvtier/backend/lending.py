@@ -24,6 +24,8 @@ from kvtier.memory import start_thread
 
 P = ParamSpec("P")
 T = TypeVar("T")
+KEY_BYTES_SHOWN = 68  # In a message; a key that is refused may be as long as it likes.
+Chunk = TypeVar("Chunk", Read, Write)
 
 
 async def in_thread(lanes: "Lanes", fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -254,11 +256,6 @@ def _call_when_ended(jobs: Sequence[Future[Any]], wake: Callable[[], object]) ->
         wake()
     for job in jobs:
         job.add_done_callback(count)
-
-
-KEY_BYTES_SHOWN = 68  # In a message; a key that is refused may be as long as it likes.
-
-Chunk = TypeVar("Chunk", Read, Write)
 
 
 class Calls:

@@ -16,6 +16,7 @@ STANDARD_STREAMS = range(3)
 STACK_BYTES_MOST = 64 << 20  # More is not looked for: where stacks are unlimited, the C library takes 2 MiB.
 THREAD_BYTES = 16 << 20  # Beyond its stack, for a thread's first steps: Python takes memory by the MiB.
 GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # What a terminal or a service manager sends to all.
+_NO_THREAD = "can't start new thread"  # As Python has it, a RuntimeError.
 
 
 def fill_standard_streams() -> None:
@@ -125,7 +126,6 @@ _LIMITS = {
     errno.ENOMEM: _Limit("RLIMIT_AS", resource.RLIMIT_AS, "ulimit -v"),
     errno.EAGAIN: _Limit("RLIMIT_NPROC", resource.RLIMIT_NPROC, "ulimit -u"),
 }
-_NO_THREAD = "can't start new thread"  # As Python has it, a RuntimeError.
 
 
 def is_of_a_limit(error: BaseException) -> bool:

@@ -32,6 +32,7 @@ from kvtier.runner.wire import LOGGERS
 logger = logging.getLogger(__name__)
 
 Labels = tuple[str, ...]
+_TRANSFER_SECONDS = "kvtier_transfer_seconds"
 
 
 class Series(NamedTuple):
@@ -82,7 +83,6 @@ _GAUGES: dict[str, tuple[str, Labels]] = {
     "kvtier_tier_reserved_bytes": ("Bytes promised.", ("tier",)),
     "kvtier_tier_breaker": ("1 for the breaker's state.", ("tier", "state")),
 }
-_TRANSFER_SECONDS = "kvtier_transfer_seconds"
 
 
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:

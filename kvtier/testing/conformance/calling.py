@@ -19,6 +19,10 @@ from kvtier.backend import Abandoned, Backend
 from kvtier.errors import BackendClosed
 from kvtier.testing.conformance.lender import PATIENCE_S, Lender, Promises, begun, ended, key_of, keys_of, label, steps
 
+BATCH_CHUNKS = 16
+CANCELS_MAX = 10_000
+ROUNDS = 3  # A thread that was abandoned may happen to be done before anybody looks; hardly three times.
+
 
 class Concurrency(Promises):
     async def test_stores_at_once_all_arrive(self, backend: Backend, lender: Lender) -> None:
@@ -95,10 +99,6 @@ async def _nothing(call: Awaitable[None]) -> list[str]:
     await call
     return []
 
-
-BATCH_CHUNKS = 16
-CANCELS_MAX = 10_000
-ROUNDS = 3  # A thread that was abandoned may happen to be done before anybody looks; hardly three times.
 
 after_steps = pytest.mark.parametrize("after", [0, 1, 2, 5])
 

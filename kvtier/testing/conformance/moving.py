@@ -38,6 +38,7 @@ CONTENTS = {
     "text": b"KV cache. ",
     "every byte": bytes(range(256)),
 }
+LARGE_BATCH_CHUNKS = 300  # More than lanes, slots or queues usually hold.
 
 
 class WhatGoesInComesOut(Promises):
@@ -110,7 +111,6 @@ class WhatGoesInComesOut(Promises):
         assert (settings.frozen, settings.forbid_unknown_fields) == (True, True)
 
 
-LARGE_BATCH_CHUNKS = 300  # More than lanes, slots or queues usually hold.
 UNFIT_KEYS: dict[str, OffloadKey] = {
     "nothing": OffloadKey(b""),
     "less than a group": OffloadKey(b"\0\0\1"),

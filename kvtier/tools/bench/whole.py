@@ -35,6 +35,10 @@ HOT_KEYS = 32
 DRAIN_S = 60.0
 
 Between = Callable[["Drive"], None]
+WAITS = 100  # A round.
+STEPS = 200
+PRIMARY_SHARES = 4  # The primary is at most so many times what is moved: larger ones only take time to prepare.
+SIDES = 9
 
 
 class Drive:
@@ -238,12 +242,6 @@ def compute(_: Drive) -> None:
     total = 0
     while time.perf_counter() < until:
         total += sum(range(50))
-
-
-WAITS = 100  # A round.
-STEPS = 200
-PRIMARY_SHARES = 4  # The primary is at most so many times what is moved: larger ones only take time to prepare.
-SIDES = 9
 
 
 def measure_tiers(config: EngineConfig, size_bytes: int, rounds: int, step: Callable[[], None]) -> Iterator[Row]:

@@ -37,6 +37,18 @@ _READ_BYTES = 64 << 10  # Of the file at once; a compressed trace becomes about 
 
 _NOT_NEGATIVE = msgspec.Meta(ge=0)
 _EXAMPLE = '{"timestamp": 0, "input_length": 1030, "output_length": 52, "hash_ids": [0, 1, 2]}'
+IDS_MAX = 1 << 21  # Remembered, at about 100 bytes each. Ids that were made in a wrong way show long before.
+TOKENS_PER_S_MAX = 4e6  # Of prompts: what two hundred GPUs compute. Real traces in seconds have more than 5 million.
+REQUESTS_MIN = 100  # Fewer may well be one burst.
+_CHAINED = (
+    "hash_ids must be chained, an id standing for its block and all blocks before it, as in [0, 1, 2] and [0, 1, 3]: "
+    "hash each block together with the id before it"
+)
+_LENGTHS = (
+    "hash_ids and input_length must fit, as 3 ids of 512 tokens fit 1,030 or 1,536: write all of a prompt's ids, and "
+    'how many tokens an id stands for in a first line {{"meta": {{"block_size": {block_tokens}}}}}'
+)
+_TIMES = "timestamp must be in milliseconds: multiply seconds by 1,000"
 
 
 class Request(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, rename={"timestamp_ms": "timestamp"}):
@@ -217,21 +229,7 @@ def _decompressed(pieces: Iterable[bytes], new_stream: Callable[[], _Decompresso
         raise EOFError("its last stream has no end")
 
 
-IDS_MAX = 1 << 21  # Remembered, at about 100 bytes each. Ids that were made in a wrong way show long before.
-TOKENS_PER_S_MAX = 4e6  # Of prompts: what two hundred GPUs compute. Real traces in seconds have more than 5 million.
-REQUESTS_MIN = 100  # Fewer may well be one burst.
-
 logger = logging.getLogger(__name__)
-
-_CHAINED = (
-    "hash_ids must be chained, an id standing for its block and all blocks before it, as in [0, 1, 2] and [0, 1, 3]: "
-    "hash each block together with the id before it"
-)
-_LENGTHS = (
-    "hash_ids and input_length must fit, as 3 ids of 512 tokens fit 1,030 or 1,536: write all of a prompt's ids, and "
-    'how many tokens an id stands for in a first line {{"meta": {{"block_size": {block_tokens}}}}}'
-)
-_TIMES = "timestamp must be in milliseconds: multiply seconds by 1,000"
 
 
 class TraceCheck:

@@ -45,6 +45,7 @@ Variation = Annotated[float, msgspec.Meta(gt=0, le=100)]
 Sigma = Annotated[float, msgspec.Meta(ge=0, le=10)]
 Probability = Annotated[float, msgspec.Meta(ge=0, le=1)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+GENERATED = "generated"
 
 
 class Spread(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -113,7 +114,6 @@ class Workload(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 DEFAULT = Workload()
-GENERATED = "generated"
 
 
 class GeneratedTrace:
