@@ -5,7 +5,7 @@ SHELL := bash
 MAKEFLAGS += --no-builtin-rules
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-vllm crash lint types docs simulate soak disksoak bench bench-compare clean
+.PHONY: help setup demo test test-all test-remote test-vllm crash lint types docs simulate soak disksoak bench bench-compare clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -13,6 +13,10 @@ INSTALLED := $(VENV)/.installed
 VLLM_VENV := .venv-vllm
 VLLM_BIN := $(VLLM_VENV)/bin
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
+REMOTE_VENV := .venv-remote
+REMOTE_BIN := $(REMOTE_VENV)/bin
+REMOTE_INSTALLED := $(REMOTE_VENV)/.installed
+REMOTE_LIBS := $(subst $() ,:,$(foreach folder,usr/lib lib,$(CURDIR)/$(REMOTE_VENV)/debian/$(folder)/$(shell uname -m)-linux-gnu))
 VLLM_033 := $(VLLM_VENV)/vllm-0.33.0
 DEMO := demo
 SEEDS := 10000
@@ -52,6 +56,25 @@ test: $(INSTALLED)  ## run the tests that stay in one process: a minute or two
 
 test-all: test  ## run every test: `test`, then those with processes, kills, mounts, packages, pages and many examples
 	HYPOTHESIS_PROFILE=$(or $(HYPOTHESIS_PROFILE),ci) $(PYTEST) -m "outside or hypothesis"
+
+test-remote: $(REMOTE_INSTALLED)  ## run the tests of remote tiers with their servers, in an environment of its own
+	OMP_NUM_THREADS=1 LD_LIBRARY_PATH=$(REMOTE_LIBS) $(REMOTE_BIN)/pytest --numprocesses $(WORKERS) --dist loadfile \
+		-o addopts="--import-mode=importlib --strict-markers --strict-config -ra" \
+		$(wildcard tests/redis tests/object tests/mooncake tests/remote)
+
+# Mooncake's wheel leaves three libraries to the system. Where they are not installed, Debian's packages are unpacked.
+$(REMOTE_INSTALLED): pyproject.toml .constraints-remote.txt
+	@$(if $(PYTHON),,echo "kvtier needs Python 3.11 or later with its venv module: make test-remote PYTHON=/path/to/python3"; exit 1)
+	test -x $(REMOTE_BIN)/python || $(PYTHON) -m venv $(REMOTE_VENV)
+	PIP_CONSTRAINT=$(CURDIR)/.constraints-remote.txt $(REMOTE_BIN)/python -m pip install --quiet --editable '.[remote]'
+	mkdir -p $(REMOTE_VENV)/debian/packages
+	cd $(REMOTE_VENV)/debian/packages && for library in $$(ldd $(CURDIR)/$(REMOTE_VENV)/lib/python3.*/site-packages/mooncake/*.so | \
+			sed -n 's/^\s*\(\S*\) => not found/\1/p' | sort -u); do case $$library in \
+		libibverbs*) apt-get download libibverbs1 libnl-3-200 libnl-route-3-200;; \
+		libnuma*) apt-get download libnuma1;; \
+		esac; done || echo "Mooncake's libraries are not to be had here: its tests will be skipped"
+	for package in $(REMOTE_VENV)/debian/packages/*.deb; do test ! -e $$package || dpkg -x $$package $(REMOTE_VENV)/debian; done
+	touch $@
 
 test-vllm: $(VLLM_INSTALLED) $(VLLM_033)/.unpacked  ## run the tests inside vLLM, in an environment of its own; takes a quarter of an hour
 	VLLM_033=$(CURDIR)/$(VLLM_033) $(VLLM_BIN)/pytest -o addopts="--import-mode=importlib --strict-markers --strict-config -ra" tests/vllm
@@ -110,5 +133,5 @@ disksoak: $(INSTALLED)  ## fill DIR, a directory that is emptied, for SOAK_S sec
 	KVTIER_SOAK_S=$(or $(SOAK_S),600) KVTIER_SOAK_REQUESTS=3000 $(BIN)/pytest -s tests/fs/promises/test_soak.py --basetemp=$(or $(DIR),$(DEMO)/soak)
 
 clean:  ## remove everything that these commands made
-	rm -rf $(VENV) $(VLLM_VENV) $(DEMO) site dist .benchmarks .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(REMOTE_VENV) $(VLLM_VENV) $(DEMO) site dist .benchmarks .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find kvtier backends tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
