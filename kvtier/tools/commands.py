@@ -57,6 +57,9 @@ COMMANDS = {
     "replay": Command(
         "kvtier.tools.replay.replay_command", "replay", "Replay a trace through a whole engine, byte for byte."
     ),
+    "size": Command(
+        "kvtier.tools.replay.size_command", "size", "Say what caches of several sizes are worth for a trace."
+    ),
     "trace info": Command("kvtier.tools.replay.trace_commands", "info", "Say what is in a trace."),
     "trace convert": Command(
         "kvtier.tools.replay.trace_commands", "convert", "Make a trace from token ids, or from what others log."

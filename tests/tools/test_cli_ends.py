@@ -52,6 +52,7 @@ def whole(name: str) -> list[str]:
         "bench tiers": ["good.toml"],
         "policies": ["trace.jsonl"],
         "replay": ["trace.jsonl"],
+        "size": ["trace.jsonl", "--kv-bytes-per-token", "8"],
         "trace info": ["trace.jsonl"],
         "trace convert": ["trace.jsonl", "--output", "out.jsonl"],
     }
@@ -78,11 +79,12 @@ def calls() -> Iterator[list[str]]:
         *(("bench tiers", each) for each in ("--size",)),
         ("policies", "--sizes"),
         ("policies", "--policies"),
+        *(("size", each) for each in ("--memory", "--disk", "--disk-speed", "--disk-write-speed", "--gpu-cache")),
         ("prune", "--older-than"),
         ("prune", "--to-size"),
     ):
         yield from ([*whole(name), option, bad] for bad in LISTS)
-    for name in ("policies", "replay", *BENCHES):
+    for name in ("policies", "replay", "size", *BENCHES):
         yield from ([*whole(name), option, bad] for option in ("--json", "--plot") for bad in OUTPUTS)
     for name in DIRECTORY_COMMANDS:
         yield from ([*whole(name), "--namespace", bad] for bad in NAMES)
