@@ -43,6 +43,7 @@ KV_BYTES_MAX = 1 << 30
 DAY_S = 86_400.0
 WARRANTY_YEARS = 5  # For which makers state drive writes a day.
 DISK_NAME = "disk"
+ROWS_SPARE = 1_024  # For what is under way.
 ROW = "size"  # As a source: the table's own row.
 SIZES = "sizes with units and commas between them, as in 64GiB,1TiB; 0 for none"
 """What `--memory` and `--disk` take."""
@@ -185,13 +186,13 @@ def _kv_bytes(given: int | None, model: str | None) -> int:
 
 
 def _speeds(reads: str | None, writes: str | None, bench: str | None) -> tuple[int | None, int | None]:
-    if bench is not None and (reads or writes):
+    if bench is not None and (reads, writes) != (None, None):
         raise ConfigError(f"--bench {bench}: it says how fast the disk is; --disk-speed or --bench accepted, not both")
     if reads is None and writes is None:
         return None, None
-    read_bytes = _rate("--disk-speed", reads) if reads else int(SSD.load_bytes_per_s)
+    read_bytes = _rate("--disk-speed", reads) if reads is not None else int(SSD.load_bytes_per_s)
     same_share = int(read_bytes * SSD.store_bytes_per_s / SSD.load_bytes_per_s)
-    return read_bytes, max(1, _rate("--disk-write-speed", writes) if writes else same_share)
+    return read_bytes, max(1, _rate("--disk-write-speed", writes) if writes is not None else same_share)
 
 
 def _rate(option: str, text: str) -> int:
@@ -226,8 +227,9 @@ def _config(question: Question, memory_bytes: int, disk_bytes: int) -> EngineCon
             "concurrency": SSD.concurrency,
         }
         tier = replace(tier, type="dummy", options=options)
+    used_bytes = (2 * question.extent.unique_blocks + ROWS_SPARE) * question.chunk_bytes
     return EngineConfig(
-        cpu_bytes_to_use=memory_bytes,
+        cpu_bytes_to_use=min(memory_bytes, used_bytes),  # More rows than the trace could ever use cost time only.
         chunk_bytes=question.chunk_bytes,
         secondary_tiers=(tier,) if disk_bytes else (),
     )
