@@ -3,6 +3,7 @@
 A server does not outlive the test run, however that ends. The proxy does to connections what networks do.
 """
 
+import ctypes
 import os
 import select
 import signal
@@ -23,10 +24,15 @@ PR_SET_PDEATHSIG = 1
 ENDS_WITH_US = f"""
 import ctypes, os, sys
 ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {int(signal.SIGKILL)}, 0, 0, 0)
-os.execvpe(sys.argv[1], sys.argv[1:], os.environ)
+os.execvp(sys.argv[1], sys.argv[1:])
 """
 
 _starter = ThreadPoolExecutor(1, "starts-servers")  # The system ends a server with the thread that has started it.
+
+
+def end_with_parent() -> None:
+    """Have the system kill this process when the thread that has started it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def free_port(*, with_bus: bool = False) -> int:
@@ -87,7 +93,7 @@ def until(condition: Callable[[], object]) -> None:
 class Proxy:
     """Stands before a server. What is read from the server passes through `reply`, bytes in, bytes out; None resets.
 
-    `open` false: replies are held back, and nothing is closed.
+    `open` false: replies are held back, and nothing is closed. `pause_s` goes by before each piece, either way.
     """
 
     def __init__(self, port: int) -> None:
@@ -95,6 +101,7 @@ class Proxy:
         self.open = threading.Event()
         self.open.set()
         self.piece_bytes = 1 << 16
+        self.pause_s = 0.0
         self._to = port
         self._connections: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
@@ -155,6 +162,8 @@ class Proxy:
                     if changed is None:
                         break
                     passed = changed
+                if self.pause_s:
+                    time.sleep(self.pause_s)
                 target.sendall(passed)
         except (OSError, ValueError):
             pass
