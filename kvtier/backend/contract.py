@@ -48,6 +48,7 @@ ENTRY_POINT_GROUP = "kvtier.backends"
 _BUILT_IN = {
     "dummy": "kvtier_backends.dummy:DummyBackend",
     "fs": "kvtier_backends.fs:FsBackend",
+    "object": "kvtier_backends.object:ObjectBackend",
     "redis": "kvtier_backends.redis:RedisBackend",
 }
 
