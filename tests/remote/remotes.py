@@ -4,7 +4,7 @@ import random
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
@@ -27,6 +27,8 @@ class Remote(ABC):
     """One remote tier and what it keeps chunks in; a session's tests share it, each with chunks of its own."""
 
     name: ClassVar[str]
+    lacks: Mapping[Fault, str] = {}
+    """Faults that this one cannot be given, and why."""
 
     @abstractmethod
     def tier(self, *, by_proxy: bool = False) -> dict[str, Any]:
@@ -87,7 +89,7 @@ class ServerRemote(Remote):
         self.kill()
 
     def disturb(self, dice: random.Random) -> None:
-        fault = dice.choice((Fault.HUNG, Fault.HUNG, Fault.KILLED, Fault.RESTARTED))
+        fault = dice.choice([fault for fault in (Fault.HUNG, Fault.KILLED, Fault.RESTARTED) if fault not in self.lacks])
         with self.suffers(fault, ()):
             time.sleep(dice.uniform(0, DISTURBED_S_MAX))  # Some moment, not for something.
 

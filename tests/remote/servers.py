@@ -30,6 +30,11 @@ os.execvp(sys.argv[1], sys.argv[1:])
 _starter = ThreadPoolExecutor(1, "starts-servers")  # The system ends a server with the thread that has started it.
 
 
+def from_a_lasting_thread(call: Callable[[], object]) -> None:
+    """Start a server that the system would otherwise end with the thread that has started it."""
+    _starter.submit(call).result()
+
+
 def end_with_parent() -> None:
     """Have the system kill this process when the thread that has started it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
