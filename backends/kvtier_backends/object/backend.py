@@ -163,21 +163,27 @@ class ObjectBackend(Backend[ObjectOptions]):
         listing = self._listing(None)
         try:
             async with asyncio.timeout(self._options.timeout_s):
-                first: Sequence[Any] = await anext(listing, ())
+                first = await _page(listing)
         except TimeoutError as error:
-            raise BackendUnavailable(
-                f"{self._name}: {self._options.url} has not answered within {self._options.timeout_s:g} s"
-            ) from error
+            why = f"not answered within {self._options.timeout_s:g} s"
+            raise BackendUnavailable(f"{self._name}: {self._options.url}: {why}") from error
         except STORE_ERRORS as error:
-            trouble = trouble_of(error)
-            if trouble.mistake:
-                raise ConfigError(f"url: {self._options.url!r} cannot be used: {trouble.why}") from error
-            raise BackendUnavailable(f"{self._name}: {self._options.url}: {trouble.why}") from error
+            first = self._not_listed(error)
         self._note_listed(first)
         if self._options.index_chunks and first:
             self._scan = asyncio.create_task(self._list_on(listing, first))
         else:
             self._index.listing_ended()
+
+    def _not_listed(self, error: Exception) -> Sequence[Any]:
+        """Say what an error of the first list means; it is no obstacle if only a name was met that is nobody's."""
+        trouble = trouble_of(error)
+        if trouble.mistake:
+            raise ConfigError(f"url: {self._options.url!r} cannot be used: {trouble.why}") from error
+        if trouble.kind is not Kind.LISTED:
+            raise BackendUnavailable(f"{self._name}: {self._options.url}: {trouble.why}") from error
+        self._note_unlisted(trouble)
+        return []
 
     def _listing(self, offset: str | None) -> AsyncIterator[Sequence[Any]]:
         return obstore.list(self._store, self._names.folder, offset=offset, chunk_size=PAGE_KEYS)
@@ -187,21 +193,24 @@ class ObjectBackend(Backend[ObjectOptions]):
         tries = 0
         while not self._index.full:
             try:
-                page = await anext(listing, None)
+                page = await _page(listing)
             except STORE_ERRORS as error:
                 trouble, tries = trouble_of(error), tries + 1
-                self._counts["listing_failed"] += 1
-                if trouble.kind is Kind.NAME or tries == LIST_TRIES:
-                    logger.warning("tier %s: not all that it holds is known: %s", self._name, trouble.why)
+                if trouble.kind is Kind.LISTED or tries == LIST_TRIES:
+                    self._note_unlisted(trouble)
                     break
                 await asyncio.sleep(LIST_RETRY_S)
                 listing = self._listing(last[-1]["path"])
             else:
-                if page is None:
+                if not page:
                     break
                 tries, last = 0, page
                 self._note_listed(page)
         self._index.listing_ended()
+
+    def _note_unlisted(self, trouble: Trouble) -> None:
+        self._counts["listing_failed"] += 1
+        logger.warning("tier %s: not all that it holds is known without asking: %s", self._name, trouble.why)
 
     def _note_listed(self, page: Sequence[Any]) -> None:
         for about in page:
@@ -393,6 +402,13 @@ def _footer(given: str | None) -> "bytes | SealFault | None":
     except (ValueError, binascii.Error):
         return SealFault.FOREIGN
     return footer if len(footer) == SEAL_BYTES else SealFault.FOREIGN
+
+
+async def _page(listing: AsyncIterator[Sequence[Any]]) -> Sequence[Any]:
+    """Return the next page of a list; empty at its end."""
+    with suppress(StopAsyncIteration):
+        return await anext(listing)
+    return []
 
 
 def _prepared(options: ObjectOptions, context: TierContext) -> tuple[ObjectStore, Seal]:

@@ -51,7 +51,8 @@ class Kind(Enum):
     ELSEWHERE = "elsewhere"  # The bucket is in another region.
     FULL = "no_room"
     SLOW = "slowed_down"  # The store asks for fewer requests.
-    NAME = "name"  # A name that obstore refuses.
+    NAME = "name"  # A name of ours that obstore refuses.
+    LISTED = "listed"  # A name in the bucket that obstore refuses: nothing behind it can be listed.
     AWAY = "unreachable"  # Anything else: refused, reset, cut off, too late, a server's own error.
 
 
@@ -73,23 +74,25 @@ def trouble_of(error: BaseException) -> Trouble:
     code, status = _first(_CODE, words), _first(_STATUS, words)
     told = " ".join(part for part in (status, code, _first(_MESSAGE, words)) if part)
     why = told if code else _QUERY.sub("?...", " ".join(words.split()))[:WORDS_MAX]
-    return Trouble(_kind_of(error, code, status), why or type(error).__name__)
+    return Trouble(_kind_of(error, code, status, words), why or type(error).__name__)
 
 
-def _kind_of(error: BaseException, code: str, status: str) -> Kind:
+def _kind_of(error: BaseException, code: str, status: str, words: str) -> Kind:
     if code in _NO_BUCKET:
         return Kind.NO_BUCKET
     if code in _FULL or status == "507":
         return Kind.FULL
     if code in _SLOW or status in ("429", "503"):
         return Kind.SLOW
-    if code in _ELSEWHERE or status in ("301", "307"):
+    if code in _ELSEWHERE or status in ("301", "307") or "Received redirect" in words:
         return Kind.ELSEWHERE
     if code in _DENIED or isinstance(error, PermissionDeniedError | UnauthenticatedError):
         return Kind.DENIED
     if isinstance(error, FileNotFoundError):
         return Kind.MISSING
-    return Kind.NAME if isinstance(error, InvalidPathError | ValueError) else Kind.AWAY
+    if isinstance(error, InvalidPathError):
+        return Kind.LISTED
+    return Kind.NAME if isinstance(error, ValueError) else Kind.AWAY
 
 
 def _first(pattern: re.Pattern[str], words: str) -> str:
