@@ -5,11 +5,17 @@ for them.
 """
 
 import signal
+import subprocess
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import pytest
+
+from tests.mooncake.pools import Pool
+from tests.object.servers import ACCESS_KEY, SECRET_KEY, MotoServer
 from tests.redis.servers import RedisServer
 
 LIMITS = {"deadline_s": 2.0, "breaker_failures": 2, "breaker_cooldown_s": 0.2, "answer_ttl_s": 0.2}
@@ -82,7 +88,73 @@ class Redis(Remote):
         self._server.kill()
 
 
-REMOTES: dict[str, type[Remote]] = {"fs": Folder, "redis": Redis}
+class Mooncake(Remote):
+    """A master that knows where chunks are, and an owner whose memory they are in."""
+
+    faults = ("loses its owner", "has an owner that hangs", "loses its master")
+
+    def __init__(self, folder: Path) -> None:
+        loads = subprocess.run([sys.executable, "-c", "import mooncake.store"], capture_output=True, text=True)
+        if loads.returncode:
+            pytest.skip(f"Mooncake does not load here: {loads.stderr.splitlines()[-1]}")
+        self._pool = Pool(folder, client_ttl_s=2)
+        self._pool.add_owner()
+
+    def options(self) -> Mapping[str, Any]:
+        return {"type": "mooncake", "master": self._pool.address, "timeout_s": 1.0}
+
+    def fault(self, name: str) -> Fault:
+        pool, owner = self._pool, self._pool.owners[-1]
+        return {
+            "loses its owner": Fault(owner.kill, lambda: pool.add_owner() and None),
+            "has an owner that hangs": Fault(
+                lambda: owner.signal(signal.SIGSTOP), lambda: owner.signal(signal.SIGCONT)
+            ),
+            "loses its master": Fault(pool.master.kill, lambda: pool.start_master() and None),
+        }[name]
+
+    def end(self) -> None:
+        self._pool.close()
+
+
+class Bucket(Remote):
+    """A bucket of a server that speaks S3."""
+
+    faults = ("hangs", "loses its bucket")
+    bucket = "kvtier"
+
+    def __init__(self, folder: Path) -> None:
+        self._server = MotoServer(folder).start()
+        self._server.client.create_bucket(Bucket=self.bucket)
+        self._keys = folder / "credentials"
+        self._keys.write_text(f"[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n")
+
+    def options(self) -> Mapping[str, Any]:
+        return {
+            "type": "object",
+            "url": f"s3://{self.bucket}/kv",
+            "endpoint": self._server.endpoint,
+            "credentials_file": str(self._keys),
+            "absent_ttl_s": 0.2,
+            "timeout_s": 1.0,
+            "connect_timeout_s": 1.0,
+        }
+
+    def fault(self, name: str) -> Fault:
+        server = self._server
+        return {
+            "hangs": Fault(lambda: server.signal(signal.SIGSTOP), lambda: server.signal(signal.SIGCONT)),
+            "loses its bucket": Fault(
+                lambda: server.remove_bucket(self.bucket),
+                lambda: server.client.create_bucket(Bucket=self.bucket) and None,
+            ),
+        }[name]
+
+    def end(self) -> None:
+        self._server.kill()
+
+
+REMOTES: dict[str, type[Remote]] = {"fs": Folder, "redis": Redis, "mooncake": Mooncake, "object": Bucket}
 """The tiers that hosts can share, by type."""
 
 FAULTS = [(name, fault) for name, remote in REMOTES.items() for fault in remote.faults]

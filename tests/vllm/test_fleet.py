@@ -175,11 +175,17 @@ def test_a_router_can_follow_by_vllms_events_where_every_block_is(llama, service
                     heard.extend(batch.events)
                     router.hear(topic.decode(), batch)
 
+            def blocks(prompt: Prompt) -> list[bytes]:
+                """Return the hashes of a prompt's whole blocks, as far as they were told."""
+                told = {tuple(event.token_ids): event.block_hashes[0] for event in heard if described(event)}
+                starts = range(0, PROMPT_HITS, BLOCK_TOKENS)
+                return [told.get(tuple(prompt[start : start + BLOCK_TOKENS]), b"") for start in starts]
+
             def places() -> list[set[tuple[str, str, str | None]]]:
+                """Return where the prompts' last whole blocks are, but for the GPU."""
                 listen()
-                blocks = {tuple(event.token_ids): event.block_hashes[0] for event in heard if described(event)}
-                firsts = [blocks.get(tuple(prompt[:BLOCK_TOKENS])) for prompt in asked]
-                return [{where for where in router.places.get(first, ()) if where[1] != "GPU"} for first in firsts]
+                lasts = [blocks(prompt)[-1] for prompt in asked]
+                return [{where for where in router.places.get(last, ()) if where[1] != "GPU"} for last in lasts]
 
             until(
                 lambda: engine.answer(prompts(1, seed=time.monotonic_ns())) and (listen() or heard)
@@ -187,6 +193,8 @@ def test_a_router_can_follow_by_vllms_events_where_every_block_is(llama, service
             engine.answer(asked)
             own, primary, pool = ("a", "STORAGE", "own"), ("a", "CPU", None), ("anybody", "STORAGE", "pool")
             until(lambda: places() == [{own, primary, pool}] * 2)
+            assert router.prefix("a", blocks(asked[0])) == (PROMPT_HITS // BLOCK_TOKENS,) * 2
+            assert router.prefix("b", blocks(asked[0])) == (0, PROMPT_HITS // BLOCK_TOKENS)
             remote.empty()
             forget(engine)
             until(lambda: places() == [{own, pool}] * 2)
