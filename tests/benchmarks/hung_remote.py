@@ -32,6 +32,7 @@ EACH = 24  # Prompts of a round and side.
 NEW_TOKENS = 16
 STEP_TOKENS = 512
 GPU_BLOCKS = 200
+TIMEOUT_S = 1.0  # What the tier waits for its server.
 LIMITS = {"deadline_s": 2.0, "breaker_cooldown_s": 1.0}
 SIDES = ("alone", "hung")
 FIGURES = (
@@ -80,7 +81,7 @@ def main() -> None:
 
 def one_round(side: str, model: str, folder: Path, *, seed: int) -> Served:
     server = RedisServer(folder).start()
-    tier = {"type": "redis", "servers": [server.address], "timeout_s": 1.0, "limits": LIMITS}
+    tier = {"type": "redis", "servers": [server.address], "timeout_s": TIMEOUT_S, "limits": LIMITS}
     extra = kvtier(secondary_tiers=[tier] if side == "hung" else [])
     try:
         with Engine(model, extra, gpu_blocks=GPU_BLOCKS, max_num_batched_tokens=STEP_TOKENS) as engine:
