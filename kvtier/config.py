@@ -187,14 +187,19 @@ def settled(config: EngineConfig) -> EngineConfig:
     """Return the configuration with what tiers leave to others settled, for runners that start later.
 
     Their `Path` options are absolute, and where no `locality` is given, it is the backend's own. Raises `ConfigError`
-    for whatever `tier_options` refuses.
+    for whatever `tier_options` refuses, and for a runner in which a tier's client must not be.
     """
     tiers = enumerate(config.secondary_tiers)
-    return replace(config, secondary_tiers=tuple(_settled(tier, index) for index, tier in tiers))
+    return replace(config, secondary_tiers=tuple(_settled(tier, index, config.runner) for index, tier in tiers))
 
 
-def _settled(tier: TierConfig, index: int) -> TierConfig:
+def _settled(tier: TierConfig, index: int, runner: str) -> TierConfig:
     options = tier_options(tier, f"secondary_tiers[{index}]")
+    if (needed := backend_class(tier.type).runner) not in (None, runner):
+        raise ConfigError(
+            f"runner: {runner!r} given, {needed!r} accepted with secondary_tiers[{index}] of type {tier.type!r}: "
+            "its client may crash, or write into memory that it was lent, and must do so in a process of its own"
+        )
     fields = struct_fields(type(options)).items()
     paths = {name: getattr(options, field.name) for name, field in fields if names_a_path(field.type)}
     own = {name: path for name, path in paths.items() if name in tier.options}

@@ -48,6 +48,7 @@ ENTRY_POINT_GROUP = "kvtier.backends"
 _BUILT_IN = {
     "dummy": "kvtier_backends.dummy:DummyBackend",
     "fs": "kvtier_backends.fs:FsBackend",
+    "mooncake": "kvtier_backends.mooncake:MooncakeBackend",
     "redis": "kvtier_backends.redis:RedisBackend",
 }
 
@@ -125,6 +126,9 @@ class Backend(ABC, Generic[OptionsT]):
 
     locality: ClassVar[Literal["LOCAL", "REMOTE"] | None] = None
     """The place of its chunks, for requests that choose their tiers; a tier's own `locality` goes first."""
+
+    runner: ClassVar[Literal["process"] | None] = None
+    """The runner that it needs, if only one will do: a client that may crash belongs in a process of its own."""
 
     options_type: ClassVar[type[msgspec.Struct]]
     """The tier's own configuration fields: a frozen struct that forbids unknown fields, such as an `Options`."""
@@ -283,6 +287,10 @@ def _checked(type_name: str, found: object) -> type[Backend]:
     if found.locality not in (None, "LOCAL", "REMOTE"):
         name, given = found.__name__, found.locality
         raise ConfigError(f"tier type {type_name!r}: {name}.locality is {given!r}; 'LOCAL', 'REMOTE' or None accepted")
+    if found.runner not in (None, "process"):
+        raise ConfigError(
+            f"tier type {type_name!r}: {found.__name__}.runner is {found.runner!r}; 'process' or None accepted"
+        )
     options = getattr(found, "options_type", None)
     if not (isinstance(options, type) and issubclass(options, msgspec.Struct)):
         raise ConfigError(f"tier type {type_name!r}: {found.__name__}.options_type is no msgspec.Struct")

@@ -2,12 +2,12 @@
 
 Some clients go on writing into a buffer after they have said that the transfer failed, minutes later. Lent a row, they
 would overwrite another request's KV. So they are lent a slot of staging, and what came is checked and copied. A slot
-whose transfer failed is retired: it is kept, so that late bytes hit nothing else, and never used again.
+whose transfer failed is retired: its place is kept, so that late bytes hit nothing else, and never used again.
 """
 
 import asyncio
 import mmap
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import asynccontextmanager
 
 from kvtier.errors import BackendUnavailable
@@ -19,18 +19,28 @@ class Slots:
     def __init__(self, views: list[memoryview]) -> None:
         """Take the slots' memory, a view each."""
         self.views = views
-        self.retired = False
+        self.retired: set[int] = set()
 
-    def retire(self) -> None:
-        """Say that the transfer failed, or may go on: none of these slots is used again."""
-        self.retired = True
+    def retire(self, indices: Iterable[int] | None = None) -> None:
+        """Say that the transfer failed, or may go on: these slots, or all of them, are never used again."""
+        self.retired.update(range(len(self.views)) if indices is None else indices)
+
+    def empty(self, indices: Iterable[int] | None = None) -> None:
+        """Give memory of these slots, or of all, back to the system; their places in the address space stay taken.
+
+        For slots that are retired, once nobody needs their bytes. Late bytes take memory again. For any thread.
+        """
+        for index in range(len(self.views)) if indices is None else indices:
+            view = self.views[index]
+            assert isinstance(view.obj, mmap.mmap)
+            view.obj.madvise(mmap.MADV_DONTNEED)
 
 
 class Staging:
     """A fixed number of page-aligned slots in use, and a limit to those that are retired. Belongs to one event loop."""
 
     def __init__(self, tier_name: str, slot_bytes: int, slots: int, retired_max: int) -> None:
-        """Map `slots` slots; up to `retired_max` that are retired are replaced, each by a new one."""
+        """Have `slots` slots; up to `retired_max` that are retired are replaced, each by a new one."""
         self.slots = slots
         self.retired = 0
         """The number of slots that are kept and not used any more."""
@@ -38,7 +48,8 @@ class Staging:
         self._slot_bytes = slot_bytes
         self._retired_max = retired_max
         self._kept: list[memoryview] = []
-        self._free = [self._mapped() for _ in range(slots)]
+        self._free: list[memoryview] = []
+        self._unmapped = slots  # Slots that may be used and are not there yet: they are mapped when they are wanted.
         self._turns = asyncio.Lock()  # Who came first is served first, though others want fewer.
         self._came_back = asyncio.Event()
 
@@ -48,7 +59,7 @@ class Staging:
 
         A block that ends by an exception, a cancellation too, has retired its slots: nobody knows what its transfer is
         at. Raises `BackendUnavailable` when more slots were retired than the limit allows: the client's process has to
-        be replaced. ValueError for more slots than there are.
+        be replaced; and when the system has no memory for them. ValueError for more slots than there are.
         """
         if not 1 <= count <= self.slots:
             raise ValueError(f"{count} slots wanted, 1 to {self.slots} are there")
@@ -63,7 +74,7 @@ class Staging:
 
     async def _taken(self, count: int) -> list[memoryview]:
         async with self._turns:
-            while len(self._free) < count:
+            while len(self._free) + self._unmapped < count:
                 if count > self.slots - max(0, self.retired - self._retired_max):
                     raise BackendUnavailable(
                         f"tier {self._tier_name}: {self.retired} slots of staging are retired, "
@@ -71,18 +82,28 @@ class Staging:
                     )
                 self._came_back.clear()
                 await self._came_back.wait()
-            taken, self._free = self._free[:count], self._free[count:]
+            while len(self._free) < count:
+                self._free.append(self._mapped())
+                self._unmapped -= 1
+            taken = self._free[-count:]  # Those that were used last: some of them may be in a cache of the CPU's.
+            del self._free[-count:]
         return taken
 
     def _put_back(self, slots: Slots) -> None:
-        if slots.retired:
-            self.retired += len(slots.views)
-            self._kept += slots.views
-            replaced = max(0, min(len(slots.views), self._retired_max - (self.retired - len(slots.views))))
-            self._free += [self._mapped() for _ in range(replaced)]
-        else:
-            self._free += slots.views
+        """Nothing here may fail: others wait for it."""
+        retired = len(slots.retired)
+        self._unmapped += max(0, min(retired, self._retired_max - self.retired))
+        self.retired += retired
+        for index, view in enumerate(slots.views):
+            (self._kept if index in slots.retired else self._free).append(view)
         self._came_back.set()
 
     def _mapped(self) -> memoryview:
-        return memoryview(mmap.mmap(-1, -(-self._slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE))[: self._slot_bytes]
+        size_bytes = -(-self._slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        try:  # Private: of shared memory, the system takes nothing back.
+            mapped = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise BackendUnavailable(
+                f"tier {self._tier_name}: no memory for a slot of staging of {size_bytes:,} bytes: {error.strerror}"
+            ) from error
+        return memoryview(mapped)[: self._slot_bytes]

@@ -1,0 +1,302 @@
+"""A tier in a Mooncake Store, the asynchronous shell: it divides calls, waits for their parts, and gives them up.
+
+A call is moved in parts of at most 16 chunks, some at once. Each part has slots of staging and a thread of its own. If
+that is late, the rows are taken back from it, its slots are retired, and the rest of the call fails at once.
+"""
+
+import asyncio
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any, Generic, NamedTuple, Self, TypeVar
+
+from kvtier.backend import (
+    Abandoned,
+    Backend,
+    BackendUnavailable,
+    Calls,
+    ConfigError,
+    Durability,
+    Fit,
+    OffloadKey,
+    Outcome,
+    Read,
+    Seal,
+    Staging,
+    TierContext,
+    TransferFailed,
+    Write,
+    in_task,
+    load_each_once,
+    store_each_once,
+)
+from kvtier_backends.mooncake.client import Client, Meaning, connect, meaning_of
+from kvtier_backends.mooncake.moving import Lent, Moved, Part, load, store
+from kvtier_backends.mooncake.options import MooncakeOptions
+from kvtier_backends.mooncake.threads import Late, Threads
+
+NAMES_A_CALL = 1_024  # Half a millisecond of the master's.
+PART_CHUNKS_MAX = 16  # Mooncake moves four at a time, and its time-outs count for each four.
+ASKERS = 3  # Calls that move no bytes, at once: they never queue behind those that do.
+RETIRED_BYTES_MAX = 1 << 40  # Of the address space, of which there are 128 TiB; their memory is given back.
+OPEN_S = 30.0  # One try of Mooncake's takes some seconds.
+GIVEN_UP_S = 1.0  # For calls that were given up to say so.
+FINGERPRINT_CHARACTERS = 8  # In names: rows of other layouts have other names.
+
+Chunk = TypeVar("Chunk", Read, Write)
+
+
+class Way(NamedTuple, Generic[Chunk]):
+    """One direction: what it has for itself, so that a flood of stores delays no load."""
+
+    work: Callable[[Part[Chunk]], Moved]
+    staging: Staging
+    lanes: int
+    turns: asyncio.Semaphore
+    part_chunks: int
+
+
+class MooncakeBackend(Backend[MooncakeOptions]):
+    """Chunks as objects of a pool, sealed."""
+
+    durability = Durability.HOST  # Our process may end: others own the memory. Their end costs what they had.
+    locality = "REMOTE"
+    runner = "process"
+    options_type = MooncakeOptions
+
+    @classmethod
+    async def open(cls, options: MooncakeOptions, context: TierContext) -> Self:
+        """Ask the master for the way; this process lends no memory."""
+        threads = Threads(context.name)
+        try:
+            client, seal = await threads.run(
+                partial(_prepared, options, context), time.monotonic() + OPEN_S, unwanted=lambda made: made[0].close()
+            )
+            return cls(options, context, client, seal, threads)
+        except Late:
+            raise BackendUnavailable(f"{context.name}: the master {options.master} does not answer") from None
+        finally:
+            threads.shutdown()
+
+    def __init__(
+        self, options: MooncakeOptions, context: TierContext, client: Client, seal: Seal, threads: Threads
+    ) -> None:
+        """Use `open` instead."""
+        self._name = context.name
+        self._options = options
+        self._mapper = context.mapper
+        self._prefix = f"{options.prefix}{context.mapper.fingerprint.hex()[:FINGERPRINT_CHARACTERS]}/"
+        self._client: Client | None = client
+        self._seal = seal
+        self._threads = threads
+        self._loads: Way[Read] = self._way(load)
+        self._stores: Way[Write] = self._way(store)
+        self._asking = asyncio.Semaphore(ASKERS)
+        self._fit = Fit(context.row_bytes)
+        self._counts = Counter[str]()
+        self._calls = Calls(context.name)
+
+    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        with self._calls.one():
+            return await self._fit.probe(keys, self._probe)
+
+    async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+        with self._calls.one():
+            return await self._fit.load(reads, partial(load_each_once, call=partial(self._move, self._loads)))
+
+    async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+        with self._calls.one():
+            return await self._fit.store(writes, partial(store_each_once, call=partial(self._move, self._stores)))
+
+    async def delete(self, keys: Sequence[OffloadKey]) -> None:
+        """Raises `BackendUnavailable` if the master does not answer."""
+        with self._calls.one():
+            await self._ask(self._open_client().remove, self._names(self._fit.keys(keys)))
+
+    async def aclose(self, deadline_s: float) -> Abandoned:
+        """Calls that are not over by then fail at once. A client of which a call hangs is left to the process's end."""
+        ends_at = time.monotonic() + deadline_s
+        left = await self._calls.close(deadline_s)
+        if left.transfers:
+            self._threads.give_up()
+            left = await self._calls.close(GIVEN_UP_S)
+        client = self._client
+        if client is not None and await self._threads.ended(ends_at):
+            self._client = None
+            with suppress(Late):
+                await self._threads.run(client.close, ends_at)
+        elif client is not None:
+            client.leave()
+        self._threads.shutdown()
+        return left
+
+    def counts(self) -> dict[str, int]:
+        """See `Counted`."""
+        return dict(self._counts)
+
+    def description(self) -> dict[str, str]:
+        """See `Described`."""
+        options = self._options
+        about = {"master": options.master, "protocol": options.protocol, "seal": options.seal}
+        if options.tenant != "default":
+            about["tenant"] = options.tenant
+        if options.replicas > 1:
+            about["replicas"] = str(options.replicas)
+        return about
+
+    def _way(self, work: Callable[[Part[Chunk]], Moved]) -> Way[Chunk]:
+        options, slot_bytes = self._options, self._seal.sealed_bytes
+        lanes = options.lanes
+        slots = min(options.staging_bytes // 2 // slot_bytes, lanes * PART_CHUNKS_MAX)
+        lanes = min(lanes, slots)
+        staging = Staging(self._name, slot_bytes, slots, RETIRED_BYTES_MAX // slot_bytes)
+        return Way(work, staging, lanes, asyncio.Semaphore(lanes), slots // lanes)
+
+    def _names(self, keys: Sequence[OffloadKey]) -> list[str]:
+        name, prefix = self._mapper.name, self._prefix
+        return [prefix + name(key) for key in keys]
+
+    def _open_client(self) -> Client:
+        assert self._client is not None, "it is closed when no call is under way"
+        return self._client
+
+    async def _probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        return [code == 1 for code in await self._ask(self._open_client().exist, self._names(keys))]
+
+    async def _ask(self, call: Callable[[Sequence[str]], list[int]], names: Sequence[str]) -> list[int]:
+        """Ask what moves no bytes. Raises `BackendUnavailable` if the master does not answer, or not in time."""
+        async with self._asking:
+            try:
+                codes = await self._threads.run(partial(_in_batches, call, names), self._deadline())
+            except Late:
+                self._counts["late"] += 1
+                raise BackendUnavailable(f"{self._name}: {self._too_late()}") from None
+        if away := next((code for code in codes if code < 0 and meaning_of(code) is Meaning.AWAY), None):
+            self._counts["unreachable"] += len(names)
+            raise BackendUnavailable(f"{self._name}: the master {self._options.master} does not answer ({away})")
+        return codes
+
+    async def _move(self, way: Way[Chunk], chunks: Sequence[Chunk]) -> Sequence[Outcome]:
+        whole: _Whole[Chunk] = _Whole(self._name, self._names([chunk.key for chunk in chunks]), chunks)
+        parts = _parts(len(chunks), way)
+        waiting = iter(parts)
+        movers = [self._move_parts(way, whole, waiting) for _ in range(min(way.lanes, len(parts)))]
+        if len(movers) == 1:
+            await movers[0]
+        else:
+            async with asyncio.TaskGroup() as group:  # If it is cancelled, parts that have begun are waited for.
+                for mover in movers:
+                    group.create_task(mover)
+        return whole.outcomes()
+
+    async def _move_parts(self, way: Way[Chunk], whole: "_Whole[Chunk]", parts: Iterator[range]) -> None:
+        for part in parts:
+            async with way.turns:
+                if whole.lost is None:
+                    await in_task(self._move_part(way, whole, part))
+
+    async def _move_part(self, way: Way[Chunk], whole: "_Whole[Chunk]", part: range) -> None:
+        try:
+            async with way.staging.lend(len(part)) as slots:
+                lent: Lent[Chunk] = Lent(whole.chunks[part.start : part.stop])
+                names = whole.names[part.start : part.stop]
+                call = partial(way.work, Part(self._open_client(), self._seal, names, lent, slots))
+                moved = await self._moved(call, lent, whole.deadline(self._options.timeout_s))
+                slots.retire(None if moved is None else moved.unsafe)
+        except BackendUnavailable as error:
+            whole.lost = _Lost(str(error), away=True)
+            return
+        if moved is None:
+            self._counts["late"] += len(part)
+            whole.lost = _Lost(self._too_late(), away=False)
+        else:
+            self._counts += moved.counts
+            whole.take(part, moved)
+
+    async def _moved(self, call: Callable[[], Moved], lent: Lent[Chunk], ends_at: float) -> Moved | None:
+        """Have a part moved; None: it was not over in time, and may go on, without its rows."""
+        try:
+            return await self._threads.run(call, ends_at)
+        except Late:
+            return None
+        finally:
+            lent.take_back()
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._options.timeout_s
+
+    def _too_late(self) -> str:
+        return f"no answer within timeout_s = {self._options.timeout_s:g} s"
+
+
+class _Lost(NamedTuple):
+    """Why the rest of a call is not tried."""
+
+    why: str
+    away: bool
+
+
+class _Whole(Generic[Chunk]):
+    """One call's chunks, and what became of them."""
+
+    def __init__(self, tier_name: str, names: Sequence[str], chunks: Sequence[Chunk]) -> None:
+        self._tier_name = tier_name
+        self.names = names
+        self.chunks: Sequence[Chunk] = chunks
+        self.lost: _Lost | None = None
+        self._outcomes: dict[int, Outcome] = {}
+        self._ends_at: float | None = None
+        self._away = 0
+
+    def deadline(self, timeout_s: float) -> float:
+        """Return when all of it is over: its time begins with its first turn."""
+        if self._ends_at is None:
+            self._ends_at = time.monotonic() + timeout_s
+        return self._ends_at
+
+    def take(self, part: range, moved: Moved) -> None:
+        """Note what became of a part. If nothing of it moved because nobody answers, the rest is lost, too."""
+        self._outcomes.update(zip(part, moved.outcomes, strict=True))
+        if moved.wholly(Meaning.AWAY):
+            self._away += len(part)
+            self.lost = _Lost(f"{self._tier_name}: the master does not answer", away=True)
+        elif moved.wholly(Meaning.FAILED, Meaning.AWAY):
+            self.lost = _Lost("transfers fail", away=False)
+
+    def outcomes(self) -> list[Outcome]:
+        """Return them all. Raises `BackendUnavailable` if there is no answer for any chunk."""
+        lost = self.lost
+        if lost is not None and lost.away and self._away == len(self._outcomes):
+            raise BackendUnavailable(lost.why)
+        return [self._outcomes[at] if at in self._outcomes else self._untried(at) for at in range(len(self.chunks))]
+
+    def _untried(self, at: int) -> Outcome:
+        assert self.lost is not None, "every part was tried"
+        return TransferFailed(f"{self.chunks[at].key.hex()}: {self.lost.why}")
+
+
+def _prepared(options: MooncakeOptions, context: TierContext) -> tuple[Client, Seal]:
+    """Blocks. Raises `ConfigError` for what is to be mended, and `BackendUnavailable` if no master answers."""
+    seal = options.make_seal(context.mapper.fingerprint, context.row_bytes)
+    if options.staging_bytes < 2 * seal.sealed_bytes:
+        raise ConfigError(
+            f"staging_bytes: {options.staging_bytes:,} bytes given, at least {2 * seal.sealed_bytes:,} accepted: "
+            "a chunk and its seal each way"
+        )
+    return connect(options, context.name), seal
+
+
+def _in_batches(call: Callable[[Sequence[str]], list[int]], names: Sequence[str]) -> list[int]:
+    codes: list[int] = []
+    for start in range(0, len(names), NAMES_A_CALL):
+        codes += call(names[start : start + NAMES_A_CALL])
+    return codes
+
+
+def _parts(count: int, way: Way[Any]) -> list[range]:
+    """Divide evenly, so that no lane is without anything to do, and no part is longer than a lane's slots."""
+    parts = max(math.ceil(count / way.part_chunks), min(way.lanes, count))
+    return [range(count * at // parts, count * (at + 1) // parts) for at in range(parts)]

@@ -1,0 +1,230 @@
+"""One part of a call, in a thread that may hang: rows into staging and out, or in and into rows, each checked.
+
+Mooncake may hang, and nobody can make it stop. So its thread touches a row only while somebody waits for it, under a
+lock, one row at a time: whoever gives it up has its rows at once, whatever becomes of the thread.
+"""
+
+import ctypes
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
+
+import numpy as np
+from xxhash import xxh3_128_digest
+
+from kvtier.backend import (
+    ChunkMissing,
+    NoSpace,
+    OffloadKey,
+    Outcome,
+    Read,
+    Seal,
+    SealFault,
+    Slots,
+    TransferFailed,
+    Write,
+)
+from kvtier_backends.mooncake.client import Client, Meaning, has_ended, meaning_of
+
+Chunk = TypeVar("Chunk", Read, Write)
+T = TypeVar("T")
+
+
+class GivenUp(Exception):
+    """Nobody waits for this part any more: its rows are somebody else's."""
+
+
+class Lent(Generic[Chunk]):
+    """The rows of a part, for a thread, until they are taken away from it."""
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self.keys: list[OffloadKey] = [chunk.key for chunk in chunks]
+        self._chunks: Sequence[Chunk] | None = chunks
+        self._lock = threading.Lock()
+
+    def use(self, index: int, use: Callable[[OffloadKey, memoryview], T]) -> T:
+        """Call `use` with a key and its row. Raises `GivenUp`."""
+        with self._lock:
+            if self._chunks is None:
+                raise GivenUp
+            return use(*self._chunks[index])
+
+    def take_back(self) -> None:
+        """Take the rows away; waits for the one that is in use, which is a copy in memory."""
+        with self._lock:
+            self._chunks = None
+
+
+class Moved(NamedTuple):
+    """What became of a part."""
+
+    outcomes: list[Outcome]
+    unsafe: list[int]  # Slots that bytes may still come to, by their place.
+    counts: Counter[str]
+    meanings: list[Meaning | None]  # Of each code; None: it was none.
+
+    def wholly(self, *meanings: Meaning) -> bool:
+        """Say whether each chunk ended in one of these ways."""
+        return all(meaning in meanings for meaning in self.meanings)
+
+
+class Part(Generic[Chunk]):
+    """What a thread is given: names, rows, and slots of staging for them."""
+
+    def __init__(self, client: Client, seal: Seal, names: Sequence[str], lent: Lent[Chunk], slots: Slots) -> None:
+        self.client = client
+        self.seal = seal
+        self.names = names
+        self.lent: Lent[Chunk] = lent
+        self.slots = slots
+        self.counts = Counter[str]()
+        self.addresses = [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in slots.views]
+
+    def beside(self, index: int) -> memoryview:
+        """Return what a slot has beside the row: the place of the seal, or of all that goes out."""
+        seal = self.seal
+        return self.slots.views[index][seal.sealed_bytes - seal.beside_bytes : seal.sealed_bytes]
+
+    def is_in(self, index: int, part: memoryview) -> bool:
+        """Say whether a part of what goes out or comes back lies in the slot as it is."""
+        return part.obj is self.slots.views[index].obj
+
+    def failed(self, index: int, code: int) -> Outcome:
+        """Return the outcome of a code that says nothing of the chunk itself."""
+        self.counts["unreachable" if meaning_of(code) is Meaning.AWAY else "transfers_failed"] += 1
+        return TransferFailed(f"{self.lent.keys[index].hex()}: Mooncake answers {code} ({meaning_of(code).value})")
+
+    def moved(self, outcomes: list[Outcome], codes: Sequence[int]) -> Moved:
+        """Say what became of it, and give back the memory of slots that are not used again."""
+        unsafe = [index for index, code in enumerate(codes) if not has_ended(code)]
+        self.slots.empty(unsafe)
+        meanings = [None if code >= 0 else meaning_of(code) for code in codes]
+        return Moved(outcomes, unsafe, self.counts, meanings)
+
+
+def load(part: Part[Read]) -> Moved:
+    """Fill rows. Raises `GivenUp`."""
+    try:
+        return _Loading(part).run()
+    except GivenUp:
+        part.slots.empty()
+        raise
+
+
+def store(part: Part[Write]) -> Moved:
+    """Store rows. Raises `GivenUp`."""
+    try:
+        return _store(part)
+    except GivenUp:
+        part.slots.empty()
+        raise
+
+
+def _store(part: Part[Write]) -> Moved:
+    for index in range(len(part.names)):
+        part.lent.use(index, partial(_seal_into_slot, part, index))
+    codes = part.client.put(part.names, part.addresses, part.seal.sealed_bytes)
+    return part.moved([_stored(part, index, code) for index, code in enumerate(codes)], codes)
+
+
+def _seal_into_slot(part: Part[Write], index: int, key: OffloadKey, row: memoryview) -> None:
+    view, at = part.slots.views[index], 0
+    for piece in part.seal.close(key, row, part.beside(index)):
+        if not part.is_in(index, piece):
+            copy(piece, view[at : at + piece.nbytes])
+        at += piece.nbytes
+
+
+def _stored(part: Part[Write], index: int, code: int) -> Outcome:
+    if code >= 0:
+        return None
+    if meaning_of(code) is Meaning.FULL:
+        part.counts["no_room"] += 1
+        return NoSpace(f"{part.lent.keys[index].hex()}: the pool has no room")
+    return part.failed(index, code)
+
+
+class _Doubt(NamedTuple):
+    """What came and is not the chunk: damaged, or a mixture because somebody is storing it just now."""
+
+    fault: SealFault
+    came: bytes
+
+
+class _Loading:
+    """A load. What is wrong is read a second time: if the same comes again, it is wrong there, and removed."""
+
+    def __init__(self, part: Part[Read]) -> None:
+        self._part = part
+        self._outcomes: dict[int, Outcome] = {}
+        self._doubts: dict[int, _Doubt] = {}
+
+    def run(self) -> Moved:
+        part = self._part
+        codes = part.client.get(part.names, part.addresses, part.seal.sealed_bytes)
+        for index, code in enumerate(codes):
+            self._take(index, code)
+        if self._doubts:
+            codes = self._read_again(list(codes))
+        return part.moved([self._outcomes[index] for index in range(len(codes))], codes)
+
+    def _take(self, index: int, code: int) -> None:
+        part = self._part
+        meaning = meaning_of(code) if code < 0 else None
+        if meaning is Meaning.TOO_LONG or (meaning is None and code != part.seal.sealed_bytes):
+            self._doubt(index, SealFault.LENGTH, b"%d" % code)
+        elif meaning is Meaning.MISSING:
+            self._outcomes[index] = ChunkMissing(part.lent.keys[index].hex())
+        elif meaning is not None:
+            self._outcomes[index] = part.failed(index, code)
+        elif fault := part.lent.use(index, partial(self._open, index)):
+            self._fault(index, fault)
+        else:
+            self._outcomes[index] = None
+
+    def _open(self, index: int, key: OffloadKey, row: memoryview) -> SealFault | None:
+        """Copy first, then check the copy: whatever comes late to the slot is not in the row."""
+        part, beside, at = self._part, self._part.beside(index), 0
+        for place in part.seal.places(row, beside):
+            if not part.is_in(index, place):
+                copy(part.slots.views[index][at : at + place.nbytes], place)
+            at += place.nbytes
+        return part.seal.open(key, row, beside)
+
+    def _fault(self, index: int, fault: SealFault) -> None:
+        if fault.corrupt:
+            self._doubt(index, fault, xxh3_128_digest(self._part.slots.views[index]))
+            return
+        self._part.counts[f"sealed_{fault}"] += 1
+        self._outcomes[index] = fault.outcome(self._part.lent.keys[index])
+
+    def _doubt(self, index: int, fault: SealFault, came: bytes) -> None:
+        self._doubts[index] = _Doubt(fault, came)
+
+    def _read_again(self, codes: list[int]) -> list[int]:
+        """Settle the doubts, and return all chunks' codes."""
+        part, before, self._doubts = self._part, self._doubts, {}
+        again = list(before)
+        names = [part.names[index] for index in again]
+        second = part.client.get(names, [part.addresses[index] for index in again], part.seal.sealed_bytes)
+        for index, code in zip(again, second, strict=True):
+            codes[index] = code
+            self._take(index, code)
+        corrupt = [index for index in again if self._doubts.get(index) == before[index]]
+        for index in self._doubts:
+            key = part.lent.keys[index]
+            mixture = ChunkMissing(f"{key.hex()}: it is being stored")
+            self._outcomes[index] = before[index].fault.outcome(key) if index in corrupt else mixture
+        for index in corrupt:
+            part.counts[f"corrupt_{before[index].fault}"] += 1
+        part.counts["torn"] += len(again) - len(corrupt)
+        if corrupt:
+            part.client.remove([part.names[index] for index in corrupt])
+        return codes
+
+
+def copy(source: memoryview, into: memoryview) -> None:
+    """Copy without the GIL, which a slice of a memoryview would keep."""
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))

@@ -1,0 +1,62 @@
+"""A Mooncake tier's options: where the master is, how bytes travel, and what memory stands between them and rows."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from kvtier.backend import SealOptions
+from kvtier.errors import ConfigError
+from kvtier.settings import PositiveDuration, PositiveSize
+
+LANES_MAX = 16  # Of each direction; Mooncake has threads of its own behind each.
+REPLICAS_MAX = 16
+PREFIX_BYTES_MAX = 128
+PORT_MAX = (1 << 16) - 1
+
+Text = Annotated[str, msgspec.Meta(min_length=1)]
+Lanes = Annotated[int, msgspec.Meta(ge=1, le=LANES_MAX)]
+Replicas = Annotated[int, msgspec.Meta(ge=1, le=REPLICAS_MAX)]
+Prefix = Annotated[str, msgspec.Meta(max_length=PREFIX_BYTES_MAX, pattern=r"^[!-~]*$")]
+
+
+class MooncakeOptions(SealOptions, frozen=True, kw_only=True):
+    """A master and how its pool is used. How much it holds, and what goes for room, is the pool's own configuration."""
+
+    master: Text = "127.0.0.1:50051"
+    """`host:port` of the master, which knows where every chunk is."""
+
+    local_host: Text = "127.0.0.1"
+    """This host's address on the network of the pool."""
+
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    """How bytes travel between this host and those whose memory the pool is."""
+
+    devices: tuple[Text, ...] = ()
+    """RDMA devices, such as `mlx5_0`; nothing: Mooncake chooses."""
+
+    tenant: Text = "default"
+    """Name under which the master counts what is stored, where it has several tenants."""
+
+    replicas: Replicas = 1
+    """How many owners keep each chunk."""
+
+    prefix: Prefix = "kvtier/"
+    """What every name begins with, so that others can use the pool, too."""
+
+    staging_bytes: PositiveSize = 256 << 20
+    """At most so much memory between Mooncake and rows, half of it for loads and half for stores."""
+
+    lanes: Lanes = 2
+    """Calls of Mooncake's that move bytes at once: so many for loads, and as many for stores."""
+
+    timeout_s: PositiveDuration = 5.0
+    """For all that one call asks of the pool, from its turn on: later is a failure, and rows are free again."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be had together."""
+        super().__post_init__()
+        host, _, port = self.master.rpartition(":")
+        if not host or not port.isdecimal() or not 1 <= int(port) <= PORT_MAX or "/" in host:
+            raise ConfigError(f"master: {self.master!r} given, 'host:port' accepted")
+        if self.devices and self.protocol == "tcp":
+            raise ConfigError("devices: no use with protocol = 'tcp'; protocol = 'rdma' has devices")

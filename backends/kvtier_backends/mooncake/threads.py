@@ -1,0 +1,93 @@
+"""Threads for calls that may never end. One that is late is left to its call, and another takes its place."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from kvtier.backend import BackendUnavailable, Lanes
+
+LATE_MAX = 64  # Calls that nobody waits for and that are not over: their threads are lost, and the client with them.
+
+T = TypeVar("T")
+
+
+class Late(Exception):
+    """A call was not over in time; it goes on, and what comes of it is nobody's."""
+
+
+class Threads:
+    """As many daemon threads as there are calls under way. Belongs to one event loop."""
+
+    def __init__(self, tier_name: str) -> None:
+        self._tier_name = tier_name
+        self._idle: list[Lanes] = []
+        self._waiting: set[asyncio.Future[Any]] = set()
+        self._under_way: set[Future[Any]] = set()
+
+    async def run(self, call: Callable[[], T], ends_at: float, *, unwanted: Callable[[T], object] | None = None) -> T:
+        """Return what the call returns, or raise what it raises.
+
+        Raises `Late` when it is `ends_at` by `time.monotonic`, or everybody gives up. Then, and if whoever waits is
+        cancelled, the call goes on in its thread, and `unwanted` gets what it returns. Raises `BackendUnavailable` at
+        once while too many calls are late.
+        """
+        lanes = self._one()
+        job = lanes.submit(call)
+        self._under_way.add(job)
+        job.add_done_callback(self._under_way.discard)
+        waiting = asyncio.wrap_future(job)
+        self._waiting.add(waiting)
+        ended = False
+        try:
+            await asyncio.wait({waiting}, timeout=max(0.0, ends_at - time.monotonic()))
+            ended = job.done() and not job.cancelled()  # It is, if everybody gave up before its turn came.
+        finally:
+            self._waiting.discard(waiting)
+            if ended:
+                self._idle.append(lanes)
+            else:
+                lanes.shutdown(wait=False)  # Its thread ends with the call.
+                waiting.cancel()
+                if unwanted is not None:
+                    job.add_done_callback(partial(_hand_over, unwanted))
+        if not ended:
+            raise Late
+        return job.result()
+
+    def give_up(self) -> None:
+        """Have nobody wait any more: each gets `Late`."""
+        for waiting in list(self._waiting):
+            waiting.cancel()
+
+    async def ended(self, ends_at: float) -> bool:
+        """Wait until no call is under way, and say whether that is so."""
+        left = {asyncio.wrap_future(job) for job in list(self._under_way)}
+        if left:
+            await asyncio.wait(left, timeout=max(0.0, ends_at - time.monotonic()))
+        for waiting in left:
+            waiting.cancel()
+        return not self._under_way
+
+    def shutdown(self) -> None:
+        """Let go the threads that have nothing to do."""
+        while self._idle:
+            self._idle.pop().shutdown(wait=False)
+
+    def _one(self) -> Lanes:
+        if self._idle:
+            return self._idle.pop()
+        if len(self._under_way) - len(self._waiting) >= LATE_MAX:
+            raise BackendUnavailable(f"{self._tier_name}: {LATE_MAX} calls of its client are late, and not over")
+        try:
+            return Lanes(1, f"kvtier-{self._tier_name}")
+        except RuntimeError as error:
+            raise BackendUnavailable(f"{self._tier_name}: no thread for a call of its client: {error}") from error
+
+
+def _hand_over(unwanted: Callable[[T], object], job: "Future[T]") -> None:
+    with suppress(Exception):  # What it raised is nobody's, either.
+        unwanted(job.result())

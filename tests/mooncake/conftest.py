@@ -1,0 +1,146 @@
+"""A pool for all tests of a run, each under a prefix of its own; pools for those that break them.
+
+Mooncake reads its environment once a process, and opening a client takes up to a second, closing it another one. So the
+time-outs are set here, and tiers of the tests share clients.
+"""
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.testing.conformance import Lender, tier_context
+
+TIMEOUT_S = 2.0  # Of whatever hangs.
+WHY: str | None = "mooncake-transfer-engine-non-cuda is not installed here"
+if find_spec("mooncake") is not None:
+    from kvtier_backends.mooncake import MooncakeBackend, MooncakeOptions, backend
+    from kvtier_backends.mooncake.client import Client, connect, environment
+
+    os.environ.update(environment(MooncakeOptions(timeout_s=TIMEOUT_S)), GLOG_minloglevel="2", MC_LOG_LEVEL="ERROR")
+    try:
+        import mooncake.store  # noqa: F401
+
+        WHY = None
+    except ImportError as error:  # Of the system's libraries.
+        WHY = str(error)
+if WHY is not None:
+    collect_ignore_glob = ["test_*.py"]
+else:
+    from tests.mooncake.pools import Pool
+
+CHUNK_BYTES = 16_384
+
+
+def pytest_report_header() -> list[str]:
+    return [] if WHY is None else [f"tests/mooncake is left out: {WHY} (make test-remote)"]
+
+
+@pytest.fixture(scope="session")
+def pool(outside: None, tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Pool]":
+    """Start the one that nobody breaks."""
+    pool = Pool(tmp_path_factory.mktemp("mooncake"))
+    pool.add_owner()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def own_pool(outside: None, tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Callable[..., Pool]]":
+    """Start pools that belong to the test."""
+    pools: list[Pool] = []
+
+    def own_pool(**fields: Any) -> Pool:
+        pools.append(Pool(tmp_path_factory.mktemp("mooncake"), **fields))
+        return pools[-1]
+
+    yield own_pool
+    for pool in pools:
+        pool.close()
+
+
+@pytest.fixture(scope="session")
+def shared_clients() -> "Iterator[Callable[..., Client]]":
+    """Make a client for each master once, for tiers that hold nothing of it but calls."""
+    clients: dict[MooncakeOptions, Client] = {}
+
+    class Shared(Client):
+        def close(self) -> None:
+            """Leave it to the next test."""
+
+    def shared(options: MooncakeOptions, tier_name: str) -> Client:
+        found = MooncakeOptions(master=options.master, tenant=options.tenant, replicas=options.replicas)
+        if found not in clients:
+            made = connect(options, tier_name)
+            clients[found] = Shared(made._store, made._kept)
+        return clients[found]
+
+    yield shared
+    for client in clients.values():
+        client._store.close()
+
+
+@pytest.fixture
+def client(shared_clients: "Callable[..., Client]", pool: "Pool") -> "Client":
+    """Give what writes to the pool beside the tier."""
+    return shared_clients(MooncakeOptions(master=pool.address), "the test's")
+
+
+@pytest.fixture
+def prefix() -> str:
+    return f"test-{uuid.uuid4().hex}/"
+
+
+@pytest.fixture
+def lender() -> Iterator[Lender]:
+    lender = Lender(CHUNK_BYTES)
+    yield lender
+    lender.take_back()
+
+
+@pytest.fixture
+async def opened(prefix: str, pool: "Pool", shared_clients: "Callable[..., Client]", monkeypatch: pytest.MonkeyPatch):
+    """Open tiers of the pool that nobody breaks, which are closed when the test ends."""
+    monkeypatch.setattr(backend, "connect", shared_clients)
+    tiers: list[MooncakeBackend] = []
+
+    async def opened(
+        *, model_name: str = "conformance", chunk_bytes: int = CHUNK_BYTES, **fields: Any
+    ) -> MooncakeBackend:
+        options = MooncakeOptions(**{"master": pool.address, "prefix": prefix, **fields})
+        tiers.append(await MooncakeBackend.open(options, tier_context(chunk_bytes, model_name=model_name)))
+        return tiers[-1]
+
+    yield opened
+    for tier in tiers:
+        await tier.aclose(10)
+
+
+@pytest.fixture
+async def opened_alone(prefix: str):
+    """Open tiers with clients of their own, on pools that belong to the test."""
+    tiers: list[MooncakeBackend] = []
+
+    async def opened_alone(pool: "Pool", *, chunk_bytes: int = CHUNK_BYTES, **fields: Any) -> MooncakeBackend:
+        options = MooncakeOptions(**{"master": pool.address, "prefix": prefix, "timeout_s": TIMEOUT_S, **fields})
+        tiers.append(await MooncakeBackend.open(options, tier_context(chunk_bytes)))
+        return tiers[-1]
+
+    yield opened_alone
+    for tier in tiers:
+        await tier.aclose(0)
+
+
+@pytest.fixture
+def foreign(client: "Client"):
+    """Have somebody else write a value under a chunk's name."""
+
+    async def foreign(tier: "MooncakeBackend", key: Any, value: bytes) -> None:
+        (name,) = tier._names([key])
+        assert client._store.upsert(name, value) == 0
+
+    return foreign

@@ -1,0 +1,138 @@
+"""A real pool on free ports of this machine: a master, and owners whose memory it is."""
+
+import ctypes
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.request
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+PATIENCE_S = 60.0
+OWNER_BYTES = 256 << 20
+PR_SET_PDEATHSIG = 1
+
+_libc = ctypes.CDLL(None)
+
+
+def folder() -> Path:
+    """Return where the programs are: the console scripts only wrap them, and would outlive their own end."""
+    found = importlib.util.find_spec("mooncake")
+    assert found is not None and found.submodule_search_locations is not None
+    return Path(found.submodule_search_locations[0])
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for a thing that has no event."""
+    ends_at = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < ends_at, "it has not happened"
+        time.sleep(0.01)
+
+
+def _end_with_us() -> None:
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Program:
+    """One process, which ends with this one, however that ends."""
+
+    def __init__(self, log: Path, *command: object, **environment: str) -> None:
+        with open(log, "ab") as file:
+            self._process = subprocess.Popen(
+                [str(word) for word in command],
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **environment},
+                preexec_fn=_end_with_us,
+            )
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def runs(self) -> bool:
+        return self._process.poll() is None
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+class Pool:
+    """A master and its owners."""
+
+    def __init__(self, place: Path, *, client_ttl_s: int = 10) -> None:
+        self._place = place
+        self._client_ttl_s = client_ttl_s
+        self.port, self._metrics_port = free_port(), free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        self.owners: list[Program] = []
+        self.master = self.start_master()
+
+    def start_master(self) -> Program:
+        """Start the master, again after it was killed: where it was."""
+        self.master = Program(
+            self._place / "master.log",
+            folder() / "mooncake_master",
+            "--rpc_address=127.0.0.1",
+            f"--rpc_port={self.port}",
+            "--metrics_host=127.0.0.1",
+            f"--metrics_port={self._metrics_port}",
+            "--rpc_thread_num=2",
+            "--default_kv_lease_ttl=1s",
+            f"--client_ttl={self._client_ttl_s}",
+        )
+        until(lambda: self._listens(self.port) and self._listens(self._metrics_port))
+        return self.master
+
+    def add_owner(self, size_bytes: int = OWNER_BYTES) -> Program:
+        before = len(self.segments())
+        owner = Program(
+            self._place / f"owner{len(self.owners)}.log",
+            folder() / "mooncake_client",
+            "--host=127.0.0.1",
+            f"--port={free_port()}",
+            f"--global_segment_size={size_bytes}",
+            f"--master_server_address={self.address}",
+            "--metadata_server=P2PHANDSHAKE",
+            "--protocol=tcp",
+            "--start_offload_rpc_server=false",
+            MC_TCP_BIND_ADDRESS="127.0.0.1",
+        )
+        self.owners.append(owner)
+        until(lambda: len(self.segments()) > before)
+        return owner
+
+    def segments(self) -> list[str]:
+        """Return what the master knows of owners."""
+        with suppress(OSError):
+            with urllib.request.urlopen(
+                f"http://127.0.0.1:{self._metrics_port}/get_all_segments", timeout=PATIENCE_S
+            ) as answer:
+                return [line for line in answer.read().decode().splitlines() if line.strip()]
+        return []
+
+    def close(self) -> None:
+        for program in [*self.owners, self.master]:
+            program.kill()
+
+    def _listens(self, port: int) -> bool:
+        assert self.master.runs(), (self._place / "master.log").read_text()
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S):
+            return True
+        return False
