@@ -1,159 +1,54 @@
 """The examples of a fleet: they cannot run here, so the schemas of those who would run them are asked, and kvtier.
 
 What can run does: the servers' command lines, with the secrets that the script makes, before engines as configured.
+Mooncake's are run by `tests/mooncake/test_fleet.py`.
 """
 
 import json
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import kubernetes_validate
 import pytest
 import redis
-import yaml
 from check_jsonschema import main as check_jsonschema
 from click.testing import CliRunner
 
-from kvtier.config import EngineConfig, tier_options
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.settings.fields import struct_fields
-from tests.engine.kit import at_rest, describe, found, put
+from tests.docs.fleet import (
+    COMPOSE,
+    ENGINES,
+    FLEET,
+    MANIFESTS,
+    PAGE,
+    ROOT,
+    Engine,
+    addresses,
+    command_of,
+    compose,
+    here,
+    in_compose,
+    in_kubernetes,
+    make_secrets,
+    objects,
+    of_kind,
+    of_service,
+    secrets_of_the_page,
+    size,
+    workloads,
+)
+from tests.engine.kit import at_rest, found, put
 from tests.redis.servers import RedisServer
 
-ROOT = Path(__file__).parents[2]
-FLEET = ROOT / "examples" / "fleet"
-PAGE = (ROOT / "docs" / "how-to" / "fleet.md").read_text()
-COMPOSE = sorted(FLEET.glob("compose.*.yaml"))
-MANIFESTS = sorted((FLEET / "kubernetes").glob("*.yaml"))
 KUBERNETES = ["1.31.0", "1.37.0"]  # The oldest and the newest that are tried.
 DOCKERFILES = sorted(FLEET.glob("*.Dockerfile"))
-VLLMS_OWN = {"spec_name", "spec_module_path", "blocks_per_chunk", "revision"}  # What no engine without vLLM has.
 BESIDE_BYTES = 4 << 30  # What vLLM keeps in /dev/shm besides the primary, at most.
 HOST_BYTES = 32 << 30  # What an engine takes of the host besides /dev/shm: Python, CUDA, weights on their way.
 SERVER_SHARE = 1.1  # Of what a server may keep: connections' buffers and fragments come on top.
-SIZES = {"": 1, "k": 10, "m": 20, "g": 30, "t": 40}
-SECONDS = {"s": 1, "m": 60, "h": 3600}
 
-
-class Engine(NamedTuple):
-    """What an example says of one vLLM engine."""
-
-    where: str
-    arguments: list[str]
-    secrets: set[str]  # Paths of files.
-    volume: str  # Where the local drive is mounted,
-    volume_bytes: int | None  # and how large it is, if the example says so.
-    shm_bytes: int
-    memory_bytes: int
-    patience_s: float  # From SIGTERM to SIGKILL.
-
-    @property
-    def connector(self) -> dict[str, Any]:
-        text = self.arguments[self.arguments.index("--kv-transfer-config") + 1]
-        return json.loads(text.replace("$(POD_IP)", "10.0.0.7"))
-
-    @property
-    def config(self) -> EngineConfig:
-        """Return kvtier's configuration, of which vLLM says how long chunks are."""
-        extra = self.connector["kv_connector_extra_config"]
-        ours = {name: value for name, value in extra.items() if name not in VLLMS_OWN}
-        assert ours.keys() <= struct_fields(EngineConfig).keys()
-        return EngineConfig.from_dict({"chunk_bytes": "2MiB", **ours}, self.where)
-
-    @property
-    def tiers(self) -> list[tuple[str, Any]]:
-        """Return each tier's type and its checked options."""
-        tiers = self.config.secondary_tiers
-        return [(tier.type, tier_options(tier, f"{self.where} secondary_tiers")) for tier in tiers]
-
-    def flag(self, name: str) -> str:
-        (value,) = (one.partition("=")[2] for one in self.arguments if one.startswith(f"--{name}="))
-        return value
-
-
-def compose(path: Path) -> dict[str, Any]:
-    """Read a compose file as it is where no variable is set."""
-    return yaml.safe_load(re.sub(r"\$\{\w+(?::-([^}]*))?\}", lambda found: found[1] or "", path.read_text()))
-
-
-def objects(path: Path) -> list[dict[str, Any]]:
-    return list(yaml.safe_load_all(path.read_text()))
-
-
-def of_kind(path: Path, *kinds: str) -> list[dict[str, Any]]:
-    return [one for one in objects(path) if one["kind"] in kinds]
-
-
-def workloads(path: Path) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
-    """Return each workload with its pod and its one container."""
-    found = of_kind(path, "StatefulSet", "Deployment")
-    pods = [one["spec"]["template"]["spec"] for one in found]
-    return [(one, pod, *pod["containers"]) for one, pod in zip(found, pods, strict=True)]
-
-
-def size(text: str) -> int:
-    number, unit = re.fullmatch(r"(\d+)([kmgt]?)i?b?", text, re.IGNORECASE).groups()
-    shift = SIZES[unit.lower()]
-    return int(number) << shift if unit else int(number)
-
-
-def duration(text: str) -> float:
-    return sum(int(number) * SECONDS[unit] for number, unit in re.findall(r"(\d+)([smh])", text))
-
-
-def in_compose(path: Path) -> Iterator[Engine]:
-    for name, service in compose(path)["services"].items():
-        if "--kv-transfer-config" in service["command"]:
-            yield Engine(
-                where=f"{path.name} {name}",
-                arguments=service["command"],
-                secrets={f"/run/secrets/{one}" for one in service["secrets"]},
-                volume=service["volumes"][0].rpartition(":")[2],
-                volume_bytes=None,
-                shm_bytes=size(service["shm_size"]),
-                memory_bytes=size(service["mem_limit"]),
-                patience_s=duration(service["stop_grace_period"]),
-            )
-
-
-def in_kubernetes(path: Path) -> Iterator[Engine]:
-    for workload, pod, container in workloads(path):
-        if "--kv-transfer-config" not in container["args"]:
-            continue
-        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-        volumes = {volume["name"]: volume for volume in pod["volumes"]}
-        claims = {one["metadata"]["name"]: one["spec"] for one in workload["spec"]["volumeClaimTemplates"]}
-        assert mounts["shm"] == "/dev/shm"
-        yield Engine(
-            where=f"{path.name} {workload['metadata']['name']}",
-            arguments=container["args"],
-            secrets={
-                f"{mounts[name]}/{key}"
-                for name, volume in volumes.items()
-                if "secret" in volume
-                for key in secrets_of_the_page()[volume["secret"]["secretName"]]
-            },
-            volume=mounts["nvme"],
-            volume_bytes=size(claims["nvme"]["resources"]["requests"]["storage"]),
-            shm_bytes=size(volumes["shm"]["emptyDir"]["sizeLimit"]),
-            memory_bytes=size(container["resources"]["limits"]["memory"]),
-            patience_s=pod["terminationGracePeriodSeconds"] - container["lifecycle"]["preStop"]["sleep"]["seconds"],
-        )
-
-
-def secrets_of_the_page() -> dict[str, dict[str, str]]:
-    """Return the Secrets that the page has its reader make: the file of each key."""
-    commands = re.findall(r"kubectl .*create secret generic (\S+)((?:\s+--from-file=\S+)+)", PAGE)
-    return {name: dict(re.findall(r"--from-file=(\S+?)=(\S+)", files)) for name, files in commands}
-
-
-ENGINES = [
-    *(one for path in COMPOSE for one in in_compose(path)),
-    *(one for path in MANIFESTS for one in in_kubernetes(path)),
-]
 every_engine = pytest.mark.parametrize("engine", ENGINES, ids=[engine.where for engine in ENGINES])
 every_compose_file = pytest.mark.parametrize("path", COMPOSE, ids=[path.name for path in COMPOSE])
 every_manifest = pytest.mark.parametrize("path", MANIFESTS, ids=[path.name for path in MANIFESTS])
@@ -196,7 +91,8 @@ def test_a_mistyped_field_would_be_found(tmp_path: Path) -> None:
 def test_kvtier_accepts_what_an_engine_is_configured_with(engine: Engine) -> None:
     (local, _), (remote, options) = engine.tiers
     assert (local, engine.connector["kv_connector"]) == ("fs", "OffloadingConnector")
-    assert remote in PAGE
+    assert engine.where.partition(" ")[0] in PAGE
+    assert remote in {"redis", "mooncake"}
     assert options.seal == "aes-256-gcm"
 
 
@@ -272,6 +168,16 @@ def test_a_compose_file_refers_to_what_it_has(path: Path, made: Path) -> None:
 
 
 @every_compose_file
+def test_engines_of_a_compose_file_differ_in_their_places_only(path: Path) -> None:
+    one, other = (engine.connector for engine in in_compose(path))
+    hosts = [
+        each["kv_connector_extra_config"]["secondary_tiers"][1].pop("local_host", name)
+        for each, name in ((one, "engine-a"), (other, "engine-b"))
+    ]
+    assert (one == other, hosts) == (True, ["engine-a", "engine-b"])
+
+
+@every_compose_file
 def test_two_engines_of_a_compose_file_share_the_remote_tier_alone(path: Path) -> None:
     services = compose(path)["services"]
     mounts = [services[engine.where.split()[1]]["volumes"][0] for engine in in_compose(path)]
@@ -340,12 +246,6 @@ def test_remote_services_of_a_compose_file_are_asked_by_names_that_there_are(pat
         assert all(services[host].get("networks") == own or own for host, _ in addresses(engine))
 
 
-def addresses(engine: Engine) -> list[tuple[str, int]]:
-    _, options = engine.tiers[1]
-    given = options.servers if hasattr(options, "servers") else (options.master,)
-    return [(host, int(port)) for host, _, port in (one.rpartition(":") for one in given)]
-
-
 def labels_of(workload: dict[str, Any]) -> dict[str, str]:
     return workload["spec"]["template"]["metadata"]["labels"]
 
@@ -393,9 +293,7 @@ def test_what_an_image_copies_is_there(path: Path) -> None:
 @pytest.fixture(scope="module")
 def made(outside: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with the secrets that the script makes."""
-    folder = tmp_path_factory.mktemp("fleet") / "secrets"
-    subprocess.run(["bash", str(FLEET / "make_secrets.sh"), str(folder)], check=True)
-    return folder
+    return make_secrets(tmp_path_factory.mktemp("fleet") / "secrets")
 
 
 def test_secrets_that_are_there_are_not_replaced(made: Path) -> None:
@@ -410,25 +308,16 @@ def test_secrets_that_are_there_are_not_replaced(made: Path) -> None:
     }
 
 
-def valkey_commands() -> list[Any]:
-    found = [(path.name, compose(path)["services"]["valkey"]["command"]) for path in COMPOSE if "valkey" in path.name]
-    for path in MANIFESTS:
-        found += [
-            (path.name, container["args"])
-            for one, _, container in workloads(path)
-            if one["metadata"]["name"] == "valkey"
-        ]
-    return [pytest.param(name, command, id=name) for name, command in found]
-
-
-@pytest.mark.parametrize(("name", "command"), valkey_commands())
+@pytest.mark.parametrize("path", of_service("valkey"), ids=lambda path: path.name)
 async def test_valkey_as_it_is_started_serves_engines_as_they_are_configured(
-    name: str, command: list[str], made: Path, tmp_path: Path
+    path: Path, made: Path, tmp_path: Path
 ) -> None:
-    (engine, *_) = [engine for engine in ENGINES if engine.where.startswith(f"{name} ")]
-    servers = [start(command, made, tmp_path) for _ in addresses(engine)]
+    (engine, *_) = [engine for engine in ENGINES if engine.where.startswith(f"{path.name} ")]
+    servers = [start(command_of(path, "valkey"), made, tmp_path) for _ in addresses(engine)]
     try:
-        first, second = (here(engine, servers, made, tmp_path / one) for one in "ab")
+        first, second = (
+            here(engine, made, tmp_path / one, servers=[server.address for server in servers]) for one in "ab"
+        )
         async with TieringOffloadingManager.open(first) as one:
             assert await put(one, range(32)) == 32
             assert await at_rest(one)
@@ -452,14 +341,3 @@ def start(command: list[str], made: Path, folder: Path) -> RedisServer:
     assert (program, arguments.pop("--bind"), arguments.pop("--port")) == ("valkey-server", "0.0.0.0", "6379")
     flat = [word for pair in arguments.items() for word in pair]
     return RedisServer(folder, *flat, "--aclfile", str(users), username="watch", password="none").start()
-
-
-def here(engine: Engine, servers: list[RedisServer], made: Path, folder: Path) -> EngineConfig:
-    """Return the engine's configuration with small chunks, and with addresses and paths of this machine."""
-    folder.mkdir()
-    local, remote = engine.connector["kv_connector_extra_config"]["secondary_tiers"]
-    local |= {"root": str(folder / "chunks"), "min_free_bytes": 0, "capacity_bytes": "64MiB"}
-    remote["servers"] = [server.address for server in servers]
-    for name in [name for name in remote if name.endswith("_file")]:
-        remote[name] = str(made / Path(remote[name]).name)
-    return describe(32, local, remote, runner="process")
