@@ -49,6 +49,7 @@ _BUILT_IN = {
     "dummy": "kvtier_backends.dummy:DummyBackend",
     "fs": "kvtier_backends.fs:FsBackend",
     "mooncake": "kvtier_backends.mooncake:MooncakeBackend",
+    "object": "kvtier_backends.object:ObjectBackend",
     "redis": "kvtier_backends.redis:RedisBackend",
 }
 

@@ -1,0 +1,418 @@
+"""A tier on a bucket, the asynchronous shell: what is known to be there from memory, and the rest by requests."""
+
+import asyncio
+import base64
+import binascii
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from typing import Any, NamedTuple, Self, TypeVar
+
+import obstore
+from obstore.store import ObjectStore
+
+from kvtier.backend import (
+    SEAL_BYTES,
+    Abandoned,
+    Backend,
+    BackendUnavailable,
+    Calls,
+    ChunkMissing,
+    ConfigError,
+    Durability,
+    Fit,
+    InventoryEvent,
+    Lanes,
+    NoSpace,
+    OffloadKey,
+    Outcome,
+    Read,
+    Seal,
+    SealFault,
+    TierContext,
+    TransferFailed,
+    Write,
+    in_task,
+    in_thread,
+    load_each_once,
+    store_each_once,
+)
+from kvtier_backends.object.bucket import STORE_ERRORS, Kind, Names, Trouble, make_store, trouble_of
+from kvtier_backends.object.index import Index
+from kvtier_backends.object.options import ObjectOptions
+from kvtier_backends.object.requests import Turns, all_away, released
+
+logger = logging.getLogger("kvtier.object")
+
+SEAL_NAME = "kvtier"  # Of the metadata that has the seal: `x-amz-meta-kvtier` on S3.
+OBJECT_BYTES_MAX = 5 << 30  # In one request, on every store.
+LANES = 4
+INLINE_BYTES_MAX = 4 << 20  # Sealed and checked on the loop: a millisecond. Longer rows keep others waiting.
+PAGE_KEYS = 1_000  # A store lists no more of them at once.
+LIST_TRIES = 3
+LIST_RETRY_S = 1.0
+CLOSE_GRACE_S = 1.0  # For requests that were cancelled: obstore takes a millisecond.
+
+T = TypeVar("T")
+
+
+class ObjectBackend(Backend[ObjectOptions]):
+    """Chunks as objects, each with its seal in its metadata."""
+
+    durability = Durability.POWER  # What a store has answered for it keeps; that is the store's promise.
+    locality = "REMOTE"
+    options_type = ObjectOptions
+
+    @classmethod
+    async def open(cls, options: ObjectOptions, context: TierContext) -> Self:
+        """Ask for the first names there are, which tells a wrong configuration; the others are listed meanwhile."""
+        if context.row_bytes > OBJECT_BYTES_MAX:
+            raise ConfigError(
+                f"chunk_bytes: rows of {context.row_bytes:,} bytes, at most {OBJECT_BYTES_MAX:,} accepted: "
+                "no store takes more in one request"
+            )
+        lanes, made = Lanes(LANES, f"kvtier-{context.name}"), ExitStack()
+        made.callback(lanes.shutdown, wait=False)
+        try:
+            store, seal = await in_thread(lanes, _prepared, options, context)
+            tier = cls(options, context, store, seal, lanes)
+            await tier._begin()
+        except BaseException:
+            made.close()
+            raise
+        return tier
+
+    def __init__(
+        self, options: ObjectOptions, context: TierContext, store: ObjectStore, seal: Seal, lanes: Lanes
+    ) -> None:
+        """Use `open` instead."""
+        self._name = context.name
+        self._options = options
+        self._row_bytes = context.row_bytes
+        self._names = Names(options.target().prefix, context.mapper)
+        self._store = store
+        self._seal = seal
+        self._lanes = lanes
+        self._fit = Fit(context.row_bytes, self._names.key_bytes_max)
+        self._accept_bare = options.unverified == "accept"
+        self._counts: Counter[str] = Counter()
+        self._calls = Calls(context.name)
+        self._under_way: set[asyncio.Task[Any]] = set()
+        self._besides: list[bytearray] = []
+        self._index = Index(options.index_chunks, options.absent_ttl_s, asyncio.get_running_loop().time)
+        self._scan: asyncio.Task[None] | None = None
+        at_once = max(1, options.window_bytes // context.row_bytes)
+        self._load_turns = Turns(min(options.load_requests, at_once), options.timeout_s)
+        self._store_turns = Turns(min(options.store_requests, at_once), options.timeout_s)
+        self._ask_turns = Turns(options.ask_requests, options.timeout_s)
+
+    async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        with self._calls.one():
+            return await self._fit.probe(keys, self._probe)
+
+    async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+        with self._calls.one():
+            return await self._fit.load(reads, partial(load_each_once, call=self._load))
+
+    async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+        with self._calls.one():
+            return await self._fit.store(writes, partial(store_each_once, call=self._store_all))
+
+    async def delete(self, keys: Sequence[OffloadKey]) -> None:
+        """Raises `BackendUnavailable` if any of the keys could not be deleted."""
+        with self._calls.one():
+            await self._whole(self._delete(list(dict.fromkeys(self._fit.keys(keys)))))
+
+    async def aclose(self, deadline_s: float) -> Abandoned:
+        """Calls that are not over by then fail at once: their requests are cancelled."""
+        self._index.queue.close()
+        if self._scan is not None:
+            self._scan.cancel()
+            await asyncio.wait((self._scan,), timeout=deadline_s)
+        try:
+            left = await self._calls.close(deadline_s)
+            if left.transfers:
+                for task in self._under_way:
+                    task.cancel()
+                left = await self._calls.close(CLOSE_GRACE_S)
+        finally:
+            self._lanes.shutdown(wait=False, cancel_futures=True)
+        return left
+
+    def watch(self) -> AsyncIterator[InventoryEvent]:
+        """See `Inventory`."""
+        return self._index.queue.watch()
+
+    def counts(self) -> dict[str, int]:
+        """See `Counted`."""
+        return dict(self._counts)
+
+    def description(self) -> dict[str, str]:
+        """See `Described`."""
+        about = {"url": self._options.url, "seal": self._options.seal}
+        if self._options.endpoint is not None:
+            about["endpoint"] = self._options.endpoint
+        return about
+
+    # What is there.
+
+    async def _begin(self) -> None:
+        """Have the first page listed. Raises `ConfigError` or `BackendUnavailable`."""
+        listing = self._listing(None)
+        try:
+            async with asyncio.timeout(self._options.timeout_s):
+                first = await _page(listing)
+        except TimeoutError as error:
+            why = f"not answered within {self._options.timeout_s:g} s"
+            raise BackendUnavailable(f"{self._name}: {self._options.url}: {why}") from error
+        except STORE_ERRORS as error:
+            first = self._not_listed(error)
+        self._note_listed(first)
+        if self._options.index_chunks and first:
+            self._scan = asyncio.create_task(self._list_on(listing, first))
+        else:
+            self._index.listing_ended()
+
+    def _not_listed(self, error: Exception) -> Sequence[Any]:
+        """Say what an error of the first list means; it is no obstacle if only a name was met that is nobody's."""
+        trouble = trouble_of(error)
+        if trouble.mistake:
+            raise ConfigError(f"url: {self._options.url!r} cannot be used: {trouble.why}") from error
+        if trouble.kind is not Kind.LISTED:
+            raise BackendUnavailable(f"{self._name}: {self._options.url}: {trouble.why}") from error
+        self._note_unlisted(trouble)
+        return []
+
+    def _listing(self, offset: str | None) -> AsyncIterator[Sequence[Any]]:
+        # One of its overloads is for arro3, which is not asked for.
+        some = obstore.list  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        return some(self._store, self._names.folder, offset=offset, chunk_size=PAGE_KEYS)
+
+    async def _list_on(self, listing: AsyncIterator[Sequence[Any]], last: Sequence[Any]) -> None:
+        """List the other pages, again from where it was cut off."""
+        tries = 0
+        while not self._index.full:
+            try:
+                page = await _page(listing)
+            except STORE_ERRORS as error:
+                trouble, tries = trouble_of(error), tries + 1
+                if trouble.kind is Kind.LISTED or tries == LIST_TRIES:
+                    self._note_unlisted(trouble)
+                    break
+                await asyncio.sleep(LIST_RETRY_S)
+                listing = self._listing(last[-1]["path"])
+            else:
+                if not page:
+                    break
+                tries, last = 0, page
+                self._note_listed(page)
+        self._index.listing_ended()
+
+    def _note_unlisted(self, trouble: Trouble) -> None:
+        self._counts["listing_failed"] += 1
+        logger.warning("tier %s: not all that it holds is known without asking: %s", self._name, trouble.why)
+
+    def _note_listed(self, page: Sequence[Any]) -> None:
+        for about in page:
+            if about["size"] == self._row_bytes and (key := self._names.key(about["path"])) is not None:
+                self._index.listed(key)
+
+    async def _probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
+        known = self._index.knows(keys)
+        if None not in known:
+            return [bool(answer) for answer in known]
+        unknown = dict.fromkeys(key for key, answer in zip(keys, known, strict=True) if answer is None)
+        told = await self._whole(self._ask(list(unknown)))
+        return [told.get(key, False) if answer is None else answer for key, answer in zip(keys, known, strict=True)]
+
+    async def _ask(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, bool]:
+        """Ask for each key whether there is an object of its; what could not be asked is not there."""
+        answers = self._checked(await self._ask_turns.each(keys, self._head))
+        told = {key: answer is True for key, answer in zip(keys, answers, strict=True)}
+        for key, answer in zip(keys, answers, strict=True):
+            if answer is True:
+                self._index.there(key)
+            elif answer is False or answer.kind is Kind.MISSING:
+                self._index.gone(key)
+        return told
+
+    async def _head(self, key: OffloadKey) -> bool:
+        about = await obstore.head_async(self._store, self._names.name(key))
+        return about["size"] == self._row_bytes
+
+    # Chunks, each in one request.
+
+    async def _load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
+        answers = await self._whole(self._get_all(reads))
+        return [self._loaded(read.key, answer) for read, answer in zip(reads, answers, strict=True)]
+
+    async def _get_all(self, reads: Sequence[Read]) -> "list[Got | Trouble]":
+        answers = self._checked(await self._load_turns.each(reads, self._get))
+        corrupt = [read.key for read, got in zip(reads, answers, strict=True) if isinstance(got, Got) and got.corrupt]
+        if corrupt:
+            await self._ask_turns.each(corrupt, self._remove)
+        return answers
+
+    async def _get(self, read: Read) -> "Got":
+        result = await obstore.get_async(self._store, self._names.name(read.key))
+        footer = _footer(result.attributes.get(SEAL_NAME))
+        if isinstance(footer, SealFault):
+            return Got(footer)
+        if result.meta["size"] != self._row_bytes:
+            return Got(SealFault.LENGTH) if footer is not None else Got(None, bare=True, believed=False)
+        if footer is None and not self._accept_bare:
+            return Got(None, bare=True, believed=False)
+        body = memoryview(await result.bytes_async())
+        if footer is None:
+            read.into[:] = body
+            return Got(None, bare=True)
+        return Got(await self._worked(partial(self._opened, read, body, footer)))
+
+    def _opened(self, read: Read, body: memoryview, footer: bytes) -> SealFault | None:
+        memory = self._beside()
+        beside = memoryview(memory)
+        self._seal.places(read.into, beside)[0][: self._row_bytes] = body
+        beside[-SEAL_BYTES:] = footer
+        fault = self._seal.open(read.key, read.into, beside)
+        self._besides.append(memory)
+        return fault
+
+    def _loaded(self, key: OffloadKey, got: "Got | Trouble") -> Outcome:
+        if isinstance(got, Trouble):
+            if got.kind is not Kind.MISSING:
+                return TransferFailed(f"{key.hex()}: {got.why}")
+            self._index.gone(key)
+            return ChunkMissing(key.hex())
+        if got.bare:
+            self._counts["unverified_accepted" if got.believed else "unverified_refused"] += 1
+        if got.fault is None and got.believed:
+            self._index.there(key)
+            return None
+        self._index.gone(key)
+        if got.fault is None:
+            return ChunkMissing(f"{key.hex()}: an object without a seal; refused")
+        self._counts[f"{'corrupt' if got.fault.corrupt else 'sealed'}_{got.fault}"] += 1
+        return got.fault.outcome(key)
+
+    async def _store_all(self, writes: Sequence[Write]) -> Sequence[Outcome]:
+        answers = await self._whole(self._put_all(writes))
+        return [self._stored(write.key, answer) for write, answer in zip(writes, answers, strict=True)]
+
+    async def _put_all(self, writes: Sequence[Write]) -> list[Trouble | None]:
+        try:
+            return self._checked(await self._store_turns.each(writes, self._put))
+        except BackendUnavailable:
+            for write in writes:
+                self._index.unknown(write.key)
+            raise
+
+    async def _put(self, write: Write) -> None:
+        memory = self._beside()
+        body, footer = await self._worked(partial(self._closed, write, memoryview(memory)))
+        try:
+            await obstore.put_async(
+                self._store,
+                self._names.name(write.key),
+                body,
+                use_multipart=False,
+                attributes={SEAL_NAME: base64.b64encode(footer).decode()},
+            )
+        finally:
+            await released(body)
+            self._besides.append(memory)
+
+    def _closed(self, write: Write, beside: memoryview) -> tuple[memoryview, bytes]:
+        """Seal a row; return what is the object's body, and the seal."""
+        first = self._seal.close(write.key, write.row, beside)[0]
+        return first[: self._row_bytes], bytes(beside[-SEAL_BYTES:])
+
+    def _stored(self, key: OffloadKey, answer: Trouble | None) -> Outcome:
+        if answer is None:
+            self._index.there(key)
+            return None
+        self._index.unknown(key)
+        return (NoSpace if answer.kind is Kind.FULL else TransferFailed)(f"{key.hex()}: {answer.why}")
+
+    async def _delete(self, keys: Sequence[OffloadKey]) -> None:
+        for key in keys:
+            self._index.deleted(key)
+        answers = self._checked(await self._ask_turns.each(keys, self._remove))
+        failed = [answer for answer in answers if answer is not None and answer.kind is not Kind.MISSING]
+        if failed:
+            raise BackendUnavailable(f"{self._name}: {failed[0].why}")
+
+    async def _remove(self, key: OffloadKey) -> None:
+        await obstore.delete_async(self._store, self._names.name(key))
+
+    # What all of them do.
+
+    async def _whole(self, call: Coroutine[Any, Any, T]) -> T:
+        """Run a call's requests to their end, whoever is cancelled; `aclose` alone cuts them short."""
+
+        async def run() -> T:
+            task = asyncio.current_task()
+            assert task is not None
+            self._under_way.add(task)
+            try:
+                return await call
+            finally:
+                self._under_way.discard(task)
+
+        return await in_task(run())
+
+    async def _worked(self, work: Callable[[], T]) -> T:
+        """Do what keeps a processor busy: here, or in a thread if it takes long."""
+        return work() if self._row_bytes <= INLINE_BYTES_MAX else await in_thread(self._lanes, work)
+
+    def _beside(self) -> bytearray:
+        """Return memory for a seal; there is as much of it as requests were under way at once."""
+        with suppress(IndexError):
+            return self._besides.pop()
+        return bytearray(self._seal.beside_bytes)
+
+    def _checked(self, answers: "list[T | Trouble]") -> "list[T | Trouble]":
+        """Count the troubles; raises `BackendUnavailable` if the bucket as a whole is of no use."""
+        for answer in answers:
+            if isinstance(answer, Trouble) and answer.kind is not Kind.MISSING:
+                self._counts[answer.kind.value] += 1
+        if why := all_away(answers):
+            raise BackendUnavailable(f"{self._name}: {why}")
+        return answers
+
+
+class Got(NamedTuple):
+    """What a chunk's object was."""
+
+    fault: SealFault | None
+    bare: bool = False  # Without a seal.
+    believed: bool = True
+
+    @property
+    def corrupt(self) -> bool:
+        """Whether it is of no use to anybody."""
+        return self.fault is not None and self.fault.corrupt
+
+
+def _footer(given: str | None) -> "bytes | SealFault | None":
+    """Read the seal in an object's metadata; None if there is none."""
+    if given is None:
+        return None
+    try:
+        footer = base64.b64decode(given, validate=True)
+    except (ValueError, binascii.Error):
+        return SealFault.FOREIGN
+    return footer if len(footer) == SEAL_BYTES else SealFault.FOREIGN
+
+
+async def _page(listing: AsyncIterator[Sequence[Any]]) -> Sequence[Any]:
+    """Return the next page of a list; empty at its end."""
+    with suppress(StopAsyncIteration):
+        return await anext(listing)
+    return []
+
+
+def _prepared(options: ObjectOptions, context: TierContext) -> tuple[ObjectStore, Seal]:
+    """Read what is in files. Blocks."""
+    return make_store(options), options.make_seal(context.mapper.fingerprint, context.row_bytes)

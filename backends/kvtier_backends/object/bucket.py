@@ -1,0 +1,206 @@
+"""A bucket, as far as the tier needs one: its store of obstore's, names in it, and what its errors mean.
+
+obstore says by a type what kind of error it met, and in its words what the server said. A missing bucket has the type
+of a missing object, and an expired credential that of any other failure: so the server's code is read from the words.
+"""
+
+import configparser
+import re
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from enum import Enum
+from typing import Any, NamedTuple
+
+from obstore.exceptions import BaseError, InvalidPathError, PermissionDeniedError, UnauthenticatedError
+from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
+
+from kvtier.backend import FileMapper, OffloadKey
+from kvtier.errors import ConfigError
+from kvtier_backends.object.options import ObjectOptions
+
+RETRIES = 2
+BACKOFF_S = 0.05
+CREDENTIALS_TTL_S = 300.0
+NAME_BYTES_MAX = 1_024  # S3's; Azure's is the same, in characters.
+FOLDERS_BYTES = len("/hhh/hh_g4294967295/")
+WORDS_MAX = 300  # Of a server's message.
+
+STORE_ERRORS = (BaseError, OSError, ValueError)
+"""Every error that obstore raises: some of them are Python's own."""
+
+_NO_BUCKET = frozenset({"NoSuchBucket", "ContainerNotFound", "ContainerBeingDeleted", "InvalidBucketName"})
+_FULL = frozenset({"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "QuotaExceededException"})
+_SLOW = frozenset({"SlowDown", "ServerBusy", "TooManyRequests", "RequestLimitExceeded", "Throttling"})
+_DENIED = frozenset({
+    "AccessDenied", "AuthorizationHeaderMalformed", "AuthenticationFailed", "ExpiredToken", "InvalidAccessKeyId",
+    "InvalidToken", "RequestTimeTooSkewed", "SignatureDoesNotMatch", "TokenRefreshRequired",
+})  # fmt: skip
+_ELSEWHERE = frozenset({"PermanentRedirect", "TemporaryRedirect", "IllegalLocationConstraintException"})
+_CODE = re.compile(r"<Code>(\w+)</Code>")
+_MESSAGE = re.compile(r"<Message>([^<]+)</Message>")
+_STATUS = re.compile(r"status code: (\d{3})")
+_QUERY = re.compile(r"\?[^\s)]+")
+
+
+class Kind(Enum):
+    """The kinds of trouble with a bucket; the value is the name under which it is counted."""
+
+    MISSING = "missing"  # There is no such object.
+    NO_BUCKET = "no_bucket"
+    DENIED = "denied"  # Credentials, their rights, or a clock.
+    ELSEWHERE = "elsewhere"  # The bucket is in another region.
+    FULL = "no_room"
+    SLOW = "slowed_down"  # The store asks for fewer requests.
+    NAME = "name"  # A name of ours that obstore refuses.
+    LISTED = "listed"  # A name in the bucket that obstore refuses: nothing behind it can be listed.
+    AWAY = "unreachable"  # Anything else: refused, reset, cut off, too late, a server's own error.
+
+
+class Trouble(NamedTuple):
+    """The reason why a request failed."""
+
+    kind: Kind
+    why: str
+
+    @property
+    def mistake(self) -> bool:
+        """Whether, at the start, it is the configuration that has to be mended."""
+        return self.kind in (Kind.NO_BUCKET, Kind.DENIED, Kind.ELSEWHERE, Kind.NAME)
+
+
+def trouble_of(error: BaseException) -> Trouble:
+    """Return what an error of obstore's means; nothing that was sent, such as a signature, is in its words."""
+    words = str(error).partition("\n\nDebug source")[0]
+    code, status = _first(_CODE, words), _first(_STATUS, words)
+    told = " ".join(part for part in (status, code, _first(_MESSAGE, words)) if part)
+    why = told if code else _QUERY.sub("?...", " ".join(words.split()))[:WORDS_MAX]
+    return Trouble(_kind_of(error, code, status, words), why or type(error).__name__)
+
+
+def _kind_of(error: BaseException, code: str, status: str, words: str) -> Kind:
+    if code in _NO_BUCKET:
+        return Kind.NO_BUCKET
+    if code in _FULL or status == "507":
+        return Kind.FULL
+    if code in _SLOW or status in ("429", "503"):
+        return Kind.SLOW
+    if code in _ELSEWHERE or status in ("301", "307") or "Received redirect" in words:
+        return Kind.ELSEWHERE
+    if code in _DENIED or isinstance(error, PermissionDeniedError | UnauthenticatedError):
+        return Kind.DENIED
+    if isinstance(error, FileNotFoundError):
+        return Kind.MISSING
+    if isinstance(error, InvalidPathError):
+        return Kind.LISTED
+    return Kind.NAME if isinstance(error, ValueError) else Kind.AWAY
+
+
+def _first(pattern: re.Pattern[str], words: str) -> str:
+    return match[1] if (match := pattern.search(words)) else ""
+
+
+class Names:
+    """The names of chunks in a bucket: those that vLLM's own `obj` tier gives them there (vLLM 0.33, NIXL 1.5.1).
+
+    vLLM writes two slashes behind its prefix, of which its client sends one; so does this. The empty hash has an empty
+    folder in its name, and no store takes that: it goes.
+    """
+
+    def __init__(self, prefix: str, mapper: FileMapper) -> None:
+        """Name the chunks of one namespace; `prefix` is empty or ends with a slash."""
+        self._prefix = prefix
+        self._mapper = mapper
+        self.folder = prefix + mapper.chunks_folder
+        """What is listed: all chunks are there."""
+        left_bytes = NAME_BYTES_MAX - len(self.folder.encode()) - FOLDERS_BYTES
+        self.key_bytes_max = mapper.key_bytes_max(left_bytes)
+
+    def name(self, key: OffloadKey) -> str:
+        """Return a chunk's name."""
+        return (self._prefix + self._mapper.name(key)).replace("//", "/")
+
+    def key(self, name: str) -> OffloadKey | None:
+        """Return the key whose name this is; None for a stranger's."""
+        return self._mapper.key(name[len(self._prefix) :]) if name.startswith(self._prefix) else None
+
+
+def make_store(options: ObjectOptions) -> ObjectStore:
+    """Return obstore's store for a bucket: not for the loop, it reads files. Raises `ConfigError`.
+
+    What the options leave out, obstore takes from the environment.
+    """
+    target = options.target()
+    common: dict[str, Any] = {
+        "client_options": {
+            "allow_http": (options.endpoint or "").startswith("http://"),
+            "connect_timeout": timedelta(seconds=options.connect_timeout_s),
+            "timeout": timedelta(seconds=options.timeout_s),
+        },
+        "retry_config": {
+            "max_retries": RETRIES,
+            "retry_timeout": timedelta(seconds=options.timeout_s),
+            "backoff": {"init_backoff": timedelta(seconds=BACKOFF_S), "max_backoff": timedelta(seconds=1), "base": 2},
+        },
+    }
+    try:
+        return _makers[target.scheme](options, target.bucket, common)
+    except STORE_ERRORS as error:
+        raise ConfigError(f"url: {options.url!r} cannot be used: {trouble_of(error).why}") from error
+
+
+def _s3(options: ObjectOptions, bucket: str, common: dict[str, Any]) -> ObjectStore:
+    # Deleting many at once is not in every server's S3. Over TLS nothing is gained by a checksum of what is sent.
+    fields: dict[str, Any] = {
+        "disable_bulk_delete": True,
+        "unsigned_payload": options.endpoint is None or options.endpoint.startswith("https:"),
+    }
+    if options.endpoint is not None:
+        fields["endpoint"] = options.endpoint.rstrip("/")
+    if options.region is not None:
+        fields["region"] = options.region
+    if options.credentials_file is not None:
+        fields["credential_provider"] = _s3_credentials(options.credentials_file, options.profile or "default")
+    return S3Store(bucket, **common, **fields)
+
+
+def _gcs(options: ObjectOptions, bucket: str, common: dict[str, Any]) -> ObjectStore:
+    if options.credentials_file is not None:
+        common = {**common, "service_account": options.credentials_file}
+    return GCSStore(bucket, **common)
+
+
+def _azure(options: ObjectOptions, bucket: str, common: dict[str, Any]) -> ObjectStore:
+    if options.account is not None:
+        common = {**common, "account_name": options.account}
+    return AzureStore(bucket, **common)
+
+
+_makers = {"s3": _s3, "gs": _gcs, "az": _azure}
+
+
+def _s3_credentials(path: str, profile: str) -> Callable[[], dict[str, Any]]:
+    """Return what reads a credentials file, now and whenever what was read has become old."""
+
+    def read() -> dict[str, Any]:
+        found = configparser.RawConfigParser(default_section="")
+        try:
+            with open(path, encoding="utf-8") as file:
+                found.read_file(file)
+        except OSError as error:
+            raise ConfigError(f"credentials_file: {path} cannot be read: {error.strerror}") from error
+        except (configparser.Error, UnicodeDecodeError):  # Their words show the file's.
+            raise ConfigError(f"credentials_file: {path} is no credentials file of S3's") from None
+        section = dict(found[profile]) if found.has_section(profile) else {}
+        if not (section.get("aws_access_key_id") and section.get("aws_secret_access_key")):
+            raise ConfigError(
+                f"credentials_file: {path} has no profile {profile!r} with aws_access_key_id and aws_secret_access_key"
+            )
+        return {
+            "access_key_id": section["aws_access_key_id"],
+            "secret_access_key": section["aws_secret_access_key"],
+            "token": section.get("aws_session_token"),
+            "expires_at": datetime.now(UTC) + timedelta(seconds=CREDENTIALS_TTL_S),
+        }
+
+    read()
+    return read

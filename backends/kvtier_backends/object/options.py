@@ -1,0 +1,144 @@
+"""An object tier's options: where its bucket is, whose word is believed there, and how much is asked at once."""
+
+import re
+from typing import Annotated, Literal, NamedTuple
+from urllib.parse import urlsplit
+
+import msgspec
+
+from kvtier.backend import SealOptions
+from kvtier.errors import ConfigError
+from kvtier.settings import Duration, Index, Path, PositiveDuration, PositiveSize
+
+REQUESTS_MAX = 1_024  # Each is a connection: more of them meet the limits of the process before those of a store.
+PREFIX_BYTES_MAX = 256  # Of the 1,024 that a name may have.
+
+Scheme = Literal["s3", "gs", "az"]
+Text = Annotated[str, msgspec.Meta(min_length=1)]
+Requests = Annotated[int, msgspec.Meta(ge=1, le=REQUESTS_MAX)]
+
+_SCHEMES: dict[str, Scheme] = {"s3": "s3", "gs": "gs", "az": "az"}
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,221}")
+_ELSEWHERE = {
+    "file": "a tier of the type 'fs' keeps chunks in a directory",
+    "memory": "the primary is memory already",
+    "http": "the server's own address is the option `endpoint`",
+    "https": "the server's own address is the option `endpoint`",
+}
+"""Remedies for URLs that name no bucket."""
+
+
+class Target(NamedTuple):
+    """A place for chunks: a bucket, or a container of Azure's, and what all names there begin with."""
+
+    scheme: Scheme
+    bucket: str
+    prefix: str  # Empty, or with a slash at its end.
+
+
+class ObjectOptions(SealOptions, frozen=True, kw_only=True):
+    """A bucket and how it is used. What it costs, and when objects expire, is the bucket's own configuration."""
+
+    url: Text
+    """`s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`; the prefix may be missing."""
+
+    endpoint: Text | None = None
+    """Address of a server that speaks S3, such as `https://minio.example.org:9000`; nothing: the cloud's own."""
+
+    region: Text | None = None
+    """Region of an S3 bucket; nothing: as `AWS_REGION` says, or us-east-1."""
+
+    account: Text | None = None
+    """Azure's storage account; nothing: as `AZURE_STORAGE_ACCOUNT_NAME` says."""
+
+    credentials_file: Path | None = None
+    """S3: a shared credentials file, read anew every five minutes. Google: the JSON file of a service account.
+    Nothing: the environment's, or the machine's own."""
+
+    profile: Text | None = None
+    """Part of an S3 credentials file; nothing: `default`."""
+
+    unverified: Literal["accept", "refuse"] = "refuse"
+    """What becomes of objects without a seal, which vLLM writes: there is no telling whether their bytes are right."""
+
+    index_chunks: Index = 1_000_000
+    """Most chunks that are known without asking, some 200 bytes of memory each. They are listed at the start. 0: none;
+    then every look-up is a request."""
+
+    absent_ttl_s: Duration = 10.0
+    """How long a chunk that was not there is not asked for again. Others may have stored it since."""
+
+    load_requests: Requests = 16
+    """Chunks asked for at once. Each request is a connection."""
+
+    store_requests: Requests = 16
+    """Chunks sent at once."""
+
+    ask_requests: Requests = 32
+    """Look-ups and deletions under way at once."""
+
+    window_bytes: PositiveSize = 64 << 20
+    """Of chunks asked for at once: they are in memory twice for a moment. Large chunks lessen `load_requests`."""
+
+    timeout_s: PositiveDuration = 10.0
+    """For all that one call asks, with its retries: later is a failure, and rows are free again."""
+
+    connect_timeout_s: PositiveDuration = 2.0
+    """For a connection to be made."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be had together."""
+        super().__post_init__()
+        scheme = self.target().scheme
+        for name, only in (("region", "s3"), ("account", "az"), ("endpoint", "s3"), ("profile", "s3")):
+            if getattr(self, name) is not None and scheme != only:
+                raise ConfigError(f"{name}: no use with {scheme}://, {only}:// has it")
+        if self.endpoint is not None:
+            _check_endpoint(self.endpoint)
+        if self.credentials_file is not None and scheme == "az":
+            raise ConfigError("credentials_file: no use with az://, whose credentials are in the environment")
+        if self.profile is not None and self.credentials_file is None:
+            raise ConfigError("profile: given without credentials_file, of which it is a part")
+        if self.unverified == "accept" and self.seal != "xxh3":
+            raise ConfigError(
+                f"unverified: 'accept' given with seal = {self.seal!r}, which is there to refuse what nobody has sealed"
+            )
+
+    def target(self) -> Target:
+        """Return what the URL says. Raises `ConfigError`."""
+        try:
+            parts = urlsplit(self.url)
+        except ValueError as error:
+            raise ConfigError(f"url: no URL given, {error}; 's3://bucket/prefix' accepted") from error
+        if "@" in parts.netloc:
+            raise ConfigError("url: credentials given, none accepted: credentials_file or the environment has them")
+        if (scheme := _SCHEMES.get(parts.scheme)) is None:
+            remedy = _ELSEWHERE.get(parts.scheme, "s3://, gs:// and az:// accepted")
+            raise ConfigError(f"url: {self.url!r} given, 's3://bucket/prefix' accepted: {remedy}")
+        if parts.query or parts.fragment or not _BUCKET.fullmatch(parts.netloc):
+            raise ConfigError(f"url: {self.url!r} given, '{scheme}://bucket/prefix' accepted")
+        return Target(scheme, parts.netloc, _prefix(parts.path.strip("/"), self.url))
+
+
+def _prefix(path: str, url: str) -> str:
+    if not path:
+        return ""
+    refused = any(part in ("", ".", "..") for part in path.split("/"))
+    if refused or not path.isprintable() or len(path.encode()) > PREFIX_BYTES_MAX:
+        raise ConfigError(
+            f"url: {url!r} given, a prefix of parts with single slashes between them accepted, none of them '.' or "
+            f"'..', at most {PREFIX_BYTES_MAX} bytes"
+        )
+    return f"{path}/"
+
+
+def _check_endpoint(endpoint: str) -> None:
+    try:
+        parts = urlsplit(endpoint)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        raise ConfigError("endpoint: no URL given, 'https://host:port' accepted") from None
+    if "@" in parts.netloc:
+        raise ConfigError("endpoint: credentials given, none accepted: credentials_file or the environment has them")
+    if not usable or parts.query or parts.fragment or parts.path.strip("/"):
+        raise ConfigError(f"endpoint: {endpoint!r} given, 'https://host:port' accepted: bucket and prefix are in `url`")

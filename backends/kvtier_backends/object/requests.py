@@ -1,0 +1,79 @@
+"""What one call asks of a bucket: a request for each chunk, side by side, and all of them over in time.
+
+Requests are coroutines of obstore's, whose work goes on in threads of its own. One that takes too long is cancelled:
+obstore gives up what it was lent as soon as it hears of that, and a row is free when its memoryview can be released.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import TypeVar
+
+from kvtier.backend import in_task
+from kvtier_backends.object.bucket import STORE_ERRORS, Kind, Trouble, trouble_of
+
+RELEASE_S = 0.0005  # Between two looks whether a row is free: obstore does not say so.
+
+A = TypeVar("A")
+C = TypeVar("C")
+
+OF_ONE_CHUNK = frozenset({Kind.MISSING, Kind.FULL, Kind.NAME})
+"""Trouble that says nothing of the bucket as a whole."""
+
+
+class Turns:
+    """A number of requests that may be under way at once, of all calls together; first come, first served."""
+
+    def __init__(self, count: int, timeout_s: float) -> None:
+        """Let `count` be under way; a call's are over after so many seconds, in turns or not."""
+        self._count = count
+        self._timeout_s = timeout_s
+        self._free = asyncio.Semaphore(count)
+
+    async def each(self, chunks: Sequence[C], ask: Callable[[C], Awaitable[A]]) -> list[A | Trouble]:
+        """Ask for each chunk, and return all answers once the last is there or the time is over.
+
+        Nothing that was asked goes on afterwards, cancelled or not.
+        """
+        late = Trouble(Kind.AWAY, f"not answered within {self._timeout_s:g} s")
+        answers: list[A | Trouble] = [late] * len(chunks)
+        left = iter(range(len(chunks)))
+
+        async def serve() -> None:
+            for index in left:
+                async with self._free:
+                    answers[index] = await _answer(ask(chunks[index]))
+
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout_s), asyncio.TaskGroup() as group:
+                for _ in range(min(self._count, len(chunks))):
+                    group.create_task(serve())
+        return answers
+
+
+async def _answer(request: Awaitable[A]) -> A | Trouble:
+    try:
+        return await request
+    except STORE_ERRORS as error:
+        return trouble_of(error)
+
+
+def all_away(answers: Sequence[object]) -> str:
+    """Say why the bucket as a whole is of no use; empty if any chunk says otherwise."""
+    troubles = [answer for answer in answers if isinstance(answer, Trouble) and answer.kind not in OF_ONE_CHUNK]
+    return troubles[0].why if troubles and len(troubles) == len(answers) else ""
+
+
+async def released(view: memoryview) -> None:
+    """Come back when nobody uses a buffer any more through this view of it, however often it is cancelled."""
+    try:
+        view.release()
+    except BufferError:
+        await in_task(_released(view))
+
+
+async def _released(view: memoryview) -> None:
+    while True:
+        await asyncio.sleep(RELEASE_S)
+        with suppress(BufferError):
+            return view.release()

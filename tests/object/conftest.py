@@ -1,0 +1,107 @@
+"""A server for all tests of a run, each with a bucket of its own; servers and proxies for tests that break them."""
+
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvtier.testing.conformance import Lender, tier_context
+from kvtier_backends.object import ObjectBackend, ObjectOptions
+from tests.redis.servers import Proxy
+
+if TYPE_CHECKING:
+    from tests.object.servers import MotoServer, S3Server
+
+WITHOUT_MOTO = find_spec("moto") is None
+collect_ignore_glob = ["test_[!o]*.py", "user.py"] if WITHOUT_MOTO else []
+
+CHUNK_BYTES = 16_384
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "kvtier-test", "AWS_SECRET_ACCESS_KEY": "kvtier-test-secret"}
+
+
+def pytest_report_header() -> list[str]:
+    told = "tests/object is left out, but for its options: moto is not installed here (make test-remote has it)"
+    return [told] if WITHOUT_MOTO else []
+
+
+@pytest.fixture(scope="session")
+def server(outside: None, tmp_path_factory: pytest.TempPathFactory) -> "Iterator[S3Server]":
+    from tests.object.servers import MotoServer, S3Server
+
+    if (given := S3Server.outside()) is not None:
+        yield given
+        return
+    server = MotoServer(tmp_path_factory.mktemp("moto"), CREDENTIALS).start()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have nothing but the tests' own credentials in the environment, unless it names the server, too."""
+    if "KVTIER_S3_ENDPOINT" not in os.environ:
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            monkeypatch.delenv(name)
+        for name, value in CREDENTIALS.items():
+            monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def own_server(outside: None, tmp_path: Path) -> "Iterator[Callable[..., MotoServer]]":
+    """Start servers that belong to the test."""
+    from tests.object.servers import MotoServer
+
+    servers: list[MotoServer] = []
+
+    def own_server(**fields: Any) -> MotoServer:
+        servers.append(MotoServer(tmp_path, CREDENTIALS, **fields))
+        return servers[-1].start()
+
+    yield own_server
+    for server in servers:
+        server.kill()
+
+
+@pytest.fixture
+def proxy(server: "S3Server") -> Iterator[Proxy]:
+    proxy = Proxy(server.port)
+    yield proxy
+    proxy.end()
+
+
+@pytest.fixture
+def bucket(server: "S3Server") -> Iterator[str]:
+    bucket = f"kvtier-{uuid.uuid4().hex}"
+    server.client.create_bucket(Bucket=bucket)
+    yield bucket
+    with suppress(server.client.exceptions.NoSuchBucket):
+        server.remove_bucket(bucket)
+
+
+@pytest.fixture
+def lender() -> Iterator[Lender]:
+    lender = Lender(CHUNK_BYTES)
+    yield lender
+    lender.take_back()
+
+
+@pytest.fixture
+async def opened(server: "S3Server", bucket: str):
+    """Open tiers that are closed when the test ends."""
+    tiers: list[ObjectBackend] = []
+
+    async def opened(
+        *, prefix: str = "kv", model_name: str = "conformance", chunk_bytes: int = CHUNK_BYTES, **fields: Any
+    ) -> ObjectBackend:
+        given = {"url": f"s3://{bucket}/{prefix}", "endpoint": server.endpoint, **fields}
+        tiers.append(await ObjectBackend.open(ObjectOptions(**given), tier_context(chunk_bytes, model_name=model_name)))
+        return tiers[-1]
+
+    yield opened
+    for tier in tiers:
+        await tier.aclose(10)

@@ -1,0 +1,116 @@
+"""Real S3 servers on free ports of this machine, and what a test does to a bucket from outside."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import boto3
+import botocore.config
+from botocore.exceptions import BotoCoreError, ClientError
+
+from tests.redis.servers import PATIENCE_S, free_port, until
+
+PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class S3Server:
+    """A server, and a client with all rights there. `KVTIER_S3_ENDPOINT` names one that runs already."""
+
+    def __init__(self, endpoint: str, credentials: Mapping[str, str]) -> None:
+        self.endpoint = endpoint
+        self.port = int(endpoint.rpartition(":")[2])
+        self.access_key, self.secret_key = (
+            credentials[f"AWS_{name}"] for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")
+        )
+        self.client = boto3.client(
+            "s3",
+            endpoint_url=endpoint,
+            aws_access_key_id=self.access_key,
+            aws_secret_access_key=self.secret_key,
+            region_name="us-east-1",
+            config=botocore.config.Config(
+                s3={"addressing_style": "path"},
+                connect_timeout=PATIENCE_S,
+                read_timeout=PATIENCE_S,
+                retries={"max_attempts": 0},
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+            ),
+        )
+
+    @classmethod
+    def outside(cls) -> "S3Server | None":
+        """Return the one that the environment names: endpoint, and its keys under AWS's own names."""
+        if (endpoint := os.environ.get("KVTIER_S3_ENDPOINT")) is None:
+            return None
+        return cls(endpoint, os.environ)
+
+    def names(self, bucket: str, prefix: str = "") -> list[str]:
+        pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
+        return [about["Key"] for page in pages for about in page.get("Contents", [])]
+
+    def get(self, bucket: str, name: str) -> tuple[bytes, dict[str, str]]:
+        found = self.client.get_object(Bucket=bucket, Key=name)
+        return found["Body"].read(), found["Metadata"]
+
+    def put(self, bucket: str, name: str, body: bytes, metadata: dict[str, str] | None = None) -> None:
+        self.client.put_object(Bucket=bucket, Key=name, Body=body, Metadata=metadata or {})
+
+    def remove(self, bucket: str, *names: str) -> None:
+        for start in range(0, len(names), 1_000):
+            some = [{"Key": name} for name in names[start : start + 1_000]]
+            self.client.delete_objects(Bucket=bucket, Delete={"Objects": some, "Quiet": True})
+
+    def remove_bucket(self, bucket: str) -> None:
+        self.remove(bucket, *self.names(bucket))
+        self.client.delete_bucket(Bucket=bucket)
+
+
+class MotoServer(S3Server):
+    """moto's server, in a process that ends with this one. It keeps nothing when it ends."""
+
+    def __init__(self, folder: Path, credentials: Mapping[str, str], port: int | None = None) -> None:
+        super().__init__(f"http://127.0.0.1:{port or free_port()}", credentials)
+        self._log = folder / f"moto-{self.port}.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> "MotoServer":
+        program = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
+        with open(self._log, "ab") as log:
+            self._process = subprocess.Popen(
+                program,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                preexec_fn=_end_with_parent,
+            )
+        until(self._answers)
+        return self
+
+    def _answers(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, self._log.read_text()
+        try:
+            self.client.list_buckets()
+        except ClientError:  # It wants other credentials: it answers.
+            return True
+        except BotoCoreError:
+            return False
+        return True
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None

@@ -1,0 +1,102 @@
+"""The object tier keeps the contract on a real server, as it comes and with every option the other way."""
+
+from typing import Any
+
+import pytest
+
+from kvtier.backend import chunk_hash
+from kvtier.testing.conformance import (
+    BackendConformance,
+    CountedConformance,
+    DescribedConformance,
+    DurableBackendConformance,
+    InventoryConformance,
+    Lender,
+    NamespacedConformance,
+    key_of,
+)
+
+KEYS = "KVTIER_TEST_OBJECT_KEYS"
+
+
+class Suites(BackendConformance, DurableBackendConformance, NamespacedConformance, DescribedConformance):
+    """Every suite that fits; a subclass says how the bucket is used."""
+
+    chunk_bytes = 8_192
+
+    @pytest.fixture
+    def fields(self) -> dict[str, Any]:
+        return {}
+
+    @pytest.fixture
+    async def reopen(self, opened, fields):
+        tiers = []
+
+        async def reopen():
+            if tiers:
+                await tiers[-1].aclose(10)
+            tiers.append(await opened(chunk_bytes=self.chunk_bytes, **fields))
+            return tiers[-1]
+
+        return reopen
+
+    @pytest.fixture
+    async def backend(self, reopen):
+        return await reopen()
+
+    @pytest.fixture
+    async def neighbour(self, backend, opened, fields):
+        return await opened(model_name="other", chunk_bytes=self.chunk_bytes, **fields)
+
+
+class TestObject(Suites, InventoryConformance):
+    """As it comes."""
+
+
+class TestObjectWithEveryOptionTheOtherWay(Suites):
+    """Encrypted, one request at a time, nothing known without asking, at the bucket's top."""
+
+    @pytest.fixture
+    def fields(self, monkeypatch, tmp_path, server) -> dict[str, Any]:
+        monkeypatch.setenv(KEYS, "ab" * 32)
+        credentials = tmp_path / "credentials"
+        credentials.write_text(
+            f"[kv]\naws_access_key_id = {server.access_key}\naws_secret_access_key = {server.secret_key}\n"
+        )
+        monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+        monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+        return {
+            "prefix": "",
+            "seal": "aes-256-gcm",
+            "seal_key_env": KEYS,
+            "window_bytes": 1,
+            "ask_requests": 1,
+            "index_chunks": 0,
+            "absent_ttl_s": 0,
+            "region": "us-east-1",
+            "credentials_file": str(credentials),
+            "profile": "kv",
+        }
+
+
+class TestObjectCounts(CountedConformance):
+    """Corrupt chunks."""
+
+    chunk_bytes = 8_192
+
+    @pytest.fixture
+    async def backend(self, opened):
+        return await opened(chunk_bytes=self.chunk_bytes)
+
+    @pytest.fixture
+    def provoke(self, backend, server, bucket):
+        lender, key = Lender(self.chunk_bytes), key_of(1_000)
+
+        async def provoke():
+            await lender.keep(backend, [key])
+            (name,) = [name for name in server.names(bucket) if chunk_hash(key).hex() in name]
+            body, metadata = server.get(bucket, name)
+            server.put(bucket, name, body[:100] + b"?" + body[101:], metadata)
+            assert await lender.recall(backend, [key]) == ["ChunkCorrupt"]
+
+        return provoke

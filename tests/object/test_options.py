@@ -1,0 +1,181 @@
+"""An object tier's options, the names of its chunks, and what a store's errors mean: no server is asked."""
+
+import re
+from typing import Any
+
+import pytest
+from obstore.exceptions import GenericError, InvalidPathError, PermissionDeniedError
+
+from kvtier.backend import NAMINGS, FileMapper
+from kvtier.config import EngineConfig, settled
+from kvtier.errors import ConfigError
+from kvtier.testing.conformance import key_of, tier_context
+from kvtier_backends.object import ObjectOptions
+from kvtier_backends.object.bucket import Kind, Names, make_store, trouble_of
+from kvtier_backends.object.index import Index
+from kvtier_backends.object.options import Target
+
+
+@pytest.mark.parametrize(
+    ("url", "target"),
+    [
+        ("s3://bucket", Target("s3", "bucket", "")),
+        ("s3://bucket/", Target("s3", "bucket", "")),
+        ("gs://my.bucket_1/a/b/", Target("gs", "my.bucket_1", "a/b/")),
+        ("az://container/caché", Target("az", "container", "caché/")),
+    ],
+)
+def test_a_url_names_a_bucket_and_a_prefix(url: str, target: Target) -> None:
+    assert ObjectOptions(url=url).target() == target
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"url": "bucket"}, "url: 'bucket' given, 's3://bucket/prefix' accepted"),
+        ({"url": "file:///tmp/kv"}, "a tier of the type 'fs' keeps chunks in a directory"),
+        ({"url": "memory:///"}, "the primary is memory already"),
+        ({"url": "https://minio:9000/bucket"}, "the server's own address is the option `endpoint`"),
+        ({"url": "s3://key:secret@bucket/"}, "url: credentials given, none accepted"),
+        ({"url": "s3:///prefix"}, "'s3://bucket/prefix' accepted"),
+        ({"url": "s3://bucket/a//b"}, "a prefix of parts with single slashes"),
+        ({"url": "s3://bucket/../b"}, "a prefix of parts with single slashes"),
+        ({"url": "s3://bucket/a\x7fb"}, "a prefix of parts with single slashes"),
+        ({"url": f"s3://bucket/{'a' * 257}"}, "at most 256 bytes"),
+        ({"url": "s3://bucket/a?b=c"}, "'s3://bucket/prefix' accepted"),
+        ({"url": "s3://[bucket"}, "url: no URL given"),
+        ({"endpoint": "minio:9000"}, "endpoint: 'minio:9000' given, 'https://host:port' accepted"),
+        ({"endpoint": "https://a:secret@minio"}, "endpoint: credentials given, none accepted"),
+        ({"endpoint": "https://minio/bucket"}, "bucket and prefix are in `url`"),
+        ({"endpoint": "https://minio:x"}, "endpoint: no URL given"),
+        ({"url": "gs://bucket", "endpoint": "https://minio"}, "endpoint: no use with gs://, s3:// has it"),
+        ({"url": "gs://bucket", "region": "us-east-1"}, "region: no use with gs://"),
+        ({"account": "mine"}, "account: no use with s3://, az:// has it"),
+        ({"url": "az://c", "credentials_file": "/a"}, "url: 'az://c' given"),
+        ({"url": "az://container", "credentials_file": "/a"}, "credentials_file: no use with az://"),
+        ({"profile": "kv"}, "profile: given without credentials_file"),
+        ({"unverified": "accept", "seal": "aes-256-gcm", "seal_key_env": "A"}, "unverified: 'accept' given with seal"),
+        ({"access_key_id": "secret"}, "access_key_id"),
+        ({"load_requests": 0}, "load_requests: 0 given"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_by_name(options: dict[str, Any], told: str) -> None:
+    with pytest.raises((ConfigError, TypeError), match=re.escape(told)) as refused:
+        ObjectOptions(**{"url": "s3://bucket", **options})
+    assert "secret" not in str(refused.value)
+
+
+def test_a_credentials_file_that_cannot_be_used_is_named_and_not_shown(tmp_path) -> None:
+    path = tmp_path / "credentials"
+    for written, told in (
+        (None, "cannot be read: No such file"),
+        ("s3cret", "is no credentials file of S3's"),
+        (b"[default]\nk = \xff", "is no credentials file of S3's"),
+        ("[default]\naws_access_key_id = s3cret\n", "has no profile 'default' with aws_access_key_id and"),
+        ("[other]\naws_access_key_id = s3cret\naws_secret_access_key = s3cret\n", "has no profile 'default'"),
+    ):
+        if written is not None:
+            path.write_bytes(written if isinstance(written, bytes) else written.encode())
+        with pytest.raises(ConfigError, match=f"credentials_file: {path} {told}") as refused:
+            make_store(ObjectOptions(url="s3://bucket", credentials_file=str(path)))
+        assert "s3cret" not in str(refused.value)
+
+
+def test_every_kind_of_bucket_has_a_store(monkeypatch) -> None:
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "a2V5")
+    for fields in ({"url": "s3://bucket"}, {"url": "gs://bucket"}, {"url": "az://container", "account": "mine"}):
+        make_store(ObjectOptions(**fields))
+
+
+def test_names_are_those_of_vllms_own_object_tier() -> None:
+    """vLLM 0.33 asks for `kv//<folder>`, and NIXL 1.5.1 sends one slash: seen on a server."""
+    mapper = FileMapper(tier_context(4_096).mapper.namespace)
+    names, top = Names("kv/", mapper), Names("", mapper)
+    key = key_of(7)
+    assert names.name(key) == f"kv/{mapper.chunks_folder}/{NAMINGS['vllm'].name(key)}"
+    assert top.name(key) == f"{mapper.chunks_folder}/{NAMINGS['vllm'].name(key)}"
+
+
+@pytest.mark.parametrize("length", [4, 5, 6, 7, 36, 100])
+def test_every_key_that_fits_has_a_name_that_every_store_takes_and_that_leads_back(length: int) -> None:
+    names = Names("a/b/", tier_context(4_096).mapper)
+    for length_now in (length, names.key_bytes_max):
+        key = key_of(3)[:1] * (length_now - 4) + b"\xff\xff\xff\xff"
+        name = names.name(key)
+        assert "//" not in name
+        assert len(name.encode()) <= 1_024
+        assert names.key(name) == key
+    assert names.key("a/b/other/name.bin") is None
+    assert names.key(names.name(key_of(1))[1:]) is None
+
+
+def _xml(status: str, code: str, message: str = "It says so.") -> str:
+    return (
+        f"Object at location x not found: Error performing GET http://h/b/x?X-Amz-Signature=s3cret in 1ms - Server "
+        f"returned non-2xx status code: {status}: <?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}"
+        f"</Message></Error>\n\nDebug source:\nGeneric s3cret"
+    )
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (FileNotFoundError(_xml("404 Not Found", "NoSuchKey")), Kind.MISSING),
+        (
+            FileNotFoundError("Object at location x not found: - Server returned status code: 404 Not Found: "),
+            Kind.MISSING,
+        ),
+        (FileNotFoundError(_xml("404 Not Found", "NoSuchBucket")), Kind.NO_BUCKET),
+        (GenericError(_xml("404 Not Found", "NoSuchBucket")), Kind.NO_BUCKET),
+        (FileNotFoundError(_xml("404 Not Found", "ContainerNotFound")), Kind.NO_BUCKET),
+        (PermissionDeniedError(_xml("403 Forbidden", "AccessDenied")), Kind.DENIED),
+        (PermissionDeniedError(_xml("403 Forbidden", "RequestTimeTooSkewed")), Kind.DENIED),
+        (PermissionDeniedError(_xml("403 Forbidden", "QuotaExceeded")), Kind.FULL),
+        (GenericError(_xml("400 Bad Request", "ExpiredToken")), Kind.DENIED),
+        (GenericError(_xml("507 Insufficient Storage", "XMinioStorageFull")), Kind.FULL),
+        (GenericError(_xml("503 Service Unavailable", "SlowDown")), Kind.SLOW),
+        (GenericError("status code: 429 Too Many Requests"), Kind.SLOW),
+        (GenericError(_xml("301 Moved Permanently", "PermanentRedirect")), Kind.ELSEWHERE),
+        (GenericError(_xml("500 Internal Server Error", "InternalError")), Kind.AWAY),
+        (GenericError("error sending request for url (http://h/b/x?sig=s3cret)"), Kind.AWAY),
+        (InvalidPathError('Path "a//b" contained empty path segment'), Kind.NAME),
+    ],
+)
+def test_each_error_of_a_store_has_its_kind_and_shows_no_secret(error: Exception, kind: Kind) -> None:
+    trouble = trouble_of(error)
+    assert trouble.kind is kind
+    assert trouble.why
+    assert "s3cret" not in trouble.why
+    assert "\n" not in trouble.why
+
+
+async def test_the_index_knows_what_it_was_told_and_forgets_in_time() -> None:
+    now = [0.0]
+    index, keys = Index(2, 5.0, lambda: now[0]), [key_of(number) for number in range(5)]
+    index.there(keys[0])
+    index.gone(keys[1])
+    assert index.knows(keys[:3]) == [True, False, None]
+    now[0] = 5.0
+    assert index.knows(keys[:3]) == [True, None, None]
+    for key in keys[1:3]:
+        index.there(key)
+    assert index.knows(keys) == [None, True, True, None, None]
+    index.unknown(keys[1])
+    assert index.knows(keys[1:2]) == [None]
+
+
+async def test_a_listing_does_not_bring_back_what_was_deleted_meanwhile() -> None:
+    index, key = Index(10, 0.0, lambda: 0.0), key_of(1)
+    index.there(key)
+    index.deleted(key)
+    index.listed(key)
+    assert index.knows([key]) == [None]
+    index.there(key)
+    index.listed(key)
+    assert index.knows([key]) == [True]
+
+
+def test_an_object_tier_is_remote_unless_it_is_said_otherwise() -> None:
+    tiers = [{"type": "object", "url": "s3://bucket"}, {"type": "object", "url": "s3://other", "locality": "LOCAL"}]
+    config = EngineConfig.from_dict({"cpu_bytes_to_use": "1MiB", "chunk_bytes": 4_096, "secondary_tiers": tiers})
+    assert [tier.locality for tier in settled(config).secondary_tiers] == ["REMOTE", "LOCAL"]
