@@ -9,7 +9,6 @@ import os
 import uuid
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -16,12 +16,17 @@ async def leave(master: str, prefix: str) -> None:
         MooncakeOptions(master=master, prefix=prefix, timeout_s=60), tier_context(CHUNK_BYTES)
     )
     await lender.keep(tier, keys)
-    print("stored", flush=True)
+    say("stored")
     await asyncio.to_thread(sys.stdin.readline)
     call = asyncio.create_task(tier.load(lender.reads(keys)))
     await asyncio.sleep(0)
-    print(f"closed: {await tier.aclose(0)}", flush=True)
+    say(f"closed: {await tier.aclose(0)}")
     await call
+
+
+def say(what: str) -> None:
+    sys.stdout.write(f"{what}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import pytest
 
 from kvtier.backend import ChunkCorrupt, ChunkMissing, NoSpace, TransferFailed
+from kvtier.testing.conformance import key_of
 from kvtier_backends.mooncake.client import Client, Meaning, has_ended, meaning_of
 from tests.mooncake.conftest import CHUNK_BYTES
 
@@ -58,7 +59,8 @@ async def answering(opened, shared_clients, monkeypatch):
 )
 async def test_each_code_has_its_outcome(answering, lender, code, loaded, stored, retired) -> None:
     tier, answers = await answering(code)
-    (read,) = lender.reads([(key := lender.writes([_key()])[0].key)])
+    key = key_of(0)
+    (read,) = lender.reads([key])
     (outcome,) = await tier.load([read])
     assert type(outcome) is loaded
     assert tier._loads.staging.retired == retired
@@ -66,12 +68,6 @@ async def test_each_code_has_its_outcome(answering, lender, code, loaded, stored
     (outcome,) = await tier.store(lender.writes([key]))
     assert type(outcome) is stored
     assert tier._stores.staging.retired == retired
-
-
-def _key():
-    from kvtier.testing.conformance import key_of
-
-    return key_of(0)
 
 
 def test_a_code_that_nobody_knows_is_a_transfer_that_may_go_on() -> None:

@@ -300,14 +300,13 @@ async def test_closing_amid_a_hang_crashes_nothing(own_pool, prefix) -> None:
     """In a process that ends as the runner's does: at once. A C++ destructor would wait for nobody, and crash."""
     pool = own_pool()
     owner = pool.add_owner()
-    with subprocess.Popen(
-        [sys.executable, LEAVER, pool.address, prefix], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as leaver:
-        assert leaver.stdin is not None
-        assert leaver.stdout is not None
-        assert leaver.stdout.readline() == "stored\n"
-        owner.signal(signal.SIGSTOP)
-        leaver.stdin.write("go\n")
-        leaver.stdin.flush()
-        assert leaver.stdout.readline() == "closed: Abandoned(transfers=0)\n"
-        assert await asyncio.to_thread(leaver.wait, PATIENCE_S) == 0
+    leaver = await asyncio.create_subprocess_exec(
+        sys.executable, LEAVER, pool.address, prefix, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert leaver.stdin is not None
+    assert leaver.stdout is not None
+    assert await leaver.stdout.readline() == b"stored\n"
+    owner.signal(signal.SIGSTOP)
+    leaver.stdin.write(b"go\n")
+    assert await leaver.stdout.readline() == b"closed: Abandoned(transfers=0)\n"
+    assert await leaver.wait() == 0
