@@ -23,6 +23,7 @@ from kvtier.testing.conformance import (
     tier_context,
 )
 from kvtier_backends.fs import FsBackend, FsOptions
+from tests.fs.conftest import SECRETS
 
 LAID_OUT = [{"naming": "vllm"}, {"naming": "flat"}, {"layout": "segments"}]
 
@@ -81,6 +82,24 @@ class TestSegments(Suites):
 
     def options(self, root: str) -> FsOptions:
         return FsOptions(root=root)
+
+
+class TestEncryptedSegments(Suites):
+    """As it comes, but for the seal."""
+
+    @pytest.fixture(autouse=True)
+    def secrets(self, monkeypatch):
+        monkeypatch.setenv(SECRETS, "ab" * 32)
+
+    def options(self, root: str) -> FsOptions:
+        return FsOptions(root=root, seal="aes-256-gcm", seal_key_env=SECRETS)
+
+
+class TestEncryptedFiles(TestEncryptedSegments):
+    """One encrypted file a chunk."""
+
+    def options(self, root: str) -> FsOptions:
+        return FsOptions(root=root, layout="files", seal="aes-256-gcm", seal_key_env=SECRETS)
 
 
 @pytest.mark.usefixtures("thorough")
