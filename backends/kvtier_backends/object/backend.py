@@ -1,8 +1,6 @@
 """A tier on a bucket, the asynchronous shell: what is known to be there from memory, and the rest by requests."""
 
 import asyncio
-import base64
-import binascii
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -39,18 +37,26 @@ from kvtier.backend import (
     load_each_once,
     store_each_once,
 )
-from kvtier_backends.object.bucket import STORE_ERRORS, Kind, Names, Trouble, make_store, trouble_of
+from kvtier_backends.object.bucket import (
+    PAGE_KEYS,
+    STORE_ERRORS,
+    Kind,
+    Names,
+    Trouble,
+    attributes_of,
+    footer_of,
+    make_store,
+    trouble_of,
+)
 from kvtier_backends.object.index import Index
 from kvtier_backends.object.options import ObjectOptions
 from kvtier_backends.object.requests import Turns, all_away, released
 
 logger = logging.getLogger("kvtier.object")
 
-SEAL_NAME = "kvtier"  # Of the metadata that has the seal: `x-amz-meta-kvtier` on S3.
 OBJECT_BYTES_MAX = 5 << 30  # In one request, on every store.
 LANES = 4
 INLINE_BYTES_MAX = 4 << 20  # Sealed and checked on the loop: a millisecond. Longer rows keep others waiting.
-PAGE_KEYS = 1_000  # A store lists no more of them at once.
 LIST_TRIES = 3
 LIST_RETRY_S = 1.0
 CLOSE_GRACE_S = 1.0  # For requests that were cancelled: obstore takes a millisecond.
@@ -257,7 +263,7 @@ class ObjectBackend(Backend[ObjectOptions]):
 
     async def _get(self, read: Read) -> "Got":
         result = await obstore.get_async(self._store, self._names.name(read.key))
-        footer = _footer(result.attributes.get(SEAL_NAME))
+        footer = footer_of(result.attributes)
         if isinstance(footer, SealFault):
             return Got(footer)
         if result.meta["size"] != self._row_bytes:
@@ -317,7 +323,7 @@ class ObjectBackend(Backend[ObjectOptions]):
                 self._names.name(write.key),
                 body,
                 use_multipart=False,
-                attributes={SEAL_NAME: base64.b64encode(footer).decode()},
+                attributes=attributes_of(footer),
             )
         finally:
             await released(body)
@@ -393,17 +399,6 @@ class Got(NamedTuple):
     def corrupt(self) -> bool:
         """Whether it is of no use to anybody."""
         return self.fault is not None and self.fault.corrupt
-
-
-def _footer(given: str | None) -> "bytes | SealFault | None":
-    """Read the seal in an object's metadata; None if there is none."""
-    if given is None:
-        return None
-    try:
-        footer = base64.b64decode(given, validate=True)
-    except (ValueError, binascii.Error):
-        return SealFault.FOREIGN
-    return footer if len(footer) == SEAL_BYTES else SealFault.FOREIGN
 
 
 async def _page(listing: AsyncIterator[Sequence[Any]]) -> Sequence[Any]:

@@ -4,9 +4,12 @@ obstore says by a type what kind of error it met, and in its words what the serv
 of a missing object, and an expired credential that of any other failure: so the server's code is read from the words.
 """
 
+import base64
+import binascii
 import configparser
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 from typing import Any, NamedTuple
@@ -14,10 +17,12 @@ from typing import Any, NamedTuple
 from obstore.exceptions import BaseError, InvalidPathError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
 
-from kvtier.backend import FileMapper, OffloadKey
+from kvtier.backend import SEAL_BYTES, FileMapper, OffloadKey, SealFault
 from kvtier.errors import ConfigError
 from kvtier_backends.object.options import ObjectOptions
 
+SEAL_NAME = "kvtier"  # Of the metadata that has the seal: `x-amz-meta-kvtier` on S3.
+PAGE_KEYS = 1_000  # A store lists no more of them at once.
 RETRIES = 2
 BACKOFF_S = 0.05
 CREDENTIALS_TTL_S = 300.0
@@ -124,15 +129,32 @@ class Names:
         return self._mapper.key(name[len(self._prefix) :]) if name.startswith(self._prefix) else None
 
 
+def attributes_of(footer: bytes) -> dict[str, str]:
+    """Return the attributes with which an object is stored."""
+    return {SEAL_NAME: base64.b64encode(footer).decode()}
+
+
+def footer_of(attributes: Mapping[str, Any]) -> bytes | SealFault | None:
+    """Return the seal in an object's attributes; None if there is none."""
+    if (given := attributes.get(SEAL_NAME)) is None:
+        return None
+    try:
+        footer = base64.b64decode(given, validate=True)
+    except (ValueError, binascii.Error):
+        return SealFault.FOREIGN
+    return footer if len(footer) == SEAL_BYTES else SealFault.FOREIGN
+
+
 def make_store(options: ObjectOptions) -> ObjectStore:
     """Return obstore's store for a bucket: not for the loop, it reads files. Raises `ConfigError`.
 
     What the options leave out, obstore takes from the environment.
     """
     target = options.target()
+    plain = (options.endpoint or "").startswith("http:") or os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
     common: dict[str, Any] = {
         "client_options": {
-            "allow_http": (options.endpoint or "").startswith("http://"),
+            "allow_http": plain,
             "connect_timeout": timedelta(seconds=options.connect_timeout_s),
             "timeout": timedelta(seconds=options.timeout_s),
         },
