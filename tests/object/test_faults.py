@@ -280,6 +280,15 @@ async def test_credentials_that_are_refused_are_a_mistake_at_the_start_and_an_ab
     assert tier.counts()["denied"] == 3
 
 
+async def test_credentials_that_nobody_has_are_a_mistake_at_the_start(opened, proxy, monkeypatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://{proxy.address}")  # Where a machine in a cloud has some.
+    proxy.refuse()
+    with pytest.raises(ConfigError, match="no credentials: the environment has none, and the machine gives none"):
+        await opened()
+
+
 def says(status: str, code: str) -> Any:
     """Have a proxy answer with an error in place of each reply."""
     body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>So it is.</Message></Error>"
@@ -352,6 +361,29 @@ async def test_a_connection_reset_while_idle_costs_nothing(opened, proxy, lender
     await lender.keep(tier, keys)
     proxy.reset()
     assert await lender.recall(tier, keys) == [label(key) for key in keys]
+
+
+@pytest.mark.parametrize("operation", ["load", "store", "probe"])
+async def test_a_connection_that_has_died_silently_costs_time_and_nothing_else(
+    opened, proxy, lender, operation
+) -> None:
+    """As behind a gateway that forgets idle connections: nothing is closed, and nothing comes back."""
+    tier, keys = await opened(endpoint=f"http://{proxy.address}", **UNKNOWN, timeout_s=2), keys_of(1)
+    await lender.keep(tier, keys)
+    first, ended = [True], threading.Event()
+
+    def swallow(passed: bytes) -> bytes | None:
+        return passed if not first or ended.wait(PATIENCE_S * first.pop()) else None
+
+    proxy.reply = swallow
+    if operation == "load":
+        assert await lender.recall(tier, keys) == [label(keys[0])]
+    elif operation == "store":
+        await lender.keep(tier, keys, version=1)
+    else:
+        assert await tier.probe(keys) == [True]
+    assert not first
+    ended.set()
 
 
 async def test_a_body_cut_in_the_middle_is_no_chunk(opened, proxy, lender) -> None:

@@ -166,29 +166,25 @@ class ObjectBackend(Backend[ObjectOptions]):
 
     async def _begin(self) -> None:
         """Have the first page listed. Raises `ConfigError` or `BackendUnavailable`."""
-        listing = self._listing(None)
-        try:
-            async with asyncio.timeout(self._options.timeout_s):
-                first = await _page(listing)
-        except TimeoutError as error:
-            why = f"not answered within {self._options.timeout_s:g} s"
-            raise BackendUnavailable(f"{self._name}: {self._options.url}: {why}") from error
-        except STORE_ERRORS as error:
-            first = self._not_listed(error)
-        self._note_listed(first)
+        (first,) = await self._ask_turns.each([None], self._page)
+        if not isinstance(first, Trouble):
+            self._note_listed(first)
+        elif first.mistake:
+            raise ConfigError(f"url: {self._options.url!r} cannot be used: {first.why}")
+        elif first.kind is Kind.LISTED:
+            self._note_unlisted(first)
+            first = []
+        else:
+            raise BackendUnavailable(f"{self._name}: {self._options.url}: {first.why}")
         if self._options.index_chunks and first:
-            self._scan = asyncio.create_task(self._list_on(listing, first))
+            self._scan = asyncio.create_task(self._list_on(first[-1]["path"]))
         else:
             self._index.listing_ended()
 
-    def _not_listed(self, error: Exception) -> Sequence[Any]:
-        """Say what an error of the first list means; it is no obstacle if only a name was met that is nobody's."""
-        trouble = trouble_of(error)
-        if trouble.mistake:
-            raise ConfigError(f"url: {self._options.url!r} cannot be used: {trouble.why}") from error
-        if trouble.kind is not Kind.LISTED:
-            raise BackendUnavailable(f"{self._name}: {self._options.url}: {trouble.why}") from error
-        self._note_unlisted(trouble)
+    async def _page(self, offset: str | None) -> Sequence[Any]:
+        """Return the first page behind a name; empty at the end."""
+        with suppress(StopAsyncIteration):
+            return await anext(self._listing(offset))
         return []
 
     def _listing(self, offset: str | None) -> AsyncIterator[Sequence[Any]]:
@@ -196,23 +192,23 @@ class ObjectBackend(Backend[ObjectOptions]):
         some = obstore.list  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         return some(self._store, self._names.folder, offset=offset, chunk_size=PAGE_KEYS)
 
-    async def _list_on(self, listing: AsyncIterator[Sequence[Any]], last: Sequence[Any]) -> None:
-        """List the other pages, again from where it was cut off."""
-        tries = 0
+    async def _list_on(self, last: str) -> None:
+        """List the other pages; what cuts the list off is waited for, and it goes on from there."""
+        listing, tries = self._listing(last), 0
         while not self._index.full:
             try:
-                page = await _page(listing)
+                page = await anext(listing)
+            except StopAsyncIteration:
+                break
             except STORE_ERRORS as error:
                 trouble, tries = trouble_of(error), tries + 1
                 if trouble.kind is Kind.LISTED or tries == LIST_TRIES:
                     self._note_unlisted(trouble)
                     break
                 await asyncio.sleep(LIST_RETRY_S)
-                listing = self._listing(last[-1]["path"])
+                listing = self._listing(last)
             else:
-                if not page:
-                    break
-                tries, last = 0, page
+                tries, last = 0, page[-1]["path"]
                 self._note_listed(page)
         self._index.listing_ended()
 
@@ -399,13 +395,6 @@ class Got(NamedTuple):
     def corrupt(self) -> bool:
         """Whether it is of no use to anybody."""
         return self.fault is not None and self.fault.corrupt
-
-
-async def _page(listing: AsyncIterator[Sequence[Any]]) -> Sequence[Any]:
-    """Return the next page of a list; empty at its end."""
-    with suppress(StopAsyncIteration):
-        return await anext(listing)
-    return []
 
 
 def _prepared(options: ObjectOptions, context: TierContext) -> tuple[ObjectStore, Seal]:

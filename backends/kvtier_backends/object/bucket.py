@@ -23,8 +23,6 @@ from kvtier_backends.object.options import ObjectOptions
 
 SEAL_NAME = "kvtier"  # Of the metadata that has the seal: `x-amz-meta-kvtier` on S3.
 PAGE_KEYS = 1_000  # A store lists no more of them at once.
-RETRIES = 2
-BACKOFF_S = 0.05
 CREDENTIALS_TTL_S = 300.0
 NAME_BYTES_MAX = 1_024  # S3's; Azure's is the same, in characters.
 FOLDERS_BYTES = len("/hhh/hh_g4294967295/")
@@ -41,6 +39,7 @@ _DENIED = frozenset({
     "InvalidToken", "RequestTimeTooSkewed", "SignatureDoesNotMatch", "TokenRefreshRequired",
 })  # fmt: skip
 _ELSEWHERE = frozenset({"PermanentRedirect", "TemporaryRedirect", "IllegalLocationConstraintException"})
+_FROM_MACHINE = "/latest/api/token "  # What a machine of Amazon's is asked for first, for credentials.
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]+)</Message>")
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -76,6 +75,8 @@ class Trouble(NamedTuple):
 def trouble_of(error: BaseException) -> Trouble:
     """Return what an error of obstore's means; nothing that was sent, such as a signature, is in its words."""
     words = str(error).partition("\n\nDebug source")[0]
+    if _FROM_MACHINE in words:
+        return Trouble(Kind.DENIED, "no credentials: the environment has none, and the machine gives none")
     code, status = _first(_CODE, words), _first(_STATUS, words)
     told = " ".join(part for part in (status, code, _first(_MESSAGE, words)) if part)
     why = told if code else _QUERY.sub("?...", " ".join(words.split()))[:WORDS_MAX]
@@ -145,10 +146,10 @@ def footer_of(attributes: Mapping[str, Any]) -> bytes | SealFault | None:
     return footer if len(footer) == SEAL_BYTES else SealFault.FOREIGN
 
 
-def make_store(options: ObjectOptions) -> ObjectStore:
+def make_store(options: ObjectOptions, retries: int = 0) -> ObjectStore:
     """Return obstore's store for a bucket: not for the loop, it reads files. Raises `ConfigError`.
 
-    What the options leave out, obstore takes from the environment.
+    What the options leave out, obstore takes from the environment. One try of a request has half of `timeout_s`.
     """
     target = options.target()
     plain = (options.endpoint or "").startswith("http:") or os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
@@ -156,13 +157,9 @@ def make_store(options: ObjectOptions) -> ObjectStore:
         "client_options": {
             "allow_http": plain,
             "connect_timeout": timedelta(seconds=options.connect_timeout_s),
-            "timeout": timedelta(seconds=options.timeout_s),
+            "timeout": timedelta(seconds=options.timeout_s / 2),
         },
-        "retry_config": {
-            "max_retries": RETRIES,
-            "retry_timeout": timedelta(seconds=options.timeout_s),
-            "backoff": {"init_backoff": timedelta(seconds=BACKOFF_S), "max_backoff": timedelta(seconds=1), "base": 2},
-        },
+        "retry_config": {"max_retries": retries, "retry_timeout": timedelta(seconds=options.timeout_s)},
     }
     try:
         return _makers[target.scheme](options, target.bucket, common)

@@ -31,6 +31,7 @@ from kvtier_backends.object.bucket import PAGE_KEYS, STORE_ERRORS, Trouble, foot
 from kvtier_backends.object.options import ObjectOptions
 
 REQUESTS = 16
+RETRIES = 3  # obstore's own: people wait for these commands, not rows.
 
 
 class ObjectContents:
@@ -49,7 +50,7 @@ class ObjectContents:
     def __init__(self, options: ObjectOptions) -> None:
         self._options = options
         self._prefix = options.target().prefix
-        self._store = make_store(options)
+        self._store = make_store(options, RETRIES)
         try:
             below = obstore.list_with_delimiter(self._store, self._prefix or None)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         except STORE_ERRORS as error:
