@@ -130,10 +130,10 @@ async def measure(where: dict[str, Any], row_bytes: int, count: int, rounds: int
         bare_taken = seconds["obstore", what]
         rates = [row_bytes * count / one / 1e9 for one in (statistics.median(taken), min(taken))]
         ratios = [one(bare_taken) / one(taken) for one in (statistics.median, min)]
-        spent = statistics.median(cpu[side, what]) / count * 1e3
+        spent, bare_spent = (statistics.median(cpu[one, what]) / count * 1e3 for one in (side, "obstore"))
         print(
             f"{what} {side:20} median {rates[0]:5.2f} GB/s, {ratios[0]:4.2f} of obstore; "
-            f"best {rates[1]:5.2f} GB/s, {ratios[1]:4.2f}; {spent:6.3f} ms of CPU a chunk"
+            f"best {rates[1]:5.2f} GB/s, {ratios[1]:4.2f}; {spent:6.3f} ms of CPU a chunk, {bare_spent / spent:4.2f}"
         )
     await known(tiers["object"], writes, rounds)
     for tier in tiers.values():

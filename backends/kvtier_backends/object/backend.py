@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
@@ -97,6 +97,7 @@ class ObjectBackend(Backend[ObjectOptions]):
         self._name = context.name
         self._options = options
         self._row_bytes = context.row_bytes
+        self._inline = context.row_bytes <= INLINE_BYTES_MAX
         self._names = Names(options.target().prefix, context.mapper)
         self._store = store
         self._seal = seal
@@ -136,13 +137,14 @@ class ObjectBackend(Backend[ObjectOptions]):
         self._index.queue.close()
         if self._scan is not None:
             self._scan.cancel()
-            await asyncio.wait((self._scan,), timeout=deadline_s)
         try:
             left = await self._calls.close(deadline_s)
             if left.transfers:
                 for task in self._under_way:
                     task.cancel()
                 left = await self._calls.close(CLOSE_GRACE_S)
+            if self._scan is not None:
+                await asyncio.wait((self._scan,), timeout=CLOSE_GRACE_S)
         finally:
             self._lanes.shutdown(wait=False, cancel_futures=True)
         return left
@@ -195,22 +197,23 @@ class ObjectBackend(Backend[ObjectOptions]):
     async def _list_on(self, last: str) -> None:
         """List the other pages; what cuts the list off is waited for, and it goes on from there."""
         listing, tries = self._listing(last), 0
-        while not self._index.full:
-            try:
-                page = await anext(listing)
-            except StopAsyncIteration:
-                break
-            except STORE_ERRORS as error:
-                trouble, tries = trouble_of(error), tries + 1
-                if trouble.kind is Kind.LISTED or tries == LIST_TRIES:
-                    self._note_unlisted(trouble)
-                    break
-                await asyncio.sleep(LIST_RETRY_S)
-                listing = self._listing(last)
-            else:
-                tries, last = 0, page[-1]["path"]
-                self._note_listed(page)
-        self._index.listing_ended()
+        try:
+            while not self._index.full:
+                try:
+                    page = await anext(listing)
+                except STORE_ERRORS as error:
+                    trouble, tries = trouble_of(error), tries + 1
+                    if trouble.kind is Kind.LISTED or tries == LIST_TRIES:
+                        return self._note_unlisted(trouble)
+                    await asyncio.sleep(LIST_RETRY_S)
+                    listing = self._listing(last)
+                else:
+                    tries, last = 0, page[-1]["path"]
+                    self._note_listed(page)
+        except StopAsyncIteration:
+            pass
+        finally:
+            self._index.listing_ended()
 
     def _note_unlisted(self, trouble: Trouble) -> None:
         self._counts["listing_failed"] += 1
@@ -270,7 +273,9 @@ class ObjectBackend(Backend[ObjectOptions]):
         if footer is None:
             read.into[:] = body
             return Got(None, bare=True)
-        return Got(await self._worked(partial(self._opened, read, body, footer)))
+        if self._inline:
+            return Got(self._opened(read, body, footer))
+        return Got(await in_thread(self._lanes, self._opened, read, body, footer))
 
     def _opened(self, read: Read, body: memoryview, footer: bytes) -> SealFault | None:
         memory = self._beside()
@@ -312,7 +317,10 @@ class ObjectBackend(Backend[ObjectOptions]):
 
     async def _put(self, write: Write) -> None:
         memory = self._beside()
-        body, footer = await self._worked(partial(self._closed, write, memoryview(memory)))
+        if self._inline:
+            body, footer = self._closed(write, memoryview(memory))
+        else:
+            body, footer = await in_thread(self._lanes, self._closed, write, memoryview(memory))
         try:
             await obstore.put_async(
                 self._store,
@@ -363,10 +371,6 @@ class ObjectBackend(Backend[ObjectOptions]):
                 self._under_way.discard(task)
 
         return await in_task(run())
-
-    async def _worked(self, work: Callable[[], T]) -> T:
-        """Do what keeps a processor busy: here, or in a thread if it takes long."""
-        return work() if self._row_bytes <= INLINE_BYTES_MAX else await in_thread(self._lanes, work)
 
     def _beside(self) -> bytearray:
         """Return memory for a seal; there is as much of it as requests were under way at once."""

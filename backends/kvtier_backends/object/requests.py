@@ -10,7 +10,6 @@ ends before the answer, so they are off, and these are here.
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import TypeVar
 
 from kvtier.backend import in_task
@@ -50,7 +49,7 @@ class Turns:
         async def serve() -> None:
             for index in left:
                 async with self._free:
-                    answers[index] = await answer(partial(ask, chunks[index]))
+                    answers[index] = await _answer(ask, chunks[index])
 
         with suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s), asyncio.TaskGroup() as group:
@@ -59,11 +58,11 @@ class Turns:
         return answers
 
 
-async def answer(ask: Callable[[], Awaitable[A]]) -> A | Trouble:
+async def _answer(ask: Callable[[C], Awaitable[A]], chunk: C) -> A | Trouble:
     """Ask up to three times, and return the answer or what kept us from one."""
     for wait_s in (*WAITS_S, None):
         try:
-            return await ask()
+            return await ask(chunk)
         except STORE_ERRORS as error:
             trouble = trouble_of(error)
         if wait_s is None or trouble.kind not in AGAIN:
