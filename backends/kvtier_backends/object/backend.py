@@ -169,17 +169,18 @@ class ObjectBackend(Backend[ObjectOptions]):
     async def _begin(self) -> None:
         """Have the first page listed. Raises `ConfigError` or `BackendUnavailable`."""
         (first,) = await self._ask_turns.each([None], self._page)
+        page: Sequence[Any] = []
         if not isinstance(first, Trouble):
-            self._note_listed(first)
+            page = first
         elif first.mistake:
             raise ConfigError(f"url: {self._options.url!r} cannot be used: {first.why}")
-        elif first.kind is Kind.LISTED:
-            self._note_unlisted(first)
-            first = []
-        else:
+        elif first.kind is not Kind.LISTED:
             raise BackendUnavailable(f"{self._name}: {self._options.url}: {first.why}")
-        if self._options.index_chunks and first:
-            self._scan = asyncio.create_task(self._list_on(first[-1]["path"]))
+        else:  # Somebody else's name: no obstacle.
+            self._note_unlisted(first)
+        self._note_listed(page)
+        if self._options.index_chunks and page:
+            self._scan = asyncio.create_task(self._list_on(page[-1]["path"]))
         else:
             self._index.listing_ended()
 

@@ -60,15 +60,16 @@ class Turns:
 
 async def _answer(ask: Callable[[C], Awaitable[A]], chunk: C) -> A | Trouble:
     """Ask up to three times, and return the answer or what kept us from one."""
-    for wait_s in (*WAITS_S, None):
+    waits = iter(WAITS_S)
+    while True:
         try:
             return await ask(chunk)
         except STORE_ERRORS as error:
             trouble = trouble_of(error)
+        wait_s = next(waits, None)
         if wait_s is None or trouble.kind not in AGAIN:
-            break
+            return trouble
         await asyncio.sleep(wait_s)
-    return trouble
 
 
 def all_away(answers: Sequence[object]) -> str:
