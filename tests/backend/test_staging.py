@@ -3,8 +3,10 @@
 import asyncio
 import ctypes
 import mmap
+import resource
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
@@ -137,3 +139,45 @@ async def test_a_waiter_that_is_cancelled_takes_nothing() -> None:
 async def test_more_slots_than_there_are_is_a_mistake() -> None:
     with pytest.raises(ValueError, match="3 slots wanted, 1 to 2 are there"):
         await addresses(Staging("0:tested", 4_096, 2, retired_max=0), 3)
+
+
+async def test_only_the_slots_whose_transfers_failed_are_retired() -> None:
+    staging = Staging("0:tested", 4_096, 4, retired_max=4)
+    async with staging.lend(4) as slots:
+        places = [address(view) for view in slots.views]
+        slots.retire([1, 2])
+    assert staging.retired == 2
+    again = await addresses(staging, 4)
+    assert {places[0], places[3]} < again
+    assert not {places[1], places[2]} & again
+
+
+async def test_a_retired_slots_memory_is_given_back_and_its_place_is_not() -> None:
+    staging = Staging("0:tested", 4_096, 1, retired_max=1)
+    async with staging.lend(1) as slots:
+        late = slots.views[0]
+        late[:] = b"\xff" * 4_096
+        slots.retire()
+        slots.empty()
+    assert late == bytes(4_096)
+    late[:] = b"\xff" * 4_096  # Bytes that come later hit nothing.
+    async with staging.lend(1) as slots:
+        assert slots.views[0] == bytes(4_096)
+
+
+async def test_who_waits_is_told_when_there_is_no_memory_for_a_slot_and_served_when_there_is() -> None:
+    size_bytes = 1 << 30  # More than is left, where every small thing still has room.
+    staging = Staging("0:tested", size_bytes, 1, retired_max=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    async with staging.lend(1) as slots:
+        waiting = asyncio.create_task(addresses(staging, 1))
+        await turns()
+        slots.retire()
+        used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+        resource.setrlimit(resource.RLIMIT_AS, (used_bytes + size_bytes // 2, hard))
+    try:
+        with pytest.raises(BackendUnavailable, match="0:tested: no memory for a slot of staging of 1,073,741,"):
+            await asyncio.wait_for(waiting, 30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    assert len(await addresses(staging, 1)) == 1

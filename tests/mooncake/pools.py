@@ -22,7 +22,8 @@ _libc = ctypes.CDLL(None)
 def folder() -> Path:
     """Return where the programs are: the console scripts only wrap them, and would outlive their own end."""
     found = importlib.util.find_spec("mooncake")
-    assert found is not None and found.submodule_search_locations is not None
+    assert found is not None
+    assert found.submodule_search_locations is not None
     return Path(found.submodule_search_locations[0])
 
 
@@ -120,11 +121,9 @@ class Pool:
 
     def segments(self) -> list[str]:
         """Return what the master knows of owners."""
-        with suppress(OSError):
-            with urllib.request.urlopen(
-                f"http://127.0.0.1:{self._metrics_port}/get_all_segments", timeout=PATIENCE_S
-            ) as answer:
-                return [line for line in answer.read().decode().splitlines() if line.strip()]
+        about = f"http://127.0.0.1:{self._metrics_port}/get_all_segments"
+        with suppress(OSError), urllib.request.urlopen(about, timeout=PATIENCE_S) as answer:
+            return [line for line in answer.read().decode().splitlines() if line.strip()]
         return []
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ class Threads:
         ended = False
         try:
             await asyncio.wait({waiting}, timeout=max(0.0, ends_at - time.monotonic()))
-            ended = job.done() and not job.cancelled()  # It is, if everybody gave up before its turn came.
+            ended = waiting.done() and not waiting.cancelled()
         finally:
             self._waiting.discard(waiting)
             if ended:
@@ -56,7 +56,10 @@ class Threads:
                     job.add_done_callback(partial(_hand_over, unwanted))
         if not ended:
             raise Late
-        return job.result()
+        try:
+            return waiting.result()
+        finally:
+            del job, waiting  # An error's traceback keeps this frame, which must not keep the error.
 
     def give_up(self) -> None:
         """Have nobody wait any more: each gets `Late`."""

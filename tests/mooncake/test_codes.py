@@ -1,0 +1,76 @@
+"""The table of Mooncake's codes: each has its outcome, and says whether bytes may still come."""
+
+import pytest
+
+from kvtier.backend import ChunkCorrupt, ChunkMissing, NoSpace, TransferFailed
+from kvtier.testing.conformance import key_of
+from kvtier_backends.mooncake.client import Client, Meaning, has_ended, meaning_of
+from tests.mooncake.conftest import CHUNK_BYTES
+
+
+class Answers(Client):
+    """A client that asks nobody, and has one answer."""
+
+    def __init__(self, code: int) -> None:
+        self._code = code
+        self.removed: list[str] = []
+
+    def get(self, names, addresses, size_bytes):
+        return [self._code] * len(names)
+
+    def put(self, names, addresses, size_bytes):
+        return [self._code] * len(names)
+
+    def remove(self, names):
+        self.removed += names
+        return [0] * len(names)
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+
+@pytest.fixture
+async def answering(opened, shared_clients, monkeypatch):
+    async def answering(code: int):
+        answers = Answers(code)
+        tier = await opened()
+        tier._client = answers
+        return tier, answers
+
+    return answering
+
+
+@pytest.mark.parametrize(
+    ("code", "loaded", "stored", "retired"),
+    [
+        (-200, TransferFailed, NoSpace, 0),
+        (-600, ChunkCorrupt, TransferFailed, 0),
+        (-703, ChunkMissing, TransferFailed, 0),
+        (-704, ChunkMissing, TransferFailed, 0),
+        (-705, TransferFailed, TransferFailed, 0),
+        (-706, TransferFailed, TransferFailed, 0),
+        (-707, ChunkMissing, TransferFailed, 1),
+        (-708, TransferFailed, TransferFailed, 0),
+        (-714, TransferFailed, TransferFailed, 0),
+        (-800, TransferFailed, TransferFailed, 1),
+        (-801, TransferFailed, TransferFailed, 1),
+        (-12345, TransferFailed, TransferFailed, 1),
+    ],
+)
+async def test_each_code_has_its_outcome(answering, lender, code, loaded, stored, retired) -> None:
+    tier, answers = await answering(code)
+    key = key_of(0)
+    (read,) = lender.reads([key])
+    (outcome,) = await tier.load([read])
+    assert type(outcome) is loaded
+    assert tier._loads.staging.retired == retired
+    assert len(answers.removed) == (loaded is ChunkCorrupt)
+    (outcome,) = await tier.store(lender.writes([key]))
+    assert type(outcome) is stored
+    assert tier._stores.staging.retired == retired
+
+
+def test_a_code_that_nobody_knows_is_a_transfer_that_may_go_on() -> None:
+    assert meaning_of(-1) is Meaning.FAILED
+    assert not has_ended(-1)
+    assert has_ended(CHUNK_BYTES)

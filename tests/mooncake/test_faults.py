@@ -1,0 +1,312 @@
+"""Whatever becomes of a pool: no wrong byte, no row that stays lent or is written later, and hits when it is back."""
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.backend import SEAL_BYTES, Abandoned, BackendUnavailable, NoSpace, TransferFailed
+from kvtier.testing.conformance import Lender, key_of, keys_of, label
+from tests.mooncake.conftest import CHUNK_BYTES, read, write
+from tests.mooncake.pools import PATIENCE_S, until
+
+VALUE_BYTES = CHUNK_BYTES + SEAL_BYTES
+LEAVER = Path(__file__).with_name("leaver.py")
+LARGE_BYTES = 1 << 20  # What takes more than one read of a socket.
+
+
+def name_of(tier: Any, key: Any) -> str:
+    (name,) = tier._names([key])
+    return name
+
+
+async def recovers(tier: Any, lender: Lender, keys: list[Any]) -> None:
+    """Wait until every key can be stored and loaded again."""
+    ends_at = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            outcomes = await tier.store(lender.writes(keys))
+            if not any(outcomes):
+                break
+        except BackendUnavailable as error:
+            outcomes = [error]
+        assert time.monotonic() < ends_at, outcomes
+        await asyncio.sleep(0.05)
+    assert await lender.recall(tier, keys) == [label(key) for key in keys]
+
+
+async def told(tier: Any, lender: Lender, keys: list[Any]) -> list[str]:
+    try:
+        return await lender.recall(tier, keys)
+    except BackendUnavailable:
+        return ["BackendUnavailable"]
+
+
+# What somebody has put under a chunk's name.
+
+
+@pytest.mark.parametrize("at", [0, CHUNK_BYTES, VALUE_BYTES - 1])
+async def test_a_flipped_byte_is_corrupt_and_is_removed(opened, client, lender, at) -> None:
+    tier, keys = await opened(), keys_of(3)
+    await lender.keep(tier, keys)
+    value = bytearray(read(client, name_of(tier, keys[1]), VALUE_BYTES))
+    value[at] ^= 1
+    write(client, name_of(tier, keys[1]), bytes(value))
+    assert await lender.recall(tier, keys) == [label(keys[0]), "ChunkCorrupt", label(keys[2])]
+    assert await tier.probe(keys) == [True, False, True]
+    assert sum(total for name, total in tier.counts().items() if name.startswith("corrupt_")) == 1
+
+
+@pytest.mark.parametrize("length", [1, CHUNK_BYTES, VALUE_BYTES - 1, VALUE_BYTES + 1, 1 << 20])
+async def test_a_value_of_another_length_is_corrupt_and_costs_its_siblings_nothing(
+    opened, foreign, lender, length
+) -> None:
+    tier, keys = await opened(), keys_of(40)
+    await lender.keep(tier, keys)
+    for key in keys[1:3]:
+        await foreign(tier, key, bytes(length))
+    whole = [label(key) for key in keys]
+    assert await lender.recall(tier, keys) == [whole[0], "ChunkCorrupt", "ChunkCorrupt", *whole[3:]]
+    assert tier.counts()["corrupt_length"] == 2
+    await lender.keep(tier, keys, version=1)
+    assert await lender.recall(tier, keys) == [label(key, 1) for key in keys]
+
+
+async def test_somebody_elses_value_is_corrupt_and_is_replaced(opened, foreign, lender) -> None:
+    tier, key = await opened(), key_of(0)
+    await foreign(tier, key, b"x" * VALUE_BYTES)
+    assert await lender.recall(tier, [key]) == ["ChunkCorrupt"]
+    assert tier.counts() == {"corrupt_foreign": 1}
+    await foreign(tier, key, b"x" * VALUE_BYTES)
+    await lender.keep(tier, [key])
+    assert await lender.recall(tier, [key]) == [label(key)]
+
+
+async def test_another_keys_value_is_not_taken_for_this_ones(opened, client, foreign, lender) -> None:
+    tier, keys = await opened(), keys_of(2)
+    await lender.keep(tier, keys)
+    await foreign(tier, keys[1], read(client, name_of(tier, keys[0]), VALUE_BYTES))
+    assert await lender.recall(tier, keys) == [label(keys[0]), "ChunkCorrupt"]
+    assert tier.counts() == {"corrupt_swapped": 1}
+
+
+async def test_a_tier_without_the_key_misses_and_removes_nothing(opened, lender, monkeypatch) -> None:
+    monkeypatch.setenv("KVTIER_TEST_ONE", "ab" * 32)
+    monkeypatch.setenv("KVTIER_TEST_OTHER", "cd" * 32)
+    one = await opened(seal="aes-256-gcm", seal_key_env="KVTIER_TEST_ONE")
+    other = await opened(seal="aes-256-gcm", seal_key_env="KVTIER_TEST_OTHER")
+    await lender.keep(one, keys_of(3))
+    assert await lender.recall(other, keys_of(3)) == ["ChunkMissing"] * 3
+    assert other.counts() == {"sealed_key": 3}
+    assert await lender.recall(one, keys_of(3)) == [label(key) for key in keys_of(3)]
+
+
+async def test_a_key_twice_in_a_batch_fills_both_places(opened, lender) -> None:
+    """Asked for it twice, Mooncake says success for both, and fills the last."""
+    tier, keys = await opened(), [key_of(0), key_of(1), key_of(0)]
+    await lender.keep(tier, keys)
+    for _ in range(5):
+        assert await lender.recall(tier, keys) == [label(key) for key in keys]
+
+
+async def test_a_mixture_beside_stores_is_never_taken_for_a_chunk(opened, lender) -> None:
+    """And what was stored is there in the end: a mixture is no reason to remove what is just being stored."""
+    lender = Lender(LARGE_BYTES)
+    tier, keys = await opened(chunk_bytes=LARGE_BYTES), keys_of(8)
+    versions = [lender.writes(keys, version) for version in range(2)]
+    assert list(await tier.store(versions[0])) == [None] * 8
+    right = [{label(key), label(key, 1), "ChunkMissing"} for key in keys]
+    stored = 0
+    for turn in range(40):
+        storing = asyncio.create_task(tier.store(versions[turn % 2]))
+        while not storing.done():
+            found = await lender.recall(tier, keys)
+            assert all(one in any_of for one, any_of in zip(found, right, strict=True)), found
+        outcomes = storing.result()
+        assert all(outcome is None or isinstance(outcome, TransferFailed) for outcome in outcomes), outcomes
+        stored += outcomes.count(None)
+    assert stored > 0
+    assert not any(name.startswith("corrupt_") for name in tier.counts()), tier.counts()
+    await lender.keep(tier, keys, version=2)
+    assert await lender.recall(tier, keys) == [label(key, 2) for key in keys]
+    lender.take_back()
+
+
+async def test_a_pool_that_is_full_says_no_room_and_what_it_took_is_whole(own_pool, opened_alone) -> None:
+    pool, lender, keys = own_pool(), Lender(LARGE_BYTES), keys_of(96)
+    pool.add_owner(64 << 20)
+    tier = await opened_alone(pool, chunk_bytes=LARGE_BYTES)
+    outcomes = list(await tier.store(lender.writes(keys)))
+    assert all(outcome is None or isinstance(outcome, NoSpace) for outcome in outcomes), outcomes
+    assert tier.counts()["no_room"] == sum(outcome is not None for outcome in outcomes) > 0
+    found = await lender.recall(tier, keys)
+    whole = [label(key) for key in keys]
+    assert all(one in (name, "ChunkMissing") for one, name in zip(found, whole, strict=True))
+    assert sum(map(str.__eq__, found, whole)) > 0
+    await recovers(tier, lender, keys[:4])
+    lender.take_back()
+
+
+# Owners and masters that go.
+
+
+async def test_a_killed_owner_costs_its_chunks_and_another_one_is_used(own_pool, opened_alone, lender) -> None:
+    pool, keys = own_pool(client_ttl_s=2), keys_of(64)
+    owner = pool.add_owner()
+    tier = await opened_alone(pool)
+    await lender.keep(tier, keys)
+    owner.kill()
+    assert await lender.recall(tier, keys) == ["TransferFailed"] * 64
+    assert tier.counts()["transfers_failed"] <= 32, "one part each lane was tried, and no other"
+    pool.add_owner()
+    await recovers(tier, lender, keys)
+
+
+async def test_one_dead_owner_of_two_costs_its_share(own_pool, opened_alone, lender) -> None:
+    pool, keys = own_pool(client_ttl_s=2), keys_of(64)
+    owner, _ = pool.add_owner(), pool.add_owner()
+    tier = await opened_alone(pool)
+    await lender.keep(tier, keys)
+    owner.kill()
+    until(lambda: len(pool.segments()) == 1)
+    found = await lender.recall(tier, keys)
+    assert all(one in (label(key), "ChunkMissing", "TransferFailed") for one, key in zip(found, keys, strict=True))
+    assert 0 < sum(one == label(key) for one, key in zip(found, keys, strict=True)) < 64
+    await recovers(tier, lender, keys)
+
+
+async def test_an_owner_that_hangs_fails_loads_in_time_and_no_row_is_written_later(
+    own_pool, opened_alone, lender
+) -> None:
+    pool, keys = own_pool(), keys_of(64)
+    owner = pool.add_owner()
+    tier = await opened_alone(pool)
+    await lender.keep(tier, keys)
+    reads = lender.reads(keys)
+    owner.signal(signal.SIGSTOP)
+    outcomes = await tier.load(reads)
+    assert {type(outcome) for outcome in outcomes} == {TransferFailed}
+    rows = [row for _, row in reads]
+    for row in rows:
+        row[:] = lender.chunk(key_of(99))
+    retired = tier._loads.staging.retired
+    assert retired > 0
+    owner.signal(signal.SIGCONT)
+    await recovers(tier, lender, keys)
+    assert await tier._threads.ended(time.monotonic() + PATIENCE_S)
+    assert [lender.identify(row) for row in rows] == [label(key_of(99))] * 64
+    assert tier._loads.staging.retired == retired, "what goes well retires nothing"
+    assert lender.guards_are_intact()
+
+
+async def test_a_store_into_an_owner_that_hangs_holds_no_row(own_pool, opened_alone, lender) -> None:
+    pool, keys = own_pool(), keys_of(64)
+    owner = pool.add_owner()
+    tier = await opened_alone(pool)
+    writes = lender.writes(keys)
+    owner.signal(signal.SIGSTOP)
+    outcomes = await tier.store(writes)
+    assert {type(outcome) for outcome in outcomes} == {TransferFailed}
+    for write_ in writes:
+        write_.row[:] = lender.chunk(key_of(99))
+    owner.signal(signal.SIGCONT)
+    assert await tier._threads.ended(time.monotonic() + PATIENCE_S)
+    found = await lender.recall(tier, keys)
+    assert all(one in (label(key), "ChunkMissing", "ChunkCorrupt") for one, key in zip(found, keys, strict=True))
+    await recovers(tier, lender, keys)
+
+
+async def test_a_cancelled_call_to_a_hung_owner_ends_with_its_time_out(own_pool, opened_alone, lender) -> None:
+    pool, keys = own_pool(), keys_of(64)
+    owner = pool.add_owner()
+    tier = await opened_alone(pool)
+    await lender.keep(tier, keys)
+    owner.signal(signal.SIGSTOP)
+    call = asyncio.create_task(tier.load(lender.reads(keys)))
+    await asyncio.sleep(0)
+    call.cancel()
+    await asyncio.wait({call}, timeout=PATIENCE_S)
+    assert call.cancelled()
+    owner.signal(signal.SIGCONT)
+    await recovers(tier, lender, keys)
+
+
+async def test_a_dead_master_is_an_unavailable_tier_until_it_is_back_and_filled(own_pool, opened_alone, lender) -> None:
+    pool, keys = own_pool(), keys_of(20)
+    pool.add_owner()
+    tier = await opened_alone(pool)
+    await lender.keep(tier, keys)
+    pool.master.kill()
+    for call in (tier.delete(keys), tier.probe(keys)):
+        with pytest.raises(BackendUnavailable):
+            await call
+    assert set(await told(tier, lender, keys)) <= {"BackendUnavailable", "TransferFailed"}
+    pool.start_master()
+    await recovers(tier, lender, keys)
+
+
+async def test_a_master_that_hangs_is_unavailable_in_time_and_used_again(own_pool, opened_alone, lender) -> None:
+    pool, keys = own_pool(), keys_of(20)
+    pool.add_owner()
+    tier = await opened_alone(pool)
+    await lender.keep(tier, keys)
+    pool.master.signal(signal.SIGSTOP)
+    with pytest.raises(BackendUnavailable):
+        await tier.probe(keys)
+    assert set(await told(tier, lender, keys)) <= {"BackendUnavailable", "TransferFailed"}
+    pool.master.signal(signal.SIGCONT)
+    await recovers(tier, lender, keys)
+
+
+async def test_a_master_that_nobody_is_at_opens_no_tier(own_pool, opened_alone) -> None:
+    pool = own_pool()
+    pool.master.kill()
+    with pytest.raises(BackendUnavailable, match=f"0:tested: the master {pool.address} does not answer"):
+        await opened_alone(pool)
+
+
+async def test_replicas_outlive_one_owner(own_pool, opened_alone, lender) -> None:
+    pool, keys = own_pool(client_ttl_s=2), keys_of(20)
+    owner, _ = pool.add_owner(), pool.add_owner()
+    tier = await opened_alone(pool, replicas=2)
+    await lender.keep(tier, keys)
+    owner.kill()
+    until(lambda: len(pool.segments()) == 1)
+    assert await lender.recall(tier, keys) == [label(key) for key in keys]
+
+
+# The end.
+
+
+async def test_closing_while_a_call_hangs_leaves_no_row_and_the_client_open(own_pool, opened_alone, lender) -> None:
+    pool, keys = own_pool(), keys_of(16)
+    owner = pool.add_owner()
+    tier = await opened_alone(pool, timeout_s=PATIENCE_S)
+    await lender.keep(tier, keys)
+    owner.signal(signal.SIGSTOP)
+    call = asyncio.create_task(tier.load(lender.reads(keys)))
+    await asyncio.sleep(0)
+    assert await tier.aclose(0) == Abandoned(0)
+    assert {type(outcome) for outcome in await call} == {TransferFailed}
+    assert lender.take_back()
+
+
+async def test_closing_amid_a_hang_crashes_nothing(own_pool, prefix) -> None:
+    """In a process that ends as the runner's does: at once. A C++ destructor would wait for nobody, and crash."""
+    pool = own_pool()
+    owner = pool.add_owner()
+    leaver = await asyncio.create_subprocess_exec(
+        sys.executable, LEAVER, pool.address, prefix, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert leaver.stdin is not None
+    assert leaver.stdout is not None
+    assert await leaver.stdout.readline() == b"stored\n"
+    owner.signal(signal.SIGSTOP)
+    leaver.stdin.write(b"go\n")
+    assert await leaver.stdout.readline() == b"closed: Abandoned(transfers=0)\n"
+    assert await leaver.wait() == 0
