@@ -21,6 +21,7 @@ WITHOUT_MOTO = find_spec("moto") is None
 collect_ignore_glob = ["test_[!o]*.py", "user.py"] if WITHOUT_MOTO else []
 
 CHUNK_BYTES = 16_384
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "kvtier-test", "AWS_SECRET_ACCESS_KEY": "kvtier-test-secret"}
 
 
 def pytest_report_header() -> list[str]:
@@ -35,23 +36,19 @@ def server(outside: None, tmp_path_factory: pytest.TempPathFactory) -> "Iterator
     if (given := S3Server.outside()) is not None:
         yield given
         return
-    server = MotoServer(tmp_path_factory.mktemp("moto")).start()
+    server = MotoServer(tmp_path_factory.mktemp("moto"), CREDENTIALS).start()
     yield server
     server.kill()
 
 
 @pytest.fixture(autouse=True)
-def environment(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have nothing but the tests' own credentials in the environment."""
-    if WITHOUT_MOTO:
-        return
-    from tests.object.servers import ACCESS_KEY, SECRET_KEY
-
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have nothing but the tests' own credentials in the environment, unless it names the server, too."""
     if "KVTIER_S3_ENDPOINT" not in os.environ:
         for name in [name for name in os.environ if name.startswith("AWS_")]:
             monkeypatch.delenv(name)
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+        for name, value in CREDENTIALS.items():
+            monkeypatch.setenv(name, value)
 
 
 @pytest.fixture
@@ -62,7 +59,7 @@ def own_server(outside: None, tmp_path: Path) -> "Iterator[Callable[..., MotoSer
     servers: list[MotoServer] = []
 
     def own_server(**fields: Any) -> MotoServer:
-        servers.append(MotoServer(tmp_path, **fields))
+        servers.append(MotoServer(tmp_path, CREDENTIALS, **fields))
         return servers[-1].start()
 
     yield own_server

@@ -3,45 +3,38 @@
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import boto3
 import botocore.config
 from botocore.exceptions import BotoCoreError, ClientError
 
-from tests.redis.servers import PATIENCE_S, until
+from tests.redis.servers import PATIENCE_S, free_port, until
 
 PR_SET_PDEATHSIG = 1
-ACCESS_KEY, SECRET_KEY = "kvtier-test", "kvtier-test-secret"
 
 
 def _end_with_parent() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
-
-
 class S3Server:
     """A server, and a client with all rights there. `KVTIER_S3_ENDPOINT` names one that runs already."""
 
-    def __init__(self, endpoint: str, access_key: str = ACCESS_KEY, secret_key: str = SECRET_KEY) -> None:
+    def __init__(self, endpoint: str, credentials: Mapping[str, str]) -> None:
         self.endpoint = endpoint
         self.port = int(endpoint.rpartition(":")[2])
-        self.access_key, self.secret_key = access_key, secret_key
+        self.access_key, self.secret_key = (
+            credentials[f"AWS_{name}"] for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")
+        )
         self.client = boto3.client(
             "s3",
             endpoint_url=endpoint,
-            aws_access_key_id=access_key,
-            aws_secret_access_key=secret_key,
+            aws_access_key_id=self.access_key,
+            aws_secret_access_key=self.secret_key,
             region_name="us-east-1",
             config=botocore.config.Config(
                 s3={"addressing_style": "path"},
@@ -58,7 +51,7 @@ class S3Server:
         """Return the one that the environment names: endpoint, and its keys under AWS's own names."""
         if (endpoint := os.environ.get("KVTIER_S3_ENDPOINT")) is None:
             return None
-        return cls(endpoint, os.environ["AWS_ACCESS_KEY_ID"], os.environ["AWS_SECRET_ACCESS_KEY"])
+        return cls(endpoint, os.environ)
 
     def names(self, bucket: str, prefix: str = "") -> list[str]:
         pages = self.client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix)
@@ -84,10 +77,9 @@ class S3Server:
 class MotoServer(S3Server):
     """moto's server, in a process that ends with this one. It keeps nothing when it ends."""
 
-    def __init__(self, folder: Path, port: int | None = None, **environment: str) -> None:
-        super().__init__(f"http://127.0.0.1:{port or free_port()}")
+    def __init__(self, folder: Path, credentials: Mapping[str, str], port: int | None = None) -> None:
+        super().__init__(f"http://127.0.0.1:{port or free_port()}", credentials)
         self._log = folder / f"moto-{self.port}.log"
-        self._environment = environment
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> "MotoServer":
@@ -97,7 +89,6 @@ class MotoServer(S3Server):
                 program,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, **self._environment},
                 preexec_fn=_end_with_parent,
             )
         until(self._answers)
@@ -123,8 +114,3 @@ class MotoServer(S3Server):
             self._process.kill()
             self._process.wait()
             self._process = None
-
-
-def options_of(server: S3Server, bucket: str, prefix: str = "", **fields: Any) -> dict[str, Any]:
-    """Return an object tier's options."""
-    return {"url": f"s3://{bucket}/{prefix}", "endpoint": server.endpoint, **fields}

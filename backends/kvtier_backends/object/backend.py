@@ -186,7 +186,9 @@ class ObjectBackend(Backend[ObjectOptions]):
         return []
 
     def _listing(self, offset: str | None) -> AsyncIterator[Sequence[Any]]:
-        return obstore.list(self._store, self._names.folder, offset=offset, chunk_size=PAGE_KEYS)
+        # One of its overloads is for arro3, which is not asked for.
+        some = obstore.list  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+        return some(self._store, self._names.folder, offset=offset, chunk_size=PAGE_KEYS)
 
     async def _list_on(self, listing: AsyncIterator[Sequence[Any]], last: Sequence[Any]) -> None:
         """List the other pages, again from where it was cut off."""
