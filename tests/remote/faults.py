@@ -1,0 +1,74 @@
+"""The suite of faults: whatever becomes of a remote or of the way to it, no wrong byte, and no row that stays lent."""
+
+import asyncio
+import uuid
+
+import pytest
+
+from kvtier.engine.manager import TieringOffloadingManager
+from tests.remote.kit import (
+    REST_S,
+    at_rest,
+    became,
+    configured,
+    describe,
+    found,
+    found_one_by_one,
+    keep,
+    put,
+)
+from tests.remote.outcomes import IN_THE_STORE, ON_THE_WAY, OUTCOMES, Became, Fault
+from tests.remote.remotes import Remote
+
+ROWS = 16
+PATIENT = {"breaker_failures": 1_000, "breaker_cooldown_s": "1ms", "answer_ttl_s": "1h"}
+"""A closed breaker, and answers that stay: what was stored is loaded without being asked for."""
+
+
+class Faults:
+    """Every fault on one remote, which a subclass has as the fixture `remote`."""
+
+    @pytest.mark.parametrize("fault", list(Fault))
+    async def test_a_fault_costs_hits_and_nothing_else(self, remote: Remote, fault: Fault) -> None:
+        """Its outcome is the table's; every row is used again while it lasts; and hits come back with its end."""
+        told = OUTCOMES[remote.name][fault]
+        if isinstance(why := remote.lacks.get(fault, told), str):
+            pytest.skip(f"{remote.name}: {why}")
+        tier = remote.tier(by_proxy=fault in ON_THE_WAY) | {"limits": PATIENT}
+        base = uuid.uuid4().int >> 72
+        ours, others, more, unknown = (range(base + first, base + first + ROWS) for first in range(0, 4 * 100, 100))
+        async with TieringOffloadingManager.open(configured(describe(ROWS, tier))) as engine:
+            await keep(engine, ours, others)
+            with remote.suffers(fault, ours[1::2]):
+                loads = await became(engine, found_one_by_one(engine, ours[1::2]))
+                stores = await became(engine, put(engine, more))
+                assert await found(engine, unknown) == 0
+                assert await at_rest(engine)
+                if fault in IN_THE_STORE:
+                    assert await found_one_by_one(engine, ours[::2]) == list(ours[::2])
+                assert await put(engine, more) == ROWS  # Into every row: none is kept from others.
+                assert await at_rest(engine)
+            assert await found(engine, more) == ROWS
+            await come_back(engine, ours, others)
+            for numbers in (ours, others, more):  # Whoever wrote late would have written into one of these.
+                await found_one_by_one(engine, numbers)
+        assert_told(told, loads, stores)
+
+
+def assert_told(told: Became, loads: set[str], stores: set[str]) -> None:
+    assert loads, "nothing was loaded, and nothing failed"
+    assert stores, "nothing was stored, and nothing failed"
+    assert loads <= told.loads, f"loads: {sorted(loads)}, the table has {sorted(told.loads)}"
+    assert stores <= told.stores, f"stores: {sorted(stores)}, the table has {sorted(told.stores)}"
+
+
+async def come_back(engine: TieringOffloadingManager, numbers: range, others: range) -> None:
+    """Wait until every chunk can be stored and loaded again."""
+    async with asyncio.timeout(REST_S):
+        while True:
+            await put(engine, numbers)
+            assert await at_rest(engine)
+            await put(engine, others)
+            assert await at_rest(engine)
+            if await found(engine, numbers) == len(numbers):
+                return

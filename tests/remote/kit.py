@@ -1,0 +1,84 @@
+"""Engines on a remote tier: chunks that tell whose they are, and what became of them in a tier's own counters."""
+
+import asyncio
+from collections.abc import Awaitable, Iterable, Sequence
+from typing import Any
+
+from kvtier.backend import OffloadKey, make_offload_key
+from kvtier.config import EngineConfig
+from kvtier.engine.manager import TieringOffloadingManager
+from tests.engine.kit import ledger_in, settled
+
+CHUNK_BYTES = 65_536  # Longer than what sockets and pipes take at once.
+REST_S = 120.0  # For what must happen while a fault lasts; a remote's own time-outs are seconds.
+
+
+def key(number: int) -> OffloadKey:
+    return make_offload_key(number.to_bytes(8, "big") * 4)
+
+
+def chunk(number: int) -> bytes:
+    """Give a chunk that says in each of its parts whose it is."""
+    return number.to_bytes(8, "big") * (CHUNK_BYTES // 8)
+
+
+def describe(rows: int, tier: dict[str, Any]) -> dict[str, Any]:
+    """Describe an engine as a file does, with its runner in a process: some clients are told to live in one."""
+    return {
+        "cpu_bytes_to_use": rows * CHUNK_BYTES,
+        "chunk_bytes": CHUNK_BYTES,
+        "runner": "process",
+        "namespace": {"model_name": "remote"},
+        "secondary_tiers": [tier],
+    }
+
+
+def configured(described: dict[str, Any]) -> EngineConfig:
+    return EngineConfig.from_dict(described, where="the test's")
+
+
+async def put(engine: TieringOffloadingManager, numbers: Iterable[int]) -> int:
+    numbers = list(numbers)
+    return await engine.put([key(number) for number in numbers], [chunk(number) for number in numbers])
+
+
+async def found(engine: TieringOffloadingManager, numbers: Iterable[int]) -> int:
+    """Fetch, hold every byte against what was put, and return how many leading chunks came."""
+    numbers = list(numbers)
+    async with engine.fetch([key(number) for number in numbers]) as rows:
+        for number, row in zip(numbers, rows, strict=False):
+            assert bytes(row) == chunk(number), f"chunk {number} came wrong"
+        return len(rows)
+
+
+async def found_one_by_one(engine: TieringOffloadingManager, numbers: Iterable[int]) -> list[int]:
+    """Return which of them came, each fetched by itself, all at once."""
+    numbers = list(numbers)
+    came = await asyncio.gather(*(found(engine, [number]) for number in numbers))
+    return [number for number, one in zip(numbers, came, strict=True) if one]
+
+
+async def at_rest(engine: TieringOffloadingManager) -> bool:
+    """Wait for what is under way, and say whether no row is lent, pinned or quarantined then."""
+    return await engine.drain(REST_S) and settled(engine)
+
+
+async def became(engine: TieringOffloadingManager, call: Awaitable[object]) -> set[str]:
+    """Await a call and what it set going; say what became of chunks meanwhile, by what the tier's counters tell."""
+    counters = ledger_in(engine).tiers[0].counters
+
+    def totals() -> dict[str, int]:
+        return {"loaded": counters.loaded, "stored": counters.stored, **counters.failures}
+
+    before = totals()
+    await call
+    assert await at_rest(engine)
+    return {what for what, total in totals().items() if total > before.get(what, 0)}
+
+
+async def keep(engine: TieringOffloadingManager, numbers: Sequence[int], others: Sequence[int]) -> None:
+    """Have the tier hold chunks that the primary does not: as many others take their rows."""
+    assert await put(engine, numbers) == len(numbers)
+    assert await at_rest(engine)
+    assert await put(engine, others) == len(others)
+    assert await at_rest(engine)

@@ -1,0 +1,75 @@
+"""The suite of mixed operations: three engines on one remote, killed at random, beside a remote that is disturbed."""
+
+import asyncio
+import json
+import logging
+import os
+import random
+import sys
+import uuid
+from collections import Counter
+from typing import Any
+
+from kvtier.engine.manager import TieringOffloadingManager
+from tests.remote.kit import configured, describe, found_one_by_one
+from tests.remote.owner import A_LINE, CHUNKS, ROWS
+from tests.remote.remotes import Remote
+
+OWNERS = 3
+OPERATIONS = int(os.environ.get("KVTIER_MIXED_OPERATIONS", "600"))
+LINES_BEFORE_A_KILL = 20
+QUIET_S_MAX = 2.0  # Between two disturbances.
+LIMITS: dict[str, Any] = {"breaker_cooldown_s": "100ms", "answer_ttl_s": "1s"}
+
+logger = logging.getLogger(__name__)
+
+
+class Mixed:
+    """Whatever happens to owners and to the remote at once; a subclass has the fixture `remote`."""
+
+    async def test_mixed_operations_of_owners_that_are_killed_meet_no_wrong_byte(self, remote: Remote) -> None:
+        seed, base = random.randrange(1 << 32), uuid.uuid4().int >> 72
+        logger.info("seed %d", seed)
+        dice = random.Random(seed)
+        engine = describe(ROWS, remote.tier() | {"limits": LIMITS})
+        async with asyncio.TaskGroup() as group:
+            owners = [group.create_task(_owners(engine, random.Random(dice.random()), base)) for _ in range(OWNERS)]
+            while not all(owner.done() for owner in owners):
+                await asyncio.wait(owners, timeout=dice.uniform(0, QUIET_S_MAX))
+                await asyncio.to_thread(remote.disturb, dice)
+        met = sum((owner.result() for owner in owners), Counter[str]())
+        logger.info("%s: %s", remote.name, dict(met))
+        assert met["operations"] >= OPERATIONS
+        assert met["fetched"] > 0
+        async with TieringOffloadingManager.open(configured(engine)) as last:
+            await found_one_by_one(last, range(base, base + CHUNKS))
+
+
+async def _owners(engine: dict[str, object], dice: random.Random, base: int) -> Counter[str]:
+    """Have one owner after the other work until a share of the operations is done, each but the last killed."""
+    met = Counter[str]()
+    while met["operations"] < OPERATIONS / OWNERS:
+        met += await _owner(engine, dice, base, lines=dice.randint(1, LINES_BEFORE_A_KILL))
+        met["killed"] += 1
+    return met
+
+
+async def _owner(engine: dict[str, object], dice: random.Random, base: int, *, lines: int) -> Counter[str]:
+    command = [sys.executable, "-m", "tests.remote.owner", json.dumps(engine), str(dice.randrange(1 << 32)), str(base)]
+    pipe = asyncio.subprocess.PIPE
+    owner = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+    assert owner.stdout is not None
+    met = Counter[str]()
+    try:
+        for _ in range(lines):
+            line = await owner.stdout.readline()
+            if not line:
+                break
+            met += Counter(json.loads(line))
+        await asyncio.sleep(dice.uniform(0, 0.02))  # Some moment, whatever it is at.
+    finally:
+        if owner.returncode is None:
+            owner.kill()
+        _, told = await owner.communicate()
+    assert met["operations"] == lines * A_LINE, told.decode()
+    return met

@@ -1,0 +1,84 @@
+"""The mooncake tier on a pool of its own: a master that stays, and an owner of memory that is broken."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from kvtier.backend import SEAL_BYTES, FileMapper
+from kvtier_backends.mooncake import MooncakeOptions
+from kvtier_backends.mooncake.backend import FINGERPRINT_CHARACTERS
+from kvtier_backends.mooncake.client import connect, environment
+from tests.mooncake.pools import Pool
+from tests.remote.kit import CHUNK_BYTES, configured, describe, key
+from tests.remote.remotes import Held, ServerRemote
+from tests.remote.servers import Proxy, from_a_lasting_thread, until
+
+TIMEOUT_S = 1.0
+OWNER_TTL_S = 2  # Until the master forgets an owner that is silent.
+PREFIX = "suite/"
+FILLING = "filling-"
+
+
+class MooncakeRemote(ServerRemote):
+    name = "mooncake"
+
+    def __init__(self, folder: Path) -> None:
+        self.pool = Pool(folder, client_ttl_s=OWNER_TTL_S)
+        self.start()
+        self.proxy = Proxy(self.pool.port)
+        options = MooncakeOptions(master=self.pool.address, timeout_s=TIMEOUT_S)
+        os.environ.update(environment(options))
+        self._client = connect(options, "the test's")
+        self._mapper = FileMapper(configured(describe(1, self.tier())).namespace)
+        self._filled: list[str] = []
+
+    def tier(self, *, by_proxy: bool = False) -> dict[str, Any]:
+        master = self.proxy.address if by_proxy else self.pool.address
+        return {"type": "mooncake", "master": master, "prefix": PREFIX, "timeout_s": TIMEOUT_S}
+
+    def start(self) -> None:
+        until(lambda: not self.pool.segments())  # Else it would be told from the one before by nothing.
+        from_a_lasting_thread(self.pool.add_owner)
+
+    def kill(self) -> None:
+        self.pool.owners.pop().kill()
+
+    def end(self) -> None:
+        self._client.close()
+        self.proxy.end()
+        self.pool.close()
+
+    def signal(self, number: int) -> None:
+        self.pool.owners[-1].signal(number)
+
+    def fill(self) -> None:
+        """Fill it with what is never evicted, first with large values, then with small ones."""
+        from mooncake.store import ReplicateConfig
+
+        pinned = ReplicateConfig()
+        pinned.with_hard_pin = True
+        for size_bytes in (8 << 20, CHUNK_BYTES, 4_096):
+            self._fill_with(bytes(size_bytes), pinned)
+
+    def _fill_with(self, value: bytes, pinned: Any) -> None:
+        while True:
+            name = f"{FILLING}{len(self._filled)}"
+            if self._client._store.put(name, value, pinned) != 0:
+                return
+            self._filled.append(name)
+
+    def make_room(self) -> None:
+        assert not any(self._client.remove(self._filled))
+        self._filled.clear()
+
+    def held(self, number: int) -> Held:
+        value = self._client._store.get(self._name(number))
+        assert len(value) == CHUNK_BYTES + SEAL_BYTES
+        return Held(value[:CHUNK_BYTES], value[CHUNK_BYTES:])
+
+    def plant(self, number: int, held: Held) -> None:
+        assert self._client._store.upsert(self._name(number), held.row + held.seal) == 0
+
+    def _name(self, number: int) -> str:
+        fingerprint = self._mapper.fingerprint.hex()[:FINGERPRINT_CHARACTERS]
+        return f"{PREFIX}{fingerprint}/{self._mapper.name(key(number))}"

@@ -1,0 +1,69 @@
+"""The object tier on a server of its own, or on the one that `KVTIER_S3_ENDPOINT` names."""
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+from kvtier.backend import chunk_hash
+from tests.object.servers import MotoServer, S3Server
+from tests.remote.kit import key
+from tests.remote.outcomes import Fault
+from tests.remote.remotes import Held, ServerRemote
+from tests.remote.servers import Proxy, from_a_lasting_thread
+
+NOT_OURS = dict.fromkeys((Fault.HUNG, Fault.KILLED, Fault.RESTARTED), "the server of KVTIER_S3_ENDPOINT is not ours")
+
+
+class ObjectRemote(ServerRemote):
+    name = "object"
+
+    def __init__(self, folder: Path) -> None:
+        self._bucket = f"kvtier-{uuid.uuid4().hex}"
+        outside = S3Server.outside()
+        self._ours = MotoServer(folder) if outside is None else None
+        self.lacks = {} if outside is None else NOT_OURS
+        self.server: S3Server = self._ours or outside
+        self.start()
+        self.proxy = Proxy(self.server.port)
+
+    def tier(self, *, by_proxy: bool = False) -> dict[str, Any]:
+        endpoint = f"http://{self.proxy.address}" if by_proxy else self.server.endpoint
+        times = {"timeout_s": 1.0, "connect_timeout_s": 0.5}
+        return {"type": "object", "url": f"s3://{self._bucket}/suite", "endpoint": endpoint, **times}
+
+    def start(self) -> None:
+        if self._ours is not None:
+            from_a_lasting_thread(self._ours.start)
+        self.server.client.create_bucket(Bucket=self._bucket)
+
+    def kill(self) -> None:
+        if self._ours is not None:
+            self._ours.kill()
+
+    def end(self) -> None:
+        self.server.remove_bucket(self._bucket)
+        super().end()
+
+    def signal(self, number: int) -> None:
+        assert self._ours is not None
+        self._ours.signal(number)
+
+    def fill(self) -> None:
+        raise NotImplementedError("a bucket has no end")
+
+    def make_room(self) -> None:
+        raise NotImplementedError("a bucket has no end")
+
+    def held(self, number: int) -> Held:
+        body, metadata = self.server.get(self._bucket, self._name(number))
+        ((self._header, seal),) = metadata.items()
+        return Held(body, seal.encode())
+
+    def plant(self, number: int, held: Held) -> None:
+        """Somebody else's object has no metadata of ours."""
+        metadata = {self._header: held.seal.decode()} if held.seal.strip(b"\0") else {}
+        self.server.put(self._bucket, self._name(number), held.row, metadata)
+
+    def _name(self, number: int) -> str:
+        (name,) = [name for name in self.server.names(self._bucket) if chunk_hash(key(number)).hex() in name]
+        return name

@@ -1,0 +1,88 @@
+"""The outcome table of remote tiers: what each fault may come to, on each of them.
+
+`docs/explanation/remote-tiers.md` shows it; a test holds the page to it, and the suite of faults holds the tiers to it.
+"""
+
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Fault(StrEnum):
+    REFUSED = "refused"
+    RESET = "reset"
+    HUNG = "hung"
+    SLOW = "slow"
+    KILLED = "killed"
+    RESTARTED = "restarted"
+    FULL = "full"
+    LENGTH = "wrong length"
+    FLIPPED = "flipped byte"
+    TORN = "torn"
+    FOREIGN = "foreign value"
+
+
+ON_THE_WAY = frozenset({Fault.REFUSED, Fault.RESET, Fault.SLOW})  # A proxy does them.
+IN_THE_STORE = frozenset({Fault.LENGTH, Fault.FLIPPED, Fault.TORN, Fault.FOREIGN})
+
+AWAY = frozenset({"unavailable", "failed"})
+"""Whether a call met the fault as a whole, or some of its chunks did, is chance where it was under way."""
+
+SERVERS = ON_THE_WAY | {Fault.HUNG, Fault.KILLED, Fault.RESTARTED}
+
+
+CORRUPT = frozenset({"corrupt"})
+LOADED, STORED = frozenset({"loaded"}), frozenset({"stored"})
+MISSING = frozenset({"missing"})
+NO_SPACE = frozenset({"no_space"})
+
+
+class Became(NamedTuple):
+    """What may become of chunks while a fault lasts: `loaded`, `stored`, or reasons of `tier_failed`."""
+
+    loads: frozenset[str]
+    stores: frozenset[str]
+
+
+GONE = Became(AWAY, AWAY)
+PLANTED = Became(CORRUPT, STORED)
+PLANTS = dict.fromkeys(sorted(IN_THE_STORE), PLANTED)
+NO_SERVER = "it has no server of its own: see what a hung mount does, and `make test-nfs`"
+
+OUTCOMES: dict[str, dict[Fault, Became | str]] = {
+    "redis": {
+        Fault.REFUSED: GONE,
+        Fault.RESET: GONE,
+        Fault.HUNG: GONE,
+        Fault.SLOW: GONE,
+        Fault.KILLED: GONE,
+        Fault.RESTARTED: Became(MISSING, STORED),
+        Fault.FULL: Became(LOADED, NO_SPACE),
+        **PLANTS,
+    },
+    "mooncake": {
+        Fault.REFUSED: GONE,
+        Fault.RESET: GONE,
+        Fault.HUNG: GONE,
+        Fault.SLOW: GONE,
+        Fault.KILLED: GONE,
+        Fault.RESTARTED: Became(MISSING, STORED),
+        Fault.FULL: Became(LOADED, NO_SPACE),
+        **PLANTS,
+    },
+    "object": {
+        Fault.REFUSED: GONE,
+        Fault.RESET: GONE,
+        Fault.HUNG: GONE,
+        Fault.SLOW: GONE,
+        Fault.KILLED: GONE,
+        Fault.RESTARTED: Became(MISSING, STORED),
+        Fault.FULL: "a bucket has no end",
+        **PLANTS,
+    },
+    "fs": {
+        **dict.fromkeys(SERVERS, NO_SERVER),
+        Fault.FULL: "it makes room: the chunks that were used least recently go",
+        **PLANTS,
+    },
+}
+"""By remote and fault; text: why there is no such fault."""

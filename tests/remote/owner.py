@@ -1,0 +1,65 @@
+"""A program that owns an engine on a remote beside others, and looks at every byte: `owner.py ENGINE SEED BASE`.
+
+ENGINE is its configuration in JSON. It goes on until it is killed, or who started it has ended. It prints what it has
+met as JSON, a line for every few operations. A chunk that came wrong ends it with an exception.
+"""
+
+import asyncio
+import json
+import random
+import sys
+from collections import Counter
+from typing import Any
+
+from kvtier.backend import BackendUnavailable
+from kvtier.engine.manager import TieringOffloadingManager
+from tests.remote.kit import configured, found, key, put
+from tests.remote.servers import PATIENCE_S, end_with_parent
+
+CHUNKS = 64
+ROWS = 16  # Of the primary: most of what is found comes from the remote.
+RUN_MAX = 6
+A_LINE = 10  # Operations.
+OPERATIONS = ("fetch",) * 8 + ("put",) * 6 + ("delete",) * 2 + ("reset",)
+
+
+async def own(described: dict[str, Any], dice: random.Random, base: int) -> None:
+    engine = await opened(described)
+    while True:
+        met = Counter[str]()
+        for _ in range(A_LINE):
+            await one(engine, dice, base, met)
+        sys.stdout.write(json.dumps(met) + "\n")
+        sys.stdout.flush()
+
+
+async def opened(described: dict[str, Any]) -> TieringOffloadingManager:
+    """Open an engine as soon as the remote is there."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                return await TieringOffloadingManager.open(configured(described))
+            except BackendUnavailable:
+                await asyncio.sleep(0.05)
+
+
+async def one(engine: TieringOffloadingManager, dice: random.Random, base: int, met: Counter[str]) -> None:
+    first = base + dice.randrange(CHUNKS)
+    numbers = range(first, min(first + dice.randint(1, RUN_MAX), base + CHUNKS))
+    operation = dice.choice(OPERATIONS)
+    met["operations"] += 1
+    match operation:
+        case "fetch":
+            met["fetched"] += await found(engine, numbers)
+        case "put":
+            met["put"] += await put(engine, numbers)
+        case "delete":
+            met["deleted"] += await engine.delete([key(numbers[0])])
+        case _:
+            met["reset"] += await engine.reset()
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    described, seed, base = sys.argv[1:]
+    asyncio.run(own(json.loads(described), random.Random(int(seed)), int(base)))

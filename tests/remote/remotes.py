@@ -1,0 +1,143 @@
+"""A remote tier as the suites know it: how it is configured, and what can be done to its server and its chunks."""
+
+import random
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, NamedTuple
+
+from tests.remote.kit import CHUNK_BYTES, chunk
+from tests.remote.outcomes import IN_THE_STORE, Fault
+from tests.remote.servers import Proxy
+
+DRIP_BYTES, DRIP_S = 512, 0.02  # A chunk takes seconds.
+DISTURBED_S_MAX = 1.0  # Of a server that hangs or is away: twice what tiers wait for it.
+
+
+class Held(NamedTuple):
+    """What a store holds under a chunk's name: its row, and what vouches for it."""
+
+    row: bytes
+    seal: bytes
+
+
+class Remote(ABC):
+    """One remote tier and what it keeps chunks in; a session's tests share it, each with chunks of its own."""
+
+    name: ClassVar[str]
+    lacks: Mapping[Fault, str] = {}
+    """Faults that this one cannot be given, and why."""
+
+    @abstractmethod
+    def tier(self, *, by_proxy: bool = False) -> dict[str, Any]:
+        """Return a tier's table, with time-outs as short as it may have them."""
+
+    @abstractmethod
+    def held(self, number: int) -> Held:
+        """Read what the store holds for a chunk, behind the tier's back."""
+
+    @abstractmethod
+    def plant(self, number: int, held: Held) -> None:
+        """Replace it."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End everything."""
+
+    @abstractmethod
+    def disturb(self, dice: random.Random) -> None:
+        """Do something to it that it gets over; some moments long."""
+
+    @contextmanager
+    def suffers(self, fault: Fault, numbers: Sequence[int]) -> Iterator[None]:
+        """Have a fault last as long as the block; one in the store concerns these chunks, and lasts on."""
+        assert fault in IN_THE_STORE
+        for number in numbers:
+            self.plant(number, changed(fault, self.held(number), number))
+        yield
+
+
+class ServerRemote(Remote):
+    """A remote with a server that is ours to break, and a proxy before it."""
+
+    proxy: Proxy
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start the server, empty, and wait until it answers."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Kill the server at once; idempotent."""
+
+    @abstractmethod
+    def signal(self, number: int) -> None:
+        """Send the server a signal."""
+
+    @abstractmethod
+    def fill(self) -> None:
+        """Have the server refuse what needs room."""
+
+    @abstractmethod
+    def make_room(self) -> None:
+        """End that."""
+
+    def end(self) -> None:
+        self.proxy.end()
+        self.kill()
+
+    def disturb(self, dice: random.Random) -> None:
+        fault = dice.choice([fault for fault in (Fault.HUNG, Fault.KILLED, Fault.RESTARTED) if fault not in self.lacks])
+        with self.suffers(fault, ()):
+            time.sleep(dice.uniform(0, DISTURBED_S_MAX))  # Some moment, not for something.
+
+    @contextmanager
+    def suffers(self, fault: Fault, numbers: Sequence[int]) -> Iterator[None]:
+        if fault in IN_THE_STORE:
+            with super().suffers(fault, numbers):
+                yield
+            return
+        begin, end = {
+            Fault.REFUSED: (self.proxy.refuse, self.proxy.listen),
+            Fault.RESET: (self._reset, self._pass_on),
+            Fault.HUNG: (lambda: self.signal(signal.SIGSTOP), lambda: self.signal(signal.SIGCONT)),
+            Fault.SLOW: (self._slow, self._pass_on),
+            Fault.KILLED: (self.kill, self.start),
+            Fault.RESTARTED: (self._restart, lambda: None),
+            Fault.FULL: (self.fill, self.make_room),
+        }[fault]
+        begin()
+        try:
+            yield
+        finally:
+            end()
+
+    def _restart(self) -> None:
+        self.kill()
+        self.start()
+
+    def _reset(self) -> None:
+        self.proxy.reply = lambda passed: None
+
+    def _slow(self) -> None:
+        self.proxy.piece_bytes, self.proxy.pause_s = DRIP_BYTES, DRIP_S
+
+    def _pass_on(self) -> None:
+        self.proxy.reply = lambda passed: passed
+        self.proxy.pause_s = 0.0
+
+
+def changed(fault: Fault, held: Held, number: int) -> Held:
+    """Return what a fault makes of what a store holds."""
+    half = CHUNK_BYTES // 2
+    match fault:
+        case Fault.LENGTH:
+            return held._replace(row=held.row[:half])
+        case Fault.FLIPPED:
+            return held._replace(row=held.row[:half] + bytes([held.row[half] ^ 1]) + held.row[half + 1 :])
+        case Fault.TORN:
+            return held._replace(row=held.row[:half] + chunk(number + 1)[half:])
+        case _:
+            return Held(chunk(number + 1), bytes(len(held.seal)))

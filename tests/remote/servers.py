@@ -1,0 +1,185 @@
+"""What every suite of a remote tier stands on: real servers on free ports of this machine, and a proxy before them.
+
+A server does not outlive the test run, however that ends. The proxy does to connections what networks do.
+"""
+
+import ctypes
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+PATIENCE_S = 30.0
+NO_LINGER = struct.pack("ii", 1, 0)  # Closing sends a reset.
+PR_SET_PDEATHSIG = 1
+
+ENDS_WITH_US = f"""
+import ctypes, os, sys
+ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, {int(signal.SIGKILL)}, 0, 0, 0)
+os.execvp(sys.argv[1], sys.argv[1:])
+"""
+
+_starter = ThreadPoolExecutor(1, "starts-servers")  # The system ends a server with the thread that has started it.
+
+
+def from_a_lasting_thread(call: Callable[[], object]) -> None:
+    """Start a server that the system would otherwise end with the thread that has started it."""
+    _starter.submit(call).result()
+
+
+def end_with_parent() -> None:
+    """Have the system kill this process when the thread that has started it ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+
+
+def free_port(*, with_bus: bool = False) -> int:
+    """Return a port that nobody listens on; a cluster's node wants the one 10,000 above, too."""
+    while True:
+        with socket.socket() as one, socket.socket() as other:
+            one.bind(("127.0.0.1", 0))
+            port: int = one.getsockname()[1]
+            if not with_bus:
+                return port
+            try:
+                other.bind(("127.0.0.1", port + 10_000))
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
+class ServerProcess:
+    """One program that runs in the background until it is killed, or this process ends."""
+
+    def __init__(self, command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
+        """Start it; what it prints goes to the end of `log`."""
+        self._command, self._log = command, log
+        self._environment = {**os.environ, **(environment or {})}
+        self._process = _starter.submit(self._started).result()
+
+    def _started(self) -> "subprocess.Popen[bytes]":
+        with open(self._log, "ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", ENDS_WITH_US, *self._command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+            )
+
+    def check(self) -> None:
+        """Fail with what it has printed if it has ended."""
+        assert self._process.poll() is None, f"{self._command[0]} has ended: {self._log.read_text()[-2_000:]}"
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def kill(self) -> None:
+        """Kill it, stopped or not, and wait for its end; idempotent."""
+        self._process.kill()
+        self._process.wait()
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Wait for a thing that has no event."""
+    ends_at = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < ends_at, "it has not happened"
+        time.sleep(0.01)
+
+
+class Proxy:
+    """Stands before a server. What is read from the server passes through `reply`, bytes in, bytes out; None resets.
+
+    `open` false: replies are held back, and nothing is closed. `pause_s` goes by before each piece, either way.
+    """
+
+    def __init__(self, port: int) -> None:
+        self.reply: Callable[[bytes], bytes | None] = lambda passed: passed
+        self.open = threading.Event()
+        self.open.set()
+        self.piece_bytes = 1 << 16
+        self.pause_s = 0.0
+        self._to = port
+        self._connections: list[socket.socket] = []
+        self._threads: list[threading.Thread] = []
+        self._listening = threading.Event()
+        self.port = 0
+        self.listen()
+        self.address = f"127.0.0.1:{self.port}"
+
+    def listen(self) -> None:
+        listener = socket.create_server(("127.0.0.1", self.port))
+        self.port = listener.getsockname()[1]
+        self._listening.set()
+        self._run(self._accept, listener)
+
+    def refuse(self) -> None:
+        """Listen no more, and close every connection."""
+        self._listening.clear()
+        for thread in [thread for thread in self._threads if thread.name == self._accept.__name__]:
+            thread.join(PATIENCE_S)
+        self.reset()
+
+    def _run(self, call: Callable[..., None], *arguments: object) -> None:
+        self._threads.append(threading.Thread(target=call, args=arguments, name=call.__name__, daemon=True))
+        self._threads[-1].start()
+
+    def reset(self) -> None:
+        connections, self._connections = self._connections, []
+        for connection in connections:
+            _reset(connection)
+
+    def end(self) -> None:
+        self.open.set()
+        self.refuse()
+        for thread in self._threads:
+            thread.join(PATIENCE_S)
+
+    def _accept(self, listener: socket.socket) -> None:
+        with listener:
+            while self._listening.is_set():
+                if not select.select([listener], [], [], 0.05)[0]:
+                    continue
+                ours = listener.accept()[0]
+                try:
+                    theirs = socket.create_connection(("127.0.0.1", self._to))
+                except OSError:  # The server is away, and the proxy stays.
+                    _reset(ours)
+                    continue
+                self._connections += [ours, theirs]
+                self._run(self._pump, ours, theirs, False)
+                self._run(self._pump, theirs, ours, True)
+
+    def _pump(self, source: socket.socket, target: socket.socket, is_reply: bool) -> None:
+        try:
+            while passed := source.recv(self.piece_bytes):
+                if is_reply:
+                    self.open.wait(PATIENCE_S)
+                    changed = self.reply(passed)
+                    if changed is None:
+                        break
+                    passed = changed
+                if self.pause_s:
+                    time.sleep(self.pause_s)
+                target.sendall(passed)
+        except (OSError, ValueError):
+            pass
+        _reset(source)
+        _reset(target)
+
+
+def _reset(connection: socket.socket) -> None:
+    try:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass
+    connection.close()

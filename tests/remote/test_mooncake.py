@@ -1,0 +1,24 @@
+"""The suites of remote tiers on a pool of Mooncake Store."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.remote.faults import Faults
+from tests.remote.mixed import Mixed
+from tests.remote.mooncake import MooncakeRemote
+
+
+@pytest.fixture(scope="session")
+def remote(outside: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeRemote]:
+    remote = MooncakeRemote(tmp_path_factory.mktemp("mooncake"))
+    yield remote
+    remote.end()
+
+
+class TestFaults(Faults):
+    pass
+
+
+class TestMixed(Mixed):
+    pass
