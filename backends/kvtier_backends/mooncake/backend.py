@@ -134,8 +134,10 @@ class MooncakeBackend(Backend[MooncakeOptions]):
         client = self._client
         if client is not None and await self._threads.ended(ends_at):
             self._client = None
+            closing = Threads(self._name)
             with suppress(Late):
-                await self._threads.run(client.close, ends_at)
+                await closing.run(client.close, ends_at)
+            closing.shutdown()
         elif client is not None:
             client.leave()
         self._threads.shutdown()
@@ -208,12 +210,12 @@ class MooncakeBackend(Backend[MooncakeOptions]):
 
     async def _move_part(self, way: Way[Chunk], whole: "_Whole[Chunk]", part: range) -> None:
         try:
+            self._threads.check()
             async with way.staging.lend(len(part)) as slots:
                 lent: Lent[Chunk] = Lent(whole.chunks[part.start : part.stop])
                 names = whole.names[part.start : part.stop]
-                means = Means(self._open_client(), self._seal, way.gate)
-                call = partial(way.work, Part(means, names, lent, slots))
-                moved = await self._moved(call, lent, whole.deadline(self._options.timeout_s))
+                work = Part(Means(self._open_client(), self._seal, way.gate), names, lent, slots)
+                moved = await self._moved(partial(way.work, work), work, whole.deadline(self._options.timeout_s))
                 slots.retire(None if moved is None else moved.unsafe)
         except BackendUnavailable as error:
             whole.lost = _Lost(str(error), away=True)
@@ -225,14 +227,14 @@ class MooncakeBackend(Backend[MooncakeOptions]):
             self._counts += moved.counts
             whole.take(part, moved)
 
-    async def _moved(self, call: Callable[[], Moved], lent: Lent[Chunk], ends_at: float) -> Moved | None:
+    async def _moved(self, call: Callable[[], Moved], part: Part[Chunk], ends_at: float) -> Moved | None:
         """Have a part moved; None: it was not over in time, and may go on, without its rows."""
         try:
             return await self._threads.run(call, ends_at)
         except Late:
             return None
         finally:
-            lent.take_back()
+            part.give_up()
 
     def _deadline(self) -> float:
         return time.monotonic() + self._options.timeout_s

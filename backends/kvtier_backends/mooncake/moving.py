@@ -90,6 +90,8 @@ class Part(Generic[Chunk]):
 
     def __init__(self, means: Means, names: Sequence[str], lent: Lent[Chunk], slots: Slots) -> None:
         self.client, self.seal, self._gate = means
+        self._lock = threading.Lock()
+        self._inside = False  # The gate, where it keeps others out.
         self.names = names
         self.lent: Lent[Chunk] = lent
         self.slots = slots
@@ -99,9 +101,24 @@ class Part(Generic[Chunk]):
     def call(self, call: Call, indices: Sequence[int]) -> list[int]:
         """Have these slots filled or stored, when it is their turn, and return the codes. Raises `GivenUp`."""
         names, addresses = [self.names[index] for index in indices], [self.addresses[index] for index in indices]
-        with self._gate:
+        self._gate.acquire()
+        self._inside = True
+        try:
             self.lent.check()
             return call(names, addresses, self.seal.sealed_bytes)
+        finally:
+            self._leave()
+
+    def give_up(self) -> None:
+        """Have the thread touch no row any more, and hold nobody up, whether it is over or not."""
+        self.lent.take_back()
+        self._leave()
+
+    def _leave(self) -> None:
+        with self._lock:
+            inside, self._inside = self._inside, False
+        if inside:
+            self._gate.release()
 
     def beside(self, index: int) -> memoryview:
         """Return what a slot has beside the row: the place of the seal, or of all that goes out."""
