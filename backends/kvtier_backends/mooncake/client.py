@@ -137,7 +137,7 @@ def _imported(
     options: MooncakeOptions,
 ) -> "tuple[Callable[[], MooncakeDistributedStore], Callable[[], ReplicateConfig]]":
     os.environ.update(environment(options))
-    os.environ.setdefault("GLOG_minloglevel", "3")  # Its end alone: it has three lines for each chunk that fails.
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # As little as it has; it goes to standard error.
     try:
         module = importlib.import_module("mooncake.store")
     except ModuleNotFoundError as error:

@@ -214,7 +214,7 @@ class _Loading:
         if meaning is Meaning.TOO_LONG or (meaning is None and code != part.seal.sealed_bytes):
             self._doubt(index, SealFault.LENGTH, b"%d" % code)
         elif meaning is Meaning.MISSING:
-            self._outcomes[index] = ChunkMissing(part.lent.keys[index].hex())
+            self._outcomes[index] = ChunkMissing(f"{part.lent.keys[index].hex()}: Mooncake answers {code}")
         elif meaning is not None:
             self._outcomes[index] = part.failed(index, code)
         elif fault := part.lent.use(index, partial(self._open, index)):
