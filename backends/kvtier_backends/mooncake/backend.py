@@ -34,7 +34,7 @@ from kvtier.backend import (
     load_each_once,
     store_each_once,
 )
-from kvtier_backends.mooncake.client import Client, Meaning, connect, meaning_of
+from kvtier_backends.mooncake.client import Client, Meaning, ZeroCopy, connect, meaning_of
 from kvtier_backends.mooncake.moving import Lent, Means, Moved, Part, load, store
 from kvtier_backends.mooncake.options import MooncakeOptions
 from kvtier_backends.mooncake.threads import Late, Threads
@@ -87,6 +87,11 @@ class MooncakeBackend(Backend[MooncakeOptions]):
             raise BackendUnavailable(f"{context.name}: the master {options.master} does not answer") from None
         finally:
             threads.shutdown()
+
+    @classmethod
+    def limit(cls, options: MooncakeOptions, rows: Sequence[memoryview]) -> ZeroCopy:
+        """See `Limited`."""
+        return ZeroCopy(connect(options, "bench"), options.prefix, rows)
 
     def __init__(
         self, options: MooncakeOptions, context: TierContext, client: Client, seal: Seal, threads: Threads

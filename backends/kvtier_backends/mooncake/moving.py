@@ -26,11 +26,10 @@ from kvtier.backend import (
     TransferFailed,
     Write,
 )
-from kvtier_backends.mooncake.client import Client, Meaning, has_ended, meaning_of
+from kvtier_backends.mooncake.client import Client, Meaning, Move, has_ended, meaning_of
 
 Chunk = TypeVar("Chunk", Read, Write)
 T = TypeVar("T")
-Call = Callable[[Sequence[str], Sequence[int], int], list[int]]
 
 
 class GivenUp(Exception):
@@ -98,7 +97,7 @@ class Part(Generic[Chunk]):
         self.counts = Counter[str]()
         self.addresses = [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in slots.views]
 
-    def call(self, call: Call, indices: Sequence[int]) -> list[int]:
+    def call(self, call: Move, indices: Sequence[int]) -> list[int]:
         """Have these slots filled or stored, when it is their turn, and return the codes. Raises `GivenUp`."""
         names, addresses = [self.names[index] for index in indices], [self.addresses[index] for index in indices]
         self._gate.acquire()
