@@ -31,7 +31,7 @@ class Mixed:
         seed, base = random.randrange(1 << 32), uuid.uuid4().int >> 72
         logger.info("seed %d", seed)
         dice = random.Random(seed)
-        engine = describe(ROWS, remote.tier() | {"limits": LIMITS})
+        engine = describe(ROWS, remote.tier(by_proxy=True) | {"limits": LIMITS})
         async with asyncio.TaskGroup() as group:
             owners = [group.create_task(_owners(engine, random.Random(dice.random()), base)) for _ in range(OWNERS)]
             while not all(owner.done() for owner in owners):
