@@ -1,7 +1,6 @@
 """The mooncake tier on a pool of its own: a master that stays, and an owner of memory that is broken."""
 
 import ctypes
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,9 @@ from tests.remote.servers import Proxy, from_a_lasting_thread, until
 VALUE_BYTES = CHUNK_BYTES + SEAL_BYTES
 TIMEOUT_S = 1.0
 OWNER_TTL_S = 2  # Until the master forgets an owner that is silent.
+ENVIRONMENT = environment(MooncakeOptions(timeout_s=TIMEOUT_S))
+"""What Mooncake reads when it is first imported in a process."""
+
 PREFIX = "suite/"
 FILLING = "filling-"
 
@@ -29,7 +31,6 @@ class MooncakeRemote(ServerRemote):
         self.start()
         self.proxy = Proxy(self.pool.port)
         options = MooncakeOptions(master=self.pool.address, timeout_s=TIMEOUT_S)
-        os.environ.update(environment(options))
         self._client = connect(options, "the test's")
         self._mapper = FileMapper(configured(describe(1, self.tier())).namespace)
         self._filled: list[str] = []
