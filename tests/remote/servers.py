@@ -167,13 +167,19 @@ class Proxy:
                     if changed is None:
                         break
                     passed = changed
-                if self.pause_s:
-                    time.sleep(self.pause_s)
-                target.sendall(passed)
+                self._pass(passed, target)
         except (OSError, ValueError):
             pass
         _reset(source)
         _reset(target)
+
+    def _pass(self, passed: bytes, target: socket.socket) -> None:
+        if not self.pause_s:
+            target.sendall(passed)
+            return
+        for start in range(0, len(passed), self.piece_bytes):  # Of what was asked for in longer ones.
+            time.sleep(self.pause_s)
+            target.sendall(passed[start : start + self.piece_bytes])
 
 
 def _reset(connection: socket.socket) -> None:
