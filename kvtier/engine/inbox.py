@@ -141,7 +141,7 @@ class Inbox:
             case Operation.PROBE:
                 self._believe(transfer, b"", now)
             case Operation.DELETE:
-                pass
+                self._missed(transfer.tier, moved)
 
     def _settle_whole(self, id_: int, code: Code, now: float, *, lent: bool) -> None:
         chunks = len(self._transfers.under_way[id_].keys)
@@ -171,6 +171,7 @@ class Inbox:
         tier.counters.loaded += len(moved)
         published = self._primary.publish(moved)
         self._events.add(EventKind.STORED, PRIMARY_NAME, published)
+        gone: list[OffloadKey] = []
         for index, code in failed.items():
             key = transfer.keys[index]
             self._leases.end_row(transfer.rows[index])
@@ -180,7 +181,12 @@ class Inbox:
             if code not in NOT_TRIED:
                 tier.believe(key, present=False, now=now)
             if code in (Code.MISSING, Code.CORRUPT):
-                self._residency.remove(tier, (key,))
+                gone.append(key)
+            elif not tier.reports:
+                tier.unsure(key)
+        if gone:
+            self._residency.remove(tier, gone)
+            self._missed(tier, gone)
 
     def _settle_cascade(
         self,
@@ -224,9 +230,19 @@ class Inbox:
         Without any, the keys count as absent for as long as an answer is believed.
         """
         tier = probe.tier
+        gone: list[OffloadKey] = []
         for index, key in enumerate(probe.keys):
             if key in tier.asking:
-                tier.believe(key, present=bool(present and present[index]), now=now)
+                if not present:
+                    tier.believe(key, present=False, now=now)
+                elif tier.answered(key, present=bool(present[index]), now=now):
+                    gone.append(key)
+        self._missed(tier, gone)
+
+    def _missed(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
+        """Say for a tier what it was found to have lost; one that reports what it removes says so itself."""
+        if not tier.reports:
+            self._events.add(EventKind.REMOVED, tier.spec.name, keys)
 
     def _found(self, tier: Tier, keys: Sequence[OffloadKey]) -> None:
         """Believe that the tier holds these keys, whatever it answered before."""

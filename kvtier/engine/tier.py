@@ -197,7 +197,7 @@ class Tier:
         self.reserved_bytes = 0
         self._present_until: dict[OffloadKey, float] = {}
         self._absent_until: dict[OffloadKey, float] = {}
-        self._unsure: dict[OffloadKey, None] = {}  # Asked for even though the tier reports what it holds.
+        self._unsure: dict[OffloadKey, None] = {}  # Asked for though the tier reports what it holds, or failed to load.
 
     def admits(self, now: float) -> int:
         """Return how many chunks may be sent to the tier, or from it, now.
@@ -231,6 +231,14 @@ class Tier:
         fresh[key] = now + self.spec.answer_ttl_s
         if len(fresh) > ANSWERS_MAX:
             del fresh[next(iter(fresh))]
+
+    def answered(self, key: OffloadKey, *, present: bool, now: float) -> bool:
+        """Remember the tier's own answer; say whether it lost the key without a word."""
+        lost = not present and not self.reports and (key in self._present_until or key in self._unsure)
+        if lost:
+            self._unsure.pop(key, None)
+        self.believe(key, present=present, now=now)
+        return lost
 
     def unsure(self, key: OffloadKey) -> None:
         """Have the key asked for from now on, until it is stored again or known to be gone."""

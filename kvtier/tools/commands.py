@@ -57,11 +57,21 @@ COMMANDS = {
     "replay": Command(
         "kvtier.tools.replay.replay_command", "replay", "Replay a trace through a whole engine, byte for byte."
     ),
+    "size": Command(
+        "kvtier.tools.replay.size_command", "size", "Say what caches of several sizes are worth for a trace."
+    ),
+    "trace info": Command("kvtier.tools.replay.trace_commands", "info", "Say what is in a trace."),
+    "trace convert": Command(
+        "kvtier.tools.replay.trace_commands", "convert", "Make a trace from token ids, or from what others log."
+    ),
     "bench cpu": Command("kvtier.tools.bench.commands", "cpu", "Measure memory copies and checksums."),
     "bench fs": Command("kvtier.tools.bench.commands", "fs", "Measure a directory as an fs tier."),
     "bench tiers": Command("kvtier.tools.bench.commands", "tiers", "Measure the tiers of a configuration, end to end."),
 }
-GROUPS = {"bench": "Measure what this machine can do, and what kvtier makes of it."}
+GROUPS = {
+    "trace": "Look at traces of requests, and make them.",
+    "bench": "Measure what this machine can do, and what kvtier makes of it.",
+}
 
 
 def run(args: Sequence[str]) -> int:

@@ -230,7 +230,8 @@ def verify(directory: DirectoryArgument, namespace: NamespaceOption = None, as_j
     """Read every chunk and compare it with the checksum, key and length that were stored with it.
 
     Exit status 1 if any is corrupt or cannot be read. Files without a footer, which vLLM writes, cannot be verified
-    and are counted. Nothing is changed: `kvtier prune --corrupt` removes what is corrupt.
+    and are counted. Of encrypted chunks damage is found; who wrote them, only a tier with the key can tell. Nothing is
+    changed: `kvtier prune --corrupt` removes what is corrupt.
     """
     states, faults = Counter[State](), Counter[str]()
     with opened(directory) as contents:
@@ -292,6 +293,7 @@ def _write_json(unwell: Iterator[Unwell], states: Counter[State], faults: Counte
         "corrupt": _corrupt(faults),
         "unverified": states[State.UNVERIFIED],
         "unreadable": states[State.UNREADABLE],
+        "sealed": states[State.SEALED],
     }
     typer.echo(f",\n {json.dumps(counts)[1:]}")
 
@@ -310,6 +312,11 @@ def _show_findings(unwell: Iterator[Unwell], states: Counter[State], faults: Cou
     console.out(
         f"{_checked(states):,} chunks checked, {states[State.CORRUPT]:,} corrupt{f' ({kinds})' if kinds else ''}, "
         f"{states[State.UNVERIFIED]:,} without anything to verify them by"
-        + (f", {states[State.UNREADABLE]:,} unreadable" if states[State.UNREADABLE] else ""),
+        + (f", {states[State.UNREADABLE]:,} unreadable" if states[State.UNREADABLE] else "")
+        + (
+            f", {states[State.SEALED]:,} encrypted: undamaged; who wrote them, only a tier with the key can tell"
+            if states[State.SEALED]
+            else ""
+        ),
         highlight=False,
     )

@@ -15,6 +15,7 @@ from kvtier.tools.bench.figures import Figures, label_of
 from kvtier.tools.outputs import picture_format, replacing
 from kvtier.tools.replay.replay import Sample, TierTotals
 from kvtier.tools.replay.report import Report
+from kvtier.tools.replay.size_command import SizeReport
 from kvtier.tools.replay.study import Extent
 
 DOTS_PER_INCH = 150
@@ -46,6 +47,38 @@ def write_miss_ratio_curve(
     axes.set_title(title, parse_math=False)  # A file's name may have dollar signs.
     axes.grid(alpha=0.3)
     axes.legend()
+    _save(figure, path)
+
+
+def write_size_picture(path: str, report: SizeReport) -> None:
+    """Draw the hit ratio and the time to first token over the size of the memory, one line a size of the disk."""
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    ratios, times = figure.subplots(1, 2)
+    for disk_bytes in dict.fromkeys(cell.disk_bytes for cell in report.sizes):
+        cells = sorted((c for c in report.sizes if c.disk_bytes == disk_bytes), key=lambda cell: cell.memory_bytes)
+        label = f"{disk_bytes / 1e12:,.3g} TB of disk" if disk_bytes else "no disk"
+        memory = [cell.memory_bytes / 1e9 for cell in cells]
+        ratios.plot(memory, [cell.hit_ratio for cell in cells], marker="o", label=label)
+        (line,) = times.plot(memory, [cell.ttft_s.p50 for cell in cells], marker="o", label=f"{label}, p50")
+        times.plot(
+            memory,
+            [cell.ttft_s.p99 for cell in cells],
+            marker="s",
+            linestyle="--",
+            color=line.get_color(),
+            label=f"{label}, p99",
+        )
+    ratios.axhline(report.best_hit_ratio, color="grey", linestyle=":", label="best possible")
+    times.axhline(report.without_tiering_ttft_s.p50, color="grey", linestyle=":", label="without tiering, p50 and p99")
+    times.axhline(report.without_tiering_ttft_s.p99, color="grey", linestyle=":")
+    times.set_yscale("log")
+    ratios.set_ylim(bottom=0.0)
+    for axes, title in ((ratios, "hit ratio"), (times, "time to first token, s")):
+        axes.set_xlabel("memory, GB")
+        axes.set_ylabel(title)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    figure.suptitle(report.trace, parse_math=False)
     _save(figure, path)
 
 

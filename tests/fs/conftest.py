@@ -26,6 +26,7 @@ from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.segments.segment import HEADER_BYTES
 
 ROW_BYTES = 8_192
+SECRETS = "KVTIER_TEST_FS_SECRETS"
 WRITER_DEADLINE_S = 30.0
 CALL_DEADLINE_S = 20.0
 
@@ -126,8 +127,20 @@ def place_of(root: Path, path_of: Callable[[OffloadKey], Path]) -> Callable[[Off
 
 @pytest.fixture
 def path_of(root: Path, mapper: FileMapper) -> Callable[[OffloadKey], Path]:
-    """Say where a key's file is."""
-    return lambda key: root / mapper.name(key)
+    """Say where a key's file is, by the one name or the other."""
+    flat = FileMapper(mapper.namespace, "flat")
+
+    def path_of(key: OffloadKey) -> Path:
+        return root / flat.name(key) if (root / flat.name(key)).exists() else root / mapper.name(key)
+
+    return path_of
+
+
+@pytest.fixture(params=["xxh3", "aes-256-gcm"])
+def seal(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Seal in every way: return the options that say so."""
+    monkeypatch.setenv(SECRETS, "ab" * 32)
+    return {} if request.param == "xxh3" else {"seal": request.param, "seal_key_env": SECRETS}
 
 
 class SystemCall:

@@ -1,6 +1,7 @@
 """A server for all tests of a run, each under a prefix of its own; servers and proxies for those that break them."""
 
 import socket
+import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -24,12 +25,12 @@ def server(outside: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture(scope="session")
-def another_server(outside: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """Start one that listens on `socket` in its folder, too."""
-    folder = tmp_path_factory.mktemp("redis")
-    server = RedisServer(folder, "--unixsocket", str(folder / "socket")).start()
-    yield server
-    server.kill()
+def another_server(outside: None) -> Iterator[RedisServer]:
+    """Start one that listens on `socket` in its folder, too, wherever temporary files are: its path must be short."""
+    with tempfile.TemporaryDirectory(prefix="kvtier-", dir="/tmp") as folder:
+        server = RedisServer(Path(folder), "--unixsocket", f"{folder}/socket").start()
+        yield server
+        server.kill()
 
 
 @pytest.fixture

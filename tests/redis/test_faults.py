@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvtier.backend import SEAL_BYTES, Abandoned, BackendUnavailable, OffloadKey, chunk_hash
+from kvtier.backend import SEAL_BYTES, Abandoned, BackendUnavailable, OffloadKey, chunk_hash, lending
 from kvtier.testing.conformance import Lender, key_of, keys_of, label
 from tests.redis.conftest import CHUNK_BYTES
 from tests.redis.servers import RedisServer, until
@@ -171,6 +171,23 @@ async def test_a_server_that_became_a_replica_is_away_until_it_is_none(opened, o
         await tier.store(lender.writes(keys))
     server.ask("REPLICAOF", "NO", "ONE")
     await recovers(tier, lender, keys)
+
+
+async def test_a_tier_that_cannot_start_its_threads_leaves_none(opened, server, monkeypatch) -> None:
+    """Those for stores are the last."""
+    before, start = set(threading.enumerate()), lending.start_thread
+
+    def started(thread: threading.Thread) -> None:
+        if "-store-" in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(lending, "start_thread", started)
+    with pytest.raises(RuntimeError, match="can't start"):
+        await opened(server.address)
+    for thread in set(threading.enumerate()) - before:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), thread.name
 
 
 async def test_a_server_with_another_password_is_away_until_ours_is_right(

@@ -3,12 +3,14 @@
 import asyncio
 import datetime as dt
 import ipaddress
+import os
 import signal
 import socket
 import ssl
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -20,9 +22,12 @@ from cryptography.x509.oid import NameOID
 from kvtier.backend import Abandoned, BackendUnavailable, ConfigError, OffloadKey, chunk_hash
 from kvtier.testing.conformance import keys_of, label
 from kvtier_backends.redis import RedisOptions
-from kvtier_backends.redis.server import Login
+from kvtier_backends.redis.link import Link, Refused
+from kvtier_backends.redis.options import Address
+from kvtier_backends.redis.server import Away, Login
 from kvtier_backends.redis.topology import make_topology
-from tests.redis.servers import Proxy, RedisServer, free_port, until
+from kvtier_backends.redis.work import target_of
+from tests.redis.servers import PATIENCE_S, Proxy, RedisServer, free_port, until
 from tests.redis.test_faults import QUICK, recalled, recovers
 
 PASSWORD = "KVTIER_TEST_PASSWORD"
@@ -77,10 +82,10 @@ async def test_a_tier_opens_if_one_of_its_servers_answers(opened, server, lender
 
 async def test_a_wrong_password_is_a_mistake_of_the_configuration(opened, own_server, monkeypatch, lender) -> None:
     server = own_server("--requirepass", "right", password="right")
-    with pytest.raises(ConfigError, match=r"servers: .*NOAUTH"):
+    with pytest.raises(ConfigError, match=r"^password_file: .*NOAUTH"):
         await opened(server.address)
     monkeypatch.setenv(PASSWORD, "wrong")
-    with pytest.raises(ConfigError, match=r"servers: .*WRONGPASS"):
+    with pytest.raises(ConfigError, match=r"^password_env: .*WRONGPASS"):
         await opened(server.address, password_env=PASSWORD)
     monkeypatch.setenv(PASSWORD, "right")
     await lender.keep(await opened(server.address, password_env=PASSWORD), keys_of(3))
@@ -106,7 +111,7 @@ async def test_no_password_is_in_what_a_server_without_passwords_makes_of_it(ope
     """It knows no AUTH, and its error repeats what it was given."""
     server = own_server("--rename-command", "AUTH", "")
     monkeypatch.setenv(PASSWORD, "geheim")
-    with pytest.raises(ConfigError, match=r"servers: .*unknown command") as refused:
+    with pytest.raises(ConfigError, match=r"^password_env: .*unknown command") as refused:
         await opened(server.address, password_env=PASSWORD)
     assert "geheim" not in str(refused.value)
 
@@ -127,9 +132,52 @@ def _echo(listener: socket.socket) -> None:
         _pass_on(connection, connection)
 
 
-async def test_a_database_that_there_is_not_is_a_mistake_of_the_configuration(opened, server) -> None:
-    with pytest.raises(ConfigError, match="DB index is out of range"):
+async def test_a_database_that_there_is_not_is_a_mistake_of_the_configuration(opened, server, cluster) -> None:
+    with pytest.raises(ConfigError, match=r"^db: .*DB index is out of range"):
         await opened(server.address, db=1_000)
+    with pytest.raises(ConfigError, match=r"^db: .*SELECT is not allowed in cluster mode"):
+        await opened(cluster[0].address, db=1)
+
+
+async def test_a_server_is_reached_by_an_address_of_the_sixth_version(opened, server, lender) -> None:
+    try:
+        listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with listener:
+        threading.Thread(target=_forward, args=(listener, server.port), daemon=True).start()
+        tier, keys = await opened(f"[::1]:{listener.getsockname()[1]}", load_lanes=1, store_lanes=1), keys_of(12)
+        await lender.keep(tier, keys)
+        assert await lender.recall(tier, keys) == [label(key) for key in keys]
+        assert list(await tier.probe(keys)) == [True] * 12
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def _forward(listener: socket.socket, port: int) -> None:
+    with suppress(OSError):
+        while True:
+            ours, theirs = listener.accept()[0], socket.create_connection(("127.0.0.1", port))
+            for pair in ((ours, theirs), (theirs, ours)):
+                threading.Thread(target=_pass_on, args=pair, daemon=True).start()
+
+
+@pytest.mark.parametrize("told", ["::1:7000", "[::1]:7000"])
+def test_a_redirect_to_an_address_of_the_sixth_version_is_understood(told: str) -> None:
+    assert target_of(Refused(f"MOVED 12 {told}"), Address("127.0.0.1", 6_379)) == Address("::1", 7_000)
+
+
+async def test_a_program_with_thousands_of_open_files_uses_it_as_any_other(opened, cluster, server, lender) -> None:
+    """`select` takes numbers up to 1,023."""
+    with ExitStack() as stack:
+        for _ in range(1_100):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        keys = keys_of(12)
+        for servers, about in ((server.address, {}), (cluster[0].address, {"topology": "cluster"})):
+            tier = await opened(servers, **about)
+            for _ in range(2):  # The second time over connections that were kept.
+                await lender.keep(tier, keys)
+                assert await lender.recall(tier, keys) == [label(key) for key in keys]
+            assert tier.counts() == {}
 
 
 class TLSFront:
@@ -234,7 +282,7 @@ async def test_closing_ends_calls_that_hang_over_tls(opened, own_server, certifi
 
 
 async def test_a_server_whose_certificate_nobody_vouches_for_is_refused(opened, front) -> None:
-    with pytest.raises(ConfigError, match="certificate is refused"):
+    with pytest.raises(ConfigError, match=r"^tls_ca_file: .*certificate is refused"):
         await opened(front.address, tls=True)
 
 
@@ -290,6 +338,35 @@ async def test_a_tier_follows_the_primary_that_sentinels_name(opened, watched, l
     until(lambda: replica.ask("ROLE")[0] == b"master")
     await recovers(tier, lender, keys)
     assert replica.ask("DBSIZE") >= 12
+
+
+def test_a_primary_that_is_none_any_more_is_forgotten(watched) -> None:
+    """With its connections, but for those in use: these are closed when they are given back, or with the tier."""
+    primary, replica, sentinel = watched
+    options = RedisOptions(servers=(sentinel.address,), topology="sentinel", sentinel_primary="cache")
+    topology = make_topology(options, Login(options))
+    topology.refresh()
+    (old,) = topology.known()
+    links = [old.borrow(time.monotonic() + PATIENCE_S)[0] for _ in range(3)]
+    old.give_back(links[0])
+    primary.kill()
+    until(lambda: replica.ask("ROLE")[0] == b"master")
+
+    def follows() -> bool:
+        with suppress(Away):  # They have not agreed yet.
+            topology.refresh()
+        return [str(server.address) for server in topology.known()] == [replica.address]
+
+    until(follows)
+    assert closed(links) == [True, False, False]
+    old.give_back(links[1])
+    assert closed(links) == [True, True, False]
+    assert topology.close() == 1
+    old.drop(links[2])
+
+
+def closed(links: list[Link]) -> list[bool]:
+    return [link.closed for link in links]
 
 
 async def test_a_tier_whose_primary_nobody_knows_does_not_open(opened, watched) -> None:
@@ -362,6 +439,24 @@ async def test_chunks_go_to_the_nodes_that_have_their_slots(opened, cluster, len
     await tier.delete(keys)
     assert await lender.recall(tier, keys) == ["ChunkMissing"] * 60
     assert tier.counts() == {}
+
+
+async def test_chunks_of_a_model_with_braces_in_its_name_go_to_every_node(opened, cluster, lender) -> None:
+    """Of a name with braces, only what is between them would say where it goes."""
+    tier, keys = await opened(cluster[0].address, topology="cluster", model_name="org/{model}-v1"), keys_of(60)
+    await lender.keep(tier, keys)
+    assert await lender.recall(tier, keys) == [label(key) for key in keys]
+    assert min(node.ask("DBSIZE") for node in cluster) >= 10
+
+
+def test_a_cluster_remembers_its_own_nodes_only(nodes) -> None:
+    options = RedisOptions(servers=(nodes[0].address,), topology="cluster")
+    topology = make_topology(options, Login(options))
+    gone = [topology.at(Address("127.0.0.1", port)) for port in range(1, 6)]  # Somebody was sent there.
+    topology.refresh()
+    assert {str(server.address) for server in topology.known()} == {node.address for node in nodes}
+    assert not set(gone) & set(topology.known())
+    topology.close()
 
 
 async def test_a_slot_that_moves_is_followed_at_every_moment_of_it(opened, cluster, prefix, lender) -> None:

@@ -34,17 +34,18 @@ def store(root: Path) -> Store:
     """Have a tier keep these chunks, and return their files, or all segments."""
 
     async def work(
-        keys: Sequence[OffloadKey], model: str, rank: int, naming: str, row_bytes: int, layout: str
+        keys: Sequence[OffloadKey], model: str, rank: int, naming: str, row_bytes: int, layout: str, **options: str
     ) -> list[Path]:
         mapper = FileMapper(Namespace(model_name=model, rank=rank))
-        options = FsOptions(root=str(root), layout=layout, naming=naming if layout == "files" else None)  # type: ignore[arg-type]
-        tier = await FsBackend.open(options, TierContext("0:fs", mapper, row_bytes))
+        named = naming if layout == "files" else None
+        given = FsOptions(root=str(root), layout=layout, naming=named, **options)  # type: ignore[arg-type]
+        tier = await FsBackend.open(given, TierContext("0:fs", mapper, row_bytes))
         await Lender(row_bytes).keep(tier, keys)
         assert await tier.aclose(10) == (0,)
         if layout == "segments":
             return sorted(root.glob("*_segments/*.seg"))
-        named = FileMapper(mapper.namespace, naming)  # type: ignore[arg-type]
-        return [root / named.name(key) for key in keys]
+        names = FileMapper(mapper.namespace, naming)  # type: ignore[arg-type]
+        return [root / names.name(key) for key in keys]
 
     def store(
         keys: Sequence[OffloadKey],
@@ -54,8 +55,9 @@ def store(root: Path) -> Store:
         naming: str = "vllm",
         row_bytes: int = ROW_BYTES,
         layout: str = "files",
+        **options: str,
     ) -> list[Path]:
-        return asyncio.run(work(keys, model, rank, naming, row_bytes, layout))
+        return asyncio.run(work(keys, model, rank, naming, row_bytes, layout, **options))
 
     return store
 

@@ -47,7 +47,15 @@ TRACES = ("", "absent", ".", "photos", "broken.toml", "empty.toml", "binary.toml
 
 def whole(name: str) -> list[str]:
     """Return a call of a command that only lacks the option which is to be wrong."""
-    extra = {"bench fs": ["."], "bench tiers": ["good.toml"], "policies": ["trace.jsonl"], "replay": ["trace.jsonl"]}
+    extra = {
+        "bench fs": ["."],
+        "bench tiers": ["good.toml"],
+        "policies": ["trace.jsonl"],
+        "replay": ["trace.jsonl"],
+        "size": ["trace.jsonl", "--kv-bytes-per-token", "8"],
+        "trace info": ["trace.jsonl"],
+        "trace convert": ["trace.jsonl", "--output", "out.jsonl"],
+    }
     return [*name.split(), *(["root"] if name in DIRECTORY_COMMANDS else extra.get(name, []))]
 
 
@@ -71,11 +79,12 @@ def calls() -> Iterator[list[str]]:
         *(("bench tiers", each) for each in ("--size",)),
         ("policies", "--sizes"),
         ("policies", "--policies"),
+        *(("size", each) for each in ("--memory", "--disk", "--disk-speed", "--disk-write-speed", "--gpu-cache")),
         ("prune", "--older-than"),
         ("prune", "--to-size"),
     ):
         yield from ([*whole(name), option, bad] for bad in LISTS)
-    for name in ("policies", "replay", *BENCHES):
+    for name in ("policies", "replay", "size", *BENCHES):
         yield from ([*whole(name), option, bad] for option in ("--json", "--plot") for bad in OUTPUTS)
     for name in DIRECTORY_COMMANDS:
         yield from ([*whole(name), "--namespace", bad] for bad in NAMES)
@@ -89,8 +98,12 @@ def calls() -> Iterator[list[str]]:
     for config in (*CONFIGS, "absent.toml", ".", "", "trace.jsonl", NOT_TEXT):
         yield ["replay", "trace.jsonl", "--config", config]
         yield ["bench", "tiers", config]
-    for name in ("policies", "replay"):
-        yield from ([name, bad] for bad in TRACES)
+    for name in ("policies", "replay", "trace info"):
+        yield from ([*name.split(), bad] for bad in TRACES)
+    yield from (["trace", "convert", bad, "--output", "out.jsonl"] for bad in TRACES)
+    yield from ([*whole("trace convert"), "--block-tokens", bad] for bad in NUMBERS)
+    yield from (["trace", "convert", "trace.jsonl", "--output", bad] for bad in OUTPUTS)
+    yield from (["trace", "convert", "trace.jsonl"], [*whole("trace convert"), "--from", "absent"])
 
 
 CALLS = list(calls())

@@ -69,7 +69,10 @@ def test_verify_finds_a_damaged_slot_and_prune_wipes_it(store, run, run_json, ro
     (segment,) = store(keys_of(3), layout="segments")
     overwrite(segment, HEADER_BYTES + SLOT_BYTES + at, b"\xff\xfe")
     status, out = run("verify", root, "--json")
-    assert (status, counted(out)) == (1, {"checked": 3, "corrupt": {fault: 1}, "unverified": 0, "unreadable": 0})
+    assert (status, counted(out)) == (
+        1,
+        {"checked": 3, "corrupt": {fault: 1}, "unverified": 0, "unreadable": 0, "sealed": 0},
+    )
     assert len(run_json("ls", root)) == (3 if fault == "payload" else 2)
     assert run_json("prune", root, "--corrupt", "--yes") == {
         "files": 1,

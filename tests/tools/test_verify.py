@@ -47,7 +47,7 @@ def zero(path: Path) -> None:
 
 def make_later(path: Path) -> None:
     page = bytearray(path.read_bytes()[ROW_BYTES:])
-    struct.pack_into("<I", page, 8, 2)
+    struct.pack_into("<I", page, 8, 3)
     struct.pack_into("<Q", page, FOOTER_BYTES - 8, xxh3_64_intdigest(page[:-8]))
     overwrite(ROW_BYTES, bytes(page))(path)
 
@@ -77,7 +77,7 @@ def test_damage_is_found_by_its_kind(store, run, root: Path, kind: str, naming: 
     before = [path.read_bytes() for path in files]
     status, out = run("verify", root, "--json")
     assert status == 1
-    assert counted(out) == {"checked": 4, "corrupt": {fault: 1}, "unverified": 0, "unreadable": 0}
+    assert counted(out) == {"checked": 4, "corrupt": {fault: 1}, "unverified": 0, "unreadable": 0, "sealed": 0}
     assert [path.read_bytes() for path in files] == before
 
 
@@ -106,7 +106,10 @@ def test_swapped_files_are_found(store, run, root: Path) -> None:
     one.write_bytes(other.read_bytes())
     other.write_bytes(content)
     status, out = run("verify", root, "--json")
-    assert (status, counted(out)) == (1, {"checked": 3, "corrupt": {"swapped": 2}, "unverified": 0, "unreadable": 0})
+    assert (status, counted(out)) == (
+        1,
+        {"checked": 3, "corrupt": {"swapped": 2}, "unverified": 0, "unreadable": 0, "sealed": 0},
+    )
 
 
 def test_all_kinds_are_counted_and_named(store, run, root: Path) -> None:
@@ -127,9 +130,29 @@ def test_whole_directories_pass(store, run, root: Path) -> None:
     assert run("verify", root) == (0, "9 chunks checked, 0 corrupt, 0 without anything to verify them by\n")
 
 
+@pytest.mark.parametrize("layout", ["files", "segments"])
+def test_damage_of_encrypted_chunks_is_found_without_their_keys(
+    store, run, root: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    """It says what it cannot tell: whether somebody with the key has written them."""
+    monkeypatch.setenv("KVTIER_TEST_FS_SECRETS", "ab" * 32)
+    seal = {"seal": "aes-256-gcm", "seal_key_env": "KVTIER_TEST_FS_SECRETS"}
+    files = store(keys_of(3), layout=layout, naming="flat", **seal)
+    monkeypatch.delenv("KVTIER_TEST_FS_SECRETS")
+    assert run("verify", root) == (
+        0,
+        "3 chunks checked, 0 corrupt, 0 without anything to verify them by, "
+        "3 encrypted: undamaged; who wrote them, only a tier with the key can tell\n",
+    )
+    overwrite(4_096 + 5, b"?")(files[0])  # Of a segment, in its first row.
+    status, out = run("verify", root, "--json")
+    assert status == 1
+    assert counted(out) == {"checked": 3, "corrupt": {"payload": 1}, "unverified": 0, "unreadable": 0, "sealed": 2}
+
+
 def test_an_empty_directory_passes(run, root: Path) -> None:
     status, out = run("verify", root, "--json")
-    assert (status, counted(out)) == (0, {"checked": 0, "corrupt": {}, "unverified": 0, "unreadable": 0})
+    assert (status, counted(out)) == (0, {"checked": 0, "corrupt": {}, "unverified": 0, "unreadable": 0, "sealed": 0})
 
 
 def test_vllms_files_and_later_formats_are_not_verified_and_not_corrupt(store, run, root: Path) -> None:
@@ -140,7 +163,7 @@ def test_vllms_files_and_later_formats_are_not_verified_and_not_corrupt(store, r
     for path in store(keys_of(3), model="vllms"):
         truncate(ROW_BYTES)(path)
     status, out = run("verify", root, "--json")
-    assert (status, counted(out)) == (0, {"checked": 7, "corrupt": {}, "unverified": 5, "unreadable": 0})
+    assert (status, counted(out)) == (0, {"checked": 7, "corrupt": {}, "unverified": 5, "unreadable": 0, "sealed": 0})
 
 
 def test_a_file_of_vllms_that_is_cut_off_is_corrupt(store, run, root: Path) -> None:
@@ -148,7 +171,10 @@ def test_a_file_of_vllms_that_is_cut_off_is_corrupt(store, run, root: Path) -> N
     for path, length in zip(files, (ROW_BYTES, 100, 0), strict=True):
         truncate(length)(path)
     status, out = run("verify", root, "--json")
-    assert (status, counted(out)) == (1, {"checked": 3, "corrupt": {"truncated": 2}, "unverified": 1, "unreadable": 0})
+    assert (status, counted(out)) == (
+        1,
+        {"checked": 3, "corrupt": {"truncated": 2}, "unverified": 1, "unreadable": 0, "sealed": 0},
+    )
 
 
 def test_rows_of_two_lengths_in_one_namespace_are_each_judged_by_themselves(store, run, root: Path) -> None:

@@ -115,11 +115,14 @@ class Engine:
     def ledger(self) -> Ledger:
         return Inside(self.kvtier).ledger
 
-    def answer(self, given: Sequence[Prompt], new_tokens: int = NEW_TOKENS) -> list[Answer]:
-        """Answer all prompts, as many at once as vLLM schedules."""
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": prompt} for prompt in given], sampling(new_tokens), use_tqdm=False
-        )
+    def answer(
+        self, given: Sequence[Prompt], new_tokens: int = NEW_TOKENS, load_tiers: Sequence[Mapping[str, str]] = ()
+    ) -> list[Answer]:
+        """Answer all prompts, as many at once as vLLM schedules; they may choose the tiers that they load from."""
+        asked = sampling(new_tokens)
+        if load_tiers:
+            asked.extra_args = {"kv_transfer_params": {"kv_load_tiers": list(load_tiers)}}
+        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in given], asked, use_tqdm=False)
         return [Answer(tuple(output.outputs[0].token_ids), output.num_cached_tokens) for output in outputs]
 
     def settle(self) -> None:

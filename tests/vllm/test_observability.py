@@ -98,22 +98,13 @@ def watch_sources(engine: Engine) -> list[dict[CacheHitSource, int]]:
 
 
 def test_a_request_may_choose_the_tiers_that_it_loads_from(llama, disk):
-    from vllm import SamplingParams
-
-    asked = prompts(1)[0]
-    fill(llama, kvtier(disk), [asked])
+    asked = prompts(1)
+    fill(llama, kvtier(disk), asked)
     with Engine(llama, kvtier(disk)) as engine:
         cached = {}
         for medium in ("CPU", "STORAGE"):
-            sampling = SamplingParams(
-                temperature=0,
-                ignore_eos=True,
-                detokenize=False,
-                max_tokens=1,
-                extra_args={"kv_transfer_params": {"kv_load_tiers": [{"medium": medium}]}},
-            )
-            (output,) = engine.llm.generate([{"prompt_token_ids": asked}], sampling, use_tqdm=False)
-            cached[medium] = output.num_cached_tokens
+            (answer,) = engine.answer(asked, load_tiers=[{"medium": medium}])
+            cached[medium] = answer.cached
             engine.settle()
             engine.llm.reset_prefix_cache(reset_connector=True)
         assert cached == {"CPU": 0, "STORAGE": 992}

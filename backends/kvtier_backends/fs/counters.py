@@ -13,6 +13,8 @@ class FsCounters(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     unverified_accepted: int = 0  # Loads of files without a footer.
     unverified_refused: int = 0
     other_version: int = 0  # Loads of files of a later format, which are left alone.
+    sealed_kind: int = 0  # Loads of what is encrypted without the tier being told so, or the other way round: likewise.
+    sealed_key: int = 0  # Loads of what is encrypted with a key that the tier was not given: likewise.
     corrupt: dict[str, int] = {}  # Files, by `Fault`.
     quarantined: int = 0  # Of those; the others were deleted, but for:
     quarantine_evicted: int = 0  # Quarantined files that went for room.

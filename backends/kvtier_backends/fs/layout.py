@@ -17,6 +17,7 @@ from kvtier.policies import LRU, Policy, policy_class
 from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.lanes import TierLanes, start_lanes
+from kvtier_backends.fs.disk.packing import Packing, make_packing
 from kvtier_backends.fs.disk.quarantine import Cleared
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.options import LayoutOptions
@@ -36,6 +37,7 @@ class OpenTier(Generic[OptionsT_co]):
     context: TierContext
     root: Folder
     lanes: TierLanes
+    packing: Packing
     capacity: Capacity
     counters: Counters = field(default_factory=Counters)
     clock_ns: Callable[[], int] = time.time_ns
@@ -96,22 +98,24 @@ class OpenTier(Generic[OptionsT_co]):
 async def open_tier(options: OptionsT, context: TierContext) -> OpenTier[OptionsT]:
     """Start a tier's threads, and open its root and what is kept beside its chunks.
 
-    Raises what `Folder.open` does; whatever is raised, nothing stays open.
+    Raises what `Folder.open` and `make_packing` do; whatever is raised, nothing stays open.
     """
     root, lanes = Folder(options, context.mapper), start_lanes(options, context.name)
     try:
-        await lanes.scan.run(_open, root, context, lanes)
+        packing = await lanes.scan.run(_open, root, options, context, lanes)
     except BaseException:
         _let_go(root, lanes)
         raise
     limit_bytes, min_free_bytes = options.capacity_bytes, options.min_free_bytes
     capacity = Capacity(root.disk, limit_bytes=limit_bytes, low_water=options.low_water, min_free_bytes=min_free_bytes)
-    return OpenTier(options, context, root, lanes, capacity)
+    return OpenTier(options, context, root, lanes, packing, capacity)
 
 
-def _open(root: Folder, context: TierContext, lanes: TierLanes) -> None:
+def _open(root: Folder, options: LayoutOptions, context: TierContext, lanes: TierLanes) -> Packing:
+    packing = make_packing(options, context)  # First: what is refused leaves nothing on the disk.
     root.open()
     root.open_beside(context.row_bytes, lanes.store)
+    return packing
 
 
 def _let_go(root: Folder, lanes: TierLanes) -> None:

@@ -5,10 +5,10 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 from msgspec.structs import asdict, force_setattr
 
-from kvtier.backend import NamingKind
+from kvtier.backend import NamingKind, SealOptions
 from kvtier.errors import ConfigError
 from kvtier.policies import policy_class
-from kvtier.settings import Age, Checked, Duration, Path, PositiveSize, Share, Size
+from kvtier.settings import Age, Duration, Path, PositiveSize, Share, Size
 
 CHECKPOINT_S_MIN = 0.01  # More often, a tier of a million chunks would do nothing but write down its index.
 LANES_MAX = 64  # A device that needs more requests at once than this needs another way of asking, not more threads.
@@ -25,7 +25,7 @@ _WITH_SEGMENTS = {
 """Why segments have none of the options that files have alone."""
 
 
-class DiskOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class DiskOptions(SealOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The options of both layouts."""
 
     root: Path
@@ -92,7 +92,8 @@ class FilesOptions(DiskOptions, frozen=True, forbid_unknown_fields=True, kw_only
     naming: NamingKind = "vllm"
     """How files are named: as vLLM does, which makes almost a directory a file, or `flat`, in 256 directories.
 
-    Only kvtier reads the latter. A scan of a million files is done in an eighth of the time.
+    Only kvtier reads the latter. A scan of a million files is done in an eighth of the time. What is encrypted is
+    `flat`: vLLM would take it for KV.
     """
 
     low_water: Share = 0.95
@@ -110,10 +111,24 @@ class FilesOptions(DiskOptions, frozen=True, forbid_unknown_fields=True, kw_only
     def __post_init__(self) -> None:
         """Refuse what cannot be had together."""
         super().__post_init__()
+        if self.seal != "xxh3":
+            self._check_sealed()
         if self.shared and self.eviction_policy != "lru":
             raise ConfigError(
                 f"eviction_policy: {self.eviction_policy!r} given, 'lru' accepted with shared = true: "
                 "all that processes know of each other's use is when a file was used last"
+            )
+
+    def _check_sealed(self) -> None:
+        if self.naming == "vllm":
+            raise ConfigError(
+                f"naming: 'vllm' given, 'flat' accepted with seal = {self.seal!r}: vLLM would take what is encrypted "
+                "for KV"
+            )
+        if self.unverified == "accept":
+            raise ConfigError(
+                f"unverified: 'accept' given, 'refuse' accepted with seal = {self.seal!r}: nobody needs a key to write "
+                "a file without a footer"
             )
 
 
@@ -151,5 +166,7 @@ class FsOptions(DiskOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     def chosen(self) -> LayoutOptions:
         """Return the options of the layout that is meant."""
         kind = FilesOptions if self.layout == "files" else SegmentsOptions
-        fields = kind.__struct_fields__
-        return kind(**{name: value for name, value in asdict(self).items() if name in fields and value is not None})
+        given = {name: value for name, value in asdict(self).items() if value is not None}
+        if self.seal != "xxh3":
+            given.setdefault("naming", "flat")
+        return kind(**{name: value for name, value in given.items() if name in kind.__struct_fields__})

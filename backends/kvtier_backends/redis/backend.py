@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain, zip_longest
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from kvtier.backend import (
     SEAL_BYTES,
@@ -59,10 +59,10 @@ class RedisBackend(Backend[RedisOptions]):
                 f"chunk_bytes: rows of {context.row_bytes:,} bytes, at most {VALUE_BYTES_MAX - SEAL_BYTES:,} "
                 "accepted: no value may be longer"
             )
-        lanes, made = Lanes(ASK_LANES, f"kvtier-{context.name}-ask"), ExitStack()
-        made.callback(lanes.shutdown, wait=False)
+        made = ExitStack()
         try:
-            topology, seal = await in_thread(lanes, _prepared, options, context, made)
+            lanes = _started(options, context.name, made)
+            topology, seal = await in_thread(lanes.ask, _prepared, options, context, made)
             tier = cls(options, context, topology, seal, lanes)
         except BaseException:  # A cancelled thread's result is lost, and its connections would be with it.
             made.close()
@@ -70,22 +70,21 @@ class RedisBackend(Backend[RedisOptions]):
         return tier
 
     def __init__(
-        self, options: RedisOptions, context: TierContext, topology: Topology, seal: Seal, ask_lanes: Lanes
+        self, options: RedisOptions, context: TierContext, topology: Topology, seal: Seal, lanes: "TierLanes"
     ) -> None:
         """Use `open` instead."""
         self._name = context.name
         self._options = options
         self._mapper = context.mapper
         self._prefix = f"{options.prefix}{context.mapper.fingerprint.hex()[:FINGERPRINT_CHARACTERS]}/"
+        self._braces = "{" in context.mapper.chunks_folder
         self._topology = topology
         self._seal = seal
         self._window = max(1, options.window_bytes // seal.sealed_bytes)
         self._part_chunks = max(1, PART_BYTES_MIN // seal.sealed_bytes)
         self._fit = Fit(context.row_bytes)
         self._counters = RedisCounters()
-        self._ask_lanes = ask_lanes
-        self._load_lanes = Lanes(options.load_lanes, f"kvtier-{context.name}-load")
-        self._store_lanes = Lanes(options.store_lanes, f"kvtier-{context.name}-store")
+        self._lanes = lanes
         self._calls = Calls(context.name)
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
@@ -110,7 +109,7 @@ class RedisBackend(Backend[RedisOptions]):
     async def aclose(self, deadline_s: float) -> Abandoned:
         """Calls that are not over by then fail at once: their connections are closed."""
         ends_at = time.monotonic() + deadline_s
-        every = (self._load_lanes, self._store_lanes, self._ask_lanes)
+        every = (self._lanes.load, self._lanes.store, self._lanes.ask)
         try:
             await self._calls.close(deadline_s)  # First: a call may need lanes more than once.
             left = sum(await asyncio.gather(*(lanes.aclose(max(0.0, ends_at - time.monotonic())) for lanes in every)))
@@ -136,6 +135,8 @@ class RedisBackend(Backend[RedisOptions]):
 
     def _names(self, keys: Sequence[OffloadKey]) -> list[bytes]:
         name, prefix = self._mapper.name, self._prefix
+        if self._braces:  # A cluster would look only between them: every chunk would be on one node.
+            return [(prefix + name(key).replace("{", "%7B")).encode() for key in keys]
         return [(prefix + name(key)).encode() for key in keys]
 
     async def _probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
@@ -146,7 +147,7 @@ class RedisBackend(Backend[RedisOptions]):
     async def _load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
         names = self._names([read.key for read in reads])
         work = Loads(names, reads, self._seal, self._window, self._counters)
-        await self._move(work, self._load_lanes, self._part_chunks)
+        await self._move(work, self._lanes.load, self._part_chunks)
         if work.corrupt:
             await self._ask(b"UNLINK", [names[index] for index in work.corrupt], work.ends_at)
         return self._outcomes(work, [read.key for read in reads])
@@ -154,13 +155,13 @@ class RedisBackend(Backend[RedisOptions]):
     async def _store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
         keys = [write.key for write in writes]
         work = Stores(self._names(keys), writes, self._seal, self._window, self._options.ttl_s, self._counters)
-        await self._move(work, self._store_lanes, self._part_chunks)
+        await self._move(work, self._lanes.store, self._part_chunks)
         return self._outcomes(work, keys)
 
     async def _ask(self, command: bytes, names: Sequence[bytes], ends_at: float | None = None) -> Questions:
         work = Questions(command, names, self._counters)
         work.ends_at = ends_at
-        await self._move(work, self._ask_lanes, len(names))
+        await self._move(work, self._lanes.ask, len(names))
         return work
 
     def _outcomes(self, work: Work[Outcome], keys: Sequence[OffloadKey]) -> list[Outcome]:
@@ -177,7 +178,7 @@ class RedisBackend(Backend[RedisOptions]):
         if self._topology.stale:
             with suppress(TimeoutError):  # Rows are lent: who does not say it in time says it to later calls.
                 async with asyncio.timeout(self._options.connect_timeout_s):
-                    await self._ask_lanes.run(self._topology.renew)
+                    await self._lanes.ask.run(self._topology.renew)
         owners = self._topology.server_of
         await self._exchange(work, lanes, part_chunks, {index: owners(name) for index, name in enumerate(work.names)})
         for _ in range(REDIRECTS_MAX):
@@ -212,6 +213,23 @@ class RedisBackend(Backend[RedisOptions]):
         ]
         in_turn = chain.from_iterable(zip_longest(*by_server))  # One that hangs does not take every lane before others.
         await in_threads(lanes, [call for call in in_turn if call is not None])
+
+
+class TierLanes(NamedTuple):
+    """A tier's threads, by what they may be held up by."""
+
+    ask: Lanes
+    load: Lanes
+    store: Lanes
+
+
+def _started(options: RedisOptions, name: str, made: ExitStack) -> TierLanes:
+    """Start a tier's threads; what undoes it goes into `made`. RuntimeError: the process may have no more of them."""
+    lanes: list[Lanes] = []
+    for what, count in (("ask", ASK_LANES), ("load", options.load_lanes), ("store", options.store_lanes)):
+        lanes.append(Lanes(count, f"kvtier-{name}-{what}"))
+        made.callback(lanes[-1].shutdown, wait=False)
+    return TierLanes(*lanes)
 
 
 def _prepared(options: RedisOptions, context: TierContext, made: ExitStack) -> tuple[Topology, Seal]:

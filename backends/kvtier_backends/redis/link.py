@@ -62,6 +62,10 @@ class Link:
         """Close the connection; idempotent."""
         self._socket.close()
 
+    @property
+    def closed(self) -> bool:
+        return self._socket.fileno() < 0
+
     def quiet(self) -> bool:
         """Say whether nothing has come that was not asked for: an end, or a reply that would answer the next request.
 

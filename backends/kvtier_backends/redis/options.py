@@ -14,6 +14,7 @@ from kvtier.settings import Age, Index, Path, PositiveDuration, PositiveSize
 PORT, SENTINEL_PORT = 6_379, 26_379
 PORT_MAX = (1 << 16) - 1
 LANES_MAX = 64  # A server is one core: more threads only queue there.
+PATH_BYTES_MAX = 107  # Of a socket (https://man7.org/linux/man-pages/man7/unix.7.html).
 PREFIX_BYTES_MAX = 128
 PASSWORD_BYTES_MAX = 4_096
 
@@ -117,6 +118,11 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
             raise ConfigError("sentinel_login: goes with topology = 'sentinel'")
         if self.topology != "servers" and not all(address.port for address in addresses):
             raise ConfigError(f"servers: a path given, 'host:port' accepted with topology = {self.topology!r}")
+        if self.topology == "cluster" and "{" in self.prefix:
+            raise ConfigError(
+                f"prefix: {self.prefix!r} given, one without braces accepted with topology = 'cluster': of a name with "
+                "braces, only what is between them says where it goes"
+            )
         if self.topology == "cluster" and self.db:
             raise ConfigError(f"db: {self.db} given, 0 accepted with topology = 'cluster'")
 
@@ -179,7 +185,12 @@ def _password(line: bytes, where: str) -> str:
 
 def _address(text: str, where: str, port: int) -> Address:
     if text.startswith("unix:/"):
-        return Address(text.removeprefix("unix:"), 0)
+        path = text.removeprefix("unix:")
+        if (path_bytes := len(os.fsencode(path))) > PATH_BYTES_MAX:
+            raise ConfigError(f"{where}: a path of {path_bytes} bytes given, at most {PATH_BYTES_MAX} accepted")
+        if "\0" in path:
+            raise ConfigError(f"{where}: {text!r} given, a path without NUL bytes accepted")
+        return Address(path, 0)
     if "@" in text or "//" in text:
         raise ConfigError(
             f"{where}: a URL given, 'host:port' accepted: user, password and TLS have options of their own"

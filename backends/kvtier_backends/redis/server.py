@@ -19,6 +19,11 @@ class Away(Exception):
 class NotLetIn(Away):
     """The server refuses us: its passwords or access lists, or our options, have to be mended."""
 
+    def __init__(self, why: str, option: str) -> None:
+        """Say why, and which option says what is refused."""
+        super().__init__(why)
+        self.option = option
+
 
 class Login:
     """What a connection begins with: a user, a database and TLS, read once. Making it blocks."""
@@ -28,6 +33,7 @@ class Login:
         self.username = options.username
         self.password = options.password()
         self.tls: ssl.SSLContext | None = options.tls_context()
+        self._password_option = "password_file" if options.password_env is None else "password_env"
         self._greeting = self._greetings(options.db)
 
     def _greetings(self, db: int) -> list[tuple[bytes, bytes]]:
@@ -51,6 +57,15 @@ class Login:
                 refusals.append(refusal)
         if refusals:  # The first explains the others.
             raise Refused(self.hide(str(refusals[0])))
+
+    def to_mend(self, refusal: Refused) -> str | None:
+        """Return the option that is wrong; None if what was refused is not for the user to mend, but for time."""
+        words = str(refusal)
+        if "DB index" in words or "SELECT" in words:
+            return "db"
+        if refusal.kind == "NOPERM":
+            return "username"
+        return self._password_option if refusal.kind in NOT_LET_IN or "AUTH" in words or "password" in words else None
 
     def hide(self, told: str) -> str:
         """Return what a server told without the password: an error may repeat what was sent, cut off or not."""
@@ -127,17 +142,23 @@ class Server:
         for one in (link, *idle):
             one.close()
 
-    def close(self) -> int:
-        """Refuse to lend, close what is idle, and have calls that are under way fail; say how many these are."""
+    def forget(self) -> bool:
+        """Refuse to lend, and close what is idle; say whether there are connections in use, which go on."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-            for link in self._lent:
-                link.interrupt()
-            lent = len(self._lent)
+            lent = bool(self._lent)
         for link in idle:
             link.close()
         return lent
+
+    def close(self) -> int:
+        """Do likewise, and have calls that are under way fail; say how many these are."""
+        self.forget()
+        with self._lock:
+            for link in self._lent:
+                link.interrupt()
+            return len(self._lent)
 
     def _check_usable(self) -> None:
         if self._closed:
@@ -149,7 +170,8 @@ class Server:
         try:
             link = connect(self.address, self._names, self._login.tls, ends_at)
         except ssl.SSLCertVerificationError as error:
-            raise self._away(NotLetIn(f"{self.address}: its certificate is refused: {error.verify_message}")) from None
+            why = f"{self.address}: its certificate is refused: {error.verify_message}"
+            raise self._away(NotLetIn(why, "tls_ca_file")) from None
         except OSError as error:
             raise self._away(Away(f"{self.address}: {error.strerror or error}")) from None
         with self._lock:
@@ -161,8 +183,8 @@ class Server:
             self._login.greet(link)
         except (Lost, Refused) as error:
             self.drop(link)
-            kind = NotLetIn if isinstance(error, Refused) and _mends(error) else Away
-            raise self._away(kind(f"{self.address}: {error}")) from None
+            option, why = isinstance(error, Refused) and self._login.to_mend(error), f"{self.address}: {error}"
+            raise self._away(NotLetIn(why, option) if option else Away(why)) from None
         with self._lock:
             self._away_until, self._why = 0.0, ""
         return link
@@ -176,19 +198,13 @@ class Server:
         self._away_until, self._why = time.monotonic() + self._retry_s, why
 
 
-def _mends(refusal: Refused) -> bool:
-    """Say whether what was refused is for the user to mend, and not for time."""
-    words = str(refusal)
-    return refusal.kind in NOT_LET_IN or "DB index" in words or "AUTH" in words or "password" in words
-
-
 def check(server: Server, prefix: bytes, *, cluster: bool, timeout_s: float) -> None:
     """Try every request that the tier makes, on one small value. Raises `Away`; `ConfigError` for what is to mend."""
     name = prefix + b"opened"
     try:
         link, _ = server.borrow(time.monotonic() + timeout_s)
     except NotLetIn as error:
-        raise ConfigError(f"servers: {error}") from error
+        raise ConfigError(f"{error.option}: {error}") from error
     try:
         for words in (
             (b"CLUSTER", b"KEYSLOT", name),

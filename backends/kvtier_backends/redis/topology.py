@@ -10,6 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from binascii import crc_hqx
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any
 
@@ -35,6 +36,7 @@ class Topology(ABC):
         self._next_try_at = 0.0
         self._renewing = threading.Lock()
         self._servers: dict[Address, Server] = {}
+        self._forgotten: list[Server] = []  # Of which connections are in use still.
         self._lock = threading.Lock()
         self._closed = False
 
@@ -59,7 +61,7 @@ class Topology(ABC):
             self._renewing.release()
 
     def known(self) -> list[Server]:
-        """Return every server that was used so far."""
+        """Return every server that is used, or that somebody was sent to since the last refresh."""
         with self._lock:
             return list(self._servers.values())
 
@@ -73,11 +75,19 @@ class Topology(ABC):
                     server.close()
             return server
 
+    def forget_all_but(self, servers: Collection[Server]) -> None:
+        """Use no others any more, and keep no connections to them: where servers come and go, there are ever more."""
+        with self._lock:
+            gone = [server for server in self._servers.values() if server not in servers]
+            self._servers = {server.address: server for server in servers}
+            self._forgotten = [server for server in (*self._forgotten, *gone) if server.forget()]
+
     def close(self) -> int:
         """Close every connection, those too that are in use; say how many these are."""
         with self._lock:
             self._closed = True
-        return sum(server.close() for server in self.known())
+            every = [*self._servers.values(), *self._forgotten]
+        return sum(server.close() for server in every)
 
 
 class Listed(Topology):
@@ -126,6 +136,7 @@ class Watched(Topology):
             for client in sentinel.sentinels:
                 client.close()
         self._primary = self.at(Address(str(host), int(port)))
+        self.forget_all_but({self._primary})
         self.stale = False
 
 
@@ -151,6 +162,7 @@ class Slotted(Topology):
             except (Away, self._redis.exceptions.RedisError) as error:
                 reasons.append(f"{seed}: {self.login.hide(str(error))}")
             else:
+                self.forget_all_but(set(self._slots))
                 self.stale = False
                 return
         raise Away("; ".join(reasons))

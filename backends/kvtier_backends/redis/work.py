@@ -108,7 +108,7 @@ class Work(ABC, Generic[A]):
         kind = refusal.kind
         self.stale = self.stale or kind in NOT_THE_ONE
         if kind in ("MOVED", "ASK"):
-            self.redirects[index] = Redirect(_target(refusal, link.address), asking=kind == "ASK")
+            self.redirects[index] = Redirect(target_of(refusal, link.address), asking=kind == "ASK")
         elif kind in OF_ONE_CHUNK:
             self.answers[index] = self.refused(index, refusal)
         else:
@@ -309,7 +309,7 @@ def beside_of(link: Link, seal: Seal, count: int, turn: int) -> memoryview:
     return memoryview(link.memory)[seal.beside_bytes * turn : seal.beside_bytes * (turn + 1)]
 
 
-def _target(refusal: Refused, asked: Address) -> Address:
+def target_of(refusal: Refused, asked: Address) -> Address:
     """Return where an error of a cluster's sends us; without a host, another port of the same one."""
     host, _, port = str(refusal).split(" ")[-1].rpartition(":")
-    return Address(host or asked.host, int(port)) if port.isdecimal() else asked
+    return Address(host.strip("[]") or asked.host, int(port)) if port.isdecimal() else asked

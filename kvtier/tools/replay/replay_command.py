@@ -237,11 +237,14 @@ def real_replay(options: Options, stack: ExitStack) -> Prepared:
 
 def virtual_replay(options: Options) -> Prepared:
     """Prepare a replay in virtual time."""
-    block_tokens = options.requests.block_tokens
     if options.config_path is None:
-        config, source = default_model(options.extent, block_tokens), DEFAULT_SOURCE
-    else:
-        config, source = EngineConfig.load(options.config_path), os.path.basename(options.config_path)
+        return modelled_replay(options, default_model(options.extent, options.requests.block_tokens), DEFAULT_SOURCE)
+    return modelled_replay(options, EngineConfig.load(options.config_path), os.path.basename(options.config_path))
+
+
+def modelled_replay(options: Options, config: EngineConfig, source: str) -> Prepared:
+    """Prepare a replay in virtual time of an engine's model; `source` is where its configuration comes from."""
+    block_tokens = options.requests.block_tokens
     bench = None if options.bench_path is None else read_bench(options.bench_path)
     model = scale_model(config, source=source, bench=bench)
     gpu_cache_blocks = options.gpu_cache_blocks

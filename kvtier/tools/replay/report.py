@@ -178,7 +178,7 @@ def print_report(report: Report, console: Console) -> None:
     if report.ttft_s is not None:
         console.print(_time_table("time to first token", report.ttft_s, 1, "s"))
     if report.model is not None:
-        console.print(_model_table(report.model))
+        console.print(model_table(report.model))
     for warning in report.warnings:
         console.print(f"[yellow]{escape(warning)}[/]", highlight=False)
 
@@ -211,7 +211,8 @@ def _time_table(heading: str, times: Mapping[str, Quantiles], scale: int, unit: 
     return table
 
 
-def _model_table(model: Sequence[ModelPart]) -> Table:
+def model_table(model: Sequence[ModelPart]) -> Table:
+    """Return what was modelled as a table."""
     table = Table("modelled", "with", "from")
     for part in model:
         figures = ", ".join(shown_figure(name, value) for name, value in part.figures.items())

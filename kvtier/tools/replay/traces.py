@@ -87,7 +87,7 @@ class Trace:
         self.limit = limit
         self.strict = strict
         self._checked = False
-        begin = list(islice(_lines(self.path), 2))
+        begin = list(islice(trace_lines(self.path), 2))
         meta = _meta(begin[0][1]) if begin else None
         if len(begin) < (1 if meta is None else 2):
             raise TraceError(f"{self.path}: no requests in it; expected one a line, such as {_EXAMPLE}")
@@ -99,7 +99,7 @@ class Trace:
         decode = msgspec.json.Decoder(Request).decode
         stop = None if self.limit is None else self._lines_before + self.limit
         check = None if self._checked else TraceCheck(self.path, self.block_tokens, strict=self.strict)
-        for number, line in islice(_lines(self.path), self._lines_before, stop):
+        for number, line in islice(trace_lines(self.path), self._lines_before, stop):
             try:
                 request = decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -161,7 +161,7 @@ def _excerpt(line: bytes) -> str:
     return f"{text!r}{'…' if len(line) > 60 else ''}"
 
 
-def _lines(path: str) -> Iterator[tuple[int, bytes]]:
+def trace_lines(path: str) -> Iterator[tuple[int, bytes]]:
     """Give each line that is not blank, with its number in the file, from 1."""
     number, rest = 1, b""
     try:

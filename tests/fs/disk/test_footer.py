@@ -7,10 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import xxh3_64_intdigest
 
+from kvtier.backend import SEAL_BYTES
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier_backends.fs.disk.footer import (
     FOOTER_BYTES,
     KEY_BYTES_MAX,
+    SEALED_KEY_BYTES_MAX,
     SLICE_BYTES,
     Fault,
     Footer,
@@ -42,6 +44,7 @@ def sealed(page: memoryview) -> memoryview:
         st.integers(0, 2**64 - 1),
         st.binary(min_size=32, max_size=32),
         st.integers(0, 2**64 - 1),
+        st.just(b"") | st.binary(min_size=SEAL_BYTES, max_size=SEAL_BYTES),
     )
 )
 def test_what_was_written_is_read(footer: Footer) -> None:
@@ -68,6 +71,13 @@ def test_the_format_is_what_was_published() -> None:
     assert page[4_088:] == bytes.fromhex("87417f936c3dae22")
 
 
+def test_the_format_of_what_is_encrypted_is_another_version_with_the_seal_behind_the_key() -> None:
+    plain, sealed = bytes(page_of(FOOTER)), bytes(page_of(FOOTER._replace(seal=bytes(range(SEAL_BYTES)))))
+    assert sealed[8:12] == (2).to_bytes(4, "little")
+    assert sealed[3_952:4_080] == bytes(range(SEAL_BYTES))
+    assert (sealed[:8], sealed[12:3_952], sealed[4_080:4_088]) == (plain[:8], plain[12:3_952], plain[4_080:4_088])
+
+
 def test_nothing_of_the_page_before_stays() -> None:
     assert bytes(page_of(FOOTER, b"\xff")) == bytes(page_of(FOOTER, b"\0"))
 
@@ -79,7 +89,7 @@ def test_a_page_of_zeros_is_told_from_other_strangers() -> None:
 
 def test_a_later_format_is_not_guessed_at() -> None:
     page = page_of(FOOTER)
-    page[8] = 2
+    page[8] = 3
     assert read_footer(sealed(page)) is Fault.VERSION
 
 
@@ -94,6 +104,10 @@ def test_the_longest_key_fits_and_a_longer_one_is_refused() -> None:
     assert read_footer(page_of(longest)) == longest
     with pytest.raises(ValueError, match="4017"):
         page_of(FOOTER._replace(key=OffloadKey(b"k" * (KEY_BYTES_MAX + 1))))
+    longest = FOOTER._replace(key=OffloadKey(b"k" * SEALED_KEY_BYTES_MAX), seal=b"s" * SEAL_BYTES)
+    assert read_footer(page_of(longest)) == longest
+    with pytest.raises(ValueError, match="3889"):
+        page_of(longest._replace(key=OffloadKey(b"k" * (SEALED_KEY_BYTES_MAX + 1))))
 
 
 @pytest.mark.parametrize("size", [0, 1, 4_096, SLICE_BYTES - 1, SLICE_BYTES, SLICE_BYTES + 1, 3 * SLICE_BYTES + 17])

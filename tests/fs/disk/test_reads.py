@@ -17,9 +17,9 @@ import pytest
 from kvtier.errors import BackendClosed
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
+from kvtier_backends.fs.disk import packing
 from kvtier_backends.fs.disk import reads as reads_module
 from kvtier_backends.fs.disk.reads import ONE_BY_ONE, PLACES, Context, QueuedReads, Wanted, takes_queued
-from kvtier_backends.fs.files import lane as chunks
 
 DEADLINE_S = 20.0
 PAGE = mmap.PAGESIZE
@@ -344,7 +344,7 @@ async def test_files_are_closed_whatever_becomes_of_their_reads(
     tier, keys = await scattered(open_tier, lender, "files")
     before = len(os.listdir("/proc/self/fd"))
     with monkeypatch.context() as patch:
-        patch.setattr(chunks, "judge_chunk", _no_memory)
+        patch.setattr(packing, "judge_chunk", _no_memory)
         with pytest.raises(MemoryError):
             await tier.load(lender.reads(keys))
     with monkeypatch.context() as patch:

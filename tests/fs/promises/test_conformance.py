@@ -23,6 +23,7 @@ from kvtier.testing.conformance import (
     tier_context,
 )
 from kvtier_backends.fs import FsBackend, FsOptions
+from tests.fs.conftest import SECRETS
 
 LAID_OUT = [{"naming": "vllm"}, {"naming": "flat"}, {"layout": "segments"}]
 
@@ -81,6 +82,24 @@ class TestSegments(Suites):
 
     def options(self, root: str) -> FsOptions:
         return FsOptions(root=root)
+
+
+class TestEncryptedSegments(Suites):
+    """As it comes, but for the seal."""
+
+    @pytest.fixture(autouse=True)
+    def secrets(self, monkeypatch):
+        monkeypatch.setenv(SECRETS, "ab" * 32)
+
+    def options(self, root: str) -> FsOptions:
+        return FsOptions(root=root, seal="aes-256-gcm", seal_key_env=SECRETS)
+
+
+class TestEncryptedFiles(TestEncryptedSegments):
+    """One encrypted file a chunk."""
+
+    def options(self, root: str) -> FsOptions:
+        return FsOptions(root=root, layout="files", seal="aes-256-gcm", seal_key_env=SECRETS)
 
 
 @pytest.mark.usefixtures("thorough")
@@ -163,7 +182,7 @@ class Small:
 @pytest.mark.parametrize(
     ("laid_out", "policy"),
     [
-        *(({"naming": "vllm"}, policy) for policy in ("lru", "s3fifo")),
+        *(({"naming": "vllm"}, policy) for policy in ("lru", "s3fifo", "density")),
         *(({"layout": "segments"}, policy) for policy in known_policies()),
     ],
     ids=lambda one: one if isinstance(one, str) else next(iter(one.values())),

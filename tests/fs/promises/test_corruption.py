@@ -60,12 +60,12 @@ OF_FILES: dict[str, tuple[Damage, Fault]] = {  # A slot has one length.
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("io", ["direct", "buffered"])
 async def test_damaged_chunks_are_misses_beside_sound_ones_and_can_be_stored_again(
-    open_tier, lender: Lender, place_of, layout: str, io: str
+    open_tier, lender: Lender, place_of, seal, layout: str, io: str
 ) -> None:
     damages = DAMAGES | (OF_FILES if layout == "files" else {})
     keys = keys_of(2 * len(damages))
     damaged = dict(zip(keys[::2], damages, strict=True))  # Every second one.
-    tier = await open_tier(layout=layout, io=io, capacity_bytes="4MiB")
+    tier = await open_tier(layout=layout, io=io, capacity_bytes="4MiB", **seal)
     await lender.keep(tier, keys)
     for key, kind in damaged.items():
         damages[kind][0](place_of(key))
@@ -97,8 +97,10 @@ def opened_once(open_tier) -> Callable[..., Awaitable[FsBackend]]:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(bit=st.integers(0, 8 * (ROW_BYTES + FOOTER_BYTES) - 1))
-async def test_a_flipped_bit_anywhere_is_a_miss(opened_once, lender: Lender, place_of, layout: str, bit: int) -> None:
-    tier = await opened_once(layout=layout, capacity_bytes="1MiB")
+async def test_a_flipped_bit_anywhere_is_a_miss(
+    opened_once, lender: Lender, place_of, seal, layout: str, bit: int
+) -> None:
+    tier = await opened_once(layout=layout, capacity_bytes="1MiB", **seal)
     await lender.keep(tier, [KEY])
     place = place_of(KEY)
     place.overwrite(bit // 8, bytes([place.read()[bit // 8] ^ 1 << bit % 8]))
@@ -107,8 +109,8 @@ async def test_a_flipped_bit_anywhere_is_a_miss(opened_once, lender: Lender, pla
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(length=st.integers(0, ROW_BYTES + FOOTER_BYTES - 1))
-async def test_a_file_cut_off_anywhere_is_a_miss(opened_once, lender: Lender, path_of, length: int) -> None:
-    tier = await opened_once()
+async def test_a_file_cut_off_anywhere_is_a_miss(opened_once, lender: Lender, path_of, seal, length: int) -> None:
+    tier = await opened_once(**seal)
     await lender.keep(tier, [KEY])
     os.truncate(path_of(KEY), length)
     expected = "ChunkMissing" if length == ROW_BYTES else "ChunkCorrupt"  # Then it looks like one of vLLM's: refused.
@@ -121,7 +123,7 @@ async def test_a_file_of_a_later_format_is_a_miss_and_left_alone(
     tier = await open_tier(corrupt="delete")
     await lender.keep(tier, keys_of(2))
     page = bytearray(path_of(KEY).read_bytes()[row_bytes:])
-    struct.pack_into("<I", page, 8, 2)
+    struct.pack_into("<I", page, 8, 3)
     struct.pack_into("<Q", page, FOOTER_BYTES - 8, xxh3_64_intdigest(page[:-8]))
     Place(path_of(KEY), 0).overwrite(row_bytes, bytes(page))
     later = path_of(KEY).read_bytes()
@@ -134,8 +136,8 @@ async def test_a_file_of_a_later_format_is_a_miss_and_left_alone(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-async def test_swapped_chunks_are_misses(open_tier, lender: Lender, place_of, layout: str) -> None:
-    tier = await open_tier(layout=layout, capacity_bytes="1MiB")
+async def test_swapped_chunks_are_misses(open_tier, lender: Lender, place_of, seal, layout: str) -> None:
+    tier = await open_tier(layout=layout, capacity_bytes="1MiB", **seal)
     await lender.keep(tier, keys_of(3))
     first, second = map(place_of, keys_of(2))
     was_first, was_second = first.read(), second.read()

@@ -174,13 +174,13 @@ def temporaries(root: Path) -> list[Path]:
 @pytest.mark.usefixtures("outside")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_killed_writer_loses_nothing_it_was_told_was_stored(
-    root: Path, mapper: FileMapper, row_bytes: int, layout: str
+    root: Path, mapper: FileMapper, row_bytes: int, seal, layout: str
 ) -> None:
     """A deleted chunk does not come back, nor does an older one."""
-    expected = Expected()
-    with closing(Launcher(root, row_bytes, 0.1, {"layout": layout})) as launcher:
+    expected, options = Expected(), {"layout": layout, **seal}
+    with closing(Launcher(root, row_bytes, 0.1, options)) as launcher:
         for _ in launcher.lives(ROUNDS, (1, 60), expected):
-            assert asyncio.run(look(root, mapper, row_bytes, expected, layout=layout)) == {}
+            assert asyncio.run(look(root, mapper, row_bytes, expected, **options)) == {}
             assert temporaries(root) == []
     logger.info("%d writers killed, %d chunks confirmed, none lost", ROUNDS, expected.confirmed)
 

@@ -217,7 +217,7 @@ class FsContents:
             return Finding(State.CORRUPT, whole.value)
         if _checksum(fd, footer.payload_bytes) != footer.payload_checksum:
             return Finding(State.CORRUPT, Fault.PAYLOAD)
-        return Finding(State.WHOLE)
+        return Finding(State.SEALED if footer.seal else State.WHOLE)
 
     def _judge_without_footer(self, place: Place, fault: Fault, size_bytes: int) -> Finding:
         """Tell vLLM's files, which end with their rows, from damaged ones by the length of the rows of others."""

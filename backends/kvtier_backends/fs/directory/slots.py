@@ -218,4 +218,4 @@ def _judge(slot: memoryview, header: Header, identity: int) -> Finding:
         return Finding(State.CORRUPT, Fault.NAMESPACE)
     if payload_checksum(slot[: header.row_bytes]) != footer.payload_checksum:
         return Finding(State.CORRUPT, Fault.PAYLOAD)
-    return Finding(State.WHOLE)
+    return Finding(State.SEALED if footer.seal else State.WHOLE)

@@ -5,9 +5,10 @@ never sees it. One page, always, so that row and footer go to the disk in one di
 
 Little-endian: magic 8, version u32, key length u32, payload length u64, payload checksum u64, namespace fingerprint 32,
 key, zeros up to byte 4,080, sequence number u64, checksum u64 of all bytes before it. The sequence number is zero in a
-file, and orders what was stored under one key where there are no names to replace. Checksums are XXH3-64 with seed 0
-(https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md). Magic, version and the last checksum keep their places
-in every version.
+file, and orders what was stored under one key where there are no names to replace. Version 2 is an encrypted row's: its
+seal (`kvtier.backend.seal`) has the last 128 of the zeros, and the payload is the row as it lies there. Checksums are
+XXH3-64 with seed 0 (https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md). Magic, version and the last
+checksum keep their places in every version.
 """
 
 import errno
@@ -17,13 +18,14 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from kvtier.backend import OffloadKey
+from kvtier.backend import SEAL_BYTES, OffloadKey
 from kvtier.errors import ChunkError, NoSpace, TransferFailed
 from kvtier.memory import PAGE_BYTES
 
 FOOTER_BYTES = PAGE_BYTES
 MAGIC = b"\x89kvtier\n"  # Not text, and damaged by whatever rewrites line ends.
 VERSION = 1
+SEALED_VERSION = 2  # To programs that do not know it a later format: none takes what is encrypted for KV.
 
 SLICE_BYTES = 64 << 10  # Below the 100 kB from which xxhash lets go of the GIL: getting it back from a busy main
 # thread takes up to 5 ms a chunk, and a slice is summed in 3 µs.
@@ -33,7 +35,9 @@ _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_AT = FOOTER_BYTES - _CHECKSUM.size
 _SEQUENCE = struct.Struct("<Q")
 _SEQUENCE_AT = _CHECKSUM_AT - _SEQUENCE.size
+_SEAL_AT = _SEQUENCE_AT - SEAL_BYTES
 KEY_BYTES_MAX = _SEQUENCE_AT - _HEAD.size
+SEALED_KEY_BYTES_MAX = _SEAL_AT - _HEAD.size
 
 FULL = {errno.ENOSPC, errno.EDQUOT}
 GONE = {errno.ESTALE, errno.ENOTCONN, errno.ENODEV, errno.ENXIO, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH}
@@ -52,6 +56,22 @@ class Fault(StrEnum):
     SWAPPED = "swapped"  # Another key's chunk.
     NAMESPACE = "namespace"  # The key's chunk of another model, layout or row length.
     PAYLOAD = "payload"  # The bytes are not those that were stored.
+    KIND = "kind"  # Encrypted where the tier is told not to, or the other way round: left alone.
+    KEY = "key"  # Encrypted with a key that the tier was not given: left alone.
+
+
+class LeftAlone(NamedTuple):
+    """A fault that is no corruption: the chunk may be right for another kvtier engine."""
+
+    counter: str
+    why: str
+
+
+LEFT_ALONE = {
+    Fault.VERSION: LeftAlone("other_version", "of a later format"),
+    Fault.KIND: LeftAlone("sealed_kind", "sealed otherwise than this tier's option `seal` says"),
+    Fault.KEY: LeftAlone("sealed_key", "sealed with a key that this tier was not given"),
+}
 
 
 def failure(key: OffloadKey, error: OSError) -> ChunkError:
@@ -75,15 +95,17 @@ class Footer(NamedTuple):
     payload_checksum: int
     fingerprint: bytes  # 32 bytes.
     sequence: int = 0  # Of two chunks of one key, the one with the greater was stored later.
+    seal: bytes = b""  # Of an encrypted row, `SEAL_BYTES`.
 
 
 def write_footer(page: memoryview, footer: Footer) -> None:
-    """Fill a page of `FOOTER_BYTES` with a footer; ValueError for a key longer than `KEY_BYTES_MAX`."""
-    key, payload_bytes, payload_checksum, fingerprint, sequence = footer
-    if len(key) > KEY_BYTES_MAX:
-        raise ValueError(f"a key of {len(key)} bytes; a footer holds {KEY_BYTES_MAX}")
-    head = _HEAD.pack(MAGIC, VERSION, len(key), payload_bytes, payload_checksum, fingerprint) + key
-    page[:_CHECKSUM_AT] = head.ljust(_SEQUENCE_AT, b"\0") + _SEQUENCE.pack(sequence)
+    """Fill a page of `FOOTER_BYTES` with a footer; ValueError for a key that is too long for it."""
+    key, payload_bytes, payload_checksum, fingerprint, sequence, seal = footer
+    version, key_bytes_max = (SEALED_VERSION, SEALED_KEY_BYTES_MAX) if seal else (VERSION, KEY_BYTES_MAX)
+    if len(key) > key_bytes_max:
+        raise ValueError(f"a key of {len(key)} bytes; a footer holds {key_bytes_max}")
+    head = _HEAD.pack(MAGIC, version, len(key), payload_bytes, payload_checksum, fingerprint) + key
+    page[:_CHECKSUM_AT] = head.ljust(_SEQUENCE_AT - len(seal), b"\0") + seal + _SEQUENCE.pack(sequence)
     _CHECKSUM.pack_into(page, _CHECKSUM_AT, xxh3_64_intdigest(page[:_CHECKSUM_AT]))
 
 
@@ -95,13 +117,14 @@ def read_footer(page: memoryview) -> Footer | Fault:
     (checksum,) = _CHECKSUM.unpack_from(page, _CHECKSUM_AT)
     if checksum != xxh3_64_intdigest(page[:_CHECKSUM_AT]):
         return Fault.FOOTER
-    if version != VERSION:
+    if version not in (VERSION, SEALED_VERSION):
         return Fault.VERSION
-    if key_bytes > KEY_BYTES_MAX:
+    seal = bytes(page[_SEAL_AT:_SEQUENCE_AT]) if version == SEALED_VERSION else b""
+    if key_bytes > (SEALED_KEY_BYTES_MAX if seal else KEY_BYTES_MAX):
         return Fault.FOOTER
     key = OffloadKey(bytes(page[_HEAD.size : _HEAD.size + key_bytes]))
     (sequence,) = _SEQUENCE.unpack_from(page, _SEQUENCE_AT)
-    return Footer(key, payload_bytes, payload_checksum, fingerprint, sequence)
+    return Footer(key, payload_bytes, payload_checksum, fingerprint, sequence, seal)
 
 
 def payload_checksum(payload: memoryview) -> int:
@@ -132,13 +155,23 @@ def judge_length(file_bytes: int, row_bytes: int) -> Whole | Fault:
 
 def judge_chunk(payload: memoryview, page: memoryview, key: OffloadKey, fingerprint: bytes) -> Fault | None:
     """Compare a row and its footer with what was asked for; None: they are that, bit for bit."""
+    footer = judge_footer(page, key, fingerprint, len(payload))
+    if isinstance(footer, Fault):
+        return footer
+    if footer.seal:
+        return Fault.KIND
+    if footer.payload_checksum != payload_checksum(payload):
+        return Fault.PAYLOAD
+    return None
+
+
+def judge_footer(page: memoryview, key: OffloadKey, fingerprint: bytes, row_bytes: int) -> Footer | Fault:
+    """Read the footer of what was asked for, or say why it is not that."""
     footer = read_footer(page)
     if isinstance(footer, Fault):
         return footer
     if footer.key != key:
         return Fault.SWAPPED
-    if footer.fingerprint != fingerprint or footer.payload_bytes != len(payload):
+    if footer.fingerprint != fingerprint or footer.payload_bytes != row_bytes:
         return Fault.NAMESPACE
-    if footer.payload_checksum != payload_checksum(payload):
-        return Fault.PAYLOAD
-    return None
+    return footer

@@ -4,6 +4,7 @@ A call to a lane costs as much as reading a small chunk, so a share has many of 
 down in the share, chunk by chunk: the call that lent the buffers may be cancelled, and its result lost.
 """
 
+import errno
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,19 +15,9 @@ from typing import Self
 from kvtier.backend import OffloadKey, Outcome, Read, Write
 from kvtier.errors import ChunkCorrupt, ChunkMissing
 from kvtier_backends.fs.disk.below import ForeignError, believable_ns
-from kvtier_backends.fs.disk.footer import (
-    FOOTER_BYTES,
-    GONE,
-    Fault,
-    Footer,
-    Whole,
-    failure,
-    judge_chunk,
-    judge_length,
-    payload_checksum,
-    write_footer,
-)
-from kvtier_backends.fs.disk.lanes import SHARE_CHUNKS_MAX, Pages
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES, GONE, LEFT_ALONE, Fault, Whole, failure, judge_length
+from kvtier_backends.fs.disk.lanes import Pages, share_chunks
+from kvtier_backends.fs.disk.packing import Packing
 from kvtier_backends.fs.disk.reads import Wanted
 from kvtier_backends.fs.files.chunk_files import ChunkFiles, Found, OpenChunk
 from kvtier_backends.fs.files.discard import Discarded
@@ -34,7 +25,7 @@ from kvtier_backends.fs.files.index import Held, is_later
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import FilesOptions
 
-TAIL_BYTES = 2 * FOOTER_BYTES  # The second page stays empty unless a file is too long: no call asks for that.
+ROOM_BYTES = FOOTER_BYTES  # Behind the footer; it stays empty unless a file is too long: no call asks for that.
 
 _COUNTED = {Discarded.QUARANTINED: "quarantined", Discarded.LEFT: "corrupt_left"}
 
@@ -48,21 +39,24 @@ class LoadShare:
     measure: bool  # Whether to say how much room the files take: for keys that the index does not know.
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
     allocated_bytes: list[int | None] = field(default_factory=list[int | None])  # None: not loaded, or not measured.
+    left: set[OffloadKey] = field(default_factory=set[OffloadKey])  # Keys whose files are of no use here, and stay.
     kept_bytes: int = 0  # Of corrupt files that are there still: quarantined, or not to be moved.
     gone: int = 0  # Failures that say that the whole file system is away.
 
 
 Judge = Callable[[OpenChunk, Read, memoryview, int], Outcome]
-"""Says what has come of a file, by the page behind the row and how many bytes a first read brought. Raises OSError."""
+"""Says what has come of a file, by what is beside the row and how many bytes a first read brought. Raises OSError."""
 
 
 class OpenShare:
     """A share of loads under way, several files open at a time; what is open still is closed with it."""
 
-    def __init__(self, files: ChunkFiles, share: LoadShare, pages: memoryview, judge: Judge) -> None:
-        """Read what is behind the rows into `pages`, `TAIL_BYTES` for each."""
+    def __init__(self, files: ChunkFiles, share: LoadShare, packing: Packing, pages: memoryview, judge: Judge) -> None:
+        """Have in `pages` what is beside the rows, and `ROOM_BYTES`, for each."""
         self._files = files
         self._share = share
+        self._packing = packing
+        self._beside_bytes = packing.beside_bytes + ROOM_BYTES
         self._pages = pages
         self._judge = judge
         self._opened: dict[int, OpenChunk] = {}
@@ -81,7 +75,7 @@ class OpenShare:
             except OSError as error:
                 self._fail(index, error)
             else:
-                yield chunk.wanted([read.into, self._page(index)], partial(self._came, index))
+                yield chunk.wanted(self._packing.places(read.into, self._beside(index)), partial(self._came, index))
 
     def end(self) -> None:
         """Write down in the share what became of all of it."""
@@ -96,23 +90,31 @@ class OpenShare:
 
     def _came(self, index: int, result: int | OSError) -> None:
         with self._opened.pop(index) as chunk:
-            if isinstance(result, OSError):
-                self._fail(index, result)
-                return
             try:
-                outcome = self._judge(chunk, self._share.reads[index], self._page(index), result)
+                if isinstance(result, OSError):
+                    raise result
+                outcome = self._judge(chunk, self._share.reads[index], self._beside(index), result)
                 if self._share.measure and outcome is None:
                     self._allocated_bytes[index] = chunk.allocated_bytes()
                 self._outcomes[index] = outcome
             except OSError as error:
-                self._fail(index, error)
+                if error.errno == errno.ESTALE:  # It was there: another host has removed it, and a file server forgets.
+                    self._outcomes[index] = ChunkMissing(
+                        f"{self._share.reads[index].key.hex()}: removed as it was read"
+                    )
+                else:
+                    self._fail(index, error)
 
-    def _fail(self, index: int, error: OSError) -> None:
-        self._outcomes[index] = failure(self._share.reads[index].key, error)
+    def _fail(self, index: int, error: OSError, *, opened: bool = False) -> None:
+        key = self._share.reads[index].key
+        if opened and error.errno == errno.ESTALE:  # Another host has removed it: a file server keeps no open file.
+            self._outcomes[index] = ChunkMissing(f"{key.hex()}: removed as it was read")
+            return
+        self._outcomes[index] = failure(key, error)
         self._share.gone += error.errno in GONE
 
-    def _page(self, index: int) -> memoryview:
-        return self._pages[index * TAIL_BYTES : (index + 1) * TAIL_BYTES]
+    def _beside(self, index: int) -> memoryview:
+        return self._pages[index * self._beside_bytes : (index + 1) * self._beside_bytes]
 
 
 @dataclass(slots=True)
@@ -136,26 +138,28 @@ class Chunks:
         self._loads_first = lanes.loads_first
         self._counters = tier.counters
         self._row_bytes = tier.context.row_bytes
-        self._fingerprint = mapper.fingerprint
+        self._packing = tier.packing
         self._accept_bare = tier.options.unverified == "accept"
         self._reads = tier.root.reads
-        self._pages = Pages(lanes.load.count + lanes.store.count, SHARE_CHUNKS_MAX * TAIL_BYTES)
+        beside_bytes = tier.packing.beside_bytes
+        self._load_pages = Pages(lanes.load.count, share_chunks(self._row_bytes) * (beside_bytes + ROOM_BYTES))
+        self._store_pages = Pages(lanes.store.count, beside_bytes)
 
     def load(self, share: LoadShare) -> None:
         """Fill the share's buffers; none but a `None` outcome says that one holds its chunk."""
         with (
-            self._pages.one() as pages,
-            OpenShare(self._files, share, pages, partial(self._judge, share)) as opened,
+            self._load_pages.one() as pages,
+            OpenShare(self._files, share, self._packing, pages, partial(self._judge, share)) as opened,
         ):
             self._reads(opened.wanted())
             opened.end()
 
     def store(self, share: StoreShare) -> None:
         """Store the share's chunks, each wholly or not at all."""
-        with self._pages.one() as page:
+        with self._store_pages.one() as beside:
             for index, write in enumerate(share.writes):
                 with self._loads_first.storing():
-                    self._store(write, share.used_at_ns - index, page[:FOOTER_BYTES], share)
+                    self._store(write, share.used_at_ns - index, beside, share)
 
     def remove(self, keys: Sequence[OffloadKey], removed: list[OffloadKey]) -> OSError | None:
         """Remove the keys' files, note each one that is surely gone, and return the last error of the others."""
@@ -219,12 +223,11 @@ class Chunks:
             return False
         return length is not None and self.takes(length)
 
-    def _store(self, write: Write, used_at_ns: int, page: memoryview, share: StoreShare) -> None:
-        key, block = write
-        footer = Footer(key, len(block), payload_checksum(block), self._fingerprint)
+    def _store(self, write: Write, used_at_ns: int, beside: memoryview, share: StoreShare) -> None:
+        key, row = write
+        self._packing.close(key, row, beside)
         try:
-            write_footer(page, footer)
-            allocated_bytes = self._files.write(key, [block, page], used_at_ns)
+            allocated_bytes = self._files.write(key, self._packing.places(row, beside), used_at_ns)
         except OSError as error:
             share.gone += error.errno in GONE
             share.allocated_bytes.append(None)
@@ -233,19 +236,20 @@ class Chunks:
             share.allocated_bytes.append(allocated_bytes)
             share.outcomes.append(None)
 
-    def _judge(self, share: LoadShare, chunk: OpenChunk, read: Read, page: memoryview, got: int) -> Outcome:
+    def _judge(self, share: LoadShare, chunk: OpenChunk, read: Read, beside: memoryview, got: int) -> Outcome:
         key, into = read
-        file_bytes = chunk.read_on([into, page], got, self._row_bytes + FOOTER_BYTES)
+        file_bytes = chunk.read_on(self._packing.places(into, beside), got, self._row_bytes + FOOTER_BYTES)
         whole = judge_length(file_bytes, self._row_bytes)
         if whole is Whole.BARE:
             self._counters.count("unverified_accepted" if self._accept_bare else "unverified_refused")
             return None if self._accept_bare else ChunkMissing(f"{key.hex()}: a file without a footer; refused")
-        fault = whole if isinstance(whole, Fault) else judge_chunk(into, page[:FOOTER_BYTES], key, self._fingerprint)
+        fault = whole if isinstance(whole, Fault) else self._packing.judge(key, into, beside)
         if fault is None:
             return None
-        if fault is Fault.VERSION:
-            self._counters.count("other_version")
-            return ChunkMissing(f"{key.hex()}: a file of a later format; left alone")
+        if left := LEFT_ALONE.get(fault):
+            self._counters.count(left.counter)
+            share.left.add(key)
+            return ChunkMissing(f"{key.hex()}: {left.why}; left alone")
         self._counters.corrupt(fault)
         discarded = chunk.discard(fault)
         if counter := _COUNTED.get(discarded):

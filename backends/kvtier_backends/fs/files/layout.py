@@ -8,7 +8,6 @@ from itertools import chain
 
 from kvtier.backend import Occupancy, OffloadKey, Outcome, Read, Write, in_threads
 from kvtier.errors import BackendUnavailable
-from kvtier_backends.fs.disk.footer import KEY_BYTES_MAX
 from kvtier_backends.fs.disk.lanes import share_out
 from kvtier_backends.fs.files.accounts import accounts_of
 from kvtier_backends.fs.files.eviction import Eviction
@@ -31,7 +30,7 @@ class FilesLayout:
     def __init__(self, tier: OpenTier[FilesOptions]) -> None:
         """Make its parts, on the running loop."""
         options, root = tier.options, tier.root
-        self.key_bytes_max = min(KEY_BYTES_MAX, tier.context.mapper.key_bytes_max(root.name_bytes_max))
+        self.key_bytes_max = min(tier.packing.key_bytes_max, tier.context.mapper.key_bytes_max(root.name_bytes_max))
         self._tier = tier
         self._lanes = tier.lanes
         self._index = index = Index(tier.policy(), None if options.ttl_s is None else tier.clock_ns)

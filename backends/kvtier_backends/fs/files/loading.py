@@ -54,7 +54,7 @@ class Loading:
                 key = read.key
                 # One that was never known may have a file all the same: one that is refused, and takes room.
                 if isinstance(outcome, ChunkCorrupt) or (isinstance(outcome, ChunkMissing) and key in self._index):
-                    if key in unchanged:
+                    if key in unchanged and key not in share.left:  # What is left takes its room, until it goes for it.
                         self._index.lost(key)
                 elif outcome is None and key in self._index:
                     self._index.used(key)

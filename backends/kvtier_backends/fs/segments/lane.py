@@ -2,20 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import TypeVar
 
 from kvtier.backend import Lanes, Outcome, Read, Write
-from kvtier_backends.fs.disk.footer import (
-    FOOTER_BYTES,
-    GONE,
-    Fault,
-    Footer,
-    failure,
-    judge_chunk,
-    payload_checksum,
-    write_footer,
-)
+from kvtier_backends.fs.disk.footer import GONE, Fault, failure
 from kvtier_backends.fs.disk.lanes import Pages, share_chunks
 from kvtier_backends.fs.disk.reads import Wanted
 from kvtier_backends.fs.layout import OpenTier
@@ -35,8 +26,8 @@ class SlotChunks:
         """Have pages for footers, for each of these lanes."""
         self._loads_first = tier.lanes.loads_first
         self._reads = tier.root.reads
-        self._fingerprint = tier.context.mapper.fingerprint
-        self._pages = Pages(lanes.count, share_chunks(tier.context.row_bytes) * FOOTER_BYTES)
+        self._packing = tier.packing
+        self._pages = Pages(lanes.count, share_chunks(tier.context.row_bytes) * tier.packing.beside_bytes)
 
     def load(self, share: Share[Read], faults: dict[int, Fault]) -> None:
         """Fill the share's buffers, and note by position in the batch what is not the chunk that was asked for.
@@ -72,46 +63,45 @@ class SlotChunks:
         share: Share[Read],
         outcomes: Sequence[list[Outcome]],
     ) -> Iterator[Wanted]:
-        footers = iter(_split(pages, len(pages) // FOOTER_BYTES))
+        left = self._split(pages)
         for piece, found in zip(pieces, outcomes, strict=True):
-            buffers = [each for part in piece.parts for each in (part.item.into, next(footers))]
+            besides = list(islice(left, len(piece.parts)))
             size_bytes = len(piece.parts) * piece.segment.header.slot_bytes
-            came = partial(self._came, piece, buffers, faults, share, found)
-            yield Wanted(piece.segment.fd, buffers, piece.offset, size_bytes, came)
+            came = partial(self._came, piece, besides, faults, share, found)
+            yield Wanted(piece.segment.fd, self._places(piece, besides), piece.offset, size_bytes, came)
 
     def _came(
         self,
         piece: Run[Read],
-        buffers: Sequence[memoryview],
+        besides: Sequence[memoryview],
         faults: dict[int, Fault],
         share: Share[Read],
         found: list[Outcome],
         result: int | OSError,
     ) -> None:
         """Note what has come of neighbouring slots that were read in one call."""
-        error = _read_on(piece, buffers, result)
+        error = _read_on(piece, self._places(piece, besides), result)
         if error is None:
-            for part, footer in zip(piece.parts, buffers[1::2], strict=True):
-                fault = judge_chunk(part.item.into, footer, part.item.key, self._fingerprint)
+            for part, beside in zip(piece.parts, besides, strict=True):
+                fault = self._packing.judge(part.item.key, part.item.into, beside)
                 if fault is not None:
                     faults[part.position] = fault
             found += [None] * len(piece.parts)
         elif len(piece.parts) > 1:  # One bad place costs its own chunk only.
             for index, part in enumerate(piece.parts):
-                self._came(_alone(piece, part), buffers[2 * index : 2 * index + 2], faults, share, found, 0)
+                self._came(_alone(piece, part), besides[index : index + 1], faults, share, found, 0)
         else:
             share.gone += error.errno in GONE
             found.append(failure(piece.parts[0].item.key, error))
 
     def _store(self, run: Run[tuple[Write, int]], pages: memoryview, share: Share[tuple[Write, int]]) -> list[Outcome]:
-        footers = _split(pages, len(run.parts))
-        for part, page in zip(run.parts, footers, strict=True):
-            (key, block), sequence = part.item
-            footer = Footer(key, len(block), payload_checksum(block), self._fingerprint, sequence)
-            write_footer(page, footer)
-        buffers = chain.from_iterable(zip((part.item[0].row for part in run.parts), footers, strict=True))
+        buffers: list[memoryview] = []
+        for part, beside in zip(run.parts, self._split(pages), strict=False):
+            (key, row), sequence = part.item
+            self._packing.close(key, row, beside, sequence)
+            buffers += self._packing.places(row, beside)
         try:
-            write_all(run.segment.fd, list(buffers), run.offset)
+            write_all(run.segment.fd, buffers, run.offset)
         except OSError as error:
             if len(run.parts) > 1:
                 return [outcome for part in run.parts for outcome in self._store(_alone(run, part), pages, share)]
@@ -119,9 +109,14 @@ class SlotChunks:
             return [failure(run.parts[0].item[0].key, error)]
         return [None] * len(run.parts)
 
+    def _places(self, piece: Run[Read], besides: Sequence[memoryview]) -> list[memoryview]:
+        pairs = zip(piece.parts, besides, strict=True)
+        return [place for part, beside in pairs for place in self._packing.places(part.item.into, beside)]
 
-def _split(pages: memoryview, count: int) -> list[memoryview]:
-    return [pages[index * FOOTER_BYTES : (index + 1) * FOOTER_BYTES] for index in range(count)]
+    def _split(self, pages: memoryview) -> Iterator[memoryview]:
+        """Yield what is beside each chunk."""
+        size = self._packing.beside_bytes
+        return (pages[start : start + size] for start in range(0, len(pages), size))
 
 
 def _read_on(piece: Run[Read], buffers: Sequence[memoryview], result: int | OSError) -> OSError | None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from kvtier.backend import Occupancy, OffloadKey, Outcome, Read, Write
 from kvtier.errors import BackendClosed
-from kvtier_backends.fs.disk.footer import FOOTER_BYTES, KEY_BYTES_MAX
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.layout import Background, Left, OpenTier, left_s, until
 from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
@@ -25,7 +25,7 @@ class SegmentsLayout:
 
     def __init__(self, tier: OpenTier[SegmentsOptions]) -> None:
         """Make its parts, on the running loop."""
-        self.key_bytes_max = KEY_BYTES_MAX
+        self.key_bytes_max = tier.packing.key_bytes_max
         self._tier = tier
         self._catalog = catalog = Catalog(tier.policy())
         self.inventory = catalog.inventory

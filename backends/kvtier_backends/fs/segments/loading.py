@@ -9,7 +9,7 @@ from functools import partial
 
 from kvtier.backend import OffloadKey, Outcome, Read, in_threads
 from kvtier.errors import ChunkCorrupt, ChunkMissing
-from kvtier_backends.fs.disk.footer import Fault
+from kvtier_backends.fs.disk.footer import LEFT_ALONE, Fault
 from kvtier_backends.fs.disk.lanes import share_chunks, share_least
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import SegmentsOptions
@@ -84,8 +84,8 @@ class SlotLoading:
         if self._catalog.is_foreign(slot):
             self._catalog.lost(key)  # Its writer has put another there.
             return ChunkMissing(f"{key.hex()}: replaced by another process")
-        if fault is Fault.VERSION:
-            self._tier.counters.count("other_version")
-            return ChunkMissing(f"{key.hex()}: a slot of a later format; left alone")
+        if left := LEFT_ALONE.get(fault):
+            self._tier.counters.count(left.counter)
+            return ChunkMissing(f"{key.hex()}: {left.why}; left alone")
         self._wiping.corrupt(key, slot, fault)
         return ChunkCorrupt(f"{key.hex()}: {fault}: slot {slot}")

@@ -1,0 +1,379 @@
+"""`kvtier size`: what caches of several sizes would be worth for a trace, in bytes, seconds and drive writes."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from collections.abc import Generator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
+from typing import Annotated
+
+import msgspec
+import typer
+from msgspec.structs import replace
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import MofNCompleteColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from kvtier.config import EngineConfig, TierConfig, TierLimits
+from kvtier.errors import ConfigError
+from kvtier.settings.units import parse_size
+from kvtier.testing.virtual_time import VirtualTimeLoop
+from kvtier.tools.commands import JsonOption, LimitOption, PlotOption, StrictOption, listed
+from kvtier.tools.outputs import bar, check_outputs, write_json
+from kvtier.tools.replay.models import kv_bytes_per_token
+from kvtier.tools.replay.replay import GPU_NAME, Tally
+from kvtier.tools.replay.replay_command import (
+    PREFILL_TOKENS_PER_S_MAX,
+    SLOTS_MAX,
+    Options,
+    Prepared,
+    modelled_replay,
+)
+from kvtier.tools.replay.report import ModelPart, Quantiles, Report, make_report, model_table
+from kvtier.tools.replay.study import Extent, measure
+from kvtier.tools.replay.virtual import DISK_QUEUE_CHUNKS, SSD, WITH_TIERING, WITHOUT_TIERING, Prefill
+from kvtier.tools.replay.workload import GENERATED, Workload, open_trace
+
+KV_BYTES_MAX = 1 << 30
+DAY_S = 86_400.0
+WARRANTY_YEARS = 5  # For which makers state drive writes a day.
+DISK_NAME = "disk"
+ROWS_SPARE = 1_024  # For what is under way.
+ROW = "size"  # As a source: the table's own row.
+SIZES = "sizes with units and commas between them, as in 64GiB,1TiB; 0 for none"
+"""What `--memory` and `--disk` take."""
+
+
+class SizeCell(msgspec.Struct, frozen=True):
+    """One combination of sizes. Bytes are those of chunks; ratios are shares of the block references."""
+
+    memory_bytes: int
+    disk_bytes: int
+    hit_ratio: float
+    hits: dict[str, float]  # The same by where they lay: `gpu`, `cpu`, `disk`.
+    ttft_s: Quantiles
+    gpu_seconds_saved: float  # Of computing what the tiers had, over the whole trace.
+    written_bytes_per_day: float
+    drive_life_years: float | None  # None: nothing is written, or there is no disk.
+    dropped_chunks: int  # That the disk was too slow to take.
+
+
+class SizeReport(msgspec.Struct, frozen=True):
+    """What `kvtier size --json` writes."""
+
+    trace: str
+    kv_bytes_per_token: int
+    chunk_bytes: int
+    trace_bytes: int  # Of all unique blocks.
+    best_hit_ratio: float
+    without_tiering_ttft_s: Quantiles
+    sizes: list[SizeCell]
+    model: Sequence[ModelPart]  # Without the sizes.
+
+
+class Question(msgspec.Struct, frozen=True):
+    """What is asked of every combination of sizes; it travels to other processes."""
+
+    trace: str
+    limit: int | None
+    chunk_bytes: int
+    block_tokens: int
+    extent: Extent
+    prefill: Prefill
+    gpu_cache_blocks: int
+    disk_bytes_per_s: int | None
+    disk_write_bytes_per_s: int | None
+    bench: str | None
+
+
+def size(
+    trace: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRACE", help=f"A file in Mooncake's format (.jsonl, .jsonl.gz, .jsonl.zst), or {GENERATED!r}."
+        ),
+    ],
+    kv_bytes: Annotated[
+        int | None,
+        typer.Option("--kv-bytes-per-token", min=1, max=KV_BYTES_MAX, help="Bytes of KV cache for each token."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="The model whose tokens take them: a known name, its config.json, or a folder that has one."),
+    ] = None,
+    memory: Annotated[str, typer.Option(help="Sizes of the primary, in host memory.")] = "64GiB,256GiB",
+    disk: Annotated[str, typer.Option(help="Capacities of a disk tier under it; 0 for none.")] = "1TiB,4TiB",
+    disk_speed: Annotated[
+        str | None, typer.Option(metavar="RATE", help="How fast the disk reads: 7GB/s; without it and --bench, an SSD.")
+    ] = None,
+    disk_write_speed: Annotated[
+        str | None, typer.Option(metavar="RATE", help="How fast it writes; else four sevenths of --disk-speed.")
+    ] = None,
+    bench: Annotated[
+        str | None, typer.Option(metavar="FILE", help="A report of kvtier bench fs --json that says how fast it is.")
+    ] = None,
+    drive_writes_per_day: Annotated[
+        float, typer.Option(min=0.01, max=1_000, help="Drive writes a day for which the disk is warranted, five years.")
+    ] = 1.0,
+    prefill: Annotated[
+        float,
+        typer.Option(
+            min=1.0, max=PREFILL_TOKENS_PER_S_MAX, help="Tokens a second that one server computes of a prompt."
+        ),
+    ] = Prefill().tokens_per_s,
+    slots: Annotated[int, typer.Option(min=1, max=SLOTS_MAX, help="Servers that prefill.")] = Prefill().slots,
+    gpu_cache: Annotated[str, typer.Option(help="The LLM engine's own prefix cache, of all servers.")] = "40GiB",
+    limit: LimitOption = None,
+    strict: StrictOption = False,
+    json_path: JsonOption = None,
+    plot_path: PlotOption = None,
+) -> None:
+    """Say what caches of several sizes are worth for a trace: hits, time to first token, GPU time, drive writes.
+
+    Each combination of sizes is replayed in virtual time through the whole engine.
+    """
+    check_outputs(json_path, plot_path)
+    memories = listed("--memory", memory, _size, SIZES)
+    disks = listed("--disk", disk, _size, SIZES)
+    per_token = _kv_bytes(kv_bytes, model)
+    opened = open_trace(trace, workload=Workload(), limit=limit, strict=strict)
+    with Console(stderr=True).status(f"reading {os.path.basename(opened.path)}"):
+        extent = measure(opened)
+    chunk_bytes = opened.block_tokens * per_token
+    reads, writes = _speeds(disk_speed, disk_write_speed, bench)
+    question = Question(
+        trace=trace,
+        limit=limit,
+        chunk_bytes=chunk_bytes,
+        block_tokens=opened.block_tokens,
+        extent=extent,
+        prefill=Prefill(prefill, slots),
+        gpu_cache_blocks=listed("--gpu-cache", gpu_cache, _size, SIZES)[0] // chunk_bytes,
+        disk_bytes_per_s=reads,
+        disk_write_bytes_per_s=writes,
+        bench=bench,
+    )
+    combinations = [(primary, capacity) for primary in memories for capacity in disks]
+    for primary, capacity in combinations:
+        _check_room(question, primary, capacity)
+    reports = _replayed(question, combinations)
+    cells = [
+        _cell(question, sizes, report, drive_writes_per_day)
+        for sizes, report in zip(combinations, reports, strict=True)
+    ]
+    report = _report(os.path.basename(opened.path), per_token, question, cells, reports[-1])
+    console = write_json(json_path, report)
+    if plot_path is not None:
+        from kvtier.tools.pictures import write_size_picture  # An extra: see `check_picture`.
+
+        write_size_picture(plot_path, report)
+    _show(report, console)
+
+
+def _size(text: str) -> int:
+    return 0 if text == "0" else parse_size(text)
+
+
+def _kv_bytes(given: int | None, model: str | None) -> int:
+    if (given is None) == (model is None):
+        raise ConfigError("--kv-bytes-per-token or --model: one of both accepted, and one is needed")
+    return given if given is not None else kv_bytes_per_token(str(model))
+
+
+def _speeds(reads: str | None, writes: str | None, bench: str | None) -> tuple[int | None, int | None]:
+    if bench is not None and (reads, writes) != (None, None):
+        raise ConfigError(f"--bench {bench}: it says how fast the disk is; --disk-speed or --bench accepted, not both")
+    if reads is None and writes is None:
+        return None, None
+    read_bytes = _rate("--disk-speed", reads) if reads is not None else int(SSD.load_bytes_per_s)
+    same_share = int(read_bytes * SSD.store_bytes_per_s / SSD.load_bytes_per_s)
+    return read_bytes, max(1, _rate("--disk-write-speed", writes) if writes is not None else same_share)
+
+
+def _rate(option: str, text: str) -> int:
+    try:
+        rate = parse_size(text.removesuffix("/s")) if text.endswith("/s") else 0
+    except ValueError:
+        rate = 0
+    if not rate:
+        raise ConfigError(f"{option} {text!r}: expected bytes a second, as in 7GB/s")
+    return rate
+
+
+def _check_room(question: Question, memory_bytes: int, disk_bytes: int) -> None:
+    for option, given in (("--memory", memory_bytes), ("--disk", disk_bytes)):
+        if 0 < given < question.chunk_bytes or (option == "--memory" and not given):
+            raise ConfigError(
+                f"{option} {decimal(given)}: a chunk of this trace has {decimal(question.chunk_bytes)}; "
+                "room for at least one accepted"
+            )
+
+
+def _config(question: Question, memory_bytes: int, disk_bytes: int) -> EngineConfig:
+    in_flight = DISK_QUEUE_CHUNKS * question.chunk_bytes
+    limits = TierLimits(load_bytes_in_flight=in_flight, store_bytes_in_flight=in_flight)
+    tier = TierConfig(type="fs", name=DISK_NAME, limits=limits, options={"capacity_bytes": disk_bytes})
+    if question.disk_bytes_per_s is not None:
+        options = {
+            "capacity_bytes": disk_bytes,
+            "latency_s": SSD.latency_s,
+            "bandwidth_bytes_per_s": question.disk_bytes_per_s,
+            "store_bandwidth_bytes_per_s": question.disk_write_bytes_per_s,
+            "concurrency": SSD.concurrency,
+        }
+        tier = replace(tier, type="dummy", options=options)
+    used_bytes = (2 * question.extent.unique_blocks + ROWS_SPARE) * question.chunk_bytes
+    return EngineConfig(
+        cpu_bytes_to_use=min(memory_bytes, used_bytes),  # More rows than the trace could ever use cost time only.
+        chunk_bytes=question.chunk_bytes,
+        secondary_tiers=(tier,) if disk_bytes else (),
+    )
+
+
+def answer(question: Question, memory_bytes: int, disk_bytes: int) -> Report:
+    """Replay the trace through an engine of these sizes."""
+    requests = open_trace(question.trace, workload=Workload(), limit=question.limit)
+    options = Options(
+        requests,
+        question.extent,
+        config_path=None,
+        fs=None,
+        seed=0,
+        concurrency=1,
+        prefill=question.prefill,
+        bench_path=question.bench,
+        gpu_cache_blocks=question.gpu_cache_blocks,
+    )
+    config = _config(question, memory_bytes, disk_bytes)
+    prepared: Prepared = modelled_replay(options, config, ROW)
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        tally: Tally = runner.run(prepared.replay.run())
+    return make_report(
+        tally,
+        trace=os.path.basename(requests.path),
+        seed=0,
+        best_hit_ratio=question.extent.hit_ratio(question.extent.best_hits),
+        config=config,
+        engine=prepared.engine,
+        interrupted=False,
+        ttft_s=prepared.replay.times_to_first_token_s,
+        model=prepared.model,
+    )
+
+
+def _replayed(question: Question, combinations: Sequence[tuple[int, int]]) -> list[Report]:
+    """Replay each combination, several at once where there are processors for them."""
+    workers = min(len(combinations), len(os.sched_getaffinity(0)))
+    with bar(MofNCompleteColumn(), TimeElapsedColumn()) as progress:
+        task = progress.add_task("replaying", total=len(combinations))
+        if workers == 1:
+            reports: list[Report] = []
+            for combination in combinations:
+                reports.append(answer(question, *combination))
+                progress.advance(task)
+            return reports
+        with _processes(workers) as pool:
+            asked = [pool.submit(answer, question, *combination) for combination in combinations]
+            for done in as_completed(asked):
+                done.result()
+                progress.advance(task)
+            return [each.result() for each in asked]
+
+
+@contextmanager
+def _processes(count: int) -> Generator[ProcessPoolExecutor]:
+    """Give processes that end with the block, at once if it raises: a replay that nobody waits for is not finished."""
+    before = set(multiprocessing.active_children())
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(
+        count, mp_context=context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
+    )
+    try:
+        with pool:
+            try:
+                yield pool
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                for process in set(multiprocessing.active_children()) - before:
+                    process.terminate()
+                raise
+    finally:
+        pool.shutdown()
+
+
+def _report(trace: str, per_token: int, question: Question, cells: list[SizeCell], first: Report) -> SizeReport:
+    assert first.ttft_s is not None
+    assert first.model is not None
+    return SizeReport(
+        trace=trace,
+        kv_bytes_per_token=per_token,
+        chunk_bytes=question.chunk_bytes,
+        trace_bytes=question.extent.unique_blocks * question.chunk_bytes,
+        best_hit_ratio=first.best_hit_ratio,
+        without_tiering_ttft_s=first.ttft_s[WITHOUT_TIERING],
+        sizes=cells,
+        model=[
+            replace(part, source="--gpu-cache") if part.what == GPU_NAME else part
+            for part in first.model
+            if part.source != ROW
+        ],
+    )
+
+
+def _cell(question: Question, sizes: tuple[int, int], report: Report, drive_writes_per_day: float) -> SizeCell:
+    assert report.ttft_s is not None
+    memory_bytes, disk_bytes = sizes
+    disk = report.tiers.get(DISK_NAME)
+    written = disk.bytes_stored / report.seconds * DAY_S if disk is not None else 0.0
+    found = sum(tier.hits for name, tier in report.tiers.items() if name != GPU_NAME)
+    return SizeCell(
+        memory_bytes=memory_bytes,
+        disk_bytes=disk_bytes,
+        hit_ratio=report.hit_ratio,
+        hits={name: question.extent.hit_ratio(tier.hits) for name, tier in report.tiers.items()},
+        ttft_s=report.ttft_s[WITH_TIERING],
+        gpu_seconds_saved=found * question.block_tokens / question.prefill.tokens_per_s,
+        written_bytes_per_day=written,
+        drive_life_years=WARRANTY_YEARS * drive_writes_per_day * disk_bytes / written if written else None,
+        dropped_chunks=sum(disk.dropped.values()) if disk is not None else 0,
+    )
+
+
+def _show(report: SizeReport, console: Console) -> None:
+    table = Table(title=Text(f"What a cache is worth, {report.trace}"), box=SIMPLE_HEAD, pad_edge=False)
+    for heading in (
+        "memory",
+        "disk",
+        "hit\nratio",
+        "p50\ns",
+        "p99\ns",
+        "GPU s\nsaved",
+        "written\na day",
+        "drive\nyears",
+    ):
+        table.add_column(heading, justify="right")
+    without = report.without_tiering_ttft_s
+    table.add_row("none", "none", "", f"{without.p50:.2f}", f"{without.p99:.2f}")
+    for cell in report.sizes:
+        table.add_row(
+            decimal(cell.memory_bytes),
+            decimal(cell.disk_bytes) if cell.disk_bytes else "none",
+            f"{cell.hit_ratio:.4f}",
+            f"{cell.ttft_s.p50:.2f}",
+            f"{cell.ttft_s.p99:.2f}",
+            f"{cell.gpu_seconds_saved:,.0f}",
+            decimal(round(cell.written_bytes_per_day)) if cell.disk_bytes else "",
+            "" if cell.drive_life_years is None else f"{cell.drive_life_years:,.1f}",
+        )
+    console.print(table)
+    console.print(
+        f"All blocks of the trace take {decimal(report.trace_bytes)}. The best possible hit ratio is "
+        f"{report.best_hit_ratio:.4f}. p50 and p99 are times to the first token.",
+        highlight=False,
+    )
+    console.print(model_table(report.model))

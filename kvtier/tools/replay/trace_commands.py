@@ -1,0 +1,186 @@
+"""`kvtier trace`: what is in a trace, and traces made from what others log."""
+
+import os
+from array import array
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvtier.errors import ConfigError
+from kvtier.tools.commands import JsonOption, LimitOption, StrictOption
+from kvtier.tools.outputs import check_outputs, check_writable, write_json
+from kvtier.tools.replay.logs import FORMATS, Conversion
+from kvtier.tools.replay.study import measure
+from kvtier.tools.replay.traces import Request, write_trace
+from kvtier.tools.replay.workload import GENERATED, open_trace
+
+BLOCK_TOKENS_MAX = 1 << 20  # No engine has blocks of a million tokens.
+
+
+class Lengths(msgspec.Struct):
+    """Lengths in tokens, of all requests."""
+
+    total: int
+    mean: float
+    p50: int
+    p99: int
+    most: int
+
+
+class TraceInfo(msgspec.Struct):
+    """The contents of a trace."""
+
+    trace: str
+    meta: dict[str, Any]
+    block_tokens: int
+    requests: int
+    sessions: int | None
+    seconds: float
+    input_length: Lengths
+    output_length: Lengths
+    block_references: int
+    unique_blocks: int
+    best_hit_ratio: float
+
+
+def info(
+    trace: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRACE", help=f"A file in Mooncake's format (.jsonl, .jsonl.gz, .jsonl.zst), or {GENERATED!r}."
+        ),
+    ],
+    limit: LimitOption = None,
+    strict: StrictOption = False,
+    json_path: JsonOption = None,
+) -> None:
+    """Say what is in a trace: requests, lengths, blocks, and the best hit ratio that any cache could have."""
+    check_outputs(json_path, None)
+    opened = open_trace(trace, limit=limit, strict=strict)
+    tally = _Tally(opened)
+    with Console(stderr=True).status(f"reading {os.path.basename(opened.path)}"):
+        extent = measure(tally)
+    found = TraceInfo(
+        trace=os.path.basename(opened.path),
+        meta=dict(opened.meta),
+        block_tokens=opened.block_tokens,
+        requests=extent.requests,
+        sessions=len(tally.sessions) or None,
+        seconds=(tally.last_ms - tally.first_ms) / 1_000,
+        input_length=_lengths(tally.inputs),
+        output_length=_lengths(tally.outputs),
+        block_references=extent.block_references,
+        unique_blocks=extent.unique_blocks,
+        best_hit_ratio=extent.hit_ratio(extent.best_hits),
+    )
+    _show(found, write_json(json_path, found))
+
+
+def convert(
+    logs: Annotated[list[str], typer.Argument(metavar="LOG...", help="Files in the order in which they were written.")],
+    output: Annotated[
+        str,
+        typer.Option("--output", "-o", metavar="OUT", help="The trace to write: .jsonl, .jsonl.gz or .jsonl.zst."),
+    ],
+    kind: Annotated[
+        str | None,
+        typer.Option("--from", help=f"The format: {', '.join(FORMATS)}. Without it, seen from the first line."),
+    ] = None,
+    block_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=BLOCK_TOKENS_MAX,
+            help="Tokens of a block: a multiple of those that the logs have. Without it, theirs; 16 for token ids.",
+        ),
+    ] = None,
+) -> None:
+    """Make a trace from token ids, from logs of LMCache or vLLM, or from traces of others.
+
+    Ids are made anew, each for its block and all blocks before it. The last partial block of a prompt is dropped.
+    """
+    if kind is not None and kind not in FORMATS:
+        raise ConfigError(f"--from {kind!r}: one of {', '.join(FORMATS)} accepted")
+    check_writable("--output", output)
+    conversion = Conversion(logs, kind=kind, block_tokens=block_tokens)
+    console = Console(stderr=True)
+    count = _Count(conversion)
+    with console.status(f"reading {', '.join(map(os.path.basename, logs))}"):
+        meta = {"block_size": conversion.block_tokens, "source": conversion.kind}
+        write_trace(output, count, meta)
+    times = "; without times in it, one request a second is assumed" if conversion.without_times else ""
+    console.print(
+        f"{output}: {count.requests:,} requests, {count.blocks:,} blocks of {conversion.block_tokens:,} tokens{times}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+class _Tally:
+    """Requests as they pass, and what is counted of them."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self._requests = requests
+        self.inputs, self.outputs = array("q"), array("q")
+        self.sessions: set[int | str] = set()
+        self.first_ms = self.last_ms = 0.0
+
+    def __iter__(self) -> Iterator[Request]:
+        for request in self._requests:
+            if not self.inputs:
+                self.first_ms = request.timestamp_ms
+            self.last_ms = request.timestamp_ms
+            self.inputs.append(request.input_length)
+            self.outputs.append(request.output_length)
+            if request.session_id is not None:
+                self.sessions.add(request.session_id)
+            yield request
+
+
+class _Count:
+    """Requests as they pass, and how many."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self._requests = requests
+        self.requests = self.blocks = 0
+
+    def __iter__(self) -> Iterator[Request]:
+        for request in self._requests:
+            self.requests += 1
+            self.blocks += len(request.hash_ids)
+            yield request
+
+
+def _lengths(lengths: "array[int]") -> Lengths:
+    values = np.asarray(lengths)
+    p50, p99 = np.percentile(values, (50, 99), method="inverted_cdf")
+    return Lengths(int(values.sum()), float(values.mean()), int(p50), int(p99), int(values.max()))
+
+
+def _show(found: TraceInfo, console: Console) -> None:
+    table = Table(title=found.trace, show_header=False)
+    for name, value in (
+        ("requests", f"{found.requests:,}"),
+        ("sessions", "not told" if found.sessions is None else f"{found.sessions:,}"),
+        ("span", f"{found.seconds:,.0f} s"),
+        ("prompt tokens", _said(found.input_length)),
+        ("reply tokens", _said(found.output_length)),
+        ("tokens of a block", f"{found.block_tokens:,}"),
+        ("block references", f"{found.block_references:,}"),
+        ("unique blocks", f"{found.unique_blocks:,}"),
+        ("best possible hit ratio", f"{found.best_hit_ratio:.4f}"),
+    ):
+        table.add_row(name, value)
+    console.print(table)
+
+
+def _said(lengths: Lengths) -> str:
+    return (
+        f"{lengths.total:,}; a request {lengths.mean:,.0f} (p50 {lengths.p50:,}, p99 {lengths.p99:,}, "
+        f"most {lengths.most:,})"
+    )

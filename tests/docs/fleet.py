@@ -1,0 +1,174 @@
+"""What the examples of a fleet say, as their tests ask for it."""
+
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from kvtier.config import EngineConfig, tier_options
+from kvtier.settings.fields import struct_fields
+from tests.engine.kit import describe
+
+ROOT = Path(__file__).parents[2]
+FLEET = ROOT / "examples" / "fleet"
+PAGE = (ROOT / "docs" / "how-to" / "fleet.md").read_text()
+COMPOSE = sorted(FLEET.glob("compose.*.yaml"))
+MANIFESTS = sorted((FLEET / "kubernetes").glob("*.yaml"))
+VLLMS_OWN = {"spec_name", "spec_module_path", "blocks_per_chunk", "revision"}  # What no engine without vLLM has.
+SIZES = {"": 1, "k": 10, "m": 20, "g": 30, "t": 40}
+SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+class Engine(NamedTuple):
+    """What an example says of one vLLM engine."""
+
+    where: str
+    arguments: list[str]
+    secrets: set[str]  # Paths of files.
+    volume: str  # Where the local drive is mounted,
+    volume_bytes: int | None  # and how large it is, if the example says so.
+    shm_bytes: int
+    memory_bytes: int
+    patience_s: float  # From SIGTERM to SIGKILL.
+
+    @property
+    def connector(self) -> dict[str, Any]:
+        text = self.arguments[self.arguments.index("--kv-transfer-config") + 1]
+        return json.loads(text.replace("$(POD_IP)", "10.0.0.7"))
+
+    @property
+    def config(self) -> EngineConfig:
+        """Return kvtier's configuration, of which vLLM says how long chunks are."""
+        extra = self.connector["kv_connector_extra_config"]
+        ours = {name: value for name, value in extra.items() if name not in VLLMS_OWN}
+        assert ours.keys() <= struct_fields(EngineConfig).keys()
+        return EngineConfig.from_dict({"chunk_bytes": "2MiB", **ours}, self.where)
+
+    @property
+    def tiers(self) -> list[tuple[str, Any]]:
+        """Return each tier's type and its checked options."""
+        tiers = self.config.secondary_tiers
+        return [(tier.type, tier_options(tier, f"{self.where} secondary_tiers")) for tier in tiers]
+
+    def flag(self, name: str) -> str:
+        (value,) = (one.partition("=")[2] for one in self.arguments if one.startswith(f"--{name}="))
+        return value
+
+
+def compose(path: Path) -> dict[str, Any]:
+    """Read a compose file as it is where no variable is set."""
+    return yaml.safe_load(re.sub(r"\$\{\w+(?::-([^}]*))?\}", lambda found: found[1] or "", path.read_text()))
+
+
+def objects(path: Path) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(path.read_text()))
+
+
+def of_kind(path: Path, *kinds: str) -> list[dict[str, Any]]:
+    return [one for one in objects(path) if one["kind"] in kinds]
+
+
+def workloads(path: Path) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
+    """Return each workload with its pod and its one container."""
+    found = of_kind(path, "StatefulSet", "Deployment")
+    pods = [one["spec"]["template"]["spec"] for one in found]
+    return [(one, pod, *pod["containers"]) for one, pod in zip(found, pods, strict=True)]
+
+
+def size(text: str) -> int:
+    number, unit = re.fullmatch(r"(\d+)([kmgt]?)i?b?", text, re.IGNORECASE).groups()
+    shift = SIZES[unit.lower()]
+    return int(number) << shift if unit else int(number)
+
+
+def duration(text: str) -> float:
+    return sum(int(number) * SECONDS[unit] for number, unit in re.findall(r"(\d+)([smh])", text))
+
+
+def in_compose(path: Path) -> Iterator[Engine]:
+    for name, service in compose(path)["services"].items():
+        if "--kv-transfer-config" in service["command"]:
+            yield Engine(
+                where=f"{path.name} {name}",
+                arguments=service["command"],
+                secrets={f"/run/secrets/{one}" for one in service["secrets"]},
+                volume=service["volumes"][0].rpartition(":")[2],
+                volume_bytes=None,
+                shm_bytes=size(service["shm_size"]),
+                memory_bytes=size(service["mem_limit"]),
+                patience_s=duration(service["stop_grace_period"]),
+            )
+
+
+def in_kubernetes(path: Path) -> Iterator[Engine]:
+    for workload, pod, container in workloads(path):
+        if "--kv-transfer-config" not in container["args"]:
+            continue
+        mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        claims = {one["metadata"]["name"]: one["spec"] for one in workload["spec"]["volumeClaimTemplates"]}
+        assert mounts["shm"] == "/dev/shm"
+        yield Engine(
+            where=f"{path.name} {workload['metadata']['name']}",
+            arguments=container["args"],
+            secrets={
+                f"{mounts[name]}/{key}"
+                for name, volume in volumes.items()
+                if "secret" in volume
+                for key in secrets_of_the_page()[volume["secret"]["secretName"]]
+            },
+            volume=mounts["nvme"],
+            volume_bytes=size(claims["nvme"]["resources"]["requests"]["storage"]),
+            shm_bytes=size(volumes["shm"]["emptyDir"]["sizeLimit"]),
+            memory_bytes=size(container["resources"]["limits"]["memory"]),
+            patience_s=pod["terminationGracePeriodSeconds"] - container["lifecycle"]["preStop"]["sleep"]["seconds"],
+        )
+
+
+def secrets_of_the_page() -> dict[str, dict[str, str]]:
+    """Return the Secrets that the page has its reader make: the file of each key."""
+    commands = re.findall(r"kubectl .*create secret generic (\S+)((?:\s+--from-file=\S+)+)", PAGE)
+    return {name: dict(re.findall(r"--from-file=(\S+?)=(\S+)", files)) for name, files in commands}
+
+
+def addresses(engine: Engine) -> list[tuple[str, int]]:
+    _, options = engine.tiers[1]
+    given = options.servers if hasattr(options, "servers") else (options.master,)
+    return [(host, int(port)) for host, _, port in (one.rpartition(":") for one in given)]
+
+
+def of_service(name: str) -> list[Path]:
+    """Return the examples whose remote tier is this."""
+    return [path for path in (*COMPOSE, *MANIFESTS) if name in path.name]
+
+
+def command_of(path: Path, name: str) -> list[str]:
+    """Return the command line of a service, or of a workload."""
+    if path in COMPOSE:
+        return compose(path)["services"][name]["command"]
+    (container,) = (container for one, _, container in workloads(path) if one["metadata"]["name"] == name)
+    return container["args"]
+
+
+def make_secrets(folder: Path) -> Path:
+    subprocess.run(["bash", str(FLEET / "make_secrets.sh"), str(folder)], check=True)
+    return folder
+
+
+def here(engine: Engine, made: Path, folder: Path, **remote: object) -> EngineConfig:
+    """Return the engine's configuration with small chunks, with folders here, and the remote tier's places as given."""
+    folder.mkdir()
+    local, given = engine.connector["kv_connector_extra_config"]["secondary_tiers"]
+    local |= {"root": str(folder / "chunks"), "min_free_bytes": 0, "capacity_bytes": "64MiB"}
+    files = {name: str(made / Path(given[name]).name) for name in given if name.endswith("_file")}
+    return describe(32, local, given | files | remote, runner="process")
+
+
+ENGINES = [
+    *(one for path in COMPOSE for one in in_compose(path)),
+    *(one for path in MANIFESTS for one in in_kubernetes(path)),
+]

@@ -1,0 +1,343 @@
+"""The examples of a fleet: they cannot run here, so the schemas of those who would run them are asked, and kvtier.
+
+What can run does: the servers' command lines, with the secrets that the script makes, before engines as configured.
+Mooncake's are run by `tests/mooncake/test_fleet.py`.
+"""
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import redis
+from check_jsonschema import main as check_jsonschema
+from click.testing import CliRunner
+
+from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.settings.fields import struct_fields
+from tests.docs.fleet import (
+    COMPOSE,
+    ENGINES,
+    FLEET,
+    MANIFESTS,
+    PAGE,
+    ROOT,
+    Engine,
+    addresses,
+    command_of,
+    compose,
+    here,
+    in_compose,
+    in_kubernetes,
+    make_secrets,
+    objects,
+    of_kind,
+    of_service,
+    secrets_of_the_page,
+    size,
+    workloads,
+)
+from tests.engine.kit import at_rest, found, put
+from tests.redis.servers import RedisServer
+
+KUBERNETES = ["1.31.0", "1.37.0"]  # The oldest and the newest that are tried.
+DOCKERFILES = sorted(FLEET.glob("*.Dockerfile"))
+BESIDE_BYTES = 4 << 30  # What vLLM keeps in /dev/shm besides the primary, at most.
+HOST_BYTES = 32 << 30  # What an engine takes of the host besides /dev/shm: Python, CUDA, weights on their way.
+SERVER_SHARE = 1.1  # Of what a server may keep: connections' buffers and fragments come on top.
+
+every_engine = pytest.mark.parametrize("engine", ENGINES, ids=[engine.where for engine in ENGINES])
+every_compose_file = pytest.mark.parametrize("path", COMPOSE, ids=[path.name for path in COMPOSE])
+every_manifest = pytest.mark.parametrize("path", MANIFESTS, ids=[path.name for path in MANIFESTS])
+
+
+# Whoever would run them accepts them.
+
+
+def checked(path: Path) -> tuple[int, str]:
+    ran = CliRunner().invoke(check_jsonschema, ["--builtin-schema", "vendor.compose-spec", str(path)])
+    return ran.exit_code, ran.output
+
+
+@every_compose_file
+def test_a_compose_file_is_one_by_the_compose_specification(path: Path) -> None:
+    assert checked(path)[0] == 0, checked(path)[1]
+
+
+@pytest.mark.parametrize("version", KUBERNETES)
+@every_manifest
+def test_a_manifest_is_one_by_the_schemas_of_kubernetes(path: Path, version: str) -> None:
+    for one in objects(path):
+        kubernetes_validate.validate(one, version, strict=True)
+
+
+def test_a_mistyped_field_would_be_found(tmp_path: Path) -> None:
+    wrong = tmp_path / "compose.yaml"
+    wrong.write_text(COMPOSE[0].read_text().replace("shm_size:", "shm_sizes:"))
+    assert checked(wrong)[0] == 1
+    (workload, *_) = of_kind(MANIFESTS[0], "StatefulSet")
+    workload["spec"]["template"]["spec"]["terminationGracePeriod"] = 10
+    with pytest.raises(kubernetes_validate.ValidationError, match="terminationGracePeriod"):
+        kubernetes_validate.validate(workload, KUBERNETES[-1], strict=True)
+
+
+# kvtier accepts what they configure.
+
+
+@every_engine
+def test_kvtier_accepts_what_an_engine_is_configured_with(engine: Engine) -> None:
+    (local, _), (remote, options) = engine.tiers
+    assert (local, engine.connector["kv_connector"]) == ("fs", "OffloadingConnector")
+    assert engine.where.partition(" ")[0] in PAGE
+    assert remote in {"redis", "mooncake"}
+    assert options.seal == "aes-256-gcm"
+
+
+@every_engine
+def test_an_engine_keeps_its_chunks_apart_by_the_revision_that_it_serves(engine: Engine) -> None:
+    assert engine.connector["kv_connector_extra_config"]["revision"] == engine.flag("revision")
+
+
+@every_engine
+def test_secrets_are_files_that_the_example_mounts(engine: Engine) -> None:
+    _, options = engine.tiers[1]
+    asked = {name: getattr(options, name) for name in struct_fields(type(options)) if name.endswith(("_file", "_env"))}
+    given = {str(path) for path in asked.values() if path is not None}
+    assert given
+    assert given <= engine.secrets
+    assert not any(name.endswith("_env") for name, value in asked.items() if value is not None)
+
+
+@every_engine
+def test_memory_has_room_for_what_an_engine_takes(engine: Engine) -> None:
+    assert engine.shm_bytes >= engine.config.cpu_bytes_to_use + BESIDE_BYTES
+    assert engine.memory_bytes >= engine.shm_bytes + HOST_BYTES
+
+
+def test_a_server_has_memory_for_more_than_it_keeps() -> None:
+    services = [one for path in COMPOSE for one in compose(path)["services"].values()]
+    given = [(one["command"], size(one["mem_limit"])) for one in services]
+    for path in MANIFESTS:
+        given += [(one["args"], size(one["resources"]["limits"]["memory"])) for _, _, one in workloads(path)]
+    servers = [(kept_bytes(command), limit) for command, limit in given if kept_bytes(command)]
+    assert servers
+    assert all(limit >= kept * SERVER_SHARE for kept, limit in servers)
+
+
+def kept_bytes(command: list[str]) -> int:
+    """Return what a server is told to keep at most; 0 for an engine."""
+    if "--maxmemory" in command:
+        return size(command[command.index("--maxmemory") + 1])
+    segments = [one.partition("=")[2] for one in command if one.startswith("--global_segment_size=")]
+    return size(segments[0]) if segments else 0
+
+
+@every_engine
+def test_the_local_tier_lies_on_the_local_drive_and_fits_it(engine: Engine) -> None:
+    _, options = engine.tiers[0]
+    assert Path(options.root).is_relative_to(engine.volume)
+    assert options.capacity_bytes is not None
+    if engine.volume_bytes is not None:
+        assert options.capacity_bytes + options.min_free_bytes <= engine.volume_bytes
+
+
+@every_engine
+def test_an_engine_has_the_time_that_it_needs_to_end(engine: Engine) -> None:
+    assert engine.patience_s > int(engine.flag("shutdown-timeout")) + engine.config.limits.close_s
+
+
+# What they refer to is there.
+
+
+@every_compose_file
+def test_a_compose_file_refers_to_what_it_has(path: Path, made: Path) -> None:
+    whole = compose(path)
+    for name, service in whole["services"].items():
+        assert set(service.get("depends_on", ())) <= whole["services"].keys(), name
+        assert set(service.get("secrets", ())) <= whole["secrets"].keys(), name
+        assert set(service.get("networks", ())) <= whole.get("networks", {}).keys(), name
+        named = {one.partition(":")[0] for one in service.get("volumes", ())}
+        assert {one for one in named if not one.startswith("/")} <= whole["volumes"].keys(), name
+        for image in (service["build"]["dockerfile"],) if "build" in service else ():
+            assert (path.parent / service["build"]["context"] / image).resolve() in DOCKERFILES
+    for secret in whole["secrets"].values():
+        assert (made / Path(secret["file"]).name).is_file()
+
+
+@every_compose_file
+def test_engines_of_a_compose_file_differ_in_their_places_only(path: Path) -> None:
+    one, other = (engine.connector for engine in in_compose(path))
+    hosts = [
+        each["kv_connector_extra_config"]["secondary_tiers"][1].pop("local_host", name)
+        for each, name in ((one, "engine-a"), (other, "engine-b"))
+    ]
+    assert (one == other, hosts) == (True, ["engine-a", "engine-b"])
+
+
+@every_compose_file
+def test_two_engines_of_a_compose_file_share_the_remote_tier_alone(path: Path) -> None:
+    services = compose(path)["services"]
+    mounts = [services[engine.where.split()[1]]["volumes"][0] for engine in in_compose(path)]
+    devices = [str(services[engine.where.split()[1]]["deploy"]) for engine in in_compose(path)]
+    assert len(set(mounts)) == len(set(devices)) == 2
+
+
+@every_manifest
+def test_a_manifest_refers_to_what_it_has(path: Path, made: Path) -> None:
+    names = {(one["kind"], one["metadata"]["name"]) for one in objects(path)}
+    assert len(names) == len(objects(path))
+    assert {one["metadata"].get("namespace", "kvtier") for one in objects(path)} == {"kvtier"}
+    for workload, pod, container in workloads(path):
+        claims = {one["metadata"]["name"]: one["spec"] for one in workload["spec"].get("volumeClaimTemplates", ())}
+        volumes = {volume["name"]: volume for volume in pod.get("volumes", ())}
+        assert {mount["name"] for mount in container.get("volumeMounts", ())} == volumes.keys() | claims.keys()
+        assert ("Service", workload["spec"].get("serviceName", "-")) in names or workload["kind"] != "StatefulSet"
+        assert workload["spec"]["selector"]["matchLabels"].items() <= labels_of(workload).items()
+        for spec in claims.values():
+            assert ("StorageClass", spec.get("storageClassName")) in names or "storageClassName" not in spec
+        for secret in [volume["secret"]["secretName"] for volume in volumes.values() if "secret" in volume]:
+            assert all((made / Path(file).name).is_file() for file in secrets_of_the_page()[secret].values())
+        assert all(port in ports_of(container) for port in probed(container))
+        known = {variable["name"] for variable in container.get("env", ())}
+        assert set(re.findall(r"\$\((\w+)\)", json.dumps(container))) <= known
+
+
+@every_manifest
+def test_services_budgets_and_policies_choose_pods_that_there_are(path: Path) -> None:
+    pods = [(labels_of(workload), ports_of(container)) for workload, _, container in workloads(path)]
+    for one in of_kind(path, "Service", "PodDisruptionBudget"):
+        selector = one["spec"]["selector"]
+        chosen = [ports for labels, ports in pods if selector.get("matchLabels", selector).items() <= labels.items()]
+        assert len(chosen) == 1, one
+        assert {port["targetPort"] for port in one["spec"].get("ports", ())} <= chosen[0], one
+    apps = {labels["app.kubernetes.io/name"] for labels, _ in pods}
+    for one in of_kind(path, "NetworkPolicy"):
+        text = json.dumps(one["spec"])
+        named = set(re.findall(r'"app.kubernetes.io/name": "([\w-]+)"', text))
+        named |= {
+            name for names in re.findall(r'"values": \[(.*?)\]', text) for name in re.findall(r'"([\w-]+)"', names)
+        }
+        assert named <= apps, one
+        ports = {port["port"] for rule in one["spec"]["ingress"] for port in rule.get("ports", ())}
+        assert ports <= set().union(*(ports for _, ports in pods)), one
+
+
+@every_manifest
+def test_remote_services_are_asked_by_names_that_there_are(path: Path) -> None:
+    services = {one["metadata"]["name"]: one["spec"] for one in of_kind(path, "Service")}
+    sets = {one["spec"]["serviceName"]: one for one in of_kind(path, "StatefulSet")}
+    for engine in in_kubernetes(path):
+        for host, port in addresses(engine):
+            *pod, service = host.split(".")
+            assert port in {one["port"] for one in services[service]["ports"]}
+            if pod:
+                name, replicas = sets[service]["metadata"]["name"], sets[service]["spec"]["replicas"]
+                assert pod[0] in {f"{name}-{index}" for index in range(replicas)}
+
+
+@every_compose_file
+def test_remote_services_of_a_compose_file_are_asked_by_names_that_there_are(path: Path) -> None:
+    services = compose(path)["services"]
+    for engine in in_compose(path):
+        own = services[engine.where.split()[1]].get("networks")
+        assert all(services[host].get("networks") == own or own for host, _ in addresses(engine))
+
+
+def labels_of(workload: dict[str, Any]) -> dict[str, str]:
+    return workload["spec"]["template"]["metadata"]["labels"]
+
+
+def ports_of(container: dict[str, Any]) -> set[str]:
+    return {port["name"] for port in container["ports"]}
+
+
+def probed(container: dict[str, Any]) -> set[str]:
+    probes = [container[name] for name in ("startupProbe", "readinessProbe", "livenessProbe") if name in container]
+    assert len(probes) >= 2
+    return {probe[how]["port"] for probe in probes for how in ("httpGet", "tcpSocket") if how in probe}
+
+
+def test_nothing_secret_stands_in_the_examples() -> None:
+    for path in MANIFESTS:
+        assert not of_kind(path, "Secret")
+    for path in (*COMPOSE, *MANIFESTS):
+        assert not re.search(r"(?i)(password|key)(_env)?[\"']?\s*[:=]\s*[\"']?\$?\{?[\w-]{16,}", path.read_text())
+
+
+# Images.
+
+
+def test_images_are_made_of_versions_that_kvtier_knows() -> None:
+    (given,) = re.findall(r"^FROM vllm/vllm-openai:v([\d.]+)$", (FLEET / "engine.Dockerfile").read_text(), re.MULTILINE)
+    source = (ROOT / "kvtier" / "integrations" / "vllm" / "__init__.py").read_text()
+    assert given.rpartition(".")[0] in re.findall(
+        r'"([\d.]+)"', re.search(r"^KNOWN_VERSIONS = (.*)$", source, re.MULTILINE)[1]
+    )
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=[path.name for path in DOCKERFILES])
+def test_what_an_image_copies_is_there(path: Path) -> None:
+    for copied in re.findall(r"^COPY (.*) \S+$", path.read_text(), re.MULTILINE):
+        assert all((ROOT / one).exists() for one in copied.split())
+    (tag,) = re.findall(r"-t (\S+) \.$", path.read_text(), re.MULTILINE)
+    assert any(tag in one.read_text() for one in (*COMPOSE, *MANIFESTS))
+    assert f"docker build -f examples/fleet/{path.name} -t {tag} ." in PAGE
+
+
+# What can run.
+
+
+@pytest.fixture(scope="module")
+def made(outside: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the secrets that the script makes."""
+    return make_secrets(tmp_path_factory.mktemp("fleet") / "secrets")
+
+
+def test_secrets_that_are_there_are_not_replaced(made: Path) -> None:
+    before = {path.name: path.read_bytes() for path in made.iterdir()}
+    again = subprocess.run(["bash", str(FLEET / "make_secrets.sh"), str(made)], capture_output=True, text=True)
+    assert (again.returncode, "are kept" in again.stderr) == (1, True)
+    assert {path.name: path.read_bytes() for path in made.iterdir()} == before
+    assert {path.name: path.stat().st_mode & 0o777 for path in made.iterdir()} == {
+        "seal-keys": 0o600,
+        "valkey-password": 0o600,
+        "valkey-users": 0o644,
+    }
+
+
+@pytest.mark.parametrize("path", of_service("valkey"), ids=lambda path: path.name)
+async def test_valkey_as_it_is_started_serves_engines_as_they_are_configured(
+    path: Path, made: Path, tmp_path: Path
+) -> None:
+    (engine, *_) = [engine for engine in ENGINES if engine.where.startswith(f"{path.name} ")]
+    servers = [start(command_of(path, "valkey"), made, tmp_path) for _ in addresses(engine)]
+    try:
+        first, second = (
+            here(engine, made, tmp_path / one, servers=[server.address for server in servers]) for one in "ab"
+        )
+        async with TieringOffloadingManager.open(first) as one:
+            assert await put(one, range(32)) == 32
+            assert await at_rest(one)
+        async with TieringOffloadingManager.open(second) as another:
+            assert await found(another, range(32)) == 32
+        for server in servers:
+            with server.client() as watching, pytest.raises(redis.exceptions.NoPermissionError):
+                watching.keys("*")
+            with redis.Redis(port=server.port) as nobody, pytest.raises(redis.exceptions.AuthenticationError):
+                nobody.ping()
+    finally:
+        for server in servers:
+            server.kill()
+
+
+def start(command: list[str], made: Path, folder: Path) -> RedisServer:
+    """Start a server as the example does, but for its address and for where its secrets are."""
+    program, *given = command
+    arguments = dict(zip(given[::2], given[1::2], strict=True))
+    users = made / Path(arguments.pop("--aclfile")).name
+    assert (program, arguments.pop("--bind"), arguments.pop("--port")) == ("valkey-server", "0.0.0.0", "6379")
+    flat = [word for pair in arguments.items() for word in pair]
+    return RedisServer(folder, *flat, "--aclfile", str(users), username="watch", password="none").start()

@@ -1,0 +1,131 @@
+"""`kvtier size`: what caches of several sizes are worth for a trace."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.errors import ConfigError
+from kvtier.tools.replay.models import MODELS, kv_bytes_per_token
+from kvtier.tools.replay.study import measure, simulation
+from kvtier.tools.replay.traces import Request, Trace, write_trace
+from tests.tools.test_cli_policies import run
+
+CHUNK_BYTES = 512 * 8  # Of a model that takes eight bytes a token.
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    """Return the path of a trace with 40 prompts of ten blocks, which come back in turn, a minute apart."""
+    path = str(tmp_path / "trace.jsonl")
+    prompts = [tuple(range(10 * number, 10 * number + 10)) for number in range(40)]
+    times = range(0, 60_000 * 120, 60_000)
+    write_trace(path, [Request(at, 5_120, 1, prompts[number % 40]) for number, at in enumerate(times)])
+    return path
+
+
+def sized(trace: str, tmp_path: Path, *options: str) -> Any:
+    out = tmp_path / "size.json"
+    given = ("--kv-bytes-per-token", "8", "--gpu-cache", "0", "--json", str(out), *options)
+    assert run("size", trace, *given) == 0
+    return json.loads(out.read_bytes())
+
+
+def test_a_memory_without_a_disk_has_the_hits_of_the_study(trace: str, tmp_path: Path) -> None:
+    (cell,) = sized(trace, tmp_path, "--memory", "1600KiB", "--disk", "0")["sizes"]
+    extent = measure(Trace(trace))
+    assert cell["hit_ratio"] == extent.hit_ratio(sum(simulation("lru")(Trace(trace), 400)))
+    assert cell["hits"] == {"cpu": cell["hit_ratio"]}
+    assert (cell["written_bytes_per_day"], cell["drive_life_years"]) == (0.0, None)
+    assert cell["gpu_seconds_saved"] == pytest.approx(800 * 512 / 20_000)
+
+
+@pytest.mark.usefixtures("outside")
+def test_each_combination_of_sizes_is_a_row_and_what_memory_forgets_the_disk_has(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = sized(trace, tmp_path, "--memory", "400KiB,1600KiB", "--disk", "0,4MiB")
+    cells = {(cell["memory_bytes"] >> 10, cell["disk_bytes"] >> 10): cell for cell in report["sizes"]}
+    assert list(cells) == [(400, 0), (400, 4096), (1600, 0), (1600, 4096)]
+    assert [cell["hit_ratio"] for cell in cells.values()] == pytest.approx([0, 2 / 3, 2 / 3, 2 / 3])
+    assert cells[400, 4096]["hits"]["disk"] == pytest.approx(2 / 3)
+    assert cells[400, 4096]["ttft_s"]["p50"] < report["without_tiering_ttft_s"]["p50"]
+    assert report["trace_bytes"] == 400 * CHUNK_BYTES
+    assert report["best_hit_ratio"] == pytest.approx(2 / 3)
+    shown = capsys.readouterr().out
+    assert "What a cache is worth, trace.jsonl" in shown
+    assert "--gpu-cache" in shown
+
+
+def test_drives_live_as_long_as_their_writes_last(trace: str, tmp_path: Path) -> None:
+    options = ("--memory", "400KiB", "--disk", "4MiB", "--disk-speed", "1GB/s", "--drive-writes-per-day", "3")
+    (cell,) = sized(trace, tmp_path, *options)["sizes"]
+    assert cell["written_bytes_per_day"] > 0
+    assert cell["drive_life_years"] == pytest.approx(5 * 3 * (4 << 20) / cell["written_bytes_per_day"])
+
+
+def test_a_picture_is_drawn(trace: str, tmp_path: Path) -> None:
+    picture = tmp_path / "size.svg"
+    sized(trace, tmp_path, "--memory", "400KiB", "--disk", "0", "--plot", str(picture))
+    assert "time to first token" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "--kv-bytes-per-token or --model: one of both"),
+        (("--kv-bytes-per-token", "2", "--model", "Qwen3-8B"), "--kv-bytes-per-token or --model: one of both"),
+        (("--model", "absent"), "--model 'absent': neither a config.json nor a known name"),
+        (("--kv-bytes-per-token", "2", "--memory", "64"), "--memory '64': expected sizes with units"),
+        (("--kv-bytes-per-token", "2", "--memory", "0"), "--memory 0 bytes: a chunk of this trace has"),
+        (("--kv-bytes-per-token", "2", "--disk", "1KiB,10B"), "--disk 10 bytes: a chunk of this trace has"),
+        (("--kv-bytes-per-token", "2", "--disk-speed", "7GB"), "--disk-speed '7GB': expected bytes a second"),
+        (("--kv-bytes-per-token", "2", "--disk-speed", "1GB/s", "--bench", "x"), "--bench x: it says how fast"),
+    ],
+)
+def test_a_wrong_call_is_refused_by_name(
+    trace: str, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("size", trace, *options) == 2
+    assert message in capsys.readouterr().err
+
+
+def config_file(tmp_path: Path, **fields: Any) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(fields))
+    return str(path)
+
+
+def test_a_models_configuration_says_what_a_token_takes(tmp_path: Path) -> None:
+    llama = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}
+    path = config_file(tmp_path, **llama, torch_dtype="bfloat16")
+    assert (
+        kv_bytes_per_token(path) == kv_bytes_per_token(str(tmp_path)) == kv_bytes_per_token("Llama-3.1-8B") == 131_072
+    )
+
+
+def test_a_model_with_latent_attention_keeps_one_vector_a_layer(tmp_path: Path) -> None:
+    path = config_file(tmp_path, num_hidden_layers=61, kv_lora_rank=512, qk_rope_head_dim=64, num_attention_heads=128)
+    assert kv_bytes_per_token(path) == kv_bytes_per_token("deepseek-ai/DeepSeek-V3") == 70_272
+
+
+def test_layers_that_keep_a_state_take_nothing_for_a_token_and_a_model_that_sees_has_a_text_model(
+    tmp_path: Path,
+) -> None:
+    kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+    text = {"num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 64, "layer_types": kinds, "dtype": "float32"}
+    assert kv_bytes_per_token(config_file(tmp_path, text_config=text)) == 4 * 2 * 8 * 64
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"num_hidden_layers": "many"}, {"num_hidden_layers": 0, "num_attention_heads": 1, "head_dim": 1}]
+)
+def test_a_configuration_that_does_not_say_it_is_refused(tmp_path: Path, fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="--model"):
+        kv_bytes_per_token(config_file(tmp_path, **fields))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_known_model_is_found_without_its_owners_name_too(name: str) -> None:
+    assert kv_bytes_per_token(name.partition("/")[2].lower()) == kv_bytes_per_token(name) > 0

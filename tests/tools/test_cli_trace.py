@@ -1,0 +1,77 @@
+"""`kvtier trace info` and `kvtier trace convert`."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvtier.tools.replay.traces import Request, Trace, write_trace
+from tests.tools.test_cli_policies import run
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> str:
+    path = tmp_path / "log.csv"
+    path.write_text("timestamp,output_length,token_ids\n0,5,1 2 3 4 5\n40,7,1 2 3 4 6 7 8 9\n")
+    return str(path)
+
+
+def test_a_log_of_token_ids_becomes_a_trace_that_the_other_commands_read(
+    log: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "trace.jsonl.zst")
+    assert run("trace", "convert", log, "--block-tokens", "4", "--output", out) == 0
+    assert "2 requests, 3 blocks of 4 tokens" in capsys.readouterr().err
+    trace = Trace(out, strict=True)
+    assert (trace.block_tokens, dict(trace.meta)) == (4, {"block_size": 4, "source": "tokens"})
+    assert list(trace) == [
+        Request(timestamp_ms=0, input_length=5, output_length=5, hash_ids=(0,)),
+        Request(timestamp_ms=40, input_length=8, output_length=7, hash_ids=(0, 1)),
+    ]
+    assert run("policies", out, "--policies", "lru", "--sizes", "1") == 0
+
+
+def test_a_log_that_is_refused_leaves_what_was_there(log: str, tmp_path: Path) -> None:
+    out = tmp_path / "trace.jsonl"
+    out.write_text("kept")
+    Path(log).write_text("token_ids\n1\nx\n")
+    assert run("trace", "convert", log, "-o", str(out)) == 2
+    assert out.read_text() == "kept"
+
+
+def test_a_log_without_times_says_what_is_assumed(log: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(log).write_text("token_ids\n1\n2\n")
+    assert run("trace", "convert", log, "-o", str(tmp_path / "out.jsonl")) == 0
+    assert "one request a second is assumed" in capsys.readouterr().err
+
+
+def test_an_unknown_format_is_refused_by_name(log: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("trace", "convert", log, "-o", str(tmp_path / "out.jsonl"), "--from", "nsys") == 2
+    assert "--from 'nsys': one of tokens, bailian, lmcache, vllm, mooncake accepted" in capsys.readouterr().err
+
+
+def test_the_info_counts_what_is_in_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.jsonl"
+    requests = [Request(1_000 * at, 512 * (at + 1), at, tuple(range(at + 1)), session_id=at % 2) for at in range(4)]
+    write_trace(path, requests)
+    assert run("trace", "info", str(path), "--json", "-") == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == {
+        "trace": "trace.jsonl",
+        "meta": {},
+        "block_tokens": 512,
+        "requests": 4,
+        "sessions": 2,
+        "seconds": 3.0,
+        "input_length": {"total": 5120, "mean": 1280.0, "p50": 1024, "p99": 2048, "most": 2048},
+        "output_length": {"total": 6, "mean": 1.5, "p50": 1, "p99": 3, "most": 3},
+        "block_references": 10,
+        "unique_blocks": 4,
+        "best_hit_ratio": 0.6,
+    }
+    assert "best possible hit ratio" in shown.err
+
+
+def test_the_info_of_a_generated_trace_needs_no_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("trace", "info", "generated", "--limit", "50") == 0
+    assert "generated" in capsys.readouterr().out
