@@ -17,7 +17,7 @@ from tests.remote.remotes import Remote
 
 OWNERS = 3
 OPERATIONS = int(os.environ.get("KVTIER_MIXED_OPERATIONS", "600"))
-LINES_BEFORE_A_KILL = 20
+LINES_BEFORE_A_KILL = max(20, OPERATIONS // 200)  # Of ten operations. An engine takes a second to start.
 QUIET_S_MAX = 2.0  # Between two disturbances.
 LIMITS: dict[str, Any] = {"breaker_cooldown_s": "100ms", "answer_ttl_s": "1s"}
 
