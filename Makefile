@@ -21,6 +21,7 @@ VLLM_033 := $(VLLM_VENV)/vllm-0.33.0
 NFS_PROGRAMS := .venv-nfs
 DEMO := demo
 SEEDS := 10000
+OPERATIONS := 600
 FIRST := 0
 PYTHON ?= $(firstword $(foreach name,python3.11 python3.12 python3.13 python3,$(call usable,$(name))))
 
@@ -58,10 +59,13 @@ test: $(INSTALLED)  ## run the tests that stay in one process: a minute or two
 test-all: test  ## run every test: `test`, then those with processes, kills, mounts, packages, pages and many examples
 	HYPOTHESIS_PROFILE=$(or $(HYPOTHESIS_PROFILE),ci) $(PYTEST) -m "outside or hypothesis"
 
-test-remote: $(REMOTE_INSTALLED)  ## run the tests of remote tiers with their servers, in an environment of its own
-	OMP_NUM_THREADS=1 LD_LIBRARY_PATH=$(REMOTE_LIBS) $(REMOTE_BIN)/pytest --numprocesses $(WORKERS) --dist loadfile \
-		-o addopts="--import-mode=importlib --strict-markers --strict-config -ra" \
-		$(wildcard tests/redis tests/object tests/mooncake tests/remote)
+# A class of tests stays in one worker: the tests of a class share servers. SERVERS=debian: with Debian's servers instead.
+REMOTE_PYTEST := env OMP_NUM_THREADS=1 LD_LIBRARY_PATH=$(REMOTE_LIBS) KVTIER_MIXED_OPERATIONS=$(OPERATIONS) \
+	$(REMOTE_BIN)/pytest --numprocesses $(WORKERS) --dist loadscope -o addopts="--import-mode=importlib --strict-markers --strict-config -ra"
+REMOTE_TESTS := tests/redis tests/object tests/mooncake tests/remote
+
+test-remote: $(REMOTE_INSTALLED)  ## run the tests of remote tiers with their servers: OPERATIONS mixed ones (600), SERVERS=debian
+	$(if $(filter debian,$(SERVERS)),tests/remote/debian.sh $(REMOTE_VENV)/debian/servers $(REMOTE_PYTEST),$(REMOTE_PYTEST) $(REMOTE_TESTS))
 
 # Mooncake's wheel leaves three libraries to the system. Where they are not installed, Debian's packages are unpacked.
 $(REMOTE_INSTALLED): pyproject.toml .constraints-remote.txt
