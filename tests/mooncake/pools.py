@@ -77,8 +77,9 @@ class Program:
 class Pool:
     """A master and its owners."""
 
-    def __init__(self, place: Path, *, client_ttl_s: int = 10) -> None:
+    def __init__(self, place: Path, *, client_ttl_s: int = 10, lease_s: int = 1) -> None:
         self._place = place
+        self._lease_s = lease_s
         self._client_ttl_s = client_ttl_s
         self.port, self._metrics_port = free_port(), free_port()
         self.address = f"127.0.0.1:{self.port}"
@@ -95,7 +96,7 @@ class Pool:
             "--metrics_host=127.0.0.1",
             f"--metrics_port={self._metrics_port}",
             "--rpc_thread_num=2",
-            "--default_kv_lease_ttl=1s",
+            f"--default_kv_lease_ttl={self._lease_s}s",
             f"--client_ttl={self._client_ttl_s}",
         )
         until(lambda: self._listens(self.port) and self._listens(self._metrics_port))
