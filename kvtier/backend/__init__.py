@@ -11,6 +11,8 @@ from kvtier.backend.contract import (
     Durability,
     Inventory,
     InventoryEvent,
+    Limit,
+    Limited,
     Measured,
     Occupancy,
     Options,
@@ -40,7 +42,7 @@ from kvtier.backend.keys import (
 )
 from kvtier.backend.lending import Calls, Fit, Lanes, in_task, in_thread, in_threads, load_each_once, store_each_once
 from kvtier.backend.namespace import NAME_BYTES_MAX, Attention, FileMapper, Group, Namespace, refusal
-from kvtier.backend.seal import SEAL_BYTES, Seal, SealFault, SealOptions
+from kvtier.backend.seal import SEAL_BYTES, Seal, SealFault, SealOptions, XXH3Seal, told_by
 from kvtier.backend.staging import Slots, Staging
 from kvtier.backend.wrapper import Wrapper
 from kvtier.errors import (
@@ -93,6 +95,8 @@ __all__ = [
     "KVTierError",
     "Kind",
     "Lanes",
+    "Limit",
+    "Limited",
     "Measured",
     "Namespace",
     "Naming",
@@ -123,6 +127,7 @@ __all__ = [
     "TransferFailed",
     "Wrapper",
     "Write",
+    "XXH3Seal",
     "backend_class",
     "chunk_hash",
     "group_index",
@@ -136,4 +141,5 @@ __all__ = [
     "read_folder",
     "refusal",
     "store_each_once",
+    "told_by",
 ]

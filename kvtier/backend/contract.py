@@ -257,8 +257,37 @@ class Described(Protocol):
         ...
 
 
+class Limit(Protocol):
+    """The limit of a tier: its client moving some rows by itself, which checks nothing and promises nothing."""
+
+    limit_is: str
+    """A few words for it."""
+
+    def read(self) -> None:
+        """Fill the rows with what `write` stored, as often as it is called. Blocks."""
+        ...
+
+    def write(self) -> None:
+        """Store the rows, as often as it is called. Blocks."""
+        ...
+
+    def close(self) -> None:
+        """Remove what was stored, and let the client go."""
+        ...
+
+
+@runtime_checkable
+class Limited(Protocol):
+    """A backend's class that can say how fast its client is without it: `kvtier bench tiers` shows both."""
+
+    @classmethod
+    def limit(cls, options: Any, rows: Sequence[memoryview]) -> Limit:
+        """Store the rows once, so that they can be read. Blocks. Raises `ConfigError` and `BackendUnavailable`."""
+        ...
+
+
 OPTIONAL: tuple[type[Any], ...] = (Inventory, Measured, Ranked, Counted, Described)
-"""Every protocol that a tier may keep beside the contract: what a wrapper passes on."""
+"""Every protocol that an open tier may keep beside the contract: what a wrapper passes on."""
 
 
 def known_types() -> tuple[str, ...]:

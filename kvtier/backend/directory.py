@@ -1,4 +1,4 @@
-"""A tier's directory as people's commands see it: without a kvtier engine, beside one that may be using it.
+"""A tier's directory, or its bucket, as people's commands see it: without a kvtier engine, beside one that uses it.
 
 A tier that keeps chunks where commands can reach them brings a class that does what `Contents` says. Nothing is known
 there of kvtier's configuration: what can be told comes from names, and from what is stored with each chunk.
@@ -6,7 +6,7 @@ there of kvtier's configuration: what can be told comes from names, and from wha
 
 from collections.abc import Iterator
 from enum import Enum
-from typing import NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from kvtier.backend.keys import OffloadKey
 
@@ -60,11 +60,19 @@ class Finding(NamedTuple):
 
 
 class Contents(Protocol):
-    """A tier's directory. Blocks; one thread at a time. What is not said to be removed is not touched."""
+    """A tier's directory or bucket. Blocks. What is not said to be removed is not touched."""
+
+    lanes: int
+    """Threads that may call `check` and `remove` at once; 1: one thread at a time, whatever it calls."""
 
     @classmethod
     def open(cls, root: str) -> Self:
-        """Raises `ConfigError` if this is no directory of the tier's."""
+        """Open a path or a URL. Raises `ConfigError` if this is no directory of the tier's."""
+        ...
+
+    @classmethod
+    def configured(cls, options: Any) -> Self:
+        """Open what a tier with these options, which are of its type's own, uses. Raises likewise."""
         ...
 
     def places(self) -> list[Place]:

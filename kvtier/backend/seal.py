@@ -213,6 +213,18 @@ class XXH3Seal(Seal):
         return None if given.proof == xxh3_128_digest(row) else SealFault.PAYLOAD
 
 
+class Told(NamedTuple):
+    """What a seal says of its chunk, whether or not it is true."""
+
+    row_bytes: int
+    fingerprint: bytes  # Of the namespace.
+
+
+def told_by(seal: memoryview | bytes) -> Told:
+    """Read a seal for whoever knows nothing of the tier that has made it."""
+    return Told(*_LAYOUT.unpack_from(seal)[4:6])
+
+
 def read_secrets(text: str, where: str) -> list[bytes]:
     """Read secrets, one a line in hex or base64; empty lines and those that begin with # are passed over.
 

@@ -1,9 +1,10 @@
 """Eviction policies: the contract, the built-in ones, policies by name, and their orders of small numbers."""
 
+from kvtier.policies.density import Density
 from kvtier.policies.ghosts import ARC, S3FIFO
 from kvtier.policies.numbered import KeyOrder, LinkedLRU, NumberOrder, number_order
 from kvtier.policies.plain import FIFO, LFU, LRU
-from kvtier.policies.policy import Policy, known_policies, policy_class
+from kvtier.policies.policy import Hint, Hinted, Policy, known_policies, policy_class
 
 __all__ = [
     "ARC",
@@ -11,6 +12,9 @@ __all__ = [
     "LFU",
     "LRU",
     "S3FIFO",
+    "Density",
+    "Hint",
+    "Hinted",
     "KeyOrder",
     "LinkedLRU",
     "NumberOrder",

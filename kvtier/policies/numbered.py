@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Protocol
 
+from kvtier.policies.density import Density
 from kvtier.policies.plain import LRU
 from kvtier.policies.policy import K, Policy
 
@@ -43,6 +44,8 @@ def number_order(
     """Return the order of a new policy. `keys` says which key each number has, and `number` which a key has."""
     if type(policy) is LRU:  # Not a subclass: that may do anything.
         return LinkedLRU(capacity)
+    if isinstance(policy, Density) and type(policy) is Density:
+        return policy.numbered(capacity, keys)
     return KeyOrder(policy, keys, number)
 
 

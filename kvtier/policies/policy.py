@@ -10,22 +10,32 @@ A name is built in, an installed distribution's, or written out as `module:Class
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, TypeGuard, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 from kvtier.errors import ConfigError
 from kvtier.settings import find_class, known_names
 
 K = TypeVar("K", bound=Hashable)
+K_contra = TypeVar("K_contra", bound=Hashable, contravariant=True)
 
 ENTRY_POINT_GROUP = "kvtier.policies"
 
 _BUILT_IN = {
     "arc": "kvtier.policies.ghosts:ARC",
+    "density": "kvtier.policies.density:Density",
     "fifo": "kvtier.policies.plain:FIFO",
     "lfu": "kvtier.policies.plain:LFU",
     "lru": "kvtier.policies.plain:LRU",
     "s3fifo": "kvtier.policies.ghosts:S3FIFO",
 }
+
+
+class Hint(NamedTuple):
+    """What an application says of a request that ends. It may be wrong: a policy learns what it is worth."""
+
+    over: bool = False  # Its session will not come back.
+    returns_in_s: float | None = None  # When its session is expected back.
+    label: str = ""  # Who sent it, such as an agent, a tool or a tenant; nobody agrees on meanings.
 
 
 class Policy(ABC, Generic[K]):
@@ -72,6 +82,15 @@ class Policy(ABC, Generic[K]):
     @abstractmethod
     def remove(self, keys: Sequence[K]) -> None:
         """Forget these resident keys for a reason other than room: a failed store, a reset. They leave no ghosts."""
+
+
+@runtime_checkable
+class Hinted(Protocol[K_contra]):
+    """What a policy may have beside its contract: it hears what an application says of a request's future."""
+
+    def rank_hinted(self, keys: Sequence[K_contra], hint: Hint, /) -> None:
+        """Do what `rank` does, for a request that ends with a hint."""
+        ...
 
 
 def known_policies() -> tuple[str, ...]:

@@ -1,13 +1,15 @@
-"""The commands that look at a tier's directory and change nothing: `kvtier verify`, `kvtier du` and `kvtier ls`."""
+"""The commands that look at a tier's directory or bucket and change nothing: `verify`, `du` and `ls`."""
 
 import json
+import os
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import islice
-from typing import Annotated, Any, NamedTuple, cast
+from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
 import typer
 from rich.console import Console
@@ -16,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.backend import Contents, Finding, Kind, Place, State, StoredFile, chunk_hash, group_index
+from kvtier.config import EngineConfig, tier_options
 from kvtier.errors import ConfigError, one_line
 from kvtier.tools.outputs import bar
 
@@ -30,7 +33,22 @@ COUNTED = {
 }
 """Names in `du` for the number of each kind's files, and for what they take."""
 
-DirectoryArgument = Annotated[str, typer.Argument(metavar="DIR", help="The directory that a tier has as its root.")]
+AT_ONCE = 256  # Files dealt with by several threads before the next are listed.
+_KINDS = {
+    "fs": ("kvtier_backends.fs.directory.files", "FsContents"),
+    "object": ("kvtier_backends.object.contents", "ObjectContents"),
+}
+"""The types of tiers whose chunks these commands reach."""
+
+T = TypeVar("T")
+
+DirectoryArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="DIR",
+        help="A tier's root directory; a bucket's URL; or CONFIG, with #TIER behind it where it has several.",
+    ),
+]
 NamespaceOption = Annotated[
     str | None, typer.Option("--namespace", help="Only this one: the name of a folder, as du shows it.")
 ]
@@ -56,14 +74,36 @@ class LeftOut:
 
 
 @contextmanager
-def opened(directory: str) -> Generator[Contents]:
-    """Open an fs tier's directory, the only kind that there is."""
-    kind = cast("type[Contents]", import_module("kvtier_backends.fs.directory.files").FsContents)
-    contents = kind.open(directory)
+def opened(where: str) -> Generator[Contents]:
+    """Open a tier's directory, its bucket, or what a configuration says of it."""
+    contents = _contents(where)
     try:
         yield contents
     finally:
         contents.close()
+
+
+def _contents(where: str) -> Contents:
+    path, _, name = where.partition("#")
+    if "://" in where:
+        return _kind("object").open(where)
+    if not path.endswith((".toml", ".json")) or os.path.isdir(where):
+        return _kind("fs").open(where)
+    tiers = [(tier, index) for index, tier in enumerate(EngineConfig.load(path).secondary_tiers) if tier.type in _KINDS]
+    named = [(tier, index) for tier, index in tiers if name in ("", tier.name)]
+    if len(named) != 1:
+        names = ", ".join(f"{path}#{tier.name}" for tier, _ in tiers) or "none"
+        raise ConfigError(f"{where}: one tier of type {' or '.join(_KINDS)} accepted; the configuration has: {names}")
+    tier, index = named[0]
+    return _kind(tier.type).configured(tier_options(tier, f"{path}: secondary_tiers[{index}]"))
+
+
+def _kind(tier_type: str) -> type[Contents]:
+    module, name = _KINDS[tier_type]
+    try:
+        return cast("type[Contents]", getattr(import_module(module), name))
+    except ImportError as error:
+        raise ConfigError(f"a bucket needs the extra kvtier[{tier_type}]: {error}") from error
 
 
 def chosen(contents: Contents, namespace: str | None) -> list[Place]:
@@ -103,6 +143,20 @@ def readable(
             left_out.add(file.name, file.fault)
         else:
             yield place, file
+
+
+def side_by_side(
+    contents: Contents, files: Iterable[tuple[Place, StoredFile]], call: Callable[[Place, StoredFile], T]
+) -> Iterator[tuple[StoredFile, T]]:
+    """Call for each file, by as many threads as its directory takes, and yield what was answered, in order."""
+    if contents.lanes == 1:
+        yield from ((file, call(place, file)) for place, file in files)
+        return
+    left = iter(files)
+    with ThreadPoolExecutor(contents.lanes) as threads:
+        while some := list(islice(left, AT_ONCE)):
+            places, found = zip(*some, strict=True)
+            yield from zip(found, threads.map(call, places, found), strict=True)
 
 
 def shown_bytes(size_bytes: int) -> str:
@@ -248,8 +302,8 @@ def _unwell(
     contents: Contents, places: Sequence[Place], states: Counter[State], faults: Counter[str]
 ) -> Iterator[Unwell]:
     """Look at everything: count it, and yield what is not well."""
-    for place, file in walked(contents, places, "verifying"):
-        finding = _found(contents, place, file)
+    files = walked(contents, places, "verifying")
+    for file, finding in side_by_side(contents, files, lambda place, file: _found(contents, place, file)):
         if finding is None:
             continue
         states[finding.state] += 1

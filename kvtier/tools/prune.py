@@ -21,6 +21,7 @@ from kvtier.tools.directory import (
     opened,
     readable,
     shown_bytes,
+    side_by_side,
 )
 
 T = TypeVar("T", int, float)
@@ -130,14 +131,19 @@ def _swept(
     contents: Contents, places: Sequence[Place], rule: Rule, left_out: LeftOut, *, remove: bool
 ) -> tuple[int, int]:
     """Remove the doomed, or only count them; return how many there were, and what they took."""
-    files = freed_bytes = 0
-    for place, file in readable(contents, places, "removing" if remove else "looking", left_out):
+
+    def deal(place: Place, file: StoredFile) -> bool | OSError:
         try:
-            gone = rule.dooms(contents, place, file) and (not remove or contents.remove(file))
+            return rule.dooms(contents, place, file) and (not remove or contents.remove(file))
         except OSError as error:
-            left_out.add(file.name, error.strerror or str(error))
-            continue
-        if gone:
+            return error
+
+    files = freed_bytes = 0
+    found = readable(contents, places, "removing" if remove else "looking", left_out)
+    for file, gone in side_by_side(contents, found, deal):
+        if isinstance(gone, OSError):
+            left_out.add(file.name, gone.strerror or str(gone))
+        elif gone:
             files += 1
             freed_bytes += file.allocated_bytes
     return files, freed_bytes

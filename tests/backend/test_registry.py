@@ -79,6 +79,10 @@ class Nowhere(NullBackend):
     locality = "remote"  # type: ignore[assignment]
 
 
+class Anywhere(NullBackend):
+    runner = "thread"  # type: ignore[assignment]
+
+
 class Shelf:
     Inner = NullBackend
     number = 3
@@ -138,7 +142,7 @@ def test_a_class_is_found_by_its_module_and_name() -> None:
 def test_a_distributions_type_is_found_by_its_entry_point(distribution: Install) -> None:
     distribution("kvtier-null", {"null": f"{HERE}:NullBackend"})
     assert backend_class("null") is NullBackend
-    assert {"null", "fs", "dummy", "redis"} <= set(known_types())
+    assert {"null", "fs", "dummy", "mooncake", "redis"} <= set(known_types())
     assert list(known_types()) == sorted(known_types())
 
 
@@ -235,6 +239,7 @@ NOT_WHOLE: list[tuple[str, Any]] = [
     ("Forgetful", "Forgetful.durability is no Durability"),
     ("Optionless", "Optionless.options_type is no msgspec.Struct"),
     ("Lax", "Lax.options_type is not both frozen and closed to unknown fields"),
+    ("Anywhere", "Anywhere.runner is 'thread'; 'process' or None accepted"),
     ("Nowhere", "Nowhere.locality is 'remote'; 'LOCAL', 'REMOTE' or None accepted"),
 ]
 

@@ -64,10 +64,12 @@ class Tier:
         self.writes, self.reads = lender.writes(keys), lender.reads(keys)
 
     async def put(self) -> None:
-        assert not any(await self.tier.store(self.writes))
+        failed = [outcome for outcome in await self.tier.store(self.writes) if outcome is not None]
+        assert not failed, failed
 
     async def get(self) -> None:
-        assert not any(await self.tier.load(self.reads))
+        failed = [outcome for outcome in await self.tier.load(self.reads) if outcome is not None]
+        assert not failed, failed
 
 
 async def measure(pool: Pool, row_bytes: int, count: int, rounds: int, lanes: int) -> None:
@@ -131,7 +133,7 @@ def main() -> None:
     parser.add_argument("--lanes", type=int, default=MooncakeOptions().lanes)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        pool = Pool(Path(folder))
+        pool = Pool(Path(folder), lease_s=30)
         try:
             pool.add_owner(1 << 30)
             asyncio.run(measure(pool, given.row_bytes, given.batch, given.rounds, given.lanes))

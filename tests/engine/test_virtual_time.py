@@ -121,7 +121,9 @@ def configuration(dice: random.Random) -> EngineConfig:
         "lease_share": dice.choice([0.3, 1.0]),
         "cascade_share": dice.choice([0.3, 1.0]),
     }
-    return describe(rows, *tiers, limits=limits, eviction_policy=dice.choice(["lru", "s3fifo", "arc", "fifo", "lfu"]))
+    return describe(
+        rows, *tiers, limits=limits, eviction_policy=dice.choice(["lru", "s3fifo", "arc", "fifo", "lfu", "density"])
+    )
 
 
 def tier(dice: random.Random, index: int) -> dict[str, object]:

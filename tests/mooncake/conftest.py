@@ -21,7 +21,7 @@ if find_spec("mooncake") is not None:
     from kvtier_backends.mooncake import MooncakeBackend, MooncakeOptions, backend
     from kvtier_backends.mooncake.client import Client, connect, environment
 
-    os.environ.update(environment(MooncakeOptions(timeout_s=TIMEOUT_S)), GLOG_minloglevel="2", MC_LOG_LEVEL="ERROR")
+    os.environ.update(environment(MooncakeOptions(timeout_s=TIMEOUT_S)), MC_LOG_LEVEL="ERROR")
     try:
         import mooncake.store  # noqa: F401
 

@@ -103,7 +103,7 @@ class Pool:
         return self.master
 
     def add_owner(self, size_bytes: int = OWNER_BYTES) -> Program:
-        before = len(self.segments())
+        before = set(self.segments())
         owner = Program(
             self._place / f"owner{len(self.owners)}.log",
             folder() / "mooncake_client",
@@ -117,7 +117,7 @@ class Pool:
             MC_TCP_BIND_ADDRESS="127.0.0.1",
         )
         self.owners.append(owner)
-        until(lambda: len(self.segments()) > before)
+        until(lambda: set(self.segments()) - before)
         return owner
 
     def segments(self) -> list[str]:

@@ -60,7 +60,7 @@ class TestMooncakeWithEveryOptionTheOtherWay(Suites):
         return {
             "seal": "aes-256-gcm",
             "seal_key_env": KEYS,
-            "lanes": 1,
+            "lanes": 3,
             "staging_bytes": 2 * (self.chunk_bytes + 128),
             "tenant": "other",
         }

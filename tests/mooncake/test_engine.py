@@ -1,7 +1,9 @@
 """Engines that share a pool: what one has computed another one finds, and a pool that fails costs hits alone."""
 
 import asyncio
+import json
 import signal
+import sys
 
 import pytest
 
@@ -70,3 +72,22 @@ async def test_a_client_that_may_crash_is_refused_in_the_engines_own_process(poo
     with pytest.raises(ConfigError, match=told):
         async with TieringOffloadingManager.open(describe(16, remote(pool.address, prefix), runner=runner)):
             pass
+
+
+async def test_the_bench_shows_the_tier_beside_mooncakes_own_calls(pool, prefix, tmp_path) -> None:
+    config = tmp_path / "engine.toml"
+    config.write_text(
+        'cpu_bytes_to_use = "4MiB"\nchunk_bytes = "8KiB"\nrunner = "process"\n'
+        f'[[secondary_tiers]]\ntype = "mooncake"\nmaster = "{pool.address}"\nprefix = "{prefix}"\n'
+    )
+    options = ("--size", "256KiB", "--rounds", "1", "--json", "-")
+    bench = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvtier", "bench", "tiers", config, *options),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    told, why = await bench.communicate()
+    assert bench.returncode == 0, why.decode()
+    rows = {row["operation"]: row for row in json.loads(told)["rows"]}
+    assert rows["load"]["limit_is"] == rows["store"]["limit_is"] == "Mooncake's own zero-copy calls"
+    assert rows["load"]["figure"] > 0

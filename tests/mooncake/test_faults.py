@@ -204,6 +204,35 @@ async def test_an_owner_that_hangs_fails_loads_in_time_and_no_row_is_written_lat
     assert lender.guards_are_intact()
 
 
+async def test_a_hung_call_keeps_nobody_elses_chunks_from_being_loaded(own_pool, opened_alone, lender) -> None:
+    """Though Mooncake gets one call at a time, and this one is not over."""
+    pool, keys = own_pool(client_ttl_s=60), keys_of(16)
+    owner, _ = pool.add_owner(), pool.add_owner()
+    tier = await opened_alone(pool, lanes=1, timeout_s=0.3)
+    await lender.keep(tier, keys)
+    owner.signal(signal.SIGSTOP)
+    assert {type(outcome) for outcome in await tier.load(lender.reads(keys))} == {TransferFailed}
+    assert tier._threads._under_way, "the call hangs"
+    found = [await lender.recall(tier, [key]) for key in keys]
+    assert sum(one == [label(key)] for one, key in zip(found, keys, strict=True)) > 0, found
+    assert all(one in ([label(key)], ["TransferFailed"]) for one, key in zip(found, keys, strict=True))
+    owner.signal(signal.SIGCONT)
+    await recovers(tier, lender, keys)
+
+
+async def test_calls_that_wait_for_their_turn_are_given_up_at_the_end_too(own_pool, opened_alone, lender) -> None:
+    pool, keys = own_pool(), keys_of(64)
+    owner = pool.add_owner()
+    tier = await opened_alone(pool, timeout_s=PATIENCE_S)
+    await lender.keep(tier, keys)
+    owner.signal(signal.SIGSTOP)
+    calls = [asyncio.create_task(tier.load(lender.reads(keys))) for _ in range(4)]
+    await asyncio.sleep(0)
+    assert await tier.aclose(0) == Abandoned(0)
+    for call in calls:
+        assert {type(outcome) for outcome in await call} == {TransferFailed}
+
+
 async def test_a_store_into_an_owner_that_hangs_holds_no_row(own_pool, opened_alone, lender) -> None:
     pool, keys = own_pool(), keys_of(64)
     owner = pool.add_owner()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from tests.object.servers import MotoServer, S3Server
 
 WITHOUT_MOTO = find_spec("moto") is None
-collect_ignore_glob = ["test_[!o]*.py", "user.py"] if WITHOUT_MOTO else []
+collect_ignore_glob = ["test_[!o]*.py"] if WITHOUT_MOTO else []  # All but test_options.py.
 
 CHUNK_BYTES = 16_384
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "kvtier-test", "AWS_SECRET_ACCESS_KEY": "kvtier-test-secret"}

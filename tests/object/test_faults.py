@@ -27,7 +27,7 @@ from tests.object.conftest import CHUNK_BYTES
 from tests.object.servers import S3Server
 from tests.redis.servers import PATIENCE_S
 
-QUICK = {"timeout_s": 0.5, "connect_timeout_s": 0.5}  # Not a bound: what these tests wait for.
+QUICK = {"timeout_s": 1.0, "connect_timeout_s": 1.0}  # Not a bound: what these tests wait for.
 UNKNOWN = {"index_chunks": 0, "absent_ttl_s": 0}  # Every look-up asks.
 SEAL = "kvtier"
 
@@ -51,17 +51,17 @@ async def used_again(lender: Lender, rows: list[memoryview]) -> None:
 
 async def recovers(tier: Any, lender: Lender, keys: list[OffloadKey]) -> None:
     """Wait until every key can be stored and loaded again."""
-    ends_at = asyncio.get_running_loop().time() + PATIENCE_S
-    while True:
+    ends_at, whole = asyncio.get_running_loop().time() + PATIENCE_S, [label(key) for key in keys]
+    told: Any = None
+    while told != whole:
+        assert asyncio.get_running_loop().time() < ends_at, told
         try:
-            outcomes = await tier.store(lender.writes(keys))
-        except BackendUnavailable:
-            outcomes = ["away"]
-        if not any(outcomes):
-            break
-        assert asyncio.get_running_loop().time() < ends_at, outcomes
+            told = await tier.store(lender.writes(keys))
+            if not any(told):
+                told = await lender.recall(tier, keys)
+        except BackendUnavailable as error:
+            told = error
         await asyncio.sleep(0.01)
-    assert await lender.recall(tier, keys) == [label(key) for key in keys]
 
 
 # What somebody has put under a chunk's name.
@@ -106,7 +106,7 @@ async def test_an_object_of_another_length_is_corrupt_and_costs_its_siblings_not
     assert await lender.recall(tier, keys) == [label(key, 1) for key in keys]
 
 
-@pytest.mark.parametrize("seal", ["", "no base64!", "AAAA", base64.b64encode(bytes(SEAL_BYTES)).decode()])
+@pytest.mark.parametrize("seal", ["no base64!", "AAAA", base64.b64encode(bytes(SEAL_BYTES)).decode()])
 async def test_an_object_with_a_seal_that_is_none_is_corrupt_and_is_replaced(
     opened, server, bucket, lender, seal
 ) -> None:
@@ -181,6 +181,31 @@ async def test_a_new_tier_knows_from_a_list_what_is_there(opened, server, bucket
                 break
     proxy.refuse()
     assert await tier.probe(keys) == [True] * 20
+
+
+async def test_a_list_that_is_cut_off_goes_on_from_there(opened, proxy, monkeypatch) -> None:
+    """More names than fit one answer; the connection ends at the second, and again."""
+    monkeypatch.setattr("kvtier_backends.object.backend.LIST_RETRY_S", 0.01)
+    keys, lender = keys_of(1_200), Lender(4_096)
+    await lender.keep(await opened(chunk_bytes=4_096, timeout_s="1min"), keys)
+    first_page, cuts = threading.Event(), [None, None]
+
+    def cut(passed: bytes) -> bytes | None:
+        if first_page.is_set() and cuts:
+            return cuts.pop()
+        if b"</ListBucketResult>" in passed:
+            first_page.set()
+        return passed
+
+    proxy.reply = cut
+    tier, told = await opened(endpoint=f"http://{proxy.address}", chunk_bytes=4_096), set[OffloadKey]()
+    async with aclosing(tier.watch()) as events:
+        async for event in events:
+            if isinstance(event, ScanDone):
+                break
+            told.update(event.keys)
+    assert (told, cuts) == (set(keys), [])
+    lender.take_back()
 
 
 async def test_what_another_host_stores_is_seen_and_what_it_deletes_is_a_miss_once(opened, lender) -> None:
@@ -280,6 +305,15 @@ async def test_credentials_that_are_refused_are_a_mistake_at_the_start_and_an_ab
     assert tier.counts()["denied"] == 3
 
 
+async def test_credentials_that_nobody_has_are_a_mistake_at_the_start(opened, proxy, monkeypatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", f"http://{proxy.address}")  # Where a machine in a cloud has some.
+    proxy.refuse()
+    with pytest.raises(ConfigError, match="no credentials: the environment has none, and the machine gives none"):
+        await opened()
+
+
 def says(status: str, code: str) -> Any:
     """Have a proxy answer with an error in place of each reply."""
     body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>So it is.</Message></Error>"
@@ -336,7 +370,7 @@ async def test_a_store_that_is_busy_for_a_moment_is_asked_again(opened, proxy, l
 
 async def test_a_refused_connection_is_an_unavailable_tier_until_somebody_listens(opened, proxy, lender) -> None:
     tier, keys = await opened(endpoint=f"http://{proxy.address}", **UNKNOWN, **QUICK), keys_of(3)
-    await lender.keep(tier, keys)
+    await lender.keep(await opened(), keys)
     proxy.refuse()
     for call in (tier.probe(keys), tier.load(lender.reads(keys)), tier.store(lender.writes(keys)), tier.delete(keys)):
         with pytest.raises(BackendUnavailable):
@@ -354,10 +388,33 @@ async def test_a_connection_reset_while_idle_costs_nothing(opened, proxy, lender
     assert await lender.recall(tier, keys) == [label(key) for key in keys]
 
 
+@pytest.mark.parametrize("operation", ["load", "store", "probe"])
+async def test_a_connection_that_has_died_silently_costs_time_and_nothing_else(
+    opened, proxy, lender, operation
+) -> None:
+    """As behind a gateway that forgets idle connections: nothing is closed, and nothing comes back."""
+    tier, keys = await opened(endpoint=f"http://{proxy.address}", **UNKNOWN, timeout_s=2), keys_of(1)
+    await lender.keep(tier, keys)
+    first, ended = [True], threading.Event()
+
+    def swallow(passed: bytes) -> bytes | None:
+        return passed if not first or ended.wait(PATIENCE_S * first.pop()) else None
+
+    proxy.reply = swallow
+    if operation == "load":
+        assert await lender.recall(tier, keys) == [label(keys[0])]
+    elif operation == "store":
+        await lender.keep(tier, keys, version=1)
+    else:
+        assert await tier.probe(keys) == [True]
+    assert not first
+    ended.set()
+
+
 async def test_a_body_cut_in_the_middle_is_no_chunk(opened, proxy, lender) -> None:
     """The connection ends behind half of it, each time it is tried."""
     tier, keys = await opened(endpoint=f"http://{proxy.address}", load_requests=1, **QUICK), keys_of(3)
-    await lender.keep(tier, keys)
+    await lender.keep(await opened(), keys)
     proxy.piece_bytes = CHUNK_BYTES // 2
     proxy.reply = lambda passed: passed if b"HTTP/1" in passed[:8] else None
     with pytest.raises(BackendUnavailable):
@@ -379,11 +436,11 @@ async def test_a_byte_flipped_on_the_way_is_never_believed(opened, proxy, lender
 
 async def test_a_server_that_hangs_fails_calls_in_time_and_no_byte_comes_late(opened, proxy, lender) -> None:
     tier, keys = await opened(endpoint=f"http://{proxy.address}", **QUICK), keys_of(20)
-    await lender.keep(tier, keys)
+    await lender.keep(await opened(), keys)
     proxy.open.clear()
     reads, writes = lender.reads(keys), lender.writes(keys, version=1)
     for call in (tier.load(reads), tier.store(writes), tier.delete(keys)):
-        with pytest.raises(BackendUnavailable, match=r"not answered within 0.5 s|timed out|error sending"):
+        with pytest.raises(BackendUnavailable, match=r"not answered within 1 s|timed out|error sending"):
             await call
     rows = [read.into for read in reads] + [write.row for write in writes]
     await used_again(lender, rows)
@@ -394,7 +451,7 @@ async def test_a_server_that_hangs_fails_calls_in_time_and_no_byte_comes_late(op
 
 async def test_a_reply_that_drips_is_over_in_time(opened, proxy, lender) -> None:
     tier, keys, enough = await opened(endpoint=f"http://{proxy.address}", **QUICK), keys_of(4), threading.Event()
-    await lender.keep(tier, keys)
+    await lender.keep(await opened(), keys)
     proxy.piece_bytes = 64
 
     def drip(passed: bytes) -> bytes:
@@ -410,7 +467,7 @@ async def test_a_reply_that_drips_is_over_in_time(opened, proxy, lender) -> None
 
 async def test_a_cancelled_call_to_a_hung_server_ends_with_its_time_out(opened, proxy, lender) -> None:
     tier, keys = await opened(endpoint=f"http://{proxy.address}", **QUICK), keys_of(4)
-    await lender.keep(tier, keys)
+    await lender.keep(await opened(), keys)
     proxy.open.clear()
     reads, writes = lender.reads(keys), lender.writes(keys)
     calls = [asyncio.create_task(call) for call in (tier.load(reads), tier.store(writes), tier.probe(keys_of(2, 90)))]
@@ -447,7 +504,7 @@ async def test_a_killed_server_costs_its_chunks_and_is_used_again_when_it_is_bac
     server, keys = own_server(), keys_of(5)
     server.client.create_bucket(Bucket=bucket)
     tier = await opened(endpoint=server.endpoint, **QUICK)
-    await lender.keep(tier, keys)
+    await lender.keep(await opened(endpoint=server.endpoint), keys)
     server.kill()
     with pytest.raises(BackendUnavailable):
         await tier.load(lender.reads(keys))
@@ -461,7 +518,7 @@ async def test_a_stopped_server_costs_hits_until_it_goes_on(opened, own_server, 
     server, keys = own_server(), keys_of(5)
     server.client.create_bucket(Bucket=bucket)
     tier = await opened(endpoint=server.endpoint, **QUICK)
-    await lender.keep(tier, keys)
+    await lender.keep(await opened(endpoint=server.endpoint), keys)
     server.signal(signal.SIGSTOP)
     reads = lender.reads(keys)
     with pytest.raises(BackendUnavailable):

@@ -138,7 +138,8 @@ def _xml(status: str, code: str, message: str = "It says so.") -> str:
         (GenericError(_xml("301 Moved Permanently", "PermanentRedirect")), Kind.ELSEWHERE),
         (GenericError(_xml("500 Internal Server Error", "InternalError")), Kind.AWAY),
         (GenericError("error sending request for url (http://h/b/x?sig=s3cret)"), Kind.AWAY),
-        (InvalidPathError('Path "a//b" contained empty path segment'), Kind.NAME),
+        (InvalidPathError('Encountered object with invalid path: Path "a//b" contained empty segment'), Kind.LISTED),
+        (ValueError('Could not parse path: Path "a//b" contained empty path segment'), Kind.NAME),
     ],
 )
 def test_each_error_of_a_store_has_its_kind_and_shows_no_secret(error: Exception, kind: Kind) -> None:

@@ -9,7 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtier.policies import ARC, FIFO, LFU, LRU, S3FIFO, LinkedLRU, Policy
+from kvtier.policies import ARC, FIFO, LFU, LRU, S3FIFO, Density, LinkedLRU, Policy
+from tests.policies.naive_density import NaiveDensity, NumberedDensity
 
 CAPACITY = 12
 KEYS = 40
@@ -167,12 +168,23 @@ class LFUMachine(PolicyMachine):
     types = (LFU,)
 
 
+class DensityMachine(PolicyMachine):
+    """After its first requests; it has been an LRU until then."""
+
+    types = (
+        lambda capacity: Density(capacity, warm_up_requests=3),
+        lambda capacity: NaiveDensity(capacity, warm_up_requests=3),
+        lambda capacity: NumberedDensity(capacity, warm_up_requests=3),
+    )
+
+
 TestFIFO = FIFOMachine.TestCase
 TestLRU = LRUMachine.TestCase
 TestARC = ARCMachine.TestCase
 TestS3FIFO = S3FIFOMachine.TestCase
 TestLFU = LFUMachine.TestCase
-for machine in (FIFOMachine, LRUMachine, ARCMachine, S3FIFOMachine, LFUMachine):
+TestDensity = DensityMachine.TestCase
+for machine in (FIFOMachine, LRUMachine, ARCMachine, S3FIFOMachine, LFUMachine, DensityMachine):
     machine.TestCase.settings = settings(stateful_step_count=30, max_examples=max(25, settings().max_examples // 2))
 
 
@@ -183,7 +195,7 @@ def test_a_prefix_outlives_its_continuation(policy_type: type[Policy[str]]) -> N
     assert drained(policy) == ["tail", "middle", "head"]
 
 
-@pytest.mark.parametrize("policy_type", [ARC, LFU, LRU])  # The others do not order by recency.
+@pytest.mark.parametrize("policy_type", [ARC, LFU, LRU, Density])  # The others do not order by recency.
 def test_pieces_that_came_apart_are_ranked_in_prefix_order(policy_type: type[Policy[str]]) -> None:
     policy = policy_type(4)
     policy.insert(["head"])

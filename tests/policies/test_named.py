@@ -56,7 +56,7 @@ def test_a_distribution_brings_policies_and_takes_no_built_in_name(own_policies:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("lrru", "'lrru' is no policy; did you mean 'lru'? Known: arc, fifo, gone, lfu, lru, own, s3fifo"),
+        ("lrru", "'lrru' is no policy; did you mean 'lru'? Known: arc, density, fifo, gone, lfu, lru, own, s3fifo"),
         ("", "'' is no policy; Known: arc"),
         ("gone", "module 'own_policies' has no 'Gone'"),
         ("own_policies:Gone", "module 'own_policies' has no 'Gone'"),

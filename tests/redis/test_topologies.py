@@ -141,24 +141,16 @@ async def test_a_database_that_there_is_not_is_a_mistake_of_the_configuration(op
 
 async def test_a_server_is_reached_by_an_address_of_the_sixth_version(opened, server, lender) -> None:
     try:
-        listener = socket.create_server(("::1", 0), family=socket.AF_INET6)
+        proxy = Proxy(server.port, host="::1")
     except OSError:
         pytest.skip("this machine has no IPv6")
-    with listener:
-        threading.Thread(target=_forward, args=(listener, server.port), daemon=True).start()
-        tier, keys = await opened(f"[::1]:{listener.getsockname()[1]}", load_lanes=1, store_lanes=1), keys_of(12)
+    try:
+        tier, keys = await opened(proxy.address, load_lanes=1, store_lanes=1), keys_of(12)
         await lender.keep(tier, keys)
         assert await lender.recall(tier, keys) == [label(key) for key in keys]
         assert list(await tier.probe(keys)) == [True] * 12
-        listener.shutdown(socket.SHUT_RDWR)
-
-
-def _forward(listener: socket.socket, port: int) -> None:
-    with suppress(OSError):
-        while True:
-            ours, theirs = listener.accept()[0], socket.create_connection(("127.0.0.1", port))
-            for pair in ((ours, theirs), (theirs, ours)):
-                threading.Thread(target=_pass_on, args=pair, daemon=True).start()
+    finally:
+        proxy.end()
 
 
 @pytest.mark.parametrize("told", ["::1:7000", "[::1]:7000"])

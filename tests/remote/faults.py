@@ -1,6 +1,7 @@
 """The suite of faults: whatever becomes of a remote or of the way to it, no wrong byte, and no row that stays lent."""
 
 import asyncio
+import logging
 import uuid
 
 import pytest
@@ -19,6 +20,8 @@ from tests.remote.kit import (
 )
 from tests.remote.outcomes import IN_THE_STORE, ON_THE_WAY, OUTCOMES, Became, Fault
 from tests.remote.remotes import Remote
+
+logger = logging.getLogger(__name__)
 
 ROWS = 16
 PATIENT = {"breaker_failures": 1_000, "breaker_cooldown_s": "1ms", "answer_ttl_s": "1h"}
@@ -52,6 +55,7 @@ class Faults:
             await come_back(engine, ours, others)
             for numbers in (ours, others, more):  # Whoever wrote late would have written into one of these.
                 await found_one_by_one(engine, numbers)
+        logger.info("%s %s: %s, %s", remote.name, fault, sorted(loads), sorted(stores))
         assert_told(told, loads, stores)
 
 

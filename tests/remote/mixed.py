@@ -17,7 +17,7 @@ from tests.remote.remotes import Remote
 
 OWNERS = 3
 OPERATIONS = int(os.environ.get("KVTIER_MIXED_OPERATIONS", "600"))
-LINES_BEFORE_A_KILL = 20
+LINES_BEFORE_A_KILL = max(20, OPERATIONS // 200)  # Of ten operations. An engine takes a second to start.
 QUIET_S_MAX = 2.0  # Between two disturbances.
 LIMITS: dict[str, Any] = {"breaker_cooldown_s": "100ms", "answer_ttl_s": "1s"}
 
@@ -31,7 +31,7 @@ class Mixed:
         seed, base = random.randrange(1 << 32), uuid.uuid4().int >> 72
         logger.info("seed %d", seed)
         dice = random.Random(seed)
-        engine = describe(ROWS, remote.tier() | {"limits": LIMITS})
+        engine = describe(ROWS, remote.tier(by_proxy=True) | {"limits": LIMITS})
         async with asyncio.TaskGroup() as group:
             owners = [group.create_task(_owners(engine, random.Random(dice.random()), base)) for _ in range(OWNERS)]
             while not all(owner.done() for owner in owners):

@@ -1,6 +1,6 @@
 """The mooncake tier on a pool of its own: a master that stays, and an owner of memory that is broken."""
 
-import os
+import ctypes
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,12 @@ from tests.remote.kit import CHUNK_BYTES, configured, describe, key
 from tests.remote.remotes import Held, ServerRemote
 from tests.remote.servers import Proxy, from_a_lasting_thread, until
 
+VALUE_BYTES = CHUNK_BYTES + SEAL_BYTES
 TIMEOUT_S = 1.0
 OWNER_TTL_S = 2  # Until the master forgets an owner that is silent.
+ENVIRONMENT = environment(MooncakeOptions(timeout_s=TIMEOUT_S))
+"""What Mooncake reads when it is first imported in a process."""
+
 PREFIX = "suite/"
 FILLING = "filling-"
 
@@ -27,7 +31,6 @@ class MooncakeRemote(ServerRemote):
         self.start()
         self.proxy = Proxy(self.pool.port)
         options = MooncakeOptions(master=self.pool.address, timeout_s=TIMEOUT_S)
-        os.environ.update(environment(options))
         self._client = connect(options, "the test's")
         self._mapper = FileMapper(configured(describe(1, self.tier())).namespace)
         self._filled: list[str] = []
@@ -58,12 +61,13 @@ class MooncakeRemote(ServerRemote):
         pinned = ReplicateConfig()
         pinned.with_hard_pin = True
         for size_bytes in (8 << 20, CHUNK_BYTES, 4_096):
-            self._fill_with(bytes(size_bytes), pinned)
+            self._fill_with(size_bytes, pinned)
 
-    def _fill_with(self, value: bytes, pinned: Any) -> None:
+    def _fill_with(self, size_bytes: int, pinned: Any) -> None:
+        value = ctypes.create_string_buffer(size_bytes)
         while True:
             name = f"{FILLING}{len(self._filled)}"
-            if self._client._store.put(name, value, pinned) != 0:
+            if self._client._store.batch_put_from([name], [ctypes.addressof(value)], [size_bytes], pinned) != [0]:
                 return
             self._filled.append(name)
 
@@ -72,12 +76,14 @@ class MooncakeRemote(ServerRemote):
         self._filled.clear()
 
     def held(self, number: int) -> Held:
-        value = self._client._store.get(self._name(number))
-        assert len(value) == CHUNK_BYTES + SEAL_BYTES
-        return Held(value[:CHUNK_BYTES], value[CHUNK_BYTES:])
+        buffer = ctypes.create_string_buffer(VALUE_BYTES)
+        assert self._client.get([self._name(number)], [ctypes.addressof(buffer)], VALUE_BYTES) == [VALUE_BYTES]
+        return Held(buffer.raw[:CHUNK_BYTES], buffer.raw[CHUNK_BYTES:])
 
     def plant(self, number: int, held: Held) -> None:
-        assert self._client._store.upsert(self._name(number), held.row + held.seal) == 0
+        value = held.row + held.seal
+        buffer = ctypes.create_string_buffer(value, len(value))
+        assert self._client.put([self._name(number)], [ctypes.addressof(buffer)], len(value)) == [0]
 
     def _name(self, number: int) -> str:
         fingerprint = self._mapper.fingerprint.hex()[:FINGERPRINT_CHARACTERS]

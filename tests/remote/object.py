@@ -11,6 +11,7 @@ from tests.remote.outcomes import Fault
 from tests.remote.remotes import Held, ServerRemote
 from tests.remote.servers import Proxy, from_a_lasting_thread
 
+CREDENTIALS = {"AWS_ACCESS_KEY_ID": "kvtier-test", "AWS_SECRET_ACCESS_KEY": "not-a-secret"}
 NOT_OURS = dict.fromkeys((Fault.HUNG, Fault.KILLED, Fault.RESTARTED), "the server of KVTIER_S3_ENDPOINT is not ours")
 
 
@@ -20,10 +21,10 @@ class ObjectRemote(ServerRemote):
     def __init__(self, folder: Path) -> None:
         self._bucket = f"kvtier-{uuid.uuid4().hex}"
         outside = S3Server.outside()
-        self._ours = MotoServer(folder) if outside is None else None
+        self._ours = MotoServer(folder, CREDENTIALS) if outside is None else None
         self.lacks = {} if outside is None else NOT_OURS
         self.server: S3Server = self._ours or outside
-        self.start()
+        self._begin()
         self.proxy = Proxy(self.server.port)
 
     def tier(self, *, by_proxy: bool = False) -> dict[str, Any]:
@@ -32,17 +33,25 @@ class ObjectRemote(ServerRemote):
         return {"type": "object", "url": f"s3://{self._bucket}/suite", "endpoint": endpoint, **times}
 
     def start(self) -> None:
+        """Start it again; whoever comes by the proxy finds it with its bucket, or not at all."""
+        self._begin()
+        self.proxy.listen()
+
+    def _begin(self) -> None:
         if self._ours is not None:
             from_a_lasting_thread(self._ours.start)
         self.server.client.create_bucket(Bucket=self._bucket)
 
     def kill(self) -> None:
-        if self._ours is not None:
-            self._ours.kill()
+        assert self._ours is not None
+        self.proxy.refuse()
+        self._ours.kill()
 
     def end(self) -> None:
         self.server.remove_bucket(self._bucket)
-        super().end()
+        self.proxy.end()
+        if self._ours is not None:
+            self._ours.kill()
 
     def signal(self, number: int) -> None:
         assert self._ours is not None

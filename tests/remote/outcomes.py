@@ -24,7 +24,8 @@ class Fault(StrEnum):
 ON_THE_WAY = frozenset({Fault.REFUSED, Fault.RESET, Fault.SLOW})  # A proxy does them.
 IN_THE_STORE = frozenset({Fault.LENGTH, Fault.FLIPPED, Fault.TORN, Fault.FOREIGN})
 
-AWAY = frozenset({"unavailable", "failed"})
+UNAVAILABLE, FAILED = frozenset({"unavailable"}), frozenset({"failed"})
+AWAY = UNAVAILABLE | FAILED
 """Whether a call met the fault as a whole, or some of its chunks did, is chance where it was under way."""
 
 SERVERS = ON_THE_WAY | {Fault.HUNG, Fault.KILLED, Fault.RESTARTED}
@@ -44,40 +45,42 @@ class Became(NamedTuple):
 
 
 GONE = Became(AWAY, AWAY)
+ONE_PLACE = Became(UNAVAILABLE, UNAVAILABLE)  # Everything is behind one address.
 PLANTED = Became(CORRUPT, STORED)
 PLANTS = dict.fromkeys(sorted(IN_THE_STORE), PLANTED)
 NO_SERVER = "it has no server of its own: see what a hung mount does, and `make test-nfs`"
 
 OUTCOMES: dict[str, dict[Fault, Became | str]] = {
     "redis": {
-        Fault.REFUSED: GONE,
-        Fault.RESET: GONE,
-        Fault.HUNG: GONE,
-        Fault.SLOW: GONE,
-        Fault.KILLED: GONE,
+        Fault.REFUSED: ONE_PLACE,
+        Fault.RESET: ONE_PLACE,
+        Fault.HUNG: ONE_PLACE,
+        Fault.SLOW: ONE_PLACE,
+        Fault.KILLED: ONE_PLACE,
         Fault.RESTARTED: Became(MISSING, STORED),
         Fault.FULL: Became(LOADED, NO_SPACE),
         **PLANTS,
     },
-    "mooncake": {
+    "mooncake": {  # On the way is the way to the master; hung, killed and restarted is an owner of memory.
         Fault.REFUSED: GONE,
         Fault.RESET: GONE,
-        Fault.HUNG: GONE,
-        Fault.SLOW: GONE,
-        Fault.KILLED: GONE,
+        Fault.HUNG: Became(FAILED | MISSING, FAILED | NO_SPACE),  # The latter once the master has dropped the owner.
+        Fault.SLOW: Became(LOADED, STORED),  # The master is told little.
+        Fault.KILLED: Became(FAILED | MISSING, FAILED | NO_SPACE),
         Fault.RESTARTED: Became(MISSING, STORED),
-        Fault.FULL: Became(LOADED, NO_SPACE),
+        Fault.FULL: Became(LOADED | MISSING, STORED | NO_SPACE),  # It evicts, and not always in time.
         **PLANTS,
     },
     "object": {
-        Fault.REFUSED: GONE,
-        Fault.RESET: GONE,
-        Fault.HUNG: GONE,
-        Fault.SLOW: GONE,
-        Fault.KILLED: GONE,
+        Fault.REFUSED: ONE_PLACE,
+        Fault.RESET: ONE_PLACE,
+        Fault.HUNG: ONE_PLACE,
+        Fault.SLOW: ONE_PLACE,
+        Fault.KILLED: ONE_PLACE,
         Fault.RESTARTED: Became(MISSING, STORED),
         Fault.FULL: "a bucket has no end",
         **PLANTS,
+        Fault.FOREIGN: Became(MISSING, STORED),
     },
     "fs": {
         **dict.fromkeys(SERVERS, NO_SERVER),

@@ -13,6 +13,7 @@ from tests.remote.outcomes import IN_THE_STORE, Fault
 from tests.remote.servers import Proxy
 
 DRIP_BYTES, DRIP_S = 512, 0.02  # A chunk takes seconds.
+DISTURBANCES = (Fault.HUNG, Fault.KILLED, Fault.RESTARTED, Fault.REFUSED, Fault.RESET)
 DISTURBED_S_MAX = 1.0  # Of a server that hangs or is away: twice what tiers wait for it.
 
 
@@ -89,7 +90,7 @@ class ServerRemote(Remote):
         self.kill()
 
     def disturb(self, dice: random.Random) -> None:
-        fault = dice.choice([fault for fault in (Fault.HUNG, Fault.KILLED, Fault.RESTARTED) if fault not in self.lacks])
+        fault = dice.choice([fault for fault in DISTURBANCES if fault not in self.lacks])
         with self.suffers(fault, ()):
             time.sleep(dice.uniform(0, DISTURBED_S_MAX))  # Some moment, not for something.
 

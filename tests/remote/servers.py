@@ -101,22 +101,24 @@ class Proxy:
     `open` false: replies are held back, and nothing is closed. `pause_s` goes by before each piece, either way.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self.reply: Callable[[bytes], bytes | None] = lambda passed: passed
         self.open = threading.Event()
         self.open.set()
         self.piece_bytes = 1 << 16
         self.pause_s = 0.0
         self._to = port
+        self._host = host
         self._connections: list[socket.socket] = []
         self._threads: list[threading.Thread] = []
         self._listening = threading.Event()
         self.port = 0
         self.listen()
-        self.address = f"127.0.0.1:{self.port}"
+        self.address = f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     def listen(self) -> None:
-        listener = socket.create_server(("127.0.0.1", self.port))
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        listener = socket.create_server((self._host, self.port), family=family)
         self.port = listener.getsockname()[1]
         self._listening.set()
         self._run(self._accept, listener)
@@ -167,13 +169,19 @@ class Proxy:
                     if changed is None:
                         break
                     passed = changed
-                if self.pause_s:
-                    time.sleep(self.pause_s)
-                target.sendall(passed)
+                self._pass(passed, target)
         except (OSError, ValueError):
             pass
         _reset(source)
         _reset(target)
+
+    def _pass(self, passed: bytes, target: socket.socket) -> None:
+        if not self.pause_s:
+            target.sendall(passed)
+            return
+        for start in range(0, len(passed), self.piece_bytes):  # Of what was asked for in longer ones.
+            time.sleep(self.pause_s)
+            target.sendall(passed[start : start + self.piece_bytes])
 
 
 def _reset(connection: socket.socket) -> None:

@@ -1,16 +1,19 @@
 """The suites of remote tiers on a pool of Mooncake Store."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
 
 from tests.remote.faults import Faults
 from tests.remote.mixed import Mixed
-from tests.remote.mooncake import MooncakeRemote
+from tests.remote.mooncake import ENVIRONMENT, MooncakeRemote
 
 
 @pytest.fixture(scope="session")
 def remote(outside: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeRemote]:
+    os.environ.update(ENVIRONMENT)
+    pytest.importorskip("mooncake.store", reason="a library that Mooncake needs is missing", exc_type=ImportError)
     remote = MooncakeRemote(tmp_path_factory.mktemp("mooncake"))
     yield remote
     remote.end()

@@ -6,6 +6,7 @@ from kvtier.backend.namespace import Namespace
 from kvtier.config import EngineLimits, TierLimits
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.integrations.vllm.options import ENGINE_ONLY, SecondaryLimits, read_secondary_options, secondary_config
+from kvtier.integrations.vllm.secondary import _start
 from kvtier_backends.dummy import DummyBackend
 from tests.vllm.engines import Engine
 from tests.vllm.test_secondary import behind_vllm
@@ -45,6 +46,19 @@ def test_a_tier_is_where_its_backend_says_unless_its_options_do(given, locality)
     options = read_secondary_options({"backend": f"{__name__}:FarAway"} | given)
     config = secondary_config(options, NAMESPACE, rows=8, row_bytes=8_192)
     assert config.secondary_tiers[0].locality == locality
+
+
+class Crashing(DummyBackend):
+    runner = "process"
+
+
+def test_a_tier_that_needs_a_process_is_refused_where_vllms_rows_cannot_be_mapped_there():
+    """As in vLLM 0.33 from 1 GiB on: a thread would be taken otherwise."""
+    options = read_secondary_options({"backend": f"{__name__}:Crashing"})
+    config = secondary_config(options, NAMESPACE, rows=8, row_bytes=8_192)
+    rows = memoryview(bytearray(8 * 8_192))
+    with pytest.raises(ConfigError, match="runner: 'thread' given, 'process' accepted"):
+        _start(object(), rows, config)
 
 
 @pytest.mark.parametrize("name", sorted(ENGINE_ONLY))

@@ -6,6 +6,7 @@ that is late, the rows are taken back from it, its slots are retired, and the re
 
 import asyncio
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -33,13 +34,14 @@ from kvtier.backend import (
     load_each_once,
     store_each_once,
 )
-from kvtier_backends.mooncake.client import Client, Meaning, connect, meaning_of
-from kvtier_backends.mooncake.moving import Lent, Moved, Part, load, store
+from kvtier_backends.mooncake.client import Client, Meaning, ZeroCopy, connect, meaning_of
+from kvtier_backends.mooncake.moving import Lent, Means, Moved, Part, load, store
 from kvtier_backends.mooncake.options import MooncakeOptions
 from kvtier_backends.mooncake.threads import Late, Threads
 
 NAMES_A_CALL = 1_024  # Half a millisecond of the master's.
 PART_CHUNKS_MAX = 16  # Mooncake moves four at a time, and its time-outs count for each four.
+PART_BYTES_MIN = 8 << 20  # Less is copied before another part would be asked for.
 ASKERS = 3  # Calls that move no bytes, at once: they never queue behind those that do.
 RETIRED_BYTES_MAX = 1 << 40  # Of the address space, of which there are 128 TiB; their memory is given back.
 OPEN_S = 30.0  # One try of Mooncake's takes some seconds.
@@ -54,8 +56,13 @@ class Way(NamedTuple, Generic[Chunk]):
 
     work: Callable[[Part[Chunk]], Moved]
     staging: Staging
-    lanes: int
+    gate: threading.Semaphore
+    """For the parts that are with Mooncake."""
+
     turns: asyncio.Semaphore
+    """For all parts under way: one more is being copied meanwhile."""
+
+    at_once: int
     part_chunks: int
 
 
@@ -81,6 +88,11 @@ class MooncakeBackend(Backend[MooncakeOptions]):
         finally:
             threads.shutdown()
 
+    @classmethod
+    def limit(cls, options: MooncakeOptions, rows: Sequence[memoryview]) -> ZeroCopy:
+        """See `Limited`."""
+        return ZeroCopy(connect(options, "bench"), options.prefix, rows)
+
     def __init__(
         self, options: MooncakeOptions, context: TierContext, client: Client, seal: Seal, threads: Threads
     ) -> None:
@@ -91,6 +103,7 @@ class MooncakeBackend(Backend[MooncakeOptions]):
         self._prefix = f"{options.prefix}{context.mapper.fingerprint.hex()[:FINGERPRINT_CHARACTERS]}/"
         self._client: Client | None = client
         self._seal = seal
+        self._part_chunks_min = max(1, PART_BYTES_MIN // seal.sealed_bytes)
         self._threads = threads
         self._loads: Way[Read] = self._way(load)
         self._stores: Way[Write] = self._way(store)
@@ -126,8 +139,10 @@ class MooncakeBackend(Backend[MooncakeOptions]):
         client = self._client
         if client is not None and await self._threads.ended(ends_at):
             self._client = None
+            closing = Threads(self._name)
             with suppress(Late):
-                await self._threads.run(client.close, ends_at)
+                await closing.run(client.close, ends_at)
+            closing.shutdown()
         elif client is not None:
             client.leave()
         self._threads.shutdown()
@@ -149,11 +164,11 @@ class MooncakeBackend(Backend[MooncakeOptions]):
 
     def _way(self, work: Callable[[Part[Chunk]], Moved]) -> Way[Chunk]:
         options, slot_bytes = self._options, self._seal.sealed_bytes
-        lanes = options.lanes
-        slots = min(options.staging_bytes // 2 // slot_bytes, lanes * PART_CHUNKS_MAX)
-        lanes = min(lanes, slots)
+        slots = min(options.staging_bytes // 2 // slot_bytes, (options.lanes + 1) * PART_CHUNKS_MAX)
+        at_once = min(options.lanes + 1, slots)
         staging = Staging(self._name, slot_bytes, slots, RETIRED_BYTES_MAX // slot_bytes)
-        return Way(work, staging, lanes, asyncio.Semaphore(lanes), slots // lanes)
+        turns, gate = asyncio.Semaphore(at_once), threading.Semaphore(options.lanes)
+        return Way(work, staging, gate, turns, at_once, slots // at_once)
 
     def _names(self, keys: Sequence[OffloadKey]) -> list[str]:
         name, prefix = self._mapper.name, self._prefix
@@ -181,9 +196,9 @@ class MooncakeBackend(Backend[MooncakeOptions]):
 
     async def _move(self, way: Way[Chunk], chunks: Sequence[Chunk]) -> Sequence[Outcome]:
         whole: _Whole[Chunk] = _Whole(self._name, self._names([chunk.key for chunk in chunks]), chunks)
-        parts = _parts(len(chunks), way)
+        parts = _parts(len(chunks), way, self._part_chunks_min)
         waiting = iter(parts)
-        movers = [self._move_parts(way, whole, waiting) for _ in range(min(way.lanes, len(parts)))]
+        movers = [self._move_parts(way, whole, waiting) for _ in range(min(way.at_once, len(parts)))]
         if len(movers) == 1:
             await movers[0]
         else:
@@ -200,11 +215,12 @@ class MooncakeBackend(Backend[MooncakeOptions]):
 
     async def _move_part(self, way: Way[Chunk], whole: "_Whole[Chunk]", part: range) -> None:
         try:
+            self._threads.check()
             async with way.staging.lend(len(part)) as slots:
                 lent: Lent[Chunk] = Lent(whole.chunks[part.start : part.stop])
                 names = whole.names[part.start : part.stop]
-                call = partial(way.work, Part(self._open_client(), self._seal, names, lent, slots))
-                moved = await self._moved(call, lent, whole.deadline(self._options.timeout_s))
+                work = Part(Means(self._open_client(), self._seal, way.gate), names, lent, slots)
+                moved = await self._moved(partial(way.work, work), work, whole.deadline(self._options.timeout_s))
                 slots.retire(None if moved is None else moved.unsafe)
         except BackendUnavailable as error:
             whole.lost = _Lost(str(error), away=True)
@@ -216,14 +232,14 @@ class MooncakeBackend(Backend[MooncakeOptions]):
             self._counts += moved.counts
             whole.take(part, moved)
 
-    async def _moved(self, call: Callable[[], Moved], lent: Lent[Chunk], ends_at: float) -> Moved | None:
+    async def _moved(self, call: Callable[[], Moved], part: Part[Chunk], ends_at: float) -> Moved | None:
         """Have a part moved; None: it was not over in time, and may go on, without its rows."""
         try:
             return await self._threads.run(call, ends_at)
         except Late:
             return None
         finally:
-            lent.take_back()
+            part.give_up()
 
     def _deadline(self) -> float:
         return time.monotonic() + self._options.timeout_s
@@ -296,7 +312,7 @@ def _in_batches(call: Callable[[Sequence[str]], list[int]], names: Sequence[str]
     return codes
 
 
-def _parts(count: int, way: Way[Any]) -> list[range]:
-    """Divide evenly, so that no lane is without anything to do, and no part is longer than a lane's slots."""
-    parts = max(math.ceil(count / way.part_chunks), min(way.lanes, count))
+def _parts(count: int, way: Way[Any], least: int) -> list[range]:
+    """Divide evenly, so that a part is copied while another is moved, if they are large enough for it."""
+    parts = max(math.ceil(count / way.part_chunks), min(way.at_once, count // least))
     return [range(count * at // parts, count * (at + 1) // parts) for at in range(parts)]

@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
 CONNECT_S_MAX = 1.0
+ZERO_COPY_CHUNKS = 32  # A call: more than some hundreds are refused.
 PACKAGE = "mooncake-transfer-engine-non-cuda"
+
+Move = Callable[[Sequence[str], Sequence[int], int], list[int]]
 
 TORN = -707  # The read's lease ran out: somebody may have written over it meanwhile.
 
@@ -120,6 +123,38 @@ def connect(options: MooncakeOptions, tier_name: str) -> Client:
     return Client(store, kept)
 
 
+class ZeroCopy:
+    """Mooncake's own calls on rows themselves: the limit of the tier. For a process that may crash."""
+
+    limit_is = "Mooncake's own zero-copy calls"
+
+    def __init__(self, client: Client, prefix: str, rows: Sequence[memoryview]) -> None:
+        """Take over a client, and store the rows."""
+        self._client = client
+        whose = f"{prefix}limit-{os.urandom(16).hex()}"
+        self._names = [f"{whose}/{index}" for index in range(len(rows))]
+        self._addresses = [ctypes.addressof(ctypes.c_char.from_buffer(row)) for row in rows]
+        self._row_bytes = rows[0].nbytes
+        self.write()
+
+    def read(self) -> None:
+        self._all(self._client.get, self._row_bytes)
+
+    def write(self) -> None:
+        self._all(self._client.put, 0)
+
+    def close(self) -> None:
+        self._client.remove(self._names)
+        self._client.close()
+
+    def _all(self, call: Move, expected: int) -> None:
+        for start in range(0, len(self._names), ZERO_COPY_CHUNKS):
+            part = slice(start, start + ZERO_COPY_CHUNKS)
+            codes = call(self._names[part], self._addresses[part], self._row_bytes)
+            if failed := [code for code in codes if code != expected]:
+                raise BackendUnavailable(f"Mooncake's own calls fail: {failed[0]} for {len(failed)} of {len(codes)}")
+
+
 def environment(options: MooncakeOptions) -> dict[str, str]:
     """Return what Mooncake is told by its environment. The first tier of a process decides for all of them."""
     whole_s = str(max(1, math.floor(options.timeout_s)))
@@ -137,8 +172,7 @@ def _imported(
     options: MooncakeOptions,
 ) -> "tuple[Callable[[], MooncakeDistributedStore], Callable[[], ReplicateConfig]]":
     os.environ.update(environment(options))
-    os.environ.setdefault("GLOG_minloglevel", "2")  # Errors: it logs a line for each call that is not quite usual.
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # As little as it has; it goes to standard error.
     try:
         module = importlib.import_module("mooncake.store")
     except ModuleNotFoundError as error:

@@ -26,7 +26,7 @@ from kvtier.backend import (
     TransferFailed,
     Write,
 )
-from kvtier_backends.mooncake.client import Client, Meaning, has_ended, meaning_of
+from kvtier_backends.mooncake.client import Client, Meaning, Move, has_ended, meaning_of
 
 Chunk = TypeVar("Chunk", Read, Write)
 T = TypeVar("T")
@@ -51,6 +51,11 @@ class Lent(Generic[Chunk]):
                 raise GivenUp
             return use(*self._chunks[index])
 
+    def check(self) -> None:
+        """Raise `GivenUp` if nobody waits any more."""
+        if self._chunks is None:
+            raise GivenUp
+
     def take_back(self) -> None:
         """Take the rows away; waits for the one that is in use, which is a copy in memory."""
         with self._lock:
@@ -70,17 +75,49 @@ class Moved(NamedTuple):
         return all(meaning in meanings for meaning in self.meanings)
 
 
+class Means(NamedTuple):
+    """What all parts of one direction have in common."""
+
+    client: Client
+    seal: Seal
+    gate: threading.Semaphore
+    """For those that are with Mooncake: one part is copied and checked while the next one is moved."""
+
+
 class Part(Generic[Chunk]):
     """What a thread is given: names, rows, and slots of staging for them."""
 
-    def __init__(self, client: Client, seal: Seal, names: Sequence[str], lent: Lent[Chunk], slots: Slots) -> None:
-        self.client = client
-        self.seal = seal
+    def __init__(self, means: Means, names: Sequence[str], lent: Lent[Chunk], slots: Slots) -> None:
+        self.client, self.seal, self._gate = means
+        self._lock = threading.Lock()
+        self._inside = False  # The gate, where it keeps others out.
         self.names = names
         self.lent: Lent[Chunk] = lent
         self.slots = slots
         self.counts = Counter[str]()
         self.addresses = [ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in slots.views]
+
+    def call(self, call: Move, indices: Sequence[int]) -> list[int]:
+        """Have these slots filled or stored, when it is their turn, and return the codes. Raises `GivenUp`."""
+        names, addresses = [self.names[index] for index in indices], [self.addresses[index] for index in indices]
+        self._gate.acquire()
+        self._inside = True
+        try:
+            self.lent.check()
+            return call(names, addresses, self.seal.sealed_bytes)
+        finally:
+            self._leave()
+
+    def give_up(self) -> None:
+        """Have the thread touch no row any more, and hold nobody up, whether it is over or not."""
+        self.lent.take_back()
+        self._leave()
+
+    def _leave(self) -> None:
+        with self._lock:
+            inside, self._inside = self._inside, False
+        if inside:
+            self._gate.release()
 
     def beside(self, index: int) -> memoryview:
         """Return what a slot has beside the row: the place of the seal, or of all that goes out."""
@@ -125,7 +162,7 @@ def store(part: Part[Write]) -> Moved:
 def _store(part: Part[Write]) -> Moved:
     for index in range(len(part.names)):
         part.lent.use(index, partial(_seal_into_slot, part, index))
-    codes = part.client.put(part.names, part.addresses, part.seal.sealed_bytes)
+    codes = part.call(part.client.put, range(len(part.names)))
     return part.moved([_stored(part, index, code) for index, code in enumerate(codes)], codes)
 
 
@@ -163,7 +200,7 @@ class _Loading:
 
     def run(self) -> Moved:
         part = self._part
-        codes = part.client.get(part.names, part.addresses, part.seal.sealed_bytes)
+        codes = part.call(part.client.get, range(len(part.names)))
         for index, code in enumerate(codes):
             self._take(index, code)
         if self._doubts:
@@ -176,7 +213,7 @@ class _Loading:
         if meaning is Meaning.TOO_LONG or (meaning is None and code != part.seal.sealed_bytes):
             self._doubt(index, SealFault.LENGTH, b"%d" % code)
         elif meaning is Meaning.MISSING:
-            self._outcomes[index] = ChunkMissing(part.lent.keys[index].hex())
+            self._outcomes[index] = ChunkMissing(f"{part.lent.keys[index].hex()}: Mooncake answers {code}")
         elif meaning is not None:
             self._outcomes[index] = part.failed(index, code)
         elif fault := part.lent.use(index, partial(self._open, index)):
@@ -207,8 +244,7 @@ class _Loading:
         """Settle the doubts, and return all chunks' codes."""
         part, before, self._doubts = self._part, self._doubts, {}
         again = list(before)
-        names = [part.names[index] for index in again]
-        second = part.client.get(names, [part.addresses[index] for index in again], part.seal.sealed_bytes)
+        second = part.call(part.client.get, again)
         for index, code in zip(again, second, strict=True):
             codes[index] = code
             self._take(index, code)

@@ -46,8 +46,8 @@ class MooncakeOptions(SealOptions, frozen=True, kw_only=True):
     staging_bytes: PositiveSize = 256 << 20
     """At most so much memory between Mooncake and rows, half of it for loads and half for stores."""
 
-    lanes: Lanes = 2
-    """Calls of Mooncake's that move bytes at once: so many for loads, and as many for stores."""
+    lanes: Lanes = 1
+    """Calls of Mooncake's that move bytes at once, each with threads of its own: so many for loads, and for stores."""
 
     timeout_s: PositiveDuration = 5.0
     """For all that one call asks of the pool, from its turn on: later is a failure, and rows are free again."""

@@ -27,6 +27,7 @@ class Threads:
         self._idle: list[Lanes] = []
         self._waiting: set[asyncio.Future[Any]] = set()
         self._under_way: set[Future[Any]] = set()
+        self._given_up = False
 
     async def run(self, call: Callable[[], T], ends_at: float, *, unwanted: Callable[[T], object] | None = None) -> T:
         """Return what the call returns, or raise what it raises.
@@ -35,6 +36,9 @@ class Threads:
         cancelled, the call goes on in its thread, and `unwanted` gets what it returns. Raises `BackendUnavailable` at
         once while too many calls are late.
         """
+        self.check()
+        if self._given_up:
+            raise Late
         lanes = self._one()
         job = lanes.submit(call)
         self._under_way.add(job)
@@ -61,8 +65,14 @@ class Threads:
         finally:
             del job, waiting  # An error's traceback keeps this frame, which must not keep the error.
 
+    def check(self) -> None:
+        """Raise `BackendUnavailable` if too many calls are late."""
+        if len(self._under_way) - len(self._waiting) >= LATE_MAX:
+            raise BackendUnavailable(f"{self._tier_name}: {LATE_MAX} calls of its client are late, and not over")
+
     def give_up(self) -> None:
-        """Have nobody wait any more: each gets `Late`."""
+        """Have nobody wait any more, from now on: each gets `Late`."""
+        self._given_up = True
         for waiting in list(self._waiting):
             waiting.cancel()
 
@@ -83,8 +93,6 @@ class Threads:
     def _one(self) -> Lanes:
         if self._idle:
             return self._idle.pop()
-        if len(self._under_way) - len(self._waiting) >= LATE_MAX:
-            raise BackendUnavailable(f"{self._tier_name}: {LATE_MAX} calls of its client are late, and not over")
         try:
             return Lanes(1, f"kvtier-{self._tier_name}")
         except RuntimeError as error:

@@ -1,11 +1,9 @@
 """A tier on a bucket, the asynchronous shell: what is known to be there from memory, and the rest by requests."""
 
 import asyncio
-import base64
-import binascii
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
@@ -39,18 +37,26 @@ from kvtier.backend import (
     load_each_once,
     store_each_once,
 )
-from kvtier_backends.object.bucket import STORE_ERRORS, Kind, Names, Trouble, make_store, trouble_of
+from kvtier_backends.object.bucket import (
+    PAGE_KEYS,
+    STORE_ERRORS,
+    Kind,
+    Names,
+    Trouble,
+    attributes_of,
+    footer_of,
+    make_store,
+    trouble_of,
+)
 from kvtier_backends.object.index import Index
 from kvtier_backends.object.options import ObjectOptions
 from kvtier_backends.object.requests import Turns, all_away, released
 
 logger = logging.getLogger("kvtier.object")
 
-SEAL_NAME = "kvtier"  # Of the metadata that has the seal: `x-amz-meta-kvtier` on S3.
 OBJECT_BYTES_MAX = 5 << 30  # In one request, on every store.
 LANES = 4
 INLINE_BYTES_MAX = 4 << 20  # Sealed and checked on the loop: a millisecond. Longer rows keep others waiting.
-PAGE_KEYS = 1_000  # A store lists no more of them at once.
 LIST_TRIES = 3
 LIST_RETRY_S = 1.0
 CLOSE_GRACE_S = 1.0  # For requests that were cancelled: obstore takes a millisecond.
@@ -91,6 +97,7 @@ class ObjectBackend(Backend[ObjectOptions]):
         self._name = context.name
         self._options = options
         self._row_bytes = context.row_bytes
+        self._inline = context.row_bytes <= INLINE_BYTES_MAX
         self._names = Names(options.target().prefix, context.mapper)
         self._store = store
         self._seal = seal
@@ -130,13 +137,14 @@ class ObjectBackend(Backend[ObjectOptions]):
         self._index.queue.close()
         if self._scan is not None:
             self._scan.cancel()
-            await asyncio.wait((self._scan,), timeout=deadline_s)
         try:
             left = await self._calls.close(deadline_s)
             if left.transfers:
                 for task in self._under_way:
                     task.cancel()
                 left = await self._calls.close(CLOSE_GRACE_S)
+            if self._scan is not None:
+                await asyncio.wait((self._scan,), timeout=CLOSE_GRACE_S)
         finally:
             self._lanes.shutdown(wait=False, cancel_futures=True)
         return left
@@ -160,29 +168,26 @@ class ObjectBackend(Backend[ObjectOptions]):
 
     async def _begin(self) -> None:
         """Have the first page listed. Raises `ConfigError` or `BackendUnavailable`."""
-        listing = self._listing(None)
-        try:
-            async with asyncio.timeout(self._options.timeout_s):
-                first = await _page(listing)
-        except TimeoutError as error:
-            why = f"not answered within {self._options.timeout_s:g} s"
-            raise BackendUnavailable(f"{self._name}: {self._options.url}: {why}") from error
-        except STORE_ERRORS as error:
-            first = self._not_listed(error)
-        self._note_listed(first)
-        if self._options.index_chunks and first:
-            self._scan = asyncio.create_task(self._list_on(listing, first))
+        (first,) = await self._ask_turns.each([None], self._page)
+        page: Sequence[Any] = []
+        if not isinstance(first, Trouble):
+            page = first
+        elif first.mistake:
+            raise ConfigError(f"url: {self._options.url!r} cannot be used: {first.why}")
+        elif first.kind is not Kind.LISTED:
+            raise BackendUnavailable(f"{self._name}: {self._options.url}: {first.why}")
+        else:  # Somebody else's name: no obstacle.
+            self._note_unlisted(first)
+        self._note_listed(page)
+        if self._options.index_chunks and page:
+            self._scan = asyncio.create_task(self._list_on(page[-1]["path"]))
         else:
             self._index.listing_ended()
 
-    def _not_listed(self, error: Exception) -> Sequence[Any]:
-        """Say what an error of the first list means; it is no obstacle if only a name was met that is nobody's."""
-        trouble = trouble_of(error)
-        if trouble.mistake:
-            raise ConfigError(f"url: {self._options.url!r} cannot be used: {trouble.why}") from error
-        if trouble.kind is not Kind.LISTED:
-            raise BackendUnavailable(f"{self._name}: {self._options.url}: {trouble.why}") from error
-        self._note_unlisted(trouble)
+    async def _page(self, offset: str | None) -> Sequence[Any]:
+        """Return the first page behind a name; empty at the end."""
+        with suppress(StopAsyncIteration):
+            return await anext(self._listing(offset))
         return []
 
     def _listing(self, offset: str | None) -> AsyncIterator[Sequence[Any]]:
@@ -190,25 +195,26 @@ class ObjectBackend(Backend[ObjectOptions]):
         some = obstore.list  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         return some(self._store, self._names.folder, offset=offset, chunk_size=PAGE_KEYS)
 
-    async def _list_on(self, listing: AsyncIterator[Sequence[Any]], last: Sequence[Any]) -> None:
-        """List the other pages, again from where it was cut off."""
-        tries = 0
-        while not self._index.full:
-            try:
-                page = await _page(listing)
-            except STORE_ERRORS as error:
-                trouble, tries = trouble_of(error), tries + 1
-                if trouble.kind is Kind.LISTED or tries == LIST_TRIES:
-                    self._note_unlisted(trouble)
-                    break
-                await asyncio.sleep(LIST_RETRY_S)
-                listing = self._listing(last[-1]["path"])
-            else:
-                if not page:
-                    break
-                tries, last = 0, page
-                self._note_listed(page)
-        self._index.listing_ended()
+    async def _list_on(self, last: str) -> None:
+        """List the other pages; what cuts the list off is waited for, and it goes on from there."""
+        listing, tries = self._listing(last), 0
+        try:
+            while not self._index.full:
+                try:
+                    page = await anext(listing)
+                except STORE_ERRORS as error:
+                    trouble, tries = trouble_of(error), tries + 1
+                    if trouble.kind is Kind.LISTED or tries == LIST_TRIES:
+                        return self._note_unlisted(trouble)
+                    await asyncio.sleep(LIST_RETRY_S)
+                    listing = self._listing(last)
+                else:
+                    tries, last = 0, page[-1]["path"]
+                    self._note_listed(page)
+        except StopAsyncIteration:
+            pass
+        finally:
+            self._index.listing_ended()
 
     def _note_unlisted(self, trouble: Trouble) -> None:
         self._counts["listing_failed"] += 1
@@ -257,7 +263,7 @@ class ObjectBackend(Backend[ObjectOptions]):
 
     async def _get(self, read: Read) -> "Got":
         result = await obstore.get_async(self._store, self._names.name(read.key))
-        footer = _footer(result.attributes.get(SEAL_NAME))
+        footer = footer_of(result.attributes)
         if isinstance(footer, SealFault):
             return Got(footer)
         if result.meta["size"] != self._row_bytes:
@@ -268,7 +274,9 @@ class ObjectBackend(Backend[ObjectOptions]):
         if footer is None:
             read.into[:] = body
             return Got(None, bare=True)
-        return Got(await self._worked(partial(self._opened, read, body, footer)))
+        if self._inline:
+            return Got(self._opened(read, body, footer))
+        return Got(await in_thread(self._lanes, self._opened, read, body, footer))
 
     def _opened(self, read: Read, body: memoryview, footer: bytes) -> SealFault | None:
         memory = self._beside()
@@ -310,14 +318,17 @@ class ObjectBackend(Backend[ObjectOptions]):
 
     async def _put(self, write: Write) -> None:
         memory = self._beside()
-        body, footer = await self._worked(partial(self._closed, write, memoryview(memory)))
+        if self._inline:
+            body, footer = self._closed(write, memoryview(memory))
+        else:
+            body, footer = await in_thread(self._lanes, self._closed, write, memoryview(memory))
         try:
             await obstore.put_async(
                 self._store,
                 self._names.name(write.key),
                 body,
                 use_multipart=False,
-                attributes={SEAL_NAME: base64.b64encode(footer).decode()},
+                attributes=attributes_of(footer),
             )
         finally:
             await released(body)
@@ -362,10 +373,6 @@ class ObjectBackend(Backend[ObjectOptions]):
 
         return await in_task(run())
 
-    async def _worked(self, work: Callable[[], T]) -> T:
-        """Do what keeps a processor busy: here, or in a thread if it takes long."""
-        return work() if self._row_bytes <= INLINE_BYTES_MAX else await in_thread(self._lanes, work)
-
     def _beside(self) -> bytearray:
         """Return memory for a seal; there is as much of it as requests were under way at once."""
         with suppress(IndexError):
@@ -393,24 +400,6 @@ class Got(NamedTuple):
     def corrupt(self) -> bool:
         """Whether it is of no use to anybody."""
         return self.fault is not None and self.fault.corrupt
-
-
-def _footer(given: str | None) -> "bytes | SealFault | None":
-    """Read the seal in an object's metadata; None if there is none."""
-    if given is None:
-        return None
-    try:
-        footer = base64.b64decode(given, validate=True)
-    except (ValueError, binascii.Error):
-        return SealFault.FOREIGN
-    return footer if len(footer) == SEAL_BYTES else SealFault.FOREIGN
-
-
-async def _page(listing: AsyncIterator[Sequence[Any]]) -> Sequence[Any]:
-    """Return the next page of a list; empty at its end."""
-    with suppress(StopAsyncIteration):
-        return await anext(listing)
-    return []
 
 
 def _prepared(options: ObjectOptions, context: TierContext) -> tuple[ObjectStore, Seal]:

@@ -4,9 +4,12 @@ obstore says by a type what kind of error it met, and in its words what the serv
 of a missing object, and an expired credential that of any other failure: so the server's code is read from the words.
 """
 
+import base64
+import binascii
 import configparser
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from enum import Enum
 from typing import Any, NamedTuple
@@ -14,12 +17,12 @@ from typing import Any, NamedTuple
 from obstore.exceptions import BaseError, InvalidPathError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
 
-from kvtier.backend import FileMapper, OffloadKey
+from kvtier.backend import SEAL_BYTES, FileMapper, OffloadKey, SealFault
 from kvtier.errors import ConfigError
 from kvtier_backends.object.options import ObjectOptions
 
-RETRIES = 2
-BACKOFF_S = 0.05
+SEAL_NAME = "kvtier"  # Of the metadata that has the seal: `x-amz-meta-kvtier` on S3.
+PAGE_KEYS = 1_000  # A store lists no more of them at once.
 CREDENTIALS_TTL_S = 300.0
 NAME_BYTES_MAX = 1_024  # S3's; Azure's is the same, in characters.
 FOLDERS_BYTES = len("/hhh/hh_g4294967295/")
@@ -36,6 +39,7 @@ _DENIED = frozenset({
     "InvalidToken", "RequestTimeTooSkewed", "SignatureDoesNotMatch", "TokenRefreshRequired",
 })  # fmt: skip
 _ELSEWHERE = frozenset({"PermanentRedirect", "TemporaryRedirect", "IllegalLocationConstraintException"})
+_FROM_MACHINE = "/latest/api/token "  # What a machine of Amazon's is asked for first, for credentials.
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]+)</Message>")
 _STATUS = re.compile(r"status code: (\d{3})")
@@ -71,6 +75,8 @@ class Trouble(NamedTuple):
 def trouble_of(error: BaseException) -> Trouble:
     """Return what an error of obstore's means; nothing that was sent, such as a signature, is in its words."""
     words = str(error).partition("\n\nDebug source")[0]
+    if _FROM_MACHINE in words:
+        return Trouble(Kind.DENIED, "no credentials: the environment has none, and the machine gives none")
     code, status = _first(_CODE, words), _first(_STATUS, words)
     told = " ".join(part for part in (status, code, _first(_MESSAGE, words)) if part)
     why = told if code else _QUERY.sub("?...", " ".join(words.split()))[:WORDS_MAX]
@@ -124,23 +130,36 @@ class Names:
         return self._mapper.key(name[len(self._prefix) :]) if name.startswith(self._prefix) else None
 
 
-def make_store(options: ObjectOptions) -> ObjectStore:
+def attributes_of(footer: bytes) -> dict[str, str]:
+    """Return the attributes with which an object is stored."""
+    return {SEAL_NAME: base64.b64encode(footer).decode()}
+
+
+def footer_of(attributes: Mapping[str, Any]) -> bytes | SealFault | None:
+    """Return the seal in an object's attributes; None if there is none."""
+    if (given := attributes.get(SEAL_NAME)) is None:
+        return None
+    try:
+        footer = base64.b64decode(given, validate=True)
+    except (ValueError, binascii.Error):
+        return SealFault.FOREIGN
+    return footer if len(footer) == SEAL_BYTES else SealFault.FOREIGN
+
+
+def make_store(options: ObjectOptions, retries: int = 0) -> ObjectStore:
     """Return obstore's store for a bucket: not for the loop, it reads files. Raises `ConfigError`.
 
-    What the options leave out, obstore takes from the environment.
+    What the options leave out, obstore takes from the environment. One try of a request has half of `timeout_s`.
     """
     target = options.target()
+    plain = (options.endpoint or "").startswith("http:") or os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"
     common: dict[str, Any] = {
         "client_options": {
-            "allow_http": (options.endpoint or "").startswith("http://"),
+            "allow_http": plain,
             "connect_timeout": timedelta(seconds=options.connect_timeout_s),
-            "timeout": timedelta(seconds=options.timeout_s),
+            "timeout": timedelta(seconds=options.timeout_s / 2),
         },
-        "retry_config": {
-            "max_retries": RETRIES,
-            "retry_timeout": timedelta(seconds=options.timeout_s),
-            "backoff": {"init_backoff": timedelta(seconds=BACKOFF_S), "max_backoff": timedelta(seconds=1), "base": 2},
-        },
+        "retry_config": {"max_retries": retries, "retry_timeout": timedelta(seconds=options.timeout_s)},
     }
     try:
         return _makers[target.scheme](options, target.bucket, common)
@@ -149,11 +168,9 @@ def make_store(options: ObjectOptions) -> ObjectStore:
 
 
 def _s3(options: ObjectOptions, bucket: str, common: dict[str, Any]) -> ObjectStore:
-    # Deleting many at once is not in every server's S3. Over TLS nothing is gained by a checksum of what is sent.
-    fields: dict[str, Any] = {
-        "disable_bulk_delete": True,
-        "unsigned_payload": options.endpoint is None or options.endpoint.startswith("https:"),
-    }
+    # Deleting many at once is not in every server's S3. A SHA-256 of each body would take as long as sending it, and
+    # says nothing that the seal does not say.
+    fields: dict[str, Any] = {"disable_bulk_delete": True, "unsigned_payload": True}
     if options.endpoint is not None:
         fields["endpoint"] = options.endpoint.rstrip("/")
     if options.region is not None:

@@ -2,6 +2,9 @@
 
 Requests are coroutines of obstore's, whose work goes on in threads of its own. One that takes too long is cancelled:
 obstore gives up what it was lent as soon as it hears of that, and a row is free when its memoryview can be released.
+
+Every request may be made again: it asks, or it stores the same chunk. obstore's own retries leave out a connection that
+ends before the answer, so they are off, and these are here.
 """
 
 import asyncio
@@ -13,12 +16,16 @@ from kvtier.backend import in_task
 from kvtier_backends.object.bucket import STORE_ERRORS, Kind, Trouble, trouble_of
 
 RELEASE_S = 0.0005  # Between two looks whether a row is free: obstore does not say so.
+WAITS_S = (0.05, 0.2)  # Before the second try, and before the third. More of them only add to a store's load.
 
 A = TypeVar("A")
 C = TypeVar("C")
 
 OF_ONE_CHUNK = frozenset({Kind.MISSING, Kind.FULL, Kind.NAME})
 """Trouble that says nothing of the bucket as a whole."""
+
+AGAIN = frozenset({Kind.AWAY, Kind.SLOW})
+"""Trouble that may be over at the next try."""
 
 
 class Turns:
@@ -42,7 +49,7 @@ class Turns:
         async def serve() -> None:
             for index in left:
                 async with self._free:
-                    answers[index] = await _answer(ask(chunks[index]))
+                    answers[index] = await _answer(ask, chunks[index])
 
         with suppress(TimeoutError):
             async with asyncio.timeout(self._timeout_s), asyncio.TaskGroup() as group:
@@ -51,11 +58,18 @@ class Turns:
         return answers
 
 
-async def _answer(request: Awaitable[A]) -> A | Trouble:
-    try:
-        return await request
-    except STORE_ERRORS as error:
-        return trouble_of(error)
+async def _answer(ask: Callable[[C], Awaitable[A]], chunk: C) -> A | Trouble:
+    """Ask up to three times, and return the answer or what kept us from one."""
+    waits = iter(WAITS_S)
+    while True:
+        try:
+            return await ask(chunk)
+        except STORE_ERRORS as error:
+            trouble = trouble_of(error)
+        wait_s = next(waits, None)
+        if wait_s is None or trouble.kind not in AGAIN:
+            return trouble
+        await asyncio.sleep(wait_s)
 
 
 def all_away(answers: Sequence[object]) -> str:

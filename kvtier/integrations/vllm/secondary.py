@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from msgspec.structs import replace
 from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -25,7 +26,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from kvtier.config import EngineConfig
+from kvtier.config import EngineConfig, settled
 from kvtier.engine.answers import EventLog
 from kvtier.engine.ledger import ledger_of
 from kvtier.engine.requests import by_position
@@ -172,9 +173,13 @@ def _engine_config(spec: OffloadingSpec, rows: memoryview, options: SecondaryOpt
 
 
 def _start(spec: OffloadingSpec, rows: memoryview, config: EngineConfig) -> tuple[Bridge, Region]:
-    """Start the runner: in a process if vLLM's rows can be mapped there, in a thread otherwise."""
+    """Start the runner: in a process if vLLM's rows can be mapped there, in a thread otherwise.
+
+    Raises `ConfigError` if the thread will not do for the tier.
+    """
     fd = _rows_fd(spec, rows.nbytes) if config.runner == "process" else None
     if fd is None:
+        settled(replace(config, runner="thread"))
         region = Region.over(rows, config.rows, config.row_bytes)
     else:
         region = Region.attach(fd, config.rows, config.row_bytes)

@@ -34,7 +34,7 @@ def policies(
     ],
     policies: Annotated[
         str, typer.Option(help="Policies to compare: built-in ones, opt, or your own as module:Class.")
-    ] = "fifo,lru,lfu,arc,s3fifo,opt",
+    ] = "fifo,lru,lfu,arc,s3fifo,density,opt",
     sizes: Annotated[
         str, typer.Option(help="Cache sizes, as shares of the trace's unique blocks.")
     ] = "0.01,0.05,0.10,0.25,0.50",

@@ -39,7 +39,7 @@ def name_of(laid_out: dict[str, str]) -> str:
 
 
 @pytest.mark.parametrize("laid_out", LAID_OUT, ids=name_of)
-@pytest.mark.parametrize("policy", ["lru", "s3fifo"])
+@pytest.mark.parametrize("policy", ["lru", "s3fifo", "density"])
 async def test_stores_loads_and_deletes_at_once_never_exceed_it(
     start_writer: StartWriter, taken_bytes: TakenBytes, root: Path, laid_out: dict[str, str], policy: str
 ) -> None:

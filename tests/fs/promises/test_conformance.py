@@ -182,7 +182,7 @@ class Small:
 @pytest.mark.parametrize(
     ("laid_out", "policy"),
     [
-        *(({"naming": "vllm"}, policy) for policy in ("lru", "s3fifo")),
+        *(({"naming": "vllm"}, policy) for policy in ("lru", "s3fifo", "density")),
         *(({"layout": "segments"}, policy) for policy in known_policies()),
     ],
     ids=lambda one: one if isinstance(one, str) else next(iter(one.values())),

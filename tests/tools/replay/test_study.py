@@ -57,7 +57,11 @@ def test_lru_and_fifo_have_the_hits_of_naive_caches_request_by_request(requests:
     assert list(policy_hits(requests, FIFO(capacity), capacity)) == naive_hits(requests, capacity, renew=False)
 
 
-@given(requests=any_requests, capacity=st.integers(1, 8), name=st.sampled_from(["arc", "fifo", "lfu", "lru", "s3fifo"]))
+@given(
+    requests=any_requests,
+    capacity=st.integers(1, 8),
+    name=st.sampled_from(["arc", "density", "fifo", "lfu", "lru", "s3fifo"]),
+)
 def test_no_policy_has_more_hits_than_a_cache_that_keeps_everything(
     requests: list[Request], capacity: int, name: str
 ) -> None:
@@ -69,13 +73,13 @@ def test_no_policy_has_more_hits_than_a_cache_that_keeps_everything(
 
 def test_a_request_larger_than_the_cache_keeps_its_head() -> None:
     requests = requests_of((1, 2, 3, 4), (1, 2, 3, 4))
-    for name in ("arc", "fifo", "lfu", "lru", "s3fifo", "opt"):
+    for name in ("arc", "density", "fifo", "lfu", "lru", "s3fifo", "opt"):
         assert list(simulation(name)(requests, 2)) == [0, 2]
 
 
 def test_a_prefix_outlives_its_continuation() -> None:
     requests = requests_of((1, 2, 3), (4,), (1, 2, 3))
-    for name in ("arc", "fifo", "lfu", "lru", "s3fifo"):
+    for name in ("arc", "density", "fifo", "lfu", "lru", "s3fifo"):
         assert list(simulation(name)(requests, 3)) == [0, 0, 2]
 
 
@@ -92,7 +96,7 @@ def test_a_share_of_the_unique_blocks_is_rounded_to_at_least_one() -> None:
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"did you mean 'lru'.*Known: arc, fifo.*or 'opt', the best"):
+    with pytest.raises(ConfigError, match=r"did you mean 'lru'.*Known: arc, density, fifo.*or 'opt', the best"):
         simulation("lrru")
 
 

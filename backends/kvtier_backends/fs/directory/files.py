@@ -24,6 +24,7 @@ from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, Whole, j
 from kvtier_backends.fs.disk.root import CONFIG_BYTES_MAX, QUARANTINE
 from kvtier_backends.fs.disk.temporaries import SUFFIX, Sweep, Writer, temporary_name
 from kvtier_backends.fs.files.discard import take_aside
+from kvtier_backends.fs.options import FsOptions
 
 SLICE_BYTES = 1 << 20
 DEPTH_MAX = 8  # Folders within folders, as for the scan.
@@ -33,9 +34,15 @@ ROW_SEARCH_FILES_MAX = 1_000  # A directory with so many files before the first 
 class FsContents:
     """A root and the namespaces in it."""
 
+    lanes = 1
+
     @classmethod
     def open(cls, root: str) -> Self:
         return cls(root)
+
+    @classmethod
+    def configured(cls, options: FsOptions) -> Self:
+        return cls(options.root)
 
     def __init__(self, root: str) -> None:
         try:

@@ -5,6 +5,10 @@ of its slot for as long as it lives: the kernel, or the file server, lets go of 
 had promised counts as written, since some of it may be; a later count of the directory corrects that. So whatever is
 not known for sure is counted as used, and the limit holds.
 
+A file server that was away for longer than its leases has let go of the locks: whoever comes back takes a slot anew, as
+if it had died, and goes on with what it has promised. On a network nobody is woken when a lock is free: it is asked for
+again and again.
+
 A page that is damaged, or that is older than one that was seen before, is begun anew: nothing is known then until the
 directory has been counted, and nothing is promised until every process that lives has said again what it has promised.
 
@@ -13,8 +17,11 @@ u64, its generation u64, a bit for each slot that is still to say what was promi
 it; little-endian. Version 0.1.0 has written zeros from the end of the slots on, and its processes may share the page.
 """
 
+import errno
 import fcntl
+import logging
 import os
+import random
 import struct
 import threading
 import time
@@ -28,11 +35,17 @@ from kvtier.errors import BackendUnavailable
 from kvtier.memory import PAGE_BYTES, let_go_in_forks
 from kvtier_backends.fs.disk.below import open_file
 
+logger = logging.getLogger(__name__)
+
 SLOTS = 64  # Processes on one directory. Each costs eight bytes, and a microsecond a count.
 MAGIC = b"\x89kvledg\n"
 VERSION = 1
 KNOWN = 1  # Flag: the directory has been counted.
 ALL_SLOTS = (1 << SLOTS) - 1
+PAUSE_S_LEAST = 50e-6  # Between two attempts at a lock that another process has: it has it for microseconds,
+PAUSE_S_MOST = (
+    0.01  # or over a network for some milliseconds. A kernel that waits for a file server would sleep for 1 s.
+)
 
 _HEAD = struct.Struct("<8sII8sQQQ")
 _SLOTS = struct.Struct(f"<{SLOTS}Q")
@@ -76,30 +89,27 @@ class Page:
 
 
 class SharedPage:
-    """One process's hold on the page. Blocks for as long as others change it; any thread may call."""
+    """One process's hold on the page. Blocks for as long as others change it; any thread may call.
+
+    Every call raises `BackendUnavailable` if the page cannot be read, locked or written. What it should have changed is
+    changed or not; the next call opens the file anew.
+    """
 
     def __init__(self, root_fd: int, name: str, boot: bytes) -> None:
         """Open the file and take a slot. `boot`: 8 bytes that say on which boot of which machine we are.
 
         Raises `BackendUnavailable` if all slots are taken, and `OSError` where there are no such locks.
         """
-        self._fd = open_file(root_fd, name, os.O_RDWR | os.O_CREAT)
+        self._root_fd, self._name, self._boot = root_fd, name, boot
         self._slot = -1
+        self._lost_at_s: float | None = None  # When a call failed, and none has succeeded since.
         self._seen = 0, 0  # When the page was begun, and its generation, as far as we have seen.
         self._promised_bytes = 0  # As our slot says, whatever has become of the page.
         self._threads = threading.Lock()
         self._evictors = threading.Lock()
+        self._fd = open_file(root_fd, name, os.O_RDWR | os.O_CREAT)
         try:
-            with self._page() as page:
-                self._slot = self._take_slot()
-                alone = not any(self._is_alive(slot) for slot in range(SLOTS) if slot != self._slot)
-                if alone and page.boot != boot:  # Since then the machine may have lost what it had not written.
-                    page.known = False
-                page.boot = boot
-                self._reap(page)
-                page.used_bytes += page.reserved_bytes[self._slot]
-                page.reserved_bytes[self._slot] = 0
-                page.untold &= ~(1 << self._slot)
+            self._settle_in()
         except BaseException:
             os.close(self._fd)
             raise
@@ -170,26 +180,80 @@ class SharedPage:
     def evicting(self) -> Generator[None]:
         """Keep others from evicting for as long as the block lasts."""
         with self._evictors:
-            _lock(self._fd, fcntl.F_WRLCK, _EVICTION_LOCK)
+            try:
+                _lock(self._fd, fcntl.F_WRLCK, _EVICTION_LOCK)
+            except OSError as error:
+                raise self._away(error) from error
             try:
                 yield
             finally:
-                _lock(self._fd, fcntl.F_UNLCK, _EVICTION_LOCK)
+                with suppress(OSError):  # As below.
+                    _lock(self._fd, fcntl.F_UNLCK, _EVICTION_LOCK)
 
     @contextmanager
     def _page(self) -> Generator[Page]:
         """Lock the page, and write it back if nothing was raised."""
+        begun_s = time.monotonic()
         with self._threads:
-            _lock(self._fd, fcntl.F_WRLCK, _PAGE_LOCK)
             try:
-                page = self._current(read_page(os.pread(self._fd, PAGE_BYTES, 0)))
-                yield page
-                page.generation += 1
-                os.pwrite(self._fd, _written(page), 0)
-                self._seen, self._promised_bytes = (page.begun_ns, page.generation), page.reserved_bytes[self._slot]
-            finally:
-                with suppress(OSError):  # With the descriptor gone, so is the lock.
-                    _lock(self._fd, fcntl.F_UNLCK, _PAGE_LOCK)
+                if self._lost_at_s is not None:
+                    self._open_anew(begun_s)
+                with self._locked() as page:
+                    yield page
+            except OSError as error:
+                raise self._away(error) from error
+
+    @contextmanager
+    def _locked(self) -> Generator[Page]:
+        _lock(self._fd, fcntl.F_WRLCK, _PAGE_LOCK)
+        try:
+            page = self._current(read_page(os.pread(self._fd, PAGE_BYTES, 0)))
+            yield page
+            page.generation += 1
+            os.pwrite(self._fd, _written(page), 0)
+            self._seen, self._promised_bytes = (page.begun_ns, page.generation), page.reserved_bytes[self._slot]
+        finally:
+            with suppress(OSError):  # With the descriptor gone, so is the lock.
+                _lock(self._fd, fcntl.F_UNLCK, _PAGE_LOCK)
+
+    def _settle_in(self) -> None:
+        """Take a slot. What it had promised counts as written, ours too; we go on with what we have promised."""
+        self._slot = -1
+        with self._locked() as page:
+            self._slot = self._take_slot()
+            alone = not any(self._is_alive(slot) for slot in range(SLOTS) if slot != self._slot)
+            if alone and page.boot != self._boot:  # Since then the machine may have lost what it had not written.
+                page.known = False
+            page.boot = self._boot
+            self._reap(page)
+            page.used_bytes += page.reserved_bytes[self._slot]
+            page.reserved_bytes[self._slot] = self._promised_bytes
+            page.untold &= ~(1 << self._slot)
+
+    def _open_anew(self, begun_s: float) -> None:
+        """Open the file under the number that it has: another thread may be waiting for a lock on it.
+
+        Whoever has waited behind a call that failed since `begun_s` fails with it, and not after a time-out of its own.
+        """
+        if self._fd < 0 or (self._lost_at_s or 0.0) > begun_s:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        fd = open_file(self._root_fd, self._name, os.O_RDWR | os.O_CREAT)
+        try:
+            os.dup2(fd, self._fd, inheritable=False)
+        finally:
+            os.close(fd)
+        self._settle_in()
+        self._lost_at_s = None
+        logger.info("%s: the shared page is there again", self._name)
+
+    def _away(self, error: OSError) -> BackendUnavailable:
+        if self._fd >= 0:
+            if self._lost_at_s is None:
+                logger.warning(
+                    "%s: the shared page is away, and nothing is stored until it is back: %s", self._name, error
+                )
+            self._lost_at_s = time.monotonic()
+        return BackendUnavailable(f"{self._name}: the shared page is away: {error.strerror}")
 
     def _current(self, page: Page | None) -> Page:
         """Return the page, or one that is begun anew if there is none, or if it is older than one that was seen."""
@@ -230,8 +294,17 @@ class SharedPage:
 
 def _lock(fd: int, kind: int, at: int, *, wait: bool = True) -> None:
     """Lock or unlock one byte for this open file: the kernel lets go of it when the last descriptor is closed."""
-    command = fcntl.F_OFD_SETLKW if wait else fcntl.F_OFD_SETLK
-    fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, at, 1, 0))
+    wanted, pause_s = _FLOCK.pack(kind, os.SEEK_SET, at, 1, 0), PAUSE_S_LEAST
+    while True:
+        try:
+            fcntl.fcntl(fd, fcntl.F_OFD_SETLK, wanted)
+        except BlockingIOError:
+            if not wait:
+                raise
+        else:
+            return
+        time.sleep(pause_s * random.uniform(0.5, 1.0))  # Or those who have met once would meet again.
+        pause_s = min(2 * pause_s, PAUSE_S_MOST)
 
 
 def _count(page: Page, added_bytes: int) -> None:

@@ -7,16 +7,14 @@ have used a file is what its time says, which is asked for right before it is re
 """
 
 import asyncio
-import logging
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Protocol
 
 from kvtier.backend import OffloadKey, in_thread
-from kvtier.errors import BackendClosed
+from kvtier.errors import BackendClosed, BackendUnavailable
 from kvtier.settings import SIZE_BYTES_MAX
 from kvtier_backends.fs.disk.capacity import Reservation
 from kvtier_backends.fs.disk.shared_page import Count, SharedPage
@@ -24,8 +22,6 @@ from kvtier_backends.fs.files.index import Held
 from kvtier_backends.fs.files.lane import Chunks
 from kvtier_backends.fs.layout import OpenTier, until
 from kvtier_backends.fs.options import FilesOptions
-
-logger = logging.getLogger(__name__)
 
 AGAIN_S_LEAST = 5.0  # Between two scans of a shared directory,
 AGAIN_TIMES = 20  # or so many times as long as the last one took: scanning must not be all that the disk does.
@@ -104,8 +100,8 @@ class Accounts(Protocol):
 
     async def scan_began(self) -> None: ...
 
-    async def scan_ended(self, seen_bytes: int) -> None:
-        """Take what a scan has seen for what is used, give or take what has changed meanwhile."""
+    async def scan_ended(self, seen_bytes: int | None) -> None:
+        """Take what a scan has seen for what is used, give or take what has changed meanwhile; None: not all of it."""
         ...
 
     async def until_scan_is_wanted(self) -> bool:
@@ -154,7 +150,7 @@ class OwnAccounts:
     async def scan_began(self) -> None:
         pass
 
-    async def scan_ended(self, seen_bytes: int) -> None:
+    async def scan_ended(self, seen_bytes: int | None) -> None:
         pass
 
     async def until_scan_is_wanted(self) -> bool:
@@ -171,9 +167,10 @@ class SharedAccounts:
         self._capacity = tier.capacity
         self._sizes = tier.root.sizes
         self._telling = threading.Lock()
-        self._untold_bytes = 0
+        self._released_bytes = 0  # Of promises, which the page was not told yet,
+        self._untold_bytes = 0  # and of what has come and gone.
         self._folders_told_bytes = 0
-        self._count = Count(0, 0, 0)
+        self._count: Count | None = None  # None: the page could not be asked.
         self._scanned_at_ns = 0  # When the last scan of the directory began.
         self._scanning_since_ns = 0
         self._scan_began_s = 0.0
@@ -198,8 +195,7 @@ class SharedAccounts:
     def release(self, reservation: Reservation) -> None:
         """Take a promise back behind the store's: until the page says so, it counts as promised."""
         with suppress(BackendClosed):  # Then the slot is given up, and what was promised counts as written.
-            told = self._tier.lanes.store.submit(self._tell, reservation.bytes)
-            told.add_done_callback(_log_failure)
+            self._tier.lanes.store.submit(self._tell, reservation.bytes)
 
     def added(self, added_bytes: int) -> None:
         self._capacity.wrote(added_bytes)
@@ -229,7 +225,7 @@ class SharedAccounts:
         return True  # The page knows.
 
     async def surplus_bytes(self) -> int:
-        taken = await self._tier.lanes.evict.run(self._page.taken)
+        taken = await self._tier.lanes.evict.run(self._taken)
         self._heard(known=taken is not None)
         return 0 if taken is None else self._capacity.surplus_of(*taken)
 
@@ -241,11 +237,19 @@ class SharedAccounts:
     async def scan_began(self) -> None:
         self._scan_began_s = time.monotonic()
         self._scanning_since_ns = self._tier.clock_ns()  # What is stored from now on may be missed.
-        self._count = await self._tier.lanes.scan.run(self._page.begin_count)
+        self._count = None
+        with suppress(BackendUnavailable):  # Then nothing is counted, and it is tried again.
+            self._count = await self._tier.lanes.scan.run(self._page.begin_count)
 
-    async def scan_ended(self, seen_bytes: int) -> None:
+    async def scan_ended(self, seen_bytes: int | None) -> None:
         self._scanned_at_ns = self._scanning_since_ns
-        await self._tier.lanes.scan.run(self._page.end_count, self._count, seen_bytes)
+        if self._count is None or seen_bytes is None:
+            self._heard(known=False)
+            return
+        try:
+            await self._tier.lanes.scan.run(self._page.end_count, self._count, seen_bytes)
+        except BackendUnavailable:
+            self._heard(known=False)
 
     async def until_scan_is_wanted(self) -> bool:
         least_s = max(AGAIN_S_LEAST, AGAIN_TIMES * (time.monotonic() - self._scan_began_s))
@@ -276,21 +280,33 @@ class SharedAccounts:
             self._page_lost.set()
             self._scan_wanted.set()
 
+    def _taken(self) -> tuple[int, int] | None:
+        """Return what the page says, after it was told what it could not be told before. Blocks, in a lane."""
+        if self._released_bytes or self._untold_bytes:
+            self._tell()
+        return self._page.taken()
+
     def _tell(self, released_bytes: int = 0) -> None:
-        """Have the page know all that it was not told yet, and take a promise back. Blocks, in a lane."""
+        """Have the page know all that it was not told yet, and take promises back. Blocks, in a lane.
+
+        Where nobody knows whether it was told, it is told again what has come, and not what has gone: until the next
+        count it may say too much, and never too little.
+        """
         with self._telling:
+            released_bytes += self._released_bytes
             folders_bytes = self._sizes.used_bytes - self._sizes.scanned_bytes
             news_bytes = self._untold_bytes + folders_bytes - self._folders_told_bytes
-            self._untold_bytes, self._folders_told_bytes = 0, folders_bytes
-        self._page.settle(released_bytes, news_bytes)
+            self._released_bytes, self._untold_bytes, self._folders_told_bytes = 0, 0, folders_bytes
+        try:
+            self._page.settle(released_bytes, news_bytes)
+        except BackendUnavailable:
+            with self._telling:
+                self._released_bytes += released_bytes
+                self._untold_bytes += max(0, news_bytes)
+            raise
 
 
 def accounts_of(tier: OpenTier[FilesOptions]) -> Accounts:
     """Return the accounts of a tier's directory."""
     page = tier.root.shared_page
     return OwnAccounts(tier) if page is None else SharedAccounts(tier, page)
-
-
-def _log_failure(told: "Future[None]") -> None:
-    if error := told.exception():
-        logger.warning("the shared page was not told of a store: %s", error)

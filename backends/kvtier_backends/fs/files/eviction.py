@@ -6,7 +6,7 @@ from contextlib import suppress
 from functools import partial
 
 from kvtier.backend import OffloadKey, in_thread, in_threads
-from kvtier.errors import BackendClosed
+from kvtier.errors import BackendClosed, BackendUnavailable
 from kvtier_backends.fs.disk.capacity import Reservation
 from kvtier_backends.fs.disk.lanes import share_out
 from kvtier_backends.fs.files.accounts import Accounts, Removal
@@ -111,9 +111,10 @@ class Eviction:
                 async with asyncio.timeout(self._pause_s()):
                     await self._wake.wait()
             self._wake.clear()
-            await self._remove_surplus()
-            self._choose_expired()
-            await self._remove_chosen()
+            with suppress(BackendUnavailable):  # The shared page is away: it is asked again after a pause.
+                await self._remove_surplus()
+                self._choose_expired()
+                await self._remove_chosen()
             await self.stamps.write()
 
     def _pause_s(self) -> float:

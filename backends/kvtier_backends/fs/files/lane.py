@@ -4,6 +4,7 @@ A call to a lane costs as much as reading a small chunk, so a share has many of 
 down in the share, chunk by chunk: the call that lent the buffers may be cancelled, and its result lost.
 """
 
+import errno
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -89,19 +90,27 @@ class OpenShare:
 
     def _came(self, index: int, result: int | OSError) -> None:
         with self._opened.pop(index) as chunk:
-            if isinstance(result, OSError):
-                self._fail(index, result)
-                return
             try:
+                if isinstance(result, OSError):
+                    raise result
                 outcome = self._judge(chunk, self._share.reads[index], self._beside(index), result)
                 if self._share.measure and outcome is None:
                     self._allocated_bytes[index] = chunk.allocated_bytes()
                 self._outcomes[index] = outcome
             except OSError as error:
-                self._fail(index, error)
+                if error.errno == errno.ESTALE:  # It was there: another host has removed it, and a file server forgets.
+                    self._outcomes[index] = ChunkMissing(
+                        f"{self._share.reads[index].key.hex()}: removed as it was read"
+                    )
+                else:
+                    self._fail(index, error)
 
-    def _fail(self, index: int, error: OSError) -> None:
-        self._outcomes[index] = failure(self._share.reads[index].key, error)
+    def _fail(self, index: int, error: OSError, *, opened: bool = False) -> None:
+        key = self._share.reads[index].key
+        if opened and error.errno == errno.ESTALE:  # Another host has removed it: a file server keeps no open file.
+            self._outcomes[index] = ChunkMissing(f"{key.hex()}: removed as it was read")
+            return
+        self._outcomes[index] = failure(key, error)
         self._share.gone += error.errno in GONE
 
     def _beside(self, index: int) -> memoryview:

@@ -4,6 +4,7 @@ A tier answers meanwhile. All of it runs in a lane of its own, and none of it is
 """
 
 import asyncio
+import errno
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from kvtier_backends.fs.options import FilesOptions
 logger = logging.getLogger(__name__)
 
 NAMED_MAX = 8  # Neighbours in the log; a line must stay one.
+_REMOVED = {errno.ENOENT, errno.ESTALE}  # Since it was listed, or over a network as it was read.
 DEPTH_MAX = 8  # Folders within folders. Names have three; a loop of bind mounts would have no end.
 
 
@@ -49,7 +51,7 @@ class Scan:
         self.skipped = 0
         """Files of ours by name, that no load would take."""
         self.failed = 0
-        """Folders that could not be read."""
+        """Folders that could not be read: what they take is not known."""
         self.others = 0
         """Folders of other namespaces, or of ours named otherwise: left alone."""
         folder, self._now_ns = tier.root, tier.clock_ns()
@@ -108,6 +110,7 @@ class Scan:
             self.seen_bytes += beside_bytes
             others = [name for name in list_folder(self._root, ".") if name != chunks_folder and read_folder(name)]
         except OSError as error:
+            self.failed += 1
             logger.warning("%s: what is beside its chunks cannot be listed: %s", chunks_folder, error.strerror)
             return
         self.others = len(others)
@@ -123,9 +126,9 @@ class Scan:
     def _walk(self, folder: str, depth: int) -> Iterator[Held]:
         try:
             names, chunks = self._list(folder)
-        except FileNotFoundError:
-            return  # Removed since it was listed.
         except OSError as error:
+            if error.errno in _REMOVED:
+                return
             self.failed += 1
             logger.warning("%s: cannot be listed: %s", folder, error.strerror)
             return
@@ -224,7 +227,7 @@ class StartScan:
         while True:
             await accounts.scan_began()
             await self._look()
-            await accounts.scan_ended(self._scan.seen_bytes)
+            await accounts.scan_ended(None if self._scan.failed else self._scan.seen_bytes)
             self.done.set()
             self.gauged.set()
             if not await accounts.until_scan_is_wanted():

@@ -1,0 +1,473 @@
+"""Hit density: evicts what promises the fewest hits for the time that they are waited for, learned from what returns.
+
+Keys that one request used last share one future, so they are one run: age, label and statistics are a run's, and cost
+is by request more than by key. A run of a conversation goes tail first. What has gone leaves a ghost each, or only
+short returns would ever be seen. Time is the count of requests that have ended: the same calls give the same victims.
+"""
+
+import math
+from array import array
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from itertools import chain, filterfalse, islice
+from typing import Any
+
+from kvtier.policies.policy import Hint, K, Policy
+from kvtier.policies.returns import STEPS, Branch, Label, Returns
+
+WARM_UP_REQUESTS = 512  # For so long it is an LRU: nothing is known yet.
+_GHOST_KEYS = 4  # Times the capacity: how much of what has gone is remembered.
+_OPEN_REQUESTS = 1_024  # A request that did not end while so many did has been given up.
+_OPEN_RUNS = 4_096  # The most that may wait for their requests' ends: an owner need not rank.
+_REST_KEYS = 1  # A conversation goes on without the chunk that was filled in part only.
+_FOUND_KEYS = 64  # In a run of what was there before the start; nobody knows what belonged together.
+_CLASSES_MAX = 64  # Of hints. A client that makes up names is not listened to for ever.
+_BUCKETS_PER_E = 2  # How finely an expected time is told apart: by a factor of e^0.5.
+_EXPECTED_S_MAX = 1e6
+_MORE_NUMBERS = 1_024  # At a time.
+
+_AGING = (  # Steps that are looked after at every so many requests: what is old need not age on time.
+    (range(5), 1),
+    (range(5, 9), 8),
+    (range(9, STEPS - 1), 64),
+)
+
+_NOBODY = 0  # The run of a key that is not resident.
+_PAUSE_UNKNOWN = 0
+_PAUSE_STEPS_MAX = 6
+
+_SHARED = 5
+_KIND_OF_TURN = (0, 1, 2, 3, 3, 3, 4)
+_KINDS = tuple(Branch(kind, 100, factor) for kind, factor in enumerate((1.0, 2.0, 2.0, 2.0, 2.0, 4.0)))
+_PAUSES = tuple(Branch(pause, 50) for pause in range(2 + _PAUSE_STEPS_MAX))
+_LENGTHS = tuple(Branch(length, 50) for length in range(5))
+_HINT_RUNS = 50
+
+
+class Density(Policy[K]):
+    """Hit density: an order of runs by the hits that they promise a request waited. See `DensityOrder`.
+
+    It is an LRU for the first `warm_up_requests` that end, and learns meanwhile.
+    """
+
+    def __init__(self, capacity: int, *, warm_up_requests: int = WARM_UP_REQUESTS) -> None:
+        self._capacity = capacity
+        self._warm_up_requests = warm_up_requests
+        self._numbers: dict[K, int] = {}
+        self._keys: list[K | None] = []
+        self._unused: list[int] = []
+        self._order = DensityOrder(capacity, self._keys, numbers=0, warm_up_requests=warm_up_requests)
+
+    def numbered(self, numbers: int, keys: Sequence[K | None]) -> "DensityOrder":
+        """Return the same policy, empty, for an owner whose keys have numbers below `numbers`."""
+        return DensityOrder(self._capacity, keys, numbers=numbers, warm_up_requests=self._warm_up_requests)
+
+    def insert(self, keys: Sequence[K]) -> None:
+        self._order.insert([self._number(key) for key in keys])
+
+    def touch(self, keys: Sequence[K]) -> None:
+        self._order.touch(self._numbers_of(keys))
+
+    def rank(self, keys: Sequence[K]) -> None:
+        self._order.rank(self._numbers_of(keys))
+
+    def rank_hinted(self, keys: Sequence[K], hint: Hint) -> None:
+        self._order.rank_hinted(self._numbers_of(keys), hint)
+
+    def evict(self, count: int, keep: Callable[[K], bool], incoming: Sequence[K] = ()) -> list[K] | None:
+        names = self._keys
+        numbers = self._order.evict(count, lambda number: keep(_present(names[number])), incoming)
+        if numbers is None:
+            return None
+        victims = [_present(names[number]) for number in numbers]
+        self._forget(victims)
+        return victims
+
+    def remove(self, keys: Sequence[K]) -> None:
+        self._order.remove(self._numbers_of(keys))
+        self._forget(keys)
+
+    def _numbers_of(self, keys: Sequence[K]) -> list[int]:
+        return list(map(self._numbers.__getitem__, keys))
+
+    def _number(self, key: K) -> int:
+        if not self._unused:
+            first = len(self._keys)
+            self._keys += [None] * _MORE_NUMBERS
+            self._order.grow(len(self._keys))
+            self._unused = list(range(len(self._keys) - 1, first - 1, -1))
+        number = self._numbers[key] = self._unused.pop()
+        self._keys[number] = key
+        return number
+
+    def _forget(self, keys: Sequence[K]) -> None:
+        for key in keys:
+            number = self._numbers.pop(key)
+            self._keys[number] = None
+            self._unused.append(number)
+
+
+def _present(key: K | None) -> K:
+    assert key is not None, "an order named a number without a key"
+    return key
+
+
+class _Run:
+    """Keys that one request used last, head first. It is open until that request ends; then it has a label.
+
+    Once another has its last key it is no more, and has no label. If its last key is evicted it becomes a ghost, which
+    ages on.
+    """
+
+    __slots__ = ("born", "keys", "label", "live", "number", "pause", "shared", "size", "step", "turn")
+
+    def __init__(self, number: int, born: int) -> None:
+        self.number = number
+        self.born = born  # When it was opened, or began to age.
+        self.keys: array[int] | tuple[()] = ()  # Of these, some may be another's by now.
+        self.live = 0  # Keys that it still owns.
+        self.size = 0  # And with those that were evicted: they would have shared the fate of the others.
+        self.label: Label | None = None
+        self.step = 0
+        self.turn = 0
+        self.pause = _PAUSE_UNKNOWN
+        self.shared = 0  # How many of its keys belong to others, too: its request's first ones, until it ends.
+
+    def follow(self, earlier: "_Run") -> None:
+        """Take note that a conversation goes on, which ended with `earlier` before."""
+        self.turn = earlier.turn + 1
+        self.pause = 1 + min(_PAUSE_STEPS_MAX, earlier.step // 2)
+
+
+class DensityOrder:
+    """The policy among small numbers: a key's owner is 4 bytes, and so is its place in a run. See `NumberOrder`."""
+
+    def __init__(
+        self, capacity: int, names: Sequence[Hashable | None], *, numbers: int, warm_up_requests: int = WARM_UP_REQUESTS
+    ) -> None:
+        """`names`: the key of each number, by which its ghost is known. `numbers`: how many there are at first."""
+        self._names = names
+        self._warm_up_requests = warm_up_requests
+        self._ghost_keys_max = _GHOST_KEYS * capacity
+        self._owner = array("I", [_NOBODY]) * numbers  # By key: the number of its run.
+        self._runs: list[_Run | None] = [None]
+        self._unused: list[int] = []  # Numbers of runs that are no more.
+        self._open: OrderedDict[_Run, None] = OrderedDict()  # Oldest first, as all of these.
+        self._cells: dict[int, OrderedDict[_Run, None]] = {}  # Resident runs, by label and step; no cell is empty.
+        self._aging: list[deque[_Run]] = [deque() for _ in range(STEPS)]  # Runs and ghosts; some are no more.
+        self._ghosts: OrderedDict[Hashable, _Run] = OrderedDict()  # By the name of what went last.
+        self._ghost_keys = 0
+        self._classes: set[str] = set()
+        self._returns = Returns()
+
+    # What the owner of the keys says.
+
+    def insert(self, keys: Sequence[int], after: int | None = None, /) -> None:  # A run has one place.
+        if not keys:
+            return
+        run = self._new_run()
+        if self._ghosts:
+            self._recognise(keys, run)
+        self._open_run(run, keys)
+
+    def insert_coldest(self, keys: Iterable[int], /) -> None:
+        """Take in what was there before the start. Nobody knows what belonged together."""
+        found = list(keys)
+        for begin in reversed(range(0, len(found), _FOUND_KEYS)):
+            self._settle(found[begin : begin + _FOUND_KEYS], 0, _PAUSE_UNKNOWN, 0, ())
+
+    def touch(self, keys: Sequence[int], /) -> None:
+        if not keys:
+            return
+        run, deepest = self._new_run(), self._run(self._owner[keys[-1]])
+        settled = deepest.label is not None
+        taken = self._take(keys, counted=True)
+        if settled and deepest.live <= _REST_KEYS and not deepest.shared:
+            run.follow(deepest)
+            run.shared = len(keys) - taken[deepest.number]
+        else:
+            run.shared = len(keys)
+        self._open_run(run, keys)
+
+    def rank(self, keys: Sequence[int], /) -> None:
+        self._end(keys, ())
+
+    def rank_hinted(self, keys: Sequence[int], hint: Hint, /) -> None:
+        self._end(keys, self._branches(hint))
+
+    def move(self, old: int, new: int, /) -> None:
+        run = self._run(self._owner[old])
+        assert run.keys, run.number
+        run.keys[run.keys.index(old)] = new
+        self._owner[old], self._owner[new] = _NOBODY, run.number
+        self.touch((new,))
+
+    def evict(
+        self,
+        count: int,
+        keep: Callable[[int], int],
+        incoming: Sequence[Any] = (),  # Ghosts are asked when it comes.
+        /,
+    ) -> list[int] | None:
+        if not count:
+            return []
+        victims = self._tails(count, keep)
+        if len(victims) < count:
+            victims = self._anywhere(count, keep)
+        if len(victims) < count:
+            return None
+        self._retire(victims)
+        return victims
+
+    def remove(self, keys: Sequence[int], /) -> None:
+        self._take(keys, counted=False)
+        for key in keys:
+            self._owner[key] = _NOBODY
+
+    def grow(self, capacity: int, /) -> None:
+        """Take numbers below `capacity` from now on."""
+        self._owner.extend(array("I", [_NOBODY]) * (capacity - len(self._owner)))
+
+    # Runs: who owns which keys.
+
+    def _run(self, number: int) -> _Run:
+        run = self._runs[number]
+        assert run is not None, number
+        return run
+
+    def _new_run(self) -> _Run:
+        number = self._unused.pop() if self._unused else len(self._runs)
+        run = _Run(number, self._returns.now)
+        if number == len(self._runs):
+            self._runs.append(run)
+        else:
+            self._runs[number] = run
+        return run
+
+    def _own(self, run: _Run, keys: Sequence[int]) -> None:
+        owner, number = self._owner, run.number
+        run.keys = array("I", keys)
+        run.live = run.size = len(keys)
+        for key in keys:
+            owner[key] = number
+
+    def _open_run(self, run: _Run, keys: Sequence[int]) -> None:
+        self._own(run, keys)
+        self._open[run] = None
+        if len(self._open) > _OPEN_RUNS:
+            self._give_up_open()
+
+    def _take(self, keys: Sequence[int], *, counted: bool) -> Counter[int]:
+        """Take the keys from their runs; return how many were whose. `counted`: as a use."""
+        taken = Counter(map(self._owner.__getitem__, keys))
+        for number, count in taken.items():
+            run = self._run(number)
+            run.live -= count
+            if counted and run.label is not None:
+                self._returns.returned(run.label, run.step, count if run.live else run.size)
+            run.size -= count
+            if not run.live:
+                self._close(run)
+                run.label = None
+            elif len(run.keys) > 2 * run.live:
+                self._compact(run, keys)
+        return taken
+
+    def _compact(self, run: _Run, gone: Sequence[int]) -> None:
+        """Drop the keys that are another's by now: or else a run that is shared piece by piece would keep them all."""
+        owner, number, leaving = self._owner, run.number, set(gone)
+        run.keys = array("I", [key for key in run.keys if owner[key] == number and key not in leaving])
+
+    def _close(self, run: _Run) -> None:
+        """End a run that owns nothing."""
+        if run.label is None:
+            del self._open[run]
+        else:
+            self._leave_cell(run)
+        run.keys = ()
+        self._runs[run.number] = None
+        self._unused.append(run.number)
+
+    # A request's end, and age.
+
+    def _end(self, keys: Sequence[int], hints: Sequence[Branch]) -> None:
+        """Make two runs of what a request has used: what it shares with others, and the rest."""
+        if not keys:
+            return
+        runs = [self._run(number) for number in set(map(self._owner.__getitem__, keys))]
+        opened = [run for run in runs if run.label is None]
+        if not opened and not hints and not any(run.step for run in runs):
+            return  # It has been ranked already, and nobody has come since.
+        self._tick()
+        turn, pause = max((run.turn, run.pause) for run in opened or runs)
+        shared = max(run.shared for run in opened) if opened else sum(run.live for run in runs if run.shared)
+        self._take(keys, counted=False)
+        length = min(len(_LENGTHS) - 1, (len(keys).bit_length() - 1) // 2)
+        if shared < len(keys):
+            path = (*hints, _KINDS[_KIND_OF_TURN[min(turn, len(_KIND_OF_TURN) - 1)]], _PAUSES[pause], _LENGTHS[length])
+            self._settle(keys[shared:], turn, pause, 0, path)
+        if shared:
+            path = (*hints, _KINDS[_SHARED], _PAUSES[pause], _LENGTHS[length])
+            self._settle(keys[:shared], turn, pause, len(keys), path)
+
+    def _settle(self, keys: Sequence[int], turn: int, pause: int, shared: int, path: Sequence[Branch]) -> None:
+        run = self._new_run()
+        run.turn, run.pause, run.shared = turn, pause, shared
+        self._own(run, keys)
+        self._begin_to_age(run, path)
+
+    def _begin_to_age(self, run: _Run, path: Sequence[Branch]) -> None:
+        run.born = self._returns.now
+        run.label = self._returns.label(path)
+        self._returns.began(run.label, run.size)
+        self._enter_cell(run)
+        self._aging[0].append(run)
+
+    def _tick(self) -> None:
+        now = self._returns.tick()
+        self._give_up_open()
+        for steps, every in _AGING:
+            if now % every == 0:
+                for step in steps:
+                    self._outgrow(step, now)
+
+    def _outgrow(self, step: int, now: int) -> None:
+        """Move on what has been in a step for as long as that lasts."""
+        aging, ends = self._aging[step], 1 << step
+        while aging and now - aging[0].born >= ends:
+            run = aging.popleft()
+            if run.label is None:
+                continue
+            self._returns.outlived(run.label, step, run.size)
+            if run.live:
+                self._leave_cell(run)
+                run.step = step + 1
+                self._enter_cell(run)
+            else:
+                run.step = step + 1
+            if run.step < STEPS - 1:
+                self._aging[run.step].append(run)
+
+    def _give_up_open(self) -> None:
+        """Let age what belongs to requests that should have ended by now."""
+        oldest_born = self._returns.now - _OPEN_REQUESTS
+        while self._open and (len(self._open) > _OPEN_RUNS or next(iter(self._open)).born < oldest_born):
+            run, _ = self._open.popitem(last=False)
+            run.shared = 0
+            self._begin_to_age(run, (_KINDS[0], _PAUSES[_PAUSE_UNKNOWN], _LENGTHS[0]))
+
+    def _enter_cell(self, run: _Run) -> None:
+        assert run.label is not None
+        cell = run.label.first_cell + run.step
+        runs = self._cells.get(cell)
+        if runs is None:
+            runs = self._cells[cell] = OrderedDict()
+        runs[run] = None
+
+    def _leave_cell(self, run: _Run) -> None:
+        assert run.label is not None
+        cell = run.label.first_cell + run.step
+        runs = self._cells[cell]
+        del runs[run]
+        if not runs:
+            del self._cells[cell]
+
+    # Victims, and the ghosts that they leave.
+
+    def _coldest_first(self) -> Iterator[_Run]:
+        """Give the runs in the order in which they go, but for open ones."""
+        if self._returns.now < self._warm_up_requests:
+            for aging in reversed(self._aging):
+                yield from (run for run in aging if run.label is not None and run.live)
+        else:
+            # Equal ones go by number: labels of which nothing was seen yet are worth what their parent is.
+            for cell in sorted(sorted(self._cells), key=self._returns.worth.__getitem__):
+                yield from self._cells[cell]
+
+    def _tails(self, count: int, keep: Callable[[int], int]) -> list[int]:
+        """Choose up to `count` keys, each run's from its tail up to what is kept."""
+        owner = self._owner
+        victims: list[int] = []
+        for run in self._coldest_first():
+            number = run.number
+            for key in reversed(run.keys):
+                if owner[key] != number:
+                    continue
+                if keep(key):
+                    break
+                victims.append(key)
+                if len(victims) == count:
+                    return victims
+        return victims
+
+    def _anywhere(self, count: int, keep: Callable[[int], int]) -> list[int]:
+        """Choose up to `count` keys: what is before kept ones, and what belongs to requests that have not ended."""
+        owner = self._owner
+        owned = (
+            key
+            for run in chain(self._coldest_first(), self._open)
+            for key in reversed(run.keys)
+            if owner[key] == run.number
+        )
+        return list(islice(filterfalse(keep, owned), count))
+
+    def _retire(self, victims: Sequence[int]) -> None:
+        owner = self._owner
+        lost = Counter(map(owner.__getitem__, victims))
+        last = {owner[key]: key for key in victims}
+        for key in victims:
+            owner[key] = _NOBODY
+        for number, count in lost.items():
+            run = self._run(number)
+            run.live -= count
+            if run.live:
+                self._trim(run)
+            else:
+                self._close(run)
+                if run.label is not None:
+                    self._haunt(run, self._names[last[number]])
+        while self._ghost_keys > self._ghost_keys_max:
+            self._forget_ghost(next(iter(self._ghosts)))
+
+    def _trim(self, run: _Run) -> None:
+        """Drop what was evicted from the tail: or else the next call would pass over it again."""
+        owner, keys, number = self._owner, run.keys, run.number
+        assert keys, number
+        while owner[keys[-1]] != number:
+            keys.pop()
+
+    def _haunt(self, run: _Run, name: Hashable | None) -> None:
+        if name is None:
+            run.label = None
+            return
+        self._ghosts[name] = run
+        self._ghost_keys += run.size
+
+    def _recognise(self, keys: Sequence[int], run: _Run) -> None:
+        """Count the returns of runs that have gone: what comes again continues them."""
+        ghosts, names = self._ghosts, self._names
+        for name in [name for key in keys if (name := names[key]) in ghosts]:
+            ghost = ghosts[name]
+            self._returns.returned(ghost.label, ghost.step, ghost.size)
+            run.follow(ghost)
+            self._forget_ghost(name)
+
+    def _forget_ghost(self, name: Hashable) -> None:
+        ghost = self._ghosts.pop(name)
+        self._ghost_keys -= ghost.size
+        ghost.label = None
+
+    # Hints.
+
+    def _branches(self, hint: Hint) -> Sequence[Branch]:
+        """Return the part of a label that a hint is. What it is worth is learned, so nothing of it need be true."""
+        branches: list[Branch] = []
+        if hint.label and (hint.label in self._classes or len(self._classes) < _CLASSES_MAX):
+            self._classes.add(hint.label)
+            branches.append(Branch(("class", hint.label), _HINT_RUNS))
+        if hint.over:
+            branches.append(Branch("over", _HINT_RUNS))
+        elif hint.returns_in_s is not None:
+            expected_s = min(max(1.0, hint.returns_in_s), _EXPECTED_S_MAX)
+            branches.append(Branch(round(_BUCKETS_PER_E * math.log(expected_s)), _HINT_RUNS))
+        return branches

@@ -1,0 +1,141 @@
+"""Returns: how likely keys are used again, by label and age, learned from what came back; and what waiting is worth.
+
+Ages are counted in requests and grouped in steps: 0, 1, 2 to 3, 4 to 7 and so on. Labels are the leaves of a tree. What
+is known of a label is completed by what is known of its parent, so that a label that was seen rarely is no guess.
+"""
+
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
+
+STEPS = 17
+_WIDTHS = (1, *(1 << step for step in range(STEPS - 1)))  # How many requests a step lasts.
+_PRIOR = 0.05  # The chance of a return in any one step, before anything is known: like an LRU's, 1 / age.
+_PRIOR_RUNS = 500  # How many runs that prior counts for.
+_CHANCE_MAX = 0.9  # What a branch's factor may make of its parent's chances.
+_FRESH_REQUESTS = 128  # So long a label's worth is not computed anew.
+_HALVING_REQUESTS = 4_096  # What was seen counts half after so many requests: workloads drift.
+_DIGITS = 12  # Of an index: labels that know the same are equal, in whatever order it was computed.
+
+
+class Branch(NamedTuple):
+    """A step down the tree of labels: its name, and how far it is believed to resemble its parent."""
+
+    name: Hashable
+    trust_runs: int  # How many runs the parent's chances count for.
+    factor: float = 1.0  # By which the chances are thought to differ from the parent's.
+
+
+class Label:
+    """A node of the tree. Its counts hold those of all nodes below it."""
+
+    __slots__ = ("branch", "chances", "children", "computed_at", "first_cell", "hits", "parent", "ranked_at", "risks")
+
+    def __init__(self, parent: "Label | None", branch: Branch, first_cell: int) -> None:
+        self.parent = parent
+        self.branch = branch
+        self.first_cell = first_cell  # The cell of step 0; those of the other steps follow.
+        self.children: dict[Hashable, Label] = {}
+        self.hits = [0.0] * STEPS  # Keys that came back at this step,
+        self.risks = [0.0] * STEPS  # of so many that could have.
+        self.chances: Sequence[float] = ()
+        self.computed_at = self.ranked_at = -_FRESH_REQUESTS
+
+
+class Returns:
+    """All labels, and the worth of every cell: of the runs of one label that have reached one step."""
+
+    def __init__(self) -> None:
+        self.now = 0  # In requests.
+        self.worth: list[float] = []  # By cell.
+        self._labels: list[Label] = []
+        self._root = self._new_label(None, Branch(None, _PRIOR_RUNS))
+        self._runs = self._keys = 0.0
+
+    def label(self, path: Sequence[Branch]) -> Label:
+        """Return the label at the end of a path from the root."""
+        label = self._root
+        for branch in path:
+            label = label.children.get(branch.name) or self._new_label(label, branch)
+        return label
+
+    def began(self, label: Label, keys: int) -> None:
+        """Take note of a new run of so many keys, and make sure of its label's worth."""
+        self._runs += 1
+        self._keys += keys
+        if self.now - label.ranked_at >= _FRESH_REQUESTS:
+            label.ranked_at = self.now
+            first = label.first_cell
+            self.worth[first : first + STEPS] = _indexes(self._chances(label))
+
+    def returned(self, label: Label | None, step: int, keys: int) -> None:
+        """Count keys that were used again."""
+        while label is not None:
+            label.hits[step] += keys
+            label.risks[step] += keys
+            label = label.parent
+
+    def outlived(self, label: Label | None, step: int, keys: int) -> None:
+        """Count keys that were not used again in this step."""
+        while label is not None:
+            label.risks[step] += keys
+            label = label.parent
+
+    def tick(self) -> int:
+        """Count a request that has ended; return how many have."""
+        self.now += 1
+        if self.now % _HALVING_REQUESTS == 0:
+            self._runs /= 2
+            self._keys /= 2
+            for label in self._labels:
+                label.hits = [count / 2 for count in label.hits]
+                label.risks = [count / 2 for count in label.risks]
+        return self.now
+
+    def _new_label(self, parent: Label | None, branch: Branch) -> Label:
+        label = Label(parent, branch, len(self.worth))
+        self.worth += [0.0] * STEPS
+        self._labels.append(label)
+        if parent is not None:
+            parent.children[branch.name] = label
+        return label
+
+    def _chances(self, label: Label) -> Sequence[float]:
+        """Return the chance of a return in each step: what was seen, completed by the parent's (empirical Bayes)."""
+        if self.now - label.computed_at >= _FRESH_REQUESTS:
+            label.computed_at = self.now
+            trust = label.branch.trust_runs * (self._keys / self._runs)
+            seen = zip(_smooth(label.hits), _smooth(label.risks), self._expected(label), strict=True)
+            label.chances = [(hits + trust * above) / (risks + trust) for hits, risks, above in seen]
+        return label.chances
+
+    def _expected(self, label: Label) -> Sequence[float]:
+        if label.parent is None:
+            return (_PRIOR,) * STEPS
+        above, factor = self._chances(label.parent), label.branch.factor
+        return above if factor == 1.0 else [min(_CHANCE_MAX, chance * factor) for chance in above]
+
+
+def _smooth(counts: Sequence[float]) -> list[float]:
+    before, after = (counts[0], *counts[:-1]), (*counts[1:], counts[-1])
+    return [(left + 2 * here + right) / 4 for left, here, right in zip(before, counts, after, strict=True)]
+
+
+def _indexes(chances: Sequence[float]) -> list[float]:
+    """Return each step's Gittins index: the best ratio of expected hits to expected waiting, over all horizons.
+
+    Gittins, "Bandit processes and dynamic allocation indices", 1979. A horizon ends where what follows is worth less
+    than what lies before it: one pass from the last step, with a stack of what may still be joined.
+    """
+    indexes = [0.0] * len(chances)
+    later: list[tuple[float, float, float]] = []  # Expected hits, expected waiting, and the chance to survive them.
+    for step in range(len(chances) - 1, -1, -1):
+        hits = chances[step]
+        wait, survival = _WIDTHS[step] * (1 - hits / 2), 1 - hits
+        while later and later[-1][0] * wait > hits * later[-1][1]:
+            more_hits, more_wait, beyond = later.pop()
+            hits += survival * more_hits
+            wait += survival * more_wait
+            survival *= beyond
+        later.append((hits, wait, survival))
+        indexes[step] = round(hits / wait, _DIGITS)
+    return indexes

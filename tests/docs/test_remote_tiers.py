@@ -1,0 +1,26 @@
+"""The page on remote tiers has the outcome tables that the suite of faults holds them to."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.remote.outcomes import OUTCOMES, Fault
+
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "remote-tiers.md"
+
+
+@pytest.mark.parametrize("side", ["loads", "stores"])
+def test_the_pages_table_is_the_suites(side: str) -> None:
+    section = PAGE.read_text().partition(f"### {side.capitalize()}\n")[2].partition("\n#")[0]
+    head, _, *rows = [
+        [cell.strip() for cell in line.strip("|").split("|")] for line in section.splitlines() if line.startswith("|")
+    ]
+    assert head == ["fault", *(f"`{name}`" for name in OUTCOMES)]
+    told = {row[0]: [frozenset(re.findall(r"`(\w+)`", cell)) for cell in row[1:]] for row in rows}
+    assert told == {fault: [_words(name, fault, side) for name in OUTCOMES] for fault in Fault}
+
+
+def _words(name: str, fault: Fault, side: str) -> frozenset[str]:
+    outcome = OUTCOMES[name][fault]
+    return frozenset() if isinstance(outcome, str) else getattr(outcome, side)

@@ -1,0 +1,264 @@
+"""Hit density written down as it is meant, without regard to cost: what the policy's answers are compared with."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+from kvtier.policies import Density, Hint, NumberOrder, Policy, number_order
+
+STEPS = 17
+WIDTHS = [1] + [2**step for step in range(STEPS - 1)]
+TRUSTS = {"hint": 50, "kind": 100, "pause": 50, "length": 50}
+FACTORS = {0: 1.0, 1: 2.0, 2: 2.0, 3: 2.0, 4: 2.0, 5: 4.0}
+Path = tuple[tuple[str, Hashable], ...]
+
+
+class NaiveRun:
+    """Keys, head first, of which it owns those that name it as their owner."""
+
+    def __init__(self, keys: Sequence[Any], opened_at: int) -> None:
+        self.keys = list(keys)
+        self.size = len(keys)
+        self.opened_at = opened_at
+        self.turn = self.pause = self.shared = 0
+        self.path: Path | None = None  # None while it is open.
+        self.step = self.born = self.serial = 0
+
+
+class NaiveStatistics:
+    """Counts by label and step, a label's with those of all labels that begin with it."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.runs = self.keys = 0.0
+        self.known: list[Path] = [()]
+        self.hits: dict[Path, list[float]] = {(): [0.0] * STEPS}
+        self.risks: dict[Path, list[float]] = {(): [0.0] * STEPS}
+        self.chances: dict[Path, tuple[int, list[float]]] = {}
+        self.worth: dict[Path, tuple[int, list[float]]] = {}
+
+    def count(self, path: Path, step: int, keys: int, *, hit: bool) -> None:
+        for length in range(len(path) + 1):
+            self.risks[path[:length]][step] += keys
+            self.hits[path[:length]][step] += keys * hit
+
+    def began(self, path: Path, keys: int) -> None:
+        for length in range(1, len(path) + 1):
+            if path[:length] not in self.known:
+                self.known.append(path[:length])
+                self.hits[path[:length]] = [0.0] * STEPS
+                self.risks[path[:length]] = [0.0] * STEPS
+        self.runs += 1
+        self.keys += keys
+        if path not in self.worth or self.now - self.worth[path][0] >= 128:
+            chances = self.chances_of(path)
+            self.worth[path] = self.now, [round(self.best_ratio(chances, step), 12) for step in range(STEPS)]
+
+    def chances_of(self, path: Path) -> list[float]:
+        if path not in self.chances or self.now - self.chances[path][0] >= 128:
+            if not path:
+                above, trust = [0.05] * STEPS, 500
+            else:
+                sort, name = path[-1]
+                above, trust = self.chances_of(path[:-1]), TRUSTS[sort]
+                if sort == "kind" and FACTORS[int(str(name))] != 1:
+                    above = [min(0.9, chance * FACTORS[int(str(name))]) for chance in above]
+            weight = trust * (self.keys / self.runs)
+            hits, risks = self.smoothed(self.hits[path]), self.smoothed(self.risks[path])
+            chances = [(hits[step] + weight * above[step]) / (risks[step] + weight) for step in range(STEPS)]
+            self.chances[path] = self.now, chances
+        return self.chances[path][1]
+
+    def smoothed(self, counts: list[float]) -> list[float]:
+        last = len(counts) - 1
+        return [(counts[max(0, at - 1)] + 2 * counts[at] + counts[min(last, at + 1)]) / 4 for at in range(len(counts))]
+
+    def best_ratio(self, chances: list[float], begin: int) -> float:
+        """Try every horizon."""
+        best = hits = wait = 0.0
+        survival = 1.0
+        for step in range(begin, STEPS):
+            hits += survival * chances[step]
+            wait += survival * WIDTHS[step] * (1 - chances[step] / 2)
+            survival *= 1 - chances[step]
+            best = max(best, hits / wait)
+        return best
+
+    def tick(self) -> None:
+        self.now += 1
+        if self.now % 4_096 == 0:
+            self.runs /= 2
+            self.keys /= 2
+            for counts in (*self.hits.values(), *self.risks.values()):
+                counts[:] = [count / 2 for count in counts]
+
+
+class NaiveDensity(Policy[Any]):
+    """One list of runs, searched from end to end by every call."""
+
+    def __init__(self, capacity: int, *, warm_up_requests: int = 512) -> None:
+        self.capacity = capacity
+        self.warm_up_requests = warm_up_requests
+        self.owner: dict[Any, NaiveRun] = {}
+        self.open: list[NaiveRun] = []
+        self.settled: list[NaiveRun] = []  # In the order in which they began to age, as are ghosts.
+        self.ghosts: list[tuple[Any, NaiveRun]] = []
+        self.statistics = NaiveStatistics()
+
+    def owned(self, run: NaiveRun) -> list[Any]:
+        return [key for key in run.keys if self.owner.get(key) is run]
+
+    def give(self, keys: Sequence[Any], run: NaiveRun) -> None:
+        for key in keys:
+            self.owner[key] = run
+
+    def opened(self, run: NaiveRun) -> None:
+        self.give(run.keys, run)
+        self.open.append(run)
+        if len(self.open) > 4_096:
+            self.give_up(self.open[0])
+
+    def insert(self, keys: Sequence[Any]) -> None:
+        if not keys:
+            return
+        run = NaiveRun(keys, self.statistics.now)
+        for key in keys:
+            for head, ghost in list(self.ghosts):
+                if head == key and ghost.path is not None:
+                    self.statistics.count(ghost.path, ghost.step, ghost.size, hit=True)
+                    run.turn, run.pause = ghost.turn + 1, 1 + min(6, ghost.step // 2)
+                    self.ghosts.remove((head, ghost))
+        self.opened(run)
+
+    def touch(self, keys: Sequence[Any]) -> None:
+        if not keys:
+            return
+        run = NaiveRun(keys, self.statistics.now)
+        deepest = self.owner[keys[-1]]
+        mine = [key for key in keys if self.owner[key] is deepest]
+        goes_on = deepest.path is not None and not deepest.shared and len(self.owned(deepest)) - len(mine) <= 1
+        if goes_on:
+            run.turn, run.pause = deepest.turn + 1, 1 + min(6, deepest.step // 2)
+        run.shared = len(keys) - len(mine) if goes_on else len(keys)
+        self.take(keys, used=True)
+        self.opened(run)
+
+    def take(self, keys: Sequence[Any], *, used: bool) -> None:
+        for run in list({id(self.owner[key]): self.owner[key] for key in keys}.values()):
+            taken = sum(self.owner[key] is run for key in keys)
+            left = len(self.owned(run)) - taken
+            if used and run.path is not None:
+                self.statistics.count(run.path, run.step, taken if left else run.size, hit=True)
+            run.size -= taken
+            if not left:
+                (self.open if run.path is None else self.settled).remove(run)
+        for key in keys:
+            del self.owner[key]
+
+    def rank(self, keys: Sequence[Any]) -> None:
+        self.end(keys, ())
+
+    def rank_hinted(self, keys: Sequence[Any], hint: Hint) -> None:
+        self.end(keys, (("hint", "over"),) if hint.over else ())
+
+    def end(self, keys: Sequence[Any], hints: Path) -> None:
+        if not keys:
+            return
+        runs = list({id(self.owner[key]): self.owner[key] for key in keys}.values())
+        opened = [run for run in runs if run.path is None]
+        if not opened and not hints and all(run.step == 0 for run in runs):
+            return
+        self.tick()
+        turn, pause = max((run.turn, run.pause) for run in opened or runs)
+        shared = (
+            max(run.shared for run in opened) if opened else sum(len(self.owned(run)) for run in runs if run.shared)
+        )
+        self.take(keys, used=False)
+        length = min(4, (len(keys).bit_length() - 1) // 2)
+        kind = turn if turn < 3 else 3 if turn < 6 else 4
+        for part, which in ((keys[shared:], kind), (keys[:shared], 5)):
+            if part:
+                run = NaiveRun(part, self.statistics.now)
+                run.turn, run.pause, run.shared = turn, pause, int(which == 5)
+                self.give(part, run)
+                self.settle(run, (*hints, ("kind", which), ("pause", pause), ("length", length)))
+
+    def settle(self, run: NaiveRun, path: Path) -> None:
+        run.path, run.born = path, self.statistics.now
+        self.statistics.began(path, run.size)
+        self.settled.append(run)
+
+    def give_up(self, run: NaiveRun) -> None:
+        self.open.remove(run)
+        run.shared = 0
+        self.settle(run, (("kind", 0), ("pause", 0), ("length", 0)))
+
+    def tick(self) -> None:
+        self.statistics.tick()
+        now = self.statistics.now
+        for run in list(self.open):
+            if run.opened_at < now - 1_024:
+                self.give_up(run)
+        for step in range(STEPS - 1):
+            if now % (1 if step < 5 else 8 if step < 9 else 64) == 0:
+                for run in [*self.settled, *(ghost for _, ghost in self.ghosts)]:
+                    if run.step == step and now - run.born >= 2**step and run.path is not None:
+                        self.statistics.count(run.path, step, run.size, hit=False)
+                        run.step = step + 1
+
+    def coldest_first(self) -> list[NaiveRun]:
+        order = list(self.settled)
+        if self.statistics.now >= self.warm_up_requests:
+            order.sort(key=lambda run: self.place(run.path, run.step))
+        return order
+
+    def place(self, path: Path | None, step: int) -> tuple[float, int, int]:
+        assert path is not None
+        return self.statistics.worth[path][1][step], self.statistics.known.index(path), step
+
+    def evict(self, count: int, keep: Callable[[Any], bool], incoming: Sequence[Any] = ()) -> list[Any] | None:
+        order = [self.owned(run)[::-1] for run in self.coldest_first()]
+        victims: list[Any] = []
+        for keys in order:
+            victims += keys[: next((at for at, key in enumerate(keys) if keep(key)), len(keys))]
+        if len(victims) < count:
+            order += [self.owned(run)[::-1] for run in self.open]
+            victims = [key for keys in order for key in keys if not keep(key)]
+        if len(victims) < count:
+            return None
+        for key in victims[:count]:
+            run = self.owner.pop(key)
+            if not self.owned(run):
+                if run.path is None:
+                    self.open.remove(run)
+                else:
+                    self.settled.remove(run)
+                    self.ghosts.append((key, run))
+        while sum(ghost.size for _, ghost in self.ghosts) > 4 * self.capacity:
+            del self.ghosts[0]
+        return victims[:count]
+
+    def remove(self, keys: Sequence[Any]) -> None:
+        self.take(keys, used=False)
+
+
+class NumberedDensity(Policy[int]):
+    """What the engine has: the order of numbers, here of keys that are their own numbers, below 100."""
+
+    def __init__(self, capacity: int, *, warm_up_requests: int = 512) -> None:
+        policy = Density[int](capacity, warm_up_requests=warm_up_requests)
+        self.order: NumberOrder = number_order(policy, 100, range(100), int)
+
+    def insert(self, keys: Sequence[int]) -> None:
+        self.order.insert(keys)
+
+    def touch(self, keys: Sequence[int]) -> None:
+        self.order.touch(keys)
+
+    def rank(self, keys: Sequence[int]) -> None:
+        self.order.rank(keys)
+
+    def evict(self, count: int, keep: Callable[[int], bool], incoming: Sequence[int] = ()) -> list[int] | None:
+        return self.order.evict(count, keep, incoming)
+
+    def remove(self, keys: Sequence[int]) -> None:
+        self.order.remove(keys)
