@@ -6,7 +6,8 @@ chunks, from the call that stores them until the tier has them, or from the look
 limit is the first tier in the same round: 1 is as fast. `KVTIER_REDIS_SERVER` and `KVTIER_S3_ENDPOINT` name other
 servers than those from PyPI, of which the one for S3 is an emulation in Python. DIR is for the fs tiers.
 
-Then each tier is asked for 1,000 keys, half of which it has, as an engine's runner asks.
+Then each tier is asked for 1,000 keys, half of which it has, and stores and loads batches of 32 in this process: what
+that takes of the processor depends least on what else the machine does.
 """
 
 import argparse
@@ -16,14 +17,14 @@ import statistics
 import tempfile
 import time
 import uuid
-from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import uvloop
 
-from kvtier.backend import FileMapper, Namespace, TierContext, Write, backend_class
+from kvtier.backend import Backend, FileMapper, Namespace, Read, TierContext, Write, backend_class
 from kvtier.config import EngineConfig
 from kvtier.memory.region import Region
 from kvtier.settings import decode
@@ -50,6 +51,9 @@ OWNER_BYTES = 2 << 30
 ASKED_KEYS = 1_000
 ASKED_ROW_BYTES = 4_096
 ROUNDS_ASKED = 15
+BATCH = 32
+
+T = TypeVar("T")
 
 
 def tiers_on(folder: Path, stack: ExitStack, names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -80,7 +84,7 @@ def redis(folder: Path, stack: ExitStack) -> str:
 
 
 def pool(folder: Path, stack: ExitStack) -> str:
-    pool = Pool(new_folder(folder))
+    pool = Pool(new_folder(folder), lease_s=60)
     stack.callback(pool.close)
     pool.add_owner(OWNER_BYTES)
     return pool.address
@@ -139,27 +143,61 @@ def sides_of(name: str, drive: Drive) -> list[Side]:
 
 async def asked(table: dict[str, Any]) -> list[float]:
     """Return the ms that a look-up of 1,000 keys takes, half of which the tier has."""
-    tier, kind = dict(table), table["type"]
-    del tier["type"]
-    found = backend_class(kind)
-    context = TierContext("bench", FileMapper(Namespace(model_name="asked")), ASKED_ROW_BYTES)
-    backend = await found.open(decode(found.options_type, tier), context)
-    keys, taken = new_keys(ASKED_KEYS), list[float]()
-    with Region.private(ASKED_KEYS // 2, ASKED_ROW_BYTES) as region:
-        writes = [Write(key, region.row(index)) for index, key in enumerate(keys[::2])]
-        assert not any(await backend.store(writes))
-        for _ in range(ROUNDS_ASKED):
-            began = time.perf_counter()
-            await backend.probe(keys)
-            taken.append(1e3 * (time.perf_counter() - began))
+    async with opened(table, ASKED_ROW_BYTES) as backend:
+        keys, taken = new_keys(ASKED_KEYS), list[float]()
+        with rows_of(ASKED_KEYS // 2, ASKED_ROW_BYTES) as rows:
+            await moved(backend.store([Write(key, row) for key, row in zip(keys[::2], rows, strict=True)]))
+            for _ in range(ROUNDS_ASKED):
+                began = time.perf_counter()
+                await backend.probe(keys)
+                taken.append(1e3 * (time.perf_counter() - began))
         await backend.delete(keys[::2])
-        await backend.aclose(10)
-        for write in writes:
-            write.row.release()
     return taken
 
 
-def in_a_loop(call: Coroutine[Any, Any, list[float]]) -> list[float]:
+async def spent(table: dict[str, Any], chunk_bytes: int, given: argparse.Namespace) -> dict[str, float]:
+    """Return the processor time, in ms, that storing and loading take of this process, with all its threads."""
+    async with opened(table, chunk_bytes) as backend:
+        keys, taken = new_keys((given.size_mib << 20) // chunk_bytes), dict[str, list[float]](store=[], load=[])
+        with rows_of(len(keys), chunk_bytes) as rows:
+            writes = [Write(key, row) for key, row in zip(keys, rows, strict=True)]
+            reads = [Read(key, row) for key, row in zip(keys, rows, strict=True)]
+            for _ in range(given.rounds + 1):  # The first one starts threads and makes connections.
+                for what, call in (("store", backend.store), ("load", backend.load)):
+                    parts = writes if what == "store" else reads
+                    began = time.process_time()
+                    for start in range(0, len(keys), BATCH):
+                        await moved(call(parts[start : start + BATCH]))
+                    taken[what].append(1e3 * (time.process_time() - began))
+        await backend.delete(keys)
+    return {what: statistics.median(times[1:]) for what, times in taken.items()}
+
+
+async def moved(call: Awaitable[Sequence[object]]) -> None:
+    assert not any(await call)
+
+
+@asynccontextmanager
+async def opened(table: dict[str, Any], chunk_bytes: int) -> AsyncIterator[Backend]:
+    """Open a tier in this process, though its client may crash."""
+    options = {name: value for name, value in table.items() if name != "type"}
+    found = backend_class(table["type"])
+    context = TierContext("bench", FileMapper(Namespace(model_name="alone")), chunk_bytes)
+    backend = await found.open(decode(found.options_type, options), context)
+    yield backend
+    await backend.aclose(10)
+
+
+@contextmanager
+def rows_of(count: int, row_bytes: int) -> Iterator[list[memoryview]]:
+    with Region.private(count, row_bytes) as region:
+        rows = [region.row(index) for index in range(count)]
+        yield rows
+        for row in rows:
+            row.release()
+
+
+def in_a_loop(call: Coroutine[Any, Any, T]) -> T:
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(call)
 
@@ -171,13 +209,19 @@ def main() -> None:
     parser.add_argument("--chunk-sizes-kib", default="128,2048")
     parser.add_argument("--size-mib", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--no-engines", action="store_true", help="Only look-ups and processor time.")
     parser.add_argument("--json")
     given = parser.parse_args()
     before, begun = load(), time.perf_counter()
     with tempfile.TemporaryDirectory(dir=given.directory) as folder, ExitStack() as stack:
         tiers = tiers_on(Path(folder), stack, given.tiers)
-        rows = list(rates(tiers, given))
+        rows = [] if given.no_engines else list(rates(tiers, given))
         waits = {name: in_a_loop(asked(table)) for name, table in tiers.items()}
+        costs = [
+            (name, kib, in_a_loop(spent(table, int(kib) << 10, given)))
+            for kib in given.chunk_sizes_kib.split(",")
+            for name, table in tiers.items()
+        ]
     figures = Figures(
         command="remote_tiers",
         machine=this_machine(before, given.directory),
@@ -188,6 +232,9 @@ def main() -> None:
     for name, taken in waits.items():
         spread = f"{min(taken):.2f} to {max(taken):.2f}"
         print(f"{name:24} {ASKED_KEYS:,} keys in {statistics.median(taken):8.2f} ms ({spread})")
+    for name, kib, cost in costs:
+        told = ", ".join(f"{what} {ms:.1f} ms" for what, ms in cost.items())
+        print(f"{name:24} {kib:>5} KiB, processor time for {given.size_mib} MiB: {told}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,16 @@
-"""kvtier's redis tier beside LMCache's Redis connectors (0.5.6), on one server.
+"""kvtier's redis and mooncake tiers beside LMCache's connectors (0.5.6), on one server.
 
     PYTHONPATH=.:backends PEERS/lmcache/bin/python -m tests.benchmarks.peers.lmcache_remote redis
+    PYTHONPATH=.:backends PEERS/lmcache/bin/python -m tests.benchmarks.peers.lmcache_remote mooncake
 
-Batches of 32 chunks, one after the other, in turn, on a server of its own. Each side is used as its engine uses it: a
+Batches of 32 chunks, one after the other, in turn, on a server of their own. Each side is used as its engine uses it: a
 tier of kvtier's by calls with rows of one region; a connector through LMCache's `RemoteBackend`, which takes memory
-objects of its local backend's allocator for a put, and allocates them for a get. All settings are defaults: four
-threads each way in kvtier, eight in LMCache's native client. kvtier seals and verifies every chunk; LMCache has no
-checksum. The figure is kvtier's, the limit LMCache's: above 1, kvtier is faster.
+objects of its local backend's allocator for a put, and allocates them for a get. Settings are defaults: four threads
+each way in kvtier's redis tier (`--lanes`), eight in LMCache's native client. kvtier seals and verifies every chunk;
+LMCache has no checksum. The figure is kvtier's, the limit LMCache's: above 1, kvtier is faster, or takes less of the
+processor. Processor time is the client's, of all its threads; other programs on the machine change it least.
+
+For Mooncake, its libraries must be found, as `make test-remote` has them: LD_LIBRARY_PATH.
 """
 
 import argparse
@@ -49,9 +53,11 @@ from kvtier.tools.bench.figures import (
 from kvtier.tools.bench.memory import rate_of
 from kvtier.tools.outputs import write_json
 from tests.benchmarks.peers.side_by_side import new_keys
+from tests.mooncake.pools import Pool
 from tests.redis.servers import RedisServer
 
 END_S = 60.0
+OWNER_BYTES = 6 << 30
 TOKENS = 16  # In a chunk: LMCache has a shape for its bytes.
 
 
@@ -186,7 +192,18 @@ def sides_of(name: str, remote: Remote, chunks: Sequence[bytes]) -> list[Side]:
     return [
         Side(f"get {name}", rate_of(lambda: remote.load(kept), moved_bytes)),
         Side(f"put {name}", rate_of(lambda: remote.store(new), moved_bytes), prepare),
+        Side(f"get, processor {name}", processor_ms(lambda: remote.load(kept))),
+        Side(f"put, processor {name}", processor_ms(lambda: remote.store(new)), prepare),
     ]
+
+
+def processor_ms(work: Callable[[], None]) -> Callable[[], float]:
+    def measure() -> float:
+        begun = time.process_time()
+        work()
+        return 1e3 * (time.process_time() - begun)
+
+    return measure
 
 
 def compare(
@@ -204,13 +221,14 @@ def compare(
             forget = forgetting()
             measured = interleaved([side._replace(tidy=forget) for side in sides], given.rounds)
         for peer in peers:
-            for way in ("get", "put"):
-                pair = Pair(way, chunk_bytes, {"batch": given.batch}, "MB/s", f"{way} {ours}", f"{way} {peer}", peer)
+            for way, unit in (("get", "MB/s"), ("put", "MB/s"), ("get, processor", "ms"), ("put, processor", "ms")):
+                pair = Pair(way, chunk_bytes, {"batch": given.batch}, unit, f"{way} {ours}", f"{way} {peer}", peer)
                 yield row_of(pair, measured)
 
 
 def compare_redis(given: Any, folder: str) -> Iterator[Row]:
     server = RedisServer(Path(folder)).start()
+    lanes = {"load_lanes": given.lanes, "store_lanes": given.lanes}
 
     def forgetting() -> Callable[[], None]:
         """Return what deletes all that is stored from now on."""
@@ -225,7 +243,7 @@ def compare_redis(given: Any, folder: str) -> Iterator[Row]:
         return forget
 
     opened: dict[str, Callable[[Sequence[bytes]], Remote]] = {
-        "kvtier": lambda chunks: Tier("redis", {"servers": [server.address]}, chunks),
+        "kvtier": lambda chunks: Tier("redis", {"servers": [server.address], **lanes}, chunks),
         "LMCache resp:// (C++)": lambda chunks: Connector(f"resp://{server.address}", chunks, save_chunk_meta=False),
         "LMCache redis:// (redis-py)": lambda chunks: Connector(f"redis://{server.address}", chunks),
     }
@@ -235,17 +253,45 @@ def compare_redis(given: Any, folder: str) -> Iterator[Row]:
         server.kill()
 
 
+def compare_mooncake(given: Any, folder: str) -> Iterator[Row]:
+    """Compare on one pool. What was put stays: it has room for all."""
+    pool = Pool(Path(folder), lease_s=60)  # Or a get on a busy machine outlives its lease.
+    pool.add_owner(OWNER_BYTES)
+    setup = {  # By the names that this Mooncake reads: LMCache hands on whatever begins with `mooncake_`.
+        "mooncake_local_hostname": "127.0.0.1",
+        "mooncake_metadata_server": "P2PHANDSHAKE",
+        "mooncake_master_server_addr": pool.address,
+        "mooncake_global_segment_size": 0,
+        "mooncake_local_buffer_size": 256 << 20,
+        "transfer_timeout": int(END_S),
+    }
+    url = f"mooncakestore://{pool.address}"
+    opened: dict[str, Callable[[Sequence[bytes]], Remote]] = {
+        "kvtier": lambda chunks: Tier("mooncake", {"master": pool.address, "timeout_s": END_S}, chunks),
+        "LMCache, zero-copy": lambda chunks: Connector(url, chunks, save_chunk_meta=False, **setup),
+        "LMCache, as it comes": lambda chunks: Connector(url, chunks, **setup),
+    }
+    try:
+        yield from compare(opened, lambda: lambda: None, given)
+    finally:
+        pool.close()
+
+
+COMPARED = {"redis": compare_redis, "mooncake": compare_mooncake}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("service", choices=["redis"])
+    parser.add_argument("service", choices=COMPARED)
     parser.add_argument("--chunk-sizes-kib", default="128,2048")
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--lanes", type=int, default=4, help="kvtier's threads each way, with Redis.")
     parser.add_argument("--json")
     given = parser.parse_args()
     before, begun = load(), time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="kvtier-peers-") as folder:
-        rows = list(compare_redis(given, folder))
+        rows = list(COMPARED[given.service](given, folder))
     machine = this_machine(before)
     figures = Figures(
         command=f"peers lmcache_remote {given.service}", machine=machine, seconds=time.perf_counter() - begun, rows=rows
