@@ -5,7 +5,7 @@ SHELL := bash
 MAKEFLAGS += --no-builtin-rules
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-remote test-vllm crash lint types docs simulate soak disksoak bench bench-compare clean
+.PHONY: help setup demo test test-all test-remote test-nfs test-vllm crash lint types docs simulate soak disksoak bench bench-compare clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,6 +18,7 @@ REMOTE_BIN := $(REMOTE_VENV)/bin
 REMOTE_INSTALLED := $(REMOTE_VENV)/.installed
 REMOTE_LIBS := $(subst $() ,:,$(foreach folder,usr/lib lib,$(CURDIR)/$(REMOTE_VENV)/debian/$(folder)/$(shell uname -m)-linux-gnu))
 VLLM_033 := $(VLLM_VENV)/vllm-0.33.0
+NFS_PROGRAMS := .venv-nfs
 DEMO := demo
 SEEDS := 10000
 OPERATIONS := 600
@@ -80,6 +81,9 @@ $(REMOTE_INSTALLED): pyproject.toml .constraints-remote.txt
 	for package in $(REMOTE_VENV)/debian/packages/*.deb; do test ! -e $$package || dpkg -x $$package $(REMOTE_VENV)/debian; done
 	touch $@
 
+test-nfs: $(INSTALLED)  ## run the tests with two machines on a file server; root and Debian's packages; NFS_SOAK_S=600 for ten minutes at one capacity
+	KVTIER_NFS_SOAK_S=$(or $(NFS_SOAK_S),30) tests/nfs/run $(CURDIR)/$(BIN)/python $(NFS_PROGRAMS) $(NFS_ARGUMENTS)
+
 test-vllm: $(VLLM_INSTALLED) $(VLLM_033)/.unpacked $(REMOTE_INSTALLED)  ## run the tests inside vLLM, in an environment of its own; takes a quarter of an hour
 	VLLM_033=$(CURDIR)/$(VLLM_033) LD_LIBRARY_PATH=$(REMOTE_LIBS) $(VLLM_BIN)/pytest -o addopts="--import-mode=importlib --strict-markers --strict-config -ra" tests/vllm
 
@@ -137,5 +141,5 @@ disksoak: $(INSTALLED)  ## fill DIR, a directory that is emptied, for SOAK_S sec
 	KVTIER_SOAK_S=$(or $(SOAK_S),600) KVTIER_SOAK_REQUESTS=3000 $(BIN)/pytest -s tests/fs/promises/test_soak.py --basetemp=$(or $(DIR),$(DEMO)/soak)
 
 clean:  ## remove everything that these commands made
-	rm -rf $(VENV) $(REMOTE_VENV) $(VLLM_VENV) $(DEMO) site dist .benchmarks .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(REMOTE_VENV) $(NFS_PROGRAMS) $(VLLM_VENV) $(DEMO) site dist .benchmarks .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find kvtier backends tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -94,7 +94,7 @@ class FileMapper:
     def __init__(self, namespace: Namespace, naming: NamingKind = "vllm") -> None:
         """Work out everything that does not depend on the key. A tier may choose `flat` names for its files."""
         self.namespace = namespace
-        self.naming = naming
+        self.naming: NamingKind = naming
         self.why = refusal(namespace)
         """The reason why parallel sizes stay apart, for a log; empty where they share."""
         self.parallel_agnostic = not self.why

@@ -178,12 +178,11 @@ class Inbox:
             self._primary.abandon(key, lent=lent)
             if request is not None:
                 request.search.give_up(key)
-            if code not in NOT_TRIED:
-                tier.believe(key, present=False, now=now)
             if code in (Code.MISSING, Code.CORRUPT):
+                tier.believe(key, present=False, now=now)
                 gone.append(key)
-            elif not tier.reports:
-                tier.unsure(key)
+            elif code not in NOT_TRIED:
+                tier.doubt(key, now)
         if gone:
             self._residency.remove(tier, gone)
             self._missed(tier, gone)
@@ -234,8 +233,11 @@ class Inbox:
         for index, key in enumerate(probe.keys):
             if key in tier.asking:
                 if not present:
-                    tier.believe(key, present=False, now=now)
-                elif tier.answered(key, present=bool(present[index]), now=now):
+                    tier.doubt(key, now)
+                elif present[index]:
+                    tier.believe(key, present=True, now=now)
+                elif tier.believe(key, present=False, now=now) or key in tier.doubted:
+                    tier.doubted.pop(key, None)
                     gone.append(key)
         self._missed(tier, gone)
 

@@ -197,7 +197,8 @@ class Tier:
         self.reserved_bytes = 0
         self._present_until: dict[OffloadKey, float] = {}
         self._absent_until: dict[OffloadKey, float] = {}
-        self._unsure: dict[OffloadKey, None] = {}  # Asked for though the tier reports what it holds, or failed to load.
+        self._unsure: dict[OffloadKey, None] = {}  # Asked for even though the tier reports what it holds.
+        self.doubted: dict[OffloadKey, None] = {}  # Present by the last answer; a call about them has failed since.
 
     def admits(self, now: float) -> int:
         """Return how many chunks may be sent to the tier, or from it, now.
@@ -220,25 +221,28 @@ class Tier:
         """Say what the last answer was, however old; what is not remembered counts as absent."""
         return key in self._present_until
 
-    def believe(self, key: OffloadKey, *, present: bool, now: float) -> None:
-        """Remember an answer for as long as answers are believed; it overrides the last one, and one on its way."""
+    def believe(self, key: OffloadKey, *, present: bool, now: float) -> bool:
+        """Remember an answer for as long as answers are believed; it overrides the last one, and one on its way.
+
+        Say whether the last one was the contrary.
+        """
         self.asking.discard(key)
         fresh, stale = self._present_until, self._absent_until
         if not present:
             fresh, stale = stale, fresh
-        stale.pop(key, None)
+        turned = stale.pop(key, None) is not None
         fresh.pop(key, None)  # So that the order of insertion is the order of age.
         fresh[key] = now + self.spec.answer_ttl_s
         if len(fresh) > ANSWERS_MAX:
             del fresh[next(iter(fresh))]
+        return turned
 
-    def answered(self, key: OffloadKey, *, present: bool, now: float) -> bool:
-        """Remember the tier's own answer; say whether it lost the key without a word."""
-        lost = not present and not self.reports and (key in self._present_until or key in self._unsure)
-        if lost:
-            self._unsure.pop(key, None)
-        self.believe(key, present=present, now=now)
-        return lost
+    def doubt(self, key: OffloadKey, now: float) -> None:
+        """Count the key as absent for as long as answers are believed, though the tier has not said so."""
+        if self.believe(key, present=False, now=now):
+            self.doubted[key] = None
+            if len(self.doubted) > ANSWERS_MAX:
+                del self.doubted[next(iter(self.doubted))]
 
     def unsure(self, key: OffloadKey) -> None:
         """Have the key asked for from now on, until it is stored again or known to be gone."""
@@ -249,7 +253,7 @@ class Tier:
     def forget_answers(self, keys: Iterable[OffloadKey]) -> None:
         """Something newer is known of these keys than the last answers, and than those on their way."""
         self.asking.difference_update(keys)
-        for answers in (self._unsure, self._absent_until, self._present_until):
+        for answers in (self._unsure, self.doubted, self._absent_until, self._present_until):
             if answers:  # Most are empty, most of the time.
                 for key in keys:
                     answers.pop(key, None)

@@ -7,6 +7,7 @@ for them.
 import signal
 import subprocess
 import sys
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import pytest
 
 from tests.mooncake.pools import Pool
-from tests.object.servers import ACCESS_KEY, SECRET_KEY, MotoServer
+from tests.object.servers import MotoServer
 from tests.redis.servers import RedisServer
 
 LIMITS = {"deadline_s": 2.0, "breaker_failures": 2, "breaker_cooldown_s": 0.2, "answer_ttl_s": 0.2}
@@ -124,10 +125,13 @@ class Bucket(Remote):
     bucket = "kvtier"
 
     def __init__(self, folder: Path) -> None:
-        self._server = MotoServer(folder).start()
+        credentials = {name: uuid.uuid4().hex for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
+        self._server = MotoServer(folder, credentials).start()
         self._server.client.create_bucket(Bucket=self.bucket)
         self._keys = folder / "credentials"
-        self._keys.write_text(f"[default]\naws_access_key_id = {ACCESS_KEY}\naws_secret_access_key = {SECRET_KEY}\n")
+        self._keys.write_text(
+            "\n".join(["[default]", *(f"{name.lower()} = {key}" for name, key in credentials.items())])
+        )
 
     def options(self) -> Mapping[str, Any]:
         return {

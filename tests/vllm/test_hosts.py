@@ -22,6 +22,7 @@ from tests.vllm.engines import (
     Answer,
     Engine,
     Prompt,
+    fill,
     hits,
     kvtier,
     prompts,
@@ -31,6 +32,7 @@ from tests.vllm.engines import (
 )
 from tests.vllm.peer import Peer
 from tests.vllm.remotes import FAULTS, REMOTES, Remote
+from tests.vllm.test_secondary import behind_vllm
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +83,15 @@ def test_what_one_engine_has_computed_is_a_hit_in_another_one_that_shares_the_se
         there.settle()
         answers = here.answer(asked[2:])
         assert (tokens(answers), hits(answers)) == (expected[2:], [PROMPT_HITS] * 2)
+
+
+def test_a_service_is_shared_behind_vllms_own_manager_too(llama, services):
+    asked, tier = prompts(2, seed=1), services("redis").tier(name="pool")
+    expected, extra = right(llama, asked), behind_vllm(None, backend=tier.pop("type"), **tier)
+    assert fill(llama, extra, asked) == expected
+    with Engine(llama, extra) as engine:
+        answers = engine.answer(asked)
+        assert (tokens(answers), hits(answers)) == (expected, [PROMPT_HITS] * 2)
 
 
 @pytest.mark.parametrize(("name", "fault"), FAULTS)

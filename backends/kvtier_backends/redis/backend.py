@@ -10,6 +10,7 @@ from itertools import chain, zip_longest
 from typing import Any, NamedTuple, Self
 
 from kvtier.backend import (
+    NAMINGS,
     SEAL_BYTES,
     Abandoned,
     Backend,
@@ -40,6 +41,7 @@ from kvtier_backends.redis.work import Loads, Questions, Stores, Work, exchange
 ASK_LANES = 3  # For what is small: it never queues behind rows. One of them may be asking where servers are.
 VALUE_BYTES_MAX = 512 << 20  # As servers are shipped (proto-max-bulk-len).
 PART_BYTES_MIN = 4 << 20  # Of what one lane moves of a call: less is over before another thread has begun.
+STORE_WINDOW_PART = 2  # Of the window, for stores: what a server cannot read at once is cold when it does.
 REDIRECTS_MAX = 3  # Of one chunk: a cluster whose slots move answers after one or two.
 FINGERPRINT_CHARACTERS = 8  # In names: rows of other layouts have other names.
 
@@ -75,12 +77,14 @@ class RedisBackend(Backend[RedisOptions]):
         """Use `open` instead."""
         self._name = context.name
         self._options = options
-        self._mapper = context.mapper
-        self._prefix = f"{options.prefix}{context.mapper.fingerprint.hex()[:FINGERPRINT_CHARACTERS]}/"
-        self._braces = "{" in context.mapper.chunks_folder
+        # Of a name with braces, a cluster looks only between them: every chunk would be on one node.
+        folder = context.mapper.chunks_folder.replace("{", "%7B")
+        self._prefix = f"{options.prefix}{context.mapper.fingerprint.hex()[:FINGERPRINT_CHARACTERS]}/{folder}/"
+        self._name_of = NAMINGS[context.mapper.naming].name
         self._topology = topology
         self._seal = seal
-        self._window = max(1, options.window_bytes // seal.sealed_bytes)
+        self._load_window = max(1, options.window_bytes // seal.sealed_bytes)
+        self._store_window = max(1, options.window_bytes // (STORE_WINDOW_PART * seal.sealed_bytes))
         self._part_chunks = max(1, PART_BYTES_MIN // seal.sealed_bytes)
         self._fit = Fit(context.row_bytes)
         self._counters = RedisCounters()
@@ -134,10 +138,8 @@ class RedisBackend(Backend[RedisOptions]):
         return about
 
     def _names(self, keys: Sequence[OffloadKey]) -> list[bytes]:
-        name, prefix = self._mapper.name, self._prefix
-        if self._braces:  # A cluster would look only between them: every chunk would be on one node.
-            return [(prefix + name(key).replace("{", "%7B")).encode() for key in keys]
-        return [(prefix + name(key)).encode() for key in keys]
+        name_of, prefix = self._name_of, self._prefix
+        return [(prefix + name_of(key)).encode() for key in keys]
 
     async def _probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
         work = await self._ask(b"EXISTS", self._names(keys))
@@ -146,7 +148,7 @@ class RedisBackend(Backend[RedisOptions]):
 
     async def _load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
         names = self._names([read.key for read in reads])
-        work = Loads(names, reads, self._seal, self._window, self._counters)
+        work = Loads(names, reads, self._seal, self._load_window, self._counters)
         await self._move(work, self._lanes.load, self._part_chunks)
         if work.corrupt:
             await self._ask(b"UNLINK", [names[index] for index in work.corrupt], work.ends_at)
@@ -154,7 +156,8 @@ class RedisBackend(Backend[RedisOptions]):
 
     async def _store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
         keys = [write.key for write in writes]
-        work = Stores(self._names(keys), writes, self._seal, self._window, self._options.ttl_s, self._counters)
+        window, ttl_s = self._store_window, self._options.ttl_s
+        work = Stores(self._names(keys), writes, self._seal, window, ttl_s, self._counters)
         await self._move(work, self._lanes.store, self._part_chunks)
         return self._outcomes(work, keys)
 
@@ -179,17 +182,18 @@ class RedisBackend(Backend[RedisOptions]):
             with suppress(TimeoutError):  # Rows are lent: who does not say it in time says it to later calls.
                 async with asyncio.timeout(self._options.connect_timeout_s):
                     await self._lanes.ask.run(self._topology.renew)
-        owners = self._topology.server_of
-        await self._exchange(work, lanes, part_chunks, {index: owners(name) for index, name in enumerate(work.names)})
+        await self._exchange(work, lanes, part_chunks, self._topology.places_of(work.names))
         for _ in range(REDIRECTS_MAX):
             if not work.redirects or not self._topology.cluster:
                 break
             redirects, work.redirects = work.redirects, {}
             self._counters.count("redirected", len(redirects))
             for asking in (False, True):
-                some = {index: to.address for index, to in redirects.items() if to.asking == asking}
-                servers = {index: self._topology.at(address) for index, address in some.items()}
-                await self._exchange(work, lanes, part_chunks, servers, asking=asking)
+                places: defaultdict[Server, list[int]] = defaultdict(list)
+                for index, to in redirects.items():
+                    if to.asking == asking:
+                        places[self._topology.at(to.address)].append(index)
+                await self._exchange(work, lanes, part_chunks, places, asking=asking)
         self._give_up(work)
 
     def _give_up(self, work: Work[Any]) -> None:
@@ -199,17 +203,14 @@ class RedisBackend(Backend[RedisOptions]):
         self._topology.stale = self._topology.stale or work.stale or bool(work.unreachable)
 
     async def _exchange(
-        self, work: Work[Any], lanes: Lanes, part_chunks: int, servers: dict[int, Server], *, asking: bool = False
+        self, work: Work[Any], lanes: Lanes, part_chunks: int, places: dict[Server, list[int]], *, asking: bool = False
     ) -> None:
-        indices: defaultdict[Server, list[int]] = defaultdict(list)
-        for index, server in servers.items():
-            indices[server].append(index)
         by_server: list[list[Callable[[], None]]] = [
             [
                 partial(exchange, server, work, part, self._options.timeout_s, asking=asking)
                 for part in _parts(some, lanes.count, part_chunks)
             ]
-            for server, some in indices.items()
+            for server, some in places.items()
         ]
         in_turn = chain.from_iterable(zip_longest(*by_server))  # One that hangs does not take every lane before others.
         await in_threads(lanes, [call for call in in_turn if call is not None])

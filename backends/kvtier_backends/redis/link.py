@@ -2,12 +2,15 @@
 
 Every library copies: what was read goes into a bytes object first. Here the kernel writes into the row itself, and once
 a call has returned or raised, nobody does: a call that fails closes its connection, so nothing can come late.
+A row is one system call. Python's own time-outs would make it one for each piece that comes, and two more to wait for
+it, so the kernel keeps the time.
 The protocol is RESP2 (https://redis.io/docs/latest/develop/reference/protocol-spec/).
 """
 
 import select
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Sequence
@@ -20,6 +23,9 @@ from kvtier_backends.redis.options import Address
 AHEAD_BYTES = 4_096  # What is read beyond a row's end: its seal, and the next reply's head. It is copied, a row is not.
 PARTS_MAX = 512  # Of one sendmsg; the system takes 1,024.
 END = b"\r\n"
+MICROSECONDS = 1_000_000
+
+_TIMEVAL = struct.Struct("@ll")
 
 Buffer = bytes | bytearray | memoryview
 
@@ -53,6 +59,8 @@ class Link:
         """For whoever uses the link: a buffer that goes with it."""
         self._socket = opened
         self._scatters = not isinstance(opened, ssl.SSLSocket)  # A TLS socket has no sendmsg and no recvmsg_into.
+        if self._scatters:
+            opened.settimeout(None)
         self._bytes = bytearray(AHEAD_BYTES)
         self._ahead = memoryview(self._bytes)
         self._start: int = 0  # Of what was read ahead.
@@ -96,7 +104,7 @@ class Link:
                 left[0] = left[0][sent:]
 
     def _sent(self, parts: list[memoryview]) -> int:
-        self._socket.settimeout(self._time_left())
+        self._limit(socket.SO_SNDTIMEO)
         try:
             return self._socket.sendmsg(parts) if self._scatters else self._socket.send(parts[0])
         except OSError as error:
@@ -132,7 +140,8 @@ class Link:
         """Read a bulk reply's bytes into places, in order, and its end."""
         left = [place for place in (self._taken(place) for place in places) if len(place)]
         while left:
-            got = self._received([*left, self._ahead])  # The buffer ahead is empty, else nothing were left.
+            # The buffer ahead is empty, else nothing were left.
+            got = self._received([*left, self._ahead[: len(END)]], socket.MSG_WAITALL)
             while left and got >= len(left[0]):
                 got -= len(left.pop(0))
             if left:
@@ -165,15 +174,27 @@ class Link:
             raise Lost("the server does not speak Redis's protocol: a reply goes on where it should end")
         self._start += len(END)
 
-    def _received(self, places: list[memoryview]) -> int:
-        self._socket.settimeout(self._time_left())
+    def _received(self, places: list[memoryview], flags: int = 0) -> int:
+        self._limit(socket.SO_RCVTIMEO)
         try:
-            got = self._socket.recvmsg_into(places)[0] if self._scatters else self._socket.recv_into(places[0])
+            if self._scatters:
+                got = self._socket.recvmsg_into(places, 0, flags)[0]
+            else:
+                got = self._socket.recv_into(places[0])
         except OSError as error:
             raise _lost(error) from None
         if not got:
             raise Lost("the server has closed the connection")
         return got
+
+    def _limit(self, option: int) -> None:
+        """Have the next call end in time. Raises `Lost` if time is up."""
+        left = self._time_left()
+        if self._scatters:
+            given = _TIMEVAL.pack(*divmod(max(1, int(left * MICROSECONDS)), MICROSECONDS))  # Zeros: for ever.
+            self._socket.setsockopt(socket.SOL_SOCKET, option, given)
+        else:
+            self._socket.settimeout(left)
 
     def _time_left(self) -> float:
         left = self.ends_at - time.monotonic()
@@ -270,6 +291,6 @@ def _connected_to(family: int, where: Any, ends_at: float) -> socket.socket:
 
 
 def _lost(error: OSError) -> Lost:
-    if isinstance(error, TimeoutError):
+    if isinstance(error, TimeoutError | BlockingIOError):
         return Lost("the server has not answered in time", late=True)
     return Lost(error.strerror or str(error))

@@ -87,7 +87,10 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
     """Threads that store: others than those that load, so that a load never queues behind stores."""
 
     window_bytes: PositiveSize = 8 << 20
-    """What a connection has asked for before the first of it is there; the server holds as much for it."""
+    """What a connection has asked for before the first of it is there, and half of it for stores.
+
+    The server holds as much for it.
+    """
 
     timeout_s: PositiveDuration = 5.0
     """For all that one call asks of all servers: later is a failure, and rows are free again."""

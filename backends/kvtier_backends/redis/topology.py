@@ -10,7 +10,8 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from binascii import crc_hqx
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -43,6 +44,13 @@ class Topology(ABC):
     @abstractmethod
     def server_of(self, name: bytes) -> Server:
         """Return the server that has this name; from memory."""
+
+    def places_of(self, names: Sequence[bytes]) -> dict[Server, list[int]]:
+        """Return which of these names are whose, by their places; from memory."""
+        places: defaultdict[Server, list[int]] = defaultdict(list)
+        for index, name in enumerate(names):
+            places[self.server_of(name)].append(index)
+        return places
 
     def refresh(self) -> None:
         """Ask where servers are now; blocks. Raises `Away` if nobody says."""
@@ -102,9 +110,12 @@ class Listed(Topology):
         addresses = options.addresses()
         self._draws = [(xxh3_64_intdigest(str(address).encode()), self.at(address)) for address in addresses]
 
-    def server_of(self, name: bytes) -> Server:
+    def places_of(self, names: Sequence[bytes]) -> dict[Server, list[int]]:
         if len(self._draws) == 1:
-            return self._draws[0][1]
+            return {self._draws[0][1]: list(range(len(names)))} if names else {}
+        return super().places_of(names)
+
+    def server_of(self, name: bytes) -> Server:
         return max(self._draws, key=lambda draw: xxh3_64_intdigest(name, draw[0]))[1]
 
 

@@ -21,7 +21,7 @@ from kvtier.backend import (
     Write,
 )
 from kvtier_backends.redis.counters import RedisCounters
-from kvtier_backends.redis.link import Buffer, Link, Lost, Refused, refusal_of, request
+from kvtier_backends.redis.link import END, Buffer, Link, Lost, Refused, refusal_of, request
 from kvtier_backends.redis.options import Address
 from kvtier_backends.redis.server import Away, Server
 
@@ -32,6 +32,7 @@ NOT_THE_ONE = frozenset({"READONLY", "MASTERDOWN", "CLUSTERDOWN", "MOVED", "NOAU
 
 ASKING = request(b"ASKING")
 OK = b"+OK"
+SAID = {b":0": False, b":1": True}
 
 A = TypeVar("A")
 
@@ -73,6 +74,12 @@ class Work(ABC, Generic[A]):
     @abstractmethod
     def ask(self, link: Link, index: int, turn: int) -> list[Buffer]:
         """Return a place's request, one of a `gulp`; `turn` counts these from 0."""
+
+    def ask_some(self, link: Link, indices: Sequence[int], *, asking: bool) -> list[Buffer]:
+        """Return the requests of a `gulp` of places."""
+        requests = [self.ask(link, place, turn) for turn, place in enumerate(indices)]
+        parts = [part for parts in requests for part in ((ASKING, *parts) if asking else parts)]
+        return parts if self.has_rows else [b"".join(parts)]
 
     @abstractmethod
     def read(self, link: Link, index: int) -> A:
@@ -214,13 +221,28 @@ class Questions(Work[bool]):
 
     def ask(self, link: Link, index: int, turn: int) -> list[Buffer]:  # noqa: ARG002
         name = self.names[index]
-        return [b"*2\r\n$6\r\n%b\r\n$%d\r\n%b\r\n" % (self._command, len(name), name)]
+        return [self._head(len(name)), name, END]
+
+    def ask_some(self, link: Link, indices: Sequence[int], *, asking: bool) -> list[Buffer]:
+        """Names are mostly of one length: then it is one join, however many there are."""
+        names = [self.names[index] for index in indices]
+        if asking or len(set(map(len, names))) != 1:
+            return super().ask_some(link, indices, asking=asking)
+        head = self._head(len(names[0]))
+        return [head, (END + head).join(names), END]
+
+    def _head(self, name_bytes: int) -> bytes:
+        return b"*2\r\n$6\r\n%b\r\n$%d\r\n" % (self._command, name_bytes)
 
     def hear_some(self, link: Link, indices: Sequence[int], *, asking: bool) -> int:
         """As many as have come: there may be thousands, of four bytes each."""
         if asking:
             return super().hear_some(link, indices, asking=asking)
         heads = link.heads(len(indices))
+        said = [one for one in map(SAID.get, heads) if one is not None]
+        if len(said) == len(heads):
+            self.answers.update(zip(indices, said, strict=False))
+            return len(heads)
         for index, head in zip(indices, heads, strict=False):
             if head[:1] == b"-":
                 self._note(link, index, refusal_of(head))
@@ -278,9 +300,7 @@ def _converse(link: Link, work: Work[A], indices: Sequence[int], *, asking: bool
     while heard < len(indices):
         while sent < len(indices) and sent - heard <= work.window - work.gulp:
             some = indices[sent : sent + work.gulp]
-            requests = [work.ask(link, place, turn) for turn, place in enumerate(some)]
-            parts = [part for parts in requests for part in ((ASKING, *parts) if asking else parts)]
-            link.send(parts if work.has_rows else [b"".join(parts)])
+            link.send(work.ask_some(link, some, asking=asking))
             sent += len(some)
         heard += work.hear_some(link, indices[heard:sent], asking=asking)
 

@@ -106,17 +106,18 @@ class Drive:
         """Have every chunk come from the tier, doing something between the steps."""
         manager = self.manager
         parts = [self.kept[start : start + KEYS_A_REQUEST] for start in range(0, self.chunks, KEYS_A_REQUEST)]
-        requests = [self._begin() for _ in parts]
-        for keys, request in zip(parts, requests, strict=True):
-            if any(manager.lookup(key, request) is LookupResult.MISS for key in keys):
+        asked = [(keys, self._begin()) for keys in parts]
+        while True:  # Twice; once more where the tier has to be asked first, as its answer has grown old.
+            results = {manager.lookup(key, request) for keys, request in asked for key in keys}
+            if LookupResult.MISS in results:
                 raise self._gone()
-        manager.end_step()
-        while manager.has_pending_work():
-            between(self)
+            if results == {LookupResult.HIT}:
+                break
             manager.end_step()
-        for keys, request in zip(parts, requests, strict=True):
-            if any(manager.lookup(key, request) is not LookupResult.HIT for key in keys):
-                raise self._gone()
+            while manager.has_pending_work():
+                between(self)
+                manager.end_step()
+        for _, request in asked:
             manager.on_request_finished(request)
         manager.end_step()
 

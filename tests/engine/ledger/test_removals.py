@@ -58,10 +58,25 @@ def test_an_answer_after_a_load_that_failed_removes_what_is_gone(silent):
     assert removals(silent) == ["a"]
 
 
-def test_no_answer_removes_nothing(silent):
+def test_no_answer_removes_nothing_and_the_next_one_does(silent):
     silent.step(11.0)
     silent.lookup("a")
     silent.answer(*silent.step(), None)
+    assert removals(silent) == []
+    silent.step(11.0)
+    silent.lookup("a")
+    silent.answer(*silent.step(), False)
+    assert removals(silent) == ["a"]
+
+
+def test_a_chunk_that_is_there_after_all_is_not_removed_for_a_failure_before(silent):
+    silent.lookup("a")
+    (load,) = silent.step()
+    silent.fail(load, Code.UNAVAILABLE)
+    silent.step(11.0)
+    silent.lookup("a")
+    silent.answer(*silent.step(), True)
+    silent.finish_all(silent.step())
     assert removals(silent) == []
 
 
@@ -70,6 +85,9 @@ def test_a_deletion_removes_what_was_deleted(silent):
     (delete,) = silent.step()
     silent.finish(delete, {1: Code.FAILED})
     assert removals(silent) == ["a"]
+    silent.lookup("a")
+    silent.answer(*silent.step(), False)
+    assert removals(silent) == []  # It was said.
 
 
 def test_a_tier_that_reports_is_not_spoken_for(bench):

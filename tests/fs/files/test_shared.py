@@ -105,10 +105,17 @@ async def test_each_sees_what_the_others_store_and_delete(open_tier, lender: Len
     await report.aclose()
 
 
-async def test_what_another_has_used_is_spared(open_tier, lender: Lender, path_of) -> None:
-    capacity_bytes = 24 * (8_192 + 4_096 + 16_384)
+@pytest.mark.parametrize("remembers", [False, True])
+async def test_what_another_has_used_is_spared(
+    open_tier, lender: Lender, path_of, monkeypatch: pytest.MonkeyPatch, remembers: bool
+) -> None:
+    """Also if this machine remembers a file as it was, as a client of a file server does."""
+    capacity_bytes, asked, known = 24 * (8_192 + 4_096 + 16_384), os.stat, dict[str, os.stat_result]()
+    if remembers:
+        monkeypatch.setattr(os, "stat", lambda path, **how: known.setdefault(str(path), asked(path, **how)))
     one = await open_tier(shared=True, capacity_bytes=capacity_bytes)
     await lender.keep(one, keys_of(4))
+    assert all(await one.probe(keys_of(4)))
     later_s = time.time() + 120
     os.utime(path_of(keys_of(1)[0]), (later_s, later_s))  # As another does that has used it.
     for start in range(100, 144, 4):

@@ -217,6 +217,19 @@ def test_what_cannot_be_measured_is_refused_in_one_line(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_tier_whose_answers_have_grown_old_by_its_turn_is_asked_again(
+    tmp_path: Path, measured: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtier.tools.bench.whole.WAITS", 3)
+    monkeypatch.setattr("kvtier.tools.bench.whole.STEPS", 3)
+    config = tmp_path / "engine.toml"
+    config.write_text(
+        'cpu_bytes_to_use = "4MiB"\nchunk_bytes = "8KiB"\nrunner = "thread"\n'
+        '[[secondary_tiers]]\ntype = "dummy"\nshared = true\nlatency_s = "10ms"\nlimits = { answer_ttl_s = "5ms" }\n'
+    )
+    assert "load" in operations(measured("tiers", config, "--size", "256KiB", "--rounds", 1))
+
+
 def test_an_engine_without_tiers_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "engine.toml"
     config.write_text('cpu_bytes_to_use = "1MiB"\nchunk_bytes = "4KiB"\n')

@@ -194,8 +194,19 @@ class ChunkFiles:
         return status and status.st_size
 
     def look(self, key: OffloadKey) -> "Found | None":
-        """Return what a chunk's file takes, and when it was used; None if there is none."""
-        status = self._stat(key)
+        """Return what a chunk's file takes, and when it was used; None if there is none.
+
+        Opening asks a file server, whatever this machine remembers of the file; looking by name need not.
+        """
+        try:
+            fd = os.open(self._mapper.name(key), os.O_RDONLY | NO_LINK, dir_fd=self._root)
+        except OSError:
+            status = self._stat(key)
+        else:
+            try:
+                status = os.fstat(fd)
+            finally:
+                os.close(fd)
         return status and Found(self._disk.taken_bytes(status), status.st_mtime_ns, status.st_size)
 
     def _stat(self, key: OffloadKey) -> os.stat_result | None:

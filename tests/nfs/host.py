@@ -1,0 +1,206 @@
+"""The program of a guest: it does with tiers and engines what a test says, a JSON line at a time.
+
+Arguments: the address and port of who commands it. A command is `[number, method, arguments, more]`, an answer
+`[number, result, error]`.
+"""
+
+import asyncio
+import fcntl
+import gc
+import json
+import os
+import random
+import struct
+import subprocess
+import sys
+import time
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.errors import BackendUnavailable
+from kvtier.testing.conformance import Lender, tier_context
+from kvtier.testing.conformance.lender import key_of, keys_of, label
+from kvtier_backends.fs import FsBackend, FsOptions
+from tests.engine.kit import at_rest, describe, found, ledger_in, put
+
+FOLDER = "/dev/shm"  # The guest's own memory.
+WORKERS = 4
+BATCH_CHUNKS_MAX = 12
+PAGE_LOCK = 4_096  # The byte of the shared page's file that is locked for a change.
+PAUSE_S = 0.2  # After a call that found nobody to answer.
+
+
+def mounted_at(name: str) -> str:
+    return f"{FOLDER}/{name}"
+
+
+def kind(outcome: object) -> str:
+    return "whole" if outcome is None else type(outcome).__name__
+
+
+class Host:
+    """What a guest can be told to do."""
+
+    def __init__(self) -> None:
+        self._tiers: dict[str, FsBackend] = {}
+        self._lenders: dict[str, Lender] = {}
+        self._engines: dict[str, TieringOffloadingManager] = {}
+        self._held: list[int] = []
+
+    async def mount(self, name: str, source: str, options: str) -> None:
+        Path(mounted_at(name)).mkdir(exist_ok=True)
+        command = ["mount.nfs4", source, mounted_at(name), "-o", options]
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+
+    async def unmount(self, name: str) -> None:
+        await asyncio.to_thread(subprocess.run, ["umount", "-f", "-l", mounted_at(name)], check=False)
+
+    async def open(self, name: str, mount: str, folder: str, row_bytes: int, **options: Any) -> None:
+        root = f"{mounted_at(mount)}/{folder}"
+        self._tiers[name] = await FsBackend.open(FsOptions(root=root, **options), tier_context(row_bytes))
+        self._lenders[name] = Lender(row_bytes)
+
+    async def close(self, name: str, deadline_s: float = 20.0) -> int:
+        """Close a tier; return how many transfers it has left."""
+        self._lenders.pop(name)
+        return (await self._tiers.pop(name).aclose(deadline_s)).transfers
+
+    async def store(self, name: str, first: int, count: int) -> dict[str, int]:
+        """Store chunks by their numbers; count the outcomes."""
+        writes = self._lender(name).writes(keys_of(count, first))
+        return Counter(map(kind, await self._tiers[name].store(writes)))
+
+    async def load(self, name: str, first: int, count: int) -> dict[str, int]:
+        """Load chunks by their numbers; count the outcomes: `whole`, `wrong`, or what the error is."""
+        lender, keys = self._lender(name), keys_of(count, first)
+        return await self._load(self._tiers[name], lender, keys)
+
+    async def probe(self, name: str, first: int, count: int) -> int:
+        """Say how many of the chunks are there."""
+        return sum(await self._tiers[name].probe(keys_of(count, first)))
+
+    async def counters(self, name: str) -> dict[str, int]:
+        return self._tiers[name].counts()
+
+    async def page(self, name: str) -> tuple[int, int] | None:
+        """Say what the shared page has as used and as promised; None: nobody knows."""
+        page = self._tiers[name]._tier.root.shared_page
+        assert page is not None
+        return await asyncio.to_thread(page.taken)
+
+    async def write_uses(self, name: str) -> None:
+        """Have the times of chunks that were used be written down, as is done every ten seconds."""
+        await self._tiers[name]._layout._eviction.stamps.write()  # type: ignore[attr-defined]
+
+    async def hold_page(self, mount: str, path: str) -> None:
+        """Take the lock of a shared page, and keep it."""
+        self._held.append(os.open(f"{mounted_at(mount)}/{path}", os.O_RDWR))
+        wanted = struct.pack("hhqqi0q", fcntl.F_WRLCK, os.SEEK_SET, PAGE_LOCK, 1, 0)
+        await asyncio.to_thread(fcntl.fcntl, self._held[-1], fcntl.F_OFD_SETLKW, wanted)
+
+    async def work(self, name: str, seconds: float, keys: int, seed: str) -> dict[str, int]:
+        """Store, load and delete chunks of so many keys for so long; count what came, and time the slowest calls."""
+        done = Counter[str]()
+        async with asyncio.TaskGroup() as group:
+            for worker in range(WORKERS):
+                group.create_task(self._work(name, seconds, keys, random.Random(f"{seed}/{worker}"), done))
+        return done
+
+    async def _work(self, name: str, seconds: float, keys: int, dice: random.Random, done: Counter[str]) -> None:
+        tier, ends_at = self._tiers[name], time.monotonic() + seconds
+        while (begun := time.monotonic()) < ends_at:
+            first, action = dice.randrange(keys), dice.random()
+            batch = [key_of((first + place) % keys) for place in range(dice.randint(1, BATCH_CHUNKS_MAX))]
+            what = "store" if action < 0.5 else "load" if action < 0.95 else "delete"
+            lender = Lender(self._lenders[name].chunk_bytes)
+            try:
+                if what == "store":
+                    counted = Counter(map(kind, await tier.store(lender.writes(batch))))
+                elif what == "load":
+                    counted = await self._load(tier, lender, batch)
+                else:
+                    counted = Counter({"calls": 1})
+                    await tier.delete(batch[:2])
+            except BackendUnavailable as error:
+                counted = Counter({"away": 1})
+                done[f"{what}: {error}"] += 1
+                await asyncio.sleep(PAUSE_S)
+            done.update({f"{what}_{each}": times for each, times in counted.items()})
+            done[f"{what}_ms"] = max(done[f"{what}_ms"], int((time.monotonic() - begun) * 1_000))
+
+    async def _load(self, tier: FsBackend, lender: Lender, keys: list[Any]) -> Counter[str]:
+        for key in keys:
+            lender.chunk(key)
+        reads = lender.reads(keys)
+        told = lender.told(reads, await tier.load(reads))
+        return Counter(
+            "whole" if one == label(key) else "wrong" if " " in one else one
+            for key, one in zip(keys, told, strict=True)
+        )
+
+    async def open_engine(self, name: str, mount: str, folder: str, rows: int, *, runner: str, **fields: Any) -> None:
+        """Open an engine with one tier: `tier` has what is said of it, the other fields are the engine's."""
+        tier = {"type": "fs", "root": f"{mounted_at(mount)}/{folder}", **fields.pop("tier")}
+        self._engines[name] = await TieringOffloadingManager.open(describe(rows, tier, runner=runner, **fields))
+
+    async def put(self, name: str, first: int, count: int) -> int:
+        return await put(self._engines[name], range(first, first + count))
+
+    async def found(self, name: str, first: int, count: int) -> int:
+        """Fetch, hold every byte against what was put, and return how many leading chunks came."""
+        return await found(self._engines[name], range(first, first + count))
+
+    async def is_at_rest(self, name: str) -> bool:
+        """Wait for what is under way, and say whether nothing was left, nor any row lent."""
+        return await at_rest(self._engines[name])
+
+    async def reset(self, name: str) -> bool:
+        """Empty the primary."""
+        return await self._engines[name].reset()
+
+    async def state(self, name: str) -> dict[str, Any]:
+        """Say how many rows are quarantined, how the breaker is, and how often the runner was replaced."""
+        engine = self._engines[name]
+        engine.steps.end_step()
+        ledger = ledger_in(engine)
+        return {
+            "quarantined": len(ledger.primary.quarantined),
+            "breaker": ledger.tiers[0].breaker.state.name,
+            "runners_lost": engine.steps.runners_lost,
+        }
+
+    async def close_engine(self, name: str, deadline_s: float = 20.0) -> int:
+        """Close an engine; return how many transfers it has left."""
+        return await self._engines.pop(name).aclose(deadline_s)
+
+    def _lender(self, name: str) -> Lender:
+        """Have rows of earlier calls go, as far as nobody has them."""
+        gc.collect()
+        self._lenders[name].take_back()
+        return self._lenders[name]
+
+
+async def answer(host: Host, line: bytes, writer: asyncio.StreamWriter) -> None:
+    number, method, arguments, more = json.loads(line)
+    try:
+        told = number, await getattr(host, method)(*arguments, **more), None
+    except Exception:  # noqa: BLE001  # The test that has called is to see it.
+        told = number, None, traceback.format_exc()
+    writer.write(json.dumps(told).encode() + b"\n")
+
+
+async def main(address: str, port: str) -> None:
+    reader, writer = await asyncio.open_connection(address, int(port))
+    host, tasks = Host(), set[asyncio.Task[None]]()
+    while line := await reader.readline():
+        task = asyncio.create_task(answer(host, line, writer))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(*sys.argv[1:]))

@@ -1,0 +1,211 @@
+"""A file server and guests that mount it: real kernels' NFS clients on a bridge, in a network namespace of their own."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import Future
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+PATIENCE_S = 120.0  # For what must happen: two guests share a machine with others.
+REPOSITORY = Path(__file__).parents[2]
+BRIDGE = "kvbr0"
+SERVER = "10.213.77.1"
+NFS_PORT = 20_490
+LEASE_S = 10  # A client that is silent for so long loses its locks.
+GUEST_MEMORY = "640M"
+
+CONFIG = """
+NFS_CORE_PARAM {{
+    Protocols = 4; NFS_Port = {port}; Bind_addr = {server}; Plugins_Dir = {plugins}; mount_path_pseudo = true;
+    Enable_NLM = false; Enable_RQUOTA = false; Enable_UDP = false;
+}}
+NFSv4 {{
+    Lease_Lifetime = {lease_s}; Grace_Period = {grace_s}; Graceless = {graceless}; RecoveryBackend = fs;
+    Minor_Versions = 1, 2; Delegations = false;
+    Only_Numeric_Owners = true; UseGetpwnam = true; DomainName = kvtier;
+}}
+EXPORT {{
+    Export_Id = 1; Path = {export}; Pseudo = /kv; Access_Type = RW; Squash = No_Root_Squash; Sectype = sys;
+    Protocols = 4; Transports = TCP; FSAL {{ Name = VFS; }}
+}}
+LOG {{ Default_Log_Level = EVENT; }}
+"""
+
+
+def run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True)
+
+
+class Network:
+    """A bridge with the server's address; it goes with the namespace."""
+
+    def __init__(self) -> None:
+        run("ip", "link", "add", BRIDGE, "type", "bridge")
+        run("ip", "addr", "add", f"{SERVER}/29", "dev", BRIDGE)
+        run("ip", "link", "set", BRIDGE, "up")
+
+    def tap(self, name: str) -> None:
+        """Add a plug for one guest."""
+        run("ip", "tuntap", "add", "dev", name, "mode", "tap")
+        run("ip", "link", "set", name, "master", BRIDGE, "up")
+
+
+class FileServer:
+    """An NFS server over a folder; its clients' locks are reclaimed after a restart, unless it is `graceless`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.export = folder / "export"
+        self.export.mkdir()
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *, graceless: bool = False) -> None:
+        """Start, and return when clients are answered."""
+        program = shutil.which("ganesha.nfsd")
+        assert program, "ganesha.nfsd is not on the path"
+        plugins = Path(program).parents[1] / "lib" / "x86_64-linux-gnu" / "ganesha"
+        config = self._folder / "ganesha.conf"
+        config.write_text(
+            CONFIG.format(
+                port=NFS_PORT,
+                server=SERVER,
+                plugins=plugins,
+                export=self.export,
+                lease_s=LEASE_S,
+                grace_s=2 * LEASE_S,
+                graceless="true" if graceless else "false",
+            )
+        )
+        self._process = subprocess.Popen(
+            [program, "-F", "-f", str(config), "-L", str(self._folder / "ganesha.log"), "-p", "/run/ganesha.pid"]
+        )
+        for _ in range(int(PATIENCE_S / 0.05)):
+            assert self._process.poll() is None, (self._folder / "ganesha.log").read_text()
+            with socket.socket() as asked:
+                asked.settimeout(0.05)
+                if asked.connect_ex((SERVER, NFS_PORT)) == 0:
+                    return
+                threading.Event().wait(0.05)
+        raise TimeoutError("the file server does not answer")
+
+    def signal(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def go_on(self) -> None:
+        """Have it run, whatever has become of it."""
+        if self._process is None:
+            self.start()
+        else:
+            self.signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Kill it, stopped or not. Idempotent."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+class GuestError(Exception):
+    """What a call in a guest has raised."""
+
+
+class Guest:
+    """A machine that runs `host.py`. Calls are answered in any order; a call that hangs holds up no other."""
+
+    def __init__(self, number: int, network: Network, folder: Path) -> None:
+        """Give it a plug, and the address `number` places after the server's."""
+        self.name = f"host{number}"
+        self._tap = f"kvt{number}"
+        self._number = number
+        self._log = folder / f"{self.name}.log"
+        network.tap(self._tap)
+        self._listening = socket.create_server((SERVER, 0))
+        self._listening.settimeout(PATIENCE_S)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def boot(self) -> None:
+        """Start it, and wait until it takes calls."""
+        self._calls: dict[int, Future[Any]] = {}
+        self._numbers = count()
+        words = {
+            "NAME": self.name,
+            "ADDRESS": SERVER.removesuffix("1") + str(1 + self._number),
+            "SERVER": SERVER,
+            "PORT": str(self._listening.getsockname()[1]),
+            "PYTHON": sys.executable,
+            "REPOSITORY": str(REPOSITORY),
+            "PROGRAMS": os.environ["KVTIER_NFS_PROGRAMS"],
+            "PATH": os.environ["PATH"],
+            "LIBS": os.environ["LD_LIBRARY_PATH"],
+        }
+        program = shutil.which("linux.uml")
+        assert program, "linux.uml is not on the path"
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [
+                    program,
+                    f"mem={GUEST_MEMORY}",
+                    *("rootfstype=hostfs", "rootflags=/", "rw", f"init={REPOSITORY}/tests/nfs/guest_init"),
+                    f"vec0:transport=tap,ifname={self._tap},depth=128,gro=1",
+                    *("con=null", "con0=null,fd:1", "quiet"),
+                    *(f"KV_{name}={word}" for name, word in words.items()),
+                ],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            connection, _ = self._listening.accept()
+        except TimeoutError:
+            self.kill()
+            raise AssertionError(f"{self.name} does not boot: {self.log()}") from None
+        self._connection = connection
+        threading.Thread(target=self._hear, args=(connection, self._calls), daemon=True).start()
+
+    def log(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def begin(self, method: str, *arguments: Any, **more: Any) -> Future[Any]:
+        """Start a call of a method of `Host`."""
+        number, answer = next(self._numbers), Future[Any]()
+        self._calls[number] = answer
+        self._connection.sendall(json.dumps([number, method, arguments, more]).encode() + b"\n")
+        return answer
+
+    def call(self, method: str, *arguments: Any, **more: Any) -> Any:
+        """Call a method of `Host`, and wait for the answer."""
+        try:
+            return self.begin(method, *arguments, **more).result(PATIENCE_S)
+        except TimeoutError:
+            raise AssertionError(f"{self.name} does not answer {method}: {self.log()}") from None
+
+    def cut_off(self, *, cut: bool = True) -> None:
+        """Take it off the network, or put it there again."""
+        run("ip", "link", "set", self._tap, "down" if cut else "up")
+
+    def kill(self) -> None:
+        """Kill it as a power cut does: nobody hears of it. Idempotent."""
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None
+
+    def _hear(self, connection: socket.socket, calls: dict[int, Future[Any]]) -> None:
+        try:
+            with connection, connection.makefile("rb") as answers:
+                for line in answers:
+                    number, result, error = json.loads(line)
+                    answer = calls.pop(number)
+                    answer.set_result(result) if error is None else answer.set_exception(GuestError(error))
+        except OSError:
+            return  # It was killed.
