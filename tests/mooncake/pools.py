@@ -1,22 +1,16 @@
 """A real pool on free ports of this machine: a master, and owners whose memory it is."""
 
-import ctypes
 import importlib.util
-import os
-import signal
 import socket
-import subprocess
-import time
 import urllib.request
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-PATIENCE_S = 60.0
-OWNER_BYTES = 256 << 20
-PR_SET_PDEATHSIG = 1
+from tests.remote.servers import PATIENCE_S, ServerProcess, free_port, until
 
-_libc = ctypes.CDLL(None)
+__all__ = ["PATIENCE_S", "Pool", "Program", "folder", "free_port", "until"]
+
+OWNER_BYTES = 256 << 20
 
 
 def folder() -> Path:
@@ -27,51 +21,11 @@ def folder() -> Path:
     return Path(found.submodule_search_locations[0])
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
-
-
-def until(condition: Callable[[], object]) -> None:
-    """Wait for a thing that has no event."""
-    ends_at = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < ends_at, "it has not happened"
-        time.sleep(0.01)
-
-
-def _end_with_us() -> None:
-    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-class Program:
-    """One process, which ends with this one, however that ends."""
+class Program(ServerProcess):
+    """One of Mooncake's programs."""
 
     def __init__(self, log: Path, *command: object, **environment: str) -> None:
-        with open(log, "ab") as file:
-            self._process = subprocess.Popen(
-                [str(word) for word in command],
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, **environment},
-                preexec_fn=_end_with_us,
-            )
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def runs(self) -> bool:
-        return self._process.poll() is None
-
-    def signal(self, number: int) -> None:
-        self._process.send_signal(number)
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.wait()
+        super().__init__([str(word) for word in command], log, environment)
 
 
 class Pool:
@@ -132,7 +86,7 @@ class Pool:
             program.kill()
 
     def _listens(self, port: int) -> bool:
-        assert self.master.runs(), (self._place / "master.log").read_text()
+        self.master.check()
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_S):
             return True
         return False

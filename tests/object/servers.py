@@ -1,9 +1,6 @@
 """Real S3 servers on free ports of this machine, and what a test does to a bucket from outside."""
 
-import ctypes
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,13 +9,7 @@ import boto3
 import botocore.config
 from botocore.exceptions import BotoCoreError, ClientError
 
-from tests.redis.servers import PATIENCE_S, free_port, until
-
-PR_SET_PDEATHSIG = 1
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+from tests.remote.servers import PATIENCE_S, ServerProcess, free_port, until
 
 
 class S3Server:
@@ -80,23 +71,17 @@ class MotoServer(S3Server):
     def __init__(self, folder: Path, credentials: Mapping[str, str], port: int | None = None) -> None:
         super().__init__(f"http://127.0.0.1:{port or free_port()}", credentials)
         self._log = folder / f"moto-{self.port}.log"
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ServerProcess | None = None
 
     def start(self) -> "MotoServer":
         program = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
-        with open(self._log, "ab") as log:
-            self._process = subprocess.Popen(
-                program,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                preexec_fn=_end_with_parent,
-            )
+        self._process = ServerProcess(program, self._log)
         until(self._answers)
         return self
 
     def _answers(self) -> bool:
         assert self._process is not None
-        assert self._process.poll() is None, self._log.read_text()
+        self._process.check()
         try:
             self.client.list_buckets()
         except ClientError:  # It wants other credentials: it answers.
@@ -107,10 +92,9 @@ class MotoServer(S3Server):
 
     def signal(self, number: int) -> None:
         assert self._process is not None
-        self._process.send_signal(number)
+        self._process.signal(number)
 
     def kill(self) -> None:
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
             self._process = None

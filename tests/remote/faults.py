@@ -11,11 +11,11 @@ from tests.remote.kit import (
     REST_S,
     at_rest,
     became,
-    configured,
     describe,
     found,
     found_one_by_one,
     keep,
+    opened,
     put,
 )
 from tests.remote.outcomes import IN_THE_STORE, ON_THE_WAY, OUTCOMES, Became, Fault
@@ -37,10 +37,10 @@ class Faults:
         told = OUTCOMES[remote.name][fault]
         if isinstance(why := remote.lacks.get(fault, told), str):
             pytest.skip(f"{remote.name}: {why}")
-        tier = remote.tier(by_proxy=fault in ON_THE_WAY) | {"limits": PATIENT}
+        tier = remote.tier(by_proxy=fault in ON_THE_WAY, quick=fault in remote.waited_for) | {"limits": PATIENT}
         base = uuid.uuid4().int >> 72
         ours, others, more, unknown = (range(base + first, base + first + ROWS) for first in range(0, 4 * 100, 100))
-        async with TieringOffloadingManager.open(configured(describe(ROWS, tier))) as engine:
+        async with await opened(describe(ROWS, tier)) as engine:
             await keep(engine, ours, others)
             with remote.suffers(fault, ours[1::2]):
                 loads = await became(engine, found_one_by_one(engine, ours[1::2]))

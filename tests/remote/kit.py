@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any
 
-from kvtier.backend import OffloadKey, make_offload_key
+from kvtier.backend import BackendUnavailable, OffloadKey, make_offload_key
 from kvtier.config import EngineConfig
 from kvtier.engine.manager import TieringOffloadingManager
 from tests.engine.kit import ledger_in, settled
@@ -35,6 +35,16 @@ def describe(rows: int, tier: dict[str, Any]) -> dict[str, Any]:
 
 def configured(described: dict[str, Any]) -> EngineConfig:
     return EngineConfig.from_dict(described, where="the test's")
+
+
+async def opened(described: dict[str, Any]) -> TieringOffloadingManager:
+    """Open an engine as soon as the remote is there."""
+    async with asyncio.timeout(REST_S):
+        while True:
+            try:
+                return await TieringOffloadingManager.open(configured(described))
+            except BackendUnavailable:
+                await asyncio.sleep(0.05)
 
 
 async def put(engine: TieringOffloadingManager, numbers: Iterable[int]) -> int:

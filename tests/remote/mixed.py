@@ -10,8 +10,7 @@ import uuid
 from collections import Counter
 from typing import Any
 
-from kvtier.engine.manager import TieringOffloadingManager
-from tests.remote.kit import configured, describe, found_one_by_one
+from tests.remote.kit import describe, found_one_by_one, opened
 from tests.remote.owner import A_LINE, CHUNKS, ROWS
 from tests.remote.remotes import Remote
 
@@ -41,7 +40,7 @@ class Mixed:
         logger.info("%s: %s", remote.name, dict(met))
         assert met["operations"] >= OPERATIONS
         assert met["fetched"] > 0
-        async with TieringOffloadingManager.open(configured(engine)) as last:
+        async with await opened(engine) as last:
             await found_one_by_one(last, range(base, base + CHUNKS))
 
 

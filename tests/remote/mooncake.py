@@ -10,11 +10,12 @@ from kvtier_backends.mooncake.backend import FINGERPRINT_CHARACTERS
 from kvtier_backends.mooncake.client import connect, environment
 from tests.mooncake.pools import Pool
 from tests.remote.kit import CHUNK_BYTES, configured, describe, key
+from tests.remote.outcomes import Fault
 from tests.remote.remotes import Held, ServerRemote
-from tests.remote.servers import Proxy, from_a_lasting_thread, until
+from tests.remote.servers import Proxy, until
 
 VALUE_BYTES = CHUNK_BYTES + SEAL_BYTES
-TIMEOUT_S = 1.0
+TIMEOUT_S, PATIENCE_S = 1.0, 10.0
 OWNER_TTL_S = 2  # Until the master forgets an owner that is silent.
 ENVIRONMENT = environment(MooncakeOptions(timeout_s=TIMEOUT_S))
 """What Mooncake reads when it is first imported in a process."""
@@ -25,6 +26,7 @@ FILLING = "filling-"
 
 class MooncakeRemote(ServerRemote):
     name = "mooncake"
+    waited_for = frozenset({Fault.HUNG, Fault.KILLED, Fault.REFUSED, Fault.RESET})
 
     def __init__(self, folder: Path) -> None:
         self.pool = Pool(folder, client_ttl_s=OWNER_TTL_S)
@@ -35,13 +37,13 @@ class MooncakeRemote(ServerRemote):
         self._mapper = FileMapper(configured(describe(1, self.tier())).namespace)
         self._filled: list[str] = []
 
-    def tier(self, *, by_proxy: bool = False) -> dict[str, Any]:
+    def tier(self, *, by_proxy: bool = False, quick: bool = True) -> dict[str, Any]:
         master = self.proxy.address if by_proxy else self.pool.address
-        return {"type": "mooncake", "master": master, "prefix": PREFIX, "timeout_s": TIMEOUT_S}
+        return {"type": "mooncake", "master": master, "prefix": PREFIX, "timeout_s": TIMEOUT_S if quick else PATIENCE_S}
 
     def start(self) -> None:
         until(lambda: not self.pool.segments())  # Else it would be told from the one before by nothing.
-        from_a_lasting_thread(self.pool.add_owner)
+        self.pool.add_owner()
 
     def kill(self) -> None:
         self.pool.owners.pop().kill()

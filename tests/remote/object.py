@@ -9,8 +9,9 @@ from tests.object.servers import MotoServer, S3Server
 from tests.remote.kit import key
 from tests.remote.outcomes import Fault
 from tests.remote.remotes import Held, ServerRemote
-from tests.remote.servers import Proxy, from_a_lasting_thread
+from tests.remote.servers import Proxy
 
+TIMEOUT_S = 2.0
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "kvtier-test", "AWS_SECRET_ACCESS_KEY": "not-a-secret"}
 NOT_OURS = dict.fromkeys((Fault.HUNG, Fault.KILLED, Fault.RESTARTED), "the server of KVTIER_S3_ENDPOINT is not ours")
 
@@ -27,9 +28,9 @@ class ObjectRemote(ServerRemote):
         self._begin()
         self.proxy = Proxy(self.server.port)
 
-    def tier(self, *, by_proxy: bool = False) -> dict[str, Any]:
+    def tier(self, *, by_proxy: bool = False, quick: bool = True) -> dict[str, Any]:
         endpoint = f"http://{self.proxy.address}" if by_proxy else self.server.endpoint
-        times = {"timeout_s": 1.0, "connect_timeout_s": 0.5}
+        times = {"timeout_s": TIMEOUT_S, "connect_timeout_s": TIMEOUT_S} if quick else {}
         return {"type": "object", "url": f"s3://{self._bucket}/suite", "endpoint": endpoint, **times}
 
     def start(self) -> None:
@@ -39,7 +40,7 @@ class ObjectRemote(ServerRemote):
 
     def _begin(self) -> None:
         if self._ours is not None:
-            from_a_lasting_thread(self._ours.start)
+            self._ours.start()
         self.server.client.create_bucket(Bucket=self._bucket)
 
     def kill(self) -> None:

@@ -11,10 +11,9 @@ import sys
 from collections import Counter
 from typing import Any
 
-from kvtier.backend import BackendUnavailable
 from kvtier.engine.manager import TieringOffloadingManager
-from tests.remote.kit import configured, found, key, put
-from tests.remote.servers import PATIENCE_S, end_with_parent
+from tests.remote.kit import found, key, opened, put
+from tests.remote.servers import end_with_parent
 
 CHUNKS = 64
 ROWS = 16  # Of the primary: most of what is found comes from the remote.
@@ -31,16 +30,6 @@ async def own(described: dict[str, Any], dice: random.Random, base: int) -> None
             await one(engine, dice, base, met)
         sys.stdout.write(json.dumps(met) + "\n")
         sys.stdout.flush()
-
-
-async def opened(described: dict[str, Any]) -> TieringOffloadingManager:
-    """Open an engine as soon as the remote is there."""
-    async with asyncio.timeout(PATIENCE_S):
-        while True:
-            try:
-                return await TieringOffloadingManager.open(configured(described))
-            except BackendUnavailable:
-                await asyncio.sleep(0.05)
 
 
 async def one(engine: TieringOffloadingManager, dice: random.Random, base: int, met: Counter[str]) -> None:

@@ -9,6 +9,8 @@ from tests.remote.kit import CHUNK_BYTES, key
 from tests.remote.remotes import Held, ServerRemote
 from tests.remote.servers import Proxy
 
+PATIENCE_S = 10.0
+
 
 class RedisRemote(ServerRemote):
     name = "redis"
@@ -18,9 +20,11 @@ class RedisRemote(ServerRemote):
         self.start()
         self.proxy = Proxy(self.server.port)
 
-    def tier(self, *, by_proxy: bool = False) -> dict[str, Any]:
+    def tier(self, *, by_proxy: bool = False, quick: bool = True) -> dict[str, Any]:
         address = self.proxy.address if by_proxy else self.server.address
-        return {"type": "redis", "servers": [address], "timeout_s": 0.5, "connect_timeout_s": 0.5, "retry_s": "1ms"}
+        timeout_s = 0.5 if quick else PATIENCE_S
+        times = {"timeout_s": timeout_s, "connect_timeout_s": timeout_s, "retry_s": "1ms"}
+        return {"type": "redis", "servers": [address], **times}
 
     def start(self) -> None:
         self.server.start()

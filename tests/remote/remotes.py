@@ -31,9 +31,12 @@ class Remote(ABC):
     lacks: Mapping[Fault, str] = {}
     """Faults that this one cannot be given, and why."""
 
+    waited_for: frozenset[Fault] = frozenset({Fault.HUNG, Fault.SLOW})
+    """Faults that end with the tier's time-out."""
+
     @abstractmethod
-    def tier(self, *, by_proxy: bool = False) -> dict[str, Any]:
-        """Return a tier's table, with time-outs as short as it may have them."""
+    def tier(self, *, by_proxy: bool = False, quick: bool = True) -> dict[str, Any]:
+        """Return a tier's table; `quick`: with short time-outs, which a machine under load may miss by itself."""
 
     @abstractmethod
     def held(self, number: int) -> Held:

@@ -18,7 +18,7 @@ class SharedFsRemote(Remote):
     def __init__(self, folder: Path) -> None:
         self.root = folder / "shared"
 
-    def tier(self, *, by_proxy: bool = False) -> dict[str, Any]:
+    def tier(self, *, by_proxy: bool = False, quick: bool = True) -> dict[str, Any]:
         return {"type": "fs", "layout": "files", "shared": True, "capacity_bytes": "256MiB", "root": str(self.root)}
 
     def end(self) -> None:
