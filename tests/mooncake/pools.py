@@ -42,6 +42,10 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
+def _is_stopped(task: Path) -> bool:
+    return (task / "stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 def _end_with_us() -> None:
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -67,7 +71,10 @@ class Program:
         return self._process.poll() is None
 
     def signal(self, number: int) -> None:
+        """Send a signal; one that stops the program is waited for: on a busy machine its threads run on for a while."""
         self._process.send_signal(number)
+        if number == signal.SIGSTOP:
+            until(lambda: all(_is_stopped(task) for task in Path(f"/proc/{self._process.pid}/task").iterdir()))
 
     def kill(self) -> None:
         self._process.kill()
