@@ -102,6 +102,25 @@ class Options(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """
 
 
+class Limit(ABC):
+    """The limit of a tier: its client moving some rows by itself, which checks nothing and promises nothing."""
+
+    limit_is: ClassVar[str]
+    """A few words for it."""
+
+    @abstractmethod
+    def read(self) -> None:
+        """Fill the rows with what was stored, as often as it is called. Blocks."""
+
+    @abstractmethod
+    def write(self) -> None:
+        """Store the rows, as often as it is called. Blocks."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Remove what was stored, and let the client go."""
+
+
 class Backend(ABC, Generic[OptionsT]):
     """A secondary tier; generic in its options.
 
@@ -161,6 +180,14 @@ class Backend(ABC, Generic[OptionsT]):
 
         May be called again; then it waits for what is still there.
         """
+
+    @classmethod
+    def limit(cls, options: OptionsT, rows: Sequence[memoryview]) -> Limit | None:  # noqa: ARG003
+        """Return what `kvtier bench tiers` puts beside the tier, these rows stored already; None: it has nothing.
+
+        Blocks. Raises `ConfigError` and `BackendUnavailable`. No promise of an open tier's, so it has a default.
+        """
+        return None
 
 
 class Added(NamedTuple):
@@ -257,37 +284,8 @@ class Described(Protocol):
         ...
 
 
-class Limit(Protocol):
-    """The limit of a tier: its client moving some rows by itself, which checks nothing and promises nothing."""
-
-    limit_is: str
-    """A few words for it."""
-
-    def read(self) -> None:
-        """Fill the rows with what `write` stored, as often as it is called. Blocks."""
-        ...
-
-    def write(self) -> None:
-        """Store the rows, as often as it is called. Blocks."""
-        ...
-
-    def close(self) -> None:
-        """Remove what was stored, and let the client go."""
-        ...
-
-
-@runtime_checkable
-class Limited(Protocol):
-    """A backend's class that can say how fast its client is without it: `kvtier bench tiers` shows both."""
-
-    @classmethod
-    def limit(cls, options: Any, rows: Sequence[memoryview]) -> Limit:
-        """Store the rows once, so that they can be read. Blocks. Raises `ConfigError` and `BackendUnavailable`."""
-        ...
-
-
 OPTIONAL: tuple[type[Any], ...] = (Inventory, Measured, Ranked, Counted, Described)
-"""Every protocol that an open tier may keep beside the contract: what a wrapper passes on."""
+"""Every protocol that a tier may keep beside the contract: what a wrapper passes on."""
 
 
 def known_types() -> tuple[str, ...]:

@@ -74,12 +74,23 @@ class ServerProcess:
         assert self._process.poll() is None, f"{self._command[0]} has ended: {self._log.read_text()[-2_000:]}"
 
     def signal(self, number: int) -> None:
+        """Send a signal; one that stops the program is waited for: on a busy machine its threads run on for a while."""
         self._process.send_signal(number)
+        if number == signal.SIGSTOP:
+            tasks = Path(f"/proc/{self._process.pid}/task")
+            until(lambda: all(_is_stopped(task) for task in tasks.iterdir()))
 
     def kill(self) -> None:
         """Kill it, stopped or not, and wait for its end; idempotent."""
         self._process.kill()
         self._process.wait()
+
+
+def _is_stopped(task: Path) -> bool:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0] in "TZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True  # It ended meanwhile.
 
 
 def until(condition: Callable[[], object]) -> None:

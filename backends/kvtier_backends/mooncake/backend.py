@@ -90,7 +90,6 @@ class MooncakeBackend(Backend[MooncakeOptions]):
 
     @classmethod
     def limit(cls, options: MooncakeOptions, rows: Sequence[memoryview]) -> ZeroCopy:
-        """See `Limited`."""
         return ZeroCopy(connect(options, "bench"), options.prefix, rows)
 
     def __init__(

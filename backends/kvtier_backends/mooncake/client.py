@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from kvtier.errors import BackendUnavailable, ConfigError
+from kvtier.backend import BackendUnavailable, ConfigError, Limit
 from kvtier_backends.mooncake.options import MooncakeOptions
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def connect(options: MooncakeOptions, tier_name: str) -> Client:
     return Client(store, kept)
 
 
-class ZeroCopy:
+class ZeroCopy(Limit):
     """Mooncake's own calls on rows themselves: the limit of the tier. For a process that may crash."""
 
     limit_is = "Mooncake's own zero-copy calls"

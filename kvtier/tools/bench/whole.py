@@ -1,7 +1,7 @@
 """The benchmark of a configuration's tiers, each through a whole engine: rates, waits, steps, at rest and under load.
 
 Loads and stores stand beside what plain threads do in the same directory (fs tiers), what a tier's client does by
-itself (`Limited`), or a memcpy. What load
+itself (`Limit`), or a memcpy. What load
 costs stands beside the same without it: loads while the engine computes in Python, waits and steps beside stores.
 """
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from kvtier.backend import Limited, OffloadKey, backend_class, make_offload_key
+from kvtier.backend import OffloadKey, backend_class, make_offload_key
 from kvtier.config import EngineConfig, tier_options
 from kvtier.engine.answers import LookupResult
 from kvtier.engine.steps import StepManager
@@ -300,9 +300,8 @@ def _limits(
             lambda: raw.read(options.load_lanes) / 1e6,
             lambda: raw.write(options.store_lanes, sync=sync) / 1e6,
         ), "preadv and pwritev of one file"
-    backend = backend_class(tier.type)
-    if isinstance(backend, Limited):
-        limit = backend.limit(tier_options(tier, "secondary_tiers[]"), rows[: drive.chunks])
+    limit = backend_class(tier.type).limit(tier_options(tier, "secondary_tiers[]"), rows[: drive.chunks])
+    if limit is not None:
         stack.callback(limit.close)
         return (rate_of(limit.read, drive.moved_bytes), rate_of(limit.write, drive.moved_bytes)), limit.limit_is
     measure = rate_of(plain_copies(rows[drive.chunks :], rows[: drive.chunks]), drive.moved_bytes)
