@@ -27,6 +27,7 @@ from kvtier_backends.fs import FsBackend, FsOptions
 from tests.engine.kit import at_rest, describe, found, ledger_in, put
 
 FOLDER = "/dev/shm"  # The guest's own memory.
+NOBODY = "02:00:00:00:00:99"
 WORKERS = 4
 BATCH_CHUNKS_MAX = 12
 PAGE_LOCK = 4_096  # The byte of the shared page's file that is locked for a change.
@@ -58,6 +59,11 @@ class Host:
 
     async def unmount(self, name: str) -> None:
         await asyncio.to_thread(subprocess.run, ["umount", "-f", "-l", mounted_at(name)], check=False)
+
+    async def cut_off(self, address: str, *, cut: bool) -> None:
+        """Have what is sent to an address go nowhere, or go there again."""
+        away = ["replace", address, "lladdr", NOBODY, "nud", "permanent"] if cut else ["del", address]
+        await asyncio.to_thread(subprocess.run, ["ip", "neigh", *away, "dev", "vec0"], check=True)
 
     async def open(self, name: str, mount: str, folder: str, row_bytes: int, **options: Any) -> None:
         root = f"{mounted_at(mount)}/{folder}"

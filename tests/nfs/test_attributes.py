@@ -1,4 +1,4 @@
-"""What a host's client keeps of attributes and names (`actimeo`), and what the hosts know of each other all the same."""
+"""What a client remembers of attributes and names (`actimeo`), and what hosts know of each other all the same."""
 
 import os
 import time
