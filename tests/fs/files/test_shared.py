@@ -124,6 +124,17 @@ async def test_what_another_has_used_is_spared(
     assert told == [label(keys_of(1)[0]), "ChunkMissing", "ChunkMissing", "ChunkMissing"]
 
 
+async def test_the_first_use_of_what_another_has_stored_is_written_down(open_tier, lender: Lender, path_of) -> None:
+    """It is not known here yet when that was used last."""
+    one, other = [await open_tier(shared=True, capacity_bytes=CAPACITY_BYTES) for _ in range(2)]
+    await lender.keep(other, keys_of(1, 100))  # The start-up scan is over.
+    await lender.keep(one, keys_of(1))
+    os.utime(path_of(keys_of(1)[0]), (1_000, 1_000))
+    assert await lender.recall(other, keys_of(1)) == [label(keys_of(1)[0])]
+    await other.aclose(DEADLINE_S)  # Uses are written down then at the latest.
+    assert path_of(keys_of(1)[0]).stat().st_mtime > 1_000
+
+
 def test_only_lru_is_shared() -> None:
     with pytest.raises(ConfigError, match=r"^eviction_policy: 'arc' given, 'lru' accepted with shared"):
         FsOptions(root="/x", shared=True, eviction_policy="arc")

@@ -60,6 +60,7 @@ class Loading:
                     self._index.used(key)
                     used.append(key)
                 elif allocated_bytes is not None and key not in self._index.claims.leaving:
-                    self._index.found(Held(key, allocated_bytes, self._tier.clock_ns()))
+                    self._index.found(Held(key, allocated_bytes))  # Nobody knows what its time says: that is set.
+                    used.append(key)
         self._eviction.used(used[::-1])
         self._eviction.check()
