@@ -17,6 +17,7 @@ from kvtier.policies.policy import Hint, K, Policy
 from kvtier.policies.returns import STEPS, Branch, Label, Returns
 
 WARM_UP_REQUESTS = 512  # For so long it is an LRU: nothing is known yet.
+_WARM_UP_HINTED_REQUESTS = 128  # With hints, something is.
 _GHOST_KEYS = 4  # Times the capacity: how much of what has gone is remembered.
 _OPEN_REQUESTS = 1_024  # A request that did not end while so many did has been given up.
 _OPEN_RUNS = 4_096  # The most that may wait for their requests' ends: an owner need not rank.
@@ -43,6 +44,7 @@ _KINDS = tuple(Branch(kind, 100, factor) for kind, factor in enumerate((1.0, 2.0
 _PAUSES = tuple(Branch(pause, 50) for pause in range(2 + _PAUSE_STEPS_MAX))
 _LENGTHS = tuple(Branch(length, 50) for length in range(5))
 _PATH_UNKNOWN = (_KINDS[0], _PAUSES[_PAUSE_UNKNOWN], _LENGTHS[0])
+_PATH_SUPERSEDED = (Branch("superseded", 50, 0.1),)
 _HINT_RUNS = 50
 _FEW = 8  # Runs whose keys are counted one run after the other, which is faster than all at once.
 
@@ -190,6 +192,8 @@ class DensityOrder:
         if settled and deepest.live <= _REST_KEYS and not deepest.shared:
             run.follow(deepest)
             run.shared = len(keys) - taken[deepest.number]
+            if deepest.live:
+                self._supersede(deepest)
         else:
             run.shared = len(keys)
         self._open_run(run, keys)
@@ -198,6 +202,7 @@ class DensityOrder:
         self._end(keys, ())
 
     def rank_hinted(self, keys: Sequence[int], hint: Hint, /) -> None:
+        self._warm_up_requests = min(self._warm_up_requests, _WARM_UP_HINTED_REQUESTS)
         self._end(keys, self._branches(hint))
 
     def move(self, old: int, new: int, /) -> None:
@@ -286,6 +291,13 @@ class DensityOrder:
                 self._close(run)
                 run.label = None
         return taken
+
+    def _supersede(self, run: _Run) -> None:
+        """Take note that a conversation went on without what is left of a run: its last chunk, filled in part."""
+        self._leave_cell(run)
+        run.label, run.size = self._returns.label(_PATH_SUPERSEDED), run.live
+        self._returns.began(run.label, run.live)
+        self._enter_cell(run)
 
     def _keys(self, run: _Run) -> "array[int]":
         """Return what a run owns, head first, and have it forget what is another's by now."""
