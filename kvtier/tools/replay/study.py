@@ -79,7 +79,7 @@ class Cache:
         return _leading_run(blocks, self._resident)
 
     def use(self, blocks: tuple[int, ...], hint: Hint | None = None) -> None:
-        """Use and store a request's blocks, or as many as there is room for. A policy that takes hints hears this one."""
+        """Use and store a request's blocks, or as many as there is room for; tell a policy that takes hints."""
         resident, policy = self._resident, self._policy
         used = blocks[: self._capacity]
         offered = frozenset(used)
