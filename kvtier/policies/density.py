@@ -8,7 +8,8 @@ short returns would ever be seen. Time is the count of requests that have ended:
 import math
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from heapq import heapify, heappop
 from itertools import chain, filterfalse, islice
 from typing import Any
 
@@ -16,6 +17,7 @@ from kvtier.policies.policy import Hint, K, Policy
 from kvtier.policies.returns import STEPS, Branch, Label, Returns
 
 WARM_UP_REQUESTS = 512  # For so long it is an LRU: nothing is known yet.
+_WARM_UP_HINTED_REQUESTS = 128  # With hints, something is.
 _GHOST_KEYS = 4  # Times the capacity: how much of what has gone is remembered.
 _OPEN_REQUESTS = 1_024  # A request that did not end while so many did has been given up.
 _OPEN_RUNS = 4_096  # The most that may wait for their requests' ends: an owner need not rank.
@@ -41,7 +43,10 @@ _KIND_OF_TURN = (0, 1, 2, 3, 3, 3, 4)
 _KINDS = tuple(Branch(kind, 100, factor) for kind, factor in enumerate((1.0, 2.0, 2.0, 2.0, 2.0, 4.0)))
 _PAUSES = tuple(Branch(pause, 50) for pause in range(2 + _PAUSE_STEPS_MAX))
 _LENGTHS = tuple(Branch(length, 50) for length in range(5))
+_PATH_UNKNOWN = (_KINDS[0], _PAUSES[_PAUSE_UNKNOWN], _LENGTHS[0])
+_PATH_SUPERSEDED = (Branch("superseded", 50, 0.1),)
 _HINT_RUNS = 50
+_FEW = 8  # Runs whose keys are counted one run after the other, which is faster than all at once.
 
 
 class Density(Policy[K]):
@@ -174,17 +179,21 @@ class DensityOrder:
         """Take in what was there before the start. Nobody knows what belonged together."""
         found = list(keys)
         for begin in reversed(range(0, len(found), _FOUND_KEYS)):
-            self._settle(found[begin : begin + _FOUND_KEYS], 0, _PAUSE_UNKNOWN, 0, ())
+            run = self._new_run()
+            self._own(run, found[begin : begin + _FOUND_KEYS])
+            self._begin_to_age(run, _PATH_UNKNOWN)
 
     def touch(self, keys: Sequence[int], /) -> None:
         if not keys:
             return
         run, deepest = self._new_run(), self._run(self._owner[keys[-1]])
         settled = deepest.label is not None
-        taken = self._take(keys, counted=True)
+        taken = self._take(keys, used=True)
         if settled and deepest.live <= _REST_KEYS and not deepest.shared:
             run.follow(deepest)
             run.shared = len(keys) - taken[deepest.number]
+            if deepest.live:
+                self._supersede(deepest)
         else:
             run.shared = len(keys)
         self._open_run(run, keys)
@@ -193,6 +202,7 @@ class DensityOrder:
         self._end(keys, ())
 
     def rank_hinted(self, keys: Sequence[int], hint: Hint, /) -> None:
+        self._warm_up_requests = min(self._warm_up_requests, _WARM_UP_HINTED_REQUESTS)
         self._end(keys, self._branches(hint))
 
     def move(self, old: int, new: int, /) -> None:
@@ -209,18 +219,21 @@ class DensityOrder:
         incoming: Sequence[Any] = (),  # Ghosts are asked when it comes.
         /,
     ) -> list[int] | None:
-        if not count:
-            return []
-        victims = self._tails(count, keep)
-        if len(victims) < count:
-            victims = self._anywhere(count, keep)
-        if len(victims) < count:
+        parts = self._tails(count, keep)
+        if sum(len(gone) for _, gone in parts) < count:
+            parts = self._anywhere(count, keep)
+        if sum(len(gone) for _, gone in parts) < count:
             return None
-        self._retire(victims)
+        victims: list[int] = []
+        for run, gone in parts:
+            victims += reversed(gone)
+            self._retire(run, gone)
+        while self._ghost_keys > self._ghost_keys_max:
+            self._forget_ghost(next(iter(self._ghosts)))
         return victims
 
     def remove(self, keys: Sequence[int], /) -> None:
-        self._take(keys, counted=False)
+        self._take(keys, used=False)
         for key in keys:
             self._owner[key] = _NOBODY
 
@@ -257,26 +270,42 @@ class DensityOrder:
         if len(self._open) > _OPEN_RUNS:
             self._give_up_open()
 
-    def _take(self, keys: Sequence[int], *, counted: bool) -> Counter[int]:
-        """Take the keys from their runs; return how many were whose. `counted`: as a use."""
-        taken = Counter(map(self._owner.__getitem__, keys))
+    def _owners(self, keys: Sequence[int]) -> Mapping[int, int]:
+        """Return how many of the keys belong to which run."""
+        numbers = list(map(self._owner.__getitem__, keys))
+        whose = set(numbers)
+        if len(whose) > _FEW:
+            return Counter(numbers)
+        return {number: numbers.count(number) for number in whose}
+
+    def _take(self, keys: Sequence[int], *, used: bool) -> Mapping[int, int]:
+        """Take the keys from their runs; return how many were whose. What takes them makes itself their owner."""
+        taken = self._owners(keys)
         for number, count in taken.items():
             run = self._run(number)
             run.live -= count
-            if counted and run.label is not None:
+            if used and run.label is not None:
                 self._returns.returned(run.label, run.step, count if run.live else run.size)
             run.size -= count
             if not run.live:
                 self._close(run)
                 run.label = None
-            elif len(run.keys) > 2 * run.live:
-                self._compact(run, keys)
         return taken
 
-    def _compact(self, run: _Run, gone: Sequence[int]) -> None:
-        """Drop the keys that are another's by now: or else a run that is shared piece by piece would keep them all."""
-        owner, number, leaving = self._owner, run.number, set(gone)
-        run.keys = array("I", [key for key in run.keys if owner[key] == number and key not in leaving])
+    def _supersede(self, run: _Run) -> None:
+        """Take note that a conversation went on without what is left of a run: its last chunk, filled in part."""
+        self._leave_cell(run)
+        run.label, run.size = self._returns.label(_PATH_SUPERSEDED), run.live
+        self._returns.began(run.label, run.live)
+        self._enter_cell(run)
+
+    def _keys(self, run: _Run) -> "array[int]":
+        """Return what a run owns, head first, and have it forget what is another's by now."""
+        assert run.keys, run.number
+        if len(run.keys) > run.live:
+            owner, number = self._owner, run.number
+            run.keys = array("I", [key for key in run.keys if owner[key] == number])
+        return run.keys
 
     def _close(self, run: _Run) -> None:
         """End a run that owns nothing."""
@@ -294,14 +323,13 @@ class DensityOrder:
         """Make two runs of what a request has used: what it shares with others, and the rest."""
         if not keys:
             return
-        runs = [self._run(number) for number in set(map(self._owner.__getitem__, keys))]
+        runs = list(map(self._run, self._owners(keys)))
         opened = [run for run in runs if run.label is None]
         if not opened and not hints and not any(run.step for run in runs):
             return  # It has been ranked already, and nobody has come since.
         self._tick()
         turn, pause = max((run.turn, run.pause) for run in opened or runs)
         shared = max(run.shared for run in opened) if opened else sum(run.live for run in runs if run.shared)
-        self._take(keys, counted=False)
         length = min(len(_LENGTHS) - 1, (len(keys).bit_length() - 1) // 2)
         if shared < len(keys):
             path = (*hints, _KINDS[_KIND_OF_TURN[min(turn, len(_KIND_OF_TURN) - 1)]], _PAUSES[pause], _LENGTHS[length])
@@ -311,9 +339,15 @@ class DensityOrder:
             self._settle(keys[:shared], turn, pause, len(keys), path)
 
     def _settle(self, keys: Sequence[int], turn: int, pause: int, shared: int, path: Sequence[Branch]) -> None:
-        run = self._new_run()
+        """Make the keys a run that ages; the open run that owns just these, if there is one."""
+        run = self._run(self._owner[keys[0]])
+        if run.label is None and run.live == run.size == len(keys) and self._keys(run) == array("I", keys):
+            del self._open[run]
+        else:
+            self._take(keys, used=False)
+            run = self._new_run()
+            self._own(run, keys)
         run.turn, run.pause, run.shared = turn, pause, shared
-        self._own(run, keys)
         self._begin_to_age(run, path)
 
     def _begin_to_age(self, run: _Run, path: Sequence[Branch]) -> None:
@@ -333,12 +367,13 @@ class DensityOrder:
 
     def _outgrow(self, step: int, now: int) -> None:
         """Move on what has been in a step for as long as that lasts."""
-        aging, ends = self._aging[step], 1 << step
-        while aging and now - aging[0].born >= ends:
+        aging, older, born_before = self._aging[step], self._aging[step + 1], now - (1 << step)
+        outlived = self._returns.outlived
+        while aging and aging[0].born <= born_before:
             run = aging.popleft()
             if run.label is None:
                 continue
-            self._returns.outlived(run.label, step, run.size)
+            outlived(run.label, step, run.size)
             if run.live:
                 self._leave_cell(run)
                 run.step = step + 1
@@ -346,7 +381,7 @@ class DensityOrder:
             else:
                 run.step = step + 1
             if run.step < STEPS - 1:
-                self._aging[run.step].append(run)
+                older.append(run)
 
     def _give_up_open(self) -> None:
         """Let age what belongs to requests that should have ended by now."""
@@ -354,7 +389,7 @@ class DensityOrder:
         while self._open and (len(self._open) > _OPEN_RUNS or next(iter(self._open)).born < oldest_born):
             run, _ = self._open.popitem(last=False)
             run.shared = 0
-            self._begin_to_age(run, (_KINDS[0], _PAUSES[_PAUSE_UNKNOWN], _LENGTHS[0]))
+            self._begin_to_age(run, _PATH_UNKNOWN)
 
     def _enter_cell(self, run: _Run) -> None:
         assert run.label is not None
@@ -381,71 +416,63 @@ class DensityOrder:
                 yield from (run for run in aging if run.label is not None and run.live)
         else:
             # Equal ones go by number: labels of which nothing was seen yet are worth what their parent is.
-            for cell in sorted(sorted(self._cells), key=self._returns.worth.__getitem__):
-                yield from self._cells[cell]
+            cells = list(zip(map(self._returns.worth.__getitem__, self._cells), self._cells, strict=True))
+            heapify(cells)  # Most calls need but the first few.
+            while cells:
+                yield from self._cells[heappop(cells)[1]]
 
-    def _tails(self, count: int, keep: Callable[[int], int]) -> list[int]:
+    def _tails(self, count: int, keep: Callable[[int], int]) -> "list[tuple[_Run, array[int]]]":
         """Choose up to `count` keys, each run's from its tail up to what is kept."""
-        owner = self._owner
-        victims: list[int] = []
+        parts: list[tuple[_Run, array[int]]] = []
+        if not count:
+            return parts
         for run in self._coldest_first():
-            number = run.number
-            for key in reversed(run.keys):
-                if owner[key] != number:
-                    continue
-                if keep(key):
+            tail = self._keys(run)[-count:]
+            if any(map(keep, reversed(tail))):
+                kept = next(place for place in range(len(tail) - 1, -1, -1) if keep(tail[place]))
+                tail = tail[kept + 1 :]
+            if tail:
+                parts.append((run, tail))
+                count -= len(tail)
+                if not count:
                     break
-                victims.append(key)
-                if len(victims) == count:
-                    return victims
-        return victims
+        return parts
 
-    def _anywhere(self, count: int, keep: Callable[[int], int]) -> list[int]:
+    def _anywhere(self, count: int, keep: Callable[[int], int]) -> "list[tuple[_Run, array[int]]]":
         """Choose up to `count` keys: what is before kept ones, and what belongs to requests that have not ended."""
-        owner = self._owner
-        owned = (
-            key
-            for run in chain(self._coldest_first(), self._open)
-            for key in reversed(run.keys)
-            if owner[key] == run.number
-        )
-        return list(islice(filterfalse(keep, owned), count))
+        parts: list[tuple[_Run, array[int]]] = []
+        for run in chain(self._coldest_first(), self._open):
+            gone = list(islice(filterfalse(keep, reversed(self._keys(run))), count))
+            if gone:
+                parts.append((run, array("I", reversed(gone))))
+                count -= len(gone)
+                if not count:
+                    break
+        return parts
 
-    def _retire(self, victims: Sequence[int]) -> None:
-        owner = self._owner
-        lost = Counter(map(owner.__getitem__, victims))
-        last = {owner[key]: key for key in victims}
-        for key in victims:
+    def _retire(self, run: _Run, gone: "array[int]") -> None:
+        """Forget keys of a run, whose `keys` are all its own. The last one to go names the ghost."""
+        owner, keys = self._owner, self._keys(run)
+        for key in gone:
             owner[key] = _NOBODY
-        for number, count in lost.items():
-            run = self._run(number)
-            run.live -= count
-            if run.live:
-                self._trim(run)
-            else:
-                self._close(run)
-                if run.label is not None:
-                    self._haunt(run, self._names[last[number]])
-        while self._ghost_keys > self._ghost_keys_max:
-            self._forget_ghost(next(iter(self._ghosts)))
-
-    def _trim(self, run: _Run) -> None:
-        """Drop what was evicted from the tail: or else the next call would pass over it again."""
-        owner, keys, number = self._owner, run.keys, run.number
-        assert keys, number
-        while owner[keys[-1]] != number:
-            keys.pop()
-
-    def _haunt(self, run: _Run, name: Hashable | None) -> None:
+        run.live -= len(gone)
+        if run.live:
+            if keys[-len(gone) :] == gone:
+                del keys[-len(gone) :]
+            return
+        name = self._names[keys[0]]
+        self._close(run)
         if name is None:
             run.label = None
-            return
-        self._ghosts[name] = run
-        self._ghost_keys += run.size
+        elif run.label is not None:
+            self._ghosts[name] = run
+            self._ghost_keys += run.size
 
     def _recognise(self, keys: Sequence[int], run: _Run) -> None:
         """Count the returns of runs that have gone: what comes again continues them."""
         ghosts, names = self._ghosts, self._names
+        if ghosts.keys().isdisjoint(map(names.__getitem__, keys)):
+            return
         for name in [name for key in keys if (name := names[key]) in ghosts]:
             ghost = ghosts[name]
             self._returns.returned(ghost.label, ghost.step, ghost.size)

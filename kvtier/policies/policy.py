@@ -16,7 +16,6 @@ from kvtier.errors import ConfigError
 from kvtier.settings import find_class, known_names
 
 K = TypeVar("K", bound=Hashable)
-K_contra = TypeVar("K_contra", bound=Hashable, contravariant=True)
 
 ENTRY_POINT_GROUP = "kvtier.policies"
 
@@ -85,10 +84,10 @@ class Policy(ABC, Generic[K]):
 
 
 @runtime_checkable
-class Hinted(Protocol[K_contra]):
+class Hinted(Protocol):
     """What a policy may have beside its contract: it hears what an application says of a request's future."""
 
-    def rank_hinted(self, keys: Sequence[K_contra], hint: Hint, /) -> None:
+    def rank_hinted(self, keys: Sequence[Any], hint: Hint, /) -> None:
         """Do what `rank` does, for a request that ends with a hint."""
         ...
 

@@ -1,13 +1,14 @@
 """Hit density written down as it is meant, without regard to cost: what the policy's answers are compared with."""
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
-from kvtier.policies import Density, Hint, NumberOrder, Policy, number_order
+from kvtier.policies import Density, Hint, Hinted, NumberOrder, Policy, number_order
 
 STEPS = 17
 WIDTHS = [1] + [2**step for step in range(STEPS - 1)]
-TRUSTS = {"hint": 50, "kind": 100, "pause": 50, "length": 50}
+TRUSTS = {"hint": 50, "kind": 100, "pause": 50, "length": 50, "superseded": 50}
 FACTORS = {0: 1.0, 1: 2.0, 2: 2.0, 3: 2.0, 4: 2.0, 5: 4.0}
 Path = tuple[tuple[str, Hashable], ...]
 
@@ -21,7 +22,8 @@ class NaiveRun:
         self.opened_at = opened_at
         self.turn = self.pause = self.shared = 0
         self.path: Path | None = None  # None while it is open.
-        self.step = self.born = self.serial = 0
+        self.step = self.born = 0
+        self.entered = 0  # How many runs had got a label, or a new step, before.
 
 
 class NaiveStatistics:
@@ -60,8 +62,8 @@ class NaiveStatistics:
             else:
                 sort, name = path[-1]
                 above, trust = self.chances_of(path[:-1]), TRUSTS[sort]
-                if sort == "kind" and FACTORS[int(str(name))] != 1:
-                    above = [min(0.9, chance * FACTORS[int(str(name))]) for chance in above]
+                factor = FACTORS[int(str(name))] if sort == "kind" else 0.1 if sort == "superseded" else 1.0
+                above = [min(0.9, chance * factor) for chance in above] if factor != 1 else above
             weight = trust * (self.keys / self.runs)
             hits, risks = self.smoothed(self.hits[path]), self.smoothed(self.risks[path])
             chances = [(hits[step] + weight * above[step]) / (risks[step] + weight) for step in range(STEPS)]
@@ -103,6 +105,7 @@ class NaiveDensity(Policy[Any]):
         self.settled: list[NaiveRun] = []  # In the order in which they began to age, as are ghosts.
         self.ghosts: list[tuple[Any, NaiveRun]] = []
         self.statistics = NaiveStatistics()
+        self.entries = 0
 
     def owned(self, run: NaiveRun) -> list[Any]:
         return [key for key in run.keys if self.owner.get(key) is run]
@@ -140,6 +143,11 @@ class NaiveDensity(Policy[Any]):
             run.turn, run.pause = deepest.turn + 1, 1 + min(6, deepest.step // 2)
         run.shared = len(keys) - len(mine) if goes_on else len(keys)
         self.take(keys, used=True)
+        if goes_on and self.owned(deepest):
+            deepest.size = len(self.owned(deepest))
+            deepest.path = (("superseded", None),)
+            self.statistics.began(deepest.path, deepest.size)
+            self.enter(deepest)
         self.opened(run)
 
     def take(self, keys: Sequence[Any], *, used: bool) -> None:
@@ -158,7 +166,13 @@ class NaiveDensity(Policy[Any]):
         self.end(keys, ())
 
     def rank_hinted(self, keys: Sequence[Any], hint: Hint) -> None:
-        self.end(keys, (("hint", "over"),) if hint.over else ())
+        self.warm_up_requests = min(self.warm_up_requests, 128)
+        said: list[Hashable] = [("class", hint.label)] if hint.label else []
+        if hint.over:
+            said.append("over")
+        elif hint.returns_in_s is not None:
+            said.append(round(2 * math.log(min(max(1.0, hint.returns_in_s), 1e6))))
+        self.end(keys, tuple(("hint", part) for part in said))
 
     def end(self, keys: Sequence[Any], hints: Path) -> None:
         if not keys:
@@ -186,6 +200,11 @@ class NaiveDensity(Policy[Any]):
         run.path, run.born = path, self.statistics.now
         self.statistics.began(path, run.size)
         self.settled.append(run)
+        self.enter(run)
+
+    def enter(self, run: NaiveRun) -> None:
+        self.entries += 1
+        run.entered = self.entries
 
     def give_up(self, run: NaiveRun) -> None:
         self.open.remove(run)
@@ -204,11 +223,12 @@ class NaiveDensity(Policy[Any]):
                     if run.step == step and now - run.born >= 2**step and run.path is not None:
                         self.statistics.count(run.path, step, run.size, hit=False)
                         run.step = step + 1
+                        self.enter(run)
 
     def coldest_first(self) -> list[NaiveRun]:
         order = list(self.settled)
         if self.statistics.now >= self.warm_up_requests:
-            order.sort(key=lambda run: self.place(run.path, run.step))
+            order.sort(key=lambda run: (self.place(run.path, run.step), run.entered))
         return order
 
     def place(self, path: Path | None, step: int) -> tuple[float, int, int]:
@@ -256,6 +276,10 @@ class NumberedDensity(Policy[int]):
 
     def rank(self, keys: Sequence[int]) -> None:
         self.order.rank(keys)
+
+    def rank_hinted(self, keys: Sequence[int], hint: Hint) -> None:
+        assert isinstance(self.order, Hinted)
+        self.order.rank_hinted(keys, hint)
 
     def evict(self, count: int, keep: Callable[[int], bool], incoming: Sequence[int] = ()) -> list[int] | None:
         return self.order.evict(count, keep, incoming)

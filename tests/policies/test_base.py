@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtier.policies import ARC, FIFO, LFU, LRU, S3FIFO, Density, LinkedLRU, Policy
+from kvtier.policies import ARC, FIFO, LFU, LRU, S3FIFO, Density, Hint, Hinted, LinkedLRU, Policy
 from tests.policies.naive_density import NaiveDensity, NumberedDensity
 
 CAPACITY = 12
@@ -176,6 +176,25 @@ class DensityMachine(PolicyMachine):
         lambda capacity: NaiveDensity(capacity, warm_up_requests=3),
         lambda capacity: NumberedDensity(capacity, warm_up_requests=3),
     )
+
+    @rule(
+        keys=some_keys,
+        over=st.booleans(),
+        returns_in_s=st.none() | st.floats(min_value=0),
+        label=st.sampled_from(["", "agent", "tool"]),
+    )
+    def rank_hinted(self, keys: list[int], over: bool, returns_in_s: float | None, label: str) -> None:
+        for peer in self.peers:
+            assert isinstance(peer, Hinted)
+            peer.rank_hinted([key for key in keys if key in self.resident], Hint(over, returns_in_s, label))
+
+    @rule(start=st.integers(0, CAPACITY), length=st.integers(1, CAPACITY))
+    def use_as_a_request(self, start: int, length: int) -> None:
+        """Use what goes one after the other, and end: so conversations go on."""
+        keys = drained(self.peers[0])[start : start + length][::-1]
+        for peer in self.peers:
+            peer.touch(keys)
+            peer.rank(keys)
 
 
 TestFIFO = FIFOMachine.TestCase

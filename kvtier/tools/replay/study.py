@@ -10,11 +10,11 @@ from array import array
 from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
 from heapq import heapify, heappop, heappush
-from itertools import filterfalse, takewhile
+from itertools import filterfalse, repeat, takewhile
 from typing import Any, NamedTuple
 
 from kvtier.errors import ConfigError
-from kvtier.policies import Policy, policy_class
+from kvtier.policies import Hint, Hinted, Policy, policy_class
 from kvtier.tools.replay.traces import Request
 
 OPT = "opt"
@@ -78,8 +78,8 @@ class Cache:
         """Return how many blocks from the first on are resident."""
         return _leading_run(blocks, self._resident)
 
-    def use(self, blocks: tuple[int, ...]) -> None:
-        """Use and store a request's blocks, or as many as there is room for."""
+    def use(self, blocks: tuple[int, ...], hint: Hint | None = None) -> None:
+        """Use and store a request's blocks, or as many as there is room for; tell a policy that takes hints."""
         resident, policy = self._resident, self._policy
         used = blocks[: self._capacity]
         offered = frozenset(used)
@@ -95,15 +95,23 @@ class Cache:
         resident.update(missing)
         policy.insert(missing)
         policy.touch(present)
-        policy.rank(used)
+        if hint is not None and isinstance(policy, Hinted):
+            policy.rank_hinted(used, hint)
+        else:
+            policy.rank(used)
 
 
-def policy_hits(requests: Iterable[Request], policy: Policy[int], capacity: int) -> Iterator[int]:
-    """Give each request's hits under a policy that was made for `capacity` blocks and is still empty."""
+def policy_hits(
+    requests: Iterable[Request], policy: Policy[int], capacity: int, hints: Iterable[Hint | None] = repeat(None)
+) -> Iterator[int]:
+    """Give each request's hits under a policy that was made for `capacity` blocks and is still empty.
+
+    `hints`: what was said at each request's end.
+    """
     cache = Cache(policy, capacity)
-    for request in requests:
+    for request, hint in zip(requests, hints, strict=False):
         yield cache.leading_run(request.hash_ids)
-        cache.use(request.hash_ids)
+        cache.use(request.hash_ids, hint)
 
 
 def _simulate(cls: type[Policy[Any]], requests: Iterable[Request], capacity: int) -> Iterator[int]:
