@@ -72,7 +72,7 @@ class Contents(Protocol):
 
     @classmethod
     def configured(cls, options: Any) -> Self:
-        """Open what a tier with these options, which are of its type's own, uses. Raises likewise."""
+        """Open the directory or bucket of a tier with these options, a struct of its backend's. Raises likewise."""
         ...
 
     def places(self) -> list[Place]:

@@ -221,7 +221,7 @@ class Told(NamedTuple):
 
 
 def told_by(seal: memoryview | bytes) -> Told:
-    """Read a seal for whoever knows nothing of the tier that has made it."""
+    """Read a seal without the tier that has made it. Checks nothing."""
     return Told(*_LAYOUT.unpack_from(seal)[4:6])
 
 

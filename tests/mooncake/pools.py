@@ -14,7 +14,7 @@ OWNER_BYTES = 256 << 20
 
 
 def folder() -> Path:
-    """Return where the programs are: the console scripts only wrap them, and would outlive their own end."""
+    """Return where the programs are: the commands on the path start Python first."""
     found = importlib.util.find_spec("mooncake")
     assert found is not None
     assert found.submodule_search_locations is not None

@@ -78,7 +78,10 @@ class ObjectOptions(SealOptions, frozen=True, kw_only=True):
     """Look-ups and deletions under way at once."""
 
     window_bytes: PositiveSize = 64 << 20
-    """Of chunks asked for at once: they are in memory twice for a moment. Large chunks lessen `load_requests`."""
+    """Most bytes of chunks asked for at once, and again of those sent at once: each is in memory twice for a moment.
+
+    Large chunks lessen the number of requests.
+    """
 
     timeout_s: PositiveDuration = 10.0
     """For all that one call asks, with its retries: later is a failure, and rows are free again."""

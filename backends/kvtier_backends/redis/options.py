@@ -87,9 +87,9 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
     """Threads that store: others than those that load, so that a load never queues behind stores."""
 
     window_bytes: PositiveSize = 8 << 20
-    """What a connection has asked for before the first of it is there, and half of it for stores.
+    """Most bytes that a connection asks for before the first reply is there. Stores have half as much on their way.
 
-    The server holds as much for it.
+    The server holds as much memory for it.
     """
 
     timeout_s: PositiveDuration = 5.0
