@@ -236,8 +236,7 @@ class Inbox:
                     tier.doubt(key, now)
                 elif present[index]:
                     tier.believe(key, present=True, now=now)
-                elif tier.believe(key, present=False, now=now) or key in tier.doubted:
-                    tier.doubted.pop(key, None)
+                elif tier.believe(key, present=False, now=now):
                     gone.append(key)
         self._missed(tier, gone)
 

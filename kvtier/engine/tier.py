@@ -198,7 +198,7 @@ class Tier:
         self._present_until: dict[OffloadKey, float] = {}
         self._absent_until: dict[OffloadKey, float] = {}
         self._unsure: dict[OffloadKey, None] = {}  # Asked for even though the tier reports what it holds.
-        self.doubted: dict[OffloadKey, None] = {}  # Present by the last answer; a call about them has failed since.
+        self._doubted: dict[OffloadKey, None] = {}  # Present by the last answer; a call about them has failed since.
 
     def admits(self, now: float) -> int:
         """Return how many chunks may be sent to the tier, or from it, now.
@@ -224,13 +224,16 @@ class Tier:
     def believe(self, key: OffloadKey, *, present: bool, now: float) -> bool:
         """Remember an answer for as long as answers are believed; it overrides the last one, and one on its way.
 
-        Say whether the last one was the contrary.
+        Say whether the last one was the contrary, whatever has failed since.
         """
         self.asking.discard(key)
         fresh, stale = self._present_until, self._absent_until
         if not present:
             fresh, stale = stale, fresh
         turned = stale.pop(key, None) is not None
+        if key in self._doubted:
+            del self._doubted[key]
+            turned = not present
         fresh.pop(key, None)  # So that the order of insertion is the order of age.
         fresh[key] = now + self.spec.answer_ttl_s
         if len(fresh) > ANSWERS_MAX:
@@ -240,9 +243,9 @@ class Tier:
     def doubt(self, key: OffloadKey, now: float) -> None:
         """Count the key as absent for as long as answers are believed, though the tier has not said so."""
         if self.believe(key, present=False, now=now):
-            self.doubted[key] = None
-            if len(self.doubted) > ANSWERS_MAX:
-                del self.doubted[next(iter(self.doubted))]
+            self._doubted[key] = None
+            if len(self._doubted) > ANSWERS_MAX:
+                del self._doubted[next(iter(self._doubted))]
 
     def unsure(self, key: OffloadKey) -> None:
         """Have the key asked for from now on, until it is stored again or known to be gone."""
@@ -253,7 +256,7 @@ class Tier:
     def forget_answers(self, keys: Iterable[OffloadKey]) -> None:
         """Something newer is known of these keys than the last answers, and than those on their way."""
         self.asking.difference_update(keys)
-        for answers in (self._unsure, self.doubted, self._absent_until, self._present_until):
+        for answers in (self._unsure, self._doubted, self._absent_until, self._present_until):
             if answers:  # Most are empty, most of the time.
                 for key in keys:
                     answers.pop(key, None)

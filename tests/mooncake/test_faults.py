@@ -250,6 +250,21 @@ async def test_a_store_into_an_owner_that_hangs_holds_no_row(own_pool, opened_al
     await recovers(tier, lender, keys)
 
 
+async def test_a_late_call_that_ends_well_after_all_gives_its_memory_back(own_pool, opened_alone, lender) -> None:
+    """Its slots are retired, and as often as an owner hangs there are more of them."""
+    pool, keys = own_pool(client_ttl_s=60), keys_of(16)
+    owner = pool.add_owner()
+    tier = await opened_alone(pool, timeout_s=0.3)
+    writes = lender.writes(keys)
+    owner.signal(signal.SIGSTOP)
+    assert {type(outcome) for outcome in await tier.store(writes)} == {TransferFailed}
+    staging = tier._stores.staging
+    assert any(map(any, staging._kept))
+    owner.signal(signal.SIGCONT)
+    assert await tier._threads.ended(time.monotonic() + PATIENCE_S)
+    until(lambda: not any(map(any, staging._kept)))
+
+
 async def test_a_cancelled_call_to_a_hung_owner_ends_with_its_time_out(own_pool, opened_alone, lender) -> None:
     pool, keys = own_pool(), keys_of(64)
     owner = pool.add_owner()

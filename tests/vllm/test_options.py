@@ -1,6 +1,7 @@
 """What may be written into a tier behind vLLM's own manager: its limits, and its runner's."""
 
 import pytest
+from msgspec.structs import replace
 
 from kvtier.backend.namespace import Namespace
 from kvtier.config import EngineLimits, TierLimits
@@ -57,8 +58,11 @@ def test_a_tier_that_needs_a_process_is_refused_where_vllms_rows_cannot_be_mappe
     options = read_secondary_options({"backend": f"{__name__}:Crashing"})
     config = secondary_config(options, NAMESPACE, rows=8, row_bytes=8_192)
     rows = memoryview(bytearray(8 * 8_192))
-    with pytest.raises(ConfigError, match="runner: 'thread' given, 'process' accepted"):
+    message = r"^secondary_tiers\[\].backend: '\S+:Crashing' given, which needs .* use kvtier's own connector"
+    with pytest.raises(ConfigError, match=message):
         _start(object(), rows, config)
+    with pytest.raises(ConfigError, match=r"^runner: 'thread' given, 'process' accepted"):
+        _start(object(), rows, replace(config, runner="thread"))
 
 
 @pytest.mark.parametrize("name", sorted(ENGINE_ONLY))

@@ -234,7 +234,7 @@ class MooncakeBackend(Backend[MooncakeOptions]):
     async def _moved(self, call: Callable[[], Moved], part: Part[Chunk], ends_at: float) -> Moved | None:
         """Have a part moved; None: it was not over in time, and may go on, without its rows."""
         try:
-            return await self._threads.run(call, ends_at)
+            return await self._threads.run(call, ends_at, unwanted=lambda _: part.slots.empty())
         except Late:
             return None
         finally:

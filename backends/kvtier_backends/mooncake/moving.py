@@ -222,7 +222,11 @@ class _Loading:
             self._outcomes[index] = None
 
     def _open(self, index: int, key: OffloadKey, row: memoryview) -> SealFault | None:
-        """Copy first, then check the copy: whatever comes late to the slot is not in the row."""
+        """Copy first, then check the copy: whatever comes late to the slot is not in the row.
+
+        A cipher decrypts out of the slot. Nothing comes there late: of what comes here, Mooncake has said that it is
+        whole, and a slot whose transfer may go on is never used again.
+        """
         part, beside, at = self._part, self._part.beside(index), 0
         for place in part.seal.places(row, beside):
             if not part.is_in(index, place):

@@ -1,5 +1,6 @@
 """The index of a bucket: what is known to be there, and for a while what is known not to be, without asking."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from kvtier.backend import InventoryQueue, OffloadKey
@@ -12,10 +13,11 @@ class Index:
 
     def __init__(self, held_max: int, absent_ttl_s: float, clock: Callable[[], float]) -> None:
         """Know at most so many keys that are there; what is not there is known for so long."""
-        self.held: dict[OffloadKey, None] = {}  # In the order they were heard of.
+        # In the order they were heard of. A plain dictionary looks for its first key past all that were removed before.
+        self.held: OrderedDict[OffloadKey, None] = OrderedDict()
         self.queue = InventoryQueue(self.held)
         self._held_max = held_max
-        self._absent: dict[OffloadKey, float] = {}  # When it ends: in that order.
+        self._absent: OrderedDict[OffloadKey, float] = OrderedDict()  # When it ends: in that order.
         self._absent_ttl_s = absent_ttl_s
         self._clock = clock
         self._deleted: set[OffloadKey] = set()  # Since the scan began: it may still name them.
@@ -49,7 +51,7 @@ class Index:
         if key in self.held or not self._held_max:
             return
         if self.full:
-            del self.held[next(iter(self.held))]
+            self.held.popitem(last=False)
         self.held[key] = None
 
     def deleted(self, key: OffloadKey) -> None:

@@ -31,6 +31,7 @@ from kvtier.engine.answers import EventLog
 from kvtier.engine.ledger import ledger_of
 from kvtier.engine.requests import by_position
 from kvtier.engine.steps import say_start
+from kvtier.errors import ConfigError
 from kvtier.integrations.vllm.events import INFO_KEYS, Media, config_info, offloading_events
 from kvtier.integrations.vllm.options import SecondaryOptions, read_secondary_options, secondary_config
 from kvtier.integrations.vllm.rows import namespace_of, plan_rows
@@ -179,7 +180,7 @@ def _start(spec: OffloadingSpec, rows: memoryview, config: EngineConfig) -> tupl
     """
     fd = _rows_fd(spec, rows.nbytes) if config.runner == "process" else None
     if fd is None:
-        settled(replace(config, runner="thread"))
+        _check_thread(config)
         region = Region.over(rows, config.rows, config.row_bytes)
     else:
         region = Region.attach(fd, config.rows, config.row_bytes)
@@ -188,6 +189,18 @@ def _start(spec: OffloadingSpec, rows: memoryview, config: EngineConfig) -> tupl
     except BaseException:
         region.close()
         raise
+
+
+def _check_thread(config: EngineConfig) -> None:
+    try:
+        settled(replace(config, runner="thread"))
+    except ConfigError as error:
+        if config.runner == "thread":
+            raise
+        raise ConfigError(
+            f"secondary_tiers[].backend: {config.secondary_tiers[0].type!r} given, which needs a process of its own: "
+            "vLLM's rows are not in one file here, which another process could map; use kvtier's own connector"
+        ) from error
 
 
 def _rows_fd(spec: OffloadingSpec, size_bytes: int) -> int | None:

@@ -80,6 +80,23 @@ def test_a_chunk_that_is_there_after_all_is_not_removed_for_a_failure_before(sil
     assert removals(silent) == []
 
 
+def test_a_chunk_that_was_there_after_a_failure_and_then_is_gone_is_removed_once(silent):
+    silent.lookup("a")
+    (load,) = silent.step()
+    silent.fail(load, Code.UNAVAILABLE)
+    silent.step(11.0)
+    silent.lookup("a")
+    silent.answer(*silent.step(), True)
+    silent.lookup("a")
+    (load,) = silent.step()
+    silent.finish(load, {0: Code.MISSING})
+    assert removals(silent) == ["a"]
+    silent.step(11.0)
+    silent.lookup("a")
+    silent.answer(*silent.step(), False)
+    assert removals(silent) == []
+
+
 def test_a_deletion_removes_what_was_deleted(silent):
     silent.ledger.delete(silent.keys("ab"))
     (delete,) = silent.step()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvtier.errors import BackendUnavailable
+from kvtier.errors import BackendUnavailable, NoSpace
 from kvtier.memory import PAGE_BYTES
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
@@ -215,6 +215,25 @@ async def test_a_folder_that_cannot_be_read_does_not_count_as_empty(
     assert other.counters().scan_failed
     assert (await asyncio.to_thread(page.taken))[0] >= used_bytes
     failing.let_go()
+
+
+async def test_stores_are_refused_where_nobody_has_counted_until_every_folder_can_be_read(
+    open_tier, lender: Lender, root: Path, system_call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(accounts, "AGAIN_S_LEAST", 0.01)
+    before = await open_tier(shared=True, capacity_bytes=CAPACITY_BYTES)
+    await lender.keep(before, keys_of(16))
+    await before.aclose(DEADLINE_S)
+    (ledger,) = root.rglob("ledger*")
+    ledger.unlink()
+    failing = system_call("scandir", error=errno.EIO)
+    tier = await open_tier(shared=True, capacity_bytes=CAPACITY_BYTES)
+    assert {type(outcome) for outcome in await tier.store(lender.writes(keys_of(16, 16)))} == {NoSpace}
+    assert await lender.recall(tier, keys_of(16)) == [label(key) for key in keys_of(16)]
+    failing.let_go()
+    async with asyncio.timeout(DEADLINE_S):
+        while set(await tier.store(lender.writes(keys_of(16, 16)))) != {None}:
+            await asyncio.sleep(0.01)
 
 
 async def test_a_chunk_that_another_host_removes_as_it_is_read_is_missing(

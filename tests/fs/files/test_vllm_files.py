@@ -86,6 +86,23 @@ async def test_vllms_chunks_are_refused_by_default_and_left_alone(
     assert read_as_vllm(path_of(key_of(0)), row_bytes, 0) == chunk(key_of(0), 0, row_bytes)
 
 
+async def test_a_chunk_of_vllms_in_place_of_ours_takes_its_room_until_it_goes_for_it(
+    open_tier, lender: Lender, path_of, root: Path, taken_bytes, row_bytes: int
+) -> None:
+    """Refused, it is there all the same: what is stored after it has no more room than before."""
+    capacity_bytes = 1 << 20
+    tier = await open_tier(capacity_bytes=capacity_bytes)
+    keys = keys_of(16)
+    await lender.keep(tier, keys)
+    for key in keys:
+        write_as_vllm(path_of(key), chunk(key, 0, row_bytes), 0)
+    assert await lender.recall(tier, keys) == ["ChunkMissing"] * 16
+    for start in range(100, 180, 10):
+        await lender.keep(tier, keys_of(10, start=start))
+        assert taken_bytes(root) <= capacity_bytes
+    assert not any(path_of(key).exists() for key in keys)
+
+
 @pytest.mark.parametrize("unverified", ["accept", "refuse"])
 async def test_a_store_of_ours_makes_vllms_chunk_a_verified_one(
     open_tier, lender: Lender, path_of, unverified: str, row_bytes: int

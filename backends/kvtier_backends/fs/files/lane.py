@@ -98,12 +98,7 @@ class OpenShare:
                     self._allocated_bytes[index] = chunk.allocated_bytes()
                 self._outcomes[index] = outcome
             except OSError as error:
-                if error.errno == errno.ESTALE:  # It was there: another host has removed it, and a file server forgets.
-                    self._outcomes[index] = ChunkMissing(
-                        f"{self._share.reads[index].key.hex()}: removed as it was read"
-                    )
-                else:
-                    self._fail(index, error)
+                self._fail(index, error, opened=True)
 
     def _fail(self, index: int, error: OSError, *, opened: bool = False) -> None:
         key = self._share.reads[index].key
@@ -241,8 +236,7 @@ class Chunks:
         file_bytes = chunk.read_on(self._packing.places(into, beside), got, self._row_bytes + FOOTER_BYTES)
         whole = judge_length(file_bytes, self._row_bytes)
         if whole is Whole.BARE:
-            self._counters.count("unverified_accepted" if self._accept_bare else "unverified_refused")
-            return None if self._accept_bare else ChunkMissing(f"{key.hex()}: a file without a footer; refused")
+            return self._bare(share, key)
         fault = whole if isinstance(whole, Fault) else self._packing.judge(key, into, beside)
         if fault is None:
             return None
@@ -257,3 +251,12 @@ class Chunks:
             share.kept_bytes += chunk.allocated_bytes()
         self._files.tidy(key)
         return ChunkCorrupt(f"{key.hex()}: {fault}: a file of {file_bytes:,} bytes for a row of {self._row_bytes:,}")
+
+    def _bare(self, share: LoadShare, key: OffloadKey) -> Outcome:
+        """Judge a file without a footer. Refused, it may have replaced one of ours, and takes room as that did."""
+        if self._accept_bare:
+            self._counters.count("unverified_accepted")
+            return None
+        self._counters.count("unverified_refused")
+        share.left.add(key)
+        return ChunkMissing(f"{key.hex()}: a file without a footer; refused")
