@@ -169,25 +169,28 @@ class Proxy:
     def _pump(self, source: socket.socket, target: socket.socket, is_reply: bool) -> None:
         try:
             while passed := source.recv(self.piece_bytes):
-                if is_reply:
-                    self.open.wait(PATIENCE_S)
-                    changed = self.reply(passed)
-                    if changed is None:
-                        break
-                    passed = changed
-                self._pass(passed, target)
+                size_bytes = self.piece_bytes  # By now: it was asked for when pieces may have been longer.
+                for start in range(0, len(passed), size_bytes):
+                    if not self._pass(passed[start : start + size_bytes], target, is_reply):
+                        return
         except (OSError, ValueError):
             pass
-        _reset(source)
-        _reset(target)
+        finally:
+            _reset(source)
+            _reset(target)
 
-    def _pass(self, passed: bytes, target: socket.socket) -> None:
-        if not self.pause_s:
-            target.sendall(passed)
-            return
-        for start in range(0, len(passed), self.piece_bytes):  # Of what was asked for in longer ones.
+    def _pass(self, piece: bytes, target: socket.socket, is_reply: bool) -> bool:
+        """Pass a piece on, changed or not; say whether the connection goes on."""
+        if is_reply:
+            self.open.wait(PATIENCE_S)
+            changed = self.reply(piece)
+            if changed is None:
+                return False
+            piece = changed
+        if self.pause_s:
             time.sleep(self.pause_s)
-            target.sendall(passed[start : start + self.piece_bytes])
+        target.sendall(piece)
+        return True
 
 
 def _reset(connection: socket.socket) -> None:
