@@ -198,12 +198,12 @@ def _csv_rows(path: str, first: bytes) -> Iterator[tuple[int, _Tokens]]:
     text = ((number, line.decode(errors="replace")) for number, line in trace_lines(path))
     next(text)
     for number, line in text:
-        cells = dict(zip(header, next(csv.reader((line,))), strict=False))
-        cells["token_ids"] = cells.get("token_ids", "").replace(",", " ").strip("[] ")
         try:
+            cells = dict(zip(header, next(csv.reader((line,))), strict=False))
+            cells["token_ids"] = cells.get("token_ids", "").replace(",", " ").strip("[] ")
             row = {name: cell for name, cell in cells.items() if cell and name != "token_ids"}
             yield number, msgspec.convert({**row, "token_ids": cells["token_ids"].split()}, _Tokens, strict=False)
-        except msgspec.ValidationError as error:
+        except (csv.Error, msgspec.ValidationError) as error:
             raise TraceError(
                 f"{path}, line {number}: {error}; expected token_ids with spaces between them, and numbers"
             ) from error

@@ -54,6 +54,12 @@ def test_csv_and_json_of_the_same_tokens_are_the_same_trace(trace_file: Write) -
     assert converted(as_csv, block_tokens=4) == converted(as_json, block_tokens=4)
 
 
+def test_csv_that_cannot_be_read_is_refused_with_its_line(trace_file: Write) -> None:
+    log = trace_file(b"token_ids\n1 2\n1 2\r3 4\n", "log.csv")
+    with pytest.raises(TraceError, match="log.csv, line 3: new-line character.*; expected token_ids with spaces"):
+        converted(log)
+
+
 def test_csv_takes_token_ids_as_a_json_list_too(trace_file: Write) -> None:
     log = trace_file(b'token_ids\n"[1, 2, 3, 4]"\n1 2 3 4\n', "log.csv")
     assert ids(log, block_tokens=2) == [(0, 1), (0, 1)]
