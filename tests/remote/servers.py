@@ -74,16 +74,21 @@ class ServerProcess:
         assert self._process.poll() is None, f"{self._command[0]} has ended: {self._log.read_text()[-2_000:]}"
 
     def signal(self, number: int) -> None:
-        """Send a signal; one that stops the program is waited for: on a busy machine its threads run on for a while."""
+        """Send a signal; one that stops the program is waited for."""
         self._process.send_signal(number)
         if number == signal.SIGSTOP:
-            tasks = Path(f"/proc/{self._process.pid}/task")
-            until(lambda: all(_is_stopped(task) for task in tasks.iterdir()))
+            wait_until_stopped(self._process.pid)
 
     def kill(self) -> None:
         """Kill it, stopped or not, and wait for its end; idempotent."""
         self._process.kill()
         self._process.wait()
+
+
+def wait_until_stopped(pid: int) -> None:
+    """Wait until a process that was sent SIGSTOP has stopped: on a busy machine its threads run on for a while."""
+    tasks = Path(f"/proc/{pid}/task")
+    until(lambda: all(_is_stopped(task) for task in tasks.iterdir()))
 
 
 def _is_stopped(task: Path) -> bool:

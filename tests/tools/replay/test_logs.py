@@ -56,7 +56,7 @@ def test_csv_and_json_of_the_same_tokens_are_the_same_trace(trace_file: Write) -
 
 def test_csv_that_cannot_be_read_is_refused_with_its_line(trace_file: Write) -> None:
     log = trace_file(b"token_ids\n1 2\n1 2\r3 4\n", "log.csv")
-    with pytest.raises(TraceError, match="log.csv, line 3: new-line character.*; expected token_ids with spaces"):
+    with pytest.raises(TraceError, match=r"log\.csv, line 3: new-line character.*; expected token_ids with spaces"):
         converted(log)
 
 
