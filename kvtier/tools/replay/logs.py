@@ -354,8 +354,10 @@ def _event_requests(path: str, events: Iterable[tuple[int, float, _Stored]], siz
     left_out = 0
     for line, at_s, stored in events:
         while begun and at_s - begun[0].last_s > SAME_REQUEST_S:
-            growing.pop(begun[0].tail, None)
-            yield begun.popleft().logged(path, before, size)
+            over = begun.popleft()
+            if growing.get(over.tail) is over:  # Not a later one that ends with the same block.
+                del growing[over.tail]
+            yield over.logged(path, before, size)
         parent = stored.parent_block_hash
         if parent is not None and parent not in before:
             left_out += 1

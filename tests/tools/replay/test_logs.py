@@ -149,6 +149,11 @@ def test_what_was_loaded_or_belongs_to_another_group_is_not_a_request(trace_file
     assert ids(log) == [(0,)]
 
 
+def test_a_request_that_computes_again_what_an_earlier_one_had_goes_on_when_that_one_is_over(trace_file: Write) -> None:
+    again = (batch(0.0, stored([1], None)), batch(1.5, stored([1], None)), batch(2.1, stored([2], 1)))
+    assert ids(trace_file(rows(*again))) == [(0,), (0, 1)]
+
+
 def test_events_as_vllm_encodes_them_are_read_too(trace_file: Write) -> None:
     event = ["BlockStored", [1, 2], None, [0] * 32, 16, None, "GPU"]
     log = trace_file(rows([1.0, [event, ["AllBlocksCleared"]], 0]))
