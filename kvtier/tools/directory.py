@@ -228,8 +228,8 @@ def ls(
 ) -> None:
     """List the chunks, as they are found: hash, KV-cache group, size on the disk, time since the last use, namespace.
 
-    A tier sets a file's time to the chunk's last use at most once an hour. A chunk in a segment has only the time of
-    its store. Nothing is kept in memory, so that a million chunks can be listed.
+    A tier sets a file's time to the chunk's last use at most once an hour. A chunk in a segment or a bucket has only
+    the time of its store. Nothing is kept in memory, so that a million chunks can be listed.
     """
     now_s, left_out = time.time(), LeftOut()
     with opened(directory) as contents:

@@ -74,8 +74,8 @@ def prune(
     """Remove what any of the options names, of all namespaces or of one; a namespace alone goes as a whole.
 
     An engine may be using the directory: what it looks for and does not find is a miss, and what it stores anew while
-    this runs stays. A tier sets a file's time to its last use at most once an hour; a chunk in a segment has only the
-    time of its store.
+    this runs stays. In a bucket, what is stored anew at the moment of its removal goes, too. A tier sets a file's time
+    to its last use at most once an hour; a chunk in a segment or a bucket has only the time of its store.
     """
     age_s = _parsed("--older-than", older_than, parse_duration, AGE_S_MAX, "a time such as 90min or 7d")
     size_bytes = _parsed("--to-size", to_size, parse_size, SIZE_BYTES_MAX, "a size such as 100GiB")

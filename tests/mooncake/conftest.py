@@ -73,9 +73,11 @@ def shared_clients() -> "Iterator[Callable[..., Client]]":
             """Leave it to the next test."""
 
     def shared(options: MooncakeOptions, tier_name: str) -> Client:
-        found = MooncakeOptions(master=options.master, tenant=options.tenant, replicas=options.replicas)
+        found = MooncakeOptions(
+            master=options.master, tenant=options.tenant, replicas=options.replicas, timeout_s=TIMEOUT_S
+        )
         if found not in clients:
-            made = connect(options, tier_name)
+            made = connect(found, tier_name)
             clients[found] = Shared(made._store, made._kept)
         return clients[found]
 

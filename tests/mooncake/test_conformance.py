@@ -13,6 +13,7 @@ from kvtier.testing.conformance import (
     NamespacedConformance,
     key_of,
 )
+from tests.remote.servers import PATIENCE_S
 
 KEYS = "KVTIER_TEST_MOONCAKE_KEYS"
 
@@ -33,7 +34,7 @@ class Suites(BackendConformance, DurableBackendConformance, NamespacedConformanc
         async def reopen():
             if tiers:
                 await tiers[-1].aclose(10)
-            tiers.append(await opened(chunk_bytes=self.chunk_bytes, **fields))
+            tiers.append(await opened(chunk_bytes=self.chunk_bytes, timeout_s=PATIENCE_S, **fields))
             return tiers[-1]
 
         return reopen
@@ -44,7 +45,7 @@ class Suites(BackendConformance, DurableBackendConformance, NamespacedConformanc
 
     @pytest.fixture
     async def neighbour(self, backend, opened, fields):
-        return await opened(model_name="other", chunk_bytes=self.chunk_bytes, **fields)
+        return await opened(model_name="other", chunk_bytes=self.chunk_bytes, timeout_s=PATIENCE_S, **fields)
 
 
 class TestMooncake(Suites):
@@ -73,7 +74,7 @@ class TestMooncakeCounts(CountedConformance):
 
     @pytest.fixture
     async def backend(self, opened):
-        return await opened(chunk_bytes=self.chunk_bytes)
+        return await opened(chunk_bytes=self.chunk_bytes, timeout_s=PATIENCE_S)
 
     @pytest.fixture
     def provoke(self, backend, foreign):

@@ -14,6 +14,7 @@ from kvtier.backend import SEAL_BYTES, Abandoned, BackendUnavailable, NoSpace, T
 from kvtier.testing.conformance import Lender, key_of, keys_of, label
 from tests.mooncake.conftest import CHUNK_BYTES, read, write
 from tests.mooncake.pools import PATIENCE_S, until
+from tests.remote.tiers import recovers
 
 VALUE_BYTES = CHUNK_BYTES + SEAL_BYTES
 LEAVER = Path(__file__).with_name("leaver.py")
@@ -23,21 +24,6 @@ LARGE_BYTES = 1 << 20  # What takes more than one read of a socket.
 def name_of(tier: Any, key: Any) -> str:
     (name,) = tier._names([key])
     return name
-
-
-async def recovers(tier: Any, lender: Lender, keys: list[Any]) -> None:
-    """Wait until every key can be stored and loaded again."""
-    ends_at = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            outcomes = await tier.store(lender.writes(keys))
-            if not any(outcomes):
-                break
-        except BackendUnavailable as error:
-            outcomes = [error]
-        assert time.monotonic() < ends_at, outcomes
-        await asyncio.sleep(0.05)
-    assert await lender.recall(tier, keys) == [label(key) for key in keys]
 
 
 async def told(tier: Any, lender: Lender, keys: list[Any]) -> list[str]:
@@ -140,7 +126,7 @@ async def test_a_mixture_beside_stores_is_never_taken_for_a_chunk(opened, lender
 async def test_a_pool_that_is_full_says_no_room_and_what_it_took_is_whole(own_pool, opened_alone) -> None:
     pool, lender, keys = own_pool(), Lender(LARGE_BYTES), keys_of(96)
     pool.add_owner(64 << 20)
-    tier = await opened_alone(pool, chunk_bytes=LARGE_BYTES)
+    tier = await opened_alone(pool, chunk_bytes=LARGE_BYTES, timeout_s=PATIENCE_S)
     outcomes = list(await tier.store(lender.writes(keys)))
     assert all(outcome is None or isinstance(outcome, NoSpace) for outcome in outcomes), outcomes
     assert tier.counts()["no_room"] == sum(outcome is not None for outcome in outcomes) > 0
@@ -161,7 +147,7 @@ async def test_a_killed_owner_costs_its_chunks_and_another_one_is_used(own_pool,
     tier = await opened_alone(pool)
     await lender.keep(tier, keys)
     owner.kill()
-    assert await lender.recall(tier, keys) == ["TransferFailed"] * 64
+    assert set(await lender.recall(tier, keys)) <= {"TransferFailed", "ChunkMissing"}  # The latter once it is dropped.
     assert tier.counts()["transfers_failed"] <= 32, "one part each lane was tried, and no other"
     pool.add_owner()
     await recovers(tier, lender, keys)
@@ -209,7 +195,7 @@ async def test_a_hung_call_keeps_nobody_elses_chunks_from_being_loaded(own_pool,
     pool, keys = own_pool(client_ttl_s=60), keys_of(16)
     owner, _ = pool.add_owner(), pool.add_owner()
     tier = await opened_alone(pool, lanes=1, timeout_s=0.3)
-    await lender.keep(tier, keys)
+    await lender.keep(await opened_alone(pool), keys)
     owner.signal(signal.SIGSTOP)
     assert {type(outcome) for outcome in await tier.load(lender.reads(keys))} == {TransferFailed}
     assert tier._threads._under_way, "the call hangs"

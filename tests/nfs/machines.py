@@ -13,6 +13,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from tests.remote.servers import wait_until_stopped
+
 PATIENCE_S = 120.0  # For what must happen: two guests share a machine with others.
 REPOSITORY = Path(__file__).parents[2]
 BRIDGE = "kvbr0"
@@ -100,6 +102,8 @@ class FileServer:
     def signal(self, number: int) -> None:
         assert self._process is not None
         self._process.send_signal(number)
+        if number == signal.SIGSTOP:
+            wait_until_stopped(self._process.pid)
 
     def go_on(self) -> None:
         """Have it run, whatever has become of it."""

@@ -15,6 +15,7 @@ from kvtier.testing.conformance import (
     NamespacedConformance,
     key_of,
 )
+from tests.remote.servers import PATIENCE_S
 
 KEYS = "KVTIER_TEST_OBJECT_KEYS"
 
@@ -35,7 +36,7 @@ class Suites(BackendConformance, DurableBackendConformance, NamespacedConformanc
         async def reopen():
             if tiers:
                 await tiers[-1].aclose(10)
-            tiers.append(await opened(chunk_bytes=self.chunk_bytes, **fields))
+            tiers.append(await opened(chunk_bytes=self.chunk_bytes, timeout_s=PATIENCE_S, **fields))
             return tiers[-1]
 
         return reopen
@@ -46,7 +47,7 @@ class Suites(BackendConformance, DurableBackendConformance, NamespacedConformanc
 
     @pytest.fixture
     async def neighbour(self, backend, opened, fields):
-        return await opened(model_name="other", chunk_bytes=self.chunk_bytes, **fields)
+        return await opened(model_name="other", chunk_bytes=self.chunk_bytes, timeout_s=PATIENCE_S, **fields)
 
 
 class TestObject(Suites, InventoryConformance):
@@ -86,7 +87,7 @@ class TestObjectCounts(CountedConformance):
 
     @pytest.fixture
     async def backend(self, opened):
-        return await opened(chunk_bytes=self.chunk_bytes)
+        return await opened(chunk_bytes=self.chunk_bytes, timeout_s=PATIENCE_S)
 
     @pytest.fixture
     def provoke(self, backend, server, bucket):

@@ -5,18 +5,17 @@ import gc
 import signal
 import threading
 import time
-from typing import Any
 
 import pytest
 
 from kvtier.backend import SEAL_BYTES, Abandoned, BackendUnavailable, OffloadKey, chunk_hash, lending
 from kvtier.testing.conformance import Lender, key_of, keys_of, label
 from tests.redis.conftest import CHUNK_BYTES
-from tests.redis.servers import RedisServer, until
+from tests.redis.servers import PATIENCE_S, RedisServer, until
+from tests.remote.tiers import recalled, recovers, used_again
 
 VALUE_BYTES = CHUNK_BYTES + SEAL_BYTES
-PATIENCE_S = 30.0
-QUICK = {"timeout_s": 0.3, "connect_timeout_s": 0.3, "retry_s": "1ms"}  # Not a bound: what these tests wait for.
+QUICK = {"timeout_s": 1.0, "connect_timeout_s": 1.0, "retry_s": "1ms"}  # Not a bound: what these tests wait for.
 
 
 def names_of(server: RedisServer, prefix: str, key: OffloadKey) -> list[bytes]:
@@ -26,29 +25,6 @@ def names_of(server: RedisServer, prefix: str, key: OffloadKey) -> list[bytes]:
 def name_of(server: RedisServer, prefix: str, key: OffloadKey) -> bytes:
     (name,) = names_of(server, prefix, key)
     return name
-
-
-async def used_again(lender: Lender, rows: list[memoryview]) -> None:
-    """Use rows for something else, as an engine does, and see that nobody else does."""
-    for row in rows:
-        row[:] = lender.chunk(key_of(99))
-    await asyncio.sleep(0.05)
-    assert [lender.identify(row) for row in rows] == [label(key_of(99))] * len(rows)
-
-
-async def recovers(tier: Any, lender: Lender, keys: list[OffloadKey]) -> None:
-    """Wait until every key can be stored and loaded again."""
-    ends_at = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            outcomes = await tier.store(lender.writes(keys))
-        except BackendUnavailable:
-            outcomes = ["away"]
-        if not any(outcomes):
-            break
-        assert time.monotonic() < ends_at, outcomes
-        await asyncio.sleep(0.01)
-    assert await lender.recall(tier, keys) == [label(key) for key in keys]
 
 
 # What somebody has put under a chunk's name.
@@ -373,20 +349,6 @@ async def test_a_server_that_hangs_fails_calls_and_no_byte_comes_late(opened, ow
     await recovers(tier, lender, keys)
 
 
-async def recalled(tier: Any, lender: Lender, keys: list[OffloadKey]) -> list[str]:
-    """Recall keys as soon as the tier is there again."""
-    ends_at = time.monotonic() + PATIENCE_S
-    while True:
-        try:
-            told = await lender.recall(tier, keys)
-        except BackendUnavailable:
-            told = ["TransferFailed"]
-        if "TransferFailed" not in told:
-            return told
-        assert time.monotonic() < ends_at, told
-        await asyncio.sleep(0.01)
-
-
 async def test_a_reply_that_drips_is_over_in_time(opened, proxy, lender) -> None:
     proxy.piece_bytes = 512
     tier, keys = await opened(proxy.address, **QUICK), keys_of(4)
@@ -399,17 +361,14 @@ async def test_a_reply_that_drips_is_over_in_time(opened, proxy, lender) -> None
 
 
 def _drip(passed: bytes) -> bytes:
-    time.sleep(0.01)  # Between pieces: each comes well within every time-out of its own.
+    time.sleep(0.05)  # Between pieces: each comes well within every time-out of its own.
     return passed
 
 
 async def test_nobody_waits_for_a_server_that_is_known_to_hang(opened, server, own_server, lender) -> None:
     """Of two servers one hangs: its chunks fail, the other's go on, and it is tried by one thread at a time."""
     other = own_server()
-    tier, keys = (
-        await opened(server.address, other.address, timeout_s=0.3, connect_timeout_s=0.3, retry_s="1h"),
-        keys_of(32),
-    )
+    tier, keys = await opened(server.address, other.address, **QUICK | {"retry_s": "1h"}), keys_of(32)
     await lender.keep(tier, keys)
     other.signal(signal.SIGSTOP)
     reads = lender.reads(keys)

@@ -28,7 +28,8 @@ from kvtier_backends.redis.server import Away, Login
 from kvtier_backends.redis.topology import make_topology
 from kvtier_backends.redis.work import target_of
 from tests.redis.servers import PATIENCE_S, Proxy, RedisServer, free_port, until
-from tests.redis.test_faults import QUICK, recalled, recovers
+from tests.redis.test_faults import QUICK
+from tests.remote.tiers import recalled, recovers
 
 PASSWORD = "KVTIER_TEST_PASSWORD"
 

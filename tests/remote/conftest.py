@@ -2,9 +2,9 @@
 
 from importlib.util import find_spec
 
-LEFT_OUT = find_spec("mooncake") is None and find_spec("moto") is None
-if LEFT_OUT:
-    collect_ignore_glob = ["test_*.py"]
+WITHOUT_MOTO = find_spec("moto") is None
+LEFT_OUT = find_spec("mooncake") is None and WITHOUT_MOTO
+collect_ignore_glob = ["test_*.py"] if LEFT_OUT else ["test_object.py"] if WITHOUT_MOTO else []
 
 
 def pytest_report_header() -> list[str]:

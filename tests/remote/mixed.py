@@ -6,17 +6,19 @@ import logging
 import os
 import random
 import sys
+import tempfile
 import uuid
 from collections import Counter
 from typing import Any
 
-from tests.remote.kit import describe, found_one_by_one, opened
+from tests.remote.kit import REST_S, describe, found_one_by_one, opened
 from tests.remote.owner import A_LINE, CHUNKS, ROWS
 from tests.remote.remotes import Remote
 
 OWNERS = 3
 OPERATIONS = int(os.environ.get("KVTIER_MIXED_OPERATIONS", "600"))
 LINES_BEFORE_A_KILL = max(20, OPERATIONS // 200)  # Of ten operations. An engine takes a second to start.
+ERRORS_BYTES = 4_000  # Shown of what an owner has printed.
 QUIET_S_MAX = 2.0  # Between two disturbances.
 LIMITS: dict[str, Any] = {"breaker_cooldown_s": "100ms", "answer_ttl_s": "1s"}
 
@@ -55,20 +57,22 @@ async def _owners(engine: dict[str, object], dice: random.Random, base: int) -> 
 
 async def _owner(engine: dict[str, object], dice: random.Random, base: int, *, lines: int) -> Counter[str]:
     command = [sys.executable, "-m", "tests.remote.owner", json.dumps(engine), str(dice.randrange(1 << 32)), str(base)]
-    pipe = asyncio.subprocess.PIPE
-    owner = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
-    assert owner.stdout is not None
     met = Counter[str]()
-    try:
-        for _ in range(lines):
-            line = await owner.stdout.readline()
-            if not line:
-                break
-            met += Counter(json.loads(line))
-        await asyncio.sleep(dice.uniform(0, 0.02))  # Some moment, whatever it is at.
-    finally:
-        if owner.returncode is None:
-            owner.kill()
-        _, told = await owner.communicate()
-    assert met["operations"] == lines * A_LINE, told.decode()
+    with tempfile.TemporaryFile() as errors:  # No pipe: nobody reads it meanwhile, and Mooncake prints a lot.
+        owner = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=errors)
+        assert owner.stdout is not None
+        try:
+            for _ in range(lines):
+                async with asyncio.timeout(REST_S):
+                    line = await owner.stdout.readline()
+                if not line:
+                    break
+                met += Counter(json.loads(line))
+            await asyncio.sleep(dice.uniform(0, 0.02))  # Some moment, whatever it is at.
+        finally:
+            if owner.returncode is None:
+                owner.kill()
+            await owner.communicate()
+        errors.seek(0)
+        assert met["operations"] == lines * A_LINE, errors.read()[-ERRORS_BYTES:].decode(errors="replace")
     return met

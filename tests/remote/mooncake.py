@@ -1,14 +1,16 @@
 """The mooncake tier on a pool of its own: a master that stays, and an owner of memory that is broken."""
 
 import ctypes
+import time
 from pathlib import Path
 from typing import Any
 
 from kvtier.backend import SEAL_BYTES, FileMapper
 from kvtier_backends.mooncake import MooncakeOptions
 from kvtier_backends.mooncake.backend import FINGERPRINT_CHARACTERS
-from kvtier_backends.mooncake.client import connect, environment
+from kvtier_backends.mooncake.client import Meaning, connect, environment, meaning_of
 from tests.mooncake.pools import Pool
+from tests.remote import servers
 from tests.remote.kit import CHUNK_BYTES, configured, describe, key
 from tests.remote.outcomes import Fault
 from tests.remote.remotes import Held, ServerRemote
@@ -67,14 +69,18 @@ class MooncakeRemote(ServerRemote):
 
     def _fill_with(self, size_bytes: int, pinned: Any) -> None:
         value = ctypes.create_string_buffer(size_bytes)
+        ends_at = time.monotonic() + servers.PATIENCE_S
         while True:
-            name = f"{FILLING}{len(self._filled)}"
-            if self._client._store.batch_put_from([name], [ctypes.addressof(value)], [size_bytes], pinned) != [0]:
+            self._filled.append(f"{FILLING}{len(self._filled)}")  # It may be there, whatever is answered.
+            name, address = self._filled[-1], ctypes.addressof(value)
+            (code,) = self._client._store.batch_put_from([name], [address], [size_bytes], pinned)
+            if meaning_of(code) is Meaning.FULL:
                 return
-            self._filled.append(name)
+            assert time.monotonic() < ends_at, code
 
     def make_room(self) -> None:
-        assert not any(self._client.remove(self._filled))
+        codes = self._client.remove(self._filled)
+        assert all(code == 0 or meaning_of(code) is Meaning.MISSING for code in codes), codes
         self._filled.clear()
 
     def held(self, number: int) -> Held:

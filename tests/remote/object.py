@@ -49,10 +49,11 @@ class ObjectRemote(ServerRemote):
         self._ours.kill()
 
     def end(self) -> None:
-        self.server.remove_bucket(self._bucket)
         self.proxy.end()
-        if self._ours is not None:
-            self._ours.kill()
+        if self._ours is None:
+            self.server.remove_bucket(self._bucket)
+        else:
+            self._ours.kill()  # It keeps nothing.
 
     def signal(self, number: int) -> None:
         assert self._ours is not None

@@ -14,7 +14,7 @@ from tests.remote.servers import Proxy
 
 DRIP_BYTES, DRIP_S = 512, 0.02  # A chunk takes seconds.
 DISTURBANCES = (Fault.HUNG, Fault.KILLED, Fault.RESTARTED, Fault.REFUSED, Fault.RESET)
-DISTURBED_S_MAX = 1.0  # Of a server that hangs or is away: twice what tiers wait for it.
+DISTURBED_S_MAX = 1.0  # Of a server that hangs or is away: about what tiers wait for it.
 
 
 class Held(NamedTuple):

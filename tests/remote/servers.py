@@ -74,16 +74,21 @@ class ServerProcess:
         assert self._process.poll() is None, f"{self._command[0]} has ended: {self._log.read_text()[-2_000:]}"
 
     def signal(self, number: int) -> None:
-        """Send a signal; one that stops the program is waited for: on a busy machine its threads run on for a while."""
+        """Send a signal; one that stops the program is waited for."""
         self._process.send_signal(number)
         if number == signal.SIGSTOP:
-            tasks = Path(f"/proc/{self._process.pid}/task")
-            until(lambda: all(_is_stopped(task) for task in tasks.iterdir()))
+            wait_until_stopped(self._process.pid)
 
     def kill(self) -> None:
         """Kill it, stopped or not, and wait for its end; idempotent."""
         self._process.kill()
         self._process.wait()
+
+
+def wait_until_stopped(pid: int) -> None:
+    """Wait until a process that was sent SIGSTOP has stopped: on a busy machine its threads run on for a while."""
+    tasks = Path(f"/proc/{pid}/task")
+    until(lambda: all(_is_stopped(task) for task in tasks.iterdir()))
 
 
 def _is_stopped(task: Path) -> bool:
@@ -169,25 +174,28 @@ class Proxy:
     def _pump(self, source: socket.socket, target: socket.socket, is_reply: bool) -> None:
         try:
             while passed := source.recv(self.piece_bytes):
-                if is_reply:
-                    self.open.wait(PATIENCE_S)
-                    changed = self.reply(passed)
-                    if changed is None:
-                        break
-                    passed = changed
-                self._pass(passed, target)
+                size_bytes = self.piece_bytes  # By now: it was asked for when pieces may have been longer.
+                for start in range(0, len(passed), size_bytes):
+                    if not self._pass(passed[start : start + size_bytes], target, is_reply):
+                        return
         except (OSError, ValueError):
             pass
-        _reset(source)
-        _reset(target)
+        finally:
+            _reset(source)
+            _reset(target)
 
-    def _pass(self, passed: bytes, target: socket.socket) -> None:
-        if not self.pause_s:
-            target.sendall(passed)
-            return
-        for start in range(0, len(passed), self.piece_bytes):  # Of what was asked for in longer ones.
+    def _pass(self, piece: bytes, target: socket.socket, is_reply: bool) -> bool:
+        """Pass a piece on, changed or not; say whether the connection goes on."""
+        if is_reply:
+            self.open.wait(PATIENCE_S)
+            changed = self.reply(piece)
+            if changed is None:
+                return False
+            piece = changed
+        if self.pause_s:
             time.sleep(self.pause_s)
-            target.sendall(passed[start : start + self.piece_bytes])
+        target.sendall(piece)
+        return True
 
 
 def _reset(connection: socket.socket) -> None:

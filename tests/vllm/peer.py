@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
+from tests.remote.servers import PATIENCE_S
 from tests.vllm.engines import Answer, Engine, Prompt
 
 
@@ -37,6 +38,8 @@ class Peer:
 
     def end(self) -> None:
         self._connection.close()
+        self._process.join(PATIENCE_S)
+        self._process.kill()  # It hangs; or it has ended.
         self._process.join()
 
     def _call(self, *words: Any) -> Any:

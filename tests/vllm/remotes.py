@@ -1,7 +1,7 @@
 """Services that hosts share, each as a tier's configuration, with what can become of it while engines serve.
 
-A service is begun by its fixture on free ports of this machine, and ended by it. Its time-outs are short: tests wait
-for them.
+A service is begun by its fixture on free ports of this machine, and ended by it. Time-outs are short where a test waits
+for them, and long elsewhere: there they would only say that the machine is busy.
 """
 
 import signal
@@ -19,7 +19,8 @@ from tests.mooncake.pools import Pool
 from tests.object.servers import MotoServer
 from tests.redis.servers import RedisServer
 
-LIMITS = {"deadline_s": 2.0, "breaker_failures": 2, "breaker_cooldown_s": 0.2, "answer_ttl_s": 0.2}
+QUICK_S, PATIENT_S = 1.0, 60.0  # Time-outs.
+LIMITS = {"breaker_failures": 2, "breaker_cooldown_s": 0.2, "answer_ttl_s": 0.2}
 
 
 class Fault(NamedTuple):
@@ -35,7 +36,7 @@ class Remote(ABC):
     faults: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
-    def options(self) -> Mapping[str, Any]:
+    def options(self, timeout_s: float) -> Mapping[str, Any]:
         """Return the tier's own options, with its type."""
 
     def fault(self, name: str) -> Fault:
@@ -49,8 +50,9 @@ class Remote(ABC):
         """Take everything away that the service has, as somebody else would."""
         raise NotImplementedError
 
-    def tier(self, **changes: Any) -> dict[str, Any]:
-        return {**self.options(), "limits": LIMITS, **changes}
+    def tier(self, *, quick: bool = False, **changes: Any) -> dict[str, Any]:
+        timeout_s = QUICK_S if quick else PATIENT_S
+        return {**self.options(timeout_s), "limits": {**LIMITS, "deadline_s": 2 * timeout_s}, **changes}
 
 
 class Folder(Remote):
@@ -59,7 +61,7 @@ class Folder(Remote):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def options(self) -> Mapping[str, Any]:
+    def options(self, timeout_s: float) -> Mapping[str, Any]:
         return {"type": "fs", "root": str(self._folder / "filer"), "shared": True, "locality": "REMOTE"}
 
 
@@ -71,8 +73,8 @@ class Redis(Remote):
     def __init__(self, folder: Path) -> None:
         self._server = RedisServer(folder).start()
 
-    def options(self) -> Mapping[str, Any]:
-        times = {"timeout_s": 0.5, "connect_timeout_s": 0.5, "retry_s": 0.05}
+    def options(self, timeout_s: float) -> Mapping[str, Any]:
+        times = {"timeout_s": timeout_s, "connect_timeout_s": timeout_s, "retry_s": 0.05}
         return {"type": "redis", "servers": [self._server.address], **times}
 
     def fault(self, name: str) -> Fault:
@@ -101,8 +103,8 @@ class Mooncake(Remote):
         self._pool = Pool(folder, client_ttl_s=2)
         self._pool.add_owner()
 
-    def options(self) -> Mapping[str, Any]:
-        return {"type": "mooncake", "master": self._pool.address, "timeout_s": 1.0}
+    def options(self, timeout_s: float) -> Mapping[str, Any]:
+        return {"type": "mooncake", "master": self._pool.address, "timeout_s": timeout_s}
 
     def fault(self, name: str) -> Fault:
         pool, owner = self._pool, self._pool.owners[-1]
@@ -133,15 +135,15 @@ class Bucket(Remote):
             "\n".join(["[default]", *(f"{name.lower()} = {key}" for name, key in credentials.items())])
         )
 
-    def options(self) -> Mapping[str, Any]:
+    def options(self, timeout_s: float) -> Mapping[str, Any]:
         return {
             "type": "object",
             "url": f"s3://{self.bucket}/kv",
             "endpoint": self._server.endpoint,
             "credentials_file": str(self._keys),
             "absent_ttl_s": 0.2,
-            "timeout_s": 1.0,
-            "connect_timeout_s": 1.0,
+            "timeout_s": timeout_s,
+            "connect_timeout_s": timeout_s,
         }
 
     def fault(self, name: str) -> Fault:

@@ -57,9 +57,9 @@ def peer() -> Iterator[Peer]:
     peer.end()
 
 
-def on(remote: Remote, own: Path | None = None, **changes: Any) -> dict[str, Any]:
+def on(remote: Remote, own: Path | None = None, *, quick: bool = False, **changes: Any) -> dict[str, Any]:
     """Return the configuration of an engine on this service, behind a directory of its own if one is given."""
-    tiers = [remote.tier(name="pool")]
+    tiers = [remote.tier(quick=quick, name="pool")]
     if own is not None:
         tiers.insert(0, {"type": "fs", "name": "own", "root": str(own), "locality": "LOCAL"})
     return kvtier(secondary_tiers=tiers, **changes)
@@ -101,18 +101,21 @@ def test_a_service_that_goes_while_requests_load_from_it_costs_hits_and_they_com
     asked = prompts(4)
     expected, remote = right(llama, asked), services(name)
     strike, mend = remote.fault(fault)
-    with Engine(llama, on(remote)) as engine:
+    with Engine(llama, on(remote, quick=True)) as engine:
         engine.answer(asked)
         forget(engine)
         (tier,) = engine.ledger.tiers
-        assert tokens(answer_and(engine, asked, strike, when=lambda: tier.loading > 0)) == expected
-        engine.settle()
-        engine.llm.reset_prefix_cache(reset_connector=True)
-        answers = engine.answer(asked)
-        assert (tokens(answers), hits(answers)) == (expected, [0] * len(asked))
-        assert sum(tier.counters.causes.values()) > 0
-        until(lambda: engine.kvtier.has_pending_work() or engine.ledger.transfers.rows_overdue == 0)
-        mend()
+        answers = answer_and(engine, asked, strike, when=lambda: tier.loading > 0)
+        try:
+            assert tokens(answers) == expected
+            engine.settle()
+            engine.llm.reset_prefix_cache(reset_connector=True)
+            answers = engine.answer(asked)
+            assert (tokens(answers), hits(answers)) == (expected, [0] * len(asked))
+            assert sum(tier.counters.causes.values()) > 0
+            until(lambda: engine.kvtier.has_pending_work() or engine.ledger.transfers.rows_overdue == 0)
+        finally:
+            mend()  # Other tests have the same service.
         until(lambda: found_again(engine, asked, expected))
 
 
@@ -156,16 +159,18 @@ def test_nothing_that_kvtier_does_on_the_schedulers_thread_blocks_while_a_servic
         engine.settle()
         return answers
 
-    with Engine(llama, on(remote)) as engine:
+    with Engine(llama, on(remote, quick=True)) as engine:
         engine.answer(asked)
         forget(engine)
         strike()
-        with blockbuster_ctx(scanned_modules=["kvtier", "kvtier_backends"]) as watch:
-            watch.functions["socket.socket.send"].can_block_in("runner/process.py", "flush")  # It does not: it says so.
-            for _ in range(2):
-                assert tokens(asyncio.run(serve(engine))) == expected
-        assert sum(engine.ledger.tiers[0].counters.causes.values()) > 0
-        mend()
+        try:
+            with blockbuster_ctx(scanned_modules=["kvtier", "kvtier_backends"]) as watch:
+                watch.functions["socket.socket.send"].can_block_in("runner/process.py", "flush")  # It does not.
+                for _ in range(2):
+                    assert tokens(asyncio.run(serve(engine))) == expected
+            assert sum(engine.ledger.tiers[0].counters.causes.values()) > 0
+        finally:
+            mend()
 
 
 def test_a_router_can_follow_by_vllms_events_where_every_block_is(llama, services, tmp_path):

@@ -1,8 +1,8 @@
 """The benchmark of a configuration's tiers, each through a whole engine: rates, waits, steps, at rest and under load.
 
 Loads and stores stand beside what plain threads do in the same directory (fs tiers), what a tier's client does by
-itself (`Limit`), or a memcpy. What load
-costs stands beside the same without it: loads while the engine computes in Python, waits and steps beside stores.
+itself (`Limit`), or a memcpy. What load costs stands beside the same without it: loads while the engine computes in
+Python, waits and steps beside stores.
 """
 
 import os

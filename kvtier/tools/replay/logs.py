@@ -198,12 +198,12 @@ def _csv_rows(path: str, first: bytes) -> Iterator[tuple[int, _Tokens]]:
     text = ((number, line.decode(errors="replace")) for number, line in trace_lines(path))
     next(text)
     for number, line in text:
-        cells = dict(zip(header, next(csv.reader((line,))), strict=False))
-        cells["token_ids"] = cells.get("token_ids", "").replace(",", " ").strip("[] ")
         try:
+            cells = dict(zip(header, next(csv.reader((line,))), strict=False))
+            cells["token_ids"] = cells.get("token_ids", "").replace(",", " ").strip("[] ")
             row = {name: cell for name, cell in cells.items() if cell and name != "token_ids"}
             yield number, msgspec.convert({**row, "token_ids": cells["token_ids"].split()}, _Tokens, strict=False)
-        except msgspec.ValidationError as error:
+        except (csv.Error, msgspec.ValidationError) as error:
             raise TraceError(
                 f"{path}, line {number}: {error}; expected token_ids with spaces between them, and numbers"
             ) from error
@@ -354,8 +354,10 @@ def _event_requests(path: str, events: Iterable[tuple[int, float, _Stored]], siz
     left_out = 0
     for line, at_s, stored in events:
         while begun and at_s - begun[0].last_s > SAME_REQUEST_S:
-            growing.pop(begun[0].tail, None)
-            yield begun.popleft().logged(path, before, size)
+            over = begun.popleft()
+            if growing.get(over.tail) is over:  # Not a later one that ends with the same block.
+                del growing[over.tail]
+            yield over.logged(path, before, size)
         parent = stored.parent_block_hash
         if parent is not None and parent not in before:
             left_out += 1

@@ -54,6 +54,12 @@ def test_csv_and_json_of_the_same_tokens_are_the_same_trace(trace_file: Write) -
     assert converted(as_csv, block_tokens=4) == converted(as_json, block_tokens=4)
 
 
+def test_csv_that_cannot_be_read_is_refused_with_its_line(trace_file: Write) -> None:
+    log = trace_file(b"token_ids\n1 2\n1 2\r3 4\n", "log.csv")
+    with pytest.raises(TraceError, match=r"log\.csv, line 3: new-line character.*; expected token_ids with spaces"):
+        converted(log)
+
+
 def test_csv_takes_token_ids_as_a_json_list_too(trace_file: Write) -> None:
     log = trace_file(b'token_ids\n"[1, 2, 3, 4]"\n1 2 3 4\n', "log.csv")
     assert ids(log, block_tokens=2) == [(0, 1), (0, 1)]
@@ -141,6 +147,11 @@ def test_what_was_loaded_or_belongs_to_another_group_is_not_a_request(trace_file
         rows(batch(1.0, stored([1], None), stored([1], None, medium="CPU"), stored([9], None, group_idx=1), removed))
     )
     assert ids(log) == [(0,)]
+
+
+def test_a_request_that_computes_again_what_an_earlier_one_had_goes_on_when_that_one_is_over(trace_file: Write) -> None:
+    again = (batch(0.0, stored([1], None)), batch(1.5, stored([1], None)), batch(2.1, stored([2], 1)))
+    assert ids(trace_file(rows(*again))) == [(0,), (0, 1)]
 
 
 def test_events_as_vllm_encodes_them_are_read_too(trace_file: Write) -> None:

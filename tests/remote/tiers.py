@@ -1,0 +1,45 @@
+"""What tests of a tier wait for around a fault: the tier is used by itself, without an engine."""
+
+import asyncio
+import time
+from typing import Any
+
+from kvtier.backend import BackendUnavailable, OffloadKey
+from kvtier.testing.conformance import Lender, key_of, label
+from tests.remote.servers import PATIENCE_S
+
+
+async def used_again(lender: Lender, rows: list[memoryview]) -> None:
+    """Use rows for something else, as an engine does, and see that nobody else does."""
+    for row in rows:
+        row[:] = lender.chunk(key_of(99))
+    await asyncio.sleep(0.05)
+    assert [lender.identify(row) for row in rows] == [label(key_of(99))] * len(rows)
+
+
+async def recalled(tier: Any, lender: Lender, keys: list[OffloadKey]) -> list[str]:
+    """Recall keys as soon as the tier is there again."""
+    ends_at = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            told = await lender.recall(tier, keys)
+        except BackendUnavailable as error:
+            told = ["TransferFailed", str(error)]
+        if "TransferFailed" not in told:
+            return told
+        assert time.monotonic() < ends_at, told
+        await asyncio.sleep(0.01)
+
+
+async def recovers(tier: Any, lender: Lender, keys: list[OffloadKey]) -> None:
+    """Wait until every key can be stored and loaded again."""
+    ends_at = time.monotonic() + PATIENCE_S
+    outcomes: list[Any] = ["nothing was stored"]
+    while any(outcomes):
+        assert time.monotonic() < ends_at, outcomes
+        try:
+            outcomes = list(await tier.store(lender.writes(keys)))
+        except BackendUnavailable as error:
+            outcomes = [error]
+        await asyncio.sleep(0.01)
+    assert await recalled(tier, lender, keys) == [label(key) for key in keys]
