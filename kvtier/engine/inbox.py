@@ -182,10 +182,21 @@ class Inbox:
                 tier.believe(key, present=False, now=now)
                 gone.append(key)
             elif code not in NOT_TRIED:
-                tier.doubt(key, now)
+                self._doubt(tier, key, now)
         if gone:
             self._residency.remove(tier, gone)
             self._missed(tier, gone)
+
+    def _doubt(self, tier: Tier, key: OffloadKey, now: float) -> None:
+        """Count a key that a tier failed to load as absent for a while.
+
+        Of a tier that does not report what it removes, a record counts no more than an answer: else it would keep the
+        next store of the key away.
+        """
+        if not tier.reports and self._residency.mask.get(key, 0) & tier.bit:
+            self._residency.remove(tier, [key])
+            tier.believe(key, present=True, now=now)
+        tier.doubt(key, now)
 
     def _settle_cascade(
         self,

@@ -69,7 +69,7 @@ rgw data = $dir/rgw
 osd class dir = $root/$libraries/rados-classes
 erasure code dir = $root/$libraries/ceph/erasure-code
 plugin dir = $root/$libraries/ceph
-rgw frontends = beast endpoint=127.0.0.1:$port
+rgw frontends = beast endpoint=127.0.0.1:$port tcp_nodelay=1
 rgw dns name = 127.0.0.1
 rgw thread pool size = 32
 CONF

@@ -136,6 +136,28 @@ def test_a_later_store_in_a_tier_that_others_write_to_overrides_what_was_said_be
     assert engine.lookup("a") == [PENDING]
 
 
+@pytest.mark.parametrize("code", [Code.UNAVAILABLE, Code.FAILED, Code.DEADLINE])
+@pytest.mark.parametrize("how", ["found", "stored"])
+def test_a_later_store_of_what_a_tier_that_others_write_to_failed_to_load_is_seen_again(bench, code, how):
+    """Also where the chunk was on record from before the tier's list was over."""
+    engine = bench(rows=1)
+    if how == "found":
+        engine.holds("a")
+    else:
+        engine.store("a")
+        engine.finish_all(engine.step())
+    engine.knows_all(complete=False)
+    engine.stored_alone("x")
+    assert engine.lookup("a") == [PENDING]
+    (load,) = engine.step()
+    engine.fail(load, code)
+    engine.store("a")
+    engine.finish_all(engine.step())
+    engine.stored_alone("x")
+    assert engine.ready() == "x"
+    assert engine.lookup("a") == [PENDING]
+
+
 def test_a_key_is_promoted_at_most_twice_for_one_request(bench):
     engine = held_by_tier(bench, rows=1, lease_s=1.0)
     request = engine.request("first")

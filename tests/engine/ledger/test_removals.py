@@ -58,6 +58,18 @@ def test_an_answer_after_a_load_that_failed_removes_what_is_gone(silent):
     assert removals(silent) == ["a"]
 
 
+def test_an_answer_after_a_load_that_failed_removes_what_the_tier_had_listed(silent):
+    silent.holds("z")
+    silent.lookup("z")
+    (load,) = silent.step()
+    silent.fail(load, Code.UNAVAILABLE)
+    for _ in range(2):
+        silent.step(11.0)
+        silent.lookup("z")
+        silent.answer(*silent.step(), False)
+    assert removals(silent) == ["z"]
+
+
 def test_no_answer_removes_nothing_and_the_next_one_does(silent):
     silent.step(11.0)
     silent.lookup("a")
