@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from tests.remote.kit import CHUNK_BYTES, chunk
 from tests.remote.outcomes import IN_THE_STORE, Fault
-from tests.remote.servers import Proxy
+from tests.remote.servers import PIECE_BYTES, Proxy
 
 DRIP_BYTES, DRIP_S = 512, 0.02  # A chunk takes seconds.
 DISTURBANCES = (Fault.HUNG, Fault.KILLED, Fault.RESTARTED, Fault.REFUSED, Fault.RESET)
@@ -130,7 +130,7 @@ class ServerRemote(Remote):
 
     def _pass_on(self) -> None:
         self.proxy.reply = lambda passed: passed
-        self.proxy.pause_s = 0.0
+        self.proxy.piece_bytes, self.proxy.pause_s = PIECE_BYTES, 0.0
 
 
 def changed(fault: Fault, held: Held, number: int) -> Held:

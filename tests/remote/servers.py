@@ -20,6 +20,7 @@ from pathlib import Path
 PATIENCE_S = 60.0  # For what must happen: a machine under load may take its time.
 NO_LINGER = struct.pack("ii", 1, 0)  # Closing sends a reset.
 PR_SET_PDEATHSIG = 1
+PIECE_BYTES = 1 << 16  # That a proxy passes on at once.
 
 ENDS_WITH_US = f"""
 import ctypes, os, sys
@@ -116,7 +117,7 @@ class Proxy:
         self.reply: Callable[[bytes], bytes | None] = lambda passed: passed
         self.open = threading.Event()
         self.open.set()
-        self.piece_bytes = 1 << 16
+        self.piece_bytes = PIECE_BYTES
         self.pause_s = 0.0
         self._to = port
         self._host = host
