@@ -340,7 +340,7 @@ async def test_whoever_waits_for_a_turn_does_not_try_what_another_one_found_dead
 async def test_whoever_waits_behind_a_call_that_is_late_fails_with_it(own_pool, opened_alone, lender, entered) -> None:
     pool, keys = own_pool(), keys_of(12)
     owner = pool.add_owner()
-    tier = await opened_alone(pool, lanes=1, timeout_s=TIMEOUT_S / 2)  # Mooncake's own end comes later.
+    tier = await opened_alone(pool, lanes=1, timeout_s=TIMEOUT_S / 2)
     await lender.keep(tier, keys)
     owner.signal(signal.SIGSTOP)
     first = asyncio.create_task(tier.load(lender.reads(keys[:1])))

@@ -35,7 +35,7 @@ from kvtier.backend import (
     load_each_once,
     store_each_once,
 )
-from kvtier_backends.mooncake.client import Client, Meaning, ZeroCopy, connect, meaning_of
+from kvtier_backends.mooncake.client import Client, Meaning, ZeroCopy, connect, meaning_of, transfer_s_max
 from kvtier_backends.mooncake.moving import GivenUp, Lent, Means, Moved, Part, load, store
 from kvtier_backends.mooncake.options import MooncakeOptions
 from kvtier_backends.mooncake.threads import Late, Threads
@@ -260,7 +260,7 @@ class MooncakeBackend(Backend[MooncakeOptions]):
             self._threads.check()
             async with way.staging.lend(len(part)) as slots:
                 lent: Lent[Chunk] = Lent(whole.chunks[part.start : part.stop])
-                means = Means(self._open_client(), self._seal, way.gate, self._found_away)
+                means = Means(self._open_client(), self._seal, way.gate, partial(self._answered, way.queue))
                 work = Part(means, whole.names[part.start : part.stop], lent, slots, whole.found)
                 moved = await self._moved(way, whole, work)
         except BackendUnavailable as error:
@@ -291,6 +291,14 @@ class MooncakeBackend(Backend[MooncakeOptions]):
             part.give_up()  # After what was found: it lets in the next one.
         part.slots.retire(moved.unsafe)
         return moved
+
+    def _answered(self, queue: Queue, codes: Sequence[int], took_s: float) -> None:
+        """Tell those who wait what a call of Mooncake's has found out; from any thread."""
+        meanings = {meaning_of(code) if code < 0 else None for code in codes}
+        if meanings == {Meaning.AWAY}:
+            self._found_away(codes[0])
+        elif meanings <= {Meaning.FAILED, Meaning.AWAY} and took_s >= transfer_s_max(self._options):
+            queue.found(_Lost("transfers fail by Mooncake's own time-out", away=False))
 
     def _late(self, chunks: int) -> _Lost:
         self._counts["late"] += chunks

@@ -84,8 +84,8 @@ class Means(NamedTuple):
     gate: threading.Semaphore
     """For those that are with Mooncake: one part is copied and checked while the next one is moved."""
 
-    found_away: Callable[[int], object]
-    """Called with the code that says of a whole part that the master is away, before the next one passes the gate."""
+    answered: Callable[[Sequence[int], float], object]
+    """Called with the codes of a call and the seconds that it took, before the next one passes the gate."""
 
 
 class Part(Generic[Chunk]):
@@ -95,7 +95,7 @@ class Part(Generic[Chunk]):
         self, means: Means, names: Sequence[str], lent: Lent[Chunk], slots: Slots, found: Callable[[], object]
     ) -> None:
         """Take what it needs; `found` says something once there is no use in trying, and holds no row."""
-        self.client, self.seal, self._gate, self._found_away = means
+        self.client, self.seal, self._gate, self._answered = means
         self._found = found
         self._lock = threading.Lock()
         self.inside = False  # The gate, where it keeps others out.
@@ -113,9 +113,10 @@ class Part(Generic[Chunk]):
         self.inside = True
         try:
             self._enter()
+            began = time.monotonic()
             codes = call(names, addresses, self.seal.sealed_bytes)
-            if all(code < 0 and meaning_of(code) is Meaning.AWAY for code in codes):
-                self._found_away(codes[0])
+            if self.inside:  # Else it was given up long ago: this is no news.
+                self._answered(codes, time.monotonic() - began)
             return codes
         finally:
             self._leave()
