@@ -5,6 +5,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import pytest
 
 from kvtier.backend import SEAL_BYTES, Abandoned, BackendUnavailable, NoSpace, TransferFailed
 from kvtier.testing.conformance import Lender, key_of, keys_of, label
-from tests.mooncake.conftest import CHUNK_BYTES, read, write
+from kvtier_backends.mooncake.backend import ASKERS
+from kvtier_backends.mooncake.client import Client
+from tests.mooncake.conftest import CHUNK_BYTES, TIMEOUT_S, read, write
 from tests.mooncake.pools import PATIENCE_S, until
 from tests.remote.tiers import recovers
 
@@ -24,6 +28,25 @@ LARGE_BYTES = 1 << 20  # What takes more than one read of a socket.
 def name_of(tier: Any, key: Any) -> str:
     (name,) = tier._names([key])
     return name
+
+
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Count how often Mooncake's own calls are entered."""
+    counts = Counter[str]()
+
+    def counted(name: str) -> Callable[..., list[int]]:
+        call = getattr(Client, name)
+
+        def count(*arguments: Any) -> list[int]:
+            counts[name] += 1
+            return call(*arguments)
+
+        return count
+
+    for name in ("exist", "get", "put"):
+        monkeypatch.setattr(Client, name, counted(name))
+    return counts
 
 
 async def told(tier: Any, lender: Lender, keys: list[Any]) -> list[str]:
@@ -291,6 +314,69 @@ async def test_a_master_that_hangs_is_unavailable_in_time_and_used_again(own_poo
     assert set(await told(tier, lender, keys)) <= {"BackendUnavailable", "TransferFailed"}
     pool.master.signal(signal.SIGCONT)
     await recovers(tier, lender, keys)
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+async def test_whoever_waits_for_a_turn_does_not_try_what_another_one_found_dead(
+    own_pool, opened_alone, lender, entered, lanes
+) -> None:
+    pool, keys = own_pool(), keys_of(12)
+    pool.add_owner()
+    tier = await opened_alone(pool, lanes=lanes, timeout_s=PATIENCE_S)
+    await lender.keep(tier, keys)
+    pool.master.kill()
+    for _ in range(2):  # Those that begin after it was found try anew.
+        entered.clear()
+        calls = [call for key in keys for call in (tier.load(lender.reads([key])), tier.store(lender.writes([key])))]
+        outcomes = await asyncio.gather(*calls, *(tier.probe([key]) for key in keys), return_exceptions=True)
+        assert {type(outcome) for outcome in outcomes} == {BackendUnavailable}, outcomes
+        assert 1 <= entered["get"] <= lanes
+        assert 1 <= entered["put"] <= lanes
+        assert 1 <= entered["exist"] <= ASKERS
+    assert tier._loads.staging.retired == tier._stores.staging.retired == 0
+    pool.start_master()
+    await recovers(tier, lender, keys)
+
+
+async def test_whoever_waits_behind_a_call_that_is_late_fails_with_it(own_pool, opened_alone, lender, entered) -> None:
+    pool, keys = own_pool(), keys_of(12)
+    owner = pool.add_owner()
+    tier = await opened_alone(pool, lanes=1, timeout_s=TIMEOUT_S / 2)
+    await lender.keep(tier, keys)
+    owner.signal(signal.SIGSTOP)
+    first = asyncio.create_task(tier.load(lender.reads(keys[:1])))
+    while not entered["get"]:
+        await asyncio.sleep(0.01)
+    outcomes = await asyncio.gather(first, *(tier.load(lender.reads([key])) for key in keys[1:]))  # Have time left.
+    assert {type(outcome) for (outcome,) in outcomes} == {TransferFailed}
+    assert entered["get"] == 1
+    assert await tier.probe(keys) == [True] * 12, "the master is not blamed for it"
+    owner.signal(signal.SIGCONT)
+    await recovers(tier, lender, keys)
+
+
+async def test_a_call_waits_its_time_for_a_turn_and_then_has_its_time(
+    own_pool, opened_alone, lender, entered, monkeypatch
+) -> None:
+    """Behind a client that is slow: who has a turn in time is not late, and who has none holds its rows no longer."""
+    pool, keys, timeout_s = own_pool(), keys_of(6), 4.0
+    pool.add_owner()
+    tier = await opened_alone(pool, lanes=1, timeout_s=timeout_s)
+    await lender.keep(tier, keys)
+    began, get = time.monotonic(), Client.get
+    inside_until = iter([began + timeout_s / 2, began + timeout_s * 1.1])
+
+    def slow(*arguments: Any) -> list[int]:
+        time.sleep(max(0.0, next(inside_until, 0.0) - time.monotonic()))
+        return get(*arguments)
+
+    monkeypatch.setattr(Client, "get", slow)
+    found = await asyncio.gather(*(lender.recall(tier, [key]) for key in keys))
+    assert found == [[label(key)] for key in keys[:2]] + [["TransferFailed"]] * 4
+    assert entered["get"] == 2
+    assert tier.counts()["late"] == 4
+    monkeypatch.setattr(Client, "get", get)
+    assert await lender.recall(tier, keys) == [label(key) for key in keys]
 
 
 async def test_a_master_that_nobody_is_at_opens_no_tier(own_pool, opened_alone) -> None:

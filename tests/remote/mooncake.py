@@ -28,7 +28,7 @@ FILLING = "filling-"
 
 class MooncakeRemote(ServerRemote):
     name = "mooncake"
-    waited_for = frozenset({Fault.HUNG, Fault.KILLED, Fault.REFUSED, Fault.RESET})
+    waited_for = frozenset({Fault.HUNG})
 
     def __init__(self, folder: Path) -> None:
         self.pool = Pool(folder, client_ttl_s=OWNER_TTL_S)

@@ -1,7 +1,8 @@
 """A tier in a Mooncake Store, the asynchronous shell: it divides calls, waits for their parts, and gives them up.
 
 A call is moved in parts of at most 16 chunks, some at once. Each part has slots of staging and a thread of its own. If
-that is late, the rows are taken back from it, its slots are retired, and the rest of the call fails at once.
+that is late, the rows are taken back from it, its slots are retired, and the rest of the call fails at once. So does
+whoever waits for a turn in the same queue, and in every queue once the master was found away: they would wait in vain.
 """
 
 import asyncio
@@ -34,8 +35,8 @@ from kvtier.backend import (
     load_each_once,
     store_each_once,
 )
-from kvtier_backends.mooncake.client import Client, Meaning, ZeroCopy, connect, meaning_of
-from kvtier_backends.mooncake.moving import Lent, Means, Moved, Part, load, store
+from kvtier_backends.mooncake.client import Client, Meaning, ZeroCopy, connect, meaning_of, transfer_s_max
+from kvtier_backends.mooncake.moving import GivenUp, Lent, Means, Moved, Part, load, store
 from kvtier_backends.mooncake.options import MooncakeOptions
 from kvtier_backends.mooncake.threads import Late, Threads
 
@@ -51,6 +52,31 @@ FINGERPRINT_CHARACTERS = 8  # In names: rows of other layouts have other names.
 Chunk = TypeVar("Chunk", Read, Write)
 
 
+class _Lost(NamedTuple):
+    """Why what waits is not tried."""
+
+    why: str
+    away: bool
+
+
+class Queue:
+    """Those who wait for a turn, and what was found out meanwhile. Who comes later tries anew."""
+
+    def __init__(self, at_once: int) -> None:
+        """Let so many have their turn at once."""
+        self.turns = asyncio.Semaphore(at_once)
+        self._found: _Lost | None = None
+
+    def found(self, lost: _Lost) -> None:
+        """Say that whoever waits now waits in vain; from any thread."""
+        self._found = lost
+
+    def since_now(self) -> Callable[[], _Lost | None]:
+        """Return what tells, in any thread, what was found after this call."""
+        known = self._found
+        return lambda: None if self._found is known else self._found
+
+
 class Way(NamedTuple, Generic[Chunk]):
     """One direction: what it has for itself, so that a flood of stores delays no load."""
 
@@ -59,7 +85,7 @@ class Way(NamedTuple, Generic[Chunk]):
     gate: threading.Semaphore
     """For the parts that are with Mooncake."""
 
-    turns: asyncio.Semaphore
+    queue: Queue
     """For all parts under way: one more is being copied meanwhile."""
 
     at_once: int
@@ -80,7 +106,7 @@ class MooncakeBackend(Backend[MooncakeOptions]):
         threads = Threads(context.name)
         try:
             client, seal = await threads.run(
-                partial(_prepared, options, context), time.monotonic() + OPEN_S, unwanted=lambda made: made[0].close()
+                partial(_prepared, options, context), _in(OPEN_S), unwanted=lambda made: made[0].close()
             )
             return cls(options, context, client, seal, threads)
         except Late:
@@ -106,7 +132,8 @@ class MooncakeBackend(Backend[MooncakeOptions]):
         self._threads = threads
         self._loads: Way[Read] = self._way(load)
         self._stores: Way[Write] = self._way(store)
-        self._asking = asyncio.Semaphore(ASKERS)
+        self._asking = Queue(ASKERS)
+        self._queues = (self._loads.queue, self._stores.queue, self._asking)
         self._fit = Fit(context.row_bytes)
         self._counts = Counter[str]()
         self._calls = Calls(context.name)
@@ -140,7 +167,7 @@ class MooncakeBackend(Backend[MooncakeOptions]):
             self._client = None
             closing = Threads(self._name)
             with suppress(Late):
-                await closing.run(client.close, ends_at)
+                await closing.run(client.close, lambda: ends_at)
             closing.shutdown()
         elif client is not None:
             client.leave()
@@ -166,8 +193,7 @@ class MooncakeBackend(Backend[MooncakeOptions]):
         slots = min(options.staging_bytes // 2 // slot_bytes, (options.lanes + 1) * PART_CHUNKS_MAX)
         at_once = min(options.lanes + 1, slots)
         staging = Staging(self._name, slot_bytes, slots, RETIRED_BYTES_MAX // slot_bytes)
-        turns, gate = asyncio.Semaphore(at_once), threading.Semaphore(options.lanes)
-        return Way(work, staging, gate, turns, at_once, slots // at_once)
+        return Way(work, staging, threading.Semaphore(options.lanes), Queue(at_once), at_once, slots // at_once)
 
     def _names(self, keys: Sequence[OffloadKey]) -> list[str]:
         name, prefix = self._mapper.name, self._prefix
@@ -182,19 +208,33 @@ class MooncakeBackend(Backend[MooncakeOptions]):
 
     async def _ask(self, call: Callable[[Sequence[str]], list[int]], names: Sequence[str]) -> list[int]:
         """Ask what moves no bytes. Raises `BackendUnavailable` if the master does not answer, or not in time."""
-        async with self._asking:
+        found = self._asking.since_now()
+        async with self._asking.turns:
+            if lost := found():
+                raise BackendUnavailable(lost.why)
             try:
-                codes = await self._threads.run(partial(_in_batches, call, names), self._deadline())
+                codes = await self._threads.run(partial(_in_batches, call, names), _in(self._options.timeout_s))
             except Late:
                 self._counts["late"] += 1
-                raise BackendUnavailable(f"{self._name}: {self._too_late()}") from None
-        if away := next((code for code in codes if code < 0 and meaning_of(code) is Meaning.AWAY), None):
-            self._counts["unreachable"] += len(names)
-            raise BackendUnavailable(f"{self._name}: the master {self._options.master} does not answer ({away})")
+                late = _Lost(f"{self._name}: {self._too_late()}", away=False)
+                self._asking.found(late)
+                raise BackendUnavailable(late.why) from None
+            if code := next((code for code in codes if code < 0 and meaning_of(code) is Meaning.AWAY), None):
+                self._counts["unreachable"] += len(names)
+                raise BackendUnavailable(self._found_away(code).why)
         return codes
 
+    def _found_away(self, code: int) -> _Lost:
+        """Have whoever waits fail at once; from any thread."""
+        away = _Lost(f"{self._name}: the master {self._options.master} does not answer ({code})", away=True)
+        for queue in self._queues:
+            queue.found(away)
+        return away
+
     async def _move(self, way: Way[Chunk], chunks: Sequence[Chunk]) -> Sequence[Outcome]:
-        whole: _Whole[Chunk] = _Whole(self._name, self._names([chunk.key for chunk in chunks]), chunks)
+        ends_at = time.monotonic() + self._options.timeout_s
+        names = self._names([chunk.key for chunk in chunks])
+        whole: _Whole[Chunk] = _Whole(names, chunks, way.queue.since_now(), ends_at)
         parts = _parts(len(chunks), way, self._part_chunks_min)
         waiting = iter(parts)
         movers = [self._move_parts(way, whole, waiting) for _ in range(min(way.at_once, len(parts)))]
@@ -208,89 +248,111 @@ class MooncakeBackend(Backend[MooncakeOptions]):
 
     async def _move_parts(self, way: Way[Chunk], whole: "_Whole[Chunk]", parts: Iterator[range]) -> None:
         for part in parts:
-            async with way.turns:
-                if whole.lost is None:
+            async with way.queue.turns:
+                if whole.lost() is None:
                     await in_task(self._move_part(way, whole, part))
 
     async def _move_part(self, way: Way[Chunk], whole: "_Whole[Chunk]", part: range) -> None:
+        if time.monotonic() >= whole.ends_at:  # It has waited for so long.
+            whole.lose(self._late(len(part)))
+            return
         try:
             self._threads.check()
             async with way.staging.lend(len(part)) as slots:
                 lent: Lent[Chunk] = Lent(whole.chunks[part.start : part.stop])
-                names = whole.names[part.start : part.stop]
-                work = Part(Means(self._open_client(), self._seal, way.gate), names, lent, slots)
-                moved = await self._moved(partial(way.work, work), work, whole.deadline(self._options.timeout_s))
-                slots.retire(None if moved is None else moved.unsafe)
+                means = Means(self._open_client(), self._seal, way.gate, partial(self._answered, way.queue))
+                work = Part(means, whole.names[part.start : part.stop], lent, slots, whole.found)
+                moved = await self._moved(way, whole, work)
         except BackendUnavailable as error:
-            whole.lost = _Lost(str(error), away=True)
+            whole.lose(_Lost(str(error), away=True))
             return
-        if moved is None:
-            self._counts["late"] += len(part)
-            whole.lost = _Lost(self._too_late(), away=False)
-        else:
+        if moved is not None:
             self._counts += moved.counts
             whole.take(part, moved)
 
-    async def _moved(self, call: Callable[[], Moved], part: Part[Chunk], ends_at: float) -> Moved | None:
-        """Have a part moved; None: it was not over in time, and may go on, without its rows."""
+    async def _moved(self, way: Way[Chunk], whole: "_Whole[Chunk]", part: Part[Chunk]) -> Moved | None:
+        """Have a part moved; None: the call is lost, and the part may go on, without its rows."""
+
+        def ends_at() -> float:
+            return whole.ends_at if part.entered_at is None else part.entered_at + self._options.timeout_s
+
         try:
-            return await self._threads.run(call, ends_at, unwanted=lambda _: part.slots.empty())
+            moved = await self._threads.run(partial(way.work, part), ends_at, unwanted=lambda _: part.slots.empty())
+        except GivenUp:
+            part.slots.retire(() if part.entered_at is None else None)
+            return None
         except Late:
+            part.slots.retire()
+            whole.lose(late := self._late(len(part.names)))
+            if part.inside:  # Else it has only waited, or is being copied.
+                way.queue.found(late)
             return None
         finally:
-            part.give_up()
+            part.give_up()  # After what was found: it lets in the next one.
+        part.slots.retire(moved.unsafe)
+        return moved
 
-    def _deadline(self) -> float:
-        return time.monotonic() + self._options.timeout_s
+    def _answered(self, queue: Queue, codes: Sequence[int], took_s: float) -> None:
+        """Tell those who wait what a call of Mooncake's has found out; from any thread."""
+        meanings = {meaning_of(code) if code < 0 else None for code in codes}
+        if meanings == {Meaning.AWAY}:
+            self._found_away(codes[0])
+        elif meanings <= {Meaning.FAILED, Meaning.AWAY} and took_s >= transfer_s_max(self._options):
+            queue.found(_Lost("transfers fail by Mooncake's own time-out", away=False))
+
+    def _late(self, chunks: int) -> _Lost:
+        self._counts["late"] += chunks
+        return _Lost(self._too_late(), away=False)
 
     def _too_late(self) -> str:
         return f"no answer within timeout_s = {self._options.timeout_s:g} s"
 
 
-class _Lost(NamedTuple):
-    """Why the rest of a call is not tried."""
-
-    why: str
-    away: bool
-
-
 class _Whole(Generic[Chunk]):
     """One call's chunks, and what became of them."""
 
-    def __init__(self, tier_name: str, names: Sequence[str], chunks: Sequence[Chunk]) -> None:
-        self._tier_name = tier_name
+    def __init__(
+        self, names: Sequence[str], chunks: Sequence[Chunk], found: Callable[[], _Lost | None], ends_at: float
+    ) -> None:
         self.names = names
         self.chunks: Sequence[Chunk] = chunks
-        self.lost: _Lost | None = None
+        self.ends_at = ends_at
+        """When no part of it goes to Mooncake any more."""
+
+        self.found = found
+        """What its queue has found since; holds no row."""
+
+        self._lost: _Lost | None = None
         self._outcomes: dict[int, Outcome] = {}
-        self._ends_at: float | None = None
         self._away = 0
 
-    def deadline(self, timeout_s: float) -> float:
-        """Return when all of it is over: its time begins with its first turn."""
-        if self._ends_at is None:
-            self._ends_at = time.monotonic() + timeout_s
-        return self._ends_at
+    def lost(self) -> _Lost | None:
+        """Say why what waits of it is not tried, by its own or others' findings."""
+        return self._lost or self.found()
+
+    def lose(self, lost: _Lost) -> None:
+        """Have the rest not be tried."""
+        self._lost = lost
 
     def take(self, part: range, moved: Moved) -> None:
-        """Note what became of a part. If nothing of it moved because nobody answers, the rest is lost, too."""
+        """Note what became of a part. If nothing of it moved, the rest is lost, too."""
         self._outcomes.update(zip(part, moved.outcomes, strict=True))
-        if moved.wholly(Meaning.AWAY):
+        if moved.wholly(Meaning.AWAY):  # Which its queue has been told.
             self._away += len(part)
-            self.lost = _Lost(f"{self._tier_name}: the master does not answer", away=True)
         elif moved.wholly(Meaning.FAILED, Meaning.AWAY):
-            self.lost = _Lost("transfers fail", away=False)
+            self.lose(_Lost("transfers fail", away=False))
 
     def outcomes(self) -> list[Outcome]:
         """Return them all. Raises `BackendUnavailable` if there is no answer for any chunk."""
-        lost = self.lost
+        lost = self.lost()
         if lost is not None and lost.away and self._away == len(self._outcomes):
             raise BackendUnavailable(lost.why)
         return [self._outcomes[at] if at in self._outcomes else self._untried(at) for at in range(len(self.chunks))]
 
     def _untried(self, at: int) -> Outcome:
-        assert self.lost is not None, "every part was tried"
-        return TransferFailed(f"{self.chunks[at].key.hex()}: {self.lost.why}")
+        lost = self.lost()
+        assert lost is not None, "every part was tried"
+        return TransferFailed(f"{self.chunks[at].key.hex()}: {lost.why}")
 
 
 def _prepared(options: MooncakeOptions, context: TierContext) -> tuple[Client, Seal]:
@@ -302,6 +364,11 @@ def _prepared(options: MooncakeOptions, context: TierContext) -> tuple[Client, S
             "a chunk and its seal each way"
         )
     return connect(options, context.name), seal
+
+
+def _in(seconds: float) -> Callable[[], float]:
+    ends_at = time.monotonic() + seconds
+    return lambda: ends_at
 
 
 def _in_batches(call: Callable[[Sequence[str]], list[int]], names: Sequence[str]) -> list[int]:

@@ -157,7 +157,7 @@ class ZeroCopy(Limit):
 
 def environment(options: MooncakeOptions) -> dict[str, str]:
     """Return what Mooncake is told by its environment. The first tier of a process decides for all of them."""
-    whole_s = str(max(1, math.floor(options.timeout_s)))
+    whole_s = str(transfer_s_max(options))
     return {
         "MC_TCP_STATUS_TIMEOUT_SEC": whole_s,
         "MC_TCP_PROGRESS_TIMEOUT_SEC": whole_s,
@@ -166,6 +166,11 @@ def environment(options: MooncakeOptions) -> dict[str, str]:
         "MC_STORE_CLIENT_SETUP_RETRIES": "1",  # Of 20, a minute and a half: whoever opens the tier tries again.
         "MC_TCP_BIND_ADDRESS": options.local_host,
     }
+
+
+def transfer_s_max(options: MooncakeOptions) -> int:
+    """Return after how long Mooncake itself says that a transfer failed: in whole seconds, mostly before the tier."""
+    return max(1, math.floor(options.timeout_s))
 
 
 def _imported(

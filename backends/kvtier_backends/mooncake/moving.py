@@ -6,6 +6,7 @@ lock, one row at a time: whoever gives it up has its rows at once, whatever beco
 
 import ctypes
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,7 +34,7 @@ T = TypeVar("T")
 
 
 class GivenUp(Exception):
-    """Nobody waits for this part any more: its rows are somebody else's."""
+    """This part is not moved any more: nobody waits for it, or whoever was with Mooncake found that there is no use."""
 
 
 class Lent(Generic[Chunk]):
@@ -83,14 +84,22 @@ class Means(NamedTuple):
     gate: threading.Semaphore
     """For those that are with Mooncake: one part is copied and checked while the next one is moved."""
 
+    answered: Callable[[Sequence[int], float], object]
+    """Called with the codes of a call and the seconds that it took, before the next one passes the gate."""
+
 
 class Part(Generic[Chunk]):
     """What a thread is given: names, rows, and slots of staging for them."""
 
-    def __init__(self, means: Means, names: Sequence[str], lent: Lent[Chunk], slots: Slots) -> None:
-        self.client, self.seal, self._gate = means
+    def __init__(
+        self, means: Means, names: Sequence[str], lent: Lent[Chunk], slots: Slots, found: Callable[[], object]
+    ) -> None:
+        """Take what it needs; `found` says something once there is no use in trying, and holds no row."""
+        self.client, self.seal, self._gate, self._answered = means
+        self._found = found
         self._lock = threading.Lock()
-        self._inside = False  # The gate, where it keeps others out.
+        self.inside = False  # The gate, where it keeps others out.
+        self.entered_at: float | None = None
         self.names = names
         self.lent: Lent[Chunk] = lent
         self.slots = slots
@@ -101,10 +110,14 @@ class Part(Generic[Chunk]):
         """Have these slots filled or stored, when it is their turn, and return the codes. Raises `GivenUp`."""
         names, addresses = [self.names[index] for index in indices], [self.addresses[index] for index in indices]
         self._gate.acquire()
-        self._inside = True
+        self.inside = True
         try:
-            self.lent.check()
-            return call(names, addresses, self.seal.sealed_bytes)
+            self._enter()
+            began = time.monotonic()
+            codes = call(names, addresses, self.seal.sealed_bytes)
+            if self.inside:  # Else it was given up long ago: this is no news.
+                self._answered(codes, time.monotonic() - began)
+            return codes
         finally:
             self._leave()
 
@@ -113,9 +126,16 @@ class Part(Generic[Chunk]):
         self.lent.take_back()
         self._leave()
 
+    def _enter(self) -> None:
+        self.lent.check()
+        if self._found():
+            raise GivenUp
+        if self.entered_at is None:
+            self.entered_at = time.monotonic()
+
     def _leave(self) -> None:
         with self._lock:
-            inside, self._inside = self._inside, False
+            inside, self.inside = self.inside, False
         if inside:
             self._gate.release()
 

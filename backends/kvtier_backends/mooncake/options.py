@@ -50,7 +50,7 @@ class MooncakeOptions(SealOptions, frozen=True, kw_only=True):
     """Calls of Mooncake's that move bytes at once, each with threads of its own: so many for loads, and for stores."""
 
     timeout_s: PositiveDuration = 5.0
-    """For all that one call asks of the pool, from its turn on: later is a failure, and rows are free again."""
+    """What a call waits at most for a turn, and then once more for the client: later is a failure; rows are free."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be had together."""

@@ -29,12 +29,14 @@ class Threads:
         self._under_way: set[Future[Any]] = set()
         self._given_up = False
 
-    async def run(self, call: Callable[[], T], ends_at: float, *, unwanted: Callable[[T], object] | None = None) -> T:
+    async def run(
+        self, call: Callable[[], T], ends_at: Callable[[], float], *, unwanted: Callable[[T], object] | None = None
+    ) -> T:
         """Return what the call returns, or raise what it raises.
 
-        Raises `Late` when it is `ends_at` by `time.monotonic`, or everybody gives up. Then, and if whoever waits is
-        cancelled, the call goes on in its thread, and `unwanted` gets what it returns. Raises `BackendUnavailable` at
-        once while too many calls are late.
+        Raises `Late` when it is `ends_at` by `time.monotonic`, or everybody gives up; `ends_at` may be put off
+        meanwhile. Then, and if whoever waits is cancelled, the call goes on in its thread, and `unwanted` gets what it
+        returns. Raises `BackendUnavailable` at once while too many calls are late.
         """
         self.check()
         if self._given_up:
@@ -47,7 +49,10 @@ class Threads:
         self._waiting.add(waiting)
         ended = False
         try:
-            await asyncio.wait({waiting}, timeout=max(0.0, ends_at - time.monotonic()))
+            while True:
+                await asyncio.wait({waiting}, timeout=max(0.0, ends_at() - time.monotonic()))
+                if waiting.done() or ends_at() <= time.monotonic():
+                    break
             ended = waiting.done() and not waiting.cancelled()
         finally:
             self._waiting.discard(waiting)
