@@ -72,7 +72,6 @@ class TestObjectWithEveryOptionTheOtherWay(Suites):
             "seal_key_env": KEYS,
             "window_bytes": 1,
             "ask_requests": 1,
-            "timeout_s": 60.0,  # For a whole call: hundreds of chunks, one at a time, on a machine under load.
             "index_chunks": 0,
             "absent_ttl_s": 0,
             "region": "us-east-1",
