@@ -9,7 +9,8 @@ import pytest
 
 from kvtier import ConfigError
 from kvtier.engine.manager import TieringOffloadingManager
-from tests.engine.kit import PATIENCE_S, at_rest, describe, found, put
+from tests.engine.kit import at_rest, describe, found, put
+from tests.remote.engines import costs_hits_alone
 
 
 def remote(address: str, prefix: str, **options: object) -> dict[str, object]:
@@ -45,25 +46,15 @@ async def test_an_owner_that_fails_costs_hits_and_they_come_back_with_it(own_poo
     owner = pool.add_owner()
     limits = {"breaker_cooldown_s": "10ms", "answer_ttl_s": "10ms"}
     config = describe(16, remote(pool.address, prefix, limits=limits, timeout_s=1), runner="process")
-    async with TieringOffloadingManager.open(config) as engine:
-        assert await put(engine, range(16)) == 16
-        assert await at_rest(engine)
-        assert await put(engine, range(100, 116)) == 16  # The first are in the pool only.
-        assert await at_rest(engine)
-        owner.signal(how)
-        assert await found(engine, range(16)) == 0
-        assert await put(engine, range(200, 216)) == 16
-        assert await at_rest(engine)  # No row is lent, though the owner has not gone on.
+
+    def mend() -> None:
         if how == signal.SIGSTOP:
             owner.signal(signal.SIGCONT)
         else:
             pool.add_owner()
-        async with asyncio.timeout(PATIENCE_S):
-            while not await found(engine, [300]):
-                await put(engine, [300])
-                assert await at_rest(engine)
-                await put(engine, range(400, 416))
-                assert await at_rest(engine)
+
+    async with TieringOffloadingManager.open(config) as engine:
+        await costs_hits_alone(engine, lambda: owner.signal(how), mend)
 
 
 @pytest.mark.parametrize("runner", ["thread", "inline"])

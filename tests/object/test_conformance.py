@@ -1,53 +1,29 @@
 """The object tier keeps the contract on a real server, as it comes and with every option the other way."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from kvtier.backend import chunk_hash
 from kvtier.testing.conformance import (
-    BackendConformance,
     CountedConformance,
-    DescribedConformance,
-    DurableBackendConformance,
     InventoryConformance,
     Lender,
-    NamespacedConformance,
     key_of,
 )
 from tests.remote.servers import PATIENCE_S
+from tests.remote.suites import RemoteSuites
 
 KEYS = "KVTIER_TEST_OBJECT_KEYS"
 
 
-class Suites(BackendConformance, DurableBackendConformance, NamespacedConformance, DescribedConformance):
+class Suites(RemoteSuites):
     """Every suite that fits; a subclass says how the bucket is used."""
 
-    chunk_bytes = 8_192
-
     @pytest.fixture
-    def fields(self) -> dict[str, Any]:
-        return {}
-
-    @pytest.fixture
-    async def reopen(self, opened, fields):
-        tiers = []
-
-        async def reopen():
-            if tiers:
-                await tiers[-1].aclose(10)
-            tiers.append(await opened(chunk_bytes=self.chunk_bytes, timeout_s=PATIENCE_S, **fields))
-            return tiers[-1]
-
-        return reopen
-
-    @pytest.fixture
-    async def backend(self, reopen):
-        return await reopen()
-
-    @pytest.fixture
-    async def neighbour(self, backend, opened, fields):
-        return await opened(model_name="other", chunk_bytes=self.chunk_bytes, timeout_s=PATIENCE_S, **fields)
+    def open_tier(self, opened):
+        return partial(opened, timeout_s=PATIENCE_S)
 
 
 class TestObject(Suites, InventoryConformance):

@@ -12,6 +12,7 @@ import pytest
 
 from kvtier.engine.manager import TieringOffloadingManager
 from tests.engine.kit import PATIENCE_S, at_rest, describe, found, put
+from tests.remote.engines import costs_hits_alone
 
 USER = Path(__file__).with_name("user.py")
 OPERATIONS = 3_400 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 250  # Of each of three programs.
@@ -66,27 +67,17 @@ async def test_a_server_that_fails_costs_hits_and_they_come_back_with_it(own_ser
     limits = {"breaker_cooldown_s": "10ms", "answer_ttl_s": "10ms"}
     quick = {"timeout_s": 0.5, "connect_timeout_s": 0.5, "absent_ttl_s": "10ms"}
     config = describe(16, remote(server.endpoint, bucket, limits=limits, **quick), runner="thread")
-    async with TieringOffloadingManager.open(config) as engine:
-        assert await put(engine, range(16)) == 16
-        assert await at_rest(engine)
-        assert await put(engine, range(100, 116)) == 16  # The first are in the bucket only.
-        assert await at_rest(engine)
-        server.signal(how)
-        assert await found(engine, range(16)) == 0
-        assert await put(engine, range(200, 216)) == 16
-        assert await at_rest(engine)  # No row is lent, though the server has not gone on.
+
+    def mend() -> None:
         if how == signal.SIGSTOP:
             server.signal(signal.SIGCONT)
         else:
             server.kill()
             server.start()
             server.client.create_bucket(Bucket=bucket)
-        async with asyncio.timeout(PATIENCE_S):
-            while not await found(engine, [300]):
-                await put(engine, [300])
-                assert await at_rest(engine)
-                await put(engine, range(400, 416))
-                assert await at_rest(engine)
+
+    async with TieringOffloadingManager.open(config) as engine:
+        await costs_hits_alone(engine, lambda: server.signal(how), mend)
 
 
 async def test_three_programs_on_a_server_that_stops_at_random_see_no_wrong_byte(own_server, bucket) -> None:

@@ -1,55 +1,31 @@
 """The redis tier keeps the contract on a real server, as it comes and with every option the other way."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 
 from kvtier.backend import chunk_hash
 from kvtier.testing.conformance import (
-    BackendConformance,
     CountedConformance,
-    DescribedConformance,
-    DurableBackendConformance,
     Lender,
-    NamespacedConformance,
     key_of,
 )
+from tests.remote.suites import RemoteSuites
 
 KEYS = "KVTIER_TEST_REDIS_KEYS"
 
 
-class Suites(BackendConformance, DurableBackendConformance, NamespacedConformance, DescribedConformance):
+class Suites(RemoteSuites):
     """Every suite that fits; a subclass says how the server is used."""
-
-    chunk_bytes = 8_192
 
     @pytest.fixture
     def servers(self, server) -> list[str]:
         return [server.address]
 
     @pytest.fixture
-    def fields(self) -> dict[str, Any]:
-        return {}
-
-    @pytest.fixture
-    async def reopen(self, opened, servers, fields):
-        tiers = []
-
-        async def reopen():
-            if tiers:
-                await tiers[-1].aclose(10)
-            tiers.append(await opened(*servers, chunk_bytes=self.chunk_bytes, **fields))
-            return tiers[-1]
-
-        return reopen
-
-    @pytest.fixture
-    async def backend(self, reopen):
-        return await reopen()
-
-    @pytest.fixture
-    async def neighbour(self, backend, opened, servers, fields):
-        return await opened(*servers, model_name="other", chunk_bytes=self.chunk_bytes, **fields)
+    def open_tier(self, opened, servers):
+        return partial(opened, *servers)
 
 
 class TestRedis(Suites):

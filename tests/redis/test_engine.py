@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvtier.engine.manager import TieringOffloadingManager
-from tests.engine.kit import PATIENCE_S, at_rest, describe, found, put
+from tests.engine.kit import at_rest, describe, found, put
+from tests.remote.engines import costs_hits_alone
 
 USER = Path(__file__).with_name("user.py")
 OPERATIONS = 3_400 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 800  # Of each of three programs.
@@ -51,26 +52,16 @@ async def test_a_server_that_fails_costs_hits_and_they_come_back_with_it(own_ser
     limits = {"breaker_cooldown_s": "10ms", "answer_ttl_s": "10ms"}
     quick = {"timeout_s": 0.3, "connect_timeout_s": 0.3, "retry_s": "1ms"}
     config = describe(16, remote(server.address, prefix=prefix, limits=limits, **quick), runner="thread")
-    async with TieringOffloadingManager.open(config) as engine:
-        assert await put(engine, range(16)) == 16
-        assert await at_rest(engine)
-        assert await put(engine, range(100, 116)) == 16  # The first are in the server only.
-        assert await at_rest(engine)
-        server.signal(how)
-        assert await found(engine, range(16)) == 0
-        assert await put(engine, range(200, 216)) == 16
-        assert await at_rest(engine)  # No row is lent, though the server has not gone on.
+
+    def mend() -> None:
         if how == signal.SIGSTOP:
             server.signal(signal.SIGCONT)
         else:
             server.kill()
             server.start()
-        async with asyncio.timeout(PATIENCE_S):
-            while not await found(engine, [300]):
-                await put(engine, [300])
-                assert await at_rest(engine)
-                await put(engine, range(400, 416))
-                assert await at_rest(engine)
+
+    async with TieringOffloadingManager.open(config) as engine:
+        await costs_hits_alone(engine, lambda: server.signal(how), mend)
 
 
 async def test_three_programs_on_servers_that_are_killed_see_no_wrong_byte(own_server, prefix) -> None:
