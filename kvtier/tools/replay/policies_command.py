@@ -8,12 +8,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 from kvtier.errors import ConfigError
 from kvtier.tools.commands import JsonOption, LimitOption, PlotOption, StrictOption, listed
-from kvtier.tools.outputs import bar, check_outputs, write_json
+from kvtier.tools.outputs import bar, check_outputs, plain_table, write_json
 from kvtier.tools.replay.study import Extent, Simulation, measure, simulation
 from kvtier.tools.replay.traces import Trace
 from kvtier.tools.replay.workload import GENERATED, GeneratedTrace, open_trace
@@ -96,13 +95,13 @@ def _watched(hits: Iterable[int], advance: Callable[[int], None]) -> Iterator[in
 
 
 def _show(title: str, extent: Extent, shares: Mapping[str, float], ratios: Ratios, console: Console) -> None:
-    table = Table(title=Text(f"Hit ratios, {title}"))
-    table.add_column("cache size: share\nin blocks")
+    table = plain_table("cache size: share\nin blocks", title=f"Hit ratios, {title}")
     for size, share in shares.items():
         table.add_column(f"{size}\n{extent.capacity(share):,}", justify="right")
     for name, row in ratios.items():
         table.add_row(Text(name), *(f"{ratio:.4f}" for ratio in row.values()))
     console.print(table)
+    console.print()
     console.out(
         f"{extent.requests:,} requests, {extent.block_references:,} block references, "
         f"{extent.unique_blocks:,} unique blocks; best possible hit ratio {extent.hit_ratio(extent.best_hits):.4f}",
