@@ -22,11 +22,6 @@ _UNIT = "kvtier_unit"  # Key in `Meta.extra` under which an annotation says how 
 
 _SIZE_UNITS: dict[str, Decimal] = {
     "B": Decimal(1),
-    "K": Decimal(1 << 10),
-    "M": Decimal(1 << 20),
-    "G": Decimal(1 << 30),
-    "T": Decimal(1 << 40),
-    "P": Decimal(1 << 50),
     "kB": Decimal("1e3"),
     "KB": Decimal("1e3"),
     "MB": Decimal("1e6"),
@@ -38,6 +33,11 @@ _SIZE_UNITS: dict[str, Decimal] = {
     "GiB": Decimal(1 << 30),
     "TiB": Decimal(1 << 40),
     "PiB": Decimal(1 << 50),
+    "K": Decimal(1 << 10),
+    "M": Decimal(1 << 20),
+    "G": Decimal(1 << 30),
+    "T": Decimal(1 << 40),
+    "P": Decimal(1 << 50),
 }
 _DURATION_UNITS: dict[str, Decimal] = {
     "us": Decimal("1e-6"),

@@ -14,11 +14,10 @@ from importlib import import_module
 from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
 import typer
-from typer.completion import completion_init  # Registers how shells are spoken to.
+from typer.completion import get_completion_inspect_parameters
 
 from kvtier import __version__
 from kvtier.errors import ConfigError, KVTierError, TraceError, one_line
-from kvtier.settings import parse_size
 from kvtier.tools import statuses
 
 REQUESTS_MAX = 1_000_000_000  # Reading so many takes hours; a larger limit is a mistyped one.
@@ -220,7 +219,7 @@ def _refused(why: str, status: int) -> int:
 def _complete() -> int:
     """Answer a shell's question for what may follow."""
     words = next((os.environ[name] for name in COMPLETED_WORDS if name in os.environ), "").split()
-    completion_init()
+    get_completion_inspect_parameters()  # It registers how shells are spoken to.
     typer.main.get_command(command_line(words[1:])).main(prog_name=PROGRAM, complete_var=COMPLETE)
     return statuses.DONE
 
@@ -318,8 +317,3 @@ def listed(option: str, text: str, parse: Callable[[str], T], accepted: str) -> 
     except ValueError as error:
         raise ConfigError(f"{option} {text!r}: expected {accepted}") from error
     raise ConfigError(f"{option} {text!r}: expected {accepted}, and none of them empty")
-
-
-def bytes_of(text: str) -> int:
-    """Read a size as options take it: bytes, or with a unit as `parse_size` knows them. Raises `ValueError`."""
-    return int(text) if text.isdecimal() else parse_size(text)

@@ -4,7 +4,7 @@ from enum import Enum
 from typing import Annotated
 
 import typer
-from typer.completion import completion_init, shell_complete
+from typer.completion import get_completion_inspect_parameters, shell_complete
 
 from kvtier.tools.commands import COMPLETE, PROGRAM, command_line
 
@@ -22,5 +22,5 @@ def completion(shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bas
 
     For this shell alone: source <(kvtier completion bash). For all: write it to where your shell looks for it.
     """
-    completion_init()
+    get_completion_inspect_parameters()  # It registers how shells are spoken to.
     shell_complete(typer.main.get_command(command_line([])), {}, PROGRAM, COMPLETE, f"source_{shell.value}")

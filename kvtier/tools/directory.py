@@ -285,14 +285,16 @@ def ls(
     """List the chunks, as they are found: hash, KV-cache group, size on the disk, time since the last use, namespace.
 
     A link in a chunk's place and a chunk in the wrong place have their fault at the end of the line: `kvtier verify`
-    calls them corrupt. A tier sets a file's time to the chunk's last use at most once an hour. A chunk in a segment or a
-    bucket has only the time of its store. Nothing is kept in memory, so that a million chunks can be listed.
+    calls them corrupt. A tier sets a file's time to the chunk's last use at most once an hour. A chunk in a segment or
+    a bucket has only the time of its store. Nothing is kept in memory, so that a million chunks can be listed.
     """
     check_outputs(json_path, None)
     now_s, left_out = time.time(), LeftOut()
     with opened(directory) as contents, json_output(json_path) as file:
         found = readable(contents, chosen(contents, namespace), "listing", left_out)
-        rows = islice((_listed(place, each, now_s) for place, each in found if each.kind is Kind.CHUNK), limit)
+        rows: Iterator[ListedChunk] = islice(
+            (_listed(place, each, now_s) for place, each in found if each.kind is Kind.CHUNK), limit
+        )
         if json_path != STDOUT:
             rows = _told(rows)
         if file is None:

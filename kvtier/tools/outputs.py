@@ -1,7 +1,7 @@
 """Outputs of commands: files that are refused before the work or are whole, the screen, the log, scratch folders.
 
-A screen's lines are as long as the terminal is wide, or as `COLUMNS` says. In a pipe nothing is cut or broken: who reads
-it there is a program.
+A screen's lines are as long as the terminal is wide, or as `COLUMNS` says. In a pipe no line is broken: who reads it
+there is a program.
 """
 
 import logging
@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from types import TracebackType
-from typing import BinaryIO, NamedTuple, Self
+from typing import BinaryIO, Literal, NamedTuple, Self
 
 import msgspec
 from rich.console import Console
@@ -50,7 +50,8 @@ class Wishes(NamedTuple):
     log_file: str | None = None
 
 
-_wishes: ContextVar[Wishes] = ContextVar("wishes", default=Wishes())
+NO_WISHES = Wishes()
+_wishes: ContextVar[Wishes] = ContextVar("wishes", default=NO_WISHES)
 
 
 @contextmanager
@@ -125,10 +126,8 @@ def plain_table(*headings: str, title: str | None = None, show_header: bool = Tr
         padding=(0, 2, 0, 0),
     )
     for heading in headings:
-        number = heading.startswith(">")
-        table.add_column(
-            heading.removeprefix(">"), justify="right" if number else "left", no_wrap=number, overflow="fold"
-        )
+        justify: Literal["left", "right"] = "right" if heading.startswith(">") else "left"
+        table.add_column(heading.removeprefix(">"), justify=justify, overflow="fold")
     return table
 
 

@@ -10,8 +10,8 @@ import typer
 
 from kvtier.backend import Contents, Kind, Place, State, StoredFile
 from kvtier.errors import ConfigError
-from kvtier.settings import AGE_S_MAX, SIZE_BYTES_MAX, parse_duration
-from kvtier.tools.commands import JsonOption, bytes_of
+from kvtier.settings import AGE_S_MAX, SIZE_BYTES_MAX, parse_duration, parse_size
+from kvtier.tools.commands import JsonOption
 from kvtier.tools.directory import (
     DirectoryArgument,
     LeftOut,
@@ -41,7 +41,7 @@ class Removal(msgspec.Struct, frozen=True, kw_only=True):
 class PruneReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=False):
     """The JSON of `kvtier prune`."""
 
-    list: list[Removal] | msgspec.UnsetType = msgspec.UNSET  # With `--list` alone.
+    listed: list[Removal] | msgspec.UnsetType = msgspec.field(name="list", default=msgspec.UNSET)  # By `--list` alone.
     files: int
     bytes: int
     namespaces: int  # That were empty then, and went with all that they leave.
@@ -142,7 +142,7 @@ def _limit(text: str | None) -> int | float | None:
     """Read what the chunks that stay may take: bytes, or as a float a share of what they take now."""
     if text is not None and text.endswith("%"):
         return share_of("--to-size", text)
-    return _parsed("--to-size", text, bytes_of, SIZE_BYTES_MAX, "a size such as 100GiB, or a share such as 50%")
+    return _parsed("--to-size", text, parse_size, SIZE_BYTES_MAX, "a size such as 100GiB, or a share such as 50%")
 
 
 def _parsed(option: str, text: str | None, parse: Callable[[str], T], most: float, accepted: str) -> T | None:
@@ -190,9 +190,10 @@ class Sweep:
     def run(self, places: Sequence[Place]) -> Iterator[Removal]:
         """Deal with all files, one namespace after the other, and yield those that go."""
         for place in places:
-            files = self._files
+            files, left_out = self._files, self.left_out.count
             yield from self._swept(place)
-            if self._remove and (self._files > files or self._rule.everything):
+            touched = self._files > files or self._rule.everything
+            if self._remove and touched and self.left_out.count == left_out:
                 self._cleared += self._contents.clear(place)
 
     def _swept(self, place: Place) -> Iterator[Removal]:

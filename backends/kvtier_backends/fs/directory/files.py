@@ -46,6 +46,7 @@ CONFIG = "config.json"
 BUDGET = "write-budget"
 BUDGET_IDLE_S = 86_400.0  # After a day the budget is whole again, and nobody may write more because its file is gone.
 _CHUNK = re.compile(r"[0-9a-f]*(?:_g[0-9]+)?\.bin")  # By either naming, wherever it lies.
+_OF_MODEL = re.compile(r".+_[0-9a-f]{12}", re.DOTALL)  # Beside the folders of a model's chunks, which may be gone.
 ROW_SEARCH_FILES_MAX = 1_000  # A directory with so many files before the first good footer is vLLM's.
 
 
@@ -79,7 +80,7 @@ class FsContents:
             raise ConfigError(f"{root}: {reason(error)}; a directory that can be read accepted") from error
         self._folders = {name: found for name in sorted(names) if (found := read_folder(name)) is not None}
         self._counts_blocks = all(self._tells_blocks(found.folder) for found in self._folders.values())
-        if names and not self._folders:
+        if names and not self._folders and not any(map(_OF_MODEL.fullmatch, names)):
             os.close(self._fd)
             raise ConfigError(f"{root}: holds no chunks; the directory that a tier has as its root accepted")
 
