@@ -38,7 +38,8 @@ def words(sentence: str) -> int:
 
 
 def test_sentences_end_at_a_stop_before_a_capital_and_code_is_one_word() -> None:
-    page = "# Head\n\nOne of 0.5 s. `a b` is two\nwords. [Three](x.md) here.\n\n| a | b c. D e |\n|---|---|\n\n```\nno. No\n```\n"
+    page = "# Head\n\nOne of 0.5 s. `a b` is two\nwords. [Three](x.md) here.\n\n| a | b c. D e |\n|---|---|\n"
+    page += "\n```\nno. No\n```\n"
     assert sentences(page) == ["Head", "One of 0.5 s.", "`a_b` is two words.", "Three here.", "a", "b c.", "D e"]
 
 
