@@ -273,8 +273,10 @@ def _granting(function: Callable[..., None], name: str) -> Callable[..., None]:
         with granted(Wishes(**{option: given.pop(option) for option in COMMON})):
             begun = time.monotonic()
             logger.info("%s %s: %s", PROGRAM, __version__, name)
-            function(**given)
-            logger.info("%s: done in %.1f s", name, time.monotonic() - begun)
+            try:
+                function(**given)
+            finally:
+                logger.info("%s: ended after %.1f s", name, time.monotonic() - begun)
 
     signature = inspect.signature(function)
     options = [

@@ -70,6 +70,10 @@ def granted(wishes: Wishes) -> Generator[None]:
             for handler in handlers:
                 logger.addHandler(handler)
         yield
+    except (KVTierError, OSError) as error:
+        for handler in handlers[1:]:  # On stderr it is said by who called.
+            handler.handle(logging.LogRecord(LOGGERS[0], logging.ERROR, __file__, 0, str(error), None, None))
+        raise
     finally:
         for logger, level in before:
             logger.setLevel(level)
