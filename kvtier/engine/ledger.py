@@ -14,6 +14,7 @@ from kvtier.config import PRIMARY_NAME, EngineConfig, TierConfig
 from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, EventKind, EventLog, LookupResult, StorePlan
 from kvtier.engine.inbox import Inbox, Observe
 from kvtier.engine.outbox import Outbox, Transfers
+from kvtier.engine.prefill import PrefillSpeed
 from kvtier.engine.primary import Primary
 from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Request, StepHits
 from kvtier.engine.tier import Residency, Tier, TierSpec
@@ -57,7 +58,9 @@ class Ledger:
         limits: LedgerLimits,
         events: EventLog | None = None,
         observe: Observe | None = None,
+        prefill: PrefillSpeed | None = None,
     ) -> None:
+        self.prefill = prefill or PrefillSpeed()
         self._events = events or EventLog()
         self.primary = Primary(rows, policy)
         self.tiers = [Tier(index, spec) for index, spec in enumerate(tiers)]
@@ -412,7 +415,8 @@ def ledger_of(config: EngineConfig, events: EventLog | None, observe: Observe) -
         lease_s=limits.lease_s,
         action_chunks=limits.action_chunks,
     )
-    return Ledger(rows, policy, [_spec_of(tier, config) for tier in config.secondary_tiers], bounds, events, observe)
+    tiers = [_spec_of(tier, config) for tier in config.secondary_tiers]
+    return Ledger(rows, policy, tiers, bounds, events, observe, PrefillSpeed(config.prefill_tokens_per_s))
 
 
 def rows_of_share(share: float, rows: int) -> int:
