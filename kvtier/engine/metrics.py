@@ -29,6 +29,7 @@ TIER_COUNTERS = {
     "transfers_failed": "Transfers that failed by the tier's fault.",
     "probes_failed": "Questions about chunks that the tier did not answer.",
 }
+SKIPPED_HELP = "Chunks that were not to be written to the tier, or not any more."
 CAUSES_HELP = "Calls of which something failed, by what lay behind it."
 PRIMARY_COUNTERS = {
     "hits": "Chunks loaded from where they lay in the primary.",
@@ -67,6 +68,7 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     loaded: int  # Came.
     stored: int  # The tier said so.
     dropped: dict[str, int]  # Never sent to it, by reason.
+    skipped: dict[str, int]  # Not to be sent to it, or not any more, by reason.
     failed: dict[str, int]  # Did not move, by reason.
     transfers_failed: int  # By the tier's fault.
     probes_failed: int  # Questions that it did not answer.
@@ -162,6 +164,7 @@ class Metrics(Collector):
         yield counter(
             "dropped", "Chunks that were never sent to the tier.", lambda tier: tier.counters.dropped, "reason"
         )
+        yield counter("skipped", SKIPPED_HELP, lambda tier: tier.counters.skipped, "reason")
         yield counter("failed", "Chunks that did not move.", lambda tier: tier.counters.failures, "reason")
         yield counter("causes", CAUSES_HELP, lambda tier: tier.counters.causes, "cause")
         yield counter("reported", "What the tier itself has counted.", lambda tier: tier.counters.reported, "what")
@@ -221,6 +224,7 @@ def _tier_stats(tier: Tier) -> TierStats:
         loaded=counters.loaded,
         stored=counters.stored,
         dropped=dict(counters.dropped),
+        skipped=dict(counters.skipped),
         failed=dict(counters.failures),
         transfers_failed=counters.transfers_failed,
         probes_failed=counters.probes_failed,

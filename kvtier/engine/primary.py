@@ -4,6 +4,9 @@ A row is free, filling (a store or a promotion writes it), ready, or quarantined
 caller, may still use it, so nobody else may). Each reason to keep a row is a pin, being filled is one; what was
 answered HIT is held until the step ends, and that is noted when somebody wants room, because a look-up has no time for
 it.
+
+Where tiers are written when chunks leave, rows leave the order first and are reused later: see `Leaving`. Until then
+they are ready like all others.
 """
 
 from array import array
@@ -11,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from kvtier.backend import OffloadKey
-from kvtier.policies import Policy, number_order
+from kvtier.policies import Leaving, NumberOrder, Policy, number_order
 
 
 class Rows(Protocol):
@@ -36,7 +39,8 @@ class Primary:
     them, and they stay the same objects.
     """
 
-    def __init__(self, rows: int, policy: Policy[OffloadKey]) -> None:
+    def __init__(self, rows: int, policy: Policy[OffloadKey], *, leaving_rows: int = 0) -> None:
+        """`leaving_rows`: how many leave the order before they are evicted; 0: none."""
         self.rows = rows
         self.ready: dict[OffloadKey, int] = {}
         self.filling: dict[OffloadKey, int] = {}
@@ -47,7 +51,10 @@ class Primary:
         self._idle = 0  # Ready rows without a pin: what could be evicted, but for what is held.
         self._held: set[int] = set()  # Answered HIT in this step.
         self._free = list(range(rows - 1, -1, -1))
-        self._order = number_order(policy, rows, self._keys, self.row)
+        order = number_order(policy, rows, self._keys, self.row)
+        self.leaving: Leaving[int] | None = Leaving(order, leaving_rows) if leaving_rows else None
+        self.evicted_rows: Sequence[int] = ()  # Of what `reserve` evicted last, in the order of the keys.
+        self._order: NumberOrder = order if self.leaving is None else self.leaving
 
     @property
     def rows_free(self) -> int:
@@ -194,6 +201,13 @@ class Primary:
     def rank(self, rows: Sequence[int]) -> None:
         self._order.rank(rows)
 
+    def leave(self, count: int) -> bool:
+        """Have so many more rows leave the order, or as many as are idle; False if none did."""
+        assert self.leaving is not None
+        pins = self._pins
+        idle = self._idle - sum(not pins[row] for row in self.leaving.left)
+        return idle > 0 and self.leaving.leave(min(count, idle), self._keeper(()))
+
     def end_step(self) -> None:
         """Let rows that were held go again, unless pinned."""
         self._held.clear()
@@ -229,6 +243,7 @@ class Primary:
             del ready[key]
             evicted.append(key)
         self._free += rows
+        self.evicted_rows = rows
         self._idle -= len(rows)
         self.evictions += len(rows)
         return evicted

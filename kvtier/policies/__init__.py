@@ -2,6 +2,7 @@
 
 from kvtier.policies.density import Density
 from kvtier.policies.ghosts import ARC, S3FIFO
+from kvtier.policies.leaving import Leaving
 from kvtier.policies.numbered import KeyOrder, LinkedLRU, NumberOrder, number_order
 from kvtier.policies.plain import FIFO, LFU, LRU
 from kvtier.policies.policy import Hint, Hinted, Policy, known_policies, policy_class
@@ -16,6 +17,7 @@ __all__ = [
     "Hint",
     "Hinted",
     "KeyOrder",
+    "Leaving",
     "LinkedLRU",
     "NumberOrder",
     "Policy",

@@ -52,9 +52,10 @@ class Bench:
         lease_rows_max: int | None = None,
         lease_s: float = 10.0,
         action_chunks: int = 64,
+        leaving_rows: int = 1,
     ) -> None:
         specs = [self.spec(f"tier{index}") for index in range(tiers)] if isinstance(tiers, int) else tiers
-        limits = LedgerLimits(cascade_rows_max or rows, lease_rows_max or rows, lease_s, action_chunks)
+        limits = LedgerLimits(cascade_rows_max or rows, lease_rows_max or rows, lease_s, action_chunks, leaving_rows)
         self.events = EventLog(10_000)
         self.observed: list[tuple[str, str, float]] = []
         self.acknowledged: list[int] = []
