@@ -174,7 +174,7 @@ class Cascades:
         while due:
             row = due.popleft()
             key = primary.key(row)
-            if key not in primary.ready or not owed[row] & tier.bit or not (self._ending or row in left):
+            if key is None or not owed[row] & tier.bit or not (self._ending or row in left):
                 continue  # It was used again, or has gone.
             owed[row] &= ~tier.bit
             if self._lacks(tier, key):
