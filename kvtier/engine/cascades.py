@@ -63,8 +63,11 @@ class Cascades:
     def due(self, keys: Sequence[OffloadKey], tier: Tier) -> list[OffloadKey]:
         """Take note that keys were stored for a tier; return those that are sent to it at once."""
         if tier.spec.cascade == WHEN_EVICTED:
-            for row in self._primary.rows_of(keys):
+            rows = self._primary.rows_of(keys)
+            for row in rows:
                 self._owed[row] |= tier.bit
+            if self._ending:
+                self._due[tier].extend(rows)
             return []
         seen = self._seen[tier]
         again = [key for key in keys if key in seen]
@@ -174,7 +177,9 @@ class Cascades:
         while due:
             row = due.popleft()
             key = primary.key(row)
-            if key is None or not owed[row] & tier.bit or not (self._ending or row in left):
+            if key is None or key not in primary.ready or not owed[row] & tier.bit:
+                continue
+            if not (self._ending or row in left):
                 continue  # It was used again, or has gone.
             owed[row] &= ~tier.bit
             if self._lacks(tier, key):

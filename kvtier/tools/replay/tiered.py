@@ -6,20 +6,24 @@ is written, and the request ends. No write fails, and all end before the next st
 the engine's order, with the classes that decide there, so an engine over such a tier has exactly these hits.
 """
 
-from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import takewhile
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from kvtier.config import EngineLimits
 from kvtier.engine.cascades import SEEN_A_ROW, SEEN_MIN
 from kvtier.engine.ledger import rows_of_share
 from kvtier.engine.tier import AT_ONCE, ON_SECOND_USE, WHEN_EVICTED
 from kvtier.errors import ConfigError
-from kvtier.policies import Leaving, Policy
-from kvtier.tools.replay.traces import Request
+from kvtier.policies import Leaving, Policy, policy_class
+from kvtier.tools.replay.study import OPT, Simulation, measure
+from kvtier.tools.replay.traces import Request, Trace
+from kvtier.tools.replay.workload import GeneratedTrace
 
-CASCADES = (AT_ONCE, WHEN_EVICTED, ON_SECOND_USE)
+Cascade = Literal["store", "evict", "second_use"]
+CASCADES: Mapping[str, Cascade] = {AT_ONCE: "store", WHEN_EVICTED: "evict", ON_SECOND_USE: "second_use"}
 _LIMITS = EngineLimits()
 
 
@@ -30,11 +34,12 @@ class Served(NamedTuple):
     written: int  # To the tier, because of it.
 
 
-def cascade_named(name: str) -> str:
+def cascade_named(name: str) -> Cascade:
     """Return a cascade's name; `ConfigError` if there is no such cascade."""
-    if name not in CASCADES:
-        raise ConfigError(f"cascade {name!r} given, {', '.join(CASCADES)} accepted")
-    return name
+    try:
+        return CASCADES[name]
+    except KeyError:
+        raise ConfigError(f"cascade {name!r} given, {', '.join(CASCADES)} accepted") from None
 
 
 class TierOfBlocks:
@@ -178,3 +183,30 @@ def tiered_hits(
     cache = TieredCache(policy, capacity, tier_capacity, cascade)
     for request in requests:
         yield cache.serve(request.hash_ids)
+
+
+class TierUnder:
+    """A tier under caches of several sizes and policies: a share of its trace's unique blocks."""
+
+    def __init__(self, trace: Trace | GeneratedTrace, share: float, cascades: Sequence[str]) -> None:
+        self.cascades = cascades
+        self.written: Counter[tuple[str, int]] = Counter()  # Simulation's name and cache's capacity -> blocks.
+        self._trace = trace
+        self._share = share
+
+    def simulation(self, policy: str, cascade: str) -> Simulation:
+        """Return how a policy is simulated over this tier. Raises `ConfigError` for what is no policy of an engine."""
+        if policy == OPT:
+            raise ConfigError(f"policy {OPT!r} given with a tier: it is known for one cache only")
+        cls = policy_class(policy)
+
+        def simulate(requests: Iterable[Request], capacity: int) -> Iterator[int]:
+            for served in tiered_hits(requests, cls(capacity), capacity, self._capacity, cascade):
+                self.written[f"{policy}, {cascade}", capacity] += served.written
+                yield served.hits
+
+        return simulate
+
+    @cached_property
+    def _capacity(self) -> int:
+        return measure(self._trace).capacity(self._share)
