@@ -22,7 +22,7 @@ from kvtier.tools.replay.workload import GENERATED, GeneratedTrace, open_trace
 LISTED = "names or numbers with commas between them"
 _PROGRESS_REQUESTS = 256  # Between two steps of the bar: some ten milliseconds.
 
-POLICIES, TIERED_POLICIES = "fifo,lru,lfu,arc,s3fifo,density,opt", "lru"
+POLICIES, TIERED_POLICIES = "fifo,lru,lfu,arc,s3fifo,density,opt", "fifo,lru,lfu,arc,s3fifo,density"
 
 Ratios = Mapping[str, Mapping[str, float]]
 """Policy -> size as it was given -> hit ratio."""
@@ -36,12 +36,8 @@ def policies(
         ),
     ],
     policies: Annotated[
-        str | None,
-        typer.Option(
-            help="Policies to compare: built-in ones, opt, or your own as module:Class.",
-            show_default=f"{POLICIES}; with --tier: {TIERED_POLICIES}",
-        ),
-    ] = None,
+        str, typer.Option(help="Policies to compare: built-in ones, opt, or your own as module:Class.")
+    ] = POLICIES,
     sizes: Annotated[
         str, typer.Option(help="Cache sizes, as shares of the trace's unique blocks.")
     ] = "0.01,0.05,0.10,0.25,0.50",
@@ -61,7 +57,7 @@ def policies(
 
     A request's hits are its longest leading run of blocks that the cache holds; then all of its blocks are stored.
     """
-    names = listed("--policies", policies or (POLICIES if tier is None else TIERED_POLICIES), str, LISTED)
+    names = listed("--policies", policies if tier is None or policies != POLICIES else TIERED_POLICIES, str, LISTED)
     shares = {size: _share("--sizes", size) for size in listed("--sizes", sizes, str, LISTED)}
     check_outputs(json_path, plot_path)
     opened = open_trace(trace, limit=limit, strict=strict)
