@@ -23,7 +23,7 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
-from kvtier.engine.metrics import CAUSES_HELP, PRIMARY_COUNTERS, SECONDS, TIER_COUNTERS
+from kvtier.engine.metrics import CAUSES_HELP, PRIMARY_COUNTERS, SECONDS, SKIPPED_HELP, TIER_COUNTERS
 from kvtier.engine.steps import Inside, StepManager
 from kvtier.engine.tier import Breaker, BreakerState, Tier
 from kvtier.integrations.vllm.second_door import TierClient
@@ -68,6 +68,7 @@ _COUNTERS: dict[str, tuple[str, Labels]] = {
     "kvtier_tier_breaker_opened": ("How often the breaker opened.", ("tier",)),
     "kvtier_tier_bytes": ("Bytes moved.", ("tier", "operation")),
     "kvtier_tier_dropped": ("Chunks that were never sent to the tier.", ("tier", "reason")),
+    "kvtier_tier_skipped": (SKIPPED_HELP, ("tier", "reason")),
     "kvtier_tier_failed": ("Chunks that did not move.", ("tier", "reason")),
     "kvtier_tier_causes": (CAUSES_HELP, ("tier", "cause")),
     "kvtier_tier_reported": ("What the tier itself has counted.", ("tier", "what")),
@@ -219,6 +220,7 @@ def tier_readings(tier: Tier, row_bytes: int) -> Readings:
         [
             Table("kvtier_tier_reported", label, counters.reported),
             Table("kvtier_tier_dropped", label, counters.dropped),
+            Table("kvtier_tier_skipped", label, counters.skipped),
             Table("kvtier_tier_failed", label, counters.failures),
             Table("kvtier_tier_causes", label, counters.causes),
         ],
