@@ -15,6 +15,7 @@ from kvtier.engine.outbox import Operation, Outbox, Transfers
 from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Position, Request, Search
 from kvtier.engine.tier import Residency, Tier, TierSpec
 from kvtier.engine.tier_log import TierLog
+from kvtier.hints import IgnoredHints, hint_of
 from kvtier.memory import let_go_in_forks
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import (
@@ -74,6 +75,7 @@ class TierClient:
         """Take over a bridge whose runner has this one tier open; `observe` hears how long each transfer took."""
         self.tier = tier = Tier(0, spec)
         self.runners_lost = 0
+        self.hints_ignored = IgnoredHints()
         rows = _VllmsRows()
         self._where = Residency()
         self._transfers = Transfers(rows)
@@ -104,9 +106,14 @@ class TierClient:
 
     # Requests, and what they ask for.
 
-    def begin(self, request_id: str, position: Position | None = None) -> None:
-        """Take note of a request, until `finish`; `position` says where a key's chunk ends in its tokens."""
-        self._requests.setdefault(request_id, Request(request_id, position=position))
+    def begin(self, request_id: str, position: Position | None = None, hint: object = None) -> None:
+        """Take note of a request, until `finish`; `position` says where a key's chunk ends in its tokens.
+
+        `hint` is what a client sent as one. Of a request that is not to be stored here, nothing is.
+        """
+        if request_id not in self._requests:
+            read = hint_of(hint, self.hints_ignored)
+            self._requests[request_id] = Request(request_id, position=position, hint=read)
 
     def finish(self, request_id: str) -> None:
         """Forget a request; the tier hears in which order it used its chunks, once all its stores are over."""
@@ -156,6 +163,9 @@ class TierClient:
         request, mask, storing = self._request(request_id), self._where.mask, self.tier.storing
         request.used.update(dict.fromkeys(keys))
         lacking = {key: row for key, row in offered if key not in storing and not mask.get(key, 0)}
+        if request.hint is not None and request.hint.keeps_from(self.tier.spec.name):
+            self.tier.counters.skip("no_store", len(lacking))
+            lacking = {}
         chunks = [(key, row) for key, row in lacking.items() if self._take(key, now)]
         request.storing += 1
         self._begin(Job(job_id, Operation.CASCADE, request, len(lacking)), chunks)
