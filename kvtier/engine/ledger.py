@@ -14,11 +14,12 @@ from kvtier.config import PRIMARY_NAME, EngineConfig, TierConfig
 from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, EventKind, EventLog, LookupResult, StorePlan
 from kvtier.engine.inbox import Inbox, Observe
 from kvtier.engine.outbox import Outbox, Transfers
+from kvtier.engine.prefetches import Prefetches
 from kvtier.engine.prefill import PrefillSpeed
 from kvtier.engine.primary import Primary
 from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Request, StepHits
 from kvtier.engine.tier import Residency, Tier, TierSpec
-from kvtier.hints import IgnoredHints
+from kvtier.hints import RETAIN_S_MAX, IgnoredHints, hint_of
 from kvtier.policies import Policy, policy_class
 from kvtier.runner.messages import Action, LocalMessage, Message, RunnerBack, RunnerGone, RunnerLost
 
@@ -32,6 +33,8 @@ class LedgerLimits(NamedTuple):
     lease_rows_max: int  # Held for waiting requests at once.
     lease_s: float
     action_chunks: int  # Moved by one action at most.
+    retained_rows_max: int = 0  # Passed over for hints at once.
+    chunk_tokens: int = 1  # Of a chunk, where no request says where its chunks end.
 
 
 class LedgerCounters:
@@ -63,7 +66,7 @@ class Ledger:
     ) -> None:
         self.prefill = prefill or PrefillSpeed()
         self._events = events or EventLog()
-        self.primary = Primary(rows, policy)
+        self.primary = Primary(rows, policy, limits.retained_rows_max)
         self.tiers = [Tier(index, spec) for index, spec in enumerate(tiers)]
         self.residency = Residency()
         self.leases = Leases(self.primary, limits.lease_rows_max, limits.lease_s)
@@ -82,6 +85,9 @@ class Ledger:
         )
         self.counters = LedgerCounters()
         self.hints_ignored = IgnoredHints()
+        self.prefetches = Prefetches(self.primary, self.leases, self.lookup)
+        self._forgetting: dict[OffloadKey, None] = {}  # What was to be forgotten and is held.
+        self._chunk_tokens = limits.chunk_tokens
         self.promoting = True  # False between a reset and the LLM engine's word that its workers have flushed.
         self.runner_up = True
         self.rows_in_use = 0  # Given to the LLM engine to read or write, and not yet given back.
@@ -118,7 +124,11 @@ class Ledger:
 
     def end_step(self) -> list[Action]:
         """Lease the rows of requests that wait, let go of other rows answered HIT, and return what is to be done."""
+        if self.prefetches:
+            self.prefetches.step()
         self._hits.end(self._now)
+        if self._forgetting:
+            self._forgetting = dict.fromkeys(self.delete(list(self._forgetting)))
         if self._parked:
             self._cascade_parked()
         return self.outbox.flush()
@@ -126,7 +136,7 @@ class Ledger:
     @property
     def pending(self) -> bool:
         """Something is queued or under way within its deadline: steps should go on."""
-        return bool(self.transfers.under_way) or not self.outbox.empty
+        return bool(self.transfers.under_way) or not self.outbox.empty or bool(self.prefetches)
 
     # Looking up: where a key is, and having it on its way if a tier has it.
 
@@ -314,7 +324,9 @@ class Ledger:
         for tier in self.tiers:
             if not request.allows(tier.spec):
                 continue
-            if self.runner_up:
+            if request.hint is not None and request.keeps_out(tier.spec):
+                tier.counters.skip("no_store", len(published))
+            elif self.runner_up:
                 self.outbox.cascade(published, tier, self._now)
             else:
                 tier.counters.drop("runner", len(published))
@@ -325,6 +337,7 @@ class Ledger:
         """Reserve rows as the primary does, evicting nothing that was answered HIT in this step."""
         if len(keys) > self.primary.rows_free:
             self._hits.hold()
+            self.primary.end_retentions(self._now)
         return self.primary.reserve(keys, offered, after)
 
     def _give_up(self, keys: Sequence[OffloadKey]) -> None:
@@ -338,7 +351,7 @@ class Ledger:
     def _offer_present(self, keys: Sequence[OffloadKey], request: Request) -> None:
         """Give request-level tiers what was there before; what is on its way, once it has come."""
         for tier in self._request_level:
-            if request.allows(tier.spec):
+            if request.allows(tier.spec) and not request.keeps_out(tier.spec):
                 self.outbox.cascade(dict.fromkeys(filter(self.primary.ready.__contains__, keys)), tier, self._now)
                 for key in keys:
                     if key in self.primary.filling:
@@ -357,7 +370,23 @@ class Ledger:
 
     def wants_all(self, request: Request) -> bool:
         """Say whether a tier wants all of the request's chunks, those that are present already, too."""
-        return bool(self._request_level) and any(request.allows(tier.spec) for tier in self._request_level)
+        return bool(self._request_level) and any(
+            request.allows(tier.spec) and not request.keeps_out(tier.spec) for tier in self._request_level
+        )
+
+    def hint(self, request: Request, given: object) -> None:
+        """Take what a client has sent as a hint for this request; it takes the place of an earlier one.
+
+        One that cannot be read is ignored and counted, and so is the name of a tier that there is not.
+        """
+        hint = hint_of(given, self.hints_ignored)
+        if hint is None:
+            return
+        self.primary.take_hints()  # What comes from here on is known to be new.
+        request.hint = hint
+        if not isinstance(hint.no_store, bool):
+            for name in set(hint.no_store).difference(tier.spec.name for tier in self.tiers):
+                self.hints_ignored.add("tier", f"no_store names {name!r}, which is no tier here")
 
     def finish(self, request: Request) -> None:
         """Rank the request's keys anew, tail first, here and in tiers, and end its leases.
@@ -367,12 +396,50 @@ class Ledger:
         request.finished = True
         if request.leased:
             self.leases.end_all(request)
-        if request.used:
-            used = list(request.used)
-            self.primary.rank(self.primary.rows_of(used))
-            for tier in self.tiers:
-                if self.runner_up and request.allows(tier.spec):
-                    self.outbox.rank(used, tier)
+        if not request.used:
+            return
+        used, hint = list(request.used), request.hint
+        self.primary.end(self.primary.rows_of(used), hint)
+        for tier in self.tiers:
+            if self.runner_up and request.allows(tier.spec):
+                self.outbox.rank(used, tier, hint, wait=self.primary.takes_hints)
+        if hint is not None and hint.retain_s:
+            self._retain(request.leading(hint.tokens, self._chunk_tokens), hint.retain_s, hint.priority, request)
+
+    # What is said of keys.
+
+    def demote(self, keys: Sequence[OffloadKey]) -> int:
+        """Have keys go before all others, here and in tiers, unless they are used again; return how many are here."""
+        rows = self.primary.rows_of(dict.fromkeys(keys))
+        self.primary.demote(rows)
+        for tier in self.tiers:
+            if self.runner_up:
+                self.outbox.demote(keys, tier)
+        return len(rows)
+
+    def retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int) -> int:
+        """Pass over keys for so long when room is made, here and in tiers; return how many are retained here."""
+        return self._retain(keys, seconds, priority, None)
+
+    def _retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int, request: Request | None) -> int:
+        rows = self.primary.rows_of(dict.fromkeys(keys))
+        self.primary.end_retentions(self._now)
+        retained = self.primary.retain(rows, self._now + min(seconds, RETAIN_S_MAX), priority)
+        for tier in self.tiers:
+            if self.runner_up and (request is None or request.allows(tier.spec)):
+                self.outbox.retain(keys, tier, min(seconds, RETAIN_S_MAX), priority)
+        return retained
+
+    def forget(self, keys: Sequence[OffloadKey]) -> int:
+        """Forget keys here and in every tier; return how many are not here any more.
+
+        What something holds here goes as soon as it is let go. Tiers hear of it now, and of what was held then again:
+        it may be on its way to them.
+        """
+        held = self.delete(keys)
+        self._delete_in_tiers(held)
+        self._forgetting.update(dict.fromkeys(held))
+        return len(keys) - len(held)
 
     # The whole.
 
@@ -386,15 +453,19 @@ class Ledger:
         gone = [key for key in keys if key in ready and self.primary.discard(key, lost[ready[key]])]
         self._events.add(EventKind.REMOVED, PRIMARY_NAME, gone)
         held = [key for key in keys if self.primary.row(key) is not None]
-        absent = [key for key in keys if self.primary.row(key) is None]
-        for tier in self.tiers:
-            self.residency.remove(tier, absent)
-            tier.forget_answers(absent)
-            self.outbox.delete(absent, tier)
+        self._delete_in_tiers([key for key in keys if self.primary.row(key) is None])
         return held
+
+    def _delete_in_tiers(self, keys: Sequence[OffloadKey]) -> None:
+        if keys:
+            for tier in self.tiers:
+                self.residency.remove(tier, keys)
+                tier.forget_answers(keys)
+                self.outbox.delete(keys, tier)
 
     def reset(self) -> None:
         """Clear the primary; the tiers keep what they have. What is still under way is given up, its rows stay lent."""
+        self.prefetches.clear()
         self.outbox.clear()
         self.inbox.give_up(self._now)
         self.leases.clear()
@@ -416,6 +487,8 @@ def ledger_of(config: EngineConfig, events: EventLog | None, observe: Observe) -
         lease_rows_max=rows_of_share(limits.lease_share, rows),
         lease_s=limits.lease_s,
         action_chunks=limits.action_chunks,
+        retained_rows_max=int(limits.retained_share * rows),
+        chunk_tokens=config.namespace.tokens_per_hash * config.namespace.blocks_per_chunk,
     )
     tiers = [_spec_of(tier, config) for tier in config.secondary_tiers]
     return Ledger(rows, policy, tiers, bounds, events, observe, PrefillSpeed(config.prefill_tokens_per_s))
