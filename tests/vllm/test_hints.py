@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.remote.servers import ENDS_WITH_US
 from tests.vllm.engines import PROMPT_HITS, PROMPT_TOKENS, Engine, fill, hits, kvtier, prompts, right, tokens
 from tests.vllm.test_examples import environment, free_port  # noqa: F401  # A fixture.
 from tests.vllm.test_secondary import behind_vllm, tier_of
@@ -79,7 +80,7 @@ def test_nothing_of_a_request_that_says_so_is_stored_in_a_tier(llama, disk, name
         engine.answer([other], hint={"no_store": ["another tier"]})
         engine.settle()
         assert tier.counters.stored == BLOCKS
-        assert ignored == {}
+        assert ignored == ({"tier": 1} if name == "first" else {})  # Behind vLLM's manager a tier knows no other.
     with Engine(llama, door(name, disk)) as engine:
         answers = engine.answer([secret, other])
         assert (tokens(answers), hits(answers)) == (expected, [0, PROMPT_HITS])
@@ -150,12 +151,14 @@ def server(environment, tmp_path) -> Iterator[str]:  # noqa: F811
         "--kv-transfer-config": json.dumps(transfer | {"kv_connector_extra_config": kvtier(tmp_path / "tier")}),
     }
     command = ["vllm", "serve", model, "--enforce-eager", *(word for option in options.items() for word in option)]
-    process = subprocess.Popen(command, env=environment | {"VLLM_CPU_KVCACHE_SPACE": "1"}, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", ENDS_WITH_US, *command], env=environment | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    )
     try:
         address = f"http://127.0.0.1:{port}"
         while not answers(f"{address}/health"):
             assert process.poll() is None, "the server ended before it answered"
-            time.sleep(0.5)
+            time.sleep(0.1)
         yield address
     finally:
         process.terminate()
@@ -190,14 +193,13 @@ def test_a_hint_in_the_body_of_a_request_reaches_kvtier(server):
     for hint in unread:
         assert post(server, words, f'{{"kvtier": {hint}}}') == text, hint
     assert post(server, words, None) == text
-    metrics = page(server)
-    assert sum(value for name, value in metrics.items() if name.startswith("kvtier_hints_ignored_total")) == len(unread)
-    assert sum(value for name, value in metrics.items() if "no_store" in name) == BLOCKS
-    assert not any(value for name, value in metrics.items() if name.startswith("kvtier_tier_stored_total"))
+    assert counted(server, "kvtier_hints_ignored_total") == len(unread)
+    assert counted(server, "kvtier_tier_skipped_total") == BLOCKS
+    assert counted(server, "kvtier_tier_stored_total") == 0
 
 
-def page(address: str) -> dict[str, float]:
-    """Return kvtier's series on a server's /metrics."""
+def counted(address: str, metric: str) -> float:
+    """Return what a server's /metrics says of a metric, all its labels together."""
     with urllib.request.urlopen(f"{address}/metrics") as answer:
-        lines = [line for line in answer.read().decode().splitlines() if line.startswith("kvtier_")]
-    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+        lines = [line for line in answer.read().decode().splitlines() if line.startswith(metric)]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)

@@ -122,9 +122,10 @@ def engine_config(options: VllmOptions, plan: RowPlan, namespace: Namespace, *, 
     return EngineConfig.from_dict(given, WHERE)
 
 
-def _chunk_tokens(namespace: Namespace) -> int:
+def _chunk_tokens(namespace: Namespace) -> int | None:
     """Return how many tokens' KV a chunk holds; of a model with several groups, a chunk of the finest of them."""
-    return min(group.tokens_per_block for group in namespace.kv_cache_groups) * namespace.blocks_per_chunk
+    finest = min((group.tokens_per_block for group in namespace.kv_cache_groups), default=None)
+    return None if finest is None else finest * namespace.blocks_per_chunk
 
 
 _ENGINE = EngineLimits()
@@ -193,6 +194,7 @@ def secondary_config(options: SecondaryOptions, namespace: Namespace, *, rows: i
         secondary_tiers=(_with_medium(tier, "secondary_tiers[]"),),
         runner=options.runner,
         namespace=namespace,
+        chunk_tokens=_chunk_tokens(namespace),
         limits=EngineLimits(**_of(EngineLimits, options.limits)),
     )
     return settled(config)

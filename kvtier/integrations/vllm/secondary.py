@@ -78,6 +78,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
             action_chunks=config.limits.action_chunks,
             observe=times.observe,
             events=EventLog(config.limits.events) if events else None,
+            chunk_tokens=config.tokens_per_chunk,
         )
         tier = self._client.tier
         self._media = Media([tier])

@@ -23,7 +23,15 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
-from kvtier.engine.metrics import CAUSES_HELP, PRIMARY_COUNTERS, SECONDS, TIER_COUNTERS
+from kvtier.engine.metrics import (
+    CAUSES_HELP,
+    HINTS_IGNORED_HELP,
+    PRIMARY_COUNTERS,
+    RETENTIONS_CUT_HELP,
+    SECONDS,
+    SKIPPED_HELP,
+    TIER_COUNTERS,
+)
 from kvtier.engine.steps import Inside, StepManager
 from kvtier.engine.tier import Breaker, BreakerState, Tier
 from kvtier.integrations.vllm.second_door import TierClient
@@ -62,13 +70,15 @@ class Readings(NamedTuple):
 _COUNTERS: dict[str, tuple[str, Labels]] = {
     **{f"kvtier_primary_{name}": (text, ()) for name, text in PRIMARY_COUNTERS.items()},
     "kvtier_primary_evictions": ("Chunks evicted for room.", ()),
+    "kvtier_primary_retentions_cut": (RETENTIONS_CUT_HELP, ()),
     "kvtier_runners_lost": ("Runners that ended too early.", ()),
     "kvtier_events_dropped": ("Events that nobody took in time.", ()),
-    "kvtier_hints_ignored": ("Requests' hints that could not be read.", ("reason",)),
+    "kvtier_hints_ignored": (HINTS_IGNORED_HELP, ("reason",)),
     **{f"kvtier_tier_{name}": (text, ("tier",)) for name, text in TIER_COUNTERS.items()},
     "kvtier_tier_breaker_opened": ("How often the breaker opened.", ("tier",)),
     "kvtier_tier_bytes": ("Bytes moved.", ("tier", "operation")),
     "kvtier_tier_dropped": ("Chunks that were never sent to the tier.", ("tier", "reason")),
+    "kvtier_tier_skipped": (SKIPPED_HELP, ("tier", "reason")),
     "kvtier_tier_failed": ("Chunks that did not move.", ("tier", "reason")),
     "kvtier_tier_causes": (CAUSES_HELP, ("tier", "cause")),
     "kvtier_tier_reported": ("What the tier itself has counted.", ("tier", "what")),
@@ -172,6 +182,7 @@ def engine_readings(engine: StepManager) -> Readings:
     counters = [
         *(Series(f"kvtier_primary_{name}", (), partial(getattr, ledger.counters, name)) for name in PRIMARY_COUNTERS),
         Series("kvtier_primary_evictions", (), lambda: primary.evictions),
+        Series("kvtier_primary_retentions_cut", (), lambda: primary.retentions_cut),
         Series("kvtier_runners_lost", (), lambda: engine.runners_lost),
         Series("kvtier_events_dropped", (), lambda: engine.events_dropped),
     ]
@@ -224,6 +235,7 @@ def tier_readings(tier: Tier, row_bytes: int) -> Readings:
         [
             Table("kvtier_tier_reported", label, counters.reported),
             Table("kvtier_tier_dropped", label, counters.dropped),
+            Table("kvtier_tier_skipped", label, counters.skipped),
             Table("kvtier_tier_failed", label, counters.failures),
             Table("kvtier_tier_causes", label, counters.causes),
         ],
