@@ -115,6 +115,8 @@ class Ledger:
             case RunnerBack():
                 self.runner_up = True
                 self.transfers.epoch = message.epoch
+                if self.primary.takes_hints:
+                    self.outbox.expect_hints()
             case _:
                 self.inbox.apply(message, self._now)
 
@@ -382,7 +384,9 @@ class Ledger:
         hint = hint_of(given, self.hints_ignored)
         if hint is None:
             return
-        self.primary.take_hints()  # What comes from here on is known to be new.
+        if not self.primary.takes_hints:  # What comes from here on is known to be new.
+            self.primary.take_hints()
+            self.outbox.expect_hints()
         request.hint = hint
         if not isinstance(hint.no_store, bool):
             for name in set(hint.no_store).difference(tier.spec.name for tier in self.tiers):
@@ -396,9 +400,10 @@ class Ledger:
         request.finished = True
         if request.leased:
             self.leases.end_all(request)
-        if not request.used:
+        if len(request.used) == request.told:
             return
         used, hint = list(request.used), request.hint
+        request.told = len(used)
         self.primary.end(self.primary.rows_of(used), hint)
         for tier in self.tiers:
             if self.runner_up and request.allows(tier.spec):
