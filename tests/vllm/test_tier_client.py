@@ -374,7 +374,7 @@ def test_everything_declared_is_counted_and_nothing_else():
     scene.client.store(4, [B], [1], "one")
     scene.client.begin("secret", hint={"no_store": True})
     scene.client.begin("bad", hint="over")
-    scene.client.store(5, [C], [2], "secret")
+    scene.client.store(5, [D], [3], "secret")
     counted = scene.counted()
     assert counted["kvtier_tier_reserved_bytes", ("kvtier:fs",)] == 20
     assert counted["kvtier_tier_capacity_bytes", ("kvtier:fs",)] == 100
