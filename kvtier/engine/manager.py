@@ -342,7 +342,7 @@ class TieringOffloadingManager:
                 elif not waits:
                     hits += 1
             if waits:
-                await self._progress.made()
+                await self._progress.made(loads_of=self.steps._known(request_id))
                 continue
             rows += self.steps.prepare_load(keys[len(rows) : len(rows) + hits], request_id)
             self.steps.end_step()

@@ -236,6 +236,8 @@ class StepManager:
         From it the prefill speed is learned, against which loads are weighed. Nothing happens where the configuration
         says the speed. Steps that compute no prompt need not be noted.
         """
+        if self._forked:
+            self._check_owner()
         self._ledger.prefill.note(tokens, seconds)
 
     # Deletions, events, and the end of a step.
