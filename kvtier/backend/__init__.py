@@ -5,6 +5,7 @@ from kvtier.backend.contract import (
     OPTIONAL,
     Abandoned,
     Added,
+    Advised,
     Backend,
     Counted,
     Described,
@@ -56,6 +57,7 @@ from kvtier.errors import (
     NoSpace,
     TransferFailed,
 )
+from kvtier.hints import Hint
 from kvtier.settings import Count, Duration, Index, Path, PositiveDuration, PositiveSize, Share, Size
 
 __all__ = [
@@ -68,6 +70,7 @@ __all__ = [
     "SEGMENTS_SUFFIX",
     "Abandoned",
     "Added",
+    "Advised",
     "Attention",
     "Backend",
     "BackendClosed",
@@ -88,6 +91,7 @@ __all__ = [
     "Finding",
     "Fit",
     "Group",
+    "Hint",
     "Index",
     "Inventory",
     "InventoryEvent",

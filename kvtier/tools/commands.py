@@ -170,6 +170,12 @@ COMMANDS = {
         "Print what has a shell complete kvtier's commands and options.",
         ("kvtier completion bash", "kvtier completion zsh", "kvtier completion fish"),
     ),
+    "selftest": Command(
+        "kvtier.tools.selftest.command",
+        "selftest",
+        "Prove on this machine's GPU that every byte comes back.",
+        ("kvtier selftest", "kvtier selftest --device cpu --parts bytes --json report.json"),
+    ),
 }
 GROUPS = {
     "trace": "Look at traces of requests, and make them.",

@@ -13,11 +13,12 @@ from kvtier.tools.prune import PruneReport
 from kvtier.tools.replay.report import Report
 from kvtier.tools.replay.size_command import SizeReport
 from kvtier.tools.replay.trace_commands import TraceInfo
+from kvtier.tools.selftest.report import Report as SelftestReport
 from kvtier.tools.top import EngineNow
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "json.md"
 REPORTS: dict[str, Any] = {
-    "policies": dict[str, dict[str, float]],
+    "policies": dict[str, dict[str, float | dict[str, float]]],  # With --tier one level deeper.
     "verify": VerifyReport,
     "du": DirectoryUsage,
     "ls": list[ListedChunk],
@@ -26,6 +27,7 @@ REPORTS: dict[str, Any] = {
     "replay": Report,
     "size": SizeReport,
     "trace info": TraceInfo,
+    "selftest": SelftestReport,
     "bench cpu": Figures,
     "bench fs": Figures,
     "bench tiers": Figures,

@@ -30,7 +30,7 @@ type = "fs"
 name = "disk"
 root = "tier"
 """
-LONE = ("top", "completion")  # A live engine has tests of its own, and a shell, too.
+LONE = ("top", "completion", "selftest")  # A live engine, a shell and a GPU have tests of their own.
 EXAMPLES = [(name, example) for name, command in COMMANDS.items() if name not in LONE for example in command.examples]
 
 
@@ -69,7 +69,7 @@ def test_the_examples_of_the_help_do_what_they_say(run: Any, name: str, example:
 
 
 @pytest.mark.usefixtures("outside", "place")
-@pytest.mark.parametrize("name", [name for name in REPORTS if name != "top"])
+@pytest.mark.parametrize("name", [name for name in REPORTS if name not in LONE])
 def test_what_a_command_writes_as_json_fits_its_schema(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
