@@ -233,26 +233,31 @@ def _read(where: Address, address: str) -> Reading:
 
 def _page(where: Address, address: str) -> bytes:
     for _ in range(REDIRECTS_MAX):
-        connection = _connection(where)
         try:
-            connection.request("GET", _path_of(where.url), headers={"Accept": "text/plain", "Host": _host(where)})
-            answer = connection.getresponse()
-            if answer.status in REDIRECTED:
-                where = where._replace(url=urljoin(where.url, answer.headers.get("Location", "")))
-                continue
-            page = answer.read(PAGE_BYTES_MAX + 1)
+            answer, page = _answer(where)
         except (http.client.InvalidURL, UnicodeError) as error:
             raise ConfigError(f"{address!r}: {error}; {ACCEPTED}") from error
         except (OSError, http.client.HTTPException) as error:
             raise BackendUnavailable(f"{address}: {_reason(error)}") from error
-        finally:
-            connection.close()
-        if answer.status != http.client.OK:
+        if answer.status in REDIRECTED:
+            where = where._replace(url=urljoin(where.url, answer.headers.get("Location", "")))
+        elif answer.status != http.client.OK:
             raise BackendUnavailable(f"{address}: answers with {answer.status} {answer.reason}")
-        if len(page) > PAGE_BYTES_MAX:
+        elif len(page) > PAGE_BYTES_MAX:
             raise ConfigError(f"{address}: more than {PAGE_BYTES_MAX:,} bytes; {ACCEPTED}")
-        return page
+        else:
+            return page
     raise BackendUnavailable(f"{address}: leads elsewhere again and again")
+
+
+def _answer(where: Address) -> tuple[http.client.HTTPResponse, bytes]:
+    connection = _connection(where)
+    try:
+        connection.request("GET", _path_of(where.url), headers={"Accept": "text/plain", "Host": _host(where)})
+        answer = connection.getresponse()
+        return answer, answer.read(PAGE_BYTES_MAX + 1)
+    finally:
+        connection.close()
 
 
 def _reason(error: Exception) -> str:
