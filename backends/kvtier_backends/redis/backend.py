@@ -41,7 +41,6 @@ from kvtier_backends.redis.work import Loads, Questions, Stores, Work, exchange
 ASK_LANES = 3  # For what is small: it never queues behind rows. One of them may be asking where servers are.
 VALUE_BYTES_MAX = 512 << 20  # As servers are shipped (proto-max-bulk-len).
 PART_BYTES_MIN = 4 << 20  # Of what one lane moves of a call: less is over before another thread has begun.
-STORE_WINDOW_PART = 2  # Of the window, for stores: what a server cannot read at once is cold when it does.
 REDIRECTS_MAX = 3  # Of one chunk: a cluster whose slots move answers after one or two.
 FINGERPRINT_CHARACTERS = 8  # In names: rows of other layouts have other names.
 
@@ -83,8 +82,7 @@ class RedisBackend(Backend[RedisOptions]):
         self._name_of = NAMINGS[context.mapper.naming].name
         self._topology = topology
         self._seal = seal
-        self._load_window = max(1, options.window_bytes // seal.sealed_bytes)
-        self._store_window = max(1, options.window_bytes // (STORE_WINDOW_PART * seal.sealed_bytes))
+        self._window = max(1, options.window_bytes // context.row_bytes)
         self._part_chunks = max(1, PART_BYTES_MIN // seal.sealed_bytes)
         self._fit = Fit(context.row_bytes)
         self._counters = RedisCounters()
@@ -148,7 +146,7 @@ class RedisBackend(Backend[RedisOptions]):
 
     async def _load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
         names = self._names([read.key for read in reads])
-        work = Loads(names, reads, self._seal, self._load_window, self._counters)
+        work = Loads(names, reads, self._seal, self._window, self._counters)
         await self._move(work, self._lanes.load, self._part_chunks)
         if work.corrupt:
             await self._ask(b"UNLINK", [names[index] for index in work.corrupt], work.ends_at)
@@ -156,8 +154,7 @@ class RedisBackend(Backend[RedisOptions]):
 
     async def _store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
         keys = [write.key for write in writes]
-        window, ttl_s = self._store_window, self._options.ttl_s
-        work = Stores(self._names(keys), writes, self._seal, window, ttl_s, self._counters)
+        work = Stores(self._names(keys), writes, self._seal, self._window, self._options.ttl_s, self._counters)
         await self._move(work, self._lanes.store, self._part_chunks)
         return self._outcomes(work, keys)
 
