@@ -10,6 +10,7 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from kvtier.backend import (
     SEAL_BYTES,
@@ -31,6 +32,7 @@ from tests.remote.tiers import recalled, recovers, used_again
 QUICK = {"timeout_s": 2.0, "connect_timeout_s": 2.0}  # Not a bound: what these tests wait for.
 UNKNOWN = {"index_chunks": 0, "absent_ttl_s": 0}  # Every look-up asks.
 SEAL = "kvtier"
+VERSION_AT, SUM_BYTES = 24, 8  # In a seal; the sum is at its end.
 
 
 def name_of(server: S3Server, bucket: str, key: OffloadKey) -> str:
@@ -96,6 +98,23 @@ async def test_an_object_with_a_seal_that_is_none_is_corrupt_and_is_replaced(
     assert tier.counts() == {"corrupt_foreign": 1}
     await lender.keep(tier, [key])
     assert await lender.recall(tier, [key]) == [label(key)]
+
+
+@pytest.mark.parametrize(("body_bytes", "more"), [(CHUNK_BYTES, b""), (CHUNK_BYTES, b"more"), (CHUNK_BYTES // 2, b"")])
+async def test_an_object_of_a_later_version_is_left_alone_however_long_it_and_its_seal_are(
+    opened, server, bucket, lender, body_bytes, more
+) -> None:
+    tier, key = await opened(), key_of(1)
+    await lender.keep(tier, [key])
+    name = name_of(server, bucket, key)
+    seal = bytearray(base64.b64decode(server.get(bucket, name)[1][SEAL]))
+    seal[VERSION_AT] += 1
+    later = bytes(seal[:-SUM_BYTES]) + more
+    later += xxh3_64_intdigest(later).to_bytes(SUM_BYTES, "little")
+    server.put(bucket, name, bytes(body_bytes), {SEAL: base64.b64encode(later).decode()})
+    assert await lender.recall(tier, [key]) == ["ChunkMissing"]
+    assert tier.counts() == {"sealed_version": 1}
+    assert name in server.names(bucket)
 
 
 async def test_another_keys_object_is_not_taken_for_this_ones(opened, server, bucket, lender) -> None:

@@ -154,9 +154,15 @@ class MooncakeBackend(Backend[MooncakeOptions]):
             return await self._fit.store(writes, partial(store_each_once, call=partial(self._move, self._stores)))
 
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
-        """Raises `BackendUnavailable` if the master does not answer."""
+        """Raises `BackendUnavailable` if the master does not answer, or keeps any of the chunks."""
         with self._calls.one():
-            await self._ask(self._open_client().remove, self._names(self._fit.keys(keys)))
+            codes = await self._ask(self._open_client().remove, self._names(self._fit.keys(keys)))
+        kept = [code for code in codes if code < 0 and meaning_of(code) is not Meaning.MISSING]
+        if kept:
+            raise BackendUnavailable(
+                f"{self._name}: {len(kept)} of {len(codes)} chunks are not deleted: Mooncake answers {kept[0]} "
+                f"({meaning_of(kept[0]).value})"
+            )
 
     async def aclose(self, deadline_s: float) -> Abandoned:
         """Calls that are not over by then fail at once. A client of which a call hangs is left to the process's end."""

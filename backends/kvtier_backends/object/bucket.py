@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from obstore.exceptions import BaseError, InvalidPathError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
 
-from kvtier.backend import SEAL_BYTES, FileMapper, OffloadKey, SealFault
+from kvtier.backend import SEAL_BYTES, FileMapper, OffloadKey, SealFault, of_another_version
 from kvtier.errors import ConfigError
 from kvtier_backends.object.options import ObjectOptions
 
@@ -143,6 +143,8 @@ def footer_of(attributes: Mapping[str, Any]) -> bytes | SealFault | None:
         footer = base64.b64decode(given, validate=True)
     except (ValueError, binascii.Error):
         return SealFault.FOREIGN
+    if of_another_version(footer):  # Whose object may be of another length, too.
+        return SealFault.VERSION
     return footer if len(footer) == SEAL_BYTES else SealFault.FOREIGN
 
 
