@@ -104,9 +104,9 @@ class RedisBackend(Backend[RedisOptions]):
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
         """Raises `BackendUnavailable` if a server that has some of the keys is away."""
         with self._calls.one():
-            lost = (await self._ask(b"UNLINK", self._names(self._fit.keys(keys)))).unreachable
-        if lost:
-            raise BackendUnavailable(f"{self._name}: {next(iter(lost.values()))}")
+            work = await self._ask(b"UNLINK", self._names(self._fit.keys(keys)))
+        if work.unreachable:
+            raise BackendUnavailable(f"{self._name}: {next(iter(work.unreachable.values()))}") from work.cause()
 
     async def aclose(self, deadline_s: float) -> Abandoned:
         """Calls that are not over by then fail at once: their connections are closed."""
@@ -167,11 +167,13 @@ class RedisBackend(Backend[RedisOptions]):
     def _outcomes(self, work: Work[Outcome], keys: Sequence[OffloadKey]) -> list[Outcome]:
         self._refuse_if_away(work)
         away = {index: TransferFailed(f"{keys[index].hex()}: {why}") for index, why in work.unreachable.items()}
+        for outcome in away.values():
+            outcome.__cause__ = work.cause()
         return [away[index] if index in away else work.answers[index] for index in range(len(keys))]
 
     def _refuse_if_away(self, work: Work[Any]) -> None:
         if work.unreachable and len(work.unreachable) == len(work.names):
-            raise BackendUnavailable(f"{self._name}: {work.unreachable[0]}")
+            raise BackendUnavailable(f"{self._name}: {work.unreachable[0]}") from work.cause()
 
     async def _move(self, work: Work[Any], lanes: Lanes, part_chunks: int) -> None:
         """Have every name answered for: by its server, or by another that it sends us to."""
