@@ -23,6 +23,7 @@ from kvtier.backend import (
     ScanDone,
     chunk_hash,
 )
+from kvtier.errors import cause_of
 from kvtier.testing.conformance import Lender, key_of, keys_of, label
 from tests.object.conftest import CHUNK_BYTES
 from tests.object.servers import S3Server
@@ -503,8 +504,9 @@ async def test_a_killed_server_costs_its_chunks_and_is_used_again_when_it_is_bac
     tier = await opened(endpoint=server.endpoint, **QUICK)
     await lender.keep(await opened(endpoint=server.endpoint), keys)
     server.kill()
-    with pytest.raises(BackendUnavailable):
+    with pytest.raises(BackendUnavailable) as failed:
         await tier.load(lender.reads(keys))
+    assert cause_of(failed.value) == "ECONNREFUSED"
     server.start()
     server.client.create_bucket(Bucket=bucket)
     assert await recalled(tier, lender, keys) == ["ChunkMissing"] * 5
@@ -518,8 +520,9 @@ async def test_a_stopped_server_costs_hits_until_it_goes_on(opened, own_server, 
     await lender.keep(await opened(endpoint=server.endpoint), keys)
     server.signal(signal.SIGSTOP)
     reads = lender.reads(keys)
-    with pytest.raises(BackendUnavailable):
+    with pytest.raises(BackendUnavailable) as failed:
         await tier.load(reads)
+    assert cause_of(failed.value) == "ETIMEDOUT"
     await used_again(lender, [read.into for read in reads])
     server.signal(signal.SIGCONT)
     await recovers(tier, lender, keys)
