@@ -160,6 +160,7 @@ class SecondaryOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only
     name: str = ""
     limits: SecondaryLimits = SecondaryLimits()
     request_level: bool = False
+    cascade: Literal["store"] = "store"
     medium: Literal["CPU", "STORAGE"] | None = None
     locality: Literal["LOCAL", "REMOTE"] | None = None
     runner: Literal["process", "thread"] = "process"
@@ -175,6 +176,11 @@ def read_secondary_options(given: Mapping[str, Any]) -> SecondaryOptions:
     for name in sorted(name for name in ENGINE_ONLY if isinstance(limits, Mapping) and name in limits):
         raise ConfigError(
             f"secondary_tiers[].limits.{name}: given, none accepted: here memory is vLLM's, and so are its limits"
+        )
+    if (cascade := given.get("cascade", "store")) != "store":
+        raise ConfigError(
+            f"secondary_tiers[].cascade: {cascade!r} given, 'store' accepted: here vLLM's own manager says what is "
+            'written, and when. "spec_name": "KVTierOffloadingSpec" puts kvtier in its place, which can do that'
         )
     return decode(SecondaryOptions, dict(given), "secondary_tiers[]")
 
