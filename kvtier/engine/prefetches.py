@@ -26,6 +26,7 @@ class Prefetch:
         self.here = 0
         self.over = False
         self.request = Request("prefetch")
+        self.request.weighed = False
 
 
 class Prefetches:
