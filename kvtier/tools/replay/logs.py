@@ -75,16 +75,17 @@ class Conversion:
         first = self._open(self._paths[0], block_tokens)
         self.block_tokens = block_tokens or first.block_tokens
         self.without_times = False
+        self.requests = self.blocks = 0  # Given so far.
         self._logs = chain((first,), (self._open(path, self.block_tokens) for path in self._paths[1:]))
 
     def __iter__(self) -> Iterator[Request]:
-        number, last_ms = 0, 0.0
+        last_ms = 0.0
         first_ms: float | None = None
         for log in self._logs:
             together = self._together(log)
             for logged in log.requests:
                 if logged.timestamp_ms is None:
-                    self.without_times, now_ms = True, number * 1_000.0
+                    self.without_times, now_ms = True, self.requests * 1_000.0
                 else:
                     first_ms = logged.timestamp_ms if first_ms is None else first_ms
                     now_ms = round(float(logged.timestamp_ms - first_ms), 3)
@@ -93,12 +94,14 @@ class Conversion:
                         f"{log.path}, line {logged.line}: {(last_ms - now_ms) / 1_000:,.3f} s earlier than the request "
                         "before it; requests in the order in which they came accepted: sort the file, or the files"
                     )
-                number, last_ms = number + 1, now_ms
+                last_ms, ids = now_ms, self._ids(logged.blocks, together)
+                self.requests += 1
+                self.blocks += len(ids)
                 yield Request(
                     timestamp_ms=int(now_ms) if now_ms.is_integer() else now_ms,
                     input_length=logged.input_length,
                     output_length=logged.output_length,
-                    hash_ids=self._ids(logged.blocks, together),
+                    hash_ids=ids,
                     session_id=logged.session_id,
                 )
 

@@ -109,13 +109,13 @@ def convert(
     check_writable("--output", output)
     conversion = Conversion(logs, kind=kind, block_tokens=block_tokens)
     console = Console(stderr=True)
-    count = _Count(conversion)
     with console.status(f"reading {', '.join(map(os.path.basename, logs))}"):
         meta = {"block_size": conversion.block_tokens, "source": conversion.kind}
-        write_trace(output, count, meta)
+        write_trace(output, conversion, meta)
     times = "; without times in it, one request a second is assumed" if conversion.without_times else ""
     console.print(
-        f"{output}: {count.requests:,} requests, {count.blocks:,} blocks of {conversion.block_tokens:,} tokens{times}",
+        f"{output}: {conversion.requests:,} requests, {conversion.blocks:,} blocks of "
+        f"{conversion.block_tokens:,} tokens{times}",
         highlight=False,
         soft_wrap=True,
     )
@@ -139,20 +139,6 @@ class _Tally:
             self.outputs.append(request.output_length)
             if request.session_id is not None:
                 self.sessions.add(request.session_id)
-            yield request
-
-
-class _Count:
-    """Requests as they pass, and how many."""
-
-    def __init__(self, requests: Iterable[Request]) -> None:
-        self._requests = requests
-        self.requests = self.blocks = 0
-
-    def __iter__(self) -> Iterator[Request]:
-        for request in self._requests:
-            self.requests += 1
-            self.blocks += len(request.hash_ids)
             yield request
 
 

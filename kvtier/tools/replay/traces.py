@@ -78,15 +78,22 @@ class Trace:
     at most `IDS_MAX` ids.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, limit: int | None = None, strict: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        limit: int | None = None,
+        strict: bool = False,
+        checked: bool = False,
+    ) -> None:
         """Look at the beginning of the file. `limit`: the most requests that an iteration gives.
 
-        `strict`: what cannot be true is a `TraceError`, not a warning.
+        `strict`: what cannot be true is a `TraceError`, not a warning. `checked`: another has warned of it already.
         """
         self.path = os.fspath(path)
         self.limit = limit
         self.strict = strict
-        self._checked = False
+        self._checked = checked
         begin = list(islice(trace_lines(self.path), 2))
         meta = _meta(begin[0][1]) if begin else None
         if len(begin) < (1 if meta is None else 2):
