@@ -17,6 +17,7 @@ from kvtier.engine.outbox import Outbox, Transfers
 from kvtier.engine.primary import Primary
 from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Request, StepHits
 from kvtier.engine.tier import Residency, Tier, TierSpec
+from kvtier.hints import IgnoredHints
 from kvtier.policies import Policy, policy_class
 from kvtier.runner.messages import Action, LocalMessage, Message, RunnerBack, RunnerGone, RunnerLost
 
@@ -77,6 +78,7 @@ class Ledger:
             self.primary, self.leases, self.tiers, self.residency, self.transfers, self.outbox, self._events, observe
         )
         self.counters = LedgerCounters()
+        self.hints_ignored = IgnoredHints()
         self.promoting = True  # False between a reset and the LLM engine's word that its workers have flushed.
         self.runner_up = True
         self.rows_in_use = 0  # Given to the LLM engine to read or write, and not yet given back.

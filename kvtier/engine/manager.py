@@ -91,18 +91,21 @@ class TieringOffloadingManager:
         """Return what happened to chunks since the last call; nothing unless the configuration says `events`."""
         return self.steps.take_events()
 
-    async def put(self, keys: Sequence[OffloadKey], chunks: Sequence[Chunk], *, request_id: str | None = None) -> int:
+    async def put(
+        self, keys: Sequence[OffloadKey], chunks: Sequence[Chunk], *, request_id: str | None = None, hint: object = None
+    ) -> int:
         """Store `chunks[i]` under `keys[i]`, in prefix order; return how many leading keys are in the primary now.
 
         Waits for room in the primary and for budget of the tiers, so nothing is dropped for the lack of it, unless
         transfers hang: these nobody waits for. Fewer than all are stored only if the primary cannot hold more. Keys
-        that are present keep their chunk. Without a `request_id` the call is a request of its own.
+        that are present keep their chunk. Without a `request_id` the call is a request of its own. `hint`: what the
+        application says of the request, as `StepManager.on_new_request` takes it.
 
         A cancelled call has stored some leading part. ValueError for a chunk of the wrong length: nothing was stored.
         Do not wait for it while the same task holds rows of `fetch`: that room it would wait for.
         """
         self._check_chunks(keys, chunks)
-        async with self._one(request_id) as own_id:
+        async with self._one(request_id, hint) as own_id:
             plan = await self._reserve(keys[: self.config.rows], own_id)
             position = dict(zip(keys, range(len(keys)), strict=True)) if plan.keys else {}
             await self._fill(plan, [chunks[position[key]] for key in plan.keys], own_id)
@@ -113,19 +116,19 @@ class TieringOffloadingManager:
 
     @asynccontextmanager
     async def fetch(
-        self, keys: Sequence[OffloadKey], *, request_id: str | None = None
+        self, keys: Sequence[OffloadKey], *, request_id: str | None = None, hint: object = None
     ) -> AsyncGenerator[Sequence[memoryview]]:
         """Have the longest leading run of `keys` that is anywhere brought into the primary, and lend it.
 
         Gives read-only views, one a key and each `chunk_bytes` long, valid inside the `async with` and released after
         it. A run longer than the primary can hold gives its leading part. What fails on its way ends the run before
-        it; nothing raises for it.
+        it; nothing raises for it. `hint`: as `put` takes it.
 
         What is made of a view (a slice, an array) must be gone when the block ends, too: `RowsStillRead` if it is not,
         or a note to what the block itself raised. Such rows are nobody else's until it has gone. What
         `torch.frombuffer` makes of a view cannot be seen, and would read the row's next chunk: `get` gives copies.
         """
-        async with self._one(request_id) as own_id:
+        async with self._one(request_id, hint) as own_id:
             rows: list[int] = []
             lent: list[LentRow] = []
             try:
@@ -139,9 +142,11 @@ class TieringOffloadingManager:
             if complaint := self._give_back(keys[: len(rows)], lent, own_id):
                 raise RowsStillRead(complaint)
 
-    async def get(self, keys: Sequence[OffloadKey], *, request_id: str | None = None) -> list[bytes]:
+    async def get(
+        self, keys: Sequence[OffloadKey], *, request_id: str | None = None, hint: object = None
+    ) -> list[bytes]:
         """Return copies of the chunks that `fetch` would lend: of the longest leading run that is anywhere."""
-        async with self.fetch(keys, request_id=request_id) as rows:
+        async with self.fetch(keys, request_id=request_id, hint=hint) as rows:
             return [bytes(row) for row in rows]
 
     async def delete(self, keys: Sequence[OffloadKey], deadline_s: float | None = None) -> bool:
@@ -256,7 +261,7 @@ class TieringOffloadingManager:
     # How the face waits.
 
     @asynccontextmanager
-    async def _one(self, request_id: str | None) -> AsyncGenerator[str]:
+    async def _one(self, request_id: str | None, hint: object = None) -> AsyncGenerator[str]:
         """Give the caller's request, or one for this call alone; it stays known until the call is over."""
         steps = self.steps
         steps._check_open()
@@ -264,6 +269,7 @@ class TieringOffloadingManager:
         if request_id is None:
             steps.on_new_request(own_id)
         request = steps._call_began(own_id)
+        steps._hint(request, hint)
         try:
             yield own_id
         finally:

@@ -10,6 +10,7 @@ from itertools import chain
 from kvtier.backend import OffloadKey, of_one_group
 from kvtier.engine.primary import Primary, Rows
 from kvtier.engine.tier import TierMatcher, TierSpec
+from kvtier.hints import Hint
 
 Position = Callable[[OffloadKey], int | None]
 """The place where a key's chunk ends in its request's tokens; None if that is not known."""
@@ -41,6 +42,7 @@ class Request:
         "_search",
         "finished",
         "held",
+        "hint",
         "hits",
         "id",
         "leased",
@@ -59,11 +61,13 @@ class Request:
         matchers: Sequence[TierMatcher] | None = None,
         load_matchers: Sequence[TierMatcher] | None = None,
         position: Position | None = None,
+        hint: Hint | None = None,
     ) -> None:
         self.id = request_id
         self.matchers = matchers  # None: every tier.
         self.load_matchers = load_matchers  # Of those, the ones that it may be loaded from; None: each of them.
         self.position = position  # None: keys are used in prefix order.
+        self.hint = hint  # What its application says of it, last.
         self.used: dict[OffloadKey, None] = {}  # Keys whose one access was counted, in prefix order.
         self.hits: list[OffloadKey] = []  # Keys answered HIT or HIT_PENDING in this step, since room was last made.
         self.held: list[OffloadKey] = []  # And those before.

@@ -28,6 +28,7 @@ from kvtier.engine.requests import Position, Request
 from kvtier.engine.tier import TierMatcher, TierSpec
 from kvtier.engine.tier_log import TierLog
 from kvtier.errors import EngineClosed
+from kvtier.hints import hint_of
 from kvtier.memory import LentRow, Region, let_go_in_forks, require_descriptors
 from kvtier.policies import policy_class
 from kvtier.runner.bridge import Bridge
@@ -124,12 +125,14 @@ class StepManager:
         *,
         load_matchers: Sequence[TierMatcher] | None = None,
         position: Position | None = None,
+        hint: object = None,
     ) -> bool:
         """Take note of a request; `matchers` limit the tiers that serve it, None means all.
 
         `load_matchers` limit further the tiers that it is loaded from; its chunks are stored in the others, too.
         `position` says where a key's chunk ends in the request's tokens, for LLM engines that do not offer every key
         in prefix order: those of models with several groups, whose keys come one group after the other.
+        `hint`: a `Hint`, or what a client sent as one, unread; see `kvtier.hints`. A bad one is ignored and counted.
 
         Returns whether a tier wants all of the request's chunks, those that are present already, too.
         Raises `EngineClosed` after closing, and ValueError if the id is in use: by a request that has not finished, or
@@ -144,18 +147,22 @@ class StepManager:
                 )
             raise ValueError(f"request {request_id!r} is known already: finish it first, or choose another id")
         self._receive()
-        request = self._requests[request_id] = Request(request_id, matchers, load_matchers, position)
+        request = self._requests[request_id] = Request(
+            request_id, matchers, load_matchers, position, hint_of(hint, self._ledger.hints_ignored)
+        )
         return self._ledger.wants_all(request)
 
-    def on_request_finished(self, request_id: str) -> None:
+    def on_request_finished(self, request_id: str, hint: object = None) -> None:
         """Rank the request's keys and end its leases. Completions, and a load decided before, may still follow.
 
-        Nothing happens if the request is not known.
+        `hint` takes the place of what was said when the request began, if there is one. Nothing happens if the request
+        is not known.
         """
         if self._forked:
             self._check_owner()
         request = self._requests.get(request_id)
         if request is not None:
+            self._hint(request, hint)
             self._finish(request)
 
     # Looking up, loading, storing.
@@ -379,6 +386,11 @@ class StepManager:
             self._check_open()
             request = Request(request_id)
         return request
+
+    def _hint(self, request: Request, hint: object) -> None:
+        """Have a hint take the place of what was said of a request before, unless it is none."""
+        if hint is not None:
+            request.hint = hint_of(hint, self._ledger.hints_ignored) or request.hint
 
     def _finish(self, request: Request) -> None:
         self._ledger.finish(request)

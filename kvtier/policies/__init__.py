@@ -1,10 +1,11 @@
 """Eviction policies: the contract, the built-in ones, policies by name, and their orders of small numbers."""
 
+from kvtier.hints import Hint
 from kvtier.policies.density import Density
 from kvtier.policies.ghosts import ARC, S3FIFO
 from kvtier.policies.numbered import KeyOrder, LinkedLRU, NumberOrder, number_order
 from kvtier.policies.plain import FIFO, LFU, LRU
-from kvtier.policies.policy import Hint, Hinted, Policy, known_policies, policy_class
+from kvtier.policies.policy import Hinted, Policy, known_policies, policy_class
 
 __all__ = [
     "ARC",

@@ -13,7 +13,8 @@ from heapq import heapify, heappop
 from itertools import chain, filterfalse, islice
 from typing import Any
 
-from kvtier.policies.policy import Hint, K, Policy
+from kvtier.hints import Hint
+from kvtier.policies.policy import K, Policy
 from kvtier.policies.returns import STEPS, Branch, Label, Returns
 
 WARM_UP_REQUESTS = 512  # For so long it is an LRU: nothing is known yet.
@@ -489,9 +490,9 @@ class DensityOrder:
     def _branches(self, hint: Hint) -> Sequence[Branch]:
         """Return the part of a label that a hint is. What it is worth is learned, so nothing of it need be true."""
         branches: list[Branch] = []
-        if hint.label and (hint.label in self._classes or len(self._classes) < _CLASSES_MAX):
-            self._classes.add(hint.label)
-            branches.append(Branch(("class", hint.label), _HINT_RUNS))
+        if hint.class_ and (hint.class_ in self._classes or len(self._classes) < _CLASSES_MAX):
+            self._classes.add(hint.class_)
+            branches.append(Branch(("class", hint.class_), _HINT_RUNS))
         if hint.over:
             branches.append(Branch("over", _HINT_RUNS))
         elif hint.returns_in_s is not None:
