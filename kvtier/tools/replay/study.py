@@ -102,16 +102,17 @@ class Cache:
 
 
 def policy_hits(
-    requests: Iterable[Request], policy: Policy[int], capacity: int, hints: Iterable[Hint | None] = repeat(None)
+    requests: Iterable[Request], policy: Policy[int], capacity: int, hints: Iterable[Hint | None] | None = None
 ) -> Iterator[int]:
     """Give each request's hits under a policy that was made for `capacity` blocks and is still empty.
 
-    `hints`: what was said at each request's end.
+    `hints`: what is said of each request, in place of the trace's own hints.
     """
     cache = Cache(policy, capacity)
-    for request, hint in zip(requests, hints, strict=False):
+    told = repeat(None) if hints is None else hints
+    for request, hint in zip(requests, told, strict=False):
         yield cache.leading_run(request.hash_ids)
-        cache.use(request.hash_ids, hint)
+        cache.use(request.hash_ids, request.hint if hints is None else hint)
 
 
 def _simulate(cls: type[Policy[Any]], requests: Iterable[Request], capacity: int) -> Iterator[int]:
