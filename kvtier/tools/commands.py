@@ -64,6 +64,9 @@ COMMANDS = {
     "trace convert": Command(
         "kvtier.tools.replay.trace_commands", "convert", "Make a trace from token ids, or from what others log."
     ),
+    "trace hint": Command(
+        "kvtier.tools.replay.trace_commands", "hint", "Give a trace's requests hints, true or wrong, for study."
+    ),
     "bench cpu": Command("kvtier.tools.bench.commands", "cpu", "Measure memory copies and checksums."),
     "bench fs": Command("kvtier.tools.bench.commands", "fs", "Measure a directory as an fs tier."),
     "bench tiers": Command("kvtier.tools.bench.commands", "tiers", "Measure the tiers of a configuration, end to end."),

@@ -50,7 +50,7 @@ _LENGTHS = (
     "hash_ids and input_length must fit, as 3 ids of 512 tokens fit 1,030 or 1,536: write all of a prompt's ids, and "
     'how many tokens an id stands for in a first line {{"meta": {{"block_size": {block_tokens}}}}}'
 )
-_HINTS = "a hint is a table of a hint's fields, such as {\"over\": true}; without it the request counts as any other"
+_HINTS = 'a hint is a table of a hint\'s fields, such as {"over": true}; without it the request counts as any other'
 _TIMES = "timestamp must be in milliseconds: multiply seconds by 1,000"
 
 
@@ -175,8 +175,9 @@ def _request(decode: Callable[[bytes], Request], line: bytes) -> tuple[Request, 
     try:
         return decode(line), ""
     except msgspec.ValidationError as error:
-        table = msgspec.json.decode(line)
-        return msgspec.convert({**table, HINT: None} if isinstance(table, dict) else table, Request), str(error)
+        if f"`$.{HINT}" not in str(error):
+            raise
+        return msgspec.convert({**msgspec.json.decode(line), HINT: None}, Request), str(error)
 
 
 def _excerpt(line: bytes) -> str:

@@ -142,7 +142,7 @@ class VirtualReplay:
 
     async def _serve(self, request: Request, arrival_s: float, client: Client, free: asyncio.Semaphore) -> None:
         keys = list(map(self._source.key, request.hash_ids))
-        with client.request() as request_id:
+        with client.request(request.hint) as request_id:
             async with free:
                 keys = keys[self._found_in_gpu(request) :]
                 hits = await client.fetch(keys, request_id) if keys else 0
