@@ -36,7 +36,7 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     no_store: bool | Annotated[tuple[str, ...], msgspec.Meta(max_length=TIERS_NAMED_MAX)] = False
     """Nothing of the request goes to tiers, or to those of these names."""
 
-    def keeps_from(self, tier: str) -> bool:
+    def keeps_out(self, tier: str) -> bool:
         """Say whether the request's chunks are to stay out of the tier of this name."""
         return self.no_store if isinstance(self.no_store, bool) else tier in self.no_store
 
@@ -62,22 +62,31 @@ def hint_of(given: object, ignored: IgnoredHints | None = None) -> Hint | None:
     if given is None:
         return None
     try:
-        table: Any = msgspec.to_builtins(given) if isinstance(given, Hint) else given
-        if not isinstance(table, Mapping):
-            return _ignore(ignored, "type", f"{type(given).__name__} given, a table of a hint's fields accepted")
-        if unknown := table.keys() - _FIELDS:
-            return _ignore(ignored, "field", f"{min(map(str, unknown))!r} given, {_ACCEPTED} accepted")
-        hint = msgspec.convert(dict(table), Hint)
-        if not all(map(math.isfinite, filter(None, (hint.returns_in_s, hint.retain_s)))):
-            return _ignore(ignored, "value", f"a time of {hint.returns_in_s} and {hint.retain_s} s")
+        return _read(given)
+    except _UnreadableError as error:
+        reason, what = error.args
     except Exception as error:  # noqa: BLE001  # Whatever a client sends: it is its hint that it loses.
-        return _ignore(ignored, "value", str(error)[:CLASS_CHARACTERS_MAX])
-    return hint
-
-
-def _ignore(ignored: IgnoredHints | None, reason: str, what: str) -> None:
+        reason, what = "value", str(error)[:CLASS_CHARACTERS_MAX]
     if ignored is not None:
         ignored.add(reason, what)
+    return None
+
+
+class _UnreadableError(Exception):
+    """The reason, and what is wrong."""
+
+
+def _read(given: object) -> Hint:
+    table: Any = msgspec.to_builtins(given) if isinstance(given, Hint) else given
+    if not isinstance(table, Mapping):
+        raise _UnreadableError("type", f"{type(given).__name__} given, a table of a hint's fields accepted")
+    if unknown := table.keys() - _FIELDS:
+        raise _UnreadableError("field", f"{min(map(str, unknown))!r} given, {_ACCEPTED} accepted")
+    hint = msgspec.convert(dict(table), Hint)
+    for seconds in (hint.returns_in_s, hint.retain_s):
+        if seconds is not None and not math.isfinite(seconds):
+            raise _UnreadableError("value", f"{seconds} s given, a finite time accepted")
+    return hint
 
 
 _FIELDS = frozenset(field.encode_name for field in msgspec.structs.fields(Hint))

@@ -18,11 +18,13 @@ from kvtier.runner.messages import (
     Action,
     Answered,
     Code,
+    Demote,
     Finished,
     Found,
     Gone,
     Message,
     Rank,
+    Retain,
     Returned,
     Scanned,
     TierUsage,
@@ -85,7 +87,7 @@ class Inbox:
             match action:
                 case Acknowledge():
                     self._outbox.acknowledge(self._tiers[action.tier])
-                case Rank():
+                case Rank() | Demote() | Retain():
                     pass  # The tier goes by what it saw itself.
                 case _:
                     self._settle_whole(action.id, Code.REFUSED, now, lent=False)

@@ -17,7 +17,7 @@ from kvtier.engine.outbox import Outbox, Transfers
 from kvtier.engine.primary import Primary
 from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Request, StepHits
 from kvtier.engine.tier import Residency, Tier, TierSpec
-from kvtier.hints import IgnoredHints
+from kvtier.hints import RETAIN_S_MAX, IgnoredHints, hint_of
 from kvtier.policies import Policy, policy_class
 from kvtier.runner.messages import Action, LocalMessage, Message, RunnerBack, RunnerGone, RunnerLost
 
@@ -31,6 +31,8 @@ class LedgerLimits(NamedTuple):
     lease_rows_max: int  # Held for waiting requests at once.
     lease_s: float
     action_chunks: int  # Moved by one action at most.
+    retained_rows_max: int = 0  # Passed over for hints at once.
+    chunk_tokens: int = 1  # Of a chunk, where no request says where its chunks end.
 
 
 class LedgerCounters:
@@ -60,7 +62,7 @@ class Ledger:
         observe: Observe | None = None,
     ) -> None:
         self._events = events or EventLog()
-        self.primary = Primary(rows, policy)
+        self.primary = Primary(rows, policy, limits.retained_rows_max)
         self.tiers = [Tier(index, spec) for index, spec in enumerate(tiers)]
         self.residency = Residency()
         self.leases = Leases(self.primary, limits.lease_rows_max, limits.lease_s)
@@ -79,6 +81,7 @@ class Ledger:
         )
         self.counters = LedgerCounters()
         self.hints_ignored = IgnoredHints()
+        self._chunk_tokens = limits.chunk_tokens
         self.promoting = True  # False between a reset and the LLM engine's word that its workers have flushed.
         self.runner_up = True
         self.rows_in_use = 0  # Given to the LLM engine to read or write, and not yet given back.
@@ -311,7 +314,9 @@ class Ledger:
         for tier in self.tiers:
             if not request.allows(tier.spec):
                 continue
-            if self.runner_up:
+            if request.hint is not None and request.keeps_out(tier.spec):
+                tier.counters.skip("no_store", len(published))
+            elif self.runner_up:
                 self.outbox.cascade(published, tier, self._now)
             else:
                 tier.counters.drop("runner", len(published))
@@ -322,6 +327,7 @@ class Ledger:
         """Reserve rows as the primary does, evicting nothing that was answered HIT in this step."""
         if len(keys) > self.primary.rows_free:
             self._hits.hold()
+            self.primary.end_retentions(self._now)
         return self.primary.reserve(keys, offered, after)
 
     def _give_up(self, keys: Sequence[OffloadKey]) -> None:
@@ -335,7 +341,7 @@ class Ledger:
     def _offer_present(self, keys: Sequence[OffloadKey], request: Request) -> None:
         """Give request-level tiers what was there before; what is on its way, once it has come."""
         for tier in self._request_level:
-            if request.allows(tier.spec):
+            if request.allows(tier.spec) and not request.keeps_out(tier.spec):
                 self.outbox.cascade(dict.fromkeys(filter(self.primary.ready.__contains__, keys)), tier, self._now)
                 for key in keys:
                     if key in self.primary.filling:
@@ -354,7 +360,23 @@ class Ledger:
 
     def wants_all(self, request: Request) -> bool:
         """Say whether a tier wants all of the request's chunks, those that are present already, too."""
-        return bool(self._request_level) and any(request.allows(tier.spec) for tier in self._request_level)
+        return bool(self._request_level) and any(
+            request.allows(tier.spec) and not request.keeps_out(tier.spec) for tier in self._request_level
+        )
+
+    def hint(self, request: Request, given: object) -> None:
+        """Take what a client has sent as a hint for this request; it takes the place of an earlier one.
+
+        One that cannot be read is ignored and counted, and so is the name of a tier that there is not.
+        """
+        hint = hint_of(given, self.hints_ignored)
+        if hint is None:
+            return
+        self.primary.take_hints()  # What comes from here on is known to be new.
+        request.hint = hint
+        if not isinstance(hint.no_store, bool):
+            for name in set(hint.no_store).difference(tier.spec.name for tier in self.tiers):
+                self.hints_ignored.add("tier", f"no_store names {name!r}, which is no tier here")
 
     def finish(self, request: Request) -> None:
         """Rank the request's keys anew, tail first, here and in tiers, and end its leases.
@@ -364,12 +386,39 @@ class Ledger:
         request.finished = True
         if request.leased:
             self.leases.end_all(request)
-        if request.used:
-            used = list(request.used)
-            self.primary.rank(self.primary.rows_of(used))
-            for tier in self.tiers:
-                if self.runner_up and request.allows(tier.spec):
-                    self.outbox.rank(used, tier)
+        if not request.used:
+            return
+        used, hint = list(request.used), request.hint
+        self.primary.end(self.primary.rows_of(used), hint)
+        for tier in self.tiers:
+            if self.runner_up and request.allows(tier.spec):
+                self.outbox.rank(used, tier, hint, wait=self.primary.takes_hints)
+        if hint is not None and hint.retain_s:
+            self._retain(request.leading(hint.tokens, self._chunk_tokens), hint.retain_s, hint.priority, request)
+
+    # What is said of keys.
+
+    def demote(self, keys: Sequence[OffloadKey]) -> int:
+        """Have keys go before all others, here and in tiers, unless they are used again; return how many are here."""
+        rows = self.primary.rows_of(dict.fromkeys(keys))
+        self.primary.demote(rows)
+        for tier in self.tiers:
+            if self.runner_up:
+                self.outbox.demote(keys, tier)
+        return len(rows)
+
+    def retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int) -> int:
+        """Pass over keys for so long when room is made, here and in tiers; return how many are retained here."""
+        return self._retain(keys, seconds, priority, None)
+
+    def _retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int, request: Request | None) -> int:
+        rows = self.primary.rows_of(dict.fromkeys(keys))
+        self.primary.end_retentions(self._now)
+        retained = self.primary.retain(rows, self._now + min(seconds, RETAIN_S_MAX), priority)
+        for tier in self.tiers:
+            if self.runner_up and (request is None or request.allows(tier.spec)):
+                self.outbox.retain(keys, tier, min(seconds, RETAIN_S_MAX), priority)
+        return retained
 
     # The whole.
 
@@ -413,6 +462,8 @@ def ledger_of(config: EngineConfig, events: EventLog | None, observe: Observe) -
         lease_rows_max=rows_of_share(limits.lease_share, rows),
         lease_s=limits.lease_s,
         action_chunks=limits.action_chunks,
+        retained_rows_max=int(limits.retained_share * rows),
+        chunk_tokens=config.namespace.tokens_per_hash * config.namespace.blocks_per_chunk,
     )
     return Ledger(rows, policy, [_spec_of(tier, config) for tier in config.secondary_tiers], bounds, events, observe)
 

@@ -269,7 +269,7 @@ class TieringOffloadingManager:
         if request_id is None:
             steps.on_new_request(own_id)
         request = steps._call_began(own_id)
-        steps._hint(request, hint)
+        self._ledger.hint(request, hint)
         try:
             yield own_id
         finally:

@@ -61,13 +61,12 @@ class Request:
         matchers: Sequence[TierMatcher] | None = None,
         load_matchers: Sequence[TierMatcher] | None = None,
         position: Position | None = None,
-        hint: Hint | None = None,
     ) -> None:
         self.id = request_id
         self.matchers = matchers  # None: every tier.
         self.load_matchers = load_matchers  # Of those, the ones that it may be loaded from; None: each of them.
         self.position = position  # None: keys are used in prefix order.
-        self.hint = hint  # What its application says of it, last.
+        self.hint: Hint | None = None  # What its application says of it, last.
         self.used: dict[OffloadKey, None] = {}  # Keys whose one access was counted, in prefix order.
         self.hits: list[OffloadKey] = []  # Keys answered HIT or HIT_PENDING in this step, since room was last made.
         self.held: list[OffloadKey] = []  # And those before.
@@ -84,6 +83,20 @@ class Request:
     def loads_from(self, spec: TierSpec) -> bool:
         chosen = self.load_matchers
         return self.allows(spec) and (chosen is None or any(matcher.matches(spec) for matcher in chosen))
+
+    def keeps_out(self, spec: TierSpec) -> bool:
+        """Say whether the request's chunks are to stay out of a tier, though it may use it."""
+        return self.hint is not None and self.hint.keeps_out(spec.name)
+
+    def leading(self, tokens: int | None, chunk_tokens: int) -> list[OffloadKey]:
+        """Return the used keys of chunks that begin within so many leading tokens; None: all of them."""
+        used = list(self.used)
+        if tokens is None:
+            return used
+        position = self.position
+        if position is None:
+            return used[: -(-tokens // chunk_tokens)]
+        return [key for key in used if (end := position(key)) is not None and end - chunk_tokens < tokens]
 
     @property
     def last_used(self) -> OffloadKey | None:

@@ -28,7 +28,6 @@ from kvtier.engine.requests import Position, Request
 from kvtier.engine.tier import TierMatcher, TierSpec
 from kvtier.engine.tier_log import TierLog
 from kvtier.errors import EngineClosed
-from kvtier.hints import hint_of
 from kvtier.memory import LentRow, Region, let_go_in_forks, require_descriptors
 from kvtier.policies import policy_class
 from kvtier.runner.bridge import Bridge
@@ -147,9 +146,8 @@ class StepManager:
                 )
             raise ValueError(f"request {request_id!r} is known already: finish it first, or choose another id")
         self._receive()
-        request = self._requests[request_id] = Request(
-            request_id, matchers, load_matchers, position, hint_of(hint, self._ledger.hints_ignored)
-        )
+        request = self._requests[request_id] = Request(request_id, matchers, load_matchers, position)
+        self._ledger.hint(request, hint)
         return self._ledger.wants_all(request)
 
     def on_request_finished(self, request_id: str, hint: object = None) -> None:
@@ -162,7 +160,7 @@ class StepManager:
             self._check_owner()
         request = self._requests.get(request_id)
         if request is not None:
-            self._hint(request, hint)
+            self._ledger.hint(request, hint)
             self._finish(request)
 
     # Looking up, loading, storing.
@@ -386,11 +384,6 @@ class StepManager:
             self._check_open()
             request = Request(request_id)
         return request
-
-    def _hint(self, request: Request, hint: object) -> None:
-        """Have a hint take the place of what was said of a request before, unless it is none."""
-        if hint is not None:
-            request.hint = hint_of(hint, self._ledger.hints_ignored) or request.hint
 
     def _finish(self, request: Request) -> None:
         self._ledger.finish(request)

@@ -70,6 +70,7 @@ class TierCounters:
         "probes_failed",
         "promoted",
         "reported",
+        "skipped",
         "stored",
         "transfers_failed",
     )
@@ -87,6 +88,7 @@ class TierCounters:
         self.last_cause = ""  # As it was heard.
         self.reported: dict[str, int] = {}  # What the tier itself has counted, by name.
         self.dropped: dict[str, int] = {}  # Cascaded chunks that were never sent, by reason.
+        self.skipped: dict[str, int] = {}  # Chunks that were not to be stored here, by reason.
 
     def note(self, counts: Mapping[str, int]) -> None:
         for name, times in counts.items():
@@ -94,6 +96,9 @@ class TierCounters:
 
     def drop(self, reason: str, chunks: int) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + chunks
+
+    def skip(self, reason: str, chunks: int) -> None:
+        self.skipped[reason] = self.skipped.get(reason, 0) + chunks
 
     def fail(self, code: str, chunks: int) -> None:
         self.failures[code] = self.failures.get(code, 0) + chunks

@@ -3,6 +3,7 @@
 from kvtier.hints import Hint
 from kvtier.policies.density import Density
 from kvtier.policies.ghosts import ARC, S3FIFO
+from kvtier.policies.hinted import HintedOrder, Retained, Sessions
 from kvtier.policies.numbered import KeyOrder, LinkedLRU, NumberOrder, number_order
 from kvtier.policies.plain import FIFO, LFU, LRU
 from kvtier.policies.policy import Hinted, Policy, known_policies, policy_class
@@ -16,10 +17,13 @@ __all__ = [
     "Density",
     "Hint",
     "Hinted",
+    "HintedOrder",
     "KeyOrder",
     "LinkedLRU",
     "NumberOrder",
     "Policy",
+    "Retained",
+    "Sessions",
     "known_policies",
     "number_order",
     "policy_class",

@@ -203,8 +203,10 @@ class DensityOrder:
         self._end(keys, ())
 
     def rank_hinted(self, keys: Sequence[int], hint: Hint, /) -> None:
-        self._warm_up_requests = min(self._warm_up_requests, _WARM_UP_HINTED_REQUESTS)
-        self._end(keys, self._branches(hint))
+        branches = self._branches(hint)
+        if branches:
+            self._warm_up_requests = min(self._warm_up_requests, _WARM_UP_HINTED_REQUESTS)
+        self._end(keys, branches)
 
     def move(self, old: int, new: int, /) -> None:
         run = self._run(self._owner[old])
