@@ -47,10 +47,11 @@ def policies(
 
     A request's hits are its longest leading run of blocks that the cache holds; then all of its blocks are stored.
     """
-    simulations = {name: simulation(name) for name in listed("--policies", policies, str, LISTED)}
+    names = listed("--policies", policies, str, LISTED)
     shares = {size: _share(size) for size in listed("--sizes", sizes, str, LISTED)}
     check_outputs(json_path, plot_path)
     opened = open_trace(trace, limit=limit, strict=strict)
+    simulations = {name: simulation(name, opened.block_tokens) for name in names}
     extent, ratios = _compare(opened, simulations, shares)
     title = os.path.basename(opened.path)
     console = write_json(json_path, ratios)
