@@ -48,6 +48,8 @@ def policies(
     A request's hits are its longest leading run of blocks that the cache holds; then all of its blocks are stored.
     """
     names = listed("--policies", policies, str, LISTED)
+    for name in names:
+        simulation(name)  # What there is not is refused before the trace is read.
     shares = {size: _share(size) for size in listed("--sizes", sizes, str, LISTED)}
     check_outputs(json_path, plot_path)
     opened = open_trace(trace, limit=limit, strict=strict)
