@@ -142,8 +142,8 @@ class Inbox:
                 self._settle_cascade(transfer, moved, now, lent=lent)
             case Operation.PROBE:
                 self._believe(transfer, b"", now)
-            case Operation.DELETE:
-                self._missed(transfer.tier, moved)
+            case Operation.DELETE:  # Of what it is told to forget no tier reports that it has.
+                self._events.add(EventKind.REMOVED, transfer.tier.spec.name, moved)
 
     def _settle_whole(self, id_: int, code: Code, now: float, *, lent: bool) -> None:
         chunks = len(self._transfers.under_way[id_].keys)

@@ -14,6 +14,7 @@ from kvtier.config import PRIMARY_NAME, EngineConfig, TierConfig
 from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, EventKind, EventLog, LookupResult, StorePlan
 from kvtier.engine.inbox import Inbox, Observe
 from kvtier.engine.outbox import Outbox, Transfers
+from kvtier.engine.prefetches import Prefetches
 from kvtier.engine.primary import Primary
 from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Request, StepHits
 from kvtier.engine.tier import Residency, Tier, TierSpec
@@ -81,6 +82,8 @@ class Ledger:
         )
         self.counters = LedgerCounters()
         self.hints_ignored = IgnoredHints()
+        self.prefetches = Prefetches(self.primary, self.leases, self.lookup)
+        self._forgetting: dict[OffloadKey, None] = {}  # What was to be forgotten and is held.
         self._chunk_tokens = limits.chunk_tokens
         self.promoting = True  # False between a reset and the LLM engine's word that its workers have flushed.
         self.runner_up = True
@@ -109,6 +112,8 @@ class Ledger:
             case RunnerBack():
                 self.runner_up = True
                 self.transfers.epoch = message.epoch
+                if self.primary.takes_hints:
+                    self.outbox.expect_hints()
             case _:
                 self.inbox.apply(message, self._now)
 
@@ -118,7 +123,11 @@ class Ledger:
 
     def end_step(self) -> list[Action]:
         """Lease the rows of requests that wait, let go of other rows answered HIT, and return what is to be done."""
+        if self.prefetches:
+            self.prefetches.step()
         self._hits.end(self._now)
+        if self._forgetting:
+            self._forgetting = dict.fromkeys(self.delete(list(self._forgetting)))
         if self._parked:
             self._cascade_parked()
         return self.outbox.flush()
@@ -126,7 +135,7 @@ class Ledger:
     @property
     def pending(self) -> bool:
         """Something is queued or under way within its deadline: steps should go on."""
-        return bool(self.transfers.under_way) or not self.outbox.empty
+        return bool(self.transfers.under_way) or not self.outbox.empty or bool(self.prefetches)
 
     # Looking up: where a key is, and having it on its way if a tier has it.
 
@@ -372,7 +381,9 @@ class Ledger:
         hint = hint_of(given, self.hints_ignored)
         if hint is None:
             return
-        self.primary.take_hints()  # What comes from here on is known to be new.
+        if not self.primary.takes_hints:  # What comes from here on is known to be new.
+            self.primary.take_hints()
+            self.outbox.expect_hints()
         request.hint = hint
         if not isinstance(hint.no_store, bool):
             for name in set(hint.no_store).difference(tier.spec.name for tier in self.tiers):
@@ -386,9 +397,10 @@ class Ledger:
         request.finished = True
         if request.leased:
             self.leases.end_all(request)
-        if not request.used:
+        if len(request.used) == request.told:
             return
         used, hint = list(request.used), request.hint
+        request.told = len(used)
         self.primary.end(self.primary.rows_of(used), hint)
         for tier in self.tiers:
             if self.runner_up and request.allows(tier.spec):
@@ -420,6 +432,17 @@ class Ledger:
                 self.outbox.retain(keys, tier, min(seconds, RETAIN_S_MAX), priority)
         return retained
 
+    def forget(self, keys: Sequence[OffloadKey]) -> int:
+        """Forget keys here and in every tier; return how many are not here any more.
+
+        What something holds here goes as soon as it is let go. Tiers hear of it now, and of what was held then again:
+        it may be on its way to them.
+        """
+        held = self.delete(keys)
+        self._delete_in_tiers(held)
+        self._forgetting.update(dict.fromkeys(held))
+        return len(keys) - len(held)
+
     # The whole.
 
     def delete(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
@@ -432,15 +455,19 @@ class Ledger:
         gone = [key for key in keys if key in ready and self.primary.discard(key, lost[ready[key]])]
         self._events.add(EventKind.REMOVED, PRIMARY_NAME, gone)
         held = [key for key in keys if self.primary.row(key) is not None]
-        absent = [key for key in keys if self.primary.row(key) is None]
-        for tier in self.tiers:
-            self.residency.remove(tier, absent)
-            tier.forget_answers(absent)
-            self.outbox.delete(absent, tier)
+        self._delete_in_tiers([key for key in keys if self.primary.row(key) is None])
         return held
+
+    def _delete_in_tiers(self, keys: Sequence[OffloadKey]) -> None:
+        if keys:
+            for tier in self.tiers:
+                self.residency.remove(tier, keys)
+                tier.forget_answers(keys)
+                self.outbox.delete(keys, tier)
 
     def reset(self) -> None:
         """Clear the primary; the tiers keep what they have. What is still under way is given up, its rows stay lent."""
+        self.prefetches.clear()
         self.outbox.clear()
         self.inbox.give_up(self._now)
         self.leases.clear()

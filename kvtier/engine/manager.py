@@ -167,6 +167,39 @@ class TieringOffloadingManager:
             return False
         return True
 
+    async def prefetch(self, keys: Sequence[OffloadKey]) -> int:
+        """Bring the longest leading run of keys that is anywhere into the primary; return how long the run is there.
+
+        It holds no rows when it returns. A run longer than the share of leases comes in its leading part; what fails
+        on its way ends the run before it. Of a cancelled call comes what had set out.
+        """
+        while self._clearing:
+            await self._progress.made()
+        prefetch = self.steps._prefetch(keys)
+        try:
+            self.steps.end_step()
+            while not prefetch.over:
+                await self._progress.made()
+        finally:
+            self._ledger.prefetches.give_up(prefetch)
+            self._progress.stir()
+        return prefetch.here
+
+    def demote(self, keys: Sequence[OffloadKey]) -> int:
+        """Have keys go before all others when room is made, here and in tiers; see `StepManager.demote`."""
+        return self._said(self.steps.demote(keys))
+
+    def forget(self, keys: Sequence[OffloadKey]) -> int:
+        """Forget keys here and in every tier, what is in use as soon as it is not; see `StepManager.forget`.
+
+        It waits for nothing: `drain` waits for the tiers, and `delete` for whoever holds rows, too.
+        """
+        return self._said(self.steps.forget(keys))
+
+    def retain(self, keys: Sequence[OffloadKey], seconds: float, *, priority: int = 0) -> int:
+        """Pass over keys for so long when room is made, here and in tiers; see `StepManager.retain`."""
+        return self._said(self.steps.retain(keys, seconds, priority=priority))
+
     async def drain(self, deadline_s: float | None = None) -> bool:
         """Wait until nothing is under way; False if the deadline came first."""
         return await self._progress.rest(self.steps._deadline(deadline_s))
@@ -259,6 +292,12 @@ class TieringOffloadingManager:
         return abandoned
 
     # How the face waits.
+
+    def _said(self, answer: int) -> int:
+        """Have the tiers hear of it now."""
+        self.steps.end_step()
+        self._progress.stir()
+        return answer
 
     @asynccontextmanager
     async def _one(self, request_id: str | None, hint: object = None) -> AsyncGenerator[str]:

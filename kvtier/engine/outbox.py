@@ -223,6 +223,10 @@ class Outbox:
         """
         self._advise(tier, keys, lambda packed: Rank(tier.index, packed, hint), wait=wait)
 
+    def expect_hints(self) -> None:
+        """Have the tiers take note from now on of which session uses what: there are hints."""
+        self._advice.extend(Rank(tier.index, pack_keys(()), Hint()) for tier in self._tiers)
+
     def demote(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
         """Have the tier let those of the keys that it holds, or is getting, go before others."""
         self._advise(tier, keys, lambda packed: Demote(tier.index, packed))

@@ -51,6 +51,7 @@ class Request:
         "matchers",
         "position",
         "storing",
+        "told",
         "used",
         "waits",
     )
@@ -76,6 +77,7 @@ class Request:
         self._search: Search | None = None
         self.storing = 0  # Keys reserved and not completed.
         self.finished = False
+        self.told = 0  # How many used keys the order and the tiers have heard of at its end.
 
     def allows(self, spec: TierSpec) -> bool:
         return self.matchers is None or any(matcher.matches(spec) for matcher in self.matchers)

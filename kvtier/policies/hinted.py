@@ -261,7 +261,7 @@ class HintedOrder(Generic[K]):
         if self.retained and self._clock is not None:
             self.retained.expire(self._clock())
         victims: list[K] = []
-        let_go = count
+        let_go = 1
         while True:
             part = self._evict(count - len(victims), self._keeping(keep), incoming)
             victims += part or ()
