@@ -5,7 +5,7 @@ SHELL := bash
 MAKEFLAGS += --no-builtin-rules
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-remote test-nfs test-vllm crash lint types docs simulate soak disksoak bench bench-compare clean
+.PHONY: help setup demo test test-all test-remote test-nfs test-vllm crash lint types docs docs-serve test-docs simulate soak disksoak bench bench-compare clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,6 +19,13 @@ REMOTE_INSTALLED := $(REMOTE_VENV)/.installed
 REMOTE_LIBS := $(subst $() ,:,$(foreach folder,usr/lib lib,$(CURDIR)/$(REMOTE_VENV)/debian/$(folder)/$(shell uname -m)-linux-gnu))
 VLLM_033 := $(VLLM_VENV)/vllm-0.33.0
 NFS_PROGRAMS := .venv-nfs
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
+FROM_mermaid.min.js := mermaid@11.17.2
+PATH_mermaid.min.js := package/dist/mermaid.min.js
+FROM_iframe-worker.js := iframe-worker@1.0.4
+PATH_iframe-worker.js := package/shim/index.js
+FOR_PAGES := docs/assets/npm/mermaid.min.js docs/assets/npm/iframe-worker.js
+BROWSER := $(VENV)/browser
 DEMO := demo
 SEEDS := 10000
 OPERATIONS := 600
@@ -122,8 +129,25 @@ types: $(INSTALLED)  ## check types, with mypy and with pyright
 	$(BIN)/mypy
 	$(BIN)/pyright
 
-docs: $(INSTALLED)  ## build the documentation into site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .mkdocs.yml
+docs: $(INSTALLED) $(FOR_PAGES)  ## build the documentation into site/, as pages that can be opened as files
+	$(BIN)/pytest -q tests/docs/test_prose.py
+	$(MKDOCS) build --strict --config-file .mkdocs.yml
+
+docs-serve: $(INSTALLED) $(FOR_PAGES)  ## serve the documentation on a port of this machine, and build it anew when a page changes
+	$(MKDOCS) serve --config-file .mkdocs.yml --dev-addr 127.0.0.1:$(or $(PORT),8000)
+
+test-docs: docs $(BROWSER)  ## look at every page in a headless browser: Debian's, unpacked, unless BROWSER=/path/to/one
+	KVTIER_BROWSER=$(abspath $(BROWSER)) $(BIN)/pytest tests/docs/test_pages.py
+
+# What draws diagrams, and what lets pages search that are opened as files. Without npm the files are empty, and pages lack that.
+$(FOR_PAGES): | $(INSTALLED)
+	mkdir -p $(@D) && folder=$$(mktemp -d) && trap 'rm -r "$$folder"' EXIT && \
+	{ npm pack --silent --pack-destination "$$folder" $(FROM_$(@F)) >/dev/null && \
+		tar --extract --to-stdout --file "$$folder"/*.tgz $(PATH_$(@F)) || \
+		echo "npm has no $(FROM_$(@F)) here: the pages do without" >&2; } >$@
+
+$(VENV)/browser:
+	tests/docs/browser.sh $@
 
 simulate: $(INSTALLED)  ## run SEEDS simulated engines under faults, from seed FIRST on, and say what they met
 	$(BIN)/python -m kvtier.testing.simulation --seeds $(SEEDS) --first $(FIRST)

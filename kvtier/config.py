@@ -34,11 +34,15 @@ CHUNKS_IN_FLIGHT_MAX = 1 << 24  # Some gigabytes of bookkeeping: a larger limit 
 ACTION_CHUNKS_MAX = 1 << 16  # An action is one message to the runner, of 40 bytes a chunk.
 QUEUED_ACTIONS_MAX = 1 << 20  # Each is some kilobytes.
 EVENTS_MAX = 1 << 24  # A gigabyte.
+TOKENS_PER_S_MAX = 1e9  # Ten thousand times one GPU: a mistyped unit.
+LATE_MARGIN_MAX = 100.0  # Times what computing takes: beyond it waiting has no bound worth the name.
 
 ChunksInFlight = Annotated[int, msgspec.Meta(ge=1, le=CHUNKS_IN_FLIGHT_MAX)]
 ActionChunks = Annotated[int, msgspec.Meta(ge=1, le=ACTION_CHUNKS_MAX)]
 QueuedActions = Annotated[int, msgspec.Meta(ge=1, le=QUEUED_ACTIONS_MAX)]
 EventsKept = Annotated[int, msgspec.Meta(ge=1, le=EVENTS_MAX)]
+TokensPerSecond = Annotated[float, msgspec.Meta(gt=0, le=TOKENS_PER_S_MAX)]
+LateMargin = Annotated[float, msgspec.Meta(ge=1, le=LATE_MARGIN_MAX)]
 
 Part = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Text = Annotated[str, msgspec.Meta(min_length=1)]
@@ -100,6 +104,9 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     namespace: Namespace = Namespace(model_name="default")
     limits: EngineLimits = EngineLimits()
     events: bool = False  # Whether stored, removed and failed chunks are reported.
+    prefill_tokens_per_s: TokensPerSecond | None = None  # None: as noted; until then all is loaded that tiers have.
+    chunk_tokens: Count | None = None  # Tokens whose KV a chunk holds; None: as the namespace says.
+    late_margin: LateMargin = 1.5  # Times what computing takes, a load may take; then the request computes after all.
 
     if TYPE_CHECKING:  # A constructor reads text with a unit, as a file does; of that msgspec's fields cannot tell.
 
@@ -114,6 +121,9 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             namespace: Namespace = ...,
             limits: EngineLimits = ...,
             events: bool = False,
+            prefill_tokens_per_s: float | None = None,
+            chunk_tokens: int | None = None,
+            late_margin: float = 1.5,
         ) -> None: ...
 
     @classmethod
@@ -163,6 +173,11 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def row_bytes(self) -> int:
         """Length of a row: a chunk, padded so that it can be read and written directly."""
         return -(-self.chunk_bytes // PAGE_BYTES) * PAGE_BYTES
+
+    @property
+    def tokens_per_chunk(self) -> int:
+        """The tokens whose KV a chunk holds."""
+        return self.chunk_tokens or self.namespace.tokens_per_hash * self.namespace.blocks_per_chunk
 
     @property
     def rows(self) -> int:

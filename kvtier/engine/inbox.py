@@ -27,10 +27,12 @@ from kvtier.runner.messages import (
     Retain,
     Returned,
     Scanned,
+    TierSpeed,
     TierUsage,
     unpack_keys,
     unpack_rows,
 )
+from kvtier.runner.speed import Speed
 
 Observe = Callable[[str, str, float], None]  # A tier's name, an operation, and the seconds that it took.
 
@@ -78,6 +80,10 @@ class Inbox:
                 tier.authoritative = tier.reports = message.complete
             case TierUsage():
                 self._tiers[message.tier].use(message)
+            case TierSpeed():
+                self._tiers[message.tier].speed = Speed(
+                    message.fixed_s, message.load_s_per_byte, message.store_s_per_byte, message.corrections
+                )
             case _:
                 pass  # The rest is between the bridge and its runner.
 
@@ -116,7 +122,11 @@ class Inbox:
 
     def _time(self, message: Finished | Answered) -> None:
         transfer = self._transfers.under_way.get(message.id)
-        if transfer is not None and self._observe is not None:
+        if transfer is None:
+            return
+        if transfer.expected_s:
+            transfer.tier.counters.compare(transfer.expected_s, message.seconds)
+        if self._observe is not None:
             self._observe(transfer.tier.spec.name, transfer.operation.value, message.seconds)
 
     def _settle(self, id_: int, failed: Mapping[int, Code], now: float, *, lent: bool, cause: str = "") -> None:
@@ -170,6 +180,7 @@ class Inbox:
     ) -> None:
         tier, request = transfer.tier, transfer.request
         tier.loading -= len(transfer.keys)
+        tier.heard_at = now
         tier.counters.loaded += len(moved)
         published = self._primary.publish(moved)
         self._events.add(EventKind.STORED, PRIMARY_NAME, published)

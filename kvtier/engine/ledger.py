@@ -6,18 +6,21 @@ traffic with the tiers.
 """
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 from kvtier.backend import OffloadKey
 from kvtier.config import PRIMARY_NAME, EngineConfig, TierConfig
 from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, EventKind, EventLog, LookupResult, StorePlan
 from kvtier.engine.inbox import Inbox, Observe
-from kvtier.engine.outbox import Outbox, Transfers
+from kvtier.engine.outbox import Outbox, Run, Transfer, Transfers, chunks_before
 from kvtier.engine.prefetches import Prefetches
+from kvtier.engine.prefill import PrefillSpeed
 from kvtier.engine.primary import Primary
-from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Request, StepHits
+from kvtier.engine.requests import NEVER, PROMOTIONS_MAX, Leases, Request, StepHits
 from kvtier.engine.tier import Residency, Tier, TierSpec
+from kvtier.engine.worth import EXPLORED_CHUNKS, Choice, Worth
 from kvtier.hints import RETAIN_S_MAX, IgnoredHints, hint_of
 from kvtier.policies import Policy, policy_class
 from kvtier.runner.messages import Action, LocalMessage, Message, RunnerBack, RunnerGone, RunnerLost
@@ -32,8 +35,10 @@ class LedgerLimits(NamedTuple):
     lease_rows_max: int  # Held for waiting requests at once.
     lease_s: float
     action_chunks: int  # Moved by one action at most.
+    chunk_tokens: int = 1  # Whose KV a chunk holds.
+    row_bytes: int = 1
+    late_margin: float = 1.5  # Times what computing takes, a load may take.
     retained_rows_max: int = 0  # Passed over for hints at once.
-    chunk_tokens: int = 1  # Of a chunk, where no request says where its chunks end.
 
 
 class LedgerCounters:
@@ -61,7 +66,12 @@ class Ledger:
         limits: LedgerLimits,
         events: EventLog | None = None,
         observe: Observe | None = None,
+        prefill: PrefillSpeed | None = None,
     ) -> None:
+        self.prefill = prefill or PrefillSpeed()
+        self._worth = Worth(
+            self.prefill, chunk_tokens=limits.chunk_tokens, row_bytes=limits.row_bytes, late_margin=limits.late_margin
+        )
         self._events = events or EventLog()
         self.primary = Primary(rows, policy, limits.retained_rows_max)
         self.tiers = [Tier(index, spec) for index, spec in enumerate(tiers)]
@@ -89,7 +99,9 @@ class Ledger:
         self.runner_up = True
         self.rows_in_use = 0  # Given to the LLM engine to read or write, and not yet given back.
         self.kept: Counter[int] = Counter()  # Row -> views of it that are still read, each of them a pin.
+        self.withdrawals = 0  # Requests that must look up again, for what they found is not sent for.
         self._now = 0.0
+        self._step = 1
         self._parked: dict[OffloadKey, list[Tier]] = {}  # Filling keys that request-level tiers will get, too.
         self._request_level = [tier for tier in self.tiers if tier.spec.request_level]
 
@@ -122,15 +134,24 @@ class Ledger:
         self.inbox.refuse(actions, self._now)
 
     def end_step(self) -> list[Action]:
-        """Lease the rows of requests that wait, let go of other rows answered HIT, and return what is to be done."""
+        """Weigh loads, lease the rows of requests that wait, let go of others answered HIT; return what is to be done.
+
+        What is not worth its load is a miss for its request from now on.
+        """
+        worth = self._worth
         if self.prefetches:
             self.prefetches.step()
-        self._hits.end(self._now)
+        if self.outbox.runs:
+            self._weigh()
+        self._hits.end(self._now, worth.patience_s(worth.chunk_s) if worth.token_s else None)
         if self._forgetting:
             self._forgetting = dict.fromkeys(self.delete(list(self._forgetting)))
         if self._parked:
             self._cascade_parked()
-        return self.outbox.flush()
+        actions = self.outbox.flush(self._expect if worth.token_s else None)
+        worth.begin_step()
+        self._step += 1
+        return actions
 
     @property
     def pending(self) -> bool:
@@ -148,6 +169,8 @@ class Ledger:
 
     def _lookup_absent(self, key: OffloadKey, request: Request) -> LookupResult:
         if key in self.primary.filling:
+            if self._worth.token_s and (self._now >= request.late_at or request.declined(key)):
+                return self._give_up_on(key, request)
             return self._wait_for(key, request)
         search = request.search
         if not (self.promoting and self.runner_up) or search.promotions.get(key, 0) >= PROMOTIONS_MAX:
@@ -163,6 +186,13 @@ class Ledger:
             if answer is None and (tier.index, key) in search.asked and key not in tier.asking:
                 answer = tier.last_answer(key)  # A request asks once: else answers older than a step keep it waiting.
             if answer:
+                if (
+                    request.weighed
+                    and self._worth.token_s
+                    and self._worth.never(tier)
+                    and request not in self.outbox.runs
+                ):
+                    return self._decline_at_once(key, tier, request)
                 return self._promote(key, tier, request)
             if answer is not None:
                 continue
@@ -175,6 +205,7 @@ class Ledger:
         for tier in silent:
             tier.ask(key)
             search.asked.add((tier.index, key))
+        request.retried_in = self._step
         return RETRY
 
     def _promote(self, key: OffloadKey, tier: Tier, request: Request) -> LookupResult:
@@ -192,7 +223,7 @@ class Ledger:
         search = request.search
         search.promotions[key] = search.promotions.get(key, 0) + 1
         search.sources[key] = tier.index
-        self.outbox.promote(key, tier, request)
+        self.outbox.promote(key, tier, request, request.found if self._worth.token_s and request.weighed else None)
         return self._wait_for(key, request)
 
     def _wait_for(self, key: OffloadKey, request: Request) -> LookupResult:
@@ -208,6 +239,112 @@ class Ledger:
             for tier in asked:
                 tier.counters.misses += 1
         return MISS
+
+    # Weighing: what a tier has is loaded, or computed.
+
+    def _weigh(self) -> None:
+        """Take back those of this step's loads that are not worth their time.
+
+        A request that shares chunks with one that was declined, or waits for a tier's word, is weighed when it has
+        looked up again.
+        """
+        queued: dict[Tier, int] = {}  # Chunks that go before those of the next request.
+        withdrawn: set[OffloadKey] = set()
+        for request, runs in self.outbox.runs.items():
+            if request.finished:
+                continue
+            if withdrawn and not withdrawn.isdisjoint(chain(request.held, request.hits)):
+                withdrawn.update(self._withdraw(request, runs, None, queued))
+                self.withdrawals += 1
+                continue
+            choice = self._choice(request, runs, queued)
+            if choice.end < runs[-1].end:
+                if request.retried_in == self._step:
+                    withdrawn.update(self._withdraw(request, runs, None, queued))
+                    continue
+                withdrawn.update(self._withdraw(request, runs, choice, queued))
+                self.withdrawals += 1
+            if choice.computing_s:
+                for tier, chunks in chunks_before(runs, choice.end).items():
+                    queued[tier] = queued.get(tier, 0) + chunks
+                late_at = self._now + self._worth.patience_s(choice.computing_s)
+                request.late_at = late_at if request.late_at == NEVER else max(late_at, request.late_at)
+        self.outbox.runs.clear()
+
+    def _choice(self, request: Request, runs: Sequence[Run], queued: Mapping[Tier, int]) -> Choice:
+        tokens = request.tokens_found(self._worth.chunk_tokens)
+        if tokens is None:
+            return self._worth.choose(runs, request.found, queued, self._now)
+        return self._worth.choose_all(runs, request.found, tokens, queued, self._now)
+
+    def _withdraw(
+        self, request: Request, runs: Sequence[Run], choice: Choice | None, queued: Mapping[Tier, int]
+    ) -> list[OffloadKey]:
+        """Take back a request's loads but for its choice; None: all of them, as if it had not looked up.
+
+        Return the keys that are not on their way any more.
+        """
+        gone: list[OffloadKey] = []
+        for tier, kept in chunks_before(runs, runs[0].start if choice is None else choice.end).items():
+            keys = self.outbox.withdraw(tier, request, kept)
+            if choice is None:
+                for key in keys:
+                    request.search.undo(key)
+            elif keys:
+                self._decline(keys, tier, request)
+                tier.counters.declined_seconds += self._worth.load_s(tier, queued.get(tier, 0) + len(keys), self._now)
+                if not kept and self._worth.explores(tier, queued, self._now):
+                    keys = self._explore(keys, tier, request)
+            gone += keys
+        for key in gone:
+            self.leases.end_row(self.primary.filling[key])
+            self.primary.abandon(key, lent=False)
+        return gone
+
+    def _decline(self, keys: Sequence[OffloadKey], tier: Tier, request: Request) -> None:
+        """Have a request compute these keys of a tier."""
+        for key in keys:
+            request.search.decline(key)
+        tier.counters.declined += len(keys)
+        tier.counters.declined_requests += 1
+
+    def _explore(self, keys: list[OffloadKey], tier: Tier, request: Request) -> list[OffloadKey]:
+        """Have the first of these reserved keys loaded for nobody, to see how fast the tier is; return the others."""
+        explored = keys[:EXPLORED_CHUNKS]
+        for key in explored:
+            self.leases.end(self.primary.filling[key], request)
+        self.outbox.explore(explored, tier)
+        return keys[EXPLORED_CHUNKS:]
+
+    def _decline_at_once(self, key: OffloadKey, tier: Tier, request: Request) -> LookupResult:
+        """Decline a key of a tier from which no load is worth its time, however long."""
+        self._decline((key,), tier, request)
+        tier.counters.declined_seconds += self._worth.load_s(tier, 1, self._now)
+        if self._worth.explores(tier, {}, self._now):
+            evicted = self._reserve((key,))
+            if evicted is not None:
+                self._events.add(EventKind.REMOVED, PRIMARY_NAME, evicted)
+                self.outbox.explore((key,), tier)
+        return self._miss(key, request, ())
+
+    def _give_up_on(self, key: OffloadKey, request: Request) -> LookupResult:
+        """Have a request compute a key that is on its way, and what comes after it; its row stays with the transfer."""
+        if not request.declined(key):
+            search, source = request.search, request.sources.get(key)
+            if source is not None and not search.gave_up:
+                search.gave_up = True
+                self.tiers[source].counters.given_up += 1
+            search.decline(key)
+            for row in tuple(request.leased):
+                if self.primary.key(row) in self.primary.filling:
+                    self.leases.end(row, request)
+        return self._miss(key, request, ())
+
+    def _expect(self, load: Transfer) -> None:
+        """Note how long a load that is about to be sent is expected to take."""
+        load.sent_at = self._now
+        if load.tier.speed is not None:
+            load.expected_s = self._worth.load_s(load.tier, len(load.keys), self._now)
 
     # Loading: primary → the LLM engine.
 
@@ -489,10 +626,13 @@ def ledger_of(config: EngineConfig, events: EventLog | None, observe: Observe) -
         lease_rows_max=rows_of_share(limits.lease_share, rows),
         lease_s=limits.lease_s,
         action_chunks=limits.action_chunks,
+        chunk_tokens=config.tokens_per_chunk,
+        row_bytes=config.row_bytes,
+        late_margin=config.late_margin,
         retained_rows_max=int(limits.retained_share * rows),
-        chunk_tokens=config.namespace.tokens_per_hash * config.namespace.blocks_per_chunk,
     )
-    return Ledger(rows, policy, [_spec_of(tier, config) for tier in config.secondary_tiers], bounds, events, observe)
+    tiers = [_spec_of(tier, config) for tier in config.secondary_tiers]
+    return Ledger(rows, policy, tiers, bounds, events, observe, PrefillSpeed(config.prefill_tokens_per_s))
 
 
 def rows_of_share(share: float, rows: int) -> int:

@@ -91,6 +91,10 @@ class TieringOffloadingManager:
         """Return what happened to chunks since the last call; nothing unless the configuration says `events`."""
         return self.steps.take_events()
 
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """Take note of a step of the LLM engine: see `StepManager.note_prefill`."""
+        self.steps.note_prefill(tokens, seconds)
+
     async def put(
         self, keys: Sequence[OffloadKey], chunks: Sequence[Chunk], *, request_id: str | None = None, hint: object = None
     ) -> int:
@@ -338,7 +342,7 @@ class TieringOffloadingManager:
                 elif not waits:
                     hits += 1
             if waits:
-                await self._progress.made()
+                await self._progress.made(loads_of=self.steps._known(request_id))
                 continue
             rows += self.steps.prepare_load(keys[len(rows) : len(rows) + hits], request_id)
             self.steps.end_step()

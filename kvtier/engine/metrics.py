@@ -28,6 +28,13 @@ TIER_COUNTERS = {
     "stored": "Chunks that the tier said were stored.",
     "transfers_failed": "Transfers that failed by the tier's fault.",
     "probes_failed": "Questions about chunks that the tier did not answer.",
+    "declined": "Chunks that were not sent for, because computing them was expected to be faster.",
+    "declined_requests": "Requests of which chunks were declined.",
+    "declined_seconds": "Seconds that the declined loads were expected to take.",
+    "explored": "Chunks sent for to see how fast the tier is, for which nobody waits.",
+    "given_up": "Requests that computed because a load was late.",
+    "expected_seconds": "Seconds that the loads which came were expected to take.",
+    "loaded_seconds": "Seconds that these loads took.",
 }
 CAUSES_HELP = "Calls of which something failed, by what lay behind it."
 PRIMARY_COUNTERS = {
@@ -77,6 +84,13 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     transfers_failed: int  # By the tier's fault.
     probes_failed: int  # Questions that it did not answer.
     causes: dict[str, int]  # Calls of which something failed, by what lay behind it.
+    declined: int  # Not sent for: computing them was expected to be faster.
+    declined_requests: int  # Of which chunks were declined.
+    declined_seconds: float  # That the declined loads were expected to take.
+    explored: int  # Sent for to see how fast the tier is; nobody waited for them.
+    given_up: int  # Requests that computed because a load was late.
+    expected_seconds: float  # That the loads which came were expected to take, where anything was expected.
+    loaded_seconds: float  # That these took.
     loading: int  # On their way.
     storing: int  # Queued, or on their way.
     chunks: int  # Held, as far as the tier has said.
@@ -243,6 +257,13 @@ def _tier_stats(tier: Tier) -> TierStats:
         transfers_failed=counters.transfers_failed,
         probes_failed=counters.probes_failed,
         causes=dict(counters.causes),
+        declined=counters.declined,
+        declined_requests=counters.declined_requests,
+        declined_seconds=counters.declined_seconds,
+        explored=counters.explored,
+        given_up=counters.given_up,
+        expected_seconds=counters.expected_seconds,
+        loaded_seconds=counters.loaded_seconds,
         loading=tier.loading,
         storing=len(tier.storing),
         chunks=tier.chunks,

@@ -49,10 +49,32 @@ class Operation(Enum):
     DELETE = "delete"
 
 
-class Transfer:
-    """One action that was sent. `rows` is empty for probes and deletes; `request` is set for promotions."""
+class Run:
+    """Neighbouring keys of what a request looked up in a step, that are to be loaded from one tier."""
 
-    __slots__ = ("epoch", "forgotten", "keys", "operation", "request", "rows", "tier")
+    __slots__ = ("end", "start", "tier")
+
+    def __init__(self, tier: Tier, start: int) -> None:
+        self.tier = tier
+        self.start = start  # Places among all that the request has found in the step, from 0.
+        self.end = start + 1
+
+
+def chunks_before(runs: Sequence[Run], end: int) -> dict[Tier, int]:
+    """Count by tier the chunks of runs whose places are before an end; tiers without any, too."""
+    chunks: dict[Tier, int] = {}
+    for run in runs:
+        chunks[run.tier] = chunks.get(run.tier, 0) + max(0, min(run.end, end) - run.start)
+    return chunks
+
+
+class Transfer:
+    """One action that was sent. `rows` is empty for probes and deletes; `request` is set for promotions that have one.
+
+    `expected_s` is how long it was expected to take, where that is known; else 0.
+    """
+
+    __slots__ = ("epoch", "expected_s", "forgotten", "keys", "operation", "request", "rows", "sent_at", "tier")
 
     def __init__(
         self,
@@ -69,7 +91,13 @@ class Transfer:
         self.rows = rows
         self.epoch = epoch
         self.request = request
+        self.sent_at = 0.0
+        self.expected_s = 0.0
         self.forgotten = False  # The primary was cleared meanwhile: its pins are gone, its rows are in quarantine.
+
+
+Expect = Callable[[Transfer], None]
+"""Notes how long a load is expected to take, which is about to be sent."""
 
 
 class Transfers:
@@ -93,12 +121,16 @@ class Transfers:
     ) -> int:
         """Enter a transfer as under way and return its id."""
         self._ids += 1
-        self.under_way[self._ids] = Transfer(operation, tier, keys, rows, self.epoch, request)
+        transfer = self.under_way[self._ids] = Transfer(operation, tier, keys, rows, self.epoch, request)
+        if operation is Operation.PROMOTION:
+            tier.loads[self._ids] = transfer
         return self._ids
 
     def settle(self, id_: int, *, lent: bool) -> Transfer | None:
         """Take a transfer whose outcome is known off the table; while `lent`, it is overdue. None: it is not known."""
         transfer = self.under_way.pop(id_, None)
+        if transfer is not None:
+            transfer.tier.loads.pop(id_, None)
         if transfer is not None and lent:
             self.overdue[id_] = transfer
             transfer.tier.overdue_rows += len(transfer.rows)
@@ -186,18 +218,46 @@ class Outbox:
         self._transfers = transfers
         self._cascade_rows_max = cascade_rows_max
         self._action_chunks = action_chunks
-        self._promotions: dict[tuple[Tier, Request], list[OffloadKey]] = {}
+        self._promotions: dict[tuple[Tier, Request | None], list[OffloadKey]] = {}
+        self.runs: dict[Request, list[Run]] = {}
+        """What requests want loaded in this step, in the order of asking, as far as loads are weighed."""
         self._cascades: dict[Tier, list[OffloadKey]] = {}
         self._deletes: dict[Tier, list[OffloadKey]] = {}
         self._advice: deque[Action] = deque(maxlen=ADVICE_MAX)
         self._waiting: deque[_Waiting] = deque()
         self._acknowledgements: list[Action] = []
 
-    def promote(self, key: OffloadKey, tier: Tier, request: Request) -> None:
-        """Queue a load into the row that is reserved for the key: one batch for each tier and request."""
+    def promote(self, key: OffloadKey, tier: Tier, request: Request, place: int | None = None) -> None:
+        """Queue a load into the row that is reserved for the key: one batch for each tier and request.
+
+        `place`: the key's among what the request found in this step, if the load is to be weighed.
+        """
         self._promotions.setdefault((tier, request), []).append(key)
+        if place is not None:
+            runs = self.runs.setdefault(request, [])
+            if runs and runs[-1].tier is tier and runs[-1].end == place:
+                runs[-1].end += 1
+            else:
+                runs.append(Run(tier, place))
         tier.counters.promoted += 1
         tier.breaker.take()
+
+    def withdraw(self, tier: Tier, request: Request, kept: int) -> list[OffloadKey]:
+        """Take back what was queued for a request from a tier, but for the first so many; return it."""
+        queued = self._promotions[tier, request]
+        withdrawn = queued[kept:]
+        del queued[kept:]
+        if not queued:
+            del self._promotions[tier, request]
+        tier.counters.promoted -= len(withdrawn)
+        return withdrawn
+
+    def explore(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
+        """Queue a load for nobody into the rows that are reserved for the keys."""
+        self._promotions.setdefault((tier, None), []).extend(keys)
+        tier.counters.promoted += len(keys)
+        tier.counters.explored += len(keys)
+        tier.breaker.take(len(keys))
 
     def cascade(self, keys: Iterable[OffloadKey], tier: Tier, now: float) -> None:
         """Queue stores of ready keys, each given once, that the tier neither has nor is getting."""
@@ -254,11 +314,11 @@ class Outbox:
     def empty(self) -> bool:
         return not (self._promotions or self._cascades or self._deletes or any(map(_to_ask, self._tiers)))
 
-    def flush(self) -> list[Action]:
-        """Turn what was queued into actions."""
+    def flush(self, expect: Expect | None = None) -> list[Action]:
+        """Turn what was queued into actions; `expect` is told of every load."""
         actions, self._acknowledgements = self._acknowledgements, []
         if not self.empty:
-            actions.extend(self._work())
+            actions.extend(self._work(expect))
         if self._waiting:
             self._advise_waiting()
         if self._advice:  # Nobody waits for these: with them alone the outbox is empty.
@@ -272,6 +332,7 @@ class Outbox:
             tier.storing.difference_update(keys)
             tier.raced.difference_update(keys)
         self._promotions.clear()
+        self.runs.clear()
         self._cascades.clear()
 
     def _advise(
@@ -334,9 +395,9 @@ class Outbox:
                 pins -= not pinned
         return taken
 
-    def _work(self) -> Iterator[Action]:
+    def _work(self, expect: Expect | None) -> Iterator[Action]:
         yield from self._probes()
-        yield from self._loads()
+        yield from self._loads(expect)
         yield from self._stores()
         for tier, queued in self._deletes.items():
             for keys in self._batches(queued):
@@ -349,14 +410,17 @@ class Outbox:
             for keys in self._batches(queued):
                 yield Probe(self._transfers.send(Operation.PROBE, tier, keys, ()), tier.index, pack_keys(keys))
 
-    def _loads(self) -> Iterator[Action]:
+    def _loads(self, expect: Expect | None) -> Iterator[Action]:
         for (tier, request), queued in self._promotions.items():
-            tier.loading += len(queued)
             for keys in self._batches(queued):
                 rows = [self._primary.filling[key] for key in keys]
                 id_ = self._transfers.send(Operation.PROMOTION, tier, keys, rows, request)
+                if expect is not None:
+                    expect(self._transfers.under_way[id_])
+                tier.loading += len(keys)
                 yield Promote(id_, tier.index, pack_keys(keys), pack_rows(rows))
         self._promotions.clear()
+        self.runs.clear()
 
     def _stores(self) -> Iterator[Action]:
         for tier, queued in self._cascades.items():

@@ -9,6 +9,7 @@ the runner sends wakes the loop, from whatever thread it comes.
 
 import asyncio
 
+from kvtier.engine.requests import NEVER, Request
 from kvtier.engine.steps import StepManager
 
 LEASES_EVERY_S = 0.05  # At most so often leases are looked at: a request that waits renews its own in every step.
@@ -32,22 +33,29 @@ class Progress:
         if progress is not None and not progress.done():
             progress.set_result(None)
 
-    async def made(self, *, for_rows: bool = False) -> None:
+    async def made(self, *, for_rows: bool = False, loads_of: Request | None = None) -> None:
         """Send what was decided, and wait until something came back or was given back.
 
-        Who waits `for_rows` also looks again when leases run out: nobody gives these back. `EngineClosed` if the
-        engine is closed, or was meanwhile.
+        Who waits `for_rows` also looks again when leases run out: nobody gives these back. Who waits for the loads of
+        a request looks again when they are late. Where loads were declined, all who wait look again at once.
+        `EngineClosed` if the engine is closed, or was meanwhile.
         """
-        steps, leases = self._steps, self._steps._ledger.leases
-        leased = leases.rows
+        steps, ledger = self._steps, self._steps._ledger
+        leased, withdrawals = ledger.leases.rows, ledger.withdrawals
         steps.end_step()
         steps._check_open()
-        if for_rows and leases.rows < leased:
+        if for_rows and ledger.leases.rows < leased:
+            return
+        if ledger.withdrawals != withdrawals:
+            self.stir()
             return
         if self._next is None:
             self._next = asyncio.get_running_loop().create_future()
-        ends_at = leases.ends_at if for_rows else None
-        timeout_s = None if ends_at is None else max(LEASES_EVERY_S, ends_at - steps._clock())
+        timeout_s: float | None = None
+        if for_rows and ledger.leases.ends_at is not None:
+            timeout_s = max(LEASES_EVERY_S, ledger.leases.ends_at - steps._clock())
+        elif loads_of is not None and loads_of.late_at < NEVER:
+            timeout_s = max(0.0, loads_of.late_at - steps._clock())
         await asyncio.wait((self._next,), timeout=timeout_s)
         steps._check_open()
         steps._receive()

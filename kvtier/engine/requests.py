@@ -4,6 +4,7 @@ A look-up that hits is the most frequent call of all, so it costs one `append` t
 put off until somebody is about to make room, or to the step's end. Most steps make none.
 """
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
 
@@ -16,22 +17,35 @@ Position = Callable[[OffloadKey], int | None]
 """The place where a key's chunk ends in its request's tokens; None if that is not known."""
 
 PROMOTIONS_MAX = 2  # Of one key for one request: the second may follow an eviction; a third would be a loop.
+DECLINED = PROMOTIONS_MAX + 1  # Of a key that the request computes, wherever it is.
+NEVER = math.inf  # Nothing is waited for, or without an end.
 
 
 class Search:
     """A request's search beyond the primary. Most find all they need there, or are new: these have none."""
 
-    __slots__ = ("asked", "missed", "promotions", "sources")
+    __slots__ = ("asked", "gave_up", "missed", "promotions", "sources")
 
     def __init__(self) -> None:
         self.promotions: dict[OffloadKey, int] = {}
         self.sources: dict[OffloadKey, int] = {}  # Key -> index of the tier that it was promoted from.
         self.missed: set[OffloadKey] = set()
+        self.gave_up = False  # A load was late.
         self.asked: set[tuple[int, OffloadKey]] = set()  # Tiers, by index, that were asked for a key on its behalf.
 
     def give_up(self, key: OffloadKey) -> None:
         """Never promote this key again: it did not come."""
         self.promotions[key] = PROMOTIONS_MAX
+        self.sources.pop(key, None)
+
+    def decline(self, key: OffloadKey) -> None:
+        """Have this key computed, though it may be on its way."""
+        self.promotions[key] = DECLINED
+        self.sources.pop(key, None)
+
+    def undo(self, key: OffloadKey) -> None:
+        """Take back a promotion that was not sent."""
+        self.promotions[key] -= 1
         self.sources.pop(key, None)
 
 
@@ -45,15 +59,18 @@ class Request:
         "hint",
         "hits",
         "id",
+        "late_at",
         "leased",
         "leased_hits",
         "load_matchers",
         "matchers",
         "position",
+        "retried_in",
         "storing",
         "told",
         "used",
         "waits",
+        "weighed",
     )
 
     def __init__(
@@ -62,8 +79,11 @@ class Request:
         matchers: Sequence[TierMatcher] | None = None,
         load_matchers: Sequence[TierMatcher] | None = None,
         position: Position | None = None,
+        *,
+        weighed: bool = True,
     ) -> None:
         self.id = request_id
+        self.weighed = weighed  # Its loads are given up where computing is faster; a prefetch has nobody who computes.
         self.matchers = matchers  # None: every tier.
         self.load_matchers = load_matchers  # Of those, the ones that it may be loaded from; None: each of them.
         self.position = position  # None: keys are used in prefix order.
@@ -73,11 +93,37 @@ class Request:
         self.held: list[OffloadKey] = []  # And those before.
         self.leased_hits = 0  # How many of both together, from the first on, were leased, or found no share left.
         self.waits = False  # One of them was HIT_PENDING.
+        self.retried_in = 0  # The last step in which it was answered RETRY.
+        self.late_at = NEVER  # When what it waits for is given up.
         self.leased: set[int] = set()
         self._search: Search | None = None
         self.storing = 0  # Keys reserved and not completed.
         self.finished = False
         self.told = 0  # How many used keys the order and the tiers have heard of at its end.
+
+    @property
+    def found(self) -> int:
+        """How many keys were answered HIT or HIT_PENDING in this step."""
+        return len(self.held) + len(self.hits)
+
+    def tokens_found(self, chunk_tokens: int) -> int | None:
+        """Return how many tokens the keys found in this step are worth; None if each is worth a chunk's, in order.
+
+        A model of several groups, and one that only needs the last tokens, needs all or none of what was found.
+        """
+        if self.position is None:
+            return None
+        first, last = (self.held or self.hits)[0], (self.hits or self.held)[-1]
+        begin, end = self.position(first), self.position(last)
+        if begin is None or end is None:
+            return None
+        if of_one_group((first, last)):
+            return None if begin <= end else begin
+        return abs(end - begin) + chunk_tokens
+
+    def declined(self, key: OffloadKey) -> bool:
+        """Say whether the request computes a key, though it may be on its way."""
+        return self._search is not None and self._search.promotions.get(key) == DECLINED
 
     def allows(self, spec: TierSpec) -> bool:
         return self.matchers is None or any(matcher.matches(spec) for matcher in self.matchers)
@@ -268,8 +314,11 @@ class StepHits:
                 break
         request.leased_hits = len(request.held) + len(request.hits)
 
-    def end(self, now: float) -> None:
-        """Lease to requests that wait what they found, and let go of all else."""
+    def end(self, now: float, patience_s: float | None = None) -> None:
+        """Lease to requests that wait what they found, and let go of all else.
+
+        `patience_s`: how long a request waits, for each chunk, before it gives up; None: for ever.
+        """
         found = self._fresh
         if self._held:  # Room was made, and rows are held for these.
             found[:0] = self._held
@@ -278,6 +327,10 @@ class StepHits:
         for request in found:
             if request.waits and not request.finished:
                 self.lease(request, now)
+                if patience_s is not None and request.weighed and request.late_at == NEVER:
+                    request.late_at = now + patience_s * request.found
+            else:
+                request.late_at = NEVER
             request.forget_hits()
         found.clear()
 

@@ -230,6 +230,16 @@ class StepManager:
         if self._given_back is not None:
             self._given_back()
 
+    def note_prefill(self, tokens: int, seconds: float) -> None:
+        """Take note that the LLM engine computed so many tokens of prompts in a step, and how long the step took.
+
+        From it the prefill speed is learned, against which loads are weighed. Nothing happens where the configuration
+        says the speed. Steps that compute no prompt need not be noted.
+        """
+        if self._forked:
+            self._check_owner()
+        self._ledger.prefill.note(tokens, seconds)
+
     # Deletions, events, and the end of a step.
 
     def delete(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:

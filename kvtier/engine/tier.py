@@ -6,10 +6,11 @@ chunk another hundred bytes.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from kvtier.backend import OffloadKey
 from kvtier.runner.messages import Code, TierUsage
+from kvtier.runner.speed import Speed
 
 _CAUSES = (
     "EACCES EBADF EBUSY ECONNREFUSED ECONNRESET EDQUOT EFBIG EHOSTDOWN EHOSTUNREACH EINVAL EIO EMFILE ENFILE ENODEV"
@@ -61,11 +62,18 @@ class TierCounters:
 
     __slots__ = (
         "causes",
+        "declined",
+        "declined_requests",
+        "declined_seconds",
         "dropped",
+        "expected_seconds",
+        "explored",
         "failures",
+        "given_up",
         "hits",
         "last_cause",
         "loaded",
+        "loaded_seconds",
         "misses",
         "probes_failed",
         "promoted",
@@ -80,6 +88,13 @@ class TierCounters:
         self.misses = 0  # Looked up here and not had, once a request and key.
         self.promoted = 0  # Sent for.
         self.loaded = 0  # Came.
+        self.declined = 0  # Had, and not sent for: computing them is expected to be faster.
+        self.declined_requests = 0  # Of which anything was declined.
+        self.declined_seconds = 0.0  # That these loads were expected to take.
+        self.explored = 0  # Sent for to see how fast the tier is; nobody waits for them.
+        self.given_up = 0  # Requests that a load came too late for.
+        self.expected_seconds = 0.0  # That loads were expected to take, which have come.
+        self.loaded_seconds = 0.0  # That these loads took.
         self.stored = 0
         self.transfers_failed = 0
         self.probes_failed = 0  # Questions that it did not answer.
@@ -102,6 +117,11 @@ class TierCounters:
 
     def fail(self, code: str, chunks: int) -> None:
         self.failures[code] = self.failures.get(code, 0) + chunks
+
+    def compare(self, expected_s: float, seconds: float) -> None:
+        """Count how long a load was expected to take, and how long it took."""
+        self.expected_seconds += expected_s
+        self.loaded_seconds += seconds
 
     def blame(self, cause: str) -> None:
         """Count what lay behind a call's failure."""
@@ -179,6 +199,13 @@ class Breaker:
             self.trip(now)
 
 
+class Expected(Protocol):
+    """A load under way, as far as its tier's speed shows in it."""
+
+    sent_at: float
+    expected_s: float  # 0: nothing was expected.
+
+
 class Tier:
     """One tier as the ledger sees it."""
 
@@ -192,6 +219,9 @@ class Tier:
         self.reports = True  # It says what it removes, so that what is known stays true. False once it said otherwise.
         self.overdue_rows = 0  # Lent to transfers that ran out of time.
         self.loading = 0  # Chunks under way.
+        self.loads: dict[int, Expected] = {}  # The same by the action's id, in the order of sending.
+        self.speed: Speed | None = None  # As the runner last saw it.
+        self.heard_at = 0.0  # When a load last ended, or was last made to see how fast the tier is.
         self.storing: set[OffloadKey] = set()  # Queued or under way.
         self.raced: set[OffloadKey] = set()  # Of those, what was reported gone meanwhile: before it came, or after?
         self.asking: set[OffloadKey] = set()  # Asked or about to be, and nothing newer was heard of them since.
@@ -211,6 +241,16 @@ class Tier:
         A breaker lets a few through with every trial; what hangs keeps its rows, so these are bounded for themselves.
         """
         return self.breaker.admits(now) if self.overdue_rows < self.spec.overdue_rows_max else 0
+
+    def slowdown(self, now: float) -> float:
+        """Return how much slower than its speed the tier is by what it has not done yet; 1: not that anybody knew.
+
+        It shows in the load that was sent first: nothing has come since, for longer than that load should have taken.
+        """
+        first = next(iter(self.loads.values()), None)
+        if first is None or not first.expected_s:
+            return 1.0
+        return max(1.0, (now - max(first.sent_at, self.heard_at)) / first.expected_s)
 
     def answer(self, key: OffloadKey, known: bool, now: float) -> bool | None:
         """Say whether the tier has the key; None if it must be asked."""

@@ -238,6 +238,16 @@ class TierUsage(_Message, frozen=True, tag="u"):
     counts: dict[str, int] = {}  # What it has counted itself since it last said so, by name.
 
 
+class TierSpeed(_Message, frozen=True, tag="v"):
+    """A tier's speed, as far as it is known now: the fields of `Speed`."""
+
+    tier: int
+    fixed_s: float
+    load_s_per_byte: float
+    store_s_per_byte: float
+    corrections: tuple[float, ...]
+
+
 class Opened(_Message, frozen=True, tag="o"):
     """Every tier is open: the runner takes actions."""
 
@@ -295,6 +305,18 @@ class RunnerBack(NamedTuple):
 
 
 Message = (
-    Finished | Returned | Answered | Found | Gone | Scanned | TierUsage | Opened | OpenFailed | Beat | Logged | Closed
+    Finished
+    | Returned
+    | Answered
+    | Found
+    | Gone
+    | Scanned
+    | TierUsage
+    | TierSpeed
+    | Opened
+    | OpenFailed
+    | Beat
+    | Logged
+    | Closed
 )
 LocalMessage = RunnerLost | RunnerGone | RunnerBack

@@ -1,6 +1,7 @@
 """A tier's reports: what it says of itself, unasked: what it holds and holds no more, how full it is, what it counted.
 
-A bug in what it says costs that word, never the rest: without an inventory a tier is asked for what it holds.
+How fast it was seen to be is told with them. A bug in what it says costs that word, never the rest: without an
+inventory a tier is asked for what it holds.
 """
 
 import asyncio
@@ -11,8 +12,10 @@ from typing import TypeVar
 import msgspec
 
 from kvtier.backend import Added, Backend, Counted, Described, Inventory, Measured, Occupancy, Removed, ScanDone
-from kvtier.runner.messages import Found, Gone, Message, Scanned, TierUsage, pack_keys
+from kvtier.runner.messages import Found, Gone, Message, Scanned, TierSpeed, TierUsage, pack_keys
+from kvtier.runner.speed import SpeedMeter
 
+SPEED_EVERY_S = 0.01  # Decisions are made by it: a change must be known before the next request is weighed.
 USAGE_EVERY_S = 1.0  # A gauge for people; more often only costs messages.
 BUGS = (Exception, SystemExit, asyncio.CancelledError)  # A tier may raise the last two, too: neither is meant for us.
 
@@ -24,11 +27,14 @@ T = TypeVar("T")
 class Reports:
     """One tier's. All methods belong to the runner's loop."""
 
-    def __init__(self, index: int, name: str, backend: Backend, post: Callable[[Message], None]) -> None:
+    def __init__(
+        self, index: int, name: str, backend: Backend, meter: SpeedMeter, post: Callable[[Message], None]
+    ) -> None:
         """`index`: what messages call the tier."""
         self._index = index
         self._name = name
         self._backend = backend
+        self._meter = meter
         self._post = post
         self._watcher: asyncio.Task[None] | None = None
         self._acknowledged = asyncio.Event()
@@ -36,6 +42,8 @@ class Reports:
         self._complaints: set[str] = set()  # Methods of the tier whose failure was logged.
         self._usage_at = float("-inf")
         self._usage_due: asyncio.TimerHandle | None = None
+        self._speed_at = float("-inf")
+        self._speed_due: asyncio.TimerHandle | None = None
         self._closed = False
         self._begun_at = 0.0
 
@@ -56,9 +64,22 @@ class Reports:
         due_at = max(loop.time(), self._usage_at + USAGE_EVERY_S)
         self._usage_due = loop.call_at(due_at, self._post_usage, self._backend)
 
+    def speed(self) -> None:
+        """Say how fast the tier was seen to be: now, or when `SPEED_EVERY_S` are over since it was last said."""
+        if self._closed or self._speed_due is not None or self._meter.speed is None:
+            return
+        loop = asyncio.get_running_loop()
+        due_at = self._speed_at + SPEED_EVERY_S
+        if loop.time() >= due_at:
+            self._post_speed()
+        else:
+            self._speed_due = loop.call_at(due_at, self._post_speed)
+
     async def aclose(self, deadline_s: float) -> bool:
         """Say nothing more; False if the tier goes on reporting for longer than this."""
         self._closed = True
+        if self._speed_due is not None:
+            self._speed_due.cancel()
         if self._usage_due is not None:
             self._usage_due.cancel()
         if self._watcher is not None:
@@ -124,6 +145,12 @@ class Reports:
         holds = self._told("occupancy", backend.occupancy, Occupancy)
         if holds is not None:
             self._post(TierUsage(self._index, *holds, self._counted()))
+
+    def _post_speed(self) -> None:
+        self._speed_due = None
+        self._speed_at = asyncio.get_running_loop().time()
+        if self._meter.speed is not None:
+            self._post(TierSpeed(self._index, *self._meter.speed))
 
     def _counted(self) -> dict[str, int]:
         """Return what the tier has counted since it was last asked: the owner's totals outlive this runner."""

@@ -38,6 +38,7 @@ from kvtier.runner.messages import (
     unpack_rows,
 )
 from kvtier.runner.reports import Reports
+from kvtier.runner.speed import SpeedMeter
 from kvtier.runner.tiers import Budget, RunnerTier
 
 TURNS_S = 0.05  # A call that has ended leaves its task a few turns of the loop from its own end.
@@ -67,7 +68,11 @@ class Runner:
         self._post = post
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
-        self._reports = [Reports(index, tier.name, tier.backend, post) for index, tier in enumerate(tiers)]
+        self._meters = [SpeedMeter() for _ in tiers]
+        self._reports = [
+            Reports(index, tier.name, tier.backend, meter, post)
+            for index, (tier, meter) in enumerate(zip(tiers, self._meters, strict=True))
+        ]
 
     def start(self) -> None:
         """Begin to report what the tiers hold."""
@@ -132,34 +137,59 @@ class Runner:
                 self._post(Finished.of(action.id, failed, seconds, cause=cause))
 
     async def _promote(self, action: Promote) -> None:
-        tier = self._tiers[action.tier]
+        tier, meter = self._tiers[action.tier], self._meters[action.tier]
         reads = [Read(key, row) for key, row in self._lent(action)]
-        await self._transfer(action, len(reads), tier.loads, partial(tier.backend.load, reads))
+        begun = meter.begin_load(self._clock())
+        size_bytes = len(reads) * self._region.row_bytes
+
+        def ended(moved: bool) -> None:
+            meter.end_load(begun, size_bytes, self._clock(), moved=moved)
+            self._reports[action.tier].speed()
+
+        await self._transfer(action, len(reads), tier.loads, partial(tier.backend.load, reads), ended)
 
     async def _cascade(self, action: Cascade) -> None:
-        tier = self._tiers[action.tier]
+        tier, meter = self._tiers[action.tier], self._meters[action.tier]
         writes = [Write(key, row) for key, row in self._lent(action)]
-        await self._transfer(action, len(writes), tier.stores, partial(tier.backend.store, writes))
+        size_bytes = len(writes) * self._region.row_bytes
+        meter.begin_store(size_bytes)
+        try:
+            await self._transfer(action, len(writes), tier.stores, partial(tier.backend.store, writes))
+        finally:
+            meter.end_store(size_bytes)
 
     def _lent(self, action: Promote | Cascade) -> Iterable[tuple[OffloadKey, memoryview]]:
         """Give the keys and rows of a transfer; IndexError for a row that is not there."""
         return zip(unpack_keys(action.keys), map(self._region.row, unpack_rows(action.rows)), strict=True)
 
-    async def _transfer(self, action: Promote | Cascade, chunks: int, budget: Budget, call: Call) -> None:
-        """Wait for budget, then for the call, each at most the tier's deadline, and post what came of it."""
+    async def _transfer(
+        self,
+        action: Promote | Cascade,
+        chunks: int,
+        budget: Budget,
+        call: Call,
+        ended: Callable[[bool], None] = lambda _: None,
+    ) -> None:
+        """Wait for budget, then for the call, each at most the tier's deadline, and post what came of it.
+
+        `ended` is called when the outcome is known, with whether how long it took says something of the tier's speed.
+        """
         tier = self._tiers[action.tier]
         begun = self._clock()
         size_bytes = chunks * self._region.row_bytes
         if not await _in_time(budget.acquire(size_bytes, chunks), tier.deadline_s):
             self._post(Finished.of(action.id, _all(Code.DEADLINE, chunks), self._clock() - begun))
+            ended(True)
             return
         task, in_time = await self._begun(tier, _listed(call), f"{chunks} chunks")
         budget.release(size_bytes, chunks)
         if in_time:
             failed, cause = _outcome(task, chunks, tier.name)
             self._post(Finished.of(action.id, failed, self._clock() - begun, cause=cause))
+            ended(not failed)
         else:
             self._post(Finished.of(action.id, _all(Code.DEADLINE, chunks), self._clock() - begun, lent=True))
+            ended(True)
             await asyncio.wait({task})
             failed, _ = _outcome(task, chunks, tier.name)
             self._post(Returned(action.id, pack_rows([index for index in range(chunks) if index not in failed])))

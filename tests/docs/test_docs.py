@@ -73,7 +73,7 @@ class Block(NamedTuple):
 def blocks(page: Path) -> Iterator[Block]:
     for token in MarkdownIt().parse(page.read_text()):
         if token.type == "fence" and token.map is not None:
-            language, _, rest = token.info.strip().partition(" ")
+            language, _, rest = token.info.strip("{. }").partition(" ")
             title = re.search(r'title="([^"]+)"', rest)
             text = re.sub(r'^--8<-- "([^"]+)"$', included, token.content, flags=re.MULTILINE)
             yield Block(page, token.map[0] + 2, language, title[1] if title else "", text)

@@ -201,6 +201,20 @@ async def test_a_prefetch_ends_before_what_fails_on_its_way(open_engine):
     assert await at_rest(engine)
 
 
+async def test_a_prefetch_loads_what_a_request_would_rather_compute(open_engine):
+    """Nobody waits for it: so a load that takes longer than computing is worth its time."""
+    tier = {"type": "dummy", "latency_s": 0.05}
+    engine = await open_engine(8, tier, prefill_tokens_per_s=1e9, chunk_tokens=1)
+    await put(engine, range(3))
+    assert await at_rest(engine)
+    for _ in range(2):  # The first load is how the tier's speed is learned.
+        assert await engine.reset()
+        assert await engine.prefetch(keys(range(3))) == 3
+        assert await at_rest(engine)
+    assert await engine.reset()
+    assert await found(engine, range(3)) == 0
+
+
 async def test_a_prefetch_that_is_cancelled_leaves_nothing_held(open_engine):
     engine = await open_engine(8, {"type": "dummy", "latency_s": 0.2})
     await put(engine, range(3))

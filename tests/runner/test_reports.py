@@ -12,6 +12,7 @@ from kvtier.memory import Region
 from kvtier.runner.messages import Found, Message, Rank, Scanned, TierUsage, pack_keys
 from kvtier.runner.reports import Reports
 from kvtier.runner.runner import Runner
+from kvtier.runner.speed import SpeedMeter
 from kvtier.runner.tiers import Budget, RunnerTier
 from kvtier_backends.dummy import DummyBackend, DummyOptions
 from tests.engine.kit import CHUNK_BYTES, PATIENCE_S, key
@@ -54,7 +55,7 @@ def contents(said: list[Message]) -> list[Message]:
 async def reported(backend: DummyBackend, last: Message) -> list[Message]:
     """Return what is said of a tier until `last` was."""
     posted: list[Message] = []
-    reports = Reports(0, "tier", backend, posted.append)
+    reports = Reports(0, "tier", backend, SpeedMeter(), posted.append)
     reports.start()
     async with asyncio.timeout(PATIENCE_S):
         while last not in posted:
@@ -106,7 +107,7 @@ async def test_a_tiers_bug_is_logged_once_and_not_every_second(
 
     tier = HoldsOne()
     tier.occupancy = occupancy  # type: ignore[method-assign]
-    reports = Reports(0, "tier", tier, lambda _: None)
+    reports = Reports(0, "tier", tier, SpeedMeter(), lambda _: None)
     async with asyncio.timeout(PATIENCE_S):
         while len(asked) < 5:
             reports.usage()

@@ -41,11 +41,12 @@ from kvtier.backend import (
     Write,
     make_offload_key,
 )
-from kvtier_backends.dummy.store import Device, WriteBudget, open_store
+from kvtier_backends.dummy.store import Device, Slow, WriteBudget, open_store
 
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1)]
-Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # As far as it travels to another process.
 """How many of all, 0 to 1."""
+Factor = Annotated[float, msgspec.Meta(ge=1, le=1e6)]
+Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]  # As far as it travels to another process.
 
 
 class DummyOptions(Options, frozen=True, kw_only=True):
@@ -55,6 +56,10 @@ class DummyOptions(Options, frozen=True, kw_only=True):
     bandwidth_bytes_per_s: PositiveSize | None = None  # Of the whole device, loads and stores together; None: no limit.
     store_bandwidth_bytes_per_s: PositiveSize | None = None  # At which stores pass it; None: as loads.
     concurrency: Count = 64  # Transfers under way at the same time; more wait their turn. An SSD's queue is as deep.
+    loads_first: bool = False  # Loads go before stores that wait, as in an fs tier; False: first come, first served.
+    slow_at_s: Duration | None = None  # After its first use it is slower for a while; None: it never is.
+    slow_for_s: Duration = 60.0  # That long,
+    slow_factor: Factor = 20.0  # and everything takes so many times as long.
     failure_rate: Rate = 0.0  # Of chunks in loads and stores: answered TransferFailed, and nothing moves.
     corruption_rate: Rate = 0.0  # Of chunks stored: one bit of what is kept is flipped, and found when it is loaded.
     capacity_bytes: Size | None = None  # Least recently used chunks make room; None: no limit.
@@ -95,6 +100,8 @@ class DummyBackend(Backend[DummyOptions]):
             bandwidth_bytes_per_s=options.bandwidth_bytes_per_s,
             slots=options.concurrency,
             store_bandwidth_bytes_per_s=options.store_bandwidth_bytes_per_s,
+            loads_first=options.loads_first,
+            slow=_slow(options),
         )
         budget_bytes = options.write_budget_bytes_per_day
         self._write_budget = None if budget_bytes is None else WriteBudget(budget_bytes, context.row_bytes)
@@ -231,12 +238,20 @@ class DummyBackend(Backend[DummyOptions]):
 
     async def _take_time(self, sizes_bytes: Iterable[int], *, storing: bool = False) -> None:
         """Wait until the device has done transfers of these sizes; its time is spent even if we are cancelled."""
-        loop = asyncio.get_running_loop()
+        loop, device = asyncio.get_running_loop(), self._device
         now = loop.time()
-        ends_at = self._device.book(now, sizes_bytes, storing=storing)
-        if ends_at > now:
-            await asyncio.sleep(ends_at - now)
+        left_s = device.book(now, sizes_bytes, storing=storing) - now
+        put_off_s = device.put_off_s
+        while left_s > 0:
+            await asyncio.sleep(left_s)
+            left_s = device.put_off_s - put_off_s if storing else 0.0
+            put_off_s = device.put_off_s
 
     def _draw(self, rate: float, count: int) -> list[bool]:
         """Draw for each of so many chunks whether it is one of those that the rate means."""
         return [self._random.random() < rate for _ in range(count)] if rate else [False] * count
+
+
+def _slow(options: DummyOptions) -> Slow | None:
+    begin_s = options.slow_at_s
+    return None if begin_s is None else Slow(begin_s, begin_s + options.slow_for_s, options.slow_factor)

@@ -5,6 +5,9 @@ serves one transfer after the other. So a burst of n chunks takes max(n / slots 
 one latency more on an idle device; a busy one adds what was booked before. Loads and stores share the link, and each
 byte takes the time of its direction. No clock and no sleep: time is an argument.
 
+With `loads_first`, loads go before the stores that wait, as an fs tier has it: a load that is booked puts off the end
+of every store that has not ended.
+
 A store may have a name and then outlives the tiers that were opened over it, as a disk outlives processes: closing one
 and opening the next is a restart, and two open at once are two engines on one device.
 """
@@ -25,6 +28,22 @@ BURST_SHARE = 4 / 32  # Of a day's write budget: what may come at once,
 INFLOW_SHARE = 27 / 32  # and what runs in during the day. As an fs tier has it; the rest is that one's reserve.
 
 
+class Line:
+    """Transfers that wait for each other: when the slots are free again, and the link for them."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots_free_at = [0.0] * slots
+        self.link_free_at = 0.0
+
+
+class Slow(NamedTuple):
+    """A time in which a device is slower, in seconds from its first use: what is booked then takes so much longer."""
+
+    from_s: float
+    to_s: float
+    factor: float
+
+
 class Device:
     """The times at which the slots and the link of one device are free again."""
 
@@ -35,6 +54,8 @@ class Device:
         bandwidth_bytes_per_s: float | None,
         slots: int,
         store_bandwidth_bytes_per_s: float | None = None,
+        loads_first: bool = False,
+        slow: Slow | None = None,
     ) -> None:
         """Start idle. Without latency and with no limit to its bandwidth (None) a device takes no time at all.
 
@@ -45,24 +66,46 @@ class Device:
         self._store_s_per_byte = (
             self._load_s_per_byte if store_bandwidth_bytes_per_s is None else 1.0 / store_bandwidth_bytes_per_s
         )
-        self._slots_free_at = [0.0] * slots
-        self._link_free_at = 0.0
+        self._loads = Line(slots)
+        self._stores = Line(slots) if loads_first else self._loads
+        self._slow = slow
+        self._begun_at: float | None = None
+        self.put_off_s = 0.0
+        """By how long loads have put off stores that were booked before them, all in all."""
 
     def book(self, now: float, sizes_bytes: Iterable[int], *, storing: bool = False) -> float:
-        """Book transfers of these sizes one behind the other, and return when the last one ends."""
+        """Book transfers of these sizes one behind the other, and return when the last one ends.
+
+        The end of stores is put off by whatever `put_off_s` grows until then.
+        """
         seconds_per_byte = self._store_s_per_byte if storing else self._load_s_per_byte
         if not self._latency_s and not seconds_per_byte:
             return now
-        ends_at = now
+        factor = self._factor(now)
+        seconds_per_byte *= factor
+        line = self._stores if storing else self._loads
+        if storing:
+            line.link_free_at = max(line.link_free_at, self._loads.link_free_at)
+        ends_at, link_s = now, 0.0
         for size_bytes in sizes_bytes:
-            first_byte_at = max(now, self._slots_free_at[0]) + self._latency_s
+            first_byte_at = max(now, line.slots_free_at[0]) + self._latency_s * factor
             if size_bytes:
-                first_byte_at = self._link_free_at = (
-                    max(first_byte_at, self._link_free_at) + size_bytes * seconds_per_byte
+                link_s += size_bytes * seconds_per_byte
+                first_byte_at = line.link_free_at = (
+                    max(first_byte_at, line.link_free_at) + size_bytes * seconds_per_byte
                 )
-            heapq.heapreplace(self._slots_free_at, first_byte_at)
+            heapq.heapreplace(line.slots_free_at, first_byte_at)
             ends_at = max(ends_at, first_byte_at)
+        if line is not self._stores and self._stores.link_free_at > now:
+            self._stores.link_free_at += link_s
+            self.put_off_s += link_s
         return ends_at
+
+    def _factor(self, now: float) -> float:
+        if self._begun_at is None:
+            self._begun_at = now
+        slow = self._slow
+        return slow.factor if slow is not None and slow.from_s <= now - self._begun_at < slow.to_s else 1.0
 
 
 class WriteBudget:

@@ -7,7 +7,8 @@ Subclass what your tier offers, in a module that pytest collects, and give it op
     class TestMyTier(BackendConformance):
         @pytest_asyncio.fixture
         async def backend(self, tmp_path):
-            tier = await MyTier.open(MyOptions(root=str(tmp_path)), tier_context(self.chunk_bytes))
+            context = tier_context(self.chunk_bytes)
+            tier = await MyTier.open(MyOptions(root=str(tmp_path)), context)
             yield tier
             await tier.aclose(deadline_s=10)
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import typer
 import uvloop
+from msgspec.structs import replace
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -55,6 +56,7 @@ class Options(NamedTuple):
     prefill: Prefill
     bench_path: str | None = None
     gpu_cache_blocks: int | None = None  # None: `GPU_CACHE_TOKENS` for each server.
+    load_always: bool = False  # Whatever a tier has is loaded, however long it takes.
     compared: bool = True  # In virtual time: with the times without tiering, too.
 
 
@@ -130,6 +132,12 @@ def replay(
             help="A report of kvtier bench fs --json: how fast the disk under fs tiers is, in virtual time.",
         ),
     ] = None,
+    load_always: Annotated[
+        bool,
+        typer.Option(
+            "--load-always", help="Load whatever a tier has, even where computing is faster, in virtual time."
+        ),
+    ] = False,
 ) -> None:
     """Replay a trace through a whole engine, and compare every chunk that comes back with what was stored.
 
@@ -137,7 +145,8 @@ def replay(
     """
     if virtual_time and fs is not None:
         raise ConfigError(f"--fs {fs}: nothing is written in virtual time; one of both options accepted")
-    for option, given in (("--bench", bench), ("--gpu-cache-blocks", gpu_cache_blocks)):
+    study_only = (("--bench", bench), ("--gpu-cache-blocks", gpu_cache_blocks), ("--load-always", load_always or None))
+    for option, given in study_only:
         if given is not None and not virtual_time:
             raise ConfigError(f"{option} {given}: accepted with --virtual-time only: nothing else is modelled")
     check_outputs(json_path, plot_path)
@@ -152,6 +161,7 @@ def replay(
         Prefill(prefill_tokens_per_s, slots),
         bench,
         gpu_cache_blocks,
+        load_always,
     )
     with ExitStack() as stack:
         prepared = virtual_replay(options) if virtual_time else real_replay(options, stack)
@@ -247,7 +257,7 @@ def modelled_replay(options: Options, config: EngineConfig, source: str) -> Prep
     """Prepare a replay in virtual time of an engine's model; `source` is where its configuration comes from."""
     block_tokens = options.requests.block_tokens
     bench = None if options.bench_path is None else read_bench(options.bench_path)
-    model = scale_model(config, source=source, bench=bench)
+    model = scale_model(weighed(config, options, block_tokens), source=source, bench=bench)
     gpu_cache_blocks = options.gpu_cache_blocks
     if gpu_cache_blocks is None:
         gpu_cache_blocks = options.prefill.slots * GPU_CACHE_TOKENS // block_tokens
@@ -271,6 +281,13 @@ def modelled_replay(options: Options, config: EngineConfig, source: str) -> Prep
         *model.parts,
     )
     return Prepared(replay, VirtualTimeLoop, config, engine, parts)
+
+
+def weighed(config: EngineConfig, options: Options, block_tokens: int) -> EngineConfig:
+    """Tell an engine how fast the servers compute, so that it weighs loads; a configuration that says it is kept."""
+    if options.load_always or config.prefill_tokens_per_s is not None:
+        return replace(config, prefill_tokens_per_s=None) if options.load_always else config
+    return replace(config, prefill_tokens_per_s=options.prefill.tokens_per_s, chunk_tokens=block_tokens)
 
 
 def _gpu_source(options: Options) -> str:

@@ -237,6 +237,7 @@ def _config(question: Question, memory_bytes: int, disk_bytes: int) -> EngineCon
             "bandwidth_bytes_per_s": question.disk_bytes_per_s,
             "store_bandwidth_bytes_per_s": question.disk_write_bytes_per_s,
             "concurrency": SSD.concurrency,
+            "loads_first": True,
         }
         tier = replace(tier, type="dummy", options=options)
     used_bytes = (2 * question.extent.unique_blocks + ROWS_SPARE) * question.chunk_bytes

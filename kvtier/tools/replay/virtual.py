@@ -39,6 +39,7 @@ from msgspec.structs import replace
 
 from kvtier.config import PRIMARY_NAME, EngineConfig, TierConfig, TierLimits, tier_options
 from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.engine.metrics import EngineStats
 from kvtier.errors import ConfigError, TraceError
 from kvtier.memory import PAGE_BYTES
 from kvtier.policies import LRU
@@ -100,6 +101,8 @@ class VirtualReplay:
         self.times_to_first_token_s: dict[str, array[float]] = {WITH_TIERING: array("d")}
         """Those without tiering, where they are wanted, are there once all requests have been replayed."""
         self._compared = compared
+        self.stats: EngineStats | None = None
+        """The engine's own figures, at the end."""
         self._requests = requests
         self._config = config
         self._source = source
@@ -121,7 +124,8 @@ class VirtualReplay:
                 await self._replay(client, arrivals, progress)
                 self.tally.drained = await manager.drain()
             finally:
-                self.tally.sample(manager.stats(), client.seconds)
+                self.stats = manager.stats()
+                self.tally.sample(self.stats, client.seconds)
         return self.tally
 
     async def _replay(self, client: Client, arrivals: Sequence[float], progress: Callable[[], None]) -> None:
@@ -345,6 +349,7 @@ def default_model(extent: Extent, block_tokens: int) -> EngineConfig:
         "bandwidth_bytes_per_s": SSDS * int(SSD.load_bytes_per_s),
         "store_bandwidth_bytes_per_s": SSDS * int(SSD.store_bytes_per_s),
         "concurrency": SSDS * SSD.concurrency,
+        "loads_first": True,
     }
     return EngineConfig(
         cpu_bytes_to_use=primary_rows(extent) * chunk_bytes,
@@ -421,6 +426,7 @@ def _disk_options(disk: Disk) -> dict[str, Any]:
         "bandwidth_bytes_per_s": int(disk.load_bytes_per_s),
         "store_bandwidth_bytes_per_s": int(disk.store_bytes_per_s),
         "concurrency": disk.concurrency,
+        "loads_first": True,
     }
 
 

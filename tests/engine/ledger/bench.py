@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from kvtier.backend.keys import OffloadKey, chunk_hash, make_offload_key
 from kvtier.engine.answers import EventLog
 from kvtier.engine.ledger import Ledger, LedgerLimits, LookupResult, StorePlan
+from kvtier.engine.prefill import PrefillSpeed
 from kvtier.engine.requests import Position, Request
 from kvtier.engine.tier import TierMatcher, TierSpec
 from kvtier.policies import policy_class
@@ -22,6 +23,7 @@ from kvtier.runner.messages import (
     Rank,
     Returned,
     Scanned,
+    TierSpeed,
     pack_keys,
     pack_rows,
     unpack_keys,
@@ -52,15 +54,26 @@ class Bench:
         lease_rows_max: int | None = None,
         lease_s: float = 10.0,
         action_chunks: int = 64,
+        computing_s: float | None = None,
+        late_margin: float = 1.5,
     ) -> None:
+        """`computing_s`: what the LLM engine takes for a chunk, of one token and one byte; None: nobody knows."""
         specs = [self.spec(f"tier{index}") for index in range(tiers)] if isinstance(tiers, int) else tiers
-        limits = LedgerLimits(cascade_rows_max or rows, lease_rows_max or rows, lease_s, action_chunks)
+        limits = LedgerLimits(
+            cascade_rows_max or rows, lease_rows_max or rows, lease_s, action_chunks, late_margin=late_margin
+        )
         self.events = EventLog(10_000)
         self.observed: list[tuple[str, str, float]] = []
         self.acknowledged: list[int] = []
         self.ranked: list[tuple[int, str]] = []  # Tiers, and the keys that each heard of.
         self.ledger = Ledger(
-            rows, policy_class(policy)(rows), specs, limits, self.events, lambda *seen: self.observed.append(seen)
+            rows,
+            policy_class(policy)(rows),
+            specs,
+            limits,
+            self.events,
+            lambda *seen: self.observed.append(seen),
+            PrefillSpeed(None if computing_s is None else 1 / computing_s),
         )
         self.now = 0.0
         self.ledger.begin_step(self.now)
@@ -133,6 +146,10 @@ class Bench:
     def holds(self, names: str, tier: int = 0) -> None:
         """Have a tier report that it holds these keys."""
         self.ledger.apply(Found(tier, pack_keys(keys_of(names))))
+
+    def takes(self, fixed_s: float, chunk_s: float, tier: int = 0, *, stored_s: float = 0.0) -> None:
+        """Have the runner report how fast a tier is: for each load, chunk that is loaded, and chunk being stored."""
+        self.ledger.apply(TierSpeed(tier, fixed_s, chunk_s, stored_s, ()))
 
     def knows_all(self, tier: int = 0, *, complete: bool = True) -> None:
         """Have a tier report that it has reported everything."""

@@ -1,0 +1,129 @@
+"""The worth of loads: a request's leading part is loaded as far as that saves most time against computing it.
+
+A load is expected to take what its tier's speed says for its bytes and those ahead of it. Several tiers load side by
+side, so that the slowest of them decides when the leading part is there. What follows it is computed.
+
+A tier whose loads are declined is heard of no more. So now and then a few chunks are loaded for nobody, to see whether
+it has become faster.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from kvtier.engine.outbox import Run
+from kvtier.engine.prefill import PrefillSpeed
+from kvtier.engine.tier import Tier
+
+EXPLORED_CHUNKS = 2  # Loaded for nobody: the first says what a call costs, both together what their bytes cost.
+EXPLORE_EVERY_S = 1.0  # In every tier that is declined: a hundredth of what it can do, if a chunk takes it 5 ms.
+
+
+class Choice(NamedTuple):
+    """The leading part that is worth its load."""
+
+    end: int  # Its end, as a place among what the request looked up in the step.
+    seconds: float  # That its load is expected to take; 0 if that is not known, or nothing is loaded.
+    computing_s: float  # That computing it would take.
+
+
+class Worth:
+    """Weighs loads against computing. Off while the prefill speed is not known."""
+
+    def __init__(self, prefill: PrefillSpeed, *, chunk_tokens: int, row_bytes: int, late_margin: float) -> None:
+        self._prefill = prefill
+        self.chunk_tokens = chunk_tokens
+        self._row_bytes = row_bytes
+        self._late_margin = late_margin
+        self.token_s = 0.0
+        """What computing one token takes, in this step; 0: loads are not weighed."""
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Take the prefill speed as it is now, for a whole step."""
+        speed = self._prefill.tokens_per_s
+        self.token_s = 0.0 if speed is None else 1.0 / speed
+
+    @property
+    def chunk_s(self) -> float:
+        """What computing one chunk takes."""
+        return self.chunk_tokens * self.token_s
+
+    def patience_s(self, computing_s: float) -> float:
+        """Return how long to wait for what could be computed in so many seconds."""
+        return self._late_margin * computing_s
+
+    def never(self, tier: Tier) -> bool:
+        """Say whether no number of chunks of this tier is worth a load: each takes longer than its computing."""
+        speed = tier.speed
+        return speed is not None and speed.load_s_per_byte * self._row_bytes >= self.chunk_s
+
+    def load_s(self, tier: Tier, chunks: int, now: float) -> float:
+        """Return how long a tier is expected to take for so many chunks, behind what it loads and stores already.
+
+        Of a tier that was never heard of nothing is known. One load shows what it can do; others do not wait for it.
+        """
+        if tier.speed is None:
+            return math.inf if tier.loading else 0.0
+        load_bytes, storing_bytes = (tier.loading + chunks) * self._row_bytes, len(tier.storing) * self._row_bytes
+        return tier.speed.seconds(load_bytes, storing_bytes) * tier.slowdown(now)
+
+    def choose(self, runs: Sequence[Run], looked_up: int, queued: Mapping[Tier, int], now: float) -> Choice:
+        """Choose how much of a request's leading part to load.
+
+        `runs` are what could be loaded, by place among the `looked_up` keys; what lies between them is there. `queued`
+        are chunks that go before them in this step.
+        """
+        first, chunk_s = runs[0].start, self.chunk_s
+        chunks = dict(queued)
+        best, most_s, slowest_s = Choice(first, 0.0, 0.0), 0.0, 0.0
+        for index, run in enumerate(runs):
+            tier, before = run.tier, chunks.get(run.tier, 0)
+            last = index + 1 == len(runs)
+            chunks[tier] = before + run.end - run.start
+            whole_s = self.load_s(tier, chunks[tier], now)
+            if (
+                slowest_s and whole_s > slowest_s
+            ):  # What comes while another tier loads what is before it costs nothing.
+                free = self._within(tier, before, run.end - run.start, slowest_s, now)
+                computing_s = (run.start + free - first) * chunk_s
+                if free and computing_s - slowest_s > most_s:
+                    best, most_s = Choice(run.start + free, slowest_s, computing_s), computing_s - slowest_s
+            slowest_s = max(slowest_s, whole_s)
+            end = looked_up if last else runs[index + 1].start
+            computing_s = (end - first) * chunk_s
+            if computing_s - slowest_s > most_s:
+                best, most_s = Choice(end, slowest_s, computing_s), computing_s - slowest_s
+        return best
+
+    def choose_all(
+        self, runs: Sequence[Run], looked_up: int, tokens: int, queued: Mapping[Tier, int], now: float
+    ) -> Choice:
+        """Choose all or nothing, where a leading part is of no use by itself: of models with several groups."""
+        chunks = dict(queued)
+        for run in runs:
+            chunks[run.tier] = chunks.get(run.tier, 0) + run.end - run.start
+        seconds = max(self.load_s(run.tier, chunks[run.tier], now) for run in runs)
+        computing_s = tokens * self.token_s
+        return Choice(looked_up, seconds, computing_s) if seconds < computing_s else Choice(runs[0].start, 0.0, 0.0)
+
+    def explores(self, tier: Tier, queued: Mapping[Tier, int], now: float) -> bool:
+        """Say whether to load something of a tier for nobody; if so, it counts as heard of.
+
+        It is time for that where nothing was heard of the tier for a while.
+        """
+        if tier.loading or queued.get(tier) or now - tier.heard_at < EXPLORE_EVERY_S:
+            return False
+        tier.heard_at = now
+        return True
+
+    def _within(self, tier: Tier, before: int, chunks: int, seconds: float, now: float) -> int:
+        """Return how many of so many chunks a tier loads in the time, behind those before."""
+        least, most = 0, chunks
+        while least < most:
+            middle = (least + most + 1) // 2
+            if self.load_s(tier, before + middle, now) <= seconds:
+                least = middle
+            else:
+                most = middle - 1
+        return least

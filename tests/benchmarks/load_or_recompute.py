@@ -1,0 +1,152 @@
+"""Load or recompute over a real trace, in virtual time: what requests wait, and what hits are given up for it.
+
+    python -m tests.benchmarks.load_or_recompute TRACE [--limit N] [--speeds 0.2,1,7] [--memory-gib 256]
+
+Each disk is replayed twice: once the engine loads whatever a tier has, once it weighs. `slow` is a disk of 7 GB/s that
+is twenty times as slow for a minute. Times to first token are given as shares of those without tiering. A disk writes
+four sevenths as fast as it reads, and takes what it writes in five seconds.
+"""
+
+import argparse
+import asyncio
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from kvtier.config import EngineConfig, TierConfig, TierLimits
+from kvtier.testing.virtual_time import VirtualTimeLoop
+from kvtier.tools.replay.replay import ChunkSource, Tally
+from kvtier.tools.replay.traces import Trace
+from kvtier.tools.replay.virtual import (
+    GPU_CACHE_TOKENS,
+    KV_BYTES_PER_TOKEN,
+    SSD,
+    WITH_TIERING,
+    WITHOUT_TIERING,
+    Prefill,
+    VirtualReplay,
+    scale_model,
+)
+
+DISK = "disk"
+DISK_BYTES = 4 << 40
+QUEUE_S = 5.0  # Of writes; more would only run into the tier's deadline.
+SLOW_AT_S, SLOW_FOR_S, SLOW_FACTOR = 200.0, 60.0, 20.0
+
+
+class Case(NamedTuple):
+    """One disk, and whether loads from it are weighed."""
+
+    trace: str
+    limit: int | None
+    memory_bytes: int
+    gb_per_s: float
+    slow: bool
+    weighed: bool
+
+
+class Outcome(NamedTuple):
+    """The figures of one replay."""
+
+    hit_ratio: float
+    p50: float  # Of the times to first token, as shares of those without tiering.
+    p99: float
+    declined: int
+    given_up: int
+    expected_s: float
+    loaded_s: float
+    wrong_chunks: int
+
+
+def config_of(case: Case, chunk_bytes: int, block_tokens: int, prefill: Prefill) -> EngineConfig:
+    load_bytes_per_s = int(case.gb_per_s * 1e9)
+    store_bytes_per_s = int(load_bytes_per_s * SSD.store_bytes_per_s / SSD.load_bytes_per_s)
+    options: dict[str, Any] = {
+        "latency_s": SSD.latency_s,
+        "bandwidth_bytes_per_s": load_bytes_per_s,
+        "store_bandwidth_bytes_per_s": store_bytes_per_s,
+        "concurrency": SSD.concurrency,
+        "capacity_bytes": DISK_BYTES,
+        "loads_first": True,
+    }
+    if case.slow:
+        options |= {"slow_at_s": SLOW_AT_S, "slow_for_s": SLOW_FOR_S, "slow_factor": SLOW_FACTOR}
+    limits = TierLimits(
+        load_bytes_in_flight=1024 * chunk_bytes,
+        store_bytes_in_flight=max(chunk_bytes, int(QUEUE_S * store_bytes_per_s)),
+    )
+    return EngineConfig(
+        cpu_bytes_to_use=case.memory_bytes,
+        chunk_bytes=chunk_bytes,
+        secondary_tiers=(TierConfig(type="dummy", name=DISK, limits=limits, options=options),),
+        prefill_tokens_per_s=prefill.tokens_per_s if case.weighed else None,
+        chunk_tokens=block_tokens,
+    )
+
+
+def replayed(case: Case) -> Outcome:
+    """Replay the trace against one disk."""
+    trace, prefill = Trace(case.trace, limit=case.limit), Prefill()
+    chunk_bytes = trace.block_tokens * KV_BYTES_PER_TOKEN
+    model = scale_model(config_of(case, chunk_bytes, trace.block_tokens, prefill)).config
+    replay = VirtualReplay(
+        trace,
+        model,
+        ChunkSource(model.chunk_bytes),
+        Tally(case.limit or 1),
+        chunk_bytes=chunk_bytes,
+        block_tokens=trace.block_tokens,
+        prefill=prefill,
+        gpu_cache_blocks=prefill.slots * GPU_CACHE_TOKENS // trace.block_tokens,
+    )
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        tally = runner.run(replay.run())
+    stats = replay.stats
+    assert stats is not None
+    (tier,) = stats.tiers
+    times = replay.times_to_first_token_s
+    p50, p99 = np.quantile(times[WITH_TIERING], (0.5, 0.99)) / np.quantile(times[WITHOUT_TIERING], (0.5, 0.99))
+    return Outcome(
+        hit_ratio=tally.hit_ratio,
+        p50=float(p50),
+        p99=float(p99),
+        declined=tier.declined,
+        given_up=tier.given_up,
+        expected_s=tier.expected_seconds,
+        loaded_s=tier.loaded_seconds,
+        wrong_chunks=tally.wrong_chunks,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace")
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--speeds", default="0.2,1,7,slow")
+    parser.add_argument("--memory-gib", type=int, default=256)
+    parser.add_argument("--processes", type=int, default=1)
+    given = parser.parse_args()
+    cases = [
+        Case(given.trace, given.limit, given.memory_gib << 30, 7.0 if slow else float(speed), slow, weighed)
+        for speed in given.speeds.split(",")
+        for slow in [speed == "slow"]
+        for weighed in (False, True)
+    ]
+    print("| disk | loads | hit ratio | p50 | p99 | declined | given up | expected / real s |")
+    print("|---|---|---|---|---|---|---|---|")
+    with ProcessPoolExecutor(given.processes, mp_context=get_context("spawn")) as pool:
+        for case, found in zip(cases, pool.map(replayed, cases), strict=True):
+            name = f"{case.gb_per_s:g} GB/s" + (", slow for a minute" if case.slow else "")
+            print(
+                f"| {name} | {'weighed' if case.weighed else 'always'} | {found.hit_ratio:.4f} | {found.p50:.3f} | "
+                f"{found.p99:.3f} | {found.declined:,} | {found.given_up:,} | "
+                f"{found.expected_s:,.0f} / {found.loaded_s:,.0f} |",
+                flush=True,
+            )
+            assert found.wrong_chunks == 0
+
+
+if __name__ == "__main__":
+    main()

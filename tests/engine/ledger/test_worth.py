@@ -1,0 +1,317 @@
+"""Loads that are weighed against computing: what is declined, what is given up, and what is tried again."""
+
+from collections.abc import Callable
+
+import pytest
+
+from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY
+from kvtier.engine.worth import EXPLORE_EVERY_S, EXPLORED_CHUNKS
+from kvtier.runner.messages import Action, Code, Promote, unpack_keys
+from tests.engine.ledger.bench import SECONDS, Bench, names_of
+
+
+@pytest.fixture
+def tier(bench: type[Bench]) -> Callable[..., Bench]:
+    """Make a ledger whose tiers hold a to f; computing a chunk takes a second."""
+
+    def make(*, rows: int = 16, tiers: int = 1, **options: object) -> Bench:
+        made = bench(rows, tiers, **{"computing_s": 1.0, **options})
+        for index in range(tiers):
+            made.knows_all(index)
+        made.holds("abcdef")
+        return made
+
+    return make
+
+
+def loads(actions: list[Action]) -> dict[int, str]:
+    """Name what is loaded, by tier."""
+    named: dict[int, str] = {}
+    for action in actions:
+        if isinstance(action, Promote):
+            named[action.tier] = named.get(action.tier, "") + names_of(unpack_keys(action.keys))
+    return named
+
+
+# What is declined.
+
+
+def test_loads_that_save_time_are_sent_as_if_nothing_was_weighed(tier: Callable[..., Bench]) -> None:
+    weighed, plain = tier(), tier(computing_s=None)
+    for each in (weighed, plain):
+        each.takes(0.1, 0.01)
+        request = each.request()
+        assert each.lookup("abcdef", request) == [HIT_PENDING] * 6
+        actions = each.step()
+        assert loads(actions) == {0: "abcdef"}
+        each.finish_all(actions)
+        assert each.lookup("abcdef", request) == [HIT] * 6
+        each.load("abcdef", request)
+        each.ledger.finish(request)
+        each.step()
+        assert each.settled()
+        assert each.ledger.counters.misses == 0
+        assert each.ledger.tiers[0].counters.hits == 6
+
+
+def test_a_tier_that_is_slower_than_computing_is_a_miss_in_the_same_look_up(tier: Callable[..., Bench]) -> None:
+    bench = tier()
+    bench.takes(0.0, 1.0)
+    request = bench.request()
+    assert bench.lookup("a", request) == [MISS]
+    assert loads(bench.step()) == {}
+    assert bench.lookup("a", request) == [MISS]
+    assert bench.settled()
+    counters = bench.ledger.tiers[0].counters
+    assert (counters.declined, counters.declined_requests, counters.declined_seconds) == (1, 1, 1.0)
+    assert bench.ledger.counters.misses == 1
+
+
+def test_what_is_not_worth_its_load_at_the_steps_end_is_a_miss_from_then_on(tier: Callable[..., Bench]) -> None:
+    bench = tier()
+    bench.takes(3.0, 0.5)
+    request = bench.request()
+    assert bench.lookup("abcdef", request) == [HIT_PENDING] * 6
+    assert loads(bench.step()) == {}
+    assert bench.lookup("abcdef", request) == [MISS] * 6
+    bench.step()
+    assert bench.settled()
+    counters = bench.ledger.tiers[0].counters
+    assert (counters.declined, counters.declined_requests, counters.promoted) == (6, 1, 0)
+    assert counters.declined_seconds == pytest.approx(6.0)
+
+
+def test_a_longer_prompt_may_be_worth_a_load_that_a_shorter_one_is_not(tier: Callable[..., Bench]) -> None:
+    bench = tier()
+    bench.takes(2.0, 0.5)
+    short, long = bench.request("short"), bench.request("long")
+    bench.lookup("abc", short)
+    assert loads(bench.step()) == {}
+    bench.lookup("abcdef", long)
+    assert loads(bench.step()) == {0: "abcdef"}
+
+
+def test_what_is_in_the_primary_behind_a_load_counts_for_it(tier: Callable[..., Bench]) -> None:
+    bench = tier()
+    bench.takes(2.0, 0.5)
+    bench.stored_alone("bcd")
+    request = bench.request()
+    assert bench.lookup("abcd", request) == [HIT_PENDING, HIT, HIT, HIT]
+    assert loads(bench.step()) == {0: "a"}
+
+
+def test_what_a_tier_loads_already_goes_before(tier: Callable[..., Bench]) -> None:
+    bench = tier()
+    bench.takes(0.0, 0.6)
+    bench.lookup("abcd", bench.request("first"))
+    assert loads(bench.step()) == {0: "abcd"}
+    second = bench.request("second")
+    bench.lookup("ef", second)
+    assert loads(bench.step()) == {}
+    assert bench.lookup("ef", second) == [MISS, MISS]
+
+
+def test_what_goes_before_in_the_same_step_counts_like_what_is_under_way(tier: Callable[..., Bench]) -> None:
+    bench = tier()
+    bench.takes(0.0, 0.6)
+    bench.lookup("abcd", bench.request("first"))
+    bench.lookup("ef", bench.request("second"))
+    assert loads(bench.step()) == {0: "abcd"}
+
+
+def test_what_a_tier_stores_meanwhile_counts_as_the_tier_has_shown(tier: Callable[..., Bench]) -> None:
+    bench = tier()
+    bench.takes(0.0, 0.1, stored_s=2.0)
+    bench.store("xyz")
+    bench.step()
+    bench.lookup("abcdef")
+    assert loads(bench.step()) == {}
+
+
+def test_of_two_tiers_the_leading_part_is_loaded_that_saves_most(tier: Callable[..., Bench]) -> None:
+    bench = tier(tiers=2, rows=32)
+    bench.holds("ghijkl", tier=1)
+    bench.takes(3.0, 0.0)
+    bench.takes(0.0, 1.2, tier=1)
+    request = bench.request()
+    bench.lookup("abcdefghijkl", request)
+    sent = bench.step()
+    assert loads(sent) == {0: "abcdef", 1: "gh"}, "what comes while the first tier loads is free"
+    bench.finish_all(sent)
+    assert bench.lookup("abcdefghijkl", request) == [HIT] * 8 + [MISS] * 4
+
+
+def test_a_tier_that_was_never_heard_of_loads_for_one_request_first(tier: Callable[..., Bench]) -> None:
+    bench = tier()
+    bench.lookup("abc", bench.request("first"))
+    sent = bench.step()
+    assert loads(sent) == {0: "abc"}
+    bench.lookup("def", bench.request("second"))
+    assert loads(bench.step()) == {}
+    bench.finish_all(sent)
+    bench.takes(0.0, 0.1)
+    bench.lookup("def", bench.request("third"))
+    assert loads(bench.step()) == {0: "def"}
+
+
+def test_a_request_that_shares_chunks_with_a_declined_one_is_weighed_for_itself(tier: Callable[..., Bench]) -> None:
+    bench = tier()
+    bench.takes(3.5, 0.1)
+    short, long = bench.request("short"), bench.request("long")
+    assert bench.lookup("abc", short) == [HIT_PENDING] * 3
+    assert bench.lookup("abcdef", long) == [HIT_PENDING] * 6
+    assert loads(bench.step()) == {}
+    assert bench.lookup("abc", short) == [MISS] * 3
+    assert bench.lookup("abcdef", long) == [HIT_PENDING] * 6
+    sent = bench.step()
+    assert loads(sent) == {0: "abcdef"}
+    assert bench.lookup("abc", short) == [MISS] * 3, "though it is on its way"
+    bench.finish_all(sent)
+    assert bench.lookup("abcdef", long) == [HIT] * 6
+
+
+def test_a_request_is_not_declined_before_every_tier_has_said_what_it_has(bench: type[Bench]) -> None:
+    ledger = bench(16, computing_s=1.0)
+    ledger.takes(3.0, 0.1)
+    ledger.holds("ab")
+    request = ledger.request()
+    assert ledger.lookup("abcdef", request) == [HIT_PENDING] * 2 + [RETRY] * 4
+    (probe,) = ledger.step()
+    ledger.answer(probe, True)
+    assert ledger.lookup("abcdef", request) == [HIT_PENDING] * 6
+    assert loads(ledger.step()) == {0: "abcdef"}
+
+
+@pytest.mark.parametrize("fixed_s", [5.0, 6.5])
+def test_a_model_of_several_groups_needs_all_or_nothing(tier: Callable[..., Bench], fixed_s: float) -> None:
+    bench = tier()
+    bench.takes(fixed_s, 0.0)
+    ends = dict(zip(bench.keys("abcdef"), (3, 4, 5, 6, 7, 8), strict=True))
+    request = bench.request(position=lambda key: ends[key])
+    backwards = "fedcba"  # As a sliding window is looked up: its last token is what all before it was computed for.
+    bench.lookup(backwards, request)
+    assert loads(bench.step()) == {0: backwards}
+    bench.takes(9.0, 0.0)
+    bench.lookup(backwards, bench.request("late", position=lambda key: ends[key]))
+    assert loads(bench.step()) == {}
+
+
+# What is late.
+
+
+def test_a_load_that_is_late_is_given_up_and_a_hit_for_the_next_request(tier: Callable[..., Bench]) -> None:
+    bench = tier()
+    bench.takes(0.1, 0.1)
+    request = bench.request()
+    bench.lookup("abcd", request)
+    sent = bench.step(5.9)
+    assert bench.lookup("abcd", request) == [HIT_PENDING] * 4
+    bench.step(0.2)
+    assert bench.lookup("abcd", request) == [MISS] * 4
+    bench.step()
+    assert not bench.settled(), "the rows are the transfer's until it ends"
+    assert bench.ledger.tiers[0].counters.given_up == 1
+    bench.finish_all(sent)
+    assert bench.settled()
+    assert bench.lookup("abcd", bench.request("next")) == [HIT] * 4
+
+
+def test_who_gave_up_a_load_stores_nothing_over_it(tier: Callable[..., Bench]) -> None:
+    bench = tier()
+    bench.takes(0.1, 0.1)
+    request = bench.request()
+    bench.lookup("abcd", request)
+    (load,) = bench.step(100.0)
+    assert bench.lookup("abcd", request)[0] is MISS
+    plan = bench.store("abcdgh", request)
+    assert plan is not None
+    assert names_of(plan.keys) == "gh"
+    bench.fail(load, Code.FAILED)
+    assert bench.ready() == "gh"
+
+
+def test_what_came_in_time_is_a_hit_when_the_rest_is_given_up(tier: Callable[..., Bench]) -> None:
+    bench = tier(action_chunks=2)
+    bench.takes(0.1, 0.1)
+    request = bench.request()
+    bench.lookup("abcdef", request)
+    first, *_ = bench.step(100.0)
+    bench.finish(first)
+    assert bench.lookup("abcdef", request)[:3] == [HIT, HIT, MISS]
+
+
+def test_a_request_that_waits_for_anothers_load_gives_it_up_in_its_own_time(tier: Callable[..., Bench]) -> None:
+    bench = tier()
+    bench.takes(0.1, 0.1)
+    first, second = bench.request("first"), bench.request("second")
+    bench.lookup("abcdef", first)
+    bench.step(1.0)
+    assert bench.lookup("ab", second) == [HIT_PENDING] * 2
+    bench.step(3.1)
+    assert bench.lookup("ab", second) == [MISS] * 2
+    assert bench.lookup("abcdef", first) == [HIT_PENDING] * 6
+
+
+def test_a_load_that_waits_longer_than_it_should_take_makes_its_tier_look_slow(tier: Callable[..., Bench]) -> None:
+    bench = tier()
+    bench.takes(0.5, 0.0)
+    bench.lookup("abcd", bench.request("first"))
+    bench.step(5.0)
+    bench.lookup("ef", bench.request("second"))
+    assert loads(bench.step()) == {}
+
+
+def test_how_long_loads_take_is_counted_beside_what_was_expected(tier: Callable[..., Bench]) -> None:
+    bench = tier(action_chunks=2)
+    bench.takes(0.1, 0.1)
+    bench.lookup("abcd")
+    bench.finish_all(bench.step())
+    counters = bench.ledger.tiers[0].counters
+    assert counters.expected_seconds == pytest.approx(0.3 + 0.5)
+    assert counters.loaded_seconds == pytest.approx(2 * SECONDS)
+
+
+# What is tried again.
+
+
+def test_a_declined_tier_is_tried_now_and_then_with_few_chunks_that_nobody_waits_for(
+    tier: Callable[..., Bench],
+) -> None:
+    bench = tier()
+    bench.takes(100.0, 0.0)
+    bench.step(EXPLORE_EVERY_S)
+    request = bench.request()
+    bench.lookup("abcdef", request)
+    sent = bench.step()
+    assert loads(sent) == {0: "abcdef"[:EXPLORED_CHUNKS]}
+    assert bench.lookup("abcdef", request) == [MISS] * 6
+    bench.lookup("abcdef", bench.request("next"))
+    assert loads(bench.step()) == {}, "not twice at a time"
+    bench.finish_all(sent)
+    bench.takes(0.1, 0.0)
+    assert bench.ledger.tiers[0].counters.explored == EXPLORED_CHUNKS
+    bench.lookup("cdef", bench.request("after"))
+    assert loads(bench.step()) == {0: "cdef"}
+
+
+def test_a_tier_that_is_declined_at_once_is_tried_too(tier: Callable[..., Bench]) -> None:
+    bench = tier()
+    bench.takes(0.0, 100.0)
+    bench.step(EXPLORE_EVERY_S)
+    assert bench.lookup("a") == [MISS]
+    sent = bench.step()
+    assert loads(sent) == {0: "a"}
+    assert bench.lookup("b") == [MISS]
+    assert loads(bench.step()) == {}
+    bench.finish_all(sent)
+    assert bench.settled()
+    assert bench.ready() == "a"
+
+
+def test_nothing_is_weighed_after_a_reset_that_was_looked_up_before_it(tier: Callable[..., Bench]) -> None:
+    bench = tier()
+    bench.takes(3.0, 0.5)
+    bench.lookup("abcdef")
+    bench.ledger.reset()
+    assert loads(bench.step()) == {}
+    assert bench.settled()

@@ -1,0 +1,117 @@
+"""Whole engines that weigh loads against computing, in virtual time and with a runner of their own."""
+
+import asyncio
+
+import pytest
+
+from kvtier.engine.answers import LookupResult
+from tests.engine.kit import CHUNK_BYTES, at_rest, found, key, ledger_in, put, settled, store, until
+
+WEIGHED = {"prefill_tokens_per_s": 100.0, "chunk_tokens": 100}  # A second a chunk.
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def dummy(chunk_s: float, **options: object) -> dict[str, object]:
+    """Describe a device that takes so long for a chunk, one after the other."""
+    return {"type": "dummy", "bandwidth_bytes_per_s": int(CHUNK_BYTES / chunk_s), **options}
+
+
+async def prepared(open_engine, tier, *, rows=16, chunks=8, **fields):
+    """Open an engine whose tier holds some chunks and has loaded one, and whose primary holds none."""
+    engine = await open_engine(rows, tier, **WEIGHED, **fields)
+    await put(engine, range(chunks))
+    assert await engine.drain(deadline_s=1_000)
+    assert await engine.reset()
+    return engine
+
+
+@pytest.mark.virtual_time
+async def test_a_fetch_of_what_is_faster_computed_returns_at_once_with_nothing(open_engine):
+    engine = await prepared(open_engine, dummy(2.0))
+    assert await found(engine, [0]) == 0  # The first load shows how slow the tier is, and is given up.
+    assert await engine.drain()
+    begun = now()
+    assert await found(engine, range(1, 8)) == 0
+    assert now() == begun
+    (tier,) = engine.stats().tiers
+    assert tier.declined > 0
+    assert await at_rest(engine)
+
+
+@pytest.mark.virtual_time
+async def test_a_fetch_of_a_late_load_goes_on_after_the_margin(open_engine):
+    engine = await prepared(open_engine, dummy(0.1, slow_at_s=100.0, slow_for_s=60.0), late_margin=1.5)
+    assert await found(engine, range(4)) == 4
+    assert await engine.reset()
+    await asyncio.sleep(100.0 - now())
+    begun = now()
+    assert await found(engine, range(5)) == 0
+    assert now() == begun + 1.5 * 5
+    assert not settled(engine), "the load goes on"
+    assert await engine.drain()
+    assert settled(engine)
+    assert await found(engine, range(5)) == 5, "what came late is a hit for the next"
+    assert now() == begun + 20 * 0.1 * 5
+    (tier,) = engine.stats().tiers
+    assert tier.given_up == 1
+
+
+@pytest.mark.virtual_time
+async def test_a_tier_that_slows_down_for_a_minute_is_left_alone_and_used_again(open_engine):
+    engine = await prepared(open_engine, dummy(0.1, slow_at_s=100.0, slow_for_s=60.0), rows=64, chunks=32)
+    loaded: dict[int, int] = {}
+    for second in range(10, 200):
+        await asyncio.sleep(max(0.0, second - now()))
+        begun = now()
+        first = second % 4 * 8
+        loaded[second] = await found(engine, range(first, first + 8))
+        assert now() - begun <= 1.5 * 8, "never much longer than computing"
+        assert await engine.drain()
+        assert await engine.reset()
+    seconds = [second for second, chunks in loaded.items() if chunks]
+    assert set(range(11, 99)) <= set(seconds)
+    assert not [second for second in seconds if 120 < second < 158]
+    assert set(range(167, 200)) <= set(seconds)
+
+
+@pytest.mark.virtual_time
+async def test_while_no_prefill_speed_is_known_every_load_is_waited_for(open_engine):
+    engine = await open_engine(16, dummy(2.0))
+    await put(engine, range(8))
+    assert await engine.drain(deadline_s=1_000)
+    assert await engine.reset()
+    begun = now()
+    assert await found(engine, range(8)) == 8
+    assert now() == begun + 16
+    (tier,) = engine.stats().tiers
+    assert (tier.declined, tier.given_up, tier.explored, tier.expected_seconds) == (0, 0, 0, 0.0)
+
+
+@pytest.mark.virtual_time
+async def test_a_noted_prefill_speed_has_loads_weighed_from_the_next_step_on(open_engine):
+    engine = await open_engine(16, dummy(2.0), chunk_tokens=100)
+    await put(engine, range(8))
+    assert await engine.drain(deadline_s=1_000)
+    assert await engine.reset()
+    assert await found(engine, range(2)) == 2
+    engine.note_prefill(100_000, 1_000.0)
+    engine.steps.end_step()
+    assert await found(engine, range(2, 8)) == 0
+
+
+@pytest.mark.parametrize("runner", ["thread", pytest.param("process", marks=pytest.mark.outside)])
+async def test_a_runners_speed_is_heard_wherever_it_lives(start_engine, runner):
+    engine = start_engine(16, {"type": "dummy"}, runner=runner, prefill_tokens_per_s=1.0)
+    store(engine, range(4))
+    await until(lambda: settled(engine), engine)
+    assert engine.reset()
+    engine.on_reset_flushed()
+    engine.on_new_request("r")
+    assert engine.lookup(key(0), "r") is LookupResult.HIT_PENDING
+    (tier,) = ledger_in(engine).tiers
+    await until(lambda: tier.speed is not None, engine)
+    assert engine.lookup(key(0), "r") is LookupResult.HIT
+    engine.on_request_finished("r")

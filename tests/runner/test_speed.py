@@ -1,0 +1,128 @@
+"""A tier's speed, learned from loads: what is predicted, against what then comes."""
+
+import random
+import statistics
+from collections.abc import Iterable, Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvtier.runner.speed import CLASSES, Speed, SpeedMeter, size_class
+
+MIB = 1 << 20
+MEDIAN_ERROR_MAX = 0.25
+
+
+class Device:
+    """A tier that does one load after the other, with noise: what a meter sees of it, and what it had predicted."""
+
+    def __init__(self, *, fixed_s: float, bytes_per_s: float, noise: float, seed: int = 0) -> None:
+        self.fixed_s, self.bytes_per_s, self.noise = fixed_s, bytes_per_s, noise
+        self.meter = SpeedMeter()
+        self.now = 0.0
+        self._random = random.Random(seed)
+
+    def loads(self, sizes: Iterable[int], *, pause_s: float = 0.05) -> Iterator[float]:
+        """Load batches of these sizes; give each one's relative error, where anything was predicted."""
+        for size in sizes:
+            self.now += pause_s
+            begun = self.meter.begin_load(self.now)
+            speed = self.meter.speed
+            seconds = (self.fixed_s + size / self.bytes_per_s) * self._random.lognormvariate(0.0, self.noise)
+            self.now += seconds
+            self.meter.end_load(begun, size, self.now)
+            if speed is not None:
+                yield abs(speed.seconds(size, 0) - seconds) / seconds
+
+
+def sizes(count: int, seed: int = 1) -> list[int]:
+    chosen = random.Random(seed)
+    return [chosen.choice((1, 2, 8, 32, 64)) * MIB for _ in range(count)]
+
+
+@given(
+    fixed_s=st.floats(0.0, 0.1),
+    bytes_per_s=st.floats(5e7, 2e10),
+    noise=st.floats(0.0, 0.25),
+    seed=st.integers(0, 1_000),
+)
+def test_half_of_the_predictions_are_within_a_quarter(
+    fixed_s: float, bytes_per_s: float, noise: float, seed: int
+) -> None:
+    device = Device(fixed_s=fixed_s, bytes_per_s=bytes_per_s, noise=noise, seed=seed)
+    errors = list(device.loads(sizes(200, seed)))
+    assert statistics.median(errors) <= MEDIAN_ERROR_MAX
+
+
+@pytest.mark.parametrize("factor", [20.0, 1 / 20])
+def test_a_tier_that_changes_twentyfold_is_known_after_a_dozen_loads(factor: float) -> None:
+    device = Device(fixed_s=1e-3, bytes_per_s=1e9, noise=0.1)
+    list(device.loads(sizes(200)))
+    device.fixed_s, device.bytes_per_s = device.fixed_s * factor, device.bytes_per_s / factor
+    list(device.loads(sizes(12)))
+    assert statistics.median(device.loads(sizes(50, 2))) <= MEDIAN_ERROR_MAX
+
+
+def test_one_load_that_hung_does_not_make_a_tier_look_slow() -> None:
+    device = Device(fixed_s=1e-3, bytes_per_s=1e9, noise=0.05)
+    list(device.loads(sizes(200)))
+    hung = device.meter.begin_load(device.now)
+    device.meter.end_load(hung, MIB, device.now + 10.0)
+    device.now += 10.0
+    list(device.loads(sizes(5)))
+    assert statistics.median(device.loads(sizes(50, 2))) <= MEDIAN_ERROR_MAX
+
+
+def test_loads_that_share_the_tier_say_what_it_can_do_with_all_of_them() -> None:
+    meter = SpeedMeter()
+    for number in range(50):
+        begun = [meter.begin_load(float(number)) for _ in range(4)]
+        for place, each in enumerate(begun):
+            meter.end_load(each, 25 * MIB, number + 0.9 + place * 0.02)
+    assert meter.speed is not None
+    assert meter.speed.seconds(100 * MIB, 0) == pytest.approx(0.96, rel=0.1)
+
+
+def test_stores_under_way_count_if_they_hold_loads_up() -> None:
+    meter, now = SpeedMeter(), 0.0
+    for number in range(200):
+        storing = (number % 4) * 100 * MIB
+        size = (1 + number % 3) * 10 * MIB
+        meter.begin_store(storing)
+        begun = meter.begin_load(now)
+        now += 0.001 + (size + storing) / 1e9
+        meter.end_load(begun, size, now)
+        meter.end_store(storing)
+    assert meter.speed is not None
+    assert meter.speed.seconds(20 * MIB, 300 * MIB) == pytest.approx(0.001 + 320 * MIB / 1e9, rel=0.1)
+    assert meter.speed.seconds(20 * MIB, 0) == pytest.approx(0.001 + 20 * MIB / 1e9, rel=0.25)
+
+
+def test_a_load_that_did_not_move_all_says_nothing() -> None:
+    meter = SpeedMeter()
+    meter.end_load(meter.begin_load(0.0), MIB, 1.0, moved=False)
+    assert meter.speed is None
+
+
+@given(st.lists(st.tuples(st.integers(1, 1 << 40), st.floats(0.0, 1e4), st.integers(0, 1 << 40)), max_size=40))
+def test_whatever_is_seen_no_factor_is_below_zero_and_every_prediction_is_a_time(
+    seen: list[tuple[int, float, int]],
+) -> None:
+    meter, now = SpeedMeter(), 0.0
+    for size, seconds, storing in seen:
+        meter.begin_store(storing)
+        begun = meter.begin_load(now)
+        now += seconds
+        meter.end_load(begun, size, now)
+        meter.end_store(storing)
+        now += 0.01
+    if meter.speed is not None:
+        assert min(meter.speed[:3]) >= 0.0
+        assert 0.0 < meter.speed.seconds(MIB, 0) < float("inf")
+
+
+def test_a_size_that_was_never_seen_is_predicted_along_the_line() -> None:
+    speed = Speed(1.0, 1e-6, 0.0)
+    assert speed.seconds(1_000_000, 0) == pytest.approx(2.0)
+    assert [size_class(size) for size in (0, 1 << 15, 1 << 20, 1 << 60)] == [0, 0, 2, CLASSES - 1]
