@@ -67,6 +67,9 @@ COMMANDS = {
     "trace hint": Command(
         "kvtier.tools.replay.trace_commands", "hint", "Give a trace's requests hints, true or wrong, for study."
     ),
+    "selftest": Command(
+        "kvtier.tools.selftest.command", "selftest", "Prove on this machine's GPU that every byte comes back."
+    ),
     "bench cpu": Command("kvtier.tools.bench.commands", "cpu", "Measure memory copies and checksums."),
     "bench fs": Command("kvtier.tools.bench.commands", "fs", "Measure a directory as an fs tier."),
     "bench tiers": Command("kvtier.tools.bench.commands", "tiers", "Measure the tiers of a configuration, end to end."),
