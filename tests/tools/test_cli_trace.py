@@ -75,8 +75,7 @@ def test_the_info_counts_what_is_in_a_trace(tmp_path: Path, capsys: pytest.Captu
         "best_hit_ratio": 0.6,
         "hints": {"over": 1, "class": 2},
     }
-    assert "best possible hit ratio" in shown.err
-    assert "over 1; class 2" in shown.err
+    assert shown.err == ""
 
 
 def test_hints_survive_a_conversion(log: str, tmp_path: Path) -> None:

@@ -10,11 +10,10 @@ import msgspec
 import numpy as np
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from kvtier.errors import ConfigError
 from kvtier.tools.commands import JsonOption, LimitOption, StrictOption
-from kvtier.tools.outputs import check_outputs, check_writable, write_json
+from kvtier.tools.outputs import busy, check_outputs, check_writable, note, plain_table, write_json
 from kvtier.tools.replay.logs import FORMATS, Conversion
 from kvtier.tools.replay.oracle import Saying, future, hinted
 from kvtier.tools.replay.study import measure
@@ -69,7 +68,7 @@ def info(
     check_outputs(json_path, None)
     opened = open_trace(trace, limit=limit, strict=strict)
     tally = _Tally(opened)
-    with Console(stderr=True).status(f"reading {os.path.basename(opened.path)}"):
+    with busy(f"reading {os.path.basename(opened.path)}"):
         extent = measure(tally)
     found = TraceInfo(
         trace=os.path.basename(opened.path),
@@ -115,16 +114,13 @@ def convert(
         raise ConfigError(f"--from {kind!r}: one of {', '.join(FORMATS)} accepted")
     check_writable("--output", output)
     conversion = Conversion(logs, kind=kind, block_tokens=block_tokens)
-    console = Console(stderr=True)
-    with console.status(f"reading {', '.join(map(os.path.basename, logs))}"):
+    with busy(f"reading {', '.join(map(os.path.basename, logs))}"):
         meta = {"block_size": conversion.block_tokens, "source": conversion.kind}
         write_trace(output, conversion, meta)
     times = "; without times in it, one request a second is assumed" if conversion.without_times else ""
-    console.print(
+    note(
         f"{output}: {conversion.requests:,} requests, {conversion.blocks:,} blocks of "
-        f"{conversion.block_tokens:,} tokens{times}",
-        highlight=False,
-        soft_wrap=True,
+        f"{conversion.block_tokens:,} tokens{times}"
     )
 
 
@@ -163,17 +159,14 @@ def hint(
     opened = open_trace(trace, limit=limit, strict=strict)
     saying = Saying(over, returns, error, lies, seed)
     count: Counter[str] = Counter()
-    console = Console(stderr=True)
-    with console.status(f"reading {os.path.basename(opened.path)}"):
+    with busy(f"reading {os.path.basename(opened.path)}"):
         known = future(opened, opened.block_tokens)
         meta = {**opened.meta, "block_size": opened.block_tokens, "hints": saying._asdict()}
         write_trace(output, _counted(hinted(opened, known, saying), count), meta)
-    console.print(
+    note(
         f"{output}: {count['requests']:,} requests; {count['over']:,} are said to be their sessions' last, of "
         f"{sum(known.last):,} that are; of {count['returns_in_s']:,} it is said when their sessions return, of "
-        f"{len(known.last) - known.returns_s.count(None):,} that do",
-        highlight=False,
-        soft_wrap=True,
+        f"{len(known.last) - known.returns_s.count(None):,} that do"
     )
 
 
@@ -216,7 +209,7 @@ def _lengths(lengths: "array[int]") -> Lengths:
 
 
 def _show(found: TraceInfo, console: Console) -> None:
-    table = Table(title=found.trace, show_header=False)
+    table = plain_table("", "", title=found.trace, show_header=False)
     for name, value in (
         ("requests", f"{found.requests:,}"),
         ("sessions", "not told" if found.sessions is None else f"{found.sessions:,}"),
