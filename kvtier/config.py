@@ -44,6 +44,7 @@ EventsKept = Annotated[int, msgspec.Meta(ge=1, le=EVENTS_MAX)]
 TokensPerSecond = Annotated[float, msgspec.Meta(gt=0, le=TOKENS_PER_S_MAX)]
 LateMargin = Annotated[float, msgspec.Meta(ge=1, le=LATE_MARGIN_MAX)]
 
+Part = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
@@ -67,6 +68,7 @@ class EngineLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     cascade_share: Share = 0.5  # Of rows pinned by cascades; beyond it they are dropped, so slow tiers stop no store.
     leaving_share: Share = 0.05  # Of rows that are free, or written for `cascade = "evict"`, ahead of demand.
     lease_share: Share = 0.5  # Of rows leased to waiting requests; the rest can always be evicted for running ones.
+    retained_share: Part = 0.25  # Of the primary and of each tier, retained for hints; 0: none. The rest serves others.
     lease_s: Duration = 10.0  # A request that waits longer than this is not about to run.
     action_chunks: ActionChunks = 64  # In one call to a tier: enough to fill its lanes, few enough to free rows early.
     queued_actions: QueuedActions = 1_024  # Towards the runner: seconds of work. Beyond it a tier is not keeping up.

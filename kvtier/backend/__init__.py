@@ -5,6 +5,7 @@ from kvtier.backend.contract import (
     OPTIONAL,
     Abandoned,
     Added,
+    Advised,
     Backend,
     Counted,
     Described,
@@ -56,6 +57,7 @@ from kvtier.errors import (
     NoSpace,
     TransferFailed,
 )
+from kvtier.hints import Hint
 from kvtier.settings import Count, Duration, Index, Path, PositiveDuration, PositiveSize, Share, Size
 
 __all__ = [
@@ -67,6 +69,7 @@ __all__ = [
     "SEGMENTS_SUFFIX",
     "Abandoned",
     "Added",
+    "Advised",
     "Attention",
     "Backend",
     "BackendClosed",
@@ -87,6 +90,7 @@ __all__ = [
     "Finding",
     "Fit",
     "Group",
+    "Hint",
     "Index",
     "Inventory",
     "InventoryEvent",

@@ -46,6 +46,9 @@ PRIMARY_COUNTERS = {
     "promotions_refused": "Chunks that a tier had, for which there was no row.",
     "rows_kept": "Rows that something still read when their fetch was over.",
 }
+RETENTIONS_CUT_HELP = "Chunks that hints were to retain and did not, or not for all their time."
+HINTS_IGNORED_HELP = "Hints, or parts of them, that could not be heeded."
+SKIPPED_HELP = "Chunks that were not to be stored in the tier."
 
 
 class PrimaryStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +65,8 @@ class PrimaryStats(msgspec.Struct, frozen=True, kw_only=True):
     rows_free: int
     rows_quarantined: int  # Lent to transfers that hung.
     rows_leased: int  # Kept for requests that wait.
+    rows_retained: int  # Passed over for hints when room is made.
+    retentions_cut: int  # Chunks that were to be retained and were not, or not for all their time.
     rows_in_use: int  # Given to the LLM engine to read or write, and not yet given back.
 
 
@@ -103,6 +108,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     tiers: tuple[TierStats, ...]  # In the configuration's order.
     runners_lost: int  # Ended, or were killed, before they were closed.
     events_dropped: int  # Lost because nobody took them.
+    hints_ignored: dict[str, int]  # Hints, or parts of them, by reason.
 
 
 class Metrics(Collector):
@@ -134,6 +140,7 @@ class Metrics(Collector):
             tiers=tuple(map(_tier_stats, self._ledger.tiers)),
             runners_lost=self.runners_lost,
             events_dropped=self._events.dropped,
+            hints_ignored=dict(self._ledger.hints_ignored.counts),
         )
 
     def observe(self, tier: str, operation: str, seconds: float) -> None:
@@ -150,12 +157,18 @@ class Metrics(Collector):
         yield CounterMetricFamily("kvtier_primary_evictions", "Chunks evicted for room.", primary.evictions)
         yield CounterMetricFamily("kvtier_runners_lost", "Runners that ended too early.", self.runners_lost)
         yield CounterMetricFamily("kvtier_events_dropped", "Events that nobody took in time.", self._events.dropped)
+        yield CounterMetricFamily("kvtier_primary_retentions_cut", RETENTIONS_CUT_HELP, primary.retentions_cut)
+        ignored = CounterMetricFamily("kvtier_hints_ignored", HINTS_IGNORED_HELP, labels=("reason",))
+        for reason, times in ledger.hints_ignored.counts.items():
+            ignored.add_metric((reason,), times)
+        yield ignored
         rows = GaugeMetricFamily("kvtier_primary_rows", "Rows by state.", labels=("state",))
         rows.add_metric(("ready",), len(primary.ready))
         rows.add_metric(("filling",), len(primary.filling))
         rows.add_metric(("free",), primary.rows_free)
         rows.add_metric(("quarantined",), len(primary.quarantined))
         rows.add_metric(("leased",), ledger.leases.rows)
+        rows.add_metric(("retained",), primary.retained)
         rows.add_metric(("cascading",), len(ledger.transfers.cascade_rows))
         rows.add_metric(("kept",), len(ledger.kept))
         yield rows
@@ -224,6 +237,8 @@ def _primary_stats(ledger: Ledger) -> PrimaryStats:
         rows_free=primary.rows_free,
         rows_quarantined=len(primary.quarantined),
         rows_leased=ledger.leases.rows,
+        rows_retained=primary.retained,
+        retentions_cut=primary.retentions_cut,
         rows_in_use=ledger.rows_in_use,
     )
 

@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from kvtier.backend import OffloadKey
-from kvtier.policies import Leaving, NumberOrder, Policy, number_order
+from kvtier.hints import Hint
+from kvtier.policies import HintedOrder, Leaving, NumberOrder, Policy, number_order
 
 
 class Rows(Protocol):
@@ -39,8 +40,11 @@ class Primary:
     them, and they stay the same objects.
     """
 
-    def __init__(self, rows: int, policy: Policy[OffloadKey], *, leaving_rows: int = 0) -> None:
-        """`leaving_rows`: how many leave the order before they are evicted; 0: none."""
+    def __init__(self, rows: int, policy: Policy[OffloadKey], retained_max: int = 0, *, leaving_rows: int = 0) -> None:
+        """`retained_max`: how many rows hints may have passed over when room is made.
+
+        `leaving_rows`: how many leave the order before they are evicted; 0: none.
+        """
         self.rows = rows
         self.ready: dict[OffloadKey, int] = {}
         self.filling: dict[OffloadKey, int] = {}
@@ -55,6 +59,8 @@ class Primary:
         self.leaving: Leaving[int] | None = Leaving(order, leaving_rows) if leaving_rows else None
         self.evicted_rows: Sequence[int] = ()  # Of what `reserve` evicted last, in the order of the keys.
         self._order: NumberOrder = order if self.leaving is None else self.leaving
+        self._hinted: HintedOrder[int] | None = None  # The same order, from the first hint on.
+        self._retained_max = retained_max
 
     @property
     def rows_free(self) -> int:
@@ -208,6 +214,59 @@ class Primary:
         idle = self._idle - sum(not pins[row] for row in self.leaving.left)
         return idle > 0 and self.leaving.leave(min(count, idle), self._keeper(()))
 
+    # Hints.
+
+    @property
+    def retained(self) -> int:
+        """How many rows are passed over when room is made."""
+        return 0 if self._hinted is None else len(self._hinted.retained)
+
+    @property
+    def retentions_cut(self) -> int:
+        """How many were to be and were not, or not for all their time."""
+        return 0 if self._hinted is None else self._hinted.retained.cut
+
+    @property
+    def takes_hints(self) -> bool:
+        """Whether there has been a hint."""
+        return self._hinted is not None
+
+    def take_hints(self) -> HintedOrder[int]:
+        """Take hints from now on: which sessions use which row is noted."""
+        if self._hinted is None:
+            if self.leaving is None:
+                self._order = self._hinted = HintedOrder(self._order, self._retained_max)
+            else:
+                self.leaving.inner = self._hinted = HintedOrder(self.leaving.inner, self._retained_max)
+        return self._hinted
+
+    def end(self, rows: Sequence[int], hint: Hint | None) -> None:
+        """Rank the rows of a request that ends: all that it has used."""
+        if hint is not None:
+            self.take_hints()
+        if self._hinted is None:
+            self._order.rank(rows)
+        else:
+            self._in_order(rows)
+            self._hinted.end(rows, hint)
+
+    def demote(self, rows: Sequence[int]) -> None:
+        """Have these rows go before all others, unless they are used again."""
+        left = () if self.leaving is None else self.leaving.left
+        self.take_hints().demote([row for row in rows if row not in left] if left else rows)
+
+    def retain(self, rows: Sequence[int], until: float, priority: int) -> int:
+        """Pass over these rows until then when room is made, as far as the share allows; return how many these are."""
+        self._in_order(rows)
+        retained = self.take_hints().retained
+        self.take_hints().retain(rows, until, priority)
+        return sum(map(retained.__contains__, rows))
+
+    def end_retentions(self, now: float) -> None:
+        """Let go of what has been retained for its time."""
+        if self._hinted is not None:
+            self._hinted.retained.expire(now)
+
     def end_step(self) -> None:
         """Let rows that were held go again, unless pinned."""
         self._held.clear()
@@ -226,11 +285,18 @@ class Primary:
         self._free = [row for row in range(self.rows - 1, -1, -1) if row not in self.quarantined]
         return gone
 
+    def _in_order(self, rows: Sequence[int]) -> None:
+        """Have what has left the order return to it: it is used."""
+        if self.leaving is not None:
+            self.leaving.bring_back(rows)
+
     def _evict(
         self, count: int, incoming: Sequence[OffloadKey], offered: Collection[OffloadKey]
     ) -> list[OffloadKey] | None:
         if count > self._idle:
             return None
+        if self._hinted is not None and (short := count - (self._idle - len(self._hinted.retained))) > 0:
+            self._hinted.retained.let_go(short)  # Or else every row would be looked at, to find that there are too few.
         rows = self._order.evict(count, self._keeper(offered), incoming)
         if rows is None:
             return None

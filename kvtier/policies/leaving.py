@@ -18,7 +18,7 @@ class Leaving(Generic[K]):
 
     def __init__(self, order: "NumberOrder | Policy[K]", ahead: int) -> None:
         """`ahead`: who have left and are still there, when one goes and another leaves."""
-        self._order: Any = order
+        self.inner: Any = order  # Who takes hints wraps it, and calls `bring_back` before it speaks of keys.
         self._ahead = ahead
         self.left: OrderedDict[K, None] = OrderedDict()  # Who left first comes first.
         self._news: list[K] = []
@@ -30,7 +30,7 @@ class Leaving(Generic[K]):
 
     def leave(self, count: int, keep: Callable[[K], int]) -> bool:
         """Have so many more leave; False, and nothing changed, if fewer may."""
-        chosen = self._order.evict(count, keep)
+        chosen = self.inner.evict(count, keep)
         if chosen is None:
             return False
         self._leave(chosen)
@@ -40,28 +40,28 @@ class Leaving(Generic[K]):
 
     def insert(self, keys: Sequence[K], after: K | None = None) -> None:
         if after is None or after in self.left:
-            self._order.insert(keys)
+            self.inner.insert(keys)
         else:
-            self._order.insert(keys, after)
+            self.inner.insert(keys, after)
 
     def insert_coldest(self, keys: Iterable[K]) -> None:
-        self._order.insert_coldest(keys)
+        self.inner.insert_coldest(keys)
 
     def touch(self, keys: Sequence[K]) -> None:
-        self._return(keys)
-        self._order.touch(keys)
+        self.bring_back(keys)
+        self.inner.touch(keys)
 
     def rank(self, keys: Sequence[K]) -> None:
-        self._return(keys)
-        self._order.rank(keys)
+        self.bring_back(keys)
+        self.inner.rank(keys)
 
     def move(self, old: K, new: K) -> None:
-        self._return((old,))
-        self._order.move(old, new)
+        self.bring_back((old,))
+        self.inner.move(old, new)
 
     def remove(self, keys: Sequence[K]) -> None:
         left = self.left
-        self._order.remove([key for key in keys if key not in left] if left else keys)
+        self.inner.remove([key for key in keys if key not in left] if left else keys)
         for key in keys:
             left.pop(key, None)
 
@@ -82,20 +82,20 @@ class Leaving(Generic[K]):
         return victims + chosen[:missing]
 
     def grow(self, capacity: int) -> None:
-        self._order.grow(capacity)
+        self.inner.grow(capacity)
 
     def _chosen(self, count: int, keep: Callable[[K], int], incoming: Sequence[Any]) -> list[K] | None:
-        return self._order.evict(count, keep, incoming) if count else []
+        return self.inner.evict(count, keep, incoming) if count else []
 
     def _leave(self, keys: Sequence[K]) -> None:
         self.left.update(dict.fromkeys(keys))
         self._news += keys
 
-    def _return(self, keys: Sequence[K]) -> None:
+    def bring_back(self, keys: Sequence[K]) -> None:
         """Put back into the inner order what had left it."""
         left = self.left
         back = [key for key in keys if key in left] if left else []
         if back:
             for key in back:
                 del left[key]
-            self._order.insert(back)
+            self.inner.insert(back)

@@ -20,12 +20,12 @@ from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
+    Advice,
     Cascade,
     Finished,
     LocalMessage,
     Message,
     Promote,
-    Rank,
     Returned,
     RunnerBack,
     RunnerGone,
@@ -298,7 +298,7 @@ class TierClient:
     def _refuse(self, actions: Sequence[Action], now: float) -> None:
         """Settle actions that the bridge did not take."""
         self._inbox.refuse(actions, now)
-        self._let_go(action.id for action in actions if not isinstance(action, Acknowledge | Rank))
+        self._let_go(action.id for action in actions if not isinstance(action, Acknowledge | Advice))
 
     def _credit(self, message: Finished) -> None:
         """Enter what moved into the part's job."""

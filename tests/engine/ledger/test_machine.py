@@ -114,6 +114,7 @@ class Engine(RuleBasedStateMachine):
     @precondition(lambda self: self.hits)
     @rule(which=pick, count=st.integers(1, 3))
     def begin_load(self, which: int, count: int) -> None:
+        self.between_steps = False
         keys = list(self.hits)[:count]
         self.loads.append((keys, self.ledger.prepare_load(keys, self._request(which))))
 
@@ -146,6 +147,7 @@ class Engine(RuleBasedStateMachine):
 
     @rule(names=names, which=pick)
     def touch(self, names: str, which: int) -> None:
+        self.between_steps = False  # A second use may be written.
         self.ledger.touch(keys_of(names), self._request(which))
 
     @precondition(lambda self: len(self.requests) > 1)
