@@ -26,7 +26,7 @@ from kvtier.backend.contract import (
     backend_class,
     known_types,
 )
-from kvtier.backend.directory import Contents, Finding, Kind, Place, State, StoredFile
+from kvtier.backend.directory import MISPLACED, Contents, Finding, Kind, Place, State, StoredFile
 from kvtier.backend.inventory import InventoryQueue
 from kvtier.backend.keys import (
     NAMINGS,
@@ -62,6 +62,7 @@ from kvtier.settings import Count, Duration, Index, Path, PositiveDuration, Posi
 
 __all__ = [
     "INVENTORY_BATCH_KEYS",
+    "MISPLACED",
     "NAME_BYTES_MAX",
     "NAMINGS",
     "OPTIONAL",

@@ -84,7 +84,7 @@ class Cascades:
         """Take note that a request uses keys that the primary has, or is about to have."""
         ready = self._primary.ready
         for tier in self._second_use:
-            if not request.allows(tier.spec) or request.keeps_out(tier.spec):
+            if not request.stores_in(tier.spec):
                 continue
             seen = self._seen[tier]
             again = [key for key in keys if key in ready and not tier.last_answer(key)]
@@ -95,7 +95,7 @@ class Cascades:
         """Take note that a chunk comes from one tier; the others are owed it, as if it had been stored."""
         row = self._primary.filling[key]
         for tier in self._evict:
-            if tier.spec is not source and request.allows(tier.spec) and not request.keeps_out(tier.spec):
+            if tier.spec is not source and request.stores_in(tier.spec):
                 self._owed[row] |= tier.bit
 
     def lost(self, tier: Tier, keys: Iterable[OffloadKey]) -> None:

@@ -207,13 +207,6 @@ class Primary:
     def rank(self, rows: Sequence[int]) -> None:
         self._order.rank(rows)
 
-    def leave(self, count: int) -> bool:
-        """Have so many more rows leave the order, or as many as are idle; False if none did."""
-        assert self.leaving is not None
-        pins = self._pins
-        idle = self._idle - sum(not pins[row] for row in self.leaving.left)
-        return idle > 0 and self.leaving.leave(min(count, idle), self._keeper(()))
-
     # Hints.
 
     @property
@@ -233,11 +226,11 @@ class Primary:
 
     def take_hints(self) -> HintedOrder[int]:
         """Take hints from now on: which sessions use which row is noted."""
-        if self._hinted is None:
-            if self.leaving is None:
-                self._order = self._hinted = HintedOrder(self._order, self._retained_max)
-            else:
-                self.leaving.inner = self._hinted = HintedOrder(self.leaving.inner, self._retained_max)
+        if self._hinted is None and self.leaving is not None:
+            self._hinted = self.leaving.take_hints(self._retained_max)
+        elif self._hinted is None:
+            self._hinted = HintedOrder(self._order, self._retained_max)
+            self._order = self._hinted
         return self._hinted
 
     def end(self, rows: Sequence[int], hint: Hint | None) -> None:
@@ -247,17 +240,17 @@ class Primary:
         if self._hinted is None:
             self._order.rank(rows)
         else:
-            self._in_order(rows)
+            self._come_back(rows)
             self._hinted.end(rows, hint)
 
     def demote(self, rows: Sequence[int]) -> None:
         """Have these rows go before all others, unless they are used again."""
-        left = () if self.leaving is None else self.leaving.left
-        self.take_hints().demote([row for row in rows if row not in left] if left else rows)
+        self._come_back(rows)
+        self.take_hints().demote(rows)
 
     def retain(self, rows: Sequence[int], until: float, priority: int) -> int:
         """Pass over these rows until then when room is made, as far as the share allows; return how many these are."""
-        self._in_order(rows)
+        self._come_back(rows)
         retained = self.take_hints().retained
         self.take_hints().retain(rows, until, priority)
         return sum(map(retained.__contains__, rows))
@@ -266,6 +259,19 @@ class Primary:
         """Let go of what has been retained for its time."""
         if self._hinted is not None:
             self._hinted.retained.expire(now)
+
+    # Rows that leave the order ahead of demand.
+
+    def leave(self, count: int) -> bool:
+        """Have so many more rows leave the order, or as many as are idle; False if none did."""
+        assert self.leaving is not None
+        pins = self._pins
+        idle = self._idle - sum(not pins[row] for row in self.leaving.left)
+        return idle > 0 and self.leaving.leave(min(count, idle), self._keeper(()))
+
+    def _come_back(self, rows: Sequence[int]) -> None:
+        if self.leaving is not None:
+            self.leaving.come_back(rows)
 
     def end_step(self) -> None:
         """Let rows that were held go again, unless pinned."""
@@ -284,11 +290,6 @@ class Primary:
         self.quarantined = dict(lent)
         self._free = [row for row in range(self.rows - 1, -1, -1) if row not in self.quarantined]
         return gone
-
-    def _in_order(self, rows: Sequence[int]) -> None:
-        """Have what has left the order return to it: it is used."""
-        if self.leaving is not None:
-            self.leaving.bring_back(rows)
 
     def _evict(
         self, count: int, incoming: Sequence[OffloadKey], offered: Collection[OffloadKey]

@@ -136,6 +136,10 @@ class Request:
         """Say whether the request's chunks are to stay out of a tier, though it may use it."""
         return self.hint is not None and self.hint.keeps_out(spec.name)
 
+    def stores_in(self, spec: TierSpec) -> bool:
+        """Say whether the request's chunks are to be written to a tier."""
+        return self.allows(spec) and not self.keeps_out(spec)
+
     def leading(self, tokens: int | None, chunk_tokens: int) -> list[OffloadKey]:
         """Return the used keys of chunks that begin within so many leading tokens; None: all of them."""
         used = list(self.used)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import filterfalse, islice
 from typing import Any, Generic
 
+from kvtier.policies.hinted import HintedOrder
 from kvtier.policies.numbered import NumberOrder
 from kvtier.policies.policy import K, Policy
 
@@ -18,7 +19,7 @@ class Leaving(Generic[K]):
 
     def __init__(self, order: "NumberOrder | Policy[K]", ahead: int) -> None:
         """`ahead`: who have left and are still there, when one goes and another leaves."""
-        self.inner: Any = order  # Who takes hints wraps it, and calls `bring_back` before it speaks of keys.
+        self._order: Any = order
         self._ahead = ahead
         self.left: OrderedDict[K, None] = OrderedDict()  # Who left first comes first.
         self._news: list[K] = []
@@ -30,38 +31,52 @@ class Leaving(Generic[K]):
 
     def leave(self, count: int, keep: Callable[[K], int]) -> bool:
         """Have so many more leave; False, and nothing changed, if fewer may."""
-        chosen = self.inner.evict(count, keep)
+        chosen = self._order.evict(count, keep)
         if chosen is None:
             return False
         self._leave(chosen)
         return True
 
+    def take_hints(self, retained_max: int) -> HintedOrder[K]:
+        """Have the inner order take hints from now on; what gives one has its keys `come_back` first."""
+        self._order = hinted = HintedOrder[K](self._order, retained_max)
+        return hinted
+
+    def come_back(self, keys: Sequence[K]) -> None:
+        """Put back into the inner order what had left it."""
+        left = self.left
+        back = [key for key in keys if key in left] if left else []
+        if back:
+            for key in back:
+                del left[key]
+            self._order.insert(back)
+
     # What every order has.
 
     def insert(self, keys: Sequence[K], after: K | None = None) -> None:
         if after is None or after in self.left:
-            self.inner.insert(keys)
+            self._order.insert(keys)
         else:
-            self.inner.insert(keys, after)
+            self._order.insert(keys, after)
 
     def insert_coldest(self, keys: Iterable[K]) -> None:
-        self.inner.insert_coldest(keys)
+        self._order.insert_coldest(keys)
 
     def touch(self, keys: Sequence[K]) -> None:
-        self.bring_back(keys)
-        self.inner.touch(keys)
+        self.come_back(keys)
+        self._order.touch(keys)
 
     def rank(self, keys: Sequence[K]) -> None:
-        self.bring_back(keys)
-        self.inner.rank(keys)
+        self.come_back(keys)
+        self._order.rank(keys)
 
     def move(self, old: K, new: K) -> None:
-        self.bring_back((old,))
-        self.inner.move(old, new)
+        self.come_back((old,))
+        self._order.move(old, new)
 
     def remove(self, keys: Sequence[K]) -> None:
         left = self.left
-        self.inner.remove([key for key in keys if key not in left] if left else keys)
+        self._order.remove([key for key in keys if key not in left] if left else keys)
         for key in keys:
             left.pop(key, None)
 
@@ -82,20 +97,11 @@ class Leaving(Generic[K]):
         return victims + chosen[:missing]
 
     def grow(self, capacity: int) -> None:
-        self.inner.grow(capacity)
+        self._order.grow(capacity)
 
     def _chosen(self, count: int, keep: Callable[[K], int], incoming: Sequence[Any]) -> list[K] | None:
-        return self.inner.evict(count, keep, incoming) if count else []
+        return self._order.evict(count, keep, incoming) if count else []
 
     def _leave(self, keys: Sequence[K]) -> None:
         self.left.update(dict.fromkeys(keys))
         self._news += keys
-
-    def bring_back(self, keys: Sequence[K]) -> None:
-        """Put back into the inner order what had left it."""
-        left = self.left
-        back = [key for key in keys if key in left] if left else []
-        if back:
-            for key in back:
-                del left[key]
-            self.inner.insert(back)

@@ -8,12 +8,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 from kvtier.errors import ConfigError
 from kvtier.tools.commands import JsonOption, LimitOption, PlotOption, StrictOption, listed
-from kvtier.tools.outputs import bar, check_outputs, write_json
+from kvtier.tools.outputs import bar, check_outputs, plain_table, write_json
 from kvtier.tools.replay.study import Extent, Simulation, measure, simulation
 from kvtier.tools.replay.tiered import TierUnder, cascade_named
 from kvtier.tools.replay.traces import Trace
@@ -140,8 +139,7 @@ def _watched(hits: Iterable[int], advance: Callable[[int], None]) -> Iterator[in
 
 
 def _show(heading: str, extent: Extent, shares: Mapping[str, float], ratios: Ratios, console: Console) -> None:
-    table = Table(title=Text(heading))
-    table.add_column("cache size: share\nin blocks")
+    table = plain_table("cache size: share\nin blocks", title=heading)
     for size, share in shares.items():
         table.add_column(f"{size}\n{extent.capacity(share):,}", justify="right")
     for name, row in ratios.items():

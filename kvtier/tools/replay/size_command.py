@@ -12,19 +12,16 @@ from typing import Annotated
 import msgspec
 import typer
 from msgspec.structs import replace
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
 
 from kvtier.config import EngineConfig, TierConfig, TierLimits
 from kvtier.errors import ConfigError
 from kvtier.settings.units import parse_size
 from kvtier.testing.virtual_time import VirtualTimeLoop
 from kvtier.tools.commands import JsonOption, LimitOption, PlotOption, StrictOption, listed
-from kvtier.tools.outputs import bar, check_outputs, write_json
+from kvtier.tools.outputs import bar, busy, check_outputs, plain_table, write_json
 from kvtier.tools.replay.models import kv_bytes_per_token
 from kvtier.tools.replay.replay import GPU_NAME, Tally
 from kvtier.tools.replay.replay_command import (
@@ -147,7 +144,7 @@ def size(
     disks = listed("--disk", disk, _size, SIZES)
     per_token = _kv_bytes(kv_bytes, model)
     opened = open_trace(trace, workload=Workload(), limit=limit, strict=strict)
-    with Console(stderr=True).status(f"reading {os.path.basename(opened.path)}"):
+    with busy(f"reading {os.path.basename(opened.path)}"):
         extent = measure(opened)
     chunk_bytes = opened.block_tokens * per_token
     reads, writes = _speeds(disk_speed, disk_write_speed, bench)
@@ -358,7 +355,7 @@ def _cell(question: Question, sizes: tuple[int, int], report: Report, drive_writ
 
 
 def _show(report: SizeReport, console: Console) -> None:
-    table = Table(title=Text(f"What a cache is worth, {report.trace}"), box=SIMPLE_HEAD, pad_edge=False)
+    table = plain_table(title=f"What a cache is worth, {report.trace}")
     for heading in (
         "memory",
         "disk",
@@ -384,9 +381,11 @@ def _show(report: SizeReport, console: Console) -> None:
             "" if cell.drive_life_years is None else f"{cell.drive_life_years:,.1f}",
         )
     console.print(table)
+    console.print()
     console.print(
         f"All blocks of the trace take {decimal(report.trace_bytes)}. The best possible hit ratio is "
         f"{report.best_hit_ratio:.4f}. p50 and p99 are times to the first token.",
         highlight=False,
     )
+    console.print()
     console.print(model_table(report.model))
