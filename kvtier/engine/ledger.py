@@ -13,17 +13,18 @@ from typing import NamedTuple
 from kvtier.backend import OffloadKey
 from kvtier.config import PRIMARY_NAME, EngineConfig, TierConfig
 from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, EventKind, EventLog, LookupResult, StorePlan
+from kvtier.engine.cascades import Cascades
 from kvtier.engine.inbox import Inbox, Observe
 from kvtier.engine.outbox import Outbox, Run, Transfer, Transfers, chunks_before
 from kvtier.engine.prefetches import Prefetches
 from kvtier.engine.prefill import PrefillSpeed
 from kvtier.engine.primary import Primary
 from kvtier.engine.requests import NEVER, PROMOTIONS_MAX, Leases, Request, StepHits
-from kvtier.engine.tier import Residency, Tier, TierSpec
+from kvtier.engine.tier import WHEN_EVICTED, Residency, Tier, TierSpec
 from kvtier.engine.worth import EXPLORED_CHUNKS, Choice, Worth
 from kvtier.hints import RETAIN_S_MAX, IgnoredHints, hint_of
 from kvtier.policies import Policy, policy_class
-from kvtier.runner.messages import Action, LocalMessage, Message, RunnerBack, RunnerGone, RunnerLost
+from kvtier.runner.messages import Action, Gone, LocalMessage, Message, RunnerBack, RunnerGone, RunnerLost, unpack_keys
 
 __all__ = ["Ledger", "LedgerCounters", "LedgerLimits", "LookupResult", "StorePlan", "ledger_of", "rows_of_share"]
 
@@ -35,10 +36,11 @@ class LedgerLimits(NamedTuple):
     lease_rows_max: int  # Held for waiting requests at once.
     lease_s: float
     action_chunks: int  # Moved by one action at most.
-    retained_rows_max: int = 0  # Passed over for hints at once.
+    leaving_rows: int = 1  # Free, or written to tiers that want what leaves, ahead of demand.
     chunk_tokens: int = 1  # Whose KV a chunk holds.
     row_bytes: int = 1
     late_margin: float = 1.5  # Times what computing takes, a load may take.
+    retained_rows_max: int = 0  # Passed over for hints at once.
 
 
 class LedgerCounters:
@@ -73,7 +75,8 @@ class Ledger:
             self.prefill, chunk_tokens=limits.chunk_tokens, row_bytes=limits.row_bytes, late_margin=limits.late_margin
         )
         self._events = events or EventLog()
-        self.primary = Primary(rows, policy, limits.retained_rows_max)
+        leaving_rows = limits.leaving_rows if any(spec.cascade == WHEN_EVICTED for spec in tiers) else 0
+        self.primary = Primary(rows, policy, limits.retained_rows_max, leaving_rows=leaving_rows)
         self.tiers = [Tier(index, spec) for index, spec in enumerate(tiers)]
         self.residency = Residency()
         self.leases = Leases(self.primary, limits.lease_rows_max, limits.lease_s)
@@ -85,6 +88,14 @@ class Ledger:
             self.residency,
             self.transfers,
             cascade_rows_max=limits.cascade_rows_max,
+            action_chunks=limits.action_chunks,
+        )
+        self.cascades = Cascades(
+            self.primary,
+            self.tiers,
+            self.residency,
+            self.outbox,
+            leaving_rows=leaving_rows,
             action_chunks=limits.action_chunks,
         )
         self.inbox = Inbox(
@@ -128,6 +139,8 @@ class Ledger:
                     self.outbox.expect_hints()
             case _:
                 self.inbox.apply(message, self._now)
+                if self.cascades.owes and isinstance(message, Gone):
+                    self.cascades.lost(self.tiers[message.tier], unpack_keys(message.keys))
 
     def refuse(self, actions: Sequence[Action]) -> None:
         """Settle actions that the bridge did not take."""
@@ -138,9 +151,9 @@ class Ledger:
 
         What is not worth its load is a miss for its request from now on.
         """
+        worth = self._worth
         if self.prefetches:
             self.prefetches.step()
-        worth = self._worth
         if self.outbox.runs:
             self._weigh()
         self._hits.end(self._now, worth.patience_s(worth.chunk_s) if worth.token_s else None)
@@ -148,6 +161,8 @@ class Ledger:
             self._forgetting = dict.fromkeys(self.delete(list(self._forgetting)))
         if self._parked:
             self._cascade_parked()
+        if self.cascades.owes:
+            self.cascades.step(self._now, runner_up=self.runner_up)
         actions = self.outbox.flush(self._expect if worth.token_s else None)
         worth.begin_step()
         self._step += 1
@@ -186,7 +201,12 @@ class Ledger:
             if answer is None and (tier.index, key) in search.asked and key not in tier.asking:
                 answer = tier.last_answer(key)  # A request asks once: else answers older than a step keep it waiting.
             if answer:
-                if self._weighs(request) and self._worth.never(tier) and request not in self.outbox.runs:
+                if (
+                    request.weighed
+                    and self._worth.token_s
+                    and self._worth.never(tier)
+                    and request not in self.outbox.runs
+                ):
                     return self._decline_at_once(key, tier, request)
                 return self._promote(key, tier, request)
             if answer is not None:
@@ -218,7 +238,9 @@ class Ledger:
         search = request.search
         search.promotions[key] = search.promotions.get(key, 0) + 1
         search.sources[key] = tier.index
-        self.outbox.promote(key, tier, request, request.found if self._weighs(request) else None)
+        self.outbox.promote(key, tier, request, request.found if self._worth.token_s and request.weighed else None)
+        if self.cascades.owes:
+            self.cascades.promoted(key, tier.spec, request)
         return self._wait_for(key, request)
 
     def _wait_for(self, key: OffloadKey, request: Request) -> LookupResult:
@@ -265,9 +287,6 @@ class Ledger:
                 late_at = self._now + self._worth.patience_s(choice.computing_s)
                 request.late_at = late_at if request.late_at == NEVER else max(late_at, request.late_at)
         self.outbox.runs.clear()
-
-    def _weighs(self, request: Request) -> bool:
-        return request.weighed and self._worth.token_s > 0
 
     def _choice(self, request: Request, runs: Sequence[Run], queued: Mapping[Tier, int]) -> Choice:
         tokens = request.tokens_found(self._worth.chunk_tokens)
@@ -411,6 +430,8 @@ class Ledger:
         fresh = [key for key in present if key not in used] if used else present
         if fresh:
             self.primary.touch(self.primary.rows_of(dict.fromkeys(fresh)))
+            if self.cascades.remembers and self.runner_up:
+                self.cascades.used(fresh, request, self._now)
         elif len(keys) == len(present):
             return
         if last is None:
@@ -460,10 +481,12 @@ class Ledger:
                 continue
             if request.hint is not None and request.keeps_out(tier.spec):
                 tier.counters.skip("no_store", len(published))
-            elif self.runner_up:
-                self.outbox.cascade(published, tier, self._now)
+                continue
+            due = published if tier.at_once else self.cascades.due(published, tier)
+            if self.runner_up:
+                self.outbox.cascade(due, tier, self._now)
             else:
-                tier.counters.drop("runner", len(published))
+                tier.counters.drop("runner", len(due))
 
     def _reserve(
         self, keys: Sequence[OffloadKey], offered: Collection[OffloadKey] = (), after: OffloadKey | None = None
@@ -472,7 +495,10 @@ class Ledger:
         if len(keys) > self.primary.rows_free:
             self._hits.hold()
             self.primary.end_retentions(self._now)
-        return self.primary.reserve(keys, offered, after)
+        evicted = self.primary.reserve(keys, offered, after)
+        if evicted is not None and self.cascades.owes:
+            self.cascades.reserved(keys, evicted)
+        return evicted
 
     def _give_up(self, keys: Sequence[OffloadKey]) -> None:
         """Forget keys that the LLM engine did not store after all."""
@@ -614,6 +640,8 @@ class Ledger:
         self.leases.clear()
         self._parked.clear()
         self._hits.clear()
+        if self.cascades.owes:
+            self.cascades.clear()
         gone = self.primary.clear(self.transfers.clear() + self.kept)
         self._events.add(EventKind.REMOVED, PRIMARY_NAME, gone)
         self.kept.clear()
@@ -630,10 +658,11 @@ def ledger_of(config: EngineConfig, events: EventLog | None, observe: Observe) -
         lease_rows_max=rows_of_share(limits.lease_share, rows),
         lease_s=limits.lease_s,
         action_chunks=limits.action_chunks,
-        retained_rows_max=int(limits.retained_share * rows),
+        leaving_rows=rows_of_share(limits.leaving_share, rows),
         chunk_tokens=config.tokens_per_chunk,
         row_bytes=config.row_bytes,
         late_margin=config.late_margin,
+        retained_rows_max=int(limits.retained_share * rows),
     )
     tiers = [_spec_of(tier, config) for tier in config.secondary_tiers]
     return Ledger(rows, policy, tiers, bounds, events, observe, PrefillSpeed(config.prefill_tokens_per_s))
@@ -657,6 +686,7 @@ def _spec_of(tier: TierConfig, config: EngineConfig) -> TierSpec:
         trial_chunks=config.limits.action_chunks,
         overdue_rows_max=rows_of_share(config.limits.quarantine_share, config.rows),
         request_level=tier.request_level,
+        cascade=tier.cascade,
         medium=tier.medium,
         locality=tier.locality,
     )

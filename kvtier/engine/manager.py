@@ -232,6 +232,8 @@ class TieringOffloadingManager:
     async def aclose(self, deadline_s: float | None = None) -> int:
         """Let transfers end, close the tiers and the runner; return how many transfers were left behind.
 
+        Tiers with `cascade = "evict"` are first sent what the primary still owes them, within the same deadline.
+
         Takes at most the deadline for the transfers and once more for the closing. Once begun it goes on, even if
         cancelled. Idempotent.
         """
@@ -284,7 +286,9 @@ class TieringOffloadingManager:
 
     async def _close(self, deadline_s: float | None) -> int:
         steps, seconds = self.steps, self.steps._deadline(deadline_s)
+        steps._begin_end()
         await self.drain(deadline_s)
+        steps._say_owed()
         steps._tier_log.look(steps._clock(), last=True)
         steps._closed = True
         self._progress.stir()
@@ -366,11 +370,13 @@ class TieringOffloadingManager:
 
     async def _reserve(self, keys: Sequence[OffloadKey], request_id: str) -> StorePlan:
         """Wait for room for the keys, or for as many leading ones as there can be room for."""
+        cascades = self._ledger.cascades
         while True:
             while self._clearing:
                 await self._progress.made()
+            cascades.want(len(keys))
             self.steps.end_step()  # What a step found that nobody ends would be kept for ever.
-            if not any(key in self._ledger.primary.filling for key in keys):
+            if not any(key in self._ledger.primary.filling for key in keys) and cascades.room(len(keys)):
                 plan = self.steps.prepare_store(keys, request_id)
                 if plan is not None:
                     return plan

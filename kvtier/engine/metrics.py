@@ -36,6 +36,7 @@ TIER_COUNTERS = {
     "expected_seconds": "Seconds that the loads which came were expected to take.",
     "loaded_seconds": "Seconds that these loads took.",
 }
+SKIPPED_HELP = "Chunks that were not to be written to the tier, or not any more."
 CAUSES_HELP = "Calls of which something failed, by what lay behind it."
 PRIMARY_COUNTERS = {
     "hits": "Chunks loaded from where they lay in the primary.",
@@ -47,7 +48,6 @@ PRIMARY_COUNTERS = {
 }
 RETENTIONS_CUT_HELP = "Chunks that hints were to retain and did not, or not for all their time."
 HINTS_IGNORED_HELP = "Hints, or parts of them, that could not be heeded."
-SKIPPED_HELP = "Chunks that were not to be stored in the tier."
 
 
 class PrimaryStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,7 +79,7 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     loaded: int  # Came.
     stored: int  # The tier said so.
     dropped: dict[str, int]  # Never sent to it, by reason.
-    skipped: dict[str, int]  # Not to be stored in it, by reason.
+    skipped: dict[str, int]  # Not to be sent to it, or not any more, by reason.
     failed: dict[str, int]  # Did not move, by reason.
     transfers_failed: int  # By the tier's fault.
     probes_failed: int  # Questions that it did not answer.

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from kvtier.backend import OffloadKey
 from kvtier.engine.primary import Rows
 from kvtier.engine.requests import Request
-from kvtier.engine.tier import Residency, Tier
+from kvtier.engine.tier import WHEN_EVICTED, Residency, Tier
 from kvtier.hints import Hint
 from kvtier.runner.messages import (
     Acknowledge,
@@ -273,6 +273,11 @@ class Outbox:
         tier.breaker.take(len(queued))
         self._cascades.setdefault(tier, []).extend(queued)
 
+    def places(self, tier: Tier, now: float) -> int:
+        """Return how many chunks can cascade to a tier now without exceeding a limit."""
+        places = tier.spec.store_chunks_max - len(tier.storing)
+        return max(0, min(tier.admits(now), places, self._cascade_rows_max - len(self._transfers.cascade_rows)))
+
     def delete(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
         self._deletes.setdefault(tier, []).extend(keys)
 
@@ -302,12 +307,15 @@ class Outbox:
     @property
     def slice_chunks(self) -> int:
         """The most chunks that can cascade at once without a drop when nothing is under way."""
-        return min([self._action_chunks, self._cascade_rows_max, *(tier.spec.store_chunks_max for tier in self._tiers)])
+        most = (tier.spec.store_chunks_max for tier in self._tiers if tier.spec.cascade != WHEN_EVICTED)
+        return min([self._action_chunks, self._cascade_rows_max, *most])
 
     def room(self, chunks: int) -> bool:
         """Say whether so many chunks (at most `slice_chunks`) can cascade now without exceeding a limit."""
         return len(self._transfers.cascade_rows) + chunks <= self._cascade_rows_max and all(
-            len(tier.storing) + chunks <= tier.spec.store_chunks_max for tier in self._tiers
+            len(tier.storing) + chunks <= tier.spec.store_chunks_max
+            for tier in self._tiers
+            if tier.spec.cascade != WHEN_EVICTED
         )
 
     @property

@@ -25,8 +25,7 @@ class Prefetch:
         self.keys = keys
         self.here = 0
         self.over = False
-        self.request = Request("prefetch")
-        self.request.weighed = False
+        self.request = Request("prefetch", weighed=False)
 
 
 class Prefetches:

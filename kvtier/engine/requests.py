@@ -79,8 +79,11 @@ class Request:
         matchers: Sequence[TierMatcher] | None = None,
         load_matchers: Sequence[TierMatcher] | None = None,
         position: Position | None = None,
+        *,
+        weighed: bool = True,
     ) -> None:
         self.id = request_id
+        self.weighed = weighed  # Its loads are given up where computing is faster; a prefetch has nobody who computes.
         self.matchers = matchers  # None: every tier.
         self.load_matchers = load_matchers  # Of those, the ones that it may be loaded from; None: each of them.
         self.position = position  # None: keys are used in prefix order.
@@ -91,7 +94,6 @@ class Request:
         self.leased_hits = 0  # How many of both together, from the first on, were leased, or found no share left.
         self.waits = False  # One of them was HIT_PENDING.
         self.retried_in = 0  # The last step in which it was answered RETRY.
-        self.weighed = True  # Its loads are held against computing: of a prefetch nothing would be computed.
         self.late_at = NEVER  # When what it waits for is given up.
         self.leased: set[int] = set()
         self._search: Search | None = None
@@ -133,6 +135,10 @@ class Request:
     def keeps_out(self, spec: TierSpec) -> bool:
         """Say whether the request's chunks are to stay out of a tier, though it may use it."""
         return self.hint is not None and self.hint.keeps_out(spec.name)
+
+    def stores_in(self, spec: TierSpec) -> bool:
+        """Say whether the request's chunks are to be written to a tier."""
+        return self.allows(spec) and not self.keeps_out(spec)
 
     def leading(self, tokens: int | None, chunk_tokens: int) -> list[OffloadKey]:
         """Return the used keys of chunks that begin within so many leading tokens; None: all of them."""

@@ -22,6 +22,7 @@ from kvtier import __version__
 from kvtier.backend import OffloadKey
 from kvtier.config import EngineConfig, settled
 from kvtier.engine.answers import HIT, Event, EventLog, LookupResult, StorePlan
+from kvtier.engine.cascades import CLOSED
 from kvtier.engine.inbox import Observe
 from kvtier.engine.ledger import Ledger, ledger_of, rows_of_share
 from kvtier.engine.metrics import EngineStats, Metrics
@@ -379,11 +380,15 @@ class StepManager:
     def close(self, deadline_s: float | None = None) -> int:
         """Let transfers end, close the tiers and the runner; return how many transfers were left behind.
 
+        Tiers with `cascade = "evict"` are first sent what the primary still owes them, within the same deadline.
+
         Takes at most the deadline for the transfers and once more for the closing. Idempotent.
         """
         if self._closed:
             return 0
+        self._begin_end()
         self.drain(deadline_s)
+        self._say_owed()
         self._tier_log.look(self._clock(), last=True)
         abandoned = self._bridge.close(self._deadline(deadline_s))
         self._free()
@@ -512,6 +517,20 @@ class StepManager:
             request.storing = 0
             self._forget(request)
         return clean
+
+    def _begin_end(self) -> None:
+        """Have everything sent that tiers are owed."""
+        self._receive()
+        self._ledger.cascades.end()
+
+    def _say_owed(self) -> None:
+        """Count and log what was owed to tiers until the end."""
+        if chunks := self._ledger.cascades.give_up(CLOSED):
+            logger.warning(
+                "%s chunks were not written to tiers with cascade = 'evict' by the end's deadline: a larger close_s, "
+                "or a faster tier, would have kept them",
+                f"{chunks:,}",
+            )
 
     def _free(self) -> None:
         """Take the last outcomes and give the rows' memory back; what is still lent keeps it until it lets go."""

@@ -4,6 +4,7 @@ from kvtier.hints import Hint
 from kvtier.policies.density import Density
 from kvtier.policies.ghosts import ARC, S3FIFO
 from kvtier.policies.hinted import HintedOrder, Retained, Sessions
+from kvtier.policies.leaving import Leaving
 from kvtier.policies.numbered import KeyOrder, LinkedLRU, NumberOrder, number_order
 from kvtier.policies.plain import FIFO, LFU, LRU
 from kvtier.policies.policy import Hinted, Policy, known_policies, policy_class
@@ -19,6 +20,7 @@ __all__ = [
     "Hinted",
     "HintedOrder",
     "KeyOrder",
+    "Leaving",
     "LinkedLRU",
     "NumberOrder",
     "Policy",

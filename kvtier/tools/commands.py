@@ -64,6 +64,9 @@ COMMANDS = {
     "trace convert": Command(
         "kvtier.tools.replay.trace_commands", "convert", "Make a trace from token ids, or from what others log."
     ),
+    "selftest": Command(
+        "kvtier.tools.selftest.command", "selftest", "Prove on this machine's GPU that every byte comes back."
+    ),
     "bench cpu": Command("kvtier.tools.bench.commands", "cpu", "Measure memory copies and checksums."),
     "bench fs": Command("kvtier.tools.bench.commands", "fs", "Measure a directory as an fs tier."),
     "bench tiers": Command("kvtier.tools.bench.commands", "tiers", "Measure the tiers of a configuration, end to end."),

@@ -97,6 +97,24 @@ async def test_what_is_retained_stays_until_its_time_is_over(open_engine):
     assert engine.stats().primary.rows_retained == 0
 
 
+async def test_hints_hold_where_a_tier_is_written_when_chunks_leave(open_engine):
+    """Rows that left the order ahead of demand come back for a hint; what is not to be stored is owed to nobody."""
+    engine = await open_engine(8, {"type": "dummy", "cascade": "evict"}, limits={"leaving_share": 0.5})
+    await put_hinted(engine, [0, 1], Hint(retain_s=3_600.0))
+    await put_hinted(engine, [2, 3], Hint(no_store=True))
+    await put(engine, [4, 5])
+    assert await at_rest(engine)
+    assert engine.retain(keys([4]), 3_600.0) == 0, "the share is taken"
+    for number in range(10, 40):
+        await put(engine, [number])
+        assert await at_rest(engine)
+    assert here(engine, range(10)) == [0, 1]
+    (tier,) = engine.stats().tiers
+    assert tier.skipped == {"no_store": 2}
+    assert await found(engine, [2]) == 0
+    assert await found(engine, [4, 5]) == 2
+
+
 async def test_only_the_leading_tokens_are_retained(open_engine):
     """A chunk counts as many tokens as the namespace says."""
     engine = await open_engine(
@@ -199,6 +217,20 @@ async def test_a_prefetch_ends_before_what_fails_on_its_way(open_engine):
     assert await engine.reset()
     assert await engine.prefetch(keys(range(3))) == 0
     assert await at_rest(engine)
+
+
+async def test_a_prefetch_loads_what_a_request_would_rather_compute(open_engine):
+    """Nobody waits for it: so a load that takes longer than computing is worth its time."""
+    tier = {"type": "dummy", "latency_s": 0.05}
+    engine = await open_engine(8, tier, prefill_tokens_per_s=1e9, chunk_tokens=1)
+    await put(engine, range(3))
+    assert await at_rest(engine)
+    for _ in range(2):  # The first load is how the tier's speed is learned.
+        assert await engine.reset()
+        assert await engine.prefetch(keys(range(3))) == 3
+        assert await at_rest(engine)
+    assert await engine.reset()
+    assert await found(engine, range(3)) == 0
 
 
 async def test_a_prefetch_that_is_cancelled_leaves_nothing_held(open_engine):

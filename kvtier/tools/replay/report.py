@@ -46,6 +46,7 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     bytes_stored: int
     dropped: Mapping[str, int]  # Cascades that were never sent, by reason.
     failed: Mapping[str, int]  # Chunks that did not move, by what was wrong.
+    skipped: Mapping[str, int]  # Chunks that were not to be sent, or not any more, by reason.
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,6 +157,7 @@ def _tier_report(totals: TierTotals, row_bytes: int) -> TierReport:
         bytes_stored=totals.stored * row_bytes,
         dropped=totals.dropped,
         failed=totals.failed,
+        skipped=totals.skipped,
     )
 
 

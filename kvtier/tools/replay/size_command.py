@@ -36,6 +36,7 @@ from kvtier.tools.replay.replay_command import (
 )
 from kvtier.tools.replay.report import ModelPart, Quantiles, Report, make_report, model_table
 from kvtier.tools.replay.study import Extent, measure
+from kvtier.tools.replay.tiered import Cascade, cascade_named
 from kvtier.tools.replay.virtual import DISK_QUEUE_CHUNKS, SSD, WITH_TIERING, WITHOUT_TIERING, Prefill
 from kvtier.tools.replay.workload import GENERATED, Workload, open_trace
 
@@ -89,6 +90,7 @@ class Question(msgspec.Struct, frozen=True):
     disk_bytes_per_s: int | None
     disk_write_bytes_per_s: int | None
     bench: str | None
+    cascade: Cascade
 
 
 def size(
@@ -127,6 +129,9 @@ def size(
         ),
     ] = Prefill().tokens_per_s,
     slots: Annotated[int, typer.Option(min=1, max=SLOTS_MAX, help="Servers that prefill.")] = Prefill().slots,
+    cascade: Annotated[
+        str, typer.Option(help="When chunks are written to the disk: store, evict or second_use.")
+    ] = "store",
     gpu_cache: Annotated[str, typer.Option(help="The LLM engine's own prefix cache, of all servers.")] = "40GiB",
     limit: LimitOption = None,
     strict: StrictOption = False,
@@ -157,6 +162,7 @@ def size(
         disk_bytes_per_s=reads,
         disk_write_bytes_per_s=writes,
         bench=bench,
+        cascade=cascade_named(cascade),
     )
     combinations = [(primary, capacity) for primary in memories for capacity in disks]
     for primary, capacity in combinations:
@@ -217,7 +223,13 @@ def _check_room(question: Question, memory_bytes: int, disk_bytes: int) -> None:
 def _config(question: Question, memory_bytes: int, disk_bytes: int) -> EngineConfig:
     in_flight = DISK_QUEUE_CHUNKS * question.chunk_bytes
     limits = TierLimits(load_bytes_in_flight=in_flight, store_bytes_in_flight=in_flight)
-    tier = TierConfig(type="fs", name=DISK_NAME, limits=limits, options={"capacity_bytes": disk_bytes})
+    tier = TierConfig(
+        type="fs",
+        name=DISK_NAME,
+        limits=limits,
+        cascade=question.cascade,
+        options={"capacity_bytes": disk_bytes},
+    )
     if question.disk_bytes_per_s is not None:
         options = {
             "capacity_bytes": disk_bytes,
