@@ -151,9 +151,9 @@ class Ledger:
 
         What is not worth its load is a miss for its request from now on.
         """
+        worth = self._worth
         if self.prefetches:
             self.prefetches.step()
-        worth = self._worth
         if self.outbox.runs:
             self._weigh()
         self._hits.end(self._now, worth.patience_s(worth.chunk_s) if worth.token_s else None)
@@ -282,9 +282,6 @@ class Ledger:
                 late_at = self._now + self._worth.patience_s(choice.computing_s)
                 request.late_at = late_at if request.late_at == NEVER else max(late_at, request.late_at)
         self.outbox.runs.clear()
-
-    def _weighs(self, request: Request) -> bool:
-        return request.weighed and self._worth.token_s > 0
 
     def _choice(self, request: Request, runs: Sequence[Run], queued: Mapping[Tier, int]) -> Choice:
         tokens = request.tokens_found(self._worth.chunk_tokens)
