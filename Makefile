@@ -5,7 +5,7 @@ SHELL := bash
 MAKEFLAGS += --no-builtin-rules
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-remote test-nfs test-vllm crash lint types docs simulate soak disksoak bench bench-compare clean
+.PHONY: help setup demo test test-all test-remote test-nfs test-gpu wheels test-vllm crash lint types docs docs-serve test-docs simulate soak disksoak bench bench-compare clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,6 +19,15 @@ REMOTE_INSTALLED := $(REMOTE_VENV)/.installed
 REMOTE_LIBS := $(subst $() ,:,$(foreach folder,usr/lib lib,$(CURDIR)/$(REMOTE_VENV)/debian/$(folder)/$(shell uname -m)-linux-gnu))
 VLLM_033 := $(VLLM_VENV)/vllm-0.33.0
 NFS_PROGRAMS := .venv-nfs
+GPU_VENV := .venv-gpu
+DEVICE := cuda
+MKDOCS := NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs
+FROM_mermaid.min.js := mermaid@11.17.2
+PATH_mermaid.min.js := package/dist/mermaid.min.js
+FROM_iframe-worker.js := iframe-worker@1.0.4
+PATH_iframe-worker.js := package/shim/index.js
+FOR_PAGES := docs/assets/npm/mermaid.min.js docs/assets/npm/iframe-worker.js
+BROWSER := $(VENV)/browser
 DEMO := demo
 SEEDS := 10000
 OPERATIONS := 600
@@ -51,7 +60,7 @@ demo: $(INSTALLED)  ## replay a generated workload with real bytes; figures and 
 # One worker more than there are cores, up to four: tests wait, too.
 WORKERS := $(shell cores=$$(getconf _NPROCESSORS_ONLN); echo $$((cores < 4 ? cores + 1 : 4)))
 # One thread of torch's for each worker: on few cores, more of them mostly wait for each other, and do so busily.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --ignore tests/gpu
 
 test: $(INSTALLED)  ## run the tests that stay in one process: a minute or two
 	$(PYTEST) -m "not outside"
@@ -83,6 +92,16 @@ $(REMOTE_INSTALLED): pyproject.toml .constraints-remote.txt
 
 test-nfs: $(INSTALLED)  ## run the tests with two machines on a file server; root and Debian's packages; NFS_SOAK_S=600 for ten minutes at one capacity
 	KVTIER_NFS_SOAK_S=$(or $(NFS_SOAK_S),30) tests/nfs/run $(CURDIR)/$(BIN)/python $(NFS_PROGRAMS) $(NFS_ARGUMENTS)
+
+# Without a network WHEELS has what is needed, and the Python that is found brings torch.
+test-gpu: $(if $(WHEELS),$(GPU_VENV)/.installed,$(INSTALLED))  ## prove the copies on DEVICE (cuda; cpu: a dry run), at most eight minutes; WHEELS=dir without a network
+	tests/gpu/run test $(CURDIR)/$(if $(WHEELS),$(GPU_VENV),$(VENV))/bin/python $(DEVICE) $(DEMO)
+
+$(GPU_VENV)/.installed: pyproject.toml
+	tests/gpu/run env $(or $(PYTHON),python3) $(GPU_VENV) $(WHEELS)
+
+wheels: $(INSTALLED)  ## fill the directory WHEELS with what test-gpu needs beside torch, for Python WHEELS_FOR (3.12)
+	tests/gpu/run wheels $(BIN)/python $(or $(WHEELS),$(error WHEELS=dir: a directory to fill)) $(WHEELS_FOR)
 
 test-vllm: $(VLLM_INSTALLED) $(VLLM_033)/.unpacked $(REMOTE_INSTALLED)  ## run the tests inside vLLM, in an environment of its own; takes a quarter of an hour
 	VLLM_033=$(CURDIR)/$(VLLM_033) LD_LIBRARY_PATH=$(REMOTE_LIBS) $(VLLM_BIN)/pytest -o addopts="--import-mode=importlib --strict-markers --strict-config -ra" tests/vllm
@@ -122,8 +141,25 @@ types: $(INSTALLED)  ## check types, with mypy and with pyright
 	$(BIN)/mypy
 	$(BIN)/pyright
 
-docs: $(INSTALLED)  ## build the documentation into site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --config-file .mkdocs.yml
+docs: $(INSTALLED) $(FOR_PAGES)  ## build the documentation into site/, as pages that can be opened as files
+	$(BIN)/pytest -q tests/docs/test_prose.py
+	$(MKDOCS) build --strict --config-file .mkdocs.yml
+
+docs-serve: $(INSTALLED) $(FOR_PAGES)  ## serve the documentation on a port of this machine, and build it anew when a page changes
+	$(MKDOCS) serve --config-file .mkdocs.yml --dev-addr 127.0.0.1:$(or $(PORT),8000)
+
+test-docs: docs $(BROWSER)  ## look at every page in a headless browser: Debian's, unpacked, unless BROWSER=/path/to/one
+	KVTIER_BROWSER=$(abspath $(BROWSER)) $(BIN)/pytest tests/docs/test_pages.py
+
+# What draws diagrams, and what lets pages search that are opened as files. Without npm the files are empty, and pages lack that.
+$(FOR_PAGES): | $(INSTALLED)
+	mkdir -p $(@D) && folder=$$(mktemp -d) && trap 'rm -r "$$folder"' EXIT && \
+	{ npm pack --silent --pack-destination "$$folder" $(FROM_$(@F)) >/dev/null && \
+		tar --extract --to-stdout --file "$$folder"/*.tgz $(PATH_$(@F)) || \
+		echo "npm has no $(FROM_$(@F)) here: the pages do without" >&2; } >$@
+
+$(VENV)/browser:
+	tests/docs/browser.sh $@
 
 simulate: $(INSTALLED)  ## run SEEDS simulated engines under faults, from seed FIRST on, and say what they met
 	$(BIN)/python -m kvtier.testing.simulation --seeds $(SEEDS) --first $(FIRST)
@@ -141,5 +177,5 @@ disksoak: $(INSTALLED)  ## fill DIR, a directory that is emptied, for SOAK_S sec
 	KVTIER_SOAK_S=$(or $(SOAK_S),600) KVTIER_SOAK_REQUESTS=3000 $(BIN)/pytest -s tests/fs/promises/test_soak.py --basetemp=$(or $(DIR),$(DEMO)/soak)
 
 clean:  ## remove everything that these commands made
-	rm -rf $(VENV) $(REMOTE_VENV) $(NFS_PROGRAMS) $(VLLM_VENV) $(DEMO) site dist .benchmarks .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(REMOTE_VENV) $(NFS_PROGRAMS) $(GPU_VENV) $(VLLM_VENV) $(DEMO) site dist .benchmarks .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find kvtier backends tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

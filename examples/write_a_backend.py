@@ -1,8 +1,10 @@
 """Write a backend in 60 lines: chunks as rows of an SQLite database.
 
-What every tier has to do is here: name chunks through the namespace, answer for each chunk by itself, verify what it
-gives back, do blocking work on a lane of its own (a cancelled call comes back when the lane is done with its buffers),
-and end in time. `tests/testing/test_example_backend.py` holds it to the contract; in a configuration it is
+All that a tier has to do is here. It names chunks through the namespace, and answers for each
+chunk by itself. It verifies what it gives back. It does blocking work on a lane of its own: a
+cancelled call comes back when the lane is done with its buffers. And it ends in time.
+
+`tests/testing/test_example_backend.py` holds it to the contract. In a configuration it is
 `type = "write_a_backend:SqliteBackend"`, with this folder on the Python path.
 """
 
@@ -35,7 +37,8 @@ from kvtier.backend import (
     make_offload_key,
 )
 
-TABLE = "CREATE TABLE IF NOT EXISTS chunks (name TEXT PRIMARY KEY, block BLOB, checksum BLOB) WITHOUT ROWID"
+COLUMNS = "name TEXT PRIMARY KEY, block BLOB, checksum BLOB"
+TABLE = f"CREATE TABLE IF NOT EXISTS chunks ({COLUMNS}) WITHOUT ROWID"
 
 
 class SqliteOptions(Options, frozen=True, kw_only=True):
@@ -43,12 +46,12 @@ class SqliteOptions(Options, frozen=True, kw_only=True):
 
 
 class SqliteBackend(Backend[SqliteOptions]):
-    durability = Durability.HOST  # The journal outlives a killed process; without fsync it is lost with the power.
+    durability = Durability.HOST  # The journal outlives a killed process, and no power cut.
     options_type = SqliteOptions
 
     def __init__(self, path: str, context: TierContext) -> None:
         self.path, self.context = path, context
-        self.fit = Fit(context.row_bytes)  # What does not fit is one chunk's failure, and no neighbour's.
+        self.fit = Fit(context.row_bytes)  # A chunk that does not fit fails alone.
         self.lanes = Lanes(1, context.name)  # One: SQLite lets one call write at a time.
 
     @classmethod
@@ -58,14 +61,14 @@ class SqliteBackend(Backend[SqliteOptions]):
         return tier
 
     async def run(self, statement, batch):
-        """Run a statement for each of a batch's parameters on the lane, all in one transaction."""
+        """Run a statement for each row of a batch on the lane, in one transaction."""
         return await in_thread(self.lanes, self.run_here, statement, batch)
 
     def run_here(self, statement, batch):
         try:
             with closing(sqlite3.connect(self.path)) as database, database:
                 database.execute("PRAGMA synchronous = OFF")
-                return [database.execute(statement, parameters).fetchone() for parameters in batch]
+                return [database.execute(statement, values).fetchone() for values in batch]
         except sqlite3.Error as error:
             raise BackendUnavailable(f"{self.path}: {error}") from error
 
@@ -99,7 +102,8 @@ class SqliteBackend(Backend[SqliteOptions]):
         return await self.fit.store(writes, partial(in_thread, self.lanes, self.store_here))
 
     def store_here(self, writes):
-        rows = [(self.context.mapper.name(key), block, xxh3_64_digest(block)) for key, block in writes]
+        name = self.context.mapper.name
+        rows = [(name(key), block, xxh3_64_digest(block)) for key, block in writes]
         self.run_here("INSERT OR REPLACE INTO chunks VALUES (?, ?, ?)", rows)
         return [None] * len(writes)
 
@@ -113,15 +117,18 @@ class SqliteBackend(Backend[SqliteOptions]):
 async def main() -> None:
     """Store two chunks, close the tier, open it again, and ask for three."""
     keys = [make_offload_key(name) for name in (b"one", b"two", b"three")]
-    context = TierContext("0:sqlite", FileMapper(Namespace(model_name="example")), row_bytes=4_096)
+    mapper = FileMapper(Namespace(model_name="example"))
+    context = TierContext("0:sqlite", mapper, row_bytes=4_096)
     with tempfile.TemporaryDirectory() as folder:
         options = SqliteOptions(path=os.path.join(folder, "chunks.db"))
         tier = await SqliteBackend.open(options, context)
-        print("stored:", await tier.store([Write(key, memoryview(os.urandom(4_096))) for key in keys[:2]]))
+        writes = [Write(key, memoryview(os.urandom(4_096))) for key in keys[:2]]
+        print("stored:", await tier.store(writes))
         await tier.aclose(deadline_s=10)
         tier = await SqliteBackend.open(options, context)
         print("probed:", await tier.probe(keys))
-        print("loaded:", await tier.load([Read(key, memoryview(bytearray(4_096))) for key in keys]))
+        reads = [Read(key, memoryview(bytearray(4_096))) for key in keys]
+        print("loaded:", await tier.load(reads))
         await tier.aclose(deadline_s=10)
 
 

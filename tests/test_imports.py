@@ -52,7 +52,13 @@ def test_a_backend_loads_no_torch(backend: str) -> None:
     assert loaded_of({"torch"}, modules_after(f"import kvtier_backends.{backend}")) == set()
 
 
-NEEDS_TORCH = ("kvtier.kvcache", "kvtier.integrations", "kvtier.tools.bench.copies", "kvtier_backends.cpu")
+NEEDS_TORCH = (
+    "kvtier.kvcache",
+    "kvtier.integrations",
+    "kvtier.tools.bench.copies",
+    *(f"kvtier.tools.selftest.{name}" for name in ("checks", "children", "device", "gather", "model", "speed")),
+    "kvtier_backends.cpu",
+)
 BLOCK_TORCH = "import sys; sys.modules['torch'] = None\n"
 COMMANDS = {
     "version": "--version",

@@ -101,9 +101,8 @@ class FileMapper:
         """Whether LLM engines of other parallel sizes use the same names."""
         fields = _fields(namespace, parallel_agnostic=self.parallel_agnostic)
         rank = 0 if self.parallel_agnostic else namespace.rank
-        self.folder = (
-            f"{_safe(namespace.model_name)}_{hashlib.sha256(_canonical(fields)).hexdigest()[:DIGEST_CHARACTERS]}"
-        )
+        digest = hashlib.sha256(_canonical(fields)).hexdigest()[:DIGEST_CHARACTERS]
+        self.folder = f"{_safe(namespace.model_name)}_{digest}"
         """`<model>_<12 hex of sha256>`"""
         self.config_name = f"{self.folder}/config.json"
         self.config_bytes = json.dumps(fields, indent=2, sort_keys=True).encode()

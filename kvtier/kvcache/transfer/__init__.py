@@ -7,6 +7,15 @@ polled or awaited.
 
 from kvtier.kvcache.transfer.jobs import Direction, TransferResult
 from kvtier.kvcache.transfer.pages import NO_BLOCKS, GroupBlocks, SlotLayout, slot_layout
-from kvtier.kvcache.transfer.worker import TransferWorker
+from kvtier.kvcache.transfer.worker import CopiersOf, TransferWorker
 
-__all__ = ["NO_BLOCKS", "Direction", "GroupBlocks", "SlotLayout", "TransferResult", "TransferWorker", "slot_layout"]
+__all__ = [
+    "NO_BLOCKS",
+    "CopiersOf",
+    "Direction",
+    "GroupBlocks",
+    "SlotLayout",
+    "TransferResult",
+    "TransferWorker",
+    "slot_layout",
+]

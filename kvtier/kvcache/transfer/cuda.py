@@ -22,6 +22,7 @@ from kvtier.kvcache.transfer.strided import Strided, copy_alike, strided
 BATCH_COPIES_MAX = 8_192  # Of one call; its arguments become lists and arrays of as many addresses.
 AHEAD = 4  # Transfers begun before the first has ended: the next one's addresses are ready when the device is.
 BUFFER_BYTES_MAX = 64 << 20  # A few milliseconds of a PCIe link; taken from the memory that caches could have.
+WITHOUT_BATCHES = "No batched copies, so chunks go through a buffer on the device: %s"
 
 _SUCCESS = 0
 _IN_STREAM_ORDER, _ANY_TIME = 1, 3  # cudaMemcpySrcAccessOrderStream and -Any.
@@ -78,8 +79,15 @@ class CudaCopier:
 
 
 def cuda_copiers(sides: Sides, device: torch.device) -> list[Copier]:
-    """Return a copier for either way: pages in batches or, where the driver has none, whole chunks."""
-    copy = batched_copy(device)
+    """Return a copier for either way: pages in batches or, without a driver or pinned rows for them, whole chunks."""
+    if not sides.slots.is_pinned():
+        logger.warning(WITHOUT_BATCHES, "rows are not pinned")
+        return copiers_with(sides, device, None)
+    return copiers_with(sides, device, batched_copy(device))
+
+
+def copiers_with(sides: Sides, device: torch.device, copy: BatchedCopy | None) -> list[Copier]:
+    """Return a copier for either way, with these batched copies; None: whole chunks through a buffer."""
     copiers = list[Copier]()
     for direction in Direction:
         begin: DeviceCopy = StagedCopies(sides) if copy is None else batched(sides, copy)
@@ -112,8 +120,7 @@ def batched_copy(device: torch.device) -> BatchedCopy | None:
         _require_host_addresses(runtime, device)
         _try_out(copy, device)
     except (ImportError, RuntimeError) as error:
-        reason = "No batched copies (kvtier[cuda] has them), so chunks go through a buffer on the device: %s"
-        logger.warning(reason, error)
+        logger.warning(WITHOUT_BATCHES, f"{error} (kvtier[cuda] has them)")
         return None
     return copy
 

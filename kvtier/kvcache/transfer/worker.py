@@ -21,6 +21,9 @@ from kvtier.kvcache.transfer.pages import GroupBlocks, Sides, pages_of, pieces_o
 from kvtier.kvcache.transfer.strided import HostCopier
 from kvtier.memory import start_thread
 
+CopiersOf = Callable[[Sides], Sequence[Copier]]
+"""Makes what copies between these: one copier for either way, or one for both."""
+
 
 class TransferWorker:
     """Stores and loads chunks: the LLM engine's blocks to and from rows.
@@ -38,9 +41,13 @@ class TransferWorker:
         *,
         blocks_per_chunk: int = 1,
         canonical: bool = False,
+        copiers: CopiersOf | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Raises `ConfigError` if chunks do not fit into the slots."""
+        """`copiers` makes what copies; None: what is best for the device that the caches are on.
+
+        Raises `ConfigError` if chunks do not fit into the slots.
+        """
         self.layout = slot_layout(caches, blocks_per_chunk, canonical=canonical)
         in_host_memory = slots.device.type == "cpu" and slots.dtype == torch.int8
         if not in_host_memory or slots.ndim != 2 or slots.shape[1] < self.layout.slot_bytes or slots.stride(1) != 1:
@@ -51,11 +58,11 @@ class TransferWorker:
         self._sides = Sides(pieces_of(caches, self.layout), slots, blocks_per_chunk, caches.num_blocks)
         self._clock = clock
         self._jobs = Jobs(clock)
-        copiers = _copiers(self._sides)
+        made = (copiers or _copiers)(self._sides)
         self._copiers: dict[Direction, Copier] = {
-            direction: copier for copier in copiers for direction in copier.directions
+            direction: copier for copier in made for direction in copier.directions
         }
-        for copier in copiers:
+        for copier in made:
             names = "+".join(direction.value for direction in copier.directions)
             start_thread(
                 threading.Thread(target=_serve, args=(self._jobs, copier), name=f"kvtier-{names}", daemon=True)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,7 @@ from kvtier.kvcache.layout import (
     group_layers,
 )
 from kvtier.kvcache.layout.axes import KV_JOINED_NHD
-from kvtier.kvcache.transfer import GroupBlocks, TransferWorker, slot_layout
+from kvtier.kvcache.transfer import CopiersOf, GroupBlocks, TransferWorker, slot_layout
 from kvtier.memory import Region, RowLayout
 from kvtier.settings import find_class
 from kvtier.tools.bench.figures import Pair, Row, Setting, Side, interleaved, row_of, steps_of
@@ -38,6 +38,7 @@ PLACES = ("in order", "blocks anywhere", "both anywhere")
 TOKEN_BYTES = 4_096  # Of a layer with 8 heads of 128 in bfloat16.
 TORCH = torch.__version__
 LIMIT_IS = {"cpu": "memcpy, in CPU time", "cuda": "memcpy of pinned memory"}
+BACKEND = "kvtier_backends.cpu"
 
 Numbers = npt.NDArray[np.int64]
 
@@ -49,11 +50,12 @@ class Case(NamedTuple):
     layers: int
     place: str = "both anywhere"
     device: str = "cpu"
+    moves: int = MOVED_BYTES  # About so many bytes: whole chunks of them.
 
     @property
     def chunks(self) -> int:
         """Chunks of one block."""
-        return max(1, MOVED_BYTES // (self.page_bytes * self.layers))
+        return max(1, self.moves // (self.page_bytes * self.layers))
 
     @property
     def moved_bytes(self) -> int:
@@ -65,8 +67,9 @@ class Copies(NamedTuple):
 
     store: Callable[[], None]
     load: Callable[[], None]
-    memcpy: Callable[[], None]
-    page_by_page: Callable[[], None] | None  # On a CUDA device only.
+    memcpy: Callable[[], None]  # On a CUDA device: to the host.
+    memcpy_to_device: Callable[[], None] | None  # On a CUDA device only.
+    page_by_page: Callable[[], None] | None  # Likewise.
 
 
 def has_device(name: str) -> bool:
@@ -92,10 +95,11 @@ def measure_copies(cases: list[Case], rounds: int, step: Callable[[], None]) -> 
         }
         chunk_bytes = case.page_bytes * case.layers
         for side in sides:
-            if side.name != "memcpy":
+            if not side.name.startswith("memcpy"):
                 operation = f"{side.name.replace('_', ' ')} KV pages"
+                limit = "memcpy_to_device" if side.name == "load" and case.device == "cuda" else "memcpy"
                 limit_is = LIMIT_IS[case.device]
-                yield row_of(Pair(operation, chunk_bytes, settings, "MB/s", side.name, "memcpy", limit_is), measured)
+                yield row_of(Pair(operation, chunk_bytes, settings, "MB/s", side.name, limit, limit_is), measured)
 
 
 def cases_for(device: str) -> list[Case]:
@@ -103,18 +107,21 @@ def cases_for(device: str) -> list[Case]:
 
 
 def copies_steps(cases: list[Case], rounds: int) -> int:
-    return sum(steps_of(3 if case.device == "cpu" else 4, rounds) for case in cases)
+    return sum(steps_of(3 if case.device == "cpu" else 5, rounds) for case in cases)
 
 
 @contextmanager
-def copies(case: Case) -> Generator[Copies]:
-    """Give a transfer either way, a plain copy of as many bytes, and one for each page."""
+def copies(case: Case, copiers: CopiersOf | None = None) -> Generator[Copies]:
+    """Give a transfer either way, a plain copy of as many bytes, and one for each page.
+
+    `copiers` makes what the transfers copy with; None: what a transfer worker chooses.
+    """
     caches = _model(case)
     layout = RowLayout(slot_bytes=slot_layout(caches).slot_bytes, workers=1)
     with ExitStack() as stack:
         region = stack.enter_context(Region.private(2 * case.chunks, layout.row_bytes))
-        memory = stack.enter_context(_host_memory(region, pinned=case.device == "cuda"))
-        worker = stack.enter_context(TransferWorker(caches, memory.slots(layout, 0)))
+        memory = stack.enter_context(host_memory(region, cuda_runtime() if case.device == "cuda" else None))
+        worker = stack.enter_context(TransferWorker(caches, memory.slots(layout, 0), copiers=copiers))
         random = np.random.default_rng(1)
         anywhere, elsewhere = (random.permutation(2 * case.chunks)[: case.chunks] for _ in range(2))
         blocks = np.arange(case.chunks) if case.place == "in order" else anywhere
@@ -132,17 +139,22 @@ def copies(case: Case) -> Generator[Copies]:
         yield Copies(
             lambda: see_through(worker.submit_store),
             lambda: see_through(worker.submit_load),
-            _plain_copy(case),
+            plain_copy(case),
+            plain_copy(case, to_device=True) if case.device == "cuda" else None,
             _page_by_page(caches, memory.rows, blocks, rows) if case.device == "cuda" else None,
         )
 
 
-def _host_memory(region: Region, *, pinned: bool) -> Any:
+def host_memory(region: Region, pin_with: object | None, **options: int) -> Any:
     """Return the region as torch sees it: what knows both belongs to the backends, and is found by name."""
-    module = "kvtier_backends.cpu"
-    memory: Any = find_class("host memory", "cpu", {"cpu": f"{module}:CpuMemory"}, "kvtier.memory.prefault")
-    runtime: Any = find_class("CUDA runtime", "cuda", {"cuda": f"{module}:cuda_runtime"}, "kvtier.memory.prefault")
-    return memory(region, pin_with=runtime() if pinned else None)
+    memory: Any = find_class("host memory", "cpu", {"cpu": f"{BACKEND}:CpuMemory"}, "kvtier.memory.prefault")
+    return memory(region, pin_with=pin_with, **options)
+
+
+def cuda_runtime() -> object | None:
+    """Return what pins memory here; None where there is no CUDA device."""
+    runtime: Any = find_class("CUDA runtime", "cuda", {"cuda": f"{BACKEND}:cuda_runtime"}, "kvtier.memory.prefault")
+    return cast("object | None", runtime())
 
 
 def _model(case: Case) -> CanonicalKVCaches:
@@ -158,13 +170,15 @@ def _model(case: Case) -> CanonicalKVCaches:
     return caches
 
 
-def _plain_copy(case: Case) -> Callable[[], None]:
-    pinned = case.device == "cuda"
-    source = torch.ones(case.moved_bytes, dtype=torch.int8, device=case.device)
-    target = torch.ones(case.moved_bytes, dtype=torch.int8, pin_memory=pinned)
+def plain_copy(case: Case, *, to_device: bool = False) -> Callable[[], None]:
+    """Return a plain copy of as many bytes as a case moves, of pinned memory on a CUDA device."""
+    on_device = case.device == "cuda"
+    there = torch.ones(case.moved_bytes, dtype=torch.int8, device=case.device)
+    here = torch.ones(case.moved_bytes, dtype=torch.int8, pin_memory=on_device)
+    target, source = (there, here) if to_device else (here, there)
 
     def copy() -> None:
-        if pinned:
+        if on_device:
             target.copy_(source, non_blocking=True)
             torch.cuda.synchronize()
         else:

@@ -265,6 +265,19 @@ def test_a_buffer_is_used_when_nobody_works_on_its_memory_any_more(monkeypatch: 
     assert done == ["made", "made", "waited"]
 
 
+def test_rows_that_could_not_be_pinned_go_through_a_buffer_and_the_log_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Not every device takes a batch of addresses that are not pinned; torch's own copies are right on all of them."""
+    made = list[str]()
+    monkeypatch.setattr(cuda, "batched_copy", lambda device: cuda._through(FakeRuntime()))
+    monkeypatch.setattr(cuda, "StagedCopies", lambda *_: made.append("a buffer"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    cuda.cuda_copiers(Sides((), torch.zeros((1, 1), dtype=torch.int8), 1, 1), HOST)
+    assert made == ["a buffer", "a buffer"]
+    assert "rows are not pinned" in caplog.text
+
+
 def test_a_device_that_takes_no_addresses_of_pinned_memory_has_no_batches(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

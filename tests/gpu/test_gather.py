@@ -1,0 +1,35 @@
+"""The gather kernel moves the right bytes: on the device or, where Triton is installed, in its interpreter."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+PROGRAM = """
+import random, sys
+import numpy as np, torch
+from kvtier.kvcache.transfer.cuda import Descriptors
+from kvtier.tools.selftest.gather import gathers_on
+
+source, target = torch.randint(-128, 127, (200_000,), dtype=torch.int8), torch.zeros(200_000, dtype=torch.int8)
+copy, dice = gathers_on(torch.device("cpu")), random.Random(1)
+for unit in (1, 2, 4, 8, 16):  # Of addresses and sizes: the words that are moved.
+    starts = np.arange(10) * 20_000
+    elsewhere = starts[dice.sample(range(10), 10)]
+    sizes = np.array([dice.randrange(1, 19_000 // unit) * unit for _ in starts])
+    right = target.zero_().clone()
+    copy(Descriptors(source.data_ptr() + starts, target.data_ptr() + elsewhere, sizes), 0, True)
+    for start, place, size in zip(starts, elsewhere, sizes):
+        right[place : place + size] = source[start : start + size]
+    assert torch.equal(target, right), unit
+copy(Descriptors(*(np.empty(0, dtype=np.int64) for _ in range(3))), 0, True)
+"""
+
+
+@pytest.mark.usefixtures("outside")
+def test_a_gather_kernel_moves_bytes_of_any_length_and_no_others() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}  # Read when Triton is imported.
+    subprocess.run([sys.executable, "-c", PROGRAM], env=environment, check=True)
