@@ -74,6 +74,7 @@ def draw(seed: int, subject: Subject) -> Scenario:
             "close_s": dice.choice((0.5, 5.0)),
         },
         "events": dice.random() < 0.3,
+        **_weighing(seed),
     }
     fatal: tuple[Ending, ...] = ("crash", "crash", "crash", "close")
     endings: list[Ending] = [*dice.choices(fatal, k=dice.choice((0, 0, 1, 2))), "calm"]
@@ -85,6 +86,19 @@ def draw(seed: int, subject: Subject) -> Scenario:
         documents,
         [_told(_life(dice, documents, ending, number), seed, number) for number, ending in enumerate(endings)],
     )
+
+
+def _weighing(seed: int) -> dict[str, Any]:
+    """Choose whether loads are weighed against computing. By dice of its own: a seed is the same story otherwise."""
+    dice = random.Random(f"weighing {seed}")
+    if dice.random() < 0.5:
+        return {}
+    computing_s = dice.choice((0.002, 0.05, 0.5))  # A chunk; devices take from nothing to 0.3 s and more.
+    return {
+        "prefill_tokens_per_s": 1 / computing_s,
+        "chunk_tokens": 1,
+        "late_margin": dice.choice((1.0, 1.5, 4.0)),
+    }
 
 
 def _documents(dice: random.Random) -> list[list[OffloadKey]]:
