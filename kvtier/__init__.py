@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from kvtier.engine.steps import StepManager
     from kvtier.engine.tier import TierMatcher
     from kvtier.errors import BackendUnavailable, ConfigError, EngineClosed, KVTierError, RowsStillRead
+    from kvtier.hints import Hint
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ __all__ = [
     "Event",
     "EventKind",
     "Group",
+    "Hint",
     "KVTierError",
     "LookupResult",
     "Namespace",
@@ -54,6 +56,7 @@ _NAMES_BY_MODULE = {
     "kvtier.engine.steps": "StepManager",
     "kvtier.engine.tier": "TierMatcher",
     "kvtier.errors": "BackendUnavailable ConfigError EngineClosed KVTierError RowsStillRead",
+    "kvtier.hints": "Hint",
 }
 
 

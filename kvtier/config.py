@@ -44,6 +44,7 @@ EventsKept = Annotated[int, msgspec.Meta(ge=1, le=EVENTS_MAX)]
 TokensPerSecond = Annotated[float, msgspec.Meta(gt=0, le=TOKENS_PER_S_MAX)]
 LateMargin = Annotated[float, msgspec.Meta(ge=1, le=LATE_MARGIN_MAX)]
 
+Part = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 
@@ -65,7 +66,9 @@ class EngineLimits(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """The limits of a kvtier engine: what it may take of the primary, and how long it waits."""
 
     cascade_share: Share = 0.5  # Of rows pinned by cascades; beyond it they are dropped, so slow tiers stop no store.
+    leaving_share: Share = 0.05  # Of rows that are free, or written for `cascade = "evict"`, ahead of demand.
     lease_share: Share = 0.5  # Of rows leased to waiting requests; the rest can always be evicted for running ones.
+    retained_share: Part = 0.25  # Of the primary and of each tier, retained for hints; 0: none. The rest serves others.
     lease_s: Duration = 10.0  # A request that waits longer than this is not about to run.
     action_chunks: ActionChunks = 64  # In one call to a tier: enough to fill its lanes, few enough to free rows early.
     queued_actions: QueuedActions = 1_024  # Towards the runner: seconds of work. Beyond it a tier is not keeping up.
@@ -85,6 +88,7 @@ class TierConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True)
     name: str = ""  # In metrics and messages; empty becomes "<index>:<type>".
     limits: TierLimits = TierLimits()
     request_level: bool = False  # It gets all of a request's chunks, those that were present already, too.
+    cascade: Literal["store", "evict", "second_use"] = "store"  # When a chunk is written to it.
     medium: Literal["CPU", "STORAGE"] | None = None  # For requests that choose their tiers; None matches any choice.
     locality: Literal["LOCAL", "REMOTE"] | None = None
     options: dict[str, Any] = msgspec.field(default_factory=dict[str, Any])
@@ -160,6 +164,11 @@ class EngineConfig(Checked, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         force_setattr(self, "namespace", replace(self.namespace, row_bytes=self.row_bytes))
         force_setattr(self, "secondary_tiers", _named(self.secondary_tiers))
         for index, tier in enumerate(self.secondary_tiers):
+            if tier.request_level and tier.cascade != "store":
+                raise ConfigError(
+                    f"secondary_tiers[{index}].cascade: {tier.cascade!r} given, 'store' accepted with request_level = "
+                    "true, by which the tier gets all of a request's chunks at once"
+                )
             for field in ("load_bytes_in_flight", "store_bytes_in_flight"):
                 if getattr(tier.limits, field) < self.row_bytes:
                     raise ConfigError(

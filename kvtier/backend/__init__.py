@@ -5,6 +5,7 @@ from kvtier.backend.contract import (
     OPTIONAL,
     Abandoned,
     Added,
+    Advised,
     Backend,
     Counted,
     Described,
@@ -25,7 +26,7 @@ from kvtier.backend.contract import (
     backend_class,
     known_types,
 )
-from kvtier.backend.directory import Contents, Finding, Kind, Place, State, StoredFile
+from kvtier.backend.directory import MISPLACED, Contents, Finding, Kind, Place, State, StoredFile
 from kvtier.backend.inventory import InventoryQueue
 from kvtier.backend.keys import (
     NAMINGS,
@@ -56,10 +57,12 @@ from kvtier.errors import (
     NoSpace,
     TransferFailed,
 )
+from kvtier.hints import Hint
 from kvtier.settings import Count, Duration, Index, Path, PositiveDuration, PositiveSize, Share, Size
 
 __all__ = [
     "INVENTORY_BATCH_KEYS",
+    "MISPLACED",
     "NAME_BYTES_MAX",
     "NAMINGS",
     "OPTIONAL",
@@ -67,6 +70,7 @@ __all__ = [
     "SEGMENTS_SUFFIX",
     "Abandoned",
     "Added",
+    "Advised",
     "Attention",
     "Backend",
     "BackendClosed",
@@ -87,6 +91,7 @@ __all__ = [
     "Finding",
     "Fit",
     "Group",
+    "Hint",
     "Index",
     "Inventory",
     "InventoryEvent",

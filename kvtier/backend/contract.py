@@ -30,6 +30,7 @@ import msgspec
 from kvtier.backend.keys import OffloadKey
 from kvtier.backend.namespace import FileMapper
 from kvtier.errors import ChunkError, ConfigError
+from kvtier.hints import Hint
 from kvtier.settings import Checked, find_class, known_names
 
 if TYPE_CHECKING:  # For the default, which only type checkers hear of: `Backend` alone takes any options.
@@ -91,6 +92,7 @@ class TierContext(NamedTuple):
     name: str  # As in metrics and messages, e.g. "0:fs".
     mapper: FileMapper  # Names every chunk; two namespaces never share a name.
     row_bytes: int  # Length of every buffer that will be lent: a multiple of 4,096.
+    retained_share: float = 0.25  # Of its chunks, for `Advised`: what may be retained at once.
 
 
 class Options(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -261,6 +263,32 @@ class Ranked(Protocol):
 
 
 @runtime_checkable
+class Advised(Protocol):
+    """A tier whose order also takes what applications say: what will not be wanted again, and what will.
+
+    It is `Ranked`, too. All of it is soft: at once and from memory, unknown keys are ignored, and what a tier cannot do
+    it leaves. No store finds less room for it, and nothing is kept for ever. `kvtier.policies.HintedOrder` does that
+    for any order.
+    """
+
+    def rank_hinted(self, keys: Sequence[OffloadKey], hint: Hint) -> None:
+        """Do what `rank` does, for a request that ends with a hint: `over` demotes what no other session has used."""
+        ...
+
+    def demote(self, keys: Sequence[OffloadKey]) -> None:
+        """Let these keys go before all others, tail first, unless they are used again."""
+        ...
+
+    def retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int) -> None:
+        """Pass over these keys, in prefix order, for so long when room is made: the head goes last.
+
+        At most `TierContext.retained_share` of the tier is retained at once. What has a higher priority (0 to 99)
+        takes the place of what has a lower one.
+        """
+        ...
+
+
+@runtime_checkable
 class Counted(Protocol):
     """A tier that counts what a user should hear of, such as corrupt chunks by their kind."""
 
@@ -284,7 +312,7 @@ class Described(Protocol):
         ...
 
 
-OPTIONAL: tuple[type[Any], ...] = (Inventory, Measured, Ranked, Counted, Described)
+OPTIONAL: tuple[type[Any], ...] = (Inventory, Measured, Ranked, Advised, Counted, Described)
 """Every protocol that a tier may keep beside the contract: what a wrapper passes on."""
 
 

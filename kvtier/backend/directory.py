@@ -18,6 +18,9 @@ class Place(NamedTuple):
     model: str  # As its configuration says; empty where there is none to read.
 
 
+MISPLACED = "misplaced"  # As a fault: a chunk's file where no load looks for it.
+
+
 class Kind(Enum):
     """The kind of a file, by its name."""
 
@@ -26,6 +29,7 @@ class Kind(Enum):
     LEFTOVER = "leftover"  # A store that was when its process died, or a corrupt file that was kept.
     LOST = "lost"  # A place for a chunk beyond the end of a file that was cut off.
     UNREADABLE = "unreadable"  # A file or folder that there is no looking at.
+    BESIDE = "beside"  # No chunk, and yet it takes room: a folder, the tier's own books, a segment's room for chunks.
 
 
 class StoredFile(NamedTuple):
@@ -33,12 +37,12 @@ class StoredFile(NamedTuple):
 
     kind: Kind
     name: str  # Relative to the directory.
-    key: OffloadKey | None  # A chunk's, unless what says so is damaged.
+    key: OffloadKey | None  # A chunk's, unless what says so is damaged or in the wrong place.
     size_bytes: int
     allocated_bytes: int
     used_at_ns: int  # Since the epoch; as far as the tier keeps note of it, which may be to the hour.
     identity: int  # Of the file rather than its name, which another may take.
-    fault: str = ""  # What is wrong with it, where that is seen before a chunk is read.
+    fault: str = ""  # What is wrong with it, where that is seen before a chunk is read: no load takes such a chunk.
 
 
 class State(Enum):
@@ -95,6 +99,13 @@ class Contents(Protocol):
         """Remove this very file; False if it is gone, or another has taken its name.
 
         Raises `OSError` if it cannot be removed, such as while a kvtier engine is writing to it.
+        """
+        ...
+
+    def clear(self, place: Place) -> bool:
+        """Remove what a namespace without chunks leaves; say whether that is gone.
+
+        Nothing goes while a kvtier engine uses the namespace, or while anything else is left in it.
         """
         ...
 

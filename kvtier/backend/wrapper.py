@@ -19,6 +19,7 @@ from kvtier.backend.contract import (
     Write,
 )
 from kvtier.backend.keys import OffloadKey
+from kvtier.hints import Hint
 
 
 class Wrapper(Backend[OptionsT]):
@@ -38,6 +39,9 @@ class Wrapper(Backend[OptionsT]):
     watch: Callable[[], AsyncIterator[InventoryEvent]]
     occupancy: Callable[[], Occupancy]
     rank: Callable[[Sequence[OffloadKey]], None]
+    rank_hinted: Callable[[Sequence[OffloadKey], Hint], None]
+    demote: Callable[[Sequence[OffloadKey]], None]
+    retain: Callable[[Sequence[OffloadKey], float, int], None]
     counts: Callable[[], Mapping[str, int]]
     description: Callable[[], Mapping[str, str]]
 

@@ -18,11 +18,13 @@ from kvtier.runner.messages import (
     Action,
     Answered,
     Code,
+    Demote,
     Finished,
     Found,
     Gone,
     Message,
     Rank,
+    Retain,
     Returned,
     Scanned,
     TierSpeed,
@@ -91,7 +93,7 @@ class Inbox:
             match action:
                 case Acknowledge():
                     self._outbox.acknowledge(self._tiers[action.tier])
-                case Rank():
+                case Rank() | Demote() | Retain():
                     pass  # The tier goes by what it saw itself.
                 case _:
                     self._settle_whole(action.id, Code.REFUSED, now, lent=False)
@@ -150,8 +152,8 @@ class Inbox:
                 self._settle_cascade(transfer, moved, now, lent=lent)
             case Operation.PROBE:
                 self._believe(transfer, b"", now)
-            case Operation.DELETE:
-                self._missed(transfer.tier, moved)
+            case Operation.DELETE:  # Of what it is told to forget no tier reports that it has.
+                self._events.add(EventKind.REMOVED, transfer.tier.spec.name, moved)
 
     def _settle_whole(self, id_: int, code: Code, now: float, *, lent: bool) -> None:
         chunks = len(self._transfers.under_way[id_].keys)

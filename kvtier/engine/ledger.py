@@ -13,15 +13,18 @@ from typing import NamedTuple
 from kvtier.backend import OffloadKey
 from kvtier.config import PRIMARY_NAME, EngineConfig, TierConfig
 from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, EventKind, EventLog, LookupResult, StorePlan
+from kvtier.engine.cascades import Cascades
 from kvtier.engine.inbox import Inbox, Observe
 from kvtier.engine.outbox import Outbox, Run, Transfer, Transfers, chunks_before
+from kvtier.engine.prefetches import Prefetches
 from kvtier.engine.prefill import PrefillSpeed
 from kvtier.engine.primary import Primary
 from kvtier.engine.requests import NEVER, PROMOTIONS_MAX, Leases, Request, StepHits
-from kvtier.engine.tier import Residency, Tier, TierSpec
+from kvtier.engine.tier import WHEN_EVICTED, Residency, Tier, TierSpec
 from kvtier.engine.worth import EXPLORED_CHUNKS, Choice, Worth
+from kvtier.hints import RETAIN_S_MAX, IgnoredHints, hint_of
 from kvtier.policies import Policy, policy_class
-from kvtier.runner.messages import Action, LocalMessage, Message, RunnerBack, RunnerGone, RunnerLost
+from kvtier.runner.messages import Action, Gone, LocalMessage, Message, RunnerBack, RunnerGone, RunnerLost, unpack_keys
 
 __all__ = ["Ledger", "LedgerCounters", "LedgerLimits", "LookupResult", "StorePlan", "ledger_of", "rows_of_share"]
 
@@ -33,9 +36,11 @@ class LedgerLimits(NamedTuple):
     lease_rows_max: int  # Held for waiting requests at once.
     lease_s: float
     action_chunks: int  # Moved by one action at most.
+    leaving_rows: int = 1  # Free, or written to tiers that want what leaves, ahead of demand.
     chunk_tokens: int = 1  # Whose KV a chunk holds.
     row_bytes: int = 1
     late_margin: float = 1.5  # Times what computing takes, a load may take.
+    retained_rows_max: int = 0  # Passed over for hints at once.
 
 
 class LedgerCounters:
@@ -70,7 +75,8 @@ class Ledger:
             self.prefill, chunk_tokens=limits.chunk_tokens, row_bytes=limits.row_bytes, late_margin=limits.late_margin
         )
         self._events = events or EventLog()
-        self.primary = Primary(rows, policy)
+        leaving_rows = limits.leaving_rows if any(spec.cascade == WHEN_EVICTED for spec in tiers) else 0
+        self.primary = Primary(rows, policy, limits.retained_rows_max, leaving_rows=leaving_rows)
         self.tiers = [Tier(index, spec) for index, spec in enumerate(tiers)]
         self.residency = Residency()
         self.leases = Leases(self.primary, limits.lease_rows_max, limits.lease_s)
@@ -84,10 +90,22 @@ class Ledger:
             cascade_rows_max=limits.cascade_rows_max,
             action_chunks=limits.action_chunks,
         )
+        self.cascades = Cascades(
+            self.primary,
+            self.tiers,
+            self.residency,
+            self.outbox,
+            leaving_rows=leaving_rows,
+            action_chunks=limits.action_chunks,
+        )
         self.inbox = Inbox(
             self.primary, self.leases, self.tiers, self.residency, self.transfers, self.outbox, self._events, observe
         )
         self.counters = LedgerCounters()
+        self.hints_ignored = IgnoredHints()
+        self.prefetches = Prefetches(self.primary, self.leases, self.lookup)
+        self._forgetting: dict[OffloadKey, None] = {}  # What was to be forgotten and is held.
+        self._chunk_tokens = limits.chunk_tokens
         self.promoting = True  # False between a reset and the LLM engine's word that its workers have flushed.
         self.runner_up = True
         self.rows_in_use = 0  # Given to the LLM engine to read or write, and not yet given back.
@@ -117,8 +135,12 @@ class Ledger:
             case RunnerBack():
                 self.runner_up = True
                 self.transfers.epoch = message.epoch
+                if self.primary.takes_hints:
+                    self.outbox.expect_hints()
             case _:
                 self.inbox.apply(message, self._now)
+                if self.cascades.owes and isinstance(message, Gone):
+                    self.cascades.lost(self.tiers[message.tier], unpack_keys(message.keys))
 
     def refuse(self, actions: Sequence[Action]) -> None:
         """Settle actions that the bridge did not take."""
@@ -130,11 +152,17 @@ class Ledger:
         What is not worth its load is a miss for its request from now on.
         """
         worth = self._worth
+        if self.prefetches:
+            self.prefetches.step()
         if self.outbox.runs:
             self._weigh()
         self._hits.end(self._now, worth.patience_s(worth.chunk_s) if worth.token_s else None)
+        if self._forgetting:
+            self._forgetting = dict.fromkeys(self.delete(list(self._forgetting)))
         if self._parked:
             self._cascade_parked()
+        if self.cascades.owes:
+            self.cascades.step(self._now, runner_up=self.runner_up)
         actions = self.outbox.flush(self._expect if worth.token_s else None)
         worth.begin_step()
         self._step += 1
@@ -143,7 +171,7 @@ class Ledger:
     @property
     def pending(self) -> bool:
         """Something is queued or under way within its deadline: steps should go on."""
-        return bool(self.transfers.under_way) or not self.outbox.empty
+        return bool(self.transfers.under_way) or not self.outbox.empty or bool(self.prefetches)
 
     # Looking up: where a key is, and having it on its way if a tier has it.
 
@@ -173,7 +201,12 @@ class Ledger:
             if answer is None and (tier.index, key) in search.asked and key not in tier.asking:
                 answer = tier.last_answer(key)  # A request asks once: else answers older than a step keep it waiting.
             if answer:
-                if self._worth.token_s and self._worth.never(tier) and request not in self.outbox.runs:
+                if (
+                    request.weighed
+                    and self._worth.token_s
+                    and self._worth.never(tier)
+                    and request not in self.outbox.runs
+                ):
                     return self._decline_at_once(key, tier, request)
                 return self._promote(key, tier, request)
             if answer is not None:
@@ -205,7 +238,9 @@ class Ledger:
         search = request.search
         search.promotions[key] = search.promotions.get(key, 0) + 1
         search.sources[key] = tier.index
-        self.outbox.promote(key, tier, request, request.found if self._worth.token_s else None)
+        self.outbox.promote(key, tier, request, request.found if self._worth.token_s and request.weighed else None)
+        if self.cascades.owes:
+            self.cascades.promoted(key, tier.spec, request)
         return self._wait_for(key, request)
 
     def _wait_for(self, key: OffloadKey, request: Request) -> LookupResult:
@@ -395,6 +430,8 @@ class Ledger:
         fresh = [key for key in present if key not in used] if used else present
         if fresh:
             self.primary.touch(self.primary.rows_of(dict.fromkeys(fresh)))
+            if self.cascades.remembers and self.runner_up:
+                self.cascades.used(fresh, request, self._now)
         elif len(keys) == len(present):
             return
         if last is None:
@@ -442,10 +479,14 @@ class Ledger:
         for tier in self.tiers:
             if not request.allows(tier.spec):
                 continue
+            if request.hint is not None and request.keeps_out(tier.spec):
+                tier.counters.skip("no_store", len(published))
+                continue
+            due = published if tier.at_once else self.cascades.due(published, tier)
             if self.runner_up:
-                self.outbox.cascade(published, tier, self._now)
+                self.outbox.cascade(due, tier, self._now)
             else:
-                tier.counters.drop("runner", len(published))
+                tier.counters.drop("runner", len(due))
 
     def _reserve(
         self, keys: Sequence[OffloadKey], offered: Collection[OffloadKey] = (), after: OffloadKey | None = None
@@ -453,7 +494,11 @@ class Ledger:
         """Reserve rows as the primary does, evicting nothing that was answered HIT in this step."""
         if len(keys) > self.primary.rows_free:
             self._hits.hold()
-        return self.primary.reserve(keys, offered, after)
+            self.primary.end_retentions(self._now)
+        evicted = self.primary.reserve(keys, offered, after)
+        if evicted is not None and self.cascades.owes:
+            self.cascades.reserved(keys, evicted)
+        return evicted
 
     def _give_up(self, keys: Sequence[OffloadKey]) -> None:
         """Forget keys that the LLM engine did not store after all."""
@@ -466,7 +511,7 @@ class Ledger:
     def _offer_present(self, keys: Sequence[OffloadKey], request: Request) -> None:
         """Give request-level tiers what was there before; what is on its way, once it has come."""
         for tier in self._request_level:
-            if request.allows(tier.spec):
+            if request.allows(tier.spec) and not request.keeps_out(tier.spec):
                 self.outbox.cascade(dict.fromkeys(filter(self.primary.ready.__contains__, keys)), tier, self._now)
                 for key in keys:
                     if key in self.primary.filling:
@@ -485,7 +530,25 @@ class Ledger:
 
     def wants_all(self, request: Request) -> bool:
         """Say whether a tier wants all of the request's chunks, those that are present already, too."""
-        return bool(self._request_level) and any(request.allows(tier.spec) for tier in self._request_level)
+        return bool(self._request_level) and any(
+            request.allows(tier.spec) and not request.keeps_out(tier.spec) for tier in self._request_level
+        )
+
+    def hint(self, request: Request, given: object) -> None:
+        """Take what a client has sent as a hint for this request; it takes the place of an earlier one.
+
+        One that cannot be read is ignored and counted, and so is the name of a tier that there is not.
+        """
+        hint = hint_of(given, self.hints_ignored)
+        if hint is None:
+            return
+        if not self.primary.takes_hints:  # What comes from here on is known to be new.
+            self.primary.take_hints()
+            self.outbox.expect_hints()
+        request.hint = hint
+        if not isinstance(hint.no_store, bool):
+            for name in set(hint.no_store).difference(tier.spec.name for tier in self.tiers):
+                self.hints_ignored.add("tier", f"no_store names {name!r}, which is no tier here")
 
     def finish(self, request: Request) -> None:
         """Rank the request's keys anew, tail first, here and in tiers, and end its leases.
@@ -495,12 +558,51 @@ class Ledger:
         request.finished = True
         if request.leased:
             self.leases.end_all(request)
-        if request.used:
-            used = list(request.used)
-            self.primary.rank(self.primary.rows_of(used))
-            for tier in self.tiers:
-                if self.runner_up and request.allows(tier.spec):
-                    self.outbox.rank(used, tier)
+        if len(request.used) == request.told:
+            return
+        used, hint = list(request.used), request.hint
+        request.told = len(used)
+        self.primary.end(self.primary.rows_of(used), hint)
+        for tier in self.tiers:
+            if self.runner_up and request.allows(tier.spec):
+                self.outbox.rank(used, tier, hint, wait=self.primary.takes_hints)
+        if hint is not None and hint.retain_s:
+            self._retain(request.leading(hint.tokens, self._chunk_tokens), hint.retain_s, hint.priority, request)
+
+    # What is said of keys.
+
+    def demote(self, keys: Sequence[OffloadKey]) -> int:
+        """Have keys go before all others, here and in tiers, unless they are used again; return how many are here."""
+        rows = self.primary.rows_of(dict.fromkeys(keys))
+        self.primary.demote(rows)
+        for tier in self.tiers:
+            if self.runner_up:
+                self.outbox.demote(keys, tier)
+        return len(rows)
+
+    def retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int) -> int:
+        """Pass over keys for so long when room is made, here and in tiers; return how many are retained here."""
+        return self._retain(keys, seconds, priority, None)
+
+    def _retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int, request: Request | None) -> int:
+        rows = self.primary.rows_of(dict.fromkeys(keys))
+        self.primary.end_retentions(self._now)
+        retained = self.primary.retain(rows, self._now + min(seconds, RETAIN_S_MAX), priority)
+        for tier in self.tiers:
+            if self.runner_up and (request is None or request.allows(tier.spec)):
+                self.outbox.retain(keys, tier, min(seconds, RETAIN_S_MAX), priority)
+        return retained
+
+    def forget(self, keys: Sequence[OffloadKey]) -> int:
+        """Forget keys here and in every tier; return how many are not here any more.
+
+        What something holds here goes as soon as it is let go. Tiers hear of it now, and of what was held then again:
+        it may be on its way to them.
+        """
+        held = self.delete(keys)
+        self._delete_in_tiers(held)
+        self._forgetting.update(dict.fromkeys(held))
+        return len(keys) - len(held)
 
     # The whole.
 
@@ -514,20 +616,26 @@ class Ledger:
         gone = [key for key in keys if key in ready and self.primary.discard(key, lost[ready[key]])]
         self._events.add(EventKind.REMOVED, PRIMARY_NAME, gone)
         held = [key for key in keys if self.primary.row(key) is not None]
-        absent = [key for key in keys if self.primary.row(key) is None]
-        for tier in self.tiers:
-            self.residency.remove(tier, absent)
-            tier.forget_answers(absent)
-            self.outbox.delete(absent, tier)
+        self._delete_in_tiers([key for key in keys if self.primary.row(key) is None])
         return held
+
+    def _delete_in_tiers(self, keys: Sequence[OffloadKey]) -> None:
+        if keys:
+            for tier in self.tiers:
+                self.residency.remove(tier, keys)
+                tier.forget_answers(keys)
+                self.outbox.delete(keys, tier)
 
     def reset(self) -> None:
         """Clear the primary; the tiers keep what they have. What is still under way is given up, its rows stay lent."""
+        self.prefetches.clear()
         self.outbox.clear()
         self.inbox.give_up(self._now)
         self.leases.clear()
         self._parked.clear()
         self._hits.clear()
+        if self.cascades.owes:
+            self.cascades.clear()
         gone = self.primary.clear(self.transfers.clear() + self.kept)
         self._events.add(EventKind.REMOVED, PRIMARY_NAME, gone)
         self.kept.clear()
@@ -544,9 +652,11 @@ def ledger_of(config: EngineConfig, events: EventLog | None, observe: Observe) -
         lease_rows_max=rows_of_share(limits.lease_share, rows),
         lease_s=limits.lease_s,
         action_chunks=limits.action_chunks,
+        leaving_rows=rows_of_share(limits.leaving_share, rows),
         chunk_tokens=config.tokens_per_chunk,
         row_bytes=config.row_bytes,
         late_margin=config.late_margin,
+        retained_rows_max=int(limits.retained_share * rows),
     )
     tiers = [_spec_of(tier, config) for tier in config.secondary_tiers]
     return Ledger(rows, policy, tiers, bounds, events, observe, PrefillSpeed(config.prefill_tokens_per_s))
@@ -570,6 +680,7 @@ def _spec_of(tier: TierConfig, config: EngineConfig) -> TierSpec:
         trial_chunks=config.limits.action_chunks,
         overdue_rows_max=rows_of_share(config.limits.quarantine_share, config.rows),
         request_level=tier.request_level,
+        cascade=tier.cascade,
         medium=tier.medium,
         locality=tier.locality,
     )

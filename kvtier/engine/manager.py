@@ -95,18 +95,21 @@ class TieringOffloadingManager:
         """Take note of a step of the LLM engine: see `StepManager.note_prefill`."""
         self.steps.note_prefill(tokens, seconds)
 
-    async def put(self, keys: Sequence[OffloadKey], chunks: Sequence[Chunk], *, request_id: str | None = None) -> int:
+    async def put(
+        self, keys: Sequence[OffloadKey], chunks: Sequence[Chunk], *, request_id: str | None = None, hint: object = None
+    ) -> int:
         """Store `chunks[i]` under `keys[i]`, in prefix order; return how many leading keys are in the primary now.
 
         Waits for room in the primary and for budget of the tiers, so nothing is dropped for the lack of it, unless
         transfers hang: these nobody waits for. Fewer than all are stored only if the primary cannot hold more. Keys
-        that are present keep their chunk. Without a `request_id` the call is a request of its own.
+        that are present keep their chunk. Without a `request_id` the call is a request of its own. `hint`: what the
+        application says of the request, as `StepManager.on_new_request` takes it.
 
         A cancelled call has stored some leading part. ValueError for a chunk of the wrong length: nothing was stored.
         Do not wait for it while the same task holds rows of `fetch`: that room it would wait for.
         """
         self._check_chunks(keys, chunks)
-        async with self._one(request_id) as own_id:
+        async with self._one(request_id, hint) as own_id:
             plan = await self._reserve(keys[: self.config.rows], own_id)
             position = dict(zip(keys, range(len(keys)), strict=True)) if plan.keys else {}
             await self._fill(plan, [chunks[position[key]] for key in plan.keys], own_id)
@@ -117,19 +120,19 @@ class TieringOffloadingManager:
 
     @asynccontextmanager
     async def fetch(
-        self, keys: Sequence[OffloadKey], *, request_id: str | None = None
+        self, keys: Sequence[OffloadKey], *, request_id: str | None = None, hint: object = None
     ) -> AsyncGenerator[Sequence[memoryview]]:
         """Have the longest leading run of `keys` that is anywhere brought into the primary, and lend it.
 
         Gives read-only views, one a key and each `chunk_bytes` long, valid inside the `async with` and released after
         it. A run longer than the primary can hold gives its leading part. What fails on its way ends the run before
-        it; nothing raises for it.
+        it; nothing raises for it. `hint`: as `put` takes it.
 
         What is made of a view (a slice, an array) must be gone when the block ends, too: `RowsStillRead` if it is not,
         or a note to what the block itself raised. Such rows are nobody else's until it has gone. What
         `torch.frombuffer` makes of a view cannot be seen, and would read the row's next chunk: `get` gives copies.
         """
-        async with self._one(request_id) as own_id:
+        async with self._one(request_id, hint) as own_id:
             rows: list[int] = []
             lent: list[LentRow] = []
             try:
@@ -143,9 +146,11 @@ class TieringOffloadingManager:
             if complaint := self._give_back(keys[: len(rows)], lent, own_id):
                 raise RowsStillRead(complaint)
 
-    async def get(self, keys: Sequence[OffloadKey], *, request_id: str | None = None) -> list[bytes]:
+    async def get(
+        self, keys: Sequence[OffloadKey], *, request_id: str | None = None, hint: object = None
+    ) -> list[bytes]:
         """Return copies of the chunks that `fetch` would lend: of the longest leading run that is anywhere."""
-        async with self.fetch(keys, request_id=request_id) as rows:
+        async with self.fetch(keys, request_id=request_id, hint=hint) as rows:
             return [bytes(row) for row in rows]
 
     async def delete(self, keys: Sequence[OffloadKey], deadline_s: float | None = None) -> bool:
@@ -165,6 +170,39 @@ class TieringOffloadingManager:
         except TimeoutError:
             return False
         return True
+
+    async def prefetch(self, keys: Sequence[OffloadKey]) -> int:
+        """Bring the longest leading run of keys that is anywhere into the primary; return how long the run is there.
+
+        It holds no rows when it returns. A run longer than the share of leases comes in its leading part; what fails
+        on its way ends the run before it. Of a cancelled call comes what had set out.
+        """
+        while self._clearing:
+            await self._progress.made()
+        prefetch = self.steps._prefetch(keys)
+        try:
+            self.steps.end_step()
+            while not prefetch.over:
+                await self._progress.made()
+        finally:
+            self._ledger.prefetches.give_up(prefetch)
+            self._progress.stir()
+        return prefetch.here
+
+    def demote(self, keys: Sequence[OffloadKey]) -> int:
+        """Have keys go before all others when room is made, here and in tiers; see `StepManager.demote`."""
+        return self._said(self.steps.demote(keys))
+
+    def forget(self, keys: Sequence[OffloadKey]) -> int:
+        """Forget keys here and in every tier, what is in use as soon as it is not; see `StepManager.forget`.
+
+        It waits for nothing: `drain` waits for the tiers, and `delete` for whoever holds rows, too.
+        """
+        return self._said(self.steps.forget(keys))
+
+    def retain(self, keys: Sequence[OffloadKey], seconds: float, *, priority: int = 0) -> int:
+        """Pass over keys for so long when room is made, here and in tiers; see `StepManager.retain`."""
+        return self._said(self.steps.retain(keys, seconds, priority=priority))
 
     async def drain(self, deadline_s: float | None = None) -> bool:
         """Wait until nothing is under way; False if the deadline came first."""
@@ -193,6 +231,8 @@ class TieringOffloadingManager:
 
     async def aclose(self, deadline_s: float | None = None) -> int:
         """Let transfers end, close the tiers and the runner; return how many transfers were left behind.
+
+        Tiers with `cascade = "evict"` are first sent what the primary still owes them, within the same deadline.
 
         Takes at most the deadline for the transfers and once more for the closing. Once begun it goes on, even if
         cancelled. Idempotent.
@@ -246,7 +286,9 @@ class TieringOffloadingManager:
 
     async def _close(self, deadline_s: float | None) -> int:
         steps, seconds = self.steps, self.steps._deadline(deadline_s)
+        steps._begin_end()
         await self.drain(deadline_s)
+        steps._say_owed()
         steps._tier_log.look(steps._clock(), last=True)
         steps._closed = True
         self._progress.stir()
@@ -259,8 +301,14 @@ class TieringOffloadingManager:
 
     # How the face waits.
 
+    def _said(self, answer: int) -> int:
+        """Have the tiers hear of it now."""
+        self.steps.end_step()
+        self._progress.stir()
+        return answer
+
     @asynccontextmanager
-    async def _one(self, request_id: str | None) -> AsyncGenerator[str]:
+    async def _one(self, request_id: str | None, hint: object = None) -> AsyncGenerator[str]:
         """Give the caller's request, or one for this call alone; it stays known until the call is over."""
         steps = self.steps
         steps._check_open()
@@ -268,6 +316,7 @@ class TieringOffloadingManager:
         if request_id is None:
             steps.on_new_request(own_id)
         request = steps._call_began(own_id)
+        self._ledger.hint(request, hint)
         try:
             yield own_id
         finally:
@@ -321,11 +370,13 @@ class TieringOffloadingManager:
 
     async def _reserve(self, keys: Sequence[OffloadKey], request_id: str) -> StorePlan:
         """Wait for room for the keys, or for as many leading ones as there can be room for."""
+        cascades = self._ledger.cascades
         while True:
             while self._clearing:
                 await self._progress.made()
+            cascades.want(len(keys))
             self.steps.end_step()  # What a step found that nobody ends would be kept for ever.
-            if not any(key in self._ledger.primary.filling for key in keys):
+            if not any(key in self._ledger.primary.filling for key in keys) and cascades.room(len(keys)):
                 plan = self.steps.prepare_store(keys, request_id)
                 if plan is not None:
                     return plan

@@ -36,6 +36,7 @@ TIER_COUNTERS = {
     "expected_seconds": "Seconds that the loads which came were expected to take.",
     "loaded_seconds": "Seconds that these loads took.",
 }
+SKIPPED_HELP = "Chunks that were not to be written to the tier, or not any more."
 CAUSES_HELP = "Calls of which something failed, by what lay behind it."
 PRIMARY_COUNTERS = {
     "hits": "Chunks loaded from where they lay in the primary.",
@@ -45,6 +46,9 @@ PRIMARY_COUNTERS = {
     "promotions_refused": "Chunks that a tier had, for which there was no row.",
     "rows_kept": "Rows that something still read when their fetch was over.",
 }
+RETENTIONS_CUT_HELP = "Chunks that hints were to retain and did not, or not for all their time."
+HINTS_IGNORED_HELP = "Hints, or parts of them, that could not be heeded."
+SKIPPED_HELP = "Chunks that were not to be stored in the tier."
 
 
 class PrimaryStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,6 +65,8 @@ class PrimaryStats(msgspec.Struct, frozen=True, kw_only=True):
     rows_free: int
     rows_quarantined: int  # Lent to transfers that hung.
     rows_leased: int  # Kept for requests that wait.
+    rows_retained: int  # Passed over for hints when room is made.
+    retentions_cut: int  # Chunks that were to be retained and were not, or not for all their time.
     rows_in_use: int  # Given to the LLM engine to read or write, and not yet given back.
 
 
@@ -74,6 +80,7 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     loaded: int  # Came.
     stored: int  # The tier said so.
     dropped: dict[str, int]  # Never sent to it, by reason.
+    skipped: dict[str, int]  # Not to be sent to it, or not any more, by reason.
     failed: dict[str, int]  # Did not move, by reason.
     transfers_failed: int  # By the tier's fault.
     probes_failed: int  # Questions that it did not answer.
@@ -101,6 +108,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     tiers: tuple[TierStats, ...]  # In the configuration's order.
     runners_lost: int  # Ended, or were killed, before they were closed.
     events_dropped: int  # Lost because nobody took them.
+    hints_ignored: dict[str, int]  # Hints, or parts of them, by reason.
 
 
 class Metrics(Collector):
@@ -132,6 +140,7 @@ class Metrics(Collector):
             tiers=tuple(map(_tier_stats, self._ledger.tiers)),
             runners_lost=self.runners_lost,
             events_dropped=self._events.dropped,
+            hints_ignored=dict(self._ledger.hints_ignored.counts),
         )
 
     def observe(self, tier: str, operation: str, seconds: float) -> None:
@@ -148,12 +157,18 @@ class Metrics(Collector):
         yield CounterMetricFamily("kvtier_primary_evictions", "Chunks evicted for room.", primary.evictions)
         yield CounterMetricFamily("kvtier_runners_lost", "Runners that ended too early.", self.runners_lost)
         yield CounterMetricFamily("kvtier_events_dropped", "Events that nobody took in time.", self._events.dropped)
+        yield CounterMetricFamily("kvtier_primary_retentions_cut", RETENTIONS_CUT_HELP, primary.retentions_cut)
+        ignored = CounterMetricFamily("kvtier_hints_ignored", HINTS_IGNORED_HELP, labels=("reason",))
+        for reason, times in ledger.hints_ignored.counts.items():
+            ignored.add_metric((reason,), times)
+        yield ignored
         rows = GaugeMetricFamily("kvtier_primary_rows", "Rows by state.", labels=("state",))
         rows.add_metric(("ready",), len(primary.ready))
         rows.add_metric(("filling",), len(primary.filling))
         rows.add_metric(("free",), primary.rows_free)
         rows.add_metric(("quarantined",), len(primary.quarantined))
         rows.add_metric(("leased",), ledger.leases.rows)
+        rows.add_metric(("retained",), primary.retained)
         rows.add_metric(("cascading",), len(ledger.transfers.cascade_rows))
         rows.add_metric(("kept",), len(ledger.kept))
         yield rows
@@ -176,6 +191,7 @@ class Metrics(Collector):
         yield counter(
             "dropped", "Chunks that were never sent to the tier.", lambda tier: tier.counters.dropped, "reason"
         )
+        yield counter("skipped", SKIPPED_HELP, lambda tier: tier.counters.skipped, "reason")
         yield counter("failed", "Chunks that did not move.", lambda tier: tier.counters.failures, "reason")
         yield counter("causes", CAUSES_HELP, lambda tier: tier.counters.causes, "cause")
         yield counter("reported", "What the tier itself has counted.", lambda tier: tier.counters.reported, "what")
@@ -221,6 +237,8 @@ def _primary_stats(ledger: Ledger) -> PrimaryStats:
         rows_free=primary.rows_free,
         rows_quarantined=len(primary.quarantined),
         rows_leased=ledger.leases.rows,
+        rows_retained=primary.retained,
+        retentions_cut=primary.retentions_cut,
         rows_in_use=ledger.rows_in_use,
     )
 
@@ -235,6 +253,7 @@ def _tier_stats(tier: Tier) -> TierStats:
         loaded=counters.loaded,
         stored=counters.stored,
         dropped=dict(counters.dropped),
+        skipped=dict(counters.skipped),
         failed=dict(counters.failures),
         transfers_failed=counters.transfers_failed,
         probes_failed=counters.probes_failed,

@@ -11,15 +11,31 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from operator import attrgetter
+from typing import NamedTuple
 
 from kvtier.backend import OffloadKey
 from kvtier.engine.primary import Rows
 from kvtier.engine.requests import Request
-from kvtier.engine.tier import Residency, Tier
-from kvtier.runner.messages import Acknowledge, Action, Cascade, Delete, Probe, Promote, Rank, pack_keys, pack_rows
+from kvtier.engine.tier import WHEN_EVICTED, Residency, Tier
+from kvtier.hints import Hint
+from kvtier.runner.messages import (
+    Acknowledge,
+    Action,
+    Advice,
+    Cascade,
+    Delete,
+    Demote,
+    PackedKeys,
+    Probe,
+    Promote,
+    Rank,
+    Retain,
+    pack_keys,
+    pack_rows,
+)
 
-RANK_KEYS_MAX = 4_096  # In one action: some milliseconds of the runner's loop.
-RANKS_MAX = 64  # In one step. Of more the oldest are dropped: they only say in which order chunks should go.
+ADVICE_KEYS_MAX = 4_096  # In one action: some milliseconds of the runner's loop.
+ADVICE_MAX = 64  # In one step. Of more the oldest are dropped: they only say in which order chunks should go.
 
 _to_ask = attrgetter("to_ask")
 
@@ -173,6 +189,16 @@ class Transfers:
         return lent
 
 
+class _Waiting(NamedTuple):
+    """Advice for a tier that waits for stores of its keys: the tier could not heed it before."""
+
+    tier: Tier
+    keys: Sequence[OffloadKey]
+    stores: set[OffloadKey]  # Under way.
+    make: Callable[[PackedKeys], Advice]
+    tail_first: bool
+
+
 class Outbox:
     """Queues of one step, and `flush`, which turns them into actions of at most `action_chunks` chunks."""
 
@@ -197,7 +223,8 @@ class Outbox:
         """What requests want loaded in this step, in the order of asking, as far as loads are weighed."""
         self._cascades: dict[Tier, list[OffloadKey]] = {}
         self._deletes: dict[Tier, list[OffloadKey]] = {}
-        self._ranks: deque[Action] = deque(maxlen=RANKS_MAX)
+        self._advice: deque[Action] = deque(maxlen=ADVICE_MAX)
+        self._waiting: deque[_Waiting] = deque()
         self._acknowledgements: list[Action] = []
 
     def promote(self, key: OffloadKey, tier: Tier, request: Request, place: int | None = None) -> None:
@@ -246,15 +273,32 @@ class Outbox:
         tier.breaker.take(len(queued))
         self._cascades.setdefault(tier, []).extend(queued)
 
+    def places(self, tier: Tier, now: float) -> int:
+        """Return how many chunks can cascade to a tier now without exceeding a limit."""
+        places = tier.spec.store_chunks_max - len(tier.storing)
+        return max(0, min(tier.admits(now), places, self._cascade_rows_max - len(self._transfers.cascade_rows)))
+
     def delete(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
         self._deletes.setdefault(tier, []).extend(keys)
 
-    def rank(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
-        """Have the tier hear of a request that is over: which of the keys that it holds, in prefix order, were used."""
-        mask, bit = self._residency.mask, tier.bit
-        held = [key for key in keys if mask.get(key, 0) & bit or tier.last_answer(key)]
-        for start in reversed(range(0, len(held), RANK_KEYS_MAX)):  # Tail first.
-            self._ranks.append(Rank(tier.index, pack_keys(held[start : start + RANK_KEYS_MAX])))
+    def rank(self, keys: Sequence[OffloadKey], tier: Tier, hint: Hint | None = None, *, wait: bool = False) -> None:
+        """Have the tier hear of a request that is over: which of the keys that it holds, in prefix order, were used.
+
+        `wait`: after the stores of its keys that are under way.
+        """
+        self._advise(tier, keys, lambda packed: Rank(tier.index, packed, hint), wait=wait)
+
+    def expect_hints(self) -> None:
+        """Have the tiers take note from now on of which session uses what: there are hints."""
+        self._advice.extend(Rank(tier.index, pack_keys(()), Hint()) for tier in self._tiers)
+
+    def demote(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
+        """Have the tier let those of the keys that it holds, or is getting, go before others."""
+        self._advise(tier, keys, lambda packed: Demote(tier.index, packed))
+
+    def retain(self, keys: Sequence[OffloadKey], tier: Tier, seconds: float, priority: int) -> None:
+        """Have the tier retain those of the keys that it holds, or is getting."""
+        self._advise(tier, keys, lambda packed: Retain(tier.index, packed, seconds, priority), tail_first=False)
 
     def acknowledge(self, tier: Tier) -> None:
         """Have the runner send the tier's next inventory batch."""
@@ -263,12 +307,15 @@ class Outbox:
     @property
     def slice_chunks(self) -> int:
         """The most chunks that can cascade at once without a drop when nothing is under way."""
-        return min([self._action_chunks, self._cascade_rows_max, *(tier.spec.store_chunks_max for tier in self._tiers)])
+        most = (tier.spec.store_chunks_max for tier in self._tiers if tier.spec.cascade != WHEN_EVICTED)
+        return min([self._action_chunks, self._cascade_rows_max, *most])
 
     def room(self, chunks: int) -> bool:
         """Say whether so many chunks (at most `slice_chunks`) can cascade now without exceeding a limit."""
         return len(self._transfers.cascade_rows) + chunks <= self._cascade_rows_max and all(
-            len(tier.storing) + chunks <= tier.spec.store_chunks_max for tier in self._tiers
+            len(tier.storing) + chunks <= tier.spec.store_chunks_max
+            for tier in self._tiers
+            if tier.spec.cascade != WHEN_EVICTED
         )
 
     @property
@@ -280,9 +327,11 @@ class Outbox:
         actions, self._acknowledgements = self._acknowledgements, []
         if not self.empty:
             actions.extend(self._work(expect))
-        if self._ranks:  # Nobody waits for these: with them alone the outbox is empty.
-            actions.extend(self._ranks)
-            self._ranks.clear()
+        if self._waiting:
+            self._advise_waiting()
+        if self._advice:  # Nobody waits for these: with them alone the outbox is empty.
+            actions.extend(self._advice)
+            self._advice.clear()
         return actions
 
     def clear(self) -> None:
@@ -293,6 +342,41 @@ class Outbox:
         self._promotions.clear()
         self.runs.clear()
         self._cascades.clear()
+
+    def _advise(
+        self,
+        tier: Tier,
+        keys: Sequence[OffloadKey],
+        make: Callable[[PackedKeys], Advice],
+        *,
+        wait: bool = True,
+        tail_first: bool = True,
+    ) -> None:
+        advice = _Waiting(tier, keys, tier.storing.intersection(keys) if wait else set(), make, tail_first)
+        if not advice.stores:
+            self._say(advice)
+            return
+        self._waiting.append(advice)
+        if len(self._waiting) > ADVICE_MAX:
+            self._say(self._waiting.popleft())
+
+    def _advise_waiting(self) -> None:
+        """Say what waited for stores that are over."""
+        waiting, self._waiting = self._waiting, deque()
+        for advice in waiting:
+            advice.stores.intersection_update(advice.tier.storing)
+            if advice.stores:
+                self._waiting.append(advice)
+            else:
+                self._say(advice)
+
+    def _say(self, advice: "_Waiting") -> None:
+        tier, size = advice.tier, ADVICE_KEYS_MAX
+        mask, bit = self._residency.mask, tier.bit
+        held = [key for key in advice.keys if mask.get(key, 0) & bit or tier.last_answer(key)]
+        starts = range(0, len(held), size)
+        for start in reversed(starts) if advice.tail_first else starts:
+            self._advice.append(advice.make(pack_keys(held[start : start + size])))
 
     def _within_limits(self, keys: list[OffloadKey], tier: Tier, now: float) -> list[OffloadKey]:
         """Return those of the keys whose cascade exceeds no limit; the others are dropped, each for the first it meets.

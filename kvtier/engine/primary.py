@@ -4,6 +4,9 @@ A row is free, filling (a store or a promotion writes it), ready, or quarantined
 caller, may still use it, so nobody else may). Each reason to keep a row is a pin, being filled is one; what was
 answered HIT is held until the step ends, and that is noted when somebody wants room, because a look-up has no time for
 it.
+
+Where tiers are written when chunks leave, rows leave the order first and are reused later: see `Leaving`. Until then
+they are ready like all others.
 """
 
 from array import array
@@ -11,7 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from kvtier.backend import OffloadKey
-from kvtier.policies import Policy, number_order
+from kvtier.hints import Hint
+from kvtier.policies import HintedOrder, Leaving, NumberOrder, Policy, number_order
 
 
 class Rows(Protocol):
@@ -36,7 +40,11 @@ class Primary:
     them, and they stay the same objects.
     """
 
-    def __init__(self, rows: int, policy: Policy[OffloadKey]) -> None:
+    def __init__(self, rows: int, policy: Policy[OffloadKey], retained_max: int = 0, *, leaving_rows: int = 0) -> None:
+        """`retained_max`: how many rows hints may have passed over when room is made.
+
+        `leaving_rows`: how many leave the order before they are evicted; 0: none.
+        """
         self.rows = rows
         self.ready: dict[OffloadKey, int] = {}
         self.filling: dict[OffloadKey, int] = {}
@@ -47,7 +55,12 @@ class Primary:
         self._idle = 0  # Ready rows without a pin: what could be evicted, but for what is held.
         self._held: set[int] = set()  # Answered HIT in this step.
         self._free = list(range(rows - 1, -1, -1))
-        self._order = number_order(policy, rows, self._keys, self.row)
+        order = number_order(policy, rows, self._keys, self.row)
+        self.leaving: Leaving[int] | None = Leaving(order, leaving_rows) if leaving_rows else None
+        self.evicted_rows: Sequence[int] = ()  # Of what `reserve` evicted last, in the order of the keys.
+        self._order: NumberOrder = order if self.leaving is None else self.leaving
+        self._hinted: HintedOrder[int] | None = None  # The same order, from the first hint on.
+        self._retained_max = retained_max
 
     @property
     def rows_free(self) -> int:
@@ -194,6 +207,72 @@ class Primary:
     def rank(self, rows: Sequence[int]) -> None:
         self._order.rank(rows)
 
+    # Hints.
+
+    @property
+    def retained(self) -> int:
+        """How many rows are passed over when room is made."""
+        return 0 if self._hinted is None else len(self._hinted.retained)
+
+    @property
+    def retentions_cut(self) -> int:
+        """How many were to be and were not, or not for all their time."""
+        return 0 if self._hinted is None else self._hinted.retained.cut
+
+    @property
+    def takes_hints(self) -> bool:
+        """Whether there has been a hint."""
+        return self._hinted is not None
+
+    def take_hints(self) -> HintedOrder[int]:
+        """Take hints from now on: which sessions use which row is noted."""
+        if self._hinted is None and self.leaving is not None:
+            self._hinted = self.leaving.take_hints(self._retained_max)
+        elif self._hinted is None:
+            self._hinted = HintedOrder(self._order, self._retained_max)
+            self._order = self._hinted
+        return self._hinted
+
+    def end(self, rows: Sequence[int], hint: Hint | None) -> None:
+        """Rank the rows of a request that ends: all that it has used."""
+        if hint is not None:
+            self.take_hints()
+        if self._hinted is None:
+            self._order.rank(rows)
+        else:
+            self._come_back(rows)
+            self._hinted.end(rows, hint)
+
+    def demote(self, rows: Sequence[int]) -> None:
+        """Have these rows go before all others, unless they are used again."""
+        self._come_back(rows)
+        self.take_hints().demote(rows)
+
+    def retain(self, rows: Sequence[int], until: float, priority: int) -> int:
+        """Pass over these rows until then when room is made, as far as the share allows; return how many these are."""
+        self._come_back(rows)
+        retained = self.take_hints().retained
+        self.take_hints().retain(rows, until, priority)
+        return sum(map(retained.__contains__, rows))
+
+    def end_retentions(self, now: float) -> None:
+        """Let go of what has been retained for its time."""
+        if self._hinted is not None:
+            self._hinted.retained.expire(now)
+
+    # Rows that leave the order ahead of demand.
+
+    def leave(self, count: int) -> bool:
+        """Have so many more rows leave the order, or as many as are idle; False if none did."""
+        assert self.leaving is not None
+        pins = self._pins
+        idle = self._idle - sum(not pins[row] for row in self.leaving.left)
+        return idle > 0 and self.leaving.leave(min(count, idle), self._keeper(()))
+
+    def _come_back(self, rows: Sequence[int]) -> None:
+        if self.leaving is not None:
+            self.leaving.come_back(rows)
+
     def end_step(self) -> None:
         """Let rows that were held go again, unless pinned."""
         self._held.clear()
@@ -217,6 +296,8 @@ class Primary:
     ) -> list[OffloadKey] | None:
         if count > self._idle:
             return None
+        if self._hinted is not None and (short := count - (self._idle - len(self._hinted.retained))) > 0:
+            self._hinted.retained.let_go(short)  # Or else every row would be looked at, to find that there are too few.
         rows = self._order.evict(count, self._keeper(offered), incoming)
         if rows is None:
             return None
@@ -229,6 +310,7 @@ class Primary:
             del ready[key]
             evicted.append(key)
         self._free += rows
+        self.evicted_rows = rows
         self._idle -= len(rows)
         self.evictions += len(rows)
         return evicted

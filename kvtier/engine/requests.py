@@ -11,6 +11,7 @@ from itertools import chain
 from kvtier.backend import OffloadKey, of_one_group
 from kvtier.engine.primary import Primary, Rows
 from kvtier.engine.tier import TierMatcher, TierSpec
+from kvtier.hints import Hint
 
 Position = Callable[[OffloadKey], int | None]
 """The place where a key's chunk ends in its request's tokens; None if that is not known."""
@@ -55,6 +56,7 @@ class Request:
         "_search",
         "finished",
         "held",
+        "hint",
         "hits",
         "id",
         "late_at",
@@ -65,8 +67,10 @@ class Request:
         "position",
         "retried_in",
         "storing",
+        "told",
         "used",
         "waits",
+        "weighed",
     )
 
     def __init__(
@@ -75,11 +79,15 @@ class Request:
         matchers: Sequence[TierMatcher] | None = None,
         load_matchers: Sequence[TierMatcher] | None = None,
         position: Position | None = None,
+        *,
+        weighed: bool = True,
     ) -> None:
         self.id = request_id
+        self.weighed = weighed  # Its loads are given up where computing is faster; a prefetch has nobody who computes.
         self.matchers = matchers  # None: every tier.
         self.load_matchers = load_matchers  # Of those, the ones that it may be loaded from; None: each of them.
         self.position = position  # None: keys are used in prefix order.
+        self.hint: Hint | None = None  # What its application says of it, last.
         self.used: dict[OffloadKey, None] = {}  # Keys whose one access was counted, in prefix order.
         self.hits: list[OffloadKey] = []  # Keys answered HIT or HIT_PENDING in this step, since room was last made.
         self.held: list[OffloadKey] = []  # And those before.
@@ -91,6 +99,7 @@ class Request:
         self._search: Search | None = None
         self.storing = 0  # Keys reserved and not completed.
         self.finished = False
+        self.told = 0  # How many used keys the order and the tiers have heard of at its end.
 
     @property
     def found(self) -> int:
@@ -122,6 +131,24 @@ class Request:
     def loads_from(self, spec: TierSpec) -> bool:
         chosen = self.load_matchers
         return self.allows(spec) and (chosen is None or any(matcher.matches(spec) for matcher in chosen))
+
+    def keeps_out(self, spec: TierSpec) -> bool:
+        """Say whether the request's chunks are to stay out of a tier, though it may use it."""
+        return self.hint is not None and self.hint.keeps_out(spec.name)
+
+    def stores_in(self, spec: TierSpec) -> bool:
+        """Say whether the request's chunks are to be written to a tier."""
+        return self.allows(spec) and not self.keeps_out(spec)
+
+    def leading(self, tokens: int | None, chunk_tokens: int) -> list[OffloadKey]:
+        """Return the used keys of chunks that begin within so many leading tokens; None: all of them."""
+        used = list(self.used)
+        if tokens is None:
+            return used
+        position = self.position
+        if position is None:
+            return used[: -(-tokens // chunk_tokens)]
+        return [key for key in used if (end := position(key)) is not None and end - chunk_tokens < tokens]
 
     @property
     def last_used(self) -> OffloadKey | None:
@@ -304,7 +331,7 @@ class StepHits:
         for request in found:
             if request.waits and not request.finished:
                 self.lease(request, now)
-                if patience_s is not None and request.late_at == NEVER:
+                if patience_s is not None and request.weighed and request.late_at == NEVER:
                     request.late_at = now + patience_s * request.found
             else:
                 request.late_at = NEVER

@@ -8,6 +8,7 @@ wake-up; what comes back waits in the bridge's mailbox, and is applied before lo
 # pyright: reportPrivateUsage=false
 
 import logging
+import math
 import os
 import time
 from collections import Counter
@@ -21,13 +22,16 @@ from kvtier import __version__
 from kvtier.backend import OffloadKey
 from kvtier.config import EngineConfig, settled
 from kvtier.engine.answers import HIT, Event, EventLog, LookupResult, StorePlan
+from kvtier.engine.cascades import CLOSED
 from kvtier.engine.inbox import Observe
 from kvtier.engine.ledger import Ledger, ledger_of, rows_of_share
 from kvtier.engine.metrics import EngineStats, Metrics
+from kvtier.engine.prefetches import Prefetch
 from kvtier.engine.requests import Position, Request
 from kvtier.engine.tier import TierMatcher, TierSpec
 from kvtier.engine.tier_log import TierLog
 from kvtier.errors import EngineClosed
+from kvtier.hints import PRIORITY_MAX
 from kvtier.memory import LentRow, Region, let_go_in_forks, require_descriptors
 from kvtier.policies import policy_class
 from kvtier.runner.bridge import Bridge
@@ -124,12 +128,14 @@ class StepManager:
         *,
         load_matchers: Sequence[TierMatcher] | None = None,
         position: Position | None = None,
+        hint: object = None,
     ) -> bool:
         """Take note of a request; `matchers` limit the tiers that serve it, None means all.
 
         `load_matchers` limit further the tiers that it is loaded from; its chunks are stored in the others, too.
         `position` says where a key's chunk ends in the request's tokens, for LLM engines that do not offer every key
         in prefix order: those of models with several groups, whose keys come one group after the other.
+        `hint`: a `Hint`, or what a client sent as one, unread; see `kvtier.hints`. A bad one is ignored and counted.
 
         Returns whether a tier wants all of the request's chunks, those that are present already, too.
         Raises `EngineClosed` after closing, and ValueError if the id is in use: by a request that has not finished, or
@@ -145,17 +151,20 @@ class StepManager:
             raise ValueError(f"request {request_id!r} is known already: finish it first, or choose another id")
         self._receive()
         request = self._requests[request_id] = Request(request_id, matchers, load_matchers, position)
+        self._ledger.hint(request, hint)
         return self._ledger.wants_all(request)
 
-    def on_request_finished(self, request_id: str) -> None:
+    def on_request_finished(self, request_id: str, hint: object = None) -> None:
         """Rank the request's keys and end its leases. Completions, and a load decided before, may still follow.
 
-        Nothing happens if the request is not known.
+        `hint` takes the place of what was said when the request began, if there is one. Nothing happens if the request
+        is not known.
         """
         if self._forked:
             self._check_owner()
         request = self._requests.get(request_id)
         if request is not None:
+            self._ledger.hint(request, hint)
             self._finish(request)
 
     # Looking up, loading, storing.
@@ -241,6 +250,48 @@ class StepManager:
         """
         self._check_open()
         return self._ledger.delete(keys)
+
+    # What is said of keys, without a request.
+
+    def prefetch(self, keys: Sequence[OffloadKey]) -> None:
+        """Have the longest leading run of keys that is anywhere brought into the primary, beginning with this step.
+
+        It takes steps, as a request's look-ups do; `has_pending_work` until it is over. No more comes than the share
+        of leases, and nobody is told what came: a look-up says so. Of more than a thousand calls at once the newest
+        are ignored.
+        """
+        self._prefetch(keys)
+
+    def demote(self, keys: Sequence[OffloadKey]) -> int:
+        """Have keys go before all others when room is made, here and in tiers; return how many are here.
+
+        One that is used again is as any other from then on. A tier hears of it at the step's end.
+        """
+        self._check_open()
+        return self._ledger.demote(keys)
+
+    def forget(self, keys: Sequence[OffloadKey]) -> int:
+        """Forget keys here and in every tier; return how many are not here any more.
+
+        Nothing is taken from who uses it: what is in use, or on its way, goes when a step ends in which it is not. A
+        key that is stored again before that goes, too. Tiers hear of it at the step's end.
+        """
+        self._check_open()
+        return self._ledger.forget(keys)
+
+    def retain(self, keys: Sequence[OffloadKey], seconds: float, *, priority: int = 0) -> int:
+        """Pass over keys, in prefix order, for so long when room is made, here and in tiers.
+
+        Returns how many are retained here: of more than `limits.retained_share` of the rows only the leading part is,
+        unless others have a lower `priority` (0 to 99). It is no pin: where there is nothing else, these go, too. A day
+        is the longest time. ValueError for a time that is not positive and finite, and for any other priority.
+        """
+        self._check_open()
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"seconds: {seconds} given, a positive, finite time accepted")
+        if not 0 <= priority <= PRIORITY_MAX:
+            raise ValueError(f"priority: {priority} given, 0 to {PRIORITY_MAX} accepted")
+        return self._ledger.retain(keys, seconds, priority)
 
     def take_events(self) -> list[Event]:
         """Return what happened to chunks since the last call; nothing unless the configuration says `events`."""
@@ -329,11 +380,15 @@ class StepManager:
     def close(self, deadline_s: float | None = None) -> int:
         """Let transfers end, close the tiers and the runner; return how many transfers were left behind.
 
+        Tiers with `cascade = "evict"` are first sent what the primary still owes them, within the same deadline.
+
         Takes at most the deadline for the transfers and once more for the closing. Idempotent.
         """
         if self._closed:
             return 0
+        self._begin_end()
         self.drain(deadline_s)
+        self._say_owed()
         self._tier_log.look(self._clock(), last=True)
         abandoned = self._bridge.close(self._deadline(deadline_s))
         self._free()
@@ -389,6 +444,10 @@ class StepManager:
             self._check_open()
             request = Request(request_id)
         return request
+
+    def _prefetch(self, keys: Sequence[OffloadKey]) -> Prefetch:
+        self._check_open()
+        return self._ledger.prefetches.begin(keys)
 
     def _finish(self, request: Request) -> None:
         self._ledger.finish(request)
@@ -458,6 +517,20 @@ class StepManager:
             request.storing = 0
             self._forget(request)
         return clean
+
+    def _begin_end(self) -> None:
+        """Have everything sent that tiers are owed."""
+        self._receive()
+        self._ledger.cascades.end()
+
+    def _say_owed(self) -> None:
+        """Count and log what was owed to tiers until the end."""
+        if chunks := self._ledger.cascades.give_up(CLOSED):
+            logger.warning(
+                "%s chunks were not written to tiers with cascade = 'evict' by the end's deadline: a larger close_s, "
+                "or a faster tier, would have kept them",
+                f"{chunks:,}",
+            )
 
     def _free(self) -> None:
         """Take the last outcomes and give the rows' memory back; what is still lent keeps it until it lets go."""

@@ -25,6 +25,10 @@ NOT_TRIED = frozenset({Code.REFUSED, Code.LOST})  # Says nothing of the tier, no
 NO_FAILURE = frozenset({Code.MISSING, Code.REFUSED})  # Has no cause that anybody could mend.
 _SAY_ALL = frozenset({Code.CORRUPT, Code.NO_SPACE, Code.DEADLINE, Code.LOST})
 
+AT_ONCE, WHEN_EVICTED, ON_SECOND_USE = "store", "evict", "second_use"
+"""The moments at which a tier's chunks are written, as a configuration names them."""
+
+PRESSURE = "pressure"  # A chunk was not written because its row was needed before the tier had taken it.
 ALL = 1 << 32  # Chunks: as many as there can be.
 ANSWERS_MAX = 65_536  # Of each kind a tier: about 10 MB; older ones are asked again.
 
@@ -41,6 +45,7 @@ class TierSpec(NamedTuple):
     asked_keys_max: int = 65_536  # Asked for and not answered, at once.
     overdue_rows_max: int = 1 << 32  # That its hung transfers may hold; by default as many as there can be.
     request_level: bool = False
+    cascade: str = AT_ONCE  # When chunks are written to it.
     medium: str | None = None
     locality: str | None = None
 
@@ -78,6 +83,7 @@ class TierCounters:
         "probes_failed",
         "promoted",
         "reported",
+        "skipped",
         "stored",
         "transfers_failed",
     )
@@ -102,6 +108,7 @@ class TierCounters:
         self.last_cause = ""  # As it was heard.
         self.reported: dict[str, int] = {}  # What the tier itself has counted, by name.
         self.dropped: dict[str, int] = {}  # Cascaded chunks that were never sent, by reason.
+        self.skipped: dict[str, int] = {}  # Chunks that were not to be sent, or not any more, by reason.
 
     def note(self, counts: Mapping[str, int]) -> None:
         for name, times in counts.items():
@@ -109,6 +116,9 @@ class TierCounters:
 
     def drop(self, reason: str, chunks: int) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + chunks
+
+    def skip(self, reason: str, chunks: int) -> None:
+        self.skipped[reason] = self.skipped.get(reason, 0) + chunks
 
     def fail(self, code: str, chunks: int) -> None:
         self.failures[code] = self.failures.get(code, 0) + chunks
@@ -208,6 +218,7 @@ class Tier:
         self.index = index
         self.bit = 1 << index
         self.spec = spec
+        self.at_once = spec.cascade == AT_ONCE  # Chunks are written to it as soon as they are stored.
         self.breaker = Breaker(spec.breaker_failures, spec.breaker_cooldown_s, spec.trial_chunks)
         self.counters = TierCounters()
         self.authoritative = False  # What is not known to be here is absent.

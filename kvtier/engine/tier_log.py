@@ -9,7 +9,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 
-from kvtier.engine.tier import CLOSED, Tier
+from kvtier.engine.tier import CLOSED, PRESSURE, Tier
 
 LOOK_EVERY_S = 1.0  # Where nothing comes back from tiers: drops alone make no message.
 LOSSES_EVERY_S = 60.0  # Between two lines of losses, a tier: a full log tells nobody anything.
@@ -43,6 +43,7 @@ class _Told:
         self._opened = 0
         self._dropped: dict[str, int] = {}
         self._failed: dict[str, int] = {}
+        self._unwritten = 0
         self._losses_at = -math.inf
 
     def breaker(self, now: float) -> None:
@@ -62,7 +63,8 @@ class _Told:
         if now < self._losses_at and not last:
             return
         counters = self._tier.counters
-        if counters.dropped == self._dropped and counters.failures == self._failed:
+        unwritten = counters.skipped.get(PRESSURE, 0)
+        if (counters.dropped, counters.failures, unwritten) == (self._dropped, self._failed, self._unwritten):
             return
         if losses := self._losses(now):
             logger.warning("tier %s: since the last line %s", self._name, losses)
@@ -84,7 +86,10 @@ class _Told:
         dropped, self._dropped = _grown(self._dropped, counters.dropped), dict(counters.dropped)
         failed, self._failed = _grown(self._failed, counters.failures), dict(counters.failures)
         failed.pop("missing", None)
-        parts = [_counted(chunks, verb) for chunks, verb in ((dropped, "were dropped"), (failed, "failed")) if chunks]
+        unwritten = counters.skipped.get(PRESSURE, 0)
+        skipped, self._unwritten = {PRESSURE: unwritten - self._unwritten}, unwritten
+        losses = ((dropped, "were dropped"), (skipped, "left the primary unwritten"), (failed, "failed"))
+        parts = [_counted(chunks, verb) for chunks, verb in losses if any(chunks.values())]
         if parts:
             self._losses_at = now + LOSSES_EVERY_S
         if failed and cause and counters.last_cause:

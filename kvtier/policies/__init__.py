@@ -1,10 +1,13 @@
 """Eviction policies: the contract, the built-in ones, policies by name, and their orders of small numbers."""
 
+from kvtier.hints import Hint
 from kvtier.policies.density import Density
 from kvtier.policies.ghosts import ARC, S3FIFO
+from kvtier.policies.hinted import HintedOrder, Retained, Sessions
+from kvtier.policies.leaving import Leaving
 from kvtier.policies.numbered import KeyOrder, LinkedLRU, NumberOrder, number_order
 from kvtier.policies.plain import FIFO, LFU, LRU
-from kvtier.policies.policy import Hint, Hinted, Policy, known_policies, policy_class
+from kvtier.policies.policy import Hinted, Policy, known_policies, policy_class
 
 __all__ = [
     "ARC",
@@ -15,10 +18,14 @@ __all__ = [
     "Density",
     "Hint",
     "Hinted",
+    "HintedOrder",
     "KeyOrder",
+    "Leaving",
     "LinkedLRU",
     "NumberOrder",
     "Policy",
+    "Retained",
+    "Sessions",
     "known_policies",
     "number_order",
     "policy_class",

@@ -13,7 +13,8 @@ from heapq import heapify, heappop
 from itertools import chain, filterfalse, islice
 from typing import Any
 
-from kvtier.policies.policy import Hint, K, Policy
+from kvtier.hints import Hint
+from kvtier.policies.policy import K, Policy
 from kvtier.policies.returns import STEPS, Branch, Label, Returns
 
 WARM_UP_REQUESTS = 512  # For so long it is an LRU: nothing is known yet.
@@ -202,8 +203,10 @@ class DensityOrder:
         self._end(keys, ())
 
     def rank_hinted(self, keys: Sequence[int], hint: Hint, /) -> None:
-        self._warm_up_requests = min(self._warm_up_requests, _WARM_UP_HINTED_REQUESTS)
-        self._end(keys, self._branches(hint))
+        branches = self._branches(hint)
+        if branches:
+            self._warm_up_requests = min(self._warm_up_requests, _WARM_UP_HINTED_REQUESTS)
+        self._end(keys, branches)
 
     def move(self, old: int, new: int, /) -> None:
         run = self._run(self._owner[old])
@@ -489,9 +492,9 @@ class DensityOrder:
     def _branches(self, hint: Hint) -> Sequence[Branch]:
         """Return the part of a label that a hint is. What it is worth is learned, so nothing of it need be true."""
         branches: list[Branch] = []
-        if hint.label and (hint.label in self._classes or len(self._classes) < _CLASSES_MAX):
-            self._classes.add(hint.label)
-            branches.append(Branch(("class", hint.label), _HINT_RUNS))
+        if hint.class_ and (hint.class_ in self._classes or len(self._classes) < _CLASSES_MAX):
+            self._classes.add(hint.class_)
+            branches.append(Branch(("class", hint.class_), _HINT_RUNS))
         if hint.over:
             branches.append(Branch("over", _HINT_RUNS))
         elif hint.returns_in_s is not None:

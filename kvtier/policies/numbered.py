@@ -8,9 +8,10 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Generic, Protocol
 
+from kvtier.hints import Hint
 from kvtier.policies.density import Density
 from kvtier.policies.plain import LRU
-from kvtier.policies.policy import K, Policy
+from kvtier.policies.policy import Hinted, K, Policy
 
 
 class NumberOrder(Protocol):
@@ -179,6 +180,10 @@ class KeyOrder(Generic[K]):
         self._policy = policy
         self._keys = keys
         self._number = number
+        if isinstance(policy, Hinted):
+            self.rank_hinted = self._rank_hinted
+
+    rank_hinted: Callable[[Sequence[int], Hint], None]  # Of the instance, and there only if its policy is `Hinted`.
 
     def insert(self, keys: Sequence[int], after: int | None = None, /) -> None:  # Keys know no place.
         self._policy.insert(self._named(keys))
@@ -205,6 +210,10 @@ class KeyOrder(Generic[K]):
 
     def grow(self, capacity: int, /) -> None:
         """See `NumberOrder`: a policy is told at its start how many keys there will be."""
+
+    def _rank_hinted(self, keys: Sequence[int], hint: Hint) -> None:
+        assert isinstance(self._policy, Hinted)
+        self._policy.rank_hinted(self._named(keys), hint)
 
     def _named(self, numbers: Iterable[int]) -> list[K]:
         keys = self._keys

@@ -10,9 +10,10 @@ A name is built in, an installed distribution's, or written out as `module:Class
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeGuard, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeGuard, TypeVar, runtime_checkable
 
 from kvtier.errors import ConfigError
+from kvtier.hints import Hint
 from kvtier.settings import find_class, known_names
 
 K = TypeVar("K", bound=Hashable)
@@ -27,14 +28,6 @@ _BUILT_IN = {
     "lru": "kvtier.policies.plain:LRU",
     "s3fifo": "kvtier.policies.ghosts:S3FIFO",
 }
-
-
-class Hint(NamedTuple):
-    """What an application says of a request that ends. It may be wrong: a policy learns what it is worth."""
-
-    over: bool = False  # Its session will not come back.
-    returns_in_s: float | None = None  # When its session is expected back.
-    label: str = ""  # Who sent it, such as an agent, a tool or a tenant; nobody agrees on meanings.
 
 
 class Policy(ABC, Generic[K]):

@@ -13,6 +13,7 @@ import msgspec
 
 from kvtier.backend import OffloadKey
 from kvtier.errors import ChunkCorrupt, ChunkError, ChunkMissing, NoSpace
+from kvtier.hints import Hint
 
 
 class PackedKeys(msgspec.Struct, frozen=True, array_like=True):
@@ -120,10 +121,27 @@ class Delete(_Message, frozen=True, tag="D"):
 
 
 class Rank(_Message, frozen=True, tag="R"):
-    """A request is over that used these chunks, in prefix order. Nothing comes back."""
+    """A request is over that used these chunks, in prefix order, with what was said of it. Nothing comes back."""
 
     tier: int
     keys: PackedKeys
+    hint: Hint | None = None
+
+
+class Demote(_Message, frozen=True, tag="M"):
+    """Have a tier let these chunks go before others. Nothing comes back."""
+
+    tier: int
+    keys: PackedKeys
+
+
+class Retain(_Message, frozen=True, tag="T"):
+    """Have a tier pass over these chunks for so long when it makes room. Nothing comes back."""
+
+    tier: int
+    keys: PackedKeys
+    seconds: float
+    priority: int
 
 
 class Acknowledge(_Message, frozen=True, tag="K"):
@@ -138,7 +156,10 @@ class Close(_Message, frozen=True, tag="Z"):
     deadline_s: float
 
 
-Action = Promote | Cascade | Probe | Delete | Rank | Acknowledge
+Advice = Rank | Demote | Retain
+"""What says in which order chunks should go. Nobody waits for it, and what is lost of it costs only that."""
+
+Action = Promote | Cascade | Probe | Delete | Advice | Acknowledge
 
 
 # Messages: runner → owner.

@@ -12,21 +12,25 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from kvtier.backend import OffloadKey, Outcome, Ranked, Read, Write
+from kvtier.backend import Advised, Backend, OffloadKey, Outcome, Ranked, Read, Write
 from kvtier.errors import BackendClosed, BackendError, cause_of
+from kvtier.hints import Hint
 from kvtier.memory import Region
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
+    Advice,
     Answered,
     Cascade,
     Code,
     Delete,
+    Demote,
     Finished,
     Message,
     Probe,
     Promote,
     Rank,
+    Retain,
     Returned,
     code_of,
     pack_rows,
@@ -87,7 +91,7 @@ class Runner:
                     self._spawn(action, self._probe(action))
                 case Delete():
                     self._spawn(action, self._delete(action))
-                case Rank() | Acknowledge():
+                case Rank() | Demote() | Retain() | Acknowledge():
                     self._tell(action)
 
     @property
@@ -229,15 +233,31 @@ class Runner:
             await asyncio.wait({task})
             _completed(task, tier.name)
 
-    def _tell(self, action: Rank | Acknowledge) -> None:
+    def _tell(self, action: Advice | Acknowledge) -> None:
         """Tell a tier what nobody waits for an answer to."""
         try:
             if isinstance(action, Acknowledge):
                 self._reports[action.tier].acknowledge()
-            elif isinstance(backend := self._tiers[action.tier].backend, Ranked):
-                backend.rank(unpack_keys(action.keys))
+            else:
+                _advise(self._tiers[action.tier].backend, action)
         except (Exception, SystemExit):  # The supervisor's edge: a bug costs the tier's order, nothing else.
             logger.exception("tier %d: it does not take %s", action.tier, type(action).__name__)
+
+
+def _advise(backend: Backend, advice: Advice) -> None:
+    """Tell a tier in which order chunks should go, as far as it has one of its own."""
+    keys = unpack_keys(advice.keys)
+    match advice:
+        case Rank(hint=Hint() as hint) if isinstance(backend, Advised):
+            backend.rank_hinted(keys, hint)
+        case Rank() if isinstance(backend, Ranked):
+            backend.rank(keys)
+        case Demote() if isinstance(backend, Advised):
+            backend.demote(keys)
+        case Retain(seconds=seconds, priority=priority) if isinstance(backend, Advised):
+            backend.retain(keys, seconds, priority)
+        case _:
+            pass
 
 
 async def _in_time(work: Coroutine[Any, Any, None], deadline_s: float) -> bool:

@@ -90,7 +90,8 @@ async def open_tiers(config: EngineConfig) -> list[RunnerTier]:
     opened: list[RunnerTier] = []
     try:
         for index, tier in enumerate(config.secondary_tiers):
-            opened.append(await _in_time(_open_tier(index, tier, mapper, config.row_bytes), tier, config.limits.open_s))
+            opening = _open_tier(index, tier, mapper, config.row_bytes, config.limits.retained_share)
+            opened.append(await _in_time(opening, tier, config.limits.open_s))
     except BaseException:
         closings = [tier.backend.aclose(config.limits.close_s) for tier in opened]
         await asyncio.shield(asyncio.gather(*closings, return_exceptions=True))
@@ -116,10 +117,13 @@ async def _in_time(opening: Coroutine[None, None, RunnerTier], tier: TierConfig,
     return task.result()
 
 
-async def _open_tier(index: int, tier: TierConfig, mapper: FileMapper, row_bytes: int) -> RunnerTier:
+async def _open_tier(
+    index: int, tier: TierConfig, mapper: FileMapper, row_bytes: int, retained_share: float
+) -> RunnerTier:
     options = tier_options(tier, f"secondary_tiers[{index}]")
+    context = TierContext(tier.name, mapper, row_bytes, retained_share)
     try:
-        backend = await backend_class(tier.type).open(options, TierContext(tier.name, mapper, row_bytes))
+        backend = await backend_class(tier.type).open(options, context)
     except Exception as error:
         if is_of_a_limit(error):
             raise BackendUnavailable(f"{tier.name}: cannot be opened: {reason(error)}") from error

@@ -33,6 +33,11 @@ _SIZE_UNITS: dict[str, Decimal] = {
     "GiB": Decimal(1 << 30),
     "TiB": Decimal(1 << 40),
     "PiB": Decimal(1 << 50),
+    "K": Decimal(1 << 10),
+    "M": Decimal(1 << 20),
+    "G": Decimal(1 << 30),
+    "T": Decimal(1 << 40),
+    "P": Decimal(1 << 50),
 }
 _DURATION_UNITS: dict[str, Decimal] = {
     "us": Decimal("1e-6"),
@@ -46,7 +51,10 @@ _QUANTITY = re.compile(r"([0-9][0-9_]{0,24}(?:\.[0-9]{1,12})?) ?([A-Za-z]+)")
 
 
 def parse_size(text: str) -> int:
-    """Read `"10GiB"`, `"512 KiB"` or `"1.5GB"` as bytes, rounded down; ValueError for anything else."""
+    """Read `"10GiB"`, `"512 KiB"`, `"10G"` or `"1.5GB"` as bytes, rounded down; ValueError for anything else.
+
+    A letter alone is a power of 1,024, as for coreutils, fio and systemd.
+    """
     return int(_quantity(text, _SIZE_UNITS))
 
 
@@ -73,7 +81,10 @@ class Unit(NamedTuple):
     accepted: str  # Ends the sentence "… accepted".
 
 
-_SIZE = Unit(parse_size, 'bytes as an integer, or text such as "10GiB" or "1.5 GB" (B, kB to PB, KiB to PiB)')
+_SIZE = Unit(
+    parse_size,
+    'bytes as an integer, or text such as "10GiB" or "1.5 GB" (B, kB to PB, KiB to PiB; K to P are the latter)',
+)
 _DURATION = Unit(parse_duration, 'seconds as a number, or text such as "30s" or "500ms" (us, ms, s, min, h, d)')
 _PATH = Unit(parse_path, "a path")
 

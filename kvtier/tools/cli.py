@@ -7,15 +7,12 @@ import io
 import os
 import sys
 
+from kvtier.tools import statuses
+
 TYPE_CHECKING = False  # As type checkers know it by name: see `kvtier/__init__.py`.
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import NoReturn
-
-EXIT_FAILED = 3  # Of the machine: mend it, then try the same call again.
-EXIT_FAULT = 70  # Of kvtier's own, as sysexits.h has it.
-EXIT_INTERRUPTED = 130  # As shells have it: 128 and the number of the signal.
-EXIT_UNREAD = 141  # Likewise: nobody reads the output any more.
 
 
 def main(args: "Sequence[str] | None" = None) -> "NoReturn":
@@ -24,7 +21,7 @@ def main(args: "Sequence[str] | None" = None) -> "NoReturn":
         status = _run(list(sys.argv[1:] if args is None else args))
     except KeyboardInterrupt:
         _give_up_output()
-        status = EXIT_INTERRUPTED
+        status = statuses.INTERRUPTED
     sys.exit(status)
 
 
@@ -39,19 +36,19 @@ def _run(args: "list[str]") -> int:
         status = run(args)
         sys.stdout.flush()
     except BrokenPipeError:
-        return _ended(EXIT_UNREAD)
+        return _ended(statuses.UNREAD)
     except SystemExit as end:
         if not isinstance(end.__context__, BrokenPipeError):  # Rich's way to say so.
             raise
-        return _ended(EXIT_UNREAD)
+        return _ended(statuses.UNREAD)
     except OSError as error:
         where = None if error.filename is None else os.fsdecode(error.filename)
-        return _ended(EXIT_FAILED, error.strerror or str(error), where)
+        return _ended(statuses.FAILED, error.strerror or str(error), where)
     except MemoryError as error:
-        return _ended(EXIT_FAILED, f"there is not enough memory for this{f' ({error})' if str(error) else ''}")
+        return _ended(statuses.FAILED, f"there is not enough memory for this{f' ({error})' if str(error) else ''}")
     except Exception as error:  # noqa: BLE001  # Python's own status for it, 1, would say that a byte was wrong.
         sys.excepthook(type(error), error, error.__traceback__)
-        return _ended(EXIT_FAULT, "this is a fault of kvtier's own; please report it with the lines above")
+        return _ended(statuses.FAULT, "this is a fault of kvtier's own; please report it with the lines above")
     return status
 
 

@@ -4,23 +4,32 @@ What one does is in a module of its own, imported when it is called: so `kvtier 
 commands need.
 """
 
+import inspect
+import logging
+import os
+import time
 from collections.abc import Callable, Sequence
+from functools import wraps
 from importlib import import_module
-from typing import Annotated, NamedTuple, TypeVar, cast
+from typing import Annotated, Any, NamedTuple, TypeVar, cast
 
 import typer
+from typer.completion import get_completion_inspect_parameters
 
 from kvtier import __version__
 from kvtier.errors import ConfigError, KVTierError, TraceError, one_line
-
-EXIT_REFUSED = 2  # As for a wrong option: mend the call, then try again.
-EXIT_UNAVAILABLE = 3  # Mend what the call needs.
+from kvtier.tools import statuses
 
 REQUESTS_MAX = 1_000_000_000  # Reading so many takes hours; a larger limit is a mistyped one.
+HELP_COLUMNS = 120  # Longer lines are hard to read.
+PROGRAM = "kvtier"
+COMPLETE = "_KVTIER_COMPLETE"  # Set by what a shell runs when Tab is pressed.
+COMPLETED_WORDS = ("_TYPER_COMPLETE_ARGS", "COMP_WORDS")  # The words so far, by the shell.
 
+JSON = "--json"
 JsonOption = Annotated[
     str | None,
-    typer.Option("--json", metavar="OUT", help="Write the figures there; - is stdout, and the table goes to stderr."),
+    typer.Option(JSON, metavar="[FILE|-]", help="Write JSON to this file; without one, or to -, on stdout alone."),
 ]
 PlotOption = Annotated[
     str | None, typer.Option("--plot", metavar="OUT", help="Draw the figures there: .png, .pdf or .svg.")
@@ -29,19 +38,36 @@ LimitOption = Annotated[int | None, typer.Option(min=1, max=REQUESTS_MAX, help="
 StrictOption = Annotated[
     bool, typer.Option("--strict", help="Refuse a trace that cannot be true, instead of warning of it.")
 ]
+COMMON = {
+    "verbose": Annotated[
+        int,
+        typer.Option(
+            "--verbose", "-v", count=True, show_default=False, help="Log to stderr what happens; -vv: everything."
+        ),
+    ],
+    "quiet": Annotated[bool, typer.Option("--quiet", "-q", help="No progress, notes or warnings: results and errors.")],
+    "wide": Annotated[bool, typer.Option("--wide", help="Cut and break no line, however long.")],
+    "log_file": Annotated[
+        str | None, typer.Option("--log-file", metavar="FILE", help="Append the log to this file, with times.")
+    ],
+}
+"""The options of every command: fields of `Wishes`."""
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 # What typer raises for a wrong call: the class has no public name, and a different one in each version.
 UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
 
 
 class Command(NamedTuple):
-    """One command: where its function is, and its line in the help."""
+    """One command: where its function is, its line in the help, and calls that show how it is used."""
 
     module: str
     function: str
     summary: str
+    examples: tuple[str, ...] = ()
 
 
 COMMANDS = {
@@ -49,87 +75,232 @@ COMMANDS = {
         "kvtier.tools.replay.policies_command",
         "policies",
         "Compare eviction policies by their hit ratios over a trace.",
+        (
+            "kvtier policies trace.jsonl",
+            "kvtier policies generated --limit 500 --policies lru,s3fifo,opt --sizes 0.05,0.2",
+        ),
     ),
-    "verify": Command("kvtier.tools.directory", "verify", "Check every chunk in a tier's directory."),
-    "du": Command("kvtier.tools.directory", "du", "Show what each namespace in a tier's directory takes."),
-    "ls": Command("kvtier.tools.directory", "ls", "List the chunks in a tier's directory."),
-    "prune": Command("kvtier.tools.prune", "prune", "Remove chunks from a tier's directory."),
+    "verify": Command(
+        "kvtier.tools.directory",
+        "verify",
+        "Check every chunk in a tier's directory.",
+        ("kvtier verify tier", "kvtier verify tier --sample 1%", "kvtier verify kvtier.toml#disk --json found.json"),
+    ),
+    "du": Command(
+        "kvtier.tools.directory",
+        "du",
+        "Show what each namespace in a tier's directory takes.",
+        ("kvtier du tier", "kvtier du kvtier.toml#disk --json"),
+    ),
+    "ls": Command(
+        "kvtier.tools.directory",
+        "ls",
+        "List the chunks in a tier's directory.",
+        ("kvtier ls tier --limit 10", "kvtier ls tier --json chunks.json"),
+    ),
+    "prune": Command(
+        "kvtier.tools.prune",
+        "prune",
+        "Remove chunks from a tier's directory.",
+        (
+            "kvtier prune tier --older-than 7d --list",
+            "kvtier prune tier --to-size 50% --yes",
+            "kvtier prune tier --corrupt --leftovers --yes",
+        ),
+    ),
+    "top": Command(
+        "kvtier.tools.top",
+        "top",
+        "Watch a live engine: tiers, rates, hit ratio, breakers.",
+        (
+            "kvtier top http://127.0.0.1:9400/metrics",
+            "kvtier top unix:/run/vllm.sock",
+            "kvtier top 9400 --once --json",
+        ),
+    ),
     "replay": Command(
-        "kvtier.tools.replay.replay_command", "replay", "Replay a trace through a whole engine, byte for byte."
+        "kvtier.tools.replay.replay_command",
+        "replay",
+        "Replay a trace through a whole engine, byte for byte.",
+        (
+            "kvtier replay generated --limit 100",
+            "kvtier replay trace.jsonl --config kvtier.toml --json report.json",
+            "kvtier replay trace.jsonl --virtual-time",
+        ),
     ),
     "size": Command(
-        "kvtier.tools.replay.size_command", "size", "Say what caches of several sizes are worth for a trace."
+        "kvtier.tools.replay.size_command",
+        "size",
+        "Say what caches of several sizes are worth for a trace.",
+        ("kvtier size trace.jsonl --kv-bytes-per-token 131072 --memory 1G --disk 4G,16G",),
     ),
-    "trace info": Command("kvtier.tools.replay.trace_commands", "info", "Say what is in a trace."),
+    "trace info": Command(
+        "kvtier.tools.replay.trace_commands",
+        "info",
+        "Say what is in a trace.",
+        ("kvtier trace info trace.jsonl", "kvtier trace info generated --limit 100 --json"),
+    ),
     "trace convert": Command(
-        "kvtier.tools.replay.trace_commands", "convert", "Make a trace from token ids, or from what others log."
+        "kvtier.tools.replay.trace_commands",
+        "convert",
+        "Make a trace from token ids, or from what others log.",
+        ("kvtier trace convert tokens.jsonl --output converted.jsonl --block-tokens 16",),
+    ),
+    "bench cpu": Command(
+        "kvtier.tools.bench.commands",
+        "cpu",
+        "Measure memory copies and checksums.",
+        ("kvtier bench cpu --no-pages --chunk-sizes 64K --rounds 1",),
+    ),
+    "bench fs": Command(
+        "kvtier.tools.bench.commands",
+        "fs",
+        "Measure a directory as an fs tier.",
+        ("kvtier bench fs . --chunk-sizes 128K --size 1M --rounds 1 --layouts segments",),
+    ),
+    "bench tiers": Command(
+        "kvtier.tools.bench.commands",
+        "tiers",
+        "Measure the tiers of a configuration, end to end.",
+        ("kvtier bench tiers kvtier.toml --size 1M --rounds 1 --json bench.json",),
+    ),
+    "completion": Command(
+        "kvtier.tools.completion",
+        "completion",
+        "Print what has a shell complete kvtier's commands and options.",
+        ("kvtier completion bash", "kvtier completion zsh", "kvtier completion fish"),
     ),
     "selftest": Command(
-        "kvtier.tools.selftest.command", "selftest", "Prove on this machine's GPU that every byte comes back."
+        "kvtier.tools.selftest.command",
+        "selftest",
+        "Prove on this machine's GPU that every byte comes back.",
+        ("kvtier selftest", "kvtier selftest --device cpu --parts bytes --json report.json"),
     ),
-    "bench cpu": Command("kvtier.tools.bench.commands", "cpu", "Measure memory copies and checksums."),
-    "bench fs": Command("kvtier.tools.bench.commands", "fs", "Measure a directory as an fs tier."),
-    "bench tiers": Command("kvtier.tools.bench.commands", "tiers", "Measure the tiers of a configuration, end to end."),
 }
 GROUPS = {
     "trace": "Look at traces of requests, and make them.",
     "bench": "Measure what this machine can do, and what kvtier makes of it.",
 }
+HINT = "Exit status: 0 well, 1 the data is not, 2 the call is refused, 3 the machine fails; all are in the reference."
 
 
 def run(args: Sequence[str]) -> int:
     """Run a command and return its exit status; what kvtier refuses is said in one line on stderr."""
-    given = [*args, "--help"] if list(args) in ([], *([group] for group in GROUPS)) else list(args)
+    if COMPLETE in os.environ:
+        return _complete()
+    given = [*args, "--help"] if list(args) in ([], *([group] for group in GROUPS)) else _with_stdout(args)
     try:
         command = typer.main.get_command(command_line(given))
-        with command.make_context("kvtier", given) as context:
+        with command.make_context(PROGRAM, given) as context:
             command.invoke(context)
     except typer.Exit as end:
         return end.exit_code
     except UsageError as error:
-        return _refused(error.format_message(), EXIT_REFUSED)
+        return _refused(error.format_message() + _json_hint(given), statuses.REFUSED)
     except (ConfigError, TraceError) as error:
-        return _refused(str(error), EXIT_REFUSED)
+        return _refused(str(error), statuses.REFUSED)
     except KVTierError as error:
-        return _refused(str(error), EXIT_UNAVAILABLE)
-    return 0
+        return _refused(str(error), statuses.FAILED)
+    return statuses.DONE
+
+
+def _with_stdout(args: Sequence[str]) -> list[str]:
+    """Give `--json` its `-` where no file's name follows: options cannot have a value or none otherwise."""
+    follows = [*args[1:], "--"]
+    bare = (arg == JSON and after != "-" and after.startswith("-") for arg, after in zip(args, follows, strict=True))
+    return [f"{JSON}=-" if alone else arg for arg, alone in zip(args, bare, strict=True)]
+
+
+def _json_hint(args: Sequence[str]) -> str:
+    """Say what `--json` took for its file, where that may be what is missed."""
+    at = args.index(JSON) + 1 if JSON in args else len(args)
+    return f" {JSON} took {args[at]!r} for its file; {JSON}=- takes none." if at < len(args) else ""
 
 
 def _refused(why: str, status: int) -> int:
-    typer.echo(f"kvtier: {one_line(why)}", err=True)
+    typer.echo(f"{PROGRAM}: {one_line(why)}", err=True)
     return status
+
+
+def _complete() -> int:
+    """Answer a shell's question for what may follow."""
+    words = next((os.environ[name] for name in COMPLETED_WORDS if name in os.environ), "").split()
+    get_completion_inspect_parameters()  # It registers how shells are spoken to.
+    typer.main.get_command(command_line(words[1:])).main(prog_name=PROGRAM, complete_var=COMPLETE)
+    return statuses.DONE
 
 
 def command_line(args: Sequence[str]) -> typer.Typer:
     """Return the commands, the one that these arguments call with its options, the others as names."""
-    app = _app("Tier the KV cache of an LLM engine over host memory, file systems and slower tiers.")
+    first = ("kvtier replay generated --limit 100", "kvtier du DIR", "kvtier COMMAND --help")
+    app = _app("Tier the KV cache of an LLM engine over host memory, file systems and slower tiers.", first)
     app.callback()(_root)
-    groups = {name: _app(summary) for name, summary in GROUPS.items()}
+    groups = {
+        name: _app(summary, [command.examples[0] for own, command in COMMANDS.items() if own.startswith(f"{name} ")])
+        for name, summary in GROUPS.items()
+    }
     words = [arg for arg in args if not arg.startswith("-")]
     for name, command in COMMANDS.items():
         *group, own_name = name.split()
         called = words[: len(group) + 1] == [*group, own_name]
-        function = getattr(import_module(command.module), command.function) if called else _frame
-        (groups[group[0]] if group else app).command(own_name, short_help=command.summary)(function)
+        function = _granting(getattr(import_module(command.module), command.function), name) if called else _frame
+        epilog = _epilog(command.examples)
+        (groups[group[0]] if group else app).command(own_name, short_help=command.summary, epilog=epilog)(function)
     for name, group_app in groups.items():
         app.add_typer(group_app, name=name)
     return app
 
 
-def _app(summary: str) -> typer.Typer:
+def _app(summary: str, examples: Sequence[str]) -> typer.Typer:
     app = typer.Typer(
         help=summary,
+        epilog=_epilog(examples),
         add_completion=False,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        rich_markup_mode=None,  # Boxes around options are in the way of whoever searches them.
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": HELP_COLUMNS},
     )
     app.callback()(_frame)
     return app
 
 
+def _epilog(examples: Sequence[str]) -> str:
+    as_written = "\b"  # As the first line of a paragraph: its lines stay as they are.
+    return "\n".join((as_written, "Examples:", *(f"  {example}" for example in examples), "", HINT))
+
+
+def _granting(function: Callable[..., None], name: str) -> Callable[..., None]:
+    """Return a command with the options that all have, which are granted before it is called."""
+
+    @wraps(function)
+    def call(**given: Any) -> None:
+        from kvtier.tools.outputs import Wishes, granted  # For who only asks for help, rich takes too long.
+
+        with granted(Wishes(**{option: given.pop(option) for option in COMMON})):
+            begun = time.monotonic()
+            logger.info("%s %s: %s", PROGRAM, __version__, name)
+            try:
+                function(**given)
+            finally:
+                logger.info("%s: ended after %.1f s", name, time.monotonic() - begun)
+
+    signature = inspect.signature(function)
+    options = [
+        inspect.Parameter(option, inspect.Parameter.KEYWORD_ONLY, default=_default(kind), annotation=kind)
+        for option, kind in COMMON.items()
+    ]
+    call.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *options])  # type: ignore[attr-defined]
+    call.__annotations__ = {**function.__annotations__, **COMMON}
+    return call
+
+
+def _default(kind: Any) -> object:
+    return {int: 0, bool: False}.get(kind.__origin__)
+
+
 def _say_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"kvtier {__version__}")
+        typer.echo(f"{PROGRAM} {__version__}")
         raise typer.Exit
 
 

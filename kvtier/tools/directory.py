@@ -1,7 +1,7 @@
 """The commands that look at a tier's directory or bucket and change nothing: `verify`, `du` and `ls`."""
 
-import json
 import os
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -9,27 +9,39 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import import_module
 from itertools import islice
-from typing import Annotated, Any, NamedTuple, TypeVar, cast
+from typing import Annotated, TypeVar, cast
 
+import msgspec
 import typer
-from rich.console import Console
-from rich.progress import TimeRemainingColumn
-from rich.table import Table
+from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
 from kvtier.backend import Contents, Finding, Kind, Place, State, StoredFile, chunk_hash, group_index
 from kvtier.config import EngineConfig, tier_options
 from kvtier.errors import ConfigError, one_line
-from kvtier.tools.outputs import bar
+from kvtier.tools import statuses
+from kvtier.tools.commands import JsonOption
+from kvtier.tools.outputs import (
+    STDOUT,
+    bar,
+    check_outputs,
+    console,
+    json_array,
+    json_output,
+    plain_table,
+    watched,
+    write_json,
+)
 
-EXIT_UNWELL = 1  # As a wrong byte: whoever reads the status alone is to look.
 _PROGRESS_FILES = 256  # Between two changes of the bar's words.
 LISTED_MAX = 1_000_000_000_000  # Chunks. No directory holds so many.
 NAMED_MAX = 100  # Files listed for people; all of them are counted, and listed as JSON.
+SHARE = "a share such as 1% or 0.01, above 0 and at most 100%"
 COUNTED = {
     Kind.CHUNK: ("chunks", "bytes"),
     Kind.TEMPORARY: ("temporaries", "temporary_bytes"),
     Kind.LEFTOVER: ("leftovers", "leftover_bytes"),
+    Kind.BESIDE: ("beside", "beside_bytes"),
 }
 """Names in `du` for the number of each kind's files, and for what they take."""
 
@@ -52,7 +64,6 @@ DirectoryArgument = Annotated[
 NamespaceOption = Annotated[
     str | None, typer.Option("--namespace", help="Only this one: the name of a folder, as du shows it.")
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON to stdout instead of a table.")]
 
 
 class LeftOut:
@@ -70,7 +81,7 @@ class LeftOut:
         """End the command, with one line on stderr and a status of its own, if anything was left out."""
         if self.count:
             typer.echo(f"kvtier: {one_line(self._first)}; {self.count:,} left out", err=True)
-            raise typer.Exit(EXIT_UNWELL)
+            raise typer.Exit(statuses.DATA_WRONG)
 
 
 @contextmanager
@@ -128,7 +139,7 @@ def walked(contents: Contents, places: Sequence[Place], title: str) -> Iterator[
         for place, part in parts:
             for file in contents.files(place, part):
                 yield place, file
-                seen += 1
+                seen += file.kind is not Kind.BESIDE
                 if seen % _PROGRESS_FILES == 0:
                     progress.update(task, description=f"{title} {seen:,}")
             progress.advance(task)
@@ -159,6 +170,17 @@ def side_by_side(
             yield from zip(found, threads.map(call, places, found), strict=True)
 
 
+def share_of(option: str, text: str) -> float:
+    """Read a share of a whole, with or without a percent sign. Raises `ConfigError`."""
+    try:
+        share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        share = 0.0
+    if not 0.0 < share <= 1.0:
+        raise ConfigError(f"{option} {text!r}: expected {SHARE}")
+    return share
+
+
 def shown_bytes(size_bytes: int) -> str:
     """Write a size for people, in binary units."""
     size = float(size_bytes)
@@ -169,11 +191,39 @@ def shown_bytes(size_bytes: int) -> str:
     return f"{size:.1f} TiB"
 
 
-def du(directory: DirectoryArgument, namespace: NamespaceOption = None, as_json: JsonOption = False) -> None:
-    """Show how many chunks each namespace has and what they take of the disk, in blocks rather than by their lengths.
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """The room that one namespace takes, or all of them. Bytes are those that the file system has allocated."""
 
-    Leftovers are what killed processes had under way and corrupt files that were kept: `kvtier prune --leftovers`.
+    chunks: int
+    bytes: int  # Of the chunks.
+    temporaries: int  # Stores under way.
+    temporary_bytes: int
+    leftovers: int  # Of killed processes, and corrupt files that were kept.
+    leftover_bytes: int
+    beside_bytes: int  # Folders, the tier's own books, and room in segments that no chunk takes.
+    allocated_bytes: int  # All of it.
+
+
+class NamespaceUsage(Usage, frozen=True, kw_only=True):
+    """One namespace."""
+
+    model: str  # Empty where no configuration says it.
+
+
+class DirectoryUsage(Usage, frozen=True, kw_only=True):
+    """The JSON of `kvtier du`."""
+
+    namespaces: dict[str, NamespaceUsage]  # By the names of their folders.
+    left_out: int  # Files and folders that could not be read.
+
+
+def du(directory: DirectoryArgument, namespace: NamespaceOption = None, json_path: JsonOption = None) -> None:
+    """Show how many chunks each namespace has, and what the file system has allocated to it.
+
+    Allocated is all of it: chunks, room in segments that no chunk takes, folders and the tier's own books. Leftovers
+    are what killed processes had under way and corrupt files that were kept: `kvtier prune --leftovers`.
     """
+    check_outputs(json_path, None)
     left_out = LeftOut()
     with opened(directory) as contents:
         places = chosen(contents, namespace)
@@ -182,195 +232,279 @@ def du(directory: DirectoryArgument, namespace: NamespaceOption = None, as_json:
             if file.kind in COUNTED:
                 files, size = COUNTED[file.kind]
                 counted[place.name].update({files: 1, size: file.allocated_bytes})
-    rows = {place: _usage_row(counted[place.name]) for place in places}
-    total = _usage_row(sum(counted.values(), Counter[str]()))
-    if as_json:
-        namespaces = {place.name: {"model": place.model, **row} for place, row in rows.items()}
-        typer.echo(json.dumps({"namespaces": namespaces, **total, "left_out": left_out.count}))
-    else:
-        _show_usage(rows, total)
+    rows = {place.name: NamespaceUsage(model=place.model, **_usage(counted[place.name])) for place in places}
+    total = _usage(sum(counted.values(), Counter[str]()))
+    found = DirectoryUsage(namespaces=rows, left_out=left_out.count, **total)
+    screen = write_json(json_path, found)
+    table = plain_table(
+        "namespace", "model", ">chunks", ">size", ">allocated", ">temporaries", ">leftovers", ">of which size"
+    )
+    for name, row in rows.items():
+        table.add_row(Text(name), Text(row.model), *_cells(row))
+    if len(rows) != 1:
+        table.add_row("total", "", *_cells(found))
+    screen.print(table)
     left_out.say()
 
 
-def _usage_row(counts: Counter[str]) -> dict[str, int]:
-    return {name: counts[name] for names in COUNTED.values() for name in names}
+def _usage(counts: Counter[str]) -> dict[str, int]:
+    sizes = [size for _, size in COUNTED.values()]
+    names = [name for names in COUNTED.values() for name in names if name != "beside"]
+    return {**{name: counts[name] for name in names}, "allocated_bytes": sum(counts[size] for size in sizes)}
 
 
-def _show_usage(rows: dict[Place, dict[str, int]], total: dict[str, int]) -> None:
-    table = Table()
-    for heading in ("namespace", "model"):
-        table.add_column(heading, overflow="fold")  # Names of one model's folders differ at their ends only.
-    for heading in ("chunks", "size", "temporaries", "leftovers", "size"):
-        table.add_column(heading, justify="right")
-    for place, row in rows.items():
-        table.add_row(Text(place.name), Text(place.model), *_cells(row))
-    if len(rows) != 1:
-        table.add_section()
-        table.add_row("total", "", *_cells(total))
-    Console().print(table)
-
-
-def _cells(row: dict[str, int]) -> list[str]:
+def _cells(row: Usage) -> list[str]:
     return [
-        f"{row['chunks']:,}",
-        shown_bytes(row["bytes"]),
-        f"{row['temporaries']:,}",
-        f"{row['leftovers']:,}",
-        shown_bytes(row["leftover_bytes"]),
+        f"{row.chunks:,}",
+        shown_bytes(row.bytes),
+        shown_bytes(row.allocated_bytes),
+        f"{row.temporaries:,}",
+        f"{row.leftovers:,}",
+        shown_bytes(row.leftover_bytes),
     ]
+
+
+class ListedChunk(msgspec.Struct, frozen=True, kw_only=True):
+    """One chunk of the list that `kvtier ls` writes as JSON."""
+
+    hash: str | None  # In hexadecimal; null where the chunk does not say, or lies in the wrong place.
+    group: int | None  # Of the KV cache; null likewise.
+    bytes: int  # On the disk.
+    age_s: float  # Since the last use, or the store.
+    namespace: str
+    file: str  # Relative to the directory; in a segment with its slot.
+    fault: str  # Why no load takes it, as far as a look at its name and kind tells; empty for the others.
 
 
 def ls(
     directory: DirectoryArgument,
     namespace: NamespaceOption = None,
     limit: Annotated[int | None, typer.Option(min=1, max=LISTED_MAX, help="Show at most this many.")] = None,
-    as_json: JsonOption = False,
+    json_path: JsonOption = None,
 ) -> None:
     """List the chunks, as they are found: hash, KV-cache group, size on the disk, time since the last use, namespace.
 
-    A tier sets a file's time to the chunk's last use at most once an hour. A chunk in a segment or a bucket has only
-    the time of its store. Nothing is kept in memory, so that a million chunks can be listed.
+    A link in a chunk's place and a chunk in the wrong place have their fault at the end of the line: `kvtier verify`
+    calls them corrupt. A tier sets a file's time to the chunk's last use at most once an hour. A chunk in a segment or
+    a bucket has only the time of its store. Nothing is kept in memory, so that a million chunks can be listed.
     """
+    check_outputs(json_path, None)
     now_s, left_out = time.time(), LeftOut()
-    with opened(directory) as contents:
+    with opened(directory) as contents, json_output(json_path) as file:
         found = readable(contents, chosen(contents, namespace), "listing", left_out)
-        chunks = ((place, file) for place, file in found if file.kind is Kind.CHUNK and file.key is not None)
-        rows = islice((_chunk_row(place, file, now_s) for place, file in chunks), limit)
-        if as_json:
-            _write_rows(rows)
-            typer.echo("")
+        rows: Iterator[ListedChunk] = islice(
+            (_listed(place, each, now_s) for place, each in found if each.kind is Kind.CHUNK), limit
+        )
+        if json_path != STDOUT:
+            rows = _told(rows)
+        if file is None:
+            for _ in rows:
+                pass
         else:
-            for row in rows:
-                size, age = shown_bytes(row["bytes"]), _shown_age(row["age_s"])
-                typer.echo(f"{row['hash']}  {row['group']:>3}  {size:>10}  {age:>8}  {row['namespace']}")
+            json_array(file, rows)
+            file.write(b"\n")
     left_out.say()
 
 
-def _chunk_row(place: Place, file: StoredFile, now_s: float) -> dict[str, Any]:
-    assert file.key is not None, file
-    return {
-        "hash": chunk_hash(file.key).hex(),
-        "group": group_index(file.key),
-        "bytes": file.allocated_bytes,
-        "age_s": round(max(0.0, now_s - file.used_at_ns / 1e9), 3),
-        "namespace": place.name,
-        "file": file.name,
-    }
+def _listed(place: Place, file: StoredFile, now_s: float) -> ListedChunk:
+    return ListedChunk(
+        hash=None if file.key is None else chunk_hash(file.key).hex(),
+        group=None if file.key is None else group_index(file.key),
+        bytes=file.allocated_bytes,
+        age_s=round(max(0.0, now_s - file.used_at_ns / 1e9), 3),
+        namespace=place.name,
+        file=file.name,
+        fault=file.fault,
+    )
 
 
-def _write_rows(rows: Iterable[dict[str, Any]]) -> None:
-    """Write one array, a row a line, as they come: a million of them are not kept in memory."""
-    typer.echo("[", nl=False)
-    for number, row in enumerate(rows):
-        typer.echo((",\n " if number else "") + json.dumps(row), nl=False)
-    typer.echo("]", nl=False)
+def _told(rows: Iterable[ListedChunk]) -> Iterator[ListedChunk]:
+    """Write each as a line for people, too. A line is never broken: it is to be searched."""
+    for row in rows:
+        name, group = (row.file, "-") if row.hash is None else (row.hash, row.group)
+        size, age = shown_bytes(row.bytes), shown_age(row.age_s)
+        line = f"{name}  {group:>3}  {size:>10}  {age:>8}  {row.namespace}"
+        typer.echo(f"{line}  {row.fault}" if row.fault else line)
+        yield row
 
 
-def _shown_age(age_s: float) -> str:
+def shown_age(age_s: float) -> str:
+    """Write a time for people, in the largest unit that fits."""
     for unit, seconds in (("d", 86_400), ("h", 3_600), ("min", 60)):
         if age_s >= seconds:
             return f"{age_s / seconds:.1f} {unit}"
     return f"{age_s:.0f} s"
 
 
-class Unwell(NamedTuple):
+class Unwell(msgspec.Struct, frozen=True, kw_only=True):
     """A file that is not what was stored, or that there is no telling of."""
 
-    file: StoredFile
-    finding: Finding
+    file: str  # Relative to the directory; in a segment with its slot.
+    key: str | None  # In hexadecimal.
+    state: State  # `corrupt` or `unreadable`.
+    fault: str  # The kind of corruption, or the system's reason.
 
 
-def verify(directory: DirectoryArgument, namespace: NamespaceOption = None, as_json: JsonOption = False) -> None:
+class Verified(msgspec.Struct, frozen=True, kw_only=True):
+    """The counts of `kvtier verify`."""
+
+    checked: int
+    corrupt: dict[str, int]  # By kind.
+    unverified: int  # Nothing is stored with them that says what they should be.
+    unreadable: int
+    sealed: int  # Encrypted, and as they were written.
+    skipped: int  # Not looked at, by `--sample`.
+    read_bytes: int
+    seconds: float
+
+
+class VerifyReport(Verified, frozen=True, kw_only=True):
+    """The JSON of `kvtier verify`."""
+
+    files: list[Unwell]  # All that is corrupt or unreadable.
+
+
+class Tally:
+    """The counts of one `verify`, as it goes."""
+
+    def __init__(self, share: float, dice: random.Random) -> None:
+        self.states, self.faults = Counter[State](), Counter[str]()
+        self.skipped = self.read_bytes = 0
+        self._begun = time.monotonic()
+        self.share, self._dice = share, dice
+
+    def sampled(self, files: Iterable[tuple[Place, StoredFile]]) -> Iterator[tuple[Place, StoredFile]]:
+        """Yield what is to be looked at: each chunk by chance, and all that is wrong at the first glance."""
+        for place, file in files:
+            if file.kind is Kind.CHUNK and not file.fault and self._dice.random() >= self.share:
+                self.skipped += 1
+            else:
+                yield place, file
+
+    def count(self, file: StoredFile, finding: Finding) -> None:
+        self.states[finding.state] += 1
+        self.faults[finding.fault] += finding.state is State.CORRUPT
+        self.read_bytes += file.size_bytes if file.kind is Kind.CHUNK and not file.fault else 0
+
+    def summed(self) -> Verified:
+        return Verified(
+            checked=self.states.total() - self.states[State.GONE] - self.states[State.UNREADABLE],
+            corrupt={fault: count for fault, count in sorted(self.faults.items()) if count},
+            unverified=self.states[State.UNVERIFIED],
+            unreadable=self.states[State.UNREADABLE],
+            sealed=self.states[State.SEALED],
+            skipped=self.skipped,
+            read_bytes=self.read_bytes,
+            seconds=round(time.monotonic() - self._begun, 3),
+        )
+
+
+def verify(
+    directory: DirectoryArgument,
+    namespace: NamespaceOption = None,
+    sample: Annotated[
+        str | None, typer.Option(metavar="SHARE", help="Only this share of the chunks, each by chance: 1%.")
+    ] = None,
+    json_path: JsonOption = None,
+) -> None:
     """Read every chunk and compare it with the checksum, key and length that were stored with it.
 
     Exit status 1 if any is corrupt or cannot be read. Files without a footer, which vLLM writes, cannot be verified
     and are counted. Of encrypted chunks damage is found; who wrote them, only a tier with the key can tell. Nothing is
     changed: `kvtier prune --corrupt` removes what is corrupt.
     """
-    states, faults = Counter[State](), Counter[str]()
-    with opened(directory) as contents:
-        unwell = _unwell(contents, chosen(contents, namespace), states, faults)
-        if as_json:
-            _write_json(unwell, states, faults)
+    check_outputs(json_path, None)
+    tally = Tally(1.0 if sample is None else share_of("--sample", sample), random.Random())
+    shown: list[Unwell] = []
+    with opened(directory) as contents, json_output(json_path) as file:
+        unwell = _noted(_unwell(contents, chosen(contents, namespace), tally), shown)
+        if file is None:
+            for _ in unwell:
+                pass
         else:
-            _show_findings(unwell, states, faults)
-    if states[State.CORRUPT] or states[State.UNREADABLE]:
-        raise typer.Exit(EXIT_UNWELL)
+            file.write(b'{"files": ')
+            json_array(file, unwell)
+            file.write(b",\n " + msgspec.json.encode(tally.summed())[1:] + b"\n")
+    found = tally.summed()
+    if json_path != STDOUT:
+        _show_findings(shown, found)
+    if found.corrupt or found.unreadable:
+        raise typer.Exit(statuses.DATA_WRONG)
 
 
-def _unwell(
-    contents: Contents, places: Sequence[Place], states: Counter[State], faults: Counter[str]
-) -> Iterator[Unwell]:
-    """Look at everything: count it, and yield what is not well."""
-    files = walked(contents, places, "verifying")
-    for file, finding in side_by_side(contents, files, lambda place, file: _found(contents, place, file)):
-        if finding is None:
-            continue
-        states[finding.state] += 1
-        faults[finding.fault] += finding.state is State.CORRUPT
-        if finding.state in (State.CORRUPT, State.UNREADABLE):
-            yield Unwell(file, finding)
+def _unwell(contents: Contents, places: Sequence[Place], tally: Tally) -> Iterator[Unwell]:
+    """Look at everything that is to be looked at: count it, and yield what is not well."""
+    total_bytes = _to_read(contents, places, tally) if watched() else None
+    with bar(DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as progress:
+        task = progress.add_task("verifying", total=total_bytes)
+        files = tally.sampled(_files(contents, places))
+        for file, finding in side_by_side(contents, files, lambda place, file: _found(contents, place, file)):
+            if finding is None:
+                continue
+            tally.count(file, finding)
+            progress.update(task, completed=tally.read_bytes)
+            if finding.state in (State.CORRUPT, State.UNREADABLE):
+                key = None if file.key is None else file.key.hex()
+                yield Unwell(file=file.name, key=key, state=finding.state, fault=finding.fault)
+
+
+def _to_read(contents: Contents, places: Sequence[Place], tally: Tally) -> int:
+    """Return how many bytes are to be read, more or less: what a bar is drawn by."""
+    chunks = (file for _, file in walked(contents, places, "counting") if file.kind is Kind.CHUNK and not file.fault)
+    return int(sum(file.size_bytes for file in chunks) * tally.share)
+
+
+def _files(contents: Contents, places: Sequence[Place]) -> Iterator[tuple[Place, StoredFile]]:
+    for place in places:
+        for part in contents.parts(place):
+            for file in contents.files(place, part):
+                yield place, file
 
 
 def _found(contents: Contents, place: Place, file: StoredFile) -> Finding | None:
     """Look at a file; None for what holds no chunk, and should not."""
     match file.kind:
         case Kind.CHUNK:
-            return contents.check(place, file)
+            return Finding(State.CORRUPT, file.fault) if file.fault else contents.check(place, file)
         case Kind.UNREADABLE:
             return Finding(State.UNREADABLE, file.fault)
         case Kind.LOST | Kind.LEFTOVER | Kind.TEMPORARY:
             return Finding(State.CORRUPT, file.fault) if file.fault else None
+        case Kind.BESIDE:
+            return None
 
 
-def _checked(states: Counter[State]) -> int:
-    return states.total() - states[State.GONE] - states[State.UNREADABLE]
+def _noted(unwell: Iterator[Unwell], shown: list[Unwell]) -> Iterator[Unwell]:
+    """Yield all of them, and note the first for people."""
+    for each in unwell:
+        if len(shown) < NAMED_MAX:
+            shown.append(each)
+        yield each
 
 
-def _corrupt(faults: Counter[str]) -> dict[str, int]:
-    return {fault: count for fault, count in sorted(faults.items()) if count}
-
-
-def _write_json(unwell: Iterator[Unwell], states: Counter[State], faults: Counter[str]) -> None:
-    typer.echo('{"files": ', nl=False)
-    _write_rows(
-        {
-            "file": file.name,
-            "key": None if file.key is None else file.key.hex(),
-            "state": finding.state.value,
-            "fault": finding.fault,
-        }
-        for file, finding in unwell
-    )
-    counts = {
-        "checked": _checked(states),
-        "corrupt": _corrupt(faults),
-        "unverified": states[State.UNVERIFIED],
-        "unreadable": states[State.UNREADABLE],
-        "sealed": states[State.SEALED],
-    }
-    typer.echo(f",\n {json.dumps(counts)[1:]}")
-
-
-def _show_findings(unwell: Iterator[Unwell], states: Counter[State], faults: Counter[str]) -> None:
-    console = Console()
-    table = Table("fault", "file")
-    for file, finding in islice(unwell, NAMED_MAX):
-        table.add_row(Text(finding.fault), Text(file.name))
-    left = sum(1 for _ in unwell)
-    if table.row_count:
-        console.print(table)
-    if left:
-        console.out(f"and {left:,} more", highlight=False)
-    kinds = ", ".join(f"{fault} {count:,}" for fault, count in _corrupt(faults).items())
-    console.out(
-        f"{_checked(states):,} chunks checked, {states[State.CORRUPT]:,} corrupt{f' ({kinds})' if kinds else ''}, "
-        f"{states[State.UNVERIFIED]:,} without anything to verify them by"
-        + (f", {states[State.UNREADABLE]:,} unreadable" if states[State.UNREADABLE] else "")
-        + (
-            f", {states[State.SEALED]:,} encrypted: undamaged; who wrote them, only a tier with the key can tell"
-            if states[State.SEALED]
-            else ""
-        ),
-        highlight=False,
+def _show_findings(shown: list[Unwell], found: Verified) -> None:
+    screen = console()
+    table = plain_table("fault", "file")
+    for each in shown:
+        table.add_row(Text(each.fault), Text(each.file))
+    if shown:
+        screen.print(table)
+    corrupt = sum(found.corrupt.values())
+    if left := corrupt + found.unreadable - len(shown):
+        screen.out(f"and {left:,} more", highlight=False)
+    kinds = ", ".join(f"{fault} {count:,}" for fault, count in found.corrupt.items())
+    seen = f"{found.checked:,}" + (f" of {found.checked + found.skipped:,}" if found.skipped else "")
+    parts = [
+        f"{seen} chunks checked",
+        f"{corrupt:,} corrupt{f' ({kinds})' if kinds else ''}",
+        f"{found.unverified:,} without anything to verify them by",
+    ]
+    if found.unreadable:
+        parts.append(f"{found.unreadable:,} unreadable")
+    if found.sealed:
+        parts.append(f"{found.sealed:,} encrypted: undamaged; who wrote them, only a tier with the key can tell")
+    screen.out(", ".join(parts), highlight=False)
+    rate = round(found.read_bytes / found.seconds) if found.seconds else found.read_bytes
+    screen.out(
+        f"{shown_bytes(found.read_bytes)} read in {found.seconds:,.1f} s, {shown_bytes(rate)}/s", highlight=False
     )

@@ -1,21 +1,32 @@
-"""Outputs of commands: files that are refused before the work or are whole, standard output, bars, scratch folders."""
+"""Outputs of commands: files that are refused before the work or are whole, the screen, the log, scratch folders.
 
+A screen's lines are as long as the terminal is wide, or as `COLUMNS` says. In a pipe no line is broken: who reads it
+there is a program.
+"""
+
+import logging
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Generator, Iterable
+from contextlib import AbstractContextManager, contextmanager, suppress
+from contextvars import ContextVar
 from types import TracebackType
-from typing import BinaryIO, Self
+from typing import BinaryIO, Literal, NamedTuple, Self
 
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+from rich.table import Table
+from rich.text import Text
 
 from kvtier.errors import ConfigError, KVTierError
 
 STDOUT = "-"  # As the name of a file, in other programs, too.
+COLUMNS_MIN = 20  # Narrower, a table is a column of letters.
+COLUMNS_MAX = 1 << 16  # No line is longer.
+LOGGERS = ("kvtier", "kvtier_backends")
 INTERRUPTED_WAIT_S = 0.1  # Enough for what a short run left; a part of the second in which Ctrl-C is to be obeyed.
 REMOVAL_WAIT_S = 60.0  # Two hundred thousand files take twenty seconds of a disk that has nothing else to do.
 
@@ -28,6 +39,115 @@ for _ in range(20):  # A runner that outlives its owner for a moment may still w
         break
     time.sleep(0.1)
 """
+
+
+class Wishes(NamedTuple):
+    """The options that every command has."""
+
+    verbose: int = 0  # 1: what happens, 2: everything.
+    quiet: bool = False
+    wide: bool = False
+    log_file: str | None = None
+
+
+NO_WISHES = Wishes()
+_wishes: ContextVar[Wishes] = ContextVar("wishes", default=NO_WISHES)
+
+
+@contextmanager
+def granted(wishes: Wishes) -> Generator[None]:
+    """Have the screen and the log be as this call wants them, until the block ends. Raises `ConfigError`."""
+    if wishes.quiet and wishes.verbose:
+        raise ConfigError("--quiet: accepted without --verbose only: it asks for the opposite")
+    if wishes.log_file is not None:
+        check_writable("--log-file", wishes.log_file)
+    token = _wishes.set(wishes)
+    handlers = _handlers(wishes)
+    before = [(logger, logger.level) for logger in map(logging.getLogger, LOGGERS)]
+    try:
+        for logger, _ in before:
+            logger.setLevel(min(handler.level for handler in handlers))
+            for handler in handlers:
+                logger.addHandler(handler)
+        yield
+    except (KVTierError, OSError) as error:
+        for handler in handlers[1:]:  # On stderr it is said by who called.
+            handler.handle(logging.LogRecord(LOGGERS[0], logging.ERROR, __file__, 0, str(error), None, None))
+        raise
+    finally:
+        for logger, level in before:
+            logger.setLevel(level)
+            for handler in handlers:
+                logger.removeHandler(handler)
+        for handler in handlers:
+            handler.close()
+        _wishes.reset(token)
+
+
+class _ToStderr(logging.StreamHandler):  # type: ignore[type-arg]
+    """Writes to what stderr is at that moment: a bar puts itself in its place, and lets lines through above it."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+def _handlers(wishes: Wishes) -> list[logging.Handler]:
+    """Return where the log goes: to stderr from warnings on, or as was asked for, and to the file."""
+    with_time = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    level = logging.ERROR if wishes.quiet else logging.WARNING
+    if wishes.verbose:
+        level = logging.INFO if wishes.verbose == 1 else logging.DEBUG
+    handlers: list[logging.Handler] = [_ToStderr()]
+    handlers[0].setLevel(level)
+    if wishes.verbose:
+        handlers[0].setFormatter(with_time)
+    if wishes.log_file is not None:
+        to_file = logging.FileHandler(wishes.log_file, encoding="utf-8", errors="backslashreplace")
+        to_file.setLevel(min(level, logging.INFO))
+        to_file.setFormatter(with_time)
+        handlers.append(to_file)
+    return handlers
+
+
+def console(*, stderr: bool = False, quiet: bool = False) -> Console:
+    """Return the console of stdout or stderr; `quiet`: of neither."""
+    stream = sys.stderr if stderr else sys.stdout
+    given = os.environ.get("COLUMNS", "")
+    columns = int(given) if given.isdecimal() and len(given) < len(str(COLUMNS_MAX)) else 0
+    width = max(COLUMNS_MIN, columns) if columns else None if stream.isatty() else COLUMNS_MAX
+    return Console(stderr=stderr, quiet=quiet, width=COLUMNS_MAX if _wishes.get().wide else width)
+
+
+def plain_table(*headings: str, title: str | None = None, show_header: bool = True) -> Table:
+    """Return a table of words alone, without lines around them. Headings that begin with `>` are of numbers."""
+    table = Table(
+        title=None if title is None else Text(title),
+        title_justify="left",
+        show_header=show_header,
+        box=None,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+    )
+    for heading in headings:
+        justify: Literal["left", "right"] = "right" if heading.startswith(">") else "left"
+        table.add_column(heading.removeprefix(">"), justify=justify, overflow="fold")
+    return table
+
+
+def busy(words: str) -> AbstractContextManager[object]:
+    """Show on stderr what is being done, until the block ends, where somebody watches."""
+    return console(stderr=True, quiet=_wishes.get().quiet).status(words)
+
+
+def note(words: str) -> None:
+    """Say on stderr what is good to know but no result, unless nobody wants to hear it."""
+    console(stderr=True, quiet=_wishes.get().quiet).print(words, highlight=False, soft_wrap=True, markup=False)
+
+
+def watched() -> bool:
+    """Say whether somebody watches how far a command is."""
+    return Console(stderr=True).is_terminal and not _wishes.get().quiet
 
 
 def check_outputs(json_path: str | None, plot_path: str | None) -> None:
@@ -73,15 +193,32 @@ def picture_format(path: str) -> str:
 
 
 def write_json(path: str | None, value: object) -> Console:
-    """Write a value there, if anywhere, and return the console for tables: stderr, where stdout has the JSON."""
-    if path == STDOUT:
-        sys.stdout.flush()
-        sys.stdout.buffer.write(as_json(value))  # JSON is UTF-8, whatever the terminal takes.
-        sys.stdout.buffer.flush()  # Who cannot have it is told before the tables are shown.
-    elif path is not None:
-        with replacing(path) as file:
+    """Write a value there, if anywhere, and return the console for tables: a silent one where stdout has the JSON."""
+    with json_output(path) as file:
+        if file is not None:
             file.write(as_json(value))
-    return Console(stderr=path == STDOUT)
+    return console(quiet=path == STDOUT)
+
+
+@contextmanager
+def json_output(path: str | None) -> Generator[BinaryIO | None]:
+    """Give what `--json` asks for, to be written to bit by bit: a file that is whole at the end, stdout, or nothing."""
+    if path is None:
+        yield None
+    elif path == STDOUT:
+        sys.stdout.flush()
+        yield sys.stdout.buffer  # JSON is UTF-8, whatever the terminal takes.
+        sys.stdout.buffer.flush()  # Who cannot have it is told before the command ends.
+    else:
+        with replacing(path) as file:
+            yield file
+
+
+def json_array(file: BinaryIO, rows: Iterable[object]) -> None:
+    """Write one array, a row a line, as they come: a million of them are not kept in memory."""
+    file.write(b"[")
+    file.writelines((b",\n " if number else b"") + msgspec.json.encode(row) for number, row in enumerate(rows))
+    file.write(b"]")
 
 
 def as_json(value: object) -> bytes:
@@ -91,9 +228,8 @@ def as_json(value: object) -> bytes:
 
 def bar(*columns: ProgressColumn) -> Progress:
     """Return a bar on stderr with these columns behind it, which goes away at its end. Where nobody watches is none."""
-    console = Console(stderr=True)
     begin = TextColumn("{task.description}"), BarColumn()
-    return Progress(*begin, *columns, console=console, transient=True, disable=not console.is_terminal)
+    return Progress(*begin, *columns, console=Console(stderr=True), transient=True, disable=not watched())
 
 
 @contextmanager
@@ -147,13 +283,12 @@ def check_directory(what: str, path: str) -> None:
 @contextmanager
 def temporary_directory() -> Generator[str]:
     """Give a directory that is removed at the end: while one waits, or in the background if that takes long."""
-    console = Console(stderr=True)
     with Scratch() as scratch:
         yield scratch.path
-        with console.status(f"removing {scratch.path}"):
+        with busy(f"removing {scratch.path}"):
             removed = scratch.remove(REMOVAL_WAIT_S)
         if not removed:
-            console.print(f"{scratch.path} is being removed in the background", highlight=False, soft_wrap=True)
+            note(f"{scratch.path} is being removed in the background")
 
 
 class Scratch:

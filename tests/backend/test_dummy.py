@@ -10,6 +10,7 @@ from kvtier.backend.contract import Occupancy, Read, Write, backend_class
 from kvtier.errors import ConfigError
 from kvtier.settings import decode
 from kvtier.testing.conformance import (
+    AdvisedConformance,
     BackendConformance,
     BoundedConformance,
     DurableBackendConformance,
@@ -39,6 +40,7 @@ class Suites(
     MeasuredConformance,
     BoundedConformance,
     RankedConformance,
+    AdvisedConformance,
 ):
     """Every suite there is, over one named store; a subclass says how fast the device is."""
 

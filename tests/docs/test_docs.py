@@ -36,9 +36,11 @@ from kvtier.policies import known_policies
 from kvtier.runner.messages import Code
 from kvtier.settings.fields import struct_fields
 from kvtier.settings.units import parse_duration, unit_of
-from kvtier.tools.commands import COMMANDS, command_line
+from kvtier.tools import statuses
+from kvtier.tools.commands import COMMANDS, COMMON, JSON, command_line
 from kvtier.tools.replay.report import Report
 from kvtier.tools.replay.setup import rooted
+from tests.docs import schemas
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -257,9 +259,11 @@ def test_the_metrics_page_names_every_metric_with_its_kind_and_labels() -> None:
             await engine.drain()  # By now the tier has said how full it is.
             for counters in (tier.counters for tier in Inside(engine.steps).ledger.tiers):
                 counters.drop("budget", 1)
+                counters.skip("no_store", 1)
                 counters.fail("missing", 1)
                 counters.blame("EIO")
                 counters.note({"corrupt_payload": 1})
+            engine.steps.on_new_request("bad", hint="no table")
             return engine.metrics
 
     found = {
@@ -276,13 +280,39 @@ def labels_of(samples: list[Any]) -> set[str]:
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_command_line_page_names_every_option_with_its_default(name: str) -> None:
-    command = typer.main.get_command(command_line(name.split()))
+    command = command_named(name)
+    common = {option for option in command.params if option.name in COMMON}
+    assert defaults(common) == written_options("Options of every command")
+    assert defaults(set(command.params) - common) == written_options(f"kvtier {name}")
+
+
+def command_named(name: str) -> Any:
+    command: Any = typer.main.get_command(command_line(name.split()))
     for word in name.split():
         command = command.commands[word]
-    options = {option.opts[0]: option.default for option in command.params if option.opts[0].startswith("--")}
-    written = {option: cells[0].strip("`") for option, cells in rows_of("cli.md", f"kvtier {name}").items()}
-    found = {option: "none" if default is None else str(default) for option, default in options.items()}
-    assert {option: default for option, default in written.items() if option.startswith("--")} == found
+    return command
+
+
+def defaults(params: set[Any]) -> dict[str, str]:
+    options = {option.opts[0]: option.default for option in params if option.opts[0].startswith("--")}
+    return {option: "none" if default is None else str(default) for option, default in options.items()}
+
+
+def written_options(heading: str) -> dict[str, str]:
+    written = {option: cells[0].strip("`") for option, cells in rows_of("cli.md", heading).items()}
+    return {option: default for option, default in written.items() if option.startswith("--")}
+
+
+def test_the_json_page_has_the_schema_of_every_command_that_writes_json() -> None:
+    """`PYTHONPATH=. python tests/docs/schemas.py` writes it anew."""
+    writes = {name for name in COMMANDS if JSON in defaults(set(command_named(name).params))}
+    assert set(schemas.REPORTS) == writes
+    assert schemas.PAGE.read_text() == schemas.page()
+
+
+def test_the_command_line_page_names_every_exit_status() -> None:
+    known = {str(value) for name, value in vars(statuses).items() if name.isupper()}
+    assert {status for status in rows_of("cli.md", "Exit status") if status.isdecimal()} == known
 
 
 def test_the_command_line_page_names_every_field_of_a_report() -> None:

@@ -167,7 +167,7 @@ class NaiveDensity(Policy[Any]):
 
     def rank_hinted(self, keys: Sequence[Any], hint: Hint) -> None:
         self.warm_up_requests = min(self.warm_up_requests, 128)
-        said: list[Hashable] = [("class", hint.label)] if hint.label else []
+        said: list[Hashable] = [("class", hint.class_)] if hint.class_ else []
         if hint.over:
             said.append("over")
         elif hint.returns_in_s is not None:

@@ -181,12 +181,13 @@ class DensityMachine(PolicyMachine):
         keys=some_keys,
         over=st.booleans(),
         returns_in_s=st.none() | st.floats(min_value=0),
-        label=st.sampled_from(["", "agent", "tool"]),
+        class_=st.sampled_from([None, "agent", "tool"]),
     )
-    def rank_hinted(self, keys: list[int], over: bool, returns_in_s: float | None, label: str) -> None:
+    def rank_hinted(self, keys: list[int], over: bool, returns_in_s: float | None, class_: str | None) -> None:
+        hint = Hint(over=over, returns_in_s=returns_in_s, class_=class_)
         for peer in self.peers:
             assert isinstance(peer, Hinted)
-            peer.rank_hinted([key for key in keys if key in self.resident], Hint(over, returns_in_s, label))
+            peer.rank_hinted([key for key in keys if key in self.resident], hint)
 
     @rule(start=st.integers(0, CAPACITY), length=st.integers(1, CAPACITY))
     def use_as_a_request(self, start: int, length: int) -> None:

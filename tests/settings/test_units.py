@@ -19,6 +19,9 @@ from kvtier.settings.units import parse_duration, parse_path, parse_size
         ("10GiB", 10_737_418_240),
         ("2TiB", 2_199_023_255_552),
         ("1PB", 10**15),
+        ("10G", 10_737_418_240),
+        ("512 K", 524_288),
+        ("2T", 2_199_023_255_552),
         ("1_024MiB", 1 << 30),
         ("  64 MiB ", 64 << 20),
         ("0.1GiB", 107_374_182),  # 107,374,182.4, rounded down.
@@ -29,7 +32,7 @@ def test_a_size_is_read_as_bytes(text: str, size_bytes: int) -> None:
     assert parse_size(text) == size_bytes
 
 
-UNITLESS = ["", "10", "GiB", "10G", "10Gi", "10gib", "10GIB", "10Gb", "10s"]
+UNITLESS = ["", "10", "GiB", "10g", "10Gi", "10gib", "10GIB", "10Gb", "10s"]
 NUMBERLESS = [
     "-1GiB",
     "+1GiB",

@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from kvtier.backend import Abandoned, Added, Durability, Measured, Read, Removed, ScanDone, Wrapper, Write
 from kvtier.errors import BackendClosed, BackendUnavailable, ChunkMissing, NoSpace
 from kvtier.testing.conformance import (
+    AdvisedConformance,
     BackendConformance,
     BoundedConformance,
     CountedConformance,
@@ -1046,6 +1047,74 @@ class CountsWhatItHearsOf(Tier):
         return now._replace(chunks=now.chunks + self.heard)
 
 
+# Takes advice.
+
+
+class KeepsWhatIsDemoted(Tier):
+    breaks = ("test_what_was_demoted_goes_first",)
+
+    def demote(self, keys):
+        pass
+
+
+class DemotesForEver(Tier):
+    breaks = ("test_what_was_demoted_and_is_used_again_is_as_any_other",)
+    demoted = ()
+
+    def demote(self, keys):
+        self.demoted = keys
+        super().demote(keys)
+
+    def rank(self, keys):
+        super().rank(keys)
+        super().demote([key for key in keys if key in self.demoted])
+
+
+class DemotesWhatOthersUse(Tier):
+    breaks = ("test_of_a_session_that_is_over_goes_what_no_other_has_used",)
+
+    def rank_hinted(self, keys, hint):
+        super().rank_hinted(keys, hint)
+        super().demote(keys)
+
+
+class RetainsNothing(Tier):
+    breaks = (
+        "test_what_is_retained_stays_while_others_come",
+        "test_a_higher_priority_takes_the_place_of_a_lower_one",
+    )
+
+    def retain(self, keys, seconds, priority):
+        pass
+
+
+class RetainsForEver(Tier):
+    breaks = ("test_what_was_retained_goes_when_its_time_is_over",)
+
+    def retain(self, keys, seconds, priority):
+        super().retain(keys, 1e9, priority)
+
+
+class RetainsWhateverThePriority(Tier):
+    breaks = ("test_a_higher_priority_takes_the_place_of_a_lower_one",)
+
+    def retain(self, keys, seconds, priority):
+        super().retain(keys, seconds, 0)
+
+
+class CountsWhatItIsAdvised(Tier):
+    breaks = ("test_advice_changes_nothing_that_is_there",)
+    advised = 0
+
+    def retain(self, keys, seconds, priority):
+        self.advised += len(keys)
+        super().retain(keys, seconds, priority)
+
+    def occupancy(self):
+        now = super().occupancy()
+        return now._replace(chunks=now.chunks + self.advised)
+
+
 # Counts, and describes itself.
 
 
@@ -1184,6 +1253,7 @@ class Everything(
     MeasuredConformance,
     BoundedConformance,
     RankedConformance,
+    AdvisedConformance,
     CountedConformance,
     DescribedConformance,
     WrapperConformance,

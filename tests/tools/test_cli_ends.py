@@ -1,16 +1,22 @@
 """However a command ends, its status says how, and one line on stderr says why. There is no traceback."""
 
+import io
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvtier.errors import BackendUnavailable
 from kvtier.tools.cli import main
-from kvtier.tools.commands import COMMANDS
+from kvtier.tools.commands import COMMANDS, JSON, command_line
 from kvtier.tools.replay.traces import Request, write_trace
 
 PROGRAM = "from kvtier.tools.cli import main; main()"
@@ -42,7 +48,30 @@ CONFIGS = {
     "nul.toml": 'cpu_bytes_to_use = "1MiB"\nchunk_bytes = "4KiB"\n[[secondary_tiers]]\ntype = "fs"\nroot = "a\\u0000b"',
     "limit.toml": 'cpu_bytes_to_use = "1MiB"\nchunk_bytes = "4KiB"\n[limits]\nqueued_actions = 1000000000000',
 }
+ADDRESSES = (
+    "",
+    " ",
+    "x",
+    "unix:",
+    "/",
+    "99999",
+    LONG,
+    "ftp://host/",
+    "http://",
+    "http://[::1",
+    "host:x",
+    "http://a b:1/",
+    NOT_TEXT,
+)
 TRACES = ("", "absent", ".", "photos", "broken.toml", "empty.toml", "binary.toml", "deep.json", NOT_TEXT, "/dev/null")
+
+
+WRONG = {  # What no option of this name takes; all others refuse a file in a folder that is not there.
+    "--model": "absent/model",
+    "--kv-bytes-per-token": "x",
+    "--sample": "150%",
+    "--interval": "2",
+}
 
 
 def whole(name: str) -> list[str]:
@@ -52,7 +81,10 @@ def whole(name: str) -> list[str]:
         "bench tiers": ["good.toml"],
         "policies": ["trace.jsonl"],
         "replay": ["trace.jsonl"],
+        "selftest": ["--device", "cpu", "--parts", "bytes"],
         "size": ["trace.jsonl", "--kv-bytes-per-token", "8"],
+        "top": ["1", "--once"],
+        "completion": ["bash"],
         "trace info": ["trace.jsonl"],
         "trace convert": ["trace.jsonl", "--output", "out.jsonl"],
     }
@@ -86,6 +118,11 @@ def calls() -> Iterator[list[str]]:
         yield from ([*whole(name), option, bad] for bad in LISTS)
     for name in ("policies", "replay", "size", *BENCHES):
         yield from ([*whole(name), option, bad] for option in ("--json", "--plot") for bad in OUTPUTS)
+    yield from (["verify", "root", "--sample", bad] for bad in (*LISTS, "0", "0%", "101%", "1.5", "nan", "inf", "-1%"))
+    yield from (["prune", "root", "--to-size", bad] for bad in ("0%", "101%", "-5%", "%", "nan%", "10", "10g"))
+    yield from (["top", "1", "--once", "--interval", bad] for bad in (*NUMBERS, "10ms", "2h", "2d", "1m"))
+    yield from (["top", bad, "--once"] for bad in ADDRESSES)
+    yield from (["top", "1"], ["top", "1", JSON], ["completion", "tcsh"], ["completion"], ["completion", ""])
     for name in DIRECTORY_COMMANDS:
         yield from ([*whole(name), "--namespace", bad] for bad in NAMES)
     for name in (*DIRECTORY_COMMANDS, "bench fs"):
@@ -106,7 +143,40 @@ def calls() -> Iterator[list[str]]:
     yield from (["trace", "convert", "trace.jsonl"], [*whole("trace convert"), "--from", "absent"])
 
 
-CALLS = list(calls())
+def options(name: str) -> Iterator[Any]:
+    """Yield the options of a command."""
+    command: Any = typer.main.get_command(command_line(name.split()))
+    for word in name.split():
+        command = command.commands[word]
+    yield from (param for param in command.params if param.opts[0].startswith("--"))
+
+
+def generated() -> Iterator[list[str]]:
+    """Yield for each option of each command a call that is wrong by it alone, whoever added the option."""
+    for name in COMMANDS:
+        for option in options(name):
+            for written in (*option.opts, *option.secondary_opts):
+                if option.is_flag or option.count:
+                    if written.startswith("--"):
+                        yield [*whole(name), f"{written}=value"]
+                elif written != JSON:  # Alone, it has a meaning.
+                    yield [*whole(name), written]
+            if not (option.is_flag or option.count):
+                yield [*whole(name), option.opts[0], WRONG.get(option.opts[0], "absent/x")]
+        yield from (
+            [*whole(name), option, bad] for option in (JSON, "--log-file") for bad in OUTPUTS if has(name, option)
+        )
+        yield [*whole(name), "--quiet", "--verbose"]
+
+
+def has(name: str, option: str) -> bool:
+    return any(option in each.opts for each in options(name))
+
+
+CALLS = [*calls(), *generated()]
+WORDS = sorted(
+    {arg for call in CALLS for arg in call if len(arg) < 100} | {"--help", "-h", "--version", "-v", "--", "-"}
+)
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +220,33 @@ def test_a_bad_call_is_refused_in_one_line_with_2(
     assert {shown(call): wrong for call in calls if (wrong := refused(call, capsys))} == {}
 
 
-def test_there_are_a_good_many_bad_calls() -> None:
+def test_there_are_a_good_many_bad_calls_and_each_option_has_one() -> None:
     assert len(CALLS) >= 300
+    for name in COMMANDS:
+        words = [call for call in CALLS if call[: len(name.split())] == name.split()]
+        missed = [
+            option.opts[0]
+            for option in options(name)
+            if not any(option.opts[0] in arg for call in words for arg in call)
+        ]
+        assert missed == [], name
+
+
+@given(call=st.lists(st.sampled_from(WORDS) | st.text(max_size=8), max_size=6))
+def test_whatever_is_typed_ends_with_a_documented_status_and_at_most_a_line_of_why(
+    place: Path, call: list[str]
+) -> None:
+    """An option that no command has comes with it, so that none begins its work."""
+    told = io.StringIO()
+    with chdir(place), redirect_stdout(io.StringIO()) as out, redirect_stderr(told), pytest.raises(SystemExit) as end:
+        main([*call, "--no-such-option"])
+    assert end.value.code in (0, 2)
+    if end.value.code == 0:  # Asked for help, or for the version.
+        assert out.getvalue().strip()
+        assert told.getvalue() == ""
+    else:
+        assert (out.getvalue(), told.getvalue().count("\n")) == ("", 1)
+        assert told.getvalue().startswith("kvtier: ")
 
 
 # In processes of their own: what the system does to them.

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 import kvtier
+from kvtier.policies import LRU
 from kvtier.tools.cli import main
 from kvtier.tools.commands import COMMANDS, GROUPS
 from kvtier.tools.replay.study import measure, simulation
+from kvtier.tools.replay.tiered import tiered_hits
 from kvtier.tools.replay.traces import Request, Trace, write_trace
 
 KVTIER = [sys.executable, "-c", "from kvtier.tools.cli import main; main()"]
@@ -39,13 +41,13 @@ def test_the_table_shows_each_policy_at_each_size(trace: str, capsys: pytest.Cap
     assert run("policies", trace, "--policies", "lru,opt", "--sizes", "0.5,1") == 0
     shown = capsys.readouterr()
     assert "trace.jsonl.gz" in shown.out
-    assert "│ lru " in shown.out
-    assert "│ opt " in shown.out
+    assert "\nlru  " in shown.out
+    assert "\nopt  " in shown.out
     assert "30 requests, 120 block references, 10 unique blocks; best possible hit ratio 0.9167" in shown.out
     assert shown.err == ""
 
 
-def test_ratios_for_standard_output_go_there_alone_and_the_table_to_standard_error(
+def test_ratios_for_standard_output_go_there_alone(
     trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -53,7 +55,7 @@ def test_ratios_for_standard_output_go_there_alone_and_the_table_to_standard_err
     assert run("policies", trace, "--policies", "lru", "--sizes", "0.5", "--json", "-") == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out).keys() == {"lru"}
-    assert "Hit ratios, trace.jsonl.gz" in shown.err
+    assert shown.err == ""
     assert sorted(os.listdir(tmp_path)) == before
 
 
@@ -250,3 +252,31 @@ def test_h_is_short_for_help(command: str, capsys: pytest.CaptureFixture[str]) -
     told = capsys.readouterr().out
     assert run(*command.split(), "-h") == 0
     assert capsys.readouterr().out == told
+
+
+def test_a_tier_under_the_caches_has_the_tiered_studys_hits_and_writes(trace: str, tmp_path: Path) -> None:
+    out = tmp_path / "tiered.json"
+    options = ("--sizes", "0.5", "--tier", "0.7", "--cascades", "store,evict,second_use", "--json", str(out))
+    assert run("policies", trace, *options) == 0
+    report = json.loads(out.read_bytes())
+    extent = measure(Trace(trace))
+    for cascade in ("store", "evict", "second_use"):
+        served = list(tiered_hits(Trace(trace), LRU(5), 5, 7, cascade))
+        assert report["hit_ratio"][f"lru, {cascade}"]["0.5"] == extent.hit_ratio(sum(each.hits for each in served))
+        assert report["written"][f"lru, {cascade}"]["0.5"] == extent.hit_ratio(sum(each.written for each in served))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tier", "1.5"), "--tier '1.5': expected shares of the unique blocks"),
+        (("--cascades", "evict"), "--cascades evict: accepted with --tier only"),
+        (("--tier", "0.5", "--cascades", "write"), "cascade 'write' given, store, evict, second_use accepted"),
+        (("--tier", "0.5", "--policies", "opt"), "policy 'opt' given with a tier"),
+    ],
+)
+def test_a_tier_that_cannot_be_studied_is_refused(
+    trace: str, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("policies", trace, *options) != 0
+    assert message in " ".join(capsys.readouterr().err.split())

@@ -93,7 +93,7 @@ def test_without_a_configuration_a_trace_goes_through_memory_and_files_and_leave
     assert os.listdir(temporary) == []
 
 
-def test_a_report_for_standard_output_goes_there_alone_and_the_tables_to_standard_error(
+def test_a_report_for_standard_output_goes_there_alone(
     trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -102,7 +102,7 @@ def test_a_report_for_standard_output_goes_there_alone_and_the_tables_to_standar
     assert run("replay", trace, "--config", config, "--json", "-") == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out)["requests"] == 60
-    assert "replayed 60 requests" in shown.err
+    assert shown.err == ""
     assert sorted(os.listdir(tmp_path)) == before
 
 

@@ -129,3 +129,11 @@ def test_a_configuration_that_does_not_say_it_is_refused(tmp_path: Path, fields:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_known_model_is_found_without_its_owners_name_too(name: str) -> None:
     assert kv_bytes_per_token(name.partition("/")[2].lower()) == kv_bytes_per_token(name) > 0
+
+
+def test_a_disk_that_is_written_on_second_use_is_written_less(trace: str, tmp_path: Path) -> None:
+    sizes = ("--memory", "400KiB", "--disk", "4MiB")
+    (at_once,) = sized(trace, tmp_path, *sizes)["sizes"]
+    (later,) = sized(trace, tmp_path, *sizes, "--cascade", "second_use")["sizes"]
+    assert 0 < later["written_bytes_per_day"] <= at_once["written_bytes_per_day"]
+    assert later["hit_ratio"] < at_once["hit_ratio"]

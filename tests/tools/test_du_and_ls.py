@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,6 +21,37 @@ def blocks_of(paths: list[Path]) -> int:
 
 def namespace_of(path: Path, root: Path) -> str:
     return path.relative_to(root).parts[0]
+
+
+def counted(row: dict[str, Any]) -> tuple[str, int, int]:
+    return row["model"], row["chunks"], row["bytes"]
+
+
+def allocated_below(root: Path) -> int:
+    """Return what `du -s` does, without the directory itself."""
+    return blocks_of(list(root.rglob("*")))
+
+
+@pytest.mark.parametrize("naming", ["vllm", "flat", "segments"])
+def test_du_counts_all_that_the_file_system_has_allocated(store, run_json, root: Path, naming: str) -> None:
+    """Room in segments that no chunk takes, folders, books and quarantine included."""
+    layout = {"layout": "segments"} if naming == "segments" else {"naming": naming, "corrupt": "quarantine"}
+    store(keys_of(5), **layout)
+    store(keys_of(2), rank=1, **layout)
+    report = run_json("du", root)
+    assert report["allocated_bytes"] == allocated_below(root)
+    assert report["allocated_bytes"] == report["bytes"] + report["beside_bytes"] > 0
+    assert sum(row["allocated_bytes"] for row in report["namespaces"].values()) == report["allocated_bytes"]
+
+
+def test_dus_sum_is_that_of_du_with_two_layouts_of_one_namespace_and_what_was_left(store, run_json, root: Path) -> None:
+    (path, *_) = store(keys_of(3))
+    store(keys_of(3), layout="segments")
+    (path.parent / temporary_name(Writer.this_process()._replace(started=1))).write_bytes(bytes(5_000))
+    (path.parents[1] / "strange").write_bytes(bytes(5_000))
+    report = run_json("du", root)
+    assert report["allocated_bytes"] == allocated_below(root)
+    assert report["leftover_bytes"] == 8_192
 
 
 @pytest.mark.parametrize("layout", ["files", "segments"])
@@ -38,26 +70,12 @@ def test_du_counts_blocks_and_no_holes(store, run_json, root: Path, layout: str)
 def test_du_counts_each_namespaces_chunks_and_blocks(store, run_json, root: Path) -> None:
     first, second = store(keys_of(5)), store(keys_of(2), model="other", naming="flat")
     report = run_json("du", root)
-    assert report["namespaces"] == {
-        namespace_of(first[0], root): {
-            "model": "org/model",
-            "chunks": 5,
-            "bytes": blocks_of(first),
-            "temporaries": 0,
-            "temporary_bytes": 0,
-            "leftovers": 0,
-            "leftover_bytes": 0,
-        },
-        namespace_of(second[0], root): {
-            "model": "other",
-            "chunks": 2,
-            "bytes": blocks_of(second),
-            "temporaries": 0,
-            "temporary_bytes": 0,
-            "leftovers": 0,
-            "leftover_bytes": 0,
-        },
+    assert {name: counted(row) for name, row in report["namespaces"].items()} == {
+        namespace_of(first[0], root): ("org/model", 5, blocks_of(first)),
+        namespace_of(second[0], root): ("other", 2, blocks_of(second)),
     }
+    for row in (report, *report["namespaces"].values()):
+        assert (row["temporaries"], row["temporary_bytes"], row["leftovers"], row["leftover_bytes"]) == (0, 0, 0, 0)
     assert (report["chunks"], report["bytes"]) == (7, blocks_of(first + second))
 
 
@@ -91,8 +109,29 @@ def test_dus_table_has_whole_names_however_narrow_the_terminal(
     monkeypatch.setenv("COLUMNS", "60")
     names = [namespace_of(store(keys_of(3), layout=layout)[0], root) for layout in ("files", "segments")]
     _, out = run("du", root)
-    cells = [line.split("│")[1].strip() for line in out.splitlines() if line.startswith("│")]
-    assert "".join(cells) == f"{names[0]}{names[1]}total"
+    cells = [line.split(" ")[0] for line in out.splitlines()[1:] if not line.startswith(" ")]
+    assert "".join(cells).removeprefix("namespace") == f"{names[0]}{names[1]}total"
+
+
+def test_in_a_pipe_each_namespace_is_one_line_without_a_box(
+    store, run, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [namespace_of(store(keys_of(1), model=f"org/{'long' * 40}{number}")[0], root) for number in range(2)]
+    monkeypatch.delenv("COLUMNS")
+    _, out = run("du", root)
+    assert [line.split()[0] for line in out.splitlines()] == ["namespace", *names, "total"]
+    assert out.isascii()
+
+
+def test_wide_breaks_no_line_however_narrow_the_terminal(
+    store, run, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(keys_of(1))
+    monkeypatch.delenv("COLUMNS")
+    _, in_a_pipe = run("du", root)
+    monkeypatch.setenv("COLUMNS", "60")
+    assert run("du", root, "--wide") == (0, in_a_pipe)
+    assert run("du", root)[1] != in_a_pipe
 
 
 def test_du_works_without_a_configuration(store, run_json, root: Path) -> None:
@@ -159,3 +198,49 @@ def test_the_json_of_a_listing_is_one_document(store, run, root: Path) -> None:
     assert status == 0
     assert len(json.loads(out)) == 3
     assert len(out.splitlines()) == 3
+
+
+def misplace(path: Path) -> Path:
+    """Move a chunk's file into another folder of its namespace."""
+    there = path.parents[1] / "ff_g0" / path.name
+    there.parent.mkdir(exist_ok=True)
+    return path.rename(there)
+
+
+@pytest.mark.parametrize("kind", ["misplaced", "a link", "a pipe"])
+def test_ls_and_verify_agree_on_what_no_load_takes(store, run, run_json, root: Path, kind: str) -> None:
+    path = store(keys_of(3))[0]
+    if kind == "misplaced":
+        path = misplace(path)
+    elif kind == "a link":
+        path.rename(root.parent / "elsewhere")
+        path.symlink_to(root.parent / "elsewhere")
+    else:
+        path.unlink()
+        os.mkfifo(path)
+    name, fault = str(path.relative_to(root)), "misplaced" if kind == "misplaced" else "foreign"
+    status, out = run("verify", root, "--json")
+    found = json.loads(out)
+    assert (status, found["checked"], found["corrupt"]) == (1, 3, {fault: 1})
+    rows = run_json("ls", root)
+    assert len(rows) == run_json("du", root)["chunks"] == 3
+    assert {row["file"]: row["fault"] for row in rows if row["fault"]} == {name: fault}
+    assert [(each["file"], each["fault"]) for each in found["files"]] == [(name, fault)]
+    assert run("ls", root)[1].count(fault) == 1
+    assert run_json("prune", root, "--corrupt", "--yes")["files"] == 1
+    assert not os.path.lexists(path)
+
+
+def test_ls_and_verify_agree_on_a_chunk_of_another_namespace_in_a_segment(store, run, run_json, root: Path) -> None:
+    """Somebody has copied a slot from one model's segment into another's."""
+    (ours,) = store(keys_of(2), layout="segments")
+    store(keys_of(2), model="other", layout="segments")
+    (theirs,) = root.glob("other_*/*.seg")
+    slot = slice(4_096, 4_096 + 12_288)
+    with ours.open("r+b") as file:
+        file.seek(slot.start)
+        file.write(theirs.read_bytes()[slot])
+    name = f"{ours.relative_to(root)}#0"
+    status, out = run("verify", root, "--json")
+    assert (status, json.loads(out)["corrupt"]) == (1, {"namespace": 1})
+    assert {row["file"]: row["fault"] for row in run_json("ls", root) if row["fault"]} == {name: "namespace"}

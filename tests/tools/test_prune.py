@@ -1,6 +1,7 @@
 """`kvtier prune` removes what it is told to and nothing else, and nothing at all without --yes."""
 
 import asyncio
+import json
 import os
 import time
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.backend.contract import ScanDone, TierContext
+from kvtier.backend.directory import Kind, Place, StoredFile
 from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
@@ -37,7 +39,7 @@ def test_without_yes_it_only_says_what_would_go(store, run, run_json, root: Path
     files = store(keys_of(3))
     age(files[0], 10)
     report = run_json("prune", root, "--older-than", "7d")
-    assert report == {"files": 1, "bytes": CHUNK_BYTES, "removed": False, "left_out": 0}
+    assert report == {"files": 1, "bytes": CHUNK_BYTES, "namespaces": 0, "removed": False, "left_out": 0}
     assert run("prune", root, "--older-than", "7d") == (
         0,
         "1 files of 12.0 KiB would be removed; add --yes to remove them\n",
@@ -50,7 +52,7 @@ def test_chunks_go_by_the_time_since_their_last_use(store, run_json, root: Path)
     for path, days in zip(files, (0, 6.9, 7.1, 100), strict=True):
         age(path, days)
     report = run_json("prune", root, "--older-than", "7d", "--yes")
-    assert report == {"files": 2, "bytes": 2 * CHUNK_BYTES, "removed": True, "left_out": 0}
+    assert report == {"files": 2, "bytes": 2 * CHUNK_BYTES, "namespaces": 0, "removed": True, "left_out": 0}
     assert left(files) == [True, True, False, False]
 
 
@@ -80,7 +82,8 @@ def test_a_namespace_goes_as_a_whole_and_others_stay(store, run_json, root: Path
     report = run_json("prune", root, "--namespace", namespace_of(theirs[0], root), "--yes")
     assert report["files"] == 3
     assert left(ours) == [True] * 3
-    assert not any((root / namespace_of(theirs[0], root)).iterdir())
+    assert report["namespaces"] == 1
+    assert {folder.name.split("_")[0] for folder in root.iterdir()} == {"org"}
 
 
 def test_rules_are_of_one_namespace_if_one_is_named(store, run_json, root: Path) -> None:
@@ -140,16 +143,21 @@ def test_a_call_that_makes_no_sense_is_refused(
     assert left(files) == [True, True]
 
 
+def chunks(contents: FsContents, place: Place) -> list[StoredFile]:
+    files = (file for part in contents.parts(place) for file in contents.files(place, part))
+    return [file for file in files if file.kind is Kind.CHUNK]
+
+
 def test_a_chunk_that_was_stored_anew_meanwhile_stays(store, root: Path) -> None:
     """Between the listing and the removal, a tier has put a new file in place."""
     (path,) = store([key_of(0)])
     contents = FsContents.open(str(root))
     (place,) = contents.places()
-    (listed,) = [file for part in contents.parts(place) for file in contents.files(place, part)]
+    (listed,) = chunks(contents, place)
     store([key_of(0)])
     assert not contents.remove(listed)
     assert path.exists()
-    (listed,) = [file for part in contents.parts(place) for file in contents.files(place, part)]
+    (listed,) = chunks(contents, place)
     path.unlink()
     assert not contents.remove(listed)
     contents.close()
@@ -171,3 +179,80 @@ async def test_an_engine_misses_what_was_removed_and_can_store_it_again(root: Pa
     await lender.keep(tier, keys_of(2), version=1)
     assert await lender.recall(tier, keys_of(2)) == [label(key_of(0), 1), label(key_of(1), 1)]
     assert await tier.aclose(10) == (0,)
+
+
+def test_to_size_takes_a_share_of_what_the_chunks_take_now(store, run_json, root: Path) -> None:
+    files = store(keys_of(6))
+    for days, path in enumerate(files):
+        age(path, days + 1)
+    assert run_json("prune", root, "--to-size", "50%", "--yes")["files"] == 3
+    assert left(files) == [True] * 3 + [False] * 3
+
+
+def test_a_list_names_each_file_that_goes_and_why(store, run, run_json, root: Path, tmp_path: Path) -> None:
+    files = store(keys_of(3))
+    age(files[0], 10)
+    os.truncate(files[1], 100)
+    names = [str(path.relative_to(root)) for path in files]
+    call = ("prune", root, "--older-than", "7d", "--corrupt", "--list")
+    report = run_json(*call)
+    assert {row["file"]: row["why"] for row in report["list"]} == {names[0]: "unused", names[1]: "corrupt"}
+    assert {row["file"]: row["bytes"] for row in report["list"]}[names[0]] == CHUNK_BYTES
+    _, out = run(*call, "--json", tmp_path / "out.json")
+    *lines, last = out.splitlines()
+    assert sorted((line.split()[-2], line.split()[-1]) for line in lines) == sorted(
+        [("unused", names[0]), ("corrupt", names[1])]
+    )
+    assert last.startswith("2 files of ")
+    assert len(json.loads((tmp_path / "out.json").read_text())["list"]) == 2
+    assert left(files) == [True] * 3
+
+
+@pytest.mark.parametrize("layout", ["files", "segments"])
+def test_an_emptied_namespace_leaves_nothing_behind(store, run, root: Path, layout: str) -> None:
+    store(keys_of(3), layout=layout, **({"corrupt": "quarantine"} if layout == "files" else {}))
+    store(keys_of(3), layout=layout, rank=1)
+    config, *_ = root.glob("*/config.json")
+    first, second = sorted(path.name for path in root.iterdir() if path != config.parent)
+    assert run("prune", root, "--namespace", first, "--yes")[0] == 0
+    assert sorted(path.name for path in root.iterdir()) == sorted([second, config.parent.name])
+    assert run("prune", root, "--to-size", "0B", "--yes")[1].endswith(" removed, and 1 empty namespaces\n")
+    assert os.listdir(root) == []
+
+
+def test_a_namespace_that_a_live_engine_uses_keeps_its_folders_and_books(root: Path, run) -> None:
+    async def work() -> None:
+        mapper = FileMapper(Namespace(model_name="org/model"))
+        tier = await FsBackend.open(FsOptions(root=str(root), layout="files"), TierContext("0:fs", mapper, 8_192))
+        await Lender(8_192).keep(tier, keys_of(3))
+        there = sorted(root.iterdir())
+        assert (await asyncio.to_thread(run, "prune", root, "--to-size", "0B", "--yes"))[0] == 0
+        assert sorted(root.iterdir()) == there
+        assert await tier.aclose(10) == (0,)
+
+    asyncio.run(work())
+    (name,) = (path.name for path in root.iterdir() if not (path / "config.json").exists())
+    assert run("prune", root, "--namespace", name, "--yes")[0] == 0
+    assert os.listdir(root) == []
+
+
+def test_a_write_budget_outlives_its_namespace_for_a_day(store, run, root: Path) -> None:
+    """Its file gone, a tier could write a part of its day's bytes again."""
+    store(keys_of(3), write_budget_bytes_per_day=1 << 30)
+    (budget,) = root.glob("*/write-budget*")
+    assert run("prune", root, "--to-size", "0B", "--yes")[0] == 0
+    assert [path.name for path in budget.parent.iterdir() if path.name != "config.json"] == [budget.name]
+    assert run("du", root)[0] == 0
+    store(keys_of(3))
+    age(budget, 2)
+    assert run("prune", root, "--to-size", "0B", "--yes")[0] == 0
+    assert os.listdir(root) == []
+
+
+def test_what_a_stranger_has_put_into_an_emptied_namespace_stays(store, run, root: Path) -> None:
+    (path,) = store([key_of(0)])
+    stranger = path.parents[1] / "strange"
+    stranger.write_bytes(b"not ours")
+    assert run("prune", root, "--to-size", "0B", "--yes")[0] == 0
+    assert stranger.read_bytes() == b"not ours"
+    assert list(root.glob("*/config.json"))

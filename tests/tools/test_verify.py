@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +25,16 @@ Damage = Callable[[Path], None]
 
 
 def counted(out: str) -> dict[str, Any]:
-    """Return what verify counted, without the list of files."""
-    return {name: told for name, told in json.loads(out).items() if name != "files"}
+    """Return what verify counted, without the list of files, and without what it took."""
+    left_out = ("files", "skipped", "read_bytes", "seconds")
+    return {name: told for name, told in json.loads(out).items() if name not in left_out}
+
+
+def summary(ran: tuple[int, str]) -> tuple[int, str]:
+    """Return the status, and what verify says before the rate."""
+    status, out = ran
+    assert re.fullmatch(r"\d[^ ]* [KMG]?i?B read in [^ ]+ s, \d[^ ]* [KMG]?i?B/s", out.splitlines()[-1])
+    return status, "\n".join([*out.splitlines()[:-1], ""])
 
 
 def overwrite(at: int, content: bytes) -> Damage:
@@ -127,7 +136,7 @@ def test_whole_directories_pass(store, run, root: Path) -> None:
     store(keys_of(3))
     store(keys_of(3), model="other", row_bytes=4_096)
     store(keys_of(3), rank=1, naming="flat")
-    assert run("verify", root) == (0, "9 chunks checked, 0 corrupt, 0 without anything to verify them by\n")
+    assert summary(run("verify", root)) == (0, "9 chunks checked, 0 corrupt, 0 without anything to verify them by\n")
 
 
 @pytest.mark.parametrize("layout", ["files", "segments"])
@@ -139,7 +148,7 @@ def test_damage_of_encrypted_chunks_is_found_without_their_keys(
     seal = {"seal": "aes-256-gcm", "seal_key_env": "KVTIER_TEST_FS_SECRETS"}
     files = store(keys_of(3), layout=layout, naming="flat", **seal)
     monkeypatch.delenv("KVTIER_TEST_FS_SECRETS")
-    assert run("verify", root) == (
+    assert summary(run("verify", root)) == (
         0,
         "3 chunks checked, 0 corrupt, 0 without anything to verify them by, "
         "3 encrypted: undamaged; who wrote them, only a tier with the key can tell\n",
@@ -253,3 +262,35 @@ async def test_an_engine_that_stores_and_deletes_meanwhile_is_no_corruption(root
     stop.set()
     await churning
     assert await tier.aclose(10) == (0,)
+
+
+@pytest.mark.parametrize(("sample", "least", "most"), [("100%", 400, 400), ("25%", 30, 200), ("0.25", 30, 200)])
+def test_a_sample_checks_about_that_share_and_says_what_it_left_out(
+    store, run_json, root: Path, sample: str, least: int, most: int
+) -> None:
+    """Bounds that a fair draw of 400 chunks passes but once in more than a thousand million calls."""
+    store(keys_of(400), layout="segments", row_bytes=4_096)
+    found = run_json("verify", root, "--sample", sample)
+    assert least <= found["checked"] <= most
+    assert found["checked"] + found["skipped"] == 400
+    assert found["read_bytes"] == found["checked"] * (4_096 + FOOTER_BYTES)
+
+
+def test_a_sample_still_names_all_that_is_wrong_without_reading(store, run, root: Path) -> None:
+    files = store(keys_of(5))
+    files[0].rename(files[0].parents[1] / files[0].name)
+    status, out = run("verify", root, "--sample", "0.000001%", "--json")
+    assert (status, json.loads(out)["corrupt"], json.loads(out)["skipped"]) == (1, {"misplaced": 1}, 4)
+
+
+def test_the_summary_says_of_how_many_chunks_a_sample_is(store, run, root: Path) -> None:
+    store(keys_of(5))
+    assert summary(run("verify", root, "--sample", "0.000001%"))[1].startswith("0 of 5 chunks checked, 0 corrupt, ")
+
+
+def test_json_in_a_file_leaves_the_words_for_people_where_they_are(store, run, root: Path, tmp_path: Path) -> None:
+    files = store(keys_of(3))
+    truncate(3)(files[1])
+    status, out = run("verify", root, "--json", tmp_path / "out.json")
+    assert (status, files[1].name in out) == (1, True)
+    assert json.loads((tmp_path / "out.json").read_text())["corrupt"] == {"truncated": 1}

@@ -68,11 +68,21 @@ class Engine:
     """One engine; a context manager, so that whatever it holds is given back."""
 
     def __init__(
-        self, model: str, offloading: Mapping[str, Any] | None = None, *, gpu_blocks: int = GPU_BLOCKS, **changes: Any
+        self,
+        model: str,
+        offloading: Mapping[str, Any] | None = None,
+        *,
+        gpu_blocks: int = GPU_BLOCKS,
+        measured: bool = False,
+        **changes: Any,
     ) -> None:
+        """`measured`: prefill is, by kvtier's own connector; the same prompts then need not have the same hits."""
         if offloading is not None:
             changes["kv_transfer_config"] = KVTransferConfig(
-                kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=dict(offloading)
+                kv_connector="KVTierConnector" if measured else "OffloadingConnector",
+                kv_connector_module_path="kvtier.integrations.vllm" if measured else None,
+                kv_role="kv_both",
+                kv_connector_extra_config=dict(offloading),
             )
         for name in [name for name, value in changes.items() if value is None]:
             del changes[name]
@@ -116,12 +126,19 @@ class Engine:
         return Inside(self.kvtier).ledger
 
     def answer(
-        self, given: Sequence[Prompt], new_tokens: int = NEW_TOKENS, load_tiers: Sequence[Mapping[str, str]] = ()
+        self,
+        given: Sequence[Prompt],
+        new_tokens: int = NEW_TOKENS,
+        load_tiers: Sequence[Mapping[str, str]] = (),
+        hint: object = None,
     ) -> list[Answer]:
         """Answer all prompts, as many at once as vLLM schedules; they may choose the tiers that they load from."""
         asked = sampling(new_tokens)
-        if load_tiers:
-            asked.extra_args = {"kv_transfer_params": {"kv_load_tiers": list(load_tiers)}}
+        params: dict[str, Any] = {"kv_load_tiers": list(load_tiers)} if load_tiers else {}
+        if hint is not None:
+            params["kvtier"] = hint
+        if params:
+            asked.extra_args = {"kv_transfer_params": params}
         outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in given], asked, use_tqdm=False)
         return [Answer(tuple(output.outputs[0].token_ids), output.num_cached_tokens) for output in outputs]
 

@@ -27,7 +27,6 @@ from vllm import SamplingParams  # noqa: E402
 from vllm.config import KVTransferConfig  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole  # noqa: E402
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadPromMetrics  # noqa: E402
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector  # noqa: E402
 from vllm.engine.arg_utils import EngineArgs  # noqa: E402
 from vllm.utils.hashing import sha256  # noqa: E402
 from vllm.v1.core import kv_cache_utils  # noqa: E402
@@ -37,6 +36,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec  # noqa: E402
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: E402
 from vllm.v1.request import Request  # noqa: E402
 from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
+
+from kvtier.integrations.vllm import KVTierConnector  # noqa: E402
 
 BLOCK_TOKENS, HEADS, HEAD_DIM, LAYERS = 32, 4, 32, 4
 
@@ -54,7 +55,10 @@ class MiniEngine:
             max_model_len=1_280,
             num_gpu_blocks_override=blocks,
             kv_transfer_config=KVTransferConfig(
-                kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra
+                kv_connector="KVTierConnector",
+                kv_connector_module_path="kvtier.integrations.vllm",
+                kv_role="kv_both",
+                kv_connector_extra_config=extra,
             ),
         ).create_engine_config()
         self.config.cache_config.kv_cache_layout = "LBHNC"
@@ -66,7 +70,7 @@ class MiniEngine:
         self.config.cache_config.num_gpu_blocks = blocks = caches.num_blocks
         memory = torch.zeros(LAYERS, blocks, HEADS, BLOCK_TOKENS, 2 * HEAD_DIM, dtype=torch.bfloat16)
         self.memory = memory.view(torch.int8).view(LAYERS, blocks, -1)
-        self.worker = OffloadingConnector(self.config, KVConnectorRole.WORKER, caches)
+        self.worker = KVTierConnector(self.config, KVConnectorRole.WORKER, caches)
         self.worker.register_kv_caches({layer: memory[index] for index, layer in enumerate(layers)})
         scheduled = kv_cache_utils.generate_scheduler_kv_cache_config([caches])
         block_size, hash_size = kv_cache_utils.resolve_kv_cache_block_sizes(scheduled, self.config)
@@ -170,6 +174,7 @@ def doors(disk: str) -> dict[str, dict[str, Any]]:
             "spec_module_path": "kvtier.integrations.vllm",
             "cpu_bytes_to_use": "64MiB",
             "secondary_tiers": [{"type": "fs", "root": disk}],
+            "prefill_tokens_per_s": 1.0,  # So that whatever a tier has is loaded.
         },
         "second": {
             "spec_name": "TieringOnCpu",
@@ -207,3 +212,15 @@ def run(model: str, disk: str, door: str) -> dict[str, Any]:
             report["metrics"] = exposition(engine)
         engine.close()
     return report
+
+
+def prefill_noted(model: str, disk: str) -> list[int]:
+    """Ask an engine whose prefill nobody has said the speed of; return the tokens that kvtier notes, step by step."""
+    extra = {name: value for name, value in doors(disk)["first"].items() if name != "prefill_tokens_per_s"}
+    engine = MiniEngine(model, extra, blocks=48)
+    kvtier = engine.scheduler.connector.scheduler.manager.engine
+    noted: list[int] = []
+    kvtier.note_prefill = lambda tokens, seconds: noted.append(tokens if seconds > 0 else -1)
+    engine.answer([[number] * 1_000 for number in range(3)], "new")
+    engine.close()
+    return noted

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from tests.remote.servers import PATIENCE_S
-from tests.vllm.engines import Answer, Engine, Prompt
+from tests.vllm.engines import NEW_TOKENS, Answer, Engine, Prompt
 
 
 class Peer:
@@ -22,16 +22,16 @@ class Peer:
         theirs.close()
 
     @contextmanager
-    def engine(self, model: str, offloading: Mapping[str, Any]) -> "Iterator[Peer]":
+    def engine(self, model: str, offloading: Mapping[str, Any] | None, **changes: Any) -> "Iterator[Peer]":
         """Have an engine there for as long as the context lasts."""
-        self._call("open", model, offloading)
+        self._call("open", model, offloading, changes)
         try:
             yield self
         finally:
             self._call("close")
 
-    def answer(self, given: Sequence[Prompt]) -> list[Answer]:
-        return self._call("answer", given)
+    def answer(self, given: Sequence[Prompt], new_tokens: int = NEW_TOKENS) -> list[Answer]:
+        return self._call("answer", given, new_tokens)
 
     def settle(self) -> None:
         self._call("settle")
@@ -60,7 +60,8 @@ def serve(connection: Connection) -> None:
         try:
             match what:
                 case "open":
-                    engine, result = Engine(*given), None
+                    model, offloading, changes = given
+                    engine, result = Engine(model, offloading, **changes), None
                 case _:
                     result = getattr(engine, what)(*given)
             connection.send((True, result))

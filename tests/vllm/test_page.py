@@ -7,6 +7,8 @@ from pathlib import Path
 import msgspec
 
 from kvtier.config import TierLimits
+from kvtier.hints import Hint, IgnoredHints, hint_of
+from kvtier.integrations.vllm import KVTierConnector
 from kvtier.integrations.vllm.options import (
     SecondaryLimits,
     SecondaryOptions,
@@ -62,7 +64,33 @@ def test_the_table_of_options_names_every_field_with_its_default():
     assert named.keys() == fields.keys() - {"spec_name", "spec_module_path"}
     required = {name for name, default in named.items() if default == "required"}
     assert required == {name for name, field in fields.items() if field.required}
-    for name in ("eviction_policy", "runner", "shared_memory_dir", "store_threshold", "max_tracker_size"):
+    for name in (
+        "eviction_policy",
+        "late_margin",
+        "max_tracker_size",
+        "runner",
+        "shared_memory_dir",
+        "store_threshold",
+    ):
         assert json.loads(named[name].strip("`")) == fields[name].default
-    for name in ("canonical_layout", "interop", "revision"):
+    for name in ("canonical_layout", "interop", "prefill_tokens_per_s", "revision"):
         assert (named[name], fields[name].default) == ("none", None)
+
+
+def test_the_configurations_of_the_first_door_have_the_connector_that_measures():
+    *first_door, second_door = [
+        (given["kv_connector"], given.get("kv_connector_module_path")) for given in configurations()
+    ]
+    assert set(first_door) == {(KVTierConnector.__name__, KVTierConnector.__module__.rpartition(".")[0])}
+    assert second_door == ("OffloadingConnector", None)
+
+
+def test_the_hints_of_the_page_are_hints_and_its_table_names_every_field():
+    ignored = IgnoredHints()
+    written = re.findall(r'"kvtier": (\{.*?\})', PAGE)
+    assert len(written) == 3
+    for hint in written:
+        assert hint_of(json.loads(hint.replace("True", "true")), ignored) is not None, ignored.counts
+    section = PAGE.partition("\n## Hints\n")[2].partition("\n## ")[0]
+    named = re.findall(r"`(\w+)`", " ".join(re.findall(r"^\| (`.*?) \|", section, re.MULTILINE)))
+    assert set(named) == {field.encode_name for field in msgspec.structs.fields(Hint)}

@@ -8,6 +8,7 @@ import pytest
 from kvtier.backend.keys import OffloadKey
 from kvtier.engine.answers import EventLog
 from kvtier.engine.tier import TierSpec
+from kvtier.hints import Hint
 from kvtier.integrations.vllm.second_door import TierClient
 from kvtier.integrations.vllm.stats import Stats, TransferTimes, client_readings, tier_metric_definitions
 from kvtier.memory.region import Region
@@ -24,6 +25,7 @@ from kvtier.runner.messages import (
     Probe,
     Promote,
     Rank,
+    Retain,
     Returned,
     RunnerBack,
     RunnerGone,
@@ -75,7 +77,9 @@ class Scene:
         spec = TierSpec("kvtier:fs", limits.pop("stores", 100), ttl_s, 3, 60.0, limits.pop("trial", 2), **limits)
         self.bridge = Played()
         self.times = TransferTimes()
-        self.client = TierClient(self.bridge, spec, action_chunks=2, observe=self.times.observe, events=EventLog(100))
+        self.client = TierClient(
+            self.bridge, spec, action_chunks=2, observe=self.times.observe, events=EventLog(100), chunk_tokens=16
+        )
         self.client.begin("one")
         self.client.begin("two")
         if scanned:
@@ -194,6 +198,38 @@ def test_what_the_tier_has_or_is_getting_is_not_stored_and_not_said_to_have_move
     scene.client.store(2, [A, B], [0, 1], "two")
     (done,) = scene.client.finished()
     assert (done.job_id, list(done.moved), done.whole) == (2, [], True)
+
+
+@pytest.mark.parametrize("tiers", [True, ["kvtier:fs"]])
+def test_what_a_request_says_not_to_store_is_over_at_once_and_counted(tiers):
+    scene = Scene(scanned=True)
+    scene.client.begin("secret", hint={"no_store": tiers})
+    scene.client.store(1, [A, B], [0, 1], "secret")
+    (done,) = scene.client.finished()
+    assert (done.job_id, list(done.moved), done.whole) == (1, [], True)
+    assert scene.sent() == []
+    assert scene.counted()["kvtier_tier_skipped", ("kvtier:fs", "no_store")] == 2
+
+
+def test_a_tier_hears_of_a_requests_hint_when_the_request_and_its_stores_are_over():
+    scene = Scene(scanned=True)
+    scene.client.begin("last", {A: 16, B: 32}.get, {"over": True, "retain_s": 60, "priority": 7, "tokens": 16})
+    scene.client.store(1, [A, B], [0, 1], "last")
+    (store,) = scene.sent()
+    scene.client.finish("last")
+    assert scene.sent() == []
+    scene.hear(finished(store))
+    rank, retain = scene.sent()
+    assert (type(rank), rank.hint) == (Rank, Hint(over=True, retain_s=60.0, priority=7, tokens=16))
+    assert (type(retain), unpack_keys(retain.keys), retain.seconds, retain.priority) == (Retain, [A], 60.0, 7)
+
+
+def test_a_hint_that_is_none_is_counted_and_the_request_goes_on():
+    scene = Scene(scanned=True)
+    scene.client.begin("bad", hint={"no_store": "all"})
+    scene.client.store(1, [A], [0], "bad")
+    assert len(scene.sent()) == 1
+    assert scene.counted()["kvtier_hints_ignored", ("value",)] == 1
 
 
 def test_a_job_is_over_when_its_rows_are_and_late_ones_count_against_the_share():
@@ -336,6 +372,9 @@ def test_everything_declared_is_counted_and_nothing_else():
     (store,) = scene.sent()
     scene.hear(finished(store, [0]))  # The third failure: the breaker opens.
     scene.client.store(4, [B], [1], "one")
+    scene.client.begin("secret", hint={"no_store": True})
+    scene.client.begin("bad", hint="over")
+    scene.client.store(5, [D], [3], "secret")
     counted = scene.counted()
     assert counted["kvtier_tier_reserved_bytes", ("kvtier:fs",)] == 20
     assert counted["kvtier_tier_capacity_bytes", ("kvtier:fs",)] == 100

@@ -64,6 +64,11 @@ def test_vllm_hears_of_stores_that_failed_and_were_not_tried_again(report, versi
 
 
 @pytest.mark.parametrize("version", ["0.32", "0.33"])
+def test_the_prompts_that_vllm_computes_are_noted_step_by_step(report, version):
+    assert report(version)["prefill noted"] == [1_000] * 3
+
+
+@pytest.mark.parametrize("version", ["0.32", "0.33"])
 @pytest.mark.parametrize("door", ["first", "second"])
 def test_vllms_own_scheduler_and_connector_find_right_bytes(report, version, door):
     found = report(version)["doors"][door]

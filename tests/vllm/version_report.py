@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from tests.vllm import mini_engine  # First: it says on which platform vLLM is.
 
 import vllm  # isort: skip
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector  # isort: skip
 from vllm.v1.kv_offload import base  # isort: skip
 from vllm.v1.kv_offload.tiering.base import SecondaryTierManager  # isort: skip
 
 from kvtier.config import EngineConfig  # isort: skip
-from kvtier.integrations.vllm import KVTierOffloadingSpec, KVTierSecondaryTier  # isort: skip
+from kvtier.integrations.vllm import KVTierConnector, KVTierOffloadingSpec, KVTierSecondaryTier  # isort: skip
 from kvtier.integrations.vllm.manager import VllmManager  # isort: skip
 from kvtier.integrations.vllm.stats import TransferTimes  # isort: skip
 from kvtier.integrations.vllm.worker import VllmWorker  # isort: skip
@@ -25,6 +26,7 @@ from kvtier.backend.keys import make_offload_key  # isort: skip
 from kvtier.engine.steps import StepManager  # isort: skip
 
 OURS = {
+    KVTierConnector: OffloadingConnector,
     KVTierOffloadingSpec: base.OffloadingSpec,
     VllmManager: base.OffloadingManager,
     VllmWorker: base.OffloadingWorker,
@@ -71,6 +73,7 @@ def main(model: str, disk: str) -> dict[str, object]:
         "version": vllm.__version__,
         "mismatches": list(mismatches()),
         "failed stores": told_of_failed_stores(),
+        "prefill noted": mini_engine.prefill_noted(model, f"{disk}/noted"),
         "doors": {door: mini_engine.run(model, f"{disk}/{door}", door) for door in ("first", "second")},
     }
 

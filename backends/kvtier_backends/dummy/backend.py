@@ -24,6 +24,7 @@ from kvtier.backend import (
     Duration,
     FileMapper,
     Fit,
+    Hint,
     InventoryEvent,
     InventoryQueue,
     NoSpace,
@@ -84,7 +85,7 @@ class Held:
 
 
 class DummyBackend(Backend[DummyOptions]):
-    """A tier in memory with a device's speed and faults. Offers `Inventory` and `Measured`."""
+    """A tier in memory with a device's speed and faults. Offers `Inventory`, `Measured`, `Ranked` and `Advised`."""
 
     durability = Durability.PROCESS
     options_type = DummyOptions
@@ -158,6 +159,7 @@ class DummyBackend(Backend[DummyOptions]):
         rotten = self._draw(self._options.corruption_rate, len(writes))
         await self._take_time((len(write.row) for write in writes), storing=True)
         keep = set(names)
+        self._store.retained.expire(asyncio.get_running_loop().time())
         outcomes = [self._keep(*each, keep) for each in zip(writes, names, failed, rotten, strict=True)]
         self._store.touch(names)
         outcomes += [NoSpace(f"{write.key.hex()}: the day's write budget is used up") for write in refused]
@@ -204,7 +206,27 @@ class DummyBackend(Backend[DummyOptions]):
 
     def rank(self, keys: Sequence[OffloadKey]) -> None:
         """See `Ranked`."""
-        self._store.touch([self._context.mapper.name(key) for key in keys])
+        self._store.end(self._names(keys), None)
+
+    def rank_hinted(self, keys: Sequence[OffloadKey], hint: Hint) -> None:
+        """See `Advised`."""
+        self._store.end(self._names(keys), hint)
+
+    def demote(self, keys: Sequence[OffloadKey]) -> None:
+        """See `Advised`."""
+        self._store.demote(self._names(keys))
+
+    def retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int) -> None:
+        """See `Advised`."""
+        self._store.retained.keys_max = self._retained_max()
+        self._store.retain(self._names(keys), asyncio.get_running_loop().time() + seconds, priority)
+
+    def _retained_max(self) -> int:
+        chunks = (self._options.capacity_bytes or 0) // self._context.row_bytes
+        return int(self._context.retained_share * chunks)
+
+    def _names(self, keys: Sequence[OffloadKey]) -> list[str]:
+        return [self._context.mapper.name(key) for key in keys]
 
     def occupancy(self) -> Occupancy:
         return Occupancy(len(self._store.chunks), self._store.used_bytes, self._store.capacity_bytes)

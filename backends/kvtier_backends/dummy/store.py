@@ -20,6 +20,8 @@ from typing import NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from kvtier.errors import ConfigError
+from kvtier.hints import Hint
+from kvtier.policies import Retained, Sessions
 
 DAY_S = 86_400.0
 BURST_SHARE = 4 / 32  # Of a day's write budget: what may come at once,
@@ -144,10 +146,12 @@ class Store:
     """Chunks by name, within a capacity."""
 
     def __init__(self, capacity_bytes: int | None) -> None:
+        self.retained = Retained[str](0)
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self.chunks: OrderedDict[str, Chunk] = OrderedDict()  # Least recently used first.
         self._users: list[tuple[str, bool, Lost]] = []
+        self._sessions: Sessions[str] | None = None  # From the first hint on.
 
     def put(self, name: str, block: bytes, checksum: int, keep: Container[str], *, low_water: float) -> bool:
         """Keep a chunk in place of what had its name; False, and nothing changes, if there is no room.
@@ -157,11 +161,14 @@ class Store:
         """
         old = self.chunks.get(name)
         grown_bytes = len(block) - (len(old.row) if old else 0)
-        victims = self._victims(grown_bytes, keep, low_water)
+        while (victims := self._victims(grown_bytes, keep, low_water)) is None and self.retained:
+            self.retained.let_go(1)  # There is nothing else.
         if victims is None:
             return False
         for victim in victims:
             self.lose(victim)
+        if old is None and self._sessions is not None:
+            self._sessions.came((name,))
         self.chunks[name] = Chunk(block, checksum)
         self.used_bytes += grown_bytes
         return True
@@ -176,7 +183,7 @@ class Store:
         for name, chunk in self.chunks.items():
             if surplus_bytes <= 0:
                 break
-            if name not in keep:
+            if name not in keep and name not in self.retained:
                 victims.append(name)
                 needed_bytes -= len(chunk.row)
                 surplus_bytes -= len(chunk.row)
@@ -188,8 +195,33 @@ class Store:
             if name in self.chunks:
                 self.chunks.move_to_end(name)
 
+    def end(self, names: Sequence[str], hint: Hint | None) -> None:
+        """Renew the chunks that a request has used, which is over; with what was said of it."""
+        if hint is not None and self._sessions is None:
+            self._sessions = Sessions()
+        self.touch(names)
+        if self._sessions is not None:
+            own = self._sessions.ended([name for name in dict.fromkeys(names) if name in self.chunks])
+            if hint is not None and hint.over:
+                self.demote(own)
+
+    def demote(self, names: Sequence[str]) -> None:
+        """Make the chunks the least recently used, tail first."""
+        demoted = [name for name in dict.fromkeys(names) if name in self.chunks]
+        self.retained.discard(demoted)
+        for name in demoted:
+            self.chunks.move_to_end(name, last=False)
+
+    def retain(self, names: Sequence[str], until: float, priority: int) -> None:
+        """Pass over the chunks until then when room is made, and make them the most recently used."""
+        self.touch(names)
+        self.retained.retain([name for name in dict.fromkeys(names) if name in self.chunks], until, priority)
+
     def delete(self, name: str) -> None:
         """Forget a chunk that may be there, as asked."""
+        self.retained.discard((name,))
+        if self._sessions is not None:
+            self._sessions.gone((name,))
         chunk = self.chunks.pop(name, None)
         self.used_bytes -= len(chunk.row) if chunk else 0
 

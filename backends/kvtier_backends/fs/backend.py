@@ -11,6 +11,7 @@ from kvtier.backend import (
     Durability,
     FileMapper,
     Fit,
+    Hint,
     InventoryEvent,
     Occupancy,
     OffloadKey,
@@ -107,9 +108,21 @@ class FsBackend(Backend[FsOptions]):
         """See `Ranked`."""
         self._layout.rank(keys)
 
+    def rank_hinted(self, keys: Sequence[OffloadKey], hint: Hint) -> None:
+        """See `Advised`."""
+        self._layout.rank(keys, hint)
+
+    def demote(self, keys: Sequence[OffloadKey]) -> None:
+        """See `Advised`."""
+        self._layout.demote(keys)
+
+    def retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int) -> None:
+        """See `Advised`."""
+        self._layout.retain(keys, seconds, priority)
+
     def counts(self) -> dict[str, int]:
         """See `Counted`."""
-        return by_name(self._tier.counters.totals())
+        return by_name(self._tier.counters.totals()) | {"retentions_cut": self._layout.retentions_cut}
 
     def description(self) -> dict[str, str]:
         """See `Described`."""

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from kvtier.backend import InventoryQueue, Occupancy, OffloadKey, Outcome, Read, TierContext, Write, in_thread
+from kvtier.backend import Hint, InventoryQueue, Occupancy, OffloadKey, Outcome, Read, TierContext, Write, in_thread
 from kvtier.errors import BackendClosed, NoSpace
 from kvtier.policies import LRU, Policy, policy_class
 from kvtier_backends.fs.counters import Counters
@@ -47,6 +47,11 @@ class OpenTier(Generic[OptionsT_co]):
         """How many chunks the tier can have."""
         size_bytes = self.root.disk.size_bytes
         return min(self.options.capacity_bytes or size_bytes, size_bytes) // self.context.row_bytes
+
+    def retained_max(self, chunk_bytes: int) -> int:
+        """Return how many chunks that take so much each hints may have passed over at once."""
+        limit_bytes = self.options.capacity_bytes or self.root.disk.size_bytes
+        return int(self.context.retained_share * (limit_bytes // chunk_bytes))
 
     def policy(self) -> Policy[OffloadKey] | None:
         """Return what orders the chunks that may go; None: by last use, which needs no policy of its own."""
@@ -149,7 +154,16 @@ class Layout(Protocol):
 
     async def delete(self, keys: Sequence[OffloadKey]) -> None: ...
 
-    def rank(self, keys: Sequence[OffloadKey]) -> None: ...
+    def rank(self, keys: Sequence[OffloadKey], hint: Hint | None = None) -> None: ...
+
+    def demote(self, keys: Sequence[OffloadKey]) -> None: ...
+
+    def retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int) -> None: ...
+
+    @property
+    def retentions_cut(self) -> int:
+        """How many chunks were to be retained and were not, or not for all their time."""
+        ...
 
     def occupancy(self) -> Occupancy: ...
 

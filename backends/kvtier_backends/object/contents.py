@@ -11,6 +11,7 @@ import obstore
 from xxhash import xxh3_64_intdigest
 
 from kvtier.backend import (
+    MISPLACED,
     NAMINGS,
     SEAL_BYTES,
     BackendUnavailable,
@@ -76,15 +77,16 @@ class ObjectContents:
         try:
             for page in obstore.list(self._store, folder, chunk_size=PAGE_KEYS):  # pyright: ignore[reportUnknownMemberType]
                 for about in page:
-                    if (key := NAMINGS["vllm"].key(about["path"][len(folder) + 1 :])) is not None:
-                        yield self._file(key, about)
+                    yield self._file(NAMINGS["vllm"].key(about["path"][len(folder) + 1 :]), about)
         except STORE_ERRORS as error:
             yield StoredFile(Kind.UNREADABLE, part, None, 0, 0, 0, 0, trouble_of(error).why)
 
-    def _file(self, key: OffloadKey, about: Any) -> StoredFile:
+    def _file(self, key: OffloadKey | None, about: Any) -> StoredFile:
+        is_chunk = key is not None or about["path"].endswith(".bin")
+        kind, fault = (Kind.CHUNK if is_chunk else Kind.BESIDE), (MISPLACED if is_chunk and key is None else "")
         name, size_bytes = about["path"].removeprefix(self._prefix), about["size"]
         stored_at_ns = int(about["last_modified"].timestamp() * 1e9)
-        return StoredFile(Kind.CHUNK, name, key, size_bytes, size_bytes, stored_at_ns, _identity(about))
+        return StoredFile(kind, name, key, size_bytes, size_bytes, stored_at_ns, _identity(about), fault)
 
     def check(self, place: Place, file: StoredFile) -> Finding:  # noqa: ARG002
         try:
@@ -124,6 +126,10 @@ class ObjectContents:
         except STORE_ERRORS as error:
             raise OSError(errno.EIO, trouble_of(error).why) from error
         return True
+
+    def clear(self, place: Place) -> bool:  # noqa: ARG002
+        """Do nothing: a bucket has no folders and no books."""
+        return False
 
     def close(self) -> None:
         """Do nothing: connections close by themselves."""

@@ -1,4 +1,4 @@
-"""kvtier inside vLLM: name this module as `spec_module_path`, or as a secondary tier's `module_path`.
+"""kvtier inside vLLM: name this module as `kv_connector_module_path`, `spec_module_path`, or a tier's `module_path`.
 
 vLLM's offloading interface is young and changes with every release. A version that kvtier was not tried with is refused
 here, in one sentence, before the imports below: with such a version they could fail anywhere, or worse, not fail.
@@ -24,7 +24,8 @@ def require_known_version(installed: str = __version__) -> str:
 
 require_known_version()
 
+from kvtier.integrations.vllm.connector import KVTierConnector  # noqa: E402
 from kvtier.integrations.vllm.secondary import KVTierSecondaryTier  # noqa: E402
 from kvtier.integrations.vllm.spec import KVTierOffloadingSpec  # noqa: E402
 
-__all__ = ["KNOWN_VERSIONS", "KVTierOffloadingSpec", "KVTierSecondaryTier", "require_known_version"]
+__all__ = ["KNOWN_VERSIONS", "KVTierConnector", "KVTierOffloadingSpec", "KVTierSecondaryTier", "require_known_version"]

@@ -5,7 +5,7 @@ of the rows, so that is concluded here (`_Flush`).
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -38,6 +38,7 @@ _RESULTS = {
     Answer.HIT_PENDING: LookupResult.HIT_PENDING,
     Answer.RETRY: LookupResult.RETRY,
 }
+HINT = "kvtier"  # In a request's `kv_transfer_params`.
 STORES_SKIPPED = "vllm:kv_offload_stores_skipped"  # As vLLM's own manager counts them.
 LOOKUP_HIT = LookupResult.HIT  # An enum finds its members by a call of its own.
 _CHUNK_LEVEL = RequestOffloadingContext(OffloadPolicy.CHUNK_LEVEL)
@@ -74,8 +75,8 @@ class VllmManager(OffloadingManager):
         self._calls += 1
         chosen = req_context.load_tier_filter
         matchers = None if chosen is TierFilter.ALL else _matchers(chosen)
-        position = req_context.get_offload_key_position
-        wanted = self.engine.on_new_request(req_context.req_id, load_matchers=matchers, position=position)
+        position, hint = req_context.get_offload_key_position, hint_in(req_context)
+        wanted = self.engine.on_new_request(req_context.req_id, load_matchers=matchers, position=position, hint=hint)
         return _REQUEST_LEVEL if wanted else _CHUNK_LEVEL
 
     @override
@@ -254,6 +255,12 @@ class _Flush:
         self.outstanding -= chunks
         ended, self.awaited = self.awaited, False
         return ended
+
+
+def hint_in(req_context: ReqContext) -> object:
+    """Return what a client sent as a request's hint, unread; None if nothing."""
+    params: object = req_context.kv_transfer_params
+    return params.get(HINT) if isinstance(params, Mapping) else None
 
 
 def _keys(keys: Collection[OffloadKey]) -> list[OffloadKey]:

@@ -15,9 +15,11 @@ from kvtier.config import (
     EngineConfig,
     EngineLimits,
     EventsKept,
+    LateMargin,
     QueuedActions,
     TierConfig,
     TierLimits,
+    TokensPerSecond,
     settled,
     tier_options,
 )
@@ -75,6 +77,12 @@ class VllmOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True
     max_tracker_size: Count = 64_000
     """Chunks whose offers are counted, those offered last, if `store_threshold` is 2 or more."""
 
+    prefill_tokens_per_s: TokensPerSecond | None = None
+    """Tokens of prompts that the LLM engine computes in a second. None: as KVTierConnector measures it."""
+
+    late_margin: LateMargin = 1.5
+    """Times what computing takes, a load may take; then the request computes after all."""
+
     shared_memory_dir: Text = "/dev/shm"  # noqa: S108  # Where Linux has its shared memory.
     """A tmpfs in which scheduler and workers meet; nothing is left there once they have."""
 
@@ -107,8 +115,17 @@ def engine_config(options: VllmOptions, plan: RowPlan, namespace: Namespace, *, 
         "namespace": namespace,
         "limits": options.limits,
         "events": events,
+        "prefill_tokens_per_s": options.prefill_tokens_per_s,
+        "chunk_tokens": _chunk_tokens(namespace),
+        "late_margin": options.late_margin,
     }
     return EngineConfig.from_dict(given, WHERE)
+
+
+def _chunk_tokens(namespace: Namespace) -> int | None:
+    """Return how many tokens' KV a chunk holds; of a model with several groups, a chunk of the finest of them."""
+    finest = min((group.tokens_per_block for group in namespace.kv_cache_groups), default=None)
+    return None if finest is None else finest * namespace.blocks_per_chunk
 
 
 _ENGINE = EngineLimits()
@@ -141,6 +158,7 @@ class SecondaryOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only
     name: str = ""
     limits: SecondaryLimits = SecondaryLimits()
     request_level: bool = False
+    cascade: Literal["store"] = "store"
     medium: Literal["CPU", "STORAGE"] | None = None
     locality: Literal["LOCAL", "REMOTE"] | None = None
     runner: Literal["process", "thread"] = "process"
@@ -156,6 +174,11 @@ def read_secondary_options(given: Mapping[str, Any]) -> SecondaryOptions:
     for name in sorted(name for name in ENGINE_ONLY if isinstance(limits, Mapping) and name in limits):
         raise ConfigError(
             f"secondary_tiers[].limits.{name}: given, none accepted: here memory is vLLM's, and so are its limits"
+        )
+    if (cascade := given.get("cascade", "store")) != "store":
+        raise ConfigError(
+            f"secondary_tiers[].cascade: {cascade!r} given, 'store' accepted: here vLLM's own manager says what is "
+            'written, and when. "spec_name": "KVTierOffloadingSpec" puts kvtier in its place, which can do that'
         )
     return decode(SecondaryOptions, dict(given), "secondary_tiers[]")
 
@@ -177,6 +200,7 @@ def secondary_config(options: SecondaryOptions, namespace: Namespace, *, rows: i
         secondary_tiers=(_with_medium(tier, "secondary_tiers[]"),),
         runner=options.runner,
         namespace=namespace,
+        chunk_tokens=_chunk_tokens(namespace),
         limits=EngineLimits(**_of(EngineLimits, options.limits)),
     )
     return settled(config)

@@ -15,17 +15,18 @@ from kvtier.engine.outbox import Operation, Outbox, Transfers
 from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Position, Request, Search
 from kvtier.engine.tier import Residency, Tier, TierSpec
 from kvtier.engine.tier_log import TierLog
+from kvtier.hints import RETAIN_S_MAX, IgnoredHints, hint_of
 from kvtier.memory import let_go_in_forks
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
+    Advice,
     Cascade,
     Finished,
     LocalMessage,
     Message,
     Promote,
-    Rank,
     Returned,
     RunnerBack,
     RunnerGone,
@@ -69,11 +70,19 @@ class TierClient:
     """
 
     def __init__(
-        self, bridge: Bridge, spec: TierSpec, *, action_chunks: int, observe: Observe, events: EventLog | None = None
+        self,
+        bridge: Bridge,
+        spec: TierSpec,
+        *,
+        action_chunks: int,
+        observe: Observe,
+        events: EventLog | None = None,
+        chunk_tokens: int = 1,
     ) -> None:
         """Take over a bridge whose runner has this one tier open; `observe` hears how long each transfer took."""
         self.tier = tier = Tier(0, spec)
         self.runners_lost = 0
+        self.hints_ignored = IgnoredHints()
         rows = _VllmsRows()
         self._where = Residency()
         self._transfers = Transfers(rows)
@@ -86,6 +95,7 @@ class TierClient:
         self._bridge = bridge
         let_go_in_forks(bridge)  # In a child whatever is begun has failed.
         self._action_chunks = action_chunks
+        self._chunk_tokens = chunk_tokens
         self._events = events
         self._up = True  # There is a runner that takes actions.
         self._requests: dict[str, Request] = {}
@@ -104,9 +114,14 @@ class TierClient:
 
     # Requests, and what they ask for.
 
-    def begin(self, request_id: str, position: Position | None = None) -> None:
-        """Take note of a request, until `finish`; `position` says where a key's chunk ends in its tokens."""
-        self._requests.setdefault(request_id, Request(request_id, position=position))
+    def begin(self, request_id: str, position: Position | None = None, hint: object = None) -> None:
+        """Take note of a request, until `finish`; `position` says where a key's chunk ends in its tokens.
+
+        `hint` is what a client sent as one. Of a request that is not to be stored here, nothing is.
+        """
+        if request_id not in self._requests:
+            request = self._requests[request_id] = Request(request_id, position=position)
+            request.hint = hint_of(hint, self.hints_ignored)
 
     def finish(self, request_id: str) -> None:
         """Forget a request; the tier hears in which order it used its chunks, once all its stores are over."""
@@ -156,6 +171,9 @@ class TierClient:
         request, mask, storing = self._request(request_id), self._where.mask, self.tier.storing
         request.used.update(dict.fromkeys(keys))
         lacking = {key: row for key, row in offered if key not in storing and not mask.get(key, 0)}
+        if request.keeps_out(self.tier.spec):
+            self.tier.counters.skip("no_store", len(lacking))
+            lacking = {}
         chunks = [(key, row) for key, row in lacking.items() if self._take(key, now)]
         request.storing += 1
         self._begin(Job(job_id, Operation.CASCADE, request, len(lacking)), chunks)
@@ -245,8 +263,14 @@ class TierClient:
             self._end(job)
 
     def _rank(self, request: Request) -> None:
-        if request.finished and not request.storing:
-            self._outbox.rank(list(request.used), self.tier)
+        """Have the tier hear of a request that is over, stores and all, and what its hint said."""
+        if not request.finished or request.storing:
+            return
+        hint = request.hint
+        self._outbox.rank(list(request.used), self.tier, hint)
+        if hint is not None and hint.retain_s:
+            keys = request.leading(hint.tokens, self._chunk_tokens)
+            self._outbox.retain(keys, self.tier, min(hint.retain_s, RETAIN_S_MAX), hint.priority)
 
     # What comes back.
 
@@ -298,7 +322,7 @@ class TierClient:
     def _refuse(self, actions: Sequence[Action], now: float) -> None:
         """Settle actions that the bridge did not take."""
         self._inbox.refuse(actions, now)
-        self._let_go(action.id for action in actions if not isinstance(action, Acknowledge | Rank))
+        self._let_go(action.id for action in actions if not isinstance(action, Acknowledge | Advice))
 
     def _credit(self, message: Finished) -> None:
         """Enter what moved into the part's job."""

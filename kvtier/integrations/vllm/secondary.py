@@ -33,6 +33,7 @@ from kvtier.engine.requests import by_position
 from kvtier.engine.steps import say_start
 from kvtier.errors import ConfigError
 from kvtier.integrations.vllm.events import INFO_KEYS, Media, config_info, offloading_events
+from kvtier.integrations.vllm.manager import hint_in
 from kvtier.integrations.vllm.options import SecondaryOptions, read_secondary_options, secondary_config
 from kvtier.integrations.vllm.rows import namespace_of, plan_rows
 from kvtier.integrations.vllm.second_door import TierClient
@@ -77,6 +78,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
             action_chunks=config.limits.action_chunks,
             observe=times.observe,
             events=EventLog(config.limits.events) if events else None,
+            chunk_tokens=config.tokens_per_chunk,
         )
         tier = self._client.tier
         self._media = Media([tier])
@@ -104,7 +106,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
 
     @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self._client.begin(req_context.req_id, req_context.get_offload_key_position)
+        self._client.begin(req_context.req_id, req_context.get_offload_key_position, hint_in(req_context))
         return RequestOffloadingContext(self._policy)
 
     @override

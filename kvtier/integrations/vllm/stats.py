@@ -23,7 +23,15 @@ from vllm.v1.kv_offload.base import (
     OffloadingMetricMetadata,
 )
 
-from kvtier.engine.metrics import CAUSES_HELP, PRIMARY_COUNTERS, SECONDS, TIER_COUNTERS
+from kvtier.engine.metrics import (
+    CAUSES_HELP,
+    HINTS_IGNORED_HELP,
+    PRIMARY_COUNTERS,
+    RETENTIONS_CUT_HELP,
+    SECONDS,
+    SKIPPED_HELP,
+    TIER_COUNTERS,
+)
 from kvtier.engine.steps import Inside, StepManager
 from kvtier.engine.tier import Breaker, BreakerState, Tier
 from kvtier.integrations.vllm.second_door import TierClient
@@ -62,12 +70,15 @@ class Readings(NamedTuple):
 _COUNTERS: dict[str, tuple[str, Labels]] = {
     **{f"kvtier_primary_{name}": (text, ()) for name, text in PRIMARY_COUNTERS.items()},
     "kvtier_primary_evictions": ("Chunks evicted for room.", ()),
+    "kvtier_primary_retentions_cut": (RETENTIONS_CUT_HELP, ()),
     "kvtier_runners_lost": ("Runners that ended too early.", ()),
     "kvtier_events_dropped": ("Events that nobody took in time.", ()),
+    "kvtier_hints_ignored": (HINTS_IGNORED_HELP, ("reason",)),
     **{f"kvtier_tier_{name}": (text, ("tier",)) for name, text in TIER_COUNTERS.items()},
     "kvtier_tier_breaker_opened": ("How often the breaker opened.", ("tier",)),
     "kvtier_tier_bytes": ("Bytes moved.", ("tier", "operation")),
     "kvtier_tier_dropped": ("Chunks that were never sent to the tier.", ("tier", "reason")),
+    "kvtier_tier_skipped": (SKIPPED_HELP, ("tier", "reason")),
     "kvtier_tier_failed": ("Chunks that did not move.", ("tier", "reason")),
     "kvtier_tier_causes": (CAUSES_HELP, ("tier", "cause")),
     "kvtier_tier_reported": ("What the tier itself has counted.", ("tier", "what")),
@@ -103,7 +114,7 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
 def tier_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     """Declare what one tier behind vLLM's own manager reports: of hits, in kvtier's sense, only vLLM knows there."""
     left_out = {"kvtier_tier_hits"}
-    of_runner = {"kvtier_runners_lost", "kvtier_events_dropped"}
+    of_runner = {"kvtier_runners_lost", "kvtier_events_dropped", "kvtier_hints_ignored"}
     return {
         name: each
         for name, each in metric_definitions().items()
@@ -171,6 +182,7 @@ def engine_readings(engine: StepManager) -> Readings:
     counters = [
         *(Series(f"kvtier_primary_{name}", (), partial(getattr, ledger.counters, name)) for name in PRIMARY_COUNTERS),
         Series("kvtier_primary_evictions", (), lambda: primary.evictions),
+        Series("kvtier_primary_retentions_cut", (), lambda: primary.retentions_cut),
         Series("kvtier_runners_lost", (), lambda: engine.runners_lost),
         Series("kvtier_events_dropped", (), lambda: engine.events_dropped),
     ]
@@ -190,7 +202,10 @@ def engine_readings(engine: StepManager) -> Readings:
     tiers = [tier_readings(tier, engine.config.row_bytes) for tier in ledger.tiers]
     return Readings(
         [*counters, *chain.from_iterable(tier.counters for tier in tiers)],
-        [*chain.from_iterable(tier.tables for tier in tiers)],
+        [
+            Table("kvtier_hints_ignored", (), ledger.hints_ignored.counts),
+            *chain.from_iterable(tier.tables for tier in tiers),
+        ],
         [*gauges, *chain.from_iterable(tier.gauges for tier in tiers)],
     )
 
@@ -202,7 +217,8 @@ def client_readings(client: TierClient, row_bytes: int) -> Readings:
         Series("kvtier_events_dropped", (), lambda: client.events_dropped),
     ]
     counters, tables, gauges = tier_readings(client.tier, row_bytes)
-    return Readings([*runner, *counters], tables, gauges)
+    ignored = Table("kvtier_hints_ignored", (), client.hints_ignored.counts)
+    return Readings([*runner, *counters], [ignored, *tables], gauges)
 
 
 def tier_readings(tier: Tier, row_bytes: int) -> Readings:
@@ -219,6 +235,7 @@ def tier_readings(tier: Tier, row_bytes: int) -> Readings:
         [
             Table("kvtier_tier_reported", label, counters.reported),
             Table("kvtier_tier_dropped", label, counters.dropped),
+            Table("kvtier_tier_skipped", label, counters.skipped),
             Table("kvtier_tier_failed", label, counters.failures),
             Table("kvtier_tier_causes", label, counters.causes),
         ],

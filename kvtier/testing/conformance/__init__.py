@@ -21,6 +21,7 @@ Subclass what your tier offers, in a module that pytest collects, and give it op
 - `BoundedConformance`: tiers that offer `Measured` and have a capacity. Fixture `small`: a tier with room for
   `room_chunks` chunks; `backend` is not needed.
 - `RankedConformance`: tiers that offer `Ranked`, too. Fixture `small` as before, evicting by recency.
+- `AdvisedConformance`: tiers that offer `Advised`, too. Fixture `small` as before.
 - `CountedConformance`: tiers that offer `Counted`. Fixture `provoke`: an async function without arguments that makes
   `backend` count something.
 - `DescribedConformance`: tiers that offer `Described`.
@@ -46,6 +47,7 @@ pytest.register_assert_rewrite(*(f"{__name__}.{module}" for module in MODULES))
 
 from kvtier.testing.conformance.lender import Lender, key_of, keys_of, label, tier_context  # noqa: E402
 from kvtier.testing.conformance.optional import (  # noqa: E402
+    AdvisedConformance,
     BoundedConformance,
     CountedConformance,
     DescribedConformance,
@@ -62,6 +64,7 @@ from kvtier.testing.conformance.suite import (  # noqa: E402
 from kvtier.testing.conformance.wrapping import WrapperConformance  # noqa: E402
 
 __all__ = [
+    "AdvisedConformance",
     "BackendConformance",
     "BoundedConformance",
     "CountedConformance",

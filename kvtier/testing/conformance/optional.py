@@ -8,9 +8,11 @@ from typing import ClassVar
 from kvtier.backend import (
     INVENTORY_BATCH_KEYS,
     Added,
+    Advised,
     Backend,
     Counted,
     Described,
+    Hint,
     Inventory,
     InventoryEvent,
     Measured,
@@ -306,6 +308,115 @@ class RankedConformance(Promises):
         rank(small, [])
         assert occupancy(small) == before
         assert await lender.recall(small, [*keys, key_of(100)]) == [*map(label, keys), "ChunkMissing"]
+
+
+class AdvisedConformance(Promises):
+    """Needs the fixture `small`, as `RankedConformance` does."""
+
+    room_chunks: ClassVar[int] = 16
+
+    async def test_what_was_demoted_goes_first(self, small: Backend, lender: Lender) -> None:
+        """Also before what is older."""
+        older, newer = keys_of(4), keys_of(4, start=100)
+        await lender.keep(small, older)
+        await lender.keep(small, newer)
+        advised(small).demote(newer)
+        await until_some_go(small, lender, newer)
+        assert all(await small.probe(older))
+
+    async def test_what_was_demoted_and_is_used_again_is_as_any_other(self, small: Backend, lender: Lender) -> None:
+        """It was said too early: a use takes it back."""
+        older, newer = keys_of(4), keys_of(4, start=100)
+        await lender.keep(small, older)
+        await lender.keep(small, newer)
+        advised(small).demote(newer)
+        rank(small, newer)
+        await until_some_go(small, lender, older)
+        assert all(await small.probe(newer))
+
+    async def test_of_a_session_that_is_over_goes_what_no_other_has_used(self, small: Backend, lender: Lender) -> None:
+        """The head that two sessions share stays with the one that goes on."""
+        rank_hinted(small, keys_of(1, start=900), Hint(class_="first"))  # From then on a tier takes note of sessions.
+        head, ended, other = keys_of(2), keys_of(2, start=100), keys_of(2, start=200)
+        for own in (ended, other):
+            await lender.keep(small, [*head, *own])
+            rank(small, [*head, *own])
+        rank_hinted(small, [*head, *ended], Hint(over=True))
+        await until_some_go(small, lender, ended)
+        assert all(await small.probe([*head, *other]))
+
+    async def test_what_is_retained_stays_while_others_come(self, small: Backend, lender: Lender) -> None:
+        """However many: it is passed over when room is made."""
+        keys = keys_of(3)
+        await lender.keep(small, keys)
+        advised(small).retain(keys, 3_600.0, 0)
+        for number in range(4 * self.room_chunks):
+            await lender.keep(small, [key_of(1_000 + number)])
+        assert await lender.recall(small, keys) == [*map(label, keys)]
+
+    async def test_what_was_retained_goes_when_its_time_is_over(self, small: Backend, lender: Lender) -> None:
+        """Nothing is kept for ever."""
+        keys = keys_of(3)
+        await lender.keep(small, keys)
+        advised(small).retain(keys, 0.001, 99)
+        await until_some_go(small, lender, keys)
+
+    async def test_a_store_finds_as_much_room_whatever_is_retained(self, small: Backend, lender: Lender) -> None:
+        """More than the share is not retained, and the newest chunks are there."""
+        keys = keys_of(self.room_chunks)
+        await small.store(lender.writes(keys))
+        advised(small).retain(keys, 3_600.0, 99)
+        batch = self.room_chunks // 2
+        for start in range(1_000, 1_000 + 4 * batch, batch):
+            newer = keys_of(batch, start=start)
+            await lender.keep(small, newer)
+            assert await lender.recall(small, newer) == [*map(label, newer)]
+        assert list(await small.probe(keys)).count(True) <= self.room_chunks
+
+    async def test_a_higher_priority_takes_the_place_of_a_lower_one(self, small: Backend, lender: Lender) -> None:
+        """Whoever came first: the share is for what matters most."""
+        low, high = keys_of(self.room_chunks // 2), keys_of(3, start=100)
+        await lender.keep(small, low)
+        await lender.keep(small, high)
+        advised(small).retain(low, 3_600.0, 1)
+        advised(small).retain(high, 3_600.0, 2)
+        for number in range(4 * self.room_chunks):
+            await lender.keep(small, [key_of(1_000 + number)])
+        assert all(await small.probe(high))
+        assert not all(await small.probe(low))
+
+    async def test_advice_changes_nothing_that_is_there(self, small: Backend, lender: Lender) -> None:
+        """Unknown keys, keys that come twice and no keys are no matter."""
+        keys = keys_of(4)
+        await lender.keep(small, keys)
+        before = occupancy(small)
+        strangers = keys_of(4, start=100)
+        for some in ([*keys, *strangers, keys[0]], strangers, []):
+            advised(small).demote(some)
+            advised(small).retain(some, 60.0, 5)
+            rank_hinted(small, some, Hint(over=True, returns_in_s=3.0))
+        assert occupancy(small) == before
+        assert await lender.recall(small, [*keys, key_of(100)]) == [*map(label, keys), "ChunkMissing"]
+
+
+def advised(tier: Backend) -> Advised:
+    """Return the tier as one that takes advice."""
+    assert isinstance(tier, Advised), f"{type(tier).__name__} lacks one of rank_hinted(), demote() and retain()"
+    return tier
+
+
+def rank_hinted(tier: Backend, keys: list[OffloadKey], hint: Hint) -> None:
+    """Say that a request is over that used these keys, and what was said of it."""
+    advised(tier).rank_hinted(keys, hint)
+
+
+async def until_some_go(tier: Backend, lender: Lender, keys: list[OffloadKey]) -> None:
+    """Store newer chunks until not all of these are there."""
+    newer = 1_000
+    async with asyncio.timeout(PATIENCE_S):
+        while all(await tier.probe(keys)):
+            await lender.keep(tier, [key_of(newer)])
+            newer += 1
 
 
 def rank(tier: Backend, keys: list[OffloadKey]) -> None:

@@ -9,11 +9,13 @@ import pytest
 from kvtier.backend import (
     OPTIONAL,
     Abandoned,
+    Advised,
     Backend,
     Calls,
     Counted,
     Described,
     Durability,
+    Hint,
     Inventory,
     InventoryEvent,
     Measured,
@@ -69,6 +71,17 @@ class WrapperConformance(Promises):
         wrapper.rank(keys_of(3))
         assert inner.ranked == keys_of(3)
 
+    async def test_a_wrapper_passes_on_advice(self, wrap: Wrap) -> None:
+        """Word by word: what is over, what goes first and what is retained is heard of within."""
+        inner = inner_tier(*OPTIONAL)
+        wrapper = wrap(inner)
+        assert isinstance(wrapper, Advised)
+        hint = Hint(over=True)
+        wrapper.rank_hinted(keys_of(1), hint)
+        wrapper.demote(keys_of(2))
+        wrapper.retain(keys_of(3), 60.0, 7)
+        assert inner.advice == [(keys_of(1), hint), (keys_of(2),), (keys_of(3), 60.0, 7)]
+
     @pytest.mark.parametrize("durability", Durability, ids=lambda durability: durability.name)
     async def test_a_wrapper_promises_no_more_than_what_it_wraps(self, wrap: Wrap, durability: Durability) -> None:
         """A chunk survives only what it survives in the inner tier."""
@@ -91,6 +104,7 @@ class Nothing(Backend):
 
     def __init__(self) -> None:
         self.ranked: list[OffloadKey] = []
+        self.advice: list[tuple[Any, ...]] = []
         self._calls = Calls("nothing")
 
     @classmethod
@@ -128,6 +142,17 @@ class _Ranks(Nothing):
         self.ranked.extend(keys)
 
 
+class _Heeds(Nothing):
+    def rank_hinted(self, keys: Sequence[OffloadKey], hint: Hint) -> None:
+        self.advice.append((keys, hint))
+
+    def demote(self, keys: Sequence[OffloadKey]) -> None:
+        self.advice.append((keys,))
+
+    def retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int) -> None:
+        self.advice.append((keys, seconds, priority))
+
+
 class _Counts(Nothing):
     def counts(self) -> Mapping[str, int]:
         return dict(COUNTS)
@@ -142,6 +167,7 @@ OFFERING: Mapping[type[Any], type[Nothing]] = {
     Inventory: _Reports,
     Measured: _Measures,
     Ranked: _Ranks,
+    Advised: _Heeds,
     Counted: _Counts,
     Described: _Describes,
 }

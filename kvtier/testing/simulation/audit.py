@@ -14,7 +14,7 @@ from kvtier.engine.ledger import Ledger
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.outbox import Operation, Transfer
 from kvtier.engine.steps import StepManager
-from kvtier.engine.tier import Tier
+from kvtier.engine.tier import WHEN_EVICTED, Tier
 
 
 class AuditedSteps(StepManager):
@@ -48,6 +48,7 @@ def audit(ledger: Ledger) -> None:
     _audit_rows(ledger)
     _audit_transfers(ledger)
     _audit_pins(ledger)
+    _audit_leaving(ledger)
     for tier in ledger.tiers:
         _audit_tier(ledger, tier)
 
@@ -130,6 +131,17 @@ def _audit_pins(ledger: Ledger) -> None:
     promoting += sum(map(len, ledger.outbox._promotions.values()))
     used = loads + len(primary.filling) - promoting
     assert used == ledger.rows_in_use, f"{used} rows are in use, {ledger.rows_in_use} noted"
+
+
+def _audit_leaving(ledger: Ledger) -> None:
+    primary, leaving = ledger.primary, ledger.primary.leaving
+    assert (leaving is not None) == ledger.cascades.owes
+    if leaving is None:
+        return
+    assert set(leaving.left) <= set(primary.ready.values()), "a row has left the order and is not ready"
+    evicting = sum(tier.bit for tier in ledger.tiers if tier.spec.cascade == WHEN_EVICTED)
+    for row in range(primary.rows):
+        assert not ledger.cascades._owed[row] & ~evicting, f"row {row} is owed to a tier that wants nothing later"
 
 
 def _audit_tier(ledger: Ledger, tier: Tier) -> None:

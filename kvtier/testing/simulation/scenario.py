@@ -67,6 +67,7 @@ def draw(seed: int, subject: Subject) -> Scenario:
         "secondary_tiers": tiers,
         "limits": {
             "cascade_share": dice.choice((0.25, 0.5, 1.0)),
+            "leaving_share": random.Random(f"leaving of seed {seed}").choice((0.05, 0.3, 1.0)),
             "lease_share": dice.choice((0.25, 0.5, 1.0)),
             "lease_s": dice.choice((0.0, 0.5, 10.0)),
             "action_chunks": dice.choice((1, 3, 64)),
@@ -110,6 +111,8 @@ def _tier(dice: random.Random, seed: int, index: int, subject: Subject) -> dict[
         "answer_ttl_s": dice.choice((0.001, 0.5, 5.0)),
     }
     device = _device(dice, seed, index)  # Drawn in any case: a seed is the same story but for its subject.
+    whole = dice.random() < 0.2
+    moments = ("store",) if whole else ("store", "evict", "evict", "second_use")
     return {
         "type": WITNESS,
         "name": f"tier{index}",
@@ -119,7 +122,8 @@ def _tier(dice: random.Random, seed: int, index: int, subject: Subject) -> dict[
         "faults": _faults(dice, deadline_s),
         "seed": seed,
         "limits": limits,
-        "request_level": dice.random() < 0.2,
+        "request_level": whole,
+        "cascade": random.Random(f"cascade of seed {seed}, tier {index}").choice(moments),
         "medium": dice.choice((None, "CPU", "STORAGE")),
         "locality": dice.choice((None, "LOCAL", "REMOTE")),
     }

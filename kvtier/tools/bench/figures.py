@@ -17,9 +17,9 @@ import msgspec
 from rich.console import Console
 from rich.filesize import decimal
 from rich.markup import escape
-from rich.table import Table
 
 from kvtier import __version__
+from kvtier.tools.outputs import plain_table
 
 ROUNDS = 7
 ROUNDS_MIN = 1
@@ -193,7 +193,7 @@ def ratio_of(figure: float, limit: float, unit: str) -> float:
 
 def print_figures(figures: Figures, console: Console) -> None:
     """Print the rows as a table, and under it on what they were measured."""
-    table = Table("operation")
+    table = plain_table("operation")
     for heading in ("chunk", "figure", "limit", "ratio", "spread"):
         table.add_column(heading, justify="right")
     for row in figures.rows:
@@ -206,6 +206,7 @@ def print_figures(figures: Figures, console: Console) -> None:
             f"{row.spread[0]:.2f} to {row.spread[1]:.2f}",
         )
     console.print(table)
+    console.print()
     for line in footnotes(figures):
         console.print(line, highlight=False)
 

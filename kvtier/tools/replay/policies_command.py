@@ -8,18 +8,20 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.progress import TimeRemainingColumn
-from rich.table import Table
 from rich.text import Text
 
 from kvtier.errors import ConfigError
 from kvtier.tools.commands import JsonOption, LimitOption, PlotOption, StrictOption, listed
-from kvtier.tools.outputs import bar, check_outputs, write_json
+from kvtier.tools.outputs import bar, check_outputs, plain_table, write_json
 from kvtier.tools.replay.study import Extent, Simulation, measure, simulation
+from kvtier.tools.replay.tiered import TierUnder, cascade_named
 from kvtier.tools.replay.traces import Trace
 from kvtier.tools.replay.workload import GENERATED, GeneratedTrace, open_trace
 
 LISTED = "names or numbers with commas between them"
 _PROGRESS_REQUESTS = 256  # Between two steps of the bar: some ten milliseconds.
+
+POLICIES, TIERED_POLICIES = "fifo,lru,lfu,arc,s3fifo,density,opt", "fifo,lru,lfu,arc,s3fifo,density"
 
 Ratios = Mapping[str, Mapping[str, float]]
 """Policy -> size as it was given -> hit ratio."""
@@ -34,10 +36,17 @@ def policies(
     ],
     policies: Annotated[
         str, typer.Option(help="Policies to compare: built-in ones, opt, or your own as module:Class.")
-    ] = "fifo,lru,lfu,arc,s3fifo,density,opt",
+    ] = POLICIES,
     sizes: Annotated[
         str, typer.Option(help="Cache sizes, as shares of the trace's unique blocks.")
     ] = "0.01,0.05,0.10,0.25,0.50",
+    tier: Annotated[
+        str | None,
+        typer.Option(help="Put an LRU tier of this size under the cache, as a share of the unique blocks."),
+    ] = None,
+    cascades: Annotated[
+        str | None, typer.Option(help="When blocks are written to it: store, evict, second_use; without it, store.")
+    ] = None,
     limit: LimitOption = None,
     strict: StrictOption = False,
     json_path: JsonOption = None,
@@ -47,27 +56,61 @@ def policies(
 
     A request's hits are its longest leading run of blocks that the cache holds; then all of its blocks are stored.
     """
-    simulations = {name: simulation(name) for name in listed("--policies", policies, str, LISTED)}
-    shares = {size: _share(size) for size in listed("--sizes", sizes, str, LISTED)}
+    names = listed("--policies", policies if tier is None or policies != POLICIES else TIERED_POLICIES, str, LISTED)
+    shares = {size: _share("--sizes", size) for size in listed("--sizes", sizes, str, LISTED)}
     check_outputs(json_path, plot_path)
     opened = open_trace(trace, limit=limit, strict=strict)
+    under = _tier(opened, tier, cascades)
+    if under is None:
+        simulations = {name: simulation(name) for name in names}
+    else:
+        simulations = {
+            f"{name}, {cascade}": under.simulation(name, cascade) for name in names for cascade in under.cascades
+        }
     extent, ratios = _compare(opened, simulations, shares)
     title = os.path.basename(opened.path)
-    console = write_json(json_path, ratios)
+    writes = None if under is None else _writes(under, extent, simulations, shares)
+    console = write_json(json_path, ratios if writes is None else {"hit_ratio": ratios, "written": writes})
     if plot_path is not None:
         from kvtier.tools.pictures import write_miss_ratio_curve  # An extra: see `check_picture`.
 
         write_miss_ratio_curve(plot_path, title, extent, shares, ratios)
-    _show(title, extent, shares, ratios, console)
+    _show(f"Hit ratios, {title}", extent, shares, ratios, console)
+    if writes is not None:
+        _show("Blocks written to the tier, for each block asked for", extent, shares, writes, console)
+    console.out(
+        f"{extent.requests:,} requests, {extent.block_references:,} block references, "
+        f"{extent.unique_blocks:,} unique blocks; best possible hit ratio {extent.hit_ratio(extent.best_hits):.4f}",
+        highlight=False,
+    )
 
 
-def _share(size: str) -> float:
+def _tier(trace: Trace | GeneratedTrace, share: str | None, cascades: str | None) -> TierUnder | None:
+    if share is None:
+        if cascades is not None:
+            raise ConfigError(f"--cascades {cascades}: accepted with --tier only: there is nothing to write to")
+        return None
+    named = listed("--cascades", "store" if cascades is None else cascades, cascade_named, LISTED)
+    return TierUnder(trace, _share("--tier", share), named)
+
+
+def _writes(
+    under: TierUnder, extent: Extent, simulations: Mapping[str, Simulation], shares: Mapping[str, float]
+) -> Ratios:
+    capacities = {size: extent.capacity(share) for size, share in shares.items()}
+    return {
+        name: {size: extent.hit_ratio(under.written[name, capacity]) for size, capacity in capacities.items()}
+        for name in simulations
+    }
+
+
+def _share(option: str, size: str) -> float:
     try:
         share = float(size)
     except ValueError:
         share = 0.0
     if not 0.0 < share <= 1.0:
-        raise ConfigError(f"--sizes {size!r}: expected shares of the unique blocks, above 0 and at most 1: 0.01,0.5")
+        raise ConfigError(f"{option} {size!r}: expected shares of the unique blocks, above 0 and at most 1: 0.01,0.5")
     return share
 
 
@@ -95,16 +138,10 @@ def _watched(hits: Iterable[int], advance: Callable[[int], None]) -> Iterator[in
             advance(_PROGRESS_REQUESTS)
 
 
-def _show(title: str, extent: Extent, shares: Mapping[str, float], ratios: Ratios, console: Console) -> None:
-    table = Table(title=Text(f"Hit ratios, {title}"))
-    table.add_column("cache size: share\nin blocks")
+def _show(heading: str, extent: Extent, shares: Mapping[str, float], ratios: Ratios, console: Console) -> None:
+    table = plain_table("cache size: share\nin blocks", title=heading)
     for size, share in shares.items():
         table.add_column(f"{size}\n{extent.capacity(share):,}", justify="right")
     for name, row in ratios.items():
         table.add_row(Text(name), *(f"{ratio:.4f}" for ratio in row.values()))
     console.print(table)
-    console.out(
-        f"{extent.requests:,} requests, {extent.block_references:,} block references, "
-        f"{extent.unique_blocks:,} unique blocks; best possible hit ratio {extent.hit_ratio(extent.best_hits):.4f}",
-        highlight=False,
-    )

@@ -85,6 +85,7 @@ class TierTotals(NamedTuple):
     stored: int
     dropped: Mapping[str, int] = {}  # Cascades that were never sent, by reason.
     failed: Mapping[str, int] = {}  # Chunks that did not move, by what was wrong.
+    skipped: Mapping[str, int] = {}  # Chunks that were not to be sent, or not any more, by reason.
 
 
 class Sample(NamedTuple):
@@ -159,7 +160,7 @@ def totals(stats: EngineStats) -> dict[str, TierTotals]:
     read = primary.hits + sum(tier.hits for tier in stats.tiers)
     found = {PRIMARY_NAME: TierTotals(primary.hits, read, primary.stores)}
     for tier in stats.tiers:
-        found[tier.name] = TierTotals(tier.hits, tier.loaded, tier.stored, tier.dropped, tier.failed)
+        found[tier.name] = TierTotals(tier.hits, tier.loaded, tier.stored, tier.dropped, tier.failed, tier.skipped)
     return found
 
 

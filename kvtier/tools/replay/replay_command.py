@@ -10,14 +10,14 @@ import msgspec
 import typer
 import uvloop
 from msgspec.structs import replace
-from rich.console import Console
 from rich.progress import MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError
 from kvtier.testing.virtual_time import VirtualTimeLoop
+from kvtier.tools import statuses
 from kvtier.tools.commands import JsonOption, LimitOption, PlotOption, StrictOption
-from kvtier.tools.outputs import bar, check_directory, check_outputs, temporary_directory, write_json
+from kvtier.tools.outputs import bar, busy, check_directory, check_outputs, temporary_directory, write_json
 from kvtier.tools.replay.replay import CONCURRENCY, CONCURRENCY_MAX, GPU_NAME, ChunkSource, Replay, Tally
 from kvtier.tools.replay.report import ModelPart, Report, make_report, print_report
 from kvtier.tools.replay.setup import check_room, check_roots, default_config, rooted, without_root
@@ -38,8 +38,6 @@ SEED_MAX = (1 << 63) - 1  # The report says it, and readers of JSON take no more
 SLOTS_MAX = 65_536  # Servers. A heap has an entry for each; no cluster has so many.
 PREFILL_TOKENS_PER_S_MAX = 1e9  # Ten thousand times one GPU; beyond it computing takes no time.
 GPU_CACHE_BLOCKS_MAX = 1_000_000_000  # No cluster's GPUs have room for so many; a report's readers take the figure.
-EXIT_WRONG = 1
-EXIT_INTERRUPTED = 130  # As shells have it: 128 and the number of the signal.
 DEFAULT_SOURCE = "assumed: an 8B model, four NVMe SSDs"
 STEPS_MAX = 1_000  # Of the bar: more would not be seen.
 
@@ -172,14 +170,14 @@ def replay(
             write_replay_picture(plot_path, report, prepared.replay.tally.samples, prepared.config.row_bytes)
         print_report(report, console)
         if report.interrupted:
-            raise typer.Exit(EXIT_INTERRUPTED)
+            raise typer.Exit(statuses.INTERRUPTED)
     if report.wrong_chunks:
-        raise typer.Exit(EXIT_WRONG)
+        raise typer.Exit(statuses.DATA_WRONG)
 
 
 def _measured(requests: Trace | GeneratedTrace) -> Extent:
     """Read the whole trace once: its size is needed, and a bad line is to be found before anything is made."""
-    with Console(stderr=True).status(f"reading {os.path.basename(requests.path)}"):
+    with busy(f"reading {os.path.basename(requests.path)}"):
         return measure(requests)
 
 

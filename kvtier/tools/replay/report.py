@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from kvtier.config import PRIMARY_NAME, EngineConfig
+from kvtier.tools.outputs import plain_table
 from kvtier.tools.replay.replay import GPU_NAME, Tally, TierTotals
 
 _NO_TOTALS = TierTotals(0, 0, 0)
@@ -46,6 +47,7 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     bytes_stored: int
     dropped: Mapping[str, int]  # Cascades that were never sent, by reason.
     failed: Mapping[str, int]  # Chunks that did not move, by what was wrong.
+    skipped: Mapping[str, int]  # Chunks that were not to be sent, or not any more, by reason.
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -156,6 +158,7 @@ def _tier_report(totals: TierTotals, row_bytes: int) -> TierReport:
         bytes_stored=totals.stored * row_bytes,
         dropped=totals.dropped,
         failed=totals.failed,
+        skipped=totals.skipped,
     )
 
 
@@ -173,18 +176,24 @@ def print_report(report: Report, console: Console) -> None:
     )
     if not (report.drained or report.interrupted):
         console.print("[yellow]some of what was stored had not reached its tiers when the time for it was over[/]")
-    console.print(_tier_table(report))
-    console.print(_time_table("latency", report.latency_s, 1_000, "ms"))
-    if report.ttft_s is not None:
-        console.print(_time_table("time to first token", report.ttft_s, 1, "s"))
-    if report.model is not None:
-        console.print(model_table(report.model))
+    for table in _tables(report):
+        console.print()
+        console.print(table)
     for warning in report.warnings:
         console.print(f"[yellow]{escape(warning)}[/]", highlight=False)
 
 
+def _tables(report: Report) -> Iterator[Table]:
+    yield _tier_table(report)
+    yield _time_table("latency", report.latency_s, 1_000, "ms")
+    if report.ttft_s is not None:
+        yield _time_table("time to first token", report.ttft_s, 1, "s")
+    if report.model is not None:
+        yield model_table(report.model)
+
+
 def _tier_table(report: Report) -> Table:
-    table = Table("tier")
+    table = plain_table("tier")
     for heading in ("hits", "share", "read", "written", "dropped", "failed"):
         table.add_column(heading, justify="right")
     for name, tier in report.tiers.items():
@@ -202,7 +211,7 @@ def _tier_table(report: Report) -> Table:
 
 
 def _time_table(heading: str, times: Mapping[str, Quantiles], scale: int, unit: str) -> Table:
-    table = Table(heading)
+    table = plain_table(heading)
     for column in (f"p50, {unit}", f"p99, {unit}", f"mean, {unit}", "samples"):
         table.add_column(column, justify="right")
     for name, taken in times.items():
@@ -213,7 +222,7 @@ def _time_table(heading: str, times: Mapping[str, Quantiles], scale: int, unit: 
 
 def model_table(model: Sequence[ModelPart]) -> Table:
     """Return what was modelled as a table."""
-    table = Table("modelled", "with", "from")
+    table = plain_table("modelled", "with", "from")
     for part in model:
         figures = ", ".join(shown_figure(name, value) for name, value in part.figures.items())
         table.add_row(escape(part.what), escape(figures), escape(part.source))

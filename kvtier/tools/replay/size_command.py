@@ -12,19 +12,16 @@ from typing import Annotated
 import msgspec
 import typer
 from msgspec.structs import replace
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
-from rich.table import Table
-from rich.text import Text
 
 from kvtier.config import EngineConfig, TierConfig, TierLimits
 from kvtier.errors import ConfigError
 from kvtier.settings.units import parse_size
 from kvtier.testing.virtual_time import VirtualTimeLoop
 from kvtier.tools.commands import JsonOption, LimitOption, PlotOption, StrictOption, listed
-from kvtier.tools.outputs import bar, check_outputs, write_json
+from kvtier.tools.outputs import bar, busy, check_outputs, plain_table, write_json
 from kvtier.tools.replay.models import kv_bytes_per_token
 from kvtier.tools.replay.replay import GPU_NAME, Tally
 from kvtier.tools.replay.replay_command import (
@@ -36,6 +33,7 @@ from kvtier.tools.replay.replay_command import (
 )
 from kvtier.tools.replay.report import ModelPart, Quantiles, Report, make_report, model_table
 from kvtier.tools.replay.study import Extent, measure
+from kvtier.tools.replay.tiered import Cascade, cascade_named
 from kvtier.tools.replay.virtual import DISK_QUEUE_CHUNKS, SSD, WITH_TIERING, WITHOUT_TIERING, Prefill
 from kvtier.tools.replay.workload import GENERATED, Workload, open_trace
 
@@ -89,6 +87,7 @@ class Question(msgspec.Struct, frozen=True):
     disk_bytes_per_s: int | None
     disk_write_bytes_per_s: int | None
     bench: str | None
+    cascade: Cascade
 
 
 def size(
@@ -127,6 +126,9 @@ def size(
         ),
     ] = Prefill().tokens_per_s,
     slots: Annotated[int, typer.Option(min=1, max=SLOTS_MAX, help="Servers that prefill.")] = Prefill().slots,
+    cascade: Annotated[
+        str, typer.Option(help="When chunks are written to the disk: store, evict or second_use.")
+    ] = "store",
     gpu_cache: Annotated[str, typer.Option(help="The LLM engine's own prefix cache, of all servers.")] = "40GiB",
     limit: LimitOption = None,
     strict: StrictOption = False,
@@ -142,7 +144,7 @@ def size(
     disks = listed("--disk", disk, _size, SIZES)
     per_token = _kv_bytes(kv_bytes, model)
     opened = open_trace(trace, workload=Workload(), limit=limit, strict=strict)
-    with Console(stderr=True).status(f"reading {os.path.basename(opened.path)}"):
+    with busy(f"reading {os.path.basename(opened.path)}"):
         extent = measure(opened)
     chunk_bytes = opened.block_tokens * per_token
     reads, writes = _speeds(disk_speed, disk_write_speed, bench)
@@ -157,6 +159,7 @@ def size(
         disk_bytes_per_s=reads,
         disk_write_bytes_per_s=writes,
         bench=bench,
+        cascade=cascade_named(cascade),
     )
     combinations = [(primary, capacity) for primary in memories for capacity in disks]
     for primary, capacity in combinations:
@@ -217,7 +220,13 @@ def _check_room(question: Question, memory_bytes: int, disk_bytes: int) -> None:
 def _config(question: Question, memory_bytes: int, disk_bytes: int) -> EngineConfig:
     in_flight = DISK_QUEUE_CHUNKS * question.chunk_bytes
     limits = TierLimits(load_bytes_in_flight=in_flight, store_bytes_in_flight=in_flight)
-    tier = TierConfig(type="fs", name=DISK_NAME, limits=limits, options={"capacity_bytes": disk_bytes})
+    tier = TierConfig(
+        type="fs",
+        name=DISK_NAME,
+        limits=limits,
+        cascade=question.cascade,
+        options={"capacity_bytes": disk_bytes},
+    )
     if question.disk_bytes_per_s is not None:
         options = {
             "capacity_bytes": disk_bytes,
@@ -346,7 +355,7 @@ def _cell(question: Question, sizes: tuple[int, int], report: Report, drive_writ
 
 
 def _show(report: SizeReport, console: Console) -> None:
-    table = Table(title=Text(f"What a cache is worth, {report.trace}"), box=SIMPLE_HEAD, pad_edge=False)
+    table = plain_table(title=f"What a cache is worth, {report.trace}")
     for heading in (
         "memory",
         "disk",
@@ -372,9 +381,11 @@ def _show(report: SizeReport, console: Console) -> None:
             "" if cell.drive_life_years is None else f"{cell.drive_life_years:,.1f}",
         )
     console.print(table)
+    console.print()
     console.print(
         f"All blocks of the trace take {decimal(report.trace_bytes)}. The best possible hit ratio is "
         f"{report.best_hit_ratio:.4f}. p50 and p99 are times to the first token.",
         highlight=False,
     )
+    console.print()
     console.print(model_table(report.model))

@@ -9,11 +9,10 @@ import msgspec
 import numpy as np
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from kvtier.errors import ConfigError
 from kvtier.tools.commands import JsonOption, LimitOption, StrictOption
-from kvtier.tools.outputs import check_outputs, check_writable, write_json
+from kvtier.tools.outputs import busy, check_outputs, check_writable, note, plain_table, write_json
 from kvtier.tools.replay.logs import FORMATS, Conversion
 from kvtier.tools.replay.study import measure
 from kvtier.tools.replay.traces import Request, write_trace
@@ -63,7 +62,7 @@ def info(
     check_outputs(json_path, None)
     opened = open_trace(trace, limit=limit, strict=strict)
     tally = _Tally(opened)
-    with Console(stderr=True).status(f"reading {os.path.basename(opened.path)}"):
+    with busy(f"reading {os.path.basename(opened.path)}"):
         extent = measure(tally)
     found = TraceInfo(
         trace=os.path.basename(opened.path),
@@ -108,17 +107,12 @@ def convert(
         raise ConfigError(f"--from {kind!r}: one of {', '.join(FORMATS)} accepted")
     check_writable("--output", output)
     conversion = Conversion(logs, kind=kind, block_tokens=block_tokens)
-    console = Console(stderr=True)
     count = _Count(conversion)
-    with console.status(f"reading {', '.join(map(os.path.basename, logs))}"):
+    with busy(f"reading {', '.join(map(os.path.basename, logs))}"):
         meta = {"block_size": conversion.block_tokens, "source": conversion.kind}
         write_trace(output, count, meta)
     times = "; without times in it, one request a second is assumed" if conversion.without_times else ""
-    console.print(
-        f"{output}: {count.requests:,} requests, {count.blocks:,} blocks of {conversion.block_tokens:,} tokens{times}",
-        highlight=False,
-        soft_wrap=True,
-    )
+    note(f"{output}: {count.requests:,} requests, {count.blocks:,} blocks of {conversion.block_tokens:,} tokens{times}")
 
 
 class _Tally:
@@ -163,7 +157,7 @@ def _lengths(lengths: "array[int]") -> Lengths:
 
 
 def _show(found: TraceInfo, console: Console) -> None:
-    table = Table(title=found.trace, show_header=False)
+    table = plain_table("", "", title=found.trace, show_header=False)
     for name, value in (
         ("requests", f"{found.requests:,}"),
         ("sessions", "not told" if found.sessions is None else f"{found.sessions:,}"),

@@ -9,6 +9,7 @@ import typer
 from rich.progress import TextColumn
 
 from kvtier.errors import ConfigError
+from kvtier.tools import statuses
 from kvtier.tools.bench.commands import names, scratch_in
 from kvtier.tools.bench.figures import Row, load, this_machine
 from kvtier.tools.commands import JsonOption
@@ -20,7 +21,6 @@ if TYPE_CHECKING:  # What needs torch is imported when the command runs.
     from kvtier.tools.selftest.report import CheckRow, Report
 
 PARTS = ("bytes", "order", "memory", "errors", "speed", "model")
-EXIT_BROKEN = 1  # As other commands: a byte was wrong.
 LIMIT_S = 420.0  # From then on nothing new is begun: a device on which all hangs must be reported, too.
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ def selftest(
             file.write(text.encode())
     console.print(text, markup=False, highlight=False, soft_wrap=True)
     if report.broken or not all(each.same_tokens for each in report.first_tokens):
-        raise typer.Exit(EXIT_BROKEN)
+        raise typer.Exit(statuses.DATA_WRONG)
 
 
 def tested(device: "Device", parts: Sequence[str], folder: str, directory: str) -> "Report":

@@ -54,13 +54,19 @@ class Bench:
         lease_rows_max: int | None = None,
         lease_s: float = 10.0,
         action_chunks: int = 64,
+        leaving_rows: int = 1,
         computing_s: float | None = None,
         late_margin: float = 1.5,
     ) -> None:
         """`computing_s`: what the LLM engine takes for a chunk, of one token and one byte; None: nobody knows."""
         specs = [self.spec(f"tier{index}") for index in range(tiers)] if isinstance(tiers, int) else tiers
         limits = LedgerLimits(
-            cascade_rows_max or rows, lease_rows_max or rows, lease_s, action_chunks, late_margin=late_margin
+            cascade_rows_max or rows,
+            lease_rows_max or rows,
+            lease_s,
+            action_chunks,
+            leaving_rows,
+            late_margin=late_margin,
         )
         self.events = EventLog(10_000)
         self.observed: list[tuple[str, str, float]] = []

@@ -58,13 +58,24 @@ class Lent(NamedTuple):
 class Engine(RuleBasedStateMachine):
     """An engine, two tiers (one of them for whole requests) and a runner."""
 
+    cascades = ("store", "store")
+    whole = True
+
     def __init__(self) -> None:
         super().__init__()
         specs = [
-            Bench.spec("disk", store_chunks_max=3),
-            Bench.spec("peer", locality="REMOTE", request_level=True, breaker_failures=1),
+            Bench.spec("disk", store_chunks_max=3, cascade=self.cascades[0]),
+            Bench.spec(
+                "peer",
+                locality="REMOTE",
+                request_level=self.whole,
+                cascade=self.cascades[1],
+                breaker_failures=1,
+            ),
         ]
-        self.bench = Bench(ROWS, specs, lease_rows_max=3, cascade_rows_max=3, lease_s=4.0, action_chunks=2)
+        self.bench = Bench(
+            ROWS, specs, lease_rows_max=3, cascade_rows_max=3, lease_s=4.0, action_chunks=2, leaving_rows=2
+        )
         self.ledger = self.bench.ledger
         self.content: list[OffloadKey | None] = [None] * ROWS
         self.requests = [self.bench.request()]
@@ -309,6 +320,11 @@ class Engine(RuleBasedStateMachine):
         assert not writing or max(writing.values()) == 1
 
     @invariant()
+    def what_leaves_is_ready(self) -> None:
+        leaving = self.ledger.primary.leaving
+        assert leaving is None or set(leaving.left) <= set(self.ledger.primary.ready.values())
+
+    @invariant()
     def a_hit_stays_until_the_step_ends(self) -> None:
         assert self.hits.items() <= self.ledger.primary.ready.items()
 
@@ -365,5 +381,22 @@ class Engine(RuleBasedStateMachine):
                 assert self.content[row] == key
 
 
+class EvictingEngine(Engine):
+    """An engine of whose tiers one is written when chunks leave, the other on their second use."""
+
+    cascades = ("evict", "second_use")
+    whole = False
+
+
+class TwiceEvictingEngine(Engine):
+    """An engine both of whose tiers are written when chunks leave."""
+
+    cascades = ("evict", "evict")
+    whole = False
+
+
 TestEngine = Engine.TestCase
+TestEvictingEngine = EvictingEngine.TestCase
+TestTwiceEvictingEngine = TwiceEvictingEngine.TestCase
 TestEngine.settings = settings(stateful_step_count=100, max_examples=2 * settings().max_examples)
+TestEvictingEngine.settings = TestTwiceEvictingEngine.settings = TestEngine.settings

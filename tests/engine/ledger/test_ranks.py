@@ -57,7 +57,7 @@ def test_a_tier_that_a_request_may_not_use_does_not_hear_of_it(bench):
 
 
 def test_a_long_request_is_told_of_in_parts_the_tail_first(bench, monkeypatch):
-    monkeypatch.setattr(outbox, "RANK_KEYS_MAX", 3)
+    monkeypatch.setattr(outbox, "ADVICE_KEYS_MAX", 3)
     engine = bench()
     engine.holds("abcdefgh")
     engine.store("abcdefgh", request := engine.request())
@@ -71,13 +71,13 @@ def test_of_too_many_in_one_step_the_newest_are_told(bench, monkeypatch):
     engine.holds("a")
     engine.store("a")
     engine.step()
-    for _ in range(outbox.RANKS_MAX + 10):
+    for _ in range(outbox.ADVICE_MAX + 10):
         engine.lookup("a", request := engine.request())
         engine.load("a", request)
         engine.ledger.finish(request)
     assert not engine.ledger.pending  # Nobody waits for it.
     engine.step()
-    assert engine.ranked == [(0, "a")] * outbox.RANKS_MAX
+    assert engine.ranked == [(0, "a")] * outbox.ADVICE_MAX
 
 
 def test_what_the_bridge_refuses_is_dropped(bench):

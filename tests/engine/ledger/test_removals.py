@@ -126,7 +126,16 @@ def test_a_tier_that_reports_is_not_spoken_for(bench):
     engine.lookup("a")
     (load,) = engine.step()
     engine.finish(load, {0: Code.MISSING})
+    assert removals(engine) == []
+
+
+def test_a_tier_that_reports_says_nothing_of_what_it_was_told_to_forget(bench):
+    """No tier does, by the contract; so the engine does it, as for any other tier."""
+    engine = bench()
+    engine.holds("ab")
+    engine.knows_all()
     engine.ledger.delete(engine.keys("b"))
     (delete,) = engine.step()
-    engine.finish(delete)
     assert removals(engine) == []
+    engine.finish(delete)
+    assert removals(engine) == ["b"]

@@ -9,6 +9,7 @@ import pytest
 
 from kvtier.policies import known_policies
 from kvtier.testing.conformance import (
+    AdvisedConformance,
     BackendConformance,
     BoundedConformance,
     CountedConformance,
@@ -192,7 +193,7 @@ class TestFsWithinACapacity(Small, BoundedConformance):
 
 
 @pytest.mark.parametrize("laid_out", LAID_OUT, ids=lambda one: next(iter(one.values())))
-class TestFsByRecency(Small, RankedConformance):
+class TestFsByRecency(Small, RankedConformance, AdvisedConformance):
     """As it comes."""
 
 

@@ -5,8 +5,11 @@ before: so what is wrong with an open file counts only if its name is still its 
 """
 
 import errno
+import fcntl
 import json
 import os
+import re
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -15,19 +18,35 @@ from typing import Self
 
 from xxhash import xxh3_64
 
-from kvtier.backend import NAMINGS, Finding, Kind, Naming, OffloadKey, Place, State, StoredFile, read_folder
+from kvtier.backend import (
+    MISPLACED,
+    NAMINGS,
+    Finding,
+    Kind,
+    Naming,
+    OffloadKey,
+    Place,
+    State,
+    StoredFile,
+    read_folder,
+)
 from kvtier.errors import ConfigError
 from kvtier_backends.fs.directory.slots import SlotContents, is_segment, is_slot, reason, unreadable
 from kvtier_backends.fs.disk.below import ForeignError, believable_ns, open_file, open_folder
 from kvtier_backends.fs.disk.capacity import taken_bytes
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, Whole, judge_length, read_footer
-from kvtier_backends.fs.disk.root import CONFIG_BYTES_MAX, QUARANTINE
+from kvtier_backends.fs.disk.root import BOOK, CONFIG_BYTES_MAX, QUARANTINE
 from kvtier_backends.fs.disk.temporaries import SUFFIX, Sweep, Writer, temporary_name
 from kvtier_backends.fs.files.discard import take_aside
 from kvtier_backends.fs.options import FsOptions
 
 SLICE_BYTES = 1 << 20
 DEPTH_MAX = 8  # Folders within folders, as for the scan.
+CONFIG = "config.json"
+BUDGET = "write-budget"
+BUDGET_IDLE_S = 86_400.0  # After a day the budget is whole again, and nobody may write more because its file is gone.
+_CHUNK = re.compile(r"[0-9a-f]*(?:_g[0-9]+)?\.bin")  # By either naming, wherever it lies.
+_OF_MODEL = re.compile(r".+_[0-9a-f]{12}", re.DOTALL)  # Beside the folders of a model's chunks, which may be gone.
 ROW_SEARCH_FILES_MAX = 1_000  # A directory with so many files before the first good footer is vLLM's.
 
 
@@ -61,7 +80,7 @@ class FsContents:
             raise ConfigError(f"{root}: {reason(error)}; a directory that can be read accepted") from error
         self._folders = {name: found for name in sorted(names) if (found := read_folder(name)) is not None}
         self._counts_blocks = all(self._tells_blocks(found.folder) for found in self._folders.values())
-        if names and not self._folders:
+        if names and not self._folders and not any(map(_OF_MODEL.fullmatch, names)):
             os.close(self._fd)
             raise ConfigError(f"{root}: holds no chunks; the directory that a tier has as its root accepted")
 
@@ -73,9 +92,7 @@ class FsContents:
             below = [f"{place.name}/{name}" for name in sorted(self._listed(place.name))]
         except OSError:
             return [place.name]  # Who asks for its files is told why.
-        shared = f"{self._folders[place.name].folder}/{QUARANTINE}"
-        first = next(name for name, found in self._folders.items() if found.folder == self._folders[place.name].folder)
-        return [*below, shared] if place.name == first else below
+        return [*below, self._folders[place.name].folder]
 
     def files(self, place: Place, part: str) -> Iterator[StoredFile]:
         try:
@@ -84,17 +101,52 @@ class FsContents:
             yield unreadable(part, error)
 
     def _files(self, place: Place, part: str) -> Iterator[StoredFile]:
-        kind = self._folders[place.name].kind
+        found = self._folders[place.name]
         if part == place.name:
             for below in self._listed(part):
                 yield from self.files(place, f"{part}/{below}")
-        elif part.endswith(f"/{QUARANTINE}"):
-            for entry in self._listed(part):
-                yield from self._file(Kind.LEFTOVER, f"{part}/{entry}")
-        elif kind == "segments":
+        elif part == found.folder:
+            yield from self._beside(place, part)
+        elif found.kind == "segments":
             yield from self._slots.files(part) if is_segment(part) else self._file(Kind.TEMPORARY, part)
         else:
-            yield from self._walk(part, len(place.name) + 1, NAMINGS[kind], DEPTH_MAX)
+            yield from self._walk(part, len(place.name) + 1, NAMINGS[found.kind], DEPTH_MAX)
+
+    def _beside(self, place: Place, folder: str) -> Iterator[StoredFile]:
+        """Yield what lies beside the chunks, and the namespace's own folder; what all have is the first one's."""
+        yield from self._file(Kind.BESIDE, place.name)
+        is_first = place.name == next(name for name, found in self._folders.items() if found.folder == folder)
+        if is_first:
+            yield from self._file(Kind.BESIDE, folder)
+        for entry in self._listed(folder) if is_first else self._books(place):
+            if entry == QUARANTINE:
+                yield from self._kept(f"{folder}/{entry}")
+            elif not is_first or self._is_nobody_elses(place, entry):
+                yield from self._file(Kind.TEMPORARY if entry.endswith(SUFFIX) else Kind.BESIDE, f"{folder}/{entry}")
+
+    def _kept(self, quarantine: str) -> Iterator[StoredFile]:
+        try:
+            listed = self._listed(quarantine)
+        except OSError as error:
+            yield unreadable(quarantine, error)
+            return
+        yield from self._file(Kind.BESIDE, quarantine)
+        for entry in listed:
+            yield from self._file(Kind.LEFTOVER, f"{quarantine}/{entry}")
+
+    def _books(self, place: Place) -> list[str]:
+        """Return the names of the books that are this namespace's alone."""
+        folder = self._folders[place.name].folder
+        return [
+            entry
+            for entry in self._listed(folder)
+            if (book := BOOK.fullmatch(entry)) and f"{folder}{book[1]}" == place.name
+        ]
+
+    def _is_nobody_elses(self, place: Place, entry: str) -> bool:
+        book = BOOK.fullmatch(entry)
+        owner = None if book is None or book[1] is None else f"{self._folders[place.name].folder}{book[1]}"
+        return owner == place.name or owner not in self._folders
 
     def check(self, place: Place, file: StoredFile) -> Finding:
         if is_slot(file.name):
@@ -137,6 +189,48 @@ class FsContents:
                 os.rmdir(folder, dir_fd=self._fd)
                 folder = os.path.dirname(folder)
         return True
+
+    def clear(self, place: Place) -> bool:
+        self._slots.close()
+        try:
+            fd = open_folder(self._fd, place.name)
+        except OSError:
+            return False  # It is gone, or not ours.
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._remove_empty(place.name, DEPTH_MAX)
+        except OSError:  # An engine uses it, something is left in it, or there is no telling.
+            return False
+        finally:
+            os.close(fd)
+        with suppress(OSError):  # What somebody has put beside it stays.
+            self._clear_beside(place)
+        return True
+
+    def _clear_beside(self, place: Place) -> None:
+        """Remove a namespace's books, and with the last one of its model what all of them had. Raises `OSError`."""
+        folder = self._folders[place.name].folder
+        for entry in self._books(place):
+            if not entry.startswith(BUDGET) or self._is_idle(f"{folder}/{entry}"):
+                os.unlink(f"{folder}/{entry}", dir_fd=self._fd)
+        others = [name for name in self._listed(".") if (found := read_folder(name)) and found.folder == folder]
+        beside = set(self._listed(folder))
+        if not others and beside <= {CONFIG, QUARANTINE}:
+            if QUARANTINE in beside:
+                os.rmdir(f"{folder}/{QUARANTINE}", dir_fd=self._fd)
+            if CONFIG in beside:
+                os.unlink(f"{folder}/{CONFIG}", dir_fd=self._fd)
+            os.rmdir(folder, dir_fd=self._fd)
+
+    def _remove_empty(self, folder: str, depth: int) -> None:
+        """Remove a folder in which there are only folders, to the bottom. Raises `OSError` for any other."""
+        if depth:
+            for entry in self._listed(folder):
+                self._remove_empty(f"{folder}/{entry}", depth - 1)
+        os.rmdir(folder, dir_fd=self._fd)
+
+    def _is_idle(self, name: str) -> bool:
+        return self._now_ns / 1e9 - os.stat(name, dir_fd=self._fd, follow_symlinks=False).st_mtime > BUDGET_IDLE_S
 
     def close(self) -> None:
         self._slots.close()
@@ -181,15 +275,28 @@ class FsContents:
         except OSError as error:
             yield unreadable(folder, error)
             return
+        if not listed:
+            yield from self._plain(folder, skip, naming)  # A file, or a folder with nothing in it.
+            return
+        yield from self._file(Kind.BESIDE, folder)
         for entry, is_folder in listed.items():
             name = f"{folder}/{entry}"
             if is_folder:
                 if depth:
                     yield from self._walk(name, skip, naming, depth - 1)
-            elif (key := naming.key(name[skip:])) is not None:
-                yield from self._file(Kind.CHUNK, name, key)
-            elif entry.endswith(SUFFIX):
-                yield from self._file(Kind.TEMPORARY, name)
+            else:
+                yield from self._plain(name, skip, naming)
+
+    def _plain(self, name: str, skip: int, naming: Naming) -> Iterator[StoredFile]:
+        """Yield what is no folder, or an empty one, by its name."""
+        entry = os.path.basename(name)
+        key = naming.key(name[skip:])
+        if key is not None:
+            yield from self._file(Kind.CHUNK, name, key)
+        elif entry.endswith(SUFFIX):
+            yield from self._file(Kind.TEMPORARY, name)
+        else:
+            yield from self._file(Kind.CHUNK if _CHUNK.fullmatch(entry) else Kind.BESIDE, name)
 
     def _file(self, kind: Kind, name: str, key: OffloadKey | None = None) -> Iterator[StoredFile]:
         """Yield the file, unless it is gone by now."""
@@ -200,10 +307,16 @@ class FsContents:
         except OSError as error:
             yield unreadable(name, error)
             return
+        if stat.S_ISDIR(status.st_mode):
+            kind, key = Kind.BESIDE, None
         if kind is Kind.TEMPORARY and self._sweep.is_abandoned(os.path.basename(name), status.st_mtime):
             kind = Kind.LEFTOVER
+        fault = ""
+        if kind is Kind.CHUNK and not (key is not None and stat.S_ISREG(status.st_mode)):
+            fault = MISPLACED if key is None else Fault.FOREIGN.value
         used_at_ns = believable_ns(status.st_mtime_ns, self._now_ns)
-        yield StoredFile(kind, name, key, status.st_size, self._taken_bytes(status), used_at_ns, status.st_ino)
+        taken_bytes = self._taken_bytes(status)
+        yield StoredFile(kind, name, key, status.st_size, taken_bytes, used_at_ns, status.st_ino, fault)
 
     def _is_still(self, file: StoredFile, before: os.stat_result) -> bool:
         """Say whether nobody has written into a file or renamed it since: version 0.1.0 does both to those that go."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from kvtier.backend import Finding, Kind, State, StoredFile
 from kvtier_backends.fs.disk.below import believable_ns, lock_file, open_file
-from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, payload_checksum, read_footer
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, payload_checksum, read_footer
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, ask_ahead, is_later, read_header, write_all
 
 _SEGMENT = re.compile(r".*/[0-9]{8}\.seg", re.DOTALL)
@@ -67,12 +67,17 @@ class SlotContents:
         if header is None:
             yield self._leftover(name, fd)
             return
+        taken_bytes = self._taken_bytes(os.fstat(fd))
         for start in range(0, header.slots, AHEAD_SLOTS):
             fd = self._opened(name)  # What was done with the last chunk may have opened another.
             places = range(start, min(start + AHEAD_SLOTS, header.slots))
             ask_ahead(fd, header, places)
             for place in places:
-                yield from self._slot(name, self._opened(name), header, place)
+                for file in self._slot(name, self._opened(name), header, place):
+                    taken_bytes -= file.allocated_bytes
+                    yield file
+        rest_bytes = max(0, taken_bytes)  # Compressed, it takes less than its chunks.
+        yield StoredFile(Kind.BESIDE, name, None, rest_bytes, rest_bytes, 0, 0)
 
     def check(self, file: StoredFile) -> Finding:
         """See `Contents`."""
@@ -142,8 +147,9 @@ class SlotContents:
         key, used_at_ns = (
             (None, 0) if isinstance(footer, Fault) else (footer.key, believable_ns(footer.sequence, self._now_ns))
         )
+        fault = "" if isinstance(footer, Fault) or _is_of(footer, header) else Fault.NAMESPACE.value
         size_bytes = header.slot_bytes
-        yield StoredFile(Kind.CHUNK, slot, key, size_bytes, size_bytes, used_at_ns, _identity(page))
+        yield StoredFile(Kind.CHUNK, slot, key, size_bytes, size_bytes, used_at_ns, _identity(page), fault)
 
     def _leftover(self, name: str, fd: int) -> StoredFile:
         """Return a segment without a first page that can be read; an empty one is only being made."""
@@ -203,6 +209,11 @@ def _identity(page: bytes) -> int:
     return payload_checksum(memoryview(page)) if isinstance(footer, Fault) else footer.sequence
 
 
+def _is_of(footer: Footer, header: Header) -> bool:
+    """Say whether a chunk is of its segment's namespace and row length."""
+    return (footer.payload_bytes, footer.fingerprint) == (header.row_bytes, header.fingerprint)
+
+
 def _judge(slot: memoryview, header: Header, identity: int) -> Finding:
     if len(slot) < header.slot_bytes:
         return Finding(State.CORRUPT, Fault.TRUNCATED)
@@ -214,7 +225,7 @@ def _judge(slot: memoryview, header: Header, identity: int) -> Finding:
         return Finding(State.UNVERIFIED)
     if isinstance(footer, Fault):
         return Finding(State.CORRUPT, footer)
-    if (footer.payload_bytes, footer.fingerprint) != (header.row_bytes, header.fingerprint):
+    if not _is_of(footer, header):
         return Finding(State.CORRUPT, Fault.NAMESPACE)
     if payload_checksum(slot[: header.row_bytes]) != footer.payload_checksum:
         return Finding(State.CORRUPT, Fault.PAYLOAD)

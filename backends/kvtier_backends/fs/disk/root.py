@@ -5,6 +5,7 @@ the path would lead to the empty directory below it, and chunks would fill the w
 """
 
 import errno
+import fcntl
 import hashlib
 import json
 import logging
@@ -28,6 +29,7 @@ from kvtier_backends.fs.disk.below import (
     open_folder,
     refuse_others,
     refused,
+    unlock_file,
 )
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk, FolderSizes
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
@@ -45,7 +47,7 @@ CONFIG_BYTES_MAX = 1 << 20  # Thousands of layer names; anything longer is anoth
 QUARANTINE = "quarantine"
 
 _OWN = re.compile(r"[0-9a-f]{2,3}|[0-9]{8}\.seg")  # Folders of chunks, and segments.
-_BOOK = re.compile(r"config\.json|(?:index|ledger|write-budget)_r[0-9]+(?:_flat|_segments)?")
+BOOK = re.compile(r"config\.json|(?:index|ledger|write-budget)(_r[0-9]+(?:_flat|_segments)?)")
 
 _LAYOUTS = {
     NAMINGS["vllm"].suffix: 'layout = "files"',
@@ -75,6 +77,7 @@ class Folder:
         self.shared_page: SharedPage | None = None
         """As the options want it; as is the next."""
         self.write_budget: WriteBudget | None = None
+        self._used_fd = -1
         self.chunks = mapper.chunks_folder + (SEGMENTS_SUFFIX if options.layout == "segments" else "")
         self.direct = False
         self.reads: Reads = ONE_BY_ONE
@@ -99,6 +102,7 @@ class Folder:
                 quarantine, keeps = f"{self._mapper.folder}/{QUARANTINE}", self._options.corrupt == "quarantine"
                 for name in (self._mapper.folder, self.chunks, *([quarantine] if keeps else [])):
                     self._make(name, undo)
+                self._say_it_is_used()
                 self._refuse_links(quarantine)
                 self._settle_config(undo)
                 self.quarantine = Quarantine(self.root_fd, quarantine, self.disk, keeps=keeps)
@@ -148,9 +152,15 @@ class Folder:
         for beside in (self.shared_page, self.write_budget):
             if beside is not None:
                 beside.close()
+        if self._used_fd >= 0:
+            with suppress(OSError):
+                unlock_file(self._used_fd)  # A fork that has the descriptor, too, would keep the lock.
         self.forked()
 
     def forked(self) -> None:
+        if self._used_fd >= 0:
+            os.close(self._used_fd)
+            self._used_fd = -1
         if self.root_fd >= 0:
             os.close(self.root_fd)
             self.root_fd = -1
@@ -176,7 +186,7 @@ class Folder:
 
         What we are writing ourselves is not counted, and what somebody else keeps there neither. Raises OSError.
         """
-        return self._measured(self._mapper.folder, _BOOK.fullmatch) + self._measured(self.quarantine.name, bool)
+        return self._measured(self._mapper.folder, BOOK.fullmatch) + self._measured(self.quarantine.name, bool)
 
     def unfinished_bytes(self) -> int:
         """Return what unfinished files among the chunks take, with their folder. Raises OSError."""
@@ -221,6 +231,12 @@ class Folder:
             os.mkdir(name, dir_fd=self.root_fd)
             undo.callback(_quietly, os.rmdir, name, dir_fd=self.root_fd)
         os.close(open_folder(self.root_fd, name))
+
+    def _say_it_is_used(self) -> None:
+        """Lock the folder of chunks along with all who use it: `kvtier prune` removes no empty one that is locked."""
+        self._used_fd = open_folder(self.root_fd, self.chunks)
+        with suppress(OSError):  # Not every file server has locks; and what is removed is made again.
+            fcntl.flock(self._used_fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
 
     def _refuse_links(self, quarantine: str) -> None:
         """Raise `ForeignError` if there is a link in the place of quarantine, or of something that has chunks."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from kvtier.backend import InventoryQueue, OffloadKey
+from kvtier.backend import Hint, InventoryQueue, OffloadKey
 from kvtier.policies import Policy
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
 from kvtier_backends.fs.disk.claims import Claims
@@ -86,7 +86,11 @@ class Snapshot(NamedTuple):
 class Index:
     """Keys, the room that they take, and whether they were used since the start."""
 
-    def __init__(self, policy: Policy[OffloadKey] | None = None, clock_ns: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy[OffloadKey] | None = None,
+        clock_ns: Callable[[], int] | None = None,
+    ) -> None:
         """Know nothing: every key may be there. `clock_ns` is for who asks what was not used for long.
 
         Without a policy what was used longest ago goes first, and this order takes no memory of its own.
@@ -159,14 +163,34 @@ class Index:
         del self._entries[key]  # So that their order is that of their last use.
         self._note(key, entry | LIVE)
 
-    def rank(self, keys: Iterable[OffloadKey]) -> None:
-        """Renew the recency of those keys, in prefix order, that are known: used together, the head is the newest."""
+    def rank(self, keys: Iterable[OffloadKey], hint: Hint | None = None) -> None:
+        """Renew the recency of those keys, in prefix order, that are known: used together, the head is the newest.
+
+        They are all that a request has used, which is over; `hint`: what was said of it.
+        """
+        self._order.end(self._renewed(keys), hint)
+
+    def demote(self, keys: Iterable[OffloadKey]) -> None:
+        """Have those keys that were used since the start go before others that were, unless they are used again."""
+        self._order.demote([key for key in dict.fromkeys(keys) if self._is_live(key)])
+
+    def retain(self, keys: Iterable[OffloadKey], seconds: float, priority: int, keys_max: int) -> None:
+        """Pass over those keys that are known for so long, as long as no more than `keys_max` are; renew them."""
+        self._order.retain(self._renewed(keys), seconds, priority, keys_max)
+
+    @property
+    def retentions_cut(self) -> int:
+        """How many chunks were to be retained and were not, or not for all their time."""
+        return self._order.retentions_cut
+
+    def _renewed(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Renew the recency of known keys, in prefix order, in the entries; return them."""
         for key in reversed(known := [key for key in dict.fromkeys(keys) if key in self._entries]):
             if self._is_live(key):
                 self._entries[key] = self._entries.pop(key)
             else:
                 self.used(key)
-        self._order.rank(known)
+        return known
 
     def found(self, chunk: Held) -> None:
         """Note a chunk that is there without a store call having said so; the consumer hears of it."""

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import chain
 
-from kvtier.backend import Occupancy, OffloadKey, Outcome, Read, Write, in_threads
+from kvtier.backend import Hint, Occupancy, OffloadKey, Outcome, Read, Write, in_threads
 from kvtier.errors import BackendUnavailable
+from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.disk.lanes import share_out
 from kvtier_backends.fs.files.accounts import accounts_of
 from kvtier_backends.fs.files.eviction import Eviction
@@ -88,9 +89,21 @@ class FilesLayout:
                 f"{self._tier.context.name}: {left} of {len(keys)} files could not be removed"
             ) from error
 
-    def rank(self, keys: Sequence[OffloadKey]) -> None:
-        self._index.rank(keys)
+    def rank(self, keys: Sequence[OffloadKey], hint: Hint | None = None) -> None:
+        self._index.rank(keys, hint)
         self._eviction.used(keys)
+
+    def demote(self, keys: Sequence[OffloadKey]) -> None:
+        self._index.demote(keys)
+
+    def retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int) -> None:
+        tier, index = self._tier, self._index
+        chunk_bytes = max(tier.context.row_bytes + FOOTER_BYTES, index.used_bytes // max(1, len(index)))
+        index.retain(keys, seconds, priority, tier.retained_max(chunk_bytes))
+
+    @property
+    def retentions_cut(self) -> int:
+        return self._index.retentions_cut
 
     def occupancy(self) -> Occupancy:
         capacity = self._tier.capacity

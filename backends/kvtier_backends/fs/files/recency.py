@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heapify, heappop, heapreplace, merge
 from itertools import count, islice
 from operator import itemgetter
+from time import monotonic
 
-from kvtier.backend import OffloadKey
-from kvtier.policies import Policy
+from kvtier.backend import Hint, OffloadKey
+from kvtier.policies import HintedOrder, Policy
 
 LISTED_LEAST = 1_024
 LISTED_PART = 64  # Of all keys one in so many. A search then costs a victim some dozen holes, of some ns each.
@@ -150,14 +151,20 @@ class Idle:
 class Order:
     """Victims of one directory; its index says what is there. Belongs to the loop's thread."""
 
-    def __init__(self, policy: Policy[OffloadKey], is_idle: Keep, clock_ns: Callable[[], int] | None = None) -> None:
+    def __init__(
+        self,
+        policy: Policy[OffloadKey],
+        is_idle: Keep,
+        clock_ns: Callable[[], int] | None = None,
+    ) -> None:
         """`is_idle`: whether a key is there, from before the start, and was not used since.
 
         With a clock it also knows when each was used last, for another hundred bytes a chunk.
         """
+        self._hinted: HintedOrder[OffloadKey] | None = None  # Around the policy, from the first hint on.
         self._clock_ns = clock_ns
         self._used_at_ns: OrderedDict[OffloadKey, int] = OrderedDict()  # Of what is not idle, oldest first.
-        self._policy = policy
+        self._policy: Policy[OffloadKey] | HintedOrder[OffloadKey] = policy
         self._is_idle = is_idle
         self._live = 0  # Keys that the policy holds.
         self._idle = Idle()
@@ -177,9 +184,35 @@ class Order:
         self._policy.touch((key,))
         self._note_use(key)
 
-    def rank(self, keys: Sequence[OffloadKey]) -> None:
-        """Renew the recency of chunks that are not idle, tail first, without counting a use."""
-        self._policy.rank(keys)
+    def end(self, keys: Sequence[OffloadKey], hint: Hint | None) -> None:
+        """Renew the recency of chunks that are not idle, tail first, without counting a use: a request is over."""
+        if hint is not None:
+            self._take_hints()
+        if self._hinted is None:
+            self._policy.rank(keys)
+        else:
+            self._hinted.end(keys, hint)
+
+    def demote(self, keys: Sequence[OffloadKey]) -> None:
+        """Have chunks that are not idle go before others that are not, unless they are used again."""
+        self._take_hints().demote(keys)
+
+    def retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int, keys_max: int) -> None:
+        """Pass over chunks that are not idle for so long, as long as no more than `keys_max` are."""
+        hinted = self._take_hints()
+        hinted.retained.keys_max = keys_max
+        hinted.retain(keys, monotonic() + seconds, priority)
+
+    @property
+    def retentions_cut(self) -> int:
+        """How many were to be retained and were not, or not for all their time."""
+        return 0 if self._hinted is None else self._hinted.retained.cut
+
+    def _take_hints(self) -> HintedOrder[OffloadKey]:
+        if self._hinted is None:
+            self._hinted = HintedOrder(self._policy, 0, monotonic)
+            self._policy = self._hinted
+        return self._hinted
 
     def remove(self, key: OffloadKey) -> None:
         """Forget a chunk that is not idle."""

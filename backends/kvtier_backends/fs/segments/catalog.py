@@ -5,10 +5,11 @@ what has been read from a footer, or written as one, is in here, so that it is e
 the scan is absent. Slots of another process's segments are held at most.
 """
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 
-from kvtier.backend import InventoryQueue, OffloadKey
-from kvtier.policies import KeyOrder, LinkedLRU, NumberOrder, Policy
+from kvtier.backend import Hint, InventoryQueue, OffloadKey
+from kvtier.policies import HintedOrder, KeyOrder, LinkedLRU, NumberOrder, Policy
 from kvtier_backends.fs.disk.claims import InUse
 from kvtier_backends.fs.segments.runs import Segments
 from kvtier_backends.fs.segments.slots import FreeSlots, Held, Outdated, Slots, Snapshot
@@ -17,7 +18,7 @@ from kvtier_backends.fs.segments.slots import FreeSlots, Held, Outdated, Slots, 
 class Catalog:
     """The slots of each key, and the order in which chunks go."""
 
-    def __init__(self, policy: Policy[OffloadKey] | None) -> None:
+    def __init__(self, policy: Policy[OffloadKey] | None, clock: Callable[[], float] = time.monotonic) -> None:
         """Know nothing. `policy`: None for LRU."""
         self.segments = Segments()
         self.free = FreeSlots()
@@ -29,6 +30,8 @@ class Catalog:
         self._order: NumberOrder = (
             LinkedLRU(0) if policy is None else KeyOrder(policy, self._slots.keys, self._slots.of.get)
         )
+        self._hinted: HintedOrder[int] | None = None  # The same order, from the first hint on.
+        self._clock = clock
         self._under_way: set[int] = set()
         self._last_sequence = 0
 
@@ -139,10 +142,38 @@ class Catalog:
         else:
             self._order.touch(slots)
 
-    def rank(self, keys: Iterable[OffloadKey], now_ns: int) -> None:
-        """Renew the recency of those keys, in prefix order, that are known, without counting a use."""
+    def rank(self, keys: Iterable[OffloadKey], now_ns: int, hint: Hint | None = None) -> None:
+        """Renew the recency of those keys, in prefix order, that are known, without counting a use.
+
+        They are all that a request has used, which is over; `hint`: what was said of it.
+        """
+        if hint is not None:
+            self._take_hints()
         slots, _ = self._renew(keys, now_ns)
-        self._order.rank(slots)
+        if self._hinted is None:
+            self._order.rank(slots)
+        else:
+            self._hinted.end(slots, hint)
+
+    def demote(self, keys: Iterable[OffloadKey]) -> None:
+        """Have those keys that are known go before others, unless they are used again."""
+        known = [slot for key in dict.fromkeys(keys) if (slot := self._slots.of.get(key)) is not None]
+        self._take_hints().demote(list(filter(self._slots.is_live, known)))
+
+    def retain(self, keys: Iterable[OffloadKey], seconds: float, priority: int, keys_max: int, now_ns: int) -> None:
+        """Pass over those keys that are known for so long, as long as no more than `keys_max` are; they count as used.
+
+        They do not count a use for the policy.
+        """
+        hinted = self._take_hints()
+        hinted.retained.keys_max = keys_max
+        slots, _ = self._renew(keys, now_ns)
+        hinted.retain(slots, self._clock() + seconds, priority)
+
+    @property
+    def retentions_cut(self) -> int:
+        """How many chunks were to be retained and were not, or not for all their time."""
+        return 0 if self._hinted is None else self._hinted.retained.cut
 
     def remove(self, keys: Iterable[OffloadKey]) -> None:
         """Forget chunks, and have their slots wiped."""
@@ -221,6 +252,12 @@ class Catalog:
                 self._release(key)
                 self.inventory.lost(key)
         return not left and not any(first <= slot < end for slot in self.unsettled())
+
+    def _take_hints(self) -> HintedOrder[int]:
+        if self._hinted is None:
+            self._hinted = HintedOrder(self._order, 0, self._clock)
+            self._order = self._hinted
+        return self._hinted
 
     def _is_kept(self, key: OffloadKey) -> bool:
         return key in self.in_use or key in self.outdated

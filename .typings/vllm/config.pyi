@@ -1,0 +1,3 @@
+class VllmConfig:
+    @property
+    def max_concurrent_batches(self) -> int: ...

@@ -1,0 +1,4 @@
+from vllm.v1.kv_offload.base import OffloadingManager
+
+class OffloadingConnectorScheduler:
+    manager: OffloadingManager

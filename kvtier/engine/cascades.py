@@ -1,0 +1,201 @@
+"""The cascades that wait: of tiers that are written on a chunk's second use, or when it leaves the primary.
+
+A tier with `cascade = "store"` is none of them: the outbox sends it everything at once. Every tier is fed from the
+primary, and each decides for itself; what one of them evicts goes to no other.
+
+`evict`: a row is owed to a tier until it was sent there. Some rows have left the primary's order ahead of demand: what
+is owed of them is sent, as far as the tier's limits allow, and while it is under way they are pinned as in any cascade.
+So a store finds rows that wait for nothing. It never waits: what is still owed when its row is needed goes unwritten.
+
+`second_use`: a key that is stored is only remembered; when it is stored again, or used while it is in the primary, it
+is sent.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+
+from kvtier.backend import OffloadKey
+from kvtier.engine.outbox import Outbox
+from kvtier.engine.primary import Primary
+from kvtier.engine.requests import Request
+from kvtier.engine.tier import ON_SECOND_USE, PRESSURE, WHEN_EVICTED, Residency, Tier, TierSpec
+
+SEEN_A_ROW = 4  # Keys remembered for each row: what returns later than that is no second use.
+SEEN_MIN = 65_536  # Some megabytes, for a small primary.
+
+FIRST_USE = "first_use"  # Remembered, and not sent.
+CLOSED = "closed"  # The end's deadline came first.
+RESET = "reset"  # What the primary held was to be forgotten.
+
+
+class Cascades:
+    """What is owed to tiers that are written later, and what was seen once."""
+
+    def __init__(
+        self,
+        primary: Primary,
+        tiers: Sequence[Tier],
+        residency: Residency,
+        outbox: Outbox,
+        *,
+        leaving_rows: int,
+        action_chunks: int,
+    ) -> None:
+        """`leaving_rows`: that are free, or have left the primary's order, ahead of demand."""
+        self._primary = primary
+        self._residency = residency
+        self._outbox = outbox
+        self._action_chunks = action_chunks
+        self._evict = [tier for tier in tiers if tier.spec.cascade == WHEN_EVICTED]
+        self._second_use = [tier for tier in tiers if tier.spec.cascade == ON_SECOND_USE]
+        self.owes = bool(self._evict)
+        self.remembers = bool(self._second_use)
+        self._seen = {tier: OrderedDict[OffloadKey, None]() for tier in self._second_use}  # Stored longest ago first.
+        self._seen_max = max(SEEN_MIN, SEEN_A_ROW * primary.rows)
+        self._owed = [0] * primary.rows if self.owes else []  # Bits of the tiers that a row's chunk is owed to.
+        self._leaving_rows = self._wanted = leaving_rows
+        self._due = {tier: deque[int](maxlen=primary.rows) for tier in self._evict}  # Rows that left, first ones first.
+        self._ending = False
+
+    # What happens to chunks.
+
+    def due(self, keys: Sequence[OffloadKey], tier: Tier) -> list[OffloadKey]:
+        """Take note that keys were stored for a tier; return those that are sent to it at once."""
+        if tier.spec.cascade == WHEN_EVICTED:
+            rows = self._primary.rows_of(keys)
+            for row in rows:
+                self._owed[row] |= tier.bit
+            if self._ending:
+                self._due[tier].extend(rows)
+            return []
+        seen = self._seen[tier]
+        again = [key for key in keys if key in seen]
+        for key in reversed(keys):  # Of more than can be remembered the beginning is.
+            seen[key] = None
+            seen.move_to_end(key)
+        for _ in range(len(seen) - self._seen_max):
+            seen.popitem(last=False)
+        if len(again) < len(keys):
+            tier.counters.skip(FIRST_USE, len(keys) - len(again))
+        return again
+
+    def used(self, keys: Iterable[OffloadKey], request: Request, now: float) -> None:
+        """Take note that a request uses keys that the primary has, or is about to have."""
+        ready = self._primary.ready
+        for tier in self._second_use:
+            if not request.stores_in(tier.spec):
+                continue
+            seen = self._seen[tier]
+            again = [key for key in keys if key in ready and not tier.last_answer(key)]
+            self._outbox.cascade(dict.fromkeys(again), tier, now)
+            seen.update(dict.fromkeys(key for key in keys if key not in ready))
+
+    def promoted(self, key: OffloadKey, source: TierSpec, request: Request) -> None:
+        """Take note that a chunk comes from one tier; the others are owed it, as if it had been stored."""
+        row = self._primary.filling[key]
+        for tier in self._evict:
+            if tier.spec is not source and request.stores_in(tier.spec):
+                self._owed[row] |= tier.bit
+
+    def lost(self, tier: Tier, keys: Iterable[OffloadKey]) -> None:
+        """Take note that a tier holds chunks no more: what the primary has of them is owed to it again."""
+        if tier.spec.cascade == WHEN_EVICTED:
+            for row in map(self._primary.ready.get, keys):
+                if row is not None:
+                    self._owed[row] |= tier.bit
+
+    def reserved(self, keys: Sequence[OffloadKey], evicted: Sequence[OffloadKey]) -> None:
+        """Take note that rows have other keys now: what was owed of the evicted ones is not written any more."""
+        owed = self._owed
+        if evicted:
+            self._skip(zip(evicted, self._primary.evicted_rows, strict=True), PRESSURE)
+        for key in keys:
+            owed[self._primary.filling[key]] = 0
+
+    # A step, and the end.
+
+    def step(self, now: float, *, runner_up: bool) -> None:
+        """Have rows leave the order ahead of demand, and send what is owed of those that have left."""
+        primary, leaving = self._primary, self._primary.leaving
+        assert leaving is not None
+        missing = self._wanted - primary.rows_free - len(leaving.left)
+        if missing > 0:
+            primary.leave(missing)
+        self._wanted = self._leaving_rows
+        news = leaving.take_news()
+        for tier, due in self._due.items():
+            if news and not self._ending:
+                due.extend(row for row in reversed(news) if self._owed[row] & tier.bit)
+            if not runner_up:
+                continue
+            if news:  # What the tier has of them is as recent there as what it is sent.
+                self._outbox.rank([key for row in news if (key := primary.key(row)) is not None], tier)
+            if due:
+                self._send(tier, due, now)
+
+    def want(self, rows: int) -> None:
+        """Have the next step make so many rows leave the order, if they may: somebody waits for them."""
+        self._wanted = max(self._wanted, rows)
+
+    def room(self, rows: int) -> bool:
+        """Say whether so many rows can be had without losing what would be written soon."""
+        primary, leaving = self._primary, self._primary.leaving
+        if leaving is None or not any(tier.storing for tier in self._evict):
+            return True
+        waiting = sum(primary.pinned(row) or self._owed[row] > 0 for row in leaving.left)
+        return rows <= primary.rows_free + len(leaving.left) - waiting
+
+    def end(self) -> None:
+        """Have all that is owed sent from now on, in the order in which it was stored."""
+        self._ending = True
+        for tier, due in self._due.items():
+            due.clear()
+            due.extend(row for row in self._primary.ready.values() if self._owed[row] & tier.bit)
+
+    def give_up(self, reason: str) -> int:
+        """Count what is still owed as not written; return how many chunks these are."""
+        return self._skip(self._primary.ready.items(), reason) if self.owes else 0
+
+    def clear(self) -> None:
+        """Forget what is owed: the primary is about to drop every key."""
+        self.give_up(RESET)
+        for due in self._due.values():
+            due.clear()
+
+    def _send(self, tier: Tier, due: deque[int], now: float) -> None:
+        keys = list(islice(self._sendable(tier, due), self._outbox.places(tier, now)))
+        size = self._action_chunks
+        for start in range(0, len(keys), size):  # Head first within an action, as a tier expects it.
+            self._outbox.cascade(keys[start : start + size][:: 1 if self._ending else -1], tier, now)
+
+    def _sendable(self, tier: Tier, due: deque[int]) -> Iterator[OffloadKey]:
+        """Give the keys that a tier is owed and lacks, who left first first; they are owed no more."""
+        primary, owed = self._primary, self._owed
+        assert primary.leaving is not None
+        left = primary.leaving.left
+        while due:
+            row = due.popleft()
+            key = primary.key(row)
+            if key is None or key not in primary.ready or not owed[row] & tier.bit:
+                continue
+            if not (self._ending or row in left):
+                continue  # It was used again, or has gone.
+            owed[row] &= ~tier.bit
+            if self._lacks(tier, key):
+                yield key
+
+    def _lacks(self, tier: Tier, key: OffloadKey) -> bool:
+        return not (self._residency.mask.get(key, 0) & tier.bit or key in tier.storing or tier.last_answer(key))
+
+    def _skip(self, chunks: Iterable[tuple[OffloadKey, int]], reason: str) -> int:
+        """Count what is owed of chunks and lacked, for each tier; nothing of them is owed any more."""
+        owed, skipped = self._owed, 0
+        for key, row in chunks:
+            if owed[row]:
+                for tier in self._evict:
+                    if owed[row] & tier.bit and self._lacks(tier, key):
+                        tier.counters.skip(reason, 1)
+                        skipped += 1
+                owed[row] = 0
+        return skipped

@@ -1,0 +1,91 @@
+"""Prefetches: chunks that are brought into the primary before a request looks them up.
+
+Each is a request that looks up its keys itself until the leading run that is anywhere is here, with a window of keys on
+their way. It holds what it found by leases, as any request that waits; so it never has more than their share.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import islice
+
+from kvtier.backend import OffloadKey
+from kvtier.engine.answers import HIT, MISS, LookupResult
+from kvtier.engine.primary import Primary
+from kvtier.engine.requests import Leases, Request
+
+WINDOW_KEYS = 256  # On their way: looked up again in every step, which takes some hundred microseconds.
+AT_ONCE = 4
+WAITING_MAX = 1_024  # Of more the newest are not begun: nobody can want so much soon.
+
+
+class Prefetch:
+    """One call: the keys in prefix order, and how many leading ones are here."""
+
+    def __init__(self, keys: Sequence[OffloadKey]) -> None:
+        self.keys = keys
+        self.here = 0
+        self.over = False
+        self.request = Request("prefetch", weighed=False)
+
+
+class Prefetches:
+    """All that are not over."""
+
+    def __init__(self, primary: Primary, leases: Leases, lookup: Callable[[OffloadKey, Request], LookupResult]) -> None:
+        self._primary = primary
+        self._leases = leases
+        self._lookup = lookup
+        self._waiting: deque[Prefetch] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def begin(self, keys: Sequence[OffloadKey]) -> Prefetch:
+        """Begin one, with the next step; one too many is over at once."""
+        prefetch = Prefetch(keys)
+        if len(self._waiting) < WAITING_MAX:
+            self._waiting.append(prefetch)
+        else:
+            prefetch.over = True
+        return prefetch
+
+    def give_up(self, prefetch: Prefetch) -> None:
+        """Look up nothing more of it; what is on its way comes."""
+        if not prefetch.over:
+            self._waiting.remove(prefetch)
+            self._end(prefetch)
+
+    def step(self) -> None:
+        """Go on with the oldest ones: before a step's hits are leased."""
+        for prefetch in list(islice(self._waiting, AT_ONCE)):
+            self._look(prefetch)
+            if prefetch.here >= len(prefetch.keys):
+                self._waiting.remove(prefetch)
+                self._end(prefetch)
+
+    def clear(self) -> None:
+        """Give up all: the primary is about to drop every key."""
+        while self._waiting:
+            self.give_up(self._waiting[0])
+
+    def _look(self, prefetch: Prefetch) -> None:
+        """Look on until so many keys are waited for; what is here costs a look-up each, once."""
+        request, waits = prefetch.request, 0
+        for place in range(prefetch.here, len(prefetch.keys)):
+            key = prefetch.keys[place]
+            stored = key in self._primary.filling and key not in request.search.promotions
+            result = HIT if stored else self._lookup(key, request)  # What is being stored comes without us.
+            if result is MISS:
+                prefetch.keys = prefetch.keys[:place]
+                return
+            waits += result is not HIT
+            if not waits:
+                prefetch.here = place + 1
+            elif waits == WINDOW_KEYS:
+                return
+
+    def _end(self, prefetch: Prefetch) -> None:
+        prefetch.over = True
+        prefetch.request.finished = True
+        self._leases.end_all(prefetch.request)
+        self._primary.rank(self._primary.rows_of(dict.fromkeys(prefetch.keys[: prefetch.here])))

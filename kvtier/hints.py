@@ -1,0 +1,93 @@
+"""Hints: what an application says of a request's future, which no history of requests holds.
+
+A hint is soft. It may be wrong, late or malformed, and no request ever fails for it: what cannot be read is ignored,
+counted, and said once. The same struct serves both faces, traces, and vLLM's `kv_transfer_params` (under "kvtier").
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+PRIORITY_MAX = 99
+RETAIN_S_MAX = 86_400.0  # A longer time counts as this: nothing is kept for ever.
+CLASS_CHARACTERS_MAX = 256
+TIERS_NAMED_MAX = 64
+
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+logger = logging.getLogger(__name__)
+
+
+class Hint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What an application says of a request, when it begins or when it ends."""
+
+    over: bool = False  # Its session will not come back.
+    returns_in_s: Seconds | None = None  # When its session is expected back, from the request's end on.
+    retain_s: Seconds | None = None  # For so long its chunks are passed over when room is made.
+    priority: Annotated[int, msgspec.Meta(ge=0, le=PRIORITY_MAX)] = 0  # Of what is retained: the lowest goes first.
+    tokens: Annotated[int, msgspec.Meta(ge=0)] | None = None  # Of the leading part that is retained; None: of all.
+    class_: Annotated[str, msgspec.Meta(max_length=CLASS_CHARACTERS_MAX)] | None = msgspec.field(
+        default=None, name="class"
+    )
+    """Who sent it, such as an agent, a tool or a tenant; nobody agrees on meanings."""
+    no_store: bool | Annotated[tuple[str, ...], msgspec.Meta(max_length=TIERS_NAMED_MAX)] = False
+    """Nothing of the request goes to tiers, or to those of these names."""
+
+    def keeps_out(self, tier: str) -> bool:
+        """Say whether the request's chunks are to stay out of the tier of this name."""
+        return self.no_store if isinstance(self.no_store, bool) else tier in self.no_store
+
+
+class IgnoredHints:
+    """What was ignored of hints, by reason: `type` (no table), `field` (unknown), `value` (out of range), `tier`."""
+
+    def __init__(self) -> None:
+        self.counts: dict[str, int] = {}
+
+    def add(self, reason: str, what: str) -> None:
+        """Count a hint, or a part of one, that is ignored; the first of each reason is said."""
+        if reason not in self.counts:
+            logger.warning("a hint is ignored (%s): %s; later ones of this kind are only counted", reason, what)
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+
+
+def hint_of(given: object, ignored: IgnoredHints | None = None) -> Hint | None:
+    """Return what was given as a hint: a `Hint`, a table of its fields, or None. Never raises.
+
+    What cannot be read as a whole is ignored as a whole: None, and counted in `ignored`.
+    """
+    if given is None:
+        return None
+    try:
+        return _read(given)
+    except _UnreadableError as error:
+        reason, what = error.args
+    except Exception as error:  # noqa: BLE001  # Whatever a client sends: it is its hint that it loses.
+        reason, what = "value", str(error)[:CLASS_CHARACTERS_MAX]
+    if ignored is not None:
+        ignored.add(reason, what)
+    return None
+
+
+class _UnreadableError(Exception):
+    """The reason, and what is wrong."""
+
+
+def _read(given: object) -> Hint:
+    table: Any = msgspec.to_builtins(given) if isinstance(given, Hint) else given
+    if not isinstance(table, Mapping):
+        raise _UnreadableError("type", f"{type(given).__name__} given, a table of a hint's fields accepted")
+    if unknown := table.keys() - _FIELDS:
+        raise _UnreadableError("field", f"{min(map(str, unknown))!r} given, {_ACCEPTED} accepted")
+    hint = msgspec.convert(dict(table), Hint)
+    for seconds in (hint.returns_in_s, hint.retain_s):
+        if seconds is not None and not math.isfinite(seconds):
+            raise _UnreadableError("value", f"{seconds} s given, a finite time accepted")
+    return hint
+
+
+_FIELDS = frozenset(field.encode_name for field in msgspec.structs.fields(Hint))
+_ACCEPTED = ", ".join(sorted(_FIELDS))

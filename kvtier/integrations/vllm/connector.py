@@ -1,0 +1,46 @@
+"""KVTierConnector: vLLM's offloading connector, which also hears how long the LLM engine's steps take.
+
+A manager is told of requests and keys. How many tokens a step computes, and when it is answered, only a connector sees.
+"""
+
+import time
+
+from typing_extensions import override
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvtier.integrations.vllm.manager import VllmManager
+from kvtier.integrations.vllm.prefill import PrefillMeter, step_tokens
+
+
+class KVTierConnector(OffloadingConnector):
+    """vLLM's connector in both roles; the scheduler's measures prefill, where nobody has said how fast it is.
+
+    Behind vLLM's own manager nothing is measured: that manager, and no kvtier engine, decides what is loaded.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        manager = None if self.connector_scheduler is None else self.connector_scheduler.manager
+        self._meter: PrefillMeter | None = None
+        if isinstance(manager, VllmManager) and manager.engine.config.prefill_tokens_per_s is None:
+            self._engine = manager.engine
+            self._meter = PrefillMeter(vllm_config.max_concurrent_batches)
+
+    @override
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        if self._meter is not None:
+            self._meter.scheduled(step_tokens(scheduler_output), time.monotonic())
+        return super().build_connector_meta(scheduler_output)
+
+    @override
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Return what has changed: vLLM asks once for every answer of a step, which is how its end is known."""
+        if self._meter is not None and (prefill := self._meter.answered(time.monotonic())):
+            self._engine.note_prefill(prefill.tokens, prefill.seconds)
+        return super().get_kv_connector_stats()

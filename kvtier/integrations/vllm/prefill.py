@@ -1,0 +1,94 @@
+"""The prefill meter: how fast the LLM engine computes prompts, from the times of its own steps.
+
+A step is measured from where it could begin, when it was scheduled or when the one before was answered, whichever was
+later, to its answer. So an idle engine counts for nothing, and a step that waited behind another counts its own time.
+"""
+
+from collections import deque
+from collections.abc import Collection, Mapping
+from typing import NamedTuple, Protocol
+
+DECODE_NEWEST = 0.125  # The newest step's part in the mean time of a step that only decodes.
+
+
+class Scheduled(Protocol):
+    """A scheduler's output, as far as it is read here."""
+
+    @property
+    def num_scheduled_tokens(self) -> Mapping[str, int]: ...
+    @property
+    def total_num_scheduled_tokens(self) -> int: ...
+    @property
+    def scheduled_spec_decode_tokens(self) -> Mapping[str, Collection[int]]: ...
+    @property
+    def scheduled_encoder_inputs(self) -> Mapping[str, Collection[int]]: ...
+    @property
+    def has_sync_kv_loads(self) -> bool: ...
+
+
+class StepTokens(NamedTuple):
+    """The tokens of one step: of prompts (of what a preempted request computes again, too), and of answers."""
+
+    prefill: int
+    decode: int
+
+
+class Prefill(NamedTuple):
+    """A measured piece of prefill."""
+
+    tokens: int
+    seconds: float
+
+
+NOTHING = StepTokens(0, 0)
+
+
+def step_tokens(output: Scheduled) -> StepTokens:
+    """Return what a step computes; nothing for one that does other work, too, of which its time does not tell."""
+    counts, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
+    if output.scheduled_encoder_inputs or output.has_sync_kv_loads:
+        return NOTHING
+    if total == len(counts):  # Most steps: a token for each request.
+        return StepTokens(0, total)
+    drafts = output.scheduled_spec_decode_tokens
+    prefill = sum(count for request, count in counts.items() if count > 1 + len(drafts.get(request, ())))
+    return StepTokens(prefill, total - prefill)
+
+
+class PrefillMeter:
+    """The steps under way, in order, and what those that are answered say of prefill."""
+
+    def __init__(self, steps_max: int) -> None:
+        """`steps_max`: how many steps the LLM engine has under way at once, at most."""
+        self._under_way: deque[tuple[StepTokens, float]] = deque(maxlen=steps_max)
+        self._answered_at = float("-inf")
+        self._decode_s: float | None = None  # Mean time of a step that only decodes.
+
+    def scheduled(self, step: StepTokens, now: float) -> None:
+        """Note that a step begins, or queues behind those under way."""
+        self._under_way.append((step, now))
+
+    def answered(self, now: float) -> Prefill | None:
+        """Note that the oldest step under way is answered; return its prefill, if it has one.
+
+        Time that decoding took is not counted: as much as a step that only decodes takes, but never more than the
+        decoded tokens' share of the step.
+        """
+        if not self._under_way:
+            return None
+        step, scheduled_at = self._under_way.popleft()
+        seconds = now - max(scheduled_at, self._answered_at)
+        self._answered_at = now
+        if step.prefill:
+            return self._prefill(step, seconds)
+        if step.decode:
+            self._note_decode(seconds)
+        return None
+
+    def _prefill(self, step: StepTokens, seconds: float) -> Prefill:
+        decoding_s = min(self._decode_s or 0.0, seconds * step.decode / (step.prefill + step.decode))
+        return Prefill(step.prefill, seconds - decoding_s)
+
+    def _note_decode(self, seconds: float) -> None:
+        mean = self._decode_s
+        self._decode_s = seconds if mean is None else mean + DECODE_NEWEST * (seconds - mean)

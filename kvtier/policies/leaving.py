@@ -1,0 +1,107 @@
+"""An order whose victims go in two steps: so what they hold can be written away before their room is needed."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import filterfalse, islice
+from typing import Any, Generic
+
+from kvtier.policies.hinted import HintedOrder
+from kvtier.policies.numbered import NumberOrder
+from kvtier.policies.policy import K, Policy
+
+
+class Leaving(Generic[K]):
+    """An order of numbers or of keys, in front of those that have left it and are still there.
+
+    The inner order chooses who leaves; who left first goes first. What is used meanwhile returns to the inner order, as
+    if it were new. So over an LRU, both together are an LRU.
+    """
+
+    def __init__(self, order: "NumberOrder | Policy[K]", ahead: int) -> None:
+        """`ahead`: who have left and are still there, when one goes and another leaves."""
+        self._order: Any = order
+        self._ahead = ahead
+        self.left: OrderedDict[K, None] = OrderedDict()  # Who left first comes first.
+        self._news: list[K] = []
+
+    def take_news(self) -> list[K]:
+        """Return who has left since the last call and has neither returned nor gone, those that left last first."""
+        news, self._news = self._news, []
+        return [key for key in dict.fromkeys(reversed(news)) if key in self.left] if news else news
+
+    def leave(self, count: int, keep: Callable[[K], int]) -> bool:
+        """Have so many more leave; False, and nothing changed, if fewer may."""
+        chosen = self._order.evict(count, keep)
+        if chosen is None:
+            return False
+        self._leave(chosen)
+        return True
+
+    def take_hints(self, retained_max: int) -> HintedOrder[K]:
+        """Have the inner order take hints from now on; what gives one has its keys `come_back` first."""
+        self._order = hinted = HintedOrder[K](self._order, retained_max)
+        return hinted
+
+    def come_back(self, keys: Sequence[K]) -> None:
+        """Put back into the inner order what had left it."""
+        left = self.left
+        back = [key for key in keys if key in left] if left else []
+        if back:
+            for key in back:
+                del left[key]
+            self._order.insert(back)
+
+    # What every order has.
+
+    def insert(self, keys: Sequence[K], after: K | None = None) -> None:
+        if after is None or after in self.left:
+            self._order.insert(keys)
+        else:
+            self._order.insert(keys, after)
+
+    def insert_coldest(self, keys: Iterable[K]) -> None:
+        self._order.insert_coldest(keys)
+
+    def touch(self, keys: Sequence[K]) -> None:
+        self.come_back(keys)
+        self._order.touch(keys)
+
+    def rank(self, keys: Sequence[K]) -> None:
+        self.come_back(keys)
+        self._order.rank(keys)
+
+    def move(self, old: K, new: K) -> None:
+        self.come_back((old,))
+        self._order.move(old, new)
+
+    def remove(self, keys: Sequence[K]) -> None:
+        left = self.left
+        self._order.remove([key for key in keys if key not in left] if left else keys)
+        for key in keys:
+            left.pop(key, None)
+
+    def evict(self, count: int, keep: Callable[[K], int], incoming: Sequence[Any] = ()) -> list[K] | None:
+        """Choose `count` victims: who left first, while as many others leave for those that come."""
+        left = self.left
+        victims = list(islice(filterfalse(keep, left), count))
+        missing = count - len(victims)
+        more = min(len(victims), max(0, self._ahead - len(left) + len(victims)))
+        chosen = self._chosen(missing + more, keep, incoming)
+        if chosen is None and more:
+            chosen = self._chosen(missing, keep, incoming)
+        if chosen is None:
+            return None
+        for victim in victims:
+            del left[victim]
+        self._leave(chosen[missing:])
+        return victims + chosen[:missing]
+
+    def grow(self, capacity: int) -> None:
+        self._order.grow(capacity)
+
+    def _chosen(self, count: int, keep: Callable[[K], int], incoming: Sequence[Any]) -> list[K] | None:
+        return self._order.evict(count, keep, incoming) if count else []
+
+    def _leave(self, keys: Sequence[K]) -> None:
+        self.left.update(dict.fromkeys(keys))
+        self._news += keys

@@ -1,0 +1,297 @@
+"""Tiers that are written later: when a chunk leaves the primary, or when it is used for the second time."""
+
+import pytest
+
+from kvtier.engine.cascades import SEEN_MIN
+from kvtier.engine.ledger import LookupResult
+from kvtier.engine.tier import TierMatcher
+from kvtier.runner.messages import Cascade, Code, Gone, Promote, Rank, RunnerLost, pack_keys, unpack_keys, unpack_rows
+from tests.engine.ledger.bench import keys_of, names_of
+
+HIT, PENDING, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS
+
+
+def sent(actions):
+    return [(action.tier, names_of(unpack_keys(action.keys))) for action in actions if isinstance(action, Cascade)]
+
+
+def skipped(engine, tier=0):
+    return engine.ledger.tiers[tier].counters.skipped
+
+
+@pytest.fixture
+def evicting(bench):
+    """Four rows over a tier that is written when chunks leave; one row is kept ahead of demand."""
+
+    def make(*, rows=4, leaving_rows=1, tiers=(), **spec):
+        engine = bench(rows, [bench.spec(cascade="evict", **spec), *tiers], leaving_rows=leaving_rows)
+        for index in range(1 + len(tiers)):
+            engine.knows_all(index)
+        return engine
+
+    return make
+
+
+# When it leaves.
+
+
+def test_a_chunk_is_written_when_it_leaves_and_not_before(evicting):
+    engine = evicting()
+    engine.store("abc")
+    assert sent(engine.step()) == []
+    engine.store("d")
+    assert sent(engine.step()) == [(0, "c")]  # The tail leaves first.
+
+
+def test_a_row_is_lent_until_its_write_has_ended_and_the_store_takes_another(evicting):
+    engine = evicting()
+    engine.store("abcd")
+    (write,) = engine.step()
+    (lent,) = unpack_rows(write.rows)
+    plan = engine.store("e")
+    assert plan.rows != [lent]
+    assert plan.evicted == keys_of("c")
+    assert skipped(engine) == {"pressure": 1}
+    engine.finish(write)
+    assert engine.store("f").rows == [lent]
+
+
+def test_a_written_chunk_can_be_loaded_until_its_row_is_needed(evicting):
+    engine = evicting()
+    engine.store("abcd")
+    engine.finish_all(engine.step())
+    assert engine.lookup("d") == [HIT]
+    engine.step()
+    assert engine.store("e").evicted == keys_of("d")
+
+
+def test_what_is_used_while_it_leaves_stays(evicting):
+    engine = evicting()
+    engine.store("abcd")
+    engine.finish_all(engine.step())
+    assert engine.lookup("d") == [HIT]
+    engine.load("d")
+    assert sent(engine.step()) == [(0, "c")]
+    assert "d" in engine.ready()
+
+
+def test_what_the_tier_has_is_not_written_again_but_renewed_there(evicting):
+    engine = evicting()
+    engine.store("abcd")
+    engine.holds("d")
+    engine.knows_all()
+    actions = engine.ledger.end_step()
+    assert sent(actions) == []
+    assert [names_of(unpack_keys(action.keys)) for action in actions if isinstance(action, Rank)] == ["d"]
+
+
+def test_a_chunk_that_came_from_the_tier_is_kept_there_and_not_written_again(evicting):
+    engine = evicting()
+    engine.holds("x")
+    engine.knows_all()
+    request = engine.request()
+    assert engine.lookup("x", request) == [PENDING]
+    engine.finish_all(engine.step())
+    engine.load("x", request)
+    engine.store("abc")
+    assert sent(engine.step()) == []
+    assert skipped(engine) == {}
+
+
+def test_what_the_tier_lost_meanwhile_is_written_when_it_leaves(evicting):
+    engine = evicting()
+    engine.holds("d")
+    engine.store("abc")
+    engine.step()
+    engine.store("d")
+    engine.ledger.apply(Gone(0, pack_keys(keys_of("d"))))
+    engine.load("abc")
+    assert sent(engine.step()) == [(0, "d")]
+
+
+def test_a_chunk_from_another_tier_is_written_too_when_it_leaves(evicting, bench):
+    engine = evicting(tiers=[bench.spec("slow", cascade="evict")])
+    engine.holds("x", tier=1)
+    request = engine.request()
+    assert engine.lookup("x", request) == [PENDING]
+    engine.finish_all(engine.step())
+    engine.load("x", request)
+    engine.store("abc")
+    assert sent(engine.step()) == [(0, "x")]
+
+
+def test_each_tier_is_written_at_its_own_moment(evicting, bench):
+    engine = evicting(tiers=[bench.spec("at once"), bench.spec("again", cascade="second_use")])
+    engine.store("abcd")
+    assert sent(engine.step()) == [(1, "abcd")]
+    engine.load("a")
+    assert sent(engine.step()) == [(2, "a")]
+
+
+def test_a_chunk_that_its_request_does_not_allow_a_tier_is_never_written_there(evicting):
+    engine = evicting()
+    engine.stored_alone("abcd")
+    assert sent(engine.step()) == []
+    assert engine.store("e", engine.request("alone", [TierMatcher(medium="CPU")])).evicted == keys_of("d")
+    assert skipped(engine) == {}
+
+
+def test_a_row_owes_nothing_of_the_chunk_before(evicting):
+    engine = evicting(rows=1)
+    engine.store("a")
+    engine.finish_all(engine.step())
+    engine.stored_alone("b")
+    assert sent(engine.step()) == []
+
+
+def test_writing_waits_for_the_tiers_places_and_drops_nothing(evicting):
+    engine = evicting(rows=8, leaving_rows=4, store_chunks_max=2)
+    engine.store("abcdefgh")
+    first = engine.step()
+    assert sent(first) == [(0, "gh")]
+    assert sent(engine.step()) == []
+    engine.finish_all(first)
+    assert sent(engine.step()) == [(0, "ef")]
+    assert engine.ledger.tiers[0].counters.dropped == {}
+
+
+def test_an_open_breaker_costs_writes_and_no_store_a_row(evicting):
+    engine = evicting(breaker_failures=1)
+    engine.store("abcd")
+    (write,) = engine.step()
+    engine.fail(write, Code.UNAVAILABLE)
+    for name in "efgh":
+        assert engine.store(name) is not None
+        assert sent(engine.step()) == []
+    assert skipped(engine) == {"pressure": 3}
+
+
+def test_a_hung_write_keeps_its_row_and_no_other(evicting):
+    engine = evicting()
+    engine.store("abcd")
+    (write,) = engine.step()
+    engine.fail(write, Code.DEADLINE, lent=True)
+    (lent,) = unpack_rows(write.rows)
+    for name in "efghijkl":
+        assert engine.store(name).rows != [lent]
+        for action in engine.step():
+            engine.finish(action)
+    engine.give_back(write)
+    rows = {engine.store(name).rows[0] for name in "mnopq"}
+    assert lent in rows
+
+
+def test_a_write_that_failed_is_not_tried_for_ever(evicting):
+    engine = evicting()
+    engine.store("abcd")
+    (write,) = engine.step()
+    engine.fail(write, Code.NO_SPACE)
+    assert engine.step() == []
+    engine.store("e")
+    assert skipped(engine) == {}
+
+
+def test_without_a_runner_chunks_leave_unwritten(evicting):
+    engine = evicting()
+    engine.store("abcd")
+    engine.ledger.apply(RunnerLost(0, "killed"))
+    assert engine.step() == []
+    assert engine.store("ef").evicted == keys_of("dc")
+    assert skipped(engine) == {"pressure": 2}
+
+
+def test_a_reset_forgets_what_is_owed(evicting):
+    engine = evicting()
+    engine.store("abc")
+    engine.ledger.reset()
+    engine.ledger.promoting = True
+    assert skipped(engine) == {"reset": 3}
+    engine.stored_alone("wxyz")
+    assert engine.step() == []
+
+
+def test_at_the_end_all_that_is_owed_is_sent_in_the_order_of_storing(evicting):
+    engine = evicting(rows=8, store_chunks_max=3)
+    engine.store("abcde")
+    engine.step()
+    engine.ledger.cascades.end()
+    first = engine.step()
+    assert sent(first) == [(0, "abc")]
+    assert engine.ledger.pending
+    engine.finish_all(first)
+    engine.finish_all(engine.step())
+    assert not engine.ledger.pending
+    assert engine.ledger.cascades.give_up("closed") == 0
+
+
+def test_what_is_owed_when_the_end_gives_up_is_counted(evicting):
+    engine = evicting(rows=8, store_chunks_max=3)
+    engine.store("abcde")
+    engine.ledger.cascades.end()
+    engine.step()
+    assert engine.ledger.cascades.give_up("closed") == 2
+    assert skipped(engine) == {"closed": 2}
+
+
+def test_a_promotion_never_takes_a_row_that_is_being_written(evicting):
+    engine = evicting(rows=2)
+    engine.holds("x")
+    engine.store("ab")
+    (write,) = engine.step()
+    assert engine.lookup("x") == [PENDING]
+    (load,) = [action for action in engine.step() if isinstance(action, Promote)]
+    assert list(unpack_rows(load.rows)) != list(unpack_rows(write.rows))
+
+
+# On the second use.
+
+
+@pytest.fixture
+def careful(bench):
+    engine = bench(4, [bench.spec(cascade="second_use")])
+    engine.knows_all()
+    return engine
+
+
+def test_the_first_store_is_only_remembered(careful):
+    careful.store("ab")
+    assert careful.step() == []
+    assert skipped(careful) == {"first_use": 2}
+
+
+def test_a_hit_in_the_primary_is_a_second_use(careful):
+    careful.store("ab")
+    careful.step()
+    careful.load("a")
+    assert sent(careful.step()) == [(0, "a")]
+
+
+def test_a_chunk_that_is_stored_again_is_written(careful):
+    careful.store("abcd")
+    careful.step()
+    careful.store("efgh")
+    careful.step()
+    careful.store("a")
+    assert sent(careful.step()) == [(0, "a")]
+
+
+def test_the_request_that_stored_a_chunk_is_no_second_use(careful):
+    request = careful.request()
+    careful.store("a", request)
+    careful.ledger.touch(keys_of("a"), request)
+    careful.store("a", request)
+    assert careful.step() == []
+
+
+def test_what_the_tier_has_is_not_written_on_use(careful):
+    careful.holds("a")
+    careful.store("a")
+    careful.load("a")
+    assert careful.step() == []
+
+
+def test_memory_for_first_uses_is_bounded(careful):
+    cascades, tier = careful.ledger.cascades, careful.ledger.tiers[0]
+    for start in range(0, 3 * SEEN_MIN, 1_000):
+        cascades.due([number.to_bytes(8, "big") for number in range(start, start + 1_000)], tier)
+    assert len(cascades._seen[tier]) == SEEN_MIN

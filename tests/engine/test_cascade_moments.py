@@ -1,0 +1,152 @@
+"""Whole engines over tiers that are written later: what a clean end keeps, what a kill costs, and who waits."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvtier.config import EngineConfig
+from kvtier.engine.manager import TieringOffloadingManager
+from kvtier.errors import ConfigError
+from tests.engine.kit import FAULTY, at_rest, describe, found, key, ledger_in, put, store
+
+STORER = """
+import asyncio, ctypes, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # It ends with the test.
+from kvtier.engine.manager import TieringOffloadingManager
+from tests.engine.kit import describe, found, put
+
+async def main():
+    root, cascade = sys.argv[1:]
+    async with TieringOffloadingManager.open(describe(8, {"type": "fs", "root": root, "cascade": cascade})) as engine:
+        for number in range(40):
+            await put(engine, [number])
+        assert await found(engine, range(38, 40)) == 2
+        await engine.drain()
+        print(engine.stats().tiers[0].stored, flush=True)
+        await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def disk(tmp_path):
+    return {"type": "fs", "root": str(tmp_path / "tier")}
+
+
+async def kept(disk, numbers):
+    """Open a new engine over the disk and name the chunks that it finds, every byte of which is compared."""
+    async with TieringOffloadingManager.open(describe(64, disk)) as engine:
+        return [number for number in numbers if await found(engine, [number])]
+
+
+async def test_a_clean_end_keeps_everything(open_engine, disk):
+    engine = await open_engine(8, disk | {"cascade": "evict"})
+    for number in range(20):
+        await put(engine, [number])
+    assert await engine.drain()
+    assert ledger_in(engine).tiers[0].counters.stored < 20
+    assert await engine.aclose() == 0
+    assert await kept(disk, range(20)) == [*range(20)]
+    assert engine.stats().tiers[0].skipped == {}
+
+
+@pytest.mark.usefixtures("outside")
+@pytest.mark.parametrize("runner", ["thread", "process"])
+async def test_a_clean_end_of_a_synchronous_engine_keeps_everything(disk, runner):
+    from kvtier.engine.steps import StepManager
+
+    with StepManager.start(describe(8, disk | {"cascade": "evict"}, runner=runner)) as engine:
+        for number in range(20):
+            store(engine, [number])
+            assert engine.drain()
+    assert await kept(disk, range(20)) == [*range(20)]
+
+
+async def test_an_end_without_time_counts_what_it_did_not_keep(open_engine, disk, caplog):
+    engine = await open_engine(8, disk | {"cascade": "evict", "limits": {"store_chunks_in_flight": 1}})
+    await put(engine, range(4))
+    await engine.aclose(0.0)
+    assert engine.stats().tiers[0].skipped == {"closed": 3}
+    assert "3 chunks were not written to tiers with cascade = 'evict' by the end's deadline" in caplog.text
+
+
+async def test_an_end_while_the_tier_hangs_is_over_at_its_deadline(open_engine, disk):
+    hung = {"type": FAULTY, "inner": disk, "script": {"store": ["hang"]}, "cascade": "evict"}
+    engine = await open_engine(8, hung, limits={"action_chunks": 2})
+    await put(engine, range(6))
+    assert await engine.aclose(0.1) > 0
+
+
+@pytest.mark.usefixtures("outside")
+@pytest.mark.parametrize("cascade", ["evict", "second_use"])
+async def test_a_killed_engine_has_kept_what_it_had_written_and_nothing_else(tmp_path, cascade):
+    root = tmp_path / "tier"
+    storer = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", STORER, str(root), cascade),
+        stdout=asyncio.subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        cwd=Path(__file__).parents[2],
+    )
+    assert storer.stdout is not None
+    written = int(await storer.stdout.readline())
+    storer.kill()
+    await storer.wait()
+    left = await kept({"type": "fs", "root": str(root)}, range(40))
+    assert len(left) == written
+    assert left == ([*range(33)] if cascade == "evict" else [38, 39])
+
+
+async def test_a_put_waits_for_the_writes_that_make_room_for_it(open_engine, disk):
+    slow = {"type": FAULTY, "inner": disk, "faults": {"delay": 1.0, "delay_s": 0.02}, "cascade": "evict"}
+    engine = await open_engine(16, slow, limits={"action_chunks": 2})
+    for first in range(0, 96, 12):
+        assert await put(engine, range(first, first + 12)) == 12
+    assert engine.stats().tiers[0].skipped == {}
+    assert await at_rest(engine)
+
+
+async def test_a_store_of_the_step_protocol_waits_for_no_write(open_engine, disk):
+    hung = {"type": FAULTY, "inner": disk, "script": {"store": ["hang"] * 100}, "cascade": "evict"}
+    engine = await open_engine(16, hung, limits={"quarantine_share": 1.0})
+    for number in range(100):
+        store(engine, [number])
+    counted = engine.stats()
+    assert counted.primary.stores_refused == 0
+    assert counted.tiers[0].skipped["pressure"] > 0
+    assert await found(engine, [99]) == 1
+
+
+async def test_a_write_that_fails_costs_its_chunk_and_no_other(open_engine, disk):
+    failing = {"type": FAULTY, "inner": disk, "faults": {"failed": 0.5}, "cascade": "evict"}
+    engine = await open_engine(4, failing)
+    for number in range(60):
+        await put(engine, [number])
+    assert await engine.drain()
+    counted = engine.stats().tiers[0]
+    there = [number for number in range(60) if await found(engine, [number])]
+    assert counted.failed["failed"] > 0
+    assert 0 < len(there) < 60
+
+
+async def test_a_deleted_chunk_is_not_written_when_it_would_leave(open_engine, disk):
+    engine = await open_engine(8, disk | {"cascade": "evict"})
+    await put(engine, range(6))
+    assert await engine.delete([key(3)])
+    assert await engine.aclose() == 0
+    assert await kept(disk, range(6)) == [0, 1, 2, 4, 5]
+
+
+@pytest.mark.parametrize("cascade", ["evict", "second_use"])
+def test_a_tier_for_whole_requests_is_refused_another_moment(cascade):
+    with pytest.raises(ConfigError, match=rf"secondary_tiers\[0\]\.cascade: '{cascade}' given, 'store' accepted"):
+        EngineConfig.from_dict(
+            {
+                "cpu_bytes_to_use": "1MiB",
+                "chunk_bytes": "4KiB",
+                "secondary_tiers": [{"type": "dummy", "cascade": cascade, "request_level": True}],
+            }
+        )

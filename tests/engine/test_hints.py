@@ -1,0 +1,346 @@
+"""Hints, and calls about keys, on whole engines with real tiers: what goes first, what stays, and for how long."""
+
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier import EventKind, Hint
+from kvtier.engine.manager import TieringOffloadingManager
+from tests.engine.kit import CHUNK_BYTES, at_rest, chunk, found, key, ledger_in, put, until
+
+OVER = Hint(over=True)
+SLOT_BYTES = CHUNK_BYTES + 4_096
+
+
+def fs(tmp_path: Path, layout: str = "segments", **options: Any) -> dict[str, Any]:
+    return {"type": "fs", "name": "disk", "root": str(tmp_path / "tier"), "layout": layout, **options}
+
+
+def here(engine: TieringOffloadingManager, numbers: Iterable[int]) -> list[int]:
+    """Name those of the numbers whose chunks are in the primary."""
+    ready = ledger_in(engine).primary.ready
+    return [number for number in numbers if key(number) in ready]
+
+
+async def put_hinted(engine: TieringOffloadingManager, numbers: Iterable[int], hint: object) -> None:
+    numbers = list(numbers)
+    await engine.put([key(number) for number in numbers], [chunk(number) for number in numbers], hint=hint)
+
+
+def keys(numbers: Iterable[int]) -> list[Any]:
+    return [key(number) for number in numbers]
+
+
+each_layout = pytest.mark.parametrize("layout", ["segments", "files"])
+
+
+async def test_what_is_over_makes_room_first_in_the_primary_and_in_a_tier(open_engine, tmp_path, runner):
+    """The session that is over is the newest: by recency it would go last."""
+    engine = await open_engine(8, fs(tmp_path), runner=runner)
+    await put(engine, range(4))
+    await put_hinted(engine, range(10, 14), {"over": True})
+    assert await at_rest(engine)
+    await put(engine, range(20, 23))
+    assert here(engine, range(20)) == [0, 1, 2, 3, 10]
+
+
+@each_layout
+async def test_a_tier_lets_go_first_of_what_is_over_as_soon_as_it_has_it(open_engine, tmp_path, layout, runner):
+    """The request ends before its chunks have come to the tier: it hears of the end after them."""
+    capacity = 64 * (SLOT_BYTES + (8_192 if layout == "files" else 0)) + 40_000
+    engine = await open_engine(64, fs(tmp_path, layout, capacity_bytes=capacity), runner=runner)
+    await put(engine, range(8))
+    assert await at_rest(engine)
+    await put_hinted(engine, range(100, 108), OVER)
+    assert await at_rest(engine)
+    newer = 1_000
+    while not (gone := await gone_from_disk(engine, [*range(8), *range(100, 108)])):
+        await put(engine, range(newer, newer + 4))
+        assert await at_rest(engine)
+        newer += 4
+    assert set(gone) <= set(range(100, 108))
+
+
+async def gone_from_disk(engine: TieringOffloadingManager, numbers: Iterable[int]) -> list[int]:
+    """Name those of the numbers that the tier is not known to hold."""
+    mask = ledger_in(engine).residency.mask
+    return [number for number in numbers if not mask.get(key(number), 0)]
+
+
+async def test_a_head_that_another_session_uses_stays_when_one_is_over(open_engine):
+    engine = await open_engine(12)
+    await put_hinted(engine, [0, 1, 2, 3], Hint(class_="chat"))
+    await put(engine, [0, 1, 4, 5])
+    await found(engine, [0, 1, 2, 3])
+    async with engine.fetch(keys([0, 1, 2, 3]), hint=OVER):
+        pass
+    await put(engine, range(20, 28))
+    assert here(engine, range(6)) == [0, 1, 4, 5]
+
+
+@pytest.mark.virtual_time
+async def test_what_is_retained_stays_until_its_time_is_over(open_engine):
+    """In virtual time: an hour is nothing, and then it goes as any other."""
+    engine = await open_engine(8)
+    await put_hinted(engine, [0, 1], Hint(retain_s=3_600.0))
+    for number in range(10, 40):
+        await put(engine, [number])
+    assert here(engine, range(2)) == [0, 1]
+    assert engine.stats().primary.rows_retained == 2
+    await asyncio.sleep(3_601)
+    for number in range(50, 65):
+        await put(engine, [number])
+    assert here(engine, range(2)) == []
+    assert engine.stats().primary.rows_retained == 0
+
+
+async def test_hints_hold_where_a_tier_is_written_when_chunks_leave(open_engine):
+    """Rows that left the order ahead of demand come back for a hint; what is not to be stored is owed to nobody."""
+    engine = await open_engine(8, {"type": "dummy", "cascade": "evict"}, limits={"leaving_share": 0.5})
+    await put_hinted(engine, [0, 1], Hint(retain_s=3_600.0))
+    await put_hinted(engine, [2, 3], Hint(no_store=True))
+    await put(engine, [4, 5])
+    assert await at_rest(engine)
+    assert engine.retain(keys([4]), 3_600.0) == 0, "the share is taken"
+    for number in range(10, 40):
+        await put(engine, [number])
+        assert await at_rest(engine)
+    assert here(engine, range(10)) == [0, 1]
+    (tier,) = engine.stats().tiers
+    assert tier.skipped == {"no_store": 2}
+    assert await found(engine, [2]) == 0
+    assert await found(engine, [4, 5]) == 2
+
+
+async def test_only_the_leading_tokens_are_retained(open_engine):
+    """A chunk counts as many tokens as the namespace says."""
+    engine = await open_engine(
+        16, namespace={"model_name": "m", "tokens_per_hash": 16, "blocks_per_chunk": 2}, limits={"retained_share": 1.0}
+    )
+    await put_hinted(engine, range(6), {"retain_s": 60, "tokens": 65})
+    assert engine.stats().primary.rows_retained == 3
+
+
+async def test_no_more_than_the_share_is_retained_and_the_rest_is_counted(open_engine):
+    engine = await open_engine(16, limits={"retained_share": 0.25})
+    await put_hinted(engine, range(6), Hint(retain_s=60.0, priority=1))
+    primary = engine.stats().primary
+    assert (primary.rows_retained, primary.retentions_cut) == (4, 2)
+    assert engine.retain(keys([4, 5]), 60.0, priority=2) == 2
+    assert (engine.stats().primary.rows_retained, engine.stats().primary.retentions_cut) == (4, 4)
+
+
+async def test_a_store_finds_room_though_all_that_could_go_is_retained(open_engine):
+    """Retained is no pin: what is in use stays, what is retained goes."""
+    engine = await open_engine(4, limits={"retained_share": 1.0})
+    await put_hinted(engine, range(4), Hint(retain_s=1e9, priority=99))
+    assert engine.stats().primary.rows_retained == 4
+    assert await put(engine, range(10, 14)) == 4
+    assert here(engine, range(10, 14)) == [10, 11, 12, 13]
+
+
+async def test_what_is_not_to_be_stored_goes_to_no_tier(open_engine, tmp_path, runner):
+    other = {"type": "dummy", "name": "other"}
+    engine = await open_engine(8, fs(tmp_path), other, runner=runner)
+    await put_hinted(engine, [0, 1], Hint(no_store=True))
+    await put_hinted(engine, [2, 3], Hint(no_store=("disk",)))
+    await put(engine, [4])
+    assert await at_rest(engine)
+    disk, dummy = engine.stats().tiers
+    assert (disk.stored, disk.skipped, dummy.stored, dummy.skipped) == (1, {"no_store": 4}, 3, {"no_store": 2})
+    assert await engine.get(keys([0])) == [chunk(0)]
+
+
+async def test_a_bad_hint_costs_the_request_nothing_and_is_counted_and_said_once(open_engine, caplog):
+    engine = await open_engine(8)
+    for bad in ("over", {"ower": True}, {"over": "yes"}, {"retain_s": -1}, {"retain_s": float("nan")}, 7, [1]):
+        await put_hinted(engine, [0], bad)
+    await put_hinted(engine, [1], {"no_store": ["nowhere"]})
+    assert engine.stats().hints_ignored == {"type": 3, "field": 1, "value": 3, "tier": 1}
+    assert len([record for record in caplog.records if record.name == "kvtier.hints"]) == 4
+    assert await found(engine, [0]) == 1
+
+
+@pytest.mark.parametrize("hint", [None, OVER, Hint(retain_s=5.0), Hint(returns_in_s=3.0, class_="agent")])
+async def test_whatever_is_said_every_byte_is_right(open_engine, tmp_path, hint):
+    engine = await open_engine(6, fs(tmp_path, capacity_bytes=1 << 20), eviction_policy="density")
+    for turn in range(30):
+        first = turn % 3 * 10
+        numbers = range(first, first + 2 + turn % 4)
+        async with engine.fetch(keys(numbers), hint=hint) as rows:
+            assert [bytes(row) for row in rows] == [chunk(number) for number in numbers[: len(rows)]]
+        await put_hinted(engine, numbers, hint)
+    assert await at_rest(engine)
+
+
+# Calls about keys.
+
+
+async def test_what_is_prefetched_is_there_before_it_is_looked_up(open_engine, tmp_path, runner):
+    engine = await open_engine(16, fs(tmp_path), runner=runner)
+    await put(engine, range(6))
+    assert await at_rest(engine)
+    assert await engine.reset()
+    assert await engine.prefetch(keys([0, 1, 2, 3, 99, 4])) == 4
+    assert here(engine, range(6)) == [0, 1, 2, 3]
+    assert await at_rest(engine)
+    assert await found(engine, range(4)) == 4
+
+
+async def test_more_is_prefetched_than_a_window_and_no_more_than_the_share_of_leases(open_engine):
+    """What is beyond is not begun: others' rows are not taken for it."""
+    engine = await open_engine(2_000, {"type": "dummy"}, limits={"lease_share": 0.5})
+    await put(engine, range(1_500))
+    assert await at_rest(engine)
+    assert await engine.reset()
+    assert await engine.prefetch(keys(range(1_500))) == 1_000
+    assert await at_rest(engine)
+    assert await engine.prefetch(keys(range(1_000))) == 1_000
+
+
+async def test_a_prefetch_of_nothing_and_of_strangers_is_over_at_once(open_engine, tmp_path, runner):
+    engine = await open_engine(4, fs(tmp_path), runner=runner)
+    assert await engine.prefetch([]) == 0
+    assert await engine.prefetch(keys([77])) == 0
+    await put(engine, [0, 1])
+    assert await engine.prefetch(keys([0, 1])) == 2
+
+
+async def test_a_prefetch_ends_before_what_fails_on_its_way(open_engine):
+    tier = {"type": "dummy", "corruption_rate": 1.0}
+    engine = await open_engine(8, tier)
+    await put(engine, range(3))
+    assert await at_rest(engine)
+    assert await engine.reset()
+    assert await engine.prefetch(keys(range(3))) == 0
+    assert await at_rest(engine)
+
+
+async def test_a_prefetch_loads_what_a_request_would_rather_compute(open_engine):
+    """Nobody waits for it: so a load that takes longer than computing is worth its time."""
+    tier = {"type": "dummy", "latency_s": 0.05}
+    engine = await open_engine(8, tier, prefill_tokens_per_s=1e9, chunk_tokens=1)
+    await put(engine, range(3))
+    assert await at_rest(engine)
+    for _ in range(2):  # The first load is how the tier's speed is learned.
+        assert await engine.reset()
+        assert await engine.prefetch(keys(range(3))) == 3
+        assert await at_rest(engine)
+    assert await engine.reset()
+    assert await found(engine, range(3)) == 0
+
+
+async def test_a_prefetch_that_is_cancelled_leaves_nothing_held(open_engine):
+    engine = await open_engine(8, {"type": "dummy", "latency_s": 0.2})
+    await put(engine, range(3))
+    assert await at_rest(engine)
+    assert await engine.reset()
+    call = asyncio.ensure_future(engine.prefetch(keys(range(3))))
+    await until(lambda: ledger_in(engine).transfers.under_way)
+    call.cancel()
+    await asyncio.wait([call])
+    assert call.cancelled()
+    assert await at_rest(engine)
+    assert here(engine, range(3)) == [0, 1, 2]
+
+
+async def test_a_reset_ends_a_prefetch(open_engine):
+    engine = await open_engine(8, {"type": "dummy", "latency_s": 0.2})
+    await put(engine, range(3))
+    assert await at_rest(engine)
+    assert await engine.reset()
+    call = asyncio.ensure_future(engine.prefetch(keys(range(3))))
+    await until(lambda: ledger_in(engine).transfers.under_way)
+    assert await engine.reset()
+    assert await call in (0, 3)
+    assert await at_rest(engine)
+
+
+def test_a_prefetch_goes_on_with_the_steps_of_an_engine(start_engine, tmp_path):
+    engine = start_engine(8, fs(tmp_path), runner="thread")
+    engine.on_new_request("r")
+    plan = engine.prepare_store(keys(range(4)), "r")
+    for number, row in zip(range(4), plan.rows, strict=True):
+        engine.region.row(row)[:] = chunk(number)
+    engine.complete_store(plan.keys, "r")
+    engine.on_request_finished("r")
+    assert engine.drain()
+    assert engine.reset()
+    engine.on_reset_flushed()
+    engine.prefetch(keys(range(4)))
+    assert engine.has_pending_work()
+    assert engine.drain()
+    assert not engine.has_pending_work()
+    assert [key in ledger_in(engine).primary.ready for key in keys(range(4))] == [True] * 4
+
+
+async def test_what_was_demoted_makes_room_first(open_engine):
+    engine = await open_engine(6)
+    await put(engine, range(6))
+    assert engine.demote(keys([4, 5, 99])) == 2
+    await put(engine, [10, 11])
+    assert here(engine, range(6)) == [0, 1, 2, 3]
+
+
+async def test_what_is_forgotten_is_nowhere_and_everybody_hears_of_it(open_engine, tmp_path, runner):
+    engine = await open_engine(8, fs(tmp_path), runner=runner, events=True)
+    await put(engine, range(4))
+    assert await at_rest(engine)
+    engine.take_events()
+    assert engine.forget(keys([2, 3, 99])) == 3
+    assert await at_rest(engine)
+    assert here(engine, range(4)) == [0, 1]
+    removed = [(event.tier, list(event.keys)) for event in engine.take_events() if event.kind is EventKind.REMOVED]
+    assert ("cpu", keys([2, 3])) in removed
+    assert [tier for tier, gone in removed if set(keys([2, 3])) <= set(gone)] == ["cpu", "disk"]
+    assert await engine.reset()
+    assert await found(engine, range(4)) == 2
+
+
+async def test_nothing_is_forgotten_under_its_reader(open_engine, tmp_path):
+    """Its rows are nobody else's until it has let go; then they are forgotten, here and in the tier."""
+    engine = await open_engine(4, fs(tmp_path))
+    await put(engine, range(3))
+    assert await at_rest(engine)
+    async with engine.fetch(keys(range(3))) as rows:
+        assert engine.forget(keys(range(3))) == 0
+        await put(engine, [50])
+        assert [bytes(row) for row in rows] == [chunk(number) for number in range(3)]
+    assert await at_rest(engine)
+    assert here(engine, range(3)) == []
+    assert await engine.reset()
+    assert await found(engine, range(3)) == 0
+
+
+async def test_what_is_forgotten_on_its_way_to_a_tier_does_not_stay_there(open_engine):
+    engine = await open_engine(8, {"type": "dummy", "latency_s": 0.1})
+    await put(engine, range(3))
+    assert engine.forget(keys(range(3))) == 0
+    assert await at_rest(engine)
+    assert await engine.reset()
+    assert await found(engine, range(3)) == 0
+    assert engine.stats().tiers[0].chunks == 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "priority"), [(0, 0), (-1, 0), (float("inf"), 0), (float("nan"), 0), (1, 100), (1, -1)]
+)
+async def test_a_retention_that_cannot_be_is_refused_by_name(open_engine, seconds, priority):
+    engine = await open_engine(4)
+    with pytest.raises(ValueError, match=r"seconds: |priority: "):
+        engine.retain(keys([0]), seconds, priority=priority)
+
+
+async def test_what_was_retained_by_call_stays_in_a_tier_too(open_engine, tmp_path):
+    engine = await open_engine(64, fs(tmp_path, capacity_bytes=64 * SLOT_BYTES + 40_000))
+    await put(engine, range(4))
+    assert await at_rest(engine)
+    assert engine.retain(keys([*range(4), 99]), 600.0, priority=3) == 4
+    for first in range(1_000, 1_160, 8):
+        await put(engine, range(first, first + 8))
+        assert await at_rest(engine)
+    assert await gone_from_disk(engine, range(4)) == []
+    assert here(engine, range(4)) == [0, 1, 2, 3]

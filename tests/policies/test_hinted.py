@@ -1,0 +1,349 @@
+"""Orders that take hints: what goes first, what is passed over for how long, which keys are one session's own."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from kvtier.policies import (
+    LRU,
+    Density,
+    Hint,
+    HintedOrder,
+    LinkedLRU,
+    Retained,
+    known_policies,
+    number_order,
+    policy_class,
+)
+from tests.policies.test_base import NaiveLRU, none_kept
+
+CAPACITY = 12
+KEYS = 30
+RETAINED_MAX = 4
+OVER = Hint(over=True)
+some_keys = st.lists(st.integers(0, KEYS - 1), unique=True, max_size=CAPACITY)
+
+
+class NaiveHinted:
+    """What `HintedOrder` promises, over an LRU, as lists that are searched from end to end."""
+
+    def __init__(self) -> None:
+        self.order = NaiveLRU(CAPACITY)
+        self.demoted: list[int] = []
+        self.terms: list[tuple[int, float, int]] = []  # In the order in which they were given: key, until, priority.
+        self.users: dict[int, int] = {}  # Key -> the last request that used it and has ended; 0: none yet.
+        self.shared: set[int] = set()
+        self.requests = 0
+
+    @property
+    def retained(self) -> set[int]:
+        return {key for key, _, _ in self.terms}
+
+    def insert(self, keys: Sequence[int]) -> None:
+        self.order.insert(keys)
+        self.users.update(dict.fromkeys(keys, 0))
+
+    def touch(self, keys: Sequence[int]) -> None:
+        self.demoted = [key for key in self.demoted if key not in keys]
+        self.order.touch(keys)
+
+    def end(self, keys: Sequence[int], hint: Hint | None) -> None:
+        self.touch(keys)
+        last_used = [key for key in keys if self.users.get(key) != 0]
+        if last_used:
+            deepest = self.users.get(last_used[-1])
+            rest = [key for key, user in self.users.items() if user == deepest and key not in keys]
+            own = {0, deepest} if deepest is not None and len(rest) <= 1 else {0}
+            self.shared |= {key for key in last_used if self.users.get(key) not in own}
+        self.requests += 1
+        self.users.update(dict.fromkeys(keys, self.requests))
+        if hint is not None and hint.over:
+            self.demote([key for key in keys if key not in self.shared])
+
+    def demote(self, keys: Sequence[int]) -> None:
+        self.terms = [term for term in self.terms if term[0] not in keys]
+        self.demoted = [key for key in self.demoted if key not in keys] + list(reversed(keys))
+
+    def retain(self, keys: Sequence[int], until: float, priority: int) -> None:
+        self.demoted = [key for key in self.demoted if key not in keys]
+        room, fresh = RETAINED_MAX - len(self.terms), list[int]()
+        for key in keys:
+            had = [term for term in self.terms if term[0] == key]
+            if had:
+                self.terms.remove(had[0])
+                self.terms.append((key, max(until, had[0][1]), max(priority, had[0][2])))
+                continue
+            lowest = min((term[2] for term in self.terms), default=priority)
+            if room <= 0 and lowest < priority:
+                self.terms.remove(next(term for term in self.terms if term[2] == lowest))
+                room += 1
+            if room > 0:
+                room -= 1
+                fresh.append(key)
+        self.terms += [(key, until, priority) for key in reversed(fresh)]
+
+    def expire(self, now: float) -> None:
+        self.terms = [term for term in self.terms if term[1] > now]
+
+    def evict(self, count: int, kept: frozenset[int]) -> list[int] | None:
+        let_go = 1
+        while (victims := self.chosen(count, kept | self.retained)) is None and self.terms:
+            for _ in range(min(let_go, len(self.terms))):
+                lowest = min(term[2] for term in self.terms)
+                self.terms.remove(next(term for term in self.terms if term[2] == lowest))
+            let_go *= 2
+        if victims is not None:
+            self.forget(victims)
+        return victims
+
+    def chosen(self, count: int, kept: frozenset[int]) -> list[int] | None:
+        first = [key for key in self.demoted if key not in kept][:count]
+        rest = (
+            self.order.evict(count - len(first), lambda key: key in kept or key in first) if len(first) < count else []
+        )
+        if rest is None:
+            return None
+        self.order.remove(first)
+        return first + rest
+
+    def remove(self, keys: Sequence[int]) -> None:
+        self.order.remove(keys)
+        self.forget(keys)
+
+    def forget(self, keys: Sequence[int]) -> None:
+        self.demoted = [key for key in self.demoted if key not in keys]
+        self.terms = [term for term in self.terms if term[0] not in keys]
+        self.users = {key: user for key, user in self.users.items() if key not in keys}
+        self.shared -= set(keys)
+
+
+class HintedMachine(RuleBasedStateMachine):
+    """Any calls that an owner may make: among keys and among numbers they have the same victims as the naive one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.naive = NaiveHinted()
+        self.now = 0.0
+        orders: list[Any] = [LRU[int](CAPACITY), LinkedLRU(KEYS)]
+        self.orders = [HintedOrder[int](order, RETAINED_MAX) for order in orders]
+        self.resident: set[int] = set()
+
+    def present(self, keys: Sequence[int]) -> list[int]:
+        return [key for key in keys if key in self.resident]
+
+    @rule(keys=some_keys, start=st.integers(0, KEYS - 1), length=st.integers(0, 6), chain=st.booleans())
+    def insert(self, keys: list[int], start: int, length: int, chain: bool) -> None:
+        keys = list(range(start, min(KEYS, start + length))) if chain else keys
+        keys = [key for key in keys if key not in self.resident][: CAPACITY - len(self.resident)]
+        for order in (self.naive, *self.orders):
+            order.insert(keys)
+        self.resident.update(keys)
+
+    @rule(keys=some_keys)
+    def touch(self, keys: list[int]) -> None:
+        for order in (self.naive, *self.orders):
+            order.touch(self.present(keys))
+
+    @rule(keys=some_keys, over=st.sampled_from([None, Hint(), OVER]))
+    def end(self, keys: list[int], over: Hint | None) -> None:
+        for order in (self.naive, *self.orders):
+            order.end(self.present(keys), over)
+
+    @rule(start=st.integers(0, KEYS - 1), length=st.integers(1, 8), over=st.sampled_from([None, None, OVER]))
+    def end_a_chain(self, start: int, length: int, over: Hint | None) -> None:
+        for order in (self.naive, *self.orders):
+            order.end(self.present(range(start, start + length)), over)
+
+    @rule(keys=some_keys)
+    def demote(self, keys: list[int]) -> None:
+        for order in (self.naive, *self.orders):
+            order.demote(self.present(keys))
+
+    @rule(keys=some_keys, seconds=st.integers(0, 9), priority=st.integers(0, 2))
+    def retain(self, keys: list[int], seconds: int, priority: int) -> None:
+        for order in (self.naive, *self.orders):
+            order.retain(self.present(keys), self.now + seconds, priority)
+
+    @rule(seconds=st.integers(0, 9))
+    def wait(self, seconds: int) -> None:
+        self.now += seconds
+        self.naive.expire(self.now)
+        for order in self.orders:
+            order.retained.expire(self.now)
+
+    @rule(count=st.integers(1, CAPACITY + 1), kept=st.frozensets(st.integers(0, KEYS - 1)))
+    def evict(self, count: int, kept: frozenset[int]) -> None:
+        expected = self.naive.evict(count, kept)
+        assert (expected is None) == (len(self.resident - kept) < count)
+        for order in self.orders:
+            assert order.evict(count, kept.__contains__) == expected
+        self.resident.difference_update(expected or ())
+
+    @rule(keys=some_keys)
+    def remove(self, keys: list[int]) -> None:
+        present = self.present(keys)
+        for order in (self.naive, *self.orders):
+            order.remove(present)
+        self.resident.difference_update(present)
+
+    @invariant()
+    def the_same_is_retained_and_no_more_than_the_share(self) -> None:
+        for order in self.orders:
+            assert {key for key in self.resident if key in order.retained} == self.naive.retained
+            assert len(order.retained) == len(self.naive.retained) <= RETAINED_MAX
+
+
+TestHinted = HintedMachine.TestCase
+
+
+def hinted(policy: str, keys: Sequence[int] = (), *, retained_max: int = 8) -> HintedOrder[int]:
+    """Give an order of numbers under a policy, as the primary has it."""
+    order: Any = number_order(policy_class(policy)(100), 100, range(100), int)
+    hinted = HintedOrder[int](order, retained_max)
+    for key in keys:
+        hinted.insert([key])
+    return hinted
+
+
+each_policy = pytest.mark.parametrize("policy", known_policies())
+
+
+@each_policy
+def test_under_every_policy_what_was_demoted_goes_first(policy: str) -> None:
+    order = hinted(policy, range(20))
+    order.demote([17, 18, 19])
+    assert order.evict(3, none_kept) == [19, 18, 17]
+    assert order.evict(17, none_kept) is not None
+
+
+@each_policy
+def test_under_every_policy_what_is_used_again_is_demoted_no_more(policy: str) -> None:
+    order = hinted(policy, range(20))
+    for key in range(20):
+        order.end([key])
+    order.demote([18, 19])
+    order.touch([18, 19])
+    order.end([18, 19])
+    assert not {18, 19} & set(order.evict(5, none_kept) or ())
+
+
+@each_policy
+def test_under_every_policy_what_is_retained_goes_last_and_goes(policy: str) -> None:
+    order = hinted(policy, range(20))
+    order.retain([0, 1, 2], 100.0, 5)
+    assert not {0, 1, 2} & set(order.evict(17, none_kept) or ())
+    assert set(order.evict(3, none_kept) or ()) == {0, 1, 2}
+
+
+@each_policy
+def test_under_every_policy_rows_that_move_keep_what_was_said_of_them(policy: str) -> None:
+    names: list[int | None] = list(range(100))
+    order: Any = HintedOrder(number_order(policy_class(policy)(100), 100, names, int), 8)
+    for key in range(10):
+        order.insert([key])
+    order.retain([3], 100.0, 0)
+    names[50], names[3] = 3, None
+    order.move(3, 50)
+    assert 50 in order.retained
+    assert 3 not in order.retained
+
+
+@pytest.mark.parametrize("policy", [name for name in known_policies() if name != "density"])
+def test_of_a_session_that_is_over_goes_what_no_other_has_used(policy: str) -> None:
+    head, first, other = [0, 1], [2, 3, 4], [5, 6, 7]
+    order = hinted(policy, range(20, 30))
+    for own in (first, other):
+        order.insert([*head, *own] if own is first else own)
+        order.touch(head)
+        order.end([*head, *own])
+    order.end([*head, *first], OVER)
+    assert order.evict(3, none_kept) == [4, 3, 2]
+    assert not {*head, *other} & set(order.evict(5, none_kept) or ())
+
+
+def test_a_conversation_that_went_on_for_turns_is_one_session() -> None:
+    order = hinted("lru")
+    order.insert([0, 1, 2])
+    order.end([0, 1, 2])
+    order.insert([3, 4])
+    order.end([0, 1, 2, 3, 4])
+    order.insert([5, 6])
+    order.end([0, 1, 2, 3, 4, 5, 6], OVER)
+    order.insert([9])
+    assert order.evict(7, none_kept) == [6, 5, 4, 3, 2, 1, 0]
+
+
+def test_a_conversation_that_goes_on_without_its_last_chunk_is_one_session() -> None:
+    """That one was filled in part only."""
+    order = hinted("lru")
+    order.insert([0, 1, 2])
+    order.end([0, 1, 2])
+    order.insert([3])
+    order.end([0, 1, 3], OVER)
+    order.insert([9])
+    assert order.evict(3, none_kept) == [3, 1, 0]
+
+
+def test_what_was_there_before_the_first_hint_counts_as_used_by_others() -> None:
+    plain = LinkedLRU(100)
+    plain.insert([0, 1, 2])
+    order = HintedOrder[int](plain, 0)
+    order.insert([3, 4])
+    order.end([0, 1, 2, 3, 4], OVER)
+    order.insert([9])
+    assert order.evict(2, none_kept) == [4, 3]
+    assert order.evict(1, none_kept) == [2]  # By recency, as any other.
+    order.touch([0, 1])
+    assert order.evict(1, none_kept) == [9]
+
+
+def test_density_learns_what_over_is_worth_and_does_not_just_believe_it() -> None:
+    order = HintedOrder[int](Density[int](100), 8)
+    order.insert(range(5))
+    order.end(range(5))
+    order.insert(range(5, 10))
+    order.end(range(5, 10), OVER)
+    assert order.evict(1, none_kept) == [4]  # As an LRU, which it is at first.
+
+
+def test_a_key_that_is_retained_twice_stays_until_the_later_time_with_the_higher_priority() -> None:
+    retained = Retained[str](2)
+    retained.retain(["a"], 10.0, 9)
+    retained.retain(["a"], 5.0, 1)
+    retained.retain(["b", "c"], 20.0, 8)
+    retained.expire(9.9)
+    assert ("a" in retained, "b" in retained, "c" in retained, retained.cut) == (True, True, False, 1)
+    retained.expire(10.0)
+    assert ("a" in retained, "b" in retained) == (False, True)
+
+
+def test_what_is_retained_again_and_again_takes_no_more_memory() -> None:
+    retained = Retained[int](10)
+    for now in range(10_000):
+        retained.retain(range(10), float(now + 1_000), 0)
+    assert len(retained._ends) < 2_000  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_share_of_nothing_retains_nothing() -> None:
+    order = hinted("lru", range(10), retained_max=0)
+    order.retain([0, 1], 100.0, 99)
+    assert order.evict(1, none_kept) == [0]
+    assert order.retained.cut == 2
+
+
+@each_policy
+def test_a_prefix_that_is_retained_beyond_the_share_keeps_its_head(policy: str) -> None:
+    order = hinted(policy, range(20), retained_max=3)
+    order.retain([5, 6, 7, 8, 9], 100.0, 0)
+    assert [key in order.retained for key in range(5, 10)] == [True, True, True, False, False]
+
+
+def test_room_that_only_what_is_retained_has_is_made_the_lowest_priority_first() -> None:
+    order = hinted("lru", range(8))
+    order.retain([0, 1], 100.0, 5)
+    order.retain([2, 3], 100.0, 1)
+    assert order.evict(5, none_kept) is not None
+    assert [key in order.retained for key in (0, 1)] == [True, True]

@@ -1,0 +1,251 @@
+"""`kvtier top` shows what a live engine does, by the metrics that it serves."""
+
+import asyncio
+import json
+import os
+import pty
+import signal
+import socketserver
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client.exposition import MetricsHandler
+
+from kvtier import EngineConfig, TieringOffloadingManager, make_offload_key
+from kvtier.tools.cli import main
+from kvtier.tools.top import EngineNow, Reading, engine_now
+from tests.docs.schemas import written
+
+CHUNK_BYTES = 16_384
+
+
+@contextmanager
+def served(registry: CollectorRegistry) -> Iterator[int]:
+    """Serve a registry on a free port, as an engine's owner does."""
+    server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def served_on_a_socket(registry: CollectorRegistry, path: Path) -> Iterator[str]:
+    class Handler(MetricsHandler.factory(registry)):  # type: ignore[misc]
+        def address_string(self) -> str:
+            return "a socket"
+
+    server = socketserver.UnixStreamServer(str(path), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"unix:{path}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@contextmanager
+def engine() -> Iterator[tuple[TieringOffloadingManager, asyncio.AbstractEventLoop]]:
+    """A real engine over one dummy tier, on a loop of its own."""
+    tier = {"type": "dummy", "name": "slow", "capacity_bytes": "16MiB"}
+    config = EngineConfig.from_dict(
+        {"cpu_bytes_to_use": "512KiB", "chunk_bytes": CHUNK_BYTES, "runner": "inline", "secondary_tiers": [tier]}
+    )
+    with asyncio.Runner() as runner:
+        manager = TieringOffloadingManager.open(config)
+        opened = runner.run(manager.__aenter__())
+        try:
+            yield opened, runner
+        finally:
+            runner.run(manager.__aexit__(None, None, None))
+
+
+def keys(first: int, count: int) -> list[Any]:
+    return [make_offload_key((first + number).to_bytes(32, "big")) for number in range(count)]
+
+
+async def used(tiers: TieringOffloadingManager, first: int) -> None:
+    """Store 40 chunks, of which 32 fit into the primary, and ask for the last 10."""
+    await tiers.put(keys(first, 40), [bytes(CHUNK_BYTES)] * 40)
+    await tiers.drain()
+    await tiers.get(keys(first + 30, 10))
+
+
+def top(capsys: pytest.CaptureFixture[str], *args: object) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        main(["top", *map(str, args)])
+    told = capsys.readouterr()
+    return end.value.code, told.out, told.err
+
+
+def test_once_tells_of_a_live_engine_by_its_address_and_by_a_socket(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with engine() as (tiers, runner):
+        runner.run(used(tiers, 0))
+        stats = tiers.stats().primary
+        with served(tiers.metrics) as port, served_on_a_socket(tiers.metrics, tmp_path / "engine.sock") as socket:
+            for address in (
+                port,
+                f"127.0.0.1:{port}",
+                f"http://127.0.0.1:{port}",
+                f"http://127.0.0.1:{port}/metrics",
+                socket,
+            ):
+                status, out, err = top(capsys, address, "--once", "--json", "--interval", "100ms")
+                assert (status, err) == (0, "")
+                told = json.loads(out)
+                jsonschema.validate(told, json.loads(written(EngineNow)))
+                assert told["address"] == str(address)
+                assert told["hit_ratio"] == round(stats.hits / (stats.hits + stats.misses), 4) > 0
+                assert told["hit_ratio_now"] is None
+                assert told["primary"]["used_share"] == 1.0
+                assert told["primary"]["row_bytes"] == CHUNK_BYTES
+                (tier,) = told["tiers"]
+                held = tiers.stats().tiers[0]
+                assert (tier["name"], tier["breaker"], tier["chunks"]) == ("slow", "closed", held.chunks)
+                assert (tier["used_bytes"], tier["capacity_bytes"]) == (held.used_bytes, held.capacity_bytes)
+                assert tier["stored_bytes_per_s"] == 0.0
+            status, out, _ = top(capsys, port, "--once", "--interval", "100ms")
+    assert status == 0
+    assert f"hit ratio unknown now, {told['hit_ratio']:.4f} since the start" in out
+    assert out.splitlines()[-1].split()[:2] == ["slow", "closed"]
+
+
+PAGE = """
+kvtier_primary_hits_total {hits}
+kvtier_primary_misses_total {misses}
+kvtier_primary_stores_total {stores}
+kvtier_primary_evictions_total 0
+kvtier_primary_rows{{state="ready"}} 30
+kvtier_primary_rows{{state="free"}} 10
+kvtier_primary_rows{{state="leased"}} 5
+kvtier_primary_row_bytes 4096
+kvtier_tier_hits_total{{tier="disk",engine="0"}} {hits}
+kvtier_tier_hits_total{{tier="disk",engine="1"}} {hits}
+kvtier_tier_bytes_total{{tier="disk",operation="load"}} {loaded}
+kvtier_tier_breaker{{tier="disk",state="closed",engine="0"}} 1
+kvtier_tier_breaker{{tier="disk",state="open",engine="1"}} {is_open}
+kvtier_tier_dropped_total{{tier="disk",reason="budget"}} {dropped}
+kvtier_transfer_seconds_bucket{{tier="disk",operation="load",le="0.001"}} {fast}
+kvtier_transfer_seconds_bucket{{tier="disk",operation="load",le="0.01"}} {all}
+kvtier_transfer_seconds_bucket{{tier="disk",operation="load",le="+Inf"}} {all}
+kvtier_transfer_seconds_count{{tier="disk",operation="load"}} {all}
+"""
+BEFORE = {"hits": 10, "misses": 10, "stores": 5, "loaded": 0, "is_open": 0, "dropped": 1, "fast": 0, "all": 0}
+AFTER = {"hits": 20, "misses": 40, "stores": 5, "loaded": 8_192, "is_open": 1, "dropped": 7, "fast": 90, "all": 100}
+
+
+def reading(at_s: float, **numbers: int) -> Reading:
+    return Reading(PAGE.format(**numbers).lstrip(), at_s)
+
+
+def test_rates_are_what_changed_between_two_readings_and_engines_behind_one_address_are_added_up() -> None:
+    found = engine_now("here", reading(10.0, **BEFORE), reading(12.0, **AFTER))
+    (disk,) = found.tiers
+    assert found.hit_ratio == round(60 / 100, 4)
+    assert found.hit_ratio_now == round(30 / 60, 4)
+    assert found.primary is not None
+    assert (found.primary.hits_per_s, found.primary.misses_per_s, found.primary.stores_per_s) == (5.0, 15.0, 0.0)
+    assert found.primary.used_share == 0.75
+    assert (disk.hits_per_s, disk.loaded_bytes_per_s, disk.dropped_per_s) == (10.0, 4_096.0, 3.0)
+    assert disk.dropped == {"budget": 7}
+    assert disk.breaker == "open"
+    assert disk.capacity_bytes is None
+    times = disk.transfer_s["load"]
+    assert times.transfers == 100
+    assert times.p50 < 0.001 < times.p99 < 0.01
+
+
+def test_an_engine_that_was_started_anew_has_no_rates_below_zero() -> None:
+    found = engine_now("here", reading(10.0, **AFTER), reading(12.0, **BEFORE))
+    assert found.primary is not None
+    assert found.primary.hits_per_s == 5.0
+    assert found.tiers[0].loaded_bytes_per_s == 0.0
+
+
+def test_a_tier_behind_vllms_own_manager_has_no_hit_ratio() -> None:
+    """There, only vLLM knows its hits, and the primary is vLLM's."""
+    page = 'kvtier_tier_stored_total{tier="disk"} 4\nkvtier_tier_used_bytes{tier="disk"} 9\n'
+    found = engine_now("here", Reading(page, 0.0), Reading(page, 1.0))
+    assert (found.hit_ratio, found.hit_ratio_now, found.primary) == (None, None, None)
+    assert (found.tiers[0].used_bytes, found.tiers[0].breaker) == (9, "")
+
+
+def test_an_address_without_kvtiers_metrics_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    registry = CollectorRegistry()
+    Counter("strange", "Of somebody else.", registry=registry)
+    with served(registry) as port:
+        status, out, err = top(capsys, port, "--once")
+    assert (status, out) == (2, "")
+    assert err == f"kvtier: {port}: there are metrics, but none of kvtier; the address of an engine accepted\n"
+
+
+def test_an_address_where_nobody_answers_ends_with_3(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with served(CollectorRegistry()) as port:
+        pass
+    assert top(capsys, port, "--once") == (3, "", f"kvtier: {port}: Connection refused\n")
+    absent = tmp_path / "absent.sock"
+    assert top(capsys, absent, "--once") == (3, "", f"kvtier: {absent}: No such file or directory\n")
+
+
+def test_a_page_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    class Html(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            self.rfile.readline()
+            self.wfile.write(b"HTTP/1.1 200 OK\r\nContent-Length: 15\r\n\r\n<html>\xff</html>\n")
+
+    with socketserver.TCPServer(("127.0.0.1", 0), Html) as server:
+        thread = threading.Thread(target=server.handle_request)
+        thread.start()
+        port = server.server_address[1]
+        status, out, err = top(capsys, port, "--once")
+        thread.join()
+    assert (status, out) == (2, "")
+    assert err.startswith(f"kvtier: {port}: what is there are no metrics; ")
+
+
+@pytest.mark.usefixtures("outside")
+def test_a_terminal_shows_an_engine_anew_until_ctrl_c() -> None:
+    """The breaker opens while it is watched."""
+    registry = CollectorRegistry()
+    breaker = Gauge("kvtier_tier_breaker", "State.", ("tier", "state"), registry=registry)
+    breaker.labels("disk", "closed").set(1)
+    with served(registry) as port:
+        ours, theirs = pty.openpty()
+        command = [sys.executable, "-m", "kvtier", "top", str(port), "--interval", "100ms"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm", "COLUMNS": "160"}
+        process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
+        os.close(theirs)
+        shown = until(ours, b"closed")
+        breaker.labels("disk", "closed").set(0)
+        breaker.labels("disk", "open").set(1)
+        shown += until(ours, b"open")
+        process.send_signal(signal.SIGINT)
+        while True:
+            try:
+                shown += os.read(ours, 4_096)
+            except OSError:  # Linux's way to say that the other end was closed.
+                break
+        os.close(ours)
+    assert process.wait() == 130
+    assert b"Traceback" not in shown
+
+
+def until(fd: int, word: bytes) -> bytes:
+    shown = b""
+    while word not in shown:
+        shown += os.read(fd, 4_096)
+    return shown

@@ -1,0 +1,56 @@
+"""KVTierConnector in the real engine: what it measures of prefill, and that it is vLLM's connector in all else."""
+
+import time
+
+from tests.vllm.engines import PROMPT_HITS, PROMPT_TOKENS, Engine, hits, kvtier, prompts, right, tokens
+from tests.vllm.test_secondary import behind_vllm
+
+
+def test_prefill_is_measured_from_the_steps_where_nobody_has_said_how_fast_it_is(llama, monkeypatch):
+    """Pieces of prompts, and decoding beside them."""
+    asked = prompts(8)
+    expected = right(llama, asked)
+    with Engine(llama, kvtier(), measured=True, max_num_batched_tokens=512) as engine:
+        noted: list[tuple[int, float]] = []
+        note = engine.kvtier.note_prefill
+        monkeypatch.setattr(engine.kvtier, "note_prefill", lambda *step: (noted.append(step), note(*step)))
+        begun = time.monotonic()
+        answers = engine.answer(asked)
+        took_s = time.monotonic() - begun
+        assert tokens(answers) == expected
+        assert sum(count for count, _ in noted) == len(asked) * PROMPT_TOKENS
+        assert 0.0 < sum(seconds for _, seconds in noted) < took_s
+        assert engine.ledger.prefill.tokens_per_s > len(asked) * PROMPT_TOKENS / took_s
+
+
+def test_time_between_requests_is_not_prefills(llama, monkeypatch):
+    asked = prompts(2)
+    with Engine(llama, kvtier(), measured=True) as engine:
+        noted: list[float] = []
+        monkeypatch.setattr(engine.kvtier, "note_prefill", lambda _, seconds: noted.append(seconds))
+        stepping_s = 0.0
+        for prompt in asked:
+            begun = time.monotonic()
+            engine.answer([prompt])
+            stepping_s += time.monotonic() - begun
+            until = time.monotonic() + stepping_s  # Nobody asks for as long as all took so far.
+            while time.monotonic() < until:
+                pass
+        assert sum(noted) < stepping_s
+
+
+def test_a_speed_that_was_said_is_not_measured(llama):
+    asked = prompts(5)
+    with Engine(llama, kvtier(prefill_tokens_per_s=1e9), measured=True) as engine:
+        engine.answer(asked)
+        assert engine.ledger.prefill.tokens_per_s == 1e9
+
+
+def test_behind_vllms_own_manager_the_connector_is_vllms(llama, disk):
+    asked = prompts(4)
+    expected = right(llama, asked)
+    for cached in (0, PROMPT_HITS):
+        with Engine(llama, behind_vllm(disk), measured=True) as engine:
+            answers = engine.answer(asked)
+            assert (tokens(answers), hits(answers)) == (expected, [cached] * len(asked))
+            engine.settle()
