@@ -16,6 +16,7 @@ from kvtier.config import (
     EngineLimits,
     EventsKept,
     LateMargin,
+    Part,
     QueuedActions,
     TierConfig,
     TierLimits,
@@ -141,6 +142,7 @@ class SecondaryLimits(TierLimits, frozen=True, forbid_unknown_fields=True, kw_on
     open_s: SlowDuration = _ENGINE.open_s
     close_s: Duration = _ENGINE.close_s
     events: EventsKept = _ENGINE.events
+    retained_share: Part = _ENGINE.retained_share
 
 
 ENGINE_ONLY = struct_fields(EngineLimits).keys() - struct_fields(SecondaryLimits).keys()

@@ -96,6 +96,22 @@ _GAUGES: dict[str, tuple[str, Labels]] = {
 }
 
 
+_VLLMS_TO_DECIDE = {
+    f"kvtier_tier_{name}"
+    for name in (
+        "declined",
+        "declined_requests",
+        "declined_seconds",
+        "expected_seconds",
+        "explored",
+        "given_up",
+        "hits",
+        "loaded_seconds",
+    )
+}
+"""What a tier behind vLLM's own manager never counts."""
+
+
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     """Declare every metric that `Stats` may report; needs no engine."""
     definitions: dict[str, OffloadingMetricMetadata] = {}
@@ -112,13 +128,12 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
 
 
 def tier_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
-    """Declare what one tier behind vLLM's own manager reports: of hits, in kvtier's sense, only vLLM knows there."""
-    left_out = {"kvtier_tier_hits"}
+    """Declare what one tier behind vLLM's own manager reports: of hits, and of what is loaded at all, vLLM decides."""
     of_runner = {"kvtier_runners_lost", "kvtier_events_dropped", "kvtier_hints_ignored"}
     return {
         name: each
         for name, each in metric_definitions().items()
-        if name in of_runner or ("tier" in each.labelnames and name not in left_out)
+        if name in of_runner or ("tier" in each.labelnames and name not in _VLLMS_TO_DECIDE)
     }
 
 
@@ -194,6 +209,7 @@ def engine_readings(engine: StepManager) -> Readings:
         "leased": lambda: ledger.leases.rows,
         "cascading": lambda: len(ledger.transfers.cascade_rows),
         "kept": lambda: len(ledger.kept),
+        "retained": lambda: primary.retained,
     }
     gauges = [
         *(Series("kvtier_primary_rows", (state,), read) for state, read in rows.items()),

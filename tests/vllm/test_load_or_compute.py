@@ -1,0 +1,79 @@
+"""A tier that becomes slow, in the real engine: nobody waits for it, every answer is right, and it is used again."""
+
+from pathlib import Path
+from typing import Any
+
+from tests.redis.servers import until
+from tests.vllm.engines import PROMPT_HITS, PROMPT_TOKENS, Engine, hits, kvtier, prompts, right, tokens
+from tests.vllm.slow_tier import slow
+
+COMPUTED_TOKENS_PER_S = 1_000.0  # Said, not measured: a prompt takes a second, whatever the machine does.
+CRAWLING_BYTES_PER_S = 256 << 10  # A prompt takes eight.
+
+
+def over(disk: Path, speed: Path, **changes: Any) -> dict[str, Any]:
+    """Return the configuration of an engine whose primary holds two of its prompts; the tier holds all of them."""
+    return kvtier(cpu_bytes_to_use="5MiB", secondary_tiers=[slow(disk, speed)], **changes)
+
+
+def test_a_tier_that_becomes_slow_is_not_waited_for_and_is_used_again_when_it_is_fast(llama, disk, tmp_path):
+    asked, speed = prompts(8), tmp_path / "speed"
+    expected = right(llama, asked)
+    with Engine(llama, over(disk, speed, prefill_tokens_per_s=COMPUTED_TOKENS_PER_S)) as engine:
+        (tier,) = engine.ledger.tiers
+        counters = tier.counters
+        engine.answer(asked)
+        engine.settle()
+        assert [engine.answer([prompt])[0].cached for prompt in asked] == [PROMPT_HITS] * len(asked)
+        assert counters.declined == counters.given_up == 0
+
+        speed.write_text(str(CRAWLING_BYTES_PER_S))
+        (late,) = engine.answer(asked[:1])
+        assert (late.tokens, counters.given_up) == (expected[0], 1)
+        assert late.cached < PROMPT_HITS
+        engine.settle()  # The load ends, and its rows come back.
+        answers = [engine.answer([prompt])[0] for prompt in asked[1:]]
+        assert tokens(answers) == expected[1:]
+        assert max(hits(answers)) < PROMPT_HITS
+        assert counters.declined > 0
+        assert counters.given_up + counters.declined_requests >= len(asked)
+
+        speed.unlink()
+        until(lambda: served(engine, asked, expected))
+        assert counters.explored > 0
+
+
+def served(engine: Engine, asked: list[list[int]], expected: list[tuple[int, ...]]) -> bool:
+    """Ask for everything once more, be sure that it was right, and say whether all of it was cached."""
+    answers = [engine.answer([prompt])[0] for prompt in asked]
+    assert tokens(answers) == expected
+    return hits(answers) == [PROMPT_HITS] * len(asked)
+
+
+def test_what_the_connector_measures_decides_about_loads(llama, disk, tmp_path):
+    """Without a word of how fast vLLM computes: as soon as that is known, a tier that crawls is declined."""
+    asked, speed = prompts(8), tmp_path / "speed"
+    expected = right(llama, asked)
+    with Engine(llama, over(disk, speed), measured=True) as engine:
+        (tier,) = engine.ledger.tiers
+        assert tokens(engine.answer(asked)) == expected
+        engine.settle()
+        assert engine.ledger.prefill.tokens_per_s > 0  # It takes 4,096 tokens.
+        speed.write_text(str(CRAWLING_BYTES_PER_S / PROMPT_TOKENS))
+        answers = [engine.answer([prompt])[0] for prompt in asked]
+        assert tokens(answers) == expected
+        assert max(hits(answers)) < PROMPT_HITS
+        assert tier.counters.declined_requests > 0
+        speed.unlink()
+
+
+def test_with_vllms_own_connector_everything_is_loaded_however_slow(llama, disk, tmp_path):
+    asked, speed = prompts(5), tmp_path / "speed"
+    expected = right(llama, asked)
+    speed.write_text(str(CRAWLING_BYTES_PER_S * 8))
+    with Engine(llama, over(disk, speed)) as engine:
+        engine.answer(asked)
+        engine.settle()
+        answers = [engine.answer([prompt])[0] for prompt in asked]
+        assert (tokens(answers), hits(answers)) == (expected, [PROMPT_HITS] * len(asked))
+        assert engine.ledger.prefill.tokens_per_s is None
