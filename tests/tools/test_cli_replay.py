@@ -80,7 +80,7 @@ def test_without_a_configuration_a_trace_goes_through_memory_and_files_and_leave
     shown = capsys.readouterr()
     assert "trace.jsonl.gz: replayed 60 requests, 330 chunk references" in shown.out
     assert "0 wrong chunks" in shown.out
-    assert "│ 0:fs " in shown.out
+    assert "\n0:fs " in shown.out
     assert shown.err == ""
     told, extent = report(out), measure(Trace(trace))
     assert told["requests"] == 60
