@@ -283,6 +283,9 @@ class Ledger:
                 request.late_at = late_at if request.late_at == NEVER else max(late_at, request.late_at)
         self.outbox.runs.clear()
 
+    def _weighs(self, request: Request) -> bool:
+        return request.weighed and self._worth.token_s > 0
+
     def _choice(self, request: Request, runs: Sequence[Run], queued: Mapping[Tier, int]) -> Choice:
         tokens = request.tokens_found(self._worth.chunk_tokens)
         if tokens is None:
