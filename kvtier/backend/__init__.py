@@ -42,7 +42,7 @@ from kvtier.backend.keys import (
 )
 from kvtier.backend.lending import Calls, Fit, Lanes, in_task, in_thread, in_threads, load_each_once, store_each_once
 from kvtier.backend.namespace import NAME_BYTES_MAX, Attention, FileMapper, Group, Namespace, refusal
-from kvtier.backend.seal import SEAL_BYTES, Seal, SealFault, SealOptions, XXH3Seal, told_by
+from kvtier.backend.seal import SEAL_BYTES, Seal, SealFault, SealOptions, XXH3Seal, of_another_version, told_by
 from kvtier.backend.staging import Slots, Staging
 from kvtier.backend.wrapper import Wrapper
 from kvtier.errors import (
@@ -140,6 +140,7 @@ __all__ = [
     "known_types",
     "load_each_once",
     "make_offload_key",
+    "of_another_version",
     "of_one_group",
     "read_folder",
     "refusal",

@@ -34,6 +34,7 @@ MAGIC = b"\x89kvseal\n"  # Not text, and damaged by whatever rewrites line ends.
 VERSION = 1
 
 _LAYOUT = struct.Struct("<16s8sHBxQ32s16s8s16s12s")
+_VERSION = struct.Struct("<H")
 _SUM = struct.Struct("<Q")
 PROOF_BYTES, SALT_BYTES, NONCE_BYTES, KEY_ID_BYTES = 16, 16, 12, 8
 SUM_BYTES = _SUM.size
@@ -223,6 +224,15 @@ class Told(NamedTuple):
 def told_by(seal: memoryview | bytes) -> Told:
     """Read a seal without the tier that has made it. Checks nothing."""
     return Told(*_LAYOUT.unpack_from(seal)[4:6])
+
+
+def of_another_version(seal: bytes) -> bool:
+    """Say whether it is a whole seal of kvtier's, however long, of a version that this one does not know."""
+    if len(seal) < SEAL_BYTES or seal[PROOF_BYTES : PROOF_BYTES + len(MAGIC)] != MAGIC:
+        return False
+    (version,) = _VERSION.unpack_from(seal, PROOF_BYTES + len(MAGIC))
+    whole = _SUM.pack(xxh3_64_intdigest(seal[:-SUM_BYTES])) == seal[-SUM_BYTES:]
+    return whole and version != VERSION
 
 
 def read_secrets(text: str, where: str) -> list[bytes]:

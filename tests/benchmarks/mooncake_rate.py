@@ -6,7 +6,6 @@ call for the whole batch, and as two calls of half of it at once. All sides have
 """
 
 import argparse
-import asyncio
 import ctypes
 import os
 import statistics
@@ -15,6 +14,8 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+import uvloop
 
 from kvtier.testing.conformance import Lender, keys_of, tier_context
 from kvtier_backends.mooncake import MooncakeBackend, MooncakeOptions
@@ -136,7 +137,7 @@ def main() -> None:
         pool = Pool(Path(folder), lease_s=30)
         try:
             pool.add_owner(1 << 30)
-            asyncio.run(measure(pool, given.row_bytes, given.batch, given.rounds, given.lanes))
+            uvloop.run(measure(pool, given.row_bytes, given.batch, given.rounds, given.lanes))
         finally:
             pool.close()
 

@@ -2,6 +2,8 @@
 
 Sides take turns in one run, on one machine, over its loopback; what is said is the median of the rounds. The plain side
 is a process that sends and receives over as many connections as the tier has lanes, checks nothing and keeps nothing.
+The server is PyPI's Redis, or the one that `KVTIER_REDIS_SERVER` names. Each put replaces values: a server's memory is
+full for all its life but its first hours.
 """
 
 import argparse
@@ -16,6 +18,8 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+import uvloop
 
 from kvtier.testing.conformance import Lender, keys_of, tier_context
 from kvtier_backends.redis import RedisBackend, RedisOptions
@@ -107,6 +111,9 @@ async def measure(server: RedisServer, row_bytes: int, count: int, rounds: int) 
         cpu.setdefault((side, what), []).append(time.process_time() - began_cpu)
 
     opened = {name: await RedisBackend.open(options, tier_context(row_bytes)) for name, options in tiers.items()}
+    about = server.ask("INFO")
+    name, version = about.get("server_name", "redis"), about.get("valkey_version", about["redis_version"])
+    print(f"{name} {version}, {about['mem_allocator']}")
     lender = Lender(row_bytes)
     writes, reads = lender.writes(keys), lender.reads(keys)
     for _ in range(rounds):
@@ -115,7 +122,6 @@ async def measure(server: RedisServer, row_bytes: int, count: int, rounds: int) 
         for name, tier in opened.items():
             await timed(name, "put", lambda tier=tier: tier.store(writes))
             await timed(name, "get", lambda tier=tier: tier.load(reads))
-            server.ask("FLUSHALL")
     for (side, what), taken in seconds.items():
         plain_taken = seconds["sockets", what]
         rates = [row_bytes * count / one / 1e9 for one in (statistics.median(taken), min(taken))]
@@ -149,7 +155,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         server = RedisServer(Path(folder)).start()
         try:
-            asyncio.run(measure(server, given.row_bytes, given.batch, given.rounds))
+            uvloop.run(measure(server, given.row_bytes, given.batch, given.rounds))
         finally:
             server.kill()
 

@@ -131,7 +131,7 @@ def in_kubernetes(path: Path) -> Iterator[Engine]:
 
 def secrets_of_the_page() -> dict[str, dict[str, str]]:
     """Return the Secrets that the page has its reader make: the file of each key."""
-    commands = re.findall(r"kubectl .*create secret generic (\S+)((?:\s+--from-file=\S+)+)", PAGE)
+    commands = re.findall(r"kubectl .*create secret generic (\S+)((?:[\s\\]+--from-file=\S+)+)", PAGE)
     return {name: dict(re.findall(r"--from-file=(\S+?)=(\S+)", files)) for name, files in commands}
 
 

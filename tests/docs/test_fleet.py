@@ -284,7 +284,7 @@ def test_what_an_image_copies_is_there(path: Path) -> None:
         assert all((ROOT / one).exists() for one in copied.split())
     (tag,) = re.findall(r"-t (\S+) \.$", path.read_text(), re.MULTILINE)
     assert any(tag in one.read_text() for one in (*COMPOSE, *MANIFESTS))
-    assert f"docker build -f examples/fleet/{path.name} -t {tag} ." in PAGE
+    assert f"docker build -f examples/fleet/{path.name} \\\n    -t {tag} ." in PAGE
 
 
 # What can run.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvtier.backend import ChunkCorrupt, ChunkMissing, NoSpace, TransferFailed
+from kvtier.backend import BackendUnavailable, ChunkCorrupt, ChunkMissing, NoSpace, TransferFailed
 from kvtier.testing.conformance import key_of
 from kvtier_backends.mooncake.client import Client, Meaning, has_ended, meaning_of
 from tests.mooncake.conftest import CHUNK_BYTES
@@ -11,8 +11,9 @@ from tests.mooncake.conftest import CHUNK_BYTES
 class Answers(Client):
     """A client that asks nobody, and has one answer."""
 
-    def __init__(self, code: int) -> None:
+    def __init__(self, code: int, removal: int = 0) -> None:
         self._code = code
+        self._removal = removal
         self.removed: list[str] = []
 
     def get(self, names, addresses, size_bytes):
@@ -23,7 +24,7 @@ class Answers(Client):
 
     def remove(self, names):
         self.removed += names
-        return [0] * len(names)
+        return [self._removal] * len(names)
 
     def close(self) -> None:
         """There is nothing to close."""
@@ -31,8 +32,8 @@ class Answers(Client):
 
 @pytest.fixture
 async def answering(opened, shared_clients, monkeypatch):
-    async def answering(code: int):
-        answers = Answers(code)
+    async def answering(code: int, removal: int = 0):
+        answers = Answers(code, removal)
         tier = await opened()
         tier._client = answers
         return tier, answers
@@ -68,6 +69,19 @@ async def test_each_code_has_its_outcome(answering, lender, code, loaded, stored
     (outcome,) = await tier.store(lender.writes([key]))
     assert type(outcome) is stored
     assert tier._stores.staging.retired == retired
+
+
+@pytest.mark.parametrize("removal", [-600, -706, -708, -714, -800, -12345])
+async def test_a_chunk_that_the_pool_keeps_is_no_silent_deletion(answering, removal) -> None:
+    tier, _ = await answering(0, removal)
+    with pytest.raises(BackendUnavailable, match=f"2 of 2 chunks are not deleted: Mooncake answers {removal}"):
+        await tier.delete([key_of(0), key_of(1)])
+
+
+@pytest.mark.parametrize("removal", [0, -703, -704])
+async def test_deleting_what_is_not_there_is_no_failure(answering, removal) -> None:
+    tier, _ = await answering(0, removal)
+    await tier.delete([key_of(0)])
 
 
 def test_a_code_that_nobody_knows_is_a_transfer_that_may_go_on() -> None:

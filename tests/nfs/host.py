@@ -30,6 +30,7 @@ FOLDER = "/dev/shm"  # The guest's own memory.
 NOBODY = "02:00:00:00:00:99"
 WORKERS = 4
 BATCH_CHUNKS_MAX = 12
+KNOWN_MAX = 8  # Of what it has stored, a worker asks for the last.
 PAGE_LOCK = 4_096  # The byte of the shared page's file that is locked for a change.
 PAUSE_S = 0.2  # After a call that found nobody to answer.
 
@@ -117,11 +118,15 @@ class Host:
         return done
 
     async def _work(self, name: str, seconds: float, keys: int, dice: random.Random, done: Counter[str]) -> None:
-        tier, ends_at = self._tiers[name], time.monotonic() + seconds
+        tier, ends_at, stored = self._tiers[name], time.monotonic() + seconds, list[int]()
         while (begun := time.monotonic()) < ends_at:
             first, action = dice.randrange(keys), dice.random()
-            batch = [key_of((first + place) % keys) for place in range(dice.randint(1, BATCH_CHUNKS_MAX))]
             what = "store" if action < 0.5 else "load" if action < 0.95 else "delete"
+            if what == "store":
+                stored = [*stored[-KNOWN_MAX:], first]
+            elif what == "load" and stored and dice.random() < 0.5:  # On a busy machine, chance alone finds nothing.
+                first = dice.choice(stored)
+            batch = [key_of((first + place) % keys) for place in range(dice.randint(1, BATCH_CHUNKS_MAX))]
             lender = Lender(self._lenders[name].chunk_bytes)
             try:
                 if what == "store":

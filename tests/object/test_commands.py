@@ -68,12 +68,13 @@ async def test_prune_removes_by_namespace_and_leaves_the_others(opened, lender, 
         "model": "",
         "chunks": 700,
         "bytes": 700 * CHUNK_BYTES,
-        **dict.fromkeys(("temporaries", "temporary_bytes", "leftovers", "leftover_bytes"), 0),
+        "allocated_bytes": 700 * CHUNK_BYTES,
+        **dict.fromkeys(("temporaries", "temporary_bytes", "leftovers", "leftover_bytes", "beside_bytes"), 0),
     }
     status, told, _ = run("prune", where, "--namespace", name, "--yes", "--json")
     assert (status, json.loads(told)) == (
         0,
-        {"files": 700, "bytes": 700 * CHUNK_BYTES, "removed": True, "left_out": 0},
+        {"files": 700, "bytes": 700 * CHUNK_BYTES, "namespaces": 0, "removed": True, "left_out": 0},
     )
     assert await lender.recall(one, keys[:3]) == ["ChunkMissing"] * 3
     assert await lender.recall(other, keys[:3]) == [label(key) for key in keys[:3]]
@@ -85,7 +86,8 @@ async def test_prune_removes_by_age_and_by_size(opened, lender, where, run) -> N
     for rule, gone in ((["--older-than", "1h"], 0), (["--to-size", f"{6 * CHUNK_BYTES}B"], 0), (["--to-size=0B"], 6)):
         status, told, error = run("prune", where, *rule, "--yes", "--json")
         assert status == 0, error
-        assert json.loads(told) == {"files": gone, "bytes": gone * CHUNK_BYTES, "removed": True, "left_out": 0}
+        found = {"files": gone, "bytes": gone * CHUNK_BYTES, "namespaces": 0, "removed": True, "left_out": 0}
+        assert json.loads(told) == found
     assert await lender.recall(tier, keys) == ["ChunkMissing"] * 6
 
 
@@ -125,7 +127,7 @@ async def test_sealed_chunks_whose_key_is_not_given_are_unverified(
     monkeypatch.setenv("KVTIER_TEST_KEY", "11" * 32)
     await lender.keep(await opened(seal="aes-256-gcm", seal_key_env="KVTIER_TEST_KEY"), keys_of(2))
     status, told, _ = run("verify", where)
-    assert (status, told) == (0, "2 chunks checked, 0 corrupt, 2 without anything to verify them by\n")
+    assert (status, told.splitlines()[0]) == (0, "2 chunks checked, 0 corrupt, 2 without anything to verify them by")
 
 
 async def test_a_url_alone_does_where_the_environment_has_the_rest(
@@ -167,3 +169,21 @@ async def test_a_bucket_that_cannot_be_reached_is_no_mistake_of_the_call(own_ser
 async def test_a_directory_is_found_by_its_configuration_too(config, run, tmp_path: Path) -> None:
     (tmp_path / "tier").mkdir()
     assert run("du", f"{config}#0:fs", "--json")[0] == 0
+
+
+async def test_a_share_a_sample_and_an_object_in_the_wrong_place_are_as_in_a_directory(
+    opened, server, bucket, lender, where, run
+) -> None:
+    await lender.keep(await opened(), keys_of(6))
+    name = server.names(bucket)[0]
+    server.put(bucket, f"{name.rpartition('/')[0]}/elsewhere/{name.rpartition('/')[2]}", *server.get(bucket, name))
+    _, told, _ = run("ls", where, "--json")
+    rows = json.loads(told)
+    assert sorted(row["fault"] for row in rows) == [""] * 6 + ["misplaced"]
+    status, told, _ = run("verify", where, "--sample", "0.000001%", "--json")
+    report = json.loads(told)
+    assert (status, report["corrupt"], report["skipped"]) == (1, {"misplaced": 1}, 6)
+    _, told, _ = run("prune", where, "--corrupt", "--list", "--yes", "--json")
+    assert [row["why"] for row in json.loads(told)["list"]] == ["corrupt"]
+    _, told, _ = run("prune", where, "--to-size", "50%", "--json")
+    assert json.loads(told)["files"] in (3, 6)  # All that were stored in one second go together.

@@ -10,6 +10,7 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
+from xxhash import xxh3_64_intdigest
 
 from kvtier.backend import (
     SEAL_BYTES,
@@ -22,6 +23,7 @@ from kvtier.backend import (
     ScanDone,
     chunk_hash,
 )
+from kvtier.errors import cause_of
 from kvtier.testing.conformance import Lender, key_of, keys_of, label
 from tests.object.conftest import CHUNK_BYTES
 from tests.object.servers import S3Server
@@ -31,6 +33,7 @@ from tests.remote.tiers import recalled, recovers, used_again
 QUICK = {"timeout_s": 2.0, "connect_timeout_s": 2.0}  # Not a bound: what these tests wait for.
 UNKNOWN = {"index_chunks": 0, "absent_ttl_s": 0}  # Every look-up asks.
 SEAL = "kvtier"
+VERSION_AT, SUM_BYTES = 24, 8  # In a seal; the sum is at its end.
 
 
 def name_of(server: S3Server, bucket: str, key: OffloadKey) -> str:
@@ -96,6 +99,23 @@ async def test_an_object_with_a_seal_that_is_none_is_corrupt_and_is_replaced(
     assert tier.counts() == {"corrupt_foreign": 1}
     await lender.keep(tier, [key])
     assert await lender.recall(tier, [key]) == [label(key)]
+
+
+@pytest.mark.parametrize(("body_bytes", "more"), [(CHUNK_BYTES, b""), (CHUNK_BYTES, b"more"), (CHUNK_BYTES // 2, b"")])
+async def test_an_object_of_a_later_version_is_left_alone_however_long_it_and_its_seal_are(
+    opened, server, bucket, lender, body_bytes, more
+) -> None:
+    tier, key = await opened(), key_of(1)
+    await lender.keep(tier, [key])
+    name = name_of(server, bucket, key)
+    seal = bytearray(base64.b64decode(server.get(bucket, name)[1][SEAL]))
+    seal[VERSION_AT] += 1
+    later = bytes(seal[:-SUM_BYTES]) + more
+    later += xxh3_64_intdigest(later).to_bytes(SUM_BYTES, "little")
+    server.put(bucket, name, bytes(body_bytes), {SEAL: base64.b64encode(later).decode()})
+    assert await lender.recall(tier, [key]) == ["ChunkMissing"]
+    assert tier.counts() == {"sealed_version": 1}
+    assert name in server.names(bucket)
 
 
 async def test_another_keys_object_is_not_taken_for_this_ones(opened, server, bucket, lender) -> None:
@@ -484,8 +504,9 @@ async def test_a_killed_server_costs_its_chunks_and_is_used_again_when_it_is_bac
     tier = await opened(endpoint=server.endpoint, **QUICK)
     await lender.keep(await opened(endpoint=server.endpoint), keys)
     server.kill()
-    with pytest.raises(BackendUnavailable):
+    with pytest.raises(BackendUnavailable) as failed:
         await tier.load(lender.reads(keys))
+    assert cause_of(failed.value) == "ECONNREFUSED"
     server.start()
     server.client.create_bucket(Bucket=bucket)
     assert await recalled(tier, lender, keys) == ["ChunkMissing"] * 5
@@ -499,8 +520,9 @@ async def test_a_stopped_server_costs_hits_until_it_goes_on(opened, own_server, 
     await lender.keep(await opened(endpoint=server.endpoint), keys)
     server.signal(signal.SIGSTOP)
     reads = lender.reads(keys)
-    with pytest.raises(BackendUnavailable):
+    with pytest.raises(BackendUnavailable) as failed:
         await tier.load(reads)
+    assert cause_of(failed.value) == "ETIMEDOUT"
     await used_again(lender, [read.into for read in reads])
     server.signal(signal.SIGCONT)
     await recovers(tier, lender, keys)

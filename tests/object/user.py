@@ -8,16 +8,17 @@ import json
 import random
 import sys
 from collections import Counter
+from functools import partial
 
 from kvtier.testing.conformance import keys_of, tier_context
 from kvtier_backends.object import ObjectBackend, ObjectOptions
-from tests.redis.user import CHUNK_BYTES, KEYS, one
+from tests.redis.user import CHUNK_BYTES, KEYS, one, opened
 
 
 async def use(endpoint: str, bucket: str, seed: int, operations: int) -> Counter[str]:
     dice, met = random.Random(seed), Counter[str]()
     options = ObjectOptions(url=f"s3://{bucket}/kv", endpoint=endpoint, timeout_s=2, absent_ttl_s="100ms")
-    tier = await ObjectBackend.open(options, tier_context(CHUNK_BYTES))
+    tier = await opened(partial(ObjectBackend.open, options, tier_context(CHUNK_BYTES)))
     keys = keys_of(KEYS)
     for _ in range(operations):
         await one(tier, dice, keys, met)

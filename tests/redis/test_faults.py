@@ -9,6 +9,7 @@ import time
 import pytest
 
 from kvtier.backend import SEAL_BYTES, Abandoned, BackendUnavailable, OffloadKey, chunk_hash, lending
+from kvtier.errors import cause_of
 from kvtier.testing.conformance import Lender, key_of, keys_of, label
 from tests.redis.conftest import CHUNK_BYTES
 from tests.redis.servers import PATIENCE_S, RedisServer, until
@@ -339,8 +340,9 @@ async def test_a_server_that_hangs_fails_calls_and_no_byte_comes_late(opened, ow
     server.signal(signal.SIGSTOP)
     reads, writes = lender.reads(keys), lender.writes(keys, version=1)
     for call, given in ((tier.load, reads), (tier.store, writes), (tier.probe, keys), (tier.delete, keys)):
-        with pytest.raises(BackendUnavailable):
+        with pytest.raises(BackendUnavailable) as failed:
             await call(given)
+        assert cause_of(failed.value) == "ETIMEDOUT"
     await used_again(lender, [*(read.into for read in reads), *(write.row for write in writes)])
     server.signal(signal.SIGCONT)
     await used_again(lender, [*(read.into for read in reads), *(write.row for write in writes)])
@@ -372,8 +374,10 @@ async def test_nobody_waits_for_a_server_that_is_known_to_hang(opened, server, o
     await lender.keep(tier, keys)
     other.signal(signal.SIGSTOP)
     reads = lender.reads(keys)
-    told = lender.told(reads, await tier.load(reads))
+    outcomes = await tier.load(reads)
+    told = lender.told(reads, outcomes)
     assert set(told) - {"TransferFailed"} < {label(key) for key in keys}
+    assert {cause_of(outcome) for outcome in outcomes if outcome is not None} == {"ETIMEDOUT"}
     before = tier.counts().get("unreachable", 0)
     again = await lender.recall(tier, keys)
     assert again == told

@@ -8,15 +8,21 @@ import json
 import random
 import sys
 from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import TypeVar
 
 from kvtier.backend import BackendUnavailable, OffloadKey
 from kvtier.testing.conformance import Lender, keys_of, tier_context
 from kvtier.testing.conformance.lender import chunk
 from kvtier_backends.redis import RedisBackend, RedisOptions
+from tests.remote.servers import PATIENCE_S
 
 CHUNK_BYTES = 16_384
 KEYS = 48
 VERSIONS = range(8)
+
+T = TypeVar("T")
 
 
 async def use(prefix: str, seed: int, operations: int, servers: list[str]) -> Counter[str]:
@@ -24,12 +30,22 @@ async def use(prefix: str, seed: int, operations: int, servers: list[str]) -> Co
     options = RedisOptions(
         servers=tuple(servers), prefix=prefix, timeout_s=1, connect_timeout_s=1, retry_s="10ms", window_bytes="64KiB"
     )
-    tier = await RedisBackend.open(options, tier_context(CHUNK_BYTES))
+    tier = await opened(partial(RedisBackend.open, options, tier_context(CHUNK_BYTES)))
     keys = keys_of(KEYS)
     for _ in range(operations):
         await one(tier, dice, keys, met)
     await tier.aclose(10)
     return met
+
+
+async def opened(open_tier: Callable[[], Awaitable[T]]) -> T:
+    """Open a tier, again and again as an engine does: its service may hang just now."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                return await open_tier()
+            except BackendUnavailable:
+                continue
 
 
 async def one(tier: RedisBackend, dice: random.Random, keys: list[OffloadKey], met: Counter[str]) -> None:

@@ -62,6 +62,12 @@ def store(root: Path) -> Store:
     return store
 
 
+@pytest.fixture(autouse=True)
+def no_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have lines be as long as they are: a worker of pytest-xdist says that it has 80 columns."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
     """Run a command in this process; return its exit status and what it wrote to stdout."""

@@ -42,6 +42,8 @@ from kvtier_backends.mooncake.threads import Late, Threads
 
 NAMES_A_CALL = 1_024  # Half a millisecond of the master's.
 PART_CHUNKS_MAX = 16  # Mooncake moves four at a time, and its time-outs count for each four.
+PART_CHUNKS_MIN = 4
+PART_BYTES_MAX = 16 << 20  # Unless four are more. The first part of a store, and a load's last, is copied alone.
 PART_BYTES_MIN = 8 << 20  # Less is copied before another part would be asked for.
 ASKERS = 3  # Calls that move no bytes, at once: they never queue behind those that do.
 RETIRED_BYTES_MAX = 1 << 40  # Of the address space, of which there are 128 TiB; their memory is given back.
@@ -125,6 +127,7 @@ class MooncakeBackend(Backend[MooncakeOptions]):
         self._name = context.name
         self._options = options
         self._mapper = context.mapper
+        self._row_bytes = context.row_bytes
         self._prefix = f"{options.prefix}{context.mapper.fingerprint.hex()[:FINGERPRINT_CHARACTERS]}/"
         self._client: Client | None = client
         self._seal = seal
@@ -151,9 +154,15 @@ class MooncakeBackend(Backend[MooncakeOptions]):
             return await self._fit.store(writes, partial(store_each_once, call=partial(self._move, self._stores)))
 
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
-        """Raises `BackendUnavailable` if the master does not answer."""
+        """Raises `BackendUnavailable` if the master does not answer, or keeps any of the chunks."""
         with self._calls.one():
-            await self._ask(self._open_client().remove, self._names(self._fit.keys(keys)))
+            codes = await self._ask(self._open_client().remove, self._names(self._fit.keys(keys)))
+        kept = [code for code in codes if code < 0 and meaning_of(code) is not Meaning.MISSING]
+        if kept:
+            raise BackendUnavailable(
+                f"{self._name}: {len(kept)} of {len(codes)} chunks are not deleted: Mooncake answers {kept[0]} "
+                f"({meaning_of(kept[0]).value})"
+            )
 
     async def aclose(self, deadline_s: float) -> Abandoned:
         """Calls that are not over by then fail at once. A client of which a call hangs is left to the process's end."""
@@ -190,7 +199,8 @@ class MooncakeBackend(Backend[MooncakeOptions]):
 
     def _way(self, work: Callable[[Part[Chunk]], Moved]) -> Way[Chunk]:
         options, slot_bytes = self._options, self._seal.sealed_bytes
-        slots = min(options.staging_bytes // 2 // slot_bytes, (options.lanes + 1) * PART_CHUNKS_MAX)
+        chunks = min(PART_CHUNKS_MAX, max(PART_CHUNKS_MIN, PART_BYTES_MAX // self._row_bytes))
+        slots = min(options.staging_bytes // 2 // slot_bytes, (options.lanes + 1) * chunks)
         at_once = min(options.lanes + 1, slots)
         staging = Staging(self._name, slot_bytes, slots, RETIRED_BYTES_MAX // slot_bytes)
         return Way(work, staging, threading.Semaphore(options.lanes), Queue(at_once), at_once, slots // at_once)

@@ -290,7 +290,7 @@ class ObjectBackend(Backend[ObjectOptions]):
     def _loaded(self, key: OffloadKey, got: "Got | Trouble") -> Outcome:
         if isinstance(got, Trouble):
             if got.kind is not Kind.MISSING:
-                return TransferFailed(f"{key.hex()}: {got.why}")
+                return got.behind(TransferFailed(f"{key.hex()}: {got.why}"))
             self._index.gone(key)
             return ChunkMissing(key.hex())
         if got.bare:
@@ -344,7 +344,7 @@ class ObjectBackend(Backend[ObjectOptions]):
             self._index.there(key)
             return None
         self._index.unknown(key)
-        return (NoSpace if answer.kind is Kind.FULL else TransferFailed)(f"{key.hex()}: {answer.why}")
+        return answer.behind((NoSpace if answer.kind is Kind.FULL else TransferFailed)(f"{key.hex()}: {answer.why}"))
 
     async def _delete(self, keys: Sequence[OffloadKey]) -> None:
         for key in keys:
@@ -352,7 +352,7 @@ class ObjectBackend(Backend[ObjectOptions]):
         answers = self._checked(await self._ask_turns.each(keys, self._remove))
         failed = [answer for answer in answers if answer is not None and answer.kind is not Kind.MISSING]
         if failed:
-            raise BackendUnavailable(f"{self._name}: {failed[0].why}")
+            raise failed[0].behind(BackendUnavailable(f"{self._name}: {failed[0].why}"))
 
     async def _remove(self, key: OffloadKey) -> None:
         await obstore.delete_async(self._store, self._names.name(key))
@@ -384,8 +384,8 @@ class ObjectBackend(Backend[ObjectOptions]):
         for answer in answers:
             if isinstance(answer, Trouble) and answer.kind is not Kind.MISSING:
                 self._counts[answer.kind.value] += 1
-        if why := all_away(answers):
-            raise BackendUnavailable(f"{self._name}: {why}")
+        if trouble := all_away(answers):
+            raise trouble.behind(BackendUnavailable(f"{self._name}: {trouble.why}"))
         return answers
 
 

@@ -7,17 +7,18 @@ of a missing object, and an expired credential that of any other failure: so the
 import base64
 import binascii
 import configparser
+import errno
 import os
 import re
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from obstore.exceptions import BaseError, InvalidPathError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import AzureStore, GCSStore, ObjectStore, S3Store
 
-from kvtier.backend import SEAL_BYTES, FileMapper, OffloadKey, SealFault
+from kvtier.backend import SEAL_BYTES, FileMapper, OffloadKey, SealFault, of_another_version
 from kvtier.errors import ConfigError
 from kvtier_backends.object.options import ObjectOptions
 
@@ -27,6 +28,8 @@ CREDENTIALS_TTL_S = 300.0
 NAME_BYTES_MAX = 1_024  # S3's; Azure's is the same, in characters.
 FOLDERS_BYTES = len("/hhh/hh_g4294967295/")
 WORDS_MAX = 300  # Of a server's message.
+
+E = TypeVar("E", bound=Exception)
 
 STORE_ERRORS = (BaseError, OSError, ValueError)
 """Every error that obstore raises: some of them are Python's own."""
@@ -43,6 +46,8 @@ _FROM_MACHINE = "/latest/api/token "  # What a machine of Amazon's is asked for 
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _MESSAGE = re.compile(r"<Message>([^<]+)</Message>")
 _STATUS = re.compile(r"status code: (\d{3})")
+_NUMBER = re.compile(r"Os \{\s*code: (\d{1,9})\b")
+_TIMED_OUT = "TimedOut"
 _QUERY = re.compile(r"\?[^\s)]+")
 
 
@@ -65,6 +70,13 @@ class Trouble(NamedTuple):
 
     kind: Kind
     why: str
+    number: int = 0  # The system's for it, where it has one.
+
+    def behind(self, error: E) -> E:
+        """Return an error of which this is the cause."""
+        if self.number:
+            error.__cause__ = OSError(self.number, os.strerror(self.number))
+        return error
 
     @property
     def mistake(self) -> bool:
@@ -80,7 +92,8 @@ def trouble_of(error: BaseException) -> Trouble:
     code, status = _first(_CODE, words), _first(_STATUS, words)
     told = " ".join(part for part in (status, code, _first(_MESSAGE, words)) if part)
     why = told if code else _QUERY.sub("?...", " ".join(words.split()))[:WORDS_MAX]
-    return Trouble(_kind_of(error, code, status, words), why or type(error).__name__)
+    kind = _kind_of(error, code, status, words)
+    return Trouble(kind, why or type(error).__name__, _number_of(kind, str(error)))
 
 
 def _kind_of(error: BaseException, code: str, status: str, words: str) -> Kind:
@@ -99,6 +112,13 @@ def _kind_of(error: BaseException, code: str, status: str, words: str) -> Kind:
     if isinstance(error, InvalidPathError):
         return Kind.LISTED
     return Kind.NAME if isinstance(error, ValueError) else Kind.AWAY
+
+
+def _number_of(kind: Kind, words: str) -> int:
+    """Return what the system said, which is in obstore's words for who looks for a bug."""
+    if kind is Kind.DENIED:
+        return errno.EACCES
+    return errno.ETIMEDOUT if _TIMED_OUT in words else int(_first(_NUMBER, words) or 0)
 
 
 def _first(pattern: re.Pattern[str], words: str) -> str:
@@ -143,6 +163,8 @@ def footer_of(attributes: Mapping[str, Any]) -> bytes | SealFault | None:
         footer = base64.b64decode(given, validate=True)
     except (ValueError, binascii.Error):
         return SealFault.FOREIGN
+    if of_another_version(footer):  # Whose object may be of another length, too.
+        return SealFault.VERSION
     return footer if len(footer) == SEAL_BYTES else SealFault.FOREIGN
 
 

@@ -8,6 +8,7 @@ ends before the answer, so they are off, and these are here.
 """
 
 import asyncio
+import errno
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import TypeVar
@@ -42,7 +43,7 @@ class Turns:
 
         Nothing that was asked goes on afterwards, cancelled or not.
         """
-        late = Trouble(Kind.AWAY, f"not answered within {self._timeout_s:g} s")
+        late = Trouble(Kind.AWAY, f"not answered within {self._timeout_s:g} s", errno.ETIMEDOUT)
         answers: list[A | Trouble] = [late] * len(chunks)
         left = iter(range(len(chunks)))
 
@@ -72,10 +73,10 @@ async def _answer(ask: Callable[[C], Awaitable[A]], chunk: C) -> A | Trouble:
         await asyncio.sleep(wait_s)
 
 
-def all_away(answers: Sequence[object]) -> str:
-    """Say why the bucket as a whole is of no use; empty if any chunk says otherwise."""
+def all_away(answers: Sequence[object]) -> Trouble | None:
+    """Say why the bucket as a whole is of no use; nothing if any chunk says otherwise."""
     troubles = [answer for answer in answers if isinstance(answer, Trouble) and answer.kind not in OF_ONE_CHUNK]
-    return troubles[0].why if troubles and len(troubles) == len(answers) else ""
+    return troubles[0] if troubles and len(troubles) == len(answers) else None
 
 
 async def released(view: memoryview) -> None:

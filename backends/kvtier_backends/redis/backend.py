@@ -41,7 +41,6 @@ from kvtier_backends.redis.work import Loads, Questions, Stores, Work, exchange
 ASK_LANES = 3  # For what is small: it never queues behind rows. One of them may be asking where servers are.
 VALUE_BYTES_MAX = 512 << 20  # As servers are shipped (proto-max-bulk-len).
 PART_BYTES_MIN = 4 << 20  # Of what one lane moves of a call: less is over before another thread has begun.
-STORE_WINDOW_PART = 2  # Of the window, for stores: what a server cannot read at once is cold when it does.
 REDIRECTS_MAX = 3  # Of one chunk: a cluster whose slots move answers after one or two.
 FINGERPRINT_CHARACTERS = 8  # In names: rows of other layouts have other names.
 
@@ -83,8 +82,7 @@ class RedisBackend(Backend[RedisOptions]):
         self._name_of = NAMINGS[context.mapper.naming].name
         self._topology = topology
         self._seal = seal
-        self._load_window = max(1, options.window_bytes // seal.sealed_bytes)
-        self._store_window = max(1, options.window_bytes // (STORE_WINDOW_PART * seal.sealed_bytes))
+        self._window = max(1, options.window_bytes // context.row_bytes)
         self._part_chunks = max(1, PART_BYTES_MIN // seal.sealed_bytes)
         self._fit = Fit(context.row_bytes)
         self._counters = RedisCounters()
@@ -106,9 +104,9 @@ class RedisBackend(Backend[RedisOptions]):
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
         """Raises `BackendUnavailable` if a server that has some of the keys is away."""
         with self._calls.one():
-            lost = (await self._ask(b"UNLINK", self._names(self._fit.keys(keys)))).unreachable
-        if lost:
-            raise BackendUnavailable(f"{self._name}: {next(iter(lost.values()))}")
+            work = await self._ask(b"UNLINK", self._names(self._fit.keys(keys)))
+        if work.unreachable:
+            raise BackendUnavailable(f"{self._name}: {next(iter(work.unreachable.values()))}") from work.cause()
 
     async def aclose(self, deadline_s: float) -> Abandoned:
         """Calls that are not over by then fail at once: their connections are closed."""
@@ -148,7 +146,7 @@ class RedisBackend(Backend[RedisOptions]):
 
     async def _load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
         names = self._names([read.key for read in reads])
-        work = Loads(names, reads, self._seal, self._load_window, self._counters)
+        work = Loads(names, reads, self._seal, self._window, self._counters)
         await self._move(work, self._lanes.load, self._part_chunks)
         if work.corrupt:
             await self._ask(b"UNLINK", [names[index] for index in work.corrupt], work.ends_at)
@@ -156,8 +154,7 @@ class RedisBackend(Backend[RedisOptions]):
 
     async def _store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
         keys = [write.key for write in writes]
-        window, ttl_s = self._store_window, self._options.ttl_s
-        work = Stores(self._names(keys), writes, self._seal, window, ttl_s, self._counters)
+        work = Stores(self._names(keys), writes, self._seal, self._window, self._options.ttl_s, self._counters)
         await self._move(work, self._lanes.store, self._part_chunks)
         return self._outcomes(work, keys)
 
@@ -170,11 +167,13 @@ class RedisBackend(Backend[RedisOptions]):
     def _outcomes(self, work: Work[Outcome], keys: Sequence[OffloadKey]) -> list[Outcome]:
         self._refuse_if_away(work)
         away = {index: TransferFailed(f"{keys[index].hex()}: {why}") for index, why in work.unreachable.items()}
+        for outcome in away.values():
+            outcome.__cause__ = work.cause()
         return [away[index] if index in away else work.answers[index] for index in range(len(keys))]
 
     def _refuse_if_away(self, work: Work[Any]) -> None:
         if work.unreachable and len(work.unreachable) == len(work.names):
-            raise BackendUnavailable(f"{self._name}: {work.unreachable[0]}")
+            raise BackendUnavailable(f"{self._name}: {work.unreachable[0]}") from work.cause()
 
     async def _move(self, work: Work[Any], lanes: Lanes, part_chunks: int) -> None:
         """Have every name answered for: by its server, or by another that it sends us to."""

@@ -7,6 +7,7 @@ it, so the kernel keeps the time.
 The protocol is RESP2 (https://redis.io/docs/latest/develop/reference/protocol-spec/).
 """
 
+import errno
 import select
 import socket
 import ssl
@@ -33,10 +34,11 @@ Buffer = bytes | bytearray | memoryview
 class Lost(Exception):
     """The connection cannot be used any more: nothing is known of what was asked and not answered."""
 
-    def __init__(self, why: str, *, late: bool = False) -> None:
-        """Say why; `late`: time was up."""
+    def __init__(self, why: str, *, late: bool = False, number: int = 0) -> None:
+        """Say why; `late`: time was up; `number`: the system's for it, where it has one."""
         super().__init__(why)
         self.late = late
+        self.number = errno.ETIMEDOUT if late else number
 
 
 class Refused(Exception):
@@ -184,7 +186,7 @@ class Link:
         except OSError as error:
             raise _lost(error) from None
         if not got:
-            raise Lost("the server has closed the connection")
+            raise Lost("the server has closed the connection", number=errno.ECONNRESET)
         return got
 
     def _limit(self, option: int) -> None:
@@ -293,4 +295,4 @@ def _connected_to(family: int, where: Any, ends_at: float) -> socket.socket:
 def _lost(error: OSError) -> Lost:
     if isinstance(error, TimeoutError | BlockingIOError):
         return Lost("the server has not answered in time", late=True)
-    return Lost(error.strerror or str(error))
+    return Lost(error.strerror or str(error), number=error.errno or 0)

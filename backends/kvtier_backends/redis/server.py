@@ -1,5 +1,6 @@
 """One server: who we are to it, its idle connections, and whether it is away."""
 
+import errno
 import ssl
 import threading
 import time
@@ -14,6 +15,11 @@ NOT_LET_IN = frozenset({"NOAUTH", "WRONGPASS", "NOPERM"})
 
 class Away(Exception):
     """The server cannot be used now; nothing was sent."""
+
+    def __init__(self, why: str, number: int = 0) -> None:
+        """Say why; `number`: the system's for it, where it has one."""
+        super().__init__(why)
+        self.number = number
 
 
 class NotLetIn(Away):
@@ -91,7 +97,7 @@ class Server:
         self._lent: set[Link] = set()
         self._closed = False
         self._away_until = 0.0
-        self._why = ""
+        self._why, self._number = "", 0
 
     def borrow(self, ends_at: float) -> tuple[Link, bool]:
         """Return a connection, and whether it was made just now. Raises `Away`."""
@@ -138,7 +144,7 @@ class Server:
             self._lent.discard(link)
             idle, self._idle = self._idle, []
             if late:
-                self._note_away(why)
+                self._note_away(why, errno.ETIMEDOUT)
         for one in (link, *idle):
             one.close()
 
@@ -164,7 +170,7 @@ class Server:
         if self._closed:
             raise Away(f"{self.address}: closed")
         if time.monotonic() < self._away_until:
-            raise Away(f"{self.address}: {self._why}")
+            raise Away(f"{self.address}: {self._why}", self._number)
 
     def _opened(self, ends_at: float) -> Link:
         try:
@@ -173,7 +179,8 @@ class Server:
             why = f"{self.address}: its certificate is refused: {error.verify_message}"
             raise self._away(NotLetIn(why, "tls_ca_file")) from None
         except OSError as error:
-            raise self._away(Away(f"{self.address}: {error.strerror or error}")) from None
+            number = errno.ETIMEDOUT if isinstance(error, TimeoutError) else error.errno or 0
+            raise self._away(Away(f"{self.address}: {error.strerror or error}", number)) from None
         with self._lock:
             self._lent.add(link)
             if self._closed:
@@ -184,18 +191,19 @@ class Server:
         except (Lost, Refused) as error:
             self.drop(link)
             option, why = isinstance(error, Refused) and self._login.to_mend(error), f"{self.address}: {error}"
-            raise self._away(NotLetIn(why, option) if option else Away(why)) from None
+            number = error.number if isinstance(error, Lost) else 0
+            raise self._away(NotLetIn(why, option) if option else Away(why, number)) from None
         with self._lock:
             self._away_until, self._why = 0.0, ""
         return link
 
     def _away(self, error: Away) -> Away:
         with self._lock:
-            self._note_away(str(error).partition(": ")[2])
+            self._note_away(str(error).partition(": ")[2], error.number)
         return error
 
-    def _note_away(self, why: str) -> None:
-        self._away_until, self._why = time.monotonic() + self._retry_s, why
+    def _note_away(self, why: str, number: int) -> None:
+        self._away_until, self._why, self._number = time.monotonic() + self._retry_s, why, number
 
 
 def check(server: Server, prefix: bytes, *, cluster: bool, timeout_s: float) -> None:
@@ -217,7 +225,7 @@ def check(server: Server, prefix: bytes, *, cluster: bool, timeout_s: float) -> 
             _check_request(link, words, str(server.address), cluster=cluster)
     except Lost as error:
         server.drop(link)
-        raise Away(f"{server.address}: {error}") from None
+        raise Away(f"{server.address}: {error}", error.number) from None
     except BaseException:
         server.drop(link)
         raise

@@ -4,6 +4,8 @@ Requests are sent ahead of their replies, as far as the window goes. Each chunk'
 been read, so a connection that is lost costs what it had not answered yet, and that is asked again on another.
 """
 
+import errno
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -65,6 +67,8 @@ class Work(ABC, Generic[A]):
         self.answers: dict[int, A] = {}
         self.unreachable: dict[int, str] = {}
         """Why a place has no answer: its server is away."""
+        self.number = 0
+        """The system's number for the last of these reasons that has one."""
         self.redirects: dict[int, Redirect] = {}
         self.stale = False
         """Whether a server has said that it is not, or no longer, the right one."""
@@ -93,10 +97,15 @@ class Work(ABC, Generic[A]):
         """Say whether there is nothing to be asked any more for this place, of this server."""
         return index in self.answers or index in self.unreachable or index in self.redirects
 
-    def fail(self, indices: Sequence[int], why: str) -> None:
+    def fail(self, indices: Sequence[int], why: str, number: int) -> None:
         """Note that a server did not answer for these places."""
+        self.number = number or self.number
         for index in indices:
             self.unreachable[index] = why
+
+    def cause(self) -> OSError | None:
+        """Return what lies behind places without an answer, as the system has it."""
+        return OSError(self.number, os.strerror(self.number)) if self.number else None
 
     def hear_some(self, link: Link, indices: Sequence[int], *, asking: bool) -> int:
         """Read the replies of the first of these places, and return of how many. Raises `Lost`."""
@@ -271,13 +280,13 @@ def exchange(server: Server, work: Work[A], indices: Sequence[int], timeout_s: f
     now, left = time.monotonic(), list(indices)
     work.ends_at = ends_at = now + timeout_s if work.ends_at is None else work.ends_at
     if now >= ends_at:  # Others have used it up: nothing is known of this one.
-        return work.fail(left, f"{server.address}: no time was left for it")
+        return work.fail(left, f"{server.address}: no time was left for it", errno.ETIMEDOUT)
     while left:
         try:
             link, fresh = server.borrow(ends_at)
         except Away as error:
             work.counters.count("unreachable", len(left))
-            return work.fail(left, str(error))
+            return work.fail(left, str(error), error.number)
         try:
             _converse(link, work, left, asking=asking)
         except Lost as error:
@@ -285,7 +294,7 @@ def exchange(server: Server, work: Work[A], indices: Sequence[int], timeout_s: f
             server.drop(link, str(error), late=error.late)
             before, left = left, [index for index in left if not work.done(index)]
             if error.late or (fresh and len(left) == len(before)):
-                return work.fail(left, f"{server.address}: {error}")
+                return work.fail(left, f"{server.address}: {error}", error.number)
         except BaseException:
             server.drop(link)
             raise

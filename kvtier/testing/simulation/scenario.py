@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from kvtier.backend import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig
 from kvtier.engine.tier import TierMatcher
-from kvtier.testing.simulation.programs import Habits
+from kvtier.testing.simulation.programs import Habits, some_hint
 from kvtier.testing.simulation.scheduler import Pace, Prompt
 from kvtier.testing.simulation.witness import WITNESS
 
@@ -74,6 +74,7 @@ def draw(seed: int, subject: Subject) -> Scenario:
             "close_s": dice.choice((0.5, 5.0)),
         },
         "events": dice.random() < 0.3,
+        **_weighing(seed),
     }
     fatal: tuple[Ending, ...] = ("crash", "crash", "crash", "close")
     endings: list[Ending] = [*dice.choices(fatal, k=dice.choice((0, 0, 1, 2))), "calm"]
@@ -83,8 +84,21 @@ def draw(seed: int, subject: Subject) -> Scenario:
         subject.tier is None or subject.durable,
         [subject.tier is not None or not _forgets(tier["inner"]) for tier in tiers],
         documents,
-        [_life(dice, documents, ending, number) for number, ending in enumerate(endings)],
+        [_told(_life(dice, documents, ending, number), seed, number) for number, ending in enumerate(endings)],
     )
+
+
+def _weighing(seed: int) -> dict[str, Any]:
+    """Choose whether loads are weighed against computing. By dice of its own: a seed is the same story otherwise."""
+    dice = random.Random(f"weighing {seed}")
+    if dice.random() < 0.5:
+        return {}
+    computing_s = dice.choice((0.002, 0.05, 0.5))  # A chunk; devices take from nothing to 0.3 s and more.
+    return {
+        "prefill_tokens_per_s": 1 / computing_s,
+        "chunk_tokens": 1,
+        "late_margin": dice.choice((1.0, 1.5, 4.0)),
+    }
 
 
 def _documents(dice: random.Random) -> list[list[OffloadKey]]:
@@ -189,6 +203,16 @@ def _life(dice: random.Random, documents: Sequence[Sequence[OffloadKey]], ending
     )
     resets_s = [dice.uniform(0, 4)] if scheduled and dice.random() < 0.2 else []
     return Life(programs, prompts, pace, resets_s, ending, dice.uniform(0, 6))
+
+
+def _told(life: Life, seed: int, number: int) -> Life:
+    """Give a life hints, or none: by dice of their own, so that a seed is the same story but for them."""
+    dice = random.Random(f"seed {seed}, life {number}, hints")
+    share = dice.choice((0.0, 0.3, 1.0))
+    return life._replace(
+        habits=[(habits._replace(hints=share), chosen) for habits, chosen in life.habits],
+        prompts=[prompt._replace(hint=some_hint(dice) if dice.random() < share else None) for prompt in life.prompts],
+    )
 
 
 def _habits(dice: random.Random) -> Habits:

@@ -199,6 +199,7 @@ class _World:
             self._scenario.config,
             secondary_tiers=(replace(tier, type=inner["type"], options=options, limits=PATIENT),),
             limits=replace(self._scenario.config.limits, close_s=PATIENCE_S),
+            prefill_tokens_per_s=None,  # What is not worth its load is asked for all the same.
         )
 
 

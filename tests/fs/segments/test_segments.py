@@ -29,7 +29,7 @@ from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.runs import RUN_SLOTS_MAX
 from kvtier_backends.fs.segments.segment import HEADER_BYTES, Header, read_header
 from kvtier_backends.fs.segments.slots import Held
-from tests.fs.conftest import MakeSystemCall, segments
+from tests.fs.conftest import MakeSystemCall, SystemCall, segments
 
 ROW_BYTES = 8_192
 SLOT_BYTES = ROW_BYTES + FOOTER_BYTES
@@ -223,11 +223,7 @@ async def test_a_delete_whose_footer_cannot_be_wiped_says_so(
 async def test_a_delete_under_way_is_done_when_its_tier_has_closed_and_nothing_has_failed(
     open_tier, lender: Lender, system_call: MakeSystemCall
 ) -> None:
-    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
-    await lender.keep(tier, keys_of(2))
-    stuck = system_call("pwritev", sticks=True)
-    delete = asyncio.create_task(tier.delete([KEY]))
-    await stuck.wait_entered()
+    tier, delete, stuck = await _deleting(open_tier, lender, system_call)
     closing = asyncio.create_task(tier.aclose(DEADLINE_S))
     for _ in range(100):  # Until it waits for the wipe.
         await asyncio.sleep(0)
@@ -242,16 +238,24 @@ async def test_a_delete_under_way_is_done_when_its_tier_has_closed_and_nothing_h
 async def test_a_delete_whose_wipe_hangs_beyond_the_end_is_told_that_its_tier_has_closed(
     open_tier, lender: Lender, system_call: MakeSystemCall
 ) -> None:
-    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
-    await lender.keep(tier, keys_of(2))
-    stuck = system_call("pwritev", sticks=True)
-    delete = asyncio.create_task(tier.delete([KEY]))
-    await stuck.wait_entered()
+    tier, delete, stuck = await _deleting(open_tier, lender, system_call)
     assert await tier.aclose(0.1) == (0,)
     with pytest.raises(BackendClosed):
         await delete
     stuck.let_go()
     assert await tier.aclose(DEADLINE_S) == (0,)
+
+
+async def _deleting(
+    open_tier, lender: Lender, system_call: MakeSystemCall
+) -> tuple[FsBackend, asyncio.Task[None], SystemCall]:
+    """Return a tier of two chunks, and the deletion of one of them, whose wipe hangs."""
+    tier = await open_tier(layout="segments", capacity_bytes=SMALL)
+    await lender.keep(tier, keys_of(2))
+    stuck = system_call("pwritev", sticks=True)
+    delete = asyncio.create_task(tier.delete([KEY]))
+    await stuck.wait_entered()
+    return tier, delete, stuck
 
 
 @pytest.mark.parametrize(
