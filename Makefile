@@ -98,7 +98,7 @@ test-gpu: $(if $(WHEELS),$(GPU_VENV)/.installed,$(INSTALLED))  ## prove the copi
 	tests/gpu/run test $(CURDIR)/$(if $(WHEELS),$(GPU_VENV),$(VENV))/bin/python $(DEVICE) $(DEMO)
 
 $(GPU_VENV)/.installed: pyproject.toml
-	tests/gpu/run env $(or $(PYTHON),python3) $(GPU_VENV) $(WHEELS)
+	tests/gpu/run env $(if $(filter file,$(origin PYTHON)),python3,$(PYTHON)) $(GPU_VENV) $(WHEELS)
 
 wheels: $(INSTALLED)  ## fill the directory WHEELS with what test-gpu needs beside torch, for Python WHEELS_FOR (3.12)
 	tests/gpu/run wheels $(BIN)/python $(or $(WHEELS),$(error WHEELS=dir: a directory to fill)) $(WHEELS_FOR)

@@ -7,7 +7,7 @@ counted, and said once. The same struct serves both faces, traces, and vLLM's `k
 import logging
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, TypeGuard
 
 import msgspec
 
@@ -77,16 +77,21 @@ class _UnreadableError(Exception):
 
 
 def _read(given: object) -> Hint:
-    table: Any = msgspec.to_builtins(given) if isinstance(given, Hint) else given
-    if not isinstance(table, Mapping):
+    sent: object = msgspec.to_builtins(given) if isinstance(given, Hint) else given
+    if not _is_table(sent):
         raise _UnreadableError("type", f"{type(given).__name__} given, a table of a hint's fields accepted")
+    table = dict(sent)
     if unknown := table.keys() - _FIELDS:
         raise _UnreadableError("field", f"{min(map(str, unknown))!r} given, {_ACCEPTED} accepted")
-    hint = msgspec.convert(dict(table), Hint)
+    hint = msgspec.convert(table, Hint)
     for seconds in (hint.returns_in_s, hint.retain_s):
         if seconds is not None and not math.isfinite(seconds):
             raise _UnreadableError("value", f"{seconds} s given, a finite time accepted")
     return hint
+
+
+def _is_table(given: object) -> TypeGuard[Mapping[str, object]]:
+    return isinstance(given, Mapping)
 
 
 _FIELDS = frozenset(field.encode_name for field in msgspec.structs.fields(Hint))

@@ -201,12 +201,7 @@ class Ledger:
             if answer is None and (tier.index, key) in search.asked and key not in tier.asking:
                 answer = tier.last_answer(key)  # A request asks once: else answers older than a step keep it waiting.
             if answer:
-                if (
-                    request.weighed
-                    and self._worth.token_s
-                    and self._worth.never(tier)
-                    and request not in self.outbox.runs
-                ):
+                if self._weighs(request) and self._worth.never(tier) and request not in self.outbox.runs:
                     return self._decline_at_once(key, tier, request)
                 return self._promote(key, tier, request)
             if answer is not None:
@@ -238,7 +233,7 @@ class Ledger:
         search = request.search
         search.promotions[key] = search.promotions.get(key, 0) + 1
         search.sources[key] = tier.index
-        self.outbox.promote(key, tier, request, request.found if self._worth.token_s and request.weighed else None)
+        self.outbox.promote(key, tier, request, request.found if self._weighs(request) else None)
         if self.cascades.owes:
             self.cascades.promoted(key, tier.spec, request)
         return self._wait_for(key, request)
@@ -287,6 +282,9 @@ class Ledger:
                 late_at = self._now + self._worth.patience_s(choice.computing_s)
                 request.late_at = late_at if request.late_at == NEVER else max(late_at, request.late_at)
         self.outbox.runs.clear()
+
+    def _weighs(self, request: Request) -> bool:
+        return request.weighed and self._worth.token_s > 0
 
     def _choice(self, request: Request, runs: Sequence[Run], queued: Mapping[Tier, int]) -> Choice:
         tokens = request.tokens_found(self._worth.chunk_tokens)
@@ -542,9 +540,7 @@ class Ledger:
         hint = hint_of(given, self.hints_ignored)
         if hint is None:
             return
-        if not self.primary.takes_hints:  # What comes from here on is known to be new.
-            self.primary.take_hints()
-            self.outbox.expect_hints()
+        self._take_hints()
         request.hint = hint
         if not isinstance(hint.no_store, bool):
             for name in set(hint.no_store).difference(tier.spec.name for tier in self.tiers):
@@ -573,6 +569,7 @@ class Ledger:
 
     def demote(self, keys: Sequence[OffloadKey]) -> int:
         """Have keys go before all others, here and in tiers, unless they are used again; return how many are here."""
+        self._take_hints()
         rows = self.primary.rows_of(dict.fromkeys(keys))
         self.primary.demote(rows)
         for tier in self.tiers:
@@ -585,6 +582,7 @@ class Ledger:
         return self._retain(keys, seconds, priority, None)
 
     def _retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int, request: Request | None) -> int:
+        self._take_hints()
         rows = self.primary.rows_of(dict.fromkeys(keys))
         self.primary.end_retentions(self._now)
         retained = self.primary.retain(rows, self._now + min(seconds, RETAIN_S_MAX), priority)
@@ -592,6 +590,12 @@ class Ledger:
             if self.runner_up and (request is None or request.allows(tier.spec)):
                 self.outbox.retain(keys, tier, min(seconds, RETAIN_S_MAX), priority)
         return retained
+
+    def _take_hints(self) -> None:
+        """Have everybody take note of sessions, from the first hint on: what comes from here on is known to be new."""
+        if not self.primary.takes_hints:
+            self.primary.take_hints()
+            self.outbox.expect_hints()
 
     def forget(self, keys: Sequence[OffloadKey]) -> int:
         """Forget keys here and in every tier; return how many are not here any more.

@@ -48,7 +48,6 @@ PRIMARY_COUNTERS = {
 }
 RETENTIONS_CUT_HELP = "Chunks that hints were to retain and did not, or not for all their time."
 HINTS_IGNORED_HELP = "Hints, or parts of them, that could not be heeded."
-SKIPPED_HELP = "Chunks that were not to be stored in the tier."
 
 
 class PrimaryStats(msgspec.Struct, frozen=True, kw_only=True):

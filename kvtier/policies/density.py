@@ -14,6 +14,7 @@ from itertools import chain, filterfalse, islice
 from typing import Any
 
 from kvtier.hints import Hint
+from kvtier.policies.classes import Classes
 from kvtier.policies.policy import K, Policy
 from kvtier.policies.returns import STEPS, Branch, Label, Returns
 
@@ -24,7 +25,6 @@ _OPEN_REQUESTS = 1_024  # A request that did not end while so many did has been 
 _OPEN_RUNS = 4_096  # The most that may wait for their requests' ends: an owner need not rank.
 _REST_KEYS = 1  # A conversation goes on without the chunk that was filled in part only.
 _FOUND_KEYS = 64  # In a run of what was there before the start; nobody knows what belonged together.
-_CLASSES_MAX = 64  # Of hints. A client that makes up names is not listened to for ever.
 _BUCKETS_PER_E = 2  # How finely an expected time is told apart: by a factor of e^0.5.
 _EXPECTED_S_MAX = 1e6
 _MORE_NUMBERS = 1_024  # At a time.
@@ -163,7 +163,7 @@ class DensityOrder:
         self._aging: list[deque[_Run]] = [deque() for _ in range(STEPS)]  # Runs and ghosts; some are no more.
         self._ghosts: OrderedDict[Hashable, _Run] = OrderedDict()  # By the name of what went last.
         self._ghost_keys = 0
-        self._classes: set[str] = set()
+        self._classes = Classes()
         self._returns = Returns()
 
     # What the owner of the keys says.
@@ -492,12 +492,15 @@ class DensityOrder:
     def _branches(self, hint: Hint) -> Sequence[Branch]:
         """Return the part of a label that a hint is. What it is worth is learned, so nothing of it need be true."""
         branches: list[Branch] = []
-        if hint.class_ and (hint.class_ in self._classes or len(self._classes) < _CLASSES_MAX):
-            self._classes.add(hint.class_)
-            branches.append(Branch(("class", hint.class_), _HINT_RUNS))
+        if hint.class_:
+            number, was_anothers = self._classes.number(hint.class_)
+            if number is not None:
+                branches.append(Branch(("class", number), _HINT_RUNS))
+            if was_anothers:
+                self._returns.forget(branches[0].name)
         if hint.over:
             branches.append(Branch("over", _HINT_RUNS))
         elif hint.returns_in_s is not None:
             expected_s = min(max(1.0, hint.returns_in_s), _EXPECTED_S_MAX)
-            branches.append(Branch(round(_BUCKETS_PER_E * math.log(expected_s)), _HINT_RUNS))
+            branches.append(Branch(("returns", round(_BUCKETS_PER_E * math.log(expected_s))), _HINT_RUNS))
         return branches

@@ -30,6 +30,12 @@ class Order(Protocol[K]):
     def evict(self, count: int, keep: Callable[[K], Any], incoming: Sequence[Any] = (), /) -> list[K] | None: ...
 
 
+class Evict(Protocol[K]):
+    """`Policy.evict`."""
+
+    def __call__(self, count: int, keep: Callable[[K], Any], incoming: Sequence[Any], /) -> list[K] | None: ...
+
+
 class Sessions(Generic[K]):
     """The sessions of resident keys: which ones several have used, and which are one session's own.
 
@@ -277,7 +283,7 @@ class HintedOrder(Generic[K]):
         return (lambda key: key in retained or keep(key)) if retained else keep
 
     def _evict(self, count: int, keep: Callable[[K], Any], incoming: Sequence[Any]) -> list[K] | None:
-        evict: Callable[..., list[K] | None] = self._order.evict
+        evict: Evict[K] = self._order.evict
         demoted = list(islice(filterfalse(keep, self._demoted), count))
         if not demoted:
             return evict(count, keep, incoming)

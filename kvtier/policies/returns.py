@@ -8,6 +8,8 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 STEPS = 17
+PATH_MAX = 3  # Of labels without hints, which are a few hundred at most.
+LABELS_MAX = 2_048  # With hints: some megabytes, and some milliseconds a halving.
 _WIDTHS = (1, *(1 << step for step in range(STEPS - 1)))  # How many requests a step lasts.
 _PRIOR = 0.05  # The chance of a return in any one step, before anything is known: like an LRU's, 1 / age.
 _PRIOR_RUNS = 500  # How many runs that prior counts for.
@@ -52,11 +54,22 @@ class Returns:
         self._runs = self._keys = 0.0
 
     def label(self, path: Sequence[Branch]) -> Label:
-        """Return the label at the end of a path from the root."""
+        """Return the label at the end of a path from the root, or as far along as there are labels to be had."""
         label = self._root
         for branch in path:
+            if branch.name not in label.children and len(path) > PATH_MAX and len(self._labels) >= LABELS_MAX:
+                return label
             label = label.children.get(branch.name) or self._new_label(label, branch)
         return label
+
+    def forget(self, name: Hashable) -> None:
+        """Forget what was seen of a branch of the root: it means something else from now on."""
+        labels = [self._root.children[name]] if name in self._root.children else []
+        while labels:
+            label = labels.pop()
+            label.hits, label.risks = [0.0] * STEPS, [0.0] * STEPS
+            label.computed_at = label.ranked_at = -_FRESH_REQUESTS
+            labels += label.children.values()
 
     def began(self, label: Label, keys: int) -> None:
         """Take note of a new run of so many keys, and make sure of its label's worth."""

@@ -9,7 +9,7 @@ from tests.gpu.modelled import Modelled, model
 
 
 @pytest.fixture(scope="session")
-def device() -> Device:
+def device(outside: None) -> Device:
     return device_named(os.environ.get("KVTIER_DEVICE", "cpu"))
 
 

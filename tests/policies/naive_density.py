@@ -5,6 +5,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from kvtier.policies import Density, Hint, Hinted, NumberOrder, Policy, number_order
+from kvtier.policies.classes import Classes
 
 STEPS = 17
 WIDTHS = [1] + [2**step for step in range(STEPS - 1)]
@@ -106,6 +107,7 @@ class NaiveDensity(Policy[Any]):
         self.ghosts: list[tuple[Any, NaiveRun]] = []
         self.statistics = NaiveStatistics()
         self.entries = 0
+        self.classes = Classes()
 
     def owned(self, run: NaiveRun) -> list[Any]:
         return [key for key in run.keys if self.owner.get(key) is run]
@@ -167,7 +169,10 @@ class NaiveDensity(Policy[Any]):
 
     def rank_hinted(self, keys: Sequence[Any], hint: Hint) -> None:
         self.warm_up_requests = min(self.warm_up_requests, 128)
-        said: list[Hashable] = [("class", hint.class_)] if hint.class_ else []
+        said: list[Hashable] = []
+        number = self.classes.number(hint.class_)[0] if hint.class_ else None
+        if number is not None:
+            said.append(("class", number))
         if hint.over:
             said.append("over")
         elif hint.returns_in_s is not None:

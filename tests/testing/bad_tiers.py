@@ -1102,6 +1102,19 @@ class RetainsWhateverThePriority(Tier):
         super().retain(keys, seconds, 0)
 
 
+class KeepsRoomForWhatIsRetained(Tier):
+    breaks = ("test_a_store_finds_as_much_room_whatever_is_retained",)
+    retained = 0
+
+    def retain(self, keys, seconds, priority):
+        self.retained += len(keys)
+        super().retain(keys, seconds, priority)
+
+    async def store(self, writes):
+        outcomes = list(await super().store(writes))
+        return outcomes if self.retained < 8 else [NoSpace("retained")] * len(writes)
+
+
 class CountsWhatItIsAdvised(Tier):
     breaks = ("test_advice_changes_nothing_that_is_there",)
     advised = 0
@@ -1232,6 +1245,18 @@ class DoesNotPassOnRanks(Around):
 class WrapsAndDoesNotListen(Tier):
     breaks = ("test_a_wrapper_passes_on_what_is_reported_and_ranked",)
     wrap = staticmethod(DoesNotPassOnRanks)
+
+
+class DoesNotPassOnAdvice(Around):
+    def __init__(self, inner):
+        super().__init__(inner)
+        if hasattr(inner, "demote"):
+            self.demote = lambda keys: None
+
+
+class WrapsAndKeepsAdvice(Tier):
+    breaks = ("test_a_wrapper_passes_on_advice",)
+    wrap = staticmethod(DoesNotPassOnAdvice)
 
 
 class PromisesTheMost(Around):

@@ -87,6 +87,7 @@ def whole(name: str) -> list[str]:
         "completion": ["bash"],
         "trace info": ["trace.jsonl"],
         "trace convert": ["trace.jsonl", "--output", "out.jsonl"],
+        "trace hint": ["trace.jsonl", "--over", "1", "--output", "out.jsonl"],
     }
     return [*name.split(), *(["root"] if name in DIRECTORY_COMMANDS else extra.get(name, []))]
 

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from msgspec import structs
 
+from kvtier.hints import Hint
 from kvtier.tools.cli import main
-from kvtier.tools.replay.study import measure
+from kvtier.tools.replay.study import measure, simulation
 from kvtier.tools.replay.traces import Request, Trace, write_trace
 
 KVTIER = [sys.executable, "-c", "from kvtier.tools.cli import main; main()"]
@@ -78,7 +80,7 @@ def test_without_a_configuration_a_trace_goes_through_memory_and_files_and_leave
     shown = capsys.readouterr()
     assert "trace.jsonl.gz: replayed 60 requests, 330 chunk references" in shown.out
     assert "0 wrong chunks" in shown.out
-    assert "│ 0:fs " in shown.out
+    assert "\n0:fs " in shown.out
     assert shown.err == ""
     told, extent = report(out), measure(Trace(trace))
     assert told["requests"] == 60
@@ -264,6 +266,22 @@ def test_a_study_says_how_many_chunks_a_limit_kept_from_a_tier_and_which_limit_t
         "268,435,456: raise it"
     ]
     assert f"{dropped:,} chunks were never stored in it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("way", [("--virtual-time", "--gpu-cache-blocks", "0"), ("--concurrency", "1")])
+def test_the_hints_of_a_trace_reach_the_engine(tmp_path: Path, way: tuple[str, ...]) -> None:
+    """Sessions that are over make room for one that returns: with as many hits as the study has with the same hints."""
+    blocks = [(0, 1, 2), *((10 * end, 10 * end + 1) for end in range(1, 5)), (0, 1, 2, 3)]
+    requests = [
+        Request(60_000 * number, 512 * len(ids), 9, ids, hint=Hint(over=True) if number in (1, 2, 3, 4) else None)
+        for number, ids in enumerate(blocks)
+    ]
+    trace, out = str(tmp_path / "hinted.jsonl"), tmp_path / "report.json"
+    write_trace(trace, requests)
+    assert run("replay", trace, "--config", config_file(tmp_path, rows=6), *way, "--json", str(out)) == 0
+    assert report(out)["hit_ratio"] == 3 / 15
+    assert list(simulation("lru")(requests, 6)) == [0, 0, 0, 0, 0, 3]
+    assert sum(simulation("lru")([structs.replace(each, hint=None) for each in requests], 6)) == 0
 
 
 def test_in_virtual_time_an_fs_tier_is_only_modelled(trace: str, tmp_path: Path) -> None:

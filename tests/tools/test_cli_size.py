@@ -65,6 +65,40 @@ def test_drives_live_as_long_as_their_writes_last(trace: str, tmp_path: Path) ->
     assert cell["drive_life_years"] == pytest.approx(5 * 3 * (4 << 20) / cell["written_bytes_per_day"])
 
 
+def test_a_disk_that_is_too_slow_is_told_once_and_not_by_the_minute(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ("--memory", "400KiB", "--disk", "4MiB", "--disk-speed", "100B/s")
+    (cell,) = sized(trace, tmp_path, *options)["sizes"]
+    lost = cell["dropped_chunks"] + cell["failed_chunks"]
+    assert f"The disk was too slow: up to {lost:,} chunks of a row" in " ".join(capsys.readouterr().out.split())
+    assert min(cell["dropped_chunks"], cell["failed_chunks"]) > 0
+    assert caplog.records == []
+
+
+@pytest.mark.usefixtures("outside")
+def test_a_trace_that_cannot_be_true_is_told_once_however_many_sizes_there_are(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = str(tmp_path / "unchained.jsonl")
+    write_trace(path, [Request(0, 1_024, 1, (1, 2)), Request(60_000, 1_024, 1, (3, 2))])
+    sized(path, tmp_path, "--memory", "400KiB", "--disk", "0,4MiB")
+    assert capfd.readouterr().err.count("must be chained") == 1
+
+
+def test_sizes_have_the_ratios_of_the_other_commands(trace: str, tmp_path: Path) -> None:
+    """Where no request comes before the one before it has been served, as in this trace."""
+    cells = sized(trace, tmp_path, "--memory", "400KiB,1200KiB", "--disk", "0")["sizes"]
+    ratios = tmp_path / "ratios.json"
+    assert run("policies", trace, "--policies", "lru", "--sizes", "0.25,0.75", "--json", str(ratios)) == 0
+    assert [cell["hit_ratio"] for cell in cells] == list(json.loads(ratios.read_text())["lru"].values())
+    config, report = tmp_path / "engine.toml", tmp_path / "report.json"
+    config.write_text('cpu_bytes_to_use = "1200KiB"\nchunk_bytes = "4KiB"\n')
+    options = ("--config", str(config), "--virtual-time", "--gpu-cache-blocks", "0", "--json", str(report))
+    assert run("replay", trace, *options) == 0
+    assert json.loads(report.read_text())["hit_ratio"] == cells[1]["hit_ratio"]
+
+
 def test_a_picture_is_drawn(trace: str, tmp_path: Path) -> None:
     picture = tmp_path / "size.svg"
     sized(trace, tmp_path, "--memory", "400KiB", "--disk", "0", "--plot", str(picture))
@@ -80,6 +114,8 @@ def test_a_picture_is_drawn(trace: str, tmp_path: Path) -> None:
         (("--kv-bytes-per-token", "2", "--memory", "64"), "--memory '64': expected sizes with units"),
         (("--kv-bytes-per-token", "2", "--memory", "0"), "--memory 0 bytes: a chunk of this trace has"),
         (("--kv-bytes-per-token", "2", "--disk", "1KiB,10B"), "--disk 10 bytes: a chunk of this trace has"),
+        (("--kv-bytes-per-token", "2", "--gpu-cache", "1GiB,2GiB"), "--gpu-cache '1GiB,2GiB': expected one size"),
+        (("--kv-bytes-per-token", "2", "--gpu-cache", "40"), "--gpu-cache '40': expected one size with a unit"),
         (("--kv-bytes-per-token", "2", "--disk-speed", "7GB"), "--disk-speed '7GB': expected bytes a second"),
         (("--kv-bytes-per-token", "2", "--disk-speed", "1GB/s", "--bench", "x"), "--bench x: it says how fast"),
     ],

@@ -4,8 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
+from kvtier.hints import Hint
+from kvtier.tools.replay.oracle import Saying, future, hinted
 from kvtier.tools.replay.traces import Request, Trace, write_trace
+from kvtier.tools.replay.workload import GeneratedTrace
 from tests.tools.test_cli_policies import run
 
 
@@ -53,7 +57,8 @@ def test_an_unknown_format_is_refused_by_name(log: str, tmp_path: Path, capsys: 
 def test_the_info_counts_what_is_in_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "trace.jsonl"
     requests = [Request(1_000 * at, 512 * (at + 1), at, tuple(range(at + 1)), session_id=at % 2) for at in range(4)]
-    write_trace(path, requests)
+    hints = [None, Hint(over=True, class_="agent"), Hint(class_="agent"), None]
+    write_trace(path, [structs.replace(each, hint=hint) for each, hint in zip(requests, hints, strict=True)])
     assert run("trace", "info", str(path), "--json", "-") == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out) == {
@@ -68,8 +73,50 @@ def test_the_info_counts_what_is_in_a_trace(tmp_path: Path, capsys: pytest.Captu
         "block_references": 10,
         "unique_blocks": 4,
         "best_hit_ratio": 0.6,
+        "hints": {"over": 1, "class": 2},
     }
     assert shown.err == ""
+
+
+def test_hints_survive_a_conversion(log: str, tmp_path: Path) -> None:
+    tokens = tmp_path / "log.jsonl"
+    tokens.write_text('{"token_ids": [1, 2], "kvtier": {"over": true}}\n{"token_ids": [1, 3], "kvtier": 5}\n')
+    first, second = str(tmp_path / "first.jsonl"), str(tmp_path / "second.jsonl")
+    assert run("trace", "convert", str(tokens), "--block-tokens", "2", "-o", first) == 0
+    assert run("trace", "convert", first, "-o", second) == 0
+    assert [[request.hint for request in Trace(path)] for path in (first, second)] == [[Hint(over=True), None]] * 2
+
+
+def test_a_traces_requests_are_given_hints_for_study_and_the_trace_says_how(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "hinted.jsonl.zst")
+    options = ("--over", "0.5", "--returns", "1", "--error", "0.5", "--lies", "0.25", "--seed", "1")
+    assert run("trace", "hint", "generated", "--limit", "300", *options, "-o", out) == 0
+    generated, saying = GeneratedTrace(limit=300), Saying(0.5, 1.0, 0.5, 0.25, 1)
+    trace = Trace(out, strict=True)
+    assert list(trace) == list(hinted(generated, future(generated, 512), saying))
+    assert trace.meta["hints"] == saying._asdict()
+    over = sum(request.hint is not None and request.hint.over for request in trace)
+    assert f"300 requests; {over} are said to be" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "--over or --returns: one of both is needed"),
+        (("--over", "1.5"), "--over"),
+        (("--over", "1", "--lies", "1"), "--lies"),
+        (("--returns", "nan"), "--returns"),
+    ],
+)
+def test_what_no_oracle_can_say_is_refused(
+    tmp_path: Path, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "hinted.jsonl"
+    assert run("trace", "hint", "generated", "--limit", "3", *options, "-o", str(out)) == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
 
 
 def test_the_info_of_a_generated_trace_needs_no_file(capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -217,35 +217,74 @@ def test_a_page_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> N
     assert err.startswith(f"kvtier: {port}: what is there are no metrics; ")
 
 
-@pytest.mark.usefixtures("outside")
-def test_a_terminal_shows_an_engine_anew_until_ctrl_c() -> None:
-    """The breaker opens while it is watched."""
+class Watching:
+    """A `kvtier top` in a terminal of its own."""
+
+    def __init__(self, address: object) -> None:
+        self._fd, theirs = pty.openpty()
+        command = [sys.executable, "-m", "kvtier", "top", str(address), "--interval", "100ms"]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm", "COLUMNS": "160"}
+        self.process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
+        os.close(theirs)
+        self.shown = b""
+
+    def until(self, word: bytes) -> None:
+        """Read on until something more is shown, and it has this word."""
+        shown = b""
+        while word not in shown:
+            shown += os.read(self._fd, 4_096)
+        self.shown += shown
+
+    def ended(self) -> int:
+        """Press Ctrl-C, read the rest, and return the status."""
+        self.process.send_signal(signal.SIGINT)
+        with suppress(OSError):  # Linux's way to say that the other end was closed.
+            while piece := os.read(self._fd, 4_096):
+                self.shown += piece
+        os.close(self._fd)
+        return self.process.wait()
+
+
+@contextmanager
+def watching(address: object) -> Iterator[Watching]:
+    watch = Watching(address)
+    try:
+        yield watch
+    finally:
+        watch.process.kill()
+        watch.process.wait()
+
+
+def breaker_gauge() -> tuple[CollectorRegistry, Gauge]:
     registry = CollectorRegistry()
     breaker = Gauge("kvtier_tier_breaker", "State.", ("tier", "state"), registry=registry)
     breaker.labels("disk", "closed").set(1)
-    with served(registry) as port:
-        ours, theirs = pty.openpty()
-        command = [sys.executable, "-m", "kvtier", "top", str(port), "--interval", "100ms"]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm", "COLUMNS": "160"}
-        process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=environment)
-        os.close(theirs)
-        shown = until(ours, b"closed")
+    return registry, breaker
+
+
+@pytest.mark.usefixtures("outside")
+def test_a_terminal_shows_an_engine_anew_until_ctrl_c() -> None:
+    """The breaker opens while it is watched."""
+    registry, breaker = breaker_gauge()
+    with served(registry) as port, watching(port) as watch:
+        watch.until(b"closed")
         breaker.labels("disk", "closed").set(0)
-        breaker.labels("disk", "open").set(1)
-        shown += until(ours, b"open")
-        process.send_signal(signal.SIGINT)
-        while True:
-            try:
-                shown += os.read(ours, 4_096)
-            except OSError:  # Linux's way to say that the other end was closed.
-                break
-        os.close(ours)
-    assert process.wait() == 130
-    assert b"Traceback" not in shown
+        breaker.labels("disk", "half_open").set(1)
+        watch.until(b"half_open")
+        assert watch.ended() == 130
+    assert b"Traceback" not in watch.shown
 
 
-def until(fd: int, word: bytes) -> bytes:
-    shown = b""
-    while word not in shown:
-        shown += os.read(fd, 4_096)
-    return shown
+@pytest.mark.usefixtures("outside")
+def test_an_engine_that_goes_away_leaves_its_last_figures_and_the_reason() -> None:
+    registry, _ = breaker_gauge()
+    with served(registry) as port:
+        watch = Watching(port)
+        watch.until(b"closed")
+    try:
+        watch.until(b"Connection refused")
+        assert watch.process.poll() is None
+        assert watch.ended() == 130
+    finally:
+        watch.process.kill()
+        watch.process.wait()

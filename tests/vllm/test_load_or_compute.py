@@ -8,7 +8,7 @@ from tests.vllm.engines import PROMPT_HITS, PROMPT_TOKENS, Engine, hits, kvtier,
 from tests.vllm.slow_tier import slow
 
 COMPUTED_TOKENS_PER_S = 1_000.0  # Said, not measured: a prompt takes a second, whatever the machine does.
-CRAWLING_BYTES_PER_S = 256 << 10  # A prompt takes eight.
+CRAWLING_BYTES_PER_S = 768 << 10  # A prompt takes more than two and a half.
 
 
 def over(disk: Path, speed: Path, **changes: Any) -> dict[str, Any]:
@@ -31,16 +31,11 @@ def test_a_tier_that_becomes_slow_is_not_waited_for_and_is_used_again_when_it_is
         (late,) = engine.answer(asked[:1])
         assert (late.tokens, counters.given_up) == (expected[0], 1)
         assert late.cached < PROMPT_HITS
-        engine.settle()  # The load ends, and its rows come back.
-        answers = [engine.answer([prompt])[0] for prompt in asked[1:]]
-        assert tokens(answers) == expected[1:]
-        assert max(hits(answers)) < PROMPT_HITS
-        assert counters.declined > 0
-        assert counters.given_up + counters.declined_requests >= len(asked)
+        until(lambda: served(engine, asked, expected) is False and counters.explored > 0)  # A few loads show it.
+        assert counters.declined_requests > 0
 
         speed.unlink()
         until(lambda: served(engine, asked, expected))
-        assert counters.explored > 0
 
 
 def served(engine: Engine, asked: list[list[int]], expected: list[tuple[int, ...]]) -> bool:
@@ -70,7 +65,7 @@ def test_what_the_connector_measures_decides_about_loads(llama, disk, tmp_path):
 def test_with_vllms_own_connector_everything_is_loaded_however_slow(llama, disk, tmp_path):
     asked, speed = prompts(5), tmp_path / "speed"
     expected = right(llama, asked)
-    speed.write_text(str(CRAWLING_BYTES_PER_S * 8))
+    speed.write_text(str(CRAWLING_BYTES_PER_S * 4))
     with Engine(llama, over(disk, speed)) as engine:
         engine.answer(asked)
         engine.settle()

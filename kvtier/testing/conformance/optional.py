@@ -337,12 +337,14 @@ class AdvisedConformance(Promises):
     async def test_of_a_session_that_is_over_goes_what_no_other_has_used(self, small: Backend, lender: Lender) -> None:
         """The head that two sessions share stays with the one that goes on."""
         rank_hinted(small, keys_of(1, start=900), Hint(class_="first"))  # From then on a tier takes note of sessions.
-        head, ended, other = keys_of(2), keys_of(2, start=100), keys_of(2, start=200)
+        head, ended, other, older = keys_of(2), keys_of(2, start=100), keys_of(2, start=200), keys_of(2, start=300)
+        await lender.keep(small, older)
         for own in (ended, other):
             await lender.keep(small, [*head, *own])
             rank(small, [*head, *own])
         rank_hinted(small, [*head, *ended], Hint(over=True))
-        await until_some_go(small, lender, ended)
+        await until_some_go(small, lender, older)
+        assert not any(await small.probe(ended))
         assert all(await small.probe([*head, *other]))
 
     async def test_what_is_retained_stays_while_others_come(self, small: Backend, lender: Lender) -> None:

@@ -87,6 +87,13 @@ def _audit_rows(ledger: Ledger) -> None:
         assert primary.key(row) == keys.get(row), f"row {row} holds another key than it says"
         # What lost its key while it was pinned is nobody's, until its last pin goes.
         assert row in owner or primary.pinned(row), f"row {row} is leaked"
+    retained = (
+        [] if primary._hinted is None else [row for row in range(primary.rows) if row in primary._hinted.retained]
+    )
+    assert len(retained) == primary.retained <= primary._retained_max, f"rows {retained} are retained"
+    assert all(primary.key(row) is not None for row in retained), (
+        f"rows {retained} are retained, and not all hold chunks"
+    )
 
 
 def _audit_transfers(ledger: Ledger) -> None:

@@ -81,7 +81,7 @@ class LifeUnderWay:
         engine.steps.end_step()
         audit_quiet(engine)
         self._check_beliefs(engine)
-        assert await engine.aclose() == 0, "something was left behind at rest"
+        assert await engine.aclose(PATIENCE_S) == 0, "something was left behind at rest"  # All that was owed goes now.
 
     def _check_beliefs(self, engine: AuditedManager) -> None:
         """Hold what the engine believes of each tier against the tier's own last words."""

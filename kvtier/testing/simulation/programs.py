@@ -13,6 +13,19 @@ from kvtier.errors import EngineClosed
 from kvtier.testing.simulation.witness import chunk_of
 
 
+def some_hint(dice: random.Random) -> object:
+    """Give a hint as a client may send it: also one that is none."""
+    return dice.choice(
+        (
+            {"over": True},
+            {"returns_in_s": dice.uniform(0, 20), "class": f"client {dice.randint(0, 9)}"},
+            {"retain_s": dice.uniform(0, 20), "priority": dice.randint(0, 99), "tokens": dice.randint(0, 100)},
+            {"no_store": dice.choice((True, ["tier0"], ["nowhere"]))},
+            {"over": "perhaps"},
+        )
+    )
+
+
 class Habits(NamedTuple):
     """A program's habits: what it does, how often, and how long it takes."""
 
@@ -21,6 +34,7 @@ class Habits(NamedTuple):
     cancels: float  # Share of operations that are cancelled half-way.
     hold_s: float  # The longest that it keeps what it fetched.
     pause_s: float  # The longest between two operations.
+    hints: float = 0.0  # Share of operations with a hint, good or bad, and with a call about keys after them.
 
 
 class Program:
@@ -41,6 +55,7 @@ class Program:
         self._habits = habits
         self._name = seed
         self._random = random.Random(seed)
+        self._hints = random.Random(f"{seed}, hints")  # Apart: a seed is the same story but for its hints.
         self._counts = counts
         self._number = 0
 
@@ -55,6 +70,8 @@ class Program:
                 cancelled_after_s = self._random.choice((0.0, self._random.uniform(0, 1.0)))
             try:
                 await self._do(operation(), cancelled_after_s)
+                if self._hints.random() < self._habits.hints:
+                    await self._do(self._tell(), cancelled_after_s)
             except EngineClosed:
                 self._counts["requests told that the engine closed"] += 1
                 return
@@ -76,19 +93,39 @@ class Program:
 
     async def _put(self) -> None:
         keys, size_bytes = self._some_keys(), self._engine.config.chunk_bytes
-        put = await self._engine.put(keys, [chunk_of(key, size_bytes) for key in keys], request_id=self._begin())
+        put = await self._engine.put(
+            keys, [chunk_of(key, size_bytes) for key in keys], request_id=self._begin(), hint=self._hint()
+        )
         self._finish()
         assert 0 <= put <= len(keys)
         self._counts["chunks put"] += put
 
     async def _fetch(self) -> None:
         keys = self._some_keys()
-        async with self._engine.fetch(keys, request_id=self._begin()) as rows:
+        async with self._engine.fetch(keys, request_id=self._begin(), hint=self._hint()) as rows:
             self._compare(keys, rows)
             await asyncio.sleep(self._random.uniform(0, self._habits.hold_s))
             self._compare(keys, rows)
             self._counts["chunks fetched"] += len(rows)
         self._finish()
+
+    async def _tell(self) -> None:
+        """Say something of keys that some request used, uses or will use."""
+        document = self._hints.choice(self._documents)
+        keys = document[: self._hints.randint(0, len(document))]
+        match self._hints.choice(("prefetch", "demote", "forget", "retain")):
+            case "prefetch":
+                self._counts["chunks prefetched"] += await self._engine.prefetch(keys)
+            case "demote":
+                self._counts["chunks demoted"] += self._engine.demote(keys)
+            case "forget":
+                self._counts["chunks forgotten"] += self._engine.forget(keys[-2:])
+            case _:
+                seconds, priority = self._hints.uniform(0.1, 10.0), self._hints.randint(0, 99)
+                self._counts["chunks retained"] += self._engine.retain(keys, seconds, priority=priority)
+
+    def _hint(self) -> object:
+        return some_hint(self._hints) if self._hints.random() < self._habits.hints else None
 
     async def _delete(self) -> None:
         await self._engine.delete(self._some_keys()[-2:])

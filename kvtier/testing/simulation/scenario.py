@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 from kvtier.backend import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig
 from kvtier.engine.tier import TierMatcher
-from kvtier.testing.simulation.programs import Habits
+from kvtier.testing.simulation.programs import Habits, some_hint
 from kvtier.testing.simulation.scheduler import Pace, Prompt
 from kvtier.testing.simulation.witness import WITNESS
 
@@ -84,7 +84,7 @@ def draw(seed: int, subject: Subject) -> Scenario:
         subject.tier is None or subject.durable,
         [subject.tier is not None or not _forgets(tier["inner"]) for tier in tiers],
         documents,
-        [_life(dice, documents, ending, number) for number, ending in enumerate(endings)],
+        [_told(_life(dice, documents, ending, number), seed, number) for number, ending in enumerate(endings)],
     )
 
 
@@ -203,6 +203,16 @@ def _life(dice: random.Random, documents: Sequence[Sequence[OffloadKey]], ending
     )
     resets_s = [dice.uniform(0, 4)] if scheduled and dice.random() < 0.2 else []
     return Life(programs, prompts, pace, resets_s, ending, dice.uniform(0, 6))
+
+
+def _told(life: Life, seed: int, number: int) -> Life:
+    """Give a life hints, or none: by dice of their own, so that a seed is the same story but for them."""
+    dice = random.Random(f"seed {seed}, life {number}, hints")
+    share = dice.choice((0.0, 0.3, 1.0))
+    return life._replace(
+        habits=[(habits._replace(hints=share), chosen) for habits, chosen in life.habits],
+        prompts=[prompt._replace(hint=some_hint(dice) if dice.random() < share else None) for prompt in life.prompts],
+    )
 
 
 def _habits(dice: random.Random) -> Habits:

@@ -26,6 +26,7 @@ class Prompt(NamedTuple):
     keys: Sequence[OffloadKey]
     arrives_s: float = 0.0
     matchers: Sequence[TierMatcher] | None = None
+    hint: object = None
 
 
 class Pace(NamedTuple):
@@ -92,7 +93,7 @@ class Scheduler:
     def _arrive(self) -> None:
         while self._arriving and self._arriving[0].arrives_s <= self._now:
             prompt = self._arriving.popleft()
-            wants_all = self._steps.on_new_request(prompt.id, prompt.matchers)
+            wants_all = self._steps.on_new_request(prompt.id, prompt.matchers, hint=prompt.hint)
             self._waiting.append(_Run(prompt, wants_all))
 
     def _schedule(self) -> None:

@@ -26,6 +26,7 @@ import msgspec
 import xxhash
 
 from kvtier.errors import ConfigError, TraceError
+from kvtier.hints import Hint, IgnoredHints, hint_of
 from kvtier.tools.replay.traces import Request, Trace, trace_lines
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class Logged(NamedTuple):
     input_length: int
     output_length: int = 0
     session_id: int | str | None = None
+    hint: Hint | None = None
 
 
 class Log(NamedTuple):
@@ -75,16 +77,17 @@ class Conversion:
         first = self._open(self._paths[0], block_tokens)
         self.block_tokens = block_tokens or first.block_tokens
         self.without_times = False
+        self.requests = self.blocks = 0  # Given so far.
         self._logs = chain((first,), (self._open(path, self.block_tokens) for path in self._paths[1:]))
 
     def __iter__(self) -> Iterator[Request]:
-        number, last_ms = 0, 0.0
+        last_ms = 0.0
         first_ms: float | None = None
         for log in self._logs:
             together = self._together(log)
             for logged in log.requests:
                 if logged.timestamp_ms is None:
-                    self.without_times, now_ms = True, number * 1_000.0
+                    self.without_times, now_ms = True, self.requests * 1_000.0
                 else:
                     first_ms = logged.timestamp_ms if first_ms is None else first_ms
                     now_ms = round(float(logged.timestamp_ms - first_ms), 3)
@@ -93,13 +96,16 @@ class Conversion:
                         f"{log.path}, line {logged.line}: {(last_ms - now_ms) / 1_000:,.3f} s earlier than the request "
                         "before it; requests in the order in which they came accepted: sort the file, or the files"
                     )
-                number, last_ms = number + 1, now_ms
+                last_ms, ids = now_ms, self._ids(logged.blocks, together)
+                self.requests += 1
+                self.blocks += len(ids)
                 yield Request(
                     timestamp_ms=int(now_ms) if now_ms.is_integer() else now_ms,
                     input_length=logged.input_length,
                     output_length=logged.output_length,
-                    hash_ids=self._ids(logged.blocks, together),
+                    hash_ids=ids,
                     session_id=logged.session_id,
+                    hint=logged.hint,
                 )
 
     def _open(self, path: str, block_tokens: int | None) -> Log:
@@ -171,15 +177,17 @@ class _Tokens(msgspec.Struct):
     timestamp: _Count | Annotated[float, msgspec.Meta(ge=0)] | None = None
     output_length: _Count = 0
     session_id: int | str | None = None
+    kvtier: Any = None  # A hint, as a line of a trace has it.
 
 
 def _tokens(path: str, first: bytes, block_tokens: int | None) -> Log:
     size = block_tokens or TOKENS_BLOCK
     rows = _decoded(path, _Tokens) if first.lstrip().startswith(b"{") else _csv_rows(path, first)
-    return Log(path, size, (_from_tokens(path, number, row, size) for number, row in rows))
+    ignored = IgnoredHints()
+    return Log(path, size, (_from_tokens(path, number, row, size, ignored) for number, row in rows))
 
 
-def _from_tokens(path: str, number: int, row: _Tokens, size: int) -> Logged:
+def _from_tokens(path: str, number: int, row: _Tokens, size: int, ignored: IgnoredHints) -> Logged:
     tokens = row.token_ids if row.prompt_token_ids is None else row.prompt_token_ids
     if tokens is None:
         raise TraceError(f"{path}, line {number}: no token_ids in it; expected the ids of the whole prompt")
@@ -189,7 +197,8 @@ def _from_tokens(path: str, number: int, row: _Tokens, size: int) -> Logged:
         raise TraceError(f"{path}, line {number}: a token id above {TOKEN_MAX}; expected a tokenizer's ids") from error
     whole = range(0, len(tokens) // size * size * 8, size * 8)
     blocks = [xxhash.xxh3_128_digest(packed[begin : begin + size * 8]) for begin in whole]
-    return Logged(number, row.timestamp, blocks, len(tokens), row.output_length, row.session_id)
+    hint = hint_of(row.kvtier, ignored)
+    return Logged(number, row.timestamp, blocks, len(tokens), row.output_length, row.session_id, hint)
 
 
 def _csv_rows(path: str, first: bytes) -> Iterator[tuple[int, _Tokens]]:
@@ -388,7 +397,15 @@ def _mooncake(path: str, _first: bytes, _block_tokens: int | None) -> Log:
 
 def _from_trace(number: int, request: Request, size: int) -> Logged:
     whole = request.hash_ids[: request.input_length // size]
-    return Logged(number, request.timestamp_ms, whole, request.input_length, request.output_length, request.session_id)
+    return Logged(
+        number,
+        request.timestamp_ms,
+        whole,
+        request.input_length,
+        request.output_length,
+        request.session_id,
+        request.hint,
+    )
 
 
 FORMATS: dict[str, Callable[[str, bytes, int | None], Log]] = {

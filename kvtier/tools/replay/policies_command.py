@@ -57,12 +57,15 @@ def policies(
     A request's hits are its longest leading run of blocks that the cache holds; then all of its blocks are stored.
     """
     names = listed("--policies", policies if tier is None or policies != POLICIES else TIERED_POLICIES, str, LISTED)
-    simulations = {name: simulation(name) for name in names}
+    for name in names:
+        simulation(name)  # What there is not is refused before the trace is read.
     shares = {size: _share("--sizes", size) for size in listed("--sizes", sizes, str, LISTED)}
     check_outputs(json_path, plot_path)
     opened = open_trace(trace, limit=limit, strict=strict)
     under = _tier(opened, tier, cascades)
-    if under is not None:
+    if under is None:
+        simulations = {name: simulation(name, opened.block_tokens) for name in names}
+    else:
         simulations = {
             f"{name}, {cascade}": under.simulation(name, cascade) for name in names for cascade in under.cascades
         }

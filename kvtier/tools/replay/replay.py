@@ -15,6 +15,7 @@ from kvtier.backend import OffloadKey, make_offload_key
 from kvtier.config import PRIMARY_NAME, EngineConfig
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.metrics import EngineStats
+from kvtier.hints import Hint
 from kvtier.runner.tiers import Budget
 from kvtier.tools.replay.traces import Request
 
@@ -255,11 +256,11 @@ class Client:
         return self._clock() - self._begun
 
     @contextmanager
-    def request(self) -> Generator[str]:
-        """Give the id of a request that is known to the engine for as long as the block lasts."""
+    def request(self, hint: Hint | None = None) -> Generator[str]:
+        """Give the id of a request that is known to the engine, with its hint, for as long as the block lasts."""
         self._numbers += 1
         request_id = f"replay-{self._numbers}"
-        self.manager.steps.on_new_request(request_id)
+        self.manager.steps.on_new_request(request_id, hint=hint)
         try:
             yield request_id
         finally:
@@ -369,16 +370,16 @@ class Replay:
             await room.acquire(size_bytes, chunks)
             try:
                 await claims.wait(turn)
-                await self._serve(client, claims, turn)
+                await self._serve(client, claims, turn, request.hint)
             finally:
                 room.release(size_bytes, chunks)
                 claims.leave(turn)
             self.tally.finished(client.manager.stats, client.seconds)
             progress()
 
-    async def _serve(self, client: Client, claims: Claims, turn: Turn) -> None:
+    async def _serve(self, client: Client, claims: Claims, turn: Turn, hint: Hint | None) -> None:
         keys = list(map(self._source.key, turn.block_ids))
-        with client.request() as request_id:
+        with client.request(hint) as request_id:
             hits = await client.fetch(keys, request_id)
             claims.looked_up(turn, hits)
             await client.put(keys, hits, request_id)

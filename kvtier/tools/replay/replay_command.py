@@ -55,6 +55,7 @@ class Options(NamedTuple):
     bench_path: str | None = None
     gpu_cache_blocks: int | None = None  # None: `GPU_CACHE_TOKENS` for each server.
     load_always: bool = False  # Whatever a tier has is loaded, however long it takes.
+    compared: bool = True  # In virtual time: with the times without tiering, too.
 
 
 class Prepared(NamedTuple):
@@ -267,6 +268,7 @@ def modelled_replay(options: Options, config: EngineConfig, source: str) -> Prep
         block_tokens=block_tokens,
         prefill=options.prefill,
         gpu_cache_blocks=gpu_cache_blocks,
+        compared=options.compared,
     )
     prefill = options.prefill._asdict()
     engine = {**_engine(model.config), "chunk_bytes": config.chunk_bytes, "prefill": prefill}

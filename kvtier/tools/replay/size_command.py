@@ -31,11 +31,12 @@ from kvtier.tools.replay.replay_command import (
     Prepared,
     modelled_replay,
 )
-from kvtier.tools.replay.report import ModelPart, Quantiles, Report, make_report, model_table
+from kvtier.tools.replay.report import ModelPart, Quantiles, Report, make_report, model_table, quantiles
 from kvtier.tools.replay.study import Extent, measure
 from kvtier.tools.replay.tiered import Cascade, cascade_named
-from kvtier.tools.replay.virtual import DISK_QUEUE_CHUNKS, SSD, WITH_TIERING, WITHOUT_TIERING, Prefill
-from kvtier.tools.replay.workload import GENERATED, Workload, open_trace
+from kvtier.tools.replay.traces import Trace
+from kvtier.tools.replay.virtual import DISK_QUEUE_CHUNKS, SSD, WITH_TIERING, Prefill, arrivals_s, without_tiering_s
+from kvtier.tools.replay.workload import GENERATED, GeneratedTrace, Workload, open_trace
 
 KV_BYTES_MAX = 1 << 30
 DAY_S = 86_400.0
@@ -45,6 +46,7 @@ ROWS_SPARE = 1_024  # For what is under way.
 ROW = "size"  # As a source: the table's own row.
 SIZES = "sizes with units and commas between them, as in 64GiB,1TiB; 0 for none"
 """What `--memory` and `--disk` take."""
+ONE_SIZE = "one size with a unit, as in 40GiB; 0 for none"
 
 
 class SizeCell(msgspec.Struct, frozen=True):
@@ -59,6 +61,7 @@ class SizeCell(msgspec.Struct, frozen=True):
     written_bytes_per_day: float
     drive_life_years: float | None  # None: nothing is written, or there is no disk.
     dropped_chunks: int  # That the disk was too slow to take.
+    failed_chunks: int  # That were sent, and did not come or go in time.
 
 
 class SizeReport(msgspec.Struct, frozen=True):
@@ -142,11 +145,12 @@ def size(
     check_outputs(json_path, plot_path)
     memories = listed("--memory", memory, _size, SIZES)
     disks = listed("--disk", disk, _size, SIZES)
+    gpu_cache_bytes = _one_size("--gpu-cache", gpu_cache)
     per_token = _kv_bytes(kv_bytes, model)
     opened = open_trace(trace, workload=Workload(), limit=limit, strict=strict)
+    chunk_bytes = opened.block_tokens * per_token
     with busy(f"reading {os.path.basename(opened.path)}"):
         extent = measure(opened)
-    chunk_bytes = opened.block_tokens * per_token
     reads, writes = _speeds(disk_speed, disk_write_speed, bench)
     question = Question(
         trace=trace,
@@ -155,7 +159,7 @@ def size(
         block_tokens=opened.block_tokens,
         extent=extent,
         prefill=Prefill(prefill, slots),
-        gpu_cache_blocks=listed("--gpu-cache", gpu_cache, _size, SIZES)[0] // chunk_bytes,
+        gpu_cache_blocks=gpu_cache_bytes // chunk_bytes,
         disk_bytes_per_s=reads,
         disk_write_bytes_per_s=writes,
         bench=bench,
@@ -164,12 +168,13 @@ def size(
     combinations = [(primary, capacity) for primary in memories for capacity in disks]
     for primary, capacity in combinations:
         _check_room(question, primary, capacity)
+    without = _without_tiering(question, opened)
     reports = _replayed(question, combinations)
     cells = [
         _cell(question, sizes, report, drive_writes_per_day)
         for sizes, report in zip(combinations, reports, strict=True)
     ]
-    report = _report(os.path.basename(opened.path), per_token, question, cells, reports[-1])
+    report = _report(os.path.basename(opened.path), per_token, question, without, cells, reports[-1])
     console = write_json(json_path, report)
     if plot_path is not None:
         from kvtier.tools.pictures import write_size_picture  # An extra: see `check_picture`.
@@ -180,6 +185,13 @@ def size(
 
 def _size(text: str) -> int:
     return 0 if text == "0" else parse_size(text)
+
+
+def _one_size(option: str, text: str) -> int:
+    sizes = listed(option, text, _size, ONE_SIZE)
+    if len(sizes) > 1:
+        raise ConfigError(f"{option} {text!r}: expected {ONE_SIZE}")
+    return sizes[0]
 
 
 def _kv_bytes(given: int | None, model: str | None) -> int:
@@ -245,9 +257,22 @@ def _config(question: Question, memory_bytes: int, disk_bytes: int) -> EngineCon
     )
 
 
+def _without_tiering(question: Question, requests: Trace | GeneratedTrace) -> Quantiles:
+    """Return the times to first token without kvtier: they are the same for every combination of sizes."""
+    return quantiles(
+        without_tiering_s(
+            requests,
+            arrivals_s(requests),
+            question.prefill,
+            block_tokens=question.block_tokens,
+            gpu_cache_blocks=question.gpu_cache_blocks,
+        )
+    )
+
+
 def answer(question: Question, memory_bytes: int, disk_bytes: int) -> Report:
     """Replay the trace through an engine of these sizes."""
-    requests = open_trace(question.trace, workload=Workload(), limit=question.limit)
+    requests = open_trace(question.trace, workload=Workload(), limit=question.limit, checked=True)
     options = Options(
         requests,
         question.extent,
@@ -258,6 +283,7 @@ def answer(question: Question, memory_bytes: int, disk_bytes: int) -> Report:
         prefill=question.prefill,
         bench_path=question.bench,
         gpu_cache_blocks=question.gpu_cache_blocks,
+        compared=False,
     )
     config = _config(question, memory_bytes, disk_bytes)
     prepared: Prepared = modelled_replay(options, config, ROW)
@@ -316,8 +342,9 @@ def _processes(count: int) -> Generator[ProcessPoolExecutor]:
         pool.shutdown()
 
 
-def _report(trace: str, per_token: int, question: Question, cells: list[SizeCell], first: Report) -> SizeReport:
-    assert first.ttft_s is not None
+def _report(
+    trace: str, per_token: int, question: Question, without: Quantiles, cells: list[SizeCell], first: Report
+) -> SizeReport:
     assert first.model is not None
     return SizeReport(
         trace=trace,
@@ -325,7 +352,7 @@ def _report(trace: str, per_token: int, question: Question, cells: list[SizeCell
         chunk_bytes=question.chunk_bytes,
         trace_bytes=question.extent.unique_blocks * question.chunk_bytes,
         best_hit_ratio=first.best_hit_ratio,
-        without_tiering_ttft_s=first.ttft_s[WITHOUT_TIERING],
+        without_tiering_ttft_s=without,
         sizes=cells,
         model=[
             replace(part, source="--gpu-cache") if part.what == GPU_NAME else part
@@ -351,6 +378,7 @@ def _cell(question: Question, sizes: tuple[int, int], report: Report, drive_writ
         written_bytes_per_day=written,
         drive_life_years=WARRANTY_YEARS * drive_writes_per_day * disk_bytes / written if written else None,
         dropped_chunks=sum(disk.dropped.values()) if disk is not None else 0,
+        failed_chunks=sum(disk.failed.values()) if disk is not None else 0,
     )
 
 
@@ -387,5 +415,10 @@ def _show(report: SizeReport, console: Console) -> None:
         f"{report.best_hit_ratio:.4f}. p50 and p99 are times to the first token.",
         highlight=False,
     )
+    if lost := max(cell.dropped_chunks + cell.failed_chunks for cell in report.sizes):
+        console.print(
+            f"[yellow]The disk was too slow: up to {lost:,} chunks of a row were not written or read in time.[/]",
+            highlight=False,
+        )
     console.print()
     console.print(model_table(report.model))

@@ -2,22 +2,26 @@
 
 The model: a request's hits are its longest resident leading run. Then all of its blocks, or as many as the cache holds,
 are used and stored: room is made first, never at the cost of a block of the request itself; what is there is touched
-and what is missing inserted, tail first. Nothing takes time, and the cache starts cold. The classes that decide are the
-engine's own, so an engine with a primary alone has exactly these hits, request by request.
+and what is missing inserted, tail first. Then its hint is heard. Nothing takes time, but what hints retain has its time
+by the trace's clock; the cache starts cold. The classes that decide are the engine's own, so an engine with a primary
+alone has exactly these hits, request by request.
 """
 
 from array import array
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import filterfalse, repeat, takewhile
 from typing import Any, NamedTuple
 
+from kvtier.config import EngineLimits
 from kvtier.errors import ConfigError
-from kvtier.policies import Hint, Hinted, Policy, policy_class
-from kvtier.tools.replay.traces import Request
+from kvtier.hints import RETAIN_S_MAX, Hint
+from kvtier.policies import HintedOrder, Policy, policy_class
+from kvtier.tools.replay.traces import BLOCK_TOKENS, Request
 
 OPT = "opt"
+RETAINED_SHARE = EngineLimits().retained_share  # Of the cache, at most, as an engine has it that is not told otherwise.
 _NEVER = 0  # As a next use: the first reference is nobody's.
 _STALE_MIN = 65_536  # Fewer outdated entries than this are not worth a new heap.
 
@@ -54,12 +58,15 @@ def measure(requests: Iterable[Request]) -> Extent:
     return Extent(count, references, len(seen), best_hits)
 
 
-def simulation(name: str) -> Simulation:
-    """Return how a policy is simulated: `opt`, or what `policy_class` knows. Raises `ConfigError` for anything else."""
+def simulation(name: str, block_tokens: int = BLOCK_TOKENS) -> Simulation:
+    """Return how a policy is simulated: `opt`, or what `policy_class` knows. Raises `ConfigError` for anything else.
+
+    `block_tokens`: of the trace, because hints count in tokens.
+    """
     if name == OPT:
         return opt_hits
     try:
-        return partial(_simulate, policy_class(name))
+        return partial(_simulate, policy_class(name), block_tokens)
     except ConfigError as error:
         if ":" in name:
             raise
@@ -69,18 +76,22 @@ def simulation(name: str) -> Simulation:
 class Cache:
     """One cache under a policy that was made for its `capacity` blocks and is still empty."""
 
-    def __init__(self, policy: Policy[int], capacity: int) -> None:
-        self._policy = policy
+    def __init__(self, policy: Policy[int], capacity: int, block_tokens: int = BLOCK_TOKENS) -> None:
+        self._order: Policy[int] | HintedOrder[int] = policy
+        self._hinted: HintedOrder[int] | None = None  # The same order, from the first hint on.
         self._capacity = capacity
+        self._block_tokens = block_tokens
         self._resident: set[int] = set()
 
     def leading_run(self, blocks: tuple[int, ...]) -> int:
         """Return how many blocks from the first on are resident."""
         return _leading_run(blocks, self._resident)
 
-    def use(self, blocks: tuple[int, ...], hint: Hint | None = None) -> None:
-        """Use and store a request's blocks, or as many as there is room for; tell a policy that takes hints."""
-        resident, policy = self._resident, self._policy
+    def use(self, blocks: tuple[int, ...], hint: Hint | None = None, now_s: float = 0.0) -> None:
+        """Use and store a request's blocks, or as many as there is room for, and do what its hint says."""
+        if hint is not None and self._hinted is None:
+            self._order = self._hinted = HintedOrder(self._order, int(RETAINED_SHARE * self._capacity))
+        resident = self._resident
         used = blocks[: self._capacity]
         offered = frozenset(used)
         if len(offered) < len(used):  # Prefix-chained blocks cannot come twice, but not every trace is well made.
@@ -89,33 +100,53 @@ class Cache:
         present = list(filter(resident.__contains__, used)) if missing else used
         excess = len(resident) + len(missing) - self._capacity
         if excess > 0:
-            victims = policy.evict(excess, offered.__contains__, missing)
-            assert victims is not None  # At most `capacity` blocks are offered, and all others may go.
-            resident.difference_update(victims)
+            self._make_room(excess, offered, missing, now_s)
         resident.update(missing)
-        policy.insert(missing)
-        policy.touch(present)
-        if hint is not None and isinstance(policy, Hinted):
-            policy.rank_hinted(used, hint)
-        else:
-            policy.rank(used)
+        self._order.insert(missing)
+        self._order.touch(present)
+        self._end(used, hint, now_s)
+
+    def _make_room(self, excess: int, offered: Container[int], missing: Sequence[int], now_s: float) -> None:
+        if self._hinted is not None:
+            retained = self._hinted.retained
+            retained.expire(now_s)
+            retained.let_go(max(0, excess + len(retained) - len(self._resident)))
+        victims = self._order.evict(excess, offered.__contains__, missing)
+        assert victims is not None  # At most `capacity` blocks are offered, and all others may go.
+        self._resident.difference_update(victims)
+
+    def _end(self, used: Sequence[int], hint: Hint | None, now_s: float) -> None:
+        if self._hinted is None:
+            self._order.rank(used)
+            return
+        self._hinted.end(used, hint)
+        if hint is not None and hint.retain_s:
+            leading = used if hint.tokens is None else used[: -(-hint.tokens // self._block_tokens)]
+            self._hinted.retained.expire(now_s)
+            self._hinted.retain(leading, now_s + min(hint.retain_s, RETAIN_S_MAX), hint.priority)
 
 
 def policy_hits(
-    requests: Iterable[Request], policy: Policy[int], capacity: int, hints: Iterable[Hint | None] = repeat(None)
+    requests: Iterable[Request],
+    policy: Policy[int],
+    capacity: int,
+    hints: Iterable[Hint | None] | None = None,
+    *,
+    block_tokens: int = BLOCK_TOKENS,
 ) -> Iterator[int]:
     """Give each request's hits under a policy that was made for `capacity` blocks and is still empty.
 
-    `hints`: what was said at each request's end.
+    `hints`: what is said of each request, in place of the trace's own hints.
     """
-    cache = Cache(policy, capacity)
-    for request, hint in zip(requests, hints, strict=False):
+    cache = Cache(policy, capacity, block_tokens)
+    told = repeat(None) if hints is None else hints
+    for request, hint in zip(requests, told, strict=False):
         yield cache.leading_run(request.hash_ids)
-        cache.use(request.hash_ids, hint)
+        cache.use(request.hash_ids, request.hint if hints is None else hint, request.timestamp_ms / 1_000)
 
 
-def _simulate(cls: type[Policy[Any]], requests: Iterable[Request], capacity: int) -> Iterator[int]:
-    return policy_hits(requests, cls(capacity), capacity)
+def _simulate(cls: type[Policy[Any]], block_tokens: int, requests: Iterable[Request], capacity: int) -> Iterator[int]:
+    return policy_hits(requests, cls(capacity), capacity, block_tokens=block_tokens)
 
 
 def opt_hits(requests: Iterable[Request], capacity: int) -> Iterator[int]:

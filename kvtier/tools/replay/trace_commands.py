@@ -2,6 +2,7 @@
 
 import os
 from array import array
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
@@ -14,11 +15,15 @@ from kvtier.errors import ConfigError
 from kvtier.tools.commands import JsonOption, LimitOption, StrictOption
 from kvtier.tools.outputs import busy, check_outputs, check_writable, note, plain_table, write_json
 from kvtier.tools.replay.logs import FORMATS, Conversion
+from kvtier.tools.replay.oracle import Saying, future, hinted
 from kvtier.tools.replay.study import measure
 from kvtier.tools.replay.traces import Request, write_trace
 from kvtier.tools.replay.workload import GENERATED, open_trace
 
 BLOCK_TOKENS_MAX = 1 << 20  # No engine has blocks of a million tokens.
+ERROR_MAX = 10.0  # A factor of twenty thousand, once in three.
+LIES_MAX = 0.99
+SEED_MAX = (1 << 63) - 1  # Readers of JSON take no more.
 
 
 class Lengths(msgspec.Struct):
@@ -45,6 +50,7 @@ class TraceInfo(msgspec.Struct):
     block_references: int
     unique_blocks: int
     best_hit_ratio: float
+    hints: dict[str, int]  # Requests by what their hints say; empty: there are no hints.
 
 
 def info(
@@ -76,6 +82,7 @@ def info(
         block_references=extent.block_references,
         unique_blocks=extent.unique_blocks,
         best_hit_ratio=extent.hit_ratio(extent.best_hits),
+        hints=dict(tally.hints),
     )
     _show(found, write_json(json_path, found))
 
@@ -107,12 +114,68 @@ def convert(
         raise ConfigError(f"--from {kind!r}: one of {', '.join(FORMATS)} accepted")
     check_writable("--output", output)
     conversion = Conversion(logs, kind=kind, block_tokens=block_tokens)
-    count = _Count(conversion)
     with busy(f"reading {', '.join(map(os.path.basename, logs))}"):
         meta = {"block_size": conversion.block_tokens, "source": conversion.kind}
-        write_trace(output, count, meta)
+        write_trace(output, conversion, meta)
     times = "; without times in it, one request a second is assumed" if conversion.without_times else ""
-    note(f"{output}: {count.requests:,} requests, {count.blocks:,} blocks of {conversion.block_tokens:,} tokens{times}")
+    note(
+        f"{output}: {conversion.requests:,} requests, {conversion.blocks:,} blocks of "
+        f"{conversion.block_tokens:,} tokens{times}"
+    )
+
+
+def hint(
+    trace: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRACE", help=f"A file in Mooncake's format (.jsonl, .jsonl.gz, .jsonl.zst), or {GENERATED!r}."
+        ),
+    ],
+    output: Annotated[
+        str,
+        typer.Option("--output", "-o", metavar="OUT", help="The trace to write: .jsonl, .jsonl.gz or .jsonl.zst."),
+    ],
+    over: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the sessions' last requests that are said to be.")
+    ] = 0.0,
+    returns: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the requests that return of which it is said when.")
+    ] = 0.0,
+    error: Annotated[
+        float,
+        typer.Option(min=0, max=ERROR_MAX, help="That time is wrong by a factor e^x, x normal with this deviation."),
+    ] = 0.0,
+    lies: Annotated[
+        float, typer.Option(min=0, max=LIES_MAX, help="Share of the hints that are said of the wrong requests.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, max=SEED_MAX, help="Of what is said.")] = 0,
+    limit: LimitOption = None,
+    strict: StrictOption = False,
+) -> None:
+    """Give the requests of a trace hints, true or wrong, from what comes later in it: for study."""
+    if not (over or returns):
+        raise ConfigError("--over or --returns: one of both is needed, above 0, or there is nothing to say")
+    check_writable("--output", output)
+    opened = open_trace(trace, limit=limit, strict=strict)
+    saying = Saying(over, returns, error, lies, seed)
+    count: Counter[str] = Counter()
+    with busy(f"reading {os.path.basename(opened.path)}"):
+        known = future(opened, opened.block_tokens)
+        meta = {**opened.meta, "block_size": opened.block_tokens, "hints": saying._asdict()}
+        write_trace(output, _counted(hinted(opened, known, saying), count), meta)
+    note(
+        f"{output}: {count['requests']:,} requests; {count['over']:,} are said to be their sessions' last, of "
+        f"{sum(known.last):,} that are; of {count['returns_in_s']:,} it is said when their sessions return, of "
+        f"{len(known.last) - known.returns_s.count(None):,} that do"
+    )
+
+
+def _counted(requests: Iterable[Request], count: "Counter[str]") -> Iterator[Request]:
+    for request in requests:
+        count["requests"] += 1
+        if request.hint is not None:
+            count.update(msgspec.to_builtins(request.hint).keys())
+        yield request
 
 
 class _Tally:
@@ -122,6 +185,7 @@ class _Tally:
         self._requests = requests
         self.inputs, self.outputs = array("q"), array("q")
         self.sessions: set[int | str] = set()
+        self.hints: Counter[str] = Counter()
         self.first_ms = self.last_ms = 0.0
 
     def __iter__(self) -> Iterator[Request]:
@@ -133,20 +197,8 @@ class _Tally:
             self.outputs.append(request.output_length)
             if request.session_id is not None:
                 self.sessions.add(request.session_id)
-            yield request
-
-
-class _Count:
-    """Requests as they pass, and how many."""
-
-    def __init__(self, requests: Iterable[Request]) -> None:
-        self._requests = requests
-        self.requests = self.blocks = 0
-
-    def __iter__(self) -> Iterator[Request]:
-        for request in self._requests:
-            self.requests += 1
-            self.blocks += len(request.hash_ids)
+            if request.hint is not None:
+                self.hints.update(msgspec.to_builtins(request.hint).keys())
             yield request
 
 
@@ -168,6 +220,7 @@ def _show(found: TraceInfo, console: Console) -> None:
         ("block references", f"{found.block_references:,}"),
         ("unique blocks", f"{found.unique_blocks:,}"),
         ("best possible hit ratio", f"{found.best_hit_ratio:.4f}"),
+        ("hints", "; ".join(f"{name} {count:,}" for name, count in found.hints.items()) or "none"),
     ):
         table.add_row(name, value)
     console.print(table)

@@ -29,9 +29,11 @@ import msgspec
 import zstandard
 
 from kvtier.errors import TraceError
+from kvtier.hints import Hint
 from kvtier.tools.outputs import replacing
 
 BLOCK_TOKENS = 512  # Mooncake's own; a trace with another size says so in its meta line.
+HINT = "kvtier"  # Under this name a line has its hint, as a request to vLLM has.
 LINE_BYTES_MAX = 16 << 20  # A prompt of a million tokens takes 1.3 MB; a file with longer lines is no trace.
 _READ_BYTES = 64 << 10  # Of the file at once; a compressed trace becomes about 50 times as long.
 
@@ -48,10 +50,14 @@ _LENGTHS = (
     "hash_ids and input_length must fit, as 3 ids of 512 tokens fit 1,030 or 1,536: write all of a prompt's ids, and "
     'how many tokens an id stands for in a first line {{"meta": {{"block_size": {block_tokens}}}}}'
 )
+_HINTS = 'a hint is a table of a hint\'s fields, such as {"over": true}; without it the request counts as any other'
 _TIMES = "timestamp must be in milliseconds: multiply seconds by 1,000"
 
 
-class Request(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, rename={"timestamp_ms": "timestamp"}):
+_NAMES = {"timestamp_ms": "timestamp", "hint": HINT}
+
+
+class Request(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, rename=_NAMES):
     """One request of a trace. Further fields of a line are ignored."""
 
     timestamp_ms: Annotated[int, _NOT_NEGATIVE] | Annotated[float, _NOT_NEGATIVE]
@@ -63,6 +69,7 @@ class Request(msgspec.Struct, frozen=True, gc=False, omit_defaults=True, rename=
     The last one may stand for a block that is only partly filled.
     """
     session_id: int | str | None = None
+    hint: Hint | None = None  # What the application said of the request.
 
 
 class _MetaLine(msgspec.Struct, forbid_unknown_fields=True):
@@ -78,15 +85,22 @@ class Trace:
     at most `IDS_MAX` ids.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, limit: int | None = None, strict: bool = False) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        limit: int | None = None,
+        strict: bool = False,
+        checked: bool = False,
+    ) -> None:
         """Look at the beginning of the file. `limit`: the most requests that an iteration gives.
 
-        `strict`: what cannot be true is a `TraceError`, not a warning.
+        `strict`: what cannot be true is a `TraceError`, not a warning. `checked`: another has warned of it already.
         """
         self.path = os.fspath(path)
         self.limit = limit
         self.strict = strict
-        self._checked = False
+        self._checked = checked
         begin = list(islice(trace_lines(self.path), 2))
         meta = _meta(begin[0][1]) if begin else None
         if len(begin) < (1 if meta is None else 2):
@@ -101,14 +115,14 @@ class Trace:
         check = None if self._checked else TraceCheck(self.path, self.block_tokens, strict=self.strict)
         for number, line in islice(trace_lines(self.path), self._lines_before, stop):
             try:
-                request = decode(line)
+                request, wrong_hint = _request(decode, line)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise TraceError(
                     f"{self.path}, line {number}: {error}; given {_excerpt(line)}, expected one JSON object a line, "
                     f"such as {_EXAMPLE}"
                 ) from error
             if check is not None:
-                check.look(number, request)
+                check.look(number, request, wrong_hint)
             yield request
         if check is not None and not self._checked:
             self._checked = True
@@ -154,6 +168,16 @@ def _meta(line: bytes) -> dict[str, Any] | None:
         return msgspec.json.decode(line, type=_MetaLine).meta
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None  # A request, or a line that iterating will refuse.
+
+
+def _request(decode: Callable[[bytes], Request], line: bytes) -> tuple[Request, str]:
+    """Return a line's request, and why it has lost its hint, if it has: no request fails for that."""
+    try:
+        return decode(line), ""
+    except msgspec.ValidationError as error:
+        if f"`$.{HINT}" not in str(error):
+            raise
+        return msgspec.convert({**msgspec.json.decode(line), HINT: None}, Request), str(error)
 
 
 def _excerpt(line: bytes) -> str:
@@ -247,8 +271,10 @@ class TraceCheck:
         self._requests = self._tokens = self._line = 0
         self._first_ms = self._last_ms = 0.0
 
-    def look(self, line: int, request: "Request") -> None:
-        """Judge the request of one line."""
+    def look(self, line: int, request: "Request", wrong_hint: str = "") -> None:
+        """Judge the request of one line. `wrong_hint`: why it has lost its hint."""
+        if wrong_hint:
+            self._note(line, wrong_hint, _HINTS)
         ids = request.hash_ids
         before = (None, *ids[:-1]) if ids else ()
         known = self._before.setdefault if len(self._before) < self._ids_max else self._before.get

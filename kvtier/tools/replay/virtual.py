@@ -25,10 +25,12 @@ latency.
 
 import asyncio
 import heapq
+import logging
 import math
 import os
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -53,6 +55,7 @@ SSDS = 4  # One for each GPU of the default model, as servers have them.
 DISK_QUEUE_CHUNKS = 1_024  # Four times as many as a long prompt has; the disks take them in five seconds.
 GPU_LOAD_BYTES_PER_S = 25e9  # Host to device over sixteen lanes of PCIe 4, as most machines reach it.
 GPU_CACHE_TOKENS = 262_144  # Of each server. 80 GB hold 420,000 of an 8B model beside its weights; what runs has some.
+TELL_OF_LOSSES = ("kvtier.engine", "kvtier.runner")
 WITH_TIERING, WITHOUT_TIERING = "with_tiering", "without_tiering"
 
 
@@ -84,15 +87,20 @@ class VirtualReplay:
         block_tokens: int,
         prefill: Prefill,
         gpu_cache_blocks: int = 0,
+        compared: bool = True,
     ) -> None:
-        """`gpu_cache_blocks`: of the LLM engine's own prefix cache, in front of both sides; 0: there is none."""
+        """`gpu_cache_blocks`: of the LLM engine's own prefix cache, in front of both sides; 0: there is none.
+
+        `compared`: whether the times without tiering are wanted, too.
+        """
         self.tally = tally
         if gpu_cache_blocks:
             tally.gpu_hits = 0
         self._gpu_cache_blocks = gpu_cache_blocks
         self._gpu = gpu_cache(gpu_cache_blocks)
         self.times_to_first_token_s: dict[str, array[float]] = {WITH_TIERING: array("d")}
-        """Those without tiering are there once all requests have been replayed."""
+        """Those without tiering, where they are wanted, are there once all requests have been replayed."""
+        self._compared = compared
         self.stats: EngineStats | None = None
         """The engine's own figures, at the end."""
         self._requests = requests
@@ -105,6 +113,10 @@ class VirtualReplay:
     async def run(self, progress: Callable[[], None] = lambda: None) -> Tally:
         """Replay all requests, calling `progress` after each, and wait until what they stored has reached the tiers."""
         arrivals = arrivals_s(self._requests)
+        with _quiet_tiers():
+            return await self._run(arrivals, progress)
+
+    async def _run(self, arrivals: Sequence[float], progress: Callable[[], None]) -> Tally:
         async with TieringOffloadingManager.open(self._config, observer=self.tally.observe) as manager:
             clock = asyncio.get_running_loop().time
             client = Client(manager, self._source, self.tally, clock=clock, load_s_per_chunk=self._load_s_per_chunk)
@@ -123,17 +135,18 @@ class VirtualReplay:
                 await asyncio.sleep(arrival_s - client.seconds)
                 task = group.create_task(self._serve(request, arrival_s, client, free))
                 task.add_done_callback(lambda _: progress())
-        self.times_to_first_token_s[WITHOUT_TIERING] = without_tiering_s(
-            self._requests,
-            arrivals,
-            self._prefill,
-            block_tokens=self._block_tokens,
-            gpu_cache_blocks=self._gpu_cache_blocks,
-        )
+        if self._compared:
+            self.times_to_first_token_s[WITHOUT_TIERING] = without_tiering_s(
+                self._requests,
+                arrivals,
+                self._prefill,
+                block_tokens=self._block_tokens,
+                gpu_cache_blocks=self._gpu_cache_blocks,
+            )
 
     async def _serve(self, request: Request, arrival_s: float, client: Client, free: asyncio.Semaphore) -> None:
         keys = list(map(self._source.key, request.hash_ids))
-        with client.request() as request_id:
+        with client.request(request.hint) as request_id:
             async with free:
                 keys = keys[self._found_in_gpu(request) :]
                 hits = await client.fetch(keys, request_id) if keys else 0
@@ -151,6 +164,19 @@ class VirtualReplay:
         found = self._gpu.leading_run(request.hash_ids)
         self.tally.found_in_gpu(found)
         return found
+
+
+@contextmanager
+def _quiet_tiers() -> Generator[None]:
+    """Have nobody warn of chunks that were lost: a minute passes in no time here, and the report counts them all."""
+    before = [(logger, logger.level) for logger in map(logging.getLogger, TELL_OF_LOSSES)]
+    for logger, _ in before:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in before:
+            logger.setLevel(level)
 
 
 def gpu_cache(blocks: int) -> Cache | None:

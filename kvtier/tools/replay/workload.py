@@ -132,10 +132,17 @@ class GeneratedTrace:
 
 
 def open_trace(
-    name: str, *, workload: Workload = DEFAULT, limit: int | None = None, strict: bool = False
+    name: str,
+    *,
+    workload: Workload = DEFAULT,
+    limit: int | None = None,
+    strict: bool = False,
+    checked: bool = False,
 ) -> Trace | GeneratedTrace:
     """Return the trace of a file, or for `generated` the workload's. Raises `TraceError`."""
-    return GeneratedTrace(workload, limit=limit) if name == GENERATED else Trace(name, limit=limit, strict=strict)
+    if name == GENERATED:
+        return GeneratedTrace(workload, limit=limit)
+    return Trace(name, limit=limit, strict=strict, checked=checked)
 
 
 def generate(workload: Workload) -> Iterator[Request]:

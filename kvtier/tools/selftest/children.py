@@ -66,6 +66,24 @@ def known_bytes(pages: int, page_bytes: int, seed: int) -> torch.Tensor:
     return random_bytes(pages * page_bytes, seed).view(torch.int8).view(pages, page_bytes)
 
 
+def first_transfers() -> Check:
+    """Return the check that comes before all others: what fails there would end the context of this process."""
+    return Check("first", "a first store and load work, tried in a process of their own", _in_child("first"))
+
+
+def _first(device: Device, way: Way) -> Generator[dict[str, object]]:
+    caches, right = caches_of(PAGES, PAGE_BYTES, device.place), known_bytes(PAGES, PAGE_BYTES, 1)
+    everything = [GroupBlocks(range(PAGES), range(PAGES))]
+    with row_memory(device, PAGES, PAGE_BYTES) as rows, worker_of(caches, rows[:, :PAGE_BYTES], way) as worker:
+        caches.tensors[0].copy_(right)
+        see_through(worker, Direction.STORE, everything)
+        caches.tensors[0].zero_()
+        see_through(worker, Direction.LOAD, everything)
+        device.synchronize()
+        require_same("blocks of the first load", caches.tensors[0], right)
+    yield {"found": f"{right.nbytes:,} bytes, each way"}
+
+
 # Registration.
 
 
@@ -304,6 +322,7 @@ def _first_line(error: BaseException) -> str:
 # A child, from both sides.
 
 PARTS: dict[str, Callable[..., Generator[dict[str, object]]]] = {
+    "first": _first,
     "share": _share,
     "bad_address": _bad_address,
     "bad_kernel": _bad_kernel,

@@ -1,9 +1,9 @@
 """`kvtier selftest`: the checks, the rates and the model on one device, as one report."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 from rich.progress import TextColumn
@@ -11,15 +11,19 @@ from rich.progress import TextColumn
 from kvtier.errors import ConfigError
 from kvtier.tools import statuses
 from kvtier.tools.bench.commands import names, scratch_in
-from kvtier.tools.bench.figures import load, this_machine
+from kvtier.tools.bench.figures import Row, load, this_machine
 from kvtier.tools.commands import JsonOption
 from kvtier.tools.outputs import bar, check_outputs, check_writable, replacing, write_json
 
 if TYPE_CHECKING:  # What needs torch is imported when the command runs.
+    from kvtier.tools.selftest.checks import Check
     from kvtier.tools.selftest.device import Device, Way
     from kvtier.tools.selftest.report import CheckRow, Report
 
 PARTS = ("bytes", "order", "memory", "errors", "speed", "model")
+LIMIT_S = 420.0  # From then on nothing new is begun: a device on which all hangs must be reported, too.
+
+T = TypeVar("T")
 
 
 def selftest(
@@ -55,63 +59,85 @@ def selftest(
         raise typer.Exit(statuses.DATA_WRONG)
 
 
-def tested(device: "Device", parts: "list[str] | tuple[str, ...]", folder: str, directory: str) -> "Report":
-    """Test these parts, with files in `folder`."""
+def tested(device: "Device", parts: Sequence[str], folder: str, directory: str) -> "Report":
+    """Test these parts, with files in `folder`. Whatever fails, the report has all that was found."""
     from kvtier.tools.selftest import model, speed
     from kvtier.tools.selftest.device import facts
-    from kvtier.tools.selftest.report import Report, goals_of
+    from kvtier.tools.selftest.report import FirstToken, Report, goals_of
 
     before, begun = load(), time.perf_counter()
+    figures, first_tokens = list[Row](), list[FirstToken]()
     with bar(TextColumn("{task.fields[doing]}")) as progress:
         task = progress.add_task("kvtier selftest", total=None, doing="")
-
-        def doing(what: str) -> None:
-            progress.update(task, doing=what)
-
-        checked = list(_checked(device, parts, doing))
-        doing("rates of copies")
-        figures = list(speed.measure(device)) if "speed" in parts else []
-        doing("times to the first token")
-        first_tokens = list(model.measure(device, folder)) if "model" in parts else []
+        testing = Testing(device, parts, begun + LIMIT_S, lambda what: progress.update(task, doing=what))
+        testing.check_all()
+        testing.measure("speed", "rates of copies are measured", figures, lambda: speed.measure(device))
+        testing.measure("model", "answers are timed", first_tokens, lambda: model.measure(device, folder))
     return Report(
         device=facts(device),
         dry_run=device.name == "cpu",
         machine=this_machine(before, directory),
         seconds=time.perf_counter() - begun,
-        checks=checked,
+        checks=testing.found,
         figures=figures,
         model=model.shape_for(device).name if first_tokens else "",
         first_tokens=first_tokens,
-        goals=goals_of(device.ways[0].name, figures, first_tokens),
+        goals=goals_of(device.ways[0].name, figures, first_tokens) if device.ways else [],
     )
 
 
-def _checked(
-    device: "Device", parts: "list[str] | tuple[str, ...]", doing: Callable[[str], None]
-) -> "Iterator[CheckRow]":
-    """Make each check of these parts for each way to copy."""
-    from kvtier.tools.selftest import checks, children
+class Testing:
+    """Checks and measurements, one after the other: what fails, or has no time left, is a row like what is kept."""
 
-    for check in (*checks.checks(), *children.checks()):
-        if check.part in parts:
-            for way in device.ways if check.each_way else device.ways[:1]:
-                doing(check.promise)
-                yield outcome_of(check.part, check.promise, check.run, device, way)
+    def __init__(self, device: "Device", parts: Sequence[str], until: float, doing: Callable[[str], None]) -> None:
+        self.found: list[CheckRow] = []
+        self._device, self._parts, self._until, self._doing = device, parts, until, doing
 
+    def check_all(self) -> None:
+        """Make each check of these parts for each way to copy, but for those ways whose first transfers fail."""
+        from kvtier.tools.selftest import checks, children
+        from kvtier.tools.selftest.report import KEPT
 
-def outcome_of(
-    part: str, promise: str, run: "Callable[[Device, Way], str]", device: "Device", way: "Way"
-) -> "CheckRow":
-    """Make one check. Whatever it raises is a promise that was broken: the report has the other checks, too."""
-    from kvtier.tools.selftest.device import NotHere
-    from kvtier.tools.selftest.report import BROKEN, KEPT, SKIPPED, CheckRow
+        device = self._device
+        if device.has_streams:
+            first = children.first_transfers()
+            device.ways = [way for way in device.ways if self._made(first, way) == KEPT]
+        for check in (*checks.checks(), *children.checks()):
+            if check.part in self._parts:
+                for way in device.ways if check.each_way else device.ways[:1]:
+                    self._made(check, way)
 
-    begun = time.perf_counter()
-    try:
-        outcome, detail = KEPT, run(device, way)
-    except NotHere as reason:
-        outcome, detail = SKIPPED, str(reason)
-    except Exception as error:  # noqa: BLE001  # A device fails as it likes.
-        outcome, detail = BROKEN, f"{type(error).__name__}: {error}"
-    seconds = time.perf_counter() - begun
-    return CheckRow(part=part, promise=promise, way=way.name, outcome=outcome, detail=detail, seconds=seconds)
+    def measure(self, part: str, what: str, into: list[T], work: Callable[[], Iterator[T]]) -> None:
+        """Measure, and keep what was found before something failed."""
+        from kvtier.tools.selftest.checks import Check
+
+        def run(_device: "Device", _way: "Way") -> str:
+            for item in work():
+                into.append(item)  # noqa: PERF402  # What came before a failure is kept.
+            return f"{len(into)} figures"
+
+        if part in self._parts and self._device.ways:
+            self._made(Check(part, what, run), self._device.ways[0])
+
+    def _made(self, check: "Check", way: "Way") -> str:
+        """Make one check, note its outcome and return it."""
+        from kvtier.tools.selftest.device import NotHere
+        from kvtier.tools.selftest.report import BROKEN, KEPT, SKIPPED, CheckRow
+
+        self._doing(check.promise)
+        begun = time.perf_counter()
+        try:
+            if begun > self._until:
+                raise NotHere(f"no time was left of {LIMIT_S:.0f} s")  # As a check would.
+            outcome, detail = KEPT, check.run(self._device, way)
+        except NotHere as reason:
+            outcome, detail = SKIPPED, str(reason)
+        except Exception as error:  # noqa: BLE001  # A device fails as it likes.
+            outcome, detail = BROKEN, f"{type(error).__name__}: {error}"
+        seconds = time.perf_counter() - begun
+        self.found.append(
+            CheckRow(
+                part=check.part, promise=check.promise, way=way.name, outcome=outcome, detail=detail, seconds=seconds
+            )
+        )
+        return outcome

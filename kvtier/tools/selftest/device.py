@@ -48,8 +48,7 @@ class Device(Protocol):
     place: torch.device
     has_streams: bool  # Work is launched, and done later.
 
-    @property
-    def ways(self) -> Sequence[Way]: ...
+    ways: Sequence[Way]
 
     @property
     def pin_with(self) -> object | None:

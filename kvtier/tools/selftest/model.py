@@ -8,6 +8,7 @@ fs. So the second step is the same in all three, to the bit: its logits must be 
 import math
 import os
 import random
+import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,7 @@ from kvtier.memory import Region
 from kvtier.tools.bench.copies import Case, host_memory, plain_copy
 from kvtier.tools.bench.raw import RawFile, takes_direct
 from kvtier.tools.selftest.checks import WAIT_S, see_through
-from kvtier.tools.selftest.device import Device, Wrong
+from kvtier.tools.selftest.device import Device, NotHere, Wrong
 from kvtier.tools.selftest.report import FirstToken
 
 BLOCK_TOKENS = 16
@@ -41,6 +42,7 @@ PROMOTION_S = 300.0
 RAW_BYTES = {"cuda": 256 << 20, "cpu": 16 << 20}  # Read from the disk beside, and copied, to know the rates.
 RAW_CHUNK_BYTES = 2 << 20
 RAW_THREADS = 4  # As many as a tier has by default.
+ROOM = 1.5  # Of the longest prompt's KV, on the disk: for what the shorter ones left, and the file beside it.
 ROPE_BASE = 500_000.0
 SPARE_SHARE = 0.6  # Of a device's memory, for weights and both sets of blocks: the rest is what a prompt takes.
 
@@ -288,6 +290,9 @@ class Answer(NamedTuple):
 def measure(device: Device, folder: str) -> Iterator[FirstToken]:
     """Yield the times to the first token of each prompt: computed, loaded from cpu, promoted from fs."""
     shape = shape_for(device)
+    needed, free = int(ROOM * max(shape.prompts) * shape.token_bytes), shutil.disk_usage(folder).free
+    if free < needed:
+        raise NotHere(f"{free:,} bytes are free in {os.path.dirname(folder)}, {needed:,} needed: --dir names another")
     blocks = 2 * -(-(max(shape.prompts) + TOKENS_AFTER) // BLOCK_TOKENS)
     model, cache = Transformer(shape, device.place), PagedCache(shape, blocks, device.place)
     with ExitStack() as stack:

@@ -55,6 +55,7 @@ class Bench:
         lease_s: float = 10.0,
         action_chunks: int = 64,
         leaving_rows: int = 1,
+        retained_rows_max: int = 0,
         computing_s: float | None = None,
         late_margin: float = 1.5,
     ) -> None:
@@ -66,6 +67,7 @@ class Bench:
             lease_s,
             action_chunks,
             leaving_rows,
+            retained_rows_max=retained_rows_max,
             late_margin=late_margin,
         )
         self.events = EventLog(10_000)

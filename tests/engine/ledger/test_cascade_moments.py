@@ -5,6 +5,7 @@ import pytest
 from kvtier.engine.cascades import SEEN_MIN
 from kvtier.engine.ledger import LookupResult
 from kvtier.engine.tier import TierMatcher
+from kvtier.hints import Hint
 from kvtier.runner.messages import Cascade, Code, Gone, Promote, Rank, RunnerLost, pack_keys, unpack_keys, unpack_rows
 from tests.engine.ledger.bench import keys_of, names_of
 
@@ -23,8 +24,13 @@ def skipped(engine, tier=0):
 def evicting(bench):
     """Four rows over a tier that is written when chunks leave; one row is kept ahead of demand."""
 
-    def make(*, rows=4, leaving_rows=1, tiers=(), **spec):
-        engine = bench(rows, [bench.spec(cascade="evict", **spec), *tiers], leaving_rows=leaving_rows)
+    def make(*, rows=4, leaving_rows=1, retained_rows_max=0, tiers=(), **spec):
+        engine = bench(
+            rows,
+            [bench.spec(cascade="evict", **spec), *tiers],
+            leaving_rows=leaving_rows,
+            retained_rows_max=retained_rows_max,
+        )
         for index in range(1 + len(tiers)):
             engine.knows_all(index)
         return engine
@@ -295,3 +301,32 @@ def test_memory_for_first_uses_is_bounded(careful):
     for start in range(0, 3 * SEEN_MIN, 1_000):
         cascades.due([number.to_bytes(8, "big") for number in range(start, start + 1_000)], tier)
     assert len(cascades._seen[tier]) == SEEN_MIN
+
+
+# With hints.
+
+
+def test_what_is_demoted_leaves_first_and_is_written(evicting):
+    engine = evicting()
+    engine.store("abcd")
+    engine.ledger.demote(keys_of("a"))
+    assert sent(engine.step()) == [(0, "a")]
+
+
+def test_what_is_retained_leaves_last(evicting):
+    engine = evicting(retained_rows_max=2)
+    engine.store("abc")
+    engine.ledger.retain(keys_of("bc"), 60.0, 5)
+    engine.store("d")
+    assert sent(engine.step()) == [(0, "a")]
+
+
+def test_what_a_request_keeps_out_of_a_tier_is_not_owed_to_it(evicting):
+    engine = evicting()
+    request = engine.request()
+    request.hint = Hint(no_store=True)
+    engine.store("abcd", request)
+    assert skipped(engine) == {"no_store": 4}
+    assert sent(engine.step()) == []
+    engine.store("e")
+    assert skipped(engine) == {"no_store": 4}

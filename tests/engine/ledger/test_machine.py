@@ -114,6 +114,7 @@ class Engine(RuleBasedStateMachine):
     @precondition(lambda self: self.hits)
     @rule(which=pick, count=st.integers(1, 3))
     def begin_load(self, which: int, count: int) -> None:
+        self._used()
         keys = list(self.hits)[:count]
         self.loads.append((keys, self.ledger.prepare_load(keys, self._request(which))))
 
@@ -146,6 +147,7 @@ class Engine(RuleBasedStateMachine):
 
     @rule(names=names, which=pick)
     def touch(self, names: str, which: int) -> None:
+        self._used()
         self.ledger.touch(keys_of(names), self._request(which))
 
     @precondition(lambda self: len(self.requests) > 1)
@@ -346,6 +348,10 @@ class Engine(RuleBasedStateMachine):
         assert self.bench.settled()
 
     # How the machine plays.
+
+    def _used(self) -> None:
+        """Take note that chunks are used: a second use may be queued, and sent at the step's end."""
+        self.between_steps = self.between_steps and "second_use" not in self.cascades
 
     def _request(self, which: int) -> Request:
         return self.requests[which % len(self.requests)]

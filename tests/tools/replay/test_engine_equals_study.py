@@ -1,33 +1,46 @@
 """The engine with a primary alone has exactly the hits that the policy study says, request by request."""
 
-from collections.abc import Iterable, Iterator
+import random
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig
 from kvtier.engine.ledger import LookupResult
-from kvtier.engine.steps import StepManager
+from kvtier.engine.steps import StepManager, make_region
+from kvtier.hints import Hint
 from kvtier.policies import known_policies
+from kvtier.runner.thread import ThreadBridge
+from kvtier.tools.replay.oracle import Saying, future, hinted
 from kvtier.tools.replay.study import measure, simulation
-from kvtier.tools.replay.traces import Request, Trace
+from kvtier.tools.replay.traces import BLOCK_TOKENS, Request, Trace
 from kvtier.tools.replay.workload import GeneratedTrace
 
 CHUNK_BYTES = 4_096
 
 
 def engine_hits(requests: Iterable[Request], policy: str, capacity: int) -> Iterator[int]:
-    """Look up, offer the first `capacity` keys, finish: each request's hits by the step protocol."""
+    """Look up, offer the first `capacity` keys, finish: each request's hits by the step protocol, at the trace's times.
+
+    A request says its hint when it begins or when it ends, by turns.
+    """
     config = {
         "cpu_bytes_to_use": capacity * CHUNK_BYTES,
         "chunk_bytes": CHUNK_BYTES,
         "eviction_policy": policy,
         "runner": "thread",
+        "namespace": {"model_name": "study", "tokens_per_hash": BLOCK_TOKENS, "blocks_per_chunk": 1},
     }
-    with StepManager.start(EngineConfig.from_dict(config)) as engine:
+    now_s = 0.0
+    with started(EngineConfig.from_dict(config), lambda: now_s) as engine:
         for number, request in enumerate(requests):
+            now_s = request.timestamp_ms / 1_000
+            engine.end_step()
             keys = list(map(key_of, request.hash_ids))
-            engine.on_new_request(str(number))
+            engine.on_new_request(str(number), hint=None if number % 2 else request.hint)
             hits = 0
             while hits < len(keys) and engine.lookup(keys[hits], str(number)) is LookupResult.HIT:
                 hits += 1
@@ -35,8 +48,14 @@ def engine_hits(requests: Iterable[Request], policy: str, capacity: int) -> Iter
             plan = engine.prepare_store(keys[:capacity], str(number))
             assert plan is not None
             engine.complete_store(plan.keys, str(number))
-            engine.on_request_finished(str(number))
+            engine.on_request_finished(str(number), hint=request.hint if number % 2 else None)
             engine.end_step()
+
+
+def started(config: EngineConfig, clock: Callable[[], float]) -> StepManager:
+    """Start as `StepManager.start` does, with a clock of the test's."""
+    region = make_region(config)
+    return StepManager(config, region, ThreadBridge(config, region), clock=clock)
 
 
 def key_of(block: int) -> OffloadKey:
@@ -49,6 +68,45 @@ def test_on_the_generated_trace_under_every_policy(policy: str, share: float) ->
     trace = GeneratedTrace(limit=400)
     capacity = measure(trace).capacity(share)
     assert list(engine_hits(trace, policy, capacity)) == list(simulation(policy)(trace, capacity))
+
+
+def told(trace: GeneratedTrace | Trace) -> list[Request]:
+    """Give a trace's requests hints of all kinds, true and wrong; some say several things, and some say nothing."""
+    dice = random.Random(14)
+    known = future(trace, BLOCK_TOKENS)
+    saying = Saying(over=0.6, returns=0.5, error=0.5, lies=0.2, seed=14)
+    return [structs.replace(each, hint=more(each.hint, dice)) for each in hinted(trace, known, saying)]
+
+
+def more(hint: Hint | None, dice: random.Random) -> Hint | None:
+    said = Hint() if hint is None else hint
+    if dice.random() < 0.2:
+        said = structs.replace(said, retain_s=dice.choice((5.0, 60.0, 1e9)), priority=dice.randrange(3))
+        said = structs.replace(said, tokens=dice.choice((None, 0, 700, 5_000)))
+    if dice.random() < 0.2:
+        said = structs.replace(said, class_=dice.choice("abc"))
+    return hint if said == Hint() else said
+
+
+@pytest.mark.parametrize("policy", known_policies())
+@pytest.mark.parametrize("share", [0.0001, 0.01, 0.2])
+def test_with_hints_of_all_kinds_under_every_policy(policy: str, share: float) -> None:
+    trace = GeneratedTrace(limit=600)
+    capacity = measure(trace).capacity(share)
+    requests = told(trace)
+    hits = list(simulation(policy)(requests, capacity))
+    assert list(engine_hits(requests, policy, capacity)) == hits
+    if share > 0.1:
+        assert hits != list(simulation(policy)(trace, capacity))
+
+
+@pytest.mark.usefixtures("thorough")
+@pytest.mark.parametrize("policy", known_policies())
+def test_with_hints_on_real_chats_under_every_policy(traces: Path, policy: str) -> None:
+    trace = Trace(traces / "mooncake_conversation.jsonl.gz", limit=3_000)
+    capacity = measure(trace).capacity(0.05)
+    requests = told(trace)
+    assert list(engine_hits(requests, policy, capacity)) == list(simulation(policy)(requests, capacity))
 
 
 @pytest.mark.parametrize("name", ["mooncake_conversation.jsonl.gz", "agentic_local_b512.jsonl.zst"])

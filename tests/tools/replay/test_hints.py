@@ -1,16 +1,17 @@
 """What hints are worth to a policy that takes them: said by oracles that know the trace's future, and by liars."""
 
-import math
 import os
-import random
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import mean
 
 import pytest
 
-from kvtier.policies import LRU, Density, Hint
+from kvtier.hints import Hint
+from kvtier.policies import Density, policy_class
+from kvtier.tools.replay.oracle import Future, Saying, future, hinted, hints
 from kvtier.tools.replay.study import measure, policy_hits
-from kvtier.tools.replay.traces import Request, Trace
+from kvtier.tools.replay.traces import Request, Trace, write_trace
 from kvtier.tools.replay.workload import GeneratedTrace
 
 CONVERSATION = "mooncake_conversation.jsonl.gz"
@@ -19,57 +20,83 @@ SEEDS = (1, 2, 3)
 OVER = Hint(over=True)
 
 
-def last_of_sessions(requests: Sequence[Request]) -> list[bool]:
-    """Say of each request whether no later one uses its last whole block: the very last is filled in part."""
-    used_later: set[int] = set()
-    last: list[bool] = []
-    for request in reversed(requests):
-        last.append(used_later.isdisjoint(request.hash_ids[-2:-1]))
-        used_later.update(request.hash_ids)
-    return last[::-1]
+def request(at_s: float, *blocks: int, tokens: int | None = None) -> Request:
+    return Request(at_s * 1_000, 512 * len(blocks) if tokens is None else tokens, 1, blocks)
 
 
-def returns_s(requests: Sequence[Request]) -> list[float | None]:
-    """Say of each request when a later one goes on from what it does not share with other sessions."""
-    user: dict[int, int] = {}  # Block -> who used it last.
-    shared = [0] * len(requests)
-    returns: list[float | None] = [None] * len(requests)
-    for number, request in enumerate(requests):
-        blocks = request.hash_ids
-        known = next((place for place, block in enumerate(blocks) if block not in user), len(blocks))
-        if known:
-            before = user[blocks[known - 1]]
-            if known > shared[before]:
-                returns[before] = (request.timestamp_ms - requests[before].timestamp_ms) / 1_000
-                shared[number] = next(place for place, block in enumerate(blocks) if user[block] == before)
-            else:
-                shared[number] = known
-        user.update(dict.fromkeys(blocks, number))
-    return returns
+# What an oracle knows.
 
 
-def over_hints(last: Sequence[bool], share: float, seed: int, *, lies: bool = False) -> list[Hint | None]:
-    """Give a share of the sessions' last requests the hint; with `lies`, as many others, too."""
-    dice = random.Random(seed)
-    false_share = share * sum(last) / (len(last) - sum(last)) if lies else 0.0
-    return [OVER if dice.random() < (share if over else false_share) else None for over in last]
-
-
-def return_hints(returns: Sequence[float | None], share: float, seed: int) -> list[Hint | None]:
-    """Give a share of those that return the hint, wrong by a factor of e^0.5 (a standard deviation)."""
-    dice = random.Random(seed)
-    return [
-        Hint(returns_in_s=after_s * math.exp(dice.gauss(0, 0.5)))
-        if after_s is not None and dice.random() < share
-        else None
-        for after_s in returns
+def test_a_session_returns_with_what_it_does_not_share_and_is_over_with_its_last_whole_block() -> None:
+    requests = [
+        request(0, 0, 1, 2),  # The first session, behind a system prompt,
+        request(5, 0, 3),  # and the second, which never returns.
+        request(9, 0, 1, 2, 4),
+        request(20, 0, 5),  # The third shares the system prompt only.
+        request(30, 0, 1, 2, 4, 6),
     ]
+    assert future(requests, 512) == Future([False, True, False, True, True], [9.0, None, 21.0, None, None])
 
 
-def hit_ratio(requests: Sequence[Request], share: float, hints: Sequence[Hint | None]) -> float:
+def test_a_block_that_is_filled_in_part_says_nothing_of_a_sessions_end() -> None:
+    requests = [request(0, 0, 1, tokens=600), request(1, 0, 2, 3)]
+    assert future(requests, 512).last == [False, True]
+    assert future([request(0, 0, tokens=10)], 512).last == [False]
+
+
+# What it says.
+
+
+def said(saying: Saying, known: Future) -> list[Hint | None]:
+    return list(hints(known, saying))
+
+
+KNOWN = Future([number % 2 == 1 for number in range(2_000)], [None if number % 2 else 8.0 for number in range(2_000)])
+
+
+def test_an_oracle_says_all_and_only_what_is_true_unless_asked_otherwise() -> None:
+    assert said(Saying(over=1), KNOWN) == [OVER if last else None for last in KNOWN.last]
+    assert said(Saying(returns=1), KNOWN) == [None if last else Hint(returns_in_s=8.0) for last in KNOWN.last]
+    assert said(Saying(), KNOWN) == [None] * 2_000
+
+
+def test_the_same_seed_says_the_same_and_one_kind_of_hint_does_not_change_the_other() -> None:
+    both, over = (said(Saying(over=0.5, returns=returns, error=0.5, seed=3), KNOWN) for returns in (0.5, 0))
+    assert both == said(Saying(over=0.5, returns=0.5, error=0.5, seed=3), KNOWN)
+    assert [hint == OVER for hint in both] == [hint == OVER for hint in over]
+    assert both != said(Saying(over=0.5, returns=0.5, error=0.5, seed=4), KNOWN)
+
+
+def test_lies_have_their_share_of_what_is_said() -> None:
+    over = said(Saying(over=0.5, lies=0.5, seed=1), KNOWN)
+    true, false = (sum(hint == OVER for hint in over[first::2]) for first in (1, 0))
+    assert 0.8 < true / false < 1.25
+    returns = said(Saying(returns=1, lies=0.25, seed=1), KNOWN)
+    assert all(returns[::2])
+    assert 0.2 < sum(hint is not None for hint in returns[1::2]) / 1_000 < 0.3
+
+
+def test_a_time_is_wrong_by_a_factor_that_is_lognormal() -> None:
+    times = [hint.returns_in_s for hint in said(Saying(returns=1, error=0.5, seed=1), KNOWN)[::2] if hint is not None]
+    above, far = (sum(time is not None and time > bound for time in times) for bound in (8, 8 * 2.718**0.5))
+    assert 0.45 < above / 1_000 < 0.55
+    assert 0.12 < far / 1_000 < 0.2
+
+
+def test_a_hint_that_is_there_stays() -> None:
+    own = Hint(class_="agent")
+    requests = [Request(0, 512, 1, (0,), hint=own), Request(1, 512, 1, (1,))]
+    given = hinted(requests, future(requests, 512), Saying(over=1))
+    assert [each.hint for each in given] == [own, OVER]
+
+
+# What it is worth.
+
+
+def hit_ratio(requests: Sequence[Request], share: float, said: Sequence[Hint | None] | None = None) -> float:
     extent = measure(requests)
     capacity = extent.capacity(share)
-    return extent.hit_ratio(sum(policy_hits(requests, Density[int](capacity), capacity, hints)))
+    return extent.hit_ratio(sum(policy_hits(requests, Density[int](capacity), capacity, said)))
 
 
 @pytest.fixture(scope="module")
@@ -77,9 +104,27 @@ def chats(traces: Path) -> list[Request]:
     return list(Trace(traces / CONVERSATION))
 
 
-def test_a_policy_that_takes_no_hints_does_what_it_does_without() -> None:
+@pytest.fixture(scope="module")
+def nothing_said(chats: list[Request]) -> float:
+    return hit_ratio(chats, 0.05)
+
+
+def test_the_study_uses_the_hints_of_a_traces_lines(tmp_path: Path) -> None:
+    trace = GeneratedTrace(limit=1_500)
+    told = list(hinted(trace, future(trace, 512), Saying(over=0.9, seed=1)))
+    write_trace(tmp_path / "trace.jsonl", told)
+    said = [each.hint for each in told]
+    hits = list(policy_hits(Trace(tmp_path / "trace.jsonl"), Density[int](500), 500))
+    assert hits == list(policy_hits(trace, Density[int](500), 500, said))
+    assert sum(hits) > sum(policy_hits(trace, Density[int](500), 500))
+
+
+@pytest.mark.parametrize("name", ["arc", "fifo", "lfu", "lru", "s3fifo"])
+def test_what_is_said_of_a_return_changes_nothing_for_a_policy_that_does_not_learn(name: str) -> None:
     trace = GeneratedTrace(limit=200)
-    assert list(policy_hits(trace, LRU(100), 100, [OVER] * 200)) == list(policy_hits(trace, LRU(100), 100))
+    told = [Hint(returns_in_s=5.0)] * 200
+    policy = policy_class(name)
+    assert list(policy_hits(trace, policy(100), 100, told)) == list(policy_hits(trace, policy(100), 100))
 
 
 @pytest.mark.usefixtures("thorough")
@@ -87,16 +132,18 @@ def test_a_policy_that_takes_no_hints_does_what_it_does_without() -> None:
 def test_hints_that_sessions_are_over_are_worth_more_than_a_policy(
     chats: list[Request], share: float, least: float
 ) -> None:
-    last = last_of_sessions(chats)
-    ratios = [hit_ratio(chats, 0.05, over_hints(last, share, seed)) for seed in SEEDS]
-    assert round(sum(ratios) / len(ratios), 2) >= least
+    known = future(chats, 512)
+    ratios = [hit_ratio(chats, 0.05, said(Saying(over=share, seed=seed), known)) for seed in SEEDS]
+    assert mean(ratios) >= least
 
 
 @pytest.mark.usefixtures("thorough")
-def test_hints_of_which_half_are_lies_do_no_harm(chats: list[Request]) -> None:
-    last, nothing_said = last_of_sessions(chats), [None] * len(chats)
-    lied_to = hit_ratio(chats, 0.05, over_hints(last, 0.5, SEEDS[0], lies=True))
-    assert lied_to >= hit_ratio(chats, 0.05, nothing_said) - 0.005
+@pytest.mark.parametrize(
+    "saying", [Saying(over=0.5, lies=0.5), Saying(over=0.9, lies=0.5), Saying(returns=1, lies=0.5)]
+)
+def test_hints_of_which_half_are_lies_do_no_harm(chats: list[Request], nothing_said: float, saying: Saying) -> None:
+    lied_to = hit_ratio(chats, 0.05, said(saying._replace(error=0.5, seed=1), future(chats, 512)))
+    assert lied_to >= nothing_said - 0.005
 
 
 @pytest.mark.usefixtures("thorough")
@@ -104,4 +151,5 @@ def test_hints_of_which_half_are_lies_do_no_harm(chats: list[Request]) -> None:
 @pytest.mark.parametrize(("share", "least"), [(0.5, 0.575), (1.0, 0.64)])
 def test_hints_of_when_agents_return_are_worth_more_than_a_policy(traces: Path, share: float, least: float) -> None:
     requests = list(Trace(traces / AGENTIC))
-    assert hit_ratio(requests, 0.01, return_hints(returns_s(requests), share, SEEDS[0])) >= least
+    known = future(requests, 512)
+    assert hit_ratio(requests, 0.01, said(Saying(returns=share, error=0.5, seed=1), known)) >= least

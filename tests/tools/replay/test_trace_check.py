@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import TraceError
+from kvtier.hints import Hint
 from kvtier.tools.replay.study import measure
 from kvtier.tools.replay.traces import IDS_MAX, REQUESTS_MIN, Request, Trace, TraceCheck, write_trace
 from kvtier.tools.replay.workload import DEFAULT, GeneratedTrace, generate
@@ -119,6 +120,29 @@ def test_a_length_that_does_not_fit_its_ids_is_warned_of_with_its_line(told: Tol
     assert f"line 2: 2 ids of 512 tokens for {tokens:,} tokens" in warning
     assert LENGTHS in warning
     assert '{"meta": {"block_size": ' in warning
+
+
+# Hints that are none.
+
+
+def test_a_hint_that_is_none_is_warned_of_with_its_line_and_its_request_is_as_any_other(
+    trace_file: Callable[..., str], caplog: pytest.LogCaptureFixture
+) -> None:
+    line = '{"timestamp": 1, "input_length": 512, "output_length": 1, "hash_ids": [1], "kvtier": %s}'
+    given = ('{"class": "tool"}', '{"priority": 100}', "[1]", '{"overr": true}', "null")
+    trace = Trace(trace_file("\n".join(line % hint for hint in given).encode()))
+    assert [request.hint for request in trace] == [Hint(class_="tool"), None, None, None, None]
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert "line 2: Expected `int` <= 99 - at `$.kvtier.priority`" in warning
+    assert "(3 such lines)" in warning
+    with pytest.raises(TraceError, match=r"line 2: .*a hint is a table"):
+        list(Trace(trace.path, strict=True))
+
+
+def test_a_line_that_is_wrong_beside_its_hint_is_refused(trace_file: Callable[..., str]) -> None:
+    line = b'{"timestamp": "now", "input_length": 512, "output_length": 1, "hash_ids": [1], "kvtier": {"over": 1}}'
+    with pytest.raises(TraceError, match=r"line 1: Expected .* at `\$\.timestamp`"):
+        list(Trace(trace_file(line)))
 
 
 # Times in seconds.

@@ -1,0 +1,94 @@
+"""Hints for study: an oracle that knows a trace's future, and says some of it, with errors and with lies.
+
+What a request does not share with other sessions is its session's own. A session returns when a later request uses
+that, and it is over when no later request uses the last whole block.
+"""
+
+import math
+import random
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from kvtier.hints import Hint
+from kvtier.tools.replay.traces import Request
+
+_OVER = Hint(over=True)
+
+
+class Future(NamedTuple):
+    """What comes after each request of a trace."""
+
+    last: Sequence[bool]  # Whether its session is over.
+    returns_s: Sequence[float | None]  # When its session returns, from its own arrival on; None: never.
+
+
+class Saying(NamedTuple):
+    """How much an oracle says, and how true it is."""
+
+    over: float = 0.0  # The share of the sessions' last requests that are said to be.
+    returns: float = 0.0  # The share of the requests that return of which it is said when.
+    error: float = 0.0  # The time is wrong by a factor of e to a normal variate with this standard deviation.
+    lies: float = 0.0  # Of the hints of each kind; below 1.
+    seed: int = 0
+
+
+def future(requests: Iterable[Request], block_tokens: int) -> Future:
+    """Read a trace once. Takes some hundred bytes a distinct block."""
+    user: dict[int, int] = {}  # Block -> the request that used it last.
+    times_ms, shared, ends = array("d"), array("q"), list[int | None]()
+    returns_s: list[float | None] = []
+    for number, request in enumerate(requests):
+        blocks = request.hash_ids
+        known = next((place for place, block in enumerate(blocks) if block not in user), len(blocks))
+        own = known
+        if known and known > shared[before := user[blocks[known - 1]]]:
+            returns_s[before] = (request.timestamp_ms - times_ms[before]) / 1_000
+            own = next(place for place, block in enumerate(blocks) if user[block] == before)
+        whole = min(len(blocks), request.input_length // block_tokens)
+        ends.append(blocks[whole - 1] if whole else None)
+        times_ms.append(request.timestamp_ms)
+        shared.append(own)
+        returns_s.append(None)
+        user.update(dict.fromkeys(blocks, number))
+    return Future([end is not None and user[end] == number for number, end in enumerate(ends)], returns_s)
+
+
+def hinted(requests: Iterable[Request], known: Future, saying: Saying) -> Iterator[Request]:
+    """Give the requests with an oracle's hints. A request that has a hint keeps that one."""
+    for request, hint in zip(requests, hints(known, saying), strict=True):
+        yield request if hint is None or request.hint is not None else replace(request, hint=hint)
+
+
+def hints(known: Future, saying: Saying) -> Iterator[Hint | None]:
+    """Give what is said of each request. The same seed gives the same, and each kind has dice of its own."""
+    overs, returns = _overs(known, saying), _returns(known, saying)
+    for over, returns_in_s in zip(overs, returns, strict=True):
+        yield _OVER if over else None if returns_in_s is None else Hint(returns_in_s=returns_in_s)
+
+
+def _overs(known: Future, saying: Saying) -> Iterator[bool]:
+    """Say of a share of the last requests that they are, and of so many others that lies have their share."""
+    dice = random.Random(f"{saying.seed} over")
+    ends = sum(known.last)
+    others = max(1, len(known.last) - ends)
+    lies = saying.over * ends * saying.lies / (1 - saying.lies) / others
+    for last in known.last:
+        yield dice.random() < (saying.over if last else lies)
+
+
+def _returns(known: Future, saying: Saying) -> Iterator[float | None]:
+    """Say of a share when they return: a lie has the time of any other, and one that never returns gets a lie, too."""
+    dice = random.Random(f"{saying.seed} returns")
+    times = [after_s for after_s in known.returns_s if after_s is not None]
+    for after_s in known.returns_s:
+        said = dice.random() < saying.returns
+        lied = dice.random() < saying.lies
+        another_s = dice.choice(times) if times else 0.0
+        error = math.exp(dice.gauss(0.0, saying.error))
+        if not said or (after_s is None and not lied):
+            yield None
+        else:
+            yield round((another_s if lied or after_s is None else after_s) * error, 3)
