@@ -27,6 +27,7 @@ from kvtier.tools.replay.virtual import (
     without_tiering_s,
 )
 from kvtier.tools.replay.workload import GeneratedTrace, Workload
+from tests.benchmarks.load_or_recompute import Case, replayed
 
 BLOCK_TOKENS = 512
 MIB = 1 << 20
@@ -218,3 +219,25 @@ def test_a_tier_of_another_type_stays_what_it_is() -> None:
 def test_options_that_are_none_of_the_tiers_are_refused_with_their_path() -> None:
     with pytest.raises(ConfigError, match=r"secondary_tiers\[0\].latency: "):
         scale_model(engine(4, {"type": "dummy", "latency": 3}))
+
+
+# Loads that are weighed against computing.
+
+WEIGHED_REQUESTS = 900  # Of the conversation: four minutes of it, and with them the slow one.
+
+
+@pytest.mark.parametrize(
+    ("gb_per_s", "slow"),
+    [
+        (0.2, False),
+        *(pytest.param(*case, marks=pytest.mark.outside) for case in ((1.0, False), (7.0, False), (7.0, True))),
+    ],
+)
+def test_no_disk_makes_a_conversation_wait_longer_than_none(traces: Path, gb_per_s: float, slow: bool) -> None:
+    trace = str(traces / "mooncake_conversation.jsonl.gz")
+    case = Case(trace, WEIGHED_REQUESTS, 64 << 30, gb_per_s, slow, weighed=True)
+    found = replayed(case)
+    assert found.wrong_chunks == 0
+    assert max(found.p50, found.p99) <= 1.02
+    if gb_per_s == 7.0 and not slow:
+        assert found.hit_ratio >= replayed(case._replace(weighed=False)).hit_ratio - 0.02
