@@ -50,6 +50,7 @@ def test_the_primary_tells_what_it_did_and_how_its_rows_are(engine: Bench) -> No
         "promotions_refused_total": 0,
         "rows_kept_total": 0,
         "evictions_total": 0,
+        "retentions_cut_total": 0,
         "runners_lost_total": 0,
         "events_dropped_total": 0,
         "row_bytes": ROW_BYTES,
