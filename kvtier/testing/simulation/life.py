@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvtier.backend import OffloadKey
+from kvtier.engine.outbox import Transfer
 from kvtier.engine.steps import Inside
 from kvtier.testing.simulation.audit import AuditedManager, audit_quiet
 from kvtier.testing.simulation.programs import Program
@@ -130,9 +132,12 @@ class LifeUnderWay:
                 await book.witness.aclose(0)
                 book.witness.count_faults()
 
-    def _give_up(self) -> None:
-        for book in self._books:
-            book.give_up()
+    def _give_up(self, under_way: Iterable[Transfer]) -> None:
+        keys: list[list[OffloadKey]] = [[] for _ in self._books]
+        for transfer in under_way:
+            keys[transfer.tier.index] += transfer.keys
+        for book, given_up in zip(self._books, keys, strict=True):
+            book.give_up(given_up)
 
 
 def _raise_first(tasks: Iterable["asyncio.Task[Any]"]) -> None:
