@@ -152,10 +152,10 @@ class Ledger:
         What is not worth its load is a miss for its request from now on.
         """
         worth = self._worth
-        if self.prefetches:
-            self.prefetches.step()
         if self.outbox.runs:
             self._weigh()
+        if self.prefetches:  # After that: what is not loaded for a request may be for them.
+            self.prefetches.step()
         self._hits.end(self._now, worth.patience_s(worth.chunk_s) if worth.token_s else None)
         if self._forgetting:
             self._forgetting = dict.fromkeys(self.delete(list(self._forgetting)))

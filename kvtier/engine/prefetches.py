@@ -13,7 +13,7 @@ from kvtier.engine.answers import HIT, MISS, LookupResult
 from kvtier.engine.primary import Primary
 from kvtier.engine.requests import Leases, Request
 
-WINDOW_KEYS = 256  # On their way: looked up again in every step, which takes some hundred microseconds.
+WINDOW_KEYS = 256  # From the first that is not here: looked up again in every step, some hundred microseconds.
 AT_ONCE = 4
 WAITING_MAX = 1_024  # Of more the newest are not begun: nobody can want so much soon.
 
@@ -69,8 +69,8 @@ class Prefetches:
             self.give_up(self._waiting[0])
 
     def _look(self, prefetch: Prefetch) -> None:
-        """Look on until so many keys are waited for; what is here costs a look-up each, once."""
-        request, waits = prefetch.request, 0
+        """Look on to the window's end; what is here before it costs a look-up each, once."""
+        request, waits = prefetch.request, False
         for place in range(prefetch.here, len(prefetch.keys)):
             key = prefetch.keys[place]
             stored = key in self._primary.filling and key not in request.search.promotions
@@ -78,10 +78,10 @@ class Prefetches:
             if result is MISS:
                 prefetch.keys = prefetch.keys[:place]
                 return
-            waits += result is not HIT
+            waits = waits or result is not HIT
             if not waits:
                 prefetch.here = place + 1
-            elif waits == WINDOW_KEYS:
+            elif place + 1 - prefetch.here >= WINDOW_KEYS:
                 return
 
     def _end(self, prefetch: Prefetch) -> None:

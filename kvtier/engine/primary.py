@@ -296,8 +296,8 @@ class Primary:
     ) -> list[OffloadKey] | None:
         if count > self._idle:
             return None
-        if self._hinted is not None and (short := count - (self._idle - len(self._hinted.retained))) > 0:
-            self._hinted.retained.let_go(short)  # Or else every row would be looked at, to find that there are too few.
+        if self._hinted is not None and count > self._idle - len(self._hinted.retained):
+            self._let_go_retained(count)
         rows = self._order.evict(count, self._keeper(offered), incoming)
         if rows is None:
             return None
@@ -314,6 +314,13 @@ class Primary:
         self._idle -= len(rows)
         self.evictions += len(rows)
         return evicted
+
+    def _let_go_retained(self, count: int) -> None:
+        """Let go of as many retained rows as are short of `count`: else every row is looked at to find too few."""
+        assert self._hinted is not None
+        retained, pins = self._hinted.retained, self._pins
+        idle_retained = sum(not pins[row] for row in retained)  # A pinned one makes no room, and stays retained.
+        retained.let_go(count - (self._idle - idle_retained))
 
     def _keeper(self, offered: Collection[OffloadKey]) -> Callable[[int], int]:
         """Return what says whether a row must stay, by a number that is 0 if it need not."""

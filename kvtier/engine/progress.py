@@ -42,6 +42,7 @@ class Progress:
         """
         steps, ledger = self._steps, self._steps._ledger
         leased, withdrawals = ledger.leases.rows, ledger.withdrawals
+        looked_up_at = ledger._now
         steps.end_step()
         steps._check_open()
         if for_rows and ledger.leases.rows < leased:
@@ -54,7 +55,7 @@ class Progress:
         timeout_s: float | None = None
         if for_rows and ledger.leases.ends_at is not None:
             timeout_s = max(LEASES_EVERY_S, ledger.leases.ends_at - steps._clock())
-        elif loads_of is not None and loads_of.late_at < NEVER:
+        elif loads_of is not None and looked_up_at < loads_of.late_at < NEVER:  # Else it waits for a tier's word.
             timeout_s = max(0.0, loads_of.late_at - steps._clock())
         await asyncio.wait((self._next,), timeout=timeout_s)
         steps._check_open()

@@ -5,7 +5,7 @@ others, because nobody has looked.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import count, filterfalse, islice
 from typing import Any, Generic, Protocol, TypeVar
@@ -110,6 +110,9 @@ class Retained(Generic[K]):
 
     def __contains__(self, key: object) -> bool:
         return key in self._terms
+
+    def __iter__(self) -> Iterator[K]:
+        return iter(self._terms)
 
     def retain(self, keys: Sequence[K], until: float, priority: int) -> None:
         """Retain keys, in prefix order, or as many leading ones as there is room for; lower priorities give way."""

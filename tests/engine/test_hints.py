@@ -133,6 +133,17 @@ async def test_no_more_than_the_share_is_retained_and_the_rest_is_counted(open_e
     assert (engine.stats().primary.rows_retained, engine.stats().primary.retentions_cut) == (4, 4)
 
 
+async def test_what_is_retained_and_in_use_stays_retained_when_room_is_made(open_engine):
+    engine = await open_engine(8, limits={"retained_share": 0.5})
+    await put_hinted(engine, range(4), Hint(retain_s=60.0))
+    await put(engine, range(10, 14))
+    async with engine.fetch(keys(range(4))):
+        await put(engine, [20])
+        assert engine.stats().primary.rows_retained == 4
+    await put(engine, range(30, 33))
+    assert here(engine, range(4)) == [0, 1, 2, 3]
+
+
 async def test_a_store_finds_room_though_all_that_could_go_is_retained(open_engine):
     """Retained is no pin: what is in use stays, what is retained goes."""
     engine = await open_engine(4, limits={"retained_share": 1.0})

@@ -78,6 +78,21 @@ async def test_a_tier_that_slows_down_for_a_minute_is_left_alone_and_used_again(
 
 
 @pytest.mark.virtual_time
+@pytest.mark.parametrize("asked", [[0, 1], [1, 0]], ids=["first", "behind"])
+async def test_seed_70054_who_waits_for_a_tiers_word_does_not_poll_because_a_load_was_late(open_engine, asked):
+    slow = {"type": "dummy", "latency_s": 5.0, "shared": True, "limits": {"answer_ttl_s": 0.001}}
+    engine = await open_engine(16, slow, **WEIGHED, late_margin=1.0)
+    await put(engine, range(2))
+    assert await at_rest(engine)
+    engine.steps.on_new_request("r")
+    assert await engine.reset()
+    assert await found(engine, [1], request_id="r") == 0
+    assert await found(engine, asked, request_id="r") == 0
+    engine.steps.on_request_finished("r")
+    assert await at_rest(engine)
+
+
+@pytest.mark.virtual_time
 async def test_while_no_prefill_speed_is_known_every_load_is_waited_for(open_engine):
     engine = await open_engine(16, dummy(2.0))
     await put(engine, range(8))

@@ -315,3 +315,22 @@ def test_nothing_is_weighed_after_a_reset_that_was_looked_up_before_it(tier: Cal
     bench.ledger.reset()
     assert loads(bench.step()) == {}
     assert bench.settled()
+
+
+# With prefetches.
+
+
+def test_what_is_declined_for_a_request_still_comes_for_a_prefetch(tier: Callable[..., Bench]) -> None:
+    bench = tier()
+    bench.takes(3.0, 0.5)
+    prefetch = bench.ledger.prefetches.begin(bench.keys("abc"))
+    request = bench.request()
+    assert bench.lookup("abc", request) == [HIT_PENDING] * 3
+    sent = bench.step()
+    assert loads(sent) == {0: "abc"}
+    assert bench.lookup("abc", request) == [MISS] * 3
+    bench.ledger.finish(request)
+    bench.finish_all(sent)
+    bench.step()
+    assert (prefetch.over, prefetch.here, bench.ready()) == (True, 3, "abc")
+    assert bench.settled()
