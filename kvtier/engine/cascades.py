@@ -151,6 +151,11 @@ class Cascades:
         waiting = sum(primary.pinned(row) or self._owed[row] > 0 for row in leaving.left)
         return rows <= primary.rows_free + len(leaving.left) - waiting
 
+    @property
+    def due_rows(self) -> int:
+        """How many rows wait to be sent, as soon as their tiers' limits allow."""
+        return sum(map(len, self._due.values()))
+
     def end(self) -> None:
         """Have all that is owed sent from now on, in the order in which it was stored."""
         self._ending = True

@@ -21,7 +21,8 @@ class AuditedSteps(StepManager):
     """An engine that audits itself at the end of every step."""
 
     audits = 0
-    on_give_up: Callable[[], None] = staticmethod(lambda: None)  # Called when a reset waits no longer.
+    on_give_up: Callable[[list[Transfer]], None] = staticmethod(lambda _: None)
+    """Called with what was under way when a reset waits no longer."""
 
     def end_step(self) -> None:
         super().end_step()
@@ -30,9 +31,10 @@ class AuditedSteps(StepManager):
             audit(self._ledger)
 
     def _reset(self) -> bool:
+        under_way = list(self._ledger.transfers.under_way.values())
         clean = super()._reset()
         if not clean:
-            self.on_give_up()
+            self.on_give_up(under_way)
         return clean
 
 

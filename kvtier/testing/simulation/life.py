@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvtier.backend import OffloadKey
+from kvtier.engine.outbox import Transfer
 from kvtier.engine.steps import Inside
 from kvtier.testing.simulation.audit import AuditedManager, audit_quiet
 from kvtier.testing.simulation.programs import Program
@@ -78,10 +80,21 @@ class LifeUnderWay:
             await asyncio.sleep(1.0)
         assert await engine.drain(PATIENCE_S), "what is under way never ends"
         await asyncio.sleep(SETTLING_S)
-        engine.steps.end_step()
+        await self._rest(engine)
         audit_quiet(engine)
         self._check_beliefs(engine)
         assert await engine.aclose(PATIENCE_S) == 0, "something was left behind at rest"  # All that was owed goes now.
+
+    async def _rest(self, engine: AuditedManager) -> None:
+        """Step until nothing is owed to a tier, or late: what a tier loses is owed to it again."""
+        ledger = Inside(engine.steps).ledger
+        for _ in range(int(PATIENCE_S)):
+            engine.steps.end_step()
+            assert await engine.drain(PATIENCE_S), "what is under way never ends"
+            if not ledger.transfers.overdue and not ledger.cascades.due_rows:
+                return
+            await asyncio.sleep(1.0)
+        raise AssertionError("what is owed is written for ever")
 
     def _check_beliefs(self, engine: AuditedManager) -> None:
         """Hold what the engine believes of each tier against the tier's own last words."""
@@ -130,9 +143,12 @@ class LifeUnderWay:
                 await book.witness.aclose(0)
                 book.witness.count_faults()
 
-    def _give_up(self) -> None:
-        for book in self._books:
-            book.give_up()
+    def _give_up(self, under_way: Iterable[Transfer]) -> None:
+        keys: list[list[OffloadKey]] = [[] for _ in self._books]
+        for transfer in under_way:
+            keys[transfer.tier.index] += transfer.keys
+        for book, given_up in zip(self._books, keys, strict=True):
+            book.give_up(given_up)
 
 
 def _raise_first(tasks: Iterable["asyncio.Task[Any]"]) -> None:

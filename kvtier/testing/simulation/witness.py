@@ -55,12 +55,14 @@ class Book:
         self.violations: list[str] = []
         self._under_way: Counter[OffloadKey] = Counter()
         self._raced: set[OffloadKey] = set()
+        self._given_up: set[OffloadKey] = set()
 
     def begin(self, keys: Iterable[OffloadKey]) -> None:
         """Note a call over these keys; two at a time leave both unsure."""
         for key in keys:
-            if self._under_way[key]:
+            if self._under_way[key] or key in self._given_up:
                 self._raced.add(key)
+                self._given_up.discard(key)
             self._under_way[key] += 1
 
     def end(self, key: OffloadKey, truth: Truth | None) -> None:
@@ -74,9 +76,10 @@ class Book:
         if truth is not None:
             self.truth[key] = truth
 
-    def give_up(self) -> None:
-        """Note that the engine does not wait any more for what is under way."""
+    def give_up(self, keys: Iterable[OffloadKey]) -> None:
+        """Note that the engine waits no more for these keys: for calls under way, or still queued in its runner."""
         self._raced.update(self._under_way)
+        self._given_up.update(key for key in keys if key not in self._under_way)
 
     def report(self, keys: Iterable[OffloadKey], truth: Truth) -> None:
         """Note what the tier reports unasked."""
