@@ -74,8 +74,7 @@ class Cascades:
         for key in reversed(keys):  # Of more than can be remembered the beginning is.
             seen[key] = None
             seen.move_to_end(key)
-        for _ in range(len(seen) - self._seen_max):
-            seen.popitem(last=False)
+        self._forget(seen)
         if len(again) < len(keys):
             tier.counters.skip(FIRST_USE, len(keys) - len(again))
         return again
@@ -90,6 +89,12 @@ class Cascades:
             again = [key for key in keys if key in ready and not tier.last_answer(key)]
             self._outbox.cascade(dict.fromkeys(again), tier, now)
             seen.update(dict.fromkeys(key for key in keys if key not in ready))
+            self._forget(seen)
+
+    def _forget(self, seen: OrderedDict[OffloadKey, None]) -> None:
+        """Forget what was seen longest ago, beyond what may be remembered."""
+        for _ in range(len(seen) - self._seen_max):
+            seen.popitem(last=False)
 
     def promoted(self, key: OffloadKey, source: TierSpec, request: Request) -> None:
         """Take note that a chunk comes from one tier; the others are owed it, as if it had been stored."""

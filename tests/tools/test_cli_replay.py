@@ -284,6 +284,35 @@ def test_the_hints_of_a_trace_reach_the_engine(tmp_path: Path, way: tuple[str, .
     assert sum(simulation("lru")([structs.replace(each, hint=None) for each in requests], 6)) == 0
 
 
+@pytest.mark.parametrize("way", [("--virtual-time", "--gpu-cache-blocks", "0"), ("--concurrency", "1")])
+def test_tokens_of_a_hint_are_counted_by_the_traces_blocks(tmp_path: Path, way: tuple[str, ...]) -> None:
+    blocks = [(0, 1, 2), *((10 * end, 10 * end + 1) for end in range(1, 7)), (0, 1, 2, 3)]
+    requests = [Request(60_000 * number, 512 * len(ids), 9, ids) for number, ids in enumerate(blocks)]
+    requests[0] = structs.replace(requests[0], hint=Hint(retain_s=3_600, tokens=512))
+    trace, out = str(tmp_path / "hinted.jsonl"), tmp_path / "report.json"
+    write_trace(trace, requests)
+    assert sum(simulation("lru")(requests, 12)) == 1
+    assert run("replay", trace, "--config", config_file(tmp_path, rows=12), *way, "--json", str(out)) == 0
+    assert report(out)["hits"]["cpu"] == 1
+
+
+def test_a_configuration_that_says_how_fast_prompts_are_computed_has_chunks_of_the_traces_length(
+    tmp_path: Path,
+) -> None:
+    """A chunk of 512 tokens takes 26 ms to compute, and one load 10 ms: worth it, and not at fewer tokens a chunk."""
+    blocks = [tuple(range(10 * session, 10 * session + 3)) for session in range(4)] * 3
+    requests = [Request(60_000 * number, 512 * len(ids), 9, ids) for number, ids in enumerate(blocks)]
+    trace, out = str(tmp_path / "returning.jsonl"), tmp_path / "report.json"
+    write_trace(trace, requests)
+    tier = '[[secondary_tiers]]\ntype = "dummy"\nname = "slow"\nlatency_s = "10ms"\n'
+    config = Path(config_file(tmp_path, tier, rows=6))
+    for said in ("", "prefill_tokens_per_s = 20000.0\n"):
+        config.write_text(said + config.read_text())
+        args = ("--config", str(config), "--virtual-time", "--gpu-cache-blocks", "0", "--json", str(out))
+        assert run("replay", trace, *args) == 0
+        assert report(out)["hits"] == {"cpu": 0, "slow": 24}
+
+
 def test_in_virtual_time_an_fs_tier_is_only_modelled(trace: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     config = config_file(tmp_path, '[[secondary_tiers]]\ntype = "fs"\nroot = "/no/such/place"\nname = "disk"')

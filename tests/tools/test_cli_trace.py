@@ -98,7 +98,7 @@ def test_a_traces_requests_are_given_hints_for_study_and_the_trace_says_how(
     assert list(trace) == list(hinted(generated, future(generated, 512), saying))
     assert trace.meta["hints"] == saying._asdict()
     over = sum(request.hint is not None and request.hint.over for request in trace)
-    assert f"300 requests; {over} are said to be" in capsys.readouterr().err
+    assert f"300 requests. The hint over on {over}; " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,7 @@ def real_replay(options: Options, stack: ExitStack) -> Prepared:
             directory = stack.enter_context(temporary_directory())
             check_room(config, options.extent, directory)
             config = rooted(config, directory, override=False)
+    config = replace(config, chunk_tokens=options.requests.block_tokens)  # Hints count in tokens.
     replay = Replay(
         options.requests,
         config,
@@ -283,9 +284,8 @@ def modelled_replay(options: Options, config: EngineConfig, source: str) -> Prep
 
 def weighed(config: EngineConfig, options: Options, block_tokens: int) -> EngineConfig:
     """Tell an engine how fast the servers compute, so that it weighs loads; a configuration that says it is kept."""
-    if options.load_always or config.prefill_tokens_per_s is not None:
-        return replace(config, prefill_tokens_per_s=None) if options.load_always else config
-    return replace(config, prefill_tokens_per_s=options.prefill.tokens_per_s, chunk_tokens=block_tokens)
+    speed = config.prefill_tokens_per_s or options.prefill.tokens_per_s
+    return replace(config, prefill_tokens_per_s=None if options.load_always else speed, chunk_tokens=block_tokens)
 
 
 def _gpu_source(options: Options) -> str:

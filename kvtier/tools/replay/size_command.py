@@ -417,7 +417,7 @@ def _show(report: SizeReport, console: Console) -> None:
     )
     if lost := max(cell.dropped_chunks + cell.failed_chunks for cell in report.sizes):
         console.print(
-            f"[yellow]The disk was too slow: up to {lost:,} chunks of a row were not written or read in time.[/]",
+            f"[yellow]The disk was too slow: in the worst row {lost:,} chunks were not written or read in time.[/]",
             highlight=False,
         )
     console.print()

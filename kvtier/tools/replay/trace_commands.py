@@ -164,9 +164,9 @@ def hint(
         meta = {**opened.meta, "block_size": opened.block_tokens, "hints": saying._asdict()}
         write_trace(output, _counted(hinted(opened, known, saying), count), meta)
     note(
-        f"{output}: {count['requests']:,} requests; {count['over']:,} are said to be their sessions' last, of "
-        f"{sum(known.last):,} that are; of {count['returns_in_s']:,} it is said when their sessions return, of "
-        f"{len(known.last) - known.returns_s.count(None):,} that do"
+        f"{output}: {count['requests']:,} requests. The hint over on {count['over']:,}; {sum(known.last):,} are their "
+        f"sessions' last. The hint returns_in_s on {count['returns_in_s']:,}; the sessions of "
+        f"{len(known.last) - known.returns_s.count(None):,} return."
     )
 
 

@@ -14,6 +14,7 @@ many blocks, and the times not those of a thousand times the load.
 
 import codecs
 import gzip
+import json
 import logging
 import os
 import stat
@@ -23,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain, islice
-from typing import Annotated, Any, BinaryIO, Protocol
+from typing import Annotated, Any, BinaryIO, Protocol, cast
 
 import msgspec
 import zstandard
@@ -174,10 +175,21 @@ def _request(decode: Callable[[bytes], Request], line: bytes) -> tuple[Request, 
     """Return a line's request, and why it has lost its hint, if it has: no request fails for that."""
     try:
         return decode(line), ""
-    except msgspec.ValidationError as error:
-        if f"`$.{HINT}" not in str(error):
+    except msgspec.DecodeError as error:
+        if f'"{HINT}"'.encode() not in line:
             raise
-        return msgspec.convert({**msgspec.json.decode(line), HINT: None}, Request), str(error)
+        return msgspec.convert({**_table(line, error), HINT: None}, Request), str(error)
+
+
+def _table(line: bytes, error: msgspec.DecodeError) -> dict[str, Any]:
+    """Return a line's fields, also where a number is out of msgspec's range; raises `error` if it is no table."""
+    try:
+        table: object = json.loads(line)
+    except ValueError:
+        raise error from None
+    if not isinstance(table, dict):
+        raise error
+    return cast("dict[str, Any]", table)
 
 
 def _excerpt(line: bytes) -> str:

@@ -303,6 +303,14 @@ def test_memory_for_first_uses_is_bounded(careful):
     assert len(cascades._seen[tier]) == SEEN_MIN
 
 
+def test_memory_for_what_is_only_loaded_is_bounded_too(careful):
+    cascades, tier = careful.ledger.cascades, careful.ledger.tiers[0]
+    for start in range(0, 3 * SEEN_MIN, 1_000):
+        keys = [number.to_bytes(8, "big") for number in range(start, start + 1_000)]
+        cascades.used(keys, careful.request(), 0.0)
+    assert len(cascades._seen[tier]) == SEEN_MIN
+
+
 # With hints.
 
 

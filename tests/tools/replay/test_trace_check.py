@@ -139,6 +139,20 @@ def test_a_hint_that_is_none_is_warned_of_with_its_line_and_its_request_is_as_an
         list(Trace(trace.path, strict=True))
 
 
+def test_a_number_that_no_float_holds_costs_its_hint_and_not_its_request(trace_file: Callable[..., str]) -> None:
+    line = b'{"timestamp": 1, "input_length": 512, "output_length": 1, "hash_ids": [1], "kvtier": {"retain_s": 1e999}}'
+    (request,) = Trace(trace_file(line))
+    assert (request.hash_ids, request.hint) == ((1,), None)
+
+
+@pytest.mark.parametrize("line", [b'{"kvtier": {"retain_s": 1e999}', b'["kvtier", 1e999]', b'"kvtier"'])
+def test_a_line_that_is_no_request_is_refused_whatever_hint_is_in_it(
+    trace_file: Callable[..., str], line: bytes
+) -> None:
+    with pytest.raises(TraceError, match="line 1: "):
+        list(Trace(trace_file(line)))
+
+
 def test_a_line_that_is_wrong_beside_its_hint_is_refused(trace_file: Callable[..., str]) -> None:
     line = b'{"timestamp": "now", "input_length": 512, "output_length": 1, "hash_ids": [1], "kvtier": {"over": 1}}'
     with pytest.raises(TraceError, match=r"line 1: Expected .* at `\$\.timestamp`"):
