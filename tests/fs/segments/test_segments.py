@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvtier.backend import Kind
 from kvtier.backend.contract import Added, Removed, ScanDone, TierContext
 from kvtier.backend.keys import OffloadKey
 from kvtier.backend.namespace import FileMapper
@@ -471,7 +472,8 @@ async def test_a_pruned_slots_segment_may_be_another_one_by_then(
 
     root_fd = os.open(root, os.O_RDONLY)
     contents = SlotContents(root_fd, time.time_ns(), Disk(root_fd).taken_bytes)
-    (chunk,) = contents.files(str(segment.relative_to(root)))
+    files = contents.files(str(segment.relative_to(root)))
+    (chunk,) = [file for file in files if file.kind is not Kind.BESIDE]
     with monkeypatch.context() as patch:
         patch.setattr(fcntl, "flock", too_late)
         assert not contents.remove(chunk)
