@@ -17,11 +17,15 @@ from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import WHEN_EVICTED, Tier
 
 
+def _unheard(transfers: list[Transfer]) -> None:
+    """Take note of nothing."""
+
+
 class AuditedSteps(StepManager):
     """An engine that audits itself at the end of every step."""
 
     audits = 0
-    on_give_up: Callable[[list[Transfer]], None] = staticmethod(lambda _: None)
+    on_give_up: Callable[[list[Transfer]], None] = staticmethod(_unheard)
     """Called with what was under way when a reset waits no longer."""
 
     def end_step(self) -> None:
