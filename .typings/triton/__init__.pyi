@@ -1,6 +1,6 @@
 """What is used of Triton, which is not installed where types are checked."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-def jit(fn: Callable[..., Any]) -> Any: ...
+def jit(*, do_not_specialize: Sequence[str]) -> Callable[[Callable[..., Any]], Any]: ...

@@ -1,6 +1,7 @@
 """The self-test's checks hold on the device and on a modelled one, and see copies that are wrong."""
 
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import numpy as np
 import pytest
@@ -114,3 +115,35 @@ def test_a_check_of_order_proves_nothing_when_the_kernel_had_ended(
 
 def modelled_stream() -> Stream:
     return next(iter(Stream.of_handle.values()))
+
+
+class Ending:
+    """A child that ends before it says anything."""
+
+    status = -11
+
+    def __init__(self, *arguments: str) -> None: ...
+
+    def says(self) -> dict[str, object]:
+        raise children.Ended("reset", self.status)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_a_driver_may_end_a_process_after_a_reset_but_not_after_a_failed_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(children, "Child", Ending)
+    device = Modelled()
+    device.name = "cuda"
+    failed_kernel = next(check for check in ELSEWHERE if "failed assertion" in check.promise)
+    told = children.reset(device, Way("batched", None))
+    assert told == "the driver ended the process: Segmentation fault"
+    with pytest.raises(Wrong, match="exit status -11"):
+        failed_kernel.run(device, Way("batched", None))
+    monkeypatch.setattr(Ending, "status", 1)  # Python's own end is none of the driver's.
+    with pytest.raises(Wrong, match="exit status 1"):
+        children.reset(device, Way("batched", None))

@@ -1,8 +1,11 @@
 """`kvtier selftest` as people run it: what it writes, how it ends, and what it refuses."""
 
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -171,6 +174,60 @@ def test_when_time_has_run_out_nothing_new_is_begun_and_the_report_is_written(
     assert (report.figures, report.first_tokens) == ([], [])
 
 
+def test_what_hangs_is_reported_with_all_that_was_found_before(tmp_path: Path) -> None:
+    """In a process of its own: the self-test ends it."""
+    out = tmp_path / "report.json"
+    program = f"""
+import threading
+from kvtier.tools.commands import run
+from kvtier.tools.selftest import checks, children, command
+from kvtier.tools.selftest.checks import Check
+command.LIMIT_S, command.GRACE_S = 0.5, 0.5
+checks.checks = lambda: [
+    Check("bytes", "it is kept", lambda device, way: ""),
+    Check("bytes", "it hangs", lambda device, way: str(threading.Event().wait())),
+]
+children.checks = list
+run(["selftest", "--device", "cpu", "--dir", {str(tmp_path)!r}, "--json", {str(out)!r}])
+"""
+    ended = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert ended.returncode == 1
+    report = msgspec.json.decode(out.read_bytes(), type=Report)
+    assert [(check.promise, check.outcome) for check in report.checks] == [
+        ("it is kept", "kept"),
+        ("it hangs", "broken"),
+    ]
+    assert "still under way after" in ended.stdout
+
+
+def test_a_measurement_that_finds_no_room_on_the_device_is_left_out(
+    tested: Tested, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(device: Device) -> Iterator[Row]:
+        yield row("store", "by index", 4_096, 1.0, 0.5)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(speed, "measure", measure)
+    status, report, _ = tested("speed")
+    assert (status, len(report.figures)) == (0, 1)
+    assert [(check.outcome, check.detail) for check in report.checks] == [
+        ("skipped", "the device has no room: CUDA out of memory")
+    ]
+
+
+def test_a_copy_that_fails_beside_another_is_no_figure() -> None:
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal address")
+
+    with pytest.raises(RuntimeError, match="an illegal address"):
+        speed._at_once(lambda: None, fail)
+    with ThreadPoolExecutor(1) as threads:
+        copying = speed._Copying(threads, fail)
+        copying.start()
+        with pytest.raises(RuntimeError, match="an illegal address"):
+            copying.stop()
+
+
 def test_a_disk_without_room_for_the_prompts_is_said_before_anything_is_computed(
     tested: Tested, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +253,8 @@ def test_a_way_whose_first_transfers_fail_is_tried_no_further(monkeypatch: pytes
     monkeypatch.setattr(children, "first_transfers", lambda: Check("first", "first transfers work", first))
     device = Modelled([Way("batched", None), Way("gather kernel", None)])
     testing = command.Testing(device, ["bytes"], time.perf_counter() + 60, lambda what: None)
-    testing.check_all()
+    testing.choose_ways()
+    testing.check_all(["bytes"])
     assert made == ["batched"]
     assert [(row.way, row.outcome) for row in testing.found] == [
         ("batched", "kept"),

@@ -20,7 +20,7 @@ TILE_WORDS = 2_048  # That one program has under way.
 WORDS = ((8, tl.int64), (4, tl.int32), (2, tl.int16), (1, tl.int8))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "tiles"])  # Else a transfer of another size is compiled anew, on its way.
 def _copy(columns: tl.tensor, count: tl.tensor, tiles: tl.tensor, WORD: tl.constexpr, TILE: tl.constexpr) -> None:  # noqa: N803
     """Copy i moves `columns[2, i]` words from address `columns[0, i]` to `columns[1, i]`."""
     for item in range(tl.program_id(0), count * tiles, tl.num_programs(0)):
@@ -33,7 +33,7 @@ def _copy(columns: tl.tensor, count: tl.tensor, tiles: tl.tensor, WORD: tl.const
 
 
 def gathers_on(place: torch.device) -> BatchedCopy:
-    """Return batched copies by a kernel on this device."""
+    """Return batched copies by a kernel on this device; what Triton raises where it cannot compile, for want of C."""
 
     def copy(copies: Descriptors, stream: int, stable: bool) -> None:  # noqa: ARG001  # A kernel is of the current stream.
         if not len(copies.sizes):
@@ -43,7 +43,8 @@ def gathers_on(place: torch.device) -> BatchedCopy:
         table = torch.as_tensor(np.stack((copies.sources, copies.targets, copies.sizes // word_bytes)))
         columns = table.pin_memory().to(place, non_blocking=True) if place.type == "cuda" else table
         count, tiles = table.shape[1], -(-int(table[2].max()) // TILE_WORDS)
-        kernel: Any = _copy
         kernel[(min(PROGRAMS, count * tiles),)](columns, count, tiles, word, TILE_WORDS)
 
+    kernel: Any = _copy
+    kernel[(1,)](torch.zeros(3, dtype=torch.int64, device=place), 0, 1, tl.int64, TILE_WORDS)  # Copies nothing.
     return copy

@@ -208,7 +208,9 @@ class Tiered:
         region = Region.private(config.rows, config.row_bytes)
         self.steps = stack.enter_context(StepManager.start(config, region=region))
         memory = stack.enter_context(host_memory(region, device.pin_with))
-        self._worker = stack.enter_context(TransferWorker(cache.canonical, memory.rows[:, :chunk_bytes]))
+        self._worker = stack.enter_context(
+            TransferWorker(cache.canonical, memory.rows[:, :chunk_bytes], copiers=device.ways[0].copiers)
+        )
         self._stored_at_once = max(1, STORED_AT_ONCE_BYTES // chunk_bytes)
         self.chunk_bytes = chunk_bytes
 
@@ -287,9 +289,10 @@ class Answer(NamedTuple):
     tokens: list[int]
 
 
-def measure(device: Device, folder: str) -> Iterator[FirstToken]:
+def measure(device: Device, shape: Shape, folder: str) -> Iterator[FirstToken]:
     """Yield the times to the first token of each prompt: computed, loaded from cpu, promoted from fs."""
-    shape = shape_for(device)
+    if device.has_streams:
+        torch.cuda.empty_cache()  # Of other sizes than are needed now.
     needed, free = int(ROOM * max(shape.prompts) * shape.token_bytes), shutil.disk_usage(folder).free
     if free < needed:
         raise NotHere(f"{free:,} bytes are free in {os.path.dirname(folder)}, {needed:,} needed: --dir names another")

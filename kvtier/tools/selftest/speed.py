@@ -7,6 +7,7 @@ in the figures, and not a guess.
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from kvtier.tools.selftest.device import Device, Way
 
 LAYERS = 8
 BESIDE_PAGE_BYTES = 64 << 10  # Beside a matmul: the page of an 8B model's layer.
+LEAD_S = 0.05  # Of Python, to launch what is timed: threads that compute may keep it waiting for as long.
 PLAIN = "plain copy of as many bytes"
 
 
@@ -114,10 +116,10 @@ def plain_both(case: Case, each: Copies) -> Callable[[], None]:
 
 
 def _at_once(one: Callable[[], None], other: Callable[[], None]) -> None:
-    thread = threading.Thread(target=other)
-    thread.start()
-    one()
-    thread.join()
+    with ThreadPoolExecutor(1) as threads:
+        beside = threads.submit(other)
+        one()
+        beside.result()
 
 
 def _beside_matmul(device: Device, scale: Scale, way: Way) -> Iterator[Row]:
@@ -128,15 +130,17 @@ def _beside_matmul(device: Device, scale: Scale, way: Way) -> Iterator[Row]:
     out = torch.empty_like(left)
     times = _times(device, scale, lambda: torch.matmul(left, right, out=out))
 
-    def multiply() -> float:
-        begun = time.perf_counter()
+    def work() -> None:
         for _ in range(times):
             torch.matmul(left, right, out=out)
-        _wait(device)
-        return 2 * scale.matmul**3 * times / 1e12 / (time.perf_counter() - begun)
 
-    with copies(case, way.copiers) as stores, copies(case, way.copiers) as loads:
-        copying = _Copying(stores.store, loads.load)
+    seconds = _seconds_of(device, work)
+
+    def multiply() -> float:
+        return 2 * scale.matmul**3 * times / 1e12 / seconds()
+
+    with ThreadPoolExecutor(2) as threads, copies(case, way.copiers) as stores, copies(case, way.copiers) as loads:
+        copying = _Copying(threads, stores.store, loads.load)
         sides = [Side("alone", multiply), Side("beside", multiply, copying.start, copying.stop)]
         measured = interleaved(sides, scale.rounds)
     settings: dict[str, Setting] = {"way": way.name, "page_bytes": BESIDE_PAGE_BYTES}
@@ -150,21 +154,21 @@ def _beside_matmul(device: Device, scale: Scale, way: Way) -> Iterator[Row]:
 class _Copying:
     """Copies on two threads, from `start` to `stop`."""
 
-    def __init__(self, *works: Callable[[], None]) -> None:
+    def __init__(self, threads: Executor, *works: Callable[[], None]) -> None:
+        self._threads = threads
         self._works = works
-        self._threads: list[threading.Thread] = []
+        self._going = list[Future[None]]()
         self._over = threading.Event()
 
     def start(self) -> None:
         self._over.clear()
-        self._threads = [threading.Thread(target=self._go_on, args=(work,)) for work in self._works]
-        for thread in self._threads:
-            thread.start()
+        self._going = [self._threads.submit(self._go_on, work) for work in self._works]
 
     def stop(self) -> None:
+        """End them; raises what ended one before: nothing was measured beside it."""
         self._over.set()
-        for thread in self._threads:
-            thread.join()
+        for each in self._going:
+            each.result()
 
     def _go_on(self, work: Callable[[], None]) -> None:
         while not self._over.is_set():
@@ -179,6 +183,36 @@ def _times(device: Device, scale: Scale, work: Callable[[], object]) -> int:
     work()
     _wait(device)
     return max(1, int(scale.matmul_s / (time.perf_counter() - begun)))
+
+
+def _seconds_of(device: Device, work: Callable[[], object]) -> Callable[[], float]:
+    """Return what does the work and says how long the device took.
+
+    The device is told once, by a graph behind a kernel that spins, and its own events tell the time: threads that copy
+    keep Python from launching, and that would count as time of the device.
+    """
+    if not device.has_streams:
+        return lambda: _timed(work)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+
+    def measure() -> float:
+        device.spin(LEAD_S)
+        begun.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        return float(begun.elapsed_time(ended)) / 1e3
+
+    return measure
+
+
+def _timed(work: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    work()
+    return time.perf_counter() - begun
 
 
 def _wait(device: Device) -> None:
