@@ -106,7 +106,7 @@ class Transfer:
         self.request = request
         self.sent_at = 0.0
         self.expected_s = 0.0
-        self.sizes = (0, 0)
+        self.sizes: tuple[int, int] = (0, 0)
         self.given_up = False
         self.forgotten = False  # The primary was cleared meanwhile: its pins are gone, its rows are in quarantine.
 
