@@ -126,6 +126,7 @@ class Inbox:
             return
         if transfer.expected_s:
             transfer.tier.counters.compare(transfer.expected_s, message.seconds)
+            transfer.tier.note_lag(transfer, message.seconds)
         if self._observe is not None:
             self._observe(transfer.tier.spec.name, transfer.operation.value, message.seconds)
 

@@ -348,7 +348,7 @@ class Ledger:
             search, source = request.search, request.sources.get(key)
             if source is not None and not search.gave_up:
                 search.gave_up = True
-                self.tiers[source].counters.given_up += 1
+                self.tiers[source].give_up(request)
             search.decline(key)
             for row in tuple(request.leased):
                 if self.primary.key(row) in self.primary.filling:
@@ -360,6 +360,7 @@ class Ledger:
         load.sent_at = self._now
         if load.tier.speed is not None:
             load.expected_s = self._worth.load_s(load.tier, len(load.keys), self._now)
+            load.sizes = self._worth.sizes(load.tier, len(load.keys))
 
     # Loading: primary → the LLM engine.
 

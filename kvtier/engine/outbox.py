@@ -71,10 +71,23 @@ def chunks_before(runs: Sequence[Run], end: int) -> dict[Tier, int]:
 class Transfer:
     """One action that was sent. `rows` is empty for probes and deletes; `request` is set for promotions that have one.
 
-    `expected_s` is how long it was expected to take, where that is known; else 0.
+    `expected_s` is how long it was expected to take, where that is known; else 0. `sizes` are what its tier's
+    speed says that for. `given_up`: it was too late for its request.
     """
 
-    __slots__ = ("epoch", "expected_s", "forgotten", "keys", "operation", "request", "rows", "sent_at", "tier")
+    __slots__ = (
+        "epoch",
+        "expected_s",
+        "forgotten",
+        "given_up",
+        "keys",
+        "operation",
+        "request",
+        "rows",
+        "sent_at",
+        "sizes",
+        "tier",
+    )
 
     def __init__(
         self,
@@ -93,6 +106,8 @@ class Transfer:
         self.request = request
         self.sent_at = 0.0
         self.expected_s = 0.0
+        self.sizes: tuple[int, int] = (0, 0)
+        self.given_up = False
         self.forgotten = False  # The primary was cleared meanwhile: its pins are gone, its rows are in quarantine.
 
 

@@ -209,6 +209,11 @@ class Expected(Protocol):
 
     sent_at: float
     expected_s: float  # 0: nothing was expected.
+    sizes: tuple[int, int]  # Bytes: its own with those of loads before it, and those of stores under way.
+    given_up: bool  # It was too late for its request.
+
+    @property
+    def request(self) -> object: ...
 
 
 class Tier:
@@ -227,6 +232,9 @@ class Tier:
         self.loading = 0  # Chunks under way.
         self.loads: dict[int, Expected] = {}  # The same by the action's id, in the order of sending.
         self.speed: Speed | None = None  # As the runner last saw it.
+        self.late: tuple[tuple[int, int], float] | None = (
+            None  # Sizes and seconds of the last load, if it was too slow.
+        )
         self.heard_at = 0.0  # When a load last ended, or was last made to see how fast the tier is.
         self.storing: set[OffloadKey] = set()  # Queued or under way.
         self.raced: set[OffloadKey] = set()  # Of those, what was reported gone meanwhile: before it came, or after?
@@ -252,11 +260,34 @@ class Tier:
         """Return how much slower than its speed the tier is by what it has not done yet; 1: not that anybody knew.
 
         It shows in the load that was sent first: nothing has come since, for longer than that load should have taken.
+        After a load that was given up it is as slow as that one was, until another load ends.
         """
         first = next(iter(self.loads.values()), None)
         if first is None or not first.expected_s:
+            return self._lag
+        return max(self._lag, (now - max(first.sent_at, self.heard_at)) / first.expected_s)
+
+    def give_up(self, request: object) -> None:
+        """Take note that loads are too late for the request that they were sent for."""
+        self.counters.given_up += 1
+        for load in self.loads.values():
+            load.given_up = load.given_up or load.request is request
+
+    def note_lag(self, load: Expected, seconds: float) -> None:
+        """Remember a load that was given up, and after it each one that is slower than the tier's speed says.
+
+        One surprise changes the speed little. But a load that was given up has cost a request its time.
+        """
+        if self.speed is not None and (load.given_up or self.late):
+            slower = seconds > self.speed.seconds(*load.sizes)
+            self.late = (load.sizes, seconds) if slower else None
+
+    @property
+    def _lag(self) -> float:
+        if self.late is None or self.speed is None:
             return 1.0
-        return max(1.0, (now - max(first.sent_at, self.heard_at)) / first.expected_s)
+        sizes, seconds = self.late
+        return max(1.0, seconds / self.speed.seconds(*sizes))
 
     def answer(self, key: OffloadKey, known: bool, now: float) -> bool | None:
         """Say whether the tier has the key; None if it must be asked."""

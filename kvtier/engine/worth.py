@@ -65,8 +65,11 @@ class Worth:
         """
         if tier.speed is None:
             return math.inf if tier.loading else 0.0
-        load_bytes, storing_bytes = (tier.loading + chunks) * self._row_bytes, len(tier.storing) * self._row_bytes
-        return tier.speed.seconds(load_bytes, storing_bytes) * tier.slowdown(now)
+        return tier.speed.seconds(*self.sizes(tier, chunks)) * tier.slowdown(now)
+
+    def sizes(self, tier: Tier, chunks: int) -> tuple[int, int]:
+        """Return the bytes of so many chunks with what a tier loads already, and of what it stores meanwhile."""
+        return (tier.loading + chunks) * self._row_bytes, len(tier.storing) * self._row_bytes
 
     def choose(self, runs: Sequence[Run], looked_up: int, queued: Mapping[Tier, int], now: float) -> Choice:
         """Choose how much of a request's leading part to load.

@@ -93,6 +93,35 @@ async def test_seed_70054_who_waits_for_a_tiers_word_does_not_poll_because_a_loa
 
 
 @pytest.mark.virtual_time
+async def test_one_load_that_was_given_up_is_enough_however_slow_the_tier_has_become(open_engine):
+    """Seven hundred times as slow, for ten minutes; then it is as fast as before, and used."""
+    slow = {"slow_at_s": 100.0, "slow_for_s": 600.0, "slow_factor": 700.0}
+    engine = await prepared(open_engine, dummy(0.01, **slow), rows=16, chunks=8)
+    for _ in range(5):
+        assert await found(engine, range(8)) == 8
+        assert await engine.reset()
+    await asyncio.sleep(100.0 - now())
+    assert await found(engine, range(8)) == 0
+    while now() < 600.0:
+        assert await engine.drain(deadline_s=1_000)
+        assert await engine.reset()
+        await asyncio.sleep(1.0)
+        begun = now()
+        assert await found(engine, range(8)) == 0
+        assert now() == begun, "it is declined at once"
+    (tier,) = engine.stats().tiers
+    assert tier.given_up == 1
+    assert tier.explored > 0
+    await asyncio.sleep(800.0 - now())
+    for _ in range(5):
+        await found(engine, range(8))
+        assert await engine.drain()
+        assert await engine.reset()
+        await asyncio.sleep(1.0)
+    assert await found(engine, range(8)) == 8
+
+
+@pytest.mark.virtual_time
 async def test_while_no_prefill_speed_is_known_every_load_is_waited_for(open_engine):
     engine = await open_engine(16, dummy(2.0))
     await put(engine, range(8))
