@@ -44,7 +44,7 @@ that are here keep their names and their meaning, until the change log says othe
 
 def page() -> str:
     """Return the page as it should be; commands that write the same have one section."""
-    sections = [f"## {heading}\n\n```json\n{written(kind)}\n```\n" for heading, kind in headed()]
+    sections = [f"## {heading}\n\n``` {{ .json .wrap }}\n{written(kind)}\n```\n" for heading, kind in headed()]
     return "\n".join((HEAD, *sections))
 
 
