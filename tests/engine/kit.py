@@ -130,14 +130,24 @@ async def impatient(engine: TieringOffloadingManager, dice: random.Random, done:
 
 
 def children() -> set[int]:
-    """Name the processes that this one started and that have not ended; servers of other tests are none of ours."""
+    """Name the processes that this one started and that have not ended.
+
+    Servers of other tests are none of ours, nor is what `multiprocessing` keeps to the end of a process that used it.
+    """
     found = set[int]()
     for task in Path("/proc/self/task").iterdir():
         try:
             found |= set(map(int, (task / "children").read_text().split()))
         except OSError:
             continue  # The thread has ended.
-    return {pid for pid in found if _runs_python(pid)}
+    return {pid for pid in found if _runs_python(pid) and not _is_a_tracker(pid)}
+
+
+def _is_a_tracker(pid: int) -> bool:
+    try:
+        return b"multiprocessing.resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
 
 def _runs_python(pid: int) -> bool:

@@ -280,6 +280,11 @@ if child == 0:
         "complete_store": [[key(1)], "known"],
         "complete_load": [[key(1)], "known"],
         "touch": [[key(1)], "known"],
+        "note_prefill": [1, 1.0],
+        "prefetch": [[key(1)]],
+        "demote": [[key(1)]],
+        "forget": [[key(1)]],
+        "retain": [[key(1)], 1.0],
         "end_step": [],
         "has_pending_work": [],
         "take_events": [],
@@ -296,15 +301,18 @@ if child == 0:
         "put": [[key(1)], [chunk(1)]],
         "get": [[key(1)]],
         "delete": [[key(1)]],
+        "prefetch": [[key(1)]],
         "drain": [],
         "reset": [],
     }
-    others = {"stats", "metrics", "open", "step_manager", "aclose", "fetch", "take_events"}
-    assert coroutines.keys() | others == public(TieringOffloadingManager)
+    calls = {name: steps[name] for name in ("take_events", "note_prefill", "demote", "forget", "retain")}
+    others = {"stats", "metrics", "open", "step_manager", "aclose", "fetch"}
+    assert coroutines.keys() | calls.keys() | others == public(TieringOffloadingManager)
     for name, args in coroutines.items():
         refused(asyncio.run, getattr(face, name)(*args))
     refused(asyncio.run, found(face, [1]))
-    refused(face.take_events)
+    for name, args in calls.items():
+        refused(getattr(face, name), *args)
     assert engine.stats() == face.stats() == counted
     assert (engine.runners_lost, engine.events_dropped) == (0, 0)
     assert engine.metrics.get_sample_value("kvtier_primary_stores_total") == 4
