@@ -562,7 +562,7 @@ class Ledger:
         self.primary.end(self.primary.rows_of(used), hint)
         for tier in self.tiers:
             if self.runner_up and request.allows(tier.spec):
-                self.outbox.rank(used, tier, hint, wait=self.primary.takes_hints)
+                self.outbox.end(used, tier, hint)
         if hint is not None and hint.retain_s:
             self._retain(request.leading(hint.tokens, self._chunk_tokens), hint.retain_s, hint.priority, request)
 

@@ -36,6 +36,7 @@ from kvtier.runner.messages import (
 
 ADVICE_KEYS_MAX = 4_096  # In one action: some milliseconds of the runner's loop.
 ADVICE_MAX = 64  # In one step. Of more the oldest are dropped: they only say in which order chunks should go.
+_NOTHING_SAID = Hint()  # Of a request that is over, where others have hints.
 
 _to_ask = attrgetter("to_ask")
 
@@ -240,6 +241,7 @@ class Outbox:
         self._deletes: dict[Tier, list[OffloadKey]] = {}
         self._advice: deque[Action] = deque(maxlen=ADVICE_MAX)
         self._waiting: deque[_Waiting] = deque()
+        self._hinted = False  # There has been a hint.
         self._acknowledgements: list[Action] = []
 
     def promote(self, key: OffloadKey, tier: Tier, request: Request, place: int | None = None) -> None:
@@ -296,16 +298,26 @@ class Outbox:
     def delete(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
         self._deletes.setdefault(tier, []).extend(keys)
 
-    def rank(self, keys: Sequence[OffloadKey], tier: Tier, hint: Hint | None = None, *, wait: bool = False) -> None:
+    def rank(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
+        """Have the tier renew what it holds of these keys, in prefix order."""
+        self._advise(tier, keys, lambda packed: Rank(tier.index, packed), wait=False)
+
+    def end(self, keys: Sequence[OffloadKey], tier: Tier, hint: Hint | None) -> None:
         """Have the tier hear of a request that is over: which of the keys that it holds, in prefix order, were used.
 
-        `wait`: after the stores of its keys that are under way.
+        From the first hint on it hears after the stores of the request's keys that are under way, and that this is an
+        end: a session goes on with it, or is over.
         """
-        self._advise(tier, keys, lambda packed: Rank(tier.index, packed, hint), wait=wait)
+        self._hinted = self._hinted or hint is not None
+        if self._hinted:
+            self._advise(tier, keys, lambda packed: Rank(tier.index, packed, hint or _NOTHING_SAID))
+        else:
+            self.rank(keys, tier)
 
     def expect_hints(self) -> None:
         """Have the tiers take note from now on of which session uses what: there are hints."""
-        self._advice.extend(Rank(tier.index, pack_keys(()), Hint()) for tier in self._tiers)
+        self._hinted = True
+        self._advice.extend(Rank(tier.index, pack_keys(()), _NOTHING_SAID) for tier in self._tiers)
 
     def demote(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
         """Have the tier let those of the keys that it holds, or is getting, go before others."""
