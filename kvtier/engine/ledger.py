@@ -154,7 +154,7 @@ class Ledger:
         worth = self._worth
         if self.outbox.runs:
             self._weigh()
-        if self.prefetches:  # After that: what is not loaded for a request may be for them.
+        if self.prefetches.waiting:  # After that: what is not loaded for a request may be for them.
             self.prefetches.step()
         self._hits.end(self._now, worth.patience_s(worth.chunk_s) if worth.token_s else None)
         if self._forgetting:
@@ -164,7 +164,8 @@ class Ledger:
         if self.cascades.owes:
             self.cascades.step(self._now, runner_up=self.runner_up)
         actions = self.outbox.flush(self._expect if worth.token_s else None)
-        worth.begin_step()
+        if worth.token_s or self.prefill.tokens_per_s:
+            worth.begin_step()
         self._step += 1
         return actions
 

@@ -300,7 +300,7 @@ class Outbox:
 
     def rank(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
         """Have the tier renew what it holds of these keys, in prefix order."""
-        self._advise(tier, keys, lambda packed: Rank(tier.index, packed), wait=False)
+        self._say(tier, keys, lambda packed: Rank(tier.index, packed))
 
     def end(self, keys: Sequence[OffloadKey], tier: Tier, hint: Hint | None) -> None:
         """Have the tier hear of a request that is over: which of the keys that it holds, in prefix order, were used.
@@ -376,16 +376,16 @@ class Outbox:
         keys: Sequence[OffloadKey],
         make: Callable[[PackedKeys], Advice],
         *,
-        wait: bool = True,
         tail_first: bool = True,
     ) -> None:
-        advice = _Waiting(tier, keys, tier.storing.intersection(keys) if wait else set(), make, tail_first)
-        if not advice.stores:
-            self._say(advice)
+        """Say what a tier can heed once it has the keys: after the stores of them that are under way."""
+        stores = tier.storing.intersection(keys)
+        if not stores:
+            self._say(tier, keys, make, tail_first=tail_first)
             return
-        self._waiting.append(advice)
+        self._waiting.append(_Waiting(tier, keys, stores, make, tail_first))
         if len(self._waiting) > ADVICE_MAX:
-            self._say(self._waiting.popleft())
+            self._say_after_all(self._waiting.popleft())
 
     def _advise_waiting(self) -> None:
         """Say what waited for stores that are over."""
@@ -395,15 +395,25 @@ class Outbox:
             if advice.stores:
                 self._waiting.append(advice)
             else:
-                self._say(advice)
+                self._say_after_all(advice)
 
-    def _say(self, advice: "_Waiting") -> None:
-        tier, size = advice.tier, ADVICE_KEYS_MAX
-        mask, bit = self._residency.mask, tier.bit
-        held = [key for key in advice.keys if mask.get(key, 0) & bit or tier.last_answer(key)]
+    def _say_after_all(self, advice: _Waiting) -> None:
+        self._say(advice.tier, advice.keys, advice.make, tail_first=advice.tail_first)
+
+    def _say(
+        self,
+        tier: Tier,
+        keys: Sequence[OffloadKey],
+        make: Callable[[PackedKeys], Advice],
+        *,
+        tail_first: bool = True,
+    ) -> None:
+        """Tell a tier of those of the keys that it holds."""
+        mask, bit, size = self._residency.mask, tier.bit, ADVICE_KEYS_MAX
+        held = [key for key in keys if mask.get(key, 0) & bit or tier.last_answer(key)]
         starts = range(0, len(held), size)
-        for start in reversed(starts) if advice.tail_first else starts:
-            self._advice.append(advice.make(pack_keys(held[start : start + size])))
+        for start in reversed(starts) if tail_first else starts:
+            self._advice.append(make(pack_keys(held[start : start + size])))
 
     def _within_limits(self, keys: list[OffloadKey], tier: Tier, now: float) -> list[OffloadKey]:
         """Return those of the keys whose cascade exceeds no limit; the others are dropped, each for the first it meets.

@@ -15,7 +15,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 from kvtier.backend import OffloadKey, make_offload_key
@@ -28,8 +29,8 @@ from kvtier.runner.messages import Action, Cascade, Finished, Found, Gone, Scann
 
 CHUNK_BYTES = 4_096
 REQUESTS_HELD = 64  # By the primary.
-REQUESTS_COUNTED = 32
-WARM_UP = 3  # Calls that are not counted: Python specialises what it runs often.
+REQUESTS_COUNTED = 16
+WARM_UP = 5  # Calls that are not counted: Python specialises what it runs often.
 COUNTED = 3
 TIER_HOLDS = REQUESTS_HELD // 2  # Requests: what was stored first goes.
 CASES = ("hit", "miss", "half", "miss, one tier", "half, one tier")
@@ -53,7 +54,7 @@ class Echo(Bridge):
                     self.mailbox.append(Gone(0, self._held.pop(0)))
         return ()
 
-    def close(self, deadline_s: float) -> int:  # noqa: ARG002  # Nothing is under way.
+    def close(self, deadline_s: float) -> int:  # Nothing is under way.
         return 0
 
 
@@ -112,45 +113,45 @@ def mark() -> None:
     os.getpriority(os.PRIO_PROCESS, 0)
 
 
-def run_marked(case: str, keys: int) -> None:
-    """Run a case with a mark before and after what counts."""
-    work = Requests(case, keys).work
-    for _ in range(WARM_UP):
-        work()
-    for _ in range(COUNTED):
-        gc.collect()
-        mark()
-        work()
-        mark()
+def run_marked(sizes: Sequence[int]) -> None:
+    """Run all cases with a mark before and after what counts."""
+    for keys, case in product(sizes, CASES):
+        work = Requests(case, keys).work
+        for _ in range(WARM_UP):
+            work()
+        for _ in range(COUNTED):
+            gc.collect()  # Or what the cases before have left decides how often the collector runs in this one.
+            mark()
+            work()
+            mark()
 
 
-def instructions(tree: Path, case: str, keys: int) -> float:
-    """Return the instructions of one request, with the sources of this tree."""
+def instructions(tree: Path, sizes: str) -> list[float]:
+    """Return the instructions of one request of each case, with the sources of this tree."""
     with tempfile.TemporaryDirectory() as folder:
         out = f"{folder}/callgrind"
         valgrind = ["valgrind", "--tool=callgrind", "--dump-before=getpriority", f"--callgrind-out-file={out}"]
-        command = [*valgrind, sys.executable, __file__, "--marked", case, "--keys", str(keys)]
+        command = [*valgrind, sys.executable, __file__, "--marked", "--keys", sizes]
         path = os.pathsep.join((str(tree), str(tree / "backends")))
         environment = {**os.environ, "PYTHONHASHSEED": "0", "PYTHONPATH": path}
         subprocess.run(command, env=environment, check=True, capture_output=True)
-        parts = [Path(f"{out}.{number}").read_text() for number in range(2, 2 + 2 * COUNTED, 2)]
-    totals = (line for part in parts for line in part.splitlines() if line.startswith(("totals:", "summary:")))
-    return statistics.median(_counts(totals)) / REQUESTS_COUNTED
+        cases = len(sizes.split(",")) * len(CASES)
+        counts = [_total(Path(f"{out}.{part}")) for part in range(2, 2 + 2 * COUNTED * cases, 2)]
+    return [statistics.median(part) / REQUESTS_COUNTED for part in zip(*[iter(counts)] * COUNTED, strict=True)]
 
 
-def _counts(totals: Iterator[str]) -> list[int]:
-    """Return what each part counted: it says so once or twice."""
-    return [int(line.split()[1]) for line in totals if line.startswith("totals:")]
+def _total(part: Path) -> int:
+    return next(int(line.split()[1]) for line in part.read_text().splitlines() if line.startswith("totals:"))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commit", nargs="?")
     parser.add_argument("--keys", default="24,234")
-    parser.add_argument("--marked", help=argparse.SUPPRESS)
+    parser.add_argument("--marked", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.marked:
-        run_marked(given.marked, int(given.keys))
+        run_marked(list(map(int, given.keys.split(","))))
         return
     if not given.commit:
         parser.error("a commit to compare with")
@@ -160,10 +161,9 @@ def main() -> None:
         git = ["git", "-C", str(here), "worktree"]
         subprocess.run([*git, "add", "--detach", str(before), given.commit], check=True, capture_output=True)
         try:
-            for keys in map(int, given.keys.split(",")):
-                for case in CASES:
-                    then, now = (instructions(tree, case, keys) for tree in (before, here))
-                    print(f"{keys:4} keys, {case:15} {then:12,.0f} {now:12,.0f} {now / then - 1:+8.1%}", flush=True)
+            counts = zip(instructions(before, given.keys), instructions(here, given.keys), strict=True)
+            for (keys, case), (then, now) in zip(product(given.keys.split(","), CASES), counts, strict=True):
+                print(f"{keys:>4} keys, {case:15} {then:12,.0f} {now:12,.0f} {now / then - 1:+8.1%}")
         finally:
             subprocess.run([*git, "remove", "--force", str(before)], check=True)
 

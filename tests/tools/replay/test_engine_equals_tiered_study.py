@@ -185,7 +185,7 @@ def test_on_the_beginning_of_a_real_trace(traces, cascade: str) -> None:
 @pytest.mark.parametrize("cascade", CASCADES)
 @pytest.mark.parametrize("policy", known_policies())
 def test_with_hints_on_real_chats_under_every_policy_and_cascade(traces, policy: str, cascade: str) -> None:
-    trace = Trace(traces / REAL[0], limit=1_500)
+    trace = Trace(traces / REAL[0], limit=500)
     extent = measure(trace)
     assert compare(told(trace, tiers=(TIER,)), policy, extent.capacity(0.05), extent.capacity(0.1), cascade)[0] > 0
 
