@@ -154,7 +154,7 @@ class Ledger:
         worth = self._worth
         if self.outbox.runs:
             self._weigh()
-        if self.prefetches:  # After that: what is not loaded for a request may be for them.
+        if self.prefetches.waiting:  # After that: what is not loaded for a request may be for them.
             self.prefetches.step()
         self._hits.end(self._now, worth.patience_s(worth.chunk_s) if worth.token_s else None)
         if self._forgetting:
@@ -164,7 +164,8 @@ class Ledger:
         if self.cascades.owes:
             self.cascades.step(self._now, runner_up=self.runner_up)
         actions = self.outbox.flush(self._expect if worth.token_s else None)
-        worth.begin_step()
+        if worth.token_s or self.prefill.tokens_per_s:
+            worth.begin_step()
         self._step += 1
         return actions
 
@@ -567,7 +568,7 @@ class Ledger:
         self.primary.end(self.primary.rows_of(used), hint)
         for tier in self.tiers:
             if self.runner_up and request.allows(tier.spec):
-                self.outbox.rank(used, tier, hint, wait=self.primary.takes_hints)
+                self.outbox.end(used, tier, hint)
         if hint is not None and hint.retain_s:
             self._retain(request.leading(hint.tokens, self._chunk_tokens), hint.retain_s, hint.priority, request)
 
