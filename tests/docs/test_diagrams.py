@@ -59,9 +59,7 @@ class OneRow:
             return "ready"
         if self.primary.filling:
             return "filling"
-        if self.primary.quarantined:
-            return "quarantined"
-        return "free" if self.primary.rows_free else "forgotten"
+        return "free" if self.primary.rows_free else "quarantined"  # Or it has lost its key, and a pin is left.
 
     def reserve(self) -> None:
         key = make_offload_key(self.key + b"0")
