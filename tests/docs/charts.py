@@ -20,7 +20,7 @@ from matplotlib.ticker import NullLocator
 ROOT = Path(__file__).parents[2]
 FIGURES = ROOT / "docs" / "assets" / "performance"
 DRAWN = ROOT / "docs" / "assets" / "drawn"
-INCHES = (10.5, 3.0)  # Of a line of panels.
+INCHES = (8.6, 2.8)  # Of a line of panels.
 LEGEND_INCHES = 0.9
 DODGE = 0.07  # Of a column's width, from one line to the next: whiskers stand side by side.
 BAR = 0.38  # Of a group's width.
