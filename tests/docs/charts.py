@@ -236,6 +236,6 @@ def draw(folder: Path) -> list[Path]:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["tables"]:
-        print("\n\n".join("\n".join(one.table()) for _, one in figures()))
+        sys.stdout.writelines("\n".join([*one.table(), "", ""]) for _, one in figures())
     else:
         draw(DRAWN)

@@ -18,8 +18,9 @@ Change = tuple[str, str]
 
 def changes_drawn(page: str) -> set[Change]:
     """Return the changes of state that a page's diagram draws."""
-    (drawn,) = re.findall(r"^```mermaid\nstateDiagram-v2\n(.*?)^```", (EXPLANATION / page).read_text(), re.M | re.S)
-    return {(before, after) for before, after in re.findall(r"^ +(\w+) --> (\w+):", drawn, re.M) if before != after}
+    text = (EXPLANATION / page).read_text()
+    (drawn,) = re.findall(r"^```mermaid\nstateDiagram-v2\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return set(re.findall(r"^ +(\w+) --> (\w+):", drawn, re.MULTILINE))
 
 
 def states_of(changes: set[Change]) -> set[str]:
@@ -46,7 +47,7 @@ def test_the_diagram_of_a_breaker_is_what_a_breaker_does() -> None:
 
 
 class OneRow:
-    """A primary with one row, which is used as the ledger uses rows; a call that the ledger never makes does nothing."""
+    """A primary with one row, used as the ledger uses rows. A call that the ledger never makes does nothing."""
 
     def __init__(self) -> None:
         self.primary = Primary(1, LRU(1))
