@@ -6,6 +6,7 @@ import re
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,7 +53,7 @@ def said() -> Iterator[Said]:
 
 
 def is_loud(node: ast.AST) -> bool:
-    """Say whether this is a call of a logger, by whatever name it has; `math.log` and a task's `exception()` are none."""
+    """Say whether this is a call of a logger, by whatever name; `math.log` and a task's `exception()` are none."""
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOUD):
         return False
     return bool(node.args) and ast.unparse(node.func.value) != "math"
@@ -63,9 +64,7 @@ SAID = list(said())
 
 def headings(level: str) -> list[str]:
     tokens = MarkdownIt().parse(FILE.read_text())
-    return [
-        text.content for mark, text in zip(tokens, tokens[1:], strict=False) if mark.tag == level and mark.nesting == 1
-    ]
+    return [text.content for mark, text in pairwise(tokens) if (mark.tag, mark.nesting) == (level, 1)]
 
 
 def githubs_anchor(heading: str) -> str:
