@@ -270,6 +270,8 @@ class Ledger:
                 self.withdrawals += 1
                 continue
             choice = self._choice(request, runs, queued)
+            if request.retried_in != self._step and self._worth.computes_anyway(choice, self._now):
+                choice = Choice(runs[0].start, 0.0, 0.0)
             if choice.end < runs[-1].end:
                 if request.retried_in == self._step:
                     withdrawn.update(self._withdraw(request, runs, None, queued))

@@ -239,7 +239,7 @@ class StepManager:
         """
         if self._forked:
             self._check_owner()
-        self._ledger.prefill.note(tokens, seconds)
+        self._ledger.prefill.note(tokens, seconds, self._clock())
 
     # Deletions, events, and the end of a step.
 

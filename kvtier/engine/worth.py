@@ -110,6 +110,12 @@ class Worth:
         computing_s = tokens * self.token_s
         return Choice(looked_up, seconds, computing_s) if seconds < computing_s else Choice(runs[0].start, 0.0, 0.0)
 
+    def computes_anyway(self, choice: Choice, now: float) -> bool:
+        """Say whether a request computes what is worth its load, to see how fast that is; if so, it counts as seen."""
+        if not choice.seconds:
+            return False
+        return self._prefill.explores(choice.computing_s / self.token_s, choice.computing_s - choice.seconds, now)
+
     def explores(self, tier: Tier, queued: Mapping[Tier, int], now: float) -> bool:
         """Say whether to load something of a tier for nobody; if so, it counts as heard of.
 
