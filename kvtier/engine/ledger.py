@@ -191,8 +191,11 @@ class Ledger:
         if not (self.promoting and self.runner_up) or search.promotions.get(key, 0) >= PROMOTIONS_MAX:
             return self._miss(key, request, ())
         mask = self.residency.mask.get(key, 0)
+        weighs = self._weighs(request)
         asked: list[Tier] = []
         silent: list[Tier] = []
+        slow: list[Tier] = []
+        source, having = None, 0
         for tier in self.tiers:
             if not request.loads_from(tier.spec) or not tier.admits(self._now):
                 continue
@@ -200,28 +203,46 @@ class Ledger:
             answer = tier.answer(key, bool(mask & tier.bit), self._now)
             if answer is None and (tier.index, key) in search.asked and key not in tier.asking:
                 answer = tier.last_answer(key)  # A request asks once: else answers older than a step keep it waiting.
-            if answer:
-                if self._weighs(request) and self._worth.never(tier) and request not in self.outbox.runs:
-                    return self._decline_at_once(key, tier, request)
-                return self._promote(key, tier, request)
-            if answer is not None:
-                continue
-            if tier.may_ask(key):
+            if answer is None:
                 silent.append(tier)
+            elif not answer:
+                continue
+            elif not weighs:
+                return self._promote(key, tier, request)
+            elif search.passed & tier.bit:
+                slow.append(tier)
+            else:
+                having |= tier.bit
+                if self._worth.never(tier) and request not in self.outbox.runs:
+                    slow.append(tier)
+                elif source is None:
+                    source = tier
+        if source is not None:
+            return self._promote(key, source, request, having & ~source.bit, unasked=bool(silent))
+        if silent and self._ask(key, silent, request):
+            return RETRY
+        return self._decline_at_once(key, slow, request) if slow else self._miss(key, request, asked)
+
+    def _ask(self, key: OffloadKey, tiers: Sequence[Tier], request: Request) -> bool:
+        """Have these tiers asked for a key; False if none of them may be."""
+        asks = False
+        for tier in tiers:
+            if tier.may_ask(key):
+                tier.ask(key)
+                request.search.asked.add((tier.index, key))
+                request.retried_in = self._step
+                asks = True
             else:
                 tier.counters.drop("asking", 1)
-        if not silent:
-            return self._miss(key, request, asked)
-        for tier in silent:
-            tier.ask(key)
-            search.asked.add((tier.index, key))
-        request.retried_in = self._step
-        return RETRY
+        return asks
 
-    def _promote(self, key: OffloadKey, tier: Tier, request: Request) -> LookupResult:
+    def _promote(
+        self, key: OffloadKey, tier: Tier, request: Request, others: int = 0, *, unasked: bool = False
+    ) -> LookupResult:
         """Reserve and lease a row for a key that a tier has; without one it is a miss, never a wait.
 
         What the request found before is leased first: a prefix that exceeds the share keeps its leading part.
+        `others` have it, too; `unasked`: a further tier may.
         """
         evicted = self._reserve((key,)) if self._hits.leasable(request, 1) else None
         if evicted is None:
@@ -233,7 +254,9 @@ class Ledger:
         search = request.search
         search.promotions[key] = search.promotions.get(key, 0) + 1
         search.sources[key] = tier.index
-        self.outbox.promote(key, tier, request, request.found if self._weighs(request) else None)
+        self.outbox.promote(key, tier, request)
+        if self._weighs(request):
+            self.outbox.weigh(tier, request, others, unasked=unasked)
         if self.cascades.owes:
             self.cascades.promoted(key, tier.spec, request)
         return self._wait_for(key, request)
@@ -262,28 +285,47 @@ class Ledger:
         """
         queued: dict[Tier, int] = {}  # Chunks that go before those of the next request.
         withdrawn: set[OffloadKey] = set()
-        for request, runs in self.outbox.runs.items():
+        reassigned = False
+        for request, found in self.outbox.runs.items():
             if request.finished:
                 continue
             if withdrawn and not withdrawn.isdisjoint(chain(request.held, request.hits)):
-                withdrawn.update(self._withdraw(request, runs, None, queued))
+                withdrawn.update(self._withdraw(request, found, None, queued))
                 self.withdrawals += 1
                 continue
-            choice = self._choice(request, runs, queued)
-            if request.retried_in != self._step and self._worth.computes_anyway(choice, self._now):
-                choice = Choice(runs[0].start, 0.0, 0.0)
-            if choice.end < runs[-1].end:
-                if request.retried_in == self._step:
-                    withdrawn.update(self._withdraw(request, runs, None, queued))
-                    continue
-                withdrawn.update(self._withdraw(request, runs, choice, queued))
-                self.withdrawals += 1
-            if choice.computing_s:
-                for tier, chunks in chunks_before(runs, choice.end).items():
-                    queued[tier] = queued.get(tier, 0) + chunks
-                late_at = self._now + self._worth.patience_s(choice.computing_s)
-                request.late_at = late_at if request.late_at == NEVER else max(late_at, request.late_at)
+            runs, moved = found, False
+            if any(run.others for run in found):
+                runs, moved = self._worth.soonest(found, self.tiers, queued, self._now)
+            if moved:
+                self.outbox.reassign(request, runs)
+                reassigned = True
+            withdrawn.update(self._weigh_one(request, runs, queued))
+        if reassigned:
+            self.outbox.order_loads()
         self.outbox.runs.clear()
+
+    def _weigh_one(self, request: Request, runs: Sequence[Run], queued: dict[Tier, int]) -> Sequence[OffloadKey]:
+        """Let a request have the loads that save it most time; return the keys that are not on their way any more."""
+        choice, waits = self._choice(request, runs, queued), request.retried_in == self._step
+        computes = not waits and self._worth.computes_anyway(choice, self._now)
+        if computes:
+            choice = Choice(runs[0].start, 0.0, 0.0)
+        gone: Sequence[OffloadKey] = ()
+        if choice.end < runs[-1].end:
+            if waits:
+                return self._withdraw(request, runs, None, queued)
+            # A tier that has yet to say what it has may be faster.
+            passes = not computes and any(run.unasked for run in runs if run.end > choice.end)
+            gone = self._withdraw(request, runs, choice, queued, passes=passes)
+            self.withdrawals += 1
+        elif runs[-1].others:
+            self._explore_beside(request, runs, queued)
+        if choice.computing_s:
+            for tier, chunks in chunks_before(runs, choice.end).items():
+                queued[tier] = queued.get(tier, 0) + chunks
+            late_at = self._now + self._worth.patience_s(choice.computing_s)
+            request.late_at = late_at if request.late_at == NEVER else max(late_at, request.late_at)
+        return gone
 
     def _weighs(self, request: Request) -> bool:
         return request.weighed and self._worth.token_s > 0
@@ -295,28 +337,50 @@ class Ledger:
         return self._worth.choose_all(runs, request.found, tokens, queued, self._now)
 
     def _withdraw(
-        self, request: Request, runs: Sequence[Run], choice: Choice | None, queued: Mapping[Tier, int]
+        self,
+        request: Request,
+        runs: Sequence[Run],
+        choice: Choice | None,
+        queued: Mapping[Tier, int],
+        *,
+        passes: bool = False,
     ) -> list[OffloadKey]:
         """Take back a request's loads but for its choice; None: all of them, as if it had not looked up.
 
-        Return the keys that are not on their way any more.
+        `passes`: it only passes over the tiers of these loads, and asks others. Return the keys that are not on their
+        way any more.
         """
+        end = runs[0].start if choice is None else choice.end
+        left = [run for run in runs if run.end > end]
+        if passes:
+            for run in left:
+                request.search.passed |= run.tier.bit | run.others
         gone: list[OffloadKey] = []
-        for tier, kept in chunks_before(runs, runs[0].start if choice is None else choice.end).items():
+        for tier, kept in chunks_before(runs, end).items():
             keys = self.outbox.withdraw(tier, request, kept)
-            if choice is None:
+            if choice is None or passes:
                 for key in keys:
                     request.search.undo(key)
             elif keys:
                 self._decline(keys, tier, request)
                 tier.counters.declined_seconds += self._worth.load_s(tier, queued.get(tier, 0) + len(keys), self._now)
-                if not kept and self._worth.explores(tier, queued, self._now):
-                    keys = self._explore(keys, tier, request)
+                if not kept and (unheard := self._unheard(tier, left, queued)):
+                    keys = self._explore(keys, unheard, request)
             gone += keys
         for key in gone:
             self.leases.end_row(self.primary.filling[key])
             self.primary.abandon(key, lent=False)
         return gone
+
+    def _unheard(self, tier: Tier, runs: Sequence[Run], queued: Mapping[Tier, int]) -> Tier | None:
+        """Return a tier to explore with the first keys that were to come from this one: itself, or another."""
+        others = next(run.others for run in runs if run.tier is tier)
+        return next(
+            filter(lambda each: self._worth.explores(each, queued, self._now), self._of_bits(tier.bit | others)), None
+        )
+
+    def _of_bits(self, bits: int) -> list[Tier]:
+        return [tier for tier in self.tiers if tier.bit & bits]
 
     def _decline(self, keys: Sequence[OffloadKey], tier: Tier, request: Request) -> None:
         """Have a request compute these keys of a tier."""
@@ -333,11 +397,31 @@ class Ledger:
         self.outbox.explore(explored, tier)
         return keys[EXPLORED_CHUNKS:]
 
-    def _decline_at_once(self, key: OffloadKey, tier: Tier, request: Request) -> LookupResult:
-        """Decline a key of a tier from which no load is worth its time, however long."""
-        self._decline((key,), tier, request)
-        tier.counters.declined_seconds += self._worth.load_s(tier, 1, self._now)
-        if self._worth.explores(tier, {}, self._now):
+    def _explore_beside(self, request: Request, runs: Sequence[Run], queued: Mapping[Tier, int]) -> None:
+        """Have the last chunks of a prompt loaded for nobody from a tier that has them and was not heard of for long.
+
+        The request computes them meanwhile. What it found behind them would have to be computed, too: then it is none.
+        """
+        run, goes_on = runs[-1], request.retried_in == self._step or runs[-1].end < request.found
+        if goes_on or request.position is not None or run.end - run.start <= EXPLORED_CHUNKS:
+            return
+        lost_s = EXPLORED_CHUNKS * self._worth.chunk_s
+        for tier in self._of_bits(run.others):
+            if self._worth.explores(tier, queued, self._now, lost_s):
+                run.end -= EXPLORED_CHUNKS
+                keys = self.outbox.withdraw(run.tier, request, chunks_before(runs, run.end)[run.tier])
+                for key in keys:
+                    request.search.decline(key)
+                self._explore(keys, tier, request)
+                return
+
+    def _decline_at_once(self, key: OffloadKey, tiers: Sequence[Tier], request: Request) -> LookupResult:
+        """Decline a key of tiers from which no load is worth its time, however long."""
+        first = tiers[0]
+        self._decline((key,), first, request)
+        first.counters.declined_seconds += self._worth.load_s(first, 1, self._now)
+        tier = next(filter(lambda each: self._worth.explores(each, {}, self._now), tiers), None)
+        if tier is not None:
             evicted = self._reserve((key,))
             if evicted is not None:
                 self._events.add(EventKind.REMOVED, PRIMARY_NAME, evicted)

@@ -18,8 +18,8 @@ HALF_LIFE_TOKENS = 500_000  # Of the size of steps.
 FULL_STEP_SHARE = 0.25  # Of the step in which the average token was computed; less of it is mostly decoding.
 BATCH_GROWTH = 4.0  # Times that step: of so many tokens at once nothing is known, but that each takes less.
 
-EXPLORE_EVERY_S = 1.0  # At most.
-EXPLORE_SHARE = 0.01  # Of the time: what is lost by computing what could be loaded.
+EXPLORE_EVERY_S = 1.0  # At most: if a chunk takes a tier 5 ms, a hundredth of what it can do.
+EXPLORE_SHARE = 0.01  # Of the time: what is lost by doing what is expected to be slower.
 DOUBLED_MAX = 10  # Times: what was computed and showed nothing doubles the wait for the next.
 
 
@@ -63,7 +63,7 @@ class PrefillSpeed:
         if self._configured or tokens < FULL_STEP_SHARE * self._average_step:
             return False
         guessed = tokens > BATCH_GROWTH * self._average_step
-        if guessed and now - self._explored_at >= EXPLORE_EVERY_S * 2**self._guesses:
+        if guessed and now - self._explored_at >= EXPLORE_EVERY_S * 2.0**self._guesses:
             self._guesses = min(self._guesses + 1, DOUBLED_MAX)
         elif now - max(self._counted_at, self._explored_at) < self._wait_s(lost_s):
             return False
@@ -73,7 +73,7 @@ class PrefillSpeed:
 
     def _wait_s(self, lost_s: float) -> float:
         """Return how long nothing must have counted before so much time is lost to see something."""
-        return max(EXPLORE_EVERY_S, lost_s / EXPLORE_SHARE) * 2**self._unanswered
+        return max(EXPLORE_EVERY_S, lost_s / EXPLORE_SHARE) * 2.0**self._unanswered
 
     @property
     def _average_step(self) -> float:

@@ -12,11 +12,10 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvtier.engine.outbox import Run
-from kvtier.engine.prefill import PrefillSpeed
+from kvtier.engine.prefill import EXPLORE_EVERY_S, EXPLORE_SHARE, PrefillSpeed
 from kvtier.engine.tier import Tier
 
 EXPLORED_CHUNKS = 2  # Loaded for nobody: the first says what a call costs, both together what their bytes cost.
-EXPLORE_EVERY_S = 1.0  # In every tier that is declined: a hundredth of what it can do, if a chunk takes it 5 ms.
 
 
 class Choice(NamedTuple):
@@ -116,15 +115,53 @@ class Worth:
             return False
         return self._prefill.explores(choice.computing_s / self.token_s, choice.computing_s - choice.seconds, now)
 
-    def explores(self, tier: Tier, queued: Mapping[Tier, int], now: float) -> bool:
+    def explores(self, tier: Tier, queued: Mapping[Tier, int], now: float, lost_s: float = 0.0) -> bool:
         """Say whether to load something of a tier for nobody; if so, it counts as heard of.
 
-        It is time for that where nothing was heard of the tier for a while.
+        It is time for that where nothing was heard of the tier for a while: for long, if that costs a request time.
         """
-        if tier.loading or queued.get(tier) or now - tier.heard_at < EXPLORE_EVERY_S:
+        wait_s = max(EXPLORE_EVERY_S, lost_s / EXPLORE_SHARE)
+        if tier.loading or queued.get(tier) or now - tier.heard_at < wait_s:
             return False
         tier.heard_at = now
         return True
+
+    def soonest(
+        self, runs: Sequence[Run], tiers: Sequence[Tier], queued: Mapping[Tier, int], now: float
+    ) -> tuple[list[Run], bool]:
+        """Choose for each run, in order, from which of the tiers that have it it is there soonest.
+
+        `queued` are chunks that go before them in this step. Neighbours of one tier become one run. Say, too, whether
+        any is of another tier now.
+        """
+        chunks = dict(queued)
+        chosen: list[Run] = []
+        moved = False
+        for run in runs:
+            size = run.end - run.start
+            tier = self._soonest(run, [each for each in tiers if each.bit & run.others], chunks, now)
+            moved = moved or tier is not run.tier
+            chunks[tier] = chunks.get(tier, 0) + size
+            others = (run.tier.bit | run.others) & ~tier.bit
+            if chosen and chosen[-1].tier is tier and chosen[-1].end == run.start:
+                last = chosen[-1]
+                last.end, last.others, last.unasked = run.end, last.others & others, last.unasked or run.unasked
+            else:
+                chosen.append(Run(tier, run.start, run.end, others, unasked=run.unasked))
+        return chosen, moved
+
+    def _soonest(self, run: Run, others: Sequence[Tier], chunks: Mapping[Tier, int], now: float) -> Tier:
+        size = run.end - run.start
+        having = [run.tier, *(tier for tier in others if tier.admits(now) >= size)]
+        if len(having) == 1:
+            return run.tier
+        return min(having, key=lambda tier: self._there_s(tier, chunks.get(tier, 0) + size, size, now))
+
+    def _there_s(self, tier: Tier, chunks: int, size: int, now: float) -> float:
+        """Return when so many chunks are there; a tier that was never heard of is taken to be as fast as computing."""
+        if tier.speed is None and not tier.loading:
+            return size * self.chunk_s
+        return self.load_s(tier, chunks, now)
 
     def _within(self, tier: Tier, before: int, chunks: int, seconds: float, now: float) -> int:
         """Return how many of so many chunks a tier loads in the time, behind those before."""
