@@ -191,10 +191,9 @@ class Ledger:
         if not (self.promoting and self.runner_up) or search.promotions.get(key, 0) >= PROMOTIONS_MAX:
             return self._miss(key, request, ())
         mask = self.residency.mask.get(key, 0)
-        weighs = self._weighs(request)
         asked: list[Tier] = []
         silent: list[Tier] = []
-        slow: list[Tier] = []
+        slow: list[Tier] | None = None
         source, having = None, 0
         for tier in self.tiers:
             if not request.loads_from(tier.spec) or not tier.admits(self._now):
@@ -205,23 +204,26 @@ class Ledger:
                 answer = tier.last_answer(key)  # A request asks once: else answers older than a step keep it waiting.
             if answer is None:
                 silent.append(tier)
-            elif not answer:
-                continue
-            elif not weighs:
-                return self._promote(key, tier, request)
-            elif search.passed & tier.bit:
-                slow.append(tier)
-            else:
-                having |= tier.bit
-                if self._worth.never(tier) and request not in self.outbox.runs:
-                    slow.append(tier)
+            elif answer:
+                if not self._weighs(request):
+                    return self._promote(key, tier, request)
+                if self._too_slow(tier, request):
+                    slow = [*(slow or ()), tier]
                 elif source is None:
                     source = tier
+                having |= tier.bit
         if source is not None:
-            return self._promote(key, source, request, having & ~source.bit, unasked=bool(silent))
+            others = having & ~(source.bit | search.passed)
+            return self._promote(key, source, request, others, unasked=bool(silent))
         if silent and self._ask(key, silent, request):
             return RETRY
-        return self._decline_at_once(key, slow, request) if slow else self._miss(key, request, asked)
+        return self._miss(key, request, asked) if slow is None else self._decline_at_once(key, slow, request)
+
+    def _too_slow(self, tier: Tier, request: Request) -> bool:
+        """Say whether a request computes what only this tier has; beside another's loads it may be worth its own."""
+        if request.search.passed & tier.bit:
+            return True
+        return self._worth.never(tier) and request not in self.outbox.runs
 
     def _ask(self, key: OffloadKey, tiers: Sequence[Tier], request: Request) -> bool:
         """Have these tiers asked for a key; False if none of them may be."""
@@ -237,12 +239,12 @@ class Ledger:
         return asks
 
     def _promote(
-        self, key: OffloadKey, tier: Tier, request: Request, others: int = 0, *, unasked: bool = False
+        self, key: OffloadKey, tier: Tier, request: Request, others: int | None = None, *, unasked: bool = False
     ) -> LookupResult:
         """Reserve and lease a row for a key that a tier has; without one it is a miss, never a wait.
 
         What the request found before is leased first: a prefix that exceeds the share keeps its leading part.
-        `others` have it, too; `unasked`: a further tier may.
+        Its load is weighed if it is known which `others` have it, too; `unasked`: a further tier may.
         """
         evicted = self._reserve((key,)) if self._hits.leasable(request, 1) else None
         if evicted is None:
@@ -254,9 +256,7 @@ class Ledger:
         search = request.search
         search.promotions[key] = search.promotions.get(key, 0) + 1
         search.sources[key] = tier.index
-        self.outbox.promote(key, tier, request)
-        if self._weighs(request):
-            self.outbox.weigh(tier, request, others, unasked=unasked)
+        self.outbox.promote(key, tier, request, others, unasked=unasked)
         if self.cascades.owes:
             self.cascades.promoted(key, tier.spec, request)
         return self._wait_for(key, request)

@@ -244,23 +244,23 @@ class Outbox:
         self._waiting: deque[_Waiting] = deque()
         self._acknowledgements: list[Action] = []
 
-    def promote(self, key: OffloadKey, tier: Tier, request: Request) -> None:
-        """Queue a load into the row that is reserved for the key: one batch for each tier and request."""
+    def promote(
+        self, key: OffloadKey, tier: Tier, request: Request, others: int | None = None, *, unasked: bool = False
+    ) -> None:
+        """Queue a load into the row that is reserved for the key: one batch for each tier and request.
+
+        `others` and `unasked`: as of a `Run`, if the load of what the request finds next is to be weighed.
+        """
         self._promotions.setdefault((tier, request), []).append(key)
+        if others is not None:
+            place, runs = request.found, self.runs.setdefault(request, [])
+            if runs and (last := runs[-1]).end == place and last.tier is tier and last.others == others:
+                last.end += 1
+                last.unasked |= unasked
+            else:
+                runs.append(Run(tier, place, place + 1, others, unasked=unasked))
         tier.counters.promoted += 1
         tier.breaker.take()
-
-    def weigh(self, tier: Tier, request: Request, others: int, *, unasked: bool) -> None:
-        """Have the load of what the request finds next weighed: what is promoted for it then.
-
-        `others` and `unasked`: as of a `Run`.
-        """
-        place, runs = request.found, self.runs.setdefault(request, [])
-        if runs and (last := runs[-1]).tier is tier and last.end == place and last.others == others:
-            last.end += 1
-            last.unasked = last.unasked or unasked
-        else:
-            runs.append(Run(tier, place, place + 1, others, unasked=unasked))
 
     def reassign(self, request: Request, runs: Sequence[Run]) -> None:
         """Queue the loads of a request anew, from the tiers that its runs say now; its turn stays the same."""

@@ -19,9 +19,9 @@ def dummy(chunk_s: float, **options: object) -> dict[str, object]:
     return {"type": "dummy", "bandwidth_bytes_per_s": int(CHUNK_BYTES / chunk_s), **options}
 
 
-async def prepared(open_engine, tier, *, rows=16, chunks=8, **fields):
-    """Open an engine whose tier holds some chunks and has loaded one, and whose primary holds none."""
-    engine = await open_engine(rows, tier, **WEIGHED, **fields)
+async def prepared(open_engine, *tiers, rows=16, chunks=8, **fields):
+    """Open an engine whose tiers hold some chunks, and whose primary holds none."""
+    engine = await open_engine(rows, *tiers, **WEIGHED, **fields)
     await put(engine, range(chunks))
     assert await engine.drain(deadline_s=1_000)
     assert await engine.reset()
@@ -144,6 +144,25 @@ async def test_a_noted_prefill_speed_has_loads_weighed_from_the_next_step_on(ope
     engine.note_prefill(100_000, 1_000.0)
     engine.steps.end_step()
     assert await found(engine, range(2, 8)) == 0
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("shared", [False, True], ids=["known", "asked"])
+@pytest.mark.parametrize("latency_s", [0.0, 9.0], ids=["each chunk is slow", "each call is slow"])
+async def test_what_one_tier_is_too_slow_for_comes_from_another_that_has_it_too(open_engine, shared, latency_s):
+    slow = dummy(0.1 if latency_s else 2.0, latency_s=latency_s)
+    fast = {"name": "fast", "latency_s": 0.001, "shared": shared, "limits": {"answer_ttl_s": 0.5}, **dummy(0.1)}
+    engine = await prepared(open_engine, slow | {"name": "slow"}, fast)
+    for _ in range(3):  # The first load of each shows how fast it is.
+        await found(engine, [0])
+        assert await engine.drain(deadline_s=1_000)
+        assert await engine.reset()
+    await asyncio.sleep(1.0)  # By now what is shared must be asked again.
+    begun = now()
+    assert await found(engine, range(1, 8)) == 7
+    assert now() - begun < 1.0
+    assert await engine.drain(deadline_s=1_000)
+    assert settled(engine)
 
 
 @pytest.mark.parametrize("runner", ["thread", pytest.param("process", marks=pytest.mark.outside)])
