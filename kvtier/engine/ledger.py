@@ -154,7 +154,7 @@ class Ledger:
         worth = self._worth
         if self.outbox.runs:
             self._weigh()
-        if self.prefetches:  # After that: what is not loaded for a request may be for them.
+        if self.prefetches.waiting:  # After that: what is not loaded for a request may be for them.
             self.prefetches.step()
         self._hits.end(self._now, worth.patience_s(worth.chunk_s) if worth.token_s else None)
         if self._forgetting:
@@ -164,7 +164,8 @@ class Ledger:
         if self.cascades.owes:
             self.cascades.step(self._now, runner_up=self.runner_up)
         actions = self.outbox.flush(self._expect if worth.token_s else None)
-        worth.begin_step()
+        if worth.token_s or self.prefill.tokens_per_s:
+            worth.begin_step()
         self._step += 1
         return actions
 
@@ -207,23 +208,21 @@ class Ledger:
             elif answer:
                 if not self._weighs(request):
                     return self._promote(key, tier, request)
-                if self._too_slow(tier, request):
+                if (self._worth.never(tier) and request not in self.outbox.runs) or search.passed & tier.bit:
                     slow = [*(slow or ()), tier]
                 elif source is None:
                     source = tier
                 having |= tier.bit
-        if source is not None:
-            others = having & ~(source.bit | search.passed)
-            return self._promote(key, source, request, others, unasked=bool(silent))
-        if silent and self._ask(key, silent, request):
-            return RETRY
-        return self._miss(key, request, asked) if slow is None else self._decline_at_once(key, slow, request)
-
-    def _too_slow(self, tier: Tier, request: Request) -> bool:
-        """Say whether a request computes what only this tier has; beside another's loads it may be worth its own."""
-        if request.search.passed & tier.bit:
-            return True
-        return self._worth.never(tier) and request not in self.outbox.runs
+        if source is None:
+            if silent and self._ask(key, silent, request):
+                return RETRY
+            if slow is None:
+                return self._miss(key, request, asked)
+            source = next((tier for tier in slow if self._may_try(tier, request)), None)
+            if source is None:
+                return self._decline_at_once(key, slow[0], request)
+        others = having & ~(source.bit | search.passed)
+        return self._promote(key, source, request, others, unasked=bool(silent))
 
     def _ask(self, key: OffloadKey, tiers: Sequence[Tier], request: Request) -> bool:
         """Have these tiers asked for a key; False if none of them may be."""
@@ -364,20 +363,13 @@ class Ledger:
             elif keys:
                 self._decline(keys, tier, request)
                 tier.counters.declined_seconds += self._worth.load_s(tier, queued.get(tier, 0) + len(keys), self._now)
-                if not kept and (unheard := self._unheard(tier, left, queued)):
-                    keys = self._explore(keys, unheard, request)
+                if not kept:
+                    keys = self._explore_declined(keys, tier, left, request, queued)
             gone += keys
         for key in gone:
             self.leases.end_row(self.primary.filling[key])
             self.primary.abandon(key, lent=False)
         return gone
-
-    def _unheard(self, tier: Tier, runs: Sequence[Run], queued: Mapping[Tier, int]) -> Tier | None:
-        """Return a tier to explore with the first keys that were to come from this one: itself, or another."""
-        others = next(run.others for run in runs if run.tier is tier)
-        return next(
-            filter(lambda each: self._worth.explores(each, queued, self._now), self._of_bits(tier.bit | others)), None
-        )
 
     def _of_bits(self, bits: int) -> list[Tier]:
         return [tier for tier in self.tiers if tier.bit & bits]
@@ -389,13 +381,37 @@ class Ledger:
         tier.counters.declined += len(keys)
         tier.counters.declined_requests += 1
 
-    def _explore(self, keys: list[OffloadKey], tier: Tier, request: Request) -> list[OffloadKey]:
-        """Have the first of these reserved keys loaded for nobody, to see how fast the tier is; return the others."""
-        explored = keys[:EXPLORED_CHUNKS]
-        for key in explored:
+    def _explore(self, keys: Sequence[OffloadKey], tier: Tier, request: Request) -> None:
+        """Have these reserved keys loaded for nobody, to see how fast the tier is."""
+        for key in keys:
             self.leases.end(self.primary.filling[key], request)
-        self.outbox.explore(explored, tier)
-        return keys[EXPLORED_CHUNKS:]
+        self.outbox.explore(keys, tier)
+
+    def _may_try(self, tier: Tier, request: Request) -> bool:
+        """Say whether to queue loads that are worth nothing: at the step's end, some of them are explored.
+
+        Of one request a step, so that not all have their rows reserved for it.
+        """
+        if request not in self.outbox.runs:
+            if tier.tried_in == self._step or not self._worth.may_explore(tier, self._now):
+                return False
+            tier.tried_in = self._step
+        return True
+
+    def _explore_declined(
+        self, keys: list[OffloadKey], tier: Tier, runs: Sequence[Run], request: Request, queued: Mapping[Tier, int]
+    ) -> list[OffloadKey]:
+        """Have the first of the keys that were to come from a tier loaded for nobody; return the others.
+
+        From that tier, or from another one that has its first run, too: whichever it is time for.
+        """
+        run = next(run for run in runs if run.tier is tier)
+        for each in self._of_bits(tier.bit | run.others):
+            if chunks := self._worth.explores(each, len(keys), queued, self._now):
+                chunks = chunks if each is tier else min(chunks, run.end - run.start)
+                self._explore(keys[:chunks], each, request)
+                return keys[chunks:]
+        return keys
 
     def _explore_beside(self, request: Request, runs: Sequence[Run], queued: Mapping[Tier, int]) -> None:
         """Have the last chunks of a prompt loaded for nobody from a tier that has them and was not heard of for long.
@@ -405,9 +421,8 @@ class Ledger:
         run, goes_on = runs[-1], request.retried_in == self._step or runs[-1].end < request.found
         if goes_on or request.position is not None or run.end - run.start <= EXPLORED_CHUNKS:
             return
-        lost_s = EXPLORED_CHUNKS * self._worth.chunk_s
         for tier in self._of_bits(run.others):
-            if self._worth.explores(tier, queued, self._now, lost_s):
+            if self._worth.explores_beside(tier, queued, self._now):
                 run.end -= EXPLORED_CHUNKS
                 keys = self.outbox.withdraw(run.tier, request, chunks_before(runs, run.end)[run.tier])
                 for key in keys:
@@ -415,17 +430,10 @@ class Ledger:
                 self._explore(keys, tier, request)
                 return
 
-    def _decline_at_once(self, key: OffloadKey, tiers: Sequence[Tier], request: Request) -> LookupResult:
-        """Decline a key of tiers from which no load is worth its time, however long."""
-        first = tiers[0]
-        self._decline((key,), first, request)
-        first.counters.declined_seconds += self._worth.load_s(first, 1, self._now)
-        tier = next(filter(lambda each: self._worth.explores(each, {}, self._now), tiers), None)
-        if tier is not None:
-            evicted = self._reserve((key,))
-            if evicted is not None:
-                self._events.add(EventKind.REMOVED, PRIMARY_NAME, evicted)
-                self.outbox.explore((key,), tier)
+    def _decline_at_once(self, key: OffloadKey, tier: Tier, request: Request) -> LookupResult:
+        """Decline a key of a tier from which no load is worth its time, however long."""
+        self._decline((key,), tier, request)
+        tier.counters.declined_seconds += self._worth.load_s(tier, 1, self._now)
         return self._miss(key, request, ())
 
     def _give_up_on(self, key: OffloadKey, request: Request) -> LookupResult:
@@ -648,7 +656,7 @@ class Ledger:
         self.primary.end(self.primary.rows_of(used), hint)
         for tier in self.tiers:
             if self.runner_up and request.allows(tier.spec):
-                self.outbox.rank(used, tier, hint, wait=self.primary.takes_hints)
+                self.outbox.end(used, tier, hint)
         if hint is not None and hint.retain_s:
             self._retain(request.leading(hint.tokens, self._chunk_tokens), hint.retain_s, hint.priority, request)
 

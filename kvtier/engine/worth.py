@@ -12,10 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvtier.engine.outbox import Run
-from kvtier.engine.prefill import EXPLORE_EVERY_S, EXPLORE_SHARE, PrefillSpeed
+from kvtier.engine.prefill import EXPLORE_SHARE, PrefillSpeed
 from kvtier.engine.tier import Tier
 
-EXPLORED_CHUNKS = 2  # Loaded for nobody: the first says what a call costs, both together what their bytes cost.
+EXPLORED_CHUNKS = 2  # Loaded for nobody at first,
+EXPLORED_TIMES = 4  # and so many times as many next, while that takes less than computing what was declined.
+EXPLORE_EVERY_S = 1.0  # In every tier that is declined; at once where the last ones came much faster than expected.
 
 
 class Choice(NamedTuple):
@@ -115,15 +117,34 @@ class Worth:
             return False
         return self._prefill.explores(choice.computing_s / self.token_s, choice.computing_s - choice.seconds, now)
 
-    def explores(self, tier: Tier, queued: Mapping[Tier, int], now: float, lost_s: float = 0.0) -> bool:
-        """Say whether to load something of a tier for nobody; if so, it counts as heard of.
+    def may_explore(self, tier: Tier, now: float) -> bool:
+        """Say whether it is time to load something of a tier for nobody, since nothing was heard of it for a while."""
+        last = tier.explored
+        faster = last is not None and last.seconds < last.expected_s / 2
+        return not tier.loading and (faster or now - tier.heard_at >= EXPLORE_EVERY_S)
 
-        It is time for that where nothing was heard of the tier for a while: for long, if that costs a request time.
+    def explores(self, tier: Tier, declined: int, queued: Mapping[Tier, int], now: float) -> int:
+        """Return how many of the chunks that a request was declined to load for nobody; if any, the tier is heard of.
+
+        Few chunks say what a call costs, and many what their bytes cost. A tier on which many are a burden shows it
+        with fewer.
         """
-        wait_s = max(EXPLORE_EVERY_S, lost_s / EXPLORE_SHARE)
-        if tier.loading or queued.get(tier) or now - tier.heard_at < wait_s:
+        if queued.get(tier) or not self.may_explore(tier, now):
+            return 0
+        last, tier.explored, tier.heard_at = tier.explored, None, now
+        if last is None or last.seconds >= declined * self.chunk_s:
+            return EXPLORED_CHUNKS
+        return EXPLORED_TIMES * last.chunks
+
+    def explores_beside(self, tier: Tier, queued: Mapping[Tier, int], now: float) -> bool:
+        """Say whether to load a few chunks of a tier for nobody, which a request then computes; if so, it is heard of.
+
+        That costs the request time: so nothing was heard of the tier for a hundred times as long.
+        """
+        lost_s = EXPLORED_CHUNKS * self.chunk_s
+        if tier.loading or queued.get(tier) or now - tier.heard_at < max(EXPLORE_EVERY_S, lost_s / EXPLORE_SHARE):
             return False
-        tier.heard_at = now
+        tier.explored, tier.heard_at = None, now
         return True
 
     def soonest(
