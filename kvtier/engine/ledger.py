@@ -522,7 +522,10 @@ class Ledger:
         present, keys = request.in_prefix_order(present), request.in_prefix_order(keys)
         fresh = [key for key in present if key not in used] if used else present
         if fresh:
-            self.primary.touch(self.primary.rows_of(dict.fromkeys(fresh)))
+            rows = self.primary.rows_of(dict.fromkeys(fresh))
+            self.primary.touch(rows)
+            if self.cascades.withheld:
+                self.cascades.withheld.difference_update(rows)
             if self.cascades.remembers and self.runner_up:
                 self.cascades.used(fresh, request, self._now)
         elif len(keys) == len(present):
@@ -653,7 +656,9 @@ class Ledger:
             return
         used, hint = list(request.used), request.hint
         request.told = len(used)
-        self.primary.end(self.primary.rows_of(used), hint)
+        over = self.primary.end(self.primary.rows_of(used), hint)
+        if over and self.cascades.owes:
+            self.cascades.withheld.update(over)
         for tier in self.tiers:
             if self.runner_up and request.allows(tier.spec):
                 self.outbox.end(used, tier, hint)

@@ -238,19 +238,24 @@ class HintedOrder(Generic[K]):
 
     # Hints.
 
-    def end(self, keys: Sequence[K], hint: Hint | None = None) -> None:
-        """Rank the keys of a request that ends, all that it used, with what was said of it."""
+    def end(self, keys: Sequence[K], hint: Hint | None = None) -> Sequence[K]:
+        """Rank the keys of a request that ends, all that it used, with what was said of it.
+
+        Return what no other session has used, if its session is over: that is demoted.
+        """
         self._use(keys)
         if self._sessions is None:
             if hint is None:
                 self._order.rank(keys)
             else:
                 self._order.rank_hinted(keys, hint)
-            return
+            return ()
         self._order.rank(keys)
         own = self._sessions.ended(keys)
-        if hint is not None and hint.over:
-            self.demote(own)
+        if hint is None or not hint.over:
+            return ()
+        self.demote(own)
+        return own
 
     def demote(self, keys: Sequence[K]) -> None:
         """Have these keys go before all others, tail first, unless they are used again."""
