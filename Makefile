@@ -5,7 +5,7 @@ SHELL := bash
 MAKEFLAGS += --no-builtin-rules
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-remote test-nfs test-gpu wheels test-vllm crash lint types docs docs-serve test-docs simulate soak disksoak bench bench-compare clean
+.PHONY: help setup setup-vllm demo test test-all test-remote test-nfs test-gpu wheels test-vllm crash lint types docs docs-serve test-docs simulate soak disksoak bench bench-compare clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -102,6 +102,8 @@ $(GPU_VENV)/.installed: pyproject.toml
 
 wheels: $(INSTALLED)  ## fill the directory WHEELS with what test-gpu needs beside torch, for Python WHEELS_FOR (3.12)
 	tests/gpu/run wheels $(BIN)/python $(or $(WHEELS),$(error WHEELS=dir: a directory to fill)) $(WHEELS_FOR)
+
+setup-vllm: $(VLLM_INSTALLED)  ## make .venv-vllm, with vLLM's CPU build and kvtier beside it, for use and for test-vllm
 
 test-vllm: $(VLLM_INSTALLED) $(VLLM_033)/.unpacked $(REMOTE_INSTALLED)  ## run the tests inside vLLM, in an environment of its own; takes a quarter of an hour
 	VLLM_033=$(CURDIR)/$(VLLM_033) LD_LIBRARY_PATH=$(REMOTE_LIBS) $(VLLM_BIN)/pytest -o addopts="--import-mode=importlib --strict-markers --strict-config -ra" tests/vllm

@@ -5,6 +5,7 @@ one chunk was asked for alone.
 """
 
 from errno import errorcode
+from warnings import warn
 
 CAUSES_MAX = 16  # Errors behind one another; a ring of them has no end.
 
@@ -59,6 +60,18 @@ class NoSpace(ChunkError):
 
 class TransferFailed(ChunkError):
     """The chunk's transfer failed or ran out of time: retry later; what is stored is untouched."""
+
+
+TYPE_CHECKING = False
+if not TYPE_CHECKING:  # Type checkers would take every name for one that there is.
+
+    def __getattr__(name: str) -> object:
+        """Return an error by its name of 0.1.0, which goes with 0.3.0."""
+        now = name.replace("Block", "Chunk")
+        if name not in ("BlockCorrupt", "BlockError", "BlockMissing"):
+            raise AttributeError(f"module 'kvtier.errors' has no attribute {name!r}")
+        warn(f"kvtier.errors.{name} goes with 0.3.0: use kvtier.errors.{now}", DeprecationWarning, stacklevel=2)
+        return globals()[now]
 
 
 def one_line(text: str) -> str:

@@ -47,7 +47,7 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 DIAGRAMS = ("flowchart", "sequenceDiagram", "stateDiagram-v2")
-COMMANDS_OF_THE_CHECKOUT = ("make", "git", "pip", "cd")
+COMMANDS_OF_THE_CHECKOUT = ("make", "git", "pip", "cd", "vllm")  # Or, of the last, what tests inside vLLM run.
 
 
 class Block(NamedTuple):
