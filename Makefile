@@ -5,7 +5,7 @@ SHELL := bash
 MAKEFLAGS += --no-builtin-rules
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-all test-remote test-nfs test-gpu wheels test-vllm crash lint types docs docs-serve test-docs simulate soak disksoak bench bench-compare clean
+.PHONY: help setup setup-vllm demo test test-all test-remote test-nfs test-gpu wheels test-vllm crash lint types docs docs-serve test-docs dist simulate soak disksoak bench bench-compare clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -162,6 +162,14 @@ $(FOR_PAGES): | $(INSTALLED)
 
 $(VENV)/browser:
 	tests/docs/browser.sh $@
+
+# The build is isolated: hatchling comes from an index, as for whoever installs the sdist.
+dist: $(INSTALLED)  ## build sdist and wheel into dist/, and try each in empty environments, on every Python that is here
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents --toplevel kvtier,kvtier_backends --package kvtier --package backends/kvtier_backends dist/*.whl
+	$(BIN)/python -m tests.dist dist
 
 simulate: $(INSTALLED)  ## run SEEDS simulated engines under faults, from seed FIRST on, and say what they met
 	$(BIN)/python -m kvtier.testing.simulation --seeds $(SEEDS) --first $(FIRST)

@@ -146,6 +146,14 @@ def test_a_page_only_names_commands_that_make_has() -> None:
         assert {first or second for first, second in named} <= rules, page
 
 
+def test_the_page_on_contributing_lists_what_ci_runs() -> None:
+    phases = re.findall(r"^phase (make [^#\n]*?) *(?:#.*)?$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    (listed,) = [
+        block.text for block in blocks(DOCS / "how-to" / "contribute.md") if block.text.startswith("make setup\n")
+    ]
+    assert listed.splitlines() == phases
+
+
 @pytest.mark.usefixtures("outside")
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_reads_its_rules_and_lists_them() -> None:
