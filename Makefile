@@ -5,7 +5,7 @@ SHELL := bash
 MAKEFLAGS += --no-builtin-rules
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-remote test-nfs test-gpu wheels test-vllm crash lint types docs docs-charts docs-serve test-docs simulate soak disksoak bench bench-compare clean
+.PHONY: help setup setup-vllm demo test test-all test-remote test-nfs test-gpu wheels test-vllm crash lint types docs docs-charts docs-serve test-docs dist simulate soak disksoak bench bench-compare clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -103,6 +103,8 @@ $(GPU_VENV)/.installed: pyproject.toml
 wheels: $(INSTALLED)  ## fill the directory WHEELS with what test-gpu needs beside torch, for Python WHEELS_FOR (3.12)
 	tests/gpu/run wheels $(BIN)/python $(or $(WHEELS),$(error WHEELS=dir: a directory to fill)) $(WHEELS_FOR)
 
+setup-vllm: $(VLLM_INSTALLED)  ## make .venv-vllm, with vLLM's CPU build and kvtier beside it, for use and for test-vllm
+
 test-vllm: $(VLLM_INSTALLED) $(VLLM_033)/.unpacked $(REMOTE_INSTALLED)  ## run the tests inside vLLM, in an environment of its own; takes a quarter of an hour
 	VLLM_033=$(CURDIR)/$(VLLM_033) LD_LIBRARY_PATH=$(REMOTE_LIBS) $(VLLM_BIN)/pytest -o addopts="--import-mode=importlib --strict-markers --strict-config -ra" tests/vllm
 
@@ -163,6 +165,14 @@ $(FOR_PAGES): | $(INSTALLED)
 
 $(VENV)/browser:
 	tests/docs/browser.sh $@
+
+# The build is isolated: hatchling comes from an index, as for whoever installs the sdist.
+dist: $(INSTALLED)  ## build sdist and wheel into dist/, and try each in empty environments, on every Python that is here
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents --toplevel kvtier,kvtier_backends --package kvtier --package backends/kvtier_backends dist/*.whl
+	$(BIN)/python -m tests.dist dist
 
 simulate: $(INSTALLED)  ## run SEEDS simulated engines under faults, from seed FIRST on, and say what they met
 	$(BIN)/python -m kvtier.testing.simulation --seeds $(SEEDS) --first $(FIRST)

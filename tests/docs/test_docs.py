@@ -47,7 +47,7 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 DIAGRAMS = ("flowchart", "sequenceDiagram", "stateDiagram-v2")
-COMMANDS_OF_THE_CHECKOUT = ("make", "git", "pip", "cd")
+COMMANDS_OF_THE_CHECKOUT = ("make", "git", "pip", "cd", "vllm")  # Or, of the last, what tests inside vLLM run.
 
 
 class Block(NamedTuple):
@@ -146,6 +146,14 @@ def test_a_page_only_names_commands_that_make_has() -> None:
         assert {first or second for first, second in named} <= rules, page
 
 
+def test_the_page_on_contributing_lists_what_ci_runs() -> None:
+    phases = re.findall(r"^phase (make [^#\n]*?) *(?:#.*)?$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    (listed,) = [
+        block.text for block in blocks(DOCS / "how-to" / "contribute.md") if block.text.startswith("make setup\n")
+    ]
+    assert listed.splitlines() == phases
+
+
 @pytest.mark.usefixtures("outside")
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 def test_make_reads_its_rules_and_lists_them() -> None:
@@ -241,7 +249,8 @@ def test_the_configuration_page_names_every_policy() -> None:
 
 
 def test_the_errors_page_names_every_error_and_every_code() -> None:
-    errors = {name for name, value in vars(kvtier.errors).items() if isinstance(value, type)}
+    classes = {name: value for name, value in vars(kvtier.errors).items() if isinstance(value, type)}
+    errors = {name for name, value in classes.items() if issubclass(value, Exception)}
     assert set(rows_of("errors.md", "Errors")) == errors
     assert set(rows_of("errors.md", "Reasons")) == {code.name.lower() for code in Code}
 
