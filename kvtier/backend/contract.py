@@ -259,7 +259,8 @@ class Ranked(Protocol):
     def rank(self, keys: Sequence[OffloadKey]) -> None:
         """Renew the recency of the keys that the tier holds, in prefix order: the head is evicted last.
 
-        Works at once and from memory. It counts no use. kvtier does not promise that every request is told.
+        Works at once and from memory. It counts no use. kvtier does not promise that every request is told. The keys
+        may be of several requests.
         """
         ...
 
@@ -274,7 +275,10 @@ class Advised(Protocol):
     """
 
     def rank_hinted(self, keys: Sequence[OffloadKey], hint: Hint) -> None:
-        """Do as `rank`, for a request that ends with a hint: `over` demotes keys that no other session has used."""
+        """Do what `rank` does, for a request that ends: `over` demotes keys that no other session has used.
+
+        From the first hint on, every request's end is told here. The hint is empty if nothing was said of the request.
+        """
         ...
 
     def demote(self, keys: Sequence[OffloadKey]) -> None:

@@ -82,8 +82,7 @@ class HoldsDescriptors(Protocol):
     """Anything with descriptors that must not be shared with a forked child."""
 
     def forked(self) -> None:
-        """Let go of the descriptors in the child, without telling their owner. Only the thread that forked runs there.
-        """
+        """Let go of the descriptors in the child, without telling their owner. Only the forking thread runs there."""
 
 
 _holders: "weakref.WeakSet[HoldsDescriptors]" = weakref.WeakSet()
