@@ -152,7 +152,8 @@ class StepManager:
             raise ValueError(f"request {request_id!r} is known already: finish it first, or choose another id")
         self._receive()
         request = self._requests[request_id] = Request(request_id, matchers, load_matchers, position)
-        self._ledger.hint(request, hint)
+        if hint is not None:
+            self._ledger.hint(request, hint)
         return self._ledger.wants_all(request)
 
     def on_request_finished(self, request_id: str, hint: object = None) -> None:
@@ -165,7 +166,8 @@ class StepManager:
             self._check_owner()
         request = self._requests.get(request_id)
         if request is not None:
-            self._ledger.hint(request, hint)
+            if hint is not None:
+                self._ledger.hint(request, hint)
             self._finish(request)
 
     # Looking up, loading, storing.
