@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Protocol, Self, SupportsInt, cast
 
 from kvtier.memory import Region, RowLayout
+from kvtier.remedies import Remedy
 
 try:
     import torch
@@ -90,8 +91,14 @@ class CpuMemory:
             code = int(runtime.cudaHostRegister(part.data_ptr(), part.numel(), _REGISTER_PORTABLE))
             if code:
                 _forget_last_error()
-                reason = "Host memory stays unpinned, its copies slow: cudaHostRegister failed with %d at row %d of %d"
-                logger.warning(reason, code, first, count)
+                logger.warning(
+                    "Host memory stays unpinned, its copies slow: cudaHostRegister failed with %d at row %d of %d; "
+                    "see %s",
+                    code,
+                    first,
+                    count,
+                    Remedy.UNPINNED,
+                )
                 self._unpin(runtime)
                 return
             self._pinned.append(part.data_ptr())
@@ -101,7 +108,7 @@ class CpuMemory:
             code = int(runtime.cudaHostUnregister(self._pinned.pop()))
             if code:
                 _forget_last_error()
-                logger.warning("cudaHostUnregister failed with error %d", code)
+                logger.warning("cudaHostUnregister failed with error %d; see %s", code, Remedy.UNPINNED)
 
 
 def _forget_last_error() -> None:

@@ -257,7 +257,8 @@ class Ranked(Protocol):
     def rank(self, keys: Sequence[OffloadKey]) -> None:
         """Renew the recency of those of these keys that it holds, in prefix order: the head goes last.
 
-        At once and from memory. It counts no use, and whether it is heard of at all is not promised.
+        At once and from memory. It counts no use, and whether it is heard of at all is not promised. They may be of
+        several requests.
         """
         ...
 
@@ -272,7 +273,10 @@ class Advised(Protocol):
     """
 
     def rank_hinted(self, keys: Sequence[OffloadKey], hint: Hint) -> None:
-        """Do what `rank` does, for a request that ends with a hint: `over` demotes what no other session has used."""
+        """Do what `rank` does, for a request that ends: `over` demotes what no other session has used.
+
+        From the first hint on every request's end is told so, with an empty hint if nothing was said of it.
+        """
         ...
 
     def demote(self, keys: Sequence[OffloadKey]) -> None:

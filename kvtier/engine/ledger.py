@@ -21,7 +21,7 @@ from kvtier.engine.prefill import PrefillSpeed
 from kvtier.engine.primary import Primary
 from kvtier.engine.requests import NEVER, PROMOTIONS_MAX, Leases, Request, StepHits
 from kvtier.engine.tier import WHEN_EVICTED, Residency, Tier, TierSpec
-from kvtier.engine.worth import EXPLORED_CHUNKS, Choice, Worth
+from kvtier.engine.worth import Choice, Worth
 from kvtier.hints import RETAIN_S_MAX, IgnoredHints, hint_of
 from kvtier.policies import Policy, policy_class
 from kvtier.runner.messages import Action, Gone, LocalMessage, Message, RunnerBack, RunnerGone, RunnerLost, unpack_keys
@@ -154,7 +154,7 @@ class Ledger:
         worth = self._worth
         if self.outbox.runs:
             self._weigh()
-        if self.prefetches:  # After that: what is not loaded for a request may be for them.
+        if self.prefetches.waiting:  # After that: what is not loaded for a request may be for them.
             self.prefetches.step()
         self._hits.end(self._now, worth.patience_s(worth.chunk_s) if worth.token_s else None)
         if self._forgetting:
@@ -164,7 +164,8 @@ class Ledger:
         if self.cascades.owes:
             self.cascades.step(self._now, runner_up=self.runner_up)
         actions = self.outbox.flush(self._expect if worth.token_s else None)
-        worth.begin_step()
+        if worth.token_s or self.prefill.tokens_per_s:
+            worth.begin_step()
         self._step += 1
         return actions
 
@@ -201,7 +202,7 @@ class Ledger:
             if answer is None and (tier.index, key) in search.asked and key not in tier.asking:
                 answer = tier.last_answer(key)  # A request asks once: else answers older than a step keep it waiting.
             if answer:
-                if self._weighs(request) and self._worth.never(tier) and request not in self.outbox.runs:
+                if self._weighs(request) and self._worth.never(tier) and not self._may_try(tier, request):
                     return self._decline_at_once(key, tier, request)
                 return self._promote(key, tier, request)
             if answer is not None:
@@ -308,8 +309,9 @@ class Ledger:
             elif keys:
                 self._decline(keys, tier, request)
                 tier.counters.declined_seconds += self._worth.load_s(tier, queued.get(tier, 0) + len(keys), self._now)
-                if not kept and self._worth.explores(tier, queued, self._now):
-                    keys = self._explore(keys, tier, request)
+                if not kept and (chunks := self._worth.explores(tier, len(keys), queued, self._now)):
+                    self._explore(keys[:chunks], tier, request)
+                    keys = keys[chunks:]
             gone += keys
         for key in gone:
             self.leases.end_row(self.primary.filling[key])
@@ -323,23 +325,27 @@ class Ledger:
         tier.counters.declined += len(keys)
         tier.counters.declined_requests += 1
 
-    def _explore(self, keys: list[OffloadKey], tier: Tier, request: Request) -> list[OffloadKey]:
-        """Have the first of these reserved keys loaded for nobody, to see how fast the tier is; return the others."""
-        explored = keys[:EXPLORED_CHUNKS]
-        for key in explored:
+    def _explore(self, keys: Sequence[OffloadKey], tier: Tier, request: Request) -> None:
+        """Have these reserved keys loaded for nobody, to see how fast the tier is."""
+        for key in keys:
             self.leases.end(self.primary.filling[key], request)
-        self.outbox.explore(explored, tier)
-        return keys[EXPLORED_CHUNKS:]
+        self.outbox.explore(keys, tier)
+
+    def _may_try(self, tier: Tier, request: Request) -> bool:
+        """Say whether to queue loads that are worth nothing: at the step's end, some of them are explored.
+
+        Of one request a step, so that not all have their rows reserved for it.
+        """
+        if request not in self.outbox.runs:
+            if tier.tried_in == self._step or not self._worth.may_explore(tier, self._now):
+                return False
+            tier.tried_in = self._step
+        return True
 
     def _decline_at_once(self, key: OffloadKey, tier: Tier, request: Request) -> LookupResult:
         """Decline a key of a tier from which no load is worth its time, however long."""
         self._decline((key,), tier, request)
         tier.counters.declined_seconds += self._worth.load_s(tier, 1, self._now)
-        if self._worth.explores(tier, {}, self._now):
-            evicted = self._reserve((key,))
-            if evicted is not None:
-                self._events.add(EventKind.REMOVED, PRIMARY_NAME, evicted)
-                self.outbox.explore((key,), tier)
         return self._miss(key, request, ())
 
     def _give_up_on(self, key: OffloadKey, request: Request) -> LookupResult:
@@ -562,7 +568,7 @@ class Ledger:
         self.primary.end(self.primary.rows_of(used), hint)
         for tier in self.tiers:
             if self.runner_up and request.allows(tier.spec):
-                self.outbox.rank(used, tier, hint, wait=self.primary.takes_hints)
+                self.outbox.end(used, tier, hint)
         if hint is not None and hint.retain_s:
             self._retain(request.leading(hint.tokens, self._chunk_tokens), hint.retain_s, hint.priority, request)
 

@@ -26,6 +26,7 @@ from kvtier.engine.progress import Progress
 from kvtier.engine.steps import StepManager, checked, make_region
 from kvtier.errors import RowsStillRead
 from kvtier.memory import LentRow, fill_standard_streams
+from kvtier.remedies import Remedy
 from kvtier.runner.bridge import InlineBridge
 from kvtier.runner.tiers import open_tiers
 
@@ -365,7 +366,7 @@ class TieringOffloadingManager:
             f"{len(read)} of {len(lent)} rows are still read when their fetch is over ({named}): copy the bytes (get "
             "does), or drop what was made of the views before the block ends. Until it has gone nobody gets these rows."
         )
-        logger.warning("%s", complaint)
+        logger.warning("%s; see %s", complaint, Remedy.LENT)
         return complaint
 
     async def _reserve(self, keys: Sequence[OffloadKey], request_id: str) -> StorePlan:

@@ -34,6 +34,7 @@ from kvtier.errors import EngineClosed
 from kvtier.hints import PRIORITY_MAX
 from kvtier.memory import LentRow, Region, let_go_in_forks, require_descriptors
 from kvtier.policies import policy_class
+from kvtier.remedies import Remedy
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import RunnerBack, RunnerLost
 from kvtier.runner.process import ProcessBridge
@@ -151,7 +152,8 @@ class StepManager:
             raise ValueError(f"request {request_id!r} is known already: finish it first, or choose another id")
         self._receive()
         request = self._requests[request_id] = Request(request_id, matchers, load_matchers, position)
-        self._ledger.hint(request, hint)
+        if hint is not None:
+            self._ledger.hint(request, hint)
         return self._ledger.wants_all(request)
 
     def on_request_finished(self, request_id: str, hint: object = None) -> None:
@@ -164,7 +166,8 @@ class StepManager:
             self._check_owner()
         request = self._requests.get(request_id)
         if request is not None:
-            self._ledger.hint(request, hint)
+            if hint is not None:
+                self._ledger.hint(request, hint)
             self._finish(request)
 
     # Looking up, loading, storing.
@@ -506,7 +509,7 @@ class StepManager:
             try:
                 self._observer(tier, operation, seconds)
             except Exception:  # The supervisor's edge: a bug in an observer costs no transfer its outcome.
-                logger.exception("the observer raised for a %s of tier %s", operation, tier)
+                logger.exception("the observer raised for a %s of tier %s; see %s", operation, tier, Remedy.OBSERVER)
 
     # The end, of all or of what it holds.
 
@@ -528,8 +531,9 @@ class StepManager:
         if chunks := self._ledger.cascades.give_up(CLOSED):
             logger.warning(
                 "%s chunks were not written to tiers with cascade = 'evict' by the end's deadline: a larger close_s, "
-                "or a faster tier, would have kept them",
+                "or a faster tier, would have kept them; see %s",
                 f"{chunks:,}",
+                Remedy.UNWRITTEN,
             )
 
     def _free(self) -> None:

@@ -15,8 +15,9 @@ from kvtier.engine.outbox import Run
 from kvtier.engine.prefill import PrefillSpeed
 from kvtier.engine.tier import Tier
 
-EXPLORED_CHUNKS = 2  # Loaded for nobody: the first says what a call costs, both together what their bytes cost.
-EXPLORE_EVERY_S = 1.0  # In every tier that is declined: a hundredth of what it can do, if a chunk takes it 5 ms.
+EXPLORED_CHUNKS = 2  # Loaded for nobody at first,
+EXPLORED_TIMES = 4  # and so many times as many next, while that takes less than computing what was declined.
+EXPLORE_EVERY_S = 1.0  # In every tier that is declined; at once where the last ones came much faster than expected.
 
 
 class Choice(NamedTuple):
@@ -110,15 +111,24 @@ class Worth:
         computing_s = tokens * self.token_s
         return Choice(looked_up, seconds, computing_s) if seconds < computing_s else Choice(runs[0].start, 0.0, 0.0)
 
-    def explores(self, tier: Tier, queued: Mapping[Tier, int], now: float) -> bool:
-        """Say whether to load something of a tier for nobody; if so, it counts as heard of.
+    def may_explore(self, tier: Tier, now: float) -> bool:
+        """Say whether it is time to load something of a tier for nobody, since nothing was heard of it for a while."""
+        last = tier.explored
+        faster = last is not None and last.seconds < last.expected_s / 2
+        return not tier.loading and (faster or now - tier.heard_at >= EXPLORE_EVERY_S)
 
-        It is time for that where nothing was heard of the tier for a while.
+    def explores(self, tier: Tier, declined: int, queued: Mapping[Tier, int], now: float) -> int:
+        """Return how many of the chunks that a request was declined to load for nobody; if any, the tier is heard of.
+
+        Few chunks say what a call costs, and many what their bytes cost. A tier on which many are a burden shows it
+        with fewer.
         """
-        if tier.loading or queued.get(tier) or now - tier.heard_at < EXPLORE_EVERY_S:
-            return False
-        tier.heard_at = now
-        return True
+        if queued.get(tier) or not self.may_explore(tier, now):
+            return 0
+        last, tier.explored, tier.heard_at = tier.explored, None, now
+        if last is None or last.seconds >= declined * self.chunk_s:
+            return EXPLORED_CHUNKS
+        return EXPLORED_TIMES * last.chunks
 
     def _within(self, tier: Tier, before: int, chunks: int, seconds: float, now: float) -> int:
         """Return how many of so many chunks a tier loads in the time, behind those before."""

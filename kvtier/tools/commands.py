@@ -18,6 +18,7 @@ from typer.completion import get_completion_inspect_parameters
 
 from kvtier import __version__
 from kvtier.errors import ConfigError, KVTierError, TraceError, one_line
+from kvtier.remedies import PAGE
 from kvtier.tools import statuses
 
 REQUESTS_MAX = 1_000_000_000  # Reading so many takes hours; a larger limit is a mistyped one.
@@ -188,6 +189,7 @@ GROUPS = {
     "bench": "Measure what this machine can do, and what kvtier makes of it.",
 }
 HINT = "Exit status: 0 well, 1 the data is not, 2 the call is refused, 3 the machine fails; all are in the reference."
+REMEDIES = f"What to do about a message: {PAGE}"
 
 
 def run(args: Sequence[str]) -> int:
@@ -272,7 +274,9 @@ def _app(summary: str, examples: Sequence[str]) -> typer.Typer:
 
 def _epilog(examples: Sequence[str]) -> str:
     as_written = "\b"  # As the first line of a paragraph: its lines stay as they are.
-    return "\n".join((as_written, "Examples:", *(f"  {example}" for example in examples), "", HINT))
+    return "\n".join(
+        (as_written, "Examples:", *(f"  {example}" for example in examples), "", HINT, "", as_written, REMEDIES)
+    )
 
 
 def _granting(function: Callable[..., None], name: str) -> Callable[..., None]:

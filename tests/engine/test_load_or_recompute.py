@@ -6,6 +6,7 @@ import pytest
 
 from kvtier.engine.answers import LookupResult
 from tests.engine.kit import CHUNK_BYTES, at_rest, found, key, ledger_in, put, settled, store, until
+from tests.slow_tier import slow
 
 WEIGHED = {"prefill_tokens_per_s": 100.0, "chunk_tokens": 100}  # A second a chunk.
 
@@ -69,7 +70,7 @@ async def test_a_tier_that_slows_down_for_a_minute_is_left_alone_and_used_again(
         first = second % 4 * 8
         loaded[second] = await found(engine, range(first, first + 8))
         assert now() - begun <= 1.5 * 8, "never much longer than computing"
-        assert await engine.drain()
+        assert await engine.drain(deadline_s=100.0)
         assert await engine.reset()
     seconds = [second for second, chunks in loaded.items() if chunks]
     assert set(range(11, 99)) <= set(seconds)
@@ -119,6 +120,41 @@ async def test_one_load_that_was_given_up_is_enough_however_slow_the_tier_has_be
         assert await engine.reset()
         await asyncio.sleep(1.0)
     assert await found(engine, range(8)) == 8
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("latency_s", [0.001, 0.006, 0.02])
+@pytest.mark.parametrize("slow_s", [0.1, 0.25, 1.0])
+async def test_a_line_that_has_become_thin_costs_one_request_its_time_and_is_used_when_it_is_wide_again(
+    open_engine, tmp_path, latency_s, slow_s
+):
+    """A call costs what it did, and only its bytes take longer: few chunks come nearly as fast as ever."""
+    chunks, computing_s, speed = 62, 0.075, tmp_path / "speed"
+    line = slow({"type": "dummy", "latency_s": latency_s, "concurrency": 64}, speed)
+    weighed = {"prefill_tokens_per_s": 100 * chunks / computing_s, "chunk_tokens": 100}
+    engine = await open_engine(2 * chunks, line, **weighed)
+    await put(engine, range(chunks))
+    assert await engine.drain()
+
+    async def asked(times: int) -> tuple[list[int], list[float]]:
+        """Ask for all, five times a second; say how much was loaded each time, and what that took beyond computing."""
+        loaded, beyond = list[int](), list[float]()
+        for _ in range(times):
+            assert await engine.drain()
+            assert await engine.reset()
+            await asyncio.sleep(0.2)
+            begun = now()
+            loaded.append(await found(engine, range(chunks)))
+            beyond.append(max(0.0, now() - begun - computing_s * (loaded[-1] == chunks)))
+        return loaded, beyond
+
+    assert (await asked(40))[0] == [chunks] * 40
+    speed.write_text(str(chunks * CHUNK_BYTES / slow_s))
+    assert sum((await asked(100))[1]) <= 4 * computing_s, "of a hundred requests together"
+    (tier,) = engine.stats().tiers
+    assert tier.given_up <= 1
+    speed.unlink()
+    assert (await asked(30))[0][-15:] == [chunks] * 15, "it is used again within three seconds"
 
 
 @pytest.mark.virtual_time

@@ -206,7 +206,7 @@ class DummyBackend(Backend[DummyOptions]):
 
     def rank(self, keys: Sequence[OffloadKey]) -> None:
         """See `Ranked`."""
-        self._store.end(self._names(keys), None)
+        self._store.touch(self._names(keys))
 
     def rank_hinted(self, keys: Sequence[OffloadKey], hint: Hint) -> None:
         """See `Advised`."""

@@ -195,15 +195,14 @@ class Store:
             if name in self.chunks:
                 self.chunks.move_to_end(name)
 
-    def end(self, names: Sequence[str], hint: Hint | None) -> None:
+    def end(self, names: Sequence[str], hint: Hint) -> None:
         """Renew the chunks that a request has used, which is over; with what was said of it."""
-        if hint is not None and self._sessions is None:
+        if self._sessions is None:
             self._sessions = Sessions()
         self.touch(names)
-        if self._sessions is not None:
-            own = self._sessions.ended([name for name in dict.fromkeys(names) if name in self.chunks])
-            if hint is not None and hint.over:
-                self.demote(own)
+        own = self._sessions.ended([name for name in dict.fromkeys(names) if name in self.chunks])
+        if hint.over:
+            self.demote(own)
 
     def demote(self, names: Sequence[str]) -> None:
         """Make the chunks the least recently used, tail first."""

@@ -47,6 +47,10 @@ def policies(
     cascades: Annotated[
         str | None, typer.Option(help="When blocks are written to it: store, evict, second_use; without it, store.")
     ] = None,
+    tier_name: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="What the trace's hints call the tier, where no_store names tiers."),
+    ] = None,
     limit: LimitOption = None,
     strict: StrictOption = False,
     json_path: JsonOption = None,
@@ -62,7 +66,7 @@ def policies(
     shares = {size: _share("--sizes", size) for size in listed("--sizes", sizes, str, LISTED)}
     check_outputs(json_path, plot_path)
     opened = open_trace(trace, limit=limit, strict=strict)
-    under = _tier(opened, tier, cascades)
+    under = _tier(opened, tier, cascades, tier_name)
     if under is None:
         simulations = {name: simulation(name, opened.block_tokens) for name in names}
     else:
@@ -87,13 +91,15 @@ def policies(
     )
 
 
-def _tier(trace: Trace | GeneratedTrace, share: str | None, cascades: str | None) -> TierUnder | None:
+def _tier(trace: Trace | GeneratedTrace, share: str | None, cascades: str | None, name: str | None) -> TierUnder | None:
     if share is None:
         if cascades is not None:
             raise ConfigError(f"--cascades {cascades}: accepted with --tier only: there is nothing to write to")
+        if name is not None:
+            raise ConfigError(f"--tier-name {name}: accepted with --tier only: there is nothing to name")
         return None
     named = listed("--cascades", "store" if cascades is None else cascades, cascade_named, LISTED)
-    return TierUnder(trace, _share("--tier", share), named)
+    return TierUnder(trace, _share("--tier", share), named, name or "")
 
 
 def _writes(

@@ -91,6 +91,23 @@ def test_what_the_tier_has_is_not_written_again_but_renewed_there(evicting):
     assert [names_of(unpack_keys(action.keys)) for action in actions if isinstance(action, Rank)] == ["d"]
 
 
+def test_what_leaves_together_ends_no_session_in_the_tier(evicting):
+    """It is of several requests. Taken for one's end, it would have the tier believe that they share their chunks."""
+    engine = evicting()
+    request = engine.request()
+    engine.store("abcd", request)
+    engine.ledger.hint(request, Hint(class_="agent"))
+    engine.holds("d")
+    engine.knows_all()
+    engine.ledger.finish(request)
+    told = [action for action in engine.ledger.end_step() if isinstance(action, Rank)]
+    assert [(names_of(unpack_keys(rank.keys)), rank.hint) for rank in told] == [
+        ("", Hint()),
+        ("d", Hint(class_="agent")),
+        ("d", None),
+    ]
+
+
 def test_a_chunk_that_came_from_the_tier_is_kept_there_and_not_written_again(evicting):
     engine = evicting()
     engine.holds("x")

@@ -298,14 +298,17 @@ def test_a_tier_that_is_declined_at_once_is_tried_too(tier: Callable[..., Bench]
     bench = tier()
     bench.takes(0.0, 100.0)
     bench.step(EXPLORE_EVERY_S)
-    assert bench.lookup("a") == [MISS]
+    request = bench.request()
+    assert bench.lookup("abc", request) == [HIT_PENDING] * 3
+    assert bench.lookup("def", bench.request("other")) == [MISS] * 3, "one request is enough to see it"
     sent = bench.step()
-    assert loads(sent) == {0: "a"}
-    assert bench.lookup("b") == [MISS]
+    assert loads(sent) == {0: "abc"[:EXPLORED_CHUNKS]}
+    assert bench.lookup("abc", request) == [MISS] * 3
+    assert bench.lookup("c") == [MISS]
     assert loads(bench.step()) == {}
     bench.finish_all(sent)
     assert bench.settled()
-    assert bench.ready() == "a"
+    assert bench.ready() == "ab"
 
 
 def test_nothing_is_weighed_after_a_reset_that_was_looked_up_before_it(tier: Callable[..., Bench]) -> None:

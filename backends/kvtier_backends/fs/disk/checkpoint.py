@@ -20,6 +20,7 @@ from xxhash import xxh3_64
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, FileMapper, OffloadKey
 from kvtier.errors import BackendClosed
+from kvtier.remedies import Remedy
 from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.footer import SLICE_BYTES
@@ -84,7 +85,9 @@ class CheckpointFile:
             self.used_bytes += self._folder.taken_bytes(self._name) - before_bytes
         except OSError as error:
             self._counters.count("checkpoints_failed")
-            logger.warning("%s: the checkpoint cannot be written: %s", self._name, error.strerror)
+            logger.warning(
+                "%s: the checkpoint cannot be written: %s; see %s", self._name, error.strerror, Remedy.CHECKPOINT
+            )
         else:
             self._counters.count("checkpoints_written")
 
@@ -97,7 +100,9 @@ class CheckpointFile:
             content = self._folder.read(self._name, self._format.bytes_max + 1)
         except OSError as error:
             content = b""
-            logger.warning("%s: the checkpoint cannot be read: %s", self._name, error.strerror)
+            logger.warning(
+                "%s: the checkpoint cannot be read: %s; see %s", self._name, error.strerror, Remedy.CHECKPOINT
+            )
         if content is None:
             return None
         found = self._found(content, preamble)

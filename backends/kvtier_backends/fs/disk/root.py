@@ -21,6 +21,7 @@ from typing import Literal
 from kvtier.backend import NAME_BYTES_MAX, NAMINGS, SEGMENTS_SUFFIX, FileMapper, Lanes
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory import PAGE_BYTES, let_go_in_forks, reason
+from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk.below import (
     NO_LINK,
     ForeignError,
@@ -258,8 +259,9 @@ class Folder:
                 logger.warning(
                     "%s/%s holds chunks of this namespace in another layout: this tier neither uses nor removes them, "
                     "and its capacity does not count them; %s uses them, `kvtier prune %s --namespace %s --yes` "
-                    "removes them",
+                    "removes them; see %s",
                     *(self._options.root, name, options, self._options.root, name),
+                    Remedy.OTHER_LAYOUT,
                 )
 
     def _holds_anything(self, name: str) -> bool:
@@ -297,7 +299,7 @@ class Folder:
         try:
             same = json.loads(there) == json.loads(ours)
         except ValueError:  # vLLM writes in place: this may be the half that a killed one left.
-            logger.warning("%s/%s: not JSON; written anew", self._options.root, name)
+            logger.warning("%s/%s: not JSON; written anew; see %s", self._options.root, name, Remedy.REWRITTEN)
             self.publish(name, [ours])
             return
         if not same:
@@ -315,7 +317,9 @@ class Folder:
         if not self._trial(0):
             raise BackendUnavailable(f"{self._options.root}: what is written there does not come back")
         if mode == "auto":
-            logger.warning("%s: no direct I/O there; chunks go through the page cache", self._options.root)
+            logger.warning(
+                "%s: no direct I/O there; chunks go through the page cache; see %s", self._options.root, Remedy.BUFFERED
+            )
         return False
 
     def _try_queue(self) -> Reads:

@@ -33,6 +33,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvtier.errors import BackendUnavailable
 from kvtier.memory import PAGE_BYTES, let_go_in_forks
+from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk.below import open_file
 
 logger = logging.getLogger(__name__)
@@ -250,7 +251,10 @@ class SharedPage:
         if self._fd >= 0:
             if self._lost_at_s is None:
                 logger.warning(
-                    "%s: the shared page is away, and nothing is stored until it is back: %s", self._name, error
+                    "%s: the shared page is away, and nothing is stored until it is back: %s; see %s",
+                    self._name,
+                    error,
+                    Remedy.SHARED_PAGE,
                 )
             self._lost_at_s = time.monotonic()
         return BackendUnavailable(f"{self._name}: the shared page is away: {error.strerror}")

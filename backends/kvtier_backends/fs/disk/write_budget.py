@@ -15,6 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvtier.backend import Lanes, in_thread
 from kvtier.memory import let_go_in_forks
+from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk.below import lock_file, open_file, unlock_file
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,12 @@ class WriteBudget:
         try:
             self._draw(-self._advance_left)
         except OSError as error:
-            logger.warning("%s bytes of the write budget could not be put back: %s", self._advance_left, error.strerror)
+            logger.warning(
+                "%s bytes of the write budget could not be put back: %s; see %s",
+                self._advance_left,
+                error.strerror,
+                Remedy.WRITE_BUDGET,
+            )
 
     def close(self) -> None:
         """Let go of the file; idempotent. No thread may be using it."""

@@ -10,6 +10,7 @@ import os
 from contextlib import suppress
 from enum import Enum
 
+from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk.below import open_folder
 from kvtier_backends.fs.disk.footer import Fault
 from kvtier_backends.fs.disk.root import Folder
@@ -67,7 +68,7 @@ class Discard:
         """Warn once of each kind: a whole directory may be corrupt, and all of it is counted."""
         level = logging.DEBUG if fault in self._warned else logging.WARNING
         self._warned.add(fault)
-        logger.log(level, line)
+        logger.log(level, "%s; see %s", line, Remedy.CORRUPT)
 
 
 def take_aside(root_fd: int, name: str, file: os.stat_result, aside: str) -> bool:

@@ -166,7 +166,7 @@ class Index:
     def rank(self, keys: Iterable[OffloadKey], hint: Hint | None = None) -> None:
         """Renew the recency of those keys, in prefix order, that are known: used together, the head is the newest.
 
-        They are all that a request has used, which is over; `hint`: what was said of it.
+        `hint`: they are all that a request has used, which is over, and this was said of it.
         """
         self._order.end(self._renewed(keys), hint)
 

@@ -185,13 +185,14 @@ class Order:
         self._note_use(key)
 
     def end(self, keys: Sequence[OffloadKey], hint: Hint | None) -> None:
-        """Renew the recency of chunks that are not idle, tail first, without counting a use: a request is over."""
-        if hint is not None:
-            self._take_hints()
-        if self._hinted is None:
+        """Renew the recency of chunks that are not idle, tail first, without counting a use.
+
+        `hint`: of a request that is over.
+        """
+        if hint is None:
             self._policy.rank(keys)
         else:
-            self._hinted.end(keys, hint)
+            self._take_hints().end(keys, hint)
 
     def demote(self, keys: Sequence[OffloadKey]) -> None:
         """Have chunks that are not idle go before others that are not, unless they are used again."""

@@ -145,15 +145,14 @@ class Catalog:
     def rank(self, keys: Iterable[OffloadKey], now_ns: int, hint: Hint | None = None) -> None:
         """Renew the recency of those keys, in prefix order, that are known, without counting a use.
 
-        They are all that a request has used, which is over; `hint`: what was said of it.
+        `hint`: they are all that a request has used, which is over, and this was said of it.
         """
-        if hint is not None:
-            self._take_hints()
+        hinted = None if hint is None else self._take_hints()
         slots, _ = self._renew(keys, now_ns)
-        if self._hinted is None:
+        if hinted is None:
             self._order.rank(slots)
         else:
-            self._hinted.end(slots, hint)
+            hinted.end(slots, hint)
 
     def demote(self, keys: Iterable[OffloadKey]) -> None:
         """Have those keys that are known go before others, unless they are used again."""

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 
 from kvtier.backend import Write
+from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk.footer import failure
 from kvtier_backends.fs.layout import OpenTier, until
 from kvtier_backends.fs.options import SegmentsOptions
@@ -54,7 +55,9 @@ class Losses:
         seen, self._seen = self._seen, []
         for segment in seen:
             if segment in self._segments.all and segment not in self._lost:
-                logger.warning("%s: removed by somebody else; what it held is lost", segment.name)
+                logger.warning(
+                    "%s: removed by somebody else; what it held is lost; see %s", segment.name, Remedy.UNDERFOOT
+                )
                 self._counters.count("segments_lost")
                 self._lost.append(segment)
         for segment in self._lost:

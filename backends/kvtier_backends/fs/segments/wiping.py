@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvtier.backend import OffloadKey
 from kvtier.errors import BackendClosed, BackendUnavailable
+from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk.footer import Fault, frameless
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import SegmentsOptions
@@ -63,7 +64,7 @@ class Wiping:
         level = logging.DEBUG if fault in self._warned else logging.WARNING
         self._warned.add(fault)
         segment = self._segments.of(slot)
-        logger.log(level, "%s: slot %d is corrupt (%s)", segment.name, slot, fault)
+        logger.log(level, "%s: slot %d is corrupt (%s); see %s", segment.name, slot, fault, Remedy.CORRUPT)
         self._catalog.lost(key)
         self.check()
 
