@@ -69,7 +69,9 @@ class KVTierOffloadingSpec(OffloadingSpec):
         if self._manager is None:
             region = self._region(participant=self.config.parallel.world_size)  # Workers go by their ranks, below it.
             times = TransferTimes()
-            engine = StepManager.start(self._engine_config, region=region, observer=times.observe)
+            engine = StepManager.start(
+                self._engine_config, region=region, observer=times.observe, waited=times.observe_wait
+            )
             self._manager = VllmManager(engine, times, self._offers())
         return self._manager
 
