@@ -133,6 +133,8 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
                     decode_configuration(block, table)
             case "json":
                 json.loads(block.text)
+            case "promql":
+                pass  # Asked of an engine's metrics and of Prometheus, in tests/monitoring.
             case "mermaid":
                 assert block.text.split(maxsplit=1)[0] in DIAGRAMS, f"{block.where}: no diagram that mermaid knows"
             case other:

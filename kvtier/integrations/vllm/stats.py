@@ -1,7 +1,8 @@
 """Stats and log of an engine inside vLLM: its metrics on vLLM's `/metrics`, and a line every so often in vLLM's log.
 
 The metrics have the same names as in kvtier's registry. vLLM carries observations, not totals: counters leave as what
-was added since the last call, gauges when they change. It asks once a step, so that nothing here may cost more than
+was added since the last call, gauges when they change. A counter without further labels leaves first as it is, if 0, so
+that its series is there before it counts. vLLM asks once a step, so that nothing here may cost more than
 some dozen comparisons.
 """
 
@@ -188,9 +189,9 @@ class Stats:
     def __init__(self, readings: Readings, times: TransferTimes) -> None:
         self._readings = readings
         self._times = times
-        self._counted: list[float] = [0] * len(readings.counters)
+        self._counted: list[float] = [math.nan] * len(readings.counters)  # Different from any number.
         self._tables: list[dict[str, int]] = [{} for _ in readings.tables]
-        self._gauged: list[float] = [float("nan")] * len(readings.gauges)  # Different from any number.
+        self._gauged: list[float] = [math.nan] * len(readings.gauges)
 
     def take(self) -> OffloadingConnectorStats | None:
         """Return what has changed; None if nothing has."""
@@ -200,7 +201,7 @@ class Stats:
         if counted != self._counted:
             for series, value, last in zip(counters, counted, self._counted, strict=True):
                 if value != last:
-                    stats.increase_counter(series.name, value - last, series.labels)
+                    stats.increase_counter(series.name, value if math.isnan(last) else value - last, series.labels)
             self._counted = counted
         for index, (name, labels, numbers) in enumerate(tables):
             last_numbers = self._tables[index]
