@@ -9,6 +9,7 @@ from typing import NamedTuple
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvtier.engine.outbox import Operation
 from kvtier.engine.tier import BreakerState
 from kvtier.runner.messages import Code
 
@@ -22,6 +23,7 @@ RULES = [rule for group in yaml.safe_load((EXAMPLES / "alerts.yaml").read_text()
 OF_PROMETHEUS = {"job", "instance"}  # Labels that a scrape adds.
 VALUES = {  # Of labels whose series come with the first count: what there may be.
     "reason": {code.name.lower() for code in Code} | {"budget", "pinned", "breaker", "overdue", "bridge", "runner"},
+    "operation": {operation.value for operation in Operation},
     "state": {state.value for state in BreakerState},
     "what": {"evicted"},
 }

@@ -15,6 +15,7 @@ from itertools import chain
 from typing import NamedTuple
 
 import vllm.envs as envs
+from prometheus_client import REGISTRY
 from typing_extensions import override
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
@@ -165,6 +166,17 @@ def tier_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     }
 
 
+def unregister_earlier() -> None:
+    """Have Prometheus's registry forget the metrics of an earlier engine of this process.
+
+    vLLM asks for definitions right before it registers metrics. From an engine before it, vLLM removes its own by
+    their name, and kvtier's would be refused as there already.
+    """
+    registered = REGISTRY._names_to_collectors  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    for collector in {registered[name] for name in metric_definitions() if name in registered}:
+        REGISTRY.unregister(collector)
+
+
 class TransferTimes:
     """The durations of transfers and waits since the last `take`, in seconds; an engine's observers are its methods."""
 
@@ -264,7 +276,8 @@ def client_readings(client: TierClient, row_bytes: int) -> Readings:
         Series("kvtier_runners_lost", (), lambda: client.runners_lost),
         Series("kvtier_events_dropped", (), lambda: client.events_dropped),
     ]
-    counters, tables, gauges = tier_readings(client.tier, row_bytes)
+    counted, tables, gauges = tier_readings(client.tier, row_bytes)
+    counters = [series for series in counted if series.name not in _VLLMS_TO_DECIDE]
     ignored = Table("kvtier_hints_ignored", (), client.hints_ignored.counts)
     return Readings([*runner, *counters], [ignored, *tables], [*runner_gauges(lambda: client.runner_up), *gauges])
 
