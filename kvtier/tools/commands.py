@@ -198,6 +198,10 @@ GROUPS = {
     "trace": "Look at traces of requests, and make them.",
     "bench": "Measure what this machine can do, and what kvtier makes of it.",
 }
+MOVED = {  # Commands of 0.1.0.
+    f"bench {name}": f" Since 0.2.0 it is `python -m tests.benchmarks.protocol {name}`, in a checkout."
+    for name in ("lookup", "steps")
+}
 HINT = "Exit status: 0 well, 1 the data is not, 2 the call is refused, 3 the machine fails; all are in the reference."
 REMEDIES = f"What to do about a message: {PAGE}"
 
@@ -214,7 +218,9 @@ def run(args: Sequence[str]) -> int:
     except typer.Exit as end:
         return end.exit_code
     except UsageError as error:
-        return _refused(error.format_message() + _json_hint(given), statuses.REFUSED)
+        return _refused(
+            error.format_message() + _json_hint(given) + MOVED.get(" ".join(given[:2]), ""), statuses.REFUSED
+        )
     except (ConfigError, TraceError) as error:
         return _refused(str(error), statuses.REFUSED)
     except KVTierError as error:

@@ -1,4 +1,4 @@
-"""A tier on a bucket, the asynchronous shell: what is known to be there from memory, and the rest by requests."""
+"""A tier on a bucket, the asynchronous shell: it answers for known keys from memory, and for others by requests."""
 
 import asyncio
 import logging
@@ -396,7 +396,7 @@ class ObjectBackend(Backend[ObjectOptions]):
 
 
 class Got(NamedTuple):
-    """What a chunk's object was."""
+    """The state of a chunk's object."""
 
     fault: SealFault | None
     bare: bool = False  # Without a seal.

@@ -1,6 +1,6 @@
-"""The checkpoint: what a tier knew, in a file from which the next start answers while its scan sees what became of it.
+"""The checkpoint: a tier's knowledge in a file. The next start answers from it until the scan has looked.
 
-A head start and never the truth: a torn one, an old one or none costs time and nothing else.
+A checkpoint is a head start, and never the truth. A torn one, an old one or none costs time only.
 
 Little-endian: magic 8, version u32, longest key u32, row length u64, namespace fingerprint 32; the layout's preamble;
 for each chunk the length of its key u8, the key padded to the longest, and the layout's fields; XXH3-64 of all that,
@@ -191,7 +191,7 @@ class CheckpointSchedule:
                 queue()
 
     def _promised_bytes(self) -> int | None:
-        """Promise room for a checkpoint of what is known; None if there is none, and the last one will have to do."""
+        """Promise room for a new checkpoint; None if there is no room, and the last one stays."""
         wanted_bytes = self._bytes_worst()
         if self._capacity.reserve_kept(wanted_bytes):
             return wanted_bytes

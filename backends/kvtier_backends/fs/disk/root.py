@@ -1,7 +1,7 @@
 """The root: a tier's place on the file system, made, checked and tried before the first chunk.
 
-Everything is reached through a descriptor of the root, never through its path again: where a mount goes away underfoot,
-the path would lead to the empty directory below it, and chunks would fill the wrong disk.
+Everything is reached through a descriptor of the root, and never through its path again. If the mount goes away, the
+path leads to the empty directory below it, and chunks would fill the wrong disk.
 """
 
 import errno
@@ -185,7 +185,7 @@ class Folder:
     def beside_bytes(self) -> int:
         """Return what lies beside the chunks and is a tier's takes: its books, unfinished files, and quarantine.
 
-        What we are writing ourselves is not counted, and what somebody else keeps there neither. Raises OSError.
+        Files that this process is writing do not count, nor do somebody else's files there. Raises OSError.
         """
         return self._measured(self._mapper.folder, BOOK.fullmatch) + self._measured(self.quarantine.name, bool)
 
@@ -325,8 +325,9 @@ class Folder:
     def _try_queue(self) -> Reads:
         """Read a page the way that chunks are to be; return how lanes read.
 
-        Several at once only straight from a disk: without direct I/O the kernel does not go on by itself, and from a
-        machine that has gone silent, reads that it goes on with would keep this process from being killed.
+        Several reads run at once only directly from a local disk. Without direct I/O the kernel does not go on by
+        itself. If a file server is silent, reads that the kernel goes on with would keep this process from being
+        killed.
         """
         if not self.direct or not self._options.load_queue_bytes:
             return ONE_BY_ONE

@@ -1,8 +1,8 @@
 """Losses: segments that somebody else has removed, whose chunks the next start does not find.
 
-Nothing fails by itself, since a file without a name is written to and read as before. So a store asks, when its bytes
-are there, whether their file still has its name, and all segments are looked at every so often. What was in one that
-has not is forgotten at once; it is closed, and its room free, when nothing is at it any more.
+No call fails by itself, since a file without a name can be written and read as before. So after its write, a store asks
+whether the file still has its name. All segments are checked from time to time, too. The chunks of a segment without a
+name are forgotten at once. When no call uses the segment any more, it is closed, and its room is free.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The recovery of segments at a start: which there are, what a checkpoint is believed of, and what footers say."""
+"""The recovery of segments at a start: their list, the part of a checkpoint that is believed, and the footers."""
 
 import logging
 import os

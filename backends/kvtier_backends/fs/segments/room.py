@@ -1,7 +1,7 @@
-"""Room for chunks: free slots first, then more segments, then the slots of chunks that go for it.
+"""Room for chunks: free slots first, then more segments, then the slots of evicted chunks.
 
-A chunk that goes costs nothing but a change in memory, so none goes before its slot is wanted. The file system's room
-is taken a segment at a time and given back only when there is too much.
+Evicting a chunk costs only a change in memory, so no chunk is evicted before its slot is wanted. Room of the file
+system is taken a segment at a time, and given back only when there is too much.
 """
 
 import asyncio
