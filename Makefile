@@ -5,7 +5,7 @@ SHELL := bash
 MAKEFLAGS += --no-builtin-rules
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-all test-remote test-nfs test-gpu wheels test-vllm crash lint types docs docs-charts docs-serve test-docs dist simulate soak disksoak bench bench-compare clean
+.PHONY: help setup setup-vllm demo test test-all test-remote test-monitoring test-nfs test-gpu wheels test-vllm crash lint types docs docs-charts docs-serve test-docs dist simulate soak disksoak bench bench-compare clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,6 +28,7 @@ FROM_iframe-worker.js := iframe-worker@1.0.4
 PATH_iframe-worker.js := package/shim/index.js
 FOR_PAGES := docs/assets/npm/mermaid.min.js docs/assets/npm/iframe-worker.js
 BROWSER := $(VENV)/browser
+PROMETHEUS := $(VENV)/prometheus/root/usr/bin
 DEMO := demo
 SEEDS := 10000
 OPERATIONS := 600
@@ -67,6 +68,13 @@ test: $(INSTALLED)  ## run the tests that stay in one process: a minute or two
 
 test-all: test  ## run every test: `test`, then those with processes, kills, mounts, packages, pages and many examples
 	HYPOTHESIS_PROFILE=$(or $(HYPOTHESIS_PROFILE),ci) $(PYTEST) -m "outside or hypothesis"
+
+test-monitoring: $(INSTALLED) $(PROMETHEUS)  ## ask Prometheus about the board and the alerts: Debian's, unpacked, unless PROMETHEUS=/a/folder
+	KVTIER_PROMETHEUS=$(abspath $(PROMETHEUS)) $(BIN)/pytest tests/monitoring
+
+$(VENV)/prometheus/root/usr/bin:
+	tests/unpacked.sh $(VENV)/prometheus prometheus || echo "no Prometheus: Debian's package is not to be had here"
+	mkdir -p $@
 
 # A class of tests stays in one worker: the tests of a class share servers. SERVERS=debian: with Debian's servers instead.
 REMOTE_PYTEST := env OMP_NUM_THREADS=1 LD_LIBRARY_PATH=$(REMOTE_LIBS) KVTIER_MIXED_OPERATIONS=$(OPERATIONS) \

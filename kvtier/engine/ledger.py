@@ -19,7 +19,7 @@ from kvtier.engine.outbox import Outbox, Run, Transfer, Transfers, chunks_before
 from kvtier.engine.prefetches import Prefetches
 from kvtier.engine.prefill import PrefillSpeed
 from kvtier.engine.primary import Primary
-from kvtier.engine.requests import NEVER, PROMOTIONS_MAX, Leases, Request, StepHits
+from kvtier.engine.requests import NEVER, PROMOTIONS_MAX, Leases, Request, StepHits, Waited
 from kvtier.engine.tier import WHEN_EVICTED, Residency, Tier, TierSpec
 from kvtier.engine.worth import EXPLORED_CHUNKS, Choice, Worth
 from kvtier.hints import RETAIN_S_MAX, IgnoredHints, hint_of
@@ -44,15 +44,16 @@ class LedgerLimits(NamedTuple):
 
 
 class LedgerCounters:
-    """Totals since the start, in chunks."""
+    """Totals since the start, in chunks unless a name says otherwise."""
 
-    __slots__ = ("hits", "misses", "promotions_refused", "rows_kept", "stores", "stores_refused")
+    __slots__ = ("hits", "misses", "promotions_refused", "rows_kept", "saved_s", "stores", "stores_refused")
 
     def __init__(self) -> None:
         self.hits = 0  # Loaded from where they lay in the primary.
         self.misses = 0  # Looked up and found nowhere, once a request and key.
         self.promotions_refused = 0  # Had by a tier, but there was no row for them.
         self.rows_kept = 0  # Given back while something of the caller's still read them.
+        self.saved_s = 0.0  # That computing what was loaded would have taken, while the prefill speed was known.
         self.stores = 0
         self.stores_refused = 0  # Offered in a call for which there was no room.
 
@@ -69,6 +70,7 @@ class Ledger:
         events: EventLog | None = None,
         observe: Observe | None = None,
         prefill: PrefillSpeed | None = None,
+        waited: Waited | None = None,
     ) -> None:
         self.prefill = prefill or PrefillSpeed()
         self._worth = Worth(
@@ -80,7 +82,7 @@ class Ledger:
         self.tiers = [Tier(index, spec) for index, spec in enumerate(tiers)]
         self.residency = Residency()
         self.leases = Leases(self.primary, limits.lease_rows_max, limits.lease_s)
-        self._hits = StepHits(self.primary, self.leases)
+        self._hits = StepHits(self.primary, self.leases, waited)
         self.transfers = Transfers(self.primary)
         self.outbox = Outbox(
             self.primary,
@@ -269,6 +271,8 @@ class Ledger:
         missed = request.search.missed
         if key not in missed:
             missed.add(key)
+            if request.waiting_since is not None and not request.waits:  # What it waited for is computed.
+                self._hits.end_wait(request, self._now)
             self.counters.misses += 1
             for tier in asked:
                 tier.counters.misses += 1
@@ -471,6 +475,8 @@ class Ledger:
             for row in rows:
                 self.leases.end(row, request)
         self._count_hits(keys, request)
+        if self._worth.token_s:
+            self.counters.saved_s += request.tokens_of(keys, self._chunk_tokens) * self._worth.token_s
         self._access(keys, keys, request)
         return rows
 
@@ -650,6 +656,8 @@ class Ledger:
         Loads and completions may still follow.
         """
         request.finished = True
+        if request.waiting_since is not None:
+            self._hits.end_wait(request, self._now)
         if request.leased:
             self.leases.end_all(request)
         if len(request.used) == request.told:
@@ -747,7 +755,7 @@ class Ledger:
         self.promoting = False
 
 
-def ledger_of(config: EngineConfig, events: EventLog | None, observe: Observe) -> Ledger:
+def ledger_of(config: EngineConfig, events: EventLog | None, observe: Observe, waited: Waited | None = None) -> Ledger:
     """Build the ledger that a configuration describes. Raises `ConfigError` for an unknown policy."""
     rows, limits = config.rows, config.limits
     policy = policy_class(config.eviction_policy)(rows)
@@ -763,7 +771,7 @@ def ledger_of(config: EngineConfig, events: EventLog | None, observe: Observe) -
         retained_rows_max=int(limits.retained_share * rows),
     )
     tiers = [_spec_of(tier, config) for tier in config.secondary_tiers]
-    return Ledger(rows, policy, tiers, bounds, events, observe, PrefillSpeed(config.prefill_tokens_per_s))
+    return Ledger(rows, policy, tiers, bounds, events, observe, PrefillSpeed(config.prefill_tokens_per_s), waited)
 
 
 def rows_of_share(share: float, rows: int) -> int:

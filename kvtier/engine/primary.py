@@ -66,6 +66,16 @@ class Primary:
     def rows_free(self) -> int:
         return len(self._free)
 
+    @property
+    def rows_quarantined(self) -> int:
+        """The rows without a key that are not free: something that nobody waits for still uses them."""
+        return self.rows - len(self._free) - len(self.ready) - len(self.filling)
+
+    @property
+    def rows_evictable(self) -> int:
+        """The ready rows that nothing pins. One that was answered HIT in this step may go when the step has ended."""
+        return self._idle
+
     def row(self, key: OffloadKey) -> int | None:
         """Return the row of a key that is ready or filling."""
         row = self.ready.get(key)
