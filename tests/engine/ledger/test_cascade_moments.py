@@ -159,6 +159,36 @@ def test_a_chunk_that_its_request_does_not_allow_a_tier_is_never_written_there(e
     assert skipped(engine) == {}
 
 
+def test_what_is_over_leaves_unwritten_and_is_counted(evicting):
+    """It would be the newest chunk of the tier, and others would go for it there."""
+    engine = evicting()
+    request = engine.request()
+    engine.ledger.hint(request, Hint(over=True))
+    engine.store("abcd", request)
+    engine.ledger.finish(request)
+    assert sent(engine.step()) == []
+    assert engine.store("ef").evicted == keys_of("dc")
+    assert skipped(engine) == {"over": 2}
+    engine.ledger.cascades.end()
+    assert sent(engine.step()) == [(0, "ef")]
+    assert engine.ledger.cascades.give_up("closed") == 0
+    assert skipped(engine) == {"over": 4}
+
+
+def test_what_is_over_and_used_again_is_written_as_any_other(evicting):
+    engine = evicting()
+    request = engine.request()
+    engine.ledger.hint(request, Hint(over=True))
+    engine.store("ab", request)
+    engine.ledger.finish(request)
+    engine.load("a")
+    engine.store("cd")
+    engine.step()
+    engine.store("e")
+    assert sent(engine.step()) == [(0, "a")]
+    assert skipped(engine) == {"over": 1}
+
+
 def test_a_row_owes_nothing_of_the_chunk_before(evicting):
     engine = evicting(rows=1)
     engine.store("a")
