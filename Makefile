@@ -5,7 +5,7 @@ SHELL := bash
 MAKEFLAGS += --no-builtin-rules
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-remote test-monitoring test-nfs test-gpu wheels test-vllm crash lint types docs docs-serve test-docs simulate soak disksoak bench bench-compare clean
+.PHONY: help setup setup-vllm demo test test-all test-remote test-monitoring test-nfs test-gpu wheels test-vllm crash lint types docs docs-charts docs-serve test-docs dist simulate soak disksoak bench bench-compare clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -111,6 +111,8 @@ $(GPU_VENV)/.installed: pyproject.toml
 wheels: $(INSTALLED)  ## fill the directory WHEELS with what test-gpu needs beside torch, for Python WHEELS_FOR (3.12)
 	tests/gpu/run wheels $(BIN)/python $(or $(WHEELS),$(error WHEELS=dir: a directory to fill)) $(WHEELS_FOR)
 
+setup-vllm: $(VLLM_INSTALLED)  ## make .venv-vllm, with vLLM's CPU build and kvtier beside it, for use and for test-vllm
+
 test-vllm: $(VLLM_INSTALLED) $(VLLM_033)/.unpacked $(REMOTE_INSTALLED)  ## run the tests inside vLLM, in an environment of its own; takes a quarter of an hour
 	VLLM_033=$(CURDIR)/$(VLLM_033) LD_LIBRARY_PATH=$(REMOTE_LIBS) $(VLLM_BIN)/pytest -o addopts="--import-mode=importlib --strict-markers --strict-config -ra" tests/vllm
 
@@ -149,11 +151,14 @@ types: $(INSTALLED)  ## check types, with mypy and with pyright
 	$(BIN)/mypy
 	$(BIN)/pyright
 
-docs: $(INSTALLED) $(FOR_PAGES)  ## build the documentation into site/, as pages that can be opened as files
+docs: docs-charts $(FOR_PAGES)  ## build the documentation into site/, as pages that can be opened as files
 	$(BIN)/pytest -q tests/docs/test_prose.py
 	$(MKDOCS) build --strict --config-file .mkdocs.yml
 
-docs-serve: $(INSTALLED) $(FOR_PAGES)  ## serve the documentation on a port of this machine, and build it anew when a page changes
+docs-charts: $(INSTALLED)  ## draw the charts of the page on performance from its figures, docs/assets/performance
+	$(BIN)/python -m tests.docs.charts
+
+docs-serve: docs-charts $(FOR_PAGES)  ## serve the documentation on a port of this machine, and build it anew when a page changes
 	$(MKDOCS) serve --config-file .mkdocs.yml --dev-addr 127.0.0.1:$(or $(PORT),8000)
 
 test-docs: docs $(BROWSER)  ## look at every page in a headless browser: Debian's, unpacked, unless BROWSER=/path/to/one
@@ -168,6 +173,14 @@ $(FOR_PAGES): | $(INSTALLED)
 
 $(VENV)/browser:
 	tests/docs/browser.sh $@
+
+# The build is isolated: hatchling comes from an index, as for whoever installs the sdist.
+dist: $(INSTALLED)  ## build sdist and wheel into dist/, and try each in empty environments, on every Python that is here
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents --toplevel kvtier,kvtier_backends --package kvtier --package backends/kvtier_backends dist/*.whl
+	$(BIN)/python -m tests.dist dist
 
 simulate: $(INSTALLED)  ## run SEEDS simulated engines under faults, from seed FIRST on, and say what they met
 	$(BIN)/python -m kvtier.testing.simulation --seeds $(SEEDS) --first $(FIRST)
@@ -185,5 +198,5 @@ disksoak: $(INSTALLED)  ## fill DIR, a directory that is emptied, for SOAK_S sec
 	KVTIER_SOAK_S=$(or $(SOAK_S),600) KVTIER_SOAK_REQUESTS=3000 $(BIN)/pytest -s tests/fs/promises/test_soak.py --basetemp=$(or $(DIR),$(DEMO)/soak)
 
 clean:  ## remove everything that these commands made
-	rm -rf $(VENV) $(REMOTE_VENV) $(NFS_PROGRAMS) $(GPU_VENV) $(VLLM_VENV) $(DEMO) site dist .benchmarks .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(REMOTE_VENV) $(NFS_PROGRAMS) $(GPU_VENV) $(VLLM_VENV) $(DEMO) docs/assets/drawn docs/assets/npm site dist .benchmarks .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find kvtier backends tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,9 +2,17 @@
 
 A `ChunkError` is both: a value in a batch's outcomes (one bad chunk does not cost its siblings) and an exception where
 one chunk was asked for alone.
+
+Each kind has a remedy, the section of the page on troubleshooting that says what to do. A traceback ends with its
+address, as a note; `str(error)` does not have it.
 """
 
 from errno import errorcode
+from functools import cached_property
+from typing import ClassVar
+from warnings import warn
+
+from kvtier.remedies import Remedy
 
 CAUSES_MAX = 16  # Errors behind one another; a ring of them has no end.
 
@@ -12,53 +20,96 @@ CAUSES_MAX = 16  # Errors behind one another; a ring of them has no end.
 class KVTierError(Exception):
     """Everything kvtier raises on purpose."""
 
+    remedy: ClassVar[Remedy] = Remedy.ELSE
+
+    @cached_property
+    def __notes__(self) -> list[str]:  # type: ignore[override]
+        """What a traceback ends with; made when it is first looked at, for outcomes are made by the thousand."""
+        return [f"see {self.remedy}"]
+
 
 class ConfigError(KVTierError):
     """A configuration that cannot be used: mend the field that the message names."""
+
+    remedy = Remedy.CONFIGURATION
 
 
 class TraceError(KVTierError):
     """A trace that cannot be read: mend the line that the message names."""
 
+    remedy = Remedy.TRACE
+
 
 class EngineClosed(KVTierError):
     """The manager was shut down: this call is a bug of the caller's, or came too late."""
+
+    remedy = Remedy.CLOSED
 
 
 class RowsStillRead(KVTierError):
     """Something still reads rows that were lent: copy the bytes, or drop it before the block ends."""
 
+    remedy = Remedy.LENT
+
 
 class BackendError(KVTierError):
     """A whole call of a tier failed: nothing is known of any of its chunks."""
+
+    remedy = Remedy.UNAVAILABLE
 
 
 class BackendClosed(BackendError):
     """The tier was closed before this call: a bug of the caller's."""
 
+    remedy = Remedy.CLOSED
+
 
 class BackendUnavailable(BackendError):
     """The tier cannot be reached now: retry later."""
+
+    remedy = Remedy.UNAVAILABLE
 
 
 class ChunkError(KVTierError):
     """One chunk of a batch did not move."""
 
+    remedy = Remedy.FAILED
+
 
 class ChunkMissing(ChunkError):
     """The tier does not have the chunk: recompute it."""
+
+    remedy = Remedy.MISSING
 
 
 class ChunkCorrupt(ChunkError):
     """Something else than was stored lies under this key in the tier: delete it, recompute."""
 
+    remedy = Remedy.CORRUPT
+
 
 class NoSpace(ChunkError):
     """The tier has no room for the chunk, now or ever: evict, or skip it."""
 
+    remedy = Remedy.NO_SPACE
+
 
 class TransferFailed(ChunkError):
     """The chunk's transfer failed or ran out of time: retry later; what is stored is untouched."""
+
+    remedy = Remedy.FAILED
+
+
+TYPE_CHECKING = False
+if not TYPE_CHECKING:  # Type checkers would take every name for one that there is.
+
+    def __getattr__(name: str) -> object:
+        """Return an error by its name of 0.1.0, which goes with 0.3.0."""
+        now = name.replace("Block", "Chunk")
+        if name not in ("BlockCorrupt", "BlockError", "BlockMissing"):
+            raise AttributeError(f"module 'kvtier.errors' has no attribute {name!r}")
+        warn(f"kvtier.errors.{name} goes with 0.3.0: use kvtier.errors.{now}", DeprecationWarning, stacklevel=2)
+        return globals()[now]
 
 
 def one_line(text: str) -> str:

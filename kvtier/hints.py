@@ -11,6 +11,8 @@ from typing import Annotated, TypeGuard
 
 import msgspec
 
+from kvtier.remedies import Remedy
+
 PRIORITY_MAX = 99
 RETAIN_S_MAX = 86_400.0  # A longer time counts as this: nothing is kept for ever.
 CLASS_CHARACTERS_MAX = 256
@@ -50,7 +52,12 @@ class IgnoredHints:
     def add(self, reason: str, what: str) -> None:
         """Count a hint, or a part of one, that is ignored; the first of each reason is said."""
         if reason not in self.counts:
-            logger.warning("a hint is ignored (%s): %s; later ones of this kind are only counted", reason, what)
+            logger.warning(
+                "a hint is ignored (%s): %s; later ones of this kind are only counted; see %s",
+                reason,
+                what,
+                Remedy.HINT,
+            )
         self.counts[reason] = self.counts.get(reason, 0) + 1
 
 

@@ -1,7 +1,7 @@
 """The primary's host memory as a worker needs it: torch views of a region's rows, pinned for the GPU's copy engines.
 
-The one part of host memory that knows torch, and injected where it is needed: only workers, which copy to and from a
-GPU, make one and pin; an engine's owner and its runner see the same rows as bytes and never touch CUDA.
+This is the one part of host memory that knows torch. Only workers, which copy to and from a GPU, make one and pin it.
+An engine's owner and its runner see the same rows as bytes, and never touch CUDA.
 """
 
 import ctypes
@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Protocol, Self, SupportsInt, cast
 
 from kvtier.memory import Region, RowLayout
+from kvtier.remedies import Remedy
 
 try:
     import torch
@@ -32,7 +33,7 @@ class HostRegister(Protocol):
 
 
 def cuda_runtime() -> HostRegister | None:
-    """Return what pins memory here, initialising CUDA; None where there is no CUDA device."""
+    """Return the object that pins memory here, and initialise CUDA; None where there is no CUDA device."""
     if not torch.cuda.is_available():
         return None
     return cast("HostRegister", torch.cuda.cudart())  # type: ignore[no-untyped-call]
@@ -41,8 +42,8 @@ def cuda_runtime() -> HostRegister | None:
 class CpuMemory:
     """Views of a region's rows as torch.int8 tensors, zero-copy, each of which keeps the memory mapped.
 
-    With `pin_with` (a worker passes `cuda_runtime()`) the rows are pinned; where that fails they are not, which is
-    logged and makes copies slower, not wrong.
+    With `pin_with` (a worker passes `cuda_runtime()`) the rows are pinned. If that fails, the rows stay unpinned, and
+    the log says so. Copies are then slower, and still right.
     """
 
     def __init__(
@@ -90,8 +91,14 @@ class CpuMemory:
             code = int(runtime.cudaHostRegister(part.data_ptr(), part.numel(), _REGISTER_PORTABLE))
             if code:
                 _forget_last_error()
-                reason = "Host memory stays unpinned, its copies slow: cudaHostRegister failed with %d at row %d of %d"
-                logger.warning(reason, code, first, count)
+                logger.warning(
+                    "Host memory stays unpinned, its copies slow: cudaHostRegister failed with %d at row %d of %d; "
+                    "see %s",
+                    code,
+                    first,
+                    count,
+                    Remedy.UNPINNED,
+                )
                 self._unpin(runtime)
                 return
             self._pinned.append(part.data_ptr())
@@ -101,7 +108,7 @@ class CpuMemory:
             code = int(runtime.cudaHostUnregister(self._pinned.pop()))
             if code:
                 _forget_last_error()
-                logger.warning("cudaHostUnregister failed with error %d", code)
+                logger.warning("cudaHostUnregister failed with error %d; see %s", code, Remedy.UNPINNED)
 
 
 def _forget_last_error() -> None:

@@ -12,7 +12,7 @@ from kvtier.engine.answers import EventKind, EventLog
 from kvtier.engine.outbox import Operation, Outbox, Transfer, Transfers
 from kvtier.engine.primary import Rows
 from kvtier.engine.requests import Leases
-from kvtier.engine.tier import NOT_TRIED, Residency, Tier
+from kvtier.engine.tier import NOT_TRIED, Explored, Residency, Tier
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
@@ -127,6 +127,8 @@ class Inbox:
         if transfer.expected_s:
             transfer.tier.counters.compare(transfer.expected_s, message.seconds)
             transfer.tier.note_lag(transfer, message.seconds)
+            if transfer.request is None:
+                transfer.tier.explored = Explored(len(transfer.keys), message.seconds, transfer.expected_s)
         if self._observe is not None:
             self._observe(transfer.tier.spec.name, transfer.operation.value, message.seconds)
 

@@ -156,7 +156,7 @@ class Ledger:
         worth = self._worth
         if self.outbox.runs:
             self._weigh()
-        if self.prefetches:  # After that: what is not loaded for a request may be for them.
+        if self.prefetches.waiting:  # After that: what is not loaded for a request may be for them.
             self.prefetches.step()
         self._hits.end(self._now, worth.patience_s(worth.chunk_s) if worth.token_s else None)
         if self._forgetting:
@@ -166,7 +166,8 @@ class Ledger:
         if self.cascades.owes:
             self.cascades.step(self._now, runner_up=self.runner_up)
         actions = self.outbox.flush(self._expect if worth.token_s else None)
-        worth.begin_step()
+        if worth.token_s or self.prefill.tokens_per_s:
+            worth.begin_step()
         self._step += 1
         return actions
 
@@ -195,6 +196,8 @@ class Ledger:
         mask = self.residency.mask.get(key, 0)
         asked: list[Tier] = []
         silent: list[Tier] = []
+        slow: list[Tier] | None = None
+        source, having = None, 0
         for tier in self.tiers:
             if not request.loads_from(tier.spec) or not tier.admits(self._now):
                 continue
@@ -202,28 +205,47 @@ class Ledger:
             answer = tier.answer(key, bool(mask & tier.bit), self._now)
             if answer is None and (tier.index, key) in search.asked and key not in tier.asking:
                 answer = tier.last_answer(key)  # A request asks once: else answers older than a step keep it waiting.
-            if answer:
-                if self._weighs(request) and self._worth.never(tier) and request not in self.outbox.runs:
-                    return self._decline_at_once(key, tier, request)
-                return self._promote(key, tier, request)
-            if answer is not None:
-                continue
-            if tier.may_ask(key):
+            if answer is None:
                 silent.append(tier)
+            elif answer:
+                if not self._weighs(request):
+                    return self._promote(key, tier, request)
+                if (self._worth.never(tier) and request not in self.outbox.runs) or search.passed & tier.bit:
+                    slow = [*(slow or ()), tier]
+                elif source is None:
+                    source = tier
+                having |= tier.bit
+        if source is None:
+            if silent and self._ask(key, silent, request):
+                return RETRY
+            if slow is None:
+                return self._miss(key, request, asked)
+            source = next((tier for tier in slow if self._may_try(tier, request)), None)
+            if source is None:
+                return self._decline_at_once(key, slow[0], request)
+        others = having & ~(source.bit | search.passed)
+        return self._promote(key, source, request, others, unasked=bool(silent))
+
+    def _ask(self, key: OffloadKey, tiers: Sequence[Tier], request: Request) -> bool:
+        """Have these tiers asked for a key; False if none of them may be."""
+        asks = False
+        for tier in tiers:
+            if tier.may_ask(key):
+                tier.ask(key)
+                request.search.asked.add((tier.index, key))
+                request.retried_in = self._step
+                asks = True
             else:
                 tier.counters.drop("asking", 1)
-        if not silent:
-            return self._miss(key, request, asked)
-        for tier in silent:
-            tier.ask(key)
-            search.asked.add((tier.index, key))
-        request.retried_in = self._step
-        return RETRY
+        return asks
 
-    def _promote(self, key: OffloadKey, tier: Tier, request: Request) -> LookupResult:
+    def _promote(
+        self, key: OffloadKey, tier: Tier, request: Request, others: int | None = None, *, unasked: bool = False
+    ) -> LookupResult:
         """Reserve and lease a row for a key that a tier has; without one it is a miss, never a wait.
 
         What the request found before is leased first: a prefix that exceeds the share keeps its leading part.
+        Its load is weighed if it is known which `others` have it, too; `unasked`: a further tier may.
         """
         evicted = self._reserve((key,)) if self._hits.leasable(request, 1) else None
         if evicted is None:
@@ -235,7 +257,7 @@ class Ledger:
         search = request.search
         search.promotions[key] = search.promotions.get(key, 0) + 1
         search.sources[key] = tier.index
-        self.outbox.promote(key, tier, request, request.found if self._weighs(request) else None)
+        self.outbox.promote(key, tier, request, others, unasked=unasked)
         if self.cascades.owes:
             self.cascades.promoted(key, tier.spec, request)
         return self._wait_for(key, request)
@@ -266,26 +288,47 @@ class Ledger:
         """
         queued: dict[Tier, int] = {}  # Chunks that go before those of the next request.
         withdrawn: set[OffloadKey] = set()
-        for request, runs in self.outbox.runs.items():
+        reassigned = False
+        for request, found in self.outbox.runs.items():
             if request.finished:
                 continue
             if withdrawn and not withdrawn.isdisjoint(chain(request.held, request.hits)):
-                withdrawn.update(self._withdraw(request, runs, None, queued))
+                withdrawn.update(self._withdraw(request, found, None, queued))
                 self.withdrawals += 1
                 continue
-            choice = self._choice(request, runs, queued)
-            if choice.end < runs[-1].end:
-                if request.retried_in == self._step:
-                    withdrawn.update(self._withdraw(request, runs, None, queued))
-                    continue
-                withdrawn.update(self._withdraw(request, runs, choice, queued))
-                self.withdrawals += 1
-            if choice.computing_s:
-                for tier, chunks in chunks_before(runs, choice.end).items():
-                    queued[tier] = queued.get(tier, 0) + chunks
-                late_at = self._now + self._worth.patience_s(choice.computing_s)
-                request.late_at = late_at if request.late_at == NEVER else max(late_at, request.late_at)
+            runs, moved = found, False
+            if any(run.others for run in found):
+                runs, moved = self._worth.soonest(found, self.tiers, queued, self._now)
+            if moved:
+                self.outbox.reassign(request, runs)
+                reassigned = True
+            withdrawn.update(self._weigh_one(request, runs, queued))
+        if reassigned:
+            self.outbox.order_loads()
         self.outbox.runs.clear()
+
+    def _weigh_one(self, request: Request, runs: Sequence[Run], queued: dict[Tier, int]) -> Sequence[OffloadKey]:
+        """Let a request have the loads that save it most time; return the keys that are not on their way any more."""
+        choice, waits = self._choice(request, runs, queued), request.retried_in == self._step
+        computes = not waits and self._worth.computes_anyway(choice, self._now)
+        if computes:
+            choice = Choice(runs[0].start, 0.0, 0.0)
+        gone: Sequence[OffloadKey] = ()
+        if choice.end < runs[-1].end:
+            if waits:
+                return self._withdraw(request, runs, None, queued)
+            # A tier that has yet to say what it has may be faster.
+            passes = not computes and any(run.unasked for run in runs if run.end > choice.end)
+            gone = self._withdraw(request, runs, choice, queued, passes=passes)
+            self.withdrawals += 1
+        elif runs[-1].others:
+            self._explore_beside(request, runs, queued)
+        if choice.computing_s:
+            for tier, chunks in chunks_before(runs, choice.end).items():
+                queued[tier] = queued.get(tier, 0) + chunks
+            late_at = self._now + self._worth.patience_s(choice.computing_s)
+            request.late_at = late_at if request.late_at == NEVER else max(late_at, request.late_at)
+        return gone
 
     def _weighs(self, request: Request) -> bool:
         return request.weighed and self._worth.token_s > 0
@@ -297,28 +340,43 @@ class Ledger:
         return self._worth.choose_all(runs, request.found, tokens, queued, self._now)
 
     def _withdraw(
-        self, request: Request, runs: Sequence[Run], choice: Choice | None, queued: Mapping[Tier, int]
+        self,
+        request: Request,
+        runs: Sequence[Run],
+        choice: Choice | None,
+        queued: Mapping[Tier, int],
+        *,
+        passes: bool = False,
     ) -> list[OffloadKey]:
         """Take back a request's loads but for its choice; None: all of them, as if it had not looked up.
 
-        Return the keys that are not on their way any more.
+        `passes`: it only passes over the tiers of these loads, and asks others. Return the keys that are not on their
+        way any more.
         """
+        end = runs[0].start if choice is None else choice.end
+        left = [run for run in runs if run.end > end]
+        if passes:
+            for run in left:
+                request.search.passed |= run.tier.bit | run.others
         gone: list[OffloadKey] = []
-        for tier, kept in chunks_before(runs, runs[0].start if choice is None else choice.end).items():
+        for tier, kept in chunks_before(runs, end).items():
             keys = self.outbox.withdraw(tier, request, kept)
-            if choice is None:
+            if choice is None or passes:
                 for key in keys:
                     request.search.undo(key)
             elif keys:
                 self._decline(keys, tier, request)
                 tier.counters.declined_seconds += self._worth.load_s(tier, queued.get(tier, 0) + len(keys), self._now)
-                if not kept and self._worth.explores(tier, queued, self._now):
-                    keys = self._explore(keys, tier, request)
+                if not kept:
+                    keys = self._explore_declined(keys, tier, left, request, queued)
             gone += keys
         for key in gone:
             self.leases.end_row(self.primary.filling[key])
             self.primary.abandon(key, lent=False)
         return gone
+
+    def _of_bits(self, bits: int) -> list[Tier]:
+        return [tier for tier in self.tiers if tier.bit & bits]
 
     def _decline(self, keys: Sequence[OffloadKey], tier: Tier, request: Request) -> None:
         """Have a request compute these keys of a tier."""
@@ -327,23 +385,59 @@ class Ledger:
         tier.counters.declined += len(keys)
         tier.counters.declined_requests += 1
 
-    def _explore(self, keys: list[OffloadKey], tier: Tier, request: Request) -> list[OffloadKey]:
-        """Have the first of these reserved keys loaded for nobody, to see how fast the tier is; return the others."""
-        explored = keys[:EXPLORED_CHUNKS]
-        for key in explored:
+    def _explore(self, keys: Sequence[OffloadKey], tier: Tier, request: Request) -> None:
+        """Have these reserved keys loaded for nobody, to see how fast the tier is."""
+        for key in keys:
             self.leases.end(self.primary.filling[key], request)
-        self.outbox.explore(explored, tier)
-        return keys[EXPLORED_CHUNKS:]
+        self.outbox.explore(keys, tier)
+
+    def _may_try(self, tier: Tier, request: Request) -> bool:
+        """Say whether to queue loads that are worth nothing: at the step's end, some of them are explored.
+
+        Of one request a step, so that not all have their rows reserved for it.
+        """
+        if request not in self.outbox.runs:
+            if tier.tried_in == self._step or not self._worth.may_explore(tier, self._now):
+                return False
+            tier.tried_in = self._step
+        return True
+
+    def _explore_declined(
+        self, keys: list[OffloadKey], tier: Tier, runs: Sequence[Run], request: Request, queued: Mapping[Tier, int]
+    ) -> list[OffloadKey]:
+        """Have the first of the keys that were to come from a tier loaded for nobody; return the others.
+
+        From that tier, or from another one that has its first run, too: whichever it is time for.
+        """
+        run = next(run for run in runs if run.tier is tier)
+        for each in self._of_bits(tier.bit | run.others):
+            if chunks := self._worth.explores(each, len(keys), queued, self._now):
+                chunks = chunks if each is tier else min(chunks, run.end - run.start)
+                self._explore(keys[:chunks], each, request)
+                return keys[chunks:]
+        return keys
+
+    def _explore_beside(self, request: Request, runs: Sequence[Run], queued: Mapping[Tier, int]) -> None:
+        """Have the last chunks of a prompt loaded for nobody from a tier that has them and was not heard of for long.
+
+        The request computes them meanwhile. What it found behind them would have to be computed, too: then it is none.
+        """
+        run, goes_on = runs[-1], request.retried_in == self._step or runs[-1].end < request.found
+        if goes_on or request.position is not None or run.end - run.start <= EXPLORED_CHUNKS:
+            return
+        for tier in self._of_bits(run.others):
+            if self._worth.explores_beside(tier, queued, self._now):
+                run.end -= EXPLORED_CHUNKS
+                keys = self.outbox.withdraw(run.tier, request, chunks_before(runs, run.end)[run.tier])
+                for key in keys:
+                    request.search.decline(key)
+                self._explore(keys, tier, request)
+                return
 
     def _decline_at_once(self, key: OffloadKey, tier: Tier, request: Request) -> LookupResult:
         """Decline a key of a tier from which no load is worth its time, however long."""
         self._decline((key,), tier, request)
         tier.counters.declined_seconds += self._worth.load_s(tier, 1, self._now)
-        if self._worth.explores(tier, {}, self._now):
-            evicted = self._reserve((key,))
-            if evicted is not None:
-                self._events.add(EventKind.REMOVED, PRIMARY_NAME, evicted)
-                self.outbox.explore((key,), tier)
         return self._miss(key, request, ())
 
     def _give_up_on(self, key: OffloadKey, request: Request) -> LookupResult:
@@ -434,7 +528,10 @@ class Ledger:
         present, keys = request.in_prefix_order(present), request.in_prefix_order(keys)
         fresh = [key for key in present if key not in used] if used else present
         if fresh:
-            self.primary.touch(self.primary.rows_of(dict.fromkeys(fresh)))
+            rows = self.primary.rows_of(dict.fromkeys(fresh))
+            self.primary.touch(rows)
+            if self.cascades.withheld:
+                self.cascades.withheld.difference_update(rows)
             if self.cascades.remembers and self.runner_up:
                 self.cascades.used(fresh, request, self._now)
         elif len(keys) == len(present):
@@ -567,10 +664,12 @@ class Ledger:
             return
         used, hint = list(request.used), request.hint
         request.told = len(used)
-        self.primary.end(self.primary.rows_of(used), hint)
+        over = self.primary.end(self.primary.rows_of(used), hint)
+        if over and self.cascades.owes:
+            self.cascades.withheld.update(over)
         for tier in self.tiers:
             if self.runner_up and request.allows(tier.spec):
-                self.outbox.rank(used, tier, hint, wait=self.primary.takes_hints)
+                self.outbox.end(used, tier, hint)
         if hint is not None and hint.retain_s:
             self._retain(request.leading(hint.tokens, self._chunk_tokens), hint.retain_s, hint.priority, request)
 

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from prometheus_client import CollectorRegistry
+from typing_extensions import deprecated
 
 from kvtier.backend import Lanes, OffloadKey, in_thread
 from kvtier.config import EngineConfig
@@ -26,6 +27,7 @@ from kvtier.engine.progress import Progress
 from kvtier.engine.steps import StepManager, checked, make_region
 from kvtier.errors import RowsStillRead
 from kvtier.memory import LentRow, fill_standard_streams
+from kvtier.remedies import Remedy
 from kvtier.runner.bridge import InlineBridge
 from kvtier.runner.tiers import open_tiers
 
@@ -251,6 +253,24 @@ class TieringOffloadingManager:
     ) -> None:
         await self.aclose()
 
+    # Names of 0.1.0, which go with 0.3.0.
+
+    @classmethod
+    @deprecated("TieringOffloadingManager.start goes with 0.3.0: use StepManager.start")
+    def start(cls, config: EngineConfig, *, observer: Observe | None = None) -> StepManager:
+        """Start the step protocol, as `StepManager.start` does."""
+        return cls.step_manager.start(config, observer=observer)
+
+    @deprecated("areset goes with 0.3.0: use reset")
+    async def areset(self, deadline_s: float | None = None) -> bool:
+        """Clear the primary, as `reset` does."""
+        return await self.reset(deadline_s)
+
+    @deprecated("drained goes with 0.3.0: use drain")
+    async def drained(self, deadline_s: float | None = None) -> bool:
+        """Wait until nothing is under way, as `drain` does."""
+        return await self.drain(deadline_s)
+
     # How it begins and ends.
 
     @classmethod
@@ -365,7 +385,7 @@ class TieringOffloadingManager:
             f"{len(read)} of {len(lent)} rows are still read when their fetch is over ({named}): copy the bytes (get "
             "does), or drop what was made of the views before the block ends. Until it has gone nobody gets these rows."
         )
-        logger.warning("%s", complaint)
+        logger.warning("%s; see %s", complaint, Remedy.LENT)
         return complaint
 
     async def _reserve(self, keys: Sequence[OffloadKey], request_id: str) -> StorePlan:

@@ -10,7 +10,7 @@ died), it is overdue: no LLM engine waits for it, and nobody else gets its rows 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from kvtier.backend import OffloadKey
@@ -36,6 +36,7 @@ from kvtier.runner.messages import (
 
 ADVICE_KEYS_MAX = 4_096  # In one action: some milliseconds of the runner's loop.
 ADVICE_MAX = 64  # In one step. Of more the oldest are dropped: they only say in which order chunks should go.
+_NOTHING_SAID = Hint()  # Of a request that is over, where others have hints.
 
 _to_ask = attrgetter("to_ask")
 
@@ -52,12 +53,14 @@ class Operation(Enum):
 class Run:
     """Neighbouring keys of what a request looked up in a step, that are to be loaded from one tier."""
 
-    __slots__ = ("end", "start", "tier")
+    __slots__ = ("end", "others", "start", "tier", "unasked")
 
-    def __init__(self, tier: Tier, start: int) -> None:
+    def __init__(self, tier: Tier, start: int, end: int, others: int = 0, *, unasked: bool = False) -> None:
         self.tier = tier
         self.start = start  # Places among all that the request has found in the step, from 0.
-        self.end = start + 1
+        self.end = end
+        self.others = others  # Bits of the other tiers that have all of it.
+        self.unasked = unasked  # A further one may have some of it, and has not been asked.
 
 
 def chunks_before(runs: Sequence[Run], end: int) -> dict[Tier, int]:
@@ -240,22 +243,45 @@ class Outbox:
         self._deletes: dict[Tier, list[OffloadKey]] = {}
         self._advice: deque[Action] = deque(maxlen=ADVICE_MAX)
         self._waiting: deque[_Waiting] = deque()
+        self._hinted = False  # There has been a hint.
         self._acknowledgements: list[Action] = []
 
-    def promote(self, key: OffloadKey, tier: Tier, request: Request, place: int | None = None) -> None:
+    def promote(
+        self, key: OffloadKey, tier: Tier, request: Request, others: int | None = None, *, unasked: bool = False
+    ) -> None:
         """Queue a load into the row that is reserved for the key: one batch for each tier and request.
 
-        `place`: the key's among what the request found in this step, if the load is to be weighed.
+        `others` and `unasked`: as of a `Run`, if the load of what the request finds next is to be weighed.
         """
         self._promotions.setdefault((tier, request), []).append(key)
-        if place is not None:
-            runs = self.runs.setdefault(request, [])
-            if runs and runs[-1].tier is tier and runs[-1].end == place:
-                runs[-1].end += 1
+        if others is not None:
+            place, runs = request.found, self.runs.setdefault(request, [])
+            if runs and (last := runs[-1]).end == place and last.tier is tier and last.others == others:
+                last.end += 1
+                last.unasked |= unasked
             else:
-                runs.append(Run(tier, place))
+                runs.append(Run(tier, place, place + 1, others, unasked=unasked))
         tier.counters.promoted += 1
         tier.breaker.take()
+
+    def reassign(self, request: Request, runs: Sequence[Run]) -> None:
+        """Queue the loads of a request anew, from the tiers that its runs say now; its turn stays the same."""
+        keys = [*request.held, *request.hits]
+        for tier in self._tiers:
+            tier.counters.promoted -= len(self._promotions.pop((tier, request), ()))
+        for run in runs:
+            loaded = keys[run.start : run.end]
+            self._promotions.setdefault((run.tier, request), []).extend(loaded)
+            request.search.sources.update(dict.fromkeys(loaded, run.tier.index))
+            run.tier.counters.promoted += len(loaded)
+            run.tier.breaker.take(len(loaded))
+
+    def order_loads(self) -> None:
+        """Put the loads that are weighed into the order of asking; others come after them."""
+        turns: dict[Request | None, int] = {request: turn for turn, request in enumerate(self.runs)}
+        loads = [(turns.get(request, len(turns)), tier, request) for tier, request in self._promotions]
+        loads.sort(key=itemgetter(0))
+        self._promotions = {(tier, request): self._promotions[tier, request] for _, tier, request in loads}
 
     def withdraw(self, tier: Tier, request: Request, kept: int) -> list[OffloadKey]:
         """Take back what was queued for a request from a tier, but for the first so many; return it."""
@@ -296,16 +322,26 @@ class Outbox:
     def delete(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
         self._deletes.setdefault(tier, []).extend(keys)
 
-    def rank(self, keys: Sequence[OffloadKey], tier: Tier, hint: Hint | None = None, *, wait: bool = False) -> None:
+    def rank(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
+        """Have the tier renew what it holds of these keys, in prefix order."""
+        self._say(tier, keys, lambda packed: Rank(tier.index, packed))
+
+    def end(self, keys: Sequence[OffloadKey], tier: Tier, hint: Hint | None) -> None:
         """Have the tier hear of a request that is over: which of the keys that it holds, in prefix order, were used.
 
-        `wait`: after the stores of its keys that are under way.
+        From the first hint on it hears after the stores of the request's keys that are under way, and that this is an
+        end: a session goes on with it, or is over.
         """
-        self._advise(tier, keys, lambda packed: Rank(tier.index, packed, hint), wait=wait)
+        self._hinted = self._hinted or hint is not None
+        if self._hinted:
+            self._advise(tier, keys, lambda packed: Rank(tier.index, packed, hint or _NOTHING_SAID))
+        else:
+            self.rank(keys, tier)
 
     def expect_hints(self) -> None:
         """Have the tiers take note from now on of which session uses what: there are hints."""
-        self._advice.extend(Rank(tier.index, pack_keys(()), Hint()) for tier in self._tiers)
+        self._hinted = True
+        self._advice.extend(Rank(tier.index, pack_keys(()), _NOTHING_SAID) for tier in self._tiers)
 
     def demote(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
         """Have the tier let those of the keys that it holds, or is getting, go before others."""
@@ -364,16 +400,16 @@ class Outbox:
         keys: Sequence[OffloadKey],
         make: Callable[[PackedKeys], Advice],
         *,
-        wait: bool = True,
         tail_first: bool = True,
     ) -> None:
-        advice = _Waiting(tier, keys, tier.storing.intersection(keys) if wait else set(), make, tail_first)
-        if not advice.stores:
-            self._say(advice)
+        """Say what a tier can heed once it has the keys: after the stores of them that are under way."""
+        stores = tier.storing.intersection(keys)
+        if not stores:
+            self._say(tier, keys, make, tail_first=tail_first)
             return
-        self._waiting.append(advice)
+        self._waiting.append(_Waiting(tier, keys, stores, make, tail_first))
         if len(self._waiting) > ADVICE_MAX:
-            self._say(self._waiting.popleft())
+            self._say_after_all(self._waiting.popleft())
 
     def _advise_waiting(self) -> None:
         """Say what waited for stores that are over."""
@@ -383,15 +419,25 @@ class Outbox:
             if advice.stores:
                 self._waiting.append(advice)
             else:
-                self._say(advice)
+                self._say_after_all(advice)
 
-    def _say(self, advice: "_Waiting") -> None:
-        tier, size = advice.tier, ADVICE_KEYS_MAX
-        mask, bit = self._residency.mask, tier.bit
-        held = [key for key in advice.keys if mask.get(key, 0) & bit or tier.last_answer(key)]
+    def _say_after_all(self, advice: _Waiting) -> None:
+        self._say(advice.tier, advice.keys, advice.make, tail_first=advice.tail_first)
+
+    def _say(
+        self,
+        tier: Tier,
+        keys: Sequence[OffloadKey],
+        make: Callable[[PackedKeys], Advice],
+        *,
+        tail_first: bool = True,
+    ) -> None:
+        """Tell a tier of those of the keys that it holds."""
+        mask, bit, size = self._residency.mask, tier.bit, ADVICE_KEYS_MAX
+        held = [key for key in keys if mask.get(key, 0) & bit or tier.last_answer(key)]
         starts = range(0, len(held), size)
-        for start in reversed(starts) if advice.tail_first else starts:
-            self._advice.append(advice.make(pack_keys(held[start : start + size])))
+        for start in reversed(starts) if tail_first else starts:
+            self._advice.append(make(pack_keys(held[start : start + size])))
 
     def _within_limits(self, keys: list[OffloadKey], tier: Tier, now: float) -> list[OffloadKey]:
         """Return those of the keys whose cascade exceeds no limit; the others are dropped, each for the first it meets.

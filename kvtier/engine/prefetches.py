@@ -35,16 +35,17 @@ class Prefetches:
         self._primary = primary
         self._leases = leases
         self._lookup = lookup
-        self._waiting: deque[Prefetch] = deque()
+        self.waiting: deque[Prefetch] = deque()
+        """Those that are not over, the oldest first."""
 
     def __bool__(self) -> bool:
-        return bool(self._waiting)
+        return bool(self.waiting)
 
     def begin(self, keys: Sequence[OffloadKey]) -> Prefetch:
         """Begin one, with the next step; one too many is over at once."""
         prefetch = Prefetch(keys)
-        if len(self._waiting) < WAITING_MAX:
-            self._waiting.append(prefetch)
+        if len(self.waiting) < WAITING_MAX:
+            self.waiting.append(prefetch)
         else:
             prefetch.over = True
         return prefetch
@@ -52,21 +53,21 @@ class Prefetches:
     def give_up(self, prefetch: Prefetch) -> None:
         """Look up nothing more of it; what is on its way comes."""
         if not prefetch.over:
-            self._waiting.remove(prefetch)
+            self.waiting.remove(prefetch)
             self._end(prefetch)
 
     def step(self) -> None:
         """Go on with the oldest ones: before a step's hits are leased."""
-        for prefetch in list(islice(self._waiting, AT_ONCE)):
+        for prefetch in list(islice(self.waiting, AT_ONCE)):
             self._look(prefetch)
             if prefetch.here >= len(prefetch.keys):
-                self._waiting.remove(prefetch)
+                self.waiting.remove(prefetch)
                 self._end(prefetch)
 
     def clear(self) -> None:
         """Give up all: the primary is about to drop every key."""
-        while self._waiting:
-            self.give_up(self._waiting[0])
+        while self.waiting:
+            self.give_up(self.waiting[0])
 
     def _look(self, prefetch: Prefetch) -> None:
         """Look on to the window's end; what is here before it costs a look-up each, once."""

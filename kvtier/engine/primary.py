@@ -243,15 +243,15 @@ class Primary:
             self._order = self._hinted
         return self._hinted
 
-    def end(self, rows: Sequence[int], hint: Hint | None) -> None:
-        """Rank the rows of a request that ends: all that it has used."""
+    def end(self, rows: Sequence[int], hint: Hint | None) -> Sequence[int]:
+        """Rank the rows of a request that ends, all that it has used; return those of a session that is over."""
         if hint is not None:
             self.take_hints()
         if self._hinted is None:
             self._order.rank(rows)
-        else:
-            self._come_back(rows)
-            self._hinted.end(rows, hint)
+            return ()
+        self._come_back(rows)
+        return self._hinted.end(rows, hint)
 
     def demote(self, rows: Sequence[int]) -> None:
         """Have these rows go before all others, unless they are used again."""

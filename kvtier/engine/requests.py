@@ -26,13 +26,14 @@ NEVER = math.inf  # Nothing is waited for, or without an end.
 class Search:
     """A request's search beyond the primary. Most find all they need there, or are new: these have none."""
 
-    __slots__ = ("asked", "gave_up", "missed", "promotions", "sources")
+    __slots__ = ("asked", "gave_up", "missed", "passed", "promotions", "sources")
 
     def __init__(self) -> None:
         self.promotions: dict[OffloadKey, int] = {}
         self.sources: dict[OffloadKey, int] = {}  # Key -> index of the tier that it was promoted from.
         self.missed: set[OffloadKey] = set()
         self.gave_up = False  # A load was late.
+        self.passed = 0  # Bits of the tiers that are too slow for it, while others have yet to say what they have.
         self.asked: set[tuple[int, OffloadKey]] = set()  # Tiers, by index, that were asked for a key on its behalf.
 
     def give_up(self, key: OffloadKey) -> None:

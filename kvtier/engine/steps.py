@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from prometheus_client import CollectorRegistry
+from typing_extensions import deprecated
 
 from kvtier import __version__
 from kvtier.backend import OffloadKey
@@ -34,6 +35,7 @@ from kvtier.errors import EngineClosed
 from kvtier.hints import PRIORITY_MAX
 from kvtier.memory import LentRow, Region, let_go_in_forks, require_descriptors
 from kvtier.policies import policy_class
+from kvtier.remedies import Remedy
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import RunnerBack, RunnerLost
 from kvtier.runner.process import ProcessBridge
@@ -161,7 +163,8 @@ class StepManager:
             raise ValueError(f"request {request_id!r} is known already: finish it first, or choose another id")
         self._receive()
         request = self._requests[request_id] = Request(request_id, matchers, load_matchers, position)
-        self._ledger.hint(request, hint)
+        if hint is not None:
+            self._ledger.hint(request, hint)
         return self._ledger.wants_all(request)
 
     def on_request_finished(self, request_id: str, hint: object = None) -> None:
@@ -174,7 +177,8 @@ class StepManager:
             self._check_owner()
         request = self._requests.get(request_id)
         if request is not None:
-            self._ledger.hint(request, hint)
+            if hint is not None:
+                self._ledger.hint(request, hint)
             self._finish(request)
 
     # Looking up, loading, storing.
@@ -249,7 +253,7 @@ class StepManager:
         """
         if self._forked:
             self._check_owner()
-        self._ledger.prefill.note(tokens, seconds)
+        self._ledger.prefill.note(tokens, seconds, self._clock())
 
     # Deletions, events, and the end of a step.
 
@@ -404,6 +408,11 @@ class StepManager:
         self._free()
         return abandoned
 
+    @deprecated("shutdown goes with 0.3.0: use close")
+    def shutdown(self, deadline_s: float | None = None) -> int:
+        """End, as `close` does: the name of 0.1.0."""
+        return self.close(deadline_s)
+
     def forked(self) -> None:
         """Be nobody's engine in a child that was forked: it has no runner, and its rows would be the owner's.
 
@@ -516,7 +525,7 @@ class StepManager:
             try:
                 self._observer(tier, operation, seconds)
             except Exception:  # The supervisor's edge: a bug in an observer costs no transfer its outcome.
-                logger.exception("the observer raised for a %s of tier %s", operation, tier)
+                logger.exception("the observer raised for a %s of tier %s; see %s", operation, tier, Remedy.OBSERVER)
 
     def _observe_wait(self, seconds: float) -> None:
         self._metrics.observe_wait(seconds)
@@ -546,8 +555,9 @@ class StepManager:
         if chunks := self._ledger.cascades.give_up(CLOSED):
             logger.warning(
                 "%s chunks were not written to tiers with cascade = 'evict' by the end's deadline: a larger close_s, "
-                "or a faster tier, would have kept them",
+                "or a faster tier, would have kept them; see %s",
                 f"{chunks:,}",
+                Remedy.UNWRITTEN,
             )
 
     def _free(self) -> None:

@@ -30,6 +30,7 @@ AT_ONCE, WHEN_EVICTED, ON_SECOND_USE = "store", "evict", "second_use"
 
 PRESSURE = "pressure"  # A chunk was not written because its row was needed before the tier had taken it.
 ALL = 1 << 32  # Chunks: as many as there can be.
+LIKE_TIMES = 4  # So many times as many bytes take about as long for each of them.
 ANSWERS_MAX = 65_536  # Of each kind a tier: about 10 MB; older ones are asked again.
 
 
@@ -216,6 +217,14 @@ class Expected(Protocol):
     def request(self) -> object: ...
 
 
+class Explored(NamedTuple):
+    """A load for nobody, which has shown how fast its tier is."""
+
+    chunks: int
+    seconds: float
+    expected_s: float
+
+
 class Tier:
     """One tier as the ledger sees it."""
 
@@ -232,10 +241,10 @@ class Tier:
         self.loading = 0  # Chunks under way.
         self.loads: dict[int, Expected] = {}  # The same by the action's id, in the order of sending.
         self.speed: Speed | None = None  # As the runner last saw it.
-        self.late: tuple[tuple[int, int], float] | None = (
-            None  # Sizes and seconds of the last load, if it was too slow.
-        )
+        self.late: tuple[tuple[int, int], float] | None = None  # Sizes and seconds of a load that was given up.
         self.heard_at = 0.0  # When a load last ended, or was last made to see how fast the tier is.
+        self.explored: Explored | None = None  # What the last load for nobody has shown.
+        self.tried_in = -1  # The step in which a request's loads were last queued to see how fast the tier is.
         self.storing: set[OffloadKey] = set()  # Queued or under way.
         self.raced: set[OffloadKey] = set()  # Of those, what was reported gone meanwhile: before it came, or after?
         self.asking: set[OffloadKey] = set()  # Asked or about to be, and nothing newer was heard of them since.
@@ -260,7 +269,7 @@ class Tier:
         """Return how much slower than its speed the tier is by what it has not done yet; 1: not that anybody knew.
 
         It shows in the load that was sent first: nothing has come since, for longer than that load should have taken.
-        After a load that was given up it is as slow as that one was, until another load ends.
+        After a load that was given up it is as slow as that one was, until another one shows that it is not.
         """
         first = next(iter(self.loads.values()), None)
         if first is None or not first.expected_s:
@@ -274,13 +283,18 @@ class Tier:
             load.given_up = load.given_up or load.request is request
 
     def note_lag(self, load: Expected, seconds: float) -> None:
-        """Remember a load that was given up, and after it each one that is slower than the tier's speed says.
+        """Remember a load that was given up, until the tier's speed says the same, or a load of its kind is faster.
 
-        One surprise changes the speed little. But a load that was given up has cost a request its time.
+        One surprise changes the speed little. But a load that was given up has cost a request its time. What few chunks
+        take says nothing of many: a call may cost what it did, and only its bytes take longer.
         """
-        if self.speed is not None and (load.given_up or self.late):
-            slower = seconds > self.speed.seconds(*load.sizes)
-            self.late = (load.sizes, seconds) if slower else None
+        if load.given_up:
+            self.late = (load.sizes, seconds)
+        elif self.late is not None and self.speed is not None:
+            (late_bytes, _), late_s = self.late
+            alike = load.sizes[0] * LIKE_TIMES >= late_bytes and seconds * late_bytes < late_s * load.sizes[0] / 2
+            if alike or self.speed.seconds(*self.late[0]) >= late_s / 2:
+                self.late = None
 
     @property
     def _lag(self) -> float:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 
 from kvtier.engine.tier import CLOSED, PRESSURE, Tier
+from kvtier.remedies import Remedy
 
 LOOK_EVERY_S = 1.0  # Where nothing comes back from tiers: drops alone make no message.
 LOSSES_EVERY_S = 60.0  # Between two lines of losses, a tier: a full log tells nobody anything.
@@ -67,17 +68,18 @@ class _Told:
         if (counters.dropped, counters.failures, unwritten) == (self._dropped, self._failed, self._unwritten):
             return
         if losses := self._losses(now):
-            logger.warning("tier %s: since the last line %s", self._name, losses)
+            logger.warning("tier %s: since the last line %s; see %s", self._name, losses, Remedy.LOSSES)
 
     def _tell_opening(self, now: float) -> None:
         logger.warning(
             "tier %s: the breaker is open after %d failures in a row; the last cause is %s; it is tried again every"
-            " %g s; since the last line %s",
+            " %g s; since the last line %s; see %s",
             self._name,
             self._tier.breaker.failures,
             _in_words(self._tier.counters.last_cause),
             self._tier.spec.breaker_cooldown_s,
             self._losses(now, cause=False) or "no chunk failed",
+            Remedy.BREAKER,
         )
 
     def _losses(self, now: float, *, cause: bool = True) -> str:

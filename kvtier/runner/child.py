@@ -20,6 +20,7 @@ import uvloop
 from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError, KVTierError
 from kvtier.memory import GROUP_SIGNALS, Region, fill_standard_streams
+from kvtier.remedies import Remedy
 from kvtier.runner.messages import Action, Beat, Close, Closed, Message, Opened, OpenFailed
 from kvtier.runner.runner import Runner
 from kvtier.runner.tiers import RunnerTier, open_tiers
@@ -77,7 +78,7 @@ async def serve(owner_socket: socket.socket, region_fd: int, owner_fds: Sequence
         region, tiers = opening.result()
     except Exception as error:  # Told to the owner, which raises it; what is no refusal is logged, too.
         if not isinstance(error, KVTierError):
-            logger.exception("a tier broke as it was opened")
+            logger.exception("a tier broke as it was opened; see %s", Remedy.OPENING)
         owner.post(OpenFailed(str(error) or repr(error), config=isinstance(error, ConfigError)))
         await owner.drain()
         return

@@ -121,7 +121,10 @@ class Delete(_Message, frozen=True, tag="D"):
 
 
 class Rank(_Message, frozen=True, tag="R"):
-    """A request is over that used these chunks, in prefix order, with what was said of it. Nothing comes back."""
+    """Have a tier renew these chunks, in prefix order. Nothing comes back.
+
+    With a hint they are those of a request that is over: what was said of it, which may be nothing.
+    """
 
     tier: int
     keys: PackedKeys

@@ -23,6 +23,7 @@ import msgspec
 from kvtier.config import EngineConfig
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory import GROUP_SIGNALS, Region, fill_standard_streams, reason, start_thread
+from kvtier.remedies import Remedy
 from kvtier.runner.bridge import Bridge, opening_s
 from kvtier.runner.messages import (
     Action,
@@ -272,7 +273,7 @@ class ProcessBridge(Bridge):
         try:
             opened = self._listen(child)
         except Exception:  # Our bug, or a runner that talks nonsense: no reason to be without a runner.
-            logger.exception("runner %d: cannot be listened to", child.process.pid)
+            logger.exception("runner %d: cannot be listened to; see %s", child.process.pid, Remedy.RUNNER)
             opened = self._ready is child
         self._lose(child, announced=opened)
         return opened
@@ -304,7 +305,9 @@ class ProcessBridge(Bridge):
                 for body in buffer.feed(received):
                     opened = self._hear(child, messages_of(body)) or opened
             elif opened and time.monotonic() - heard > silence_s:
-                logger.error("runner %d: no heartbeat for %.1f s: killed", child.process.pid, silence_s)
+                logger.error(
+                    "runner %d: no heartbeat for %.1f s: killed; see %s", child.process.pid, silence_s, Remedy.RUNNER
+                )
                 child.process.kill()
                 return True
             elif not opened and time.monotonic() - heard > start_s:
@@ -345,7 +348,7 @@ class ProcessBridge(Bridge):
         """Keep the reason for whoever waits for the start; later nobody does, and it is logged."""
         self._failure = failure
         if self._started.is_set():
-            logger.error("no new runner: %s", failure.reason)
+            logger.error("no new runner: %s; see %s", failure.reason, Remedy.OPENING)
 
     def _lose(self, child: RunnerProcess, *, announced: bool) -> None:
         """Tell the owner that a runner is lost, and have a thread of its own tell when its process has ended."""
@@ -356,7 +359,7 @@ class ProcessBridge(Bridge):
                 self._ready = None
         child.socket.close()
         if announced and not self._closing:
-            logger.error("runner %d is lost; starting another", child.process.pid)
+            logger.error("runner %d is lost; starting another; see %s", child.process.pid, Remedy.RUNNER)
             self._deliver((RunnerLost(child.epoch, "the runner's process ended or hung"),))
         try:
             start_thread(threading.Thread(target=self._reap, args=(child,), name="kvtier-reaper", daemon=True))

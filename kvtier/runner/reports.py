@@ -12,6 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from kvtier.backend import Added, Backend, Counted, Described, Inventory, Measured, Occupancy, Removed, ScanDone
+from kvtier.remedies import Remedy
 from kvtier.runner.messages import Found, Gone, Message, Scanned, TierSpeed, TierUsage, pack_keys
 from kvtier.runner.speed import SpeedMeter
 
@@ -86,7 +87,7 @@ class Reports:
             self._watcher.cancel()
             await asyncio.wait((self._watcher,), timeout=deadline_s)
             if not self._watcher.done():
-                logger.error("tier %s does not stop reporting what it holds", self._name)
+                logger.error("tier %s does not stop reporting what it holds; see %s", self._name, Remedy.CLOSING)
                 return False
         return True
 
@@ -119,10 +120,16 @@ class Reports:
             assert self._watcher is not None
             if self._watcher.cancelling():
                 raise
-            logger.exception("tier %s: its inventory failed; from now on it is asked", self._name)
+            logger.exception(
+                "tier %s: its inventory failed; from now on it is asked; see %s", self._name, Remedy.CONTRACT
+            )
         else:
             if not self._closed:
-                logger.error("tier %s: its inventory ended before the tier did; from now on it is asked", self._name)
+                logger.error(
+                    "tier %s: its inventory ended before the tier did; from now on it is asked; see %s",
+                    self._name,
+                    Remedy.CONTRACT,
+                )
 
     def _finding(self) -> str:
         """Say what was there at the start, which is known now."""
@@ -168,5 +175,7 @@ class Reports:
         except BUGS:  # The supervisor's edge; no await, so no cancel of ours.
             if name not in self._complaints:
                 self._complaints.add(name)
-                logger.exception("tier %s: its %s() raised, or returned what it may not", self._name, name)
+                logger.exception(
+                    "tier %s: its %s() raised, or returned what it may not; see %s", self._name, name, Remedy.CONTRACT
+                )
             return None

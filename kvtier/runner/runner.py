@@ -16,6 +16,7 @@ from kvtier.backend import Advised, Backend, OffloadKey, Outcome, Ranked, Read, 
 from kvtier.errors import BackendClosed, BackendError, cause_of
 from kvtier.hints import Hint
 from kvtier.memory import Region
+from kvtier.remedies import Remedy
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
@@ -110,7 +111,7 @@ class Runner:
             await asyncio.wait(closings, timeout=left_s + TURNS_S)
         for tier, closing in zip(self._tiers, closings, strict=True):
             if not closing.done():
-                logger.error("tier %s does not close", tier.name)
+                logger.error("tier %s does not close; see %s", tier.name, Remedy.CLOSING)
             else:
                 _completed(closing, tier.name)
         if self._tasks:
@@ -128,7 +129,7 @@ class Runner:
         try:
             await work
         except Exception as error:  # The supervisor's edge: no tier's fault, but a row or a tier that is not there.
-            logger.exception("%s %d cannot be done", type(action).__name__, action.id)
+            logger.exception("%s %d cannot be done; see %s", type(action).__name__, action.id, Remedy.CONTRACT)
             seconds, cause = self._clock() - begun, cause_of(error)
             if isinstance(action, Probe):
                 self._post(Answered(action.id, b"", seconds, cause))
@@ -224,7 +225,9 @@ class Runner:
         task = asyncio.ensure_future(call)
         in_time, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
         if not in_time:
-            logger.warning("tier %s: %s ran out of time (%g s)", tier.name, what, tier.deadline_s)
+            logger.warning(
+                "tier %s: %s ran out of time (%g s); see %s", tier.name, what, tier.deadline_s, Remedy.OVERDUE
+            )
         return task, bool(in_time)
 
     async def _ended(self, tier: RunnerTier, task: "asyncio.Task[Any]", *, in_time: bool) -> None:
@@ -241,7 +244,9 @@ class Runner:
             else:
                 _advise(self._tiers[action.tier].backend, action)
         except (Exception, SystemExit):  # The supervisor's edge: a bug costs the tier's order, nothing else.
-            logger.exception("tier %d: it does not take %s", action.tier, type(action).__name__)
+            logger.exception(
+                "tier %d: it does not take %s; see %s", action.tier, type(action).__name__, Remedy.CONTRACT
+            )
 
 
 def _advise(backend: Backend, advice: Advice) -> None:
@@ -290,7 +295,7 @@ async def _told(call: Callable[[], Awaitable[Sequence[bool]]]) -> bytes:
 def _completed(task: "asyncio.Task[Any]", name: str) -> bool:
     """Say whether an ended call returned; log it if not."""
     if task.cancelled():
-        logger.error("tier %s: its call was cancelled from within", name)
+        logger.error("tier %s: its call was cancelled from within; see %s", name, Remedy.CONTRACT)
         return False
     error = task.exception()
     if error is None:
@@ -298,9 +303,9 @@ def _completed(task: "asyncio.Task[Any]", name: str) -> bool:
     if isinstance(error, BackendClosed):  # It is we who close: what was still queued is given up, and nobody's fault.
         logger.info("tier %s: %s", name, error)
     elif isinstance(error, BackendError):
-        logger.warning("tier %s: %s", name, error)
+        logger.warning("tier %s: %s; see %s", name, error, Remedy.UNAVAILABLE)
     else:  # The supervisor's edge: a bug in a tier costs its hits, not the others'.
-        logger.error("tier %s: its call raised what no tier may raise", name, exc_info=error)
+        logger.error("tier %s: its call raised what no tier may raise; see %s", name, Remedy.CONTRACT, exc_info=error)
     return False
 
 
@@ -316,7 +321,7 @@ def _outcome(task: "asyncio.Task[Sequence[Outcome]]", chunks: int, name: str) ->
         return _all(Code.UNAVAILABLE, chunks), _cause(task)
     outcomes = task.result()
     if len(outcomes) != chunks:
-        logger.error("tier %s: %d outcomes for %d chunks", name, len(outcomes), chunks)
+        logger.error("tier %s: %d outcomes for %d chunks; see %s", name, len(outcomes), chunks, Remedy.CONTRACT)
         return _all(Code.FAILED, chunks), ""
     failed = {index: code_of(outcome) for index, outcome in enumerate(outcomes) if outcome is not None}
     if not failed:

@@ -18,6 +18,7 @@ from typer.completion import get_completion_inspect_parameters
 
 from kvtier import __version__
 from kvtier.errors import ConfigError, KVTierError, TraceError, one_line
+from kvtier.remedies import PAGE
 from kvtier.tools import statuses
 
 REQUESTS_MAX = 1_000_000_000  # Reading so many takes hours; a larger limit is a mistyped one.
@@ -33,6 +34,9 @@ JsonOption = Annotated[
 ]
 PlotOption = Annotated[
     str | None, typer.Option("--plot", metavar="OUT", help="Draw the figures there: .png, .pdf or .svg.")
+]
+ReportOption = Annotated[
+    str | None, typer.Option("--report", metavar="OUT", help="Write a page to look at there: .html, without links.")
 ]
 LimitOption = Annotated[int | None, typer.Option(min=1, max=REQUESTS_MAX, help="Read at most this many requests.")]
 StrictOption = Annotated[
@@ -125,6 +129,7 @@ COMMANDS = {
         (
             "kvtier replay generated --limit 100",
             "kvtier replay trace.jsonl --config kvtier.toml --json report.json",
+            "kvtier replay generated --limit 100 --report replay.html",
             "kvtier replay trace.jsonl --virtual-time",
         ),
     ),
@@ -170,6 +175,12 @@ COMMANDS = {
         "Measure the tiers of a configuration, end to end.",
         ("kvtier bench tiers kvtier.toml --size 1M --rounds 1 --json bench.json",),
     ),
+    "report": Command(
+        "kvtier.tools.report.command",
+        "report",
+        "Make a page of what replays or benchmarks found, up to five beside each other.",
+        ("kvtier report before.json after.json", "kvtier report replay.json --output replay.html"),
+    ),
     "completion": Command(
         "kvtier.tools.completion",
         "completion",
@@ -187,7 +198,12 @@ GROUPS = {
     "trace": "Look at traces of requests, and make them.",
     "bench": "Measure what this machine can do, and what kvtier makes of it.",
 }
+MOVED = {  # Commands of 0.1.0.
+    f"bench {name}": f" Since 0.2.0 it is `python -m tests.benchmarks.protocol {name}`, in a checkout."
+    for name in ("lookup", "steps")
+}
 HINT = "Exit status: 0 well, 1 the data is not, 2 the call is refused, 3 the machine fails; all are in the reference."
+REMEDIES = f"What to do about a message: {PAGE}"
 
 
 def run(args: Sequence[str]) -> int:
@@ -202,7 +218,9 @@ def run(args: Sequence[str]) -> int:
     except typer.Exit as end:
         return end.exit_code
     except UsageError as error:
-        return _refused(error.format_message() + _json_hint(given), statuses.REFUSED)
+        return _refused(
+            error.format_message() + _json_hint(given) + MOVED.get(" ".join(given[:2]), ""), statuses.REFUSED
+        )
     except (ConfigError, TraceError) as error:
         return _refused(str(error), statuses.REFUSED)
     except KVTierError as error:
@@ -272,7 +290,9 @@ def _app(summary: str, examples: Sequence[str]) -> typer.Typer:
 
 def _epilog(examples: Sequence[str]) -> str:
     as_written = "\b"  # As the first line of a paragraph: its lines stay as they are.
-    return "\n".join((as_written, "Examples:", *(f"  {example}" for example in examples), "", HINT))
+    return "\n".join(
+        (as_written, "Examples:", *(f"  {example}" for example in examples), "", HINT, "", as_written, REMEDIES)
+    )
 
 
 def _granting(function: Callable[..., None], name: str) -> Callable[..., None]:

@@ -40,10 +40,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kvtier.settings.units import parse_size
+from tests.slow_tier import slow_fs
 from tests.vllm.engines import PROMPT_TOKENS, Prompt, kvtier, prompts
 from tests.vllm.models import llama
 from tests.vllm.peer import Peer
-from tests.vllm.slow_tier import slow
 
 PROMPTS = 24  # Ten times what the primary holds.
 PRIMARY = "5MiB"
@@ -93,7 +93,7 @@ def opened(model: str, folder: Path) -> Iterator[Sides]:
         for side in SIDES:
             peer = Peer()
             stack.callback(peer.end)
-            extra = kvtier(cpu_bytes_to_use=PRIMARY, secondary_tiers=[slow(folder / side, speed)])
+            extra = kvtier(cpu_bytes_to_use=PRIMARY, secondary_tiers=[slow_fs(folder / side, speed)])
             offloading = None if side == "without" else extra
             engines[side] = stack.enter_context(peer.engine(model, offloading, measured=side == "weighed"))
         yield Sides(engines, speed)

@@ -1,8 +1,10 @@
 """The pages do what they say: their code runs, their files decode, their tables name what there is.
 
 A page is one story, in a folder of its own: its blocks run in order. A block with a title is a file, written under that
-name; Python without a title runs in one namespace a page; shell blocks run `kvtier` and `python`. Commands of the
-checkout itself (`make …`) are run by `.ci/run`; here only their names are checked.
+name; Python without a title runs in one namespace a page; shell blocks run `kvtier` and `python`. A block of the class
+`output` is what the shell block before it prints. In it, a figure behind a `~` differs from run to run, and `…` stands
+for lines. Commands of the checkout itself (`make …`) are run by `.ci/run`; here only their names are checked, unless
+the page shows what they print.
 """
 
 import asyncio
@@ -15,6 +17,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_args, get_origin
 
@@ -46,8 +49,12 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
+VARYING = r"[\d.,]+"  # A figure.
 DIAGRAMS = ("flowchart", "sequenceDiagram", "stateDiagram-v2")
-COMMANDS_OF_THE_CHECKOUT = ("make", "git", "pip", "cd")
+COMMANDS_OF_THE_CHECKOUT = ("make", "git", "pip", "cd", "vllm")  # Or, of the last, what tests inside vLLM run.
+BIN = os.path.dirname(sys.executable)
+MAKE_HERE = f"make --directory {ROOT} --old-file .venv/.installed BIN={BIN} DEMO=$PWD/demo"
+"""`make` with the interpreter that runs the tests, and with its results in the page's folder."""
 
 
 class Block(NamedTuple):
@@ -58,6 +65,7 @@ class Block(NamedTuple):
     language: str
     title: str  # Of a file; else empty.
     text: str
+    is_output: bool  # Of the block of commands before it.
 
     @property
     def where(self) -> str:
@@ -72,13 +80,17 @@ class Block(NamedTuple):
         return any(command in COMMANDS_OF_THE_CHECKOUT for command in self.commands)
 
 
+NOTHING = Block(ROOT, 0, "text", "", "", is_output=False)
+
+
 def blocks(page: Path) -> Iterator[Block]:
     for token in MarkdownIt().parse(page.read_text()):
         if token.type == "fence" and token.map is not None:
             language, _, rest = token.info.strip("{. }").partition(" ")
             title = re.search(r'title="([^"]+)"', rest)
             text = re.sub(r'^--8<-- "([^"]+)"$', included, token.content, flags=re.MULTILINE)
-            yield Block(page, token.map[0] + 2, language, title[1] if title else "", text)
+            is_output = ".output" in rest.split()
+            yield Block(page, token.map[0] + 2, language, title[1] if title else "", text, is_output)
 
 
 def included(snippet: re.Match[str]) -> str:
@@ -90,17 +102,48 @@ def run_python(block: Block, namespace: dict[str, Any]) -> None:
     exec(code, namespace)
 
 
-def run_shell(block: Block, folder: Path) -> None:
-    path = f"{os.path.dirname(sys.executable)}{os.pathsep}{os.environ['PATH']}"
+def run_shell(block: Block, folder: Path) -> str:
+    """Run the commands, and return what they print."""
     ran = subprocess.run(
-        ["bash", "-euo", "pipefail", "-c", block.text],
+        ["bash", "-euo", "pipefail", "-c", re.sub(r"^make\b", MAKE_HERE, block.text, flags=re.MULTILINE)],
         cwd=folder,
-        env={**os.environ, "PATH": path, "COLUMNS": "120"},
+        env={**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "COLUMNS": "120"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
     )
     assert ran.returncode == 0, f"{block.where}: exit status {ran.returncode}\n{ran.stdout}\n{ran.stderr}"
+    return ran.stdout
+
+
+def assert_prints(shown: Block, printed: str) -> None:
+    """Compare a sample with what its commands print. A column is as wide as its widest figure: spaces do not count."""
+    rest = "\n".join(map(one_spaced, printed.splitlines()))
+    for passage in re.split(r"^…$", shown.text, flags=re.MULTILINE):
+        wanted = "\n".join(map(pattern, passage.strip().splitlines()))
+        found = re.search(rf"^{wanted}$", rest, re.MULTILINE)
+        assert found, f"{shown.where} shows\n{passage}\nand the command prints\n{printed}"
+        rest = rest[found.end() :]
+
+
+def pattern(line: str) -> str:
+    return VARYING.join(map(re.escape, re.split(f"~{VARYING}", one_spaced(line))))
+
+
+def one_spaced(line: str) -> str:
+    return " ".join(line.split())
+
+
+def test_a_sample_is_held_to_every_figure_but_those_that_are_marked() -> None:
+    printed = "one 1\ntwo 2\nhits   21,029  0.5\nmore\n"
+    assert_prints(sample("one 1\n…\nhits ~7 0.5"), printed)
+    for wrong in ("one 2", "one", "two 2\n…\none 1", "one 1\nhits ~7 0.5", "hits ~7 0.6", "hits ~7 ~.5 1"):
+        with pytest.raises(AssertionError):
+            assert_prints(sample(wrong), printed)
+
+
+def sample(text: str) -> Block:
+    return NOTHING._replace(text=text, is_output=True)
 
 
 def decode_configuration(block: Block, table: dict[str, Any]) -> None:
@@ -116,7 +159,8 @@ def decode_configuration(block: Block, table: dict[str, Any]) -> None:
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, Any] = {"__name__": "__page__"}
-    for block in blocks(page):
+    printed = ""
+    for block, following in pairwise([*blocks(page), NOTHING]):
         if block.title:
             (tmp_path / block.title).write_text(block.text)
         match block.language:
@@ -125,8 +169,12 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
             case "python":
                 run_python(block, namespace)
             case "sh":
-                if not block.of_the_checkout:
-                    run_shell(block, tmp_path)
+                if following.is_output or not block.of_the_checkout:
+                    if block.of_the_checkout and shutil.which("make") is None:
+                        pytest.skip("make is not installed")
+                    printed = run_shell(block, tmp_path)
+            case "text" if block.is_output:
+                assert_prints(block, printed)
             case "toml":
                 table = tomllib.loads(block.text)
                 if "project" not in table:
@@ -146,6 +194,14 @@ def test_a_page_only_names_commands_that_make_has() -> None:
     for page in PAGES:
         named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", page.read_text(), re.MULTILINE))
         assert {first or second for first, second in named} <= rules, page
+
+
+def test_the_page_on_contributing_lists_what_ci_runs() -> None:
+    phases = re.findall(r"^phase (make [^#\n]*?) *(?:#.*)?$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    (listed,) = [
+        block.text for block in blocks(DOCS / "how-to" / "contribute.md") if block.text.startswith("make setup\n")
+    ]
+    assert listed.splitlines() == phases
 
 
 @pytest.mark.usefixtures("outside")
@@ -243,7 +299,8 @@ def test_the_configuration_page_names_every_policy() -> None:
 
 
 def test_the_errors_page_names_every_error_and_every_code() -> None:
-    errors = {name for name, value in vars(kvtier.errors).items() if isinstance(value, type)}
+    kinds = {name: value for name, value in vars(kvtier.errors).items() if isinstance(value, type)}
+    errors = {name for name, kind in kinds.items() if issubclass(kind, kvtier.errors.KVTierError)}
     assert set(rows_of("errors.md", "Errors")) == errors
     assert set(rows_of("errors.md", "Reasons")) == {code.name.lower() for code in Code}
 

@@ -163,7 +163,9 @@ def test_a_long_value_is_cut_in_the_message() -> None:
 
 
 def test_a_missing_field_is_looked_for_among_the_misspelt_ones() -> None:
-    with pytest.raises(ConfigError, match=r"^open\[0\]\.kind: missing, text required \(did you mean it by 'kin'\?\)$"):
+    with pytest.raises(
+        ConfigError, match=r"(?m)^open\[0\]\.kind: missing, text required \(did you mean it by 'kin'\?\)$"
+    ):
         decode(Forest, {"open": [{"kin": "a"}]})
 
 
@@ -193,16 +195,16 @@ def test_what_goes_into_the_room_must_be_plain_data(given: dict[str, Any], messa
 
 def test_a_struct_that_is_not_ours_is_decoded_as_strictly() -> None:
     assert decode(Foreign, {"low-bytes": "1kB", "high-bytes": "1KiB"}) == Foreign(low_bytes=1000, high_bytes=1024)
-    with pytest.raises(ConfigError, match=r"^tiers\[0\]: low-bytes 11 is above high-bytes 10$"):
+    with pytest.raises(ConfigError, match=r"(?m)^tiers\[0\]: low-bytes 11 is above high-bytes 10$"):
         decode(Foreign, {"low-bytes": 11}, where="tiers[0]")
-    with pytest.raises(ConfigError, match=r"^low-bytes 11 is above high-bytes 10$"):
+    with pytest.raises(ConfigError, match=r"(?m)^low-bytes 11 is above high-bytes 10$"):
         decode(Foreign, {"low-bytes": 11})
     with pytest.raises(ConfigError, match=r"^low_bytes: no such field; did you mean 'low-bytes'\?"):
         decode(Foreign, {"low_bytes": 11})
 
 
 def test_siblings_are_named_beside_the_fields() -> None:
-    with pytest.raises(ConfigError, match=r"did you mean 'limits'\? Known here: limits, root, size_bytes, wait_s$"):
+    with pytest.raises(ConfigError, match=r"(?m)did you mean 'limits'\? Known here: limits, root, size_bytes, wait_s$"):
         decode(Leaf, {"root": "/a", "limts": {}}, siblings=["limits"])
 
 

@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from kvtier.backend import Abandoned, Added, Durability, Measured, Read, Removed, ScanDone, Wrapper, Write
 from kvtier.errors import BackendClosed, BackendUnavailable, ChunkMissing, NoSpace
+from kvtier.hints import Hint
 from kvtier.testing.conformance import (
     AdvisedConformance,
     BackendConformance,
@@ -1076,6 +1077,13 @@ class DemotesWhatOthersUse(Tier):
     def rank_hinted(self, keys, hint):
         super().rank_hinted(keys, hint)
         super().demote(keys)
+
+
+class TakesRenewalsForEnds(Tier):
+    breaks = ("test_of_a_session_that_is_over_goes_what_no_other_has_used",)
+
+    def rank(self, keys):
+        super().rank_hinted(keys, Hint())
 
 
 class RetainsNothing(Tier):

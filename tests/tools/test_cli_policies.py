@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 import kvtier
+from kvtier.hints import Hint
 from kvtier.policies import LRU
 from kvtier.tools.cli import main
 from kvtier.tools.commands import COMMANDS, GROUPS
@@ -266,11 +268,25 @@ def test_a_tier_under_the_caches_has_the_tiered_studys_hits_and_writes(trace: st
         assert report["written"][f"lru, {cascade}"]["0.5"] == extent.hit_ratio(sum(each.written for each in served))
 
 
+def test_a_tier_under_the_caches_is_written_nothing_that_hints_keep_out_of_it(trace: str, tmp_path: Path) -> None:
+    hinted, out = tmp_path / "hinted.jsonl", tmp_path / "tiered.json"
+    write_trace(hinted, (structs.replace(each, hint=Hint(no_store=("disk",))) for each in Trace(trace)))
+
+    def written(*options: str) -> float:
+        command = ("policies", str(hinted), "--policies", "lru", "--sizes", "0.5", "--tier", "0.7", *options)
+        assert run(*command, "--json", str(out)) == 0
+        return json.loads(out.read_bytes())["written"]["lru, store"]["0.5"]
+
+    assert written("--tier-name", "disk") == 0
+    assert written("--tier-name", "ssd") == written() > 0
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--tier", "1.5"), "--tier '1.5': expected shares of the unique blocks"),
         (("--cascades", "evict"), "--cascades evict: accepted with --tier only"),
+        (("--tier-name", "disk"), "--tier-name disk: accepted with --tier only"),
         (("--tier", "0.5", "--cascades", "write"), "cascade 'write' given, store, evict, second_use accepted"),
         (("--tier", "0.5", "--policies", "opt"), "policy 'opt' given with a tier"),
     ],

@@ -65,6 +65,21 @@ def test_drives_live_as_long_as_their_writes_last(trace: str, tmp_path: Path) ->
     assert cell["drive_life_years"] == pytest.approx(5 * 3 * (4 << 20) / cell["written_bytes_per_day"])
 
 
+def test_a_slow_disk_is_loaded_from_only_where_that_is_faster_unless_asked_always(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--memory", "400KiB", "--disk", "4MiB", "--disk-speed", "10KB/s", "--disk-write-speed", "1GB/s")
+    weighed = sized(trace, tmp_path, *options)
+    assert "What is faster computed than loaded is computed" in " ".join(capsys.readouterr().out.split())
+    always = sized(trace, tmp_path, *options, "--load-always")
+    assert "Whatever a tier has is loaded" in " ".join(capsys.readouterr().out.split())
+    assert (weighed["load_always"], always["load_always"]) == (False, True)
+    (with_it,), (without_it,) = weighed["sizes"], always["sizes"]
+    assert with_it["hit_ratio"] < without_it["hit_ratio"]
+    without_tiering_s = weighed["without_tiering_ttft_s"]["p99"]
+    assert with_it["ttft_s"]["p99"] <= 1.02 * without_tiering_s < without_it["ttft_s"]["p99"]
+
+
 def test_a_disk_that_is_too_slow_is_told_once_and_not_by_the_minute(
     trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -131,6 +131,7 @@ class Engine:
         new_tokens: int = NEW_TOKENS,
         load_tiers: Sequence[Mapping[str, str]] = (),
         hint: object = None,
+        salt: str | None = None,
     ) -> list[Answer]:
         """Answer all prompts, as many at once as vLLM schedules; they may choose the tiers that they load from."""
         asked = sampling(new_tokens)
@@ -139,7 +140,8 @@ class Engine:
             params["kvtier"] = hint
         if params:
             asked.extra_args = {"kv_transfer_params": params}
-        outputs = self.llm.generate([{"prompt_token_ids": prompt} for prompt in given], asked, use_tqdm=False)
+        salted = {} if salt is None else {"cache_salt": salt}
+        outputs = self.llm.generate([{"prompt_token_ids": prompt} | salted for prompt in given], asked, use_tqdm=False)
         return [Answer(tuple(output.outputs[0].token_ids), output.num_cached_tokens) for output in outputs]
 
     def settle(self) -> None:

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.redis.servers import until
+from tests.slow_tier import slow_fs
 from tests.vllm.engines import PROMPT_HITS, PROMPT_TOKENS, Engine, hits, kvtier, prompts, right, tokens
-from tests.vllm.slow_tier import slow
 
 COMPUTED_TOKENS_PER_S = 1_000.0  # Said, not measured: a prompt takes a second, whatever the machine does.
 CRAWLING_BYTES_PER_S = 768 << 10  # A prompt takes more than two and a half.
@@ -13,7 +13,7 @@ CRAWLING_BYTES_PER_S = 768 << 10  # A prompt takes more than two and a half.
 
 def over(disk: Path, speed: Path, **changes: Any) -> dict[str, Any]:
     """Return the configuration of an engine whose primary holds two of its prompts; the tier holds all of them."""
-    return kvtier(cpu_bytes_to_use="5MiB", secondary_tiers=[slow(disk, speed)], **changes)
+    return kvtier(cpu_bytes_to_use="5MiB", secondary_tiers=[slow_fs(disk, speed)], **changes)
 
 
 def test_a_tier_that_becomes_slow_is_not_waited_for_and_is_used_again_when_it_is_fast(llama, disk, tmp_path):

@@ -1,7 +1,7 @@
 """The seam between a file-system tier and the way its chunks lie on the disk.
 
-A layout decides where bytes go, knows what is there, and makes room. What is around it (the calls and their checks, the
-folder, the footer and its verification, the capacity, the counters) is the same for all of them.
+A layout decides where bytes go, knows the chunks, and makes room. The rest is the same for all layouts: calls and their
+checks, the folder, the footer and its verification, the capacity, the counters.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ OptionsT_co = TypeVar("OptionsT_co", bound=LayoutOptions, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class OpenTier(Generic[OptionsT_co]):
-    """An open tier: what each of its parts needs, in one record that is made once.
+    """An open tier: one record, made once, with everything that its parts need.
 
     Belongs to the loop's thread, but for what says otherwise.
     """

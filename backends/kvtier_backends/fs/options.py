@@ -1,4 +1,4 @@
-"""A tier's options: what both layouts have, what files have alone, and which of the layouts is meant."""
+"""A tier's options: those of both layouts, those of files alone, and the choice of the layout."""
 
 from typing import Annotated, ClassVar, Literal
 

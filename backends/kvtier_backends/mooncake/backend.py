@@ -1,8 +1,9 @@
 """A tier in a Mooncake Store, the asynchronous shell: it divides calls, waits for their parts, and gives them up.
 
 A call is moved in parts of at most 16 chunks, some at once. Each part has slots of staging and a thread of its own. If
-that is late, the rows are taken back from it, its slots are retired, and the rest of the call fails at once. So does
-whoever waits for a turn in the same queue, and in every queue once the master was found away: they would wait in vain.
+the thread is late, the rows are taken back from it, its slots are retired, and the rest of the call fails at once. So
+do the calls that wait for a turn in the same queue. If the master is away, calls in every queue fail: they would wait
+in vain.
 """
 
 import asyncio
@@ -62,7 +63,7 @@ class _Lost(NamedTuple):
 
 
 class Queue:
-    """Those who wait for a turn, and what was found out meanwhile. Who comes later tries anew."""
+    """Those who wait for a turn, and what was found out meanwhile. A later call tries again."""
 
     def __init__(self, at_once: int) -> None:
         """Let so many have their turn at once."""
@@ -70,7 +71,7 @@ class Queue:
         self._found: _Lost | None = None
 
     def found(self, lost: _Lost) -> None:
-        """Say that whoever waits now waits in vain; from any thread."""
+        """Say that the calls that wait now wait in vain; from any thread."""
         self._found = lost
 
     def since_now(self) -> Callable[[], _Lost | None]:
@@ -235,7 +236,7 @@ class MooncakeBackend(Backend[MooncakeOptions]):
         return codes
 
     def _found_away(self, code: int) -> _Lost:
-        """Have whoever waits fail at once; from any thread."""
+        """Have all waiting calls fail at once; from any thread."""
         away = _Lost(f"{self._name}: the master {self._options.master} does not answer ({code})", away=True)
         for queue in self._queues:
             queue.found(away)

@@ -1,4 +1,4 @@
-"""A Mooncake tier's options: where the master is, how bytes travel, and what memory stands between them and rows."""
+"""A Mooncake tier's options: the master's address, the transport, and the memory between transport and rows."""
 
 from typing import Annotated, Literal
 

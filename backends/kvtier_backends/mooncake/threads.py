@@ -1,4 +1,4 @@
-"""Threads for calls that may never end. One that is late is left to its call, and another takes its place."""
+"""Threads for calls that may never end. A thread that is late is left to its call, and another takes its place."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""A tier on a bucket, the asynchronous shell: what is known to be there from memory, and the rest by requests."""
+"""A tier on a bucket, the asynchronous shell: it answers for known keys from memory, and for others by requests."""
 
 import asyncio
 import logging
@@ -37,6 +37,7 @@ from kvtier.backend import (
     load_each_once,
     store_each_once,
 )
+from kvtier.remedies import Remedy
 from kvtier_backends.object.bucket import (
     PAGE_KEYS,
     STORE_ERRORS,
@@ -218,7 +219,12 @@ class ObjectBackend(Backend[ObjectOptions]):
 
     def _note_unlisted(self, trouble: Trouble) -> None:
         self._counts["listing_failed"] += 1
-        logger.warning("tier %s: not all that it holds is known without asking: %s", self._name, trouble.why)
+        logger.warning(
+            "tier %s: not all that it holds is known without asking: %s; see %s",
+            self._name,
+            trouble.why,
+            Remedy.UNLISTED,
+        )
 
     def _note_listed(self, page: Sequence[Any]) -> None:
         for about in page:
@@ -390,7 +396,7 @@ class ObjectBackend(Backend[ObjectOptions]):
 
 
 class Got(NamedTuple):
-    """What a chunk's object was."""
+    """The state of a chunk's object."""
 
     fault: SealFault | None
     bare: bool = False  # Without a seal.

@@ -1,4 +1,4 @@
-"""A bucket, as far as the tier needs one: its store of obstore's, names in it, and what its errors mean.
+"""A bucket, as the tier uses it: obstore's store, the names in it, and the meaning of its errors.
 
 obstore says by a type what kind of error it met, and in its words what the server said. A missing bucket has the type
 of a missing object, and an expired credential that of any other failure: so the server's code is read from the words.
@@ -171,7 +171,7 @@ def footer_of(attributes: Mapping[str, Any]) -> bytes | SealFault | None:
 def make_store(options: ObjectOptions, retries: int = 0) -> ObjectStore:
     """Return obstore's store for a bucket: not for the loop, it reads files. Raises `ConfigError`.
 
-    What the options leave out, obstore takes from the environment. One try of a request has half of `timeout_s`.
+    obstore takes from the environment what the options do not set. One try of a request has half of `timeout_s`.
     """
     target = options.target()
     plain = (options.endpoint or "").startswith("http:") or os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true"

@@ -1,4 +1,4 @@
-"""A bucket as people's commands see it: every namespace under a prefix, with nothing known but what lies there.
+"""A bucket as commands see it: every namespace under a prefix, known only by its objects.
 
 An engine may be using it. There is no telling when an object was used, only when it was stored.
 """

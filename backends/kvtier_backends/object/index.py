@@ -1,4 +1,4 @@
-"""The index of a bucket: what is known to be there, and for a while what is known not to be, without asking."""
+"""The index of a bucket: keys that are known to be there, and for a while keys that are known to be absent."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""An object tier's options: where its bucket is, whose word is believed there, and how much is asked at once."""
+"""An object tier's options: its bucket, the chunks that it believes, and the number of requests at once."""
 
 import re
 from typing import Annotated, Literal, NamedTuple

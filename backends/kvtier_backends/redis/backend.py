@@ -1,4 +1,4 @@
-"""A tier on Redis or Valkey, the asynchronous shell: it says which server has what, and lanes talk to them."""
+"""A tier on Redis or Valkey, the asynchronous shell: it chooses the server of each key, and lanes talk to servers."""
 
 import asyncio
 import time

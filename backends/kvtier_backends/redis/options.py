@@ -1,4 +1,4 @@
-"""A Redis tier's options: where servers are, who is asking, and how much is asked at once."""
+"""A Redis tier's options: the servers, the login, and the number of requests at once."""
 
 import os
 import ssl

@@ -1,4 +1,4 @@
-"""One server: who we are to it, its idle connections, and whether it is away."""
+"""One server: our login there, its idle connections, and whether it is away."""
 
 import errno
 import ssl
@@ -32,7 +32,7 @@ class NotLetIn(Away):
 
 
 class Login:
-    """What a connection begins with: a user, a database and TLS, read once. Making it blocks."""
+    """The login of a connection: a user, a database and TLS, read once. Making it blocks."""
 
     def __init__(self, options: RedisOptions) -> None:
         """Read password and certificates; raises `ConfigError`."""

@@ -1,7 +1,7 @@
 """Which server has a chunk: by its name alone, behind Sentinel, or in a cluster.
 
-Who is the primary and which node has which slots is asked of redis-py, the extra `kvtier[redis]`; for servers that are
-given one by one nothing is asked.
+redis-py, the extra `kvtier[redis]`, says which server is the primary and which node has which slots. For servers that
+are given one by one it is not needed.
 """
 
 import importlib

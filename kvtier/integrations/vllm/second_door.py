@@ -271,7 +271,7 @@ class TierClient:
         if not request.finished or request.storing:
             return
         hint = request.hint
-        self._outbox.rank(list(request.used), self.tier, hint)
+        self._outbox.end(list(request.used), self.tier, hint)
         if hint is not None and hint.retain_s:
             keys = request.leading(hint.tokens, self._chunk_tokens)
             self._outbox.retain(keys, self.tier, min(hint.retain_s, RETAIN_S_MAX), hint.priority)

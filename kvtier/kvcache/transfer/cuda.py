@@ -18,11 +18,12 @@ from kvtier.kvcache.layout.blocks import storage_of
 from kvtier.kvcache.transfer.jobs import Copier, Direction, Finish, Job
 from kvtier.kvcache.transfer.pages import Indices, Mask, Pages, Piece, Sides, repeated
 from kvtier.kvcache.transfer.strided import Strided, copy_alike, strided
+from kvtier.remedies import Remedy
 
 BATCH_COPIES_MAX = 8_192  # Of one call; its arguments become lists and arrays of as many addresses.
 AHEAD = 4  # Transfers begun before the first has ended: the next one's addresses are ready when the device is.
 BUFFER_BYTES_MAX = 64 << 20  # A few milliseconds of a PCIe link; taken from the memory that caches could have.
-WITHOUT_BATCHES = "No batched copies, so chunks go through a buffer on the device: %s"
+WITHOUT_BATCHES = "No batched copies, so chunks go through a buffer on the device: %s; see %s"
 
 _SUCCESS = 0
 _IN_STREAM_ORDER, _ANY_TIME = 1, 3  # cudaMemcpySrcAccessOrderStream and -Any.
@@ -81,7 +82,7 @@ class CudaCopier:
 def cuda_copiers(sides: Sides, device: torch.device) -> list[Copier]:
     """Return a copier for either way: pages in batches or, without a driver or pinned rows for them, whole chunks."""
     if not sides.slots.is_pinned():
-        logger.warning(WITHOUT_BATCHES, "rows are not pinned")
+        logger.warning(WITHOUT_BATCHES, "rows are not pinned", Remedy.UNPINNED)
         return copiers_with(sides, device, None)
     return copiers_with(sides, device, batched_copy(device))
 
@@ -120,7 +121,7 @@ def batched_copy(device: torch.device) -> BatchedCopy | None:
         _require_host_addresses(runtime, device)
         _try_out(copy, device)
     except (ImportError, RuntimeError) as error:
-        logger.warning(WITHOUT_BATCHES, f"{error} (kvtier[cuda] has them)")
+        logger.warning(WITHOUT_BATCHES, f"{error} (kvtier[cuda] has them)", Remedy.UNBATCHED)
         return None
     return copy
 

@@ -341,7 +341,8 @@ class AdvisedConformance(Promises):
         await lender.keep(small, older)
         for own in (ended, other):
             await lender.keep(small, [*head, *own])
-            rank(small, [*head, *own])
+            rank_hinted(small, [*head, *own], Hint())
+            rank(small, [*ended, *own])  # Renewed together, these are no session.
         rank_hinted(small, [*head, *ended], Hint(over=True))
         await until_some_go(small, lender, older)
         assert not any(await small.probe(ended))
@@ -422,7 +423,7 @@ async def until_some_go(tier: Backend, lender: Lender, keys: list[OffloadKey]) -
 
 
 def rank(tier: Backend, keys: list[OffloadKey]) -> None:
-    """Say that a request is over that used these keys."""
+    """Renew these keys."""
     assert isinstance(tier, Ranked), f"{type(tier).__name__} has no rank()"
     tier.rank(keys)
 

@@ -27,6 +27,7 @@ import xxhash
 
 from kvtier.errors import ConfigError, TraceError
 from kvtier.hints import Hint, IgnoredHints, hint_of
+from kvtier.remedies import Remedy
 from kvtier.tools.replay.traces import Request, Trace, trace_lines
 
 logger = logging.getLogger(__name__)
@@ -383,9 +384,10 @@ def _event_requests(path: str, events: Iterable[tuple[int, float, _Stored]], siz
     if left_out:
         logger.warning(
             "%s: left out %s events: what their blocks follow was stored before the first line; record from the "
-            "engine's start",
+            "engine's start; see %s",
             path,
             f"{left_out:,}",
+            Remedy.LEFT_OUT,
         )
 
 

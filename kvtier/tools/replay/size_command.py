@@ -46,6 +46,10 @@ ROWS_SPARE = 1_024  # For what is under way.
 ROW = "size"  # As a source: the table's own row.
 SIZES = "sizes with units and commas between them, as in 64GiB,1TiB; 0 for none"
 """What `--memory` and `--disk` take."""
+_LOADED = {
+    False: "What is faster computed than loaded is computed; --load-always shows the figures without that.",
+    True: "Whatever a tier has is loaded, even where computing is faster (--load-always).",
+}
 ONE_SIZE = "one size with a unit, as in 40GiB; 0 for none"
 
 
@@ -73,6 +77,7 @@ class SizeReport(msgspec.Struct, frozen=True):
     trace_bytes: int  # Of all unique blocks.
     best_hit_ratio: float
     without_tiering_ttft_s: Quantiles
+    load_always: bool  # Whatever a tier had was loaded; else what was faster computed was.
     sizes: list[SizeCell]
     model: Sequence[ModelPart]  # Without the sizes.
 
@@ -91,6 +96,7 @@ class Question(msgspec.Struct, frozen=True):
     disk_write_bytes_per_s: int | None
     bench: str | None
     cascade: Cascade
+    load_always: bool
 
 
 def size(
@@ -133,6 +139,9 @@ def size(
         str, typer.Option(help="When chunks are written to the disk: store, evict or second_use.")
     ] = "store",
     gpu_cache: Annotated[str, typer.Option(help="The LLM engine's own prefix cache, of all servers.")] = "40GiB",
+    load_always: Annotated[
+        bool, typer.Option("--load-always", help="Load whatever a tier has, even where computing is faster.")
+    ] = False,
     limit: LimitOption = None,
     strict: StrictOption = False,
     json_path: JsonOption = None,
@@ -164,6 +173,7 @@ def size(
         disk_write_bytes_per_s=writes,
         bench=bench,
         cascade=cascade_named(cascade),
+        load_always=load_always,
     )
     combinations = [(primary, capacity) for primary in memories for capacity in disks]
     for primary, capacity in combinations:
@@ -283,6 +293,7 @@ def answer(question: Question, memory_bytes: int, disk_bytes: int) -> Report:
         prefill=question.prefill,
         bench_path=question.bench,
         gpu_cache_blocks=question.gpu_cache_blocks,
+        load_always=question.load_always,
         compared=False,
     )
     config = _config(question, memory_bytes, disk_bytes)
@@ -353,6 +364,7 @@ def _report(
         trace_bytes=question.extent.unique_blocks * question.chunk_bytes,
         best_hit_ratio=first.best_hit_ratio,
         without_tiering_ttft_s=without,
+        load_always=question.load_always,
         sizes=cells,
         model=[
             replace(part, source="--gpu-cache") if part.what == GPU_NAME else part
@@ -373,7 +385,7 @@ def _cell(question: Question, sizes: tuple[int, int], report: Report, drive_writ
         disk_bytes=disk_bytes,
         hit_ratio=report.hit_ratio,
         hits={name: question.extent.hit_ratio(tier.hits) for name, tier in report.tiers.items()},
-        ttft_s=report.ttft_s[WITH_TIERING],
+        ttft_s=report.ttft_s[WITH_TIERING].quantiles(),
         gpu_seconds_saved=found * question.block_tokens / question.prefill.tokens_per_s,
         written_bytes_per_day=written,
         drive_life_years=WARRANTY_YEARS * drive_writes_per_day * disk_bytes / written if written else None,
@@ -412,7 +424,7 @@ def _show(report: SizeReport, console: Console) -> None:
     console.print()
     console.print(
         f"All blocks of the trace take {decimal(report.trace_bytes)}. The best possible hit ratio is "
-        f"{report.best_hit_ratio:.4f}. p50 and p99 are times to the first token.",
+        f"{report.best_hit_ratio:.4f}. p50 and p99 are times to the first token. {_LOADED[report.load_always]}",
         highlight=False,
     )
     if lost := max(cell.dropped_chunks + cell.failed_chunks for cell in report.sizes):

@@ -121,9 +121,14 @@ class Cache:
             return
         self._hinted.end(used, hint)
         if hint is not None and hint.retain_s:
-            leading = used if hint.tokens is None else used[: -(-hint.tokens // self._block_tokens)]
             self._hinted.retained.expire(now_s)
-            self._hinted.retain(leading, now_s + min(hint.retain_s, RETAIN_S_MAX), hint.priority)
+            retained = leading(used, hint, self._block_tokens)
+            self._hinted.retain(retained, now_s + min(hint.retain_s, RETAIN_S_MAX), hint.priority)
+
+
+def leading(used: Sequence[int], hint: Hint, block_tokens: int) -> Sequence[int]:
+    """Return the leading part of a request's blocks that its hint says is to be retained."""
+    return used if hint.tokens is None else used[: -(-hint.tokens // block_tokens)]
 
 
 def policy_hits(

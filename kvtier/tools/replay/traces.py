@@ -31,6 +31,7 @@ import zstandard
 
 from kvtier.errors import TraceError
 from kvtier.hints import Hint
+from kvtier.remedies import Remedy
 from kvtier.tools.outputs import replacing
 
 BLOCK_TOKENS = 512  # Mooncake's own; a trace with another size says so in its meta line.
@@ -315,7 +316,8 @@ class TraceCheck:
             )
         for remedy, first in self._first.items():
             lines = self._lines[remedy]
-            logger.warning("%s; %s%s", first, remedy, f" ({lines:,} such lines)" if lines > 1 else "")
+            such = f" ({lines:,} such lines)" if lines > 1 else ""
+            logger.warning("%s; %s%s; see %s", first, remedy, such, Remedy.TRACE)
 
     def _unchained(self, ids: tuple[int, ...], before: tuple[int | None, ...]) -> str:
         """Say which id is not where it was."""

@@ -18,6 +18,7 @@ from kvtier.kvcache.transfer import CopiersOf
 from kvtier.kvcache.transfer.cuda import BatchedCopy, batched_copy, copiers_with
 from kvtier.kvcache.transfer.jobs import Copier
 from kvtier.kvcache.transfer.pages import Sides
+from kvtier.remedies import Remedy
 from kvtier.tools.bench.copies import cuda_runtime
 
 DEVICES = ("cpu", "cuda")
@@ -137,7 +138,9 @@ def cuda_ways(place: torch.device) -> tuple[Way, ...]:
 
         found.append(Way("gather kernel", _copiers(place, gathers_on(place))))
     except Exception as error:  # noqa: BLE001  # Triton needs a C compiler and Python's headers, and says so as it likes.
-        logging.getLogger(__name__).warning("The gather kernel is not tested: %s: %s", type(error).__name__, error)
+        logging.getLogger(__name__).warning(
+            "The gather kernel is not tested: %s: %s; see %s", type(error).__name__, error, Remedy.UNGATHERED
+        )
     return tuple(found)
 
 

@@ -91,6 +91,23 @@ def test_what_the_tier_has_is_not_written_again_but_renewed_there(evicting):
     assert [names_of(unpack_keys(action.keys)) for action in actions if isinstance(action, Rank)] == ["d"]
 
 
+def test_what_leaves_together_ends_no_session_in_the_tier(evicting):
+    """It is of several requests. Taken for one's end, it would have the tier believe that they share their chunks."""
+    engine = evicting()
+    request = engine.request()
+    engine.store("abcd", request)
+    engine.ledger.hint(request, Hint(class_="agent"))
+    engine.holds("d")
+    engine.knows_all()
+    engine.ledger.finish(request)
+    told = [action for action in engine.ledger.end_step() if isinstance(action, Rank)]
+    assert [(names_of(unpack_keys(rank.keys)), rank.hint) for rank in told] == [
+        ("", Hint()),
+        ("d", Hint(class_="agent")),
+        ("d", None),
+    ]
+
+
 def test_a_chunk_that_came_from_the_tier_is_kept_there_and_not_written_again(evicting):
     engine = evicting()
     engine.holds("x")
@@ -140,6 +157,36 @@ def test_a_chunk_that_its_request_does_not_allow_a_tier_is_never_written_there(e
     assert sent(engine.step()) == []
     assert engine.store("e", engine.request("alone", [TierMatcher(medium="CPU")])).evicted == keys_of("d")
     assert skipped(engine) == {}
+
+
+def test_what_is_over_leaves_unwritten_and_is_counted(evicting):
+    """It would be the newest chunk of the tier, and others would go for it there."""
+    engine = evicting()
+    request = engine.request()
+    engine.ledger.hint(request, Hint(over=True))
+    engine.store("abcd", request)
+    engine.ledger.finish(request)
+    assert sent(engine.step()) == []
+    assert engine.store("ef").evicted == keys_of("dc")
+    assert skipped(engine) == {"over": 2}
+    engine.ledger.cascades.end()
+    assert sent(engine.step()) == [(0, "ef")]
+    assert engine.ledger.cascades.give_up("closed") == 0
+    assert skipped(engine) == {"over": 4}
+
+
+def test_what_is_over_and_used_again_is_written_as_any_other(evicting):
+    engine = evicting()
+    request = engine.request()
+    engine.ledger.hint(request, Hint(over=True))
+    engine.store("ab", request)
+    engine.ledger.finish(request)
+    engine.load("a")
+    engine.store("cd")
+    engine.step()
+    engine.store("e")
+    assert sent(engine.step()) == [(0, "a")]
+    assert skipped(engine) == {"over": 1}
 
 
 def test_a_row_owes_nothing_of_the_chunk_before(evicting):

@@ -2,7 +2,8 @@
 
 from kvtier.engine import outbox
 from kvtier.engine.tier import TierMatcher
-from kvtier.runner.messages import RunnerLost
+from kvtier.hints import Hint
+from kvtier.runner.messages import Rank, RunnerLost
 
 
 def test_a_tier_hears_of_a_request_that_is_over(bench):
@@ -19,6 +20,23 @@ def test_a_tier_hears_of_a_request_that_is_over(bench):
     engine.step()
     assert engine.ranked == [(0, "abcd"), (0, "abc")]
     assert engine.settled()
+
+
+def test_from_the_first_hint_on_every_end_is_told_as_one(bench):
+    """A tier tells by them which session goes on; what nothing is said of is somebody's session, too."""
+    engine = bench()
+    engine.holds("a")
+    engine.store("a")
+    said: list[Hint | None] = []
+    for hint in (None, Hint(over=True), None):
+        request = engine.request()
+        engine.ledger.hint(request, hint)
+        engine.lookup("a", request)
+        engine.load("a", request)
+        engine.ledger.finish(request)
+        said += [action.hint for action in engine.ledger.end_step() if isinstance(action, Rank)]
+    first_of_all = Hint()
+    assert said == [None, first_of_all, Hint(over=True), Hint()]
 
 
 def test_a_tier_hears_in_prefix_order_of_what_came_in_any(bench):

@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from kvtier.engine.tier_log import TierLog
+from kvtier.remedies import Remedy
 from kvtier.runner.messages import Answered, Code, Finished, pack_rows
 from tests.engine.ledger.bench import SECONDS, Bench
 
@@ -43,7 +44,7 @@ def test_a_breaker_that_opens_is_a_warning_with_the_tier_the_failures_and_the_la
     assert warning.levelno == logging.WARNING
     assert warning.getMessage() == (
         "tier disk: the breaker is open after 2 failures in a row; the last cause is EROFS (Read-only file system);"
-        " it is tried again every 5 s; since the last line 6 chunks failed (failed 6)"
+        f" it is tried again every 5 s; since the last line 6 chunks failed (failed 6); see {Remedy.BREAKER}"
     )
 
 
@@ -80,7 +81,9 @@ def test_what_was_dropped_is_told_once_a_minute_with_the_counts_since_the_last_l
         log.look(float(second))
     assert len(heard.records) == 1
     log.look(60.0)
-    assert heard.messages[1:] == ["tier disk: since the last line 6 chunks were dropped (breaker 6)"]
+    assert heard.messages[1:] == [
+        f"tier disk: since the last line 6 chunks were dropped (breaker 6); see {Remedy.LOSSES}"
+    ]
     log.look(120.0)
     assert len(heard.records) == 2
 
@@ -92,9 +95,11 @@ def test_the_first_drops_are_told_at_once_and_the_rest_at_the_end(
     log.look(1.0)
     engine.store("klm")
     log.look(2.0)
-    assert heard.messages == ["tier disk: since the last line 2 chunks were dropped (budget 2)"]
+    assert heard.messages == [f"tier disk: since the last line 2 chunks were dropped (budget 2); see {Remedy.LOSSES}"]
     log.look(3.0, last=True)
-    assert heard.messages[1:] == ["tier disk: since the last line 3 chunks were dropped (budget 3)"]
+    assert heard.messages[1:] == [
+        f"tier disk: since the last line 3 chunks were dropped (budget 3); see {Remedy.LOSSES}"
+    ]
 
 
 def test_failures_that_open_no_breaker_are_told_with_their_cause(
@@ -104,7 +109,7 @@ def test_failures_that_open_no_breaker_are_told_with_their_cause(
     log.look(1.0)
     assert heard.messages == [
         "tier disk: since the last line 2 chunks failed (no_space 2);"
-        " the last cause is ENOSPC (No space left on device)"
+        f" the last cause is ENOSPC (No space left on device); see {Remedy.LOSSES}"
     ]
 
 

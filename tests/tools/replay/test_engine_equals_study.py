@@ -1,23 +1,20 @@
 """The engine with a primary alone has exactly the hits that the policy study says, request by request."""
 
-import random
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
-from msgspec import structs
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig
 from kvtier.engine.ledger import LookupResult
 from kvtier.engine.steps import StepManager, make_region
-from kvtier.hints import Hint
 from kvtier.policies import known_policies
 from kvtier.runner.thread import ThreadBridge
-from kvtier.tools.replay.oracle import Saying, future, hinted
 from kvtier.tools.replay.study import measure, simulation
 from kvtier.tools.replay.traces import BLOCK_TOKENS, Request, Trace
 from kvtier.tools.replay.workload import GeneratedTrace
+from tests.tools.replay.told import told
 
 CHUNK_BYTES = 4_096
 
@@ -70,24 +67,6 @@ def test_on_the_generated_trace_under_every_policy(policy: str, share: float) ->
     assert list(engine_hits(trace, policy, capacity)) == list(simulation(policy)(trace, capacity))
 
 
-def told(trace: GeneratedTrace | Trace) -> list[Request]:
-    """Give a trace's requests hints of all kinds, true and wrong; some say several things, and some say nothing."""
-    dice = random.Random(14)
-    known = future(trace, BLOCK_TOKENS)
-    saying = Saying(over=0.6, returns=0.5, error=0.5, lies=0.2, seed=14)
-    return [structs.replace(each, hint=more(each.hint, dice)) for each in hinted(trace, known, saying)]
-
-
-def more(hint: Hint | None, dice: random.Random) -> Hint | None:
-    said = Hint() if hint is None else hint
-    if dice.random() < 0.2:
-        said = structs.replace(said, retain_s=dice.choice((5.0, 60.0, 1e9)), priority=dice.randrange(3))
-        said = structs.replace(said, tokens=dice.choice((None, 0, 700, 5_000)))
-    if dice.random() < 0.2:
-        said = structs.replace(said, class_=dice.choice("abc"))
-    return hint if said == Hint() else said
-
-
 @pytest.mark.parametrize("policy", known_policies())
 @pytest.mark.parametrize("share", [0.0001, 0.01, 0.2])
 def test_with_hints_of_all_kinds_under_every_policy(policy: str, share: float) -> None:
@@ -119,7 +98,7 @@ def test_on_the_beginning_of_real_traces_under_lru(traces, name: str) -> None:
 
 
 def test_with_requests_that_have_holes_and_blocks_twice() -> None:
-    blocks = [(1, 2, 3), (2, 9), (1, 2, 3, 4), (7, 7, 8), (1, 5, 2, 6, 3), (9, 2, 1), (3,), (1, 2, 3, 4, 5, 6, 7)]
+    blocks = [(1, 2, 3), (), (2, 9), (1, 2, 3, 4), (7, 7, 8), (1, 5, 2, 6, 3), (9, 2, 1), (3,), (1, 2, 3, 4, 5, 6, 7)]
     trace = [Request(0, 0, 0, hash_ids) for hash_ids in blocks]
     for policy in known_policies():
         for capacity in range(1, 10):

@@ -1,7 +1,7 @@
-"""The directory of a tier as people's commands see it: every namespace in it, with nothing known but what lies there.
+"""The directory of a tier as commands see it: every namespace in it, known only by its files.
 
-An engine may be using it. A chunk is published by a rename, and a file of 0.1.0 that is overwritten has lost its name
-before: so what is wrong with an open file counts only if its name is still its own, and only then is it removed.
+An engine may be using the directory. A chunk is published by a rename, and a file of 0.1.0 loses its name before it is
+overwritten. So a fault of an open file counts only if the file still has its name. Only then is the file removed.
 """
 
 import errno
@@ -375,7 +375,7 @@ class FsContents:
 
 
 def _footer_at_end(fd: int, size_bytes: int) -> Footer | Fault:
-    """Read a file's last page; what is shorter than one has no footer."""
+    """Read a file's last page; a shorter file has no footer."""
     page = os.pread(fd, FOOTER_BYTES, max(0, size_bytes - FOOTER_BYTES))
     return read_footer(memoryview(page)) if len(page) == FOOTER_BYTES else Fault.TRUNCATED
 

@@ -1,7 +1,7 @@
-"""Segments as people's commands see them: each slot with a footer is a chunk, named by its segment and place.
+"""Segments as commands see them: each slot with a footer is a chunk, named by its segment and place.
 
-An engine may be writing to a segment, and holds its lock then: it is looked at all the same, since whatever is read is
-verified, but nothing in it is removed. A slot's identity is its sequence number, which no later chunk there has.
+An engine that writes to a segment holds its lock. Commands still read such a segment, because all bytes are verified.
+They remove nothing in it. A slot's identity is its sequence number, which no later chunk there has.
 """
 
 import os
@@ -204,7 +204,7 @@ def _slot_at(fd: int, header: Header, place: int) -> bytes:
 
 
 def _identity(page: bytes) -> int:
-    """Return what tells a footer from any that comes after it: its sequence number, or its checksum if it is none."""
+    """Return a footer's identity, which no later one has: its sequence number, or a checksum if it is no footer."""
     footer = read_footer(memoryview(page)) if len(page) == FOOTER_BYTES else Fault.TRUNCATED
     return payload_checksum(memoryview(page)) if isinstance(footer, Fault) else footer.sequence
 

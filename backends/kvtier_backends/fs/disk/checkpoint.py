@@ -1,6 +1,6 @@
-"""The checkpoint: what a tier knew, in a file from which the next start answers while its scan sees what became of it.
+"""The checkpoint: a tier's knowledge in a file. The next start answers from it until the scan has looked.
 
-A head start and never the truth: a torn one, an old one or none costs time and nothing else.
+A checkpoint is a head start, and never the truth. A torn one, an old one or none costs time only.
 
 Little-endian: magic 8, version u32, longest key u32, row length u64, namespace fingerprint 32; the layout's preamble;
 for each chunk the length of its key u8, the key padded to the longest, and the layout's fields; XXH3-64 of all that,
@@ -20,6 +20,7 @@ from xxhash import xxh3_64
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, FileMapper, OffloadKey
 from kvtier.errors import BackendClosed
+from kvtier.remedies import Remedy
 from kvtier_backends.fs.counters import Counters
 from kvtier_backends.fs.disk.capacity import Capacity
 from kvtier_backends.fs.disk.footer import SLICE_BYTES
@@ -84,7 +85,9 @@ class CheckpointFile:
             self.used_bytes += self._folder.taken_bytes(self._name) - before_bytes
         except OSError as error:
             self._counters.count("checkpoints_failed")
-            logger.warning("%s: the checkpoint cannot be written: %s", self._name, error.strerror)
+            logger.warning(
+                "%s: the checkpoint cannot be written: %s; see %s", self._name, error.strerror, Remedy.CHECKPOINT
+            )
         else:
             self._counters.count("checkpoints_written")
 
@@ -97,7 +100,9 @@ class CheckpointFile:
             content = self._folder.read(self._name, self._format.bytes_max + 1)
         except OSError as error:
             content = b""
-            logger.warning("%s: the checkpoint cannot be read: %s", self._name, error.strerror)
+            logger.warning(
+                "%s: the checkpoint cannot be read: %s; see %s", self._name, error.strerror, Remedy.CHECKPOINT
+            )
         if content is None:
             return None
         found = self._found(content, preamble)
@@ -186,7 +191,7 @@ class CheckpointSchedule:
                 queue()
 
     def _promised_bytes(self) -> int | None:
-        """Promise room for a checkpoint of what is known; None if there is none, and the last one will have to do."""
+        """Promise room for a new checkpoint; None if there is no room, and the last one stays."""
         wanted_bytes = self._bytes_worst()
         if self._capacity.reserve_kept(wanted_bytes):
             return wanted_bytes

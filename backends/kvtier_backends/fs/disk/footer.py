@@ -1,7 +1,7 @@
-"""The footer: what stands behind a chunk's bytes on the disk, so that nothing else can be taken for the chunk.
+"""The footer: a page behind a chunk's bytes on the disk, so that nothing else can be taken for the chunk.
 
-A footer, not a header: whoever knows only the row's length (vLLM's own file tier) reads the bytes from the start and
-never sees it. One page, always, so that row and footer go to the disk in one direct write.
+It is a footer and no header, because vLLM's own file tier knows only the row's length. It reads the bytes from the
+start, and never sees the footer. The footer is always one page, so row and footer go to the disk in one direct write.
 
 Little-endian: magic 8, version u32, key length u32, payload length u64, payload checksum u64, namespace fingerprint 32,
 key, zeros up to byte 4,080, sequence number u64, checksum u64 of all bytes before it. The sequence number is zero in a
@@ -88,7 +88,7 @@ def frameless(error: OSError) -> OSError:
 
 
 class Footer(NamedTuple):
-    """The content of a footer: what it says of the bytes before it."""
+    """The content of a footer: facts about the bytes before it."""
 
     key: OffloadKey
     payload_bytes: int
@@ -110,7 +110,7 @@ def write_footer(page: memoryview, footer: Footer) -> None:
 
 
 def read_footer(page: memoryview) -> Footer | Fault:
-    """Read a footer from a page of `FOOTER_BYTES`, or say why it is none."""
+    """Read a footer from a page of `FOOTER_BYTES`, or say why there is no footer."""
     magic, version, key_bytes, payload_bytes, payload_checksum, fingerprint = _HEAD.unpack_from(page)
     if magic != MAGIC:
         return Fault.FOREIGN if any(page) else Fault.ZEROED

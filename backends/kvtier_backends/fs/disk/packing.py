@@ -1,7 +1,7 @@
-"""The packing: what lies on the disk for a row, which is the row itself or its ciphertext, and a footer behind it.
+"""The packing: the bytes on the disk for a row. They are the row itself or its ciphertext, and a footer behind it.
 
-A row is lent, and others may read it, so it is never encrypted in place: that takes a buffer of a row's length more for
-each chunk that is under way.
+A row is lent, and others may read it. So it is never encrypted in place. Each chunk under way takes one more buffer of
+a row's length.
 """
 
 from abc import ABC, abstractmethod

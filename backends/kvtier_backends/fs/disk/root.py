@@ -1,7 +1,7 @@
 """The root: a tier's place on the file system, made, checked and tried before the first chunk.
 
-Everything is reached through a descriptor of the root, never through its path again: where a mount goes away underfoot,
-the path would lead to the empty directory below it, and chunks would fill the wrong disk.
+Everything is reached through a descriptor of the root, and never through its path again. If the mount goes away, the
+path leads to the empty directory below it, and chunks would fill the wrong disk.
 """
 
 import errno
@@ -21,6 +21,7 @@ from typing import Literal
 from kvtier.backend import NAME_BYTES_MAX, NAMINGS, SEGMENTS_SUFFIX, FileMapper, Lanes
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory import PAGE_BYTES, let_go_in_forks, reason
+from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk.below import (
     NO_LINK,
     ForeignError,
@@ -184,7 +185,7 @@ class Folder:
     def beside_bytes(self) -> int:
         """Return what lies beside the chunks and is a tier's takes: its books, unfinished files, and quarantine.
 
-        What we are writing ourselves is not counted, and what somebody else keeps there neither. Raises OSError.
+        Files that this process is writing do not count, nor do somebody else's files there. Raises OSError.
         """
         return self._measured(self._mapper.folder, BOOK.fullmatch) + self._measured(self.quarantine.name, bool)
 
@@ -258,8 +259,9 @@ class Folder:
                 logger.warning(
                     "%s/%s holds chunks of this namespace in another layout: this tier neither uses nor removes them, "
                     "and its capacity does not count them; %s uses them, `kvtier prune %s --namespace %s --yes` "
-                    "removes them",
+                    "removes them; see %s",
                     *(self._options.root, name, options, self._options.root, name),
+                    Remedy.OTHER_LAYOUT,
                 )
 
     def _holds_anything(self, name: str) -> bool:
@@ -297,7 +299,7 @@ class Folder:
         try:
             same = json.loads(there) == json.loads(ours)
         except ValueError:  # vLLM writes in place: this may be the half that a killed one left.
-            logger.warning("%s/%s: not JSON; written anew", self._options.root, name)
+            logger.warning("%s/%s: not JSON; written anew; see %s", self._options.root, name, Remedy.REWRITTEN)
             self.publish(name, [ours])
             return
         if not same:
@@ -315,14 +317,17 @@ class Folder:
         if not self._trial(0):
             raise BackendUnavailable(f"{self._options.root}: what is written there does not come back")
         if mode == "auto":
-            logger.warning("%s: no direct I/O there; chunks go through the page cache", self._options.root)
+            logger.warning(
+                "%s: no direct I/O there; chunks go through the page cache; see %s", self._options.root, Remedy.BUFFERED
+            )
         return False
 
     def _try_queue(self) -> Reads:
         """Read a page the way that chunks are to be; return how lanes read.
 
-        Several at once only straight from a disk: without direct I/O the kernel does not go on by itself, and from a
-        machine that has gone silent, reads that it goes on with would keep this process from being killed.
+        Several reads run at once only directly from a local disk. Without direct I/O the kernel does not go on by
+        itself. If a file server is silent, reads that the kernel goes on with would keep this process from being
+        killed.
         """
         if not self.direct or not self._options.load_queue_bytes:
             return ONE_BY_ONE

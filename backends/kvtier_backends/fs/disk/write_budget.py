@@ -1,8 +1,8 @@
-"""The write budget: bytes that may be written in a day, for the sake of flash: a token bucket that survives restarts.
+"""The write budget: the bytes that may be written in a day, to spare flash. A token bucket that survives restarts.
 
-What is in the bucket is in a file. A process draws from it in small advances before it writes, so that one that is
-killed wastes what is left of its advance, and never writes twice on one token. An eighth of the day's bytes may come at
-once; that, the advance and what runs in during 24 hours are together the day's bytes.
+The bucket's level is in a file. A process draws from it in small advances before it writes. A process that is killed
+wastes the rest of its advance, and never writes twice on one token. An eighth of the day's bytes may come at once. That
+eighth, the advance, and the inflow of 24 hours are together the day's bytes.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 from kvtier.backend import Lanes, in_thread
 from kvtier.memory import let_go_in_forks
+from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk.below import lock_file, open_file, unlock_file
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ class WriteBudget:
     ) -> None:
         """Open the file, or make it with a full bucket, and use it in these lanes. Blocks.
 
-        `unit_bytes`: what one chunk writes.
+        `unit_bytes`: the bytes that one chunk writes.
         """
         self._fd = open_file(root_fd, name, os.O_RDWR | os.O_CREAT)
         self._lanes = lanes
@@ -55,7 +56,7 @@ class WriteBudget:
         let_go_in_forks(self)
 
     def forked(self) -> None:
-        """Let go of the file in a child: what is left of the advance is its owner's."""
+        """Let go of the file in a child: the rest of the advance is its owner's."""
         self.close()
 
     async def take(self, chunks: int) -> int:
@@ -75,7 +76,12 @@ class WriteBudget:
         try:
             self._draw(-self._advance_left)
         except OSError as error:
-            logger.warning("%s bytes of the write budget could not be put back: %s", self._advance_left, error.strerror)
+            logger.warning(
+                "%s bytes of the write budget could not be put back: %s; see %s",
+                self._advance_left,
+                error.strerror,
+                Remedy.WRITE_BUDGET,
+            )
 
     def close(self) -> None:
         """Let go of the file; idempotent. No thread may be using it."""

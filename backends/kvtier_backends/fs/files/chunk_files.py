@@ -1,7 +1,7 @@
 """Chunks' files: one each, written aside and renamed into place, read back, and taken out of the way.
 
-The only module that knows where in the file system a chunk is; what its bytes must be is not known here. Everything
-blocks, any thread may call, and what fails raises the `OSError` of the call that failed.
+Only this module knows where in the file system a chunk is. It does not know what its bytes must be. Everything blocks,
+and any thread may call. A failure raises the `OSError` of the system call.
 """
 
 import errno
@@ -26,7 +26,7 @@ CREATE_ATTEMPTS = 8  # Someone may remove a folder between its making and its us
 
 
 class OpenChunk:
-    """A chunk's file for as long as it is open: what is read and what is discarded are one file, whatever its name."""
+    """A chunk's file while it is open: reading and discarding mean the same file, whatever its name."""
 
     def __init__(self, name: str, fd: int, disk: Disk, discard: Discard) -> None:
         """Take over an open descriptor."""

@@ -1,7 +1,7 @@
-"""Corrupt files: each is deleted or set aside, and a good one that has replaced it meanwhile is not.
+"""Corrupt files: each is deleted or set aside. A good file that has replaced it meanwhile stays.
 
-No call removes a name only if it is still a certain file. So the file is renamed aside, looked at there, and if it
-turns out to be another one than was read, put back unless a still newer one has come: for a moment its chunk is
+No system call removes a name on the condition that it is still a certain file. So the file is renamed aside and looked
+at there. If it is another file than was read, it is put back, unless a newer one has come. For a moment its chunk is
 missing, but no chunk is lost.
 """
 
@@ -10,6 +10,7 @@ import os
 from contextlib import suppress
 from enum import Enum
 
+from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk.below import open_folder
 from kvtier_backends.fs.disk.footer import Fault
 from kvtier_backends.fs.disk.root import Folder
@@ -67,7 +68,7 @@ class Discard:
         """Warn once of each kind: a whole directory may be corrupt, and all of it is counted."""
         level = logging.DEBUG if fault in self._warned else logging.WARNING
         self._warned.add(fault)
-        logger.log(level, line)
+        logger.log(level, "%s; see %s", line, Remedy.CORRUPT)
 
 
 def take_aside(root_fd: int, name: str, file: os.stat_result, aside: str) -> bool:

@@ -1,8 +1,8 @@
-"""The index: what the directory holds, as far as the tier knows. Plain memory, owned by the loop's thread.
+"""The index: the chunks in the directory, as far as the tier knows. Plain memory, owned by the loop's thread.
 
-Answers probes without a system call, knows how full the directory is and which chunk goes next, and has an inventory's
-consumer hear of what changes. It errs on the side of "there": a load corrects that, while a chunk that is wrongly taken
-for absent is lost until the next start.
+It answers probes without a system call. It knows how full the directory is and which chunk is evicted next, and tells
+an inventory's consumer of changes. In doubt it says that a chunk is there: a load corrects that. A chunk that is
+wrongly taken for absent would be lost until the next start.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -166,7 +166,7 @@ class Index:
     def rank(self, keys: Iterable[OffloadKey], hint: Hint | None = None) -> None:
         """Renew the recency of those keys, in prefix order, that are known: used together, the head is the newest.
 
-        They are all that a request has used, which is over; `hint`: what was said of it.
+        `hint`: they are all that a request has used, which is over, and this was said of it.
         """
         self._order.end(self._renewed(keys), hint)
 

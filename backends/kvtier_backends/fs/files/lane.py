@@ -1,7 +1,7 @@
 """A lane's share of a batch of files: each chunk verified and answered for by itself.
 
-A call to a lane costs as much as reading a small chunk, so a share has many of them. What a share has done is written
-down in the share, chunk by chunk: the call that lent the buffers may be cancelled, and its result lost.
+A call to a lane costs as much as reading a small chunk, so a share has many chunks. Results are written down in the
+share, chunk by chunk: the call that lent the buffers may be cancelled, and its return value lost.
 """
 
 import errno

@@ -12,6 +12,7 @@ from contextlib import suppress
 from itertools import chain
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, OffloadKey, read_folder
+from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk.below import believable_ns, list_folder, open_folder
 from kvtier_backends.fs.disk.capacity import SECTOR_BYTES
 from kvtier_backends.fs.disk.checkpoint import CheckpointSchedule
@@ -111,7 +112,12 @@ class Scan:
             others = [name for name in list_folder(self._root, ".") if name != chunks_folder and read_folder(name)]
         except OSError as error:
             self.failed += 1
-            logger.warning("%s: what is beside its chunks cannot be listed: %s", chunks_folder, error.strerror)
+            logger.warning(
+                "%s: what is beside its chunks cannot be listed: %s; see %s",
+                chunks_folder,
+                error.strerror,
+                Remedy.UNREADABLE,
+            )
             return
         self.others = len(others)
         if others:
@@ -130,7 +136,7 @@ class Scan:
             if error.errno in _REMOVED:
                 return
             self.failed += 1
-            logger.warning("%s: cannot be listed: %s", folder, error.strerror)
+            logger.warning("%s: cannot be listed: %s; see %s", folder, error.strerror, Remedy.UNREADABLE)
             return
         yield from chunks
         for name in names if depth else ():

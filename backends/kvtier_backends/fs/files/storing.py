@@ -1,8 +1,8 @@
-"""Stores of files: room is reserved, chunks are written, what became is counted, whatever happens between.
+"""Stores of files: room is reserved, chunks are written, and outcomes are counted, whatever happens between.
 
-Room is promised for the worst case before a byte is written, to the leading chunks of a batch first: without its head,
-a prefix's tail is of no use. Where the disk turns out to be full all the same, other chunks are removed and what
-failed is tried once more.
+Room is promised for the worst case before a byte is written. The leading chunks of a batch get it first: without its
+head, a prefix's tail is of no use. If the disk is still full, other chunks are removed, and failed stores are tried
+once more.
 """
 
 from collections.abc import Sequence

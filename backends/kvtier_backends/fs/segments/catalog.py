@@ -1,8 +1,8 @@
-"""The catalog: which slots are free, held, and on their way from one to the other. Owned by the loop's thread.
+"""The catalog: which slots are free, held, or under way from one to the other. Owned by the loop's thread.
 
-A slot is free (its footer is zeros), under way (a store has it), held (it has a key's newest chunk), or outdated. Only
-what has been read from a footer, or written as one, is in here, so that it is exact: a key that is not in here after
-the scan is absent. Slots of another process's segments are held at most.
+A slot is free (its footer is zeros), under way (a store has it), held (it has a key's newest chunk), or outdated. It
+has only keys whose footer was read or written. So it is exact: after the scan, a key that it does not have is absent.
+Slots of another process's segments are held at most.
 """
 
 import time
@@ -51,7 +51,7 @@ class Catalog:
         return self._slots.of.get(key)
 
     def sequence(self, slot: int) -> int:
-        """Return the number of the last chunk that a slot has held: what tells it from any that it gets later."""
+        """Return the number of the last chunk that a slot has held. No later chunk of the slot has it."""
         return self._slots.sequences[slot]
 
     def snapshot(self) -> Snapshot:
@@ -145,15 +145,14 @@ class Catalog:
     def rank(self, keys: Iterable[OffloadKey], now_ns: int, hint: Hint | None = None) -> None:
         """Renew the recency of those keys, in prefix order, that are known, without counting a use.
 
-        They are all that a request has used, which is over; `hint`: what was said of it.
+        `hint`: they are all that a request has used, which is over, and this was said of it.
         """
-        if hint is not None:
-            self._take_hints()
+        hinted = None if hint is None else self._take_hints()
         slots, _ = self._renew(keys, now_ns)
-        if self._hinted is None:
+        if hinted is None:
             self._order.rank(slots)
         else:
-            self._hinted.end(slots, hint)
+            hinted.end(slots, hint)
 
     def demote(self, keys: Iterable[OffloadKey]) -> None:
         """Have those keys that are known go before others, unless they are used again."""
@@ -213,7 +212,7 @@ class Catalog:
     def scan_ended(self, *, complete: bool) -> None:
         """Note that every footer has been seen, and from now on chunks may go for room.
 
-        `complete`: what is not known is absent.
+        `complete`: a key that is not known is absent.
         """
         self._order.insert_coldest(self._slots.end_idle())
         self.scanning = False

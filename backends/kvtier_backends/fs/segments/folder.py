@@ -1,7 +1,7 @@
-"""The folder of a namespace's segments: which there are, and how one is made, opened, locked and removed.
+"""The folder of a namespace's segments: their list, and how one is made, opened, locked and removed.
 
-A segment is written by the process that holds its lock, which the kernel lets go of when that process ends. Everything
-blocks, any thread may call, and what fails raises the `OSError` of the call that failed.
+A segment is written by the process that holds its lock. The kernel lets go of the lock when that process ends.
+Everything blocks, and any thread may call. A failure raises the `OSError` of the system call.
 """
 
 import errno

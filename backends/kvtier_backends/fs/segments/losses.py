@@ -1,8 +1,8 @@
 """Losses: segments that somebody else has removed, whose chunks the next start does not find.
 
-Nothing fails by itself, since a file without a name is written to and read as before. So a store asks, when its bytes
-are there, whether their file still has its name, and all segments are looked at every so often. What was in one that
-has not is forgotten at once; it is closed, and its room free, when nothing is at it any more.
+No call fails by itself, since a file without a name can be written and read as before. So after its write, a store asks
+whether the file still has its name. All segments are checked from time to time, too. The chunks of a segment without a
+name are forgotten at once. When no call uses the segment any more, it is closed, and its room is free.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 
 from kvtier.backend import Write
+from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk.footer import failure
 from kvtier_backends.fs.layout import OpenTier, until
 from kvtier_backends.fs.options import SegmentsOptions
@@ -54,7 +55,9 @@ class Losses:
         seen, self._seen = self._seen, []
         for segment in seen:
             if segment in self._segments.all and segment not in self._lost:
-                logger.warning("%s: removed by somebody else; what it held is lost", segment.name)
+                logger.warning(
+                    "%s: removed by somebody else; what it held is lost; see %s", segment.name, Remedy.UNDERFOOT
+                )
                 self._counters.count("segments_lost")
                 self._lost.append(segment)
         for segment in self._lost:

@@ -1,4 +1,4 @@
-"""The recovery of segments at a start: which there are, what a checkpoint is believed of, and what footers say."""
+"""The recovery of segments at a start: their list, the part of a checkpoint that is believed, and the footers."""
 
 import logging
 import os
@@ -10,6 +10,7 @@ from itertools import chain, groupby
 from typing import NamedTuple
 
 from kvtier.backend import INVENTORY_BATCH_KEYS, read_folder
+from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk.below import believable_ns, list_folder
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, read_footer
 from kvtier_backends.fs.disk.temporaries import Sweep
@@ -72,7 +73,7 @@ class Recovery:
             names = self._segment_folder.names()
         except OSError as error:
             self.failed += 1
-            logger.warning("%s: cannot be listed: %s", self._folder.chunks, error.strerror)
+            logger.warning("%s: cannot be listed: %s; see %s", self._folder.chunks, error.strerror, Remedy.UNREADABLE)
             return
         for name in names:
             try:
@@ -83,7 +84,7 @@ class Recovery:
                 self.failed += 1
                 with suppress(OSError):
                     self.unopened_bytes += self._folder.taken_bytes(name)
-                logger.warning("%s: cannot be opened: %s", name, error.strerror)
+                logger.warning("%s: cannot be opened: %s; see %s", name, error.strerror, Remedy.UNREADABLE)
                 continue
             if isinstance(found, Segment):
                 self.opened.append(found)
@@ -92,10 +93,11 @@ class Recovery:
         if self.unusable:
             logger.warning(
                 "%s: %d segments hold nothing for this tier (a first page that is damaged, of other rows or of a later "
-                "version), and go before any chunk when their room is wanted: %s",
+                "version), and go before any chunk when their room is wanted: %s; see %s",
                 self._folder.chunks,
                 len(self.unusable),
                 ", ".join(each.name for each in self.unusable[:NAMED_MAX]),
+                Remedy.UNUSABLE,
             )
 
     def look_around(self) -> Around:
@@ -110,7 +112,12 @@ class Recovery:
             names = list_folder(self._folder.root_fd, ".")
         except OSError as error:
             self.failed += 1
-            logger.warning("%s: what is beside its segments cannot be listed: %s", self._folder.chunks, error.strerror)
+            logger.warning(
+                "%s: what is beside its segments cannot be listed: %s; see %s",
+                self._folder.chunks,
+                error.strerror,
+                Remedy.UNREADABLE,
+            )
         others = sum(name != self._folder.chunks and read_folder(name) is not None for name in names)
         return Around(taken, others, sweep.removed)
 
@@ -212,7 +219,7 @@ def _footers_of(segment: Segment, last_uses: LastUses | None, root_fd: int, now_
                     used_at_ns = believable_ns(last_uses.of(start + index, footer.sequence), now_ns)
                     held.append(Held(footer.key, slot, footer.sequence, used_at_ns))
         except OSError as error:
-            logger.warning("%s: cannot be looked through: %s", segment.name, error.strerror)
+            logger.warning("%s: cannot be looked through: %s; see %s", segment.name, error.strerror, Remedy.UNREADABLE)
             yield Seen(distrusted=segment.name, failed=True)
             return
         if segment.own:

@@ -1,7 +1,7 @@
-"""Room for chunks: free slots first, then more segments, then the slots of chunks that go for it.
+"""Room for chunks: free slots first, then more segments, then the slots of evicted chunks.
 
-A chunk that goes costs nothing but a change in memory, so none goes before its slot is wanted. The file system's room
-is taken a segment at a time and given back only when there is too much.
+Evicting a chunk costs only a change in memory, so no chunk is evicted before its slot is wanted. Room of the file
+system is taken a segment at a time, and given back only when there is too much.
 """
 
 import asyncio
@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from kvtier.backend import OffloadKey, in_thread
 from kvtier.memory import file_bytes_max
+from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk.footer import FULL
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import SegmentsOptions
@@ -132,7 +133,7 @@ class Room:
         try:
             self._folder.remove(segment)
         except OSError as error:
-            logger.warning("%s: cannot be removed: %s", segment.name, error.strerror)
+            logger.warning("%s: cannot be removed: %s; see %s", segment.name, error.strerror, Remedy.IRREMOVABLE)
             self._counters.count("evictions_failed")
             self._capacity.other_bytes += segment.allocated_bytes
 

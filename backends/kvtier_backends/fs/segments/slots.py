@@ -1,6 +1,6 @@
 """The states of slots by their numbers: held, free, outdated. Plain memory, owned by the loop's thread.
 
-In arrays, as far as there is something for each slot: ten million of them must not take gigabytes.
+Facts about each slot are in arrays: ten million slots must not take gigabytes.
 """
 
 from array import array
@@ -138,7 +138,7 @@ class Slots:
 class FreeSlots:
     """A set of numbers, given out in runs: a job whose chunks lie together is one call to the disk.
 
-    The longest run goes first, so that a job needs as few calls as can be; what is given back joins its neighbours.
+    The longest run is given out first, so a job needs few calls. Slots that are given back join their neighbours.
     """
 
     def __init__(self) -> None:
@@ -210,8 +210,8 @@ class FreeSlots:
 class Outdated:
     """Slots whose footers say what is true no more, until they are overwritten or wiped, and which wait for that.
 
-    After a restart, footers are all that is known. So a chunk may not go for room, nor count as deleted, as long as an
-    older one of its key still lies on the disk: that one would come back.
+    After a restart, footers are all that is known. So a chunk is not evicted, and does not count as deleted, while an
+    older chunk of its key is still on the disk. That one would come back.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Stores into slots: some are taken, written in runs, synced once, and only then known to hold what they hold.
+"""Stores into slots: slots are taken, written in runs, and synced once. Only then the catalog has their chunks.
 
 The leading chunks of a batch get room first: without its head, a prefix's tail is of no use.
 """

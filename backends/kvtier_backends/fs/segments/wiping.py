@@ -1,4 +1,4 @@
-"""Wiping: footers that are true no more, behind the calls that made them so; then their slots are free."""
+"""Wiping: footers of chunks that have gone are zeroed, behind the calls that removed them. Then slots are free."""
 
 import asyncio
 import logging
@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from kvtier.backend import OffloadKey
 from kvtier.errors import BackendClosed, BackendUnavailable
+from kvtier.remedies import Remedy
 from kvtier_backends.fs.disk.footer import Fault, frameless
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import SegmentsOptions
@@ -37,7 +38,7 @@ class Wiping:
     """The wiping of one tier's slots. Belongs to the loop's thread, and wipes in a lane."""
 
     def __init__(self, tier: OpenTier[SegmentsOptions], catalog: Catalog) -> None:
-        """Wipe in the lane for what is behind the calls. With `fsync`, what is wiped is so after a power cut, too."""
+        """Wipe in the lane for what is behind the calls. With `fsync`, a wiped slot is wiped after a power cut, too."""
         self._catalog = catalog
         self._segments = catalog.segments
         self._name = tier.root.chunks
@@ -63,7 +64,7 @@ class Wiping:
         level = logging.DEBUG if fault in self._warned else logging.WARNING
         self._warned.add(fault)
         segment = self._segments.of(slot)
-        logger.log(level, "%s: slot %d is corrupt (%s)", segment.name, slot, fault)
+        logger.log(level, "%s: slot %d is corrupt (%s); see %s", segment.name, slot, fault, Remedy.CORRUPT)
         self._catalog.lost(key)
         self.check()
 

@@ -1,6 +1,6 @@
 """A tier that is as fast as a file says, in bytes a second, from one load to the next; without the file, as it is.
 
-type = "tests.vllm.slow_tier:SlowTier"
+type = "tests.slow_tier:SlowTier"
 inner = { type = "fs", root = "/var/tmp/kvtier" }
 speed = "/run/speed"
 """
@@ -52,6 +52,11 @@ class SlowTier(Wrapper[SlowOptions]):
             return 0.0
 
 
-def slow(disk: Path, speed: Path) -> dict[str, Any]:
-    """Return the configuration of an fs tier that is as fast as a file says."""
-    return {"type": "tests.vllm.slow_tier:SlowTier", "inner": {"type": "fs", "root": str(disk)}, "speed": str(speed)}
+def slow(inner: dict[str, Any], speed: Path) -> dict[str, Any]:
+    """Return the configuration of a tier that is as fast as a file says."""
+    return {"type": "tests.slow_tier:SlowTier", "inner": inner, "speed": str(speed)}
+
+
+def slow_fs(root: Path, speed: Path) -> dict[str, Any]:
+    """Return the same of an fs tier."""
+    return slow({"type": "fs", "root": str(root)}, speed)

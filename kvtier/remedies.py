@@ -1,0 +1,65 @@
+"""Remedies: where the page on troubleshooting says what to do about a warning or an error.
+
+Each is an anchor of that page, and there are few: one a cause. The address is put together when a message is shown.
+"""
+
+from enum import Enum
+
+PAGE = "https://github.com/kvtier/kvtier/blob/main/docs/how-to/troubleshooting.md"
+
+
+class Remedy(Enum):
+    """One section of the page; as text, its address."""
+
+    # It does not start, or not as it was meant to.
+    CONFIGURATION = "configuration-refused"
+    OPENING = "tier-cannot-be-opened"
+    OTHER_LAYOUT = "chunks-in-another-layout"
+    REWRITTEN = "configuration-of-a-namespace-written-anew"
+    BUFFERED = "no-direct-io"
+
+    # A tier costs hits.
+    BREAKER = "breaker-open"
+    LOSSES = "chunks-dropped-or-failed"
+    UNAVAILABLE = "tier-unavailable"
+    OVERDUE = "call-out-of-time"
+    FAILED = "transfer-failed"
+    MISSING = "chunk-missing"
+    CORRUPT = "chunk-corrupt"
+    NO_SPACE = "no-space"
+    UNWRITTEN = "chunks-not-written-at-the-end"
+    UNLISTED = "list-incomplete"
+
+    # A tier's directory.
+    UNREADABLE = "folder-or-segment-unreadable"
+    UNUSABLE = "segments-without-chunks-of-this-tier"
+    UNDERFOOT = "segment-removed-by-somebody-else"
+    IRREMOVABLE = "segment-cannot-be-removed"
+    CHECKPOINT = "checkpoint-not-written-or-read"
+    WRITE_BUDGET = "write-budget-not-put-back"
+    SHARED_PAGE = "shared-page-away"
+
+    # Runners, and the code of tiers.
+    RUNNER = "runner-lost"
+    CONTRACT = "tier-breaks-its-contract"
+    CLOSING = "tier-does-not-close"
+
+    # A GPU.
+    UNPINNED = "memory-not-pinned"
+    UNBATCHED = "no-batched-copies"
+    UNGATHERED = "gather-kernel-not-tested"
+
+    # The program that calls.
+    CLOSED = "engine-closed"
+    LENT = "rows-still-read"
+    OBSERVER = "observer-raised"
+    HINT = "hint-ignored"
+
+    # Traces.
+    TRACE = "trace-refused-or-doubted"
+    LEFT_OUT = "events-left-out"
+
+    ELSE = "anything-else"
+
+    def __str__(self) -> str:
+        return f"{PAGE}#{self.value}"

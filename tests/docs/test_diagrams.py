@@ -1,0 +1,109 @@
+"""The diagrams of states say what the code does: each state and each change of one, and no other."""
+
+import itertools
+import re
+from collections import Counter
+from pathlib import Path
+
+from kvtier.backend.keys import make_offload_key
+from kvtier.engine.primary import Primary
+from kvtier.engine.tier import Breaker, BreakerState
+from kvtier.policies import LRU
+
+EXPLANATION = Path(__file__).parents[2] / "docs" / "explanation"
+CALLS_MAX = 6  # One after the other: the longest way to any change takes fewer.
+
+Change = tuple[str, str]
+
+
+def changes_drawn(page: str) -> set[Change]:
+    """Return the changes of state that a page's diagram draws."""
+    text = (EXPLANATION / page).read_text()
+    (drawn,) = re.findall(r"^```mermaid\nstateDiagram-v2\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    return set(re.findall(r"^ +(\w+) --> (\w+):", drawn, re.MULTILINE))
+
+
+def states_of(changes: set[Change]) -> set[str]:
+    return set(itertools.chain.from_iterable(changes))
+
+
+# A breaker.
+
+
+def test_the_diagram_of_a_breaker_is_what_a_breaker_does() -> None:
+    found: set[Change] = set()
+    for calls in itertools.product(("succeeded", "failed", "trip", "admits"), repeat=CALLS_MAX):
+        breaker = Breaker(failures_max=2, cooldown_s=1.0, trial_chunks=1)
+        for now, call in enumerate(calls):  # A second a call: each cool-down is over with the next one.
+            before = breaker.state
+            getattr(breaker, call)(*(() if call == "succeeded" else (float(now),)))
+            found.add((before.value, breaker.state.value))
+    drawn = changes_drawn("failure-modes.md")
+    assert drawn == {(before, after) for before, after in found if before != after}
+    assert states_of(drawn) == {state.value for state in BreakerState}
+
+
+# A row: of a primary that has only one.
+
+
+class OneRow:
+    """A primary with one row, used as the ledger uses rows. A call that the ledger never makes does nothing."""
+
+    def __init__(self) -> None:
+        self.primary = Primary(1, LRU(1))
+        self.key = make_offload_key(b"0")
+        self.pins = 0  # Of stores into tiers.
+
+    @property
+    def state(self) -> str:
+        if self.primary.ready:
+            return "ready"
+        if self.primary.filling:
+            return "filling"
+        return "free" if self.primary.rows_free else "quarantined"  # Or it has lost its key, and a pin is left.
+
+    def reserve(self) -> None:
+        key = make_offload_key(self.key + b"0")
+        if self.state in ("free", "ready") and self.primary.reserve([key]) is not None:
+            self.key = key
+
+    def arrive(self) -> None:
+        self.primary.publish([self.key])
+
+    def fail(self) -> None:
+        self.primary.abandon(self.key, lent=False)
+
+    def hang(self) -> None:
+        self.primary.abandon(self.key, lent=True)
+
+    def store(self) -> None:
+        if self.state == "ready":
+            self.primary.pin([0])
+            self.pins += 1
+
+    def end(self) -> None:
+        """A transfer that has the row ends."""
+        if self.pins:
+            self.primary.unpin([0])
+            self.pins -= 1
+        elif self.primary.quarantined:
+            self.primary.release(0)
+
+    def delete(self) -> None:
+        self.primary.discard(self.key, self.pins)
+
+    def reset(self) -> None:
+        self.primary.clear(Counter({0: self.pins}) + Counter(self.primary.quarantined))
+        self.pins = 0
+
+
+def test_the_diagram_of_a_rows_states_is_what_becomes_of_a_row() -> None:
+    found: set[Change] = set()
+    names = ("reserve", "arrive", "fail", "hang", "store", "end", "delete", "reset")
+    for calls in itertools.product(names, repeat=CALLS_MAX - 1):
+        row = OneRow()
+        for call in calls:
+            before = row.state
+            getattr(row, call)()
+            found.add((before, row.state))
+    assert changes_drawn("lent-buffers.md") == {(before, after) for before, after in found if before != after}

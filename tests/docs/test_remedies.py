@@ -1,0 +1,121 @@
+"""Every warning and every error leads to the section of the page on troubleshooting that says what to do about it."""
+
+import ast
+import pickle
+import re
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from markdown.extensions.toc import slugify
+from markdown_it import MarkdownIt
+
+import kvtier.errors
+from kvtier.errors import ChunkError, ChunkMissing, KVTierError
+from kvtier.remedies import PAGE, Remedy
+from kvtier.tools.commands import COMMANDS, run
+
+ROOT = Path(__file__).parents[2]
+FILE = ROOT / "docs" / "how-to" / "troubleshooting.md"
+SHIPPED = [path for package in ("kvtier", "backends") for path in sorted((ROOT / package).rglob("*.py"))]
+LOUD = {"warn", "warning", "error", "exception", "critical", "fatal", "log"}
+ERRORS = [error for error in vars(kvtier.errors).values() if isinstance(error, type) and issubclass(error, KVTierError)]
+
+
+class Said(NamedTuple):
+    """One place in the code that says a warning or an error."""
+
+    where: str
+    text: str  # With its `%s`.
+    last: str  # Its last argument, as written.
+
+
+def said() -> Iterator[Said]:
+    for path in SHIPPED:
+        module = ast.parse(path.read_text())
+        constants = {
+            node.targets[0].id: node.value.value
+            for node in module.body
+            if isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and isinstance(node.value, ast.Constant)
+        }
+        for node in ast.walk(module):
+            if is_loud(node):
+                texts = node.args[1:] if node.func.attr == "log" else node.args
+                first = texts[0]
+                text = first.value if isinstance(first, ast.Constant) else constants.get(getattr(first, "id", ""), "")
+                yield Said(f"{path.relative_to(ROOT)}:{node.lineno}", str(text), ast.unparse(texts[-1]))
+
+
+def is_loud(node: ast.AST) -> bool:
+    """Say whether this is a call of a logger, by whatever name; `math.log` and a task's `exception()` are none."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOUD):
+        return False
+    return bool(node.args) and ast.unparse(node.func.value) != "math"
+
+
+SAID = list(said())
+
+
+def headings(level: str) -> list[str]:
+    tokens = MarkdownIt().parse(FILE.read_text())
+    return [text.content for mark, text in pairwise(tokens) if (mark.tag, mark.nesting) == (level, 1)]
+
+
+def githubs_anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def test_every_warning_and_error_that_is_logged_ends_with_where_to_read_on() -> None:
+    assert len(SAID) > 40, "the code is not seen"
+    wrong = [one for one in SAID if not (one.text.endswith("; see %s") and re.fullmatch(r"Remedy\.[A-Z_]+", one.last))]
+    assert wrong == []
+    assert {one.last.removeprefix("Remedy.") for one in SAID} <= set(Remedy.__members__)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_every_public_error_has_a_remedy_that_a_traceback_ends_with_and_its_text_does_not(
+    error: type[KVTierError],
+) -> None:
+    assert "remedy" in vars(error), "its own, and not its base's"
+    raised = error("row 7: no")
+    assert str(raised) == "row 7: no"
+    assert traceback.format_exception(raised)[-1] == f"see {raised.remedy}\n"
+    raised.add_note("and more")
+    again = pickle.loads(pickle.dumps(raised))
+    assert again.__notes__ == raised.__notes__ == [f"see {raised.remedy}", "and more"]
+    assert error("another").__notes__ == [f"see {raised.remedy}"]
+
+
+def test_an_outcome_that_nobody_shows_has_no_address() -> None:
+    outcome: ChunkError = ChunkMissing("gone")
+    assert str(outcome) == "gone"
+    assert vars(outcome) == {}
+
+
+def test_the_page_has_a_section_for_every_remedy_and_no_other() -> None:
+    there = headings("h3")
+    assert sorted(map(githubs_anchor, there)) == sorted(remedy.value for remedy in Remedy)
+    assert [githubs_anchor(one) for one in there] == [slugify(one, "-") for one in there], "as our own pages name them"
+    assert max(Counter(map(githubs_anchor, [*there, *headings("h2"), *headings("h1")])).values()) == 1
+
+
+def test_every_remedy_is_one_of_something_that_is_said() -> None:
+    used = {one.last for one in SAID} | {f"Remedy.{error.remedy.name}" for error in ERRORS}
+    assert {f"Remedy.{remedy.name}" for remedy in Remedy} == used
+
+
+def test_the_address_is_that_of_the_page() -> None:
+    assert PAGE.endswith(f"/blob/main/{FILE.relative_to(ROOT)}")
+    assert str(Remedy.BREAKER) == f"{Remedy.BREAKER}" == f"{PAGE}#breaker-open"
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_the_help_of_every_command_ends_with_the_pages_address(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*name.split(), "--help"]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(f"What to do about a message: {PAGE}")

@@ -1,0 +1,140 @@
+"""The example over a client of coroutines: as short as it says, true to the contract, honest if its server fails."""
+
+import ast
+import importlib.util
+import io
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tokenize
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.backend import BackendUnavailable, NoSpace
+from kvtier.testing.conformance import Lender, keys_of, tier_context
+from kvtier.testing.conformance.lender import label
+from tests.redis.servers import RedisServer
+
+FOLDER = Path(__file__).parents[2] / "examples" / "coroutine_client"
+EXAMPLE = FOLDER / "valkey_backend.py"
+LINES_MAX = 60
+CHUNK_BYTES = 4_096
+MISSING = "ChunkMissing"
+LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+spec = importlib.util.spec_from_file_location("valkey_backend", EXAMPLE)
+example = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(example)
+
+
+def lines_of_code(text: str) -> set[int]:
+    """Return the lines that are neither empty, nor imports, nor comments, nor docstrings."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = list(ast.walk(ast.parse(text)))
+    left_out = [node.body[0] for node in nodes if isinstance(node, documented) and ast.get_docstring(node)]
+    left_out += [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(text).readline) if token.type not in LAYOUT]
+    lines = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    return lines - {line for one in left_out for line in range(one.lineno, one.end_lineno + 1)}
+
+
+def test_it_has_fewer_than_60_lines_beyond_its_imports() -> None:
+    assert len(lines_of_code('"""A."""\n\nimport os\n\n# A reason.\nx = """\n"""\n')) == 2
+    assert len(lines_of_code(EXAMPLE.read_text())) < LINES_MAX
+
+
+@pytest.fixture
+def own_server(outside: None, tmp_path: Path) -> Iterator[Callable[..., RedisServer]]:
+    servers: list[RedisServer] = []
+
+    def own_server(*arguments: str) -> RedisServer:
+        servers.append(RedisServer(tmp_path, *arguments))
+        return servers[-1].start()
+
+    yield own_server
+    for server in servers:
+        server.kill()
+
+
+@pytest.fixture
+def lender() -> Iterator[Lender]:
+    lender = Lender(CHUNK_BYTES)
+    yield lender
+    lender.take_back()
+
+
+@pytest.fixture
+async def opened():
+    tiers = []
+
+    async def opened(server: RedisServer, **fields: Any) -> Any:
+        options = example.ValkeyOptions(url=f"redis://{server.address}", **fields)
+        tiers.append(await example.ValkeyBackend.open(options, tier_context(CHUNK_BYTES)))
+        return tiers[-1]
+
+    yield opened
+    for tier in tiers:
+        await tier.aclose(10)
+
+
+def test_it_passes_its_own_suite_as_the_page_shows_it(own_server: Callable[..., RedisServer], tmp_path: Path) -> None:
+    for path in FOLDER.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "test_valkey_backend.py"],
+        cwd=tmp_path,
+        env={**os.environ, "VALKEY_URL": f"redis://{own_server().address}"},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "skipped" not in ran.stdout
+
+
+async def test_a_server_that_is_gone_is_unavailable_and_its_successor_is_used(own_server, opened, lender) -> None:
+    server, keys = own_server(), keys_of(3)
+    tier = await opened(server)
+    await lender.keep(tier, keys)
+    server.kill()
+    for call in (tier.probe(keys), lender.recall(tier, keys), lender.keep(tier, keys), tier.delete(keys)):
+        with pytest.raises(BackendUnavailable):
+            await call
+    server.start()
+    assert await lender.recall(tier, keys) == [MISSING] * 3
+
+
+async def test_a_server_that_hangs_costs_a_call_its_time_out_and_no_later_chunk(own_server, opened, lender) -> None:
+    server, keys = own_server(), keys_of(8)
+    tier = await opened(server, timeout_s=1)
+    await lender.keep(tier, keys)
+    server.signal(signal.SIGSTOP)
+    with pytest.raises(BackendUnavailable, match="TimeoutError"):
+        await lender.recall(tier, keys[:4])
+    server.signal(signal.SIGCONT)
+    later = keys[4:]
+    assert await lender.recall(tier, later) == list(map(label, later))  # Not the replies that come too late.
+
+
+async def test_a_full_server_refuses_chunks_one_by_one(own_server, opened, lender) -> None:
+    server, keys = own_server("--maxmemory", "4mb"), keys_of(2_000)
+    tier = await opened(server, timeout_s=60)
+    outcomes = await tier.store(lender.writes(keys))
+    assert {type(outcome) for outcome in outcomes} == {type(None), NoSpace}
+    stored = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is None]
+    assert await lender.recall(tier, stored) == list(map(label, stored))
+
+
+async def test_a_chunk_that_somebody_else_has_changed_is_corrupt(own_server, opened, lender) -> None:
+    server, keys = own_server(), keys_of(4)
+    tier = await opened(server)
+    await lender.keep(tier, keys)
+    changed, cut, replaced, gone = map(tier.context.mapper.name, keys)
+    server.ask("SETRANGE", changed, 100, b"?")
+    server.ask("SET", cut, b"short")
+    server.ask("RENAME", gone, replaced)
+    assert await lender.recall(tier, keys) == [*["ChunkCorrupt"] * 3, MISSING]

@@ -1,0 +1,60 @@
+"""The page on moving from vLLM's own tiering: what it names of vLLM's is there, and its configurations are accepted."""
+
+import ast
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+import vllm
+from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
+
+from kvtier.integrations.vllm.options import read_options
+
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "move-from-vllm.md").read_text()
+LMCACHES_PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "move-from-lmcache.md").read_text()
+PARTS = ("v1/kv_offload", "distributed/kv_transfer/kv_connector/v1/offloading")
+VERSIONS = [Path(vllm.__file__).parent, *(Path(given) / "vllm" for given in (os.environ.get("VLLM_033"),) if given)]
+
+
+def vocabulary(root: Path) -> set[str]:
+    """Return what vLLM's offloading could call an option: texts, arguments and fields."""
+    found = set[str]()
+    for path in (file for part in PARTS for file in (root / part).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Constant(value=str(text)):
+                    found.add(text)
+                case ast.arg(arg=name) | ast.AnnAssign(target=ast.Name(id=name)):
+                    found.add(name)
+    return found
+
+
+def theirs(*, newest: bool) -> set[str]:
+    """Return the options of vLLM's that the page names; what only the newest version has is said to be so."""
+    tables = re.findall(r"^\| vLLM's \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", PAGE, re.MULTILINE)
+    rows = [line for table in tables for line in table.splitlines() if newest or "vLLM 0.33 has it" not in line]
+    return {name for row in rows for name in re.findall(r"`(\w+)`", row.split("|")[1])}
+
+
+@pytest.mark.parametrize("root", VERSIONS, ids=lambda root: root.parent.name)
+def test_every_option_of_vllms_that_the_page_names_exists(root):
+    named = theirs(newest="0.33" in str(root) or vllm.__version__.startswith("0.33"))
+    assert len(named) > 25
+    assert named - vocabulary(root) == set()
+
+
+def test_the_page_names_every_type_of_tier_that_vllm_has_but_for_its_example():
+    types = SecondaryTierFactory._registry.keys() - {"example"}
+    assert all(f"`{name}`" in PAGE for name in types)
+
+
+@pytest.mark.parametrize("page", [PAGE, LMCACHES_PAGE], ids=["vllm", "lmcache"])
+def test_the_configurations_of_the_page_are_accepted(page):
+    blocks = map(json.loads, re.findall(r"```json\n(.*?)```", page, re.DOTALL))
+    ours = [block for block in blocks if block["kv_connector"] == "KVTierConnector"]
+    assert [read_options(block["kv_connector_extra_config"]).cpu_bytes_to_use for block in ours] == [64 << 30] * len(
+        ours
+    )
+    assert ours
