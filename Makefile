@@ -5,7 +5,7 @@ SHELL := bash
 MAKEFLAGS += --no-builtin-rules
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-all test-remote test-monitoring test-nfs test-gpu wheels test-vllm crash lint types docs docs-charts docs-serve test-docs dist simulate soak disksoak bench bench-compare clean
+.PHONY: help setup setup-vllm demo test test-all test-traces test-remote test-monitoring test-nfs test-gpu wheels test-vllm crash lint types docs docs-charts docs-serve test-docs dist simulate soak disksoak bench bench-compare clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -75,6 +75,12 @@ test-monitoring: $(INSTALLED) $(PROMETHEUS)  ## ask Prometheus about the board a
 $(VENV)/prometheus/root/usr/bin:
 	tests/unpacked.sh $(VENV)/prometheus prometheus || echo "no Prometheus: Debian's package is not to be had here"
 	mkdir -p $@
+
+# Real traces are no part of the project: beside it, or where KVTIER_TRACES says. Without them these tests are skipped.
+TRACE_TESTS := tests/tools/replay/test_study.py tests/tools/replay/test_density.py tests/tools/replay/test_hints.py
+
+test-traces: $(INSTALLED)  ## compare policies and hints with their figures on the largest real trace: ten minutes
+	KVTIER_ALL_TRACES=1 $(PYTEST) -o faulthandler_timeout=0 -m outside -k "large_trace or agents" $(TRACE_TESTS)
 
 # A class of tests stays in one worker: the tests of a class share servers. SERVERS=debian: with Debian's servers instead.
 REMOTE_PYTEST := env OMP_NUM_THREADS=1 LD_LIBRARY_PATH=$(REMOTE_LIBS) KVTIER_MIXED_OPERATIONS=$(OPERATIONS) \
