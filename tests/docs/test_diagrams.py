@@ -8,6 +8,7 @@ from pathlib import Path
 from kvtier.backend import Backend
 from kvtier.backend.keys import make_offload_key
 from kvtier.engine.answers import LookupResult
+from kvtier.engine.metrics import ROW_STATES
 from kvtier.engine.primary import Primary
 from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import Breaker, BreakerState
@@ -60,11 +61,9 @@ class OneRow:
 
     @property
     def state(self) -> str:
-        if self.primary.ready:
-            return "ready"
-        if self.primary.filling:
-            return "filling"
-        return "free" if self.primary.rows_free else "quarantined"  # Or it has lost its key, and a pin is left.
+        """The row's state, as the metric `kvtier_primary_rows` has it."""
+        (state,) = (name for name, count in ROW_STATES.items() if count(self.primary))
+        return state
 
     def reserve(self) -> None:
         key = make_offload_key(self.key + b"0")
@@ -110,7 +109,9 @@ def test_the_diagram_of_a_rows_states_is_what_becomes_of_a_row() -> None:
             before = row.state
             getattr(row, call)()
             found.add((before, row.state))
-    assert changes_drawn("lent-buffers.md") == {(before, after) for before, after in found if before != after}
+    drawn = changes_drawn("lent-buffers.md")
+    assert drawn == {(before, after) for before, after in found if before != after}
+    assert states_of(drawn) == set(ROW_STATES)
 
 
 # The way of a chunk.
