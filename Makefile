@@ -157,14 +157,14 @@ types: $(INSTALLED)  ## check types, with mypy and with pyright
 	$(BIN)/mypy
 	$(BIN)/pyright
 
-docs: docs-charts $(FOR_PAGES)  ## build the documentation into site/, as pages that can be opened as files
+docs: $(INSTALLED) $(FOR_PAGES)  ## build the documentation into site/, as pages that can be opened as files
 	$(BIN)/pytest -q tests/docs/test_prose.py
 	$(MKDOCS) build --strict --config-file .mkdocs.yml
 
 docs-charts: $(INSTALLED)  ## draw the charts of the page on performance from its figures, docs/assets/performance
 	$(BIN)/python -m tests.docs.charts
 
-docs-serve: docs-charts $(FOR_PAGES)  ## serve the documentation on a port of this machine, and build it anew when a page changes
+docs-serve: $(INSTALLED) $(FOR_PAGES)  ## serve the documentation on a port of this machine, and build it anew when a page changes
 	$(MKDOCS) serve --config-file .mkdocs.yml --dev-addr 127.0.0.1:$(or $(PORT),8000)
 
 test-docs: docs $(BROWSER)  ## look at every page in a headless browser: Debian's, unpacked, unless BROWSER=/path/to/one
@@ -204,5 +204,5 @@ disksoak: $(INSTALLED)  ## fill DIR, a directory that is emptied, for SOAK_S sec
 	KVTIER_SOAK_S=$(or $(SOAK_S),600) KVTIER_SOAK_REQUESTS=3000 $(BIN)/pytest -s tests/fs/promises/test_soak.py --basetemp=$(or $(DIR),$(DEMO)/soak)
 
 clean:  ## remove everything that these commands made
-	rm -rf $(VENV) $(REMOTE_VENV) $(NFS_PROGRAMS) $(GPU_VENV) $(VLLM_VENV) $(DEMO) docs/assets/drawn docs/assets/npm site dist .benchmarks .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(REMOTE_VENV) $(NFS_PROGRAMS) $(GPU_VENV) $(VLLM_VENV) $(DEMO) docs/assets/npm site dist .benchmarks .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find kvtier backends tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
