@@ -44,7 +44,7 @@ class TieringOffloadingManager:
     """Tiers chunks over a primary in host memory and any number of secondary tiers, for asyncio programs.
 
     All calls belong to one event loop. A chunk is `config.chunk_bytes` long. `steps` is the step protocol of the same
-    engine, for a program that uses both: its `reset`, `drain` and `close` would block the loop.
+    engine, for a program that uses both. Its calls `reset`, `drain` and `close` would block the loop.
     """
 
     step_manager: ClassVar[type[StepManager]] = StepManager
@@ -101,13 +101,13 @@ class TieringOffloadingManager:
     ) -> int:
         """Store `chunks[i]` under `keys[i]`, in prefix order; return how many leading keys are in the primary now.
 
-        Waits for room in the primary and for budget of the tiers, so nothing is dropped for the lack of it, unless
-        transfers hang: these nobody waits for. Fewer than all are stored only if the primary cannot hold more. Keys
-        that are present keep their chunk. Without a `request_id` the call is a request of its own. `hint`: what the
-        application says of the request, as `StepManager.on_new_request` takes it.
+        The call waits for room in the primary and for budget of the tiers. So no chunk is dropped for the lack of
+        either, unless transfers hang: the call does not wait for these. Fewer than all keys are stored only if the
+        primary cannot hold more. Keys that are present keep their chunk. Without a `request_id` the call is a request
+        of its own. `hint` is the application's word on the request, as `StepManager.on_new_request` takes it.
 
         A cancelled call has stored some leading part. ValueError for a chunk of the wrong length: nothing was stored.
-        Do not wait for it while the same task holds rows of `fetch`: that room it would wait for.
+        Do not await this call while the same task holds rows of `fetch`, because the call may wait for these rows.
         """
         self._check_chunks(keys, chunks)
         async with self._one(request_id, hint) as own_id:
@@ -125,13 +125,14 @@ class TieringOffloadingManager:
     ) -> AsyncGenerator[Sequence[memoryview]]:
         """Have the longest leading run of `keys` that is anywhere brought into the primary, and lend it.
 
-        Gives read-only views, one a key and each `chunk_bytes` long, valid inside the `async with` and released after
-        it. A run longer than the primary can hold gives its leading part. What fails on its way ends the run before
-        it; nothing raises for it. `hint`: as `put` takes it.
+        The answer is a sequence of read-only views, one a key and each `chunk_bytes` long. They are valid inside the
+        `async with`, and released after it. A run longer than the primary can hold gives its leading part. A chunk that
+        fails on its way ends the run before it, and raises nothing. `hint`: as `put` takes it.
 
-        What is made of a view (a slice, an array) must be gone when the block ends, too: `RowsStillRead` if it is not,
-        or a note to what the block itself raised. Such rows are nobody else's until it has gone. What
-        `torch.frombuffer` makes of a view cannot be seen, and would read the row's next chunk: `get` gives copies.
+        Slices and arrays that are made of a view must be gone when the block ends, too. If one is left, the block
+        raises `RowsStillRead`, or adds a note to the error that it raised itself. Such a row has no other use until the
+        slice has gone. A tensor that `torch.frombuffer` makes of a view cannot be seen, and would read the row's next
+        chunk. `get` gives copies.
         """
         async with self._one(request_id, hint) as own_id:
             rows: list[int] = []

@@ -1,7 +1,7 @@
 """The step protocol: kvtier as a synchronous owner calls it, thousands of times a step, and never waits for.
 
 Every call of a step is plain, touches memory only and crosses no thread. A step's actions leave at its end with one
-wake-up; what comes back waits in the bridge's mailbox, and is applied before look-ups and before anything is evicted.
+wake-up. The answers wait in the bridge's mailbox. They are applied before look-ups, and before anything is evicted.
 """
 
 # ruff: noqa: SLF001  `Inside` is the door to what is private.
@@ -86,9 +86,9 @@ class StepManager:
     def start(cls, config: EngineConfig, *, region: Region | None = None, observer: Observe | None = None) -> Self:
         """Start a kvtier engine with its runner in a thread or a process; blocks until its tiers are open.
 
-        The rows are those of `region`, which other processes may have mapped, too; it belongs to the engine from now
-        on, and is closed with it or with a start that fails. None: the engine makes one of its own. `observer` is
-        called with (tier, operation, seconds) after every transfer.
+        The rows are those of `region`, which other processes may have mapped, too. The region belongs to the engine
+        from now on. It is closed with the engine, or with a start that fails. None: the engine makes a region of its
+        own. `observer` is called with (tier, operation, seconds) after every transfer.
 
         Raises:
             ConfigError: the configuration cannot be used; nothing was left behind.
@@ -133,14 +133,14 @@ class StepManager:
     ) -> bool:
         """Take note of a request; `matchers` limit the tiers that serve it, None means all.
 
-        `load_matchers` limit further the tiers that it is loaded from; its chunks are stored in the others, too.
-        `position` says where a key's chunk ends in the request's tokens, for LLM engines that do not offer every key
-        in prefix order: those of models with several groups, whose keys come one group after the other.
-        `hint`: a `Hint`, or what a client sent as one, unread; see `kvtier.hints`. A bad one is ignored and counted.
+        `load_matchers` limit further the tiers from which it is loaded. Its chunks are stored in the others, too.
+        `position` says where a key's chunk ends in the request's tokens. It is for LLM engines that do not offer every
+        key in prefix order: for models with several groups, keys come one group after the other. `hint` is a `Hint`, or
+        the object that a client sent as one: see `kvtier.hints`. A bad one is ignored and counted.
 
-        Returns whether a tier wants all of the request's chunks, those that are present already, too.
-        Raises `EngineClosed` after closing, and ValueError if the id is in use: by a request that has not finished, or
-        whose last store, `put` or `fetch` is not over.
+        Returns whether a tier wants all of the request's chunks, also those that are present already. Raises
+        `EngineClosed` after closing, and ValueError if the id is in use. An id is in use until its request has
+        finished, and its last store, `put` or `fetch` is over.
         """
         self._check_open()
         if known := self._requests.get(request_id):
@@ -285,9 +285,10 @@ class StepManager:
     def retain(self, keys: Sequence[OffloadKey], seconds: float, *, priority: int = 0) -> int:
         """Pass over keys, in prefix order, for so long when room is made, here and in tiers.
 
-        Returns how many are retained here: of more than `limits.retained_share` of the rows only the leading part is,
-        unless others have a lower `priority` (0 to 99). It is no pin: where there is nothing else, these go, too. A day
-        is the longest time. ValueError for a time that is not positive and finite, and for any other priority.
+        Returns how many are retained here. At most `limits.retained_share` of the rows is: the leading part of more
+        keys, unless others have a lower `priority` (0 to 99). It is no pin: if there is nothing else to evict, these
+        go, too. A day is the longest time. ValueError for a time that is not positive and finite, and for any other
+        priority.
         """
         self._check_open()
         if not 0 < seconds < math.inf:
@@ -356,9 +357,9 @@ class StepManager:
     def reset(self, deadline_s: float | None = None) -> bool:
         """Clear the primary; tiers keep their chunks. Blocks until nothing is under way or the deadline comes.
 
-        A tier that does not end in time is taken out of use until it has proved itself, and its rows stay lent; then
-        the answer is False. Nothing is promoted until `on_reset_flushed`. No completion of an earlier load or store
-        may follow. RuntimeError if a `put` or `fetch` of the asyncio face is under way.
+        If a tier does not end in time, the answer is False. Its rows stay lent, and it is out of use until it has
+        proved itself. Nothing is promoted until `on_reset_flushed`. No completion of an earlier load or store may
+        follow. RuntimeError if a `put` or `fetch` of the asyncio face is under way.
         """
         self._check_open()
         if calls := self._calls.total():
@@ -400,8 +401,8 @@ class StepManager:
     def forked(self) -> None:
         """Be nobody's engine in a child that was forked: it has no runner, and its rows would be the owner's.
 
-        From then on `stats`, `metrics`, `runners_lost` and `events_dropped` say there what was counted until then,
-        `close` and `aclose` do nothing, and every other call raises `EngineClosed`.
+        From then on `stats`, `metrics`, `runners_lost` and `events_dropped` say in the child what was counted until the
+        fork. `close` and `aclose` do nothing there, and every other call raises `EngineClosed`.
         """
         self._forked = self._closed = True
         self._requests.clear()
@@ -570,15 +571,15 @@ class Inside:
 
     @property
     def messages_received(self) -> int:
-        """The number of messages that were applied: who reports figures knows by it that some may have changed."""
+        """The number of messages that were applied. If it has changed, figures may have changed."""
         return self._engine._messages_received
 
     def hits(self, request_id: str) -> list[OffloadKey]:
         """Return the keys that a request found, for a caller to whom even the call of `lookup` is too much.
 
-        While the list is not empty, a key that is in `ready` may be appended to it instead of being looked up. What
-        empties it is the end of the step, a reset, and a store or a look-up, anybody's, for which room is made or was
-        to be made. It is the same list for as long as the request is known.
+        While the list is not empty, a key that is in `ready` may be appended to it, in place of a look-up. The end of
+        the step and a reset empty it. So does any request's store or look-up for which room is made, or was to be made.
+        It is the same list for as long as the request is known.
         """
         return self._engine._known(request_id).hits
 
