@@ -1,8 +1,8 @@
 """Calls: many at once, cancelled ones, their manners, and the end of them all.
 
-Nobody can look into a tier to see what it is doing when it is cancelled, so it is tried after 0, 1, 2 and 5 steps of
-the loop. The owner of the buffers then does what an engine does: it uses them for something else, at once. Then it
-looks again, and again after a while.
+A test cannot see what a tier is doing when it is cancelled. So a call is cancelled after 0, 1, 2 and 5 steps of the
+loop. The owner of the buffers then does what an engine does: it uses them for something else, at once. Then it looks
+again, and again after a while.
 """
 
 import asyncio
