@@ -1,7 +1,8 @@
 """The asyncio face of a kvtier engine: `TieringOffloadingManager`.
 
-`put` waits for room and for the tiers' budgets, `fetch` for what is on its way, and both for a reset. Who waits for
-rows waits for whoever has them, and holds none itself that others wait for, except what it fetched already.
+`put` waits for room and for the tiers' budgets, `fetch` for chunks on their way, and both for a reset. A call that
+waits for rows waits for the calls that have them. It holds no rows itself that others wait for, except those that it
+has fetched already.
 """
 
 # ruff: noqa: SLF001  A face and its steps are one engine.
@@ -85,11 +86,11 @@ class TieringOffloadingManager:
         return self.steps.metrics
 
     def stats(self) -> EngineStats:
-        """Return what this kvtier engine and its tiers have counted, and what they hold now."""
+        """Return the counts of this kvtier engine and its tiers, and how many chunks they hold now."""
         return self.steps.stats()
 
     def take_events(self) -> list[Event]:
-        """Return what happened to chunks since the last call; nothing unless the configuration says `events`."""
+        """Return the events of chunks since the last call; none unless the configuration says `events`."""
         return self.steps.take_events()
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
@@ -123,7 +124,7 @@ class TieringOffloadingManager:
     async def fetch(
         self, keys: Sequence[OffloadKey], *, request_id: str | None = None, hint: object = None
     ) -> AsyncGenerator[Sequence[memoryview]]:
-        """Have the longest leading run of `keys` that is anywhere brought into the primary, and lend it.
+        """Bring the longest leading run of `keys` whose chunks are in any tier into the primary, and lend it.
 
         The answer is a sequence of read-only views, one a key and each `chunk_bytes` long. They are valid inside the
         `async with`, and released after it. A run longer than the primary can hold gives its leading part. A chunk that
@@ -156,10 +157,10 @@ class TieringOffloadingManager:
             return [bytes(row) for row in rows]
 
     async def delete(self, keys: Sequence[OffloadKey], deadline_s: float | None = None) -> bool:
-        """Forget keys in the primary and in every tier; waits for whoever holds their rows.
+        """Forget keys in the primary and in every tier; waits for all calls that hold their rows.
 
-        False if the deadline came first. Then what was still held has stayed; the rest was forgotten, though a tier
-        may not have said so yet.
+        False if the deadline came first. Then keys that were still held have stayed. The others were forgotten, though
+        a tier may not have answered yet.
         """
         held = self.steps.delete(keys)
         try:
@@ -174,10 +175,10 @@ class TieringOffloadingManager:
         return True
 
     async def prefetch(self, keys: Sequence[OffloadKey]) -> int:
-        """Bring the longest leading run of keys that is anywhere into the primary; return how long the run is there.
+        """Bring the longest leading run of keys whose chunks are in any tier into the primary; return its length there.
 
-        It holds no rows when it returns. A run longer than the share of leases comes in its leading part; what fails
-        on its way ends the run before it. Of a cancelled call comes what had set out.
+        It holds no rows when it returns. A run longer than the share of leases comes in its leading part. A chunk that
+        fails on its way ends the run before it. After a cancelled call, chunks on their way still come.
         """
         while self._clearing:
             await self._progress.made()
@@ -196,14 +197,14 @@ class TieringOffloadingManager:
         return self._said(self.steps.demote(keys))
 
     def forget(self, keys: Sequence[OffloadKey]) -> int:
-        """Forget keys here and in every tier, what is in use as soon as it is not; see `StepManager.forget`.
+        """Forget keys here and in every tier; a key in use is forgotten when its use is over. See `StepManager.forget`.
 
-        It waits for nothing: `drain` waits for the tiers, and `delete` for whoever holds rows, too.
+        It waits for nothing. `drain` waits for the tiers, and `delete` also for all calls that hold rows.
         """
         return self._said(self.steps.forget(keys))
 
     def retain(self, keys: Sequence[OffloadKey], seconds: float, *, priority: int = 0) -> int:
-        """Pass over keys for so long when room is made, here and in tiers; see `StepManager.retain`."""
+        """Let keys stay for so long when room is made, here and in tiers; see `StepManager.retain`."""
         return self._said(self.steps.retain(keys, seconds, priority=priority))
 
     async def drain(self, deadline_s: float | None = None) -> bool:

@@ -159,7 +159,7 @@ class StepManager:
     def on_request_finished(self, request_id: str, hint: object = None) -> None:
         """Rank the request's keys and end its leases. Completions, and a load decided before, may still follow.
 
-        `hint` takes the place of what was said when the request began, if there is one. Nothing happens if the request
+        `hint` replaces the hint that was given when the request began, if there is one. Nothing happens if the request
         is not known.
         """
         if self._forked:
@@ -249,7 +249,8 @@ class StepManager:
     def delete(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Forget keys here and in every tier; return those that have stayed, because something holds their rows.
 
-        A tier hears of it at the step's end. What only a hung store holds is forgotten, too; the store may come after.
+        A tier hears of it at the step's end. A key that only a hung store holds is forgotten, too. The store may still
+        end after this call.
         """
         self._check_open()
         return self._ledger.delete(keys)
@@ -257,18 +258,18 @@ class StepManager:
     # What is said of keys, without a request.
 
     def prefetch(self, keys: Sequence[OffloadKey]) -> None:
-        """Have the longest leading run of keys that is anywhere brought into the primary, beginning with this step.
+        """Bring the longest leading run of keys whose chunks are in any tier into the primary, from this step on.
 
-        It takes steps, as a request's look-ups do; `has_pending_work` until it is over. No more comes than the share
-        of leases, and nobody is told what came: a look-up says so. Of more than a thousand calls at once the newest
-        are ignored.
+        It takes steps, as a request's look-ups do, and there is pending work until it is over. It brings at most the
+        share of leases. It does not report which chunks came; a look-up does. Of more than a thousand calls at once,
+        the newest are ignored.
         """
         self._prefetch(keys)
 
     def demote(self, keys: Sequence[OffloadKey]) -> int:
         """Have keys go before all others when room is made, here and in tiers; return how many are here.
 
-        One that is used again is as any other from then on. A tier hears of it at the step's end.
+        A key that is used again is as any other from then on. A tier hears of it at the step's end.
         """
         self._check_open()
         return self._ledger.demote(keys)
@@ -276,14 +277,14 @@ class StepManager:
     def forget(self, keys: Sequence[OffloadKey]) -> int:
         """Forget keys here and in every tier; return how many are not here any more.
 
-        Nothing is taken from who uses it: what is in use, or on its way, goes when a step ends in which it is not. A
-        key that is stored again before that goes, too. Tiers hear of it at the step's end.
+        No reader loses a chunk. A chunk that is in use, or on its way, goes at the end of the first step in which it is
+        not. A key that is stored again before that goes, too. Tiers hear of it at the step's end.
         """
         self._check_open()
         return self._ledger.forget(keys)
 
     def retain(self, keys: Sequence[OffloadKey], seconds: float, *, priority: int = 0) -> int:
-        """Pass over keys, in prefix order, for so long when room is made, here and in tiers.
+        """Let keys, in prefix order, stay for so long when room is made, here and in tiers.
 
         Returns how many are retained here. At most `limits.retained_share` of the rows is: the leading part of more
         keys, unless others have a lower `priority` (0 to 99). It is no pin: if there is nothing else to evict, these
@@ -298,13 +299,13 @@ class StepManager:
         return self._ledger.retain(keys, seconds, priority)
 
     def take_events(self) -> list[Event]:
-        """Return what happened to chunks since the last call; nothing unless the configuration says `events`."""
+        """Return the events of chunks since the last call; none unless the configuration says `events`."""
         if self._mailbox or self._forked:
             self._receive()
         return self._events.take()
 
     def end_step(self) -> None:
-        """Take what has come back, and send what this step and that decided."""
+        """Take the outcomes that have come back, and send the actions of this step and of these outcomes."""
         self._receive()
         if self._kept:
             self._take_kept()
@@ -317,7 +318,7 @@ class StepManager:
             self._watch_quarantine()
 
     def has_pending_work(self) -> bool:
-        """Say whether the LLM engine should go on stepping. What has run out of time does not count."""
+        """Say whether the LLM engine should go on stepping. Transfers that ran out of time do not count."""
         if self._mailbox or self._forked:
             self._receive()
         return self._ledger.pending
@@ -325,7 +326,7 @@ class StepManager:
     # What it counts.
 
     def stats(self) -> EngineStats:
-        """Return what this kvtier engine and its tiers have counted, and what they hold now."""
+        """Return the counts of this kvtier engine and its tiers, and how many chunks they hold now."""
         return self._metrics.stats()
 
     @property
@@ -340,13 +341,13 @@ class StepManager:
 
     @property
     def events_dropped(self) -> int:
-        """The number of events that were lost because nobody took them."""
+        """The number of events that were lost because they were not taken in time."""
         return self._events.dropped
 
     # The whole.
 
     def drain(self, deadline_s: float | None = None) -> bool:
-        """Send what is queued and wait until nothing is under way; False if the deadline came first. Blocks."""
+        """Send all queued actions, and wait until nothing is under way; False if the deadline came first. Blocks."""
         until = time.monotonic() + self._deadline(deadline_s)
         self.end_step()
         while self._ledger.pending and (left := until - time.monotonic()) > 0:
@@ -399,7 +400,7 @@ class StepManager:
         return abandoned
 
     def forked(self) -> None:
-        """Be nobody's engine in a child that was forked: it has no runner, and its rows would be the owner's.
+        """Stop being an engine in a child that was forked: it has no runner, and its rows would be the owner's.
 
         From then on `stats`, `metrics`, `runners_lost` and `events_dropped` say in the child what was counted until the
         fork. `close` and `aclose` do nothing there, and every other call raises `EngineClosed`.

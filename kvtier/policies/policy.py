@@ -95,7 +95,7 @@ def policy_class(name: str) -> type[Policy[Any]]:
     """Return the class of a policy: a built-in name, an entry point's, or `module:Class`.
 
     A built-in name always means the built-in policy. Raises `ConfigError` if there is no such policy, if its module or
-    what that needs is not installed, and if it is no complete `Policy`.
+    a package that it needs is not installed, and if it is no complete `Policy`.
     """
     found = find_class("policy", name, _BUILT_IN, ENTRY_POINT_GROUP)
     if not _is_policy(found):

@@ -45,7 +45,7 @@ class TransferWorker:
         copiers: CopiersOf | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`copiers` makes what copies; None: what is best for the device that the caches are on.
+        """`copiers` makes the copiers; None: those that are best for the device that the caches are on.
 
         Raises `ConfigError` if chunks do not fit into the slots.
         """
