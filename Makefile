@@ -5,7 +5,7 @@ SHELL := bash
 MAKEFLAGS += --no-builtin-rules
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-remote test-nfs test-gpu wheels test-vllm crash lint types docs docs-charts docs-serve test-docs simulate soak disksoak bench bench-compare clean
+.PHONY: help setup setup-vllm demo test test-all test-remote test-monitoring test-nfs test-gpu wheels test-vllm crash lint types docs docs-charts docs-serve test-docs dist simulate soak disksoak bench bench-compare clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,6 +28,7 @@ FROM_iframe-worker.js := iframe-worker@1.0.4
 PATH_iframe-worker.js := package/shim/index.js
 FOR_PAGES := docs/assets/npm/mermaid.min.js docs/assets/npm/iframe-worker.js
 BROWSER := $(VENV)/browser
+PROMETHEUS := $(VENV)/prometheus/root/usr/bin
 DEMO := demo
 SEEDS := 10000
 OPERATIONS := 600
@@ -51,10 +52,10 @@ $(INSTALLED): pyproject.toml .constraints.txt
 	PIP_CONSTRAINT=$(CURDIR)/.constraints.txt $(BIN)/python -m pip install --quiet --editable '.[dev,docs]'
 	touch $@
 
-demo: $(INSTALLED)  ## replay a generated workload with real bytes; figures and a picture land in demo/
+demo: $(INSTALLED)  ## replay a generated workload with real bytes; figures, a picture and a page land in demo/
 	mkdir -p $(DEMO)
-	$(BIN)/kvtier replay generated --json $(DEMO)/replay.json --plot $(DEMO)/replay.png
-	@echo "The figures are in $(DEMO)/replay.json, the picture in $(DEMO)/replay.png."
+	$(BIN)/kvtier replay generated --json $(DEMO)/replay.json --plot $(DEMO)/replay.png --report $(DEMO)/replay.html
+	@echo "The figures are in $(DEMO)/replay.json, the picture in $(DEMO)/replay.png, a page with both in $(DEMO)/replay.html."
 
 # What a test asks for says where it belongs (tests/conftest.py). Hypothesis tries 25 examples in `test`, 200 in `test-all`.
 # One worker more than there are cores, up to four: tests wait, too.
@@ -67,6 +68,13 @@ test: $(INSTALLED)  ## run the tests that stay in one process: a minute or two
 
 test-all: test  ## run every test: `test`, then those with processes, kills, mounts, packages, pages and many examples
 	HYPOTHESIS_PROFILE=$(or $(HYPOTHESIS_PROFILE),ci) $(PYTEST) -m "outside or hypothesis"
+
+test-monitoring: $(INSTALLED) $(PROMETHEUS)  ## ask Prometheus about the board and the alerts: Debian's, unpacked, unless PROMETHEUS=/a/folder
+	KVTIER_PROMETHEUS=$(abspath $(PROMETHEUS)) $(BIN)/pytest tests/monitoring
+
+$(VENV)/prometheus/root/usr/bin:
+	tests/unpacked.sh $(VENV)/prometheus prometheus || echo "no Prometheus: Debian's package is not to be had here"
+	mkdir -p $@
 
 # A class of tests stays in one worker: the tests of a class share servers. SERVERS=debian: with Debian's servers instead.
 REMOTE_PYTEST := env OMP_NUM_THREADS=1 LD_LIBRARY_PATH=$(REMOTE_LIBS) KVTIER_MIXED_OPERATIONS=$(OPERATIONS) \
@@ -102,6 +110,8 @@ $(GPU_VENV)/.installed: pyproject.toml
 
 wheels: $(INSTALLED)  ## fill the directory WHEELS with what test-gpu needs beside torch, for Python WHEELS_FOR (3.12)
 	tests/gpu/run wheels $(BIN)/python $(or $(WHEELS),$(error WHEELS=dir: a directory to fill)) $(WHEELS_FOR)
+
+setup-vllm: $(VLLM_INSTALLED)  ## make .venv-vllm, with vLLM's CPU build and kvtier beside it, for use and for test-vllm
 
 test-vllm: $(VLLM_INSTALLED) $(VLLM_033)/.unpacked $(REMOTE_INSTALLED)  ## run the tests inside vLLM, in an environment of its own; takes a quarter of an hour
 	VLLM_033=$(CURDIR)/$(VLLM_033) LD_LIBRARY_PATH=$(REMOTE_LIBS) $(VLLM_BIN)/pytest -o addopts="--import-mode=importlib --strict-markers --strict-config -ra" tests/vllm
@@ -163,6 +173,14 @@ $(FOR_PAGES): | $(INSTALLED)
 
 $(VENV)/browser:
 	tests/docs/browser.sh $@
+
+# The build is isolated: hatchling comes from an index, as for whoever installs the sdist.
+dist: $(INSTALLED)  ## build sdist and wheel into dist/, and try each in empty environments, on every Python that is here
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/check-wheel-contents --toplevel kvtier,kvtier_backends --package kvtier --package backends/kvtier_backends dist/*.whl
+	$(BIN)/python -m tests.dist dist
 
 simulate: $(INSTALLED)  ## run SEEDS simulated engines under faults, from seed FIRST on, and say what they met
 	$(BIN)/python -m kvtier.testing.simulation --seeds $(SEEDS) --first $(FIRST)

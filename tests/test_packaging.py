@@ -1,6 +1,7 @@
 """What is published: the wheel that an installer builds from the source distribution."""
 
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -8,6 +9,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+
+import kvtier
+from tests import dist
 
 ROOT = Path(__file__).parent.parent
 
@@ -99,3 +103,59 @@ point.load()()
     ran = in_wheel(wheel, program, "--help")
     assert ran.returncode == 0, ran.stderr
     assert "replay" in ran.stdout
+
+
+# What `make dist` tries.
+
+
+def test_a_python_that_does_not_run_is_passed_over(
+    outside: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = f"3.{sys.version_info.minor}"
+    names = [tmp_path / "broken" / f"python{version}", tmp_path / "whole" / f"python{version}"]
+    for name, program in zip(names, ("exit 127", f'exec {sys.executable} "$@"'), strict=True):
+        name.parent.mkdir()
+        name.write_text(f"#!/bin/sh\n{program}\n")
+        name.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{names[0].parent}:{names[1].parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert dist.pythons([version, "3.1"]) == {version: str(names[1])}
+
+
+def test_an_archive_that_cannot_be_installed_is_a_failure_that_names_its_command(
+    outside: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archive = tmp_path / "kvtier-0.0.0-py3-none-any.whl"
+    archive.write_bytes(b"no archive")
+    assert dist.reported(dist.Trial("3", sys.executable, archive)) == 1
+    assert "pip install" in capsys.readouterr().out
+
+
+def test_nothing_is_tried_where_an_archive_is_missing(
+    outside: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dist.main(tmp_path) == 1
+    assert "0 archives" in capsys.readouterr().out
+
+
+def test_the_package_says_by_which_versions_of_python_it_is_tried() -> None:
+    assert dist.supported() == ["3.11", "3.12", "3.13"]
+
+
+def test_every_version_says_the_same(wheel: Path) -> None:
+    (information,) = wheel.glob("*.dist-info")
+    version = information.name.removeprefix("kvtier-").removesuffix(".dist-info")
+    newest = re.findall(r"^## \[([\d.]+)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
+    assert version == kvtier.__version__ == newest
+    examples = [*(ROOT / "examples" / "fleet").rglob("*.yaml"), *(ROOT / "docs").rglob("*.md")]
+    images = {found for path in examples for found in re.findall(r"kvtier-engine:([\d.]+)", path.read_text())}
+    assert images == {version}
+
+
+def test_the_metadata_says_whose_it_is_and_where_it_lives(wheel: Path) -> None:
+    (metadata,) = wheel.glob("*.dist-info/METADATA")
+    head, _, description = metadata.read_text().partition("\n\n")
+    for line in ("License-Expression: Apache-2.0", "Author: The kvtier authors", "Requires-Python: >=3.11"):
+        assert line in head.splitlines()
+    assert "Description-Content-Type: text/markdown" in head
+    assert description.strip() == (ROOT / "README.md").read_text().strip()

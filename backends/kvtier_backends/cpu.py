@@ -1,7 +1,7 @@
 """The primary's host memory as a worker needs it: torch views of a region's rows, pinned for the GPU's copy engines.
 
-The one part of host memory that knows torch, and injected where it is needed: only workers, which copy to and from a
-GPU, make one and pin; an engine's owner and its runner see the same rows as bytes and never touch CUDA.
+This is the one part of host memory that knows torch. Only workers, which copy to and from a GPU, make one and pin it.
+An engine's owner and its runner see the same rows as bytes, and never touch CUDA.
 """
 
 import ctypes
@@ -33,7 +33,7 @@ class HostRegister(Protocol):
 
 
 def cuda_runtime() -> HostRegister | None:
-    """Return what pins memory here, initialising CUDA; None where there is no CUDA device."""
+    """Return the object that pins memory here, and initialise CUDA; None where there is no CUDA device."""
     if not torch.cuda.is_available():
         return None
     return cast("HostRegister", torch.cuda.cudart())  # type: ignore[no-untyped-call]
@@ -42,8 +42,8 @@ def cuda_runtime() -> HostRegister | None:
 class CpuMemory:
     """Views of a region's rows as torch.int8 tensors, zero-copy, each of which keeps the memory mapped.
 
-    With `pin_with` (a worker passes `cuda_runtime()`) the rows are pinned; where that fails they are not, which is
-    logged and makes copies slower, not wrong.
+    With `pin_with` (a worker passes `cuda_runtime()`) the rows are pinned. If that fails, the rows stay unpinned, and
+    the log says so. Copies are then slower, and still right.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class CpuMemory:
 
 
 def _forget_last_error() -> None:
-    """Clear what a failed call leaves in the CUDA runtime, where torch's next kernel launch would take it for its own.
+    """Clear the error of a failed call in the CUDA runtime. Torch's next kernel launch would take it for its own.
 
     torch does not offer the call, so it is made in the library that torch has loaded.
     """

@@ -1,6 +1,6 @@
 # vLLM's own image with kvtier in it. From the repository's root:
 #
-#   docker build -f examples/fleet/engine.Dockerfile -t registry.example.org/kvtier-engine:0.1.0 .
+#   docker build -f examples/fleet/engine.Dockerfile -t registry.example.org/kvtier-engine:0.2.0 .
 FROM vllm/vllm-openai:v0.33.0
 
 # What Mooncake's wheel leaves to the system.

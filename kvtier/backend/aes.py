@@ -1,8 +1,8 @@
 """The seal that hides rows: AES-256 in Galois/counter mode (NIST SP 800-38D). Needs the extra `kvtier[seal]`.
 
-A nonce must never come twice under one key, and random ones of 12 bytes might, after weeks of a busy fleet. So each
-tier that is opened seals with a key of its own, derived from the secret and 16 random bytes, and its nonces are numbers
-in order. A forked process begins anew. The seal and the whole key of the chunk are authenticated beside the row.
+A nonce must never come twice under one key. Random nonces of 12 bytes might, after weeks of a busy fleet. So each tier
+that is opened seals with a key of its own, derived from the secret and 16 random bytes. Its nonces are numbers in
+order. A forked process begins anew. The seal and the whole key of the chunk are authenticated beside the row.
 """
 
 import itertools
@@ -41,7 +41,7 @@ class AESSeal(Seal):
     kind_number = 2
 
     def __init__(self, fingerprint: bytes, row_bytes: int, secrets: Sequence[bytes]) -> None:
-        """Seal with the first of the secrets, each of 32 bytes; open what any of them has sealed."""
+        """Seal with the first of the secrets, each of 32 bytes. Open rows that any of them has sealed."""
         super().__init__(fingerprint, row_bytes, row_bytes + SEAL_BYTES)
         self._secrets = {_key_id(secret): secret for secret in secrets}
         self._key_id = _key_id(secrets[0])
@@ -82,7 +82,7 @@ class AESSeal(Seal):
 
 
 class _Writer:
-    """A salt, and the nonces under it. A forked process has the same ones, and must not use them."""
+    """A salt, and the nonces under it. A forked process has a copy of both, and must not use it."""
 
     def __init__(self) -> None:
         self.process = _process[0]
@@ -95,5 +95,5 @@ def _authenticated(seal: memoryview, key: OffloadKey) -> bytes:
 
 
 def _key_id(secret: bytes) -> bytes:
-    """Name a secret, so that nobody has to number them; it tells nothing of the secret."""
+    """Name a secret, so that nobody has to number secrets. The name tells nothing of the secret."""
     return HKDF(SHA256(), KEY_ID_BYTES, None, b"kvtier seal: key id").derive(secret)

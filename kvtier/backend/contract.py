@@ -1,11 +1,11 @@
 """The contract of a secondary tier: five asynchronous methods, batches only.
 
 A tier sees rows of the primary, lent for the length of one call, and answers for each chunk by itself. Everything is
-abstract, because a default that a wrapper forgets to pass on is a bug nobody sees; what a tier may also do (say what
-it holds, how full it is) is a small protocol of its own. `kvtier.testing.conformance` proves this page.
+abstract: a wrapper can forget to pass on a default, and nobody sees that bug. What else a tier may do (say what it
+holds, or how full it is) is a small protocol of its own. `kvtier.testing.conformance` proves this page.
 
-A tier's class is found by the name of its type, and imported when it is first asked for: what it needs may not be
-installed.
+A tier's class is found by the name of its type. It is imported when it is first asked for, because its requirements may
+not be installed.
 """
 
 import inspect
@@ -26,6 +26,7 @@ from typing import (
 )
 
 import msgspec
+from typing_extensions import deprecated
 
 from kvtier.backend.keys import OffloadKey
 from kvtier.backend.namespace import FileMapper
@@ -76,6 +77,12 @@ class Write(NamedTuple):
     key: OffloadKey
     row: memoryview
 
+    @property
+    @deprecated("Write.block goes with 0.3.0: use Write.row")
+    def block(self) -> memoryview:
+        """The row, by its name of 0.1.0."""
+        return self.row
+
 
 Outcome = ChunkError | None  # One chunk's; None: it moved.
 
@@ -96,7 +103,7 @@ class TierContext(NamedTuple):
 
 
 class Options(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of a tier's own options, checked however they are made: by a file, or in Python.
+    """Base of a tier's own options. They are checked when they come from a file, and when Python code makes them.
 
     class ShelfOptions(Options, frozen=True, kw_only=True):
         root: Path
@@ -105,14 +112,14 @@ class Options(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 
 class Limit(ABC):
-    """The limit of a tier: its client moving some rows by itself, which checks nothing and promises nothing."""
+    """The limit of a tier: its bare client moves some rows. The client checks nothing and promises nothing."""
 
     limit_is: ClassVar[str]
     """A few words for it."""
 
     @abstractmethod
     def read(self) -> None:
-        """Fill the rows with what was stored, as often as it is called. Blocks."""
+        """Fill the rows with their stored chunks, as often as it is called. Blocks."""
 
     @abstractmethod
     def write(self) -> None:
@@ -120,26 +127,27 @@ class Limit(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Remove what was stored, and let the client go."""
+        """Remove the stored chunks, and let the client go."""
 
 
 class Backend(ABC, Generic[OptionsT]):
     """A secondary tier; generic in its options.
 
-    Buffers: a lent buffer belongs to the call until the call returns or raises, and not a moment longer: no thread, no
-    task and no kernel request may touch it afterwards, cancelled or not.
+    Buffers: a lent buffer belongs to the call until the call returns or raises. Afterwards no thread, no task and no
+    kernel request may touch it. This holds for cancelled calls, too.
 
-    Concurrency: any number of calls may run at once, on one event loop. Of two stores of one key at the same time one
-    whole chunk wins; a load beside a store gives the old chunk, the new one, or `ChunkMissing`, never a mixture.
+    Concurrency: any number of calls may run at once, on one event loop. If two stores of one key run at the same time,
+    one whole chunk wins. A load beside a store gives the old chunk, the new one, or `ChunkMissing`. It never gives a
+    mixture.
 
     Cancellation: a cancelled call waits until its buffers are out of use and then raises `CancelledError`. Each of its
     chunks moved wholly or not at all.
 
-    Errors: one chunk's failure is its `Outcome`, in the order of the batch: also where the tier could never hold it,
-    because its key is too long or too short to be one, or its buffer is not one row long. Such a key is not there for
-    a probe, `ChunkMissing` for a load, `NoSpace` for a store and ignored by a delete (`kvtier.backend.Fit` does that).
-    A call raises for the whole only: `BackendClosed`, `BackendUnavailable`, cancellation.
-    An empty batch is answered with an empty sequence. A key may appear twice in a batch: each place gets its outcome.
+    Errors: one chunk's failure is its `Outcome`, in the order of the batch. This holds for chunks that the tier could
+    never hold, too. Their key is too long or too short, or the buffer is not one row long. For such a key a probe says
+    absent, a load says `ChunkMissing`, a store says `NoSpace`, and a delete ignores it (`kvtier.backend.Fit` does
+    that). A call raises for the whole only: `BackendClosed`, `BackendUnavailable`, cancellation. An empty batch is
+    answered with an empty sequence. A key may appear twice in a batch: each place gets its outcome.
     """
 
     durability: Durability
@@ -162,7 +170,7 @@ class Backend(ABC, Generic[OptionsT]):
 
     @abstractmethod
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
-        """Say for each key whether a load would likely find it: a hint; `load` is the truth."""
+        """Say for each key whether a load would likely find it. The answer is a hint; `load` is the truth."""
 
     @abstractmethod
     async def load(self, reads: Sequence[Read]) -> Sequence[Outcome]:
@@ -170,7 +178,7 @@ class Backend(ABC, Generic[OptionsT]):
 
     @abstractmethod
     async def store(self, writes: Sequence[Write]) -> Sequence[Outcome]:
-        """Store each chunk wholly or not at all, in place of what was there under its key."""
+        """Store each chunk wholly or not at all, in place of an older chunk of its key."""
 
     @abstractmethod
     async def delete(self, keys: Sequence[OffloadKey]) -> None:
@@ -178,16 +186,17 @@ class Backend(ABC, Generic[OptionsT]):
 
     @abstractmethod
     async def aclose(self, deadline_s: float) -> Abandoned:
-        """Refuse new calls at once, wait at most `deadline_s` seconds for those under way, and say what was left.
+        """Refuse new calls at once, wait at most `deadline_s` seconds for calls under way, and say which were left.
 
-        May be called again; then it waits for what is still there.
+        May be called again. Then it waits for the calls that are still there.
         """
 
     @classmethod
     def limit(cls, options: OptionsT, rows: Sequence[memoryview]) -> Limit | None:  # noqa: ARG003
-        """Return what `kvtier bench tiers` puts beside the tier, these rows stored already; None: it has nothing.
+        """Return the limit that `kvtier bench tiers` puts beside the tier, with these rows stored; None: it has none.
 
-        Blocks. Raises `ConfigError` and `BackendUnavailable`. No promise of an open tier's, so it has a default.
+        Blocks. Raises `ConfigError` and `BackendUnavailable`. It has a default, because it is no promise of an open
+        tier.
         """
         return None
 
@@ -199,16 +208,16 @@ class Added(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """Keys that the tier holds no more; at most `INVENTORY_BATCH_KEYS`."""
+    """Keys that the tier does not hold any more; at most `INVENTORY_BATCH_KEYS`."""
 
     keys: Sequence[OffloadKey]
 
 
 class ScanDone(NamedTuple):
-    """Everything that was there at the start has been reported.
+    """The end of the start-up report: every key that was there at the start has been reported.
 
-    `complete` says whether the tier reports every later change, too (it has one owner): then a key that was never
-    reported and never stored is absent. Otherwise kvtier goes on asking.
+    `complete` says whether the tier reports every later change, too, as a tier with one owner does. Then a key that was
+    never reported and never stored is absent. Otherwise kvtier goes on asking.
     """
 
     complete: bool
@@ -222,7 +231,7 @@ class Inventory(Protocol):
     """A tier that says what it holds, so that a look-up needs no call."""
 
     def watch(self) -> AsyncIterator[InventoryEvent]:
-        """Report what is there, then `ScanDone` once, then every change that no `store` or `delete` call explains.
+        """Report the keys that are there, then `ScanDone` once, then changes that no `store` or `delete` call explains.
 
         An event is true when it is yielded: a key that was stored again is not reported as removed. One consumer; the
         iterator ends when the tier is closed.
@@ -248,58 +257,58 @@ class Measured(Protocol):
 
 @runtime_checkable
 class Ranked(Protocol):
-    """A tier with an order of its own in which chunks go for room.
+    """A tier with an eviction order of its own.
 
-    It sees only what it is asked to load and store: not the loads that the primary answers, and of a long prompt one
-    piece after the other. So it hears of each request that is over.
+    A tier sees only its own loads and stores. It does not see loads that the primary answers, and it sees a long prompt
+    piece by piece. So kvtier tells it of each request that is over.
     """
 
     def rank(self, keys: Sequence[OffloadKey]) -> None:
-        """Renew the recency of those of these keys that it holds, in prefix order: the head goes last.
+        """Renew the recency of the keys that the tier holds, in prefix order: the head is evicted last.
 
-        At once and from memory. It counts no use, and whether it is heard of at all is not promised. They may be of
-        several requests.
+        Works at once and from memory. It counts no use. kvtier does not promise that every request is told. The keys
+        may be of several requests.
         """
         ...
 
 
 @runtime_checkable
 class Advised(Protocol):
-    """A tier whose order also takes what applications say: what will not be wanted again, and what will.
+    """A tier whose eviction order also takes applications' hints: which chunks will be wanted again, and which not.
 
-    It is `Ranked`, too. All of it is soft: at once and from memory, unknown keys are ignored, and what a tier cannot do
-    it leaves. No store finds less room for it, and nothing is kept for ever. `kvtier.policies.HintedOrder` does that
-    for any order.
+    It is `Ranked`, too. Hints are soft. A call works at once and from memory, and ignores unknown keys. A tier may
+    leave out what it cannot do. No store finds less room because of a hint, and nothing is kept for ever.
+    `kvtier.policies.HintedOrder` does this for any order.
     """
 
     def rank_hinted(self, keys: Sequence[OffloadKey], hint: Hint) -> None:
-        """Do what `rank` does, for a request that ends: `over` demotes what no other session has used.
+        """Do what `rank` does, for a request that ends: `over` demotes keys that no other session has used.
 
-        From the first hint on every request's end is told so, with an empty hint if nothing was said of it.
+        From the first hint on, every request's end is told here. The hint is empty if nothing was said of the request.
         """
         ...
 
     def demote(self, keys: Sequence[OffloadKey]) -> None:
-        """Let these keys go before all others, tail first, unless they are used again."""
+        """Evict these keys before all others, tail first, unless they are used again."""
         ...
 
     def retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int) -> None:
-        """Pass over these keys, in prefix order, for so long when room is made: the head goes last.
+        """Do not evict these keys for so long; they are in prefix order, and the head is evicted last.
 
-        At most `TierContext.retained_share` of the tier is retained at once. What has a higher priority (0 to 99)
-        takes the place of what has a lower one.
+        At most `TierContext.retained_share` of the tier is retained at once. Keys of a higher priority (0 to 99) take
+        the place of keys of a lower one.
         """
         ...
 
 
 @runtime_checkable
 class Counted(Protocol):
-    """A tier that counts what a user should hear of, such as corrupt chunks by their kind."""
+    """A tier with counters for its users, such as corrupt chunks by their kind."""
 
     def counts(self) -> Mapping[str, int]:
         """Return totals since the tier was opened, by name, from memory; a name that is missing counts as zero.
 
-        A total never falls, and what was returned does not change. A name is a word of a metric's label.
+        A total never falls. A mapping that was returned does not change later. A name is a word of a metric's label.
         """
         ...
 
@@ -328,15 +337,15 @@ def known_types() -> tuple[str, ...]:
 def backend_class(type_name: str) -> type[Backend]:
     """Return the class of a tier type: a built-in name, an entry point's, or `module:Class`.
 
-    A built-in name always means the built-in tier. Raises `ConfigError` if there is no such type, if its module or
-    what that needs is not installed, and if the class is no complete `Backend`. Any other error comes out of the
-    module as it was raised: it is a bug there.
+    A built-in name always means the built-in tier. Raises `ConfigError` in three cases: there is no such type, its
+    module or a requirement is not installed, or the class is no complete `Backend`. Any other error that the module
+    raises is a bug there, and comes out as it was raised.
     """
     return _checked(type_name, find_class("tier type", type_name, _BUILT_IN, ENTRY_POINT_GROUP))
 
 
 def _checked(type_name: str, found: object) -> type[Backend]:
-    """Return what was found if it is a whole backend."""
+    """Return the class that was found, if it is a whole backend."""
     if not _is_backend(found):
         raise ConfigError(f"tier type {type_name!r}: {found!r} is no subclass of kvtier.backend.Backend")
     if inspect.isabstract(found):
@@ -353,7 +362,8 @@ def _checked(type_name: str, found: object) -> type[Backend]:
         )
     options = getattr(found, "options_type", None)
     if not (isinstance(options, type) and issubclass(options, msgspec.Struct)):
-        raise ConfigError(f"tier type {type_name!r}: {found.__name__}.options_type is no msgspec.Struct")
+        renamed = ": call it options_type, and no longer Options" if hasattr(found, "Options") else ""
+        raise ConfigError(f"tier type {type_name!r}: {found.__name__}.options_type is no msgspec.Struct{renamed}")
     if not (options.__struct_config__.frozen and options.__struct_config__.forbid_unknown_fields):
         raise ConfigError(
             f"tier type {type_name!r}: {found.__name__}.options_type is not both frozen and closed to unknown fields"

@@ -1,7 +1,7 @@
-"""A tier's directory, or its bucket, as people's commands see it: without a kvtier engine, beside one that uses it.
+"""A tier's directory, or its bucket, as commands see it: without a kvtier engine, and beside one that uses it.
 
-A tier that keeps chunks where commands can reach them brings a class that does what `Contents` says. Nothing is known
-there of kvtier's configuration: what can be told comes from names, and from what is stored with each chunk.
+If commands can reach a tier's chunks, the tier has a class with the methods of `Contents`. That class knows nothing of
+kvtier's configuration. It reads names, and what is stored with each chunk.
 """
 
 from collections.abc import Iterator
@@ -64,7 +64,7 @@ class Finding(NamedTuple):
 
 
 class Contents(Protocol):
-    """A tier's directory or bucket. Blocks. What is not said to be removed is not touched."""
+    """A tier's directory or bucket. Blocks. A file is changed only by the methods that say so."""
 
     lanes: int
     """Threads that may call `check` and `remove` at once; 1: one thread at a time, whatever it calls."""
@@ -84,26 +84,26 @@ class Contents(Protocol):
         ...
 
     def parts(self, place: Place) -> list[str]:
-        """Return what `files` can be asked for one by one: a few thousand at most, for a progress bar."""
+        """Return the parts that `files` takes one by one: a few thousand at most, for a progress bar."""
         ...
 
     def files(self, place: Place, part: str) -> Iterator[StoredFile]:
-        """Yield the files of one part. What cannot be listed is one of them, and the others come all the same."""
+        """Yield the files of one part. A folder that cannot be listed is one of them, and the others still come."""
         ...
 
     def check(self, place: Place, file: StoredFile) -> Finding:
-        """Read a chunk and compare it with what is stored with it."""
+        """Read a chunk and compare it with its footer or seal."""
         ...
 
     def remove(self, file: StoredFile) -> bool:
-        """Remove this very file; False if it is gone, or another has taken its name.
+        """Remove this very file; False if it is gone, or another file has taken its name.
 
         Raises `OSError` if it cannot be removed, such as while a kvtier engine is writing to it.
         """
         ...
 
     def clear(self, place: Place) -> bool:
-        """Remove what a namespace without chunks leaves; say whether that is gone.
+        """Remove the folders and books of a namespace without chunks; say whether they are gone.
 
         Nothing goes while a kvtier engine uses the namespace, or while anything else is left in it.
         """

@@ -1,4 +1,4 @@
-"""The inventory's queue: what its consumer has still to hear of a tier. Each event is true when it is taken."""
+"""The inventory's queue: the events of a tier that its consumer has not heard. Each event is true when it is taken."""
 
 import asyncio
 from collections import deque
@@ -10,7 +10,7 @@ from kvtier.backend.keys import OffloadKey
 
 
 class Keys(Protocol):
-    """The keys that a tier holds now: a dictionary by key, or anything else that says so."""
+    """The keys that a tier holds now: a dictionary by key, or another object with these methods."""
 
     def __contains__(self, key: OffloadKey, /) -> bool: ...
 
@@ -18,13 +18,14 @@ class Keys(Protocol):
 
 
 class InventoryQueue:
-    """One consumer's at a time; it belongs to the loop's thread.
+    """The queue of one consumer at a time. It belongs to the loop's thread.
 
-    A tier with `Inventory` tells it of what no `store` or `delete` call explains, and answers `watch` with its own.
+    A tier with `Inventory` tells the queue of each change that no `store` or `delete` call explains. Its `watch`
+    returns the queue's.
     """
 
     def __init__(self, held: Keys) -> None:
-        """`held`: what is there, at any time."""
+        """`held`: the keys that are there, at any time."""
         self.complete: bool | None = None
         """Once the start-up scan is over: whether nothing was left out."""
         self._held = held
@@ -37,19 +38,19 @@ class InventoryQueue:
         self._changed = asyncio.Event()  # Something for the consumer, or the end.
 
     def added(self, key: OffloadKey) -> None:
-        """Have it told that a chunk is there, if anybody listens."""
+        """Tell the consumer, if there is one, that a chunk is there."""
         if self._wanted:
             self._added.append(key)
             self._changed.set()
 
     def lost(self, key: OffloadKey) -> None:
-        """Have it told that a chunk is gone, if anybody listens."""
+        """Tell the consumer, if there is one, that a chunk is gone."""
         if self._wanted:
             self._lost.append(key)
             self._changed.set()
 
     def scan_ended(self, *, complete: bool) -> None:
-        """Have it told that the start-up scan is over; `complete`: that nothing was left out."""
+        """Tell the consumer that the start-up scan is over; `complete`: nothing was left out."""
         self.complete = complete
         self._changed.set()
 
@@ -59,7 +60,7 @@ class InventoryQueue:
         self._changed.set()
 
     async def watch(self) -> AsyncGenerator[InventoryEvent]:
-        """Yield what is there, then `ScanDone` once the scan is over, then what changes, until closed."""
+        """Yield the keys that are there, then `ScanDone` after the scan, then changes, until closed."""
         consumer = self.begin()
         try:
             while not self._closed:
@@ -72,7 +73,7 @@ class InventoryQueue:
             self.end(consumer)
 
     def begin(self) -> int:
-        """Start from what is there now: a consumer has come, and knows nothing. Returns its number."""
+        """Start from the keys that are there now, for a new consumer that knows nothing. Returns its number."""
         self.end(self._consumer)
         self._consumer += 1
         self._wanted = True
@@ -81,14 +82,14 @@ class InventoryQueue:
         return self._consumer
 
     def end(self, consumer: int) -> None:
-        """Keep nothing for a consumer that has gone, if none has come since."""
+        """Keep no events for a consumer that has gone, unless another one has come since."""
         if consumer == self._consumer:
             self._wanted = False
             self._added.clear()
             self._lost.clear()
 
     def next_event(self) -> InventoryEvent | None:
-        """Return what the consumer should hear next; None if it knows everything."""
+        """Return the next event for the consumer; None if it has heard them all."""
         while self._added:
             if keys := [key for key in _take(self._added) if key in self._held]:
                 return Added(keys)

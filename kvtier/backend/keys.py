@@ -1,13 +1,14 @@
 """Offload keys, and the names of the files that hold their chunks.
 
-A key is a chunk's hash followed by its KV-cache group, as raw bytes, not a tuple: it is hashed millions of times a
-second, is never traversed by the garbage collector, and travels packed between processes. The format is vLLM's own
-(`make_offload_key` in `vllm/v1/kv_offload/base.py`).
+A key is a chunk's hash followed by its KV-cache group, as raw bytes. It is no tuple, for three reasons: it is hashed
+millions of times a second, the garbage collector never traverses it, and it travels packed between processes. The
+format is vLLM's own (`make_offload_key` in `vllm/v1/kv_offload/base.py`).
 
-There are two ways to name files. `vllm` is that of vLLM's own file tier (0.32: `vllm/v1/kv_offload/file_mapper.py`),
-which makes almost a directory a file. `flat` makes at most 256 directories: enough for threads not to wait for each
-other, and so few that a file system writes down together what it notes of them, and a scan lists them in no time. Each
-has a folder of its own, so that a scan of one never walks the other's. So have segments, where chunks have no names.
+There are two ways to name files. `vllm` is that of vLLM's own file tier (0.32: `vllm/v1/kv_offload/file_mapper.py`). It
+makes almost one directory a file. `flat` makes at most 256 directories. These are enough for threads not to wait for
+each other. They are so few that a file system writes its notes of them together, and that a scan lists them fast. Each
+naming has a folder of its own, so a scan of one never walks the other's. Segments have a folder of their own, too;
+there chunks have no names.
 """
 
 import re
@@ -42,7 +43,10 @@ def chunk_hash(key: OffloadKey) -> bytes:
 
 
 def of_one_group(keys: Sequence[OffloadKey]) -> bool:
-    """Say whether keys that come group by group are all of one group; these are in prefix order as they come."""
+    """Say whether all keys are of one group; they come group by group.
+
+    Keys of one group are in prefix order as they come.
+    """
     return not keys or keys[0][-GROUP_BYTES:] == keys[-1][-GROUP_BYTES:]
 
 

@@ -1,7 +1,7 @@
-"""Lent buffers: blocking code in threads without losing one, the calls that hold them, and what a tier can hold.
+"""Lent buffers: blocking code in threads without losing a buffer, calls that hold buffers, chunks that fit a tier.
 
-A cancelled `asyncio.to_thread` returns while its thread still writes: with rows reused, that is another request's KV
-overwritten. So `in_thread` comes back when the thread does. The threads are our own daemons, because
+A cancelled `asyncio.to_thread` returns while its thread still writes. Rows are reused, so the thread would overwrite
+another request's KV. So `in_thread` comes back when the thread does. The threads are our own daemons, because
 `ThreadPoolExecutor` joins its threads at interpreter exit, and one hung mount would hang the exit with it.
 """
 
@@ -31,9 +31,9 @@ Chunk = TypeVar("Chunk", Read, Write)
 async def in_thread(lanes: "Lanes", fn: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run `fn(*args)` on a lane and return what it returns, or raise what it raises.
 
-    A cancelled call comes back when the thread is out of `fn`, however often it is cancelled again, and then raises
-    `CancelledError`; what `fn` returned is lost, so whatever must be known of it `fn` writes down itself. If its turn
-    had not come, `fn` never runs. Raises `BackendClosed` if the lanes were closed before its turn came.
+    A cancelled call comes back when the thread is out of `fn`, however often it is cancelled again. Then it raises
+    `CancelledError`. The return value of `fn` is lost, so `fn` itself must write down its results. If its turn had not
+    come, `fn` never runs. Raises `BackendClosed` if the lanes were closed before its turn came.
     """
     return (await in_threads(lanes, [partial(fn, *args, **kwargs)]))[0]
 
@@ -41,7 +41,7 @@ async def in_thread(lanes: "Lanes", fn: Callable[P, T], *args: P.args, **kwargs:
 async def in_threads(lanes: "Lanes", calls: Sequence[Callable[[], T]]) -> list[T]:
     """Run the calls side by side on the lanes, as `in_thread` does one, and return their results in order.
 
-    It comes back when the last has ended; what the first of those that failed raised is raised.
+    It comes back when the last call has ended. If calls failed, it raises the error of the first of them.
     """
     jobs = lanes.start(calls)
     ended = _when_ended(jobs)
@@ -65,10 +65,10 @@ async def in_threads(lanes: "Lanes", calls: Sequence[Callable[[], T]]) -> list[T
 async def in_task(call: Coroutine[Any, Any, T]) -> T:
     """Run a client's coroutine to its end, and return what it returns, or raise what it raises.
 
-    For clients that are asynchronous themselves. What becomes of a lent buffer when their calls are cancelled is
-    theirs to say, and hardly one says it: a transport may go on reading into it. So the call itself is never cancelled.
-    Whoever waits for it comes back when it has ended, however often it is cancelled, and then raises `CancelledError`;
-    what the call returned is lost. Give the call a deadline of its own, after which it touches no buffer any more.
+    For clients that are asynchronous themselves. Hardly a client says what it does with a lent buffer when its call is
+    cancelled: a transport may go on reading into it. So the client's call itself is never cancelled. The waiting call
+    comes back when the client's call has ended, however often it is cancelled. Then it raises `CancelledError`, and the
+    client's result is lost. Give the client's call a deadline of its own, after which it touches no buffer any more.
     Raises `BackendUnavailable` if the client cancels its own call.
     """
     tasks = [asyncio.ensure_future(call)]
@@ -97,8 +97,8 @@ async def in_task(call: Coroutine[Any, Any, T]) -> T:
 class Lanes(Executor):
     """A fixed number of daemon threads that take calls in the order they came.
 
-    An `Executor`, so that `loop.run_in_executor` and aiofiles run on it. The queue has no limit of its own: whoever
-    calls is bounded by the runner's budgets, and waiting calls hold nothing but their arguments.
+    An `Executor`, so that `loop.run_in_executor` and aiofiles run on it. The queue has no limit of its own: the
+    runner's budgets bound its callers, and waiting calls hold nothing but their arguments.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -141,10 +141,10 @@ class Lanes(Executor):
         return await aiofiles.os.wrap(fn)(*args, executor=self, **kwargs)
 
     async def aclose(self, deadline_s: float) -> int:
-        """Refuse new calls, wait for those under way, drop those whose turn has not come by then.
+        """Refuse new calls, wait for calls under way, and drop calls whose turn has not come by then.
 
-        Returns how many calls are still in their threads, which end when these return: nothing else waits for them,
-        the interpreter's exit neither. May be called again.
+        Returns how many calls are still in their threads. Such a thread ends when its call returns. Nothing else waits
+        for it, not even the interpreter's exit. May be called again.
         """
         with self._lock:
             self._closed = True
@@ -160,8 +160,8 @@ class Lanes(Executor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Refuse new calls and let the threads go, as an `Executor` does; `aclose` is for use on a loop.
 
-        Calls dropped by `cancel_futures` fail with `BackendClosed`: a cancelled future would look, to the task that
-        waits for it, as if the task itself had been cancelled.
+        Calls dropped by `cancel_futures` fail with `BackendClosed`. A task that waits for a cancelled future would take
+        itself for cancelled.
         """
         with self._lock:
             self._closed = True
@@ -177,7 +177,7 @@ class Lanes(Executor):
             ended.wait()
 
     def _drain(self) -> list["_Job[Any]"]:
-        """Take what waits: whoever takes a job from the queue is the only one to end it."""
+        """Take the jobs that wait. A job is ended by the thread that takes it from the queue, and by no other."""
         waiting: list[_Job[Any]] = []
         with suppress(queue.Empty):
             while True:
@@ -259,7 +259,7 @@ def _call_when_ended(jobs: Sequence[Future[Any]], wake: Callable[[], object]) ->
 
 
 class Calls:
-    """The calls that hold lent buffers, counted; of one event loop. Tiers with `Lanes` count their calls there."""
+    """The number of calls that hold lent buffers, on one event loop. Tiers with `Lanes` count their calls there."""
 
     def __init__(self, tier_name: str) -> None:
         self._tier_name = tier_name
@@ -283,7 +283,7 @@ class Calls:
                 self._ended.set()
 
     async def close(self, deadline_s: float) -> Abandoned:
-        """Refuse new calls at once, wait at most `deadline_s` for those under way, and say how many are left."""
+        """Refuse new calls at once, wait at most `deadline_s` for calls under way, and say how many are left."""
         self.closed = True
         with suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
@@ -292,7 +292,7 @@ class Calls:
 
 
 class Fit:
-    """The limits of what a tier can hold. What does not fit is answered for by itself; its siblings move without it.
+    """The limits of chunks that a tier can hold. A chunk that does not fit has an outcome of its own; the others move.
 
     A batch in which everything fits, as in every batch of kvtier's, is passed on as it is.
     """
@@ -305,7 +305,7 @@ class Fit:
     async def probe(
         self, keys: Sequence[OffloadKey], call: Callable[[Sequence[OffloadKey]], Awaitable[Sequence[bool]]]
     ) -> Sequence[bool]:
-        """Ask for the keys that fit; of the others there is nothing."""
+        """Ask for the keys that fit. The others are absent."""
         fitting = self.keys(keys)
         answers = await call(fitting)
         if fitting is keys:
@@ -316,13 +316,13 @@ class Fit:
     async def load(
         self, reads: Sequence[Read], call: Callable[[Sequence[Read]], Awaitable[Sequence[Outcome]]]
     ) -> Sequence[Outcome]:
-        """Load what fits; there is no chunk for anything else."""
+        """Load the chunks that fit. The others are missing."""
         return await self._move(reads, call, ChunkMissing)
 
     async def store(
         self, writes: Sequence[Write], call: Callable[[Sequence[Write]], Awaitable[Sequence[Outcome]]]
     ) -> Sequence[Outcome]:
-        """Store what fits; there is no room for anything else, ever, which is no fault of the tier's."""
+        """Store the chunks that fit. For the others there is never room, which is no fault of the tier."""
         return await self._move(writes, call, NoSpace)
 
     def keys(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
@@ -360,10 +360,10 @@ class Fit:
 async def load_each_once(
     reads: Sequence[Read], call: Callable[[Sequence[Read]], Awaitable[Sequence[Outcome]]]
 ) -> Sequence[Outcome]:
-    """Load each key of a batch once, and copy it for those that want it again; a batch without such keys as it is.
+    """Load each key of a batch once, and copy its chunk to the other places of the key.
 
-    For services that take a key twice in a batch for one, and fill one of its buffers. A key that failed has failed in
-    all its places.
+    For services that take a key twice in a batch for one key, and fill only one of its buffers. A key that failed has
+    failed in all its places. A batch in which no key comes twice is passed on as it is.
     """
     first = {read.key: index for index, read in reversed(list(enumerate(reads)))}
     if len(first) == len(reads):
@@ -381,7 +381,7 @@ async def load_each_once(
 async def store_each_once(
     writes: Sequence[Write], call: Callable[[Sequence[Write]], Awaitable[Sequence[Outcome]]]
 ) -> Sequence[Outcome]:
-    """Store each key of a batch once, from its last place, whose outcome all its places get."""
+    """Store each key of a batch once, from its last place. All its places get that outcome."""
     last = {write.key: index for index, write in enumerate(writes)}
     if len(last) == len(writes):
         return await call(writes)

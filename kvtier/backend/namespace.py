@@ -1,9 +1,9 @@
 """Namespaces: the facts that give bytes their meaning, and the names of chunks that follow from them.
 
 Two models that share a tier never meet, because the facts are part of every name. Names are those of vLLM's own file
-tier (0.32: `vllm/v1/kv_offload/file_mapper.py` and `tiering/fs/manager.py`), to the byte, so that either reads what the
-other wrote. What vLLM leaves out of its names, such as the layout of a row, goes into the fingerprint, which a tier
-keeps beside a chunk and compares before it believes it.
+tier, to the byte (0.32: `vllm/v1/kv_offload/file_mapper.py` and `tiering/fs/manager.py`). So each can read the other's
+chunks. Facts that vLLM leaves out of its names, such as the layout of a row, go into the fingerprint. A tier keeps it
+beside a chunk, and compares it before it believes the chunk.
 """
 
 import hashlib
@@ -34,8 +34,8 @@ class Group(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Namespace(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The facts that decide what a chunk's bytes mean.
 
-    The first ones are vLLM's and make up the names. `None` means that a fact is not known: sharing between parallel
-    sizes is then refused, unless the LLM engine has vouched for it (`is_parallelism_agnostic`).
+    The first ones are vLLM's and make up the names. `None` means that a fact is not known. Then sharing between
+    parallel sizes is refused, unless the LLM engine has vouched for it (`is_parallelism_agnostic`).
     """
 
     model_name: str
@@ -72,7 +72,7 @@ class Namespace(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`vllm`: one worker's rows go by the names that vLLM gives them, which it gives to rows of other sizes, too."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be part of a folder's name."""
+        """Refuse values that cannot be part of a folder's name."""
         super().__post_init__()
         if not self.model_name:
             raise ConfigError("model_name: '' given, a name accepted: without one, two models would share their chunks")
@@ -133,9 +133,9 @@ class FileMapper:
         return (name_bytes - self._naming.besides_bytes) // 2 + GROUP_BYTES
 
     def key(self, name: str) -> OffloadKey | None:
-        """Return the key whose name this is; None for anything else: a temporary, another namespace's, a stranger.
+        """Return the key whose name this is; None for other names: a temporary, another namespace's, somebody else's.
 
-        The empty hash has an empty folder in its name, and is known without it, too, as a listing shows it.
+        The empty hash has an empty folder in its name. A listing shows it without that folder, and it is known so, too.
         """
         return self._naming.key(name[len(self._prefix) :]) if name.startswith(self._prefix) else None
 
@@ -143,11 +143,11 @@ class FileMapper:
 def refusal(namespace: Namespace) -> str:
     """Say why rows depend on the parallel sizes, so that these must stay in the names; empty if they do not.
 
-    A row is its workers' bytes, one after the other. Its bytes are the same at every size if pages are canonical and
-    certified so, if all workers' bytes are one and the same, or if the heads, which the workers share out, are the
-    outermost axis of the row. vLLM 0.32 also shares rows whose outermost axis is the layer: there, size checks pass
-    and heads land in other layers (vllm-project/vllm#55191). Names differ from vLLM's in that one case, unless one
-    worker's are asked to be the same (`interop`): whoever asks vouches that no LLM engine of another size writes there.
+    A row is its workers' bytes, one after the other. Its bytes are the same at every size in three cases. Pages are
+    canonical and certified so. Or all workers' bytes are the same. Or the heads, which the workers share out, are the
+    outermost axis of the row. vLLM 0.32 also shares rows whose outermost axis is the layer. There, size checks pass and
+    heads land in other layers (vllm-project/vllm#55191). Names differ from vLLM's in that one case, unless `interop`
+    asks for vLLM's names of one worker. That option vouches that no LLM engine of another size writes there.
     """
     if not namespace.parallel_agnostic:
         return "not asked for"
@@ -199,7 +199,7 @@ def _refusal_of_workers_own(namespace: Namespace) -> str:
 
 
 def _fields(namespace: Namespace, *, parallel_agnostic: bool) -> dict[str, Any]:
-    """Return what vLLM's digest is over, under vLLM's names."""
+    """Return the fields that vLLM's digest is over, under vLLM's names."""
     fields: dict[str, Any] = {
         "model_name": namespace.model_name,
         "tokens_per_hash": namespace.tokens_per_hash,
@@ -226,7 +226,7 @@ def _fields(namespace: Namespace, *, parallel_agnostic: bool) -> dict[str, Any]:
 
 
 def _facts(namespace: Namespace, fields: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Return what the fingerprint is over: the names' fields, and what else is known of the bytes."""
+    """Return the facts that the fingerprint is over: the names' fields, and all else that is known of the bytes."""
     # Canonical pages are the same under either model runner; workers' own bytes are not (vllm-project/vllm#49440).
     runner = namespace.v2_model_runner if namespace.canonical_format is None else None
     return {

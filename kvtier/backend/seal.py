@@ -1,7 +1,8 @@
 """The seal: 128 bytes behind a row that left the host, so that nothing else can be taken for the chunk.
 
-Two kinds. `xxh3` finds what was damaged, mixed up or written by somebody else; whoever can write there can still forge
-it. `aes-256-gcm` also keeps the row secret, and nobody without the key can forge it; it needs the extra `kvtier[seal]`.
+There are two kinds. `xxh3` finds chunks that were damaged, mixed up or written by another program; anybody who can
+write there can still forge it. `aes-256-gcm` also keeps the row secret. Nobody without the key can forge it. It needs
+the extra `kvtier[seal]`.
 
 Little-endian: proof 16, magic 8, version u16, kind u8, zero u8, row length u64, namespace fingerprint 32, XXH3-128 of
 the key 16, key id 8, salt 16, nonce 12, XXH3-64 of all bytes before it 8. The proof is the row's XXH3-128, or the
@@ -45,7 +46,7 @@ VariableName = Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class SealFault(StrEnum):
-    """The ways in which what a tier holds is not the chunk, as they are counted and shown."""
+    """The ways in which a stored value is not the chunk, as they are counted and shown."""
 
     LENGTH = "length"  # Not a row and a seal long.
     FOREIGN = "foreign"  # No seal of ours.
@@ -81,7 +82,7 @@ _WORDS = {
 
 
 class SealOptions(Options, frozen=True, kw_only=True):
-    """The seal of what leaves the host. No key is part of a configuration, which is logged and sent about."""
+    """The seal of rows that leave the host. No key is part of a configuration, which is logged and sent about."""
 
     seal: SealKind = "xxh3"
     """`xxh3` finds damage. `aes-256-gcm` also hides rows, and refuses what somebody without the key has written."""
@@ -125,7 +126,7 @@ class SealOptions(Options, frozen=True, kw_only=True):
 
 
 class Seal(ABC):
-    """Seals rows of one length in one namespace, and says whether what came back is the chunk. For any thread.
+    """Seals rows of one length in one namespace, and says whether a row that came back is the chunk. For any thread.
 
     Each call has a buffer of `beside_bytes` to itself, beside the row: for the seal, or for all that goes out.
     """
@@ -142,15 +143,15 @@ class Seal(ABC):
 
     @abstractmethod
     def close(self, key: OffloadKey, row: memoryview, beside: memoryview) -> list[memoryview]:
-        """Seal a row, and return what goes out, in order: parts of the two buffers."""
+        """Seal a row, and return the bytes that go out, in order: parts of the two buffers."""
 
     @abstractmethod
     def places(self, row: memoryview, beside: memoryview) -> list[memoryview]:
-        """Return where what comes back is to be put, in order: parts of the two buffers."""
+        """Return the places for the bytes that come back, in order: parts of the two buffers."""
 
     @abstractmethod
     def open(self, key: OffloadKey, row: memoryview, beside: memoryview) -> SealFault | None:
-        """Say what is wrong with what came back and was put in its places; None: the row is the chunk, bit for bit.
+        """Say what is wrong with the bytes that came back to their places; None: the row is the chunk, bit for bit.
 
         If something is wrong, the row is undefined.
         """
@@ -215,7 +216,7 @@ class XXH3Seal(Seal):
 
 
 class Told(NamedTuple):
-    """What a seal says of its chunk, whether or not it is true."""
+    """The claims of a seal about its chunk, whether or not they are true."""
 
     row_bytes: int
     fingerprint: bytes  # Of the namespace.
@@ -227,7 +228,7 @@ def told_by(seal: memoryview | bytes) -> Told:
 
 
 def of_another_version(seal: bytes) -> bool:
-    """Say whether it is a whole seal of kvtier's, however long, of a version that this one does not know."""
+    """Say whether it is a whole seal of kvtier's, of any length, and of a version that this version does not know."""
     if len(seal) < SEAL_BYTES or seal[PROOF_BYTES : PROOF_BYTES + len(MAGIC)] != MAGIC:
         return False
     (version,) = _VERSION.unpack_from(seal, PROOF_BYTES + len(MAGIC))
@@ -236,9 +237,9 @@ def of_another_version(seal: bytes) -> bool:
 
 
 def read_secrets(text: str, where: str) -> list[bytes]:
-    """Read secrets, one a line in hex or base64; empty lines and those that begin with # are passed over.
+    """Read secrets, one a line in hex or base64; empty lines and lines that begin with # are passed over.
 
-    Raises `ConfigError`, which shows nothing of what was read; `where` begins its message.
+    Raises `ConfigError`. Its message begins with `where`, and shows nothing of the secrets.
     """
     lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1)]
     found = [_secret(line, f"{where}, line {number}") for number, line in lines if line and not line.startswith("#")]

@@ -1,8 +1,8 @@
 """Staging: memory of a tier's own, between rows and a client that cannot be trusted with them.
 
-Some clients go on writing into a buffer after they have said that the transfer failed, minutes later. Lent a row, they
-would overwrite another request's KV. So they are lent a slot of staging, and what came is checked and copied. A slot
-whose transfer failed is retired: its place is kept, so that late bytes hit nothing else, and never used again.
+Some clients write into a buffer minutes after they have said that the transfer failed. In a row they would overwrite
+another request's KV. So they are lent a slot of staging. The bytes that come are checked and copied. A slot whose
+transfer failed is retired, and never used again. Its place stays taken, so late bytes hit nothing else.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ class Slots:
         self.retired: set[int] = set()
 
     def retire(self, indices: Iterable[int] | None = None) -> None:
-        """Say that the transfer failed, or may go on: these slots, or all of them, are never used again."""
+        """Say that the transfer failed, or may go on. These slots, or all of them, are never used again."""
         self.retired.update(range(len(self.views)) if indices is None else indices)
 
     def empty(self, indices: Iterable[int] | None = None) -> None:
@@ -40,7 +40,7 @@ class Staging:
     """A fixed number of page-aligned slots in use, and a limit to those that are retired. Belongs to one event loop."""
 
     def __init__(self, tier_name: str, slot_bytes: int, slots: int, retired_max: int) -> None:
-        """Have `slots` slots; up to `retired_max` that are retired are replaced, each by a new one."""
+        """Have `slots` slots. Up to `retired_max` retired slots are replaced, each by a new one."""
         self.slots = slots
         self.retired = 0
         """The number of slots that are kept and not used any more."""
@@ -57,9 +57,10 @@ class Staging:
     async def lend(self, count: int) -> AsyncGenerator[Slots]:
         """Lend so many slots for as long as the block lasts; waits until they are free.
 
-        A block that ends by an exception, a cancellation too, has retired its slots: nobody knows what its transfer is
-        at. Raises `BackendUnavailable` when more slots were retired than the limit allows: the client's process has to
-        be replaced; and when the system has no memory for them. ValueError for more slots than there are.
+        A block that ends by an exception or a cancellation has retired its slots, because its transfer may go on.
+        Raises `BackendUnavailable` when more slots were retired than the limit allows: then the client's process has to
+        be replaced. Raises it, too, when the system has no memory for the slots. ValueError for more slots than there
+        are.
         """
         if not 1 <= count <= self.slots:
             raise ValueError(f"{count} slots wanted, 1 to {self.slots} are there")

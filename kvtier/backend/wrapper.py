@@ -1,7 +1,7 @@
 """The wrapper: a tier around another tier that passes on every call and every optional protocol.
 
-What a wrapper forgets is a bug that nobody sees: kvtier asks a tier what it offers, and goes without what it does
-not. So a subclass changes the calls that are its point, and the rest is here.
+A call that a wrapper forgets is a bug that nobody sees, because kvtier goes without a protocol that a tier does not
+offer. So a subclass changes only the calls that it is for. All others are here.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence

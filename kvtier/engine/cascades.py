@@ -6,6 +6,7 @@ primary, and each decides for itself; what one of them evicts goes to no other.
 `evict`: a row is owed to a tier until it was sent there. Some rows have left the primary's order ahead of demand: what
 is owed of them is sent, as far as the tier's limits allow, and while it is under way they are pinned as in any cascade.
 So a store finds rows that wait for nothing. It never waits: what is still owed when its row is needed goes unwritten.
+What a session that is over leaves is withheld, unless it is used again: written last, it would be the newest there.
 
 `second_use`: a key that is stored is only remembered; when it is stored again, or used while it is in the primary, it
 is sent.
@@ -27,6 +28,8 @@ SEEN_MIN = 65_536  # Some megabytes, for a small primary.
 FIRST_USE = "first_use"  # Remembered, and not sent.
 CLOSED = "closed"  # The end's deadline came first.
 RESET = "reset"  # What the primary held was to be forgotten.
+NO_STORE = "no_store"  # A hint said so.
+OVER = "over"  # Its session is, and nobody has used it since.
 
 
 class Cascades:
@@ -54,18 +57,24 @@ class Cascades:
         self._seen = {tier: OrderedDict[OffloadKey, None]() for tier in self._second_use}  # Stored longest ago first.
         self._seen_max = max(SEEN_MIN, SEEN_A_ROW * primary.rows)
         self._owed = [0] * primary.rows if self.owes else []  # Bits of the tiers that a row's chunk is owed to.
+        self._owed_for = [0] * len(self._owed)  # The number of the request that it is owed for the sake of.
+        self.demoted: set[int] = set()
+        """Rows that were demoted, until they are used again: written last, they are still the first to go."""
+        self.withheld: set[int] = set()
+        """Rows of sessions that are over, until they are used again: what is owed of these is not sent."""
         self._leaving_rows = self._wanted = leaving_rows
         self._due = {tier: deque[int](maxlen=primary.rows) for tier in self._evict}  # Rows that left, first ones first.
         self._ending = False
 
     # What happens to chunks.
 
-    def due(self, keys: Sequence[OffloadKey], tier: Tier) -> list[OffloadKey]:
-        """Take note that keys were stored for a tier; return those that are sent to it at once."""
+    def due(self, keys: Sequence[OffloadKey], tier: Tier, request: Request) -> list[OffloadKey]:
+        """Take note that a request has stored keys for a tier; return those that are sent to it at once."""
         if tier.spec.cascade == WHEN_EVICTED:
             rows = self._primary.rows_of(keys)
             for row in rows:
                 self._owed[row] |= tier.bit
+                self._owed_for[row] = request.number
             if self._ending:
                 self._due[tier].extend(rows)
             return []
@@ -102,6 +111,41 @@ class Cascades:
         for tier in self._evict:
             if tier.spec is not source and request.stores_in(tier.spec):
                 self._owed[row] |= tier.bit
+                self._owed_for[row] = request.number
+
+    def keep_out(self, keys: Sequence[OffloadKey], request: Request) -> None:
+        """Take note that a request that has used keys keeps its own out of tiers, as its client says at its end.
+
+        What is owed for its sake is not written. What was seen once counts as never seen.
+        """
+        row_of = self._primary.ready.get
+        rows = [(key, row) for key in keys if (row := row_of(key)) is not None]
+        for tier in self._evict:
+            if request.keeps_out(tier.spec):
+                mine = [each for each in rows if self._owed_for[each[1]] == request.number]
+                tier.counters.skip(NO_STORE, self._write_off(mine, tier))
+        for tier in self._second_use:
+            if request.keeps_out(tier.spec):
+                self._unsee((key for key in keys if self._lacks(tier, key)), tier)
+
+    def forget(self, keys: Iterable[OffloadKey]) -> None:
+        """Take note that keys are to be forgotten everywhere: so, too, that they were seen."""
+        for tier in self._second_use:
+            self._unsee(keys, tier)
+
+    def _unsee(self, keys: Iterable[OffloadKey], tier: Tier) -> None:
+        seen = self._seen[tier]
+        for key in keys:
+            seen.pop(key, None)
+
+    def _write_off(self, chunks: Iterable[tuple[OffloadKey, int]], tier: Tier) -> int:
+        """Owe a tier these chunks no more; return how many of them it lacks."""
+        owed, bit, lacked = self._owed, tier.bit, 0
+        for key, row in chunks:
+            if owed[row] & bit:
+                owed[row] &= ~bit
+                lacked += self._lacks(tier, key)
+        return lacked
 
     def lost(self, tier: Tier, keys: Iterable[OffloadKey]) -> None:
         """Take note that a tier holds chunks no more: what the primary has of them is owed to it again."""
@@ -115,8 +159,11 @@ class Cascades:
         owed = self._owed
         if evicted:
             self._skip(zip(evicted, self._primary.evicted_rows, strict=True), PRESSURE)
-        for key in keys:
-            owed[self._primary.filling[key]] = 0
+        rows = list(map(self._primary.filling.__getitem__, keys))
+        for row in rows:
+            owed[row] = 0
+        self.withheld.difference_update(rows)
+        self.demoted.difference_update(rows)
 
     # A step, and the end.
 
@@ -131,7 +178,7 @@ class Cascades:
         news = leaving.take_news()
         for tier, due in self._due.items():
             if news and not self._ending:
-                due.extend(row for row in reversed(news) if self._owed[row] & tier.bit)
+                due.extend(row for row in reversed(news) if self._is_due(row, tier))
             if not runner_up:
                 continue
             if news:  # What the tier has of them is as recent there as what it is sent.
@@ -148,7 +195,7 @@ class Cascades:
         primary, leaving = self._primary, self._primary.leaving
         if leaving is None or not any(tier.storing for tier in self._evict):
             return True
-        waiting = sum(primary.pinned(row) or self._owed[row] > 0 for row in leaving.left)
+        waiting = sum(primary.pinned(row) or (self._owed[row] > 0 and row not in self.withheld) for row in leaving.left)
         return rows <= primary.rows_free + len(leaving.left) - waiting
 
     @property
@@ -161,10 +208,10 @@ class Cascades:
         self._ending = True
         for tier, due in self._due.items():
             due.clear()
-            due.extend(row for row in self._primary.ready.values() if self._owed[row] & tier.bit)
+            due.extend(row for row in self._primary.ready.values() if self._is_due(row, tier))
 
     def give_up(self, reason: str) -> int:
-        """Count what is still owed as not written; return how many chunks these are."""
+        """Count what is still owed as not written; return how many chunks were to be."""
         return self._skip(self._primary.ready.items(), reason) if self.owes else 0
 
     def clear(self) -> None:
@@ -172,12 +219,17 @@ class Cascades:
         self.give_up(RESET)
         for due in self._due.values():
             due.clear()
+        self.withheld.clear()
+        self.demoted.clear()
 
     def _send(self, tier: Tier, due: deque[int], now: float) -> None:
         keys = list(islice(self._sendable(tier, due), self._outbox.places(tier, now)))
-        size = self._action_chunks
+        size, head_first = self._action_chunks, 1 if self._ending else -1
         for start in range(0, len(keys), size):  # Head first within an action, as a tier expects it.
-            self._outbox.cascade(keys[start : start + size][:: 1 if self._ending else -1], tier, now)
+            self._outbox.cascade(keys[start : start + size][::head_first], tier, now)
+        row_of = self._primary.ready.__getitem__
+        if self.demoted and (demoted := [key for key in keys[::head_first] if row_of(key) in self.demoted]):
+            self._outbox.demote(demoted, tier)
 
     def _sendable(self, tier: Tier, due: deque[int]) -> Iterator[OffloadKey]:
         """Give the keys that a tier is owed and lacks, who left first first; they are owed no more."""
@@ -187,7 +239,7 @@ class Cascades:
         while due:
             row = due.popleft()
             key = primary.key(row)
-            if key is None or key not in primary.ready or not owed[row] & tier.bit:
+            if key is None or key not in primary.ready or not self._is_due(row, tier):
                 continue
             if not (self._ending or row in left):
                 continue  # It was used again, or has gone.
@@ -195,17 +247,23 @@ class Cascades:
             if self._lacks(tier, key):
                 yield key
 
+    def _is_due(self, row: int, tier: Tier) -> bool:
+        return self._owed[row] & tier.bit > 0 and row not in self.withheld
+
     def _lacks(self, tier: Tier, key: OffloadKey) -> bool:
         return not (self._residency.mask.get(key, 0) & tier.bit or key in tier.storing or tier.last_answer(key))
 
     def _skip(self, chunks: Iterable[tuple[OffloadKey, int]], reason: str) -> int:
-        """Count what is owed of chunks and lacked, for each tier; nothing of them is owed any more."""
-        owed, skipped = self._owed, 0
+        """Count what is owed of chunks and lacked, for each tier; nothing of them is owed any more.
+
+        What was withheld has a reason of its own. Return how many others there were.
+        """
+        owed, withheld, skipped = self._owed, self.withheld, 0
         for key, row in chunks:
             if owed[row]:
                 for tier in self._evict:
                     if owed[row] & tier.bit and self._lacks(tier, key):
-                        tier.counters.skip(reason, 1)
-                        skipped += 1
+                        tier.counters.skip(OVER if row in withheld else reason, 1)
+                        skipped += row not in withheld
                 owed[row] = 0
         return skipped

@@ -13,15 +13,15 @@ from typing import NamedTuple
 from kvtier.backend import OffloadKey
 from kvtier.config import PRIMARY_NAME, EngineConfig, TierConfig
 from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, EventKind, EventLog, LookupResult, StorePlan
-from kvtier.engine.cascades import Cascades
+from kvtier.engine.cascades import NO_STORE, Cascades
 from kvtier.engine.inbox import Inbox, Observe
 from kvtier.engine.outbox import Outbox, Run, Transfer, Transfers, chunks_before
 from kvtier.engine.prefetches import Prefetches
 from kvtier.engine.prefill import PrefillSpeed
 from kvtier.engine.primary import Primary
-from kvtier.engine.requests import NEVER, PROMOTIONS_MAX, Leases, Request, StepHits
+from kvtier.engine.requests import NEVER, PROMOTIONS_MAX, Leases, Request, StepHits, Waited
 from kvtier.engine.tier import WHEN_EVICTED, Residency, Tier, TierSpec
-from kvtier.engine.worth import Choice, Worth
+from kvtier.engine.worth import EXPLORED_CHUNKS, Choice, Worth
 from kvtier.hints import RETAIN_S_MAX, IgnoredHints, hint_of
 from kvtier.policies import Policy, policy_class
 from kvtier.runner.messages import Action, Gone, LocalMessage, Message, RunnerBack, RunnerGone, RunnerLost, unpack_keys
@@ -44,15 +44,16 @@ class LedgerLimits(NamedTuple):
 
 
 class LedgerCounters:
-    """Totals since the start, in chunks."""
+    """Totals since the start, in chunks unless a name says otherwise."""
 
-    __slots__ = ("hits", "misses", "promotions_refused", "rows_kept", "stores", "stores_refused")
+    __slots__ = ("hits", "misses", "promotions_refused", "rows_kept", "saved_s", "stores", "stores_refused")
 
     def __init__(self) -> None:
         self.hits = 0  # Loaded from where they lay in the primary.
         self.misses = 0  # Looked up and found nowhere, once a request and key.
         self.promotions_refused = 0  # Had by a tier, but there was no row for them.
         self.rows_kept = 0  # Given back while something of the caller's still read them.
+        self.saved_s = 0.0  # That computing what was loaded would have taken, while the prefill speed was known.
         self.stores = 0
         self.stores_refused = 0  # Offered in a call for which there was no room.
 
@@ -69,6 +70,7 @@ class Ledger:
         events: EventLog | None = None,
         observe: Observe | None = None,
         prefill: PrefillSpeed | None = None,
+        waited: Waited | None = None,
     ) -> None:
         self.prefill = prefill or PrefillSpeed()
         self._worth = Worth(
@@ -80,7 +82,7 @@ class Ledger:
         self.tiers = [Tier(index, spec) for index, spec in enumerate(tiers)]
         self.residency = Residency()
         self.leases = Leases(self.primary, limits.lease_rows_max, limits.lease_s)
-        self._hits = StepHits(self.primary, self.leases)
+        self._hits = StepHits(self.primary, self.leases, waited)
         self.transfers = Transfers(self.primary)
         self.outbox = Outbox(
             self.primary,
@@ -113,7 +115,9 @@ class Ledger:
         self.withdrawals = 0  # Requests that must look up again, for what they found is not sent for.
         self._now = 0.0
         self._step = 1
-        self._parked: dict[OffloadKey, list[Tier]] = {}  # Filling keys that request-level tiers will get, too.
+        self._parked: dict[
+            OffloadKey, list[tuple[Tier, Request]]
+        ] = {}  # Filling keys that request-level tiers will get, too.
         self._request_level = [tier for tier in self.tiers if tier.spec.request_level]
 
     # A step: the time comes in, messages are settled, actions go out.
@@ -156,15 +160,16 @@ class Ledger:
             self._weigh()
         if self.prefetches.waiting:  # After that: what is not loaded for a request may be for them.
             self.prefetches.step()
-        self._hits.end(self._now, worth.patience_s(worth.chunk_s) if worth.token_s else None)
+        weighs = worth.token_s > 0
+        self._hits.end(self._now, worth.patience_s(worth.chunk_s) if weighs else None)
         if self._forgetting:
             self._forgetting = dict.fromkeys(self.delete(list(self._forgetting)))
         if self._parked:
             self._cascade_parked()
         if self.cascades.owes:
             self.cascades.step(self._now, runner_up=self.runner_up)
-        actions = self.outbox.flush(self._expect if worth.token_s else None)
-        if worth.token_s or self.prefill.tokens_per_s:
+        actions = self.outbox.flush(self._expect if weighs else None)
+        if weighs or self.prefill.tokens_per_s:
             worth.begin_step()
         self._step += 1
         return actions
@@ -194,6 +199,8 @@ class Ledger:
         mask = self.residency.mask.get(key, 0)
         asked: list[Tier] = []
         silent: list[Tier] = []
+        slow: list[Tier] | None = None
+        source, having = None, 0
         for tier in self.tiers:
             if not request.loads_from(tier.spec) or not tier.admits(self._now):
                 continue
@@ -201,28 +208,47 @@ class Ledger:
             answer = tier.answer(key, bool(mask & tier.bit), self._now)
             if answer is None and (tier.index, key) in search.asked and key not in tier.asking:
                 answer = tier.last_answer(key)  # A request asks once: else answers older than a step keep it waiting.
-            if answer:
-                if self._weighs(request) and self._worth.never(tier) and not self._may_try(tier, request):
-                    return self._decline_at_once(key, tier, request)
-                return self._promote(key, tier, request)
-            if answer is not None:
-                continue
-            if tier.may_ask(key):
+            if answer is None:
                 silent.append(tier)
+            elif answer:
+                if not self._weighs(request):
+                    return self._promote(key, tier, request)
+                if (self._worth.never(tier) and request not in self.outbox.runs) or search.passed & tier.bit:
+                    slow = [*(slow or ()), tier]
+                elif source is None:
+                    source = tier
+                having |= tier.bit
+        if source is None:
+            if silent and self._ask(key, silent, request):
+                return RETRY
+            if slow is None:
+                return self._miss(key, request, asked)
+            source = next((tier for tier in slow if self._may_try(tier, request)), None)
+            if source is None:
+                return self._decline_at_once(key, slow[0], request)
+        others = having & ~(source.bit | search.passed)
+        return self._promote(key, source, request, others, unasked=bool(silent))
+
+    def _ask(self, key: OffloadKey, tiers: Sequence[Tier], request: Request) -> bool:
+        """Have these tiers asked for a key; False if none of them may be."""
+        asks = False
+        for tier in tiers:
+            if tier.may_ask(key):
+                tier.ask(key)
+                request.search.asked.add((tier.index, key))
+                request.retried_in = self._step
+                asks = True
             else:
                 tier.counters.drop("asking", 1)
-        if not silent:
-            return self._miss(key, request, asked)
-        for tier in silent:
-            tier.ask(key)
-            search.asked.add((tier.index, key))
-        request.retried_in = self._step
-        return RETRY
+        return asks
 
-    def _promote(self, key: OffloadKey, tier: Tier, request: Request) -> LookupResult:
+    def _promote(
+        self, key: OffloadKey, tier: Tier, request: Request, others: int | None = None, *, unasked: bool = False
+    ) -> LookupResult:
         """Reserve and lease a row for a key that a tier has; without one it is a miss, never a wait.
 
         What the request found before is leased first: a prefix that exceeds the share keeps its leading part.
+        Its load is weighed if it is known which `others` have it, too; `unasked`: a further tier may.
         """
         evicted = self._reserve((key,)) if self._hits.leasable(request, 1) else None
         if evicted is None:
@@ -234,7 +260,7 @@ class Ledger:
         search = request.search
         search.promotions[key] = search.promotions.get(key, 0) + 1
         search.sources[key] = tier.index
-        self.outbox.promote(key, tier, request, request.found if self._weighs(request) else None)
+        self.outbox.promote(key, tier, request, others, unasked=unasked)
         if self.cascades.owes:
             self.cascades.promoted(key, tier.spec, request)
         return self._wait_for(key, request)
@@ -248,6 +274,8 @@ class Ledger:
         missed = request.search.missed
         if key not in missed:
             missed.add(key)
+            if request.waiting_since is not None and not request.waits:  # What it waited for is computed.
+                self._hits.end_wait(request, self._now)
             self.counters.misses += 1
             for tier in asked:
                 tier.counters.misses += 1
@@ -263,26 +291,47 @@ class Ledger:
         """
         queued: dict[Tier, int] = {}  # Chunks that go before those of the next request.
         withdrawn: set[OffloadKey] = set()
-        for request, runs in self.outbox.runs.items():
+        reassigned = False
+        for request, found in self.outbox.runs.items():
             if request.finished:
                 continue
             if withdrawn and not withdrawn.isdisjoint(chain(request.held, request.hits)):
-                withdrawn.update(self._withdraw(request, runs, None, queued))
+                withdrawn.update(self._withdraw(request, found, None, queued))
                 self.withdrawals += 1
                 continue
-            choice = self._choice(request, runs, queued)
-            if choice.end < runs[-1].end:
-                if request.retried_in == self._step:
-                    withdrawn.update(self._withdraw(request, runs, None, queued))
-                    continue
-                withdrawn.update(self._withdraw(request, runs, choice, queued))
-                self.withdrawals += 1
-            if choice.computing_s:
-                for tier, chunks in chunks_before(runs, choice.end).items():
-                    queued[tier] = queued.get(tier, 0) + chunks
-                late_at = self._now + self._worth.patience_s(choice.computing_s)
-                request.late_at = late_at if request.late_at == NEVER else max(late_at, request.late_at)
+            runs, moved = found, False
+            if any(run.others for run in found):
+                runs, moved = self._worth.soonest(found, self.tiers, queued, self._now)
+            if moved:
+                self.outbox.reassign(request, runs)
+                reassigned = True
+            withdrawn.update(self._weigh_one(request, runs, queued))
+        if reassigned:
+            self.outbox.order_loads()
         self.outbox.runs.clear()
+
+    def _weigh_one(self, request: Request, runs: Sequence[Run], queued: dict[Tier, int]) -> Sequence[OffloadKey]:
+        """Let a request have the loads that save it most time; return the keys that are not on their way any more."""
+        choice, waits = self._choice(request, runs, queued), request.retried_in == self._step
+        computes = not waits and self._worth.computes_anyway(choice, self._now)
+        if computes:
+            choice = Choice(runs[0].start, 0.0, 0.0)
+        gone: Sequence[OffloadKey] = ()
+        if choice.end < runs[-1].end:
+            if waits:
+                return self._withdraw(request, runs, None, queued)
+            # A tier that has yet to say what it has may be faster.
+            passes = not computes and any(run.unasked for run in runs if run.end > choice.end)
+            gone = self._withdraw(request, runs, choice, queued, passes=passes)
+            self.withdrawals += 1
+        elif runs[-1].others:
+            self._explore_beside(request, runs, queued)
+        if choice.computing_s:
+            for tier, chunks in chunks_before(runs, choice.end).items():
+                queued[tier] = queued.get(tier, 0) + chunks
+            late_at = self._now + self._worth.patience_s(choice.computing_s)
+            request.late_at = late_at if request.late_at == NEVER else max(late_at, request.late_at)
+        return gone
 
     def _weighs(self, request: Request) -> bool:
         return request.weighed and self._worth.token_s > 0
@@ -294,29 +343,43 @@ class Ledger:
         return self._worth.choose_all(runs, request.found, tokens, queued, self._now)
 
     def _withdraw(
-        self, request: Request, runs: Sequence[Run], choice: Choice | None, queued: Mapping[Tier, int]
+        self,
+        request: Request,
+        runs: Sequence[Run],
+        choice: Choice | None,
+        queued: Mapping[Tier, int],
+        *,
+        passes: bool = False,
     ) -> list[OffloadKey]:
         """Take back a request's loads but for its choice; None: all of them, as if it had not looked up.
 
-        Return the keys that are not on their way any more.
+        `passes`: it only passes over the tiers of these loads, and asks others. Return the keys that are not on their
+        way any more.
         """
+        end = runs[0].start if choice is None else choice.end
+        left = [run for run in runs if run.end > end]
+        if passes:
+            for run in left:
+                request.search.passed |= run.tier.bit | run.others
         gone: list[OffloadKey] = []
-        for tier, kept in chunks_before(runs, runs[0].start if choice is None else choice.end).items():
+        for tier, kept in chunks_before(runs, end).items():
             keys = self.outbox.withdraw(tier, request, kept)
-            if choice is None:
+            if choice is None or passes:
                 for key in keys:
                     request.search.undo(key)
             elif keys:
                 self._decline(keys, tier, request)
                 tier.counters.declined_seconds += self._worth.load_s(tier, queued.get(tier, 0) + len(keys), self._now)
-                if not kept and (chunks := self._worth.explores(tier, len(keys), queued, self._now)):
-                    self._explore(keys[:chunks], tier, request)
-                    keys = keys[chunks:]
+                if not kept:
+                    keys = self._explore_declined(keys, tier, left, request, queued)
             gone += keys
         for key in gone:
             self.leases.end_row(self.primary.filling[key])
             self.primary.abandon(key, lent=False)
         return gone
+
+    def _of_bits(self, bits: int) -> list[Tier]:
+        return [tier for tier in self.tiers if tier.bit & bits]
 
     def _decline(self, keys: Sequence[OffloadKey], tier: Tier, request: Request) -> None:
         """Have a request compute these keys of a tier."""
@@ -341,6 +404,38 @@ class Ledger:
                 return False
             tier.tried_in = self._step
         return True
+
+    def _explore_declined(
+        self, keys: list[OffloadKey], tier: Tier, runs: Sequence[Run], request: Request, queued: Mapping[Tier, int]
+    ) -> list[OffloadKey]:
+        """Have the first of the keys that were to come from a tier loaded for nobody; return the others.
+
+        From that tier, or from another one that has its first run, too: whichever it is time for.
+        """
+        run = next(run for run in runs if run.tier is tier)
+        for each in self._of_bits(tier.bit | run.others):
+            if chunks := self._worth.explores(each, len(keys), queued, self._now):
+                chunks = chunks if each is tier else min(chunks, run.end - run.start)
+                self._explore(keys[:chunks], each, request)
+                return keys[chunks:]
+        return keys
+
+    def _explore_beside(self, request: Request, runs: Sequence[Run], queued: Mapping[Tier, int]) -> None:
+        """Have the last chunks of a prompt loaded for nobody from a tier that has them and was not heard of for long.
+
+        The request computes them meanwhile. What it found behind them would have to be computed, too: then it is none.
+        """
+        run, goes_on = runs[-1], request.retried_in == self._step or runs[-1].end < request.found
+        if goes_on or request.position is not None or run.end - run.start <= EXPLORED_CHUNKS:
+            return
+        for tier in self._of_bits(run.others):
+            if self._worth.explores_beside(tier, queued, self._now):
+                run.end -= EXPLORED_CHUNKS
+                keys = self.outbox.withdraw(run.tier, request, chunks_before(runs, run.end)[run.tier])
+                for key in keys:
+                    request.search.decline(key)
+                self._explore(keys, tier, request)
+                return
 
     def _decline_at_once(self, key: OffloadKey, tier: Tier, request: Request) -> LookupResult:
         """Decline a key of a tier from which no load is worth its time, however long."""
@@ -383,6 +478,8 @@ class Ledger:
             for row in rows:
                 self.leases.end(row, request)
         self._count_hits(keys, request)
+        if self._worth.token_s:
+            self.counters.saved_s += request.tokens_of(keys, self._chunk_tokens) * self._worth.token_s
         self._access(keys, keys, request)
         return rows
 
@@ -434,7 +531,12 @@ class Ledger:
         present, keys = request.in_prefix_order(present), request.in_prefix_order(keys)
         fresh = [key for key in present if key not in used] if used else present
         if fresh:
-            self.primary.touch(self.primary.rows_of(dict.fromkeys(fresh)))
+            rows = self.primary.rows_of(dict.fromkeys(fresh))
+            self.primary.touch(rows)
+            if self.cascades.withheld:
+                self.cascades.withheld.difference_update(rows)
+            if self.cascades.demoted:
+                self.cascades.demoted.difference_update(rows)
             if self.cascades.remembers and self.runner_up:
                 self.cascades.used(fresh, request, self._now)
         elif len(keys) == len(present):
@@ -485,9 +587,9 @@ class Ledger:
             if not request.allows(tier.spec):
                 continue
             if request.hint is not None and request.keeps_out(tier.spec):
-                tier.counters.skip("no_store", len(published))
+                tier.counters.skip(NO_STORE, len(published))
                 continue
-            due = published if tier.at_once else self.cascades.due(published, tier)
+            due = published if tier.at_once else self.cascades.due(published, tier, request)
             if self.runner_up:
                 self.outbox.cascade(due, tier, self._now)
             else:
@@ -520,16 +622,17 @@ class Ledger:
                 self.outbox.cascade(dict.fromkeys(filter(self.primary.ready.__contains__, keys)), tier, self._now)
                 for key in keys:
                     if key in self.primary.filling:
-                        self._parked.setdefault(key, []).append(tier)
+                        self._parked.setdefault(key, []).append((tier, request))
 
     def _cascade_parked(self) -> None:
-        for key, tiers in list(self._parked.items()):
+        for key, wishes in list(self._parked.items()):
             if key in self.primary.filling:
                 continue
             del self._parked[key]
             if key in self.primary.ready:
-                for tier in tiers:
-                    self.outbox.cascade((key,), tier, self._now)
+                for tier, request in wishes:
+                    if not request.keeps_out(tier.spec):  # As it may have said since.
+                        self.outbox.cascade((key,), tier, self._now)
 
     # A request's beginning and end.
 
@@ -559,13 +662,19 @@ class Ledger:
         Loads and completions may still follow.
         """
         request.finished = True
+        if request.waiting_since is not None:
+            self._hits.end_wait(request, self._now)
         if request.leased:
             self.leases.end_all(request)
         if len(request.used) == request.told:
             return
         used, hint = list(request.used), request.hint
         request.told = len(used)
-        self.primary.end(self.primary.rows_of(used), hint)
+        over = self.primary.end(self.primary.rows_of(used), hint)
+        if over and self.cascades.owes:
+            self.cascades.withheld.update(over)
+        if hint is not None and hint.no_store:
+            self.cascades.keep_out(used, request)
         for tier in self.tiers:
             if self.runner_up and request.allows(tier.spec):
                 self.outbox.end(used, tier, hint)
@@ -579,6 +688,8 @@ class Ledger:
         self._take_hints()
         rows = self.primary.rows_of(dict.fromkeys(keys))
         self.primary.demote(rows)
+        if self.cascades.owes:
+            self.cascades.demoted.update(rows)
         for tier in self.tiers:
             if self.runner_up:
                 self.outbox.demote(keys, tier)
@@ -632,6 +743,7 @@ class Ledger:
 
     def _delete_in_tiers(self, keys: Sequence[OffloadKey]) -> None:
         if keys:
+            self.cascades.forget(keys)
             for tier in self.tiers:
                 self.residency.remove(tier, keys)
                 tier.forget_answers(keys)
@@ -654,7 +766,7 @@ class Ledger:
         self.promoting = False
 
 
-def ledger_of(config: EngineConfig, events: EventLog | None, observe: Observe) -> Ledger:
+def ledger_of(config: EngineConfig, events: EventLog | None, observe: Observe, waited: Waited | None = None) -> Ledger:
     """Build the ledger that a configuration describes. Raises `ConfigError` for an unknown policy."""
     rows, limits = config.rows, config.limits
     policy = policy_class(config.eviction_policy)(rows)
@@ -670,7 +782,7 @@ def ledger_of(config: EngineConfig, events: EventLog | None, observe: Observe) -
         retained_rows_max=int(limits.retained_share * rows),
     )
     tiers = [_spec_of(tier, config) for tier in config.secondary_tiers]
-    return Ledger(rows, policy, tiers, bounds, events, observe, PrefillSpeed(config.prefill_tokens_per_s))
+    return Ledger(rows, policy, tiers, bounds, events, observe, PrefillSpeed(config.prefill_tokens_per_s), waited)
 
 
 def rows_of_share(share: float, rows: int) -> int:

@@ -1,9 +1,10 @@
 """Metrics, for Prometheus, and statistics, for programs: what a kvtier engine has counted, and what it holds now.
 
 Both are read from the ledger when they are asked for, so that counting costs a step nothing. Only latencies are
-observed as they happen, once a transfer.
+observed as they happen, once a transfer, and waits, once a request.
 """
 
+import platform
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import attrgetter
@@ -14,8 +15,10 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from kvtier import __version__
 from kvtier.engine.answers import EventLog
 from kvtier.engine.ledger import Ledger
+from kvtier.engine.primary import Primary
 from kvtier.engine.tier import BreakerState, Tier
 
 SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
@@ -47,7 +50,37 @@ PRIMARY_COUNTERS = {
     "rows_kept": "Rows that something still read when their fetch was over.",
 }
 RETENTIONS_CUT_HELP = "Chunks that hints were to retain and did not, or not for all their time."
+SAVED_HELP = "Seconds that computing what was loaded would have taken, while the prefill speed was known."
+WAIT_HELP = "For how long a request waited for loads, from the first step that found one on its way."
 HINTS_IGNORED_HELP = "Hints, or parts of them, that could not be heeded."
+BUILD_HELP = "1; what runs is in the labels."
+BUILD_LABELS = ("version", "python", "vllm")
+ROWS_HELP = "Rows by state: each row is in exactly one."
+ROW_STATES: dict[str, Callable[[Primary], int]] = {
+    "ready": lambda primary: len(primary.ready),
+    "filling": lambda primary: len(primary.filling),
+    "free": lambda primary: primary.rows_free,
+    "quarantined": lambda primary: primary.rows_quarantined,
+}
+HELD_HELP = "Rows that stay for a reason when room is made; a row may have several."
+HELD_REASONS: dict[str, Callable[[Ledger], int]] = {
+    "leased": lambda ledger: ledger.leases.rows,
+    "cascading": lambda ledger: len(ledger.transfers.cascade_rows),
+    "kept": lambda ledger: len(ledger.kept),
+    "retained": lambda ledger: ledger.primary.retained,
+}
+PREFILL_HELP = "Tokens of prompts that the LLM engine computes in a second, where that is known."
+RUNNER_UP_HELP = "1 while there is a runner that takes work, else 0."
+PRIMARY_GAUGES: dict[str, tuple[str, Callable[[Primary, int], int]]] = {
+    "rows_evictable": ("Ready rows that nothing holds.", lambda primary, _: primary.rows_evictable),
+    "row_bytes": ("Length of a row.", lambda _, row_bytes: row_bytes),
+    "capacity_bytes": ("Bytes of all rows.", lambda primary, row_bytes: primary.rows * row_bytes),
+    "used_bytes": (
+        "Bytes of the rows that are not free.",
+        lambda primary, row_bytes: (primary.rows - primary.rows_free) * row_bytes,
+    ),
+}
+"""Without labels; each is read from the primary and the length of a row."""
 
 
 class PrimaryStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,11 +95,13 @@ class PrimaryStats(msgspec.Struct, frozen=True, kw_only=True):
     rows_ready: int  # Each holds a chunk that can be loaded.
     rows_filling: int  # Reserved for a store or a promotion.
     rows_free: int
-    rows_quarantined: int  # Lent to transfers that hung.
+    rows_quarantined: int  # Lent to transfers that hung; with the three above, all rows.
+    rows_evictable: int  # Of the ready ones: nothing holds them.
     rows_leased: int  # Kept for requests that wait.
     rows_retained: int  # Passed over for hints when room is made.
     retentions_cut: int  # Chunks that were to be retained and were not, or not for all their time.
     rows_in_use: int  # Given to the LLM engine to read or write, and not yet given back.
+    saved_s: float  # That computing what was loaded would have taken, while the prefill speed was known.
 
 
 class TierStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -126,6 +161,7 @@ class Metrics(Collector):
             buckets=SECONDS,
             registry=self.registry,
         )
+        self._waits = Histogram("kvtier_load_wait_seconds", WAIT_HELP, buckets=SECONDS, registry=self.registry)
         self._latency = {
             (tier.spec.name, operation): latency.labels(tier.spec.name, operation)
             for tier in ledger.tiers
@@ -145,9 +181,24 @@ class Metrics(Collector):
     def observe(self, tier: str, operation: str, seconds: float) -> None:
         self._latency[tier, operation].observe(seconds)
 
+    def observe_wait(self, seconds: float) -> None:
+        self._waits.observe(seconds)
+
     def collect(self) -> Iterator[Metric]:
+        yield from self._engine()
         yield from self._primary()
         yield from self._tiers()
+
+    def _engine(self) -> Iterator[Metric]:
+        build = GaugeMetricFamily("kvtier_build_info", BUILD_HELP, labels=BUILD_LABELS)
+        build.add_metric(build_values(), 1)
+        yield build
+        yield GaugeMetricFamily("kvtier_runner_up", RUNNER_UP_HELP, float(self._ledger.runner_up))
+        prefill = GaugeMetricFamily("kvtier_prefill_tokens_per_second", PREFILL_HELP)
+        if (speed := self._ledger.prefill.tokens_per_s) is not None:
+            prefill.add_metric((), speed)
+        yield prefill
+        yield CounterMetricFamily("kvtier_computing_saved_seconds", SAVED_HELP, self._ledger.counters.saved_s)
 
     def _primary(self) -> Iterator[Metric]:
         ledger, primary = self._ledger, self._ledger.primary
@@ -161,17 +212,16 @@ class Metrics(Collector):
         for reason, times in ledger.hints_ignored.counts.items():
             ignored.add_metric((reason,), times)
         yield ignored
-        rows = GaugeMetricFamily("kvtier_primary_rows", "Rows by state.", labels=("state",))
-        rows.add_metric(("ready",), len(primary.ready))
-        rows.add_metric(("filling",), len(primary.filling))
-        rows.add_metric(("free",), primary.rows_free)
-        rows.add_metric(("quarantined",), len(primary.quarantined))
-        rows.add_metric(("leased",), ledger.leases.rows)
-        rows.add_metric(("retained",), primary.retained)
-        rows.add_metric(("cascading",), len(ledger.transfers.cascade_rows))
-        rows.add_metric(("kept",), len(ledger.kept))
+        rows = GaugeMetricFamily("kvtier_primary_rows", ROWS_HELP, labels=("state",))
+        for state, count in ROW_STATES.items():
+            rows.add_metric((state,), count(primary))
         yield rows
-        yield GaugeMetricFamily("kvtier_primary_row_bytes", "Length of a row.", self._row_bytes)
+        held = GaugeMetricFamily("kvtier_primary_rows_held", HELD_HELP, labels=("reason",))
+        for reason, count_held in HELD_REASONS.items():
+            held.add_metric((reason,), count_held(ledger))
+        yield held
+        for name, (help_text, read) in PRIMARY_GAUGES.items():
+            yield GaugeMetricFamily(f"kvtier_primary_{name}", help_text, read(primary, self._row_bytes))
 
     def _tiers(self) -> Iterator[Metric]:
         for name, help_text in TIER_COUNTERS.items():
@@ -218,6 +268,11 @@ class Metrics(Collector):
         return metric
 
 
+def build_values(vllm: str = "") -> tuple[str, str, str]:
+    """Return the labels' values of `kvtier_build_info`; `vllm` is its version, inside vLLM."""
+    return __version__, platform.python_version(), vllm
+
+
 def _breaker_states(tier: Tier) -> Mapping[str, float]:
     return {state.value: float(tier.breaker.state is state) for state in BreakerState}
 
@@ -234,11 +289,13 @@ def _primary_stats(ledger: Ledger) -> PrimaryStats:
         rows_ready=len(primary.ready),
         rows_filling=len(primary.filling),
         rows_free=primary.rows_free,
-        rows_quarantined=len(primary.quarantined),
+        rows_quarantined=primary.rows_quarantined,
+        rows_evictable=primary.rows_evictable,
         rows_leased=ledger.leases.rows,
         rows_retained=primary.retained,
         retentions_cut=primary.retentions_cut,
         rows_in_use=ledger.rows_in_use,
+        saved_s=counters.saved_s,
     )
 
 

@@ -11,7 +11,7 @@ returned.
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from kvtier.backend import OffloadKey
@@ -54,12 +54,14 @@ class Operation(Enum):
 class Run:
     """Neighbouring keys of what a request looked up in a step, that are to be loaded from one tier."""
 
-    __slots__ = ("end", "start", "tier")
+    __slots__ = ("end", "others", "start", "tier", "unasked")
 
-    def __init__(self, tier: Tier, start: int) -> None:
+    def __init__(self, tier: Tier, start: int, end: int, others: int = 0, *, unasked: bool = False) -> None:
         self.tier = tier
         self.start = start  # Places among all that the request has found in the step, from 0.
-        self.end = start + 1
+        self.end = end
+        self.others = others  # Bits of the other tiers that have all of it.
+        self.unasked = unasked  # A further one may have some of it, and has not been asked.
 
 
 def chunks_before(runs: Sequence[Run], end: int) -> dict[Tier, int]:
@@ -146,11 +148,14 @@ class Transfers:
     def settle(self, id_: int, *, lent: bool) -> Transfer | None:
         """Take a transfer whose outcome is known off the table; while `lent`, it is overdue. None: it is not known."""
         transfer = self.under_way.pop(id_, None)
-        if transfer is not None:
-            transfer.tier.loads.pop(id_, None)
-        if transfer is not None and lent:
+        if transfer is None:
+            return None
+        tier = transfer.tier
+        if tier.loads:
+            tier.loads.pop(id_, None)
+        if lent:
             self.overdue[id_] = transfer
-            transfer.tier.overdue_rows += len(transfer.rows)
+            tier.overdue_rows += len(transfer.rows)
         return transfer
 
     def take_back(self, id_: int) -> None:
@@ -245,20 +250,42 @@ class Outbox:
         self._hinted = False  # There has been a hint.
         self._acknowledgements: list[Action] = []
 
-    def promote(self, key: OffloadKey, tier: Tier, request: Request, place: int | None = None) -> None:
+    def promote(
+        self, key: OffloadKey, tier: Tier, request: Request, others: int | None = None, *, unasked: bool = False
+    ) -> None:
         """Queue a load into the row that is reserved for the key: one batch for each tier and request.
 
-        `place`: the key's among what the request found in this step, if the load is to be weighed.
+        `others` and `unasked`: as of a `Run`, if the load of what the request finds next is to be weighed.
         """
         self._promotions.setdefault((tier, request), []).append(key)
-        if place is not None:
-            runs = self.runs.setdefault(request, [])
-            if runs and runs[-1].tier is tier and runs[-1].end == place:
-                runs[-1].end += 1
+        if others is not None:
+            place, runs = request.found, self.runs.setdefault(request, [])
+            if runs and (last := runs[-1]).end == place and last.tier is tier and last.others == others:
+                last.end += 1
+                last.unasked |= unasked
             else:
-                runs.append(Run(tier, place))
+                runs.append(Run(tier, place, place + 1, others, unasked=unasked))
         tier.counters.promoted += 1
         tier.breaker.take()
+
+    def reassign(self, request: Request, runs: Sequence[Run]) -> None:
+        """Queue the loads of a request anew, from the tiers that its runs say now; its turn stays the same."""
+        keys = [*request.held, *request.hits]
+        for tier in self._tiers:
+            tier.counters.promoted -= len(self._promotions.pop((tier, request), ()))
+        for run in runs:
+            loaded = keys[run.start : run.end]
+            self._promotions.setdefault((run.tier, request), []).extend(loaded)
+            request.search.sources.update(dict.fromkeys(loaded, run.tier.index))
+            run.tier.counters.promoted += len(loaded)
+            run.tier.breaker.take(len(loaded))
+
+    def order_loads(self) -> None:
+        """Put the loads that are weighed into the order of asking; others come after them."""
+        turns: dict[Request | None, int] = {request: turn for turn, request in enumerate(self.runs)}
+        loads = [(turns.get(request, len(turns)), tier, request) for tier, request in self._promotions]
+        loads.sort(key=itemgetter(0))
+        self._promotions = {(tier, request): self._promotions[tier, request] for _, tier, request in loads}
 
     def withdraw(self, tier: Tier, request: Request, kept: int) -> list[OffloadKey]:
         """Take back what was queued for a request from a tier, but for the first so many; return it."""
@@ -309,11 +336,11 @@ class Outbox:
         From the first hint on, the tier hears of it after the request's stores that are under way. It also hears that
         this is an end: the session goes on, or is over.
         """
-        self._hinted = self._hinted or hint is not None
-        if self._hinted:
-            self._advise(tier, keys, lambda packed: Rank(tier.index, packed, hint or _NOTHING_SAID))
-        else:
+        if hint is None and not self._hinted:
             self.rank(keys, tier)
+            return
+        self._hinted = True
+        self._advise(tier, keys, lambda packed: Rank(tier.index, packed, hint or _NOTHING_SAID))
 
     def expect_hints(self) -> None:
         """Have the tiers take note from now on of which session uses what: there are hints."""
@@ -410,8 +437,12 @@ class Outbox:
         tail_first: bool = True,
     ) -> None:
         """Tell a tier of those of the keys that it holds."""
-        mask, bit, size = self._residency.mask, tier.bit, ADVICE_KEYS_MAX
-        held = [key for key in keys if mask.get(key, 0) & bit or tier.last_answer(key)]
+        mask, bit, answered, size = self._residency.mask, tier.bit, tier.answered, ADVICE_KEYS_MAX
+        held = [key for key in keys if mask.get(key, 0) & bit or key in answered]
+        if len(held) <= size:  # Most are.
+            if held:
+                self._advice.append(make(pack_keys(held)))
+            return
         starts = range(0, len(held), size)
         for start in reversed(starts) if tail_first else starts:
             self._advice.append(make(pack_keys(held[start : start + size])))
@@ -443,7 +474,8 @@ class Outbox:
 
     def _work(self, expect: Expect | None) -> Iterator[Action]:
         yield from self._probes()
-        yield from self._loads(expect)
+        if self._promotions:
+            yield from self._loads(expect)
         yield from self._stores()
         for tier, queued in self._deletes.items():
             for keys in self._batches(queued):

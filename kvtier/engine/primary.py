@@ -66,6 +66,16 @@ class Primary:
     def rows_free(self) -> int:
         return len(self._free)
 
+    @property
+    def rows_quarantined(self) -> int:
+        """The rows without a key that are not free: something that nobody waits for still uses them."""
+        return self.rows - len(self._free) - len(self.ready) - len(self.filling)
+
+    @property
+    def rows_evictable(self) -> int:
+        """The ready rows that nothing pins. One that was answered HIT in this step may go when the step has ended."""
+        return self._idle
+
     def row(self, key: OffloadKey) -> int | None:
         """Return the row of a key that is ready or filling."""
         row = self.ready.get(key)
@@ -233,15 +243,15 @@ class Primary:
             self._order = self._hinted
         return self._hinted
 
-    def end(self, rows: Sequence[int], hint: Hint | None) -> None:
-        """Rank the rows of a request that ends: all that it has used."""
+    def end(self, rows: Sequence[int], hint: Hint | None) -> Sequence[int]:
+        """Rank the rows of a request that ends, all that it has used; return those of a session that is over."""
         if hint is not None:
             self.take_hints()
         if self._hinted is None:
             self._order.rank(rows)
-        else:
-            self._come_back(rows)
-            self._hinted.end(rows, hint)
+            return ()
+        self._come_back(rows)
+        return self._hinted.end(rows, hint)
 
     def demote(self, rows: Sequence[int]) -> None:
         """Have these rows go before all others, unless they are used again."""

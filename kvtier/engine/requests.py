@@ -6,7 +6,7 @@ put off until somebody is about to make room, or to the step's end. Most steps m
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, count
 
 from kvtier.backend import OffloadKey, of_one_group
 from kvtier.engine.primary import Primary, Rows
@@ -15,22 +15,27 @@ from kvtier.hints import Hint
 
 Position = Callable[[OffloadKey], int | None]
 """The place where a key's chunk ends in its request's tokens; None if that is not known."""
+Waited = Callable[[float], None]
+"""Hears for how many seconds a request waited for loads, when it does not wait any more."""
 
 PROMOTIONS_MAX = 2  # Of one key for one request: the second may follow an eviction; a third would be a loop.
 DECLINED = PROMOTIONS_MAX + 1  # Of a key that the request computes, wherever it is.
 NEVER = math.inf  # Nothing is waited for, or without an end.
 
+_numbers = count(1)
+
 
 class Search:
     """A request's search beyond the primary. Most find all they need there, or are new: these have none."""
 
-    __slots__ = ("asked", "gave_up", "missed", "promotions", "sources")
+    __slots__ = ("asked", "gave_up", "missed", "passed", "promotions", "sources")
 
     def __init__(self) -> None:
         self.promotions: dict[OffloadKey, int] = {}
         self.sources: dict[OffloadKey, int] = {}  # Key -> index of the tier that it was promoted from.
         self.missed: set[OffloadKey] = set()
         self.gave_up = False  # A load was late.
+        self.passed = 0  # Bits of the tiers that are too slow for it, while others have yet to say what they have.
         self.asked: set[tuple[int, OffloadKey]] = set()  # Tiers, by index, that were asked for a key on its behalf.
 
     def give_up(self, key: OffloadKey) -> None:
@@ -64,11 +69,13 @@ class Request:
         "leased_hits",
         "load_matchers",
         "matchers",
+        "number",
         "position",
         "retried_in",
         "storing",
         "told",
         "used",
+        "waiting_since",
         "waits",
         "weighed",
     )
@@ -83,6 +90,7 @@ class Request:
         weighed: bool = True,
     ) -> None:
         self.id = request_id
+        self.number = next(_numbers)  # An id may come again.
         self.weighed = weighed  # Its loads are given up where computing is faster; a prefetch has nobody who computes.
         self.matchers = matchers  # None: every tier.
         self.load_matchers = load_matchers  # Of those, the ones that it may be loaded from; None: each of them.
@@ -93,6 +101,7 @@ class Request:
         self.held: list[OffloadKey] = []  # And those before.
         self.leased_hits = 0  # How many of both together, from the first on, were leased, or found no share left.
         self.waits = False  # One of them was HIT_PENDING.
+        self.waiting_since: float | None = None  # The end of the first step in which one was; None: it does not wait.
         self.retried_in = 0  # The last step in which it was answered RETRY.
         self.late_at = NEVER  # When what it waits for is given up.
         self.leased: set[int] = set()
@@ -120,6 +129,14 @@ class Request:
         if of_one_group((first, last)):
             return None if begin <= end else begin
         return abs(end - begin) + chunk_tokens
+
+    def tokens_of(self, keys: Sequence[OffloadKey], chunk_tokens: int) -> int:
+        """Return how many tokens these keys span, in any order of groups: all groups stand for the same tokens."""
+        if self.position is not None and keys:
+            begin, end = self.position(keys[0]), self.position(keys[-1])
+            if begin is not None and end is not None:
+                return abs(end - begin) + chunk_tokens
+        return len(keys) * chunk_tokens
 
     def declined(self, key: OffloadKey) -> bool:
         """Say whether the request computes a key, though it may be on its way."""
@@ -286,9 +303,10 @@ class StepHits:
     list.
     """
 
-    def __init__(self, primary: Primary, leases: Leases) -> None:
+    def __init__(self, primary: Primary, leases: Leases, waited: Waited | None = None) -> None:
         self._primary = primary
         self._leases = leases
+        self._waited = waited
         self._fresh: list[Request] = []  # With hits since room was last made.
         self._held: list[Request] = []  # With hits before that; a request may be in both, and here twice.
 
@@ -332,12 +350,22 @@ class StepHits:
         for request in found:
             if request.waits and not request.finished:
                 self.lease(request, now)
+                if request.waiting_since is None and request.weighed:  # Nobody waits for a prefetch.
+                    request.waiting_since = now
                 if patience_s is not None and request.weighed and request.late_at == NEVER:
                     request.late_at = now + patience_s * request.found
             else:
                 request.late_at = NEVER
+                if request.waiting_since is not None:
+                    self.end_wait(request, now)
             request.forget_hits()
         found.clear()
+
+    def end_wait(self, request: Request, now: float) -> None:
+        """Say for how long a request waited for loads, if it did."""
+        since, request.waiting_since = request.waiting_since, None
+        if since is not None and self._waited is not None:
+            self._waited(now - since)
 
     def clear(self) -> None:
         """Forget all that was found: the primary is about to drop every key, and what it holds."""

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from prometheus_client import CollectorRegistry
+from typing_extensions import deprecated
 
 from kvtier import __version__
 from kvtier.backend import OffloadKey
@@ -27,7 +28,7 @@ from kvtier.engine.inbox import Observe
 from kvtier.engine.ledger import Ledger, ledger_of, rows_of_share
 from kvtier.engine.metrics import EngineStats, Metrics
 from kvtier.engine.prefetches import Prefetch
-from kvtier.engine.requests import Position, Request
+from kvtier.engine.requests import Position, Request, Waited
 from kvtier.engine.tier import TierMatcher, TierSpec
 from kvtier.engine.tier_log import TierLog
 from kvtier.errors import EngineClosed
@@ -58,17 +59,19 @@ class StepManager:
         *,
         clock: Callable[[], float] = time.monotonic,
         observer: Observe | None = None,
+        waited: Waited | None = None,
     ) -> None:
         self.config = config
         self.region = region
         self._clock = clock
         self._observer = observer
+        self._waited = waited
         self._bridge = bridge
         self._mailbox = bridge.mailbox
         self._messages_received = 0  # By which who reports figures knows that some may have changed.
         self._replaced = -1  # The last epoch that was replaced for its quarantined rows.
         self._events = EventLog(config.limits.events if config.events else 0)
-        self._ledger = ledger_of(config, self._events, self._observe)
+        self._ledger = ledger_of(config, self._events, self._observe, self._observe_wait)
         self._ready: Mapping[OffloadKey, int] = self._ledger.primary.ready  # What could be loaded now, and its row.
         self._tier_log = TierLog(self._ledger.tiers)
         self._metrics = Metrics(self._ledger, config.row_bytes, self._events)
@@ -83,12 +86,20 @@ class StepManager:
         say_start(config, bridge, config.eviction_policy)
 
     @classmethod
-    def start(cls, config: EngineConfig, *, region: Region | None = None, observer: Observe | None = None) -> Self:
+    def start(
+        cls,
+        config: EngineConfig,
+        *,
+        region: Region | None = None,
+        observer: Observe | None = None,
+        waited: Waited | None = None,
+    ) -> Self:
         """Start a kvtier engine with its runner in a thread or a process; blocks until its tiers are open.
 
         The rows are those of `region`, which other processes may have mapped, too. The region belongs to the engine
         from now on. It is closed with the engine, or with a start that fails. None: the engine makes a region of its
-        own. `observer` is called with (tier, operation, seconds) after every transfer.
+        own. `observer` is called with (tier, operation, seconds) after every transfer. `waited` is called with the
+        seconds for which a request waited for loads.
 
         Raises:
             ConfigError: the configuration cannot be used; nothing was left behind.
@@ -110,7 +121,7 @@ class StepManager:
             if region is not None:
                 region.close()
             raise
-        return cls(config, region, bridge, observer=observer)
+        return cls(config, region, bridge, observer=observer, waited=waited)
 
     def __enter__(self) -> Self:
         return self
@@ -242,7 +253,7 @@ class StepManager:
         """
         if self._forked:
             self._check_owner()
-        self._ledger.prefill.note(tokens, seconds)
+        self._ledger.prefill.note(tokens, seconds, self._clock())
 
     # Deletions, events, and the end of a step.
 
@@ -399,6 +410,11 @@ class StepManager:
         self._free()
         return abandoned
 
+    @deprecated("shutdown goes with 0.3.0: use close")
+    def shutdown(self, deadline_s: float | None = None) -> int:
+        """End, as `close` does: the name of 0.1.0."""
+        return self.close(deadline_s)
+
     def forked(self) -> None:
         """Stop being an engine in a child that was forked: it has no runner, and its rows would be the owner's.
 
@@ -512,6 +528,14 @@ class StepManager:
                 self._observer(tier, operation, seconds)
             except Exception:  # The supervisor's edge: a bug in an observer costs no transfer its outcome.
                 logger.exception("the observer raised for a %s of tier %s; see %s", operation, tier, Remedy.OBSERVER)
+
+    def _observe_wait(self, seconds: float) -> None:
+        self._metrics.observe_wait(seconds)
+        if self._waited is not None:
+            try:
+                self._waited(seconds)
+            except Exception:  # The supervisor's edge: a bug in an observer costs no request its chunks.
+                logger.exception("the observer raised for a wait of %.3f s; see %s", seconds, Remedy.OBSERVER)
 
     # The end, of all or of what it holds.
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kvtier.engine.outbox import Run
-from kvtier.engine.prefill import PrefillSpeed
+from kvtier.engine.prefill import EXPLORE_SHARE, PrefillSpeed
 from kvtier.engine.tier import Tier
 
 EXPLORED_CHUNKS = 2  # Loaded for nobody at first,
@@ -111,6 +111,12 @@ class Worth:
         computing_s = tokens * self.token_s
         return Choice(looked_up, seconds, computing_s) if seconds < computing_s else Choice(runs[0].start, 0.0, 0.0)
 
+    def computes_anyway(self, choice: Choice, now: float) -> bool:
+        """Say whether a request computes what is worth its load, to see how fast that is; if so, it counts as seen."""
+        if not choice.seconds:
+            return False
+        return self._prefill.explores(choice.computing_s / self.token_s, choice.computing_s - choice.seconds, now)
+
     def may_explore(self, tier: Tier, now: float) -> bool:
         """Say whether it is time to load something of a tier for nobody, since nothing was heard of it for a while."""
         last = tier.explored
@@ -129,6 +135,54 @@ class Worth:
         if last is None or last.seconds >= declined * self.chunk_s:
             return EXPLORED_CHUNKS
         return EXPLORED_TIMES * last.chunks
+
+    def explores_beside(self, tier: Tier, queued: Mapping[Tier, int], now: float) -> bool:
+        """Say whether to load a few chunks of a tier for nobody, which a request then computes; if so, it is heard of.
+
+        That costs the request time: so nothing was heard of the tier for a hundred times as long.
+        """
+        lost_s = EXPLORED_CHUNKS * self.chunk_s
+        if tier.loading or queued.get(tier) or now - tier.heard_at < max(EXPLORE_EVERY_S, lost_s / EXPLORE_SHARE):
+            return False
+        tier.explored, tier.heard_at = None, now
+        return True
+
+    def soonest(
+        self, runs: Sequence[Run], tiers: Sequence[Tier], queued: Mapping[Tier, int], now: float
+    ) -> tuple[list[Run], bool]:
+        """Choose for each run, in order, from which of the tiers that have it it is there soonest.
+
+        `queued` are chunks that go before them in this step. Neighbours of one tier become one run. Say, too, whether
+        any is of another tier now.
+        """
+        chunks = dict(queued)
+        chosen: list[Run] = []
+        moved = False
+        for run in runs:
+            size = run.end - run.start
+            tier = self._soonest(run, [each for each in tiers if each.bit & run.others], chunks, now)
+            moved = moved or tier is not run.tier
+            chunks[tier] = chunks.get(tier, 0) + size
+            others = (run.tier.bit | run.others) & ~tier.bit
+            if chosen and chosen[-1].tier is tier and chosen[-1].end == run.start:
+                last = chosen[-1]
+                last.end, last.others, last.unasked = run.end, last.others & others, last.unasked or run.unasked
+            else:
+                chosen.append(Run(tier, run.start, run.end, others, unasked=run.unasked))
+        return chosen, moved
+
+    def _soonest(self, run: Run, others: Sequence[Tier], chunks: Mapping[Tier, int], now: float) -> Tier:
+        size = run.end - run.start
+        having = [run.tier, *(tier for tier in others if tier.admits(now) >= size)]
+        if len(having) == 1:
+            return run.tier
+        return min(having, key=lambda tier: self._there_s(tier, chunks.get(tier, 0) + size, size, now))
+
+    def _there_s(self, tier: Tier, chunks: int, size: int, now: float) -> float:
+        """Return when so many chunks are there; a tier that was never heard of is taken to be as fast as computing."""
+        if tier.speed is None and not tier.loading:
+            return size * self.chunk_s
+        return self.load_s(tier, chunks, now)
 
     def _within(self, tier: Tier, before: int, chunks: int, seconds: float, now: float) -> int:
         """Return how many of so many chunks a tier loads in the time, behind those before."""

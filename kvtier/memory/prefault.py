@@ -1,8 +1,8 @@
 """Pre-faulting: how much host memory is free, and pages put under a mapping before anything depends on them.
 
-The kernel promises memory it does not have: a region that is too large is granted at once, and paid for with a killed
-process (private memory) or SIGBUS (shared memory) when its last pages are touched. So a size is compared with what is
-free, and refused, before a page is touched, and every page is touched before the first chunk comes.
+The kernel promises memory that it does not have. It grants a region that is too large at once. When the last pages are
+touched, the process is killed (private memory) or gets SIGBUS (shared memory). So a size is compared with the free
+memory, and refused, before a page is touched. Every page is touched before the first chunk comes.
 """
 
 import ctypes
@@ -64,7 +64,7 @@ def _file_system(directory: str) -> Free:
 
 
 def _cgroup_limits(root: str) -> Iterator[Free]:
-    """Yield what each limited control group above this process leaves, in version 2's or version 1's hierarchy."""
+    """Yield the bytes that each limited control group above this process leaves, in version 2's or 1's hierarchy."""
     with suppress(FileNotFoundError), open(os.path.join(root, "proc/self/cgroup")) as groups:
         for line in groups:
             _, controllers, path = line.rstrip("\n").split(":", 2)
@@ -108,8 +108,9 @@ def advise(mapping: mmap.mmap) -> None:
 def prefault(mapping: mmap.mmap, fd: int | None, first: int = 0) -> None:
     """Put memory under every page of a mapping without changing a byte; `fd` is the file behind it, None if private.
 
-    Works on several threads without the GIL, in slices, from the one that holds byte `first` on and around, so that
-    processes that share the mapping can each begin elsewhere. Raises OSError if the kernel has no memory for it.
+    Works on several threads without the GIL, in slices. It begins with the slice that holds byte `first` and goes
+    around, so processes that share the mapping can begin in different places. Raises OSError if the kernel has no
+    memory for it.
     """
     size_bytes = len(mapping)
     starts = range(0, size_bytes, PREFAULT_SLICE_BYTES)
@@ -143,7 +144,7 @@ def _populate(mapping: mmap.mmap, _fd: int | None, start: int, length: int) -> N
 
 
 def _touch(mapping: mmap.mmap, fd: int | None, start: int, length: int) -> None:
-    """Do what an older kernel can do: allocate a file's pages (others may be writing them), write private ones."""
+    """Do what an older kernel can do: allocate a file's pages, which others may be writing, and write private pages."""
     if fd is not None:
         os.posix_fallocate(fd, start, length)
         return

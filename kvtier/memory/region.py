@@ -1,7 +1,7 @@
 """The region: the primary's memory as rows of bytes, in one page-aligned mapping, private or shared. No torch.
 
-Memory is never taken away from under a view: closing a region gives up the region's own hold on it, and the last view
-that is still about (a row lent to a thread that hangs, a torch tensor) takes it along.
+Memory is never taken away from under a view. Closing a region gives up only the region's own hold on it. The memory
+goes with the last view: a row that is lent to a hung thread, or a torch tensor.
 """
 
 import ctypes
@@ -52,10 +52,11 @@ class RowLayout(msgspec.Struct, frozen=True):
 class Region:
     """Rows of `row_bytes` (a multiple of 4,096), zero at first, in one mapping that this process holds.
 
-    Every way to make one raises `ConfigError` for sizes that cannot be, or that are not free now, before it touches
-    any memory, and then leaves nothing: no mapping, no descriptor, no file. With `prefault` the memory is there when
-    the call returns; without, the first use of each page takes it, and fails hard where there is none left. The calls
-    block (seconds for many GiB) without holding the GIL, so an event loop has them run in a thread.
+    Every way to make a region raises `ConfigError` for impossible sizes, and for sizes that are not free now. It does
+    so before it touches any memory, and leaves nothing: no mapping, no descriptor, no file. With `prefault` the memory
+    is there when the call returns. Without it the first use of each page takes memory, and the process is killed if
+    there is none. The calls block (seconds for many GiB) without holding the GIL, so an event loop has them run in a
+    thread.
     """
 
     __slots__ = ("_resources", "_view", "fd", "row_bytes", "rows")
@@ -63,7 +64,7 @@ class Region:
     def __init__(
         self, mapping: mmap.mmap | memoryview, rows: int, row_bytes: int, fd: int | None, resources: ExitStack
     ) -> None:
-        """Take over a mapping and what must be closed with it; use `private`, `memfd`, `attach`, `shared`, `over`."""
+        """Take over a mapping and its resources. Use `private`, `memfd`, `attach`, `shared` or `over` instead."""
         self.rows = rows
         self.row_bytes = row_bytes
         self.fd = fd  # Names the memory for `attach`; None: it is private, or the region is closed.
@@ -79,7 +80,7 @@ class Region:
 
     @classmethod
     def memfd(cls, rows: int, row_bytes: int, *, prefault: bool = True) -> Self:
-        """Make a region without a name that whoever is given `fd` can attach. It ends with the last who holds it."""
+        """Make a region without a name, for processes to attach by its `fd`. It ends with the last that holds it."""
         require_free(_rows_bytes(rows, row_bytes))
         with _undone_on_failure() as resources:
             fd = os.memfd_create("kvtier", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -92,7 +93,7 @@ class Region:
     def attach(cls, fd: int, rows: int, row_bytes: int) -> Self:
         """Map the region behind another region's `fd`; the descriptor stays the caller's to close.
 
-        Raises `ConfigError` if what is behind it has another size.
+        Raises `ConfigError` if the region behind it has another size.
         """
         rows_bytes = _rows_bytes(rows, row_bytes)
         with _undone_on_failure() as resources:
@@ -119,11 +120,11 @@ class Region:
     ) -> Self:
         """Make or join the region that `participants` processes find by `path`, in a tmpfs such as /dev/shm.
 
-        Whoever comes first makes it. The path is gone as soon as every participant (0 to `participants` - 1) has
-        mapped it, or the last one has closed it; if all of them are killed before, the next region that is made in its
-        directory removes it. Give each start of an engine a path of its own: a participant that finds itself there
-        already waits `timeout_s` for those of that time to be gone, and then fails with `ConfigError`; it fails so at
-        once if the others' sizes are not its own. A runner's process attaches; it is no participant.
+        The first participant makes it. The path is gone as soon as every participant (0 to `participants` - 1) has
+        mapped it, or the last one has closed it. If all of them are killed before, the next region that is made in the
+        directory removes it. Give each start of an engine a path of its own. A participant that finds itself there
+        already waits `timeout_s` for the processes of the earlier start to end, and then fails with `ConfigError`. If
+        the others' sizes differ, it fails at once. A runner's process attaches, and is no participant.
         """
         rows_bytes = _rows_bytes(rows, row_bytes)
         if not 0 <= participant < participants <= PARTICIPANTS_MAX:
@@ -184,7 +185,7 @@ class Region:
         return LentRow(index, self.row(index)[:size_bytes])
 
     def close(self) -> None:
-        """Give the memory back: now, or with the last view of it that is still about. May be called again."""
+        """Give the memory back: now, or with the last view of it. May be called again."""
         self.fd = None
         self._view.release()
         self._resources.close()
@@ -199,11 +200,11 @@ class Region:
 
 
 class LentRow:
-    """A row, lent through a read-only view, until nothing that was made of the view reads it any more.
+    """A row that is lent through a read-only view, until nothing that was made of the view reads it any more.
 
     A slice of a view, or numpy's array over it, still reads the row when the view is released: Python counts neither.
-    So every view is of an object of its own, which lives as long as anything that reads through it. What torch makes
-    of a view itself is the exception: it keeps a bare address.
+    So every view is of an object of its own, which lives as long as anything that reads through it. A tensor that torch
+    makes of a view itself is the exception: it keeps a bare address.
     """
 
     __slots__ = ("_read", "row", "view")
@@ -237,7 +238,7 @@ def _rows_bytes(rows: int, row_bytes: int) -> int:
 
 @contextmanager
 def _undone_on_failure() -> Generator[ExitStack]:
-    """Collect what a region needs closed; close it if the region does not come to be. OSError becomes ConfigError."""
+    """Collect what a region must close, and close it if making the region fails. OSError becomes ConfigError."""
     fill_standard_streams()
     try:
         with ExitStack() as resources:

@@ -1,10 +1,10 @@
-"""The rendezvous: a file in shared memory where one engine's processes meet, under a name that goes away by itself.
+"""The rendezvous: a file in shared memory where one engine's processes meet. Its name goes away by itself.
 
-The file is made without a name and linked to its path when it is complete, so nobody ever sees a half-made one, and
-whoever is killed before leaves nothing. In its last page each participant holds a lock on a byte of its own for as
-long as it lives, and sets that byte once it has mapped the file; whoever sees all of them set removes the name. Locks
-end with the process that holds them, however it ends: a file that nobody holds was left by the dead, and whoever
-comes next to its directory removes it.
+The file is made without a name, and linked to its path when it is complete. So nobody sees a half-made file, and a
+process that is killed before leaves none. In the last page each participant locks a byte of its own for as long as it
+lives. It sets that byte once it has mapped the file. The participant that sees all bytes set removes the name. Locks
+end with the process that holds them. So a file without locks was left by dead processes, and the next process that uses
+its directory removes it.
 """
 
 import errno
@@ -57,9 +57,9 @@ class SharedFile:
     def meet(cls, meeting: Meeting, timeout_s: float) -> Self:
         """Make the file or open the one that a participant has made; the caller maps it and calls `arrive`.
 
-        If this participant has been there before, waits up to `timeout_s` for those of that time to be gone. Raises
-        `ConfigError`, and leaves nothing, when they are not, when participants disagree on the sizes, when there is
-        too little memory, or when the path cannot be used.
+        If this participant has been there before, waits up to `timeout_s` for the processes of that start to end.
+        Raises `ConfigError`, and leaves nothing, if they do not end or if participants disagree on the sizes. Likewise
+        if there is too little memory, or the path cannot be used.
         """
         try:
             for _ in range(1 + math.ceil(timeout_s / _POLL_S)):
@@ -181,9 +181,10 @@ class SharedFile:
 
 
 def _sweep(directory: str) -> None:
-    """Remove the regions that the dead have left in a directory: their memory comes back before ours is counted.
+    """Remove regions of dead processes from a directory: their memory comes back before ours is counted.
 
-    Who is killed before all have met leaves a file, and where each start has a path of its own nobody asks for it.
+    A process that is killed before all have met leaves a file. If each start has a path of its own, nobody opens that
+    file again.
     """
     with os.scandir(directory) as entries:
         for path in [entry.path for entry in entries if entry.is_file(follow_symlinks=False)]:

@@ -22,8 +22,8 @@ _NO_THREAD = "can't start new thread"  # As Python has it, a RuntimeError.
 def fill_standard_streams() -> None:
     """Open /dev/null under each of the numbers 0, 1 and 2 that is closed, as daemons have them.
 
-    Else the next file, socket or memory that anybody opens gets one of these numbers. Then what is printed, or
-    redirected in a child, goes there; and libuv aborts the process that closes such a descriptor.
+    Otherwise the next file, socket or memory that is opened gets one of these numbers. Then printed lines, or
+    redirected ones of a child, go there. And libuv aborts a process that closes such a descriptor.
     """
     if all(map(_is_open, STANDARD_STREAMS)):
         return
@@ -66,7 +66,7 @@ def require_file_bytes(size_bytes: int) -> None:
 def start_thread(thread: threading.Thread) -> None:
     """Start a thread. RuntimeError where the process may have no more of them, or has no memory for one.
 
-    Python waits for ever for a thread that finds no memory before its first line, so it is looked for here.
+    Python waits for ever for a thread that finds no memory before its first line. So this call checks the memory.
     """
     stack_bytes, _ = resource.getrlimit(resource.RLIMIT_STACK)
     if not 0 < stack_bytes < STACK_BYTES_MOST:
@@ -82,7 +82,7 @@ class HoldsDescriptors(Protocol):
     """Anything with descriptors that must not be shared with a forked child."""
 
     def forked(self) -> None:
-        """Let go of it in the child, without a word to whom it belongs. Only the thread that forked runs there."""
+        """Let go of the descriptors in the child, without telling their owner. Only the forking thread runs there."""
 
 
 _holders: "weakref.WeakSet[HoldsDescriptors]" = weakref.WeakSet()
@@ -129,12 +129,12 @@ _LIMITS = {
 
 
 def is_of_a_limit(error: BaseException) -> bool:
-    """Say whether an error is one of a process that has run into a limit of its own."""
+    """Say whether an error means that the process has reached a limit of its own."""
     return bool(_exceeded(error))
 
 
 def reason(error: BaseException) -> str:
-    """Say in words why something failed; where a limit of this process may be why, name it and the remedy."""
+    """Say in words why something failed. If a limit of this process may be the cause, name it and the remedy."""
     said = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
     limits = [words for limit in _exceeded(error) if (words := limit.said)]
     return f"{said}; {' and '.join(limits)}" if limits else said

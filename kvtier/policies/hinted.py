@@ -239,19 +239,24 @@ class HintedOrder(Generic[K]):
 
     # Hints.
 
-    def end(self, keys: Sequence[K], hint: Hint | None = None) -> None:
-        """Rank the keys of a request that ends, all that it used, with what was said of it."""
+    def end(self, keys: Sequence[K], hint: Hint | None = None) -> Sequence[K]:
+        """Rank the keys of a request that ends, all that it used, with what was said of it.
+
+        Return what no other session has used, if its session is over: that is demoted.
+        """
         self._use(keys)
         if self._sessions is None:
             if hint is None:
                 self._order.rank(keys)
             else:
                 self._order.rank_hinted(keys, hint)
-            return
+            return ()
         self._order.rank(keys)
         own = self._sessions.ended(keys)
-        if hint is not None and hint.over:
-            self.demote(own)
+        if hint is None or not hint.over:
+            return ()
+        self.demote(own)
+        return own
 
     def demote(self, keys: Sequence[K]) -> None:
         """Have these keys go before all others, tail first, unless they are used again."""
@@ -268,6 +273,13 @@ class HintedOrder(Generic[K]):
     # Victims.
 
     def evict(self, count: int, keep: Callable[[K], Any], incoming: Sequence[Any] = (), /) -> list[K] | None:
+        victims = self.leave(count, keep, incoming)
+        if victims is not None:
+            self.gone(victims)
+        return victims
+
+    def leave(self, count: int, keep: Callable[[K], Any], incoming: Sequence[Any] = (), /) -> list[K] | None:
+        """Choose victims that may `come_back`; until then, or until they have `gone`, their sessions are known."""
         if self.retained and self._clock is not None:
             self.retained.expire(self._clock())
         victims: list[K] = []
@@ -279,8 +291,18 @@ class HintedOrder(Generic[K]):
                 break
             self.retained.let_go(let_go)
             let_go *= 2
-        self._forget(victims)
+        self._use(victims)
+        self.retained.discard(victims)
         return None if part is None else victims
+
+    def come_back(self, keys: Sequence[K]) -> None:
+        """Take back in what has left, as the same as before."""
+        self._order.insert(keys)
+
+    def gone(self, keys: Iterable[K]) -> None:
+        """Forget what has left and does not come back."""
+        if self._sessions is not None:
+            self._sessions.gone(keys)
 
     def _keeping(self, keep: Callable[[K], Any]) -> Callable[[K], Any]:
         retained = self.retained
@@ -308,5 +330,4 @@ class HintedOrder(Generic[K]):
     def _forget(self, keys: Sequence[K]) -> None:
         self._use(keys)
         self.retained.discard(keys)
-        if self._sessions is not None:
-            self._sessions.gone(keys)
+        self.gone(keys)

@@ -20,6 +20,7 @@ class Leaving(Generic[K]):
     def __init__(self, order: "NumberOrder | Policy[K]", ahead: int) -> None:
         """`ahead`: who have left and are still there, when one goes and another leaves."""
         self._order: Any = order
+        self._hinted: HintedOrder[K] | None = None  # The same order, from the first hint on.
         self._ahead = ahead
         self.left: OrderedDict[K, None] = OrderedDict()  # Who left first comes first.
         self._news: list[K] = []
@@ -31,7 +32,7 @@ class Leaving(Generic[K]):
 
     def leave(self, count: int, keep: Callable[[K], int]) -> bool:
         """Have so many more leave; False, and nothing changed, if fewer may."""
-        chosen = self._order.evict(count, keep)
+        chosen = self._chosen(count, keep, ())
         if chosen is None:
             return False
         self._leave(chosen)
@@ -39,8 +40,8 @@ class Leaving(Generic[K]):
 
     def take_hints(self, retained_max: int) -> HintedOrder[K]:
         """Have the inner order take hints from now on; what gives one has its keys `come_back` first."""
-        self._order = hinted = HintedOrder[K](self._order, retained_max)
-        return hinted
+        self._order = self._hinted = HintedOrder[K](self._order, retained_max)
+        return self._hinted
 
     def come_back(self, keys: Sequence[K]) -> None:
         """Put back into the inner order what had left it."""
@@ -49,7 +50,10 @@ class Leaving(Generic[K]):
         if back:
             for key in back:
                 del left[key]
-            self._order.insert(back)
+            if self._hinted is None:
+                self._order.insert(back)
+            else:
+                self._hinted.come_back(back)
 
     # What every order has.
 
@@ -77,8 +81,7 @@ class Leaving(Generic[K]):
     def remove(self, keys: Sequence[K]) -> None:
         left = self.left
         self._order.remove([key for key in keys if key not in left] if left else keys)
-        for key in keys:
-            left.pop(key, None)
+        self._gone([key for key in keys if key in left])
 
     def evict(self, count: int, keep: Callable[[K], int], incoming: Sequence[Any] = ()) -> list[K] | None:
         """Choose `count` victims: who left first, while as many others leave for those that come."""
@@ -91,17 +94,27 @@ class Leaving(Generic[K]):
             chosen = self._chosen(missing, keep, incoming)
         if chosen is None:
             return None
-        for victim in victims:
-            del left[victim]
         self._leave(chosen[missing:])
+        self._gone(victims)
+        if self._hinted is not None:
+            self._hinted.gone(chosen[:missing])
         return victims + chosen[:missing]
 
     def grow(self, capacity: int) -> None:
         self._order.grow(capacity)
 
     def _chosen(self, count: int, keep: Callable[[K], int], incoming: Sequence[Any]) -> list[K] | None:
-        return self._order.evict(count, keep, incoming) if count else []
+        if not count:
+            return []
+        return (self._order.evict if self._hinted is None else self._hinted.leave)(count, keep, incoming)
 
     def _leave(self, keys: Sequence[K]) -> None:
         self.left.update(dict.fromkeys(keys))
         self._news += keys
+
+    def _gone(self, left: Sequence[K]) -> None:
+        """Forget keys that had left."""
+        for key in left:
+            del self.left[key]
+        if self._hinted is not None:
+            self._hinted.gone(left)

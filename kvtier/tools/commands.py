@@ -35,6 +35,9 @@ JsonOption = Annotated[
 PlotOption = Annotated[
     str | None, typer.Option("--plot", metavar="OUT", help="Draw the figures there: .png, .pdf or .svg.")
 ]
+ReportOption = Annotated[
+    str | None, typer.Option("--report", metavar="OUT", help="Write a page to look at there: .html, without links.")
+]
 LimitOption = Annotated[int | None, typer.Option(min=1, max=REQUESTS_MAX, help="Read at most this many requests.")]
 StrictOption = Annotated[
     bool, typer.Option("--strict", help="Refuse a trace that cannot be true, instead of warning of it.")
@@ -126,6 +129,7 @@ COMMANDS = {
         (
             "kvtier replay generated --limit 100",
             "kvtier replay trace.jsonl --config kvtier.toml --json report.json",
+            "kvtier replay generated --limit 100 --report replay.html",
             "kvtier replay trace.jsonl --virtual-time",
         ),
     ),
@@ -171,6 +175,12 @@ COMMANDS = {
         "Measure the tiers of a configuration, end to end.",
         ("kvtier bench tiers kvtier.toml --size 1M --rounds 1 --json bench.json",),
     ),
+    "report": Command(
+        "kvtier.tools.report.command",
+        "report",
+        "Make a page of what replays or benchmarks found, up to five beside each other.",
+        ("kvtier report before.json after.json", "kvtier report replay.json --output replay.html"),
+    ),
     "completion": Command(
         "kvtier.tools.completion",
         "completion",
@@ -188,6 +198,10 @@ GROUPS = {
     "trace": "Look at traces of requests, and make them.",
     "bench": "Measure what this machine can do, and what kvtier makes of it.",
 }
+MOVED = {  # Commands of 0.1.0.
+    f"bench {name}": f" Since 0.2.0 it is `python -m tests.benchmarks.protocol {name}`, in a checkout."
+    for name in ("lookup", "steps")
+}
 HINT = "Exit status: 0 well, 1 the data is not, 2 the call is refused, 3 the machine fails; all are in the reference."
 REMEDIES = f"What to do about a message: {PAGE}"
 
@@ -204,7 +218,9 @@ def run(args: Sequence[str]) -> int:
     except typer.Exit as end:
         return end.exit_code
     except UsageError as error:
-        return _refused(error.format_message() + _json_hint(given), statuses.REFUSED)
+        return _refused(
+            error.format_message() + _json_hint(given) + MOVED.get(" ".join(given[:2]), ""), statuses.REFUSED
+        )
     except (ConfigError, TraceError) as error:
         return _refused(str(error), statuses.REFUSED)
     except KVTierError as error:

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
+from importlib.util import find_spec
 from types import TracebackType
 from typing import BinaryIO, Literal, NamedTuple, Self
 
@@ -26,6 +27,7 @@ from kvtier.errors import ConfigError, KVTierError
 STDOUT = "-"  # As the name of a file, in other programs, too.
 COLUMNS_MIN = 20  # Narrower, a table is a column of letters.
 COLUMNS_MAX = 1 << 16  # No line is longer.
+PAGE_SUFFIXES = ("html", "htm")
 LOGGERS = ("kvtier", "kvtier_backends")
 INTERRUPTED_WAIT_S = 0.1  # Enough for what a short run left; a part of the second in which Ctrl-C is to be obeyed.
 REMOVAL_WAIT_S = 60.0  # Two hundred thousand files take twenty seconds of a disk that has nothing else to do.
@@ -150,12 +152,14 @@ def watched() -> bool:
     return Console(stderr=True).is_terminal and not _wishes.get().quiet
 
 
-def check_outputs(json_path: str | None, plot_path: str | None) -> None:
-    """Raise `ConfigError` before any work if what `--json` and `--plot` ask for could not be written."""
+def check_outputs(json_path: str | None, plot_path: str | None, report_path: str | None = None) -> None:
+    """Raise `ConfigError` before any work if what `--json`, `--plot` and `--report` ask for could not be written."""
     if json_path not in (None, STDOUT):
         check_writable("--json", json_path)
     if plot_path is not None:
         check_picture("--plot", plot_path)
+    if report_path is not None:
+        check_page("--report", report_path)
 
 
 def check_writable(option: str, path: str | os.PathLike[str]) -> None:
@@ -185,6 +189,16 @@ def check_picture(option: str, path: str) -> None:
     known = Figure().canvas.get_supported_filetypes()
     if picture_format(path) not in known:
         raise ConfigError(f"{option} {path}: expected a name that ends in one of {', '.join(sorted(known))}")
+
+
+def check_page(option: str, path: str) -> None:
+    """Raise `ConfigError`, naming the command's option, if no page could be written there. Leaves nothing behind."""
+    check_writable(option, path)
+    for needed in ("jinja2", "matplotlib"):
+        if find_spec(needed) is None:
+            raise ConfigError(f"{option} {path}: {needed} is not installed; pip install 'kvtier[report]'")
+    if picture_format(path) not in PAGE_SUFFIXES:
+        raise ConfigError(f"{option} {path}: expected a name that ends in .html or .htm")
 
 
 def picture_format(path: str) -> str:

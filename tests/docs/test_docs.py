@@ -51,7 +51,7 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 VARYING = r"[\d.,]+"  # A figure.
 DIAGRAMS = ("flowchart", "sequenceDiagram", "stateDiagram-v2")
-COMMANDS_OF_THE_CHECKOUT = ("make", "git", "pip", "cd")
+COMMANDS_OF_THE_CHECKOUT = ("make", "git", "pip", "cd", "vllm")  # Or, of the last, what tests inside vLLM run.
 BIN = os.path.dirname(sys.executable)
 MAKE_HERE = f"make --directory {ROOT} --old-file .venv/.installed BIN={BIN} DEMO=$PWD/demo"
 """`make` with the interpreter that runs the tests, and with its results in the page's folder."""
@@ -181,6 +181,8 @@ def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest
                     decode_configuration(block, table)
             case "json":
                 json.loads(block.text)
+            case "promql":
+                pass  # Asked of an engine's metrics and of Prometheus, in tests/monitoring.
             case "mermaid":
                 assert block.text.split(maxsplit=1)[0] in DIAGRAMS, f"{block.where}: no diagram that mermaid knows"
             case other:
@@ -192,6 +194,14 @@ def test_a_page_only_names_commands_that_make_has() -> None:
     for page in PAGES:
         named = set(re.findall(r"^make ([a-z-]+)|`make ([a-z-]+)", page.read_text(), re.MULTILINE))
         assert {first or second for first, second in named} <= rules, page
+
+
+def test_the_page_on_contributing_lists_what_ci_runs() -> None:
+    phases = re.findall(r"^phase (make [^#\n]*?) *(?:#.*)?$", (ROOT / ".ci" / "run").read_text(), re.MULTILINE)
+    (listed,) = [
+        block.text for block in blocks(DOCS / "how-to" / "contribute.md") if block.text.startswith("make setup\n")
+    ]
+    assert listed.splitlines() == phases
 
 
 @pytest.mark.usefixtures("outside")
@@ -319,7 +329,8 @@ def test_the_metrics_page_names_every_metric_with_its_kind_and_labels() -> None:
         metric.name + ("_total" if metric.type == "counter" else ""): (metric.type, labels_of(metric.samples))
         for metric in asyncio.run(registry()).collect()
     }
-    written = rows_of("metrics.md", "Of the primary") | rows_of("metrics.md", "Of each tier")
+    headings = ("Of the engine", "Of the primary", "Of each tier")
+    written = {name: row for heading in headings for name, row in rows_of("metrics.md", heading).items()}
     assert {name: (cells[0], set(re.findall(r"`(\w+)`", cells[1]))) for name, cells in written.items()} == found
 
 

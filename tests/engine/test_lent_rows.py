@@ -81,10 +81,10 @@ async def test_the_error_the_log_and_the_metric_say_which_rows_are_still_read(op
         assert "drop" in told
     assert len(caplog.records) == 1
     assert engine.metrics.get_sample_value("kvtier_primary_rows_kept_total") == 4
-    assert engine.metrics.get_sample_value("kvtier_primary_rows", {"state": "kept"}) == 4
+    assert engine.metrics.get_sample_value("kvtier_primary_rows_held", {"reason": "kept"}) == 4
     kept.clear()
     assert await at_rest(engine)
-    assert engine.metrics.get_sample_value("kvtier_primary_rows", {"state": "kept"}) == 0
+    assert engine.metrics.get_sample_value("kvtier_primary_rows_held", {"reason": "kept"}) == 0
 
 
 async def test_what_the_block_itself_raised_is_raised_with_a_note(open_engine):

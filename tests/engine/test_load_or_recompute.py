@@ -20,9 +20,9 @@ def dummy(chunk_s: float, **options: object) -> dict[str, object]:
     return {"type": "dummy", "bandwidth_bytes_per_s": int(CHUNK_BYTES / chunk_s), **options}
 
 
-async def prepared(open_engine, tier, *, rows=16, chunks=8, **fields):
-    """Open an engine whose tier holds some chunks and has loaded one, and whose primary holds none."""
-    engine = await open_engine(rows, tier, **WEIGHED, **fields)
+async def prepared(open_engine, *tiers, rows=16, chunks=8, **fields):
+    """Open an engine whose tiers hold some chunks, and whose primary holds none."""
+    engine = await open_engine(rows, *tiers, **WEIGHED, **fields)
     await put(engine, range(chunks))
     assert await engine.drain(deadline_s=1_000)
     assert await engine.reset()
@@ -182,6 +182,25 @@ async def test_a_noted_prefill_speed_has_loads_weighed_from_the_next_step_on(ope
     assert await found(engine, range(2, 8)) == 0
 
 
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("shared", [False, True], ids=["known", "asked"])
+@pytest.mark.parametrize("latency_s", [0.0, 9.0], ids=["each chunk is slow", "each call is slow"])
+async def test_what_one_tier_is_too_slow_for_comes_from_another_that_has_it_too(open_engine, shared, latency_s):
+    slow = dummy(0.1 if latency_s else 2.0, latency_s=latency_s)
+    fast = {"name": "fast", "latency_s": 0.001, "shared": shared, "limits": {"answer_ttl_s": 0.5}, **dummy(0.1)}
+    engine = await prepared(open_engine, slow | {"name": "slow"}, fast)
+    for _ in range(3):  # The first load of each shows how fast it is.
+        await found(engine, [0])
+        assert await engine.drain(deadline_s=1_000)
+        assert await engine.reset()
+    await asyncio.sleep(1.0)  # By now what is shared must be asked again.
+    begun = now()
+    assert await found(engine, range(1, 8)) == 7
+    assert now() - begun < 1.0
+    assert await engine.drain(deadline_s=1_000)
+    assert settled(engine)
+
+
 @pytest.mark.parametrize("runner", ["thread", pytest.param("process", marks=pytest.mark.outside)])
 async def test_a_runners_speed_is_heard_wherever_it_lives(start_engine, runner):
     engine = start_engine(16, {"type": "dummy"}, runner=runner, prefill_tokens_per_s=1.0)
@@ -195,3 +214,96 @@ async def test_a_runners_speed_is_heard_wherever_it_lives(start_engine, runner):
     await until(lambda: tier.speed is not None, engine)
     assert engine.lookup(key(0), "r") is LookupResult.HIT
     engine.on_request_finished("r")
+
+
+# The machine becomes faster and slower, and prefill is measured.
+
+
+PROMPT = range(8)
+BUSY_S, IDLE_S, LOAD_S = 0.168, 0.089, 0.133  # For a prompt; that of a load lies between those of computing.
+LAST_TOKENS, LAST_S = 8, 0.003  # Are computed of every prompt, whatever was loaded.
+
+
+def chunk_of(prompt_s: float) -> float:
+    return prompt_s / len(PROMPT)
+
+
+async def answered(engine, prompt_s: float) -> float:
+    """Answer the prompt on a machine that computes all of it in so many seconds; return how long it takes."""
+    begun = now()
+    computed = (len(PROMPT) - await found(engine, PROMPT)) * 100 or LAST_TOKENS
+    seconds = 0.001 + prompt_s * computed / (100 * len(PROMPT))
+    await asyncio.sleep(seconds)
+    engine.note_prefill(computed, seconds)
+    ended = now()
+    assert await engine.drain()
+    assert await engine.reset()
+    return ended - begun
+
+
+async def mean_s(engine, until_s: float, prompt_s: float) -> float:
+    """Answer the prompt over and over until then; return what one took in the mean."""
+    times: list[float] = []
+    while now() < until_s:
+        times.append(await answered(engine, prompt_s))
+    return sum(times) / len(times)
+
+
+async def measured(open_engine, load_s=LOAD_S):
+    """Open an engine whose tier holds the prompt, and that knows by now how fast a busy machine computes."""
+    engine = await open_engine(16, dummy(chunk_of(load_s)), chunk_tokens=100)
+    for _ in range(8):
+        engine.note_prefill(800, BUSY_S)
+    await put(engine, PROMPT)
+    assert await engine.drain()
+    assert await engine.reset()
+    return engine
+
+
+@pytest.mark.virtual_time
+async def test_on_a_machine_that_becomes_faster_and_slower_a_hit_soon_costs_what_the_better_way_does(open_engine):
+    engine = await measured(open_engine)
+    for busy, idle in ((100, 200), (300, 400)):
+        assert await mean_s(engine, busy - 80, BUSY_S) < 1.2 * LOAD_S, "it has to notice"
+        assert await mean_s(engine, busy, BUSY_S) < 1.02 * (LOAD_S + LAST_S)
+        assert await mean_s(engine, idle - 80, IDLE_S) < 1.3 * IDLE_S, "it has to notice"
+        assert await mean_s(engine, idle, IDLE_S) < 1.02 * IDLE_S
+
+
+@pytest.mark.virtual_time
+@pytest.mark.parametrize("load_s", [0.01, 0.05, 0.09, 0.15])
+async def test_to_see_how_fast_computing_is_costs_a_hundredth(open_engine, load_s):
+    engine = await measured(open_engine, load_s)
+    assert await mean_s(engine, 60, BUSY_S) < 1.02 * (load_s + LAST_S)
+
+
+@pytest.mark.virtual_time
+async def test_an_engine_that_began_with_hits_learns_how_fast_whole_prompts_are_computed(open_engine):
+    """Of prompts that are loaded only the last tokens are computed, and each of these looks slow."""
+    engine = await open_engine(16, dummy(chunk_of(LOAD_S)), chunk_tokens=100)
+    await put(engine, PROMPT)
+    assert await engine.drain()
+    assert await engine.reset()
+    assert await mean_s(engine, 20, IDLE_S) < 1.3 * IDLE_S
+    assert await mean_s(engine, 100, IDLE_S) < 1.02 * IDLE_S
+
+
+@pytest.mark.virtual_time
+async def test_one_step_that_hung_does_not_make_computing_look_slow_for_long(open_engine):
+    engine = await measured(open_engine)
+    await mean_s(engine, 100, IDLE_S)
+    engine.note_prefill(800, 30.0)
+    assert await mean_s(engine, 160, IDLE_S) < 1.2 * IDLE_S
+    assert await mean_s(engine, 200, IDLE_S) < 1.02 * IDLE_S
+
+
+@pytest.mark.virtual_time
+async def test_who_notes_the_speed_only_once_computes_ever_less_to_see_it_again(open_engine):
+    engine = await measured(open_engine)
+    computed: list[float] = []
+    while now() < 5_000:
+        if not await found(engine, PROMPT):
+            computed.append(now())
+        await asyncio.sleep(1.0)
+        assert await engine.reset()
+    assert 1 < len(computed) < 12

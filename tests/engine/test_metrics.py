@@ -1,9 +1,12 @@
+import platform
+
 import pytest
 from prometheus_client import generate_latest
 
+from kvtier import __version__
 from kvtier.engine.answers import EventKind, EventLog
 from kvtier.engine.metrics import Metrics
-from kvtier.runner.messages import Code, TierUsage
+from kvtier.runner.messages import Code, RunnerLost, TierUsage
 from tests.engine.ledger.bench import Bench
 
 ROW_BYTES = 4_096
@@ -42,7 +45,8 @@ def samples(engine: Bench) -> dict[tuple[str, ...], float]:
 
 def test_the_primary_tells_what_it_did_and_how_its_rows_are(engine: Bench) -> None:
     seen = samples(engine)
-    assert {name[0].removeprefix("primary_"): value for name, value in seen.items() if len(name) == 1} == {
+    one = {name[0]: value for name, value in seen.items() if len(name) == 1 and name[0].startswith("primary_")}
+    assert {name.removeprefix("primary_"): value for name, value in one.items()} == {
         "hits_total": 1,
         "misses_total": 1,
         "stores_total": 3,
@@ -51,21 +55,59 @@ def test_the_primary_tells_what_it_did_and_how_its_rows_are(engine: Bench) -> No
         "rows_kept_total": 0,
         "evictions_total": 0,
         "retentions_cut_total": 0,
-        "runners_lost_total": 0,
-        "events_dropped_total": 0,
         "row_bytes": ROW_BYTES,
+        "rows_evictable": 1,
+        "capacity_bytes": 4 * ROW_BYTES,
+        "used_bytes": 4 * ROW_BYTES,
     }
     rows = {name[1]: value for name, value in seen.items() if name[0] == "primary_rows"}
-    assert rows == {
-        "ready": 4,
-        "filling": 0,
-        "free": 0,
-        "quarantined": 0,
-        "leased": 0,
-        "cascading": 3,
-        "kept": 0,
-        "retained": 0,
-    }
+    assert rows == {"ready": 4, "filling": 0, "free": 0, "quarantined": 0}
+    held = {name[1]: value for name, value in seen.items() if name[0] == "primary_rows_held"}
+    assert held == {"leased": 0, "cascading": 3, "kept": 0, "retained": 0}
+
+
+def test_an_engine_tells_what_it_is_and_whether_its_runner_is_there(engine: Bench) -> None:
+    seen = samples(engine)
+    assert seen["build_info", __version__, platform.python_version(), ""] == 1
+    assert (seen["runner_up",], seen["runners_lost_total",], seen["events_dropped_total",]) == (1, 0, 0)
+    engine.ledger.apply(RunnerLost(0, "killed by the machine"))
+    assert samples(engine)["runner_up",] == 0
+
+
+def test_a_row_that_a_hung_store_keeps_after_its_key_was_forgotten_is_quarantined() -> None:
+    engine = Bench(rows=4, tiers=[Bench.spec("disk")])
+    engine.store("ab")
+    (late,) = engine.step()
+    engine.fail(late, Code.DEADLINE, lent=True)
+    assert engine.ledger.delete(engine.keys("a")) == []
+    seen = samples(engine)
+    rows = {name[1]: value for name, value in seen.items() if name[0] == "primary_rows"}
+    assert rows == {"ready": 1, "filling": 0, "free": 2, "quarantined": 1}
+    assert (seen["primary_used_bytes",], seen["primary_rows_evictable",]) == (2 * ROW_BYTES, 0)
+    engine.give_back(late)
+    assert samples(engine)["primary_rows", "quarantined"] == 0
+
+
+def test_the_time_that_was_saved_is_told_while_the_prefill_speed_is_known() -> None:
+    engine = Bench(rows=4, tiers=[Bench.spec("disk")], computing_s=0.5)  # A chunk, of one token.
+    engine.stored_alone("abc")
+    engine.lookup("abc")
+    engine.load("abc")
+    seen = samples(engine)
+    assert (seen["computing_saved_seconds_total",], seen["prefill_tokens_per_second",]) == (1.5, 2)
+    unknown = samples(Bench(rows=4, tiers=[Bench.spec("disk")]))
+    assert unknown["computing_saved_seconds_total",] == 0
+    assert ("prefill_tokens_per_second",) not in unknown
+
+
+def test_chunks_of_several_groups_save_the_time_of_their_tokens_once() -> None:
+    engine = Bench(rows=8, tiers=[Bench.spec("disk")], computing_s=0.5)
+    ends = dict(zip(engine.keys("abcdxy"), (1, 2, 3, 4, 3, 4), strict=True))  # All of one group; of another, the last.
+    request = engine.request(position=ends.get)
+    engine.stored_alone("abcdxy")
+    engine.lookup("abcdxy", request)
+    engine.load("abcdxy", request)
+    assert samples(engine)["computing_saved_seconds_total",] == 4 * 0.5
 
 
 @pytest.mark.parametrize(

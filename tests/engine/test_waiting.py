@@ -580,3 +580,14 @@ async def test_a_reset_that_cannot_wait_for_a_put_or_a_fetch_says_which_one_can(
     assert engine.steps.reset()
     assert await at_rest(engine)
     await engine.aclose()
+
+
+async def test_what_a_fetch_waits_for_a_tier_is_observed_once(open_engine):
+    engine = await open_engine(4, SLOW)
+    assert await put(engine, range(2)) == 2
+    await engine.reset()
+    assert await found(engine, range(2)) == 2
+    assert await found(engine, range(2)) == 2  # From the primary: without a wait.
+    count, total = (engine.metrics.get_sample_value(f"kvtier_load_wait_seconds_{each}") for each in ("count", "sum"))
+    assert count == 1
+    assert total == pytest.approx(1.0, abs=0.1)

@@ -80,6 +80,11 @@ class ServerProcess:
         if number == signal.SIGSTOP:
             wait_until_stopped(self._process.pid)
 
+    def stop(self) -> None:
+        """Ask it to end, and wait until it has."""
+        self._process.terminate()
+        self._process.wait()
+
     def kill(self) -> None:
         """Kill it, stopped or not, and wait for its end; idempotent."""
         self._process.kill()

@@ -1,8 +1,8 @@
 """The dummy tier: chunks in memory, a device's time, and a device's faults, all from one seed.
 
-Bytes move in one piece at the moment when a call's last transfer ends, stores and loads alike: an engine that gives a
-lent row to somebody else before that is found out by wrong bytes. With no latency and no limit to its bandwidth a call
-never sleeps, and costs a copy and a checksum.
+All bytes of a call move at the moment when its last transfer ends, for stores and for loads. So if an engine gives a
+lent row to somebody else before, wrong bytes show it. With no latency and no limit to its bandwidth a call never
+sleeps, and costs a copy and a checksum.
 """
 
 import asyncio

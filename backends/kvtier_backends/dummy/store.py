@@ -1,15 +1,15 @@
 """The dummy tier's device and store: when transfers end, and chunks by name, the least recently used leaving first.
 
-A transfer takes the slot that is free first, waits out the latency, and then sends its bytes over the link, which
-serves one transfer after the other. So a burst of n chunks takes max(n / slots * latency, bytes / bandwidth) and about
-one latency more on an idle device; a busy one adds what was booked before. Loads and stores share the link, and each
-byte takes the time of its direction. No clock and no sleep: time is an argument.
+A transfer takes the slot that is free first, and waits for the latency. Then it sends its bytes over the link, which
+serves one transfer after the other. So on an idle device a burst of n chunks takes max(n / slots * latency, bytes /
+bandwidth) and about one latency more. A busy device adds the time that was booked before. Loads and stores share the
+link, and each byte takes the time of its direction. No clock and no sleep: time is an argument.
 
-With `loads_first`, loads go before the stores that wait, as an fs tier has it: a load that is booked puts off the end
-of every store that has not ended.
+With `loads_first`, loads go before stores that wait, as in an fs tier. A load that is booked puts off the end of every
+store that has not ended.
 
-A store may have a name and then outlives the tiers that were opened over it, as a disk outlives processes: closing one
-and opening the next is a restart, and two open at once are two engines on one device.
+A store with a name outlives the tiers that were opened over it, as a disk outlives processes. Closing one tier and
+opening the next is a restart. Two tiers that are open at once are two engines on one device.
 """
 
 import heapq
@@ -37,7 +37,10 @@ class Line:
 
 
 class Slow(NamedTuple):
-    """A time in which a device is slower, in seconds from its first use: what is booked then takes so much longer."""
+    """A time in which a device is slower, in seconds from its first use.
+
+    Transfers that are booked then take so much longer.
+    """
 
     from_s: float
     to_s: float
@@ -109,10 +112,10 @@ class Device:
 
 
 class WriteBudget:
-    """Bytes that may be written in a day: what a burst may take, and what runs in. Time is an argument here, too."""
+    """The bytes that may be written in a day: a burst, and an inflow. Time is an argument here, too."""
 
     def __init__(self, bytes_per_day: int, unit_bytes: int) -> None:
-        """Start full. `unit_bytes`: what is written at once at least."""
+        """Start full. `unit_bytes`: the least that is written at once."""
         self._burst_bytes = max(float(unit_bytes), bytes_per_day * BURST_SHARE)
         self._bytes_per_s = bytes_per_day * INFLOW_SHARE / DAY_S
         self._level_bytes = self._burst_bytes
@@ -154,10 +157,10 @@ class Store:
         self._sessions: Sessions[str] | None = None  # From the first hint on.
 
     def put(self, name: str, block: bytes, checksum: int, keep: Container[str], *, low_water: float) -> bool:
-        """Keep a chunk in place of what had its name; False, and nothing changes, if there is no room.
+        """Keep a chunk in place of an older one of its name; False, and nothing changes, if there is no room.
 
-        Others make room, least recently used first, but for those in `keep`: down to the `low_water` part of the
-        capacity, from halfway between it and the capacity, as far as there are others.
+        Other chunks make room, least recently used first, but none of those in `keep`. Eviction begins halfway between
+        the `low_water` part of the capacity and the capacity, and goes down to `low_water`.
         """
         old = self.chunks.get(name)
         grown_bytes = len(block) - (len(old.row) if old else 0)
@@ -237,7 +240,7 @@ class Store:
         self._users.append((namespace, shared, lost))
 
     def leave(self, lost: Lost) -> None:
-        """Be a user no longer; one that is none already is ignored."""
+        """Be a user no longer. A second call is ignored."""
         self._users = [user for user in self._users if user[2] != lost]
 
 

@@ -1,4 +1,4 @@
-"""A tier on a file system, the asynchronous shell: it checks what is asked, and has a layout do it."""
+"""A tier on a file system, the asynchronous shell: it checks calls, and a layout does them."""
 
 import time
 from collections.abc import AsyncIterator, Callable, Sequence

@@ -1,4 +1,4 @@
-"""The tier's own counters: what a user should hear of, counted where it is seen."""
+"""The tier's own counters: events that matter to a user, counted where the tier sees them."""
 
 import threading
 from collections import Counter

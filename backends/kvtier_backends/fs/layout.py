@@ -1,7 +1,7 @@
 """The seam between a file-system tier and the way its chunks lie on the disk.
 
-A layout decides where bytes go, knows what is there, and makes room. What is around it (the calls and their checks, the
-folder, the footer and its verification, the capacity, the counters) is the same for all of them.
+A layout decides where bytes go, knows the chunks, and makes room. The rest is the same for all layouts: calls and their
+checks, the folder, the footer and its verification, the capacity, the counters.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ OptionsT_co = TypeVar("OptionsT_co", bound=LayoutOptions, covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class OpenTier(Generic[OptionsT_co]):
-    """An open tier: what each of its parts needs, in one record that is made once.
+    """An open tier: one record, made once, with everything that its parts need.
 
     Belongs to the loop's thread, but for what says otherwise.
     """
@@ -54,7 +54,7 @@ class OpenTier(Generic[OptionsT_co]):
         return int(self.context.retained_share * (limit_bytes // chunk_bytes))
 
     def policy(self) -> Policy[OffloadKey] | None:
-        """Return what orders the chunks that may go; None: by last use, which needs no policy of its own."""
+        """Return the policy that orders eviction; None: by last use, which needs no policy of its own."""
         kind = policy_class(self.options.eviction_policy)
         return None if kind is LRU else kind(max(1, self.chunks_most))
 
@@ -86,7 +86,7 @@ class OpenTier(Generic[OptionsT_co]):
     async def end_transfers(self, ends_at: float) -> tuple[int, int]:
         """Wait for loads and stores, at most until then; return how many of each are left.
 
-        After the last store, what it left of the write budget is put back behind all this.
+        After the last store, the rest of the write budget is put back behind all this.
         """
         lanes, budget = self.lanes, self.root.write_budget
         loads, stores = await asyncio.gather(lanes.load.aclose(left_s(ends_at)), lanes.store.aclose(left_s(ends_at)))
@@ -136,7 +136,7 @@ class Left(NamedTuple):
 
 
 class Layout(Protocol):
-    """One tier's chunks. Belongs to the loop's thread; what does not fit is kept out before calls come here."""
+    """One tier's chunks. Belongs to the loop's thread. Chunks that do not fit are kept out before calls come here."""
 
     key_bytes_max: int
     """The longest key whose chunk has a place."""
@@ -168,7 +168,7 @@ class Layout(Protocol):
     def occupancy(self) -> Occupancy: ...
 
     def begin(self) -> None:
-        """Start what runs beside the calls."""
+        """Start the tasks that run beside the calls."""
         ...
 
     async def aclose(self, ends_at: float) -> Left:

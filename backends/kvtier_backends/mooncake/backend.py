@@ -1,8 +1,9 @@
 """A tier in a Mooncake Store, the asynchronous shell: it divides calls, waits for their parts, and gives them up.
 
 A call is moved in parts of at most 16 chunks, some at once. Each part has slots of staging and a thread of its own. If
-that is late, the rows are taken back from it, its slots are retired, and the rest of the call fails at once. So does
-whoever waits for a turn in the same queue, and in every queue once the master was found away: they would wait in vain.
+the thread is late, the rows are taken back from it, its slots are retired, and the rest of the call fails at once. So
+do the calls that wait for a turn in the same queue. If the master is away, calls in every queue fail: they would wait
+in vain.
 """
 
 import asyncio
@@ -55,14 +56,14 @@ Chunk = TypeVar("Chunk", Read, Write)
 
 
 class _Lost(NamedTuple):
-    """Why what waits is not tried."""
+    """The reason why waiting calls are not tried."""
 
     why: str
     away: bool
 
 
 class Queue:
-    """Those who wait for a turn, and what was found out meanwhile. Who comes later tries anew."""
+    """Those who wait for a turn, and what was found out meanwhile. A later call tries again."""
 
     def __init__(self, at_once: int) -> None:
         """Let so many have their turn at once."""
@@ -70,17 +71,17 @@ class Queue:
         self._found: _Lost | None = None
 
     def found(self, lost: _Lost) -> None:
-        """Say that whoever waits now waits in vain; from any thread."""
+        """Say that the calls that wait now wait in vain; from any thread."""
         self._found = lost
 
     def since_now(self) -> Callable[[], _Lost | None]:
-        """Return what tells, in any thread, what was found after this call."""
+        """Return a function that tells, in any thread, what was found after this call."""
         known = self._found
         return lambda: None if self._found is known else self._found
 
 
 class Way(NamedTuple, Generic[Chunk]):
-    """One direction: what it has for itself, so that a flood of stores delays no load."""
+    """One direction: its own queue, threads and staging, so a flood of stores delays no load."""
 
     work: Callable[[Part[Chunk]], Moved]
     staging: Staging
@@ -217,7 +218,7 @@ class MooncakeBackend(Backend[MooncakeOptions]):
         return [code == 1 for code in await self._ask(self._open_client().exist, self._names(keys))]
 
     async def _ask(self, call: Callable[[Sequence[str]], list[int]], names: Sequence[str]) -> list[int]:
-        """Ask what moves no bytes. Raises `BackendUnavailable` if the master does not answer, or not in time."""
+        """Make a call that moves no bytes. Raises `BackendUnavailable` if the master does not answer in time."""
         found = self._asking.since_now()
         async with self._asking.turns:
             if lost := found():
@@ -235,7 +236,7 @@ class MooncakeBackend(Backend[MooncakeOptions]):
         return codes
 
     def _found_away(self, code: int) -> _Lost:
-        """Have whoever waits fail at once; from any thread."""
+        """Have all waiting calls fail at once; from any thread."""
         away = _Lost(f"{self._name}: the master {self._options.master} does not answer ({code})", away=True)
         for queue in self._queues:
             queue.found(away)
@@ -345,7 +346,7 @@ class _Whole(Generic[Chunk]):
         self._lost = lost
 
     def take(self, part: range, moved: Moved) -> None:
-        """Note what became of a part. If nothing of it moved, the rest is lost, too."""
+        """Note the outcome of a part. If nothing of it moved, the rest is lost, too."""
         self._outcomes.update(zip(part, moved.outcomes, strict=True))
         if moved.wholly(Meaning.AWAY):  # Which its queue has been told.
             self._away += len(part)

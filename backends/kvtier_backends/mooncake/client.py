@@ -1,8 +1,8 @@
-"""Mooncake's client: how it is made, what its codes mean, and what must hold around it.
+"""Mooncake's client: how it is made, the meaning of its codes, and the rules for its use.
 
-It is C++ in this process. A buffer that it was given may be written minutes after the call has said that it failed, and
-`close` under a call that is under way is a segmentation fault. So it sees staging alone, and is left open rather than
-closed in doubt. It reads its environment once a process: what is to be said there is said before it is imported.
+It is C++ in this process. It may write into a buffer minutes after it has said that the call failed. `close` during a
+call is a segmentation fault. So it sees staging alone, and in doubt it is left open. It reads its environment once a
+process, so variables are set before it is imported.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ TORN = -707  # The read's lease ran out: somebody may have written over it meanw
 
 
 class Meaning(Enum):
-    """What a code of Mooncake's says of a chunk."""
+    """The meaning of a code of Mooncake's for a chunk."""
 
     MISSING = "missing"
     TOO_LONG = "too long"  # For the buffer: it is no chunk of this length.
@@ -57,7 +57,7 @@ _MEANINGS = {
 
 
 def meaning_of(code: int) -> Meaning:
-    """Return what a negative code says. One that nobody knows is a transfer that failed: the slot is not used again."""
+    """Return the meaning of a negative code. An unknown code is a failed transfer: the slot is not used again."""
     return _MEANINGS.get(code, Meaning.FAILED)
 
 
@@ -156,7 +156,7 @@ class ZeroCopy(Limit):
 
 
 def environment(options: MooncakeOptions) -> dict[str, str]:
-    """Return what Mooncake is told by its environment. The first tier of a process decides for all of them."""
+    """Return the environment variables for Mooncake. The first tier of a process decides for all of them."""
     whole_s = str(transfer_s_max(options))
     return {
         "MC_TCP_STATUS_TIMEOUT_SEC": whole_s,

@@ -1,7 +1,7 @@
 """One part of a call, in a thread that may hang: rows into staging and out, or in and into rows, each checked.
 
-Mooncake may hang, and nobody can make it stop. So its thread touches a row only while somebody waits for it, under a
-lock, one row at a time: whoever gives it up has its rows at once, whatever becomes of the thread.
+Mooncake may hang, and nobody can make it stop. So its thread touches a row only while a call waits for it, under a
+lock, one row at a time. A call that gives the thread up has its rows at once, whatever the thread does.
 """
 
 import ctypes
@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class GivenUp(Exception):
-    """This part is not moved any more: nobody waits for it, or whoever was with Mooncake found that there is no use."""
+    """This part is not moved any more: nobody waits for it, or another part has shown that it is of no use."""
 
 
 class Lent(Generic[Chunk]):
@@ -64,7 +64,7 @@ class Lent(Generic[Chunk]):
 
 
 class Moved(NamedTuple):
-    """What became of a part."""
+    """The outcome of a part."""
 
     outcomes: list[Outcome]
     unsafe: list[int]  # Slots that bytes may still come to, by their place.
@@ -77,7 +77,7 @@ class Moved(NamedTuple):
 
 
 class Means(NamedTuple):
-    """What all parts of one direction have in common."""
+    """The means that all parts of one direction share."""
 
     client: Client
     seal: Seal
@@ -89,12 +89,12 @@ class Means(NamedTuple):
 
 
 class Part(Generic[Chunk]):
-    """What a thread is given: names, rows, and slots of staging for them."""
+    """The work of one thread: names, rows, and slots of staging for them."""
 
     def __init__(
         self, means: Means, names: Sequence[str], lent: Lent[Chunk], slots: Slots, found: Callable[[], object]
     ) -> None:
-        """Take what it needs; `found` says something once there is no use in trying, and holds no row."""
+        """Take the part's work. `found` returns a reason once trying is of no use; it holds no row."""
         self.client, self.seal, self._gate, self._answered = means
         self._found = found
         self._lock = threading.Lock()
@@ -154,7 +154,7 @@ class Part(Generic[Chunk]):
         return TransferFailed(f"{self.lent.keys[index].hex()}: Mooncake answers {code} ({meaning_of(code).value})")
 
     def moved(self, outcomes: list[Outcome], codes: Sequence[int]) -> Moved:
-        """Say what became of it, and give back the memory of slots that are not used again."""
+        """Return the outcome, and give back the memory of slots that are not used again."""
         unsafe = [index for index, code in enumerate(codes) if not has_ended(code)]
         self.slots.empty(unsafe)
         meanings = [None if code >= 0 else meaning_of(code) for code in codes]
@@ -204,14 +204,17 @@ def _stored(part: Part[Write], index: int, code: int) -> Outcome:
 
 
 class _Doubt(NamedTuple):
-    """What came and is not the chunk: damaged, or a mixture because somebody is storing it just now."""
+    """Bytes that came and are not the chunk: damaged ones, or a mixture while another engine stores the chunk."""
 
     fault: SealFault
     came: bytes
 
 
 class _Loading:
-    """A load. What is wrong is read a second time: if the same comes again, it is wrong there, and removed."""
+    """A load.
+
+    A wrong value is read a second time. If the same bytes come again, the value is wrong in the pool, and is removed.
+    """
 
     def __init__(self, part: Part[Read]) -> None:
         self._part = part
@@ -244,8 +247,8 @@ class _Loading:
     def _open(self, index: int, key: OffloadKey, row: memoryview) -> SealFault | None:
         """Copy first, then check the copy: whatever comes late to the slot is not in the row.
 
-        A cipher decrypts out of the slot. Nothing comes there late: of what comes here, Mooncake has said that it is
-        whole, and a slot whose transfer may go on is never used again.
+        A cipher decrypts out of the slot. No byte comes late here. Mooncake has said that these bytes are whole, and a
+        slot whose transfer may go on is never used again.
         """
         part, beside, at = self._part, self._part.beside(index), 0
         for place in part.seal.places(row, beside):

@@ -1,4 +1,4 @@
-"""What the tier saw that a user should hear of, counted where it is seen."""
+"""The tier's own counters: events that matter to a user, counted where the tier sees them."""
 
 import threading
 from collections import Counter

@@ -1,10 +1,9 @@
 """One connection: requests out, replies in, rows straight between the socket and the lent memory.
 
-Every library copies: what was read goes into a bytes object first. Here the kernel writes into the row itself, and once
-a call has returned or raised, nobody does: a call that fails closes its connection, so nothing can come late.
-A row is one system call. Python's own time-outs would make it one for each piece that comes, and two more to wait for
-it, so the kernel keeps the time.
-The protocol is RESP2 (https://redis.io/docs/latest/develop/reference/protocol-spec/).
+Every library copies: it reads into a bytes object first. Here the kernel writes into the row itself. When a call has
+returned or raised, nobody writes there any more: a call that fails closes its connection, so nothing can come late. A
+row is one system call. Python's own time-outs would make it one for each piece that comes, and two more to wait for it,
+so the kernel keeps the time. The protocol is RESP2 (https://redis.io/docs/latest/develop/reference/protocol-spec/).
 """
 
 import errno
@@ -216,7 +215,7 @@ def request(*words: bytes) -> bytes:
 
 
 class Names:
-    """What a host's name stands for. The system's look-up has no time-out: it is waited for as long as we like."""
+    """The addresses of a host's name. The system's look-up has no time-out: it is waited for as long as we like."""
 
     def __init__(self, address: Address) -> None:
         """Look up nothing yet."""

@@ -1,4 +1,4 @@
-"""One server: who we are to it, its idle connections, and whether it is away."""
+"""One server: our login there, its idle connections, and whether it is away."""
 
 import errno
 import ssl
@@ -32,7 +32,7 @@ class NotLetIn(Away):
 
 
 class Login:
-    """What a connection begins with: a user, a database and TLS, read once. Making it blocks."""
+    """The login of a connection: a user, a database and TLS, read once. Making it blocks."""
 
     def __init__(self, options: RedisOptions) -> None:
         """Read password and certificates; raises `ConfigError`."""
@@ -74,7 +74,7 @@ class Login:
         return self._password_option if refusal.kind in NOT_LET_IN or "AUTH" in words or "password" in words else None
 
     def hide(self, told: str) -> str:
-        """Return what a server told without the password: an error may repeat what was sent, cut off or not."""
+        """Return a server's words without the password: an error may repeat sent bytes, cut off or not."""
         told = told.partition(REPEATED)[0]
         return told.replace(self.password, "***") if self.password else told
 

@@ -1,7 +1,7 @@
-"""What one call asks of servers: a request for each chunk, and what its reply means for it.
+"""The requests of one call to servers: one for each chunk, and the meaning of its reply.
 
 Requests are sent ahead of their replies, as far as the window goes. Each chunk's answer is noted when its reply has
-been read, so a connection that is lost costs what it had not answered yet, and that is asked again on another.
+been read. So a lost connection costs only requests without an answer. They are made again on another connection.
 """
 
 import errno
@@ -91,7 +91,7 @@ class Work(ABC, Generic[A]):
 
     @abstractmethod
     def refused(self, index: int, refusal: Refused) -> A:
-        """Return what an error that is this chunk's alone means for it."""
+        """Return the outcome of an error that concerns this chunk alone."""
 
     def done(self, index: int) -> bool:
         """Say whether there is nothing to be asked any more for this place, of this server."""
@@ -104,7 +104,7 @@ class Work(ABC, Generic[A]):
             self.unreachable[index] = why
 
     def cause(self) -> OSError | None:
-        """Return what lies behind places without an answer, as the system has it."""
+        """Return the system's cause for places without an answer."""
         return OSError(self.number, os.strerror(self.number)) if self.number else None
 
     def hear_some(self, link: Link, indices: Sequence[int], *, asking: bool) -> int:
@@ -274,8 +274,8 @@ class Questions(Work[bool]):
 def exchange(server: Server, work: Work[A], indices: Sequence[int], timeout_s: float, *, asking: bool = False) -> None:
     """Have one server answer for these places, or note that it does not. In a lane; over when the work's time is.
 
-    A connection that is lost is replaced once, and again for as long as each of them gets somewhere: an idle one may
-    have been closed long ago, and a value that is too long is left behind with its connection.
+    A lost connection is replaced once, and again as long as each new one gets an answer. An idle connection may have
+    been closed long ago. A value that is too long is left behind with its connection.
     """
     now, left = time.monotonic(), list(indices)
     work.ends_at = ends_at = now + timeout_s if work.ends_at is None else work.ends_at

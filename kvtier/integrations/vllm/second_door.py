@@ -109,6 +109,10 @@ class TierClient:
         return bool(self._jobs or self._over or self._transfers.under_way or self.tier.to_ask)
 
     @property
+    def runner_up(self) -> bool:
+        return self._up
+
+    @property
     def events_dropped(self) -> int:
         return 0 if self._events is None else self._events.dropped
 

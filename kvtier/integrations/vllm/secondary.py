@@ -44,6 +44,7 @@ from kvtier.integrations.vllm.stats import (
     client_readings,
     log_as_vllm,
     tier_metric_definitions,
+    unregister_earlier,
 )
 from kvtier.memory import Region
 from kvtier.runner.bridge import Bridge
@@ -92,6 +93,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
     @classmethod
     @override
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        unregister_earlier()
         return tier_metric_definitions()
 
     @classmethod

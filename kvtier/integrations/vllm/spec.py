@@ -29,7 +29,7 @@ from kvtier.integrations.vllm.events import INFO_KEYS
 from kvtier.integrations.vllm.manager import STORES_SKIPPED, Offers, VllmManager
 from kvtier.integrations.vllm.options import engine_config, read_options
 from kvtier.integrations.vllm.rows import namespace_of, plan_rows
-from kvtier.integrations.vllm.stats import TransferTimes, log_as_vllm, metric_definitions
+from kvtier.integrations.vllm.stats import TransferTimes, log_as_vllm, metric_definitions, unregister_earlier
 from kvtier.integrations.vllm.worker import make_worker
 from kvtier.memory import Region
 
@@ -54,6 +54,7 @@ class KVTierOffloadingSpec(OffloadingSpec):
     @classmethod
     @override
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
+        unregister_earlier()
         if read_options(extra_config).store_threshold <= 1:
             return metric_definitions()
         skipped = OffloadingCounterMetadata(documentation="Chunks not stored: offered less often than store_threshold.")
@@ -69,7 +70,9 @@ class KVTierOffloadingSpec(OffloadingSpec):
         if self._manager is None:
             region = self._region(participant=self.config.parallel.world_size)  # Workers go by their ranks, below it.
             times = TransferTimes()
-            engine = StepManager.start(self._engine_config, region=region, observer=times.observe)
+            engine = StepManager.start(
+                self._engine_config, region=region, observer=times.observe, waited=times.observe_wait
+            )
             self._manager = VllmManager(engine, times, self._offers())
         return self._manager
 

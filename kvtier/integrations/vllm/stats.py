@@ -1,7 +1,8 @@
 """Stats and log of an engine inside vLLM: its metrics on vLLM's `/metrics`, and a line every so often in vLLM's log.
 
 The metrics have the same names as in kvtier's registry. vLLM carries observations, not totals: counters leave as what
-was added since the last call, gauges when they change. It asks once a step, so that nothing here may cost more than
+was added since the last call, gauges when they change. A counter without further labels leaves first as it is, if 0, so
+that its series is there before it counts. vLLM asks once a step, so that nothing here may cost more than
 some dozen comparisons.
 """
 
@@ -14,7 +15,9 @@ from itertools import chain
 from typing import NamedTuple
 
 import vllm.envs as envs
+from prometheus_client import REGISTRY
 from typing_extensions import override
+from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     OffloadingCounterMetadata,
@@ -24,13 +27,25 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvtier.engine.metrics import (
+    BUILD_HELP,
+    BUILD_LABELS,
     CAUSES_HELP,
+    HELD_HELP,
+    HELD_REASONS,
     HINTS_IGNORED_HELP,
+    PREFILL_HELP,
     PRIMARY_COUNTERS,
+    PRIMARY_GAUGES,
     RETENTIONS_CUT_HELP,
+    ROW_STATES,
+    ROWS_HELP,
+    RUNNER_UP_HELP,
+    SAVED_HELP,
     SECONDS,
     SKIPPED_HELP,
     TIER_COUNTERS,
+    WAIT_HELP,
+    build_values,
 )
 from kvtier.engine.steps import Inside, StepManager
 from kvtier.engine.tier import Breaker, BreakerState, Tier
@@ -41,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 Labels = tuple[str, ...]
 _TRANSFER_SECONDS = "kvtier_transfer_seconds"
+_WAIT_SECONDS = "kvtier_load_wait_seconds"
 
 
 class Series(NamedTuple):
@@ -71,6 +87,7 @@ _COUNTERS: dict[str, tuple[str, Labels]] = {
     **{f"kvtier_primary_{name}": (text, ()) for name, text in PRIMARY_COUNTERS.items()},
     "kvtier_primary_evictions": ("Chunks evicted for room.", ()),
     "kvtier_primary_retentions_cut": (RETENTIONS_CUT_HELP, ()),
+    "kvtier_computing_saved_seconds": (SAVED_HELP, ()),
     "kvtier_runners_lost": ("Runners that ended too early.", ()),
     "kvtier_events_dropped": ("Events that nobody took in time.", ()),
     "kvtier_hints_ignored": (HINTS_IGNORED_HELP, ("reason",)),
@@ -84,8 +101,12 @@ _COUNTERS: dict[str, tuple[str, Labels]] = {
     "kvtier_tier_reported": ("What the tier itself has counted.", ("tier", "what")),
 }
 _GAUGES: dict[str, tuple[str, Labels]] = {
-    "kvtier_primary_rows": ("Rows by state.", ("state",)),
-    "kvtier_primary_row_bytes": ("Length of a row.", ()),
+    "kvtier_build_info": (BUILD_HELP, BUILD_LABELS),
+    "kvtier_runner_up": (RUNNER_UP_HELP, ()),
+    "kvtier_prefill_tokens_per_second": (PREFILL_HELP, ()),
+    "kvtier_primary_rows": (ROWS_HELP, ("state",)),
+    "kvtier_primary_rows_held": (HELD_HELP, ("reason",)),
+    **{f"kvtier_primary_{name}": (text, ()) for name, (text, _) in PRIMARY_GAUGES.items()},
     "kvtier_tier_loading": ("Chunks being loaded.", ("tier",)),
     "kvtier_tier_storing": ("Chunks queued or being stored.", ("tier",)),
     "kvtier_tier_chunks": ("Chunks held.", ("tier",)),
@@ -110,6 +131,14 @@ _VLLMS_TO_DECIDE = {
     )
 }
 """What a tier behind vLLM's own manager never counts."""
+_OF_A_CLIENT = {
+    "kvtier_build_info",
+    "kvtier_events_dropped",
+    "kvtier_hints_ignored",
+    "kvtier_runner_up",
+    "kvtier_runners_lost",
+}
+"""What is reported there beside the tier's own."""
 
 
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
@@ -124,30 +153,44 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
         labelnames=("tier", "operation"),
         buckets=SECONDS,
     )
+    definitions[_WAIT_SECONDS] = OffloadingHistogramMetadata(documentation=WAIT_HELP, buckets=SECONDS)
     return definitions
 
 
 def tier_metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     """Declare what one tier behind vLLM's own manager reports: of hits, and of what is loaded at all, vLLM decides."""
-    of_runner = {"kvtier_runners_lost", "kvtier_events_dropped", "kvtier_hints_ignored"}
     return {
         name: each
         for name, each in metric_definitions().items()
-        if name in of_runner or ("tier" in each.labelnames and name not in _VLLMS_TO_DECIDE)
+        if name in _OF_A_CLIENT or ("tier" in each.labelnames and name not in _VLLMS_TO_DECIDE)
     }
 
 
+def unregister_earlier() -> None:
+    """Have Prometheus's registry forget the metrics of an earlier engine of this process.
+
+    vLLM asks for definitions right before it registers metrics. From an engine before it, vLLM removes its own by
+    their name, and kvtier's would be refused as there already.
+    """
+    registered = REGISTRY._names_to_collectors  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+    for collector in {registered[name] for name in metric_definitions() if name in registered}:
+        REGISTRY.unregister(collector)
+
+
 class TransferTimes:
-    """The durations of transfers since the last `take`, in seconds; `observe` is an engine's observer."""
+    """The durations of transfers and waits since the last `take`, in seconds; an engine's observers are its methods."""
 
     def __init__(self) -> None:
-        self._seconds: list[tuple[Labels, float]] = []
+        self._seconds: list[tuple[str, Labels, float]] = []
 
     def observe(self, tier: str, operation: str, seconds: float) -> None:
-        self._seconds.append(((tier, operation), seconds))
+        self._seconds.append((_TRANSFER_SECONDS, (tier, operation), seconds))
 
-    def take(self) -> list[tuple[Labels, float]]:
-        """Return each transfer's tier and operation, and its seconds."""
+    def observe_wait(self, seconds: float) -> None:
+        self._seconds.append((_WAIT_SECONDS, (), seconds))
+
+    def take(self) -> list[tuple[str, Labels, float]]:
+        """Return of each its metric, the labels' values and the seconds."""
         taken, self._seconds = self._seconds, []
         return taken
 
@@ -158,9 +201,9 @@ class Stats:
     def __init__(self, readings: Readings, times: TransferTimes) -> None:
         self._readings = readings
         self._times = times
-        self._counted: list[float] = [0] * len(readings.counters)
+        self._counted: list[float] = [math.nan] * len(readings.counters)  # Different from any number.
         self._tables: list[dict[str, int]] = [{} for _ in readings.tables]
-        self._gauged: list[float] = [float("nan")] * len(readings.gauges)  # Different from any number.
+        self._gauged: list[float] = [math.nan] * len(readings.gauges)
 
     def take(self) -> OffloadingConnectorStats | None:
         """Return what has changed; None if nothing has."""
@@ -170,7 +213,7 @@ class Stats:
         if counted != self._counted:
             for series, value, last in zip(counters, counted, self._counted, strict=True):
                 if value != last:
-                    stats.increase_counter(series.name, value - last, series.labels)
+                    stats.increase_counter(series.name, value if math.isnan(last) else value - last, series.labels)
             self._counted = counted
         for index, (name, labels, numbers) in enumerate(tables):
             last_numbers = self._tables[index]
@@ -185,8 +228,8 @@ class Stats:
                 if value != last and value >= 0:  # Below: there is no such number, or not yet.
                     stats.set_gauge(series.name, value, series.labels)
             self._gauged = gauged
-        for labels, seconds in self._times.take():
-            stats.observe_histogram(_TRANSFER_SECONDS, seconds, labels)
+        for name, labels, seconds in self._times.take():
+            stats.observe_histogram(name, seconds, labels)
         return None if stats.is_empty() else stats
 
 
@@ -198,24 +241,25 @@ def engine_readings(engine: StepManager) -> Readings:
         *(Series(f"kvtier_primary_{name}", (), partial(getattr, ledger.counters, name)) for name in PRIMARY_COUNTERS),
         Series("kvtier_primary_evictions", (), lambda: primary.evictions),
         Series("kvtier_primary_retentions_cut", (), lambda: primary.retentions_cut),
+        Series("kvtier_computing_saved_seconds", (), lambda: ledger.counters.saved_s),
         Series("kvtier_runners_lost", (), lambda: engine.runners_lost),
         Series("kvtier_events_dropped", (), lambda: engine.events_dropped),
     ]
-    rows: dict[str, Callable[[], float]] = {
-        "ready": lambda: len(primary.ready),
-        "filling": lambda: len(primary.filling),
-        "free": lambda: primary.rows_free,
-        "quarantined": lambda: len(primary.quarantined),
-        "leased": lambda: ledger.leases.rows,
-        "cascading": lambda: len(ledger.transfers.cascade_rows),
-        "kept": lambda: len(ledger.kept),
-        "retained": lambda: primary.retained,
-    }
+    row_bytes = engine.config.row_bytes
     gauges = [
-        *(Series("kvtier_primary_rows", (state,), read) for state, read in rows.items()),
-        Series("kvtier_primary_row_bytes", (), lambda: engine.config.row_bytes),
+        *runner_gauges(lambda: ledger.runner_up),
+        Series("kvtier_prefill_tokens_per_second", (), lambda: _given(ledger.prefill.tokens_per_s)),
+        *(Series("kvtier_primary_rows", (state,), partial(read, primary)) for state, read in ROW_STATES.items()),
+        *(
+            Series("kvtier_primary_rows_held", (reason,), partial(read, ledger))
+            for reason, read in HELD_REASONS.items()
+        ),
+        *(
+            Series(f"kvtier_primary_{name}", (), partial(read, primary, row_bytes))
+            for name, (_, read) in PRIMARY_GAUGES.items()
+        ),
     ]
-    tiers = [tier_readings(tier, engine.config.row_bytes) for tier in ledger.tiers]
+    tiers = [tier_readings(tier, row_bytes) for tier in ledger.tiers]
     return Readings(
         [*counters, *chain.from_iterable(tier.counters for tier in tiers)],
         [
@@ -232,9 +276,18 @@ def client_readings(client: TierClient, row_bytes: int) -> Readings:
         Series("kvtier_runners_lost", (), lambda: client.runners_lost),
         Series("kvtier_events_dropped", (), lambda: client.events_dropped),
     ]
-    counters, tables, gauges = tier_readings(client.tier, row_bytes)
+    counted, tables, gauges = tier_readings(client.tier, row_bytes)
+    counters = [series for series in counted if series.name not in _VLLMS_TO_DECIDE]
     ignored = Table("kvtier_hints_ignored", (), client.hints_ignored.counts)
-    return Readings([*runner, *counters], [ignored, *tables], gauges)
+    return Readings([*runner, *counters], [ignored, *tables], [*runner_gauges(lambda: client.runner_up), *gauges])
+
+
+def runner_gauges(is_up: Callable[[], bool]) -> list[Series]:
+    """Return what is said of what runs, and whether its runner does."""
+    return [
+        Series("kvtier_build_info", build_values(vllm_version), lambda: 1.0),
+        Series("kvtier_runner_up", (), lambda: float(is_up())),
+    ]
 
 
 def tier_readings(tier: Tier, row_bytes: int) -> Readings:

@@ -88,6 +88,8 @@ def _audit_rows(ledger: Ledger) -> None:
         for row in rows:
             assert row not in owner, f"row {row} is both {owner[row]} and {state}"
             owner[row] = state
+    nobodys = primary.rows - len(owner) + len(primary.quarantined)
+    assert primary.rows_quarantined == nobodys, f"{primary.rows_quarantined} rows said to be quarantined, not {nobodys}"
     keys = {row: key for named in (primary.ready, primary.filling) for key, row in named.items()}
     for row in range(primary.rows):
         assert primary.key(row) == keys.get(row), f"row {row} holds another key than it says"

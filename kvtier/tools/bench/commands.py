@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 from msgspec.structs import replace
+from rich.console import Console
 from rich.progress import TimeElapsedColumn, TimeRemainingColumn
 
 from kvtier.config import EngineConfig, TierConfig
@@ -26,12 +27,13 @@ from kvtier.tools.bench.figures import (
     Figures,
     Row,
     load,
+    print_by_chunk,
     print_figures,
     this_machine,
 )
 from kvtier.tools.bench.files import LAYOUTS, Plan, TierCase, check_room, io_modes
 from kvtier.tools.bench.raw import fio_path
-from kvtier.tools.commands import JsonOption, PlotOption, listed
+from kvtier.tools.commands import JsonOption, PlotOption, ReportOption, listed
 from kvtier.tools.outputs import Scratch, bar, check_outputs, write_json
 
 SizeOption = Annotated[str, typer.Option(help="Bytes that one measurement moves.")]
@@ -56,12 +58,13 @@ def cpu(
     rounds: RoundsOption = DEFAULT_ROUNDS,
     json_path: JsonOption = None,
     plot_path: PlotOption = None,
+    report_path: ReportOption = None,
 ) -> None:
     """Measure memory copies and checksums, beside a plain memcpy."""
     found = _chunk_sizes(chunk_sizes)
     (place, *_) = names("--device", device, ("cpu", "cuda"))
     pages_on = place if pages else None
-    check_outputs(json_path, plot_path)
+    check_outputs(json_path, plot_path, report_path)
     memory.check_pages(pages_on)
     run_bench(
         "kvtier bench cpu",
@@ -69,6 +72,7 @@ def cpu(
         memory.memory_steps(found, rounds, pages_on=pages_on),
         json_path=json_path,
         plot_path=plot_path,
+        report_path=report_path,
     )
 
 
@@ -90,6 +94,7 @@ def fs(
     rounds: RoundsOption = DEFAULT_ROUNDS,
     json_path: JsonOption = None,
     plot_path: PlotOption = None,
+    report_path: ReportOption = None,
 ) -> None:
     """Measure loads and stores of an fs tier, beside what plain threads (and fio, if installed) do on the same disk.
 
@@ -109,7 +114,7 @@ def fs(
         for depth in counts
         for synced in ((False, True) if fsync else (False,))
     ]
-    check_outputs(json_path, plot_path)
+    check_outputs(json_path, plot_path, report_path)
     with ExitStack() as stack:
         plan = Plan(scratch_in(directory, stack), cases, size_bytes, rounds, fio_path())
         check_room(plan, found)
@@ -119,7 +124,9 @@ def fs(
             len(found) * plan.steps(),
             json_path=json_path,
             plot_path=plot_path,
+            report_path=report_path,
             directory=directory,
+            show=print_by_chunk,
         )
 
 
@@ -129,6 +136,7 @@ def tiers(
     rounds: RoundsOption = DEFAULT_ROUNDS,
     json_path: JsonOption = None,
     plot_path: PlotOption = None,
+    report_path: ReportOption = None,
 ) -> None:
     """Measure each tier of a configuration through a whole engine: loads, stores, waits and steps, at rest and busy.
 
@@ -139,7 +147,7 @@ def tiers(
     engine = EngineConfig.load(config)
     if not engine.secondary_tiers:
         raise ConfigError(f"{config}: secondary_tiers: none given, at least one accepted: there is nothing to measure")
-    check_outputs(json_path, plot_path)
+    check_outputs(json_path, plot_path, report_path)
     with ExitStack() as stack:
         placed, directory = _placed(engine, stack)
         run_bench(
@@ -148,6 +156,7 @@ def tiers(
             whole.whole_steps(placed, rounds),
             json_path=json_path,
             plot_path=plot_path,
+            report_path=report_path,
             directory=directory,
         )
 
@@ -159,7 +168,9 @@ def run_bench(
     *,
     json_path: str | None,
     plot_path: str | None,
+    report_path: str | None = None,
     directory: str | None = None,
+    show: Callable[[Figures, Console], None] = print_figures,
 ) -> None:
     """Measure and write down what was found. `directory` is what the machine's file system is looked up for."""
     before, begun = load(), time.perf_counter()
@@ -178,7 +189,12 @@ def run_bench(
         from kvtier.tools.pictures import write_figures_picture  # An extra: see `check_picture`.
 
         write_figures_picture(plot_path, figures)
-    print_figures(figures, console)
+    if report_path is not None:
+        from kvtier.tools.report.benches import bench_page  # Likewise.
+        from kvtier.tools.report.page import write_page
+
+        write_page(report_path, bench_page({"": figures}))
+    show(figures, console)
 
 
 def scratch_in(directory: str, stack: ExitStack) -> str:

@@ -21,10 +21,15 @@ from rich.markup import escape
 from kvtier import __version__
 from kvtier.tools.outputs import plain_table
 
+FORMAT = 1  # Of the JSON. Another number is for fields that mean something else.
 ROUNDS = 7
 ROUNDS_MIN = 1
 ROUNDS_MAX = 10_000  # The figures of all of them are kept, and one takes a tenth of a second at the least.
 TIMES = frozenset({"s", "ms", "µs", "ns"})  # Units of which less is better.
+SPREAD_IS = "spread: of the rounds' ratios"
+UNSURE = 2.0  # Between the lowest and the highest ratio of a round: the median then says little.
+UNSURE_IS = "~: the rounds' ratios differ by more than a factor of two"
+UNITS_BY_CHUNK = "MB/s and ratio by chunk size; above each group its limit, in MB/s."
 BUSY_LOAD = 0.5  # Of each processor, by others: from there on figures are worth less than their spread says.
 
 Load = tuple[float, float, float]
@@ -149,6 +154,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     """All that one run found."""
 
     command: str
+    format: int = FORMAT
     machine: Machine
     seconds: float
     rows: list[Row]
@@ -211,21 +217,105 @@ def print_figures(figures: Figures, console: Console) -> None:
         console.print(line, highlight=False)
 
 
-def footnotes(figures: Figures) -> list[str]:
+def print_by_chunk(figures: Figures, console: Console) -> None:
+    """Print a group of lines for each limit, with a column for each chunk size: MB/s, and their part of the limit."""
+    sizes = sorted({row.chunk_bytes for row in figures.rows if row.chunk_bytes is not None})
+    table = plain_table("operation", *(f">{shown_chunk(size)}" for size in sizes))
+    for limit, lines in by_chunk(figures.rows).items():
+        table.add_row(f"[bold]{escape(limit)}[/]", *(_limit_cell(lines, size) for size in sizes))
+        for label, rows in lines.items():
+            table.add_row(f"  {escape(label)}", *(_chunk_cell(rows.get(size)) for size in sizes))
+    console.print(table)
+    console.print()
+    common = ", ".join(common_settings(figures.rows).values())
+    console.print(f"{UNITS_BY_CHUNK}{f' All: {escape(common)}.' if common else ''}", highlight=False)
+    for line in footnotes(figures, UNSURE_IS):
+        console.print(line, highlight=False)
+
+
+def by_chunk(rows: Iterable[Row]) -> dict[str, dict[str, dict[int | None, Row]]]:
+    """Return rows by limit, label and chunk size."""
+    found: dict[str, dict[str, dict[int | None, Row]]] = {}
+    rows = list(rows)
+    label = told_apart(rows)
+    for row in rows:
+        found.setdefault(row.limit_is, {}).setdefault(label(row), {})[row.chunk_bytes] = row
+    return found
+
+
+def beside_each_other(runs: Mapping[str, Figures]) -> dict[str, dict[str, dict[str, Row]]]:
+    """Return rows by limit, label and run: what differs by its chunk size alone stands together."""
+    label = told_apart([row for figures in runs.values() for row in figures.rows])
+    found: dict[str, dict[str, dict[int | None, dict[str, Row]]]] = {}
+    for name, figures in runs.items():
+        for row in figures.rows:
+            sizes = found.setdefault(row.limit_is, {}).setdefault(label(row), {})
+            sizes.setdefault(row.chunk_bytes, {})[name] = row
+    return {
+        limit: {
+            words if size is None else f"{words}, {shown_chunk(size)}": rows
+            for words, sizes in lines.items()
+            for size, rows in sizes.items()
+        }
+        for limit, lines in found.items()
+    }
+
+
+def _limit_cell(lines: Mapping[str, Mapping[int | None, Row]], size: int) -> str:
+    """Return what the limit itself reached. Where it differs from line to line, there is no one figure."""
+    limits = {shown(rows[size].limit) for rows in lines.values() if size in rows}
+    return f"{limits.pop()}     " if len(limits) == 1 else ""
+
+
+def _chunk_cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    unsure = row.spread[1] > UNSURE * row.spread[0]
+    return f"{shown(row.figure)} {row.ratio:.2f}{'~' if unsure else ' '}"
+
+
+def common_settings(rows: Iterable[Row]) -> dict[str, str]:
+    """Return the settings that all rows share, as words for people, by name."""
+    told = [{name: _setting(name.replace("_", " "), value) for name, value in row.settings.items()} for row in rows]
+    first = told[0] if told else {}
+    return {
+        name: words
+        for name, words in first.items()
+        if all(each.get(name) == words for each in told) and words != str(None)
+    }
+
+
+def told_apart(rows: Sequence[Row]) -> Callable[[Row], str]:
+    """Return what names a row among these: its operation, and the settings in which they differ."""
+    common = common_settings(rows)
+
+    def label(row: Row) -> str:
+        own = shown_settings({name: value for name, value in row.settings.items() if name not in common})
+        return f"{row.operation}, {own}" if own else row.operation
+
+    return label
+
+
+def footnotes(figures: Figures, spread_is: str = SPREAD_IS) -> list[str]:
     """Say how to read the table, and on what it was measured."""
     machine = figures.machine
     rounds = max((row.rounds for row in figures.rows), default=0)
     lines = [
-        f"Medians of {rounds} rounds in turn; ratio: 1 is at the limit, less is worse; spread: of the rounds' ratios.",
+        f"Medians of {rounds} rounds in turn; ratio: 1 is at the limit, less is worse; {spread_is}.",
         f"{escape(machine.processor)}, {machine.processors} processors, {decimal(machine.memory_bytes)}, "
         f"{escape(machine.kernel)}, Python {machine.python}"
         + ("" if machine.file_system is None else f", {escape(machine.file_system)}"),
         f"load of the machine {machine.load_before[0]:.2f} before, {machine.load_after[0]:.2f} after; "
         f"{figures.seconds:.0f} s",
     ]
-    if machine.load_before[0] > BUSY_LOAD * machine.processors:
+    if is_busy(machine):
         lines.append("[yellow]The machine was busy before this began: others may have taken what is missing.[/]")
     return lines
+
+
+def is_busy(machine: Machine) -> bool:
+    """Say whether others wanted the machine when a run began."""
+    return machine.load_before[0] > BUSY_LOAD * machine.processors
 
 
 def shown_settings(settings: Mapping[str, Setting]) -> str:
@@ -246,10 +336,3 @@ def shown_chunk(size_bytes: int) -> str:
 def shown(value: float) -> str:
     """Write a figure with three digits or more."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-
-
-def label_of(row: Row) -> str:
-    """Name a row in one line."""
-    chunk = "" if row.chunk_bytes is None else f", {shown_chunk(row.chunk_bytes)}"
-    settings = shown_settings(row.settings)
-    return f"{row.operation}{chunk}" + (f" ({settings})" if settings else "")

@@ -1,8 +1,10 @@
 """`kvtier policies`: hit ratios over a trace as a table, as JSON and as a picture."""
 
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Annotated
 
 import typer
@@ -19,12 +21,17 @@ from kvtier.tools.replay.traces import Trace
 from kvtier.tools.replay.workload import GENERATED, GeneratedTrace, open_trace
 
 LISTED = "names or numbers with commas between them"
+BENDS_MAX = 8  # Further sizes of a curve that is drawn. Each is a simulation of the whole trace.
+BEND_MIN = 0.004  # Of the hit ratio: what a picture shows as a line, is one.
 _PROGRESS_REQUESTS = 256  # Between two steps of the bar: some ten milliseconds.
 
 POLICIES, TIERED_POLICIES = "fifo,lru,lfu,arc,s3fifo,density,opt", "fifo,lru,lfu,arc,s3fifo,density"
 
 Ratios = Mapping[str, Mapping[str, float]]
 """Policy -> size as it was given -> hit ratio."""
+
+Curves = Mapping[str, Mapping[float, float]]
+"""Policy -> share of the unique blocks -> hit ratio."""
 
 
 def policies(
@@ -73,14 +80,15 @@ def policies(
         simulations = {
             f"{name}, {cascade}": under.simulation(name, cascade) for name in names for cascade in under.cascades
         }
-    extent, ratios = _compare(opened, simulations, shares)
+    extent, curves = _compare(opened, simulations, shares, bends=BENDS_MAX if plot_path is not None else 0)
+    ratios = {name: {size: curve[share] for size, share in shares.items()} for name, curve in curves.items()}
     title = os.path.basename(opened.path)
     writes = None if under is None else _writes(under, extent, simulations, shares)
     console = write_json(json_path, ratios if writes is None else {"hit_ratio": ratios, "written": writes})
     if plot_path is not None:
         from kvtier.tools.pictures import write_miss_ratio_curve  # An extra: see `check_picture`.
 
-        write_miss_ratio_curve(plot_path, title, extent, shares, ratios)
+        write_miss_ratio_curve(plot_path, title, extent, curves, shares.values(), opened.block_tokens)
     _show(f"Hit ratios, {title}", extent, shares, ratios, console)
     if writes is not None:
         _show("Blocks written to the tier, for each block asked for", extent, shares, writes, console)
@@ -123,20 +131,63 @@ def _share(option: str, size: str) -> float:
 
 
 def _compare(
-    trace: Trace | GeneratedTrace, simulations: Mapping[str, Simulation], shares: Mapping[str, float]
-) -> tuple[Extent, Ratios]:
-    """Simulate every policy at every size, with a bar on stderr where somebody watches."""
+    trace: Trace | GeneratedTrace, simulations: Mapping[str, Simulation], shares: Mapping[str, float], *, bends: int
+) -> tuple[Extent, Curves]:
+    """Simulate every policy at every size, with a bar on stderr where somebody watches.
+
+    Each curve gets up to so many further sizes, where it bends.
+    """
     with bar(TimeRemainingColumn()) as progress:
         task = progress.add_task("reading", total=None)
         extent = measure(trace)
-        progress.update(task, total=extent.requests * len(simulations) * len(shares))
-        ratios: dict[str, dict[str, float]] = {name: {} for name in simulations}
+        progress.update(task, total=extent.requests * len(simulations) * (len(shares) + bends))
+        curves: dict[str, dict[float, float]] = {}
         for name, simulate in simulations.items():
-            for size, share in shares.items():
-                progress.update(task, description=f"{name} {size}")
+
+            def ratio(share: float, name: str = name, simulate: Simulation = simulate) -> float:
+                progress.update(task, description=f"{name} {share:.3g}")
                 hits = simulate(trace, extent.capacity(share))
-                ratios[name][size] = extent.hit_ratio(sum(_watched(hits, partial(progress.advance, task))))
-    return extent, ratios
+                return extent.hit_ratio(sum(_watched(hits, partial(progress.advance, task))))
+
+            curves[name] = {share: ratio(share) for share in dict.fromkeys(shares.values())}
+            _refine(curves[name], ratio, bends)
+            progress.update(task, completed=extent.requests * len(curves) * (len(shares) + bends))
+    return extent, curves
+
+
+def _refine(curve: dict[float, float], ratio: Callable[[float], float], bends: int) -> None:
+    """Add up to so many points to a curve, each in the middle of the interval that is most likely to be no line.
+
+    An interval is as suspect as the steps beside it differ from its own: there the curve bends. One whose middle was
+    found to be on the line is left alone.
+    """
+    straight: set[tuple[float, float]] = set()
+    for _ in range(bends):
+        shares = sorted(curve)
+        found = max(
+            (
+                (_suspicion(curve, shares, index), index)
+                for index in range(len(shares) - 1)
+                if tuple(shares[index : index + 2]) not in straight
+            ),
+            default=(0.0, 0),
+        )
+        if found[0] < BEND_MIN:
+            return
+        low, high = shares[found[1] : found[1] + 2]
+        middle = math.sqrt(low * high)  # The axis is logarithmic.
+        curve[middle] = ratio(middle)
+        if abs(curve[middle] - (curve[low] + curve[high]) / 2) < BEND_MIN:
+            straight |= {(low, middle), (middle, high)}
+
+
+def _suspicion(curve: Mapping[float, float], shares: Sequence[float], index: int) -> float:
+    """Return about how far from a line an interval's middle may be: a quarter of what its ends' slopes differ by."""
+    slopes = [
+        (curve[high] - curve[low]) / math.log(high / low)
+        for low, high in pairwise(shares[max(0, index - 1) : index + 3])
+    ]
+    return (max(slopes) - min(slopes)) * math.log(shares[index + 1] / shares[index]) / 4
 
 
 def _watched(hits: Iterable[int], advance: Callable[[int], None]) -> Iterator[int]:

@@ -16,11 +16,11 @@ from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError
 from kvtier.testing.virtual_time import VirtualTimeLoop
 from kvtier.tools import statuses
-from kvtier.tools.commands import JsonOption, LimitOption, PlotOption, StrictOption
+from kvtier.tools.commands import JsonOption, LimitOption, PlotOption, ReportOption, StrictOption
 from kvtier.tools.outputs import bar, busy, check_directory, check_outputs, temporary_directory, write_json
 from kvtier.tools.replay.replay import CONCURRENCY, CONCURRENCY_MAX, GPU_NAME, ChunkSource, Replay, Tally
 from kvtier.tools.replay.report import ModelPart, Report, make_report, print_report
-from kvtier.tools.replay.setup import check_room, check_roots, default_config, rooted, without_root
+from kvtier.tools.replay.setup import check_room, check_roots, default_config, rooted, settings_of, without_root
 from kvtier.tools.replay.study import Extent, measure
 from kvtier.tools.replay.traces import Trace
 from kvtier.tools.replay.virtual import (
@@ -95,6 +95,7 @@ def replay(
     strict: StrictOption = False,
     json_path: JsonOption = None,
     plot_path: PlotOption = None,
+    report_path: ReportOption = None,
     concurrency: Annotated[
         int, typer.Option(min=1, max=CONCURRENCY_MAX, help="Requests open at once, a task each.")
     ] = CONCURRENCY,
@@ -147,7 +148,7 @@ def replay(
     for option, given in study_only:
         if given is not None and not virtual_time:
             raise ConfigError(f"{option} {given}: accepted with --virtual-time only: nothing else is modelled")
-    check_outputs(json_path, plot_path)
+    check_outputs(json_path, plot_path, report_path)
     requests = open_trace(trace, workload=Workload(seed=seed), limit=limit, strict=strict)
     options = Options(
         requests,
@@ -165,15 +166,25 @@ def replay(
         prepared = virtual_replay(options) if virtual_time else real_replay(options, stack)
         report = _run(prepared, options)
         console = write_json(json_path, report)
-        if plot_path is not None and not report.interrupted:  # Drawing takes a second, and that long nobody waits.
-            from kvtier.tools.pictures import write_replay_picture  # An extra: see `check_picture`.
-
-            write_replay_picture(plot_path, report, prepared.replay.tally.samples, prepared.config.row_bytes)
+        if not report.interrupted:  # Drawing takes a second, and that long nobody waits.
+            _draw(report, plot_path, report_path)
         print_report(report, console)
         if report.interrupted:
             raise typer.Exit(statuses.INTERRUPTED)
     if report.wrong_chunks:
         raise typer.Exit(statuses.DATA_WRONG)
+
+
+def _draw(report: Report, plot_path: str | None, report_path: str | None) -> None:
+    if plot_path is not None:
+        from kvtier.tools.pictures import write_replay_picture  # An extra: see `check_picture`.
+
+        write_replay_picture(plot_path, report)
+    if report_path is not None:
+        from kvtier.tools.report.page import write_page  # Likewise.
+        from kvtier.tools.report.replays import replay_page
+
+        write_page(report_path, replay_page({"": report}))
 
 
 def _measured(requests: Trace | GeneratedTrace) -> Extent:
@@ -242,7 +253,7 @@ def real_replay(options: Options, stack: ExitStack) -> Prepared:
         Tally(options.extent.requests),
         concurrency=options.concurrency,
     )
-    return Prepared(replay, uvloop.new_event_loop, config, {**_engine(config), "concurrency": options.concurrency})
+    return Prepared(replay, uvloop.new_event_loop, config, {**settings_of(config), "concurrency": options.concurrency})
 
 
 def virtual_replay(options: Options) -> Prepared:
@@ -272,7 +283,8 @@ def modelled_replay(options: Options, config: EngineConfig, source: str) -> Prep
         compared=options.compared,
     )
     prefill = options.prefill._asdict()
-    engine = {**_engine(model.config), "chunk_bytes": config.chunk_bytes, "prefill": prefill}
+    stand_ins = {tier.name: tier.type for tier in model.config.secondary_tiers}
+    engine = settings_of(config) | {"runner": model.config.runner, "tiers": stand_ins, "prefill": prefill}
     parts = (
         ModelPart("prefill", prefill, "--prefill-tokens-per-s, --slots"),
         ModelPart(GPU_NAME, {"cache_blocks": gpu_cache_blocks}, _gpu_source(options)),
@@ -297,13 +309,3 @@ def _source(options: Options, chunk_bytes: int) -> ChunkSource:
     """Make chunks that no other trace has: in a directory that several have used, each finds its own only."""
     first = next(iter(options.requests))
     return ChunkSource(chunk_bytes, seed=options.seed, trace=msgspec.json.encode(first))
-
-
-def _engine(config: EngineConfig) -> dict[str, Any]:
-    return {
-        "rows": config.rows,
-        "chunk_bytes": config.chunk_bytes,
-        "eviction_policy": config.eviction_policy,
-        "runner": config.runner,
-        "tiers": {tier.name: tier.type for tier in config.secondary_tiers},
-    }

@@ -1,7 +1,13 @@
-"""The report of a replay: one struct, which is the JSON that `kvtier replay --json` writes, and its tables."""
+"""The report of a replay: one struct, which is the JSON that `kvtier replay --json` writes, and its tables.
 
+However long a replay is, its report stays small: its course is told in some tens of slices, and how long things took in
+bins whose bounds are the same in every report, so that two reports can be laid over each other.
+"""
+
+import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -11,10 +17,16 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
+from kvtier import __version__
 from kvtier.config import PRIMARY_NAME, EngineConfig
 from kvtier.tools.outputs import plain_table
-from kvtier.tools.replay.replay import GPU_NAME, Tally, TierTotals
+from kvtier.tools.replay.replay import GPU_NAME, Sample, Tally, TierTotals
 
+COMMAND = "kvtier replay"
+FORMAT = 1  # Of the JSON. Another number is for fields that mean something else.
+SLICES_MAX = 60  # Of a replay's course: a picture shows no more, and fewer than this say too little.
+BINS_PER_DECADE = 20  # The bounds of a bin lie 12 % apart.
+SECONDS_MIN, SECONDS_MAX = 1e-7, 1e6  # Of the bins' bounds: the first one has all that took no time, too.
 _NO_TOTALS = TierTotals(0, 0, 0)
 
 Figure = int | float | str | bool | None | Sequence[str]
@@ -37,6 +49,41 @@ class Quantiles(msgspec.Struct, frozen=True):
     samples: int
 
 
+class Bin(msgspec.Struct, frozen=True, array_like=True):
+    """How many took no longer than this, and longer than the bin below: its bound is less by the 20th root of 10."""
+
+    at_most_s: float
+    samples: int
+
+
+class Distribution(Quantiles, frozen=True):
+    """How long something took, in seconds. Bins with nothing in them are left out."""
+
+    bins: Sequence[Bin]
+
+    def quantiles(self) -> Quantiles:
+        return Quantiles(self.p50, self.p99, self.mean, self.samples)
+
+
+class TierSlice(msgspec.Struct, frozen=True, kw_only=True):
+    """One tier's part in a slice of time."""
+
+    hits: int
+    bytes_loaded: int
+    bytes_stored: int
+    dropped: int
+    failed: int
+
+
+class Slice(msgspec.Struct, frozen=True, kw_only=True):
+    """What came between the end of the slice before and `until_s`, since the replay began."""
+
+    until_s: float
+    requests: int
+    chunk_references: int
+    tiers: Mapping[str, TierSlice]
+
+
 class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     """One tier's part. `chunks` are moved ones; the primary's are those that were read and those that were put."""
 
@@ -56,6 +103,9 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     `gpu` is the LLM engine's own prefix cache, in virtual time: what it has, kvtier is never asked for.
     """
 
+    command: str = COMMAND
+    format: int = FORMAT
+    kvtier: str = __version__
     trace: str
     seed: int
     interrupted: bool  # The figures are those of the requests that had ended by then.
@@ -74,10 +124,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     drained: bool  # Whether all that was stored had reached the tiers at the end.
     seconds: float
     requests_per_s: float
-    latency_s: Mapping[str, Quantiles]
+    latency_s: Mapping[str, Distribution]
     tiers: Mapping[str, TierReport]
+    over_time: Sequence[Slice]  # They add up to the totals.
     engine: Mapping[str, Any]  # The configuration, as far as it says what was replayed against.
-    ttft_s: Mapping[str, Quantiles] | None  # Times to first token, in virtual time only.
+    ttft_s: Mapping[str, Distribution] | None  # Times to first token, in virtual time only.
     model: Sequence[ModelPart] | None  # What was modelled, with which figures and from where, in virtual time only.
     warnings: Sequence[str]  # Limits of the configuration that cost hits: how many chunks, and the remedy.
 
@@ -117,10 +168,11 @@ def make_report(
         drained=tally.drained,
         seconds=tally.seconds,
         requests_per_s=tally.requests / tally.seconds if tally.seconds else 0.0,
-        latency_s={name: quantiles(samples) for name, samples in sorted(tally.latencies_s.items())},
+        latency_s={name: distribution(samples) for name, samples in sorted(tally.latencies_s.items())},
         tiers=tiers,
+        over_time=slices(tally.samples, config.row_bytes),
         engine=engine,
-        ttft_s=None if ttft_s is None else {name: quantiles(samples) for name, samples in ttft_s.items()},
+        ttft_s=None if ttft_s is None else {name: distribution(samples) for name, samples in ttft_s.items()},
         model=model,
         warnings=list(_warnings(config, tiers)),
     )
@@ -147,6 +199,52 @@ def quantiles(seconds: "array[float]") -> Quantiles:
         return Quantiles(0.0, 0.0, 0.0, 0)
     p50, p99 = np.percentile(seconds, (50, 99))
     return Quantiles(float(p50), float(p99), float(np.mean(seconds)), len(seconds))
+
+
+def distribution(seconds: "array[float]") -> Distribution:
+    """Return the same with how many took how long."""
+    exponents = np.ceil(np.log10(np.clip(seconds, SECONDS_MIN, SECONDS_MAX)) * BINS_PER_DECADE)
+    bounds, counts = np.unique(exponents, return_counts=True)
+    bins = [
+        Bin(float(f"{math.pow(10, bound / BINS_PER_DECADE):.4g}"), int(count))
+        for bound, count in zip(bounds.tolist(), counts.tolist(), strict=True)
+    ]
+    found = quantiles(seconds)
+    return Distribution(found.p50, found.p99, found.mean, found.samples, bins)
+
+
+def slices(samples: Sequence[Sample], row_bytes: int) -> list[Slice]:
+    """Cut a replay's course into slices of about equal time, each of which ends with a sample."""
+    found: list[Slice] = []
+    before = Sample(0.0, 0, 0, {})
+    width_s = samples[-1].seconds / SLICES_MAX if samples else 0.0
+    for sample, after in zip_longest(samples, samples[1:]):
+        if after is None or (sample.seconds >= (len(found) + 1) * width_s and after.seconds > sample.seconds):
+            found.append(_slice(before, sample, row_bytes))
+            before = sample
+    return found
+
+
+def _slice(before: Sample, after: Sample, row_bytes: int) -> Slice:
+    return Slice(
+        until_s=after.seconds,
+        requests=after.requests - before.requests,
+        chunk_references=after.chunk_references - before.chunk_references,
+        tiers={
+            name: _tier_slice(before.tiers.get(name, _NO_TOTALS), totals, row_bytes)
+            for name, totals in after.tiers.items()
+        },
+    )
+
+
+def _tier_slice(before: TierTotals, after: TierTotals, row_bytes: int) -> TierSlice:
+    return TierSlice(
+        hits=after.hits - before.hits,
+        bytes_loaded=(after.loaded - before.loaded) * row_bytes,
+        bytes_stored=(after.stored - before.stored) * row_bytes,
+        dropped=sum(after.dropped.values()) - sum(before.dropped.values()),
+        failed=sum(after.failed.values()) - sum(before.failed.values()),
+    )
 
 
 def _tier_report(totals: TierTotals, row_bytes: int) -> TierReport:
@@ -230,7 +328,12 @@ def model_table(model: Sequence[ModelPart]) -> Table:
 
 
 def shown_figure(name: str, value: Figure) -> str:
-    """Write a figure for people, by the unit that its name ends in: `store 4.0 GB/s`, `latency 0.1 ms`."""
+    """Write a figure for people: `store 4.0 GB/s`, `latency 0.1 ms`."""
+    return " ".join(figure_words(name, value))
+
+
+def figure_words(name: str, value: Figure) -> tuple[str, str]:
+    """Write a figure's name and its value, by the unit that the name ends in."""
     words = name.replace("_bytes_", "_").replace("_per_s", "").replace("_per_day", "").removesuffix("_bytes")
     per = "/s" if name.endswith("_per_s") else "/day" if name.endswith("_per_day") else ""
     if value is None:
@@ -243,7 +346,7 @@ def shown_figure(name: str, value: Figure) -> str:
         shown = f"{value:,g}" if isinstance(value, float) else f"{value:,}"
     else:
         shown = value if isinstance(value, str) else ", ".join(value)
-    return f"{words.replace('_', ' ')} {shown}{per}"
+    return words.replace("_", " "), f"{shown}{per}"
 
 
 def _reasons(counts: Mapping[str, int]) -> str:

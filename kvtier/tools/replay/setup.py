@@ -5,8 +5,9 @@ replay writes where nobody asked it to.
 """
 
 from shutil import disk_usage
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
+import msgspec
 from msgspec.structs import replace
 
 from kvtier.config import EngineConfig, TierConfig, TierLimits, tier_options
@@ -116,6 +117,45 @@ def chunk_bytes_on_disk(options: Any, row_bytes: int) -> int:
     """Return what one chunk takes of the disk, with its footer and, under vLLM's naming, almost a folder of its own."""
     foldered: bool = options.layout == "files" and options.naming == "vllm"
     return row_bytes + FOOTER_BYTES + FOLDER_BYTES * foldered
+
+
+def settings_of(config: EngineConfig) -> dict[str, Any]:
+    """Return what may be told of an engine: its sizes, and of limits and tiers what differs from the defaults.
+
+    Of a tier's own options only numbers, flags and words of a fixed list are told: another text may be a password.
+    """
+    return {
+        "rows": config.rows,
+        "chunk_bytes": config.chunk_bytes,
+        "eviction_policy": config.eviction_policy,
+        "runner": config.runner,
+        "tiers": {tier.name: tier.type for tier in config.secondary_tiers},
+        "limits": _changed(config.limits),
+        "tier_settings": {
+            tier.name: {"cascade": tier.cascade} | _changed(tier.limits) | _changed(_options(tier, index))
+            for index, tier in enumerate(config.secondary_tiers)
+        },
+    }
+
+
+def _options(tier: TierConfig, index: int) -> msgspec.Struct:
+    where = f"secondary_tiers[{index}]"
+    options: msgspec.Struct = fs_options(tier, where) if _is_fs(tier) else tier_options(tier, where)
+    return options
+
+
+def _changed(given: msgspec.Struct) -> dict[str, Any]:
+    """Return the fields of a struct that differ from their defaults and may be told."""
+    return {
+        field.encode_name: value
+        for field in msgspec.structs.fields(type(given))
+        if (value := getattr(given, field.name)) != field.default and _may_be_told(field.type, value)
+    }
+
+
+def _may_be_told(kind: Any, value: object) -> bool:
+    fixed = any(get_origin(part) is Literal for part in (kind, *get_args(kind)))
+    return isinstance(value, int | float) or (isinstance(value, str) and fixed)
 
 
 def _is_fs(tier: TierConfig) -> bool:

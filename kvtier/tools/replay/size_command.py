@@ -385,7 +385,7 @@ def _cell(question: Question, sizes: tuple[int, int], report: Report, drive_writ
         disk_bytes=disk_bytes,
         hit_ratio=report.hit_ratio,
         hits={name: question.extent.hit_ratio(tier.hits) for name, tier in report.tiers.items()},
-        ttft_s=report.ttft_s[WITH_TIERING],
+        ttft_s=report.ttft_s[WITH_TIERING].quantiles(),
         gpu_seconds_saved=found * question.block_tokens / question.prefill.tokens_per_s,
         written_bytes_per_day=written,
         drive_life_years=WARRANTY_YEARS * drive_writes_per_day * disk_bytes / written if written else None,

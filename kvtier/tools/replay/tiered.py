@@ -156,6 +156,7 @@ class TieredCache:
         self._seen: OrderedDict[int, None] = OrderedDict()
         self._seen_max = max(SEEN_MIN, SEEN_A_ROW * capacity)
         self._owed: set[int] = set()  # To be written when they leave.
+        self._withheld: set[int] = set()  # Of sessions that are over: what is owed of these is not written.
         self._due: list[int] = []  # To be written when the step ends.
         self._kept_out = False  # Whether the request's blocks are to stay out of the tier.
         self._now_s = 0.0
@@ -238,6 +239,7 @@ class TieredCache:
                 return False
             self._resident.difference_update(victims)
             self._owed.difference_update(victims)
+            self._withheld.difference_update(victims)
         self._resident.update(blocks)
         self._order.insert(blocks)
         return True
@@ -256,6 +258,7 @@ class TieredCache:
     def _touch(self, blocks: Sequence[int]) -> None:
         if blocks:
             self._order.touch(blocks)
+            self._withheld.difference_update(blocks)
         if self._cascade == ON_SECOND_USE and not self._kept_out:
             self._due += blocks
 
@@ -273,7 +276,7 @@ class TieredCache:
             self._order.rank(used)
         else:
             self._leaving.come_back(used)
-            self._hinted.end(used, hint)
+            self._withheld.update(self._hinted.end(used, hint))
         self.tier.end(self._in_tier(used), hint)
         if self._hinted is not None and hint is not None and hint.retain_s:
             retained = leading(used, hint, self._block_tokens)
@@ -307,7 +310,7 @@ class TieredCache:
             self._leaving.leave(min(missing, idle), set(keep).__contains__)
         news = self._leaving.take_news()
         self.tier.touch(news)
-        due = [block for block in reversed(news) if block in self._owed]
+        due = [block for block in reversed(news) if block in self._owed and block not in self._withheld]
         self._owed.difference_update(due)
         self._due += due
 

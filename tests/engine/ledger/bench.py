@@ -72,6 +72,7 @@ class Bench:
         )
         self.events = EventLog(10_000)
         self.observed: list[tuple[str, str, float]] = []
+        self.waited: list[float] = []
         self.acknowledged: list[int] = []
         self.ranked: list[tuple[int, str]] = []  # Tiers, and the keys that each heard of.
         self.ledger = Ledger(
@@ -82,6 +83,7 @@ class Bench:
             self.events,
             lambda *seen: self.observed.append(seen),
             PrefillSpeed(None if computing_s is None else 1 / computing_s),
+            self.waited.append,
         )
         self.now = 0.0
         self.ledger.begin_step(self.now)

@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvtier.backend.keys import OffloadKey
 from kvtier.engine.ledger import LookupResult
+from kvtier.engine.metrics import ROW_STATES
 from kvtier.engine.requests import Request
 from kvtier.engine.tier import TierMatcher
 from kvtier.runner.messages import (
@@ -282,6 +283,23 @@ class Engine(RuleBasedStateMachine):
         limbo = [row for row in range(ROWS) if row not in owned and primary.pinned(row)]
         assert primary.rows_free + len(owned) + len(limbo) == ROWS
         assert all(primary.key(row) == key for key, row in (primary.ready | primary.filling).items())
+
+    @invariant()
+    def each_row_is_in_one_state_and_the_states_add_up(self) -> None:
+        primary = self.ledger.primary
+        states = Counter(dict.fromkeys(ROW_STATES, 0))
+        states.update(map(self._state, range(ROWS)))
+        assert {state: count(primary) for state, count in ROW_STATES.items()} == states
+        evictable = [row for row in primary.ready.values() if not primary.pinned(row)]
+        assert primary.rows_evictable == len(evictable)
+
+    def _state(self, row: int) -> str:
+        """Say in which state a row is, by what is known of this row alone."""
+        primary, key = self.ledger.primary, self.ledger.primary.key(row)
+        if key is None:  # Lent to something late, or pinned by a store whose key was forgotten; or free.
+            lent = any(row in lent.rows for lent in self.late.values())
+            return "quarantined" if lent or primary.pinned(row) else "free"
+        return "ready" if primary.ready.get(key) == row else "filling"
 
     @invariant()
     def every_ready_row_holds_its_chunk(self) -> None:

@@ -5,8 +5,10 @@ from collections.abc import Callable
 import pytest
 
 from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY
+from kvtier.engine.requests import Request
+from kvtier.engine.tier import TierMatcher
 from kvtier.engine.worth import EXPLORE_EVERY_S, EXPLORED_CHUNKS
-from kvtier.runner.messages import Action, Code, Promote, unpack_keys
+from kvtier.runner.messages import Action, Code, Probe, Promote, unpack_keys
 from tests.engine.ledger.bench import SECONDS, Bench, names_of
 
 
@@ -337,3 +339,305 @@ def test_what_is_declined_for_a_request_still_comes_for_a_prefetch(tier: Callabl
     bench.step()
     assert (prefetch.over, prefetch.here, bench.ready()) == (True, 3, "abc")
     assert bench.settled()
+
+
+# Of several tiers that have the same.
+
+
+@pytest.fixture
+def both(tier: Callable[..., Bench]) -> Callable[..., Bench]:
+    """Make a ledger whose two tiers both hold a to f."""
+
+    def make(**options: object) -> Bench:
+        made = tier(tiers=2, **options)
+        made.holds("abcdef", tier=1)
+        return made
+
+    return make
+
+
+def test_of_two_tiers_that_have_it_the_one_loads_that_is_sooner(both: Callable[..., Bench]) -> None:
+    bench = both()
+    bench.takes(1.0, 0.1)
+    bench.takes(0.1, 0.1, tier=1)
+    request = bench.request()
+    assert bench.lookup("abcdef", request) == [HIT_PENDING] * 6
+    sent = bench.step()
+    assert loads(sent) == {1: "abcdef"}
+    bench.finish_all(sent)
+    assert bench.lookup("abcdef", request) == [HIT] * 6
+    bench.load("abcdef", request)
+    bench.ledger.finish(request)
+    bench.step()
+    assert bench.settled()
+    first, second = bench.ledger.tiers
+    assert (first.counters.promoted, first.counters.hits, first.counters.declined) == (0, 0, 0)
+    assert (second.counters.promoted, second.counters.hits, second.counters.loaded) == (6, 6, 6)
+
+
+def test_of_two_tiers_that_are_alike_the_first_loads(both: Callable[..., Bench]) -> None:
+    bench = both()
+    bench.takes(0.1, 0.1)
+    bench.takes(0.1, 0.1, tier=1)
+    bench.lookup("abcdef")
+    assert loads(bench.step()) == {0: "abcdef"}
+
+
+def test_what_the_first_tier_is_too_slow_for_comes_from_the_second(both: Callable[..., Bench]) -> None:
+    """Whether a look-up says so at once, or the step's end does."""
+    for fixed_s, chunk_s in ((0.0, 2.0), (100.0, 0.0)):
+        bench = both()
+        bench.takes(fixed_s, chunk_s)
+        bench.takes(0.1, 0.1, tier=1)
+        assert bench.lookup("abcdef") == [HIT_PENDING] * 6
+        assert loads(bench.step()) == {1: "abcdef"}
+
+
+def test_what_every_tier_is_too_slow_for_is_computed(both: Callable[..., Bench]) -> None:
+    bench = both()
+    bench.takes(0.0, 1.0)
+    bench.takes(0.0, 2.0, tier=1)
+    assert bench.lookup("a") == [MISS]
+    bench.takes(100.0, 0.0)
+    bench.takes(100.0, 0.0, tier=1)
+    request = bench.request()
+    bench.lookup("abcdef", request)
+    assert loads(bench.step()) == {}
+    assert bench.lookup("abcdef", request) == [MISS] * 6
+    bench.step()
+    assert bench.settled()
+    assert [each.counters.declined for each in bench.ledger.tiers] == [7, 0]
+
+
+def test_each_run_comes_from_the_tier_that_has_it_soonest(tier: Callable[..., Bench]) -> None:
+    bench = tier(tiers=2, rows=32)
+    bench.holds("cdefgh", tier=1)
+    bench.takes(0.1, 0.2)
+    bench.takes(0.0, 0.1, tier=1)
+    request = bench.request()
+    assert bench.lookup("abcdefgh", request) == [HIT_PENDING] * 8
+    sent = bench.step()
+    assert loads(sent) == {0: "ab", 1: "cdefgh"}
+    bench.finish_all(sent)
+    assert bench.lookup("abcdefgh", request) == [HIT] * 8
+
+
+def test_a_tiers_queue_sends_the_next_request_to_the_other(both: Callable[..., Bench]) -> None:
+    """What was decided earlier in the same step is a queue, too."""
+    for steps in (0, 1):
+        bench = both()
+        bench.takes(0.0, 0.2)
+        bench.takes(0.1, 0.2, tier=1)
+        bench.lookup("abc", bench.request("first"))
+        sent = bench.step() if steps else []
+        bench.lookup("def", bench.request("second"))
+        assert loads([*sent, *bench.step()]) == {0: "abc", 1: "def"}
+
+
+def test_a_tier_that_was_never_heard_of_is_tried_only_where_no_other_is_worth_its_load(
+    both: Callable[..., Bench],
+) -> None:
+    bench = both()
+    bench.takes(0.1, 0.1)
+    bench.lookup("abc", bench.request("first"))
+    assert loads(bench.step()) == {0: "abc"}
+    bench.takes(100.0, 0.1)
+    bench.lookup("def", bench.request("second"))
+    assert loads(bench.step()) == {1: "def"}
+
+
+def test_a_tier_that_hangs_sends_the_next_request_to_the_other(both: Callable[..., Bench]) -> None:
+    bench = both()
+    bench.takes(0.1, 0.1)
+    bench.takes(0.5, 0.1, tier=1)
+    bench.lookup("abc", bench.request("first"))
+    assert loads(bench.step(4.0)) == {0: "abc"}
+    bench.lookup("def", bench.request("second"))
+    assert loads(bench.step()) == {1: "def"}
+
+
+@pytest.fixture
+def unknown(bench: type[Bench]) -> Callable[..., Bench]:
+    """Make a ledger whose first tier holds a to f, and whose second must be asked."""
+
+    def make(fixed_s: float, chunk_s: float) -> Bench:
+        made = bench(16, 2, computing_s=1.0)
+        made.knows_all()
+        made.holds("abcdef")
+        made.takes(fixed_s, chunk_s)
+        made.takes(0.1, 0.1, tier=1)
+        return made
+
+    return make
+
+
+SLOW = pytest.mark.parametrize(("fixed_s", "chunk_s"), [(0.0, 2.0), (100.0, 0.0)], ids=["at once", "at the end"])
+
+
+def asked(bench: Bench, request: Request, names: str = "abcdef") -> Action:
+    """Look up what the first tier is too slow for, and return the probe of the second."""
+    answers = bench.lookup(names, request)
+    actions = bench.step()
+    if answers == [HIT_PENDING] * len(names):
+        assert actions == []
+        answers = bench.lookup(names, request)
+        actions = bench.step()
+    assert answers == [RETRY] * len(names)
+    (probe,) = actions
+    assert isinstance(probe, Probe)
+    assert (probe.tier, names_of(unpack_keys(probe.keys))) == (1, names)
+    return probe
+
+
+@SLOW
+def test_while_the_first_tier_is_worth_its_load_no_other_is_asked(
+    unknown: Callable[..., Bench], fixed_s: float, chunk_s: float
+) -> None:
+    bench = unknown(fixed_s / 1_000, chunk_s / 1_000)
+    bench.lookup("abcdef")
+    assert loads(bench.step()) == {0: "abcdef"}
+
+
+@SLOW
+def test_a_tier_whose_word_is_missing_is_asked_before_what_another_is_too_slow_for_is_computed(
+    unknown: Callable[..., Bench], fixed_s: float, chunk_s: float
+) -> None:
+    bench = unknown(fixed_s, chunk_s)
+    request = bench.request()
+    probe = asked(bench, request)
+    assert bench.lookup("abcdef", request) == [RETRY] * 6
+    assert bench.step() == []
+    bench.answer(probe, True)
+    assert bench.lookup("abcdef", request) == [HIT_PENDING] * 6
+    sent = bench.step()
+    assert loads(sent) == {1: "abcdef"}
+    bench.finish_all(sent)
+    assert bench.lookup("abcdef", request) == [HIT] * 6
+
+
+@SLOW
+@pytest.mark.parametrize("word", [False, None], ids=["has not", "does not answer"])
+def test_what_the_tier_that_was_asked_lacks_is_computed(
+    unknown: Callable[..., Bench], fixed_s: float, chunk_s: float, word: bool | None
+) -> None:
+    bench = unknown(fixed_s, chunk_s)
+    request = bench.request()
+    bench.answer(asked(bench, request), word)
+    assert bench.lookup("abcdef", request) == [MISS] * 6
+    assert bench.step() == []
+    assert bench.lookup("abcdef", request) == [MISS] * 6
+    bench.ledger.finish(request)
+    assert bench.settled()
+    assert bench.ledger.tiers[0].counters.declined == 6
+    assert bench.ledger.counters.misses == 6
+
+
+@SLOW
+def test_what_the_tier_that_was_asked_has_in_part_is_loaded_as_far(
+    unknown: Callable[..., Bench], fixed_s: float, chunk_s: float
+) -> None:
+    bench = unknown(fixed_s, chunk_s)
+    request = bench.request()
+    bench.answer(asked(bench, request), [True] * 4 + [False] * 2)
+    bench.lookup("abcdef", request)
+    assert loads(bench.step()) == {1: "abcd"}
+    assert bench.lookup("abcdef", request) == [HIT_PENDING] * 4 + [MISS] * 2
+
+
+def test_a_tier_that_was_asked_and_is_too_slow_too_ends_the_search(unknown: Callable[..., Bench]) -> None:
+    bench = unknown(100.0, 0.0)
+    bench.takes(50.0, 0.0, tier=1)
+    request = bench.request()
+    bench.answer(asked(bench, request), True)
+    assert bench.lookup("abcdef", request) == [HIT_PENDING] * 6
+    assert loads(bench.step()) == {}
+    assert bench.lookup("abcdef", request) == [MISS] * 6
+    bench.ledger.finish(request)
+    assert bench.settled()
+
+
+def test_a_tier_that_may_not_be_asked_now_is_not_waited_for(bench: type[Bench]) -> None:
+    made = bench(16, [bench.spec("first"), bench.spec("second", asked_keys_max=0)], computing_s=1.0)
+    made.knows_all()
+    made.holds("abc")
+    made.takes(100.0, 0.0)
+    request = made.request()
+    made.lookup("abc", request)
+    assert made.step() == []
+    assert made.lookup("abc", request) == [MISS] * 3
+
+
+@SLOW
+def test_a_request_that_may_not_load_from_the_other_tier_does_not_ask_it(
+    unknown: Callable[..., Bench], fixed_s: float, chunk_s: float
+) -> None:
+    bench = unknown(fixed_s, chunk_s)
+    request = Request("r", load_matchers=[TierMatcher(medium="STORAGE")])
+    bench.ledger.tiers[1].spec = bench.ledger.tiers[1].spec._replace(medium="REMOTE")
+    bench.lookup("abc", request)
+    assert bench.step() == []
+    assert bench.lookup("abc", request) == [MISS] * 3
+
+
+@pytest.mark.parametrize("faster", [0, 1])
+def test_a_tier_that_is_never_chosen_is_tried_now_and_then(both: Callable[..., Bench], faster: int) -> None:
+    """With the last chunks of a prompt, which are computed meanwhile: it may have become the sooner one."""
+    bench = both()
+    bench.takes(0.5, 0.1, tier=1 - faster)
+    bench.takes(0.1, 0.1, tier=faster)
+    bench.step(EXPLORE_EVERY_S)
+    request = bench.request("first")
+    bench.lookup("abcdef", request)
+    assert loads(bench.step()) == {faster: "abcdef"}, "two computed chunks are a hundredth of a longer time"
+    bench = both()
+    bench.takes(0.5, 0.1, tier=1 - faster)
+    bench.takes(0.1, 0.1, tier=faster)
+    bench.step(100 * EXPLORED_CHUNKS)
+    request = bench.request("first")
+    assert bench.lookup("abcdef", request) == [HIT_PENDING] * 6
+    sent = bench.step()
+    assert loads(sent) == {faster: "abcd", 1 - faster: "ef"}
+    assert bench.lookup("abcdef", request) == [HIT_PENDING] * 4 + [MISS] * 2
+    bench.finish_all(sent)
+    assert bench.lookup("abcdef", request) == [HIT] * 6, "what came meanwhile is a hit"
+    assert bench.ledger.tiers[1 - faster].counters.explored == 2
+    assert bench.ledger.tiers[1 - faster].counters.hits == 0
+    bench.ledger.finish(request)
+    bench.step()
+    assert bench.settled()
+
+
+def test_without_weighing_the_first_tier_that_has_it_loads(both: Callable[..., Bench]) -> None:
+    bench = both(computing_s=None)
+    bench.takes(100.0, 1.0)
+    bench.takes(0.1, 0.1, tier=1)
+    bench.lookup("abcdef")
+    assert loads(bench.step()) == {0: "abcdef"}
+
+
+def test_a_prefetch_takes_the_first_tier_that_has_it(both: Callable[..., Bench]) -> None:
+    bench = both()
+    bench.takes(100.0, 1.0)
+    bench.takes(0.1, 0.1, tier=1)
+    bench.ledger.prefetches.begin(bench.keys("abc"))
+    assert loads(bench.step()) == {0: "abc"}
+
+
+def test_a_breaker_on_trial_lets_no_more_through_than_its_trial(both: Callable[..., Bench]) -> None:
+    bench = both()
+    bench.takes(5.0, 0.0)
+    bench.takes(0.1, 0.0, tier=1)
+    bench.ledger.tiers[1].breaker.trip(bench.now)
+    bench.step(5.0)
+    bench.lookup("abcdef")
+    assert loads(bench.step()) == {0: "abcdef"}
+
+
+def test_a_model_of_several_groups_takes_all_from_the_sooner_tier(both: Callable[..., Bench]) -> None:
+    bench = both()
+    bench.takes(100.0, 0.0)
+    bench.takes(0.1, 0.1, tier=1)
+    ends = dict(zip(bench.keys("abcdef"), (3, 4, 5, 6, 7, 8), strict=True))
+    request = bench.request(position=lambda key: ends[key])
+    bench.lookup("fedcba", request)
+    assert loads(bench.step()) == {1: "fedcba"}

@@ -4,15 +4,28 @@ import json
 from array import array
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 
 from kvtier.backend.keys import OffloadKey
 from kvtier.config import EngineConfig
 from kvtier.tools.outputs import as_json
-from kvtier.tools.pictures import Course, write_replay_picture
+from kvtier.tools.pictures import write_replay_picture
 from kvtier.tools.replay.replay import WRONG_KEYS_MAX, Sample, Tally, TierTotals
-from kvtier.tools.replay.report import Quantiles, Report, make_report, print_report, quantiles
+from kvtier.tools.replay.report import (
+    BINS_PER_DECADE,
+    SLICES_MAX,
+    Quantiles,
+    Report,
+    distribution,
+    make_report,
+    print_report,
+    quantiles,
+)
+from kvtier.tools.replay.setup import settings_of
 
 ROW_BYTES = 4_096
 CONFIG = EngineConfig.from_dict(
@@ -144,14 +157,56 @@ def test_the_course_of_any_replay_is_drawn_as_the_name_says(
     tmp_path: Path, samples: int, suffix: str, begin: bytes
 ) -> None:
     tally = tally_of(samples)
-    write_replay_picture(str(tmp_path / f"course{suffix}"), report_of(tally), tally.samples, ROW_BYTES)
+    write_replay_picture(str(tmp_path / f"course{suffix}"), report_of(tally))
     assert (tmp_path / f"course{suffix}").read_bytes().startswith(begin)
 
 
-def test_the_courses_bins_add_up_to_the_totals() -> None:
-    samples = tally_of(100).samples
-    course = Course(samples)
-    assert sum(course.total(lambda sample: sample.requests)) == pytest.approx(100)
-    assert sum(course.tier("disk [1]", lambda totals: totals.hits)) == pytest.approx(300)
-    assert course.tier("disk [1]", lambda totals: totals.hits) == pytest.approx([15.0] * 20)
-    assert course.per_s(course.total(lambda sample: sample.requests)) == pytest.approx([1.0] * 20)
+@pytest.mark.parametrize("samples", [1, 7, 60, 400])
+def test_the_slices_of_time_add_up_to_the_totals_and_are_few(samples: int) -> None:
+    report = report_of(tally_of(samples))
+    course = report.over_time
+    assert 1 <= len(course) <= SLICES_MAX
+    assert [each.until_s for each in course] == sorted({each.until_s for each in course})
+    assert course[-1].until_s == report.seconds
+    assert sum(each.requests for each in course) == report.requests
+    assert sum(each.chunk_references for each in course) == report.chunk_references
+    for name, tier in report.tiers.items():
+        for field in ("hits", "bytes_loaded", "bytes_stored"):
+            assert sum(getattr(each.tiers[name], field) for each in course) == getattr(tier, field)
+        assert sum(each.tiers[name].dropped for each in course) == sum(tier.dropped.values())
+        assert sum(each.tiers[name].failed for each in course) == sum(tier.failed.values())
+
+
+def test_samples_of_one_moment_are_one_slice() -> None:
+    """In virtual time many requests end at once: a slice without a width has no rate."""
+    tally = tally_of(40)
+    tally.samples = [sample._replace(seconds=float(sample.requests // 10)) for sample in tally.samples]
+    tally.seconds = tally.samples[-1].seconds
+    assert [each.until_s for each in report_of(tally).over_time] == [1.0, 2.0, 3.0, 4.0]
+
+
+@given(st.lists(st.floats(0.0, 1e9, allow_nan=False), min_size=1, max_size=300))
+def test_the_bins_of_a_distribution_hold_every_sample_within_their_bounds(seconds: list[float]) -> None:
+    found = distribution(array("d", seconds))
+    assert sum(each.samples for each in found.bins) == found.samples == len(seconds)
+    bounds = [each.at_most_s for each in found.bins]
+    assert bounds == sorted(set(bounds))
+    assert len(bounds) <= 13 * BINS_PER_DECADE + 1
+    within = sorted(min(max(each, 1e-7), 1e6) for each in seconds)
+    for number, bound in enumerate(np.cumsum([each.samples for each in found.bins]).tolist()):
+        assert within[bound - 1] <= found.bins[number].at_most_s * 1.001
+
+
+def test_the_bins_of_two_reports_have_the_same_bounds() -> None:
+    bounds = [{each.at_most_s for each in distribution(array("d", [low, 0.25])).bins} for low in (0.001, 0.2)]
+    assert len(bounds[0] & bounds[1]) == 1
+
+
+def test_of_a_tiers_options_no_text_is_told_but_words_of_a_fixed_list() -> None:
+    """A text may be a password, or lead to one."""
+    tier = {"type": "fs", "root": "/secret/place", "layout": "files", "naming": "flat", "capacity_bytes": "1GiB"}
+    config = EngineConfig.from_dict({"cpu_bytes_to_use": "1MiB", "chunk_bytes": ROW_BYTES, "secondary_tiers": [tier]})
+    told = settings_of(config)
+    expected = {"cascade": "store", "layout": "files", "naming": "flat", "capacity_bytes": 1 << 30}
+    assert expected.items() <= told["tier_settings"]["0:fs"].items()
+    assert "secret" not in json.dumps(told)

@@ -1,7 +1,7 @@
-"""The directory of a tier as people's commands see it: every namespace in it, with nothing known but what lies there.
+"""The directory of a tier as commands see it: every namespace in it, known only by its files.
 
-An engine may be using it. A chunk is published by a rename, and a file of 0.1.0 that is overwritten has lost its name
-before: so what is wrong with an open file counts only if its name is still its own, and only then is it removed.
+An engine may be using the directory. A chunk is published by a rename, and a file of 0.1.0 loses its name before it is
+overwritten. So a fault of an open file counts only if the file still has its name. Only then is the file removed.
 """
 
 import errno
@@ -113,7 +113,10 @@ class FsContents:
             yield from self._walk(part, len(place.name) + 1, NAMINGS[found.kind], DEPTH_MAX)
 
     def _beside(self, place: Place, folder: str) -> Iterator[StoredFile]:
-        """Yield what lies beside the chunks, and the namespace's own folder; what all have is the first one's."""
+        """Yield the files beside the chunks, and the namespace's own folder.
+
+        Files that belong to all namespaces count for the first one.
+        """
         yield from self._file(Kind.BESIDE, place.name)
         is_first = place.name == next(name for name, found in self._folders.items() if found.folder == folder)
         if is_first:
@@ -288,7 +291,7 @@ class FsContents:
                 yield from self._plain(name, skip, naming)
 
     def _plain(self, name: str, skip: int, naming: Naming) -> Iterator[StoredFile]:
-        """Yield what is no folder, or an empty one, by its name."""
+        """Yield files and empty folders, by their names."""
         entry = os.path.basename(name)
         key = naming.key(name[skip:])
         if key is not None:
@@ -354,7 +357,7 @@ class FsContents:
                 return Finding(State.CORRUPT, length)
 
     def _rows_of(self, place: Place) -> int | None:
-        """Return how long a namespace's rows are, by the first good footer; None if there is none to be found."""
+        """Return how long a namespace's rows are, by the first good footer; None without one."""
         if place.name not in self._row_bytes:
             chunks = (file for part in self.parts(place) for file in self.files(place, part) if file.key is not None)
             searched = (self._row_of(file.name) for file in islice(chunks, ROW_SEARCH_FILES_MAX))
@@ -375,7 +378,7 @@ class FsContents:
 
 
 def _footer_at_end(fd: int, size_bytes: int) -> Footer | Fault:
-    """Read a file's last page; what is shorter than one has no footer."""
+    """Read a file's last page; a shorter file has no footer."""
     page = os.pread(fd, FOOTER_BYTES, max(0, size_bytes - FOOTER_BYTES))
     return read_footer(memoryview(page)) if len(page) == FOOTER_BYTES else Fault.TRUNCATED
 

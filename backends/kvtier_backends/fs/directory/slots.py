@@ -1,7 +1,7 @@
-"""Segments as people's commands see them: each slot with a footer is a chunk, named by its segment and place.
+"""Segments as commands see them: each slot with a footer is a chunk, named by its segment and place.
 
-An engine may be writing to a segment, and holds its lock then: it is looked at all the same, since whatever is read is
-verified, but nothing in it is removed. A slot's identity is its sequence number, which no later chunk there has.
+An engine that writes to a segment holds its lock. Commands still read such a segment, because all bytes are verified.
+They remove nothing in it. A slot's identity is its sequence number, which no later chunk there has.
 """
 
 import os
@@ -29,7 +29,7 @@ def is_slot(name: str) -> bool:
 
 
 def unreadable(name: str, error: OSError) -> StoredFile:
-    """Return what stands for a file or folder that there is no looking at."""
+    """Return the entry of a file or folder that cannot be read."""
     return StoredFile(Kind.UNREADABLE, name, None, 0, 0, 0, 0, reason(error))
 
 
@@ -41,7 +41,7 @@ class SlotContents:
     """The segments of a root. Blocks; one thread at a time."""
 
     def __init__(self, root_fd: int, now_ns: int, taken_bytes: Callable[[os.stat_result], int]) -> None:
-        """Use an open root; what was used is used by `now_ns` at the latest. `taken_bytes`: what a file takes there."""
+        """Use an open root; no chunk counts as used after `now_ns`. `taken_bytes`: returns the room of a file there."""
         self._taken_bytes = taken_bytes
         self._now_ns = now_ns
         self._root_fd = root_fd
@@ -55,7 +55,7 @@ class SlotContents:
             self._open = None
 
     def files(self, name: str) -> Iterator[StoredFile]:
-        """Yield a segment's chunks, and what was lost with its end; what is no segment is one leftover."""
+        """Yield a segment's chunks, and slots beyond its end. A file that is no segment is one leftover."""
         try:
             fd = self._opened(name)
         except FileNotFoundError:
@@ -204,7 +204,7 @@ def _slot_at(fd: int, header: Header, place: int) -> bytes:
 
 
 def _identity(page: bytes) -> int:
-    """Return what tells a footer from any that comes after it: its sequence number, or its checksum if it is none."""
+    """Return a footer's identity, which no later one has: its sequence number, or a checksum if it is no footer."""
     footer = read_footer(memoryview(page)) if len(page) == FOOTER_BYTES else Fault.TRUNCATED
     return payload_checksum(memoryview(page)) if isinstance(footer, Fault) else footer.sequence
 

@@ -1,1 +1,1 @@
-"""The disk: what both layouts stand on."""
+"""The disk: the code that both layouts share."""

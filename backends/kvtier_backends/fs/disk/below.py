@@ -1,7 +1,7 @@
 """Files and folders below the root: the tier's own, no link that leads elsewhere, no pipe that nobody writes to.
 
-The root itself may be a link, which is followed once. Whatever lies below it has names that everybody knows. Whoever
-can put a link there would else have this process write to, or remove, what only this process may.
+The root itself may be a link, which is followed once. Files below it have names that everybody knows. Without these
+checks, somebody who can put a link there could have this process write or remove other files.
 """
 
 import errno
@@ -31,7 +31,7 @@ class ForeignError(OSError):
 
 
 def open_file(root_fd: int, name: str, flags: int = os.O_RDONLY, mode: int = 0o644) -> int:
-    """Open a regular file; one that is to be written to has no other name, which might be somebody else's.
+    """Open a regular file. A file for writing must have no second name, which might be somebody else's.
 
     Raises `ForeignError` for anything else that lies there, and what `os.open` does.
     """
@@ -79,7 +79,7 @@ def sync_folder(root_fd: int, name: str) -> None:
 
 
 def lock_file(fd: int, *, wait: bool = False) -> None:
-    """Lock a file against all who open it, too; without `wait`, raises `BlockingIOError` if somebody has it."""
+    """Lock a file against all others who open it; without `wait`, raises `BlockingIOError` if it is locked."""
     fcntl.flock(fd, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
@@ -95,7 +95,7 @@ def refuse_others(root_fd: int, name: str, kind: int) -> None:
 
 
 def refused(root: str, error: ForeignError) -> ConfigError:
-    """Return what a user hears of it who has named this root."""
+    """Return the message for the user who has named this root."""
     return ConfigError(
         f"root: {root!r} given, a directory with nothing else in the place of a tier's files accepted: {error.strerror}"
     )

@@ -1,7 +1,7 @@
-"""The capacity: how much a directory may hold. What was not reserved is not written, so the limit always holds.
+"""The capacity: how much a directory may hold. Only reserved bytes are written, so the limit always holds.
 
-What counts is what the file system has allocated: chunks' files whole or not, directories, and the tier's own books.
-A reservation is for the worst that a chunk can take; what it took is known when it is there.
+The file system's allocation counts: of chunks' files, whole or not, of directories, and of the tier's own books. A
+reservation is for the most that a chunk can take. The real allocation is known when the chunk is there.
 """
 
 import os
@@ -23,8 +23,8 @@ FOLDERS_GROWN = 2  # and above these some that grow by a block, also where a new
 class Disk:
     """The file system as a whole, as it was seen when it was last looked at. Any thread may look.
 
-    How it counts what a file takes is tried out, not asked: a file server's answer to `statvfs` has the sizes that it
-    likes to send at once.
+    A try shows how the file system counts a file's room. `statvfs` is not asked: a file server answers with the sizes
+    that it likes to send at once.
     """
 
     def __init__(self, fd: int) -> None:
@@ -53,12 +53,12 @@ class Disk:
         self.block_bytes = max(taken_bytes, PAGE_BYTES)
 
     def taken_bytes(self, status: os.stat_result) -> int:
-        """Return what a file takes: its blocks, or its length where these are not to be had."""
+        """Return a file's room: its blocks, or its length where blocks are not known."""
         return taken_bytes(status, counts_blocks=self.counts_blocks)
 
 
 def taken_bytes(status: os.stat_result, *, counts_blocks: bool) -> int:
-    """Return what a file takes, on a file system that counts so."""
+    """Return a file's room, on a file system that counts so."""
     length = 0 if counts_blocks else -(-status.st_size // SECTOR_BYTES)
     return max(status.st_blocks, length) * SECTOR_BYTES
 
@@ -66,13 +66,13 @@ def taken_bytes(status: os.stat_result, *, counts_blocks: bool) -> int:
 class FolderSizes:
     """The sizes of directories on the disk: on some file systems nothing, on others, at one a chunk, much.
 
-    Each is counted once, whoever notices that it is there or has grown: a store, or the scan. Only sizes other than a
+    Each folder is counted once, when a store or the scan notices that it is there or has grown. Only sizes other than a
     new directory's are remembered, so that a million directories of one block each take no memory. Counts on behalf of
     any thread.
     """
 
     def __init__(self, new_bytes: int) -> None:
-        """`new_bytes`: what an empty directory takes there."""
+        """`new_bytes`: the room of an empty directory there."""
         self.new_bytes = new_bytes
         self.used_bytes = 0
         self.scanned_bytes = 0
@@ -98,7 +98,7 @@ class FolderSizes:
                 self._seen.add(name)
 
     def looked_at(self, name: str, status: os.stat_result) -> None:
-        """Count what a directory has grown by since it was last looked at."""
+        """Count the bytes that a directory has grown by since the last look."""
         self._settle(name, status)
 
     def scanned(self, name: str, status: os.stat_result) -> None:
@@ -161,7 +161,7 @@ class Capacity:
     """Used, promised and free bytes of one directory. Belongs to the loop's thread."""
 
     def __init__(self, disk: Disk, *, limit_bytes: int | None, low_water: float, min_free_bytes: int) -> None:
-        """Count nothing yet. `min_free_bytes`: what others of the file system are left."""
+        """Count nothing yet. `min_free_bytes`: the room of the file system that is left to others."""
         self.limit_bytes = limit_bytes
         self.reserved_bytes = 0
         """Promised to stores that are under way."""
@@ -183,16 +183,16 @@ class Capacity:
         self._parts += parts
 
     def keep_free(self, kept_free_bytes: int) -> None:
-        """Have chunks leave so much to whoever asks for it by `reserve_kept`."""
+        """Have chunks leave so much room for `reserve_kept`."""
         self._kept_free_bytes = kept_free_bytes
 
     @property
     def used_bytes(self) -> int:
-        """What is on the disk, as far as is known."""
+        """The bytes on the disk, as far as is known."""
         return sum(part.used_bytes for part in self._parts) + self.leaving_bytes + self.other_bytes
 
     def free_bytes(self) -> int | None:
-        """Return what may still be promised, less than nothing if there is too much already; None: no limit."""
+        """Return the bytes that may still be promised, below 0 if there is too much already; None: no limit."""
         room: list[int] = []
         if self.limit_bytes is not None:
             room.append(self.limit_bytes - self.used_bytes - self.reserved_bytes - self.unseen_bytes)
@@ -231,12 +231,12 @@ class Capacity:
         return True
 
     def release_kept(self, wanted_bytes: int) -> None:
-        """Take that promise back: what it was for has been counted, and the next one is kept free for."""
+        """Take that promise back: its bytes have been counted. Room is kept free for the next one."""
         self._kept_reserved_bytes -= wanted_bytes
         self.release(wanted_bytes)
 
     def exchange(self, gone_bytes: int, wanted_bytes: int) -> int:
-        """Promise to whoever made room what has gone for it: the total grows by nothing, however full it is."""
+        """Promise the evicted bytes to the call that made room. The total does not grow, however full the tier is."""
         granted_bytes = min(gone_bytes, wanted_bytes)
         self.reserved_bytes += granted_bytes
         return granted_bytes
@@ -247,7 +247,7 @@ class Capacity:
         assert self.reserved_bytes >= 0, self.reserved_bytes
 
     def surplus_bytes(self) -> int:
-        """Return what should go before stores have to wait for it: down to the low-water mark, from halfway to it."""
+        """Return the bytes to evict before stores have to wait: down to the low-water mark, from halfway to it."""
         return self.surplus_of(self.used_bytes - self.leaving_bytes, self.reserved_bytes)
 
     def surplus_of(self, used_bytes: int, reserved_bytes: int) -> int:
@@ -267,5 +267,5 @@ class Capacity:
 
     @property
     def _kept_bytes(self) -> int:
-        """What is to be left to `reserve_kept` and has not been promised by it."""
+        """The bytes that are kept for `reserve_kept`, and that it has not promised yet."""
         return max(0, self._kept_free_bytes - self._kept_reserved_bytes)

@@ -1,6 +1,6 @@
-"""The checkpoint: what a tier knew, in a file from which the next start answers while its scan sees what became of it.
+"""The checkpoint: a tier's knowledge in a file. The next start answers from it until the scan has looked.
 
-A head start and never the truth: a torn one, an old one or none costs time and nothing else.
+A checkpoint is a head start, and never the truth. A torn one, an old one or none costs time only.
 
 Little-endian: magic 8, version u32, longest key u32, row length u64, namespace fingerprint 32; the layout's preamble;
 for each chunk the length of its key u8, the key padded to the longest, and the layout's fields; XXH3-64 of all that,
@@ -77,7 +77,8 @@ class CheckpointFile:
     def write(self, lengths: Counter[int], records: Iterable[Record], preamble: Callable[[bool], bytes]) -> None:
         """Put a checkpoint in place of the last one, whole or not at all; a failure is logged and counted.
 
-        `lengths`: how many keys are how long; `preamble`: what comes before the chunks, given whether all of them do.
+        `lengths`: the number of keys of each length; `preamble`: returns the bytes before the chunks, given whether all
+        chunks fit.
         """
         try:
             before_bytes = self._folder.taken_bytes(self._name)
@@ -92,7 +93,7 @@ class CheckpointFile:
             self._counters.count("checkpoints_written")
 
     def read(self, preamble: Callable[[memoryview], tuple[T, int]]) -> tuple[T, Iterator[list[Record]]] | None:
-        """Return what the last checkpoint's preamble says, and its chunks in batches; None if it is of no use.
+        """Return the last checkpoint's preamble, decoded, and its chunks in batches; None if it is of no use.
 
         `preamble`: reads one, and says how many bytes it took.
         """
@@ -191,7 +192,7 @@ class CheckpointSchedule:
                 queue()
 
     def _promised_bytes(self) -> int | None:
-        """Promise room for a checkpoint of what is known; None if there is none, and the last one will have to do."""
+        """Promise room for a new checkpoint; None if there is no room, and the last one stays."""
         wanted_bytes = self._bytes_worst()
         if self._capacity.reserve_kept(wanted_bytes):
             return wanted_bytes

@@ -1,7 +1,7 @@
 """Claims: keys that are busy, because calls are at their chunks or because these are on their way out.
 
-A chunk that a call is at is never chosen to go. A store of a key whose file is just going waits until it is gone: else
-what removes it would meet the new file. A load waits for nothing here: what is going is as good as gone.
+A chunk that a call uses is never chosen for eviction. A store of a key whose file is being removed waits until the file
+is gone. Otherwise the removal would meet the new file. A load does not wait: a chunk that is being removed is a miss.
 """
 
 import asyncio
@@ -69,7 +69,7 @@ class Claims:
         self._wake()
 
     def close(self) -> None:
-        """Have nobody wait for files any more: what was chosen to go, and was not come to, stays."""
+        """End all waiting for files. A chunk that was chosen, and not removed yet, stays."""
         self._closed = True
         self._wake()
 

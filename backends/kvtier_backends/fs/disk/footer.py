@@ -1,14 +1,14 @@
-"""The footer: what stands behind a chunk's bytes on the disk, so that nothing else can be taken for the chunk.
+"""The footer: a page behind a chunk's bytes on the disk, so that nothing else can be taken for the chunk.
 
-A footer, not a header: whoever knows only the row's length (vLLM's own file tier) reads the bytes from the start and
-never sees it. One page, always, so that row and footer go to the disk in one direct write.
+It is a footer and no header, because vLLM's own file tier knows only the row's length. It reads the bytes from the
+start, and never sees the footer. The footer is always one page, so row and footer go to the disk in one direct write.
 
 Little-endian: magic 8, version u32, key length u32, payload length u64, payload checksum u64, namespace fingerprint 32,
 key, zeros up to byte 4,080, sequence number u64, checksum u64 of all bytes before it. The sequence number is zero in a
-file, and orders what was stored under one key where there are no names to replace. Version 2 is an encrypted row's: its
-seal (`kvtier.backend.seal`) has the last 128 of the zeros, and the payload is the row as it lies there. Checksums are
-XXH3-64 with seed 0 (https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md). Magic, version and the last
-checksum keep their places in every version.
+file, and orders what was stored under one key where there are no names to replace. Version 2 is for encrypted rows: the
+seal (`kvtier.backend.seal`) takes the last 128 of the zeros, and the payload is the ciphertext. Checksums are XXH3-64
+with seed 0 (https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md). Magic, version and the last checksum keep
+their places in every version.
 """
 
 import errno
@@ -88,7 +88,7 @@ def frameless(error: OSError) -> OSError:
 
 
 class Footer(NamedTuple):
-    """The content of a footer: what it says of the bytes before it."""
+    """The content of a footer: facts about the bytes before it."""
 
     key: OffloadKey
     payload_bytes: int
@@ -110,7 +110,7 @@ def write_footer(page: memoryview, footer: Footer) -> None:
 
 
 def read_footer(page: memoryview) -> Footer | Fault:
-    """Read a footer from a page of `FOOTER_BYTES`, or say why it is none."""
+    """Read a footer from a page of `FOOTER_BYTES`, or say why there is no footer."""
     magic, version, key_bytes, payload_bytes, payload_checksum, fingerprint = _HEAD.unpack_from(page)
     if magic != MAGIC:
         return Fault.FOREIGN if any(page) else Fault.ZEROED

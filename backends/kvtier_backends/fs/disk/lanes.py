@@ -1,9 +1,9 @@
-"""A tier's lanes: threads that read and others that write, what each is sent at once, and which of them go first.
+"""A tier's lanes: threads that read, threads that write, their shares of a batch, and their order.
 
 Loads come first: while there are any, stores go on in one lane only, and a slice at a time.
 
-Lanes of their own keep a load from queueing behind stores here, but the device has one queue, and the interpreter one
-lock. One lane that goes on costs a load little and keeps stores from starving, however long loads last.
+With lanes of their own, loads do not queue behind stores here. But the device has one queue, and the interpreter one
+lock. One lane of stores costs a load little. It keeps stores from starving, however long loads last.
 """
 
 import mmap
@@ -41,7 +41,7 @@ class Pages:
 
     @contextmanager
     def one(self) -> Generator[memoryview]:
-        """Lend a page for as long as the block lasts; what is on it is undefined."""
+        """Lend a page for as long as the block lasts; its content is undefined."""
         page = self._free.pop()  # Empty: a bug, there is a page for every lane.
         try:
             yield page

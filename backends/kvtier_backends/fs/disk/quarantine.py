@@ -1,6 +1,6 @@
-"""The quarantine folder: corrupt files that are set aside to be looked at, only some, and only while there is room.
+"""The quarantine folder: some corrupt files, set aside for people to look at while there is room.
 
-Chunks serve somebody and these do not, so where room is needed they go first, the oldest before the others.
+Corrupt files serve no request. So when room is needed they go before chunks, the oldest first.
 """
 
 import os
@@ -40,7 +40,7 @@ class Quarantine:
 
     @property
     def used_bytes(self) -> int:
-        """What the folder may come to take beyond what it took before: counted from the start, so that nobody asks."""
+        """The room by which the folder may grow. It counts from the start, so growing asks for no room."""
         return max(FOLDER_BYTES, 2 * self._disk.block_bytes) if self._keeps else 0
 
     @property

@@ -1,7 +1,7 @@
 """A lane's reads: several under way at once where the kernel can do that, else one after the other.
 
-A lane that verifies one chunk while the next ones come keeps the disk's queue full, and goes to the kernel (and, each
-time, back to the interpreter's lock) twice for many chunks instead of once for each.
+A lane verifies one chunk while the next ones come. That keeps the disk's queue full. For many chunks it calls the
+kernel twice, and waits for the interpreter's lock after each call, instead of once for each chunk.
 """
 
 import ctypes
@@ -130,7 +130,7 @@ os.register_at_fork(after_in_child=_idle.clear)  # They stay the parent's.
 
 
 class Wanted(NamedTuple):
-    """One read: what goes where, and who is told."""
+    """One read: its file, its buffer, and the callback."""
 
     fd: int
     buffers: Sequence[memoryview]

@@ -1,16 +1,16 @@
 """The page that processes share: how much their directory holds, and how much each has promised to its stores.
 
-There is no server. A byte-range lock guards the page for the microseconds of one change, and a process holds the lock
-of its slot for as long as it lives: the kernel, or the file server, lets go of both when it dies. What a dead process
-had promised counts as written, since some of it may be; a later count of the directory corrects that. So whatever is
-not known for sure is counted as used, and the limit holds.
+There is no server. A byte-range lock guards the page for the microseconds of one change. A process holds the lock of
+its slot for as long as it lives. The kernel, or the file server, lets go of both when the process dies. Room that a
+dead process had promised counts as written, since it may be. A later count of the directory corrects that. So doubtful
+room counts as used, and the limit holds.
 
-A file server that was away for longer than its leases has let go of the locks: whoever comes back takes a slot anew, as
-if it had died, and goes on with what it has promised. On a network nobody is woken when a lock is free: it is asked for
-again and again.
+A file server that was away for longer than its leases has let go of the locks. A process that comes back takes a new
+slot, as if it had died, and keeps its promises. On a network no process is woken when a lock is free. It asks for the
+lock again and again.
 
-A page that is damaged, or that is older than one that was seen before, is begun anew: nothing is known then until the
-directory has been counted, and nothing is promised until every process that lives has said again what it has promised.
+A page that is damaged, or older than one that was seen before, is begun anew. Then nothing is known until the directory
+has been counted. No room is promised until every live process has repeated its promises.
 
 The page: magic 8, version u32, flags u32, boot 8, used u64, added u64, removed u64, 64 slots of 8, when it was begun
 u64, its generation u64, a bit for each slot that is still to say what was promised u64, zeros, XXH3-64 of all before
@@ -92,8 +92,8 @@ class Page:
 class SharedPage:
     """One process's hold on the page. Blocks for as long as others change it; any thread may call.
 
-    Every call raises `BackendUnavailable` if the page cannot be read, locked or written. What it should have changed is
-    changed or not; the next call opens the file anew.
+    Every call raises `BackendUnavailable` if the page cannot be read, locked or written. The page may have been changed
+    or not. The next call opens the file anew.
     """
 
     def __init__(self, root_fd: int, name: str, boot: bytes) -> None:
@@ -130,7 +130,7 @@ class SharedPage:
                 self._fd = -1
 
     def reserve(self, wanted_bytes: int, limit_bytes: int) -> int | None:
-        """Promise as much of that as fits into the limit, and return how much it was; None: nobody knows what fits."""
+        """Promise as much of that as fits into the limit, and return how much it was; None: used bytes are unknown."""
         with self._page() as page:
             if not self._is_sure(page):
                 return None
@@ -140,7 +140,7 @@ class SharedPage:
             return granted_bytes
 
     def exchange(self, gone_bytes: int, wanted_bytes: int) -> int:
-        """Count what has gone, and promise that much of what is wanted to whoever made it go."""
+        """Count the evicted bytes, and promise as many of the wanted ones to the call that evicted."""
         with self._page() as page:
             _count(page, -gone_bytes)
             granted_bytes = min(gone_bytes, wanted_bytes)
@@ -154,18 +154,18 @@ class SharedPage:
             _count(page, added_bytes)
 
     def taken(self) -> tuple[int, int] | None:
-        """Return what is used and what is promised; None: nobody knows."""
+        """Return the used and the promised bytes; None: they are unknown."""
         with self._page() as page:
             return (page.used_bytes, sum(page.reserved_bytes)) if self._is_sure(page) else None
 
     def begin_count(self) -> Count:
-        """Note where the page stands before the directory is looked through; what the dead have left is seen then."""
+        """Note the page's totals before the directory is scanned. The scan sees the files of dead processes."""
         with self._page() as page:
             self._reap(page)
             return Count(page.begun_ns, page.added_bytes, page.removed_bytes)
 
     def end_count(self, began: Count, seen_bytes: int) -> None:
-        """Correct what is used by what was seen, give or take what has changed since the count began.
+        """Correct the used bytes by the scan's, and by changes since the count began.
 
         That is not known if the page was begun anew meanwhile: then nothing changes, and another count is needed.
         """
@@ -218,7 +218,7 @@ class SharedPage:
                 _lock(self._fd, fcntl.F_UNLCK, _PAGE_LOCK)
 
     def _settle_in(self) -> None:
-        """Take a slot. What it had promised counts as written, ours too; we go on with what we have promised."""
+        """Take a slot. The dead process's promises count as written, and so do ours. We go on with our own."""
         self._slot = -1
         with self._locked() as page:
             self._slot = self._take_slot()
@@ -234,7 +234,7 @@ class SharedPage:
     def _open_anew(self, begun_s: float) -> None:
         """Open the file under the number that it has: another thread may be waiting for a lock on it.
 
-        Whoever has waited behind a call that failed since `begun_s` fails with it, and not after a time-out of its own.
+        A call that has waited behind one that failed since `begun_s` fails with it, without a time-out of its own.
         """
         if self._fd < 0 or (self._lost_at_s or 0.0) > begun_s:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -287,7 +287,7 @@ class SharedPage:
         return bool(_FLOCK.unpack(told)[0] != fcntl.F_UNLCK)
 
     def _reap(self, page: Page) -> None:
-        """Count what dead processes had promised as written."""
+        """Count the promises of dead processes as written."""
         for slot, reserved_bytes in enumerate(page.reserved_bytes):
             matters = reserved_bytes or page.untold >> slot & 1
             if matters and slot != self._slot and not self._is_alive(slot):
@@ -320,7 +320,7 @@ def _count(page: Page, added_bytes: int) -> None:
 
 
 def read_page(content: bytes) -> Page | None:
-    """Read a page; None if it is none, because it is new, damaged or of another version."""
+    """Read a page; None if it is new, damaged or of another version."""
     if len(content) != PAGE_BYTES:
         return None
     magic, version, flags, boot, used, added, removed = _HEAD.unpack_from(content)

@@ -1,7 +1,7 @@
 """Temporaries: files that are not finished. Each has a name of its own, which says who writes it.
 
-Two writers with one temporary name would publish a mixture. A name says which process on which boot of which machine
-is writing. So what a killed writer left can be told from what a live one is writing, and is swept.
+Two writers with one temporary name would publish a mixture. A name says which process on which boot of which machine is
+writing. So files of killed writers differ from files of live ones, and are swept.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ class Writer(NamedTuple):
 
 
 def boot_id() -> bytes:
-    """Return what tells this boot of this machine from every other boot of any."""
+    """Return an id of this boot of this machine. No other boot of any machine has it."""
     with open("/proc/sys/kernel/random/boot_id", "rb") as file:
         return file.read()
 
@@ -67,9 +67,9 @@ def writer_of(name: str) -> Writer | None:
 class Sweep:
     """Removes temporaries that killed processes left, and none of live ones. Blocks; one thread at a time.
 
-    Of this machine and container, the process table knows who lives. Of others it knows nothing: their files are left
-    alone for as long as a store could possibly take, by a clock that may be behind ours or ahead. To be wrong costs a
-    live writer that one store, which then fails: its rename finds no file.
+    Of this machine and container, the process table knows who lives. Writers on other machines may live or not. Their
+    files are left alone for as long as a store can take, by a clock that may be behind ours or ahead. To be wrong costs
+    a live writer that one store, which then fails: its rename finds no file.
     """
 
     def __init__(self, root_fd: int, here: Writer, now_s: float) -> None:

@@ -1,8 +1,8 @@
-"""The write budget: bytes that may be written in a day, for the sake of flash: a token bucket that survives restarts.
+"""The write budget: the bytes that may be written in a day, to spare flash. A token bucket that survives restarts.
 
-What is in the bucket is in a file. A process draws from it in small advances before it writes, so that one that is
-killed wastes what is left of its advance, and never writes twice on one token. An eighth of the day's bytes may come at
-once; that, the advance and what runs in during 24 hours are together the day's bytes.
+The bucket's level is in a file. A process draws from it in small advances before it writes. A process that is killed
+wastes the rest of its advance, and never writes twice on one token. An eighth of the day's bytes may come at once. That
+eighth, the advance, and the inflow of 24 hours are together the day's bytes.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class WriteBudget:
     ) -> None:
         """Open the file, or make it with a full bucket, and use it in these lanes. Blocks.
 
-        `unit_bytes`: what one chunk writes.
+        `unit_bytes`: the bytes that one chunk writes.
         """
         self._fd = open_file(root_fd, name, os.O_RDWR | os.O_CREAT)
         self._lanes = lanes
@@ -56,7 +56,7 @@ class WriteBudget:
         let_go_in_forks(self)
 
     def forked(self) -> None:
-        """Let go of the file in a child: what is left of the advance is its owner's."""
+        """Let go of the file in a child: the rest of the advance is its owner's."""
         self.close()
 
     async def take(self, chunks: int) -> int:
@@ -103,7 +103,7 @@ class WriteBudget:
         self._advance_left += drawn_bytes
 
     def _level(self, content: bytes, now_ns: int) -> int:
-        """Return what is in the bucket by now; nothing if that cannot be known, and no more for a clock set back."""
+        """Return the bucket's level now: 0 if it cannot be known, and no more for a clock that was set back."""
         if not content:
             return self._burst_bytes
         record = content[: _RECORD.size]

@@ -1,9 +1,9 @@
-"""A directory's accounts: how much it holds and what is promised, kept by one tier or on a page that several share.
+"""A directory's accounts: its used and its promised bytes, kept by one tier or on a page that several share.
 
-One directory, several processes, one budget: each evicts for all, what the page says is too much. A process knows what
-it has stored, used and seen. What others have stored since it last looked through the directory is newer than that
-scan; so as long as what would go was used before it, nothing older can be unknown. Else it looks again. Whether others
-have used a file is what its time says, which is asked for right before it is removed.
+One directory, several processes, one budget: each process evicts for all, when the page says that there is too much. A
+process knows the chunks that it has stored, used and seen. Chunks that others have stored since its last scan are newer
+than that scan. So if a victim was used before the scan, no unknown chunk is older. Otherwise the process scans again. A
+file's time says whether others have used it. It is read right before the file is removed.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ AGAIN_S_MOST = 600.0  # What others have stored, and what dead processes have le
 
 
 class Removal:
-    """Files that lanes have removed so far, whoever waits for it, and the reservation that they go for."""
+    """The files that lanes have removed so far, and the reservation that they are removed for."""
 
     def __init__(self, reservation: Reservation | None = None, wanted_bytes: int = 0) -> None:
-        """Remove nothing yet. `wanted_bytes`: what the reservation should have in the end."""
+        """Remove nothing yet. `wanted_bytes`: the bytes that the reservation should have in the end."""
         self.gone: dict[OffloadKey, int] = {}
         """What each file has given back."""
         self.used: list[Held] = []
@@ -46,7 +46,7 @@ class Removal:
 
     @property
     def short_bytes(self) -> int:
-        """What the reservation still lacks."""
+        """The bytes that the reservation still lacks."""
         return max(0, self.wanted_bytes - self.reservation.bytes)
 
 
@@ -63,7 +63,7 @@ class Accounts(Protocol):
         ...
 
     def exchange(self, removal: Removal) -> None:
-        """Promise what has gone to whom it has gone for, if the lane that removed it has not done so."""
+        """Promise removed bytes to the reservation, if the lane that removed them has not done so."""
         ...
 
     def release(self, reservation: Reservation) -> None:
@@ -71,15 +71,18 @@ class Accounts(Protocol):
         ...
 
     def added(self, added_bytes: int) -> None:
-        """Hear what a store or a delete of ours has added to what is used; less than nothing if more has gone."""
+        """Hear how many bytes a store or a delete of ours has added; below 0 if more has gone."""
         ...
 
     def cleared(self, freed_bytes: int) -> None:
-        """Hear what corrupt files have given back that were set aside. Blocks, in a lane."""
+        """Hear how many bytes removed corrupt files have given back, which were set aside. Blocks, in a lane."""
         ...
 
     def remove(self, chunks: Chunks, victims: Sequence[Held], removal: Removal) -> None:
-        """Remove files, but for those that others use. Blocks, in a lane; whoever is cancelled, it is counted."""
+        """Remove files, but for those that others use.
+
+        Blocks, in a lane. It is counted even if the waiting call is cancelled.
+        """
         ...
 
     def chosen(self, victims: Sequence[Held]) -> None:
@@ -91,17 +94,17 @@ class Accounts(Protocol):
         ...
 
     async def surplus_bytes(self) -> int:
-        """Return what should go before stores have to wait for it."""
+        """Return the bytes to evict before stores have to wait."""
         ...
 
     def shown_bytes(self, known_bytes: int) -> int:
-        """Return what chunks take, of which so much is known."""
+        """Return the chunks' bytes, of which so many are known."""
         ...
 
     async def scan_began(self) -> None: ...
 
     async def scan_ended(self, seen_bytes: int | None) -> None:
-        """Take what a scan has seen for what is used, give or take what has changed meanwhile; None: not all of it."""
+        """Take the scan's bytes as used, with the changes meanwhile; None: the scan has not seen all."""
         ...
 
     async def until_scan_is_wanted(self) -> bool:
@@ -281,7 +284,7 @@ class SharedAccounts:
             self._scan_wanted.set()
 
     def _taken(self) -> tuple[int, int] | None:
-        """Return what the page says, after it was told what it could not be told before. Blocks, in a lane."""
+        """Return the page's totals, after telling it of changes that it could not be told before. Blocks, in a lane."""
         if self._released_bytes or self._untold_bytes:
             self._tell()
         return self._page.taken()
@@ -289,8 +292,8 @@ class SharedAccounts:
     def _tell(self, released_bytes: int = 0) -> None:
         """Have the page know all that it was not told yet, and take promises back. Blocks, in a lane.
 
-        Where nobody knows whether it was told, it is told again what has come, and not what has gone: until the next
-        count it may say too much, and never too little.
+        If it is unknown whether the page was told, it is told again of stored bytes, and not of removed ones. Until the
+        next count it may say too much, and never too little.
         """
         with self._telling:
             released_bytes += self._released_bytes

@@ -1,7 +1,7 @@
-"""Corrupt files: each is deleted or set aside, and a good one that has replaced it meanwhile is not.
+"""Corrupt files: each is deleted or set aside. A good file that has replaced it meanwhile stays.
 
-No call removes a name only if it is still a certain file. So the file is renamed aside, looked at there, and if it
-turns out to be another one than was read, put back unless a still newer one has come: for a moment its chunk is
+No system call removes a name on the condition that it is still a certain file. So the file is renamed aside and looked
+at there. If it is another file than was read, it is put back, unless a newer one has come. For a moment its chunk is
 missing, but no chunk is lost.
 """
 

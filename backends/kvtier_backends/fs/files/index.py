@@ -1,8 +1,8 @@
-"""The index: what the directory holds, as far as the tier knows. Plain memory, owned by the loop's thread.
+"""The index: the chunks in the directory, as far as the tier knows. Plain memory, owned by the loop's thread.
 
-Answers probes without a system call, knows how full the directory is and which chunk goes next, and has an inventory's
-consumer hear of what changes. It errs on the side of "there": a load corrects that, while a chunk that is wrongly taken
-for absent is lost until the next start.
+It answers probes without a system call. It knows how full the directory is and which chunk is evicted next, and tells
+an inventory's consumer of changes. In doubt it says that a chunk is there: a load corrects that. A chunk that is
+wrongly taken for absent would be lost until the next start.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -123,7 +123,7 @@ class Index:
         return key in self._entries
 
     def snapshot(self) -> "Snapshot":
-        """Return what is there now, for another thread to put in order: some 30 ms a million chunks."""
+        """Return the chunks that are there now, for another thread to sort: some 30 ms a million chunks."""
         return Snapshot(list(self._entries), list(self._entries.values()), *self._order.snapshot())
 
     def taken_bytes(self, key: OffloadKey) -> int:
@@ -210,7 +210,7 @@ class Index:
         return True
 
     def scanned(self, chunks: Sequence[Held]) -> int:
-        """Note what a checkpoint names or the scan has seen, but for what was stored, used or removed meanwhile.
+        """Note chunks of a checkpoint or of the scan, but none that were stored, used or removed meanwhile.
 
         Returns how much room that takes which it noted.
         """

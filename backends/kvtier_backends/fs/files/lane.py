@@ -1,7 +1,7 @@
 """A lane's share of a batch of files: each chunk verified and answered for by itself.
 
-A call to a lane costs as much as reading a small chunk, so a share has many of them. What a share has done is written
-down in the share, chunk by chunk: the call that lent the buffers may be cancelled, and its result lost.
+A call to a lane costs as much as reading a small chunk, so a share has many chunks. Results are written down in the
+share, chunk by chunk: the call that lent the buffers may be cancelled, and its return value lost.
 """
 
 import errno
@@ -49,7 +49,7 @@ Judge = Callable[[OpenChunk, Read, memoryview, int], Outcome]
 
 
 class OpenShare:
-    """A share of loads under way, several files open at a time; what is open still is closed with it."""
+    """A share of loads under way, with several files open at a time. Files that are still open are closed with it."""
 
     def __init__(self, files: ChunkFiles, share: LoadShare, packing: Packing, pages: memoryview, judge: Judge) -> None:
         """Have in `pages` what is beside the rows, and `ROOM_BYTES`, for each."""

@@ -1,4 +1,4 @@
-"""Loads of files: read in lanes of their own; what turned out to be there, to be used, or to be gone is noted."""
+"""Loads of files, in lanes of their own. They note which files were there, were used, or are gone."""
 
 from collections.abc import Sequence
 from functools import partial

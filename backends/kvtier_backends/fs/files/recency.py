@@ -1,7 +1,7 @@
-"""The order of eviction: first what was there before the start and not used since, by last use; then by policy.
+"""The order of eviction: first chunks from before the start that were not used since, by last use; then by policy.
 
-What is from before has nothing but its last use, which is its file's mtime; a policy has seen nothing of it. It becomes
-the policy's when it is used. With LRU this is one order by last use, through any number of restarts.
+Of a chunk from before the start only the last use is known, by its file's mtime. A policy has seen nothing of it. It
+becomes the policy's when it is used. With LRU this is one order by last use, through any number of restarts.
 """
 
 from array import array
@@ -25,14 +25,17 @@ Keep = Callable[[OffloadKey], bool]
 class ColdEnd(Policy[OffloadKey]):
     """The cold end of an index: a policy that evicts what was used longest ago.
 
-    What is kept there is renewed: it is in use. It has no order of its own: the index's entries stand in the order of
-    their last use anyway. A dict keeps a hole where a key was moved from or removed until it is rebuilt, and finding
-    its first key steps over them all. So its coldest keys are listed, a part of all at a time: a search for each list,
+    Keys that must stay are renewed: they are in use. It has no order of its own: the index's entries stand in the order
+    of their last use anyway. A dict keeps a hole for each key that was moved or removed, until it is rebuilt. Finding
+    its first key steps over all holes. So its coldest keys are listed, a part of all at a time: a search for each list,
     and not for each victim.
     """
 
     def __init__(self, entries: dict[OffloadKey, int], is_live: Callable[[int], bool]) -> None:
-        """`entries`: what is there. Those that are live by their value stand in the order of their last use."""
+        """`entries`: the chunks that are there.
+
+        Those that are live by their value stand in the order of their last use.
+        """
         self._entries = entries
         self._is_live = is_live
         self._listed: list[OffloadKey] = []  # The coldest last.
@@ -104,9 +107,9 @@ class Batch:
 class Idle:
     """Chunks that were not used since the start, by last use.
 
-    What was used or removed meanwhile stands here still, and is for the taker to pass over. The scan gives a batch at a
-    time, and some of it may have to go before the rest is found. A batch is put in order when it comes, and batches are
-    merged as they are taken from: sixteen bytes a chunk, where a heap of pairs would take nine times as much.
+    Chunks that were used or removed meanwhile are still in it. The taker passes over them. The scan gives a batch at a
+    time, and some of it may have to go before the rest is found. A batch is sorted when it comes, and batches are
+    merged as they are taken from. That takes sixteen bytes a chunk. A heap of pairs would take nine times as much.
     """
 
     def __init__(self) -> None:
@@ -251,7 +254,7 @@ class Order:
         return chosen
 
     def snapshot(self) -> tuple[Idle, dict[OffloadKey, int]]:
-        """Return what was idle at some time, and when what is not was used, if there is a clock."""
+        """Return the keys that were idle at some time and, if there is a clock, when the others were used."""
         return self._idle.copy(), dict(self._used_at_ns)
 
     def _note_use(self, key: OffloadKey) -> None:

@@ -1,8 +1,8 @@
-"""Stores of files: room is reserved, chunks are written, what became is counted, whatever happens between.
+"""Stores of files: room is reserved, chunks are written, and outcomes are counted, whatever happens between.
 
-Room is promised for the worst case before a byte is written, to the leading chunks of a batch first: without its head,
-a prefix's tail is of no use. Where the disk turns out to be full all the same, other chunks are removed and what
-failed is tried once more.
+Room is promised for the worst case before a byte is written. The leading chunks of a batch get it first: without its
+head, a prefix's tail is of no use. If the disk is still full, other chunks are removed, and failed stores are tried
+once more.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class Storing:
         self._worst_bytes = chunk_bytes_worst(file_bytes, root.disk.block_bytes, root.sizes.new_bytes)
 
     async def __call__(self, writes: Sequence[Write]) -> tuple[list[Outcome], int]:
-        """Store what there is room for; return the outcomes, and how many say that the file system is away."""
+        """Store chunks as far as there is room; return the outcomes, and how many say that the file system is away."""
         keys = [write.key for write in writes]
         await self._index.claims.until_gone(keys)
         with self._index.claims.in_use(keys):

@@ -1,8 +1,8 @@
-"""The catalog: which slots are free, held, and on their way from one to the other. Owned by the loop's thread.
+"""The catalog: which slots are free, held, or under way from one to the other. Owned by the loop's thread.
 
-A slot is free (its footer is zeros), under way (a store has it), held (it has a key's newest chunk), or outdated. Only
-what has been read from a footer, or written as one, is in here, so that it is exact: a key that is not in here after
-the scan is absent. Slots of another process's segments are held at most.
+A slot is free (its footer is zeros), under way (a store has it), held (it has a key's newest chunk), or outdated. It
+has only keys whose footer was read or written. So it is exact: after the scan, a key that it does not have is absent.
+Slots of another process's segments are held at most.
 """
 
 import time
@@ -51,11 +51,11 @@ class Catalog:
         return self._slots.of.get(key)
 
     def sequence(self, slot: int) -> int:
-        """Return the number of the last chunk that a slot has held: what tells it from any that it gets later."""
+        """Return the number of the last chunk that a slot has held. No later chunk of the slot has it."""
         return self._slots.sequences[slot]
 
     def snapshot(self) -> Snapshot:
-        """Return what is there now, for another thread to write down."""
+        """Return the chunks that are there now, for another thread to write down."""
         return self._slots.snapshot()
 
     def is_foreign(self, slot: int) -> bool:
@@ -190,7 +190,7 @@ class Catalog:
         return [key for key in self._slots.unused_since(before_ns) if not self._is_kept(key)]
 
     def found(self, chunk: Held, *, foreign: bool = False) -> None:
-        """Note what a footer says, of a slot that nobody has been given since the start."""
+        """Note the footer of a slot that no store has been given since the start."""
         key, slot, sequence, _ = chunk
         self._last_sequence = max(self._last_sequence, sequence)
         old = self._slots.of.get(key)
@@ -212,7 +212,7 @@ class Catalog:
     def scan_ended(self, *, complete: bool) -> None:
         """Note that every footer has been seen, and from now on chunks may go for room.
 
-        `complete`: what is not known is absent.
+        `complete`: a key that is not known is absent.
         """
         self._order.insert_coldest(self._slots.end_idle())
         self.scanning = False
@@ -238,7 +238,7 @@ class Catalog:
         return len(keys)
 
     def abandon(self, first: int, count: int) -> bool:
-        """Forget what lies in slots whose file is lost, but for what calls are at; True when nothing is left there.
+        """Forget the chunks of slots whose file is lost, but for chunks that calls use; True when none is left.
 
         None of them is given out any more.
         """

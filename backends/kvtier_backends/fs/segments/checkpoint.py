@@ -1,7 +1,7 @@
-"""The checkpoint of segments: where each chunk was, which is believed where nobody has written since.
+"""The checkpoint of segments: the place of each chunk. It is believed for segments that were not written since.
 
-A segment that has not been written to since has the file's time that the checkpoint says, to the nanosecond and on the
-same boot of the same machine. Of any other, a checkpoint says only when its chunks were used last.
+A segment was not written since if its file has the time in the checkpoint, to the nanosecond, on the same boot of the
+same machine. For other segments, a checkpoint says only when their chunks were used last.
 
 In the framing of `disk.checkpoint`: a preamble of boot 32, segments u64, for each segment the length of its name u16,
 its name, its first slot u64, its slots u64, its time in ns u64 (0: do not trust); of each chunk its slot u64, its
@@ -61,7 +61,7 @@ class SlotCheckpoint:
 
     @property
     def used_bytes(self) -> int:
-        """What it takes more of the disk than it did at the start."""
+        """The room by which it has grown since the start."""
         return self._file.used_bytes
 
     def bytes_worst(self, chunks: int, segments: int) -> int:
@@ -74,7 +74,7 @@ class SlotCheckpoint:
         self._file.write(lengths, snapshot.held(), lambda whole: _preamble(segments, whole=whole))
 
     def read(self) -> Memory:
-        """Return what the last checkpoint says; nothing if there is none that can be used."""
+        """Return the content of the last checkpoint; nothing if no checkpoint can be used."""
         found = self._file.read(_read_preamble)
         if found is None:
             return Memory(same_boot=False, segments=[], chunks=iter(()))

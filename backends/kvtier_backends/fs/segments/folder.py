@@ -1,7 +1,7 @@
-"""The folder of a namespace's segments: which there are, and how one is made, opened, locked and removed.
+"""The folder of a namespace's segments: their list, and how one is made, opened, locked and removed.
 
-A segment is written by the process that holds its lock, which the kernel lets go of when that process ends. Everything
-blocks, any thread may call, and what fails raises the `OSError` of the call that failed.
+A segment is written by the process that holds its lock. The kernel lets go of the lock when that process ends.
+Everything blocks, and any thread may call. A failure raises the `OSError` of the system call.
 """
 
 import errno
@@ -177,7 +177,7 @@ class SegmentFolder:
 
 
 def _write_zeros(fd: int, start: int, end: int) -> None:
-    """Write what is only allocated: the first sync after a chunk then need not write down that its place is used."""
+    """Write zeros to allocated space. Then the first sync after a chunk need not record that its place is used."""
     zeros = memoryview(mmap.mmap(-1, PIECE_BYTES))
     for offset in range(start, end, PIECE_BYTES):
         write_all(fd, [zeros[: min(PIECE_BYTES, end - offset)]], offset)

@@ -1,7 +1,7 @@
-"""Loads from slots, which are read in runs; what is wrong with one may only say that its chunk has moved.
+"""Loads from slots, which are read in runs. A wrong slot may only mean that its chunk has moved.
 
-No slot is kept from being written to while it is read. What comes is verified, and where it is not the chunk, the
-catalog says whether the chunk is elsewhere by now: then it is read there.
+A slot may be written to while it is read. The bytes are verified. If they are not the chunk, the catalog says whether
+the chunk is in another slot by now, and it is read there.
 """
 
 from collections.abc import Sequence

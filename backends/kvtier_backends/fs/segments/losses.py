@@ -1,8 +1,8 @@
 """Losses: segments that somebody else has removed, whose chunks the next start does not find.
 
-Nothing fails by itself, since a file without a name is written to and read as before. So a store asks, when its bytes
-are there, whether their file still has its name, and all segments are looked at every so often. What was in one that
-has not is forgotten at once; it is closed, and its room free, when nothing is at it any more.
+No call fails by itself, since a file without a name can be written and read as before. So after its write, a store asks
+whether the file still has its name. All segments are checked from time to time, too. The chunks of a segment without a
+name are forgotten at once. When no call uses the segment any more, it is closed, and its room is free.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class Losses:
         self._wake = asyncio.Event()
 
     def check(self, share: Share[tuple[Write, int]]) -> None:
-        """Have what a share has written to such a segment count as failed. Blocks, in a lane."""
+        """Count a share's writes to such a segment as failed. Blocks, in a lane."""
         errors = {segment: self._error(segment) for segment in {run.segment for run in share.runs}}
         if not any(errors.values()):
             return
@@ -51,7 +51,7 @@ class Losses:
                 share.outcomes[index] = failure(part.item[0].key, error)
 
     def note(self) -> None:
-        """Forget what lay in segments that were seen to be lost."""
+        """Forget the chunks of segments that were seen to be lost."""
         seen, self._seen = self._seen, []
         for segment in seen:
             if segment in self._segments.all and segment not in self._lost:

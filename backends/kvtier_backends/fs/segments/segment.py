@@ -1,6 +1,6 @@
-"""A segment's file: what its slots hold is read, written and wiped, whoever decides it.
+"""A segment's file: its slots are read, written and wiped here. Other modules decide which.
 
-Everything blocks, any thread may call, and what fails raises the `OSError` of the call that failed.
+Everything blocks, and any thread may call. A failure raises the `OSError` of the system call.
 
 The first page says how long slots are, how many there are, and what their bytes mean. Little-endian: magic 8, version
 u32, zero u32, row length u64, slots u64, namespace fingerprint 32, zeros up to byte 4,088, XXH3-64 of all bytes before
@@ -63,7 +63,7 @@ class Header(NamedTuple):
 
 
 def read_header(page: bytes) -> Header | None:
-    """Read a segment's first page; None if it is none, damaged, or of another version."""
+    """Read a segment's first page; None if it is damaged, of another version, or no first page."""
     if len(page) != HEADER_BYTES:
         return None
     magic, version, _, row_bytes, slots, fingerprint = _HEAD.unpack_from(page)
@@ -133,7 +133,7 @@ class Segment:
 
 
 def sync(segments: Iterable[Segment]) -> None:
-    """Have what was written to segments reach the device."""
+    """Have the bytes that were written to segments reach the device."""
     for segment in segments:
         os.fdatasync(segment.fd)
 
@@ -165,7 +165,7 @@ def write_all(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
 
 
 def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
-    """Return what is left of the buffers after so many bytes."""
+    """Return the rest of the buffers after so many bytes."""
     rest: list[memoryview] = []
     for buffer in buffers:
         if done < len(buffer):

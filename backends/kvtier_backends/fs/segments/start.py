@@ -1,6 +1,6 @@
-"""The start-up scan of segments and their checkpoints, as far as the loop's thread goes: what was read is noted.
+"""The start-up scan of segments, and their checkpoints: the part on the loop's thread, which notes what was read.
 
-Until a slot has been read it is nobody's. What blocks runs in a lane of its own: see `recovery`.
+Until a slot has been read, no key has it. Blocking work runs in a lane of its own: see `recovery`.
 """
 
 import asyncio

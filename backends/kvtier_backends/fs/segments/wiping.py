@@ -1,4 +1,4 @@
-"""Wiping: footers that are true no more, behind the calls that made them so; then their slots are free."""
+"""Wiping: footers of chunks that have gone are zeroed, behind the calls that removed them. Then slots are free."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ class Doomed(NamedTuple):
 
 @dataclass(slots=True)
 class Round:
-    """Slots that a lane wipes, and those that it has, whoever waits for it."""
+    """Slots that a lane is to wipe, and slots that it has wiped, even if the waiting call is cancelled."""
 
     doomed: list[Doomed]
     wiped: list[Doomed] = field(default_factory=list[Doomed])
@@ -38,7 +38,7 @@ class Wiping:
     """The wiping of one tier's slots. Belongs to the loop's thread, and wipes in a lane."""
 
     def __init__(self, tier: OpenTier[SegmentsOptions], catalog: Catalog) -> None:
-        """Wipe in the lane for what is behind the calls. With `fsync`, what is wiped is so after a power cut, too."""
+        """Wipe in the lane for what is behind the calls. With `fsync`, a wiped slot is wiped after a power cut, too."""
         self._catalog = catalog
         self._segments = catalog.segments
         self._name = tier.root.chunks
@@ -101,7 +101,7 @@ class Wiping:
             self._note()
 
     def begin_last(self) -> None:
-        """Have what is left wiped before the lane ends, once; `end_last` then tells whoever waits."""
+        """Have the rest wiped before the lane ends, once. `end_last` then tells the calls that wait."""
         if self._closed:
             return
         self._closed = True
@@ -111,7 +111,7 @@ class Wiping:
         self._lane.submit(self._wipe, self._round)
 
     def end_last(self, *, ended: bool) -> None:
-        """Take note of what was wiped if the lane has ended; else nobody knows, and nobody waits any more."""
+        """Note the wiped slots if the lane has ended. Otherwise they stay unknown. No call waits any more."""
         if ended:
             self._note()
         else:

@@ -1,0 +1,30 @@
+"""What the README says, as its tests ask for it: here and inside vLLM."""
+
+import re
+import shlex
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "README.md").read_text()
+MODEL = "Qwen/Qwen3-8B"  # Of the lines that start a server.
+DIRECTORY = "/var/tmp/kvtier"  # Likewise.
+
+
+def blocks(language: str) -> list[str]:
+    """Return the code of all blocks of a language, in their order."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
+
+
+def serve() -> str:
+    """Return the lines that start a server, as a reader copies them."""
+    (lines,) = (block for block in blocks("sh") if block.startswith("vllm serve "))
+    return lines.rstrip("\n")
+
+
+def serve_arguments() -> list[str]:
+    """Return the same as a shell reads them."""
+    return shlex.split(serve())
+
+
+def section(heading: str) -> str:
+    return TEXT.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]

@@ -1,0 +1,116 @@
+"""For how long a request waited for loads: it is said once, when the request does not wait any more."""
+
+from kvtier.engine.answers import HIT, HIT_PENDING, MISS
+from kvtier.runner.messages import Code
+from tests.engine.ledger.bench import Bench
+
+
+def holding(names: str = "abc", **options: object) -> Bench:
+    """Make a ledger of which a tier holds these keys."""
+    engine = Bench(8, 1, **options)
+    engine.knows_all()
+    engine.holds(names)
+    return engine
+
+
+def test_a_wait_lasts_from_the_step_that_sent_for_chunks_to_the_one_in_which_all_are_there() -> None:
+    engine = holding()
+    request = engine.request()
+    assert engine.lookup("ab", request) == [HIT_PENDING] * 2
+    (load,) = engine.step(seconds=2.0)
+    assert engine.lookup("ab", request) == [HIT_PENDING] * 2
+    engine.step(seconds=3.0)
+    engine.finish(load)
+    assert engine.lookup("ab", request) == [HIT] * 2
+    engine.load("ab", request)
+    assert engine.waited == []
+    engine.step()
+    assert engine.waited == [5.0]
+    engine.ledger.finish(request)
+    assert engine.waited == [5.0]
+
+
+def test_two_requests_that_wait_for_one_load_wait_both() -> None:
+    engine = holding()
+    one, other = engine.request("one"), engine.request("other")
+    engine.lookup("a", one)
+    (load,) = engine.step(seconds=2.0)
+    engine.lookup("a", one)
+    engine.lookup("a", other)
+    engine.step(seconds=1.0)
+    engine.finish(load)
+    engine.lookup("a", one)
+    engine.lookup("a", other)
+    engine.step()
+    assert sorted(engine.waited) == [1.0, 3.0]
+
+
+def test_a_request_that_finds_everything_waits_for_nothing() -> None:
+    engine = holding()
+    engine.stored_alone("x")
+    request = engine.request()
+    assert engine.lookup("xz", request) == [HIT, MISS]
+    engine.step(seconds=1.0)
+    engine.ledger.finish(request)
+    assert engine.waited == []
+
+
+def test_a_wait_for_what_does_not_come_ends_when_the_request_hears_so() -> None:
+    engine = holding()
+    request = engine.request()
+    engine.lookup("a", request)
+    (load,) = engine.step(seconds=2.0)
+    engine.fail(load, Code.FAILED)
+    assert engine.lookup("a", request) == [MISS]
+    assert engine.waited == [2.0]
+    engine.step(seconds=9.0)
+    engine.ledger.finish(request)
+    assert engine.waited == [2.0]
+
+
+def test_a_miss_behind_what_is_on_its_way_ends_no_wait() -> None:
+    engine = holding()
+    request = engine.request()
+    for _ in range(2):
+        assert engine.lookup("az", request) == [HIT_PENDING, MISS]
+        engine.step(seconds=1.0)
+    assert engine.waited == []
+
+
+def test_a_request_that_is_given_up_while_it_waits_has_waited() -> None:
+    engine = holding()
+    request = engine.request()
+    engine.lookup("a", request)
+    engine.step(seconds=4.0)
+    engine.ledger.finish(request)
+    assert engine.waited == [4.0]
+
+
+def test_a_wait_ends_when_the_load_is_late_and_its_chunks_are_computed() -> None:
+    engine = holding(computing_s=1.0, late_margin=1.5)
+    engine.takes(0.1, 0.01)
+    request = engine.request()
+    assert engine.lookup("a", request) == [HIT_PENDING]
+    engine.step(seconds=1.6)
+    assert engine.lookup("a", request) == [MISS]
+    assert engine.waited == [1.6]
+
+
+def test_a_wait_that_a_reset_cut_short_ends_with_the_next_look_up() -> None:
+    engine = holding()
+    request = engine.request()
+    engine.lookup("a", request)
+    engine.step(seconds=1.0)
+    engine.ledger.reset()
+    assert engine.lookup("a", request) == [MISS]
+    assert engine.waited == [1.0]
+
+
+def test_nobody_waits_for_a_prefetch() -> None:
+    engine = holding()
+    engine.ledger.prefetches.begin(engine.keys("abc"))
+    (load,) = engine.step(seconds=1.0)
+    engine.finish(load)
+    engine.step(seconds=1.0)
+    assert not engine.ledger.prefetches
+    assert engine.waited == []

@@ -1,0 +1,89 @@
+"""What the board, the alerts and their page name is on vLLM's own `/metrics`, too."""
+
+import pytest
+from prometheus_client import REGISTRY, generate_latest
+from vllm import __version__ as vllm_version
+
+from kvtier import __version__
+from tests.engine.kit import FAULTY
+from tests.monitoring.queries import EVERY, OF_PROMETHEUS, samples_of, unknown
+from tests.vllm.engines import Engine, kvtier, prompts
+
+BLOCK_BYTES = 64 << 10
+ROWS = 48  # One prompt of 31 chunks and half of another.
+
+
+@pytest.fixture(scope="module")
+def page(llama, tmp_path_factory):
+    """What vLLM serves when requests have found, missed and waited, one tier evicts, and one fails."""
+    disk = {
+        "type": "fs",
+        "name": "disk",
+        "root": str(tmp_path_factory.mktemp("disk")),
+        "layout": "files",
+        "capacity_bytes": 100 * BLOCK_BYTES,
+    }
+    peer = {
+        "type": FAULTY,
+        "name": "peer",
+        "inner": {"type": "dummy", "capacity_bytes": "1GiB"},
+        "faults": {"failed": 1.0},
+        "limits": {"store_chunks_in_flight": 8},
+    }
+    extra = kvtier(None, secondary_tiers=[disk, peer], cpu_bytes_to_use=ROWS * BLOCK_BYTES, prefill_tokens_per_s=1.0)
+    with Engine(llama, extra, disable_log_stats=False) as engine:
+        for seed in range(4):
+            engine.answer(prompts(1, seed=seed))
+            engine.settle()
+        engine.answer(prompts(1, seed=2))
+        engine.settle()
+        for seed in range(9, 40):  # The tier says about once a second what it has evicted.
+            engine.answer(prompts(1, seed=seed))
+            engine.settle()
+            if "evicted" in engine.ledger.tiers[0].counters.reported:
+                break
+        engine.answer(prompts(1, seed=50))  # What the last step changed shows in the next one.
+        return generate_latest(REGISTRY).decode()
+
+
+def test_every_metric_and_label_that_is_named_is_there(page):
+    assert unknown(EVERY, samples_of(page)) == []
+
+
+def test_rows_add_up_and_the_build_says_what_runs(page):
+    samples = {
+        (sample.name, sample.labels.get("state") or sample.labels.get("version")): (sample.labels, sample.value)
+        for family in REGISTRY.collect()
+        for sample in family.samples
+        if sample.name in {"kvtier_primary_rows", "kvtier_build_info"}
+    }
+    assert sum(value for (name, _), (_, value) in samples.items() if name == "kvtier_primary_rows") == ROWS
+    labels, one = samples["kvtier_build_info", __version__]
+    assert (labels["vllm"], one) == (vllm_version, 1)
+
+
+def test_an_engine_after_another_in_one_process_counts_from_zero(page, llama, tmp_path):
+    """Else it would not start: its metrics would be there already."""
+    with Engine(llama, kvtier(tmp_path), disable_log_stats=False) as engine:
+        engine.answer(prompts(1, tokens=100))
+        engine.settle()
+        engine.answer(prompts(1, tokens=100, seed=1))
+        found = samples_of(generate_latest(REGISTRY).decode())
+        assert {series["tier"] for series in found["kvtier_tier_used_bytes"]} == {"0:fs"}
+
+
+def test_vllm_gives_no_label_that_a_scrape_adds(page):
+    """Else Prometheus would rename vLLM's, and the board's variables would choose nothing."""
+    for name, series in samples_of(page).items():
+        if name.startswith("kvtier_"):
+            assert not any(OF_PROMETHEUS & labels.keys() for labels in series), name
+
+
+def test_a_request_that_was_answered_from_a_tier_has_waited_and_saved_computing(page):
+    values = {
+        line.split("{")[0]: float(line.rsplit(" ", 1)[1])
+        for line in page.splitlines()
+        if line.startswith(("kvtier_load_wait_seconds_count", "kvtier_computing_saved_seconds_total"))
+    }
+    assert values["kvtier_load_wait_seconds_count"] >= 1
+    assert values["kvtier_computing_saved_seconds_total"] >= 32  # A chunk of 32 tokens, each a second.
