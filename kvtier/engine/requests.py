@@ -298,8 +298,9 @@ class StepHits:
     Invariant: whenever room is made, the row of every key that was noted in this step is held, as long as it is ready.
     For that a request is in `_fresh` just as long as its `hits` are not empty, and in `_held` if its `held` are not.
 
-    **Who has found a key before may skip the call**: while `request.hits` is not empty, a key that is ready may be
-    appended to it instead of being noted. What empties it is `hold`, `end` and `clear`. It stays the same list.
+    **A caller may skip the call if the request has found a key before.** While `request.hits` is not empty, a key that
+    is ready may be appended to it, in place of `note`. `hold`, `end` and `clear` empty the list. It stays the same
+    list.
     """
 
     def __init__(self, primary: Primary, leases: Leases, waited: Waited | None = None) -> None:
