@@ -28,6 +28,7 @@ SEEN_MIN = 65_536  # Some megabytes, for a small primary.
 FIRST_USE = "first_use"  # Remembered, and not sent.
 CLOSED = "closed"  # The end's deadline came first.
 RESET = "reset"  # What the primary held was to be forgotten.
+NO_STORE = "no_store"  # A hint said so.
 OVER = "over"  # Its session is, and nobody has used it since.
 
 
@@ -56,6 +57,9 @@ class Cascades:
         self._seen = {tier: OrderedDict[OffloadKey, None]() for tier in self._second_use}  # Stored longest ago first.
         self._seen_max = max(SEEN_MIN, SEEN_A_ROW * primary.rows)
         self._owed = [0] * primary.rows if self.owes else []  # Bits of the tiers that a row's chunk is owed to.
+        self._owed_for = [0] * len(self._owed)  # The number of the request that it is owed for the sake of.
+        self.demoted: set[int] = set()
+        """Rows that were demoted, until they are used again: written last, they are still the first to go."""
         self.withheld: set[int] = set()
         """Rows of sessions that are over, until they are used again: what is owed of these is not sent."""
         self._leaving_rows = self._wanted = leaving_rows
@@ -64,12 +68,13 @@ class Cascades:
 
     # What happens to chunks.
 
-    def due(self, keys: Sequence[OffloadKey], tier: Tier) -> list[OffloadKey]:
-        """Take note that keys were stored for a tier; return those that are sent to it at once."""
+    def due(self, keys: Sequence[OffloadKey], tier: Tier, request: Request) -> list[OffloadKey]:
+        """Take note that a request has stored keys for a tier; return those that are sent to it at once."""
         if tier.spec.cascade == WHEN_EVICTED:
             rows = self._primary.rows_of(keys)
             for row in rows:
                 self._owed[row] |= tier.bit
+                self._owed_for[row] = request.number
             if self._ending:
                 self._due[tier].extend(rows)
             return []
@@ -106,6 +111,41 @@ class Cascades:
         for tier in self._evict:
             if tier.spec is not source and request.stores_in(tier.spec):
                 self._owed[row] |= tier.bit
+                self._owed_for[row] = request.number
+
+    def keep_out(self, keys: Sequence[OffloadKey], request: Request) -> None:
+        """Take note that a request that has used keys keeps its own out of tiers, as its client says at its end.
+
+        What is owed for its sake is not written. What was seen once counts as never seen.
+        """
+        row_of = self._primary.ready.get
+        rows = [(key, row) for key in keys if (row := row_of(key)) is not None]
+        for tier in self._evict:
+            if request.keeps_out(tier.spec):
+                mine = [each for each in rows if self._owed_for[each[1]] == request.number]
+                tier.counters.skip(NO_STORE, self._write_off(mine, tier))
+        for tier in self._second_use:
+            if request.keeps_out(tier.spec):
+                self._unsee((key for key in keys if self._lacks(tier, key)), tier)
+
+    def forget(self, keys: Iterable[OffloadKey]) -> None:
+        """Take note that keys are to be forgotten everywhere: so, too, that they were seen."""
+        for tier in self._second_use:
+            self._unsee(keys, tier)
+
+    def _unsee(self, keys: Iterable[OffloadKey], tier: Tier) -> None:
+        seen = self._seen[tier]
+        for key in keys:
+            seen.pop(key, None)
+
+    def _write_off(self, chunks: Iterable[tuple[OffloadKey, int]], tier: Tier) -> int:
+        """Owe a tier these chunks no more; return how many of them it lacks."""
+        owed, bit, lacked = self._owed, tier.bit, 0
+        for key, row in chunks:
+            if owed[row] & bit:
+                owed[row] &= ~bit
+                lacked += self._lacks(tier, key)
+        return lacked
 
     def lost(self, tier: Tier, keys: Iterable[OffloadKey]) -> None:
         """Take note that a tier holds chunks no more: what the primary has of them is owed to it again."""
@@ -123,6 +163,7 @@ class Cascades:
         for row in rows:
             owed[row] = 0
         self.withheld.difference_update(rows)
+        self.demoted.difference_update(rows)
 
     # A step, and the end.
 
@@ -179,12 +220,16 @@ class Cascades:
         for due in self._due.values():
             due.clear()
         self.withheld.clear()
+        self.demoted.clear()
 
     def _send(self, tier: Tier, due: deque[int], now: float) -> None:
         keys = list(islice(self._sendable(tier, due), self._outbox.places(tier, now)))
-        size = self._action_chunks
+        size, head_first = self._action_chunks, 1 if self._ending else -1
         for start in range(0, len(keys), size):  # Head first within an action, as a tier expects it.
-            self._outbox.cascade(keys[start : start + size][:: 1 if self._ending else -1], tier, now)
+            self._outbox.cascade(keys[start : start + size][::head_first], tier, now)
+        row_of = self._primary.ready.__getitem__
+        if self.demoted and (demoted := [key for key in keys[::head_first] if row_of(key) in self.demoted]):
+            self._outbox.demote(demoted, tier)
 
     def _sendable(self, tier: Tier, due: deque[int]) -> Iterator[OffloadKey]:
         """Give the keys that a tier is owed and lacks, who left first first; they are owed no more."""

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from kvtier.backend import OffloadKey
 from kvtier.config import PRIMARY_NAME, EngineConfig, TierConfig
 from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, EventKind, EventLog, LookupResult, StorePlan
-from kvtier.engine.cascades import Cascades
+from kvtier.engine.cascades import NO_STORE, Cascades
 from kvtier.engine.inbox import Inbox, Observe
 from kvtier.engine.outbox import Outbox, Run, Transfer, Transfers, chunks_before
 from kvtier.engine.prefetches import Prefetches
@@ -115,7 +115,9 @@ class Ledger:
         self.withdrawals = 0  # Requests that must look up again, for what they found is not sent for.
         self._now = 0.0
         self._step = 1
-        self._parked: dict[OffloadKey, list[Tier]] = {}  # Filling keys that request-level tiers will get, too.
+        self._parked: dict[
+            OffloadKey, list[tuple[Tier, Request]]
+        ] = {}  # Filling keys that request-level tiers will get, too.
         self._request_level = [tier for tier in self.tiers if tier.spec.request_level]
 
     # A step: the time comes in, messages are settled, actions go out.
@@ -158,15 +160,16 @@ class Ledger:
             self._weigh()
         if self.prefetches.waiting:  # After that: what is not loaded for a request may be for them.
             self.prefetches.step()
-        self._hits.end(self._now, worth.patience_s(worth.chunk_s) if worth.token_s else None)
+        weighs = worth.token_s > 0
+        self._hits.end(self._now, worth.patience_s(worth.chunk_s) if weighs else None)
         if self._forgetting:
             self._forgetting = dict.fromkeys(self.delete(list(self._forgetting)))
         if self._parked:
             self._cascade_parked()
         if self.cascades.owes:
             self.cascades.step(self._now, runner_up=self.runner_up)
-        actions = self.outbox.flush(self._expect if worth.token_s else None)
-        if worth.token_s or self.prefill.tokens_per_s:
+        actions = self.outbox.flush(self._expect if weighs else None)
+        if weighs or self.prefill.tokens_per_s:
             worth.begin_step()
         self._step += 1
         return actions
@@ -532,6 +535,8 @@ class Ledger:
             self.primary.touch(rows)
             if self.cascades.withheld:
                 self.cascades.withheld.difference_update(rows)
+            if self.cascades.demoted:
+                self.cascades.demoted.difference_update(rows)
             if self.cascades.remembers and self.runner_up:
                 self.cascades.used(fresh, request, self._now)
         elif len(keys) == len(present):
@@ -582,9 +587,9 @@ class Ledger:
             if not request.allows(tier.spec):
                 continue
             if request.hint is not None and request.keeps_out(tier.spec):
-                tier.counters.skip("no_store", len(published))
+                tier.counters.skip(NO_STORE, len(published))
                 continue
-            due = published if tier.at_once else self.cascades.due(published, tier)
+            due = published if tier.at_once else self.cascades.due(published, tier, request)
             if self.runner_up:
                 self.outbox.cascade(due, tier, self._now)
             else:
@@ -617,16 +622,17 @@ class Ledger:
                 self.outbox.cascade(dict.fromkeys(filter(self.primary.ready.__contains__, keys)), tier, self._now)
                 for key in keys:
                     if key in self.primary.filling:
-                        self._parked.setdefault(key, []).append(tier)
+                        self._parked.setdefault(key, []).append((tier, request))
 
     def _cascade_parked(self) -> None:
-        for key, tiers in list(self._parked.items()):
+        for key, wishes in list(self._parked.items()):
             if key in self.primary.filling:
                 continue
             del self._parked[key]
             if key in self.primary.ready:
-                for tier in tiers:
-                    self.outbox.cascade((key,), tier, self._now)
+                for tier, request in wishes:
+                    if not request.keeps_out(tier.spec):  # As it may have said since.
+                        self.outbox.cascade((key,), tier, self._now)
 
     # A request's beginning and end.
 
@@ -667,6 +673,8 @@ class Ledger:
         over = self.primary.end(self.primary.rows_of(used), hint)
         if over and self.cascades.owes:
             self.cascades.withheld.update(over)
+        if hint is not None and hint.no_store:
+            self.cascades.keep_out(used, request)
         for tier in self.tiers:
             if self.runner_up and request.allows(tier.spec):
                 self.outbox.end(used, tier, hint)
@@ -680,6 +688,8 @@ class Ledger:
         self._take_hints()
         rows = self.primary.rows_of(dict.fromkeys(keys))
         self.primary.demote(rows)
+        if self.cascades.owes:
+            self.cascades.demoted.update(rows)
         for tier in self.tiers:
             if self.runner_up:
                 self.outbox.demote(keys, tier)
@@ -733,6 +743,7 @@ class Ledger:
 
     def _delete_in_tiers(self, keys: Sequence[OffloadKey]) -> None:
         if keys:
+            self.cascades.forget(keys)
             for tier in self.tiers:
                 self.residency.remove(tier, keys)
                 tier.forget_answers(keys)

@@ -147,11 +147,14 @@ class Transfers:
     def settle(self, id_: int, *, lent: bool) -> Transfer | None:
         """Take a transfer whose outcome is known off the table; while `lent`, it is overdue. None: it is not known."""
         transfer = self.under_way.pop(id_, None)
-        if transfer is not None:
-            transfer.tier.loads.pop(id_, None)
-        if transfer is not None and lent:
+        if transfer is None:
+            return None
+        tier = transfer.tier
+        if tier.loads:
+            tier.loads.pop(id_, None)
+        if lent:
             self.overdue[id_] = transfer
-            transfer.tier.overdue_rows += len(transfer.rows)
+            tier.overdue_rows += len(transfer.rows)
         return transfer
 
     def take_back(self, id_: int) -> None:
@@ -332,11 +335,11 @@ class Outbox:
         From the first hint on it hears after the stores of the request's keys that are under way, and that this is an
         end: a session goes on with it, or is over.
         """
-        self._hinted = self._hinted or hint is not None
-        if self._hinted:
-            self._advise(tier, keys, lambda packed: Rank(tier.index, packed, hint or _NOTHING_SAID))
-        else:
+        if hint is None and not self._hinted:
             self.rank(keys, tier)
+            return
+        self._hinted = True
+        self._advise(tier, keys, lambda packed: Rank(tier.index, packed, hint or _NOTHING_SAID))
 
     def expect_hints(self) -> None:
         """Have the tiers take note from now on of which session uses what: there are hints."""
@@ -433,8 +436,12 @@ class Outbox:
         tail_first: bool = True,
     ) -> None:
         """Tell a tier of those of the keys that it holds."""
-        mask, bit, size = self._residency.mask, tier.bit, ADVICE_KEYS_MAX
-        held = [key for key in keys if mask.get(key, 0) & bit or tier.last_answer(key)]
+        mask, bit, answered, size = self._residency.mask, tier.bit, tier.answered, ADVICE_KEYS_MAX
+        held = [key for key in keys if mask.get(key, 0) & bit or key in answered]
+        if len(held) <= size:  # Most are.
+            if held:
+                self._advice.append(make(pack_keys(held)))
+            return
         starts = range(0, len(held), size)
         for start in reversed(starts) if tail_first else starts:
             self._advice.append(make(pack_keys(held[start : start + size])))
@@ -466,7 +473,8 @@ class Outbox:
 
     def _work(self, expect: Expect | None) -> Iterator[Action]:
         yield from self._probes()
-        yield from self._loads(expect)
+        if self._promotions:
+            yield from self._loads(expect)
         yield from self._stores()
         for tier, queued in self._deletes.items():
             for keys in self._batches(queued):

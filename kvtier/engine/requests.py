@@ -6,7 +6,7 @@ put off until somebody is about to make room, or to the step's end. Most steps m
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, count
 
 from kvtier.backend import OffloadKey, of_one_group
 from kvtier.engine.primary import Primary, Rows
@@ -21,6 +21,8 @@ Waited = Callable[[float], None]
 PROMOTIONS_MAX = 2  # Of one key for one request: the second may follow an eviction; a third would be a loop.
 DECLINED = PROMOTIONS_MAX + 1  # Of a key that the request computes, wherever it is.
 NEVER = math.inf  # Nothing is waited for, or without an end.
+
+_numbers = count(1)
 
 
 class Search:
@@ -67,6 +69,7 @@ class Request:
         "leased_hits",
         "load_matchers",
         "matchers",
+        "number",
         "position",
         "retried_in",
         "storing",
@@ -87,6 +90,7 @@ class Request:
         weighed: bool = True,
     ) -> None:
         self.id = request_id
+        self.number = next(_numbers)  # An id may come again.
         self.weighed = weighed  # Its loads are given up where computing is faster; a prefetch has nobody who computes.
         self.matchers = matchers  # None: every tier.
         self.load_matchers = load_matchers  # Of those, the ones that it may be loaded from; None: each of them.

@@ -533,7 +533,7 @@ class StepManager:
             try:
                 self._waited(seconds)
             except Exception:  # The supervisor's edge: a bug in an observer costs no request its chunks.
-                logger.exception("the observer raised for a wait of %.3f s", seconds)
+                logger.exception("the observer raised for a wait of %.3f s; see %s", seconds, Remedy.OBSERVER)
 
     # The end, of all or of what it holds.
 

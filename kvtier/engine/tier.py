@@ -4,7 +4,7 @@ Where keys are is kept once for all tiers, as a bit mask a key (`Residency`): a 
 chunk another hundred bytes.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -316,6 +316,11 @@ class Tier:
     def last_answer(self, key: OffloadKey) -> bool:
         """Say what the last answer was, however old; what is not remembered counts as absent."""
         return key in self._present_until
+
+    @property
+    def answered(self) -> Container[OffloadKey]:
+        """The keys for which `last_answer` is true."""
+        return self._present_until
 
     def believe(self, key: OffloadKey, *, present: bool, now: float) -> bool:
         """Remember an answer for as long as answers are believed; it overrides the last one, and one on its way.

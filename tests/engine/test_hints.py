@@ -9,7 +9,7 @@ import pytest
 
 from kvtier import EventKind, Hint
 from kvtier.engine.manager import TieringOffloadingManager
-from tests.engine.kit import CHUNK_BYTES, at_rest, chunk, found, key, ledger_in, put, until
+from tests.engine.kit import CHUNK_BYTES, at_rest, chunk, describe, found, key, ledger_in, put, until
 
 OVER = Hint(over=True)
 SLOT_BYTES = CHUNK_BYTES + 4_096
@@ -163,6 +163,26 @@ async def test_what_is_not_to_be_stored_goes_to_no_tier(open_engine, tmp_path, r
     disk, dummy = engine.stats().tiers
     assert (disk.stored, disk.skipped, dummy.stored, dummy.skipped) == (1, {"no_store": 4}, 3, {"no_store": 2})
     assert await engine.get(keys([0])) == [chunk(0)]
+
+
+@pytest.mark.parametrize("cascade", ["evict", "second_use"])
+async def test_what_is_not_to_be_stored_may_be_said_at_the_end_of_a_tier_that_is_written_later(
+    open_engine, tmp_path, cascade
+):
+    engine = await open_engine(8, fs(tmp_path, cascade=cascade))
+    for number in range(4):
+        steps = engine.steps
+        steps.on_new_request(f"r{number}")
+        await put(engine, [number], request_id=f"r{number}")
+        steps.on_request_finished(f"r{number}", hint={"no_store": True} if number % 2 else None)
+    await put(engine, range(4, 12))
+    if cascade == "second_use":
+        await put(engine, range(4))
+    assert await engine.drain()
+    assert await engine.aclose() == 0
+    async with TieringOffloadingManager.open(describe(64, fs(tmp_path))) as later:
+        kept = [number for number in range(4) if await found(later, [number])]
+    assert kept == [0, 2]
 
 
 async def test_a_bad_hint_costs_the_request_nothing_and_is_counted_and_said_once(open_engine, caplog):

@@ -6,7 +6,18 @@ from kvtier.engine.cascades import SEEN_MIN
 from kvtier.engine.ledger import LookupResult
 from kvtier.engine.tier import TierMatcher
 from kvtier.hints import Hint
-from kvtier.runner.messages import Cascade, Code, Gone, Promote, Rank, RunnerLost, pack_keys, unpack_keys, unpack_rows
+from kvtier.runner.messages import (
+    Cascade,
+    Code,
+    Demote,
+    Gone,
+    Promote,
+    Rank,
+    RunnerLost,
+    pack_keys,
+    unpack_keys,
+    unpack_rows,
+)
 from tests.engine.ledger.bench import keys_of, names_of
 
 HIT, PENDING, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS
@@ -346,7 +357,7 @@ def test_what_the_tier_has_is_not_written_on_use(careful):
 def test_memory_for_first_uses_is_bounded(careful):
     cascades, tier = careful.ledger.cascades, careful.ledger.tiers[0]
     for start in range(0, 3 * SEEN_MIN, 1_000):
-        cascades.due([number.to_bytes(8, "big") for number in range(start, start + 1_000)], tier)
+        cascades.due([number.to_bytes(8, "big") for number in range(start, start + 1_000)], tier, careful.request())
     assert len(cascades._seen[tier]) == SEEN_MIN
 
 
@@ -385,3 +396,138 @@ def test_what_a_request_keeps_out_of_a_tier_is_not_owed_to_it(evicting):
     assert sent(engine.step()) == []
     engine.store("e")
     assert skipped(engine) == {"no_store": 4}
+
+
+NOTHING = {"no_store": True}
+
+
+def over(engine, request, hint):
+    """End a request with what its client says last."""
+    engine.ledger.hint(request, hint)
+    engine.ledger.finish(request)
+
+
+def test_what_a_request_keeps_out_at_its_end_is_owed_no_more(evicting):
+    engine = evicting()
+    request = engine.request()
+    engine.store("abcd", request)
+    over(engine, request, NOTHING)
+    assert skipped(engine) == {"no_store": 4}
+    assert sent(engine.step()) == []
+    engine.store("e")
+    assert skipped(engine) == {"no_store": 4}
+
+
+def test_what_waits_for_a_tiers_places_is_kept_out_too(evicting):
+    engine = evicting(rows=8, leaving_rows=4, store_chunks_max=2)
+    request = engine.request()
+    engine.store("abcdefgh", request)
+    first = engine.step()
+    assert sent(first) == [(0, "gh")]
+    over(engine, request, NOTHING)
+    engine.finish_all(first)
+    assert sent(engine.step()) == []
+    engine.ledger.cascades.end()
+    assert sent(engine.step()) == []
+    assert engine.ledger.cascades.give_up("closed") == 0
+
+
+def test_a_hint_at_the_end_keeps_chunks_out_of_those_tiers_alone_that_it_names(evicting, bench):
+    engine = evicting(tiers=[bench.spec("other", cascade="evict")])
+    request = engine.request()
+    engine.store("abcd", request)
+    over(engine, request, {"no_store": ["other"]})
+    assert sent(engine.step()) == [(0, "d")]
+    assert skipped(engine, 1) == {"no_store": 4}
+
+
+def test_a_hint_at_the_end_keeps_out_nothing_that_another_request_stored(evicting):
+    engine = evicting()
+    engine.store("ab", engine.request("first"))
+    request = engine.request("second")
+    engine.store("abcd", request)
+    over(engine, request, NOTHING)
+    assert skipped(engine) == {"no_store": 2}
+    engine.ledger.cascades.end()
+    assert sent(engine.step()) == [(0, "ab")]
+
+
+def test_what_another_request_stored_anew_is_owed_for_its_sake(evicting):
+    engine = evicting(rows=2)
+    first = engine.request("first")
+    engine.store("a", first)
+    engine.store("bc", engine.request("between"))
+    engine.store("a", engine.request("second"))
+    over(engine, first, NOTHING)
+    engine.ledger.cascades.end()
+    assert "a" in "".join(names for _, names in sent(engine.step()))
+
+
+def test_what_a_request_keeps_out_at_its_end_it_was_not_promoted_for(evicting, bench):
+    engine = evicting(tiers=[bench.spec("slow", cascade="evict")])
+    engine.holds("x", tier=1)
+    request = engine.request()
+    engine.lookup("x", request)
+    engine.finish_all(engine.step())
+    engine.load("x", request)
+    over(engine, request, NOTHING)
+    engine.store("abc")
+    assert sent(engine.step()) == []
+
+
+def test_what_a_request_keeps_out_at_its_end_counts_as_never_seen(careful):
+    request = careful.request("first")
+    careful.store("ab", request)
+    over(careful, request, NOTHING)
+    careful.store("cdef", careful.request("between"))
+    careful.store("ab", careful.request("second"))
+    assert sent(careful.step()) == []
+    careful.load("a", careful.request("third"))
+    assert sent(careful.step()) == [(0, "a")]
+
+
+def test_what_was_forgotten_counts_as_never_seen(careful):
+    careful.store("ab")
+    assert careful.ledger.forget(keys_of("ab")) == 2
+    careful.store("ab")
+    assert sent(careful.step()) == []
+
+
+def test_what_was_forgotten_while_it_waits_to_be_written_is_not_written(evicting):
+    engine = evicting(rows=8, leaving_rows=4, store_chunks_max=2)
+    engine.store("abcdefgh")
+    first = engine.step()
+    assert engine.ledger.forget(keys_of("ef")) == 2
+    engine.finish_all(first)
+    engine.store("xy")
+    assert "x" not in "".join(names for _, names in sent(engine.step()))
+    engine.ledger.cascades.end()
+    assert not set("ef") & set("".join(names for _, names in sent(engine.step())))
+
+
+def told(actions):
+    return [names_of(unpack_keys(action.keys)) for action in actions if isinstance(action, Demote)]
+
+
+def test_what_was_demoted_goes_first_in_the_tier_that_it_is_written_to(evicting):
+    """Or else it would be the newest there."""
+    engine = evicting(rows=8, leaving_rows=2)
+    engine.store("abcdefgh")
+    engine.ledger.demote(keys_of("ab"))
+    writes = engine.step()
+    assert sent(writes) == [(0, "ab")]
+    assert told(writes) == []
+    engine.finish_all(writes)
+    assert told(engine.step()) == ["ab"]
+
+
+def test_what_was_demoted_and_is_used_again_is_as_any_other_in_the_tier(evicting):
+    engine = evicting(rows=8, leaving_rows=2)
+    engine.store("abcdefgh")
+    engine.ledger.demote(keys_of("a"))
+    engine.load("a")
+    engine.load("bcdefgh", engine.request("later"))
+    for _ in range(2):
+        writes = engine.step()
+        assert told(writes) == []
+        engine.finish_all(writes)
