@@ -80,6 +80,7 @@ class Cascades:
             return []
         seen = self._seen[tier]
         again = [key for key in keys if key in seen]
+        request.saw += [key for key in keys if key not in seen]
         for key in reversed(keys):  # Of more than can be remembered the beginning is.
             seen[key] = None
             seen.move_to_end(key)
@@ -97,7 +98,9 @@ class Cascades:
             seen = self._seen[tier]
             again = [key for key in keys if key in ready and not tier.last_answer(key)]
             self._outbox.cascade(dict.fromkeys(again), tier, now)
-            seen.update(dict.fromkeys(key for key in keys if key not in ready))
+            absent = [key for key in keys if key not in ready]
+            request.saw += [key for key in absent if key not in seen]
+            seen.update(dict.fromkeys(absent))
             self._forget(seen)
 
     def _forget(self, seen: OrderedDict[OffloadKey, None]) -> None:
@@ -116,7 +119,7 @@ class Cascades:
     def keep_out(self, keys: Sequence[OffloadKey], request: Request) -> None:
         """Take note that a request that has used keys keeps its own out of tiers, as its client says at its end.
 
-        What is owed for its sake is not written. What was seen once counts as never seen.
+        What is owed for its sake is not written. What nobody had seen before it counts as never seen.
         """
         row_of = self._primary.ready.get
         rows = [(key, row) for key in keys if (row := row_of(key)) is not None]
@@ -126,7 +129,7 @@ class Cascades:
                 tier.counters.skip(NO_STORE, self._write_off(mine, tier))
         for tier in self._second_use:
             if request.keeps_out(tier.spec):
-                self._unsee((key for key in keys if self._lacks(tier, key)), tier)
+                self._unsee((key for key in request.saw if self._lacks(tier, key)), tier)
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """Take note that keys are to be forgotten everywhere: so, too, that they were seen."""

@@ -72,6 +72,7 @@ class Request:
         "number",
         "position",
         "retried_in",
+        "saw",
         "storing",
         "told",
         "used",
@@ -105,6 +106,7 @@ class Request:
         self.retried_in = 0  # The last step in which it was answered RETRY.
         self.late_at = NEVER  # When what it waits for is given up.
         self.leased: set[int] = set()
+        self.saw: list[OffloadKey] = []  # Keys that a tier with `cascade = "second_use"` had not seen before.
         self._search: Search | None = None
         self.storing = 0  # Keys reserved and not completed.
         self.finished = False
