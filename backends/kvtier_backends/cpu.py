@@ -112,7 +112,7 @@ class CpuMemory:
 
 
 def _forget_last_error() -> None:
-    """Clear what a failed call leaves in the CUDA runtime, where torch's next kernel launch would take it for its own.
+    """Clear the error of a failed call in the CUDA runtime. Torch's next kernel launch would take it for its own.
 
     torch does not offer the call, so it is made in the library that torch has loaded.
     """

@@ -144,7 +144,7 @@ class Backend(ABC, Generic[OptionsT]):
     chunks moved wholly or not at all.
 
     Errors: one chunk's failure is its `Outcome`, in the order of the batch. This holds for chunks that the tier could
-    never hold, too: the key is too long or too short, or the buffer is not one row long. For such a key a probe says
+    never hold, too. Their key is too long or too short, or the buffer is not one row long. For such a key a probe says
     absent, a load says `ChunkMissing`, a store says `NoSpace`, and a delete ignores it (`kvtier.backend.Fit` does
     that). A call raises for the whole only: `BackendClosed`, `BackendUnavailable`, cancellation. An empty batch is
     answered with an empty sequence. A key may appear twice in a batch: each place gets its outcome.

@@ -160,8 +160,8 @@ class Lanes(Executor):
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Refuse new calls and let the threads go, as an `Executor` does; `aclose` is for use on a loop.
 
-        Calls dropped by `cancel_futures` fail with `BackendClosed`: a cancelled future would look, to the task that
-        waits for it, as if the task itself had been cancelled.
+        Calls dropped by `cancel_futures` fail with `BackendClosed`. A task that waits for a cancelled future would take
+        itself for cancelled.
         """
         with self._lock:
             self._closed = True

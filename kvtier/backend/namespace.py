@@ -72,7 +72,7 @@ class Namespace(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """`vllm`: one worker's rows go by the names that vLLM gives them, which it gives to rows of other sizes, too."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be part of a folder's name."""
+        """Refuse values that cannot be part of a folder's name."""
         super().__post_init__()
         if not self.model_name:
             raise ConfigError("model_name: '' given, a name accepted: without one, two models would share their chunks")
@@ -143,11 +143,11 @@ class FileMapper:
 def refusal(namespace: Namespace) -> str:
     """Say why rows depend on the parallel sizes, so that these must stay in the names; empty if they do not.
 
-    A row is its workers' bytes, one after the other. Its bytes are the same at every size in three cases: pages are
-    canonical and certified so, all workers' bytes are the same, or the heads are the outermost axis of the row. The
-    workers share out the heads. vLLM 0.32 also shares rows whose outermost axis is the layer. There, size checks pass
-    and heads land in other layers (vllm-project/vllm#55191). Names differ from vLLM's in that one case, unless
-    `interop` asks for vLLM's names of one worker. That option vouches that no LLM engine of another size writes there.
+    A row is its workers' bytes, one after the other. Its bytes are the same at every size in three cases. Pages are
+    canonical and certified so. Or all workers' bytes are the same. Or the heads, which the workers share out, are the
+    outermost axis of the row. vLLM 0.32 also shares rows whose outermost axis is the layer. There, size checks pass and
+    heads land in other layers (vllm-project/vllm#55191). Names differ from vLLM's in that one case, unless `interop`
+    asks for vLLM's names of one worker. That option vouches that no LLM engine of another size writes there.
     """
     if not namespace.parallel_agnostic:
         return "not asked for"

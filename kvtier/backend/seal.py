@@ -216,7 +216,7 @@ class XXH3Seal(Seal):
 
 
 class Told(NamedTuple):
-    """What a seal says of its chunk, whether or not it is true."""
+    """The claims of a seal about its chunk, whether or not they are true."""
 
     row_bytes: int
     fingerprint: bytes  # Of the namespace.

@@ -160,15 +160,16 @@ class Ledger:
             self._weigh()
         if self.prefetches.waiting:  # After that: what is not loaded for a request may be for them.
             self.prefetches.step()
-        self._hits.end(self._now, worth.patience_s(worth.chunk_s) if worth.token_s else None)
+        weighs = worth.token_s > 0
+        self._hits.end(self._now, worth.patience_s(worth.chunk_s) if weighs else None)
         if self._forgetting:
             self._forgetting = dict.fromkeys(self.delete(list(self._forgetting)))
         if self._parked:
             self._cascade_parked()
         if self.cascades.owes:
             self.cascades.step(self._now, runner_up=self.runner_up)
-        actions = self.outbox.flush(self._expect if worth.token_s else None)
-        if worth.token_s or self.prefill.tokens_per_s:
+        actions = self.outbox.flush(self._expect if weighs else None)
+        if weighs or self.prefill.tokens_per_s:
             worth.begin_step()
         self._step += 1
         return actions
@@ -730,8 +731,8 @@ class Ledger:
     def delete(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Forget keys in the primary and in every tier, but for those that something holds: these are returned.
 
-        What only a hung store holds, or a caller that should not, is forgotten, too; its row stays lent, and the store,
-        if it ends, may come after.
+        A key that only a hung store holds, or a caller that should not, is forgotten, too. Its row stays lent. The
+        store may still end after this call.
         """
         lost, ready = self.transfers.pins_overdue() + self.kept, self.primary.ready
         gone = [key for key in keys if key in ready and self.primary.discard(key, lost[ready[key]])]

@@ -3,8 +3,9 @@
 Rows are reserved or pinned when something is queued, not when it is sent, so that nothing of it can be evicted in
 between. What exceeds a limit is dropped here and counted, with the reason.
 
-A transfer is under way until its outcome is known. If its rows are still lent then (it ran out of time, or its runner
-died), it is overdue: no LLM engine waits for it, and nobody else gets its rows until they are returned.
+A transfer is under way until its outcome is known. If it ran out of time, or its runner died, its rows may still be
+lent then. Such a transfer is overdue. No LLM engine waits for it, and no other transfer gets its rows until they are
+returned.
 """
 
 from collections import Counter, deque
@@ -74,8 +75,8 @@ def chunks_before(runs: Sequence[Run], end: int) -> dict[Tier, int]:
 class Transfer:
     """One action that was sent. `rows` is empty for probes and deletes; `request` is set for promotions that have one.
 
-    `expected_s` is how long it was expected to take, where that is known; else 0. `sizes` are what its tier's
-    speed says that for. `given_up`: it was too late for its request.
+    `expected_s` is the time that it was expected to take; 0 if that is not known. `sizes` are the sizes for which the
+    tier's speed gave this time. `given_up`: it was too late for its request.
     """
 
     __slots__ = (
@@ -147,11 +148,14 @@ class Transfers:
     def settle(self, id_: int, *, lent: bool) -> Transfer | None:
         """Take a transfer whose outcome is known off the table; while `lent`, it is overdue. None: it is not known."""
         transfer = self.under_way.pop(id_, None)
-        if transfer is not None:
-            transfer.tier.loads.pop(id_, None)
-        if transfer is not None and lent:
+        if transfer is None:
+            return None
+        tier = transfer.tier
+        if tier.loads:
+            tier.loads.pop(id_, None)
+        if lent:
             self.overdue[id_] = transfer
-            transfer.tier.overdue_rows += len(transfer.rows)
+            tier.overdue_rows += len(transfer.rows)
         return transfer
 
     def take_back(self, id_: int) -> None:
@@ -329,14 +333,14 @@ class Outbox:
     def end(self, keys: Sequence[OffloadKey], tier: Tier, hint: Hint | None) -> None:
         """Have the tier hear of a request that is over: which of the keys that it holds, in prefix order, were used.
 
-        From the first hint on it hears after the stores of the request's keys that are under way, and that this is an
-        end: a session goes on with it, or is over.
+        From the first hint on, the tier hears of it after the request's stores that are under way. It also hears that
+        this is an end: the session goes on, or is over.
         """
-        self._hinted = self._hinted or hint is not None
-        if self._hinted:
-            self._advise(tier, keys, lambda packed: Rank(tier.index, packed, hint or _NOTHING_SAID))
-        else:
+        if hint is None and not self._hinted:
             self.rank(keys, tier)
+            return
+        self._hinted = True
+        self._advise(tier, keys, lambda packed: Rank(tier.index, packed, hint or _NOTHING_SAID))
 
     def expect_hints(self) -> None:
         """Have the tiers take note from now on of which session uses what: there are hints."""
@@ -433,8 +437,12 @@ class Outbox:
         tail_first: bool = True,
     ) -> None:
         """Tell a tier of those of the keys that it holds."""
-        mask, bit, size = self._residency.mask, tier.bit, ADVICE_KEYS_MAX
-        held = [key for key in keys if mask.get(key, 0) & bit or tier.last_answer(key)]
+        mask, bit, answered, size = self._residency.mask, tier.bit, tier.answered, ADVICE_KEYS_MAX
+        held = [key for key in keys if mask.get(key, 0) & bit or key in answered]
+        if len(held) <= size:  # Most are.
+            if held:
+                self._advice.append(make(pack_keys(held)))
+            return
         starts = range(0, len(held), size)
         for start in reversed(starts) if tail_first else starts:
             self._advice.append(make(pack_keys(held[start : start + size])))
@@ -466,7 +474,8 @@ class Outbox:
 
     def _work(self, expect: Expect | None) -> Iterator[Action]:
         yield from self._probes()
-        yield from self._loads(expect)
+        if self._promotions:
+            yield from self._loads(expect)
         yield from self._stores()
         for tier, queued in self._deletes.items():
             for keys in self._batches(queued):

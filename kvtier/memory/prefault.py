@@ -64,7 +64,7 @@ def _file_system(directory: str) -> Free:
 
 
 def _cgroup_limits(root: str) -> Iterator[Free]:
-    """Yield what each limited control group above this process leaves, in version 2's or version 1's hierarchy."""
+    """Yield the bytes that each limited control group above this process leaves, in version 2's or 1's hierarchy."""
     with suppress(FileNotFoundError), open(os.path.join(root, "proc/self/cgroup")) as groups:
         for line in groups:
             _, controllers, path = line.rstrip("\n").split(":", 2)

@@ -58,8 +58,8 @@ class SharedFile:
         """Make the file or open the one that a participant has made; the caller maps it and calls `arrive`.
 
         If this participant has been there before, waits up to `timeout_s` for the processes of that start to end.
-        Raises `ConfigError`, and leaves nothing, when they are not, when participants disagree on the sizes, when there
-        is too little memory, or when the path cannot be used.
+        Raises `ConfigError`, and leaves nothing, if they do not end or if participants disagree on the sizes. Likewise
+        if there is too little memory, or the path cannot be used.
         """
         try:
             for _ in range(1 + math.ceil(timeout_s / _POLL_S)):

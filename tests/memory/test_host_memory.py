@@ -51,7 +51,7 @@ def test_no_more_than_the_machine_has_available(tmp_path: Path) -> None:
     root = machine(tmp_path, available_bytes=100 * MIB)
     require_free(100 * MIB, root=root)
     message = (
-        r"^104,857,601 bytes of host memory were asked for and 104,857,600 are free in this machine's memory"
+        r"(?m)^104,857,601 bytes of host memory were asked for and 104,857,600 are free in this machine's memory"
         r" \(MemAvailable\): ask for fewer bytes, or free some$"
     )
     with pytest.raises(ConfigError, match=message):

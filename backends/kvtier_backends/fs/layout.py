@@ -54,7 +54,7 @@ class OpenTier(Generic[OptionsT_co]):
         return int(self.context.retained_share * (limit_bytes // chunk_bytes))
 
     def policy(self) -> Policy[OffloadKey] | None:
-        """Return what orders the chunks that may go; None: by last use, which needs no policy of its own."""
+        """Return the policy that orders eviction; None: by last use, which needs no policy of its own."""
         kind = policy_class(self.options.eviction_policy)
         return None if kind is LRU else kind(max(1, self.chunks_most))
 
@@ -86,7 +86,7 @@ class OpenTier(Generic[OptionsT_co]):
     async def end_transfers(self, ends_at: float) -> tuple[int, int]:
         """Wait for loads and stores, at most until then; return how many of each are left.
 
-        After the last store, what it left of the write budget is put back behind all this.
+        After the last store, the rest of the write budget is put back behind all this.
         """
         lanes, budget = self.lanes, self.root.write_budget
         loads, stores = await asyncio.gather(lanes.load.aclose(left_s(ends_at)), lanes.store.aclose(left_s(ends_at)))
@@ -136,7 +136,7 @@ class Left(NamedTuple):
 
 
 class Layout(Protocol):
-    """One tier's chunks. Belongs to the loop's thread; what does not fit is kept out before calls come here."""
+    """One tier's chunks. Belongs to the loop's thread. Chunks that do not fit are kept out before calls come here."""
 
     key_bytes_max: int
     """The longest key whose chunk has a place."""
@@ -168,7 +168,7 @@ class Layout(Protocol):
     def occupancy(self) -> Occupancy: ...
 
     def begin(self) -> None:
-        """Start what runs beside the calls."""
+        """Start the tasks that run beside the calls."""
         ...
 
     async def aclose(self, ends_at: float) -> Left:

@@ -109,7 +109,7 @@ class FilesOptions(DiskOptions, frozen=True, forbid_unknown_fields=True, kw_only
     """What becomes of a file that is not what it should be: `quarantine` keeps some of them to be looked at."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be had together."""
+        """Refuse options that exclude each other."""
         super().__post_init__()
         if self.seal != "xxh3":
             self._check_sealed()

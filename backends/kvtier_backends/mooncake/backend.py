@@ -56,7 +56,7 @@ Chunk = TypeVar("Chunk", Read, Write)
 
 
 class _Lost(NamedTuple):
-    """Why what waits is not tried."""
+    """The reason why waiting calls are not tried."""
 
     why: str
     away: bool
@@ -75,13 +75,13 @@ class Queue:
         self._found = lost
 
     def since_now(self) -> Callable[[], _Lost | None]:
-        """Return what tells, in any thread, what was found after this call."""
+        """Return a function that tells, in any thread, what was found after this call."""
         known = self._found
         return lambda: None if self._found is known else self._found
 
 
 class Way(NamedTuple, Generic[Chunk]):
-    """One direction: what it has for itself, so that a flood of stores delays no load."""
+    """One direction: its own queue, threads and staging, so a flood of stores delays no load."""
 
     work: Callable[[Part[Chunk]], Moved]
     staging: Staging
@@ -218,7 +218,7 @@ class MooncakeBackend(Backend[MooncakeOptions]):
         return [code == 1 for code in await self._ask(self._open_client().exist, self._names(keys))]
 
     async def _ask(self, call: Callable[[Sequence[str]], list[int]], names: Sequence[str]) -> list[int]:
-        """Ask what moves no bytes. Raises `BackendUnavailable` if the master does not answer, or not in time."""
+        """Make a call that moves no bytes. Raises `BackendUnavailable` if the master does not answer in time."""
         found = self._asking.since_now()
         async with self._asking.turns:
             if lost := found():
@@ -346,7 +346,7 @@ class _Whole(Generic[Chunk]):
         self._lost = lost
 
     def take(self, part: range, moved: Moved) -> None:
-        """Note what became of a part. If nothing of it moved, the rest is lost, too."""
+        """Note the outcome of a part. If nothing of it moved, the rest is lost, too."""
         self._outcomes.update(zip(part, moved.outcomes, strict=True))
         if moved.wholly(Meaning.AWAY):  # Which its queue has been told.
             self._away += len(part)

@@ -1,8 +1,8 @@
 """Mooncake's client: how it is made, the meaning of its codes, and the rules for its use.
 
-It is C++ in this process. A buffer that it was given may be written minutes after the call has said that it failed, and
-`close` under a call that is under way is a segmentation fault. So it sees staging alone, and in doubt it is left open.
-It reads its environment once a process, so variables are set before it is imported.
+It is C++ in this process. It may write into a buffer minutes after it has said that the call failed. `close` during a
+call is a segmentation fault. So it sees staging alone, and in doubt it is left open. It reads its environment once a
+process, so variables are set before it is imported.
 """
 
 import ctypes
@@ -57,7 +57,7 @@ _MEANINGS = {
 
 
 def meaning_of(code: int) -> Meaning:
-    """Return what a negative code says. An unknown code is a failed transfer: the slot is not used again."""
+    """Return the meaning of a negative code. An unknown code is a failed transfer: the slot is not used again."""
     return _MEANINGS.get(code, Meaning.FAILED)
 
 
@@ -156,7 +156,7 @@ class ZeroCopy(Limit):
 
 
 def environment(options: MooncakeOptions) -> dict[str, str]:
-    """Return what Mooncake is told by its environment. The first tier of a process decides for all of them."""
+    """Return the environment variables for Mooncake. The first tier of a process decides for all of them."""
     whole_s = str(transfer_s_max(options))
     return {
         "MC_TCP_STATUS_TIMEOUT_SEC": whole_s,

@@ -94,7 +94,7 @@ class Part(Generic[Chunk]):
     def __init__(
         self, means: Means, names: Sequence[str], lent: Lent[Chunk], slots: Slots, found: Callable[[], object]
     ) -> None:
-        """Take what it needs; `found` says something once there is no use in trying, and holds no row."""
+        """Take the part's work. `found` returns a reason once trying is of no use; it holds no row."""
         self.client, self.seal, self._gate, self._answered = means
         self._found = found
         self._lock = threading.Lock()
@@ -154,7 +154,7 @@ class Part(Generic[Chunk]):
         return TransferFailed(f"{self.lent.keys[index].hex()}: Mooncake answers {code} ({meaning_of(code).value})")
 
     def moved(self, outcomes: list[Outcome], codes: Sequence[int]) -> Moved:
-        """Say what became of it, and give back the memory of slots that are not used again."""
+        """Return the outcome, and give back the memory of slots that are not used again."""
         unsafe = [index for index, code in enumerate(codes) if not has_ended(code)]
         self.slots.empty(unsafe)
         meanings = [None if code >= 0 else meaning_of(code) for code in codes]

@@ -53,7 +53,7 @@ class MooncakeOptions(SealOptions, frozen=True, kw_only=True):
     """What a call waits at most for a turn, and then once more for the client: later is a failure; rows are free."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be had together."""
+        """Refuse options that exclude each other."""
         super().__post_init__()
         host, _, port = self.master.rpartition(":")
         if not host or not port.isdecimal() or not 1 <= int(port) <= PORT_MAX or "/" in host:

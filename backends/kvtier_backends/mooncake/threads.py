@@ -32,11 +32,11 @@ class Threads:
     async def run(
         self, call: Callable[[], T], ends_at: Callable[[], float], *, unwanted: Callable[[T], object] | None = None
     ) -> T:
-        """Return what the call returns, or raise what it raises.
+        """Return the call's result, or raise its error.
 
         Raises `Late` when it is `ends_at` by `time.monotonic`, or everybody gives up; `ends_at` may be put off
-        meanwhile. Then, and if whoever waits is cancelled, the call goes on in its thread, and `unwanted` gets what it
-        returns. Raises `BackendUnavailable` at once while too many calls are late.
+        meanwhile. Then, and if the waiting task is cancelled, the call goes on in its thread, and `unwanted` gets its
+        result. Raises `BackendUnavailable` at once while too many calls are late.
         """
         self.check()
         if self._given_up:

@@ -197,7 +197,7 @@ class ObjectBackend(Backend[ObjectOptions]):
         return some(self._store, self._names.folder, offset=offset, chunk_size=PAGE_KEYS)
 
     async def _list_on(self, last: str) -> None:
-        """List the other pages; what cuts the list off is waited for, and it goes on from there."""
+        """List the other pages. If the list is cut off, wait, and go on from there."""
         listing, tries = self._listing(last), 0
         try:
             while not self._index.full:
@@ -240,7 +240,7 @@ class ObjectBackend(Backend[ObjectOptions]):
         return [told.get(key, False) if answer is None else answer for key, answer in zip(keys, known, strict=True)]
 
     async def _ask(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, bool]:
-        """Ask for each key whether there is an object of its; what could not be asked is not there."""
+        """Ask for each key whether its object is there. A key whose request failed counts as absent."""
         answers = self._checked(await self._ask_turns.each(keys, self._head))
         told = {key: answer is True for key, answer in zip(keys, answers, strict=True)}
         for key, answer in zip(keys, answers, strict=True):
@@ -366,7 +366,7 @@ class ObjectBackend(Backend[ObjectOptions]):
     # What all of them do.
 
     async def _whole(self, call: Coroutine[Any, Any, T]) -> T:
-        """Run a call's requests to their end, whoever is cancelled; `aclose` alone cuts them short."""
+        """Run a call's requests to their end, also when the call is cancelled. Only `aclose` cuts them short."""
 
         async def run() -> T:
             task = asyncio.current_task()
@@ -409,5 +409,5 @@ class Got(NamedTuple):
 
 
 def _prepared(options: ObjectOptions, context: TierContext) -> tuple[ObjectStore, Seal]:
-    """Read what is in files. Blocks."""
+    """Read the files that options name. Blocks."""
     return make_store(options), options.make_seal(context.mapper.fingerprint, context.row_bytes)

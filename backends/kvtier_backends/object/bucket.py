@@ -1,7 +1,8 @@
 """A bucket, as the tier uses it: obstore's store, the names in it, and the meaning of its errors.
 
 obstore says by a type what kind of error it met, and in its words what the server said. A missing bucket has the type
-of a missing object, and an expired credential that of any other failure: so the server's code is read from the words.
+of a missing object. An expired credential has the type of any other failure. So the server's code is read from the
+words.
 """
 
 import base64
@@ -85,7 +86,7 @@ class Trouble(NamedTuple):
 
 
 def trouble_of(error: BaseException) -> Trouble:
-    """Return what an error of obstore's means; nothing that was sent, such as a signature, is in its words."""
+    """Return the meaning of an error of obstore's. Its words have nothing that was sent, such as a signature."""
     words = str(error).partition("\n\nDebug source")[0]
     if _FROM_MACHINE in words:
         return Trouble(Kind.DENIED, "no credentials: the environment has none, and the machine gives none")
@@ -115,7 +116,7 @@ def _kind_of(error: BaseException, code: str, status: str, words: str) -> Kind:
 
 
 def _number_of(kind: Kind, words: str) -> int:
-    """Return what the system said, which is in obstore's words for who looks for a bug."""
+    """Return the system's error number, from obstore's debugging words."""
     if kind is Kind.DENIED:
         return errno.EACCES
     return errno.ETIMEDOUT if _TIMED_OUT in words else int(_first(_NUMBER, words) or 0)
@@ -218,7 +219,7 @@ _makers = {"s3": _s3, "gs": _gcs, "az": _azure}
 
 
 def _s3_credentials(path: str, profile: str) -> Callable[[], dict[str, Any]]:
-    """Return what reads a credentials file, now and whenever what was read has become old."""
+    """Return a function that reads a credentials file: now, and again when the credentials have become old."""
 
     def read() -> dict[str, Any]:
         found = configparser.RawConfigParser(default_section="")

@@ -107,7 +107,7 @@ class ObjectContents:
         return Finding(State.CORRUPT, fault) if fault.corrupt else Finding(State.UNVERIFIED)
 
     def _fault(self, key: OffloadKey, body: memoryview, footer: bytes) -> SealFault | None:
-        """Compare a body with its seal, whichever kind that is; what namespace it is of is taken from the seal."""
+        """Compare a body with its seal of either kind. The namespace is taken from the seal."""
         told = told_by(footer)
         fault = _opened(XXH3Seal(told.fingerprint, told.row_bytes), key, body, footer)
         if fault is not SealFault.KIND or self._options.seal == "xxh3":

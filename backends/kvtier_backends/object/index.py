@@ -12,7 +12,7 @@ class Index:
     """Hints: others store and delete in the bucket, too. Belongs to the loop's thread."""
 
     def __init__(self, held_max: int, absent_ttl_s: float, clock: Callable[[], float]) -> None:
-        """Know at most so many keys that are there; what is not there is known for so long."""
+        """Know at most so many keys that are there. Absent keys are remembered for so long."""
         # In the order they were heard of. A plain dictionary looks for its first key past all that were removed before.
         self.held: OrderedDict[OffloadKey, None] = OrderedDict()
         self.queue = InventoryQueue(self.held)
@@ -28,25 +28,25 @@ class Index:
         return len(self.held) >= self._held_max
 
     def knows(self, keys: Sequence[OffloadKey]) -> list[bool | None]:
-        """Say for each key whether it is there; None: nobody knows."""
+        """Say for each key whether it is there; None: unknown."""
         self._forget_absent()
         held, absent = self.held, self._absent
         return [True if key in held else False if key in absent else None for key in keys]
 
     def listed(self, key: OffloadKey) -> None:
-        """Note what the start-up scan has found."""
+        """Note the keys that the start-up list has found."""
         if key not in self.held and not self.full and key not in self._deleted:
             self.held[key] = None
             self._absent.pop(key, None)
             self.queue.added(key)
 
     def listing_ended(self) -> None:
-        """Note that the start-up scan is over. What others store is not heard of: kvtier goes on asking."""
+        """Note that the start-up scan is over. Stores of others are not reported, so kvtier goes on asking."""
         self._deleted.clear()
         self.queue.scan_ended(complete=False)
 
     def there(self, key: OffloadKey) -> None:
-        """Note what a call has stored or found."""
+        """Note the keys that a call has stored or found."""
         self._absent.pop(key, None)
         if key in self.held or not self._held_max:
             return
@@ -55,13 +55,13 @@ class Index:
         self.held[key] = None
 
     def deleted(self, key: OffloadKey) -> None:
-        """Note what a call deletes."""
+        """Note the keys that a call deletes."""
         if self.queue.complete is None:
             self._deleted.add(key)
         self.gone(key)
 
     def gone(self, key: OffloadKey) -> None:
-        """Note what a call has not found."""
+        """Note the keys that a call has not found."""
         if key in self.held:
             del self.held[key]
             self.queue.lost(key)
@@ -70,7 +70,7 @@ class Index:
             self._absent[key] = self._clock() + self._absent_ttl_s
 
     def unknown(self, key: OffloadKey) -> None:
-        """Note that nobody knows: a store failed half-way."""
+        """Note that a key's state is unknown: a store failed half-way."""
         self.held.pop(key, None)
         self._absent.pop(key, None)
 

@@ -37,7 +37,7 @@ class Target(NamedTuple):
 
 
 class ObjectOptions(SealOptions, frozen=True, kw_only=True):
-    """A bucket and how it is used. What it costs, and when objects expire, is the bucket's own configuration."""
+    """A bucket and how it is used. The bucket's own configuration decides its cost, and when objects expire."""
 
     url: Text
     """`s3://bucket/prefix`, `gs://bucket/prefix` or `az://container/prefix`; the prefix may be missing."""
@@ -90,7 +90,7 @@ class ObjectOptions(SealOptions, frozen=True, kw_only=True):
     """For a connection to be made."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be had together."""
+        """Refuse options that exclude each other."""
         super().__post_init__()
         scheme = self.target().scheme
         for name, only in (("region", "s3"), ("account", "az"), ("endpoint", "s3"), ("profile", "s3")):
@@ -108,7 +108,7 @@ class ObjectOptions(SealOptions, frozen=True, kw_only=True):
             )
 
     def target(self) -> Target:
-        """Return what the URL says. Raises `ConfigError`."""
+        """Return the bucket that the URL names. Raises `ConfigError`."""
         try:
             parts = urlsplit(self.url)
         except ValueError as error:

@@ -1,10 +1,10 @@
 """The requests of one call to a bucket: one for each chunk, side by side, and all over in time.
 
-Requests are coroutines of obstore's, whose work goes on in threads of its own. One that takes too long is cancelled:
-obstore gives up what it was lent as soon as it hears of that, and a row is free when its memoryview can be released.
+Requests are coroutines of obstore's, whose work goes on in threads of its own. A request that takes too long is
+cancelled. obstore then gives up the memory that it was lent. A row is free when its memoryview can be released.
 
 Every request may be repeated: it reads, or it stores the same chunk. obstore's own retries leave out a connection that
-ends before the answer, so they are off, and these are here.
+ends before the answer. So they are off, and this module retries.
 """
 
 import asyncio

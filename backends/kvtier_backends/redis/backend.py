@@ -224,7 +224,7 @@ class TierLanes(NamedTuple):
 
 
 def _started(options: RedisOptions, name: str, made: ExitStack) -> TierLanes:
-    """Start a tier's threads; what undoes it goes into `made`. RuntimeError: the process may have no more of them."""
+    """Start a tier's threads. Clean-up calls go into `made`. RuntimeError: the process may have no more of them."""
     lanes: list[Lanes] = []
     for what, count in (("ask", ASK_LANES), ("load", options.load_lanes), ("store", options.store_lanes)):
         lanes.append(Lanes(count, f"kvtier-{name}-{what}"))
@@ -233,7 +233,7 @@ def _started(options: RedisOptions, name: str, made: ExitStack) -> TierLanes:
 
 
 def _prepared(options: RedisOptions, context: TierContext, made: ExitStack) -> tuple[Topology, Seal]:
-    """Blocks; what is to be closed if the tier does not open goes into `made`.
+    """Blocks. Clean-up calls, for a tier that does not open, go into `made`.
 
     Raises `ConfigError` for what is to be mended, and `BackendUnavailable` if no server answers.
     """

@@ -103,7 +103,7 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
     """How long a server that could not be reached is not tried again."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be had together."""
+        """Refuse options that exclude each other."""
         super().__post_init__()
         addresses = self.addresses()
         if len(set(addresses)) < len(addresses):
@@ -160,7 +160,7 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
         return _password(line.rstrip(b"\r\n"), f"password_file: {self.password_file}")
 
     def tls_context(self) -> ssl.SSLContext | None:
-        """Read what TLS needs: not for the loop. Raises `ConfigError`."""
+        """Read the files for TLS: not for the loop. Raises `ConfigError`."""
         if not self.tls:
             return None
         try:
@@ -180,7 +180,7 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
 
 
 def _password(line: bytes, where: str) -> str:
-    """Return what was read, which no message shows."""
+    """Return the password, which no message shows."""
     with suppress(UnicodeDecodeError):
         if 1 <= len(line) <= PASSWORD_BYTES_MAX:
             return line.decode()

@@ -74,7 +74,7 @@ class Login:
         return self._password_option if refusal.kind in NOT_LET_IN or "AUTH" in words or "password" in words else None
 
     def hide(self, told: str) -> str:
-        """Return what a server told without the password: an error may repeat what was sent, cut off or not."""
+        """Return a server's words without the password: an error may repeat sent bytes, cut off or not."""
         told = told.partition(REPEATED)[0]
         return told.replace(self.password, "***") if self.password else told
 

@@ -57,7 +57,7 @@ class Topology(ABC):
         self.stale = False
 
     def renew(self) -> None:
-        """Refresh what is stale, but not again and again; if nobody says anything new, the old is gone on with."""
+        """Refresh stale facts, but not again and again. Without a new answer the old facts stay."""
         if not self._renewing.acquire(blocking=False):
             return  # Somebody is at it, perhaps for long.
         try:
@@ -199,7 +199,10 @@ class Slotted(Topology):
 
 
 def make_topology(options: RedisOptions, login: Login) -> Topology:
-    """Return what the options ask for; it knows nothing yet. Raises `ConfigError` if the library is not there."""
+    """Return the topology that the options ask for. It has asked no server yet.
+
+    Raises `ConfigError` if the library is not there.
+    """
     kinds: dict[str, type[Topology]] = {"servers": Listed, "sentinel": Watched, "cluster": Slotted}
     return kinds[options.topology](options, login)
 

@@ -91,7 +91,7 @@ class Work(ABC, Generic[A]):
 
     @abstractmethod
     def refused(self, index: int, refusal: Refused) -> A:
-        """Return what an error that is this chunk's alone means for it."""
+        """Return the outcome of an error that concerns this chunk alone."""
 
     def done(self, index: int) -> bool:
         """Say whether there is nothing to be asked any more for this place, of this server."""
@@ -104,7 +104,7 @@ class Work(ABC, Generic[A]):
             self.unreachable[index] = why
 
     def cause(self) -> OSError | None:
-        """Return what lies behind places without an answer, as the system has it."""
+        """Return the system's cause for places without an answer."""
         return OSError(self.number, os.strerror(self.number)) if self.number else None
 
     def hear_some(self, link: Link, indices: Sequence[int], *, asking: bool) -> int:

@@ -19,6 +19,7 @@ from kvtier.tools.pictures.drawing import (
 from kvtier.tools.replay.size_command import SizeReport
 from kvtier.tools.replay.study import Extent
 
+HEADROOM = 1.05  # Above the highest line.
 MARGIN = 0.06  # Above and below the curves, of their height.
 
 
@@ -86,13 +87,14 @@ def write_size_picture(path: str, report: SizeReport) -> None:
             (tails, [1e3 * cell.ttft_s.p99 for cell in cells]),
         ):
             axes.plot(memory, values, marker="o", markersize=4, color=colour(number), label=label)
-    for axes, title, level in (
-        (ratios, "hit ratio; dashed: the best possible", report.best_hit_ratio),
-        (medians, "p50 of the time to first token, ms; dashed: without tiering", 1e3 * without.p50),
-        (tails, "p99 of the time to first token, ms; dashed: without tiering", 1e3 * without.p99),
+    for axes, title, unit, level in (
+        (ratios, "hit ratio", "hits / chunk references", report.best_hit_ratio),
+        (medians, "p50 of the time to first token", "ms", 1e3 * without.p50),
+        (tails, "p99 of the time to first token", "ms", 1e3 * without.p99),
     ):
-        axes.axhline(level, color="grey", linestyle="--")
-        axes.set_title(title, fontsize=9)
+        axes.axhline(level, color="grey", linestyle="--", label="best possible hit ratio; times without tiering")
+        axes.set_title(title, fontsize=10)
+        axes.set_ylabel(unit)
         _over_memory(axes, [cell.memory_bytes for cell in report.sizes])
     handles, labels = ratios.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 5), frameon=False)
@@ -110,6 +112,6 @@ def _over_memory(axes: Axes, sizes: Sequence[int]) -> None:
     if len(marks) > 6:
         axes.tick_params(axis="x", rotation=60)
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))
-    axes.set_ylim(bottom=0.0)
+    axes.set_ylim(0.0, HEADROOM * (axes.get_ylim()[1] or 1.0))
     axes.set_xlabel("memory, logarithmic")
     finish(axes)

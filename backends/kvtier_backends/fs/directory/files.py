@@ -113,7 +113,10 @@ class FsContents:
             yield from self._walk(part, len(place.name) + 1, NAMINGS[found.kind], DEPTH_MAX)
 
     def _beside(self, place: Place, folder: str) -> Iterator[StoredFile]:
-        """Yield what lies beside the chunks, and the namespace's own folder; what all have is the first one's."""
+        """Yield the files beside the chunks, and the namespace's own folder.
+
+        Files that belong to all namespaces count for the first one.
+        """
         yield from self._file(Kind.BESIDE, place.name)
         is_first = place.name == next(name for name, found in self._folders.items() if found.folder == folder)
         if is_first:
@@ -288,7 +291,7 @@ class FsContents:
                 yield from self._plain(name, skip, naming)
 
     def _plain(self, name: str, skip: int, naming: Naming) -> Iterator[StoredFile]:
-        """Yield what is no folder, or an empty one, by its name."""
+        """Yield files and empty folders, by their names."""
         entry = os.path.basename(name)
         key = naming.key(name[skip:])
         if key is not None:
@@ -354,7 +357,7 @@ class FsContents:
                 return Finding(State.CORRUPT, length)
 
     def _rows_of(self, place: Place) -> int | None:
-        """Return how long a namespace's rows are, by the first good footer; None if there is none to be found."""
+        """Return how long a namespace's rows are, by the first good footer; None without one."""
         if place.name not in self._row_bytes:
             chunks = (file for part in self.parts(place) for file in self.files(place, part) if file.key is not None)
             searched = (self._row_of(file.name) for file in islice(chunks, ROW_SEARCH_FILES_MAX))

@@ -29,7 +29,7 @@ def is_slot(name: str) -> bool:
 
 
 def unreadable(name: str, error: OSError) -> StoredFile:
-    """Return what stands for a file or folder that there is no looking at."""
+    """Return the entry of a file or folder that cannot be read."""
     return StoredFile(Kind.UNREADABLE, name, None, 0, 0, 0, 0, reason(error))
 
 
@@ -41,7 +41,7 @@ class SlotContents:
     """The segments of a root. Blocks; one thread at a time."""
 
     def __init__(self, root_fd: int, now_ns: int, taken_bytes: Callable[[os.stat_result], int]) -> None:
-        """Use an open root; what was used is used by `now_ns` at the latest. `taken_bytes`: what a file takes there."""
+        """Use an open root; no chunk counts as used after `now_ns`. `taken_bytes`: returns the room of a file there."""
         self._taken_bytes = taken_bytes
         self._now_ns = now_ns
         self._root_fd = root_fd
@@ -55,7 +55,7 @@ class SlotContents:
             self._open = None
 
     def files(self, name: str) -> Iterator[StoredFile]:
-        """Yield a segment's chunks, and what was lost with its end; what is no segment is one leftover."""
+        """Yield a segment's chunks, and slots beyond its end. A file that is no segment is one leftover."""
         try:
             fd = self._opened(name)
         except FileNotFoundError:

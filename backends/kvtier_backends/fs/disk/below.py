@@ -95,7 +95,7 @@ def refuse_others(root_fd: int, name: str, kind: int) -> None:
 
 
 def refused(root: str, error: ForeignError) -> ConfigError:
-    """Return what a user hears of it who has named this root."""
+    """Return the message for the user who has named this root."""
     return ConfigError(
         f"root: {root!r} given, a directory with nothing else in the place of a tier's files accepted: {error.strerror}"
     )

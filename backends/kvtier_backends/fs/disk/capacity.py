@@ -53,12 +53,12 @@ class Disk:
         self.block_bytes = max(taken_bytes, PAGE_BYTES)
 
     def taken_bytes(self, status: os.stat_result) -> int:
-        """Return what a file takes: its blocks, or its length where these are not to be had."""
+        """Return a file's room: its blocks, or its length where blocks are not known."""
         return taken_bytes(status, counts_blocks=self.counts_blocks)
 
 
 def taken_bytes(status: os.stat_result, *, counts_blocks: bool) -> int:
-    """Return what a file takes, on a file system that counts so."""
+    """Return a file's room, on a file system that counts so."""
     length = 0 if counts_blocks else -(-status.st_size // SECTOR_BYTES)
     return max(status.st_blocks, length) * SECTOR_BYTES
 
@@ -98,7 +98,7 @@ class FolderSizes:
                 self._seen.add(name)
 
     def looked_at(self, name: str, status: os.stat_result) -> None:
-        """Count what a directory has grown by since it was last looked at."""
+        """Count the bytes that a directory has grown by since the last look."""
         self._settle(name, status)
 
     def scanned(self, name: str, status: os.stat_result) -> None:
@@ -192,7 +192,7 @@ class Capacity:
         return sum(part.used_bytes for part in self._parts) + self.leaving_bytes + self.other_bytes
 
     def free_bytes(self) -> int | None:
-        """Return what may still be promised, less than nothing if there is too much already; None: no limit."""
+        """Return the bytes that may still be promised, below 0 if there is too much already; None: no limit."""
         room: list[int] = []
         if self.limit_bytes is not None:
             room.append(self.limit_bytes - self.used_bytes - self.reserved_bytes - self.unseen_bytes)
@@ -247,7 +247,7 @@ class Capacity:
         assert self.reserved_bytes >= 0, self.reserved_bytes
 
     def surplus_bytes(self) -> int:
-        """Return what should go before stores have to wait for it: down to the low-water mark, from halfway to it."""
+        """Return the bytes to evict before stores have to wait: down to the low-water mark, from halfway to it."""
         return self.surplus_of(self.used_bytes - self.leaving_bytes, self.reserved_bytes)
 
     def surplus_of(self, used_bytes: int, reserved_bytes: int) -> int:

@@ -77,7 +77,8 @@ class CheckpointFile:
     def write(self, lengths: Counter[int], records: Iterable[Record], preamble: Callable[[bool], bytes]) -> None:
         """Put a checkpoint in place of the last one, whole or not at all; a failure is logged and counted.
 
-        `lengths`: how many keys are how long; `preamble`: what comes before the chunks, given whether all of them do.
+        `lengths`: the number of keys of each length; `preamble`: returns the bytes before the chunks, given whether all
+        chunks fit.
         """
         try:
             before_bytes = self._folder.taken_bytes(self._name)
@@ -92,7 +93,7 @@ class CheckpointFile:
             self._counters.count("checkpoints_written")
 
     def read(self, preamble: Callable[[memoryview], tuple[T, int]]) -> tuple[T, Iterator[list[Record]]] | None:
-        """Return what the last checkpoint's preamble says, and its chunks in batches; None if it is of no use.
+        """Return the last checkpoint's preamble, decoded, and its chunks in batches; None if it is of no use.
 
         `preamble`: reads one, and says how many bytes it took.
         """

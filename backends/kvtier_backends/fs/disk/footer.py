@@ -5,10 +5,10 @@ start, and never sees the footer. The footer is always one page, so row and foot
 
 Little-endian: magic 8, version u32, key length u32, payload length u64, payload checksum u64, namespace fingerprint 32,
 key, zeros up to byte 4,080, sequence number u64, checksum u64 of all bytes before it. The sequence number is zero in a
-file, and orders what was stored under one key where there are no names to replace. Version 2 is an encrypted row's: its
-seal (`kvtier.backend.seal`) has the last 128 of the zeros, and the payload is the row as it lies there. Checksums are
-XXH3-64 with seed 0 (https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md). Magic, version and the last
-checksum keep their places in every version.
+file, and orders what was stored under one key where there are no names to replace. Version 2 is for encrypted rows: the
+seal (`kvtier.backend.seal`) takes the last 128 of the zeros, and the payload is the ciphertext. Checksums are XXH3-64
+with seed 0 (https://github.com/Cyan4973/xxHash/blob/dev/doc/xxhash_spec.md). Magic, version and the last checksum keep
+their places in every version.
 """
 
 import errno

@@ -41,7 +41,7 @@ class Pages:
 
     @contextmanager
     def one(self) -> Generator[memoryview]:
-        """Lend a page for as long as the block lasts; what is on it is undefined."""
+        """Lend a page for as long as the block lasts; its content is undefined."""
         page = self._free.pop()  # Empty: a bug, there is a page for every lane.
         try:
             yield page

@@ -39,7 +39,7 @@ class Packing(ABC):
 
     @abstractmethod
     def places(self, row: memoryview, beside: memoryview) -> list[memoryview]:
-        """Return what goes to the disk, and where what comes from there is put, in order: parts of the two buffers."""
+        """Return the buffers for the disk, in order, to write from or to read into: parts of the two buffers."""
 
     @abstractmethod
     def close(self, key: OffloadKey, row: memoryview, beside: memoryview, sequence: int = 0) -> None:
@@ -47,7 +47,7 @@ class Packing(ABC):
 
     @abstractmethod
     def judge(self, key: OffloadKey, row: memoryview, beside: memoryview) -> Fault | None:
-        """Say what is wrong with what came into the places; None: the row is the chunk, bit for bit.
+        """Say what is wrong with the bytes in the places; None: the row is the chunk, bit for bit.
 
         If something is wrong, the row is undefined.
         """
@@ -100,7 +100,7 @@ class SealedPacking(Packing):
 
 
 def make_packing(options: SealOptions, context: TierContext) -> Packing:
-    """Return what the options ask for. It reads the keys: not for the loop. Raises `ConfigError`."""
+    """Return the packing that the options ask for. It reads the keys: not for the loop. Raises `ConfigError`."""
     fingerprint, row_bytes = context.mapper.fingerprint, context.row_bytes
     if options.seal == "xxh3":
         return PlainPacking(fingerprint, row_bytes)

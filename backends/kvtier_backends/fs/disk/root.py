@@ -50,6 +50,8 @@ QUARANTINE = "quarantine"
 _OWN = re.compile(r"[0-9a-f]{2,3}|[0-9]{8}\.seg")  # Folders of chunks, and segments.
 BOOK = re.compile(r"config\.json|(?:index|ledger|write-budget)(_r[0-9]+(?:_flat|_segments)?)")
 
+_OLD_FLAT = re.compile(r"[0-9a-f]{3}")  # Folders of flat names as version 0.1.0 made them, 4,096 at most.
+
 _LAYOUTS = {
     NAMINGS["vllm"].suffix: 'layout = "files"',
     NAMINGS["flat"].suffix: 'layout = "files" and naming = "flat"',
@@ -87,7 +89,7 @@ class Folder:
         let_go_in_forks(self)
 
     def open(self) -> None:
-        """Make what is missing, and find out how files can be written. Blocks.
+        """Make missing folders, and find out how files can be written. Blocks.
 
         Raises `ConfigError` for what the user can mend and `BackendUnavailable` for the rest, and then leaves nothing.
         """
@@ -111,6 +113,7 @@ class Folder:
                 self.reads = self._try_queue()
                 self.sizes = FolderSizes(self._new_folder_bytes())
                 self._warn_of_other_layouts()
+                self._warn_of_old_names()
                 undo.pop_all()
         except ForeignError as error:
             raise refused(root, error) from error
@@ -122,7 +125,7 @@ class Folder:
             raise BackendUnavailable(f"{root}: {reason(error)}") from error
 
     def open_beside(self, row_bytes: int, lanes: Lanes) -> None:
-        """Open what is kept beside the chunks for all who use the directory, to be used in these lanes. Blocks.
+        """Open the files beside the chunks that all users of the directory share, for these lanes. Blocks.
 
         Raises `ConfigError` for what the user can mend, and `BackendUnavailable` if too many share the directory.
         """
@@ -176,21 +179,21 @@ class Folder:
             return file.read(min(bytes_max, os.fstat(fd).st_size))  # As much memory is taken as is asked for.
 
     def taken_bytes(self, name: str) -> int:
-        """Return what a file takes of the disk; 0 if there is none."""
+        """Return a file's room on the disk; 0 without a file."""
         try:
             return self.disk.taken_bytes(os.stat(name, dir_fd=self.root_fd, follow_symlinks=False))
         except FileNotFoundError:
             return 0
 
     def beside_bytes(self) -> int:
-        """Return what lies beside the chunks and is a tier's takes: its books, unfinished files, and quarantine.
+        """Return the room of a tier's files beside the chunks: its books, unfinished files, and quarantine.
 
         Files that this process is writing do not count, nor do somebody else's files there. Raises OSError.
         """
         return self._measured(self._mapper.folder, BOOK.fullmatch) + self._measured(self.quarantine.name, bool)
 
     def unfinished_bytes(self) -> int:
-        """Return what unfinished files among the chunks take, with their folder. Raises OSError."""
+        """Return the room of unfinished files among the chunks, with their folder. Raises OSError."""
         return self._measured(self.chunks, lambda _: False)
 
     def _measured(self, folder: str, is_ours: Callable[[str], object]) -> int:
@@ -264,6 +267,20 @@ class Folder:
                     Remedy.OTHER_LAYOUT,
                 )
 
+    def _warn_of_old_names(self) -> None:
+        """Say where flat names are those of version 0.1.0: nobody finds their chunks, or removes them for room."""
+        if not self.chunks.endswith(NAMINGS["flat"].suffix):
+            return
+        old = filter(_OLD_FLAT.fullmatch, list_folder(self.root_fd, self.chunks))
+        if any(self._holds_anything(f"{self.chunks}/{name}") for name in old):
+            logger.warning(
+                "%s/%s holds chunks of this namespace in another layout, the flat names of kvtier 0.1.0: this tier "
+                "neither uses nor removes them, and its capacity does not count them; "
+                "`kvtier prune %s --namespace %s --corrupt --yes` removes them; see %s",
+                *(self._options.root, self.chunks, self._options.root, self.chunks),
+                Remedy.OTHER_LAYOUT,
+            )
+
     def _holds_anything(self, name: str) -> bool:
         with suppress(OSError):  # Mostly: there is no such folder.
             fd = open_folder(self.root_fd, name)
@@ -275,7 +292,7 @@ class Folder:
         return False
 
     def _new_folder_bytes(self) -> int:
-        """Return what an empty directory takes."""
+        """Return the room of an empty directory."""
         name = f"{self._mapper.folder}/{temporary_name(self.writer)}"
         try:
             os.mkdir(name, dir_fd=self.root_fd)

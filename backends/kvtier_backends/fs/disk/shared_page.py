@@ -1,9 +1,9 @@
 """The page that processes share: how much their directory holds, and how much each has promised to its stores.
 
-There is no server. A byte-range lock guards the page for the microseconds of one change, and a process holds the lock
-of its slot for as long as it lives: the kernel, or the file server, lets go of both when it dies. Room that a dead
-process had promised counts as written, since it may be. A later count of the directory corrects that. So doubtful room
-counts as used, and the limit holds.
+There is no server. A byte-range lock guards the page for the microseconds of one change. A process holds the lock of
+its slot for as long as it lives. The kernel, or the file server, lets go of both when the process dies. Room that a
+dead process had promised counts as written, since it may be. A later count of the directory corrects that. So doubtful
+room counts as used, and the limit holds.
 
 A file server that was away for longer than its leases has let go of the locks. A process that comes back takes a new
 slot, as if it had died, and keeps its promises. On a network no process is woken when a lock is free. It asks for the
@@ -130,7 +130,7 @@ class SharedPage:
                 self._fd = -1
 
     def reserve(self, wanted_bytes: int, limit_bytes: int) -> int | None:
-        """Promise as much of that as fits into the limit, and return how much it was; None: nobody knows what fits."""
+        """Promise as much of that as fits into the limit, and return how much it was; None: used bytes are unknown."""
         with self._page() as page:
             if not self._is_sure(page):
                 return None
@@ -154,18 +154,18 @@ class SharedPage:
             _count(page, added_bytes)
 
     def taken(self) -> tuple[int, int] | None:
-        """Return what is used and what is promised; None: nobody knows."""
+        """Return the used and the promised bytes; None: they are unknown."""
         with self._page() as page:
             return (page.used_bytes, sum(page.reserved_bytes)) if self._is_sure(page) else None
 
     def begin_count(self) -> Count:
-        """Note where the page stands before the directory is looked through; what the dead have left is seen then."""
+        """Note the page's totals before the directory is scanned. The scan sees the files of dead processes."""
         with self._page() as page:
             self._reap(page)
             return Count(page.begun_ns, page.added_bytes, page.removed_bytes)
 
     def end_count(self, began: Count, seen_bytes: int) -> None:
-        """Correct what is used by what was seen, give or take what has changed since the count began.
+        """Correct the used bytes by the scan's, and by changes since the count began.
 
         That is not known if the page was begun anew meanwhile: then nothing changes, and another count is needed.
         """
@@ -287,7 +287,7 @@ class SharedPage:
         return bool(_FLOCK.unpack(told)[0] != fcntl.F_UNLCK)
 
     def _reap(self, page: Page) -> None:
-        """Count what dead processes had promised as written."""
+        """Count the promises of dead processes as written."""
         for slot, reserved_bytes in enumerate(page.reserved_bytes):
             matters = reserved_bytes or page.untold >> slot & 1
             if matters and slot != self._slot and not self._is_alive(slot):

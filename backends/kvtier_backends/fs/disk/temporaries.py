@@ -38,7 +38,7 @@ class Writer(NamedTuple):
 
 
 def boot_id() -> bytes:
-    """Return what tells this boot of this machine from every other boot of any."""
+    """Return an id of this boot of this machine. No other boot of any machine has it."""
     with open("/proc/sys/kernel/random/boot_id", "rb") as file:
         return file.read()
 

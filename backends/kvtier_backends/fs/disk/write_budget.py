@@ -103,7 +103,7 @@ class WriteBudget:
         self._advance_left += drawn_bytes
 
     def _level(self, content: bytes, now_ns: int) -> int:
-        """Return what is in the bucket by now; nothing if that cannot be known, and no more for a clock set back."""
+        """Return the bucket's level now: 0 if it cannot be known, and no more for a clock that was set back."""
         if not content:
             return self._burst_bytes
         record = content[: _RECORD.size]

@@ -63,7 +63,7 @@ class Accounts(Protocol):
         ...
 
     def exchange(self, removal: Removal) -> None:
-        """Promise what has gone to whom it has gone for, if the lane that removed it has not done so."""
+        """Promise removed bytes to the reservation, if the lane that removed them has not done so."""
         ...
 
     def release(self, reservation: Reservation) -> None:
@@ -71,11 +71,11 @@ class Accounts(Protocol):
         ...
 
     def added(self, added_bytes: int) -> None:
-        """Hear what a store or a delete of ours has added to what is used; less than nothing if more has gone."""
+        """Hear how many bytes a store or a delete of ours has added; below 0 if more has gone."""
         ...
 
     def cleared(self, freed_bytes: int) -> None:
-        """Hear what corrupt files have given back that were set aside. Blocks, in a lane."""
+        """Hear how many bytes removed corrupt files have given back, which were set aside. Blocks, in a lane."""
         ...
 
     def remove(self, chunks: Chunks, victims: Sequence[Held], removal: Removal) -> None:
@@ -94,17 +94,17 @@ class Accounts(Protocol):
         ...
 
     async def surplus_bytes(self) -> int:
-        """Return what should go before stores have to wait for it."""
+        """Return the bytes to evict before stores have to wait."""
         ...
 
     def shown_bytes(self, known_bytes: int) -> int:
-        """Return what chunks take, of which so much is known."""
+        """Return the chunks' bytes, of which so many are known."""
         ...
 
     async def scan_began(self) -> None: ...
 
     async def scan_ended(self, seen_bytes: int | None) -> None:
-        """Take what a scan has seen for what is used, give or take what has changed meanwhile; None: not all of it."""
+        """Take the scan's bytes as used, with the changes meanwhile; None: the scan has not seen all."""
         ...
 
     async def until_scan_is_wanted(self) -> bool:
@@ -284,7 +284,7 @@ class SharedAccounts:
             self._scan_wanted.set()
 
     def _taken(self) -> tuple[int, int] | None:
-        """Return what the page says, after it was told what it could not be told before. Blocks, in a lane."""
+        """Return the page's totals, after telling it of changes that it could not be told before. Blocks, in a lane."""
         if self._released_bytes or self._untold_bytes:
             self._tell()
         return self._page.taken()

@@ -1,6 +1,6 @@
 """The checkpoint of an index: each chunk that it knew, the newest first, being the one that is asked for soonest.
 
-What it names is looked for like everything else. In the framing of `disk.checkpoint`: no preamble; of each chunk its
+Chunks that it names are looked for like all others. In the framing of `disk.checkpoint`: no preamble; of each chunk its
 sectors of 512 bytes u32, and its last use in ns since the epoch u64.
 """
 
@@ -28,7 +28,7 @@ class Checkpoint:
 
     @property
     def used_bytes(self) -> int:
-        """What it takes more of the disk than it did at the start."""
+        """The room by which it has grown since the start."""
         return self._file.used_bytes
 
     def write(self, snapshot: Snapshot, now_ns: int) -> None:
@@ -40,7 +40,7 @@ class Checkpoint:
         self._file.write(Counter(map(len, snapshot.keys)), records, lambda _: b"")
 
     def read(self) -> Iterator[list[Held]]:
-        """Yield what the last checkpoint says, newest first, in batches; nothing if there is none that can be used."""
+        """Yield the last checkpoint's chunks, newest first, in batches; nothing if no checkpoint can be used."""
         _, batches = self._file.read(lambda _: (None, 0)) or (None, ())
         for batch in batches:
             yield [Held(key, sectors * SECTOR_BYTES, used_at_ns) for key, sectors, used_at_ns in batch]

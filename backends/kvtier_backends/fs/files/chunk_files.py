@@ -49,7 +49,7 @@ class OpenChunk:
         return Wanted(self._fd, buffers, 0, sum(map(len, buffers)), done)
 
     def read_on(self, buffers: Sequence[memoryview], got: int, expected_bytes: int) -> int:
-        """Fill what a first read has left of the buffers, and return how many bytes came in all.
+        """Fill the rest of the buffers after a first read, and return how many bytes came in all.
 
         That is all that the file has, if the buffers have room for it. `expected_bytes`: the length at which there is
         no doubt that the end was reached.
@@ -122,7 +122,7 @@ class ChunkFiles:
         self._discard = Discard(folder)
 
     def open(self, key: OffloadKey) -> OpenChunk:
-        """Open a chunk's file to read it. A link there is none, wherever it leads."""
+        """Open a chunk's file to read it. A link is no chunk, wherever it leads."""
         name = self._mapper.name(key)
         try:
             fd = os.open(name, os.O_RDONLY | NO_LINK | self._direct, dir_fd=self._root)
@@ -135,9 +135,9 @@ class ChunkFiles:
     def write(self, key: OffloadKey, buffers: Sequence[memoryview], used_at_ns: int) -> int:
         """Put a file of these bytes in place of what was there, and return the bytes that it takes on the disk.
 
-        `used_at_ns` becomes its time: what orders files after a restart. Until it has returned, readers find what was
-        there before; a failure leaves that. (But for a failed sync of the folder: then the new file may be in place,
-        whole.)
+        `used_at_ns` becomes the file's time, by which files are ordered after a restart. Until it has returned, readers
+        find what was there before; a failure leaves that. (But for a failed sync of the folder: then the new file may
+        be in place, whole.)
         """
         name = self._mapper.name(key)
         parent = os.path.dirname(name)
@@ -194,7 +194,7 @@ class ChunkFiles:
         return status and status.st_size
 
     def look(self, key: OffloadKey) -> "Found | None":
-        """Return what a chunk's file takes, and when it was used; None if there is none.
+        """Return a chunk's file's room, and when it was used; None without a file.
 
         Opening asks a file server, whatever this machine remembers of the file; looking by name need not.
         """
@@ -280,7 +280,7 @@ class ChunkFiles:
             os.mkdir(folder, dir_fd=self._root)
 
     def _look_at(self, folder: str) -> None:
-        """Count what a folder takes. Raises `ForeignError` if a link is in its place."""
+        """Count the room of a folder. Raises `ForeignError` if a link is in its place."""
         with suppress(FileNotFoundError):
             status = os.stat(folder, dir_fd=self._root, follow_symlinks=False)
             if not stat.S_ISDIR(status.st_mode):

@@ -38,7 +38,7 @@ class Eviction:
         self._scanned = False
 
     def used_bytes(self) -> int:
-        """Return what chunks take, those included that are being removed."""
+        """Return the chunks' bytes, with those that are being removed."""
         return self.accounts.shown_bytes(self._index.used_bytes + self._capacity.leaving_bytes)
 
     async def reserve(self, wanted_bytes: int, least_bytes: int, incoming: Sequence[OffloadKey]) -> Reservation:
@@ -65,7 +65,7 @@ class Eviction:
         return reservation
 
     def stored(self, added_bytes: int) -> None:
-        """Hear what a store or a delete has added to what is used; the index counts it."""
+        """Hear how many bytes a store or a delete has added; the index counts them."""
         self.accounts.added(added_bytes)
 
     def release(self, reservation: Reservation) -> None:
@@ -94,12 +94,12 @@ class Eviction:
             self._wake.set()
 
     def scanned(self, batch: Sequence[Held]) -> None:
-        """Count what the scan has found."""
+        """Count the chunks that the scan has found."""
         found_bytes = self._index.scanned(batch)
         self._capacity.unseen_bytes = max(0, self._capacity.unseen_bytes - found_bytes)
 
     def scan_ended(self) -> None:
-        """From now on it is known what is there: what is too much goes at once."""
+        """From now on all chunks are known: a surplus is evicted at once."""
         self._scanned = True
         self._capacity.unseen_bytes = 0
         self._wake.set()
@@ -195,7 +195,7 @@ class Eviction:
         return removal.gone_bytes
 
     def _end(self, victims: Sequence[Held], removal: Removal) -> None:
-        """Note what is gone; what could not be removed is there still, and takes room."""
+        """Note the removed files. A file that could not be removed is still there, and takes room."""
         spared = {chunk.key for chunk in removal.used}
         for victim in victims:
             self._capacity.leaving_bytes -= victim.allocated_bytes

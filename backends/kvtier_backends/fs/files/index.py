@@ -123,7 +123,7 @@ class Index:
         return key in self._entries
 
     def snapshot(self) -> "Snapshot":
-        """Return what is there now, for another thread to put in order: some 30 ms a million chunks."""
+        """Return the chunks that are there now, for another thread to sort: some 30 ms a million chunks."""
         return Snapshot(list(self._entries), list(self._entries.values()), *self._order.snapshot())
 
     def taken_bytes(self, key: OffloadKey) -> int:
@@ -210,7 +210,7 @@ class Index:
         return True
 
     def scanned(self, chunks: Sequence[Held]) -> int:
-        """Note what a checkpoint names or the scan has seen, but for what was stored, used or removed meanwhile.
+        """Note chunks of a checkpoint or of the scan, but none that were stored, used or removed meanwhile.
 
         Returns how much room that takes which it noted.
         """

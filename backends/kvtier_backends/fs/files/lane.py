@@ -49,7 +49,7 @@ Judge = Callable[[OpenChunk, Read, memoryview, int], Outcome]
 
 
 class OpenShare:
-    """A share of loads under way, several files open at a time; what is open still is closed with it."""
+    """A share of loads under way, with several files open at a time. Files that are still open are closed with it."""
 
     def __init__(self, files: ChunkFiles, share: LoadShare, packing: Packing, pages: memoryview, judge: Judge) -> None:
         """Have in `pages` what is beside the rows, and `ROOM_BYTES`, for each."""

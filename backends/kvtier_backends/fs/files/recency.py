@@ -25,14 +25,17 @@ Keep = Callable[[OffloadKey], bool]
 class ColdEnd(Policy[OffloadKey]):
     """The cold end of an index: a policy that evicts what was used longest ago.
 
-    What is kept there is renewed: it is in use. It has no order of its own: the index's entries stand in the order of
-    their last use anyway. A dict keeps a hole for each key that was moved or removed, until it is rebuilt. Finding its
-    first key steps over all holes. So its coldest keys are listed, a part of all at a time: a search for each list, and
-    not for each victim.
+    Keys that must stay are renewed: they are in use. It has no order of its own: the index's entries stand in the order
+    of their last use anyway. A dict keeps a hole for each key that was moved or removed, until it is rebuilt. Finding
+    its first key steps over all holes. So its coldest keys are listed, a part of all at a time: a search for each list,
+    and not for each victim.
     """
 
     def __init__(self, entries: dict[OffloadKey, int], is_live: Callable[[int], bool]) -> None:
-        """`entries`: what is there. Those that are live by their value stand in the order of their last use."""
+        """`entries`: the chunks that are there.
+
+        Those that are live by their value stand in the order of their last use.
+        """
         self._entries = entries
         self._is_live = is_live
         self._listed: list[OffloadKey] = []  # The coldest last.
@@ -251,7 +254,7 @@ class Order:
         return chosen
 
     def snapshot(self) -> tuple[Idle, dict[OffloadKey, int]]:
-        """Return what was idle at some time, and when what is not was used, if there is a clock."""
+        """Return the keys that were idle at some time and, if there is a clock, when the others were used."""
         return self._idle.copy(), dict(self._used_at_ns)
 
     def _note_use(self, key: OffloadKey) -> None:

@@ -43,7 +43,7 @@ class Scan:
     ) -> None:
         """`takes`: whether a load would take a file of this length.
 
-        `recalled`: what a checkpoint says, to be looked for.
+        `recalled`: the chunks of a checkpoint, to be looked for.
         """
         self.seen_bytes = 0
         """What is taken by all that it has seen, but for strangers' files."""
@@ -102,7 +102,7 @@ class Scan:
         self._stopped = True
 
     def _look_around(self, chunks_folder: str) -> Iterator[Held]:
-        """Sweep what is beside the chunks, and say what is left alone. Finds no chunks."""
+        """Sweep old files beside the chunks, and report files that are left alone. Finds no chunks."""
         try:
             for name in list_folder(self._root, self._mapper.folder):
                 self._sweep(self._mapper.folder, name)
@@ -164,7 +164,7 @@ class Scan:
         return ([] if self._stopped else folders), chunks
 
     def _file(self, folder: str, entry: "os.DirEntry[str]") -> Held | None:
-        """Return what a file of a chunk's name takes; what any other of ours takes is added up."""
+        """Return the room of a file with a chunk's name. The room of our other files is added up."""
         temporary = self._sweep(folder, entry.name)
         key = None if temporary else self._mapper.key(f"{folder}/{entry.name}")
         try:

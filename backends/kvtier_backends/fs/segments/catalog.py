@@ -55,7 +55,7 @@ class Catalog:
         return self._slots.sequences[slot]
 
     def snapshot(self) -> Snapshot:
-        """Return what is there now, for another thread to write down."""
+        """Return the chunks that are there now, for another thread to write down."""
         return self._slots.snapshot()
 
     def is_foreign(self, slot: int) -> bool:
@@ -190,7 +190,7 @@ class Catalog:
         return [key for key in self._slots.unused_since(before_ns) if not self._is_kept(key)]
 
     def found(self, chunk: Held, *, foreign: bool = False) -> None:
-        """Note what a footer says, of a slot that nobody has been given since the start."""
+        """Note the footer of a slot that no store has been given since the start."""
         key, slot, sequence, _ = chunk
         self._last_sequence = max(self._last_sequence, sequence)
         old = self._slots.of.get(key)
@@ -238,7 +238,7 @@ class Catalog:
         return len(keys)
 
     def abandon(self, first: int, count: int) -> bool:
-        """Forget what lies in slots whose file is lost, but for what calls are at; True when nothing is left there.
+        """Forget the chunks of slots whose file is lost, but for chunks that calls use; True when none is left.
 
         None of them is given out any more.
         """

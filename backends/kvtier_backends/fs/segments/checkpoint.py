@@ -61,7 +61,7 @@ class SlotCheckpoint:
 
     @property
     def used_bytes(self) -> int:
-        """What it takes more of the disk than it did at the start."""
+        """The room by which it has grown since the start."""
         return self._file.used_bytes
 
     def bytes_worst(self, chunks: int, segments: int) -> int:

@@ -177,7 +177,7 @@ class SegmentFolder:
 
 
 def _write_zeros(fd: int, start: int, end: int) -> None:
-    """Write what is only allocated: the first sync after a chunk then need not write down that its place is used."""
+    """Write zeros to allocated space. Then the first sync after a chunk need not record that its place is used."""
     zeros = memoryview(mmap.mmap(-1, PIECE_BYTES))
     for offset in range(start, end, PIECE_BYTES):
         write_all(fd, [zeros[: min(PIECE_BYTES, end - offset)]], offset)

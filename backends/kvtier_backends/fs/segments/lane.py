@@ -79,7 +79,7 @@ class SlotChunks:
         found: list[Outcome],
         result: int | OSError,
     ) -> None:
-        """Note what has come of neighbouring slots that were read in one call."""
+        """Note the outcomes of neighbouring slots that were read in one call."""
         error = _read_on(piece, self._places(piece, besides), result)
         if error is None:
             for part, beside in zip(piece.parts, besides, strict=True):
@@ -114,13 +114,13 @@ class SlotChunks:
         return [place for part, beside in pairs for place in self._packing.places(part.item.into, beside)]
 
     def _split(self, pages: memoryview) -> Iterator[memoryview]:
-        """Yield what is beside each chunk."""
+        """Yield the buffer beside each chunk."""
         size = self._packing.beside_bytes
         return (pages[start : start + size] for start in range(0, len(pages), size))
 
 
 def _read_on(piece: Run[Read], buffers: Sequence[memoryview], result: int | OSError) -> OSError | None:
-    """Read what a first read has left of a piece, if it has not failed."""
+    """Read the rest of a piece after a first read, if that has not failed."""
     if isinstance(result, OSError):
         return result
     try:

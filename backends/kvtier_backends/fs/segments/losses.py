@@ -41,7 +41,7 @@ class Losses:
         self._wake = asyncio.Event()
 
     def check(self, share: Share[tuple[Write, int]]) -> None:
-        """Have what a share has written to such a segment count as failed. Blocks, in a lane."""
+        """Count a share's writes to such a segment as failed. Blocks, in a lane."""
         errors = {segment: self._error(segment) for segment in {run.segment for run in share.runs}}
         if not any(errors.values()):
             return
@@ -51,7 +51,7 @@ class Losses:
                 share.outcomes[index] = failure(part.item[0].key, error)
 
     def note(self) -> None:
-        """Forget what lay in segments that were seen to be lost."""
+        """Forget the chunks of segments that were seen to be lost."""
         seen, self._seen = self._seen, []
         for segment in seen:
             if segment in self._segments.all and segment not in self._lost:

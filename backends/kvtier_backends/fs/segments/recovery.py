@@ -53,7 +53,7 @@ class Recovery:
     def __init__(
         self, tier: OpenTier[SegmentsOptions], segment_folder: SegmentFolder, checkpoint: SlotCheckpoint
     ) -> None:
-        """Begin now: what says that it was used later was used now."""
+        """Begin now: no chunk counts as used later."""
         self._now_ns = tier.clock_ns()
         self.opened: list[Segment] = []
         self.unusable: list[Unusable] = []
@@ -122,7 +122,7 @@ class Recovery:
         return Around(taken, others, sweep.removed)
 
     def recovered(self, *, recall: bool) -> Iterator[Seen]:
-        """Yield what there is in the opened segments, which have their first slots. `recall`: read the checkpoint."""
+        """Yield the chunks of the opened segments, which have their first slots. `recall`: read the checkpoint."""
         memory = self._checkpoint.read() if recall else Memory(same_boot=False, segments=[], chunks=iter(()))
         yield from recovered(self.opened, memory, self._folder.root_fd, self._now_ns, lambda: self.stopped)
 
@@ -130,7 +130,7 @@ class Recovery:
 def recovered(
     opened: Sequence[Segment], memory: Memory, root_fd: int, now_ns: int, stopped: Callable[[], bool]
 ) -> Iterator[Seen]:
-    """Yield what there is in segments: first what a checkpoint is believed of, then what footers say of the others."""
+    """Yield the chunks of segments: first believed ones of the checkpoint, then those in other segments' footers."""
     segments = {segment.name: segment for segment in opened}
     remembered = sorted(
         (each for each in memory.segments if _is_there(segments, each)), key=lambda each: each.first_slot
@@ -185,7 +185,7 @@ class LastUses:
         self._used_at_ns[place] = used_at_ns
 
     def of(self, place: int, sequence: int) -> int:
-        """Return when the chunk with this sequence number was used last; when it was stored, if nobody knows."""
+        """Return when the chunk with this sequence number was last used; if that is unknown, when it was stored."""
         return self._used_at_ns[place] if self._sequences[place] == sequence else sequence
 
 
@@ -200,7 +200,7 @@ def _is_untouched(segment: Segment, remembered: Remembered) -> bool:
 
 
 def _footers_of(segment: Segment, last_uses: LastUses | None, root_fd: int, now_ns: int) -> Iterator[Seen]:
-    """Yield what a segment's footers say, in batches."""
+    """Yield a segment's footers, in batches."""
     last_uses = last_uses or LastUses(segment.header.slots)
     for start in range(0, segment.header.slots, INVENTORY_BATCH_KEYS):
         count = min(INVENTORY_BATCH_KEYS, segment.header.slots - start)
@@ -229,7 +229,7 @@ def _footers_of(segment: Segment, last_uses: LastUses | None, root_fd: int, now_
 
 
 def _footer_in(page: memoryview, segment: Segment) -> Footer | Fault:
-    """Return what a footer of this segment says, or what is wrong with it."""
+    """Return a footer of this segment, or its fault."""
     footer = read_footer(page)
     if isinstance(footer, Fault):
         return footer

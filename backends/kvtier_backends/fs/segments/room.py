@@ -155,7 +155,7 @@ class Leftovers:
         self._unusable += unusable
 
     async def remove(self) -> bool:
-        """Remove one of them; False if there is none that can be."""
+        """Remove one of them; False if none can be removed."""
         return await self._remove_unusable() or await self._remove_quarantined()
 
     async def _remove_unusable(self) -> bool:
@@ -174,7 +174,7 @@ class Leftovers:
 
 
 class Making:
-    """A segment that a lane makes, known also to whoever is cancelled meanwhile."""
+    """A segment that a lane makes. A call that is cancelled meanwhile knows it, too."""
 
     def __init__(self) -> None:
         self.segment: Segment | None = None
@@ -243,7 +243,7 @@ class Growth:
             return True
 
     async def look_at_disk(self) -> None:
-        """See what is free there, if it matters; what was seen last will do where it cannot be asked."""
+        """See how much is free there, if it matters. If asking fails, the last answer stays."""
         if self._capacity.watches_disk:
             with suppress(OSError):
                 await in_thread(self._lanes, self._capacity.look)

@@ -65,7 +65,7 @@ class Segments:
 
     @property
     def used_bytes(self) -> int:
-        """What they take of the disk, at most."""
+        """The room that they take of the disk, at most."""
         return sum(segment.allocated_bytes for segment in self.all)
 
     def add(self, segment: Segment, first_slot: int) -> None:

@@ -133,7 +133,7 @@ class Segment:
 
 
 def sync(segments: Iterable[Segment]) -> None:
-    """Have what was written to segments reach the device."""
+    """Have the bytes that were written to segments reach the device."""
     for segment in segments:
         os.fdatasync(segment.fd)
 
@@ -165,7 +165,7 @@ def write_all(fd: int, buffers: Sequence[memoryview], offset: int) -> None:
 
 
 def _rest(buffers: Sequence[memoryview], done: int) -> list[memoryview]:
-    """Return what is left of the buffers after so many bytes."""
+    """Return the rest of the buffers after so many bytes."""
     rest: list[memoryview] = []
     for buffer in buffers:
         if done < len(buffer):

@@ -65,7 +65,7 @@ class Slots:
         return first
 
     def hold(self, chunk: Held) -> None:
-        """Note what a slot holds from now on."""
+        """Note the key that a slot holds from now on."""
         key, slot, sequence, used_at_ns = chunk
         self.of[key] = slot
         self.keys[slot] = key
@@ -73,7 +73,7 @@ class Slots:
         self.used_at_ns[slot] = max(used_at_ns, 1)
 
     def hold_idle(self, chunk: Held) -> None:
-        """Note what a slot has held from before the start, and that it was not used since."""
+        """Note the key that a slot has held from before the start, and that it was not used since."""
         assert self._idle is not None
         self.hold(chunk)
         self._idle[chunk.slot] = 1
@@ -131,7 +131,7 @@ class Slots:
         return None
 
     def snapshot(self) -> Snapshot:
-        """Return what is there now, for another thread to write down: some 10 ms a million slots."""
+        """Return the slots in use now, for another thread to write down: some 10 ms a million slots."""
         return Snapshot(list(self.keys), self.sequences[:], self.used_at_ns[:], frozenset(self.foreign))
 
 
@@ -149,7 +149,7 @@ class FreeSlots:
         self._longest: list[tuple[int, int]] = []  # A heap of (-length, first slot); may hold runs that are no more.
 
     def add(self, first: int, count: int = 1) -> None:
-        """Give back slots that are not free; what was dropped meanwhile is not taken."""
+        """Give back slots that are not free. Slots that were dropped meanwhile are not taken."""
         if self._dropped and self._is_dropped(first):
             return
         self.count += count
@@ -234,7 +234,7 @@ class Outdated:
             self._slots[key] = (*self._slots.get(key, ()), slot)
 
     def retire(self, slot: int, key: OffloadKey | None) -> None:
-        """Have a slot wiped; None: nobody knows what is in it."""
+        """Have a slot wiped; None: its content is unknown."""
         if key is not None:
             self.mark(slot, key)
         self._due[slot] = None
@@ -253,7 +253,7 @@ class Outdated:
                 del self._slots[key]
 
     def take_due(self) -> list[int]:
-        """Return the slots that wait to be wiped, for whoever does it now and then says of each how it ended."""
+        """Return the slots that wait to be wiped. The caller wipes them now, and reports each outcome."""
         due, self._due = list(self._due), {}
         self._taken.update(due)
         return due

@@ -21,7 +21,7 @@ from kvtier_backends.fs.segments.segment import Segment, sync
 
 
 class Syncing:
-    """A sync of a batch, known also to whoever is cancelled meanwhile."""
+    """A sync of a batch. A call that is cancelled meanwhile knows it, too."""
 
     def __init__(self) -> None:
         self.done = False
@@ -52,7 +52,7 @@ class SlotStoring:
         self._fsync = tier.options.fsync
 
     async def __call__(self, writes: Sequence[Write]) -> tuple[list[Outcome], int]:
-        """Store what there is room for; return the outcomes, and how many say that the file system is away."""
+        """Store chunks as far as there is room; return the outcomes, and how many say that the file system is away."""
         keys = [write.key for write in writes]
         with self._catalog.in_use(keys):
             incoming = [key for key in dict.fromkeys(keys) if key not in self._catalog]
@@ -128,7 +128,7 @@ class SlotStoring:
 def _parts(
     share: Share[tuple[Write, int]],
 ) -> Iterator[tuple[Slotted[tuple[Write, int]], Outcome, bool]]:
-    """Yield what was to be written, what became of it, and whether a cancelled call's lane has come to it."""
+    """Yield each part of a store, its outcome, and whether a cancelled call's lane has come to it."""
     for index, part in enumerate(share.parts):
         done = index < len(share.outcomes)
         yield part, share.outcomes[index] if done else None, done

@@ -27,7 +27,7 @@ class Doomed(NamedTuple):
 
 @dataclass(slots=True)
 class Round:
-    """Slots that a lane wipes, and those that it has, whoever waits for it."""
+    """Slots that a lane is to wipe, and slots that it has wiped, even if the waiting call is cancelled."""
 
     doomed: list[Doomed]
     wiped: list[Doomed] = field(default_factory=list[Doomed])
@@ -101,7 +101,7 @@ class Wiping:
             self._note()
 
     def begin_last(self) -> None:
-        """Have what is left wiped before the lane ends, once; `end_last` then tells whoever waits."""
+        """Have the rest wiped before the lane ends, once. `end_last` then tells the calls that wait."""
         if self._closed:
             return
         self._closed = True
@@ -111,7 +111,7 @@ class Wiping:
         self._lane.submit(self._wipe, self._round)
 
     def end_last(self, *, ended: bool) -> None:
-        """Take note of what was wiped if the lane has ended; else nobody knows, and nobody waits any more."""
+        """Note the wiped slots if the lane has ended. Otherwise they stay unknown. No call waits any more."""
         if ended:
             self._note()
         else:
