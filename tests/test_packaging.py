@@ -147,7 +147,7 @@ def test_every_version_says_the_same(wheel: Path) -> None:
     version = information.name.removeprefix("kvtier-").removesuffix(".dist-info")
     newest = re.findall(r"^## \[([\d.]+)\] - \d{4}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)[0]
     assert version == kvtier.__version__ == newest
-    examples = [*(ROOT / "examples" / "fleet").rglob("*.yaml"), *(ROOT / "docs").rglob("*.md")]
+    examples = [*(ROOT / "examples").rglob("*.yaml"), *(ROOT / "docs").rglob("*.md")]
     images = {found for path in examples for found in re.findall(r"kvtier-engine:([\d.]+)", path.read_text())}
     assert images == {version}
 

@@ -486,6 +486,17 @@ def test_what_a_request_keeps_out_at_its_end_counts_as_never_seen(careful):
     assert sent(careful.step()) == [(0, "a")]
 
 
+def test_what_a_request_keeps_out_stays_seen_if_another_saw_it_first(careful):
+    careful.store("ab", careful.request("first"))
+    careful.store("cdef", careful.request("between"))
+    request = careful.request("second")
+    request.hint = Hint(no_store=True)
+    careful.store("ab", request)
+    over(careful, request, None)
+    careful.load("a", careful.request("third"))
+    assert sent(careful.step()) == [(0, "a")]
+
+
 def test_what_was_forgotten_counts_as_never_seen(careful):
     careful.store("ab")
     assert careful.ledger.forget(keys_of("ab")) == 2
