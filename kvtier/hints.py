@@ -1,7 +1,8 @@
-"""Hints: what an application says of a request's future, which no history of requests holds.
+"""Hints: an application's word on a request's future, which no history of requests holds.
 
-A hint is soft. It may be wrong, late or malformed, and no request ever fails for it: what cannot be read is ignored,
-counted, and said once. The same struct serves both faces, traces, and vLLM's `kv_transfer_params` (under "kvtier").
+A hint is soft. It may be wrong, late or malformed, and no request ever fails for it. A hint that cannot be read is
+ignored, counted, and logged once. The same struct serves both faces, traces, and vLLM's `kv_transfer_params` (under
+"kvtier").
 """
 
 import logging
@@ -24,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Hint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What an application says of a request, when it begins or when it ends."""
+    """A hint: an application's word on a request, when the request begins or when it ends."""
 
     over: bool = False  # Its session will not come back.
     returns_in_s: Seconds | None = None  # When its session is expected back, from the request's end on.
@@ -34,7 +35,7 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     class_: Annotated[str, msgspec.Meta(max_length=CLASS_CHARACTERS_MAX)] | None = msgspec.field(
         default=None, name="class"
     )
-    """Who sent it, such as an agent, a tool or a tenant; nobody agrees on meanings."""
+    """The sender, such as an agent, a tool or a tenant. A policy learns what each class is worth."""
     no_store: bool | Annotated[tuple[str, ...], msgspec.Meta(max_length=TIERS_NAMED_MAX)] = False
     """Nothing of the request goes to tiers, or to those of these names."""
 

@@ -1,6 +1,6 @@
-"""The ledger's answers: what a look-up and a store are told, and events, which are answers that nobody asked for.
+"""The ledger's answers to look-ups and stores, and events, which are answers without a question.
 
-Events say what happened to chunks, for whoever keeps an index of its own (a router, an LLM engine's event stream).
+Events say what happened to chunks, for consumers with an index of their own (a router, an LLM engine's event stream).
 """
 
 from collections import deque
@@ -64,7 +64,7 @@ class EventLog:
             self._events.append(Event(kind, tier, keys, reason))
 
     def take(self) -> list[Event]:
-        """Return what happened since the last call, in order."""
+        """Return the events since the last call, in order."""
         events = list(self._events)
         self._events.clear()
         return events

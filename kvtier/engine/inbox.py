@@ -206,8 +206,8 @@ class Inbox:
     def _doubt(self, tier: Tier, key: OffloadKey, now: float) -> None:
         """Count a key that a tier failed to load as absent for a while.
 
-        Of a tier that does not report what it removes, a record counts no more than an answer: else it would keep the
-        next store of the key away.
+        If the tier does not report what it removes, a record counts no more than an answer. Else the record would keep
+        the next store of the key away.
         """
         if not tier.reports and self._residency.mask.get(key, 0) & tier.bit:
             self._residency.remove(tier, [key])

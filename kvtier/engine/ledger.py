@@ -731,8 +731,8 @@ class Ledger:
     def delete(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Forget keys in the primary and in every tier, but for those that something holds: these are returned.
 
-        What only a hung store holds, or a caller that should not, is forgotten, too; its row stays lent, and the store,
-        if it ends, may come after.
+        A key that only a hung store holds, or a caller that should not, is forgotten, too. Its row stays lent. The
+        store may still end after this call.
         """
         lost, ready = self.transfers.pins_overdue() + self.kept, self.primary.ready
         gone = [key for key in keys if key in ready and self.primary.discard(key, lost[ready[key]])]

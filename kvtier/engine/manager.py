@@ -1,7 +1,8 @@
 """The asyncio face of a kvtier engine: `TieringOffloadingManager`.
 
-`put` waits for room and for the tiers' budgets, `fetch` for what is on its way, and both for a reset. Who waits for
-rows waits for whoever has them, and holds none itself that others wait for, except what it fetched already.
+`put` waits for room and for the tiers' budgets, `fetch` for chunks on their way, and both for a reset. A call that
+waits for rows waits for the calls that have them. It holds no rows itself that others wait for, except those that it
+has fetched already.
 """
 
 # ruff: noqa: SLF001  A face and its steps are one engine.
@@ -45,7 +46,7 @@ class TieringOffloadingManager:
     """Tiers chunks over a primary in host memory and any number of secondary tiers, for asyncio programs.
 
     All calls belong to one event loop. A chunk is `config.chunk_bytes` long. `steps` is the step protocol of the same
-    engine, for a program that uses both: its `reset`, `drain` and `close` would block the loop.
+    engine, for a program that uses both. Its calls `reset`, `drain` and `close` would block the loop.
     """
 
     step_manager: ClassVar[type[StepManager]] = StepManager
@@ -86,11 +87,11 @@ class TieringOffloadingManager:
         return self.steps.metrics
 
     def stats(self) -> EngineStats:
-        """Return what this kvtier engine and its tiers have counted, and what they hold now."""
+        """Return the counts of this kvtier engine and its tiers, and how many chunks they hold now."""
         return self.steps.stats()
 
     def take_events(self) -> list[Event]:
-        """Return what happened to chunks since the last call; nothing unless the configuration says `events`."""
+        """Return the events of chunks since the last call; none unless the configuration says `events`."""
         return self.steps.take_events()
 
     def note_prefill(self, tokens: int, seconds: float) -> None:
@@ -102,13 +103,13 @@ class TieringOffloadingManager:
     ) -> int:
         """Store `chunks[i]` under `keys[i]`, in prefix order; return how many leading keys are in the primary now.
 
-        Waits for room in the primary and for budget of the tiers, so nothing is dropped for the lack of it, unless
-        transfers hang: these nobody waits for. Fewer than all are stored only if the primary cannot hold more. Keys
-        that are present keep their chunk. Without a `request_id` the call is a request of its own. `hint`: what the
-        application says of the request, as `StepManager.on_new_request` takes it.
+        The call waits for room in the primary and for budget of the tiers. So no chunk is dropped for the lack of
+        either, unless transfers hang: the call does not wait for these. Fewer than all keys are stored only if the
+        primary cannot hold more. Keys that are present keep their chunk. Without a `request_id` the call is a request
+        of its own. `hint` is the application's word on the request, as `StepManager.on_new_request` takes it.
 
         A cancelled call has stored some leading part. ValueError for a chunk of the wrong length: nothing was stored.
-        Do not wait for it while the same task holds rows of `fetch`: that room it would wait for.
+        Do not await this call while the same task holds rows of `fetch`, because the call may wait for these rows.
         """
         self._check_chunks(keys, chunks)
         async with self._one(request_id, hint) as own_id:
@@ -124,15 +125,16 @@ class TieringOffloadingManager:
     async def fetch(
         self, keys: Sequence[OffloadKey], *, request_id: str | None = None, hint: object = None
     ) -> AsyncGenerator[Sequence[memoryview]]:
-        """Have the longest leading run of `keys` that is anywhere brought into the primary, and lend it.
+        """Bring the longest leading run of `keys` whose chunks are in any tier into the primary, and lend it.
 
-        Gives read-only views, one a key and each `chunk_bytes` long, valid inside the `async with` and released after
-        it. A run longer than the primary can hold gives its leading part. What fails on its way ends the run before
-        it; nothing raises for it. `hint`: as `put` takes it.
+        The answer is a sequence of read-only views, one a key and each `chunk_bytes` long. They are valid inside the
+        `async with`, and released after it. A run longer than the primary can hold gives its leading part. A chunk that
+        fails on its way ends the run before it, and raises nothing. `hint`: as `put` takes it.
 
-        What is made of a view (a slice, an array) must be gone when the block ends, too: `RowsStillRead` if it is not,
-        or a note to what the block itself raised. Such rows are nobody else's until it has gone. What
-        `torch.frombuffer` makes of a view cannot be seen, and would read the row's next chunk: `get` gives copies.
+        Slices and arrays that are made of a view must be gone when the block ends, too. If one is left, the block
+        raises `RowsStillRead`, or adds a note to the error that it raised itself. Such a row has no other use until the
+        slice has gone. A tensor that `torch.frombuffer` makes of a view cannot be seen, and would read the row's next
+        chunk. `get` gives copies.
         """
         async with self._one(request_id, hint) as own_id:
             rows: list[int] = []
@@ -156,10 +158,10 @@ class TieringOffloadingManager:
             return [bytes(row) for row in rows]
 
     async def delete(self, keys: Sequence[OffloadKey], deadline_s: float | None = None) -> bool:
-        """Forget keys in the primary and in every tier; waits for whoever holds their rows.
+        """Forget keys in the primary and in every tier; waits for all calls that hold their rows.
 
-        False if the deadline came first. Then what was still held has stayed; the rest was forgotten, though a tier
-        may not have said so yet.
+        False if the deadline came first. Then keys that were still held have stayed. The others were forgotten, though
+        a tier may not have answered yet.
         """
         held = self.steps.delete(keys)
         try:
@@ -174,10 +176,10 @@ class TieringOffloadingManager:
         return True
 
     async def prefetch(self, keys: Sequence[OffloadKey]) -> int:
-        """Bring the longest leading run of keys that is anywhere into the primary; return how long the run is there.
+        """Bring the longest leading run of keys whose chunks are in any tier into the primary; return its length there.
 
-        It holds no rows when it returns. A run longer than the share of leases comes in its leading part; what fails
-        on its way ends the run before it. Of a cancelled call comes what had set out.
+        It holds no rows when it returns. A run longer than the share of leases comes in its leading part. A chunk that
+        fails on its way ends the run before it. After a cancelled call, chunks on their way still come.
         """
         while self._clearing:
             await self._progress.made()
@@ -196,14 +198,14 @@ class TieringOffloadingManager:
         return self._said(self.steps.demote(keys))
 
     def forget(self, keys: Sequence[OffloadKey]) -> int:
-        """Forget keys here and in every tier, what is in use as soon as it is not; see `StepManager.forget`.
+        """Forget keys here and in every tier; a key in use is forgotten when its use is over. See `StepManager.forget`.
 
-        It waits for nothing: `drain` waits for the tiers, and `delete` for whoever holds rows, too.
+        It waits for nothing. `drain` waits for the tiers, and `delete` also for all calls that hold rows.
         """
         return self._said(self.steps.forget(keys))
 
     def retain(self, keys: Sequence[OffloadKey], seconds: float, *, priority: int = 0) -> int:
-        """Pass over keys for so long when room is made, here and in tiers; see `StepManager.retain`."""
+        """Let keys stay for so long when room is made, here and in tiers; see `StepManager.retain`."""
         return self._said(self.steps.retain(keys, seconds, priority=priority))
 
     async def drain(self, deadline_s: float | None = None) -> bool:

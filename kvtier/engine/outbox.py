@@ -3,8 +3,9 @@
 Rows are reserved or pinned when something is queued, not when it is sent, so that nothing of it can be evicted in
 between. What exceeds a limit is dropped here and counted, with the reason.
 
-A transfer is under way until its outcome is known. If its rows are still lent then (it ran out of time, or its runner
-died), it is overdue: no LLM engine waits for it, and nobody else gets its rows until they are returned.
+A transfer is under way until its outcome is known. If it ran out of time, or its runner died, its rows may still be
+lent then. Such a transfer is overdue. No LLM engine waits for it, and no other transfer gets its rows until they are
+returned.
 """
 
 from collections import Counter, deque
@@ -74,8 +75,8 @@ def chunks_before(runs: Sequence[Run], end: int) -> dict[Tier, int]:
 class Transfer:
     """One action that was sent. `rows` is empty for probes and deletes; `request` is set for promotions that have one.
 
-    `expected_s` is how long it was expected to take, where that is known; else 0. `sizes` are what its tier's
-    speed says that for. `given_up`: it was too late for its request.
+    `expected_s` is the time that it was expected to take; 0 if that is not known. `sizes` are the sizes for which the
+    tier's speed gave this time. `given_up`: it was too late for its request.
     """
 
     __slots__ = (
@@ -332,8 +333,8 @@ class Outbox:
     def end(self, keys: Sequence[OffloadKey], tier: Tier, hint: Hint | None) -> None:
         """Have the tier hear of a request that is over: which of the keys that it holds, in prefix order, were used.
 
-        From the first hint on it hears after the stores of the request's keys that are under way, and that this is an
-        end: a session goes on with it, or is over.
+        From the first hint on, the tier hears of it after the request's stores that are under way. It also hears that
+        this is an end: the session goes on, or is over.
         """
         if hint is None and not self._hinted:
             self.rank(keys, tier)

@@ -1,7 +1,8 @@
 """Prefetches: chunks that are brought into the primary before a request looks them up.
 
-Each is a request that looks up its keys itself until the leading run that is anywhere is here, with a window of keys on
-their way. It holds what it found by leases, as any request that waits; so it never has more than their share.
+A prefetch is a request that looks up its keys itself, with a window of keys on their way. It ends when the longest
+leading run that any tier has is in the primary. It holds chunks by leases, as any request that waits. So it never has
+more than the share of leases.
 """
 
 from collections import deque

@@ -1,12 +1,12 @@
 """The primary: which key lies where, in what state, and why it may not go. Synchronous, no I/O.
 
-A row is free, filling (a store or a promotion writes it), ready, or quarantined (a transfer that ran out of time, or a
-caller, may still use it, so nobody else may). Each reason to keep a row is a pin, being filled is one; what was
-answered HIT is held until the step ends, and that is noted when somebody wants room, because a look-up has no time for
-it.
+A row is free, filling, ready, or quarantined. A store or a promotion writes a row that is filling. A transfer that ran
+out of time, or a caller, may still use a row that is quarantined; so no other may. Each reason to keep a row is a pin,
+and being filled is one. A chunk that was answered HIT is held until the step ends. The pin for that is made when room
+is needed, because a look-up has no time for it.
 
-Where tiers are written when chunks leave, rows leave the order first and are reused later: see `Leaving`. Until then
-they are ready like all others.
+If a tier is written when chunks leave, a row leaves the order first and is reused later: see `Leaving`. Until then it
+is ready like all others.
 """
 
 from array import array

@@ -298,8 +298,9 @@ class StepHits:
     Invariant: whenever room is made, the row of every key that was noted in this step is held, as long as it is ready.
     For that a request is in `_fresh` just as long as its `hits` are not empty, and in `_held` if its `held` are not.
 
-    **Who has found a key before may skip the call**: while `request.hits` is not empty, a key that is ready may be
-    appended to it instead of being noted. What empties it is `hold`, `end` and `clear`. It stays the same list.
+    **A caller may skip the call if the request has found a key before.** While `request.hits` is not empty, a key that
+    is ready may be appended to it, in place of `note`. `hold`, `end` and `clear` empty the list. It stays the same
+    list.
     """
 
     def __init__(self, primary: Primary, leases: Leases, waited: Waited | None = None) -> None:
@@ -341,9 +342,9 @@ class StepHits:
 
         `patience_s`: how long a request waits, for each chunk, before it gives up; None: for ever.
         """
-        found = self._fresh
-        if self._held:  # Room was made, and rows are held for these.
-            found[:0] = self._held
+        found: Iterable[Request] = self._fresh
+        if self._held:  # Room was made, and rows are held for these. Each is here once: its hits are forgotten below.
+            found = dict.fromkeys(chain(self._held, self._fresh))
             self._held.clear()
             self._primary.end_step()
         for request in found:
@@ -358,7 +359,7 @@ class StepHits:
                 if request.waiting_since is not None:
                     self.end_wait(request, now)
             request.forget_hits()
-        found.clear()
+        self._fresh.clear()
 
     def end_wait(self, request: Request, now: float) -> None:
         """Say for how long a request waited for loads, if it did."""

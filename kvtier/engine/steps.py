@@ -1,7 +1,7 @@
 """The step protocol: kvtier as a synchronous owner calls it, thousands of times a step, and never waits for.
 
 Every call of a step is plain, touches memory only and crosses no thread. A step's actions leave at its end with one
-wake-up; what comes back waits in the bridge's mailbox, and is applied before look-ups and before anything is evicted.
+wake-up. The answers wait in the bridge's mailbox. They are applied before look-ups, and before anything is evicted.
 """
 
 # ruff: noqa: SLF001  `Inside` is the door to what is private.
@@ -96,10 +96,10 @@ class StepManager:
     ) -> Self:
         """Start a kvtier engine with its runner in a thread or a process; blocks until its tiers are open.
 
-        The rows are those of `region`, which other processes may have mapped, too; it belongs to the engine from now
-        on, and is closed with it or with a start that fails. None: the engine makes one of its own. `observer` is
-        called with (tier, operation, seconds) after every transfer, and `waited` with the seconds for which a request
-        waited for loads.
+        The rows are those of `region`, which other processes may have mapped, too. The region belongs to the engine
+        from now on. It is closed with the engine, or with a start that fails. None: the engine makes a region of its
+        own. `observer` is called with (tier, operation, seconds) after every transfer. `waited` is called with the
+        seconds for which a request waited for loads.
 
         Raises:
             ConfigError: the configuration cannot be used; nothing was left behind.
@@ -144,14 +144,14 @@ class StepManager:
     ) -> bool:
         """Take note of a request; `matchers` limit the tiers that serve it, None means all.
 
-        `load_matchers` limit further the tiers that it is loaded from; its chunks are stored in the others, too.
-        `position` says where a key's chunk ends in the request's tokens, for LLM engines that do not offer every key
-        in prefix order: those of models with several groups, whose keys come one group after the other.
-        `hint`: a `Hint`, or what a client sent as one, unread; see `kvtier.hints`. A bad one is ignored and counted.
+        `load_matchers` limit further the tiers from which it is loaded. Its chunks are stored in the others, too.
+        `position` says where a key's chunk ends in the request's tokens. It is for LLM engines that do not offer every
+        key in prefix order: for models with several groups, keys come one group after the other. `hint` is a `Hint`, or
+        the object that a client sent as one: see `kvtier.hints`. A bad one is ignored and counted.
 
-        Returns whether a tier wants all of the request's chunks, those that are present already, too.
-        Raises `EngineClosed` after closing, and ValueError if the id is in use: by a request that has not finished, or
-        whose last store, `put` or `fetch` is not over.
+        Returns whether a tier wants all of the request's chunks, also those that are present already. Raises
+        `EngineClosed` after closing, and ValueError if the id is in use. An id is in use until its request has
+        finished, and its last store, `put` or `fetch` is over.
         """
         self._check_open()
         if known := self._requests.get(request_id):
@@ -170,7 +170,7 @@ class StepManager:
     def on_request_finished(self, request_id: str, hint: object = None) -> None:
         """Rank the request's keys and end its leases. Completions, and a load decided before, may still follow.
 
-        `hint` takes the place of what was said when the request began, if there is one. Nothing happens if the request
+        `hint` replaces the hint that was given when the request began, if there is one. Nothing happens if the request
         is not known.
         """
         if self._forked:
@@ -260,7 +260,8 @@ class StepManager:
     def delete(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
         """Forget keys here and in every tier; return those that have stayed, because something holds their rows.
 
-        A tier hears of it at the step's end. What only a hung store holds is forgotten, too; the store may come after.
+        A tier hears of it at the step's end. A key that only a hung store holds is forgotten, too. The store may still
+        end after this call.
         """
         self._check_open()
         return self._ledger.delete(keys)
@@ -268,18 +269,18 @@ class StepManager:
     # What is said of keys, without a request.
 
     def prefetch(self, keys: Sequence[OffloadKey]) -> None:
-        """Have the longest leading run of keys that is anywhere brought into the primary, beginning with this step.
+        """Bring the longest leading run of keys whose chunks are in any tier into the primary, from this step on.
 
-        It takes steps, as a request's look-ups do; `has_pending_work` until it is over. No more comes than the share
-        of leases, and nobody is told what came: a look-up says so. Of more than a thousand calls at once the newest
-        are ignored.
+        It takes steps, as a request's look-ups do, and there is pending work until it is over. It brings at most the
+        share of leases. It does not report which chunks came; a look-up does. Of more than a thousand calls at once,
+        the newest are ignored.
         """
         self._prefetch(keys)
 
     def demote(self, keys: Sequence[OffloadKey]) -> int:
         """Have keys go before all others when room is made, here and in tiers; return how many are here.
 
-        One that is used again is as any other from then on. A tier hears of it at the step's end.
+        A key that is used again is as any other from then on. A tier hears of it at the step's end.
         """
         self._check_open()
         return self._ledger.demote(keys)
@@ -287,18 +288,19 @@ class StepManager:
     def forget(self, keys: Sequence[OffloadKey]) -> int:
         """Forget keys here and in every tier; return how many are not here any more.
 
-        Nothing is taken from who uses it: what is in use, or on its way, goes when a step ends in which it is not. A
-        key that is stored again before that goes, too. Tiers hear of it at the step's end.
+        No reader loses a chunk. A chunk that is in use, or on its way, goes at the end of the first step in which it is
+        not. A key that is stored again before that goes, too. Tiers hear of it at the step's end.
         """
         self._check_open()
         return self._ledger.forget(keys)
 
     def retain(self, keys: Sequence[OffloadKey], seconds: float, *, priority: int = 0) -> int:
-        """Pass over keys, in prefix order, for so long when room is made, here and in tiers.
+        """Let keys, in prefix order, stay for so long when room is made, here and in tiers.
 
-        Returns how many are retained here: of more than `limits.retained_share` of the rows only the leading part is,
-        unless others have a lower `priority` (0 to 99). It is no pin: where there is nothing else, these go, too. A day
-        is the longest time. ValueError for a time that is not positive and finite, and for any other priority.
+        Returns how many are retained here. At most `limits.retained_share` of the rows is: the leading part of more
+        keys, unless others have a lower `priority` (0 to 99). It is no pin: if there is nothing else to evict, these
+        go, too. A day is the longest time. ValueError for a time that is not positive and finite, and for any other
+        priority.
         """
         self._check_open()
         if not 0 < seconds < math.inf:
@@ -308,13 +310,13 @@ class StepManager:
         return self._ledger.retain(keys, seconds, priority)
 
     def take_events(self) -> list[Event]:
-        """Return what happened to chunks since the last call; nothing unless the configuration says `events`."""
+        """Return the events of chunks since the last call; none unless the configuration says `events`."""
         if self._mailbox or self._forked:
             self._receive()
         return self._events.take()
 
     def end_step(self) -> None:
-        """Take what has come back, and send what this step and that decided."""
+        """Take the outcomes that have come back, and send the actions of this step and of these outcomes."""
         self._receive()
         if self._kept:
             self._take_kept()
@@ -327,7 +329,7 @@ class StepManager:
             self._watch_quarantine()
 
     def has_pending_work(self) -> bool:
-        """Say whether the LLM engine should go on stepping. What has run out of time does not count."""
+        """Say whether the LLM engine should go on stepping. Transfers that ran out of time do not count."""
         if self._mailbox or self._forked:
             self._receive()
         return self._ledger.pending
@@ -335,7 +337,7 @@ class StepManager:
     # What it counts.
 
     def stats(self) -> EngineStats:
-        """Return what this kvtier engine and its tiers have counted, and what they hold now."""
+        """Return the counts of this kvtier engine and its tiers, and how many chunks they hold now."""
         return self._metrics.stats()
 
     @property
@@ -350,13 +352,13 @@ class StepManager:
 
     @property
     def events_dropped(self) -> int:
-        """The number of events that were lost because nobody took them."""
+        """The number of events that were lost because they were not taken in time."""
         return self._events.dropped
 
     # The whole.
 
     def drain(self, deadline_s: float | None = None) -> bool:
-        """Send what is queued and wait until nothing is under way; False if the deadline came first. Blocks."""
+        """Send all queued actions, and wait until nothing is under way; False if the deadline came first. Blocks."""
         until = time.monotonic() + self._deadline(deadline_s)
         self.end_step()
         while self._ledger.pending and (left := until - time.monotonic()) > 0:
@@ -367,9 +369,9 @@ class StepManager:
     def reset(self, deadline_s: float | None = None) -> bool:
         """Clear the primary; tiers keep their chunks. Blocks until nothing is under way or the deadline comes.
 
-        A tier that does not end in time is taken out of use until it has proved itself, and its rows stay lent; then
-        the answer is False. Nothing is promoted until `on_reset_flushed`. No completion of an earlier load or store
-        may follow. RuntimeError if a `put` or `fetch` of the asyncio face is under way.
+        If a tier does not end in time, the answer is False. Its rows stay lent, and it is out of use until it has
+        proved itself. Nothing is promoted until `on_reset_flushed`. No completion of an earlier load or store may
+        follow. RuntimeError if a `put` or `fetch` of the asyncio face is under way.
         """
         self._check_open()
         if calls := self._calls.total():
@@ -414,10 +416,10 @@ class StepManager:
         return self.close(deadline_s)
 
     def forked(self) -> None:
-        """Be nobody's engine in a child that was forked: it has no runner, and its rows would be the owner's.
+        """Stop being an engine in a child that was forked: it has no runner, and its rows would be the owner's.
 
-        From then on `stats`, `metrics`, `runners_lost` and `events_dropped` say there what was counted until then,
-        `close` and `aclose` do nothing, and every other call raises `EngineClosed`.
+        From then on `stats`, `metrics`, `runners_lost` and `events_dropped` say in the child what was counted until the
+        fork. `close` and `aclose` do nothing there, and every other call raises `EngineClosed`.
         """
         self._forked = self._closed = True
         self._requests.clear()
@@ -594,15 +596,15 @@ class Inside:
 
     @property
     def messages_received(self) -> int:
-        """The number of messages that were applied: who reports figures knows by it that some may have changed."""
+        """The number of messages that were applied. If it has changed, figures may have changed."""
         return self._engine._messages_received
 
     def hits(self, request_id: str) -> list[OffloadKey]:
         """Return the keys that a request found, for a caller to whom even the call of `lookup` is too much.
 
-        While the list is not empty, a key that is in `ready` may be appended to it instead of being looked up. What
-        empties it is the end of the step, a reset, and a store or a look-up, anybody's, for which room is made or was
-        to be made. It is the same list for as long as the request is known.
+        While the list is not empty, a key that is in `ready` may be appended to it, in place of a look-up. The end of
+        the step and a reset empty it. So does any request's store or look-up for which room is made, or was to be made.
+        It is the same list for as long as the request is known.
         """
         return self._engine._known(request_id).hits
 

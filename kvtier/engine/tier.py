@@ -1,6 +1,6 @@
 """A secondary tier as the ledger knows it: its health, its answers, what is under way, and what was counted.
 
-Where keys are is kept once for all tiers, as a bit mask a key (`Residency`): a dictionary a tier would cost each
+`Residency` says which tiers have a key, by one bit mask a key for all tiers. A dictionary for each tier would cost each
 chunk another hundred bytes.
 """
 
@@ -148,10 +148,10 @@ CLOSED, OPEN, HALF_OPEN = BreakerState.CLOSED, BreakerState.OPEN, BreakerState.H
 class Breaker:
     """Keeps kvtier from asking a tier that only fails; pure, with the time as an argument.
 
-    Closed → open after `failures_max` failed transfers in a row; open → half-open after `cooldown_s` seconds; then
+    It opens after `failures_max` failed transfers in a row. It is half open `cooldown_s` seconds later. Then
     `trial_chunks` chunks may pass, and the first outcome closes or opens it again. A trial without any outcome within
-    another `cooldown_s` is renewed, since what was let through may never have been sent. As many keys may be asked for
-    in a trial; that a tier answers does not close it, for a disk that cannot be read may well be listed.
+    another `cooldown_s` is renewed, because its chunks may never have been sent. As many keys may be asked for in a
+    trial. An answer does not close the breaker: a disk that cannot be read may well be listed.
     """
 
     def __init__(self, failures_max: int, cooldown_s: float, trial_chunks: int) -> None:

@@ -1,8 +1,9 @@
 """Hit density: evicts what promises the fewest hits for the time that they are waited for, learned from what returns.
 
-Keys that one request used last share one future, so they are one run: age, label and statistics are a run's, and cost
-is by request more than by key. A run of a conversation goes tail first. What has gone leaves a ghost each, or only
-short returns would ever be seen. Time is the count of requests that have ended: the same calls give the same victims.
+Keys that one request used last share one future. So they are one run, which has their age, label and statistics. The
+cost is then by request more than by key. A run of a conversation goes tail first. Each key that has gone leaves a
+ghost, or only short returns would ever be seen. Time is the count of requests that have ended. So the same calls give
+the same victims.
 """
 
 import math

@@ -14,11 +14,12 @@ _USES_FOR_MAIN = 2
 class ARC(Policy[K]):
     """Adaptive replacement: an order of keys used once, one of keys used again, and `capacity` ghosts of both.
 
-    A ghost that is wanted again says that its order deserves more. What is kept at the cold end of an order is renewed
-    in it: it is in use.
+    A ghost that is wanted again says that its order deserves more room. A key that `evict` must keep at the cold end of
+    an order is renewed in it, because it is in use.
 
-    Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003. It differs where an engine makes
-    room for a whole batch at a time: all of a batch's ghost hits move the balance before its first victim is chosen.
+    Megiddo and Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003. It differs from the paper
+    because an engine makes room for a whole batch at a time. All of a batch's ghost hits move the balance before its
+    first victim is chosen.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -104,8 +105,8 @@ class S3FIFO(Policy[K]):
     is cheap, and all the work is in `evict`. What is kept goes round its queue again; so, while all of probation is
     kept, a call looks at each of its keys once.
 
-    Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache eviction", SOSP 2023: 10 % of the capacity
-    on probation, ghosts for the rest, a counter of two bits, promotion on more than one further use.
+    Yang, Zhang, Qiu, Yue and Rashmi, "FIFO queues are all you need for cache eviction", SOSP 2023. As there: 10 % of
+    the capacity on probation, ghosts for the rest, a counter of two bits, promotion on more than one further use.
     """
 
     def __init__(self, capacity: int) -> None:

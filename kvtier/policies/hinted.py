@@ -186,8 +186,9 @@ class Retained(Generic[K]):
 class HintedOrder(Generic[K]):
     """An order with hints: it evicts what was demoted first, and what is retained only when there is nothing else.
 
-    A policy that is `Hinted` learns what a hint at a request's end is worth; for any other, what is over is demoted
-    as far as no other session has used it. What was demoted and is used again is as any other.
+    A policy that is `Hinted` learns how much a hint at a request's end is worth. For any other policy, the keys of a
+    session that is over are demoted, unless another session has used them. A demoted key that is used again is as any
+    other.
     """
 
     def __init__(self, order: Order[K], retained_max: int, clock: Callable[[], float] | None = None) -> None:

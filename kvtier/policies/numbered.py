@@ -17,8 +17,8 @@ from kvtier.policies.policy import Hinted, K, Policy
 class NumberOrder(Protocol):
     """An order of numbers that each have a key. It promises what `Policy` does.
 
-    `incoming` are keys, which have no number yet. `keep` may answer with a number: one that has any pins stays. `after`
-    is the number that new ones continue: an order that can, has them leave just before it.
+    `incoming` are keys, which have no number yet. `keep` may answer with a count of pins: a number that has any stays.
+    `after` is the number that new ones continue. An order that can do so lets them leave just before it.
     """
 
     def insert(self, keys: Sequence[int], after: int | None = None, /) -> None: ...

@@ -87,11 +87,11 @@ class LFU(Policy[K]):
     `ageing` the priority is the plain count of uses while resident: textbook LFU, to be compared with.
 
     Ageing is dynamic (Arlitt, Cherkasova, Dilley, Friedrich and Jin, "Evaluating content management techniques for Web
-    proxy caches", 2000): a key's priority is its worth plus the cache's age at its last use, and the age is the
-    priority of the last victim; so nothing is ever halved or swept. A key's worth is the bit length of its count, not
-    the count itself: a conversation's blocks are used once a turn, and with plain counts the long ones that have ended
-    outstay the live ones (measured on a trace of coding agents at 5 % of the unique blocks: 0.93 hit ratio with bit
-    lengths, 0.88 with counts, 0.19 without ageing, and 0.94 for LRU).
+    proxy caches", 2000). A key's priority is its worth plus the cache's age at its last use. The age is the priority of
+    the last victim. So nothing is ever halved or swept. A key's worth is the bit length of its count, not the count
+    itself. A conversation's blocks are used once a turn. With plain counts, long conversations that have ended would
+    stay longer than live ones. Measured on a trace of coding agents at 5 % of the unique blocks, the hit ratio is 0.93
+    with bit lengths, 0.88 with counts, 0.19 without ageing, and 0.94 for LRU.
     """
 
     def __init__(self, capacity: int, *, ageing: bool = True) -> None:

@@ -33,8 +33,8 @@ _BUILT_IN = {
 class Policy(ABC, Generic[K]):
     """Order among the resident keys of one cache of at most `capacity` keys.
 
-    The owner decides what is resident: it makes room before it inserts, never inserts a resident key, and never
-    touches, ranks or removes an absent one. No batch names a key twice. The same calls give the same victims.
+    The owner decides which keys are resident. It makes room before it inserts. It never inserts a resident key, and
+    never touches, ranks or removes an absent one. No batch names a key twice. The same calls give the same victims.
     """
 
     @abstractmethod
@@ -61,14 +61,15 @@ class Policy(ABC, Generic[K]):
     def evict(self, count: int, keep: Callable[[K], bool], incoming: Sequence[K] = ()) -> list[K] | None:
         """Choose `count` resident keys for which `keep` is false, forget and return them; None if there are fewer.
 
-        None leaves everything as it was, and costs a look at every resident key: an owner that counts what it keeps
-        need not ask.
+        None leaves everything as it was, and costs a look at every resident key. An owner that counts the keys that it
+        keeps need not ask.
 
-        `keep` is asked at most a few times for a key, coldest first. What it keeps costs one look a call, not one a
-        victim; a policy may count being kept at the cold end as being in use and renew the key, so that a row pinned
-        for long is not passed over again in every call.
+        `keep` is asked at most a few times for a key, coldest first. A key that it keeps costs one look a call, not one
+        a victim. A policy may take a key that is kept at the cold end for one in use, and renew it. Then a row that is
+        pinned for long is not passed over again in every call.
 
-        `incoming`: the keys that the room is for, inserted next if this succeeds; a policy with ghosts adapts to them.
+        `incoming`: the keys that the room is for. They are inserted next if this succeeds. A policy with ghosts adapts
+        to them.
         """
 
     @abstractmethod
@@ -78,7 +79,7 @@ class Policy(ABC, Generic[K]):
 
 @runtime_checkable
 class Hinted(Protocol):
-    """What a policy may have beside its contract: it hears what an application says of a request's future."""
+    """A policy that also hears what an application says of a request's future."""
 
     def rank_hinted(self, keys: Sequence[Any], hint: Hint, /) -> None:
         """Do what `rank` does, for a request that ends with a hint."""
@@ -94,7 +95,7 @@ def policy_class(name: str) -> type[Policy[Any]]:
     """Return the class of a policy: a built-in name, an entry point's, or `module:Class`.
 
     A built-in name always means the built-in policy. Raises `ConfigError` if there is no such policy, if its module or
-    what that needs is not installed, and if it is no complete `Policy`.
+    a package that it needs is not installed, and if it is no complete `Policy`.
     """
     found = find_class("policy", name, _BUILT_IN, ENTRY_POINT_GROUP)
     if not _is_policy(found):

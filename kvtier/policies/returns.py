@@ -1,7 +1,7 @@
 """Returns: how likely keys are used again, by label and age, learned from what came back; and what waiting is worth.
 
-Ages are counted in requests and grouped in steps: 0, 1, 2 to 3, 4 to 7 and so on. Labels are the leaves of a tree. What
-is known of a label is completed by what is known of its parent, so that a label that was seen rarely is no guess.
+Ages are counted in requests and grouped in steps: 0, 1, 2 to 3, 4 to 7 and so on. Labels are the leaves of a tree. The
+figures of a label are completed by those of its parent. So a label that was seen rarely is no guess.
 """
 
 from collections.abc import Hashable, Sequence
@@ -136,8 +136,9 @@ def _smooth(counts: Sequence[float]) -> list[float]:
 def _indexes(chances: Sequence[float]) -> list[float]:
     """Return each step's Gittins index: the best ratio of expected hits to expected waiting, over all horizons.
 
-    Gittins, "Bandit processes and dynamic allocation indices", 1979. A horizon ends where what follows is worth less
-    than what lies before it: one pass from the last step, with a stack of what may still be joined.
+    Gittins, "Bandit processes and dynamic allocation indices", 1979. A horizon ends where the later steps are worth
+    less than the earlier ones. One pass from the last step finds them, with a stack of the steps that may still be
+    joined.
     """
     indexes = [0.0] * len(chances)
     later: list[tuple[float, float, float]] = []  # Expected hits, expected waiting, and the chance to survive them.

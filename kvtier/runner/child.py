@@ -1,8 +1,8 @@
 """The runner's own process: `python -m kvtier.runner.child SOCKET_FD REGION_FD LOG_LEVEL [OWNER_PIDFD]`.
 
-It imports no torch and never forks, so it starts in well under a second and holds nothing of the engine's. It ends
-when its socket does, or its owner: an owner that is killed leaves no process behind, even if a fork of it lives on.
-What is sent to the whole process group, such as Ctrl-C, is the owner's to handle: it may have chunks to store yet.
+It imports no torch and never forks. So it starts in well under a second and holds nothing of the engine. It ends when
+its socket does, or its owner. An owner that is killed leaves no process behind, even if a fork of it lives on. Signals
+to the whole process group, such as Ctrl-C, are for the owner: it may have chunks to store yet.
 """
 
 import asyncio

@@ -171,8 +171,8 @@ Action = Promote | Cascade | Probe | Delete | Advice | Acknowledge
 class Finished(_Message, frozen=True, tag="f"):
     """An action's outcome: the chunks at `failed` (packed u32) did not move, for the reasons in `codes` (a byte each).
 
-    `lent`: its rows are still in use; `Returned` follows when they are not. `cause`: what lies behind the worst
-    failure, as `cause_of` has it; empty where the codes say all.
+    `lent`: its rows are still in use, and `Returned` follows when they are not. `cause`: the cause of the worst
+    failure, as `cause_of` has it; empty if the codes say all.
     """
 
     id: int

@@ -1,7 +1,8 @@
 """The runner in a process of its own: out of reach of the LLM engine's GIL, and killed and replaced when it hangs.
 
-A daemon thread of the owner's process supervises it: it reads messages, sends what the socket did not take at once,
-listens for heartbeats, and starts the next runner when one is lost. The owner's thread only pops and pushes.
+A daemon thread of the owner's process supervises it. This thread reads messages, and sends bytes that the socket did
+not take at once. It listens for heartbeats, and starts the next runner when one is lost. The owner's own thread only
+pops and pushes.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """The runner: one kvtier engine's actions, run on its backends within their limits, each as a task of the event loop.
 
 The runner decides nothing. It finds rows in its own mapping of the region, lends them to a backend for one call, and
-posts what came of it. **A deadline never cancels**: a call that runs out of time is reported as such, and what it was
-lent is reported as returned when it has really ended.
+posts the outcome. **A deadline never cancels.** A call that runs out of time is reported as such. Its rows are reported
+as returned when the call has really ended.
 """
 
 import asyncio
@@ -219,8 +219,8 @@ class Runner:
     async def _begun(self, tier: RunnerTier, call: Coroutine[Any, Any, T], what: str) -> "tuple[asyncio.Task[T], bool]":
         """Begin a call of a tier and wait for it at most the tier's deadline; say whether it has ended by then.
 
-        **A deadline never cancels.** Who gets False posts that, and then waits for the task: what the call was lent is
-        lent until then, and a task that nobody holds may be lost.
+        **A deadline never cancels.** A caller that gets False posts that, and then waits for the task. The call's rows
+        are lent until then, and a task without a reference may be lost.
         """
         task = asyncio.ensure_future(call)
         in_time, _ = await asyncio.wait({task}, timeout=tier.deadline_s)

@@ -61,8 +61,9 @@ class Begun(NamedTuple):
 class SpeedMeter:
     """One tier's speed, measured where its transfers run; pure, with the time as an argument.
 
-    A load's size is what the tier's loads moved while it was under way: where they come one after the other, that is
-    what was before it, and itself; where they share the tier, it is what the tier can do meanwhile.
+    A load's size is the bytes that the tier's loads moved while it was under way. If loads come one after the other,
+    these are the bytes of the loads before it, and its own. If loads share the tier, these are the bytes that the tier
+    can move meanwhile.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
 """The decoder of configurations: structs from untyped input, strict, every mistake named by the path of its field.
 
 Input is walked field by field beside the struct's annotations, and msgspec converts the leaves. msgspec could convert
-the whole at once, but its messages leave out what would be accepted, and the keys of dictionaries on the way.
+the whole at once. But its messages do not say which values are accepted, and leave out the keys of dictionaries on the
+way.
 """
 
 import difflib
@@ -23,8 +24,8 @@ S = TypeVar("S", bound=msgspec.Struct)
 class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A struct whose fields are checked however it is made: a constructor is as strict as a file.
 
-    A subclass that adds rules between fields defines `__post_init__`, calls this one first, and raises a `ConfigError`
-    whose message begins with the field to mend: `raise ConfigError("rows: …")`.
+    A subclass that adds rules between fields defines `__post_init__`, and calls this one first. It raises a
+    `ConfigError` whose message begins with the field to mend: `raise ConfigError("rows: …")`.
     """
 
     rest: ClassVar[str | None] = None
@@ -42,7 +43,7 @@ def decode(cls: type[S], given: object, where: str = "", *, siblings: Iterable[s
     """Make a `cls` of a mapping, strictly: unknown fields, wrong types and values out of range are refused.
 
     `where` is the path of the mapping itself, `""` for a whole configuration. `siblings` are valid keys beside it that
-    were decoded elsewhere; they are only named in messages.
+    were decoded elsewhere. Messages name them.
 
     Raises `ConfigError("<path>: <what was given>, <what is> accepted")`.
     """

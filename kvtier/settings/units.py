@@ -1,7 +1,7 @@
 """Units of a configuration: quantities are plain numbers in the program, text with a unit in a file.
 
-`Size` and `Duration` are annotations, not classes, so that a field is an int or a float to everything that reads it,
-and travels to another process as one. `kvtier.settings.fields` sees the annotation and reads the text.
+`Size` and `Duration` are annotations, not classes. So a field is an int or a float to all code that reads it, and
+travels to another process as one. `kvtier.settings.fields` sees the annotation and reads the text.
 """
 
 import os

@@ -1,8 +1,8 @@
 """Faults on top of any tier: by rates from a seed, or call by call by a script.
 
 With no faults the wrapper is transparent, and passes every suite that the inner tier passes. A buffer whose chunk is
-made to fail is written over, because the contract calls it undefined: whoever believes it is found out. By
-configuration, for an engine whose tiers live in another process:
+made to fail is written over, because the contract calls it undefined. So code that believes such a buffer is found out.
+By configuration, for an engine whose tiers live in another process:
 
     type = "kvtier.testing.faults:FaultyBackend"
     inner = { type = "dummy", latency_s = "1ms" }

@@ -1,9 +1,9 @@
 """Virtual time: an event loop whose clock jumps to the next timer. An hour of sleeps takes no time, deadlocks raise.
 
-Nothing here waits: no selector, no thread and no signal wakes this loop, so what reaches for the real world is refused
-at the call that tried. Callbacks run in the order in which they became due, timers of one moment in the order in which
-they were set, and tasks hash by their number instead of their address, so that a set of tasks (`asyncio.wait` returns
-them, `asyncio.TaskGroup` keeps one) is walked in the same order in every run: the same seed tells the same story.
+Nothing here waits. No selector, no thread and no signal wakes this loop. So a call that reaches for the real world is
+refused. Callbacks run in the order in which they became due, and timers of one moment in the order in which they were
+set. Tasks hash by their number, not by their address. So a set of tasks (`asyncio.wait` returns them,
+`asyncio.TaskGroup` keeps one) is walked in the same order in every run. The same seed tells the same story.
 
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         runner.run(asyncio.sleep(3_600))

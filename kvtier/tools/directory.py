@@ -284,7 +284,7 @@ def ls(
 ) -> None:
     """List the chunks, as they are found: hash, KV-cache group, size on the disk, time since the last use, namespace.
 
-    A link in a chunk's place and a chunk in the wrong place have their fault at the end of the line: `kvtier verify`
+    A link in a chunk's place and a chunk in the wrong place have their fault at the end of the line. `kvtier verify`
     calls them corrupt. A tier sets a file's time to the chunk's last use at most once an hour. A chunk in a segment or
     a bucket has only the time of its store. Nothing is kept in memory, so that a million chunks can be listed.
     """

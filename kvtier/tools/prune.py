@@ -102,10 +102,10 @@ def prune(
 ) -> None:
     """Remove what any of the options names, of all namespaces or of one; a namespace alone goes as a whole.
 
-    A namespace that is empty then goes with its folders and books, unless an engine uses it. An engine may be using the
-    directory: what it looks for and does not find is a miss, and what it stores anew while this runs stays. In a
-    bucket, what is stored anew at the moment of its removal goes, too. A tier sets a file's time to its last use at
-    most once an hour; a chunk in a segment or a bucket has only the time of its store.
+    A namespace that is empty afterwards goes with its folders and the tier's own files, unless an engine uses it. An
+    engine may be using the directory. A chunk that it looks for and does not find is a miss, and chunks that it stores
+    meanwhile stay. In a bucket, a chunk that is stored anew at the moment of its removal goes, too. A tier sets a
+    file's time to its last use at most once an hour. A chunk in a segment or a bucket has only the time of its store.
     """
     age_s = _parsed("--older-than", older_than, parse_duration, AGE_S_MAX, "a time such as 90min or 7d")
     limit = _limit(to_size)

@@ -1,7 +1,8 @@
 """kvtier inside vLLM: name this module as `kv_connector_module_path`, `spec_module_path`, or a tier's `module_path`.
 
 vLLM's offloading interface is young and changes with every release. A version that kvtier was not tried with is refused
-here, in one sentence, before the imports below: with such a version they could fail anywhere, or worse, not fail.
+here, in one sentence, before the imports below. With such a version these imports could fail anywhere, or worse, not
+fail.
 """
 
 from vllm import __version__

@@ -1,7 +1,8 @@
 """The prefill meter: how fast the LLM engine computes prompts, from the times of its own steps.
 
-A step is measured from where it could begin, when it was scheduled or when the one before was answered, whichever was
-later, to its answer. So an idle engine counts for nothing, and a step that waited behind another counts its own time.
+A step's time begins when it could begin: when it was scheduled, or when the step before was answered, whichever was
+later. It ends with the step's answer. So idle time does not count, and a step that waited behind another counts its own
+time.
 """
 
 from collections import deque
@@ -71,7 +72,7 @@ class PrefillMeter:
     def answered(self, now: float) -> Prefill | None:
         """Note that the oldest step under way is answered; return its prefill, if it has one.
 
-        Time that decoding took is not counted: as much as a step that only decodes takes, but never more than the
+        Time of decoding does not count. It is taken to be as long as a step that only decodes, but never more than the
         decoded tokens' share of the step.
         """
         if not self._under_way:

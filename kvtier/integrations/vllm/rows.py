@@ -1,9 +1,9 @@
 """The row plan: what a row holds, decided alike by the scheduler and by every worker from what vLLM tells both.
 
-Two layouts. *Workers' own*: each worker's pages in a slot of its own, as vLLM's tiers have them by default; the bytes
-then depend on how many workers there are. *Canonical*: all workers share one area, in which each page lies as if there
-were no workers; the bytes are then the same for every tensor-parallel size. With one worker both are the same bytes
-where the heads of a block lie outside of its tokens, which is what vLLM's offloading connector asks for.
+There are two layouts. *Workers' own*: each worker's pages lie in a slot of its own, as vLLM's tiers have them by
+default. The bytes then depend on the number of workers. *Canonical*: all workers share one area, in which each page
+lies as if there were no workers. The bytes are then the same for every tensor-parallel size. With one worker, both are
+the same bytes if the heads of a block lie outside of its tokens. vLLM's offloading connector asks for that.
 """
 
 from typing import NamedTuple
@@ -37,8 +37,8 @@ class RowPlan(NamedTuple):
 def plan_rows(config: OffloadingConfig, canonical_layout: bool | None, *, interop: bool) -> RowPlan:
     """Return the plan for what vLLM tells of its KV cache and its workers.
 
-    `canonical_layout` is the user's word, None if there is none: then rows are canonical where vLLM vouches for them,
-    unless they are to be what vLLM's own file tier writes without that word.
+    `canonical_layout` is the user's choice. None: rows are canonical where vLLM vouches for them, unless they must be
+    the rows that vLLM's own file tier writes without that choice.
     """
     parallel = config.parallel
     if config.worker_kv_bytes_per_block < 1:

@@ -1,8 +1,8 @@
 """The second door's manager: one tier behind vLLM's, which picks the rows and pins them.
 
 It is the engine's own traffic with tiers (`Transfers`, `Outbox`, `Inbox`), over rows that are not the engine's. vLLM
-has no quarantine for rows that come back late, so that a job is over only when nothing uses its rows any more. A runner
-that has not let go of rows in time is replaced for it: its process's end frees them.
+has no quarantine for rows that come back late. So a job is over only when nothing uses its rows any more. A runner that
+has not released rows in time is replaced: the end of its process frees them.
 """
 
 import time

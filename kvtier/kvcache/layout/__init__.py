@@ -1,7 +1,7 @@
 """KV-cache layouts: what layers keep, where it lies, and the canonical pages that everything else moves.
 
-`model` says what there is; `axes` and `blocks` where a tensor has it, by names or by strides alone; `allocation` makes
-the tensors; `canonical` finds the pages in them, and `mapping` each worker's part of a page.
+`model` describes layers and groups. `axes` and `blocks` say where a tensor has their bytes, by names or by strides
+alone. `allocation` makes the tensors. `canonical` finds the pages in them, and `mapping` each worker's part of a page.
 """
 
 from kvtier.kvcache.layout.allocation import (

@@ -1,10 +1,10 @@
 """Allocations of a model's caches: a tensor for each of its configuration's, or one for all layers, in rows.
 
-In rows a block's pages of every layer lie side by side. A chunk then moves as one copy instead of one a layer. Layers
-whose pages are equal lie in such rows where the LLM engine's connector asks for it (contiguous); layers of one type
-whose pages differ always may (packed). Groups lie over each other, each from the start of the row on, since a block
-belongs to one group at a time. Where kernels take smaller blocks, a row is cut into as many equal parts, and each part
-has all layers: so a layer's kernel blocks keep one stride.
+In rows, a block's pages of every layer lie side by side. A chunk then moves as one copy instead of one a layer. Layers
+whose pages are equal lie in such rows if the LLM engine's connector asks for it (contiguous). Layers of one type whose
+pages differ always may (packed). Groups lie over each other, each from the start of the row on, since a block belongs
+to one group at a time. If kernels take smaller blocks, a row is cut into as many equal parts, and each part has all
+layers. So a layer's kernel blocks keep one stride.
 """
 
 from collections.abc import Mapping
@@ -31,8 +31,8 @@ from kvtier.kvcache.layout.model import (
 def allocate_tensors(config: KVCacheConfig, axes: AxesOf, device: torch.device | str = "cpu") -> dict[str, LayerCache]:
     """Allocate the caches, zero at first: layers that share a tensor get views of the same bytes.
 
-    Pages lie `page_bytes` apart; kernel blocks, where a block is several, at equal distances, so a padded page cannot
-    be split, and the axes around blocks leave no room for padding: `ConfigError`.
+    Pages lie `page_bytes` apart. If a block is several kernel blocks, these lie at equal distances. So a padded page
+    cannot be split, and axes around blocks leave no room for padding. Both raise `ConfigError`.
     """
     layers = dict[str, LayerCache]()
     group_of = config.group_of
@@ -85,8 +85,8 @@ def enables_cross_layers_blocks(value: object) -> bool | None:
 def packing_refusal(config: KVCacheConfig, axes: Mapping[str, CacheAxes | None], enable: object = None) -> str:
     """Say why blocks' pages are not put side by side in rows; empty if they are.
 
-    `enable` is the value of `enable_cross_layers_blocks`. Without it only groups of one type of attention whose pages
-    differ are packed; with it all models may opt in, dense ones with a single group and those with several alike.
+    `enable` is the value of `enable_cross_layers_blocks`. Without it, only groups of one type of attention whose pages
+    differ are packed. With it, all models may opt in: dense ones with a single group, and those with several.
     """
     wanted = enables_cross_layers_blocks(enable)
     uniform = any(isinstance(group.spec, UniformSpecs) for group in config.groups)

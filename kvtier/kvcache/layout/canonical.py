@@ -58,11 +58,11 @@ def canonical_kv_caches(
 ) -> CanonicalKVCaches:
     """Find the pages in the caches, by layer name, of a model's groups.
 
-    Without a layer's `axes` its blocks are looked for in its shape, and no head is told from a token: its canonical
-    pages then depend on the number of workers, as they do with several workers and `total_kv_heads` not given.
+    Without a layer's `axes`, its blocks are looked for in its shape, and no head is told from a token. Its canonical
+    pages then depend on the number of workers. They also do with several workers and no `total_kv_heads`.
 
-    Raises `ConfigError`, naming layer and stride, for whatever only a copy could bring into pages, and where a cache
-    is not what its spec says.
+    Raises `ConfigError`, naming layer and stride, if only a copy could bring a cache into pages, or a cache does not
+    fit its spec.
     """
     finder = _Finder(config, dict(axes or {}))
     placed = {layer: finder.place(layer, caches[layer]) for group in config.groups for layer in group.layer_names}

@@ -3,8 +3,8 @@
 A canonical page is what a block of a layer would be in one worker alone.
 
 A worker of several holds some of the heads. Its page and the canonical one have the same axes in the same order, the
-canonical one with all heads; what lies together in both is one fragment, and a run is fragments at equal distances.
-The runs of all workers' pages tile the canonical page exactly, which is checked here for every page, for all ranks.
+canonical one with all heads. Bytes that lie together in both are a fragment. A run is fragments at equal distances. The
+runs of all workers' pages tile the canonical page exactly, which is checked here for every page, for all ranks.
 """
 
 from collections.abc import Iterable
@@ -55,9 +55,9 @@ def page_mapping(
 ) -> PageMapping:
     """Return this worker's part of a layer's canonical page, as far as `axes` lie in one block.
 
-    `total_kv_heads` are all workers' together; 0: not known. Where nothing is known that would make pages free of the
-    topology (unknown axes or heads, states of sharded state-space layers, scales apart from their heads, tokens or
-    layers shared out), each worker has a part of the page for itself, and `topology_free` is False.
+    `total_kv_heads` are all workers' together; 0: not known. In some cases a page cannot be free of the topology:
+    unknown axes or heads, states of sharded state-space layers, scales apart from their heads, tokens or layers that
+    are shared out. Then each worker has a part of the page for itself, and `topology_free` is False.
     """
     return _mappings(spec, axes, msgspec.structs.replace(parallel, rank=0), total_kv_heads, kernel_blocks)[
         parallel.rank

@@ -3,8 +3,8 @@
 A **block** is a run of tokens that one table entry stands for, a **page** one layer's bytes of one block. Specs are
 frozen and compare by value: layers with equal specs can share a group, and tensors.
 
-Layers of several groups may share a tensor: a block belongs to one group at a time, so the same bytes serve all of
-them, each group's layer in its turn.
+Layers of several groups may share a tensor. A block belongs to one group at a time. So the same bytes serve the layers
+of all groups, one after the other.
 """
 
 from collections import defaultdict
@@ -273,10 +273,10 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
 def group_layers(layers: Mapping[str, LayerSpec], num_blocks: int) -> KVCacheConfig:
     """Put layers into groups, and groups over tensors, as vLLM does.
 
-    One kind of layer, or one type of attention with pages that differ: one group, and a tensor for each layer. Several
-    types: groups of as many layers as the rarest type has (as the commonest, where that is not half as many again),
-    the i-th layers of all groups on the i-th tensor. Their pages must be of one size then; pad them. Raises
-    `ConfigError` otherwise.
+    One kind of layer, or one type of attention with pages that differ, makes one group, and a tensor for each layer.
+    Several types make groups of as many layers as the rarest type has; or as the commonest has, if it has less than
+    half as many again. The i-th layers of all groups then lie on the i-th tensor. Their pages must be of one size; pad
+    them. Raises `ConfigError` otherwise.
     """
     kinds: dict[LayerSpec, list[str]] = defaultdict(list)
     for name, spec in layers.items():

@@ -1,9 +1,9 @@
 """Copies between a CUDA device and pinned host memory: streams of our own, one each way.
 
-Many pages are copied in one call or, by drivers that have no such call, as whole chunks through a buffer on the device.
-Not by a kernel where it can be helped: the copy engines move bytes while the device computes. What the device was told
-to do before a transfer was submitted (write the blocks that are stored, clear those that are loaded) is waited for on
-the device, by an event, never by the host.
+Many pages are copied in one call. By drivers that have no such call, whole chunks are copied through a buffer on the
+device. A kernel is avoided where possible, because the copy engines move bytes while the device computes. Work that was
+launched before a transfer was submitted may write the blocks that are stored, or clear those that are loaded. The
+device waits for it, by an event, and never the host.
 """
 
 import importlib
@@ -170,9 +170,10 @@ def joined(sources: Indices, targets: Indices, sizes: Indices, rows: Indices) ->
 class StagedCopies:
     """Chunks by way of a buffer beside the caches, for devices without batched copies.
 
-    Pages are gathered into chunks by the device, and whole chunks copied to the host, or the other way round: one copy
-    a chunk instead of one a page and layer, for the price of a pass over the device's own memory. A call begins a
-    transfer's copies on the current stream, which has to be the same for all: they use one buffer in turn.
+    The device gathers pages into chunks, and whole chunks are copied to the host, or the other way round. So there is
+    one copy a chunk, in place of one a page and layer. The price is a pass over the device's own memory. A call begins
+    a transfer's copies on the current stream. The stream must be the same for all calls, because they use one buffer in
+    turn.
     """
 
     def __init__(self, sides: Sides) -> None:

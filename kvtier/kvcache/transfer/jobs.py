@@ -1,8 +1,8 @@
 """Transfers of one worker: which may start next, what copies them, and who is told of their end.
 
-All state is behind one lock; threads that copy take from it and give back to it. Loads and stores start in the order of
-their submission, each among themselves, and loads before stores: a request waits for a load, nobody for a store. Only
-where a load and a store touch the same block or row does the later wait for the earlier.
+All state is behind one lock. Threads that copy take jobs from it and give results back to it. Loads start in the order
+of their submission, and so do stores. Loads go before stores, because a request waits for a load, and none waits for a
+store. Only if a load and a store touch the same block or row does the later wait for the earlier.
 """
 
 import asyncio

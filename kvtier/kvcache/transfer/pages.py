@@ -1,7 +1,7 @@
 """Pages to copy: which of the LLM engine's blocks belongs to which row, and the pieces that a page is made of.
 
 A piece is one copy for many blocks: equal fragments of a worker's pages, and where they go in a chunk's bytes, as
-strides. Pieces that lie at equal distances from each other on both sides, as layers of one allocation do, are one: so
+strides. Pieces at equal distances from each other on both sides, such as layers of one allocation, become one piece. So
 the number of copies follows the layout's variety, not the number of layers.
 
 A chunk has each tensor's pages one after the other, tensor after tensor. It is the order of vLLM's own rows, so that a

@@ -1,11 +1,12 @@
 """Copies by index between pages and chunks: each side one strided array, its first axis the pages.
 
-On the host one thread does it. torch's own threads would wait for each other, and for cores that the model computes on:
-beside busy neighbours, their copies took 2 to 20 times as long as a memcpy. Measured alone, memcpy 24 GB/s, at 16, 64
-and 256 KiB a page: numpy's assignment from pages at equal distances 25, 28 and 29; a memmove for each page 12, 19 and
-23; through a buffer that stays in the cache 10, 17 and 20, best for smaller fragments. What was slower: one-threaded
-`index_copy_` from equal distances (16, 20, 22) and through a buffer (9, 12, 14), `_foreach_copy_` over views of pages
-(5, 11, 18), `process_vm_readv` (6), indexing of single bytes (3).
+On the host, one thread makes the copies. torch's own threads would wait for each other, and for cores that the model
+computes on. Beside busy neighbours, their copies took 2 to 20 times as long as a memcpy. Rates were measured alone, in
+GB/s at 16, 64 and 256 KiB a page, where a memcpy has 24. numpy's assignment from pages at equal distances has 25, 28
+and 29. A memmove for each page has 12, 19 and 23. Through a buffer that stays in the cache it has 10, 17 and 20, which
+is best for smaller fragments. These were slower: one-threaded `index_copy_` from equal distances (16, 20, 22) and
+through a buffer (9, 12, 14), `_foreach_copy_` over views of pages (5, 11, 18), `process_vm_readv` (6), indexing of
+single bytes (3).
 
 Pages at equal distances are a run, and copied as one strided piece of memory.
 """

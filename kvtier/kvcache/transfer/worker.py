@@ -28,10 +28,11 @@ CopiersOf = Callable[[Sides], Sequence[Copier]]
 class TransferWorker:
     """Stores and loads chunks: the LLM engine's blocks to and from rows.
 
-    `slots` is (rows, slot_bytes), int8, in host memory: this worker's slot of every row (`CpuMemory.slots`) or, with
-    `canonical`, all of every row, which all workers then share. A row that is lent to a transfer is the worker's until
-    the transfer's result is told, even if it failed; the blocks of a store must not change and those of a load not be
-    used until then. On a CUDA device what was launched on the current stream before a submission is waited for.
+    `slots` is (rows, slot_bytes), int8, in host memory. It is this worker's slot of every row (`CpuMemory.slots`). With
+    `canonical` it is all of every row, and all workers share it. A row that is lent to a transfer is the worker's until
+    the transfer's result is reported, even if it failed. Until then, the blocks of a store must not change, and those
+    of a load must not be used. On a CUDA device, a transfer waits for work that was launched on the current stream
+    before its submission.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class TransferWorker:
         copiers: CopiersOf | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`copiers` makes what copies; None: what is best for the device that the caches are on.
+        """`copiers` makes the copiers; None: those that are best for the device that the caches are on.
 
         Raises `ConfigError` if chunks do not fit into the slots.
         """

@@ -28,8 +28,8 @@ Subclass what your tier offers, in a module that pytest collects, and give it op
 - `WrapperConformance`: tiers that stand around another one. Fixture `wrap`: a function that puts the wrapper around an
   open tier; `backend` is not needed.
 
-Every test opens its tier anew: fixtures have function scope. `chunk_bytes` (16,384) is the length of a row and may be
-overridden in the class, as may `settle_s`, how long a test gives a thread that should be gone to show itself.
+Every test opens its tier anew: fixtures have function scope. `chunk_bytes` (16,384) is the length of a row. `settle_s`
+is how long a test waits for a thread that should be gone to show itself. A class may override both.
 
 For a tier's own tests, `Lender` lends rows and makes, stores, loads and names chunks (`keys_of`, `label`), and
 `Follower` listens to a tier's report.

@@ -1,8 +1,8 @@
 """Calls: many at once, cancelled ones, their manners, and the end of them all.
 
-Nobody can look into a tier to see what it is doing when it is cancelled, so it is tried after 0, 1, 2 and 5 steps of
-the loop. The owner of the buffers then does what an engine does: it uses them for something else, at once. Then it
-looks again, and again after a while.
+A test cannot see what a tier is doing when it is cancelled. So a call is cancelled after 0, 1, 2 and 5 steps of the
+loop. The owner of the buffers then does what an engine does: it uses them for something else, at once. Then it looks
+again, and again after a while.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ class Concurrency(Promises):
         assert told == [[label(key) for key in keys] for keys in batches]
 
     async def test_of_stores_of_one_key_at_once_one_whole_chunk_wins(self, backend: Backend, lender: Lender) -> None:
-        """Whoever wins, all of what is there is the winner's."""
+        """One of the stores wins, and the whole chunk is the winner's."""
         versions = range(1, 9)
         for number in range(4):
             keys = keys_of(4, start=10 * number)
@@ -108,7 +108,7 @@ class Cancellation(Promises):
     async def test_a_cancelled_load_leaves_its_buffers_alone(
         self, backend: Backend, lender: Lender, after: int
     ) -> None:
-        """When a cancelled load has raised, nobody writes into its buffers any more."""
+        """When a cancelled load has raised, the tier writes into its buffers no more."""
         keys = keys_of(BATCH_CHUNKS)
         await lender.keep(backend, keys)
         for _ in range(ROUNDS):
@@ -121,7 +121,7 @@ class Cancellation(Promises):
     async def test_a_cancelled_store_leaves_its_buffers_alone(
         self, backend: Backend, lender: Lender, after: int
     ) -> None:
-        """When a cancelled store has raised, nobody reads its buffers any more, and each chunk is stored or is not."""
+        """When a cancelled store has raised, the tier reads its buffers no more, and each chunk is stored or is not."""
         for number in range(ROUNDS):
             keys = keys_of(BATCH_CHUNKS, start=100 * number)
             await lender.keep(backend, keys[::2])
@@ -172,7 +172,7 @@ class Cancellation(Promises):
     async def test_a_cancelled_probe_leaves_a_tier_that_works(
         self, backend: Backend, lender: Lender, after: int
     ) -> None:
-        """Whoever asked and went away has changed nothing."""
+        """A probe that was cancelled has changed nothing."""
         keys = keys_of(BATCH_CHUNKS)
         await lender.keep(backend, keys)
         await _cancel(backend.probe(keys), after)
@@ -252,7 +252,7 @@ ALSO_BLOCKING = (
 
 class GoodManners(Promises):
     async def test_no_call_blocks_the_loop(self, backend: Backend, lender: Lender) -> None:
-        """What may wait for a device or for a lock does so elsewhere; the loop goes on."""
+        """Work that may wait for a device or for a lock runs elsewhere, and the loop goes on."""
         keys = keys_of(8)
         writes, reads = lender.writes(keys), lender.reads([*keys, key_of(9)])
         with _nothing_may_block():
@@ -265,7 +265,7 @@ class GoodManners(Promises):
             await backend.aclose(PATIENCE_S)
 
     async def test_a_store_changes_nothing_in_the_buffers(self, backend: Backend, lender: Lender) -> None:
-        """The tier only reads what it is given to store."""
+        """The tier only reads the buffers that it is given to store."""
         keys = keys_of(8)
         writes = lender.writes(keys)
         await backend.store(writes)
@@ -393,7 +393,7 @@ class TheEnd(Promises):
         assert await backend.aclose(PATIENCE_S) == Abandoned(0)
 
     async def test_a_cancelled_close_can_be_called_again(self, backend: Backend, lender: Lender) -> None:
-        """Whoever gives up waiting has closed the tier all the same."""
+        """A caller that gives up waiting has closed the tier all the same."""
         store = await begun(backend.store(lender.writes(keys_of(32))))
         closing = await begun(backend.aclose(PATIENCE_S))
         closing.cancel()

@@ -65,7 +65,7 @@ class WhatGoesInComesOut(Promises):
         assert list(await backend.probe(keys)) == [True, False] * 3
 
     async def test_the_last_store_of_a_key_counts(self, backend: Backend, lender: Lender) -> None:
-        """A store puts its chunk in place of what was there under its key."""
+        """A store puts its chunk in place of the chunk that was there under its key."""
         keys = keys_of(4)
         for version in range(3):
             await lender.keep(backend, keys, version)
@@ -255,7 +255,7 @@ class Deleting(Promises):
         assert await lender.recall(backend, keys) == expected
 
     async def test_unknown_keys_are_ignored(self, backend: Backend, lender: Lender) -> None:
-        """Deleting what is not there is no error, alone or among others, and may be repeated."""
+        """Deleting a key that is not there is no error, alone or among others, and may be repeated."""
         await backend.delete(keys_of(3))
         await lender.keep(backend, keys_of(2))
         for _ in range(2):

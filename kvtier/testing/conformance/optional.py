@@ -46,7 +46,7 @@ class BoundedConformance(Promises):
         assert occupancy(small).chunks <= 2 * self.room_chunks
 
     async def test_the_newest_chunks_are_there(self, small: Backend, lender: Lender) -> None:
-        """A full tier makes room: what it says it has stored just now can be loaded."""
+        """A full tier makes room: a chunk that it says it has stored just now can be loaded."""
         for start in range(0, 4 * self.room_chunks, self.room_chunks // 4):
             keys = keys_of(self.room_chunks // 4, start)
             outcomes = await small.store(lender.writes(keys))
@@ -65,7 +65,7 @@ class BoundedConformance(Promises):
         assert self.room_chunks // 2 <= len(keys) - told.count("ChunkMissing") <= 2 * self.room_chunks
 
     async def test_deleting_makes_room(self, small: Backend, lender: Lender) -> None:
-        """What was deleted leaves its room to others, for ever."""
+        """A chunk that was deleted leaves its room to others, for ever."""
         for round_number in range(6):
             keys = keys_of(self.room_chunks, start=1_000 * round_number)
             await lender.keep(small, keys)

@@ -1,7 +1,7 @@
 """`python -m kvtier.testing.simulation`: many seeds, over all cores, and what they met.
 
-Exit status 1 if a seed failed, with the command that shows it again; 3 if a process was lost with its seeds; 130 after
-Ctrl-C, with the report of what was run.
+The exit status is 1 if a seed failed, with the command that shows it again. It is 3 if a process was lost with its
+seeds, and 130 after Ctrl-C, with the report of the seeds that were run.
 """
 
 import json

@@ -1,8 +1,8 @@
 """The scheduler: a model of an LLM engine. Requests wait, look up in every step, load, compute, store, decode and end.
 
-It keeps to the step protocol as an LLM engine's scheduler does: a request whose prefix is on its way stays in the
-queue and lets others pass; what a look-up does not find is computed, so many chunks a step for all requests together,
-and stored as it is computed. Every byte that it loads is compared.
+It keeps to the step protocol as an LLM engine's scheduler does. A request whose prefix is on its way stays in the queue
+and lets others pass. Chunks that a look-up does not find are computed, so many a step for all requests together, and
+stored as they are computed. Every byte that it loads is compared.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The witness: a tier that holds every buffer that comes in and every word that goes out of another one to account.
 
-It stands between the engine and a tier that fails by seed, and notices what neither would: a row that is lent twice,
-a chunk that is not its key's, a row that changes while it is stored, more bytes than there is capacity.
+It stands between the engine and a tier that fails by seed. It notices faults that neither of them would: a row that is
+lent twice, a chunk that is not its key's, a row that changes while it is stored, more bytes than the capacity.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """The checks that take other processes: host memory that several register, and errors that end a CUDA context.
 
-A child is this module, run with the name of its part. It says what it found in lines of JSON, and is told to go on by
-lines; it ends with its standard input, so none is left behind.
+A child is this module, run with the name of its part. It reports its findings in lines of JSON, and lines tell it to go
+on. It ends with its standard input, so none is left behind.
 """
 
 import ctypes

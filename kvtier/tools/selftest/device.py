@@ -1,7 +1,7 @@
 """The device under test: where KV caches are, the ways to copy that it has, and how it is told to take its time.
 
-Checks are written once, for any device. On a CUDA device work is launched on the current stream and done later; the
-CPU does it at once, and a check that needs work to be under way says that it cannot be made there.
+Checks are written once, for any device. On a CUDA device, work is launched on the current stream and done later. The
+CPU does it at once. A check that needs work to be under way says that it cannot be made there.
 """
 
 import logging

@@ -1,8 +1,8 @@
 """A gather kernel: batched copies by the device's own processors instead of its copy engines. Needs Triton.
 
-It is here to be compared, and no transfer uses it by itself: what is faster depends on the device, the link and the
-size of pages, and is known only where it was measured. A copy engine takes some microseconds for each page; a kernel
-takes processors that the model computes on.
+It is here for comparison, and no transfer uses it by itself. The faster way depends on the device, the link and the
+size of pages, and only a measurement shows it. A copy engine takes some microseconds for each page. A kernel takes
+processors that the model computes on.
 """
 
 from math import gcd

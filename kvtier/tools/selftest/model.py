@@ -1,8 +1,8 @@
 """A transformer that serves prompts from a paged KV cache which kvtier tiers: what a hit saves, and the same tokens.
 
-The shape is a real model's, the weights are random: time does not ask what they mean. Prompts are computed in two
-steps, all whole blocks but the last and then the rest, whether their KV was computed, loaded from cpu or promoted from
-fs. So the second step is the same in all three, to the bit: its logits must be equal, not almost.
+The shape is a real model's. The weights are random, because times do not depend on them. Prompts are computed in two
+steps: all whole blocks but the last, and then the rest. The KV of the first step was computed, loaded from cpu, or
+promoted from fs. The second step is the same in all three, to the bit: its logits must be equal, not almost.
 """
 
 import math

@@ -1,7 +1,7 @@
 """How fast copies are, each beside its limit in the same run: a plain copy of pinned memory, or a matmul left alone.
 
-Every way to copy that the device has is measured in turn with the others, so which of them wins for pages of a size is
-in the figures, and not a guess.
+Every way to copy that the device has is measured in turn with the others. So the figures say which of them is the
+fastest for pages of a size.
 """
 
 import threading
@@ -188,8 +188,8 @@ def _times(device: Device, scale: Scale, work: Callable[[], object]) -> int:
 def _seconds_of(device: Device, work: Callable[[], object]) -> Callable[[], float]:
     """Return what does the work and says how long the device took.
 
-    The device is told once, by a graph behind a kernel that spins, and its own events tell the time: threads that copy
-    keep Python from launching, and that would count as time of the device.
+    The device gets all work at once, by a graph behind a kernel that spins, and its own events tell the time. Threads
+    that copy keep Python from launching work, and that would count as time of the device.
     """
     if not device.has_streams:
         return lambda: _timed(work)

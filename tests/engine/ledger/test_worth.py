@@ -641,3 +641,15 @@ def test_a_model_of_several_groups_takes_all_from_the_sooner_tier(both: Callable
     request = bench.request(position=lambda key: ends[key])
     bench.lookup("fedcba", request)
     assert loads(bench.step()) == {1: "fedcba"}
+
+
+def test_a_load_is_given_up_when_it_is_late_though_room_was_made_for_it(tier: Callable[..., Bench]) -> None:
+    """A full primary: the request is noted before room is made, and after it."""
+    bench = tier(rows=8)
+    bench.stored_alone("stuvwxyz")
+    bench.takes(0.1, 0.01)
+    request = bench.request()
+    assert bench.lookup("abc", request) == [HIT_PENDING] * 3
+    bench.step(seconds=4.6)  # One and a half times what computing takes, and more.
+    assert bench.lookup("abc", request) == [MISS] * 3
+    assert bench.ledger.tiers[0].counters.given_up == 1
