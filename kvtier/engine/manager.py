@@ -11,7 +11,7 @@ has fetched already.
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
@@ -27,7 +27,7 @@ from kvtier.engine.metrics import EngineStats
 from kvtier.engine.progress import Progress
 from kvtier.engine.steps import StepManager, checked, make_region
 from kvtier.errors import RowsStillRead
-from kvtier.memory import LentRow, fill_standard_streams
+from kvtier.memory import LentRow, Region, fill_standard_streams
 from kvtier.remedies import Remedy
 from kvtier.runner.bridge import InlineBridge
 from kvtier.runner.tiers import open_tiers
@@ -280,16 +280,20 @@ class TieringOffloadingManager:
         loop = asyncio.get_running_loop()
         config = checked(config)
         fill_standard_streams()
-        if config.rows * config.row_bytes > ON_LOOP_BYTES_MAX:
-            region = await loop.run_in_executor(None, make_region, config)
-        else:
-            region = make_region(config)
+        region = await cls._region(config, loop)
         try:
             bridge = InlineBridge(await open_tiers(config), region)
         except BaseException:
             region.close()
             raise
         return cls.step_manager(config, region, bridge, clock=loop.time, observer=observer)
+
+    @staticmethod
+    async def _region(config: EngineConfig, loop: asyncio.AbstractEventLoop) -> Region:
+        if config.rows * config.row_bytes > ON_LOOP_BYTES_MAX:
+            with suppress(NotImplementedError):  # A loop in virtual time has no threads, and nobody waits for it.
+                return await loop.run_in_executor(None, make_region, config)
+        return make_region(config)
 
     @classmethod
     async def _begun(cls, config: EngineConfig, observer: Observe | None) -> StepManager:

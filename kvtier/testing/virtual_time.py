@@ -55,6 +55,10 @@ class NotVirtual(VirtualTimeError):
     """The code under test reached for a thread, a socket, a process or a signal: use a fake, or a real loop."""
 
 
+class NotImplementedInVirtualTime(NotVirtual, NotImplementedError):
+    """A method of the loop was called that virtual time has not; asyncio tells it by the same error."""
+
+
 class Deadlock(VirtualTimeError):
     """The loop waits for what cannot happen: nothing is ready and no timer is set, or time no longer moves."""
 
@@ -182,7 +186,9 @@ class _Task(asyncio.Task[Any]):
 
 def _refusal(name: str, what: str) -> Callable[..., NoReturn]:
     def refuse(*_: object, **__: object) -> NoReturn:
-        raise NotVirtual(f"loop.{name} was called: virtual time has no use for {what}; use a fake, or a real loop")
+        raise NotImplementedInVirtualTime(
+            f"loop.{name} was called: virtual time has no use for {what}; use a fake, or a real loop"
+        )
 
     return refuse
 

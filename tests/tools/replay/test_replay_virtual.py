@@ -9,7 +9,9 @@ import msgspec
 import pytest
 
 from kvtier.config import EngineConfig
+from kvtier.engine.manager import ON_LOOP_BYTES_MAX
 from kvtier.errors import ConfigError, TraceError
+from kvtier.memory import PAGE_BYTES
 from kvtier.testing.virtual_time import run
 from kvtier.tools.replay.replay import ChunkSource, Tally
 from kvtier.tools.replay.study import measure
@@ -73,6 +75,12 @@ def first_tokens_s(requests: Sequence[Request], config: EngineConfig, prefill: P
 
 
 # When requests arrive.
+
+
+def test_a_primary_that_a_real_loop_prepares_in_a_thread_is_modelled_too():
+    rows = ON_LOOP_BYTES_MAX // PAGE_BYTES + 1  # Of a scale model, in which a page stands for a chunk.
+    replay = replay_of(prompts((0, [1, 2]), (1_000, [1, 2])), engine(rows), Prefill(1_000, slots=1))
+    assert run(replay.run()).hits == 2
 
 
 def test_requests_with_times_of_their_own_arrive_at_them_counted_from_the_first() -> None:
