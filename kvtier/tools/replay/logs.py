@@ -209,14 +209,20 @@ def _csv_rows(path: str, first: bytes) -> Iterator[tuple[int, _Tokens]]:
     next(text)
     for number, line in text:
         try:
-            cells = dict(zip(header, next(csv.reader((line,))), strict=False))
-            cells["token_ids"] = cells.get("token_ids", "").replace(",", " ").strip("[] ")
-            row = {name: cell for name, cell in cells.items() if cell and name != "token_ids"}
-            yield number, msgspec.convert({**row, "token_ids": cells["token_ids"].split()}, _Tokens, strict=False)
+            yield number, _csv_row(header, next(csv.reader((line,))))
         except (csv.Error, msgspec.ValidationError) as error:
             raise TraceError(
                 f"{path}, line {number}: {error}; expected token_ids with spaces between them, and numbers"
             ) from error
+
+
+def _csv_row(header: Sequence[str], cells: Sequence[str]) -> _Tokens:
+    if any(cells[len(header) :]):  # As where commas stand between the ids: nothing is thrown away unsaid.
+        raise csv.Error(f"{len(cells)} cells, and {len(header)} names in the first line")
+    row = {name: cell for name, cell in zip(header, cells, strict=False) if cell}
+    listed = [row.pop(name, "") for name in ("token_ids", "prompt_token_ids")]
+    tokens = (listed[1] or listed[0]).replace(",", " ").strip("[] ").split()
+    return msgspec.convert({**row, "token_ids": tokens}, _Tokens, strict=False)
 
 
 def _header(line: bytes) -> list[str]:

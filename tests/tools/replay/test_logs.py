@@ -60,6 +60,17 @@ def test_csv_that_cannot_be_read_is_refused_with_its_line(trace_file: Write) -> 
         converted(log)
 
 
+def test_csv_with_commas_between_the_ids_and_no_quotes_is_refused(trace_file: Write) -> None:
+    log = trace_file(b"timestamp,token_ids\n0,1,2,3,4\n", "log.csv")
+    with pytest.raises(TraceError, match=r"log\.csv, line 2: 5 cells, and 2 names.*; expected token_ids with spaces"):
+        converted(log, block_tokens=4)
+
+
+def test_csv_may_call_the_ids_as_servers_do(trace_file: Write) -> None:
+    log = trace_file(b"prompt_token_ids\n1 2 3 4\n1 2 3 4\n", "log.csv")
+    assert ids(log, block_tokens=4) == [(0,), (0,)]
+
+
 def test_csv_takes_token_ids_as_a_json_list_too(trace_file: Write) -> None:
     log = trace_file(b'token_ids\n"[1, 2, 3, 4]"\n1 2 3 4\n', "log.csv")
     assert ids(log, block_tokens=2) == [(0, 1), (0, 1)]
