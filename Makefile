@@ -5,7 +5,7 @@ SHELL := bash
 MAKEFLAGS += --no-builtin-rules
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-vllm demo test test-all test-remote test-monitoring test-nfs test-gpu wheels test-vllm crash lint types docs docs-charts docs-serve test-docs dist simulate soak disksoak bench bench-compare clean
+.PHONY: help setup setup-vllm demo test test-all test-traces test-remote test-monitoring test-nfs test-gpu wheels test-vllm crash lint types docs docs-charts docs-serve test-docs dist simulate soak disksoak bench bench-compare clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -75,6 +75,12 @@ test-monitoring: $(INSTALLED) $(PROMETHEUS)  ## ask Prometheus about the board a
 $(VENV)/prometheus/root/usr/bin:
 	tests/unpacked.sh $(VENV)/prometheus prometheus || echo "no Prometheus: Debian's package is not to be had here"
 	mkdir -p $@
+
+# Real traces are no part of the project: beside it, or where KVTIER_TRACES says. Without them these tests are skipped.
+TRACE_TESTS := tests/tools/replay/test_study.py tests/tools/replay/test_density.py tests/tools/replay/test_hints.py
+
+test-traces: $(INSTALLED)  ## compare policies and hints with their figures on the largest real trace: ten minutes
+	KVTIER_ALL_TRACES=1 $(PYTEST) -o faulthandler_timeout=0 -m outside -k "large_trace or agents" $(TRACE_TESTS)
 
 # A class of tests stays in one worker: the tests of a class share servers. SERVERS=debian: with Debian's servers instead.
 REMOTE_PYTEST := env OMP_NUM_THREADS=1 LD_LIBRARY_PATH=$(REMOTE_LIBS) KVTIER_MIXED_OPERATIONS=$(OPERATIONS) \
@@ -151,14 +157,14 @@ types: $(INSTALLED)  ## check types, with mypy and with pyright
 	$(BIN)/mypy
 	$(BIN)/pyright
 
-docs: docs-charts $(FOR_PAGES)  ## build the documentation into site/, as pages that can be opened as files
+docs: $(INSTALLED) $(FOR_PAGES)  ## build the documentation into site/, as pages that can be opened as files
 	$(BIN)/pytest -q tests/docs/test_prose.py
 	$(MKDOCS) build --strict --config-file .mkdocs.yml
 
 docs-charts: $(INSTALLED)  ## draw the charts of the page on performance from its figures, docs/assets/performance
 	$(BIN)/python -m tests.docs.charts
 
-docs-serve: docs-charts $(FOR_PAGES)  ## serve the documentation on a port of this machine, and build it anew when a page changes
+docs-serve: $(INSTALLED) $(FOR_PAGES)  ## serve the documentation on a port of this machine, and build it anew when a page changes
 	$(MKDOCS) serve --config-file .mkdocs.yml --dev-addr 127.0.0.1:$(or $(PORT),8000)
 
 test-docs: docs $(BROWSER)  ## look at every page in a headless browser: Debian's, unpacked, unless BROWSER=/path/to/one
@@ -198,5 +204,5 @@ disksoak: $(INSTALLED)  ## fill DIR, a directory that is emptied, for SOAK_S sec
 	KVTIER_SOAK_S=$(or $(SOAK_S),600) KVTIER_SOAK_REQUESTS=3000 $(BIN)/pytest -s tests/fs/promises/test_soak.py --basetemp=$(or $(DIR),$(DEMO)/soak)
 
 clean:  ## remove everything that these commands made
-	rm -rf $(VENV) $(REMOTE_VENV) $(NFS_PROGRAMS) $(GPU_VENV) $(VLLM_VENV) $(DEMO) docs/assets/drawn docs/assets/npm site dist .benchmarks .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(REMOTE_VENV) $(NFS_PROGRAMS) $(GPU_VENV) $(VLLM_VENV) $(DEMO) docs/assets/npm site dist .benchmarks .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find kvtier backends tests examples -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -31,6 +31,9 @@ RESET = "reset"  # What the primary held was to be forgotten.
 NO_STORE = "no_store"  # A hint said so.
 OVER = "over"  # Its session is, and nobody has used it since.
 
+Seen = OrderedDict[OffloadKey, int]
+"""Keys that were stored once, longest ago first, each with the number of the request that it was first seen with."""
+
 
 class Cascades:
     """What is owed to tiers that are written later, and what was seen once."""
@@ -54,7 +57,7 @@ class Cascades:
         self._second_use = [tier for tier in tiers if tier.spec.cascade == ON_SECOND_USE]
         self.owes = bool(self._evict)
         self.remembers = bool(self._second_use)
-        self._seen = {tier: OrderedDict[OffloadKey, None]() for tier in self._second_use}  # Stored longest ago first.
+        self._seen = {tier: Seen() for tier in self._second_use}
         self._seen_max = max(SEEN_MIN, SEEN_A_ROW * primary.rows)
         self._owed = [0] * primary.rows if self.owes else []  # Bits of the tiers that a row's chunk is owed to.
         self._owed_for = [0] * len(self._owed)  # The number of the request that it is owed for the sake of.
@@ -81,7 +84,7 @@ class Cascades:
         seen = self._seen[tier]
         again = [key for key in keys if key in seen]
         for key in reversed(keys):  # Of more than can be remembered the beginning is.
-            seen[key] = None
+            seen.setdefault(key, request.number)
             seen.move_to_end(key)
         self._forget(seen)
         if len(again) < len(keys):
@@ -97,10 +100,12 @@ class Cascades:
             seen = self._seen[tier]
             again = [key for key in keys if key in ready and not tier.last_answer(key)]
             self._outbox.cascade(dict.fromkeys(again), tier, now)
-            seen.update(dict.fromkeys(key for key in keys if key not in ready))
+            for key in keys:
+                if key not in ready:
+                    seen.setdefault(key, request.number)
             self._forget(seen)
 
-    def _forget(self, seen: OrderedDict[OffloadKey, None]) -> None:
+    def _forget(self, seen: Seen) -> None:
         """Forget what was seen longest ago, beyond what may be remembered."""
         for _ in range(len(seen) - self._seen_max):
             seen.popitem(last=False)
@@ -116,7 +121,7 @@ class Cascades:
     def keep_out(self, keys: Sequence[OffloadKey], request: Request) -> None:
         """Take note that a request that has used keys keeps its own out of tiers, as its client says at its end.
 
-        What is owed for its sake is not written. What was seen once counts as never seen.
+        What is owed for its sake is not written. What was first seen with it counts as never seen.
         """
         row_of = self._primary.ready.get
         rows = [(key, row) for key in keys if (row := row_of(key)) is not None]
@@ -126,7 +131,8 @@ class Cascades:
                 tier.counters.skip(NO_STORE, self._write_off(mine, tier))
         for tier in self._second_use:
             if request.keeps_out(tier.spec):
-                self._unsee((key for key in keys if self._lacks(tier, key)), tier)
+                seen = self._seen[tier]
+                self._unsee([key for key in keys if seen.get(key) == request.number and self._lacks(tier, key)], tier)
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """Take note that keys are to be forgotten everywhere: so, too, that they were seen."""

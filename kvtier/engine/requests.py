@@ -342,9 +342,9 @@ class StepHits:
 
         `patience_s`: how long a request waits, for each chunk, before it gives up; None: for ever.
         """
-        found = self._fresh
-        if self._held:  # Room was made, and rows are held for these.
-            found[:0] = self._held
+        found: Iterable[Request] = self._fresh
+        if self._held:  # Room was made, and rows are held for these. Each is here once: its hits are forgotten below.
+            found = dict.fromkeys(chain(self._held, self._fresh))
             self._held.clear()
             self._primary.end_step()
         for request in found:
@@ -359,7 +359,7 @@ class StepHits:
                 if request.waiting_since is not None:
                     self.end_wait(request, now)
             request.forget_hits()
-        found.clear()
+        self._fresh.clear()
 
     def end_wait(self, request: Request, now: float) -> None:
         """Say for how long a request waited for loads, if it did."""

@@ -34,6 +34,7 @@ PAGE_BYTES_MAX = 64 << 20  # A thousand engines' metrics.
 REDIRECTS_MAX = 3
 REDIRECTED = {301, 302, 307, 308}
 INTERVAL_S_MIN, INTERVAL_S_MAX = 0.1, 3_600.0
+ROW_STATES = {"ready", "filling", "free", "quarantined"}  # An older engine has reasons to keep rows among them.
 STYLES = {"closed": "green", "half_open": "yellow", "open": "red"}
 ACCEPTED = f"{DEFAULT_ADDRESS}, host:port, a port, or unix:/path/of/a/socket accepted"
 
@@ -55,10 +56,20 @@ class TransferTimes(msgspec.Struct, frozen=True):
     transfers: int
 
 
+class WaitTimes(msgspec.Struct, frozen=True):
+    """Quantiles of what requests waited for loads, likewise."""
+
+    p50: float
+    p99: float
+    waits: int
+
+
 class PrimaryNow(msgspec.Struct, frozen=True, kw_only=True):
     """The primary. Rates are chunks a second."""
 
-    rows: dict[str, int]  # By state.
+    rows: dict[str, int]  # By state; together they are all rows.
+    rows_held: dict[str, int]  # By the reason for which they stay; a row may have several.
+    rows_evictable: int | None  # Null where the engine is too old to say.
     row_bytes: int
     used_share: float | None  # Of the rows; null where there are none.
     hits_per_s: float
@@ -97,7 +108,10 @@ class EngineNow(msgspec.Struct, frozen=True, kw_only=True):
     hit_ratio_now: float | None  # Between the readings.
     primary: PrimaryNow | None  # Null where it is vLLM's own.
     tiers: list[TierNow]
+    wait_s: WaitTimes | None  # Null if no wait ended between the readings.
+    runner_up: bool | None  # Whether every engine has a runner; null where one is too old to say.
     runners_lost: int
+    versions: list[str]  # Of kvtier.
 
 
 class Reading:
@@ -123,6 +137,10 @@ class Reading:
     def most(self, name: str) -> float:
         return max((value for _, value in self._matching(name, {})), default=0.0)
 
+    def every(self, name: str) -> bool | None:
+        """Say whether no series of this name is 0; None if there is none."""
+        return all(value for _, value in self._matching(name, {})) if self.has(name) else None
+
     def by(self, label: str, name: str, **labels: str) -> dict[str, float]:
         """Return the sums by the values of one more label, in the page's order."""
         sums: dict[str, float] = {}
@@ -131,7 +149,7 @@ class Reading:
         return sums
 
     def values(self, label: str) -> list[str]:
-        """Return all values of a label."""
+        """Return all values of a label, whatever it is a label of."""
         found = (labels[label] for series in self._series.values() for labels, _ in series if label in labels)
         return list(dict.fromkeys(found))
 
@@ -318,7 +336,10 @@ def engine_now(address: str, before: Reading, now: Reading) -> EngineNow:
         hit_ratio_now=_hit_ratio(added) if knows_hits else None,
         primary=_primary_now(now, per_s) if knows_hits else None,
         tiers=[_tier_now(name, now, added, per_s) for name in now.values("tier")],
+        wait_s=_wait_times(now, added),
+        runner_up=now.every("kvtier_runner_up"),
         runners_lost=int(now.sum("kvtier_runners_lost_total")),
+        versions=list(now.by("version", "kvtier_build_info")),
     )
 
 
@@ -329,10 +350,14 @@ def _hit_ratio(count: Callable[[str], float]) -> float | None:
 
 
 def _primary_now(now: Reading, per_s: Callable[[str], float]) -> PrimaryNow:
-    rows = {state: int(count) for state, count in now.by("state", "kvtier_primary_rows").items()}
-    total = sum(rows.get(state, 0) for state in ("ready", "filling", "free", "quarantined"))
+    by_state = now.by("state", "kvtier_primary_rows")
+    rows = {state: int(count) for state, count in by_state.items() if state in ROW_STATES}
+    total = sum(rows.values())
+    evictable = "kvtier_primary_rows_evictable"
     return PrimaryNow(
         rows=rows,
+        rows_held={reason: int(count) for reason, count in now.by("reason", "kvtier_primary_rows_held").items()},
+        rows_evictable=int(now.sum(evictable)) if now.has(evictable) else None,
         row_bytes=int(now.most("kvtier_primary_row_bytes")),
         used_share=round(1 - rows.get("free", 0) / total, 4) if total else None,
         hits_per_s=per_s("kvtier_primary_hits_total"),
@@ -347,7 +372,7 @@ def _tier_now(name: str, now: Reading, added: Callable[..., float], per_s: Calla
     capacity = "kvtier_tier_capacity_bytes"
     capacity_bytes = int(now.sum(capacity, tier=name)) if now.has(capacity, tier=name) else None
     operations = now.by("operation", "kvtier_transfer_seconds_count", tier=name)
-    times = {operation: _times(operation, name, now, added) for operation in operations}
+    times = {operation: _transfer_times(operation, name, now, added) for operation in operations}
     return TierNow(
         name=name,
         breaker=_breaker(now.by("state", "kvtier_tier_breaker", tier=name)),
@@ -377,15 +402,24 @@ def _breaker(states: dict[str, float]) -> str:
     return next((state for state in ("open", "half_open", "closed") if states.get(state)), "")
 
 
-def _times(operation: str, tier: str, now: Reading, added: Callable[..., float]) -> TransferTimes | None:
-    """Return quantiles of what came between the readings; None if nothing did."""
-    name = "kvtier_transfer_seconds_bucket"
-    bounds = sorted(now.by("le", name, tier=tier, operation=operation), key=float)
-    counts = [added(name, tier=tier, operation=operation, le=bound) for bound in bounds]
+def _transfer_times(operation: str, tier: str, now: Reading, added: Callable[..., float]) -> TransferTimes | None:
+    times = _times("kvtier_transfer_seconds", now, added, tier=tier, operation=operation)
+    return None if times is None else TransferTimes(*times)
+
+
+def _wait_times(now: Reading, added: Callable[..., float]) -> WaitTimes | None:
+    times = _times("kvtier_load_wait_seconds", now, added)
+    return None if times is None else WaitTimes(*times)
+
+
+def _times(name: str, now: Reading, added: Callable[..., float], **labels: str) -> tuple[float, float, int] | None:
+    """Return quantiles of what came between the readings, and how many came; None if nothing did."""
+    bounds = sorted(now.by("le", f"{name}_bucket", **labels), key=float)
+    counts = [added(f"{name}_bucket", **labels, le=bound) for bound in bounds]
     if not counts or not counts[-1]:
         return None
     buckets = list(zip(map(float, bounds), counts, strict=True))
-    return TransferTimes(_quantile(0.5, buckets), _quantile(0.99, buckets), int(counts[-1]))
+    return _quantile(0.5, buckets), _quantile(0.99, buckets), int(counts[-1])
 
 
 def _quantile(share: float, buckets: list[tuple[float, float]]) -> float:
@@ -405,8 +439,10 @@ def _quantile(share: float, buckets: list[tuple[float, float]]) -> float:
 
 def _shown(found: EngineNow) -> RenderableType:
     ratios = f"hit ratio {_ratio(found.hit_ratio_now)} now, {_ratio(found.hit_ratio)} since the start"
+    waits = "" if found.wait_s is None else f", waits for loads p99 {found.wait_s.p99 * 1_000:,.1f} ms"
+    down = ", no runner" if found.runner_up is False else ""
     lost = f", {found.runners_lost:,} runners lost" if found.runners_lost else ""
-    parts: list[RenderableType] = [Text(f"{found.address}: {ratios}{lost}"), Text()]
+    parts: list[RenderableType] = [Text(f"{found.address}: {ratios}{waits}{down}{lost}"), Text()]
     if found.primary is not None:
         parts += [_primary_table(found.primary), Text()]
     return Group(*parts, _tier_table(found.tiers))
@@ -417,11 +453,12 @@ def _ratio(value: float | None) -> str:
 
 
 def _primary_table(primary: PrimaryNow) -> Table:
-    table = plain_table("primary", ">rows", ">full", ">hits/s", ">misses/s", ">stores/s", ">evictions/s")
-    rows = sum(primary.rows.get(state, 0) for state in ("ready", "filling", "free", "quarantined"))
+    table = plain_table("primary", ">rows", ">full", ">evictable", ">hits/s", ">misses/s", ">stores/s", ">evictions/s")
+    rows = sum(primary.rows.values())
     rates = (primary.hits_per_s, primary.misses_per_s, primary.stores_per_s, primary.evictions_per_s)
     size = shown_bytes(rows * primary.row_bytes)
-    table.add_row(size, f"{rows:,}", _percent(primary.used_share), *(f"{rate:,.1f}" for rate in rates))
+    evictable = "" if primary.rows_evictable is None else f"{primary.rows_evictable:,}"
+    table.add_row(size, f"{rows:,}", _percent(primary.used_share), evictable, *(f"{rate:,.1f}" for rate in rates))
     return table
 
 

@@ -1,15 +1,16 @@
 """The charts and tables of the page on performance, from its figures in docs/assets/performance.
 
-`make docs-charts` draws each file of figures twice, for light and for dark pages. `python -m tests.docs.charts tables`
-prints the tables that the page must have. Ratios are those of `kvtier bench` and of the benchmarks: the median of the
+`make docs-charts` draws each file of figures. `python -m tests.docs.charts tables` prints the tables that the page must
+have. Ratios are those of `kvtier bench` and of the benchmarks: the median of the
 rounds, the lowest and the highest.
 """
 
+import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import matplotlib as mpl
 import msgspec
@@ -19,7 +20,6 @@ from matplotlib.ticker import NullLocator
 
 ROOT = Path(__file__).parents[2]
 FIGURES = ROOT / "docs" / "assets" / "performance"
-DRAWN = ROOT / "docs" / "assets" / "drawn"
 INCHES = (8.6, 2.8)  # Of a line of panels.
 LEGEND_INCHES = 0.9
 DODGE = 0.07  # Of a column's width, from one line to the next: whiskers stand side by side.
@@ -28,19 +28,16 @@ MARKERS = "os^D"
 TICKS = (0.25, 0.5, 1, 2, 4, 8, 16)
 
 
-class Scheme(NamedTuple):
-    """Colours of a page's scheme; the lines' are told apart by the colour-blind, too."""
-
-    name: str
-    ink: str
-    faint: str
-    lines: tuple[str, ...]
-
-
-SCHEMES = (
-    Scheme("light", "#333333", "#bbbbbb", ("#0072b2", "#d55e00", "#009e73", "#a94884")),
-    Scheme("dark", "#dddddd", "#555a66", ("#56b4e9", "#e69f00", "#2fc79a", "#e9a3cc")),
-)
+INK, FAINT = "#767d86", "#9aa1ab"  # On white and on a dark page alike, as all colours here.
+LINES = ("#2f86cf", "#dd7a1c", "#1f9e74", "#b760a3")  # Told apart by the colour-blind, too.
+STYLE = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("axes.edgecolor", "grid.color"), FAINT),
+    "axes.facecolor": "none",
+    "font.family": "sans-serif",
+    "svg.fonttype": "none",  # Letters stay letters, in the reader's own font.
+    "svg.hashsalt": "kvtier",  # The same figures are the same file.
+}
 
 Spread = tuple[float, float, float]  # The median, the lowest, the highest.
 Text = Annotated[str, msgspec.Meta(min_length=1)]
@@ -82,16 +79,16 @@ class Ratios(msgspec.Struct, forbid_unknown_fields=True):
                 panels.setdefault(", ".join(getattr(row, name) for name in self.panel_by), []).append(row)
         return panels
 
-    def draw(self, scheme: Scheme) -> Figure:
+    def draw(self) -> Figure:
         panels = self.panels()
         names = list(dict.fromkeys(getattr(row, self.line_by) for rows in panels.values() for row in rows))
         figure, all_axes = panelled(titled(self), len(panels), same_scale=True)
         for axes, (title, rows) in zip(all_axes, panels.items(), strict=True):
             axes.set_title(title, fontsize=10)
-            axes.axhline(1.0, color=scheme.ink, linestyle="--", linewidth=1)
+            axes.axhline(1.0, color=INK, linestyle="--", linewidth=1)
             for row in rows:
                 name = getattr(row, self.line_by)
-                self._draw_line(axes, row, name, names.index(name), scheme)
+                self._draw_line(axes, row, name, names.index(name))
             axes.set_xticks(range(len(self.columns)), self.columns)
             axes.set_xlabel("length of a chunk", fontsize=9)
             self._scale(axes)
@@ -100,11 +97,11 @@ class Ratios(msgspec.Struct, forbid_unknown_fields=True):
         put_legend_below(figure, all_axes)
         return figure
 
-    def _draw_line(self, axes: Axes, row: Row, name: str, number: int, scheme: Scheme) -> None:
+    def _draw_line(self, axes: Axes, row: Row, name: str, number: int) -> None:
         places = [column + DODGE * (number - 1) for column in range(len(self.columns))]
         medians = [median for median, _, _ in row.ratios]
         around = [[median - low for median, low, _ in row.ratios], [high - median for median, _, high in row.ratios]]
-        colour, marker = scheme.lines[number], MARKERS[number]
+        colour, marker = LINES[number], MARKERS[number]
         axes.errorbar(places, medians, around, color=colour, marker=marker, label=name, capsize=2, linewidth=1.5)
 
     def _scale(self, axes: Axes) -> None:
@@ -141,15 +138,15 @@ class Pairs(msgspec.Struct, forbid_unknown_fields=True):
         cells = [[row.mix, row.what, number(row.kvtier), number(row.vllm), shown(row.better_by)] for row in self.rows]
         return table(["mix", "what", *self.sides.values(), "better by"], cells)
 
-    def draw(self, scheme: Scheme) -> Figure:
+    def draw(self) -> Figure:
         figure, all_axes = panelled(titled(self), len(self.drawn), same_scale=False)
         for axes, what in zip(all_axes, self.drawn, strict=True):
             rows = [row for row in self.rows if row.what == what]
             for side, (name, label) in enumerate(self.sides.items()):
                 places = [place + BAR * (side - 0.5) for place in range(len(rows))]
                 figures = [getattr(row, name) for row in rows]
-                bars = axes.bar(places, figures, BAR, color=scheme.lines[side], label=label)
-                axes.bar_label(bars, fmt="%.3g", fontsize=7, padding=1)
+                bars = axes.bar(places, figures, BAR, color=LINES[side], label=label)
+                axes.bar_label(bars, fmt="%.3g", fontsize=6, padding=1)
             axes.set_title(what, fontsize=10)
             axes.set_xticks(range(len(rows)), [row.mix for row in rows])
             axes.set_xlabel("mix of requests", fontsize=9)
@@ -189,6 +186,7 @@ def panelled(title: str, panels: int, *, same_scale: bool) -> tuple[Figure, list
     for unused in all_axes[panels:]:
         unused.remove()
     for axes in all_axes[:panels]:
+        axes.set_axisbelow(True)
         axes.grid(alpha=0.4, axis="y")
         axes.margins(y=0.12)
         axes.tick_params(labelsize=8, labelleft=True)
@@ -210,27 +208,18 @@ def figures() -> Iterator[tuple[str, Ratios | Pairs]]:
         yield path.stem, msgspec.convert(given, Pairs if "sides" in given else Ratios)
 
 
-def colours(scheme: Scheme) -> Mapping[str, Any]:
-    inked = ("text.color", "axes.labelcolor", "axes.titlecolor", "xtick.color", "ytick.color")
-    return {
-        **dict.fromkeys(inked, scheme.ink),
-        **dict.fromkeys(("axes.edgecolor", "grid.color"), scheme.faint),
-        "axes.facecolor": "none",
-        "svg.fonttype": "none",  # Letters stay letters, in the reader's own font.
-        "svg.hashsalt": "kvtier",  # The same figures are the same file.
-        "font.family": "sans-serif",
-    }
+def digest(name: str) -> str:
+    """Return the digest of a file of figures. Its chart has it, too, so an older chart can be told."""
+    return hashlib.sha256((FIGURES / f"{name}.json").read_bytes()).hexdigest()
 
 
 def draw(folder: Path) -> list[Path]:
-    """Draw every file of figures for both schemes; return what was written."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Draw every file of figures; return what was written."""
     drawn: list[Path] = []
     for name, one in figures():
-        for scheme in SCHEMES:
-            drawn.append(folder / f"{name}-{scheme.name}.svg")
-            with mpl.rc_context(dict(colours(scheme))):
-                one.draw(scheme).savefig(drawn[-1], transparent=True, metadata={"Date": None})
+        drawn.append(folder / f"{name}.svg")
+        with mpl.rc_context(STYLE):
+            one.draw().savefig(drawn[-1], transparent=True, metadata={"Date": None, "Source": digest(name)})
     return drawn
 
 
@@ -238,4 +227,4 @@ if __name__ == "__main__":
     if sys.argv[1:] == ["tables"]:
         sys.stdout.writelines("\n".join([*one.table(), "", ""]) for _, one in figures())
     else:
-        draw(DRAWN)
+        draw(FIGURES)

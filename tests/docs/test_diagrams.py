@@ -1,14 +1,19 @@
-"""The diagrams of states say what the code does: each state and each change of one, and no other."""
+"""The diagrams say what the code does: each state and each change of one, and the names that go between parts."""
 
 import itertools
 import re
 from collections import Counter
 from pathlib import Path
 
+from kvtier.backend import Backend
 from kvtier.backend.keys import make_offload_key
+from kvtier.engine.answers import LookupResult
+from kvtier.engine.metrics import ROW_STATES
 from kvtier.engine.primary import Primary
+from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import Breaker, BreakerState
 from kvtier.policies import LRU
+from kvtier.runner import messages
 
 EXPLANATION = Path(__file__).parents[2] / "docs" / "explanation"
 CALLS_MAX = 6  # One after the other: the longest way to any change takes fewer.
@@ -56,11 +61,9 @@ class OneRow:
 
     @property
     def state(self) -> str:
-        if self.primary.ready:
-            return "ready"
-        if self.primary.filling:
-            return "filling"
-        return "free" if self.primary.rows_free else "quarantined"  # Or it has lost its key, and a pin is left.
+        """The row's state, as the metric `kvtier_primary_rows` has it."""
+        (state,) = (name for name, count in ROW_STATES.items() if count(self.primary))
+        return state
 
     def reserve(self) -> None:
         key = make_offload_key(self.key + b"0")
@@ -106,4 +109,24 @@ def test_the_diagram_of_a_rows_states_is_what_becomes_of_a_row() -> None:
             before = row.state
             getattr(row, call)()
             found.add((before, row.state))
-    assert changes_drawn("lent-buffers.md") == {(before, after) for before, after in found if before != after}
+    drawn = changes_drawn("lent-buffers.md")
+    assert drawn == {(before, after) for before, after in found if before != after}
+    assert states_of(drawn) == set(ROW_STATES)
+
+
+# The way of a chunk.
+
+
+def test_the_way_of_a_chunk_names_calls_actions_and_messages_that_there_are() -> None:
+    text = (EXPLANATION / "architecture.md").read_text()
+    (drawn,) = re.findall(r"^```mermaid\nsequenceDiagram\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    said = re.findall(r"^ +(\w)-+>>(\w): (.*)", drawn, re.MULTILINE)
+    calls = {name for by, to, what in said if (by, to) == ("L", "E") for name in re.findall(r"(\w+)\(", what)}
+    assert calls == {name for name in calls if callable(getattr(StepManager, name, None))}
+    to_tiers = {name for by, to, what in said if (by, to) == ("R", "T") for name in re.findall(r"(\w+)\(", what)}
+    assert to_tiers <= Backend.__abstractmethods__
+    sent = {what.split("(")[0].split(":")[0] for by, to, what in said if {by, to} == {"E", "R"}}
+    assert sent == {name for name in sent if hasattr(messages, name)}
+    answers = {name for by, to, what in said if (by, to) == ("E", "L") for name in re.findall(r"\b[A-Z_]{3,}\b", what)}
+    assert answers <= set(LookupResult.__members__)
+    assert all((calls, to_tiers, sent, answers))

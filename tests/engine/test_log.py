@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from kvtier import __version__
+from kvtier.remedies import Remedy
 from kvtier.runner.process import ProcessBridge
 from tests.engine.kit import FAULTY, at_rest, ledger_in, put, until
 
@@ -73,6 +74,7 @@ async def test_what_a_runners_process_logs_comes_out_in_the_owners_log_as_its_ow
     assert (record.name, record.levelno, record.filename) == ("kvtier.runner.runner", logging.WARNING, "runner.py")
     assert record.process == engine.steps._bridge.pid
     assert record.funcName == "_completed"
+    assert record.getMessage().endswith(f"; see {Remedy.UNAVAILABLE}")
 
 
 @pytest.mark.usefixtures("outside")

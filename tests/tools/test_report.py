@@ -18,6 +18,7 @@ from kvtier.tools.replay.replay import Tally
 from kvtier.tools.replay.report import Report, make_report
 from kvtier.tools.replay.traces import Request, write_trace
 from kvtier.tools.report.benches import bench_page
+from kvtier.tools.report.command import run_names
 from kvtier.tools.report.page import write_page
 from kvtier.tools.report.replays import replay_page
 from tests.tools.reports import bench_report, config_of, replay_report
@@ -144,6 +145,14 @@ def test_a_comparison_says_how_each_run_differs_from_the_first(tmp_path: Path) -
     assert "100 MB/s ratio 0.40 (0.30 to 0.50) 200 MB/s (+100.0 %) ratio 0.80 (0.60 to 1.00)" in told
 
 
+@pytest.mark.parametrize("runs", [1, 2])
+def test_a_benchmarks_times_are_drawn_as_distributions(tmp_path: Path, runs: int) -> None:
+    figures = {str(run) if runs > 1 else "": bench_report(sizes=1, lines=2) for run in range(runs)}
+    told = page_of(tmp_path, bench_page(figures)).text
+    assert told.count("store 0, segments, 128 KiB, beside") == 2  # Of each limit.
+    assert "store 1, files, 128 KiB, beside" not in told
+
+
 def test_the_page_of_a_run_is_the_page_of_its_json(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_trace("trace.jsonl", [Request(1_000 * turn, 512 * turn, 1, tuple(range(turn))) for turn in range(1, 9)])
@@ -165,10 +174,12 @@ def test_up_to_five_reports_stand_beside_each_other_by_the_names_of_their_files(
     assert "run0 run1 run2 run3 run4" in told
 
 
-def test_the_same_file_twice_is_two_runs(run: Run, tmp_path: Path) -> None:
-    (path,) = written(tmp_path, same=replay_report())
-    assert run("report", path, path, "--output", tmp_path / "out.html")[0] == 0
-    assert "kvtier replay: 2 runs" in (tmp_path / "out.html").read_text()
+def test_runs_whose_files_have_one_name_stay_apart(run: Run, tmp_path: Path) -> None:
+    long, also = written(tmp_path, **{"same" * 30: replay_report(), "same" * 30 + "s": replay_report()})
+    assert run("report", long, long, also, "--output", tmp_path / "out.html")[0] == 0
+    assert "kvtier replay: 3 runs" in (tmp_path / "out.html").read_text()
+    assert run_names(["x", "x", "x (2)"]) == ["x (1)", "x (2)", "x (2) (3)"]
+    assert run_names(["a/run.json", "b/run.json"]) == ["a/run.json", "b/run.json"]
 
 
 OLD = {"command": "kvtier bench fs", "machine": {}, "seconds": 1.0, "rows": []}

@@ -131,8 +131,16 @@ kvtier_primary_stores_total {stores}
 kvtier_primary_evictions_total 0
 kvtier_primary_rows{{state="ready"}} 30
 kvtier_primary_rows{{state="free"}} 10
-kvtier_primary_rows{{state="leased"}} 5
+kvtier_primary_rows_held{{reason="leased"}} 5
+kvtier_primary_rows_evictable 25
 kvtier_primary_row_bytes 4096
+kvtier_build_info{{version="0.2.0",python="3.12.1",vllm="",engine="0"}} 1
+kvtier_build_info{{version="0.2.0",python="3.12.1",vllm="",engine="1"}} 1
+kvtier_runner_up{{engine="0"}} 1
+kvtier_runner_up{{engine="1"}} {up}
+kvtier_load_wait_seconds_bucket{{le="0.1"}} {fast}
+kvtier_load_wait_seconds_bucket{{le="1.0"}} {all}
+kvtier_load_wait_seconds_bucket{{le="+Inf"}} {all}
 kvtier_tier_hits_total{{tier="disk",engine="0"}} {hits}
 kvtier_tier_hits_total{{tier="disk",engine="1"}} {hits}
 kvtier_tier_bytes_total{{tier="disk",operation="load"}} {loaded}
@@ -144,8 +152,18 @@ kvtier_transfer_seconds_bucket{{tier="disk",operation="load",le="0.01"}} {all}
 kvtier_transfer_seconds_bucket{{tier="disk",operation="load",le="+Inf"}} {all}
 kvtier_transfer_seconds_count{{tier="disk",operation="load"}} {all}
 """
-BEFORE = {"hits": 10, "misses": 10, "stores": 5, "loaded": 0, "is_open": 0, "dropped": 1, "fast": 0, "all": 0}
-AFTER = {"hits": 20, "misses": 40, "stores": 5, "loaded": 8_192, "is_open": 1, "dropped": 7, "fast": 90, "all": 100}
+BEFORE = {"hits": 10, "misses": 10, "stores": 5, "loaded": 0, "is_open": 0, "dropped": 1, "fast": 0, "all": 0, "up": 1}
+AFTER = {
+    "hits": 20,
+    "misses": 40,
+    "stores": 5,
+    "loaded": 8_192,
+    "is_open": 1,
+    "dropped": 7,
+    "fast": 90,
+    "all": 100,
+    "up": 0,
+}
 
 
 def reading(at_s: float, **numbers: int) -> Reading:
@@ -167,6 +185,23 @@ def test_rates_are_what_changed_between_two_readings_and_engines_behind_one_addr
     times = disk.transfer_s["load"]
     assert times.transfers == 100
     assert times.p50 < 0.001 < times.p99 < 0.01
+    assert found.wait_s is not None
+    assert found.wait_s.waits == 100
+    assert found.wait_s.p50 < 0.1 < found.wait_s.p99 < 1.0
+    assert (found.runner_up, found.versions) == (False, ["0.2.0"])
+    assert (found.primary.rows_evictable, found.primary.rows_held) == (25, {"leased": 5})
+
+
+def test_an_engine_that_tells_less_is_shown_all_the_same() -> None:
+    """One of kvtier 0.1 had reasons to keep rows among the rows' states."""
+    page = "kvtier_primary_misses_total 1\n" + "".join(
+        f'kvtier_primary_rows{{state="{state}"}} {count}\n'
+        for state, count in {"ready": 3, "free": 1, "leased": 2}.items()
+    )
+    found = engine_now("here", Reading(page, 0.0), Reading(page, 1.0))
+    assert found.primary is not None
+    assert (found.primary.rows, found.primary.used_share) == ({"ready": 3, "free": 1}, 0.75)
+    assert (found.primary.rows_evictable, found.wait_s, found.runner_up, found.versions) == (None, None, None, [])
 
 
 def test_an_engine_that_was_started_anew_has_no_rates_below_zero() -> None:

@@ -10,9 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
 from kvtier.tools.bench.figures import Figures, Row, beside_each_other, common_settings, shown
-from kvtier.tools.pictures.drawing import colour, finish, new_figure, put_legend_above, save, short
+from kvtier.tools.pictures.drawing import colour, finish, new_figure, put_legend_above, save, short, shown_text
 
 BARS_MAX = 48  # Of one panel: more are a wall. The tables have all.
+TICK_CHARACTERS_MAX = 56
 INCHES_A_BAR = 0.24
 INCHES_A_PANEL = 1.1  # For its title, its axis and the room between.
 WIDTH = 8.6
@@ -86,12 +87,19 @@ def _draw_panel(axes: Axes, groups: Mapping[str, Sequence[Bar]], runs: Sequence[
     axes.xaxis.set_major_locator(LogLocator(base=10, subs=(1.0, 2.0, 5.0)))
     axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.6g}"))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_yticks(ticks, list(groups), fontsize=8, parse_math=False)
+    axes.set_yticks(ticks, list(map(_tick, groups)), fontsize=8, parse_math=False)
     axes.set_ylim(place - 0.4, -0.6)
     axes.set_xlabel("part of the limit, logarithmic: 1 is at the limit, right of it is better", fontsize=8)
     axes.tick_params(axis="x", labelsize=8)
     finish(axes)
     put_legend_above(axes)
+
+
+def _tick(label: str) -> str:
+    """Cut a label in its middle: at its end is the chunk size."""
+    if len(label) > TICK_CHARACTERS_MAX:
+        label = f"{label[: TICK_CHARACTERS_MAX // 2]}…{label[1 - TICK_CHARACTERS_MAX // 2 :]}"
+    return shown_text(label)
 
 
 def _draw_bar(axes: Axes, place: int, bar: Bar) -> None:

@@ -23,7 +23,7 @@ INK = (
 )
 LABEL_GAP = 0.05  # Between two labels at the ends of lines, as a share of the picture's height.
 LABEL_CHARACTERS_MAX = 24  # Of a name beside a line or a bar. The tables have the whole.
-LEGEND_CHARACTERS = 68  # In a row above a picture of full width.
+LEGEND_CHARACTERS = 80  # In a row above a picture of full width.
 
 
 def colour(number: int) -> str:
@@ -32,8 +32,13 @@ def colour(number: int) -> str:
 
 def short(name: str) -> str:
     """Cut a name that somebody gave, so that no picture becomes as long as it."""
-    plain = name.encode("utf-8", "replace").decode()  # A file's name may have bytes that are no text.
+    plain = shown_text(name)
     return plain if len(plain) <= LABEL_CHARACTERS_MAX else f"{plain[: LABEL_CHARACTERS_MAX - 1]}…"
+
+
+def shown_text(name: str) -> str:
+    """Return a name as text: a file's name may have bytes that are none."""
+    return name.encode("utf-8", "replace").decode()
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -7,7 +7,7 @@ bins whose bounds are the same in every report, so that two reports can be laid 
 import math
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import zip_longest
+from itertools import pairwise
 from typing import Any
 
 import msgspec
@@ -215,14 +215,21 @@ def distribution(seconds: "array[float]") -> Distribution:
 
 def slices(samples: Sequence[Sample], row_bytes: int) -> list[Slice]:
     """Cut a replay's course into slices of about equal time, each of which ends with a sample."""
-    found: list[Slice] = []
-    before = Sample(0.0, 0, 0, {})
-    width_s = samples[-1].seconds / SLICES_MAX if samples else 0.0
-    for sample, after in zip_longest(samples, samples[1:]):
-        if after is None or (sample.seconds >= (len(found) + 1) * width_s and after.seconds > sample.seconds):
-            found.append(_slice(before, sample, row_bytes))
-            before = sample
-    return found
+    cuts = [Sample(0.0, 0, 0, {}), *_cuts(samples)]
+    return [_slice(before, after, row_bytes) for before, after in pairwise(cuts)]
+
+
+def _cuts(samples: Sequence[Sample]) -> list[Sample]:
+    """Return the last sample, and before it some that lie far enough apart: rates over a moment say nothing."""
+    if not samples:
+        return []
+    width_s = samples[-1].seconds / SLICES_MAX
+    cuts: list[Sample] = []
+    for sample in samples[:-1]:
+        begun_s = cuts[-1].seconds if cuts else 0.0
+        if sample.seconds > begun_s and sample.seconds - begun_s >= width_s <= samples[-1].seconds - sample.seconds:
+            cuts.append(sample)
+    return [*cuts, samples[-1]]
 
 
 def _slice(before: Sample, after: Sample, row_bytes: int) -> Slice:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 OUTPUT = "report.html"
 RUNS_MAX = 5  # More columns than this fit no page, and more lines no picture.
+NAME_CHARACTERS_MAX = 48  # Of a run, as it heads a column.
 READ_BYTES_MAX = 64 << 20  # A report is some kilobytes; one of ten thousand rows has a few MiB.
 ACCEPTED = "a report of kvtier replay --json or kvtier bench --json accepted"
 
@@ -81,8 +82,13 @@ def page_of(command: str) -> "Callable[[Mapping[str, Any]], Page]":
 def run_names(paths: Sequence[str]) -> list[str]:
     """Name runs by their files: without folders and `.json`, unless two would then be the same."""
     short = [os.path.basename(path).removesuffix(".json") for path in paths]
-    named = short if len(set(short)) == len(short) else list(paths)
-    return [name if named.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(named, 1)]
+    named = [
+        name if len(name) <= NAME_CHARACTERS_MAX else f"{name[: NAME_CHARACTERS_MAX - 1]}…"
+        for name in (short if len(set(short)) == len(short) else paths)
+    ]
+    if len(set(named)) == len(named):
+        return named
+    return [f"{name} ({number})" for number, name in enumerate(named, 1)]
 
 
 def read_report(path: str) -> Any:

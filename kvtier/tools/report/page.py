@@ -17,6 +17,7 @@ from kvtier import __version__
 from kvtier.tools.outputs import replacing
 from kvtier.tools.pictures import svg
 
+FIGURE_CHARACTERS_MAX = 32
 TEMPLATE = "page.html"
 ALONE = "value"  # The heading of a run that has no other beside it.
 
@@ -73,7 +74,16 @@ def _template() -> jinja2.Template:
     environment = jinja2.Environment(
         loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters["unbroken"] = unbroken
     return environment.get_template(TEMPLATE)
+
+
+def unbroken(cell: str) -> str:
+    """Keep a figure and its unit on one line; what is longer than a figure is a name."""
+    return "\n".join(
+        line if len(line) > FIGURE_CHARACTERS_MAX else line.replace(" ", "\N{NO-BREAK SPACE}")
+        for line in cell.split("\n")
+    )
 
 
 def picture(caption: str, figure: Figure) -> Picture:

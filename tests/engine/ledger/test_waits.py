@@ -114,3 +114,16 @@ def test_nobody_waits_for_a_prefetch() -> None:
     engine.step(seconds=1.0)
     assert not engine.ledger.prefetches
     assert engine.waited == []
+
+
+def test_a_wait_for_rows_that_others_had_is_one_wait() -> None:
+    """Room was made between the look-ups of one step, so that the request is noted before it and after it."""
+    engine = holding()
+    engine.stored_alone("stuvwxyz")
+    request = engine.request()
+    assert engine.lookup("abc", request) == [HIT_PENDING] * 3
+    (load,) = engine.step(seconds=2.0)
+    engine.finish(load)
+    engine.lookup("abc", request)
+    engine.step()
+    assert engine.waited == [2.0]

@@ -58,7 +58,7 @@ def test_a_small_cache_of_real_chats_has_more_hits_than_with_any_other_policy(tr
 
 
 @pytest.mark.usefixtures("thorough")
-@pytest.mark.skipif("KVTIER_ALL_TRACES" not in os.environ, reason="takes minutes; KVTIER_ALL_TRACES=1 runs it")
+@pytest.mark.skipif("KVTIER_ALL_TRACES" not in os.environ, reason="takes minutes: make test-traces runs it")
 def test_a_very_small_cache_of_agents_has_more_hits_than_with_any_other_policy(traces: Path) -> None:
     """The best of the others has 0.494 (ARC), LRU 0.453."""
     assert hit_ratios(Trace(traces / AGENTIC), "density", SIZES[:1])[0] >= 0.545
@@ -71,7 +71,7 @@ def test_at_no_size_are_there_many_fewer_hits_than_with_lru(traces: Path, name: 
 
 
 @pytest.mark.usefixtures("thorough")
-@pytest.mark.skipif("KVTIER_ALL_TRACES" not in os.environ, reason="takes minutes; KVTIER_ALL_TRACES=1 runs it")
+@pytest.mark.skipif("KVTIER_ALL_TRACES" not in os.environ, reason="takes minutes: make test-traces runs it")
 def test_at_no_size_do_agents_have_many_fewer_hits_than_with_lru(traces: Path) -> None:
     assert_near_lru(traces, AGENTIC)
 

@@ -147,7 +147,7 @@ def test_hints_of_which_half_are_lies_do_no_harm(chats: list[Request], nothing_s
 
 
 @pytest.mark.usefixtures("thorough")
-@pytest.mark.skipif("KVTIER_ALL_TRACES" not in os.environ, reason="takes minutes; KVTIER_ALL_TRACES=1 runs it")
+@pytest.mark.skipif("KVTIER_ALL_TRACES" not in os.environ, reason="takes minutes: make test-traces runs it")
 @pytest.mark.parametrize(("share", "least"), [(0.5, 0.59), (1.0, 0.655)])
 def test_hints_of_when_agents_return_are_worth_more_than_a_policy(traces: Path, share: float, least: float) -> None:
     requests = list(Trace(traces / AGENTIC))

@@ -2,6 +2,7 @@
 
 import json
 from array import array
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -183,6 +184,17 @@ def test_samples_of_one_moment_are_one_slice() -> None:
     tally.samples = [sample._replace(seconds=float(sample.requests // 10)) for sample in tally.samples]
     tally.seconds = tally.samples[-1].seconds
     assert [each.until_s for each in report_of(tally).over_time] == [1.0, 2.0, 3.0, 4.0]
+
+
+def test_no_slice_is_so_short_that_its_rates_say_nothing() -> None:
+    """Samples come by requests: after a pause many come at once."""
+    tally = tally_of(200)
+    tally.samples = [
+        sample._replace(seconds=number / 1_000 + 50.0 * (number > 100)) for number, sample in enumerate(tally.samples)
+    ]
+    tally.seconds = tally.samples[-1].seconds
+    ends = [0.0, *(each.until_s for each in report_of(tally).over_time)]
+    assert min(after - before for before, after in pairwise(ends)) >= tally.seconds / SLICES_MAX
 
 
 @given(st.lists(st.floats(0.0, 1e9, allow_nan=False), min_size=1, max_size=300))

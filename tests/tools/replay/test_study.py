@@ -143,7 +143,7 @@ def test_the_large_trace_has_the_hit_ratio_that_others_found(traces: Path, exten
 
 
 @pytest.mark.usefixtures("thorough")
-@pytest.mark.skipif("KVTIER_ALL_TRACES" not in os.environ, reason="takes minutes; KVTIER_ALL_TRACES=1 runs it")
+@pytest.mark.skipif("KVTIER_ALL_TRACES" not in os.environ, reason="takes minutes: make test-traces runs it")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_large_trace_has_all_the_hit_ratios_that_others_found(
     traces: Path, extent_of: Callable[[str], Extent], policy: str
