@@ -73,6 +73,20 @@ def test_a_row_is_lent_until_its_write_has_ended_and_the_store_takes_another(evi
     assert engine.store("f").rows == [lent]
 
 
+def test_a_store_that_needs_rows_which_are_being_written_is_refused_until_they_have_been(evicting):
+    """These are a twentieth of all: what leaves ahead of demand, and no row besides."""
+    engine = evicting(rows=20, leaving_rows=1)
+    engine.store("abcdefghijklmnopqrst")
+    writes = engine.step()
+    assert sent(writes) == [(0, "t")]
+    assert engine.step() == []
+    assert engine.ledger.prepare_store(keys_of("ABCDEFGHIJKLMNOPQRST"), engine.request()) is None
+    plan = engine.ledger.prepare_store(keys_of("ABCDEFGHIJKLMNOPQRS"), engine.request())
+    assert plan is not None
+    engine.finish_all(writes)
+    assert engine.ledger.prepare_store(keys_of("T"), engine.request()) is not None
+
+
 def test_a_written_chunk_can_be_loaded_until_its_row_is_needed(evicting):
     engine = evicting()
     engine.store("abcd")
