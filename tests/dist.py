@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 AT_ONCE = 2  # Environments; each is mostly one process that unpacks.
 # Compiling all that comes would take longer than all else; what is imported is compiled then.
-INSTALL = ("-m", "pip", "install", "--quiet", "--no-compile", "--disable-pip-version-check")
-RUNS = "import sys, ensurepip, venv; print('.'.join(map(str, sys.version_info[:2])))"
+INSTALL = ("install", "--quiet", "--no-compile")
+RUNS = "import sys, venv; print('.'.join(map(str, sys.version_info[:2])))"
 WHERE = "import kvtier, kvtier_backends.fs, sys; print(kvtier.__file__, kvtier_backends.fs.__file__)"
 
 
@@ -87,7 +87,7 @@ def candidates(version: str) -> Iterator[str]:
 
 
 def runs(python: str) -> str:
-    """Return a Python's version if it runs and can make environments: version managers leave names that do not."""
+    """Return a Python's version if it runs and makes environments: version managers leave names that do not."""
     try:
         done = subprocess.run([python, "-I", "-c", RUNS], capture_output=True, text=True, check=False)
     except OSError:
@@ -110,10 +110,11 @@ def tried(trial: Trial, folder: Path) -> None:
     """Install an archive in an empty environment, and do there what the README says."""
     environment, elsewhere = folder / "environment", folder / "elsewhere"
     elsewhere.mkdir()
-    run([trial.python, "-m", "venv", str(environment)], elsewhere)
+    run([trial.python, "-m", "venv", "--without-pip", str(environment)], elsewhere)
     python = str(environment / "bin" / "python")
-    run([python, *INSTALL, str(trial.archive)], elsewhere)
-    run([python, "-m", "pip", "check"], elsewhere)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--python", python]  # This one serves for all.
+    run([*pip, *INSTALL, str(trial.archive)], elsewhere)
+    run([*pip, "check"], elsewhere)
     imported = run([python, "-c", WHERE], elsewhere).split()
     expect(all(Path(one).is_relative_to(environment) for one in imported), f"imported {imported}")
     (sample,) = readme.blocks("python")

@@ -124,13 +124,24 @@ class Inbox:
         transfer = self._transfers.under_way.get(message.id)
         if transfer is None:
             return
-        if transfer.expected_s:
-            transfer.tier.counters.compare(transfer.expected_s, message.seconds)
-            transfer.tier.note_lag(transfer, message.seconds)
-            if transfer.request is None:
-                transfer.tier.explored = Explored(len(transfer.keys), message.seconds, transfer.expected_s)
+        if transfer.expected_s and isinstance(message, Finished):
+            self._compare(transfer, message)
         if self._observe is not None:
             self._observe(transfer.tier.spec.name, transfer.operation.value, message.seconds)
+
+    def _compare(self, load: Transfer, message: Finished) -> None:
+        """Take note of how long a load took, where it was expected to take a time.
+
+        A load that has failed may have failed at once: it does not say that its tier is fast.
+        """
+        tier = load.tier
+        if load.given_up or not message.codes:
+            tier.note_lag(load, message.seconds)
+        if message.codes:
+            return
+        tier.counters.compare(load.expected_s, message.seconds)
+        if load.request is None:
+            tier.explored = Explored(len(load.keys), message.seconds, load.expected_s)
 
     def _settle(self, id_: int, failed: Mapping[int, Code], now: float, *, lent: bool, cause: str = "") -> None:
         transfer = self._transfers.settle(id_, lent=lent)

@@ -218,7 +218,8 @@ class Ledger:
                 elif source is None:
                     source = tier
                 having |= tier.bit
-        if source is None:
+        unasked = bool(silent) and source is not None
+        if source is None:  # A silent tier that may not be asked now is not waited for.
             if silent and self._ask(key, silent, request):
                 return RETRY
             if slow is None:
@@ -227,7 +228,7 @@ class Ledger:
             if source is None:
                 return self._decline_at_once(key, slow[0], request)
         others = having & ~(source.bit | search.passed)
-        return self._promote(key, source, request, others, unasked=bool(silent))
+        return self._promote(key, source, request, others, unasked=unasked)
 
     def _ask(self, key: OffloadKey, tiers: Sequence[Tier], request: Request) -> bool:
         """Have these tiers asked for a key; False if none of them may be."""
@@ -390,6 +391,7 @@ class Ledger:
 
     def _explore(self, keys: Sequence[OffloadKey], tier: Tier, request: Request) -> None:
         """Have these reserved keys loaded for nobody, to see how fast the tier is."""
+        request.leased_hits = request.found  # At the step's end, too, it leases none of them.
         for key in keys:
             self.leases.end(self.primary.filling[key], request)
         self.outbox.explore(keys, tier)

@@ -178,7 +178,7 @@ COMMANDS = {
     "report": Command(
         "kvtier.tools.report.command",
         "report",
-        "Make a page of what replays or benchmarks found, up to five beside each other.",
+        "Make a page of up to five reports, beside each other.",
         ("kvtier report before.json after.json", "kvtier report replay.json --output replay.html"),
     ),
     "completion": Command(

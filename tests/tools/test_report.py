@@ -145,6 +145,14 @@ def test_a_comparison_says_how_each_run_differs_from_the_first(tmp_path: Path) -
     assert "100 MB/s ratio 0.40 (0.30 to 0.50) 200 MB/s (+100.0 %) ratio 0.80 (0.60 to 1.00)" in told
 
 
+@pytest.mark.parametrize("runs", [1, 2])
+def test_a_benchmarks_times_are_drawn_as_distributions(tmp_path: Path, runs: int) -> None:
+    figures = {str(run) if runs > 1 else "": bench_report(sizes=1, lines=2) for run in range(runs)}
+    told = page_of(tmp_path, bench_page(figures)).text
+    assert told.count("store 0, segments, 128 KiB, beside") == 2  # Of each limit.
+    assert "store 1, files, 128 KiB, beside" not in told
+
+
 def test_the_page_of_a_run_is_the_page_of_its_json(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_trace("trace.jsonl", [Request(1_000 * turn, 512 * turn, 1, tuple(range(turn))) for turn in range(1, 9)])

@@ -20,6 +20,7 @@ from rich.markup import escape
 
 from kvtier import __version__
 from kvtier.tools.outputs import plain_table
+from kvtier.tools.replay.report import Distribution
 
 FORMAT = 1  # Of the JSON. Another number is for fields that mean something else.
 ROUNDS = 7
@@ -148,6 +149,8 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     figure_spread: tuple[float, float]
     limit_spread: tuple[float, float]
     rounds: int
+    figure_times: Distribution | None = None  # Where the figure is a quantile: all times that it is of, of all rounds.
+    limit_times: Distribution | None = None
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -172,8 +175,8 @@ class Pair(NamedTuple):
     limit_is: str
 
 
-def row_of(pair: Pair, measured: Mapping[str, Sequence[float]]) -> Row:
-    """Make a row of what both sides measured, round by round."""
+def row_of(pair: Pair, measured: Mapping[str, Sequence[float]], times: Mapping[str, Distribution] | None = None) -> Row:
+    """Make a row of what both sides measured, round by round; `times`: of sides whose figure is a quantile."""
     figures, limits = measured[pair.figure], measured[pair.limit]
     ratios = [ratio_of(figure, limit, pair.unit) for figure, limit in zip(figures, limits, strict=True)]
     return Row(
@@ -189,6 +192,8 @@ def row_of(pair: Pair, measured: Mapping[str, Sequence[float]]) -> Row:
         figure_spread=(min(figures), max(figures)),
         limit_spread=(min(limits), max(limits)),
         rounds=len(ratios),
+        figure_times=None if times is None else times.get(pair.figure),
+        limit_times=None if times is None else times.get(pair.limit),
     )
 
 

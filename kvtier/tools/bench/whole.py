@@ -8,10 +8,11 @@ Python, waits and steps beside stores.
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from itertools import count, cycle
+from itertools import chain, count, cycle
 from typing import Any
 
 from msgspec.structs import replace
@@ -25,6 +26,7 @@ from kvtier.memory import Region
 from kvtier.tools.bench.figures import Pair, Row, Setting, Side, interleaved, row_of, steps_of
 from kvtier.tools.bench.memory import plain_copies, rate_of
 from kvtier.tools.bench.raw import RawFile, takes_direct
+from kvtier.tools.replay.report import Distribution, distribution
 
 KEYS_A_REQUEST = 64
 STEP_S = 0.002  # Of the engine's own computing, between two looks at what has come.
@@ -252,17 +254,41 @@ def measure_tiers(config: EngineConfig, size_bytes: int, rounds: int, step: Call
         room = min(config.cpu_bytes_to_use, max(PRIMARY_SHARES * size_bytes, 64 * config.row_bytes))
         runner = "thread" if config.runner == "inline" else config.runner
         alone = replace(config, secondary_tiers=(tier,), cpu_bytes_to_use=room, runner=runner)
+        times = Times()
         with ExitStack() as stack:
-            sides, moved_as = _sides(alone, size_bytes, stack)
+            sides, moved_as = _sides(alone, size_bytes, times, stack)
             measured = interleaved(sides, rounds, step=step)
-        yield from _rows(alone, moved_as, measured)
+        yield from _rows(alone, moved_as, measured, times.distributions())
 
 
 def whole_steps(config: EngineConfig, rounds: int) -> int:
     return len(config.secondary_tiers) * steps_of(SIDES, rounds)
 
 
-def _sides(config: EngineConfig, size_bytes: int, stack: ExitStack) -> tuple[list[Side], str]:
+class Times:
+    """The times that quantiles are of, by side."""
+
+    def __init__(self) -> None:
+        self._rounds: dict[str, list[array[float]]] = {}
+
+    def p99(self, name: str, times_ms: Callable[[], Sequence[float]]) -> Side:
+        """Return a side whose figure is the 99th percentile of such times, which are kept."""
+
+        def measure() -> float:
+            taken_ms = times_ms()
+            self._rounds.setdefault(name, []).append(array("d", (each / 1e3 for each in taken_ms)))
+            return statistics.quantiles(taken_ms, n=100, method="inclusive")[98]
+
+        return Side(name, measure)
+
+    def distributions(self) -> dict[str, Distribution]:
+        """Return them without those of the first round, which is not counted."""
+        return {
+            name: distribution(array("d", chain.from_iterable(rounds[1:]))) for name, rounds in self._rounds.items()
+        }
+
+
+def _sides(config: EngineConfig, size_bytes: int, times: Times, stack: ExitStack) -> tuple[list[Side], str]:
     """Return what is measured, and what the limit of loads and stores is."""
     drive = Drive(config, size_bytes)
     stack.callback(drive.close)
@@ -272,10 +298,10 @@ def _sides(config: EngineConfig, size_bytes: int, stack: ExitStack) -> tuple[lis
         Side("store", moved(drive.store_new), tidy=drive.remove_new),
         Side("load", moved(lambda: drive.load(wait)), prepare=drive.forget),
         Side("load, busy", moved(lambda: drive.load(compute)), prepare=drive.forget),
-        Side("wait", lambda: _p99(drive.waits(WAITS, flooded=False))),
-        Side("wait, flooded", lambda: _p99(drive.waits(WAITS, flooded=True)), tidy=drive.remove_new),
-        Side("step", lambda: _p99(drive.step_times(STEPS, busy=False))),
-        Side("step, busy", lambda: _p99(drive.step_times(STEPS, busy=True)), tidy=drive.remove_new),
+        times.p99("wait", lambda: drive.waits(WAITS, flooded=False)),
+        times.p99("wait, flooded", lambda: drive.waits(WAITS, flooded=True))._replace(tidy=drive.remove_new),
+        times.p99("step", lambda: drive.step_times(STEPS, busy=False)),
+        times.p99("step, busy", lambda: drive.step_times(STEPS, busy=True))._replace(tidy=drive.remove_new),
         Side("read limit", read),
         Side("write limit", write),
     ], limit_is
@@ -308,7 +334,9 @@ def _limits(
     return (measure, measure), "memcpy"
 
 
-def _rows(config: EngineConfig, moved_as: str, measured: dict[str, list[float]]) -> Iterator[Row]:
+def _rows(
+    config: EngineConfig, moved_as: str, measured: Mapping[str, Sequence[float]], times: Mapping[str, Distribution]
+) -> Iterator[Row]:
     (tier,) = config.secondary_tiers
     settings: dict[str, Setting] = {"tier": tier.name, "runner": config.runner}
     alone = "the same with nothing beside it"
@@ -319,8 +347,4 @@ def _rows(config: EngineConfig, moved_as: str, measured: dict[str, list[float]])
         ("p99 of waits for a load beside stores", "ms", "wait, flooded", "wait", alone),
         ("p99 of steps beside transfers", "ms", "step, busy", "step", alone),
     ):
-        yield row_of(Pair(operation, config.row_bytes, settings, unit, figure, limit, limit_is), measured)
-
-
-def _p99(values: list[float]) -> float:
-    return statistics.quantiles(values, n=100, method="inclusive")[98]
+        yield row_of(Pair(operation, config.row_bytes, settings, unit, figure, limit, limit_is), measured, times)

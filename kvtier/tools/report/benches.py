@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 
+from matplotlib.figure import Figure
 from rich.filesize import decimal
 
 from kvtier.tools.bench.figures import (
@@ -14,9 +15,11 @@ from kvtier.tools.bench.figures import (
     shown,
     shown_chunk,
 )
-from kvtier.tools.pictures import limit_panels
-from kvtier.tools.report.page import Page, Section, Table, change, headings, picture, side_by_side
+from kvtier.tools.pictures import draw_distributions, limit_panels, one_panel
+from kvtier.tools.replay.report import Distribution
+from kvtier.tools.report.page import Page, Picture, Section, Table, change, headings, picture, side_by_side
 
+TIMES_MAX = 12  # Pictures of times: two for each tier.
 READING = (
     "Every figure stands beside a limit of the same machine, measured in turn in the same run.",
     "The ratio says how near the figure comes: at 1 the limit is reached, less is worse, whatever the unit.",
@@ -38,7 +41,7 @@ def bench_page(runs: Runs) -> Page:
         if alone
         else "Changes in brackets are against the first run. Marked rows are not the same in all runs."
     )
-    return Page(title, subtitle, [_machine(runs), *_limits(runs)])
+    return Page(title, subtitle, [_machine(runs), *_limits(runs), *_times(runs)])
 
 
 def _machine(runs: Runs) -> Section:
@@ -73,6 +76,29 @@ def _limits(runs: Runs) -> Iterator[Section]:
     for limit, figure in limit_panels(runs):
         caption = "Parts of the limit, with the figures themselves beside the bars. Thin lines are the spread."
         yield Section(f"Beside {limit}", pictures=[picture(caption, figure)], tables=[tables[limit]], wide=True)
+
+
+def _times(runs: Runs) -> Iterator[Section]:
+    """Draw the times of which figures are quantiles, where there are such."""
+    pictures = list[Picture]()
+    for limit, lines in beside_each_other(runs).items():
+        for line, rows in lines.items():
+            taken = {name: row.figure_times for name, row in rows.items()}
+            if len(runs) == 1:
+                (row,) = rows.values()
+                taken = {"the figure": row.figure_times, "its limit": row.limit_times}
+            if any(taken.values()) and len(pictures) < TIMES_MAX:
+                pictures.append(picture(f"{line}, beside {limit}", _drawn(taken)))
+    if pictures:
+        yield Section(
+            "How long things took",
+            words=["Each line shows which share of the times was no longer than so many milliseconds, in all rounds."],
+            pictures=pictures,
+        )
+
+
+def _drawn(taken: Mapping[str, Distribution | None]) -> Figure:
+    return one_panel(lambda axes: draw_distributions(axes, taken))
 
 
 def _alone(figures: Figures) -> dict[str, Table]:

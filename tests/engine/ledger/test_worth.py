@@ -296,6 +296,38 @@ def test_a_declined_tier_is_tried_now_and_then_with_few_chunks_that_nobody_waits
     assert loads(bench.step()) == {0: "cdef"}
 
 
+def test_a_load_that_failed_at_once_does_not_say_that_its_tier_is_fast(tier: Callable[..., Bench]) -> None:
+    bench = tier()
+    bench.takes(100.0, 0.0)
+    bench.step(EXPLORE_EVERY_S)
+    bench.lookup("abcdef")
+    (failing,) = bench.step()
+    bench.fail(failing, Code.FAILED)
+    bench.lookup("cdef")
+    assert loads(bench.step()) == {}, "not at once, and not with more"
+    bench.step(EXPLORE_EVERY_S)
+    bench.lookup("cdef")
+    assert loads(bench.step()) == {0: "cdef"[:EXPLORED_CHUNKS]}
+    counters = bench.ledger.tiers[0].counters
+    assert (counters.expected_seconds, counters.loaded_seconds) == (0.0, 0.0), "it did not come"
+
+
+def test_a_load_that_failed_at_once_does_not_make_up_for_one_that_was_late(tier: Callable[..., Bench]) -> None:
+    bench = tier()
+    bench.holds("ghijkl")
+    bench.takes(0.0, 0.1)
+    request = bench.request()
+    bench.lookup("abcd", request)
+    (late,) = bench.step(20.0)
+    assert bench.lookup("abcd", request) == [MISS] * 4
+    bench.fail(late, Code.DEADLINE)
+    assert bench.ledger.tiers[0].late is not None
+    bench.ledger.prefetches.begin(bench.keys("ghij"))
+    (failing,) = bench.step()
+    bench.fail(failing, Code.FAILED)
+    assert bench.ledger.tiers[0].late is not None
+
+
 def test_a_tier_that_is_declined_at_once_is_tried_too(tier: Callable[..., Bench]) -> None:
     bench = tier()
     bench.takes(0.0, 100.0)
@@ -567,6 +599,23 @@ def test_a_tier_that_may_not_be_asked_now_is_not_waited_for(bench: type[Bench]) 
     assert made.lookup("abc", request) == [MISS] * 3
 
 
+def test_a_tier_that_may_not_be_asked_for_long_is_not_waited_for(bench: type[Bench]) -> None:
+    """Though it is time to try the tier that has it: that is tried for nobody."""
+    made = bench(16, [bench.spec("first"), bench.spec("second", asked_keys_max=1)], computing_s=1.0)
+    made.knows_all()
+    made.holds("abc")
+    made.lookup("z")
+    made.step()
+    made.takes(100.0, 0.0)
+    made.step(EXPLORE_EVERY_S)
+    request = made.request()
+    made.lookup("abc", request)
+    assert made.step() == []
+    assert made.lookup("abc", request) == [HIT_PENDING] * 3
+    assert loads(made.step()) == {0: "abc"[:EXPLORED_CHUNKS]}
+    assert made.lookup("abc", request) == [MISS] * 3
+
+
 @SLOW
 def test_a_request_that_may_not_load_from_the_other_tier_does_not_ask_it(
     unknown: Callable[..., Bench], fixed_s: float, chunk_s: float
@@ -597,6 +646,7 @@ def test_a_tier_that_is_never_chosen_is_tried_now_and_then(both: Callable[..., B
     assert bench.lookup("abcdef", request) == [HIT_PENDING] * 6
     sent = bench.step()
     assert loads(sent) == {faster: "abcd", 1 - faster: "ef"}
+    assert bench.ledger.leases.rows == 4, "what is loaded for nobody is leased to nobody"
     assert bench.lookup("abcdef", request) == [HIT_PENDING] * 4 + [MISS] * 2
     bench.finish_all(sent)
     assert bench.lookup("abcdef", request) == [HIT] * 6, "what came meanwhile is a hit"

@@ -152,6 +152,11 @@ def test_each_tier_of_a_configuration_is_measured_through_an_engine(
         rows = {row["operation"]: row for row in told["rows"] if row["settings"]["tier"] == tier}
         assert rows.keys() == expected
         assert rows["load"]["limit_is"] == limit
+        for name, row in rows.items():
+            times = [row["figure_times"], row["limit_times"]]
+            assert [each and each["samples"] for each in times] == ([3, 3] if row["unit"] == "ms" else [None, None]), (
+                name
+            )
     assert not list(root.iterdir())
 
 
