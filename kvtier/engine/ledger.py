@@ -428,7 +428,9 @@ class Ledger:
         The request computes them meanwhile. What it found behind them would have to be computed, too: then it is none.
         """
         run, goes_on = runs[-1], request.retried_in == self._step or runs[-1].end < request.found
-        if goes_on or request.position is not None or run.end - run.start <= EXPLORED_CHUNKS:
+        if goes_on or run.end - run.start <= EXPLORED_CHUNKS:
+            return
+        if request.tokens_found(self._worth.chunk_tokens) is not None:  # A leading part is of no use by itself.
             return
         for tier in self._of_bits(run.others):
             if self._worth.explores_beside(tier, queued, self._now):
