@@ -123,7 +123,7 @@ class Cascades:
 
         What is owed for its sake is not written. What was first seen with it counts as never seen.
         """
-        row_of = self._primary.ready.get
+        row_of = self._primary.row
         rows = [(key, row) for key in keys if (row := row_of(key)) is not None]
         for tier in self._evict:
             if request.keeps_out(tier.spec):

@@ -475,6 +475,19 @@ def test_what_a_request_keeps_out_at_its_end_it_was_not_promoted_for(evicting, b
     assert sent(engine.step()) == []
 
 
+def test_what_is_still_on_its_way_at_a_requests_end_is_kept_out_too(evicting, bench):
+    engine = evicting(tiers=[bench.spec("slow", cascade="evict")])
+    engine.holds("x", tier=1)
+    request = engine.request()
+    assert engine.lookup("x", request) == [PENDING]
+    engine.ledger.touch(keys_of("x"), request)
+    load = engine.step()
+    over(engine, request, NOTHING)
+    engine.finish_all(load)
+    engine.ledger.cascades.end()
+    assert sent(engine.step()) == []
+
+
 def test_what_a_request_keeps_out_at_its_end_counts_as_never_seen(careful):
     request = careful.request("first")
     careful.store("ab", request)
