@@ -537,10 +537,8 @@ class Ledger:
         if fresh:
             rows = self.primary.rows_of(dict.fromkeys(fresh))
             self.primary.touch(rows)
-            if self.cascades.withheld:
-                self.cascades.withheld.difference_update(rows)
-            if self.cascades.demoted:
-                self.cascades.demoted.difference_update(rows)
+            if self.cascades.withheld or self.cascades.demoted:
+                self.cascades.wanted(rows)
             if self.cascades.remembers and self.runner_up:
                 self.cascades.used(fresh, request, self._now)
         elif len(keys) == len(present):
@@ -706,6 +704,8 @@ class Ledger:
     def _retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int, request: Request | None) -> int:
         self._take_hints()
         rows = self.primary.rows_of(dict.fromkeys(keys))
+        if request is None and self.cascades.owes:
+            self.cascades.wanted(rows)
         self.primary.end_retentions(self._now)
         retained = self.primary.retain(rows, self._now + min(seconds, RETAIN_S_MAX), priority)
         for tier in self.tiers:
