@@ -62,9 +62,9 @@ class Cascades:
         self._owed = [0] * primary.rows if self.owes else []  # Bits of the tiers that a row's chunk is owed to.
         self._owed_for = [0] * len(self._owed)  # The number of the request that it is owed for the sake of.
         self.demoted: set[int] = set()
-        """Rows that were demoted, until they are used again: written last, they are still the first to go."""
+        """Rows that were demoted, until they are used again or retained: written last, they still go first."""
         self.withheld: set[int] = set()
-        """Rows of sessions that are over, until they are used again: what is owed of these is not sent."""
+        """Rows of sessions that are over, until they are used again or retained: what is owed of these is not sent."""
         self._leaving_rows = self._wanted = leaving_rows
         self._due = {tier: deque[int](maxlen=primary.rows) for tier in self._evict}  # Rows that left, first ones first.
         self._ending = False
@@ -118,12 +118,17 @@ class Cascades:
                 self._owed[row] |= tier.bit
                 self._owed_for[row] = request.number
 
+    def wanted(self, rows: Sequence[int]) -> None:
+        """Take note that rows are used again, or are to be retained: they are as any other."""
+        self.withheld.difference_update(rows)
+        self.demoted.difference_update(rows)
+
     def keep_out(self, keys: Sequence[OffloadKey], request: Request) -> None:
         """Take note that a request that has used keys keeps its own out of tiers, as its client says at its end.
 
         What is owed for its sake is not written. What was first seen with it counts as never seen.
         """
-        row_of = self._primary.ready.get
+        row_of = self._primary.row
         rows = [(key, row) for key in keys if (row := row_of(key)) is not None]
         for tier in self._evict:
             if request.keeps_out(tier.spec):
@@ -168,8 +173,7 @@ class Cascades:
         rows = list(map(self._primary.filling.__getitem__, keys))
         for row in rows:
             owed[row] = 0
-        self.withheld.difference_update(rows)
-        self.demoted.difference_update(rows)
+        self.wanted(rows)
 
     # A step, and the end.
 

@@ -428,7 +428,9 @@ class Ledger:
         The request computes them meanwhile. What it found behind them would have to be computed, too: then it is none.
         """
         run, goes_on = runs[-1], request.retried_in == self._step or runs[-1].end < request.found
-        if goes_on or request.position is not None or run.end - run.start <= EXPLORED_CHUNKS:
+        if goes_on or run.end - run.start <= EXPLORED_CHUNKS:
+            return
+        if request.tokens_found(self._worth.chunk_tokens) is not None:  # A leading part is of no use by itself.
             return
         for tier in self._of_bits(run.others):
             if self._worth.explores_beside(tier, queued, self._now):
@@ -535,10 +537,8 @@ class Ledger:
         if fresh:
             rows = self.primary.rows_of(dict.fromkeys(fresh))
             self.primary.touch(rows)
-            if self.cascades.withheld:
-                self.cascades.withheld.difference_update(rows)
-            if self.cascades.demoted:
-                self.cascades.demoted.difference_update(rows)
+            if self.cascades.withheld or self.cascades.demoted:
+                self.cascades.wanted(rows)
             if self.cascades.remembers and self.runner_up:
                 self.cascades.used(fresh, request, self._now)
         elif len(keys) == len(present):
@@ -704,6 +704,8 @@ class Ledger:
     def _retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int, request: Request | None) -> int:
         self._take_hints()
         rows = self.primary.rows_of(dict.fromkeys(keys))
+        if request is None and self.cascades.owes:
+            self.cascades.wanted(rows)
         self.primary.end_retentions(self._now)
         retained = self.primary.retain(rows, self._now + min(seconds, RETAIN_S_MAX), priority)
         for tier in self.tiers:

@@ -9,7 +9,6 @@ If a tier is written when chunks leave, a row leaves the order first and is reus
 is ready like all others.
 """
 
-from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
@@ -51,7 +50,7 @@ class Primary:
         self.quarantined: dict[int, int] = {}  # Row -> borrowers that have yet to return it.
         self.evictions = 0
         self._keys: list[OffloadKey | None] = [None] * rows
-        self._pins = array("I", [0]) * rows
+        self._pins = [0] * rows  # A list: reading an array makes a number each time.
         self._idle = 0  # Ready rows without a pin: what could be evicted, but for what is held.
         self._held: set[int] = set()  # Answered HIT in this step.
         self._free = list(range(rows - 1, -1, -1))
@@ -294,7 +293,7 @@ class Primary:
         self.ready.clear()
         self.filling.clear()
         self._keys[:] = [None] * self.rows
-        self._pins = array("I", [0]) * self.rows
+        self._pins = [0] * self.rows
         self._idle = 0
         self._held.clear()
         self.quarantined = dict(lent)

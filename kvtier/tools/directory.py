@@ -26,6 +26,7 @@ from kvtier.tools.outputs import (
     bar,
     check_outputs,
     console,
+    counted,
     json_array,
     json_output,
     plain_table,
@@ -493,9 +494,9 @@ def _show_findings(shown: list[Unwell], found: Verified) -> None:
     if left := corrupt + found.unreadable - len(shown):
         screen.out(f"and {left:,} more", highlight=False)
     kinds = ", ".join(f"{fault} {count:,}" for fault, count in found.corrupt.items())
-    seen = f"{found.checked:,}" + (f" of {found.checked + found.skipped:,}" if found.skipped else "")
+    seen = f"{found.checked:,} of " if found.skipped else ""
     parts = [
-        f"{seen} chunks checked",
+        f"{seen}{counted(found.checked + found.skipped, 'chunk')} checked",
         f"{corrupt:,} corrupt{f' ({kinds})' if kinds else ''}",
         f"{found.unverified:,} without anything to verify them by",
     ]

@@ -56,6 +56,11 @@ NO_WISHES = Wishes()
 _wishes: ContextVar[Wishes] = ContextVar("wishes", default=NO_WISHES)
 
 
+def counted(count: int, what: str) -> str:
+    """Write how many there are of something, whose plural ends in -s."""
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
 @contextmanager
 def granted(wishes: Wishes) -> Generator[None]:
     """Have the screen and the log be as this call wants them, until the block ends. Raises `ConfigError`."""

@@ -24,7 +24,7 @@ from kvtier.tools.directory import (
     shown_bytes,
     side_by_side,
 )
-from kvtier.tools.outputs import STDOUT, check_outputs, json_array, json_output
+from kvtier.tools.outputs import STDOUT, check_outputs, counted, json_array, json_output
 
 T = TypeVar("T", int, float)
 
@@ -226,7 +226,7 @@ class Sweep:
 
     def told(self) -> str:
         """Say it in a line."""
-        what = f"{self._files:,} files of {shown_bytes(self._freed_bytes)}"
+        what = f"{counted(self._files, 'file')} of {shown_bytes(self._freed_bytes)}"
         if not self._remove:
             return f"{what} would be removed; add --yes to remove them"
-        return f"{what} removed" + (f", and {self._cleared:,} empty namespaces" if self._cleared else "")
+        return f"{what} removed" + (f", and {counted(self._cleared, 'empty namespace')}" if self._cleared else "")

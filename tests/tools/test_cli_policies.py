@@ -1,6 +1,7 @@
 """`kvtier policies`, and the frame that all commands share."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from kvtier.hints import Hint
 from kvtier.policies import LRU
 from kvtier.tools.cli import main
 from kvtier.tools.commands import COMMANDS, GROUPS
+from kvtier.tools.replay.policies_command import _refine
 from kvtier.tools.replay.study import measure, simulation
 from kvtier.tools.replay.tiered import tiered_hits
 from kvtier.tools.replay.traces import Request, Trace, write_trace
@@ -115,6 +117,23 @@ def test_the_miss_ratio_curve_is_drawn_as_the_name_says(trace: str, tmp_path: Pa
     assert run("policies", trace, "--policies", "lru,opt", "--plot", str(picture)) == 0
     assert picture.read_bytes().startswith(begin)
     assert len(picture.read_bytes()) > 1_000
+
+
+def test_a_drawn_curve_gets_further_sizes_where_it_bends_and_none_where_it_is_a_line() -> None:
+    def straight(share: float) -> float:
+        return 0.1 * math.log10(1_000 * share)
+
+    def bent(share: float) -> float:
+        return min(0.15, straight(share))
+
+    sizes = (0.01, 0.1, 1.0)
+    line, knee = ({share: ratio(share) for share in sizes} for ratio in (straight, bent))
+    _refine(line, straight, 8)
+    assert set(line) == set(sizes)
+    _refine(knee, bent, 8)
+    assert len(sizes) < len(knee) <= len(sizes) + 8
+    assert all(ratio == bent(share) for share, ratio in knee.items())
+    assert min(abs(math.log10(share) + 1.5) for share in knee) < 0.3  # The bend is at 10^-1.5.
 
 
 def test_a_trace_with_an_odd_name_is_drawn_too(trace: str, tmp_path: Path) -> None:

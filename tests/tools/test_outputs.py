@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.tools.outputs import check_writable, replacing
+from kvtier.tools.outputs import check_writable, counted, replacing
 
 
 def test_a_file_takes_its_place_when_it_is_whole(tmp_path: Path) -> None:
@@ -80,3 +80,11 @@ def test_a_directory_without_permission_is_refused(tmp_path: Path) -> None:
         pytest.skip("this user may write everywhere")
     with pytest.raises(ConfigError, match="Permission denied"):
         check_writable("--json", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [(0, "0 files"), (1, "1 file"), (2, "2 files"), (1_000, "1,000 files")],
+)
+def test_one_of_something_has_no_plural(count: int, words: str) -> None:
+    assert counted(count, "file") == words

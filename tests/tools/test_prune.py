@@ -42,7 +42,7 @@ def test_without_yes_it_only_says_what_would_go(store, run, run_json, root: Path
     assert report == {"files": 1, "bytes": CHUNK_BYTES, "namespaces": 0, "removed": False, "left_out": 0}
     assert run("prune", root, "--older-than", "7d") == (
         0,
-        "1 files of 12.0 KiB would be removed; add --yes to remove them\n",
+        "1 file of 12.0 KiB would be removed; add --yes to remove them\n",
     )
     assert left(files) == [True] * 3
 
@@ -216,7 +216,7 @@ def test_an_emptied_namespace_leaves_nothing_behind(store, run, root: Path, layo
     first, second = sorted(path.name for path in root.iterdir() if path != config.parent)
     assert run("prune", root, "--namespace", first, "--yes")[0] == 0
     assert sorted(path.name for path in root.iterdir()) == sorted([second, config.parent.name])
-    assert run("prune", root, "--to-size", "0B", "--yes")[1].endswith(" removed, and 1 empty namespaces\n")
+    assert run("prune", root, "--to-size", "0B", "--yes")[1].endswith(" removed, and 1 empty namespace\n")
     assert os.listdir(root) == []
 
 

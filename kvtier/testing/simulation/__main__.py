@@ -14,6 +14,7 @@ from multiprocessing import get_context
 from typing import Annotated, Any
 
 import typer
+from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -102,7 +103,8 @@ def _figures(summary: Summary, seconds: float) -> dict[str, Any]:
 
 
 def _report(summary: Summary, seconds: float, console: Console) -> None:
-    table = Table("what", "how often", title=f"{summary.seeds:,} seeds, {len(summary.failures):,} failed")
+    title = f"{summary.seeds:,} seeds, {len(summary.failures):,} failed"
+    table = Table("what", "how often", title=title, box=HEAVY_HEAD if console.is_terminal else None)
     table.columns[1].justify = "right"
     table.add_row("seeds a minute", f"{60 * summary.seeds / seconds:,.0f}")
     table.add_row("hours of virtual time", f"{summary.virtual_s / 3_600:,.1f}")

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvtier.config import PRIMARY_NAME
+from kvtier.tools.outputs import counted
 from kvtier.tools.pictures.drawing import (
     bytes_per_s,
     colour,
@@ -57,7 +58,7 @@ def write_replay_picture(path: str, report: Report) -> None:
     """Draw the share of each tier's hits and each tier's traffic over the time of the replay, and the latencies."""
     figure = new_figure(8.6, 9.6)
     figure.suptitle(
-        f"{short(report.trace)}: hit ratio {report.hit_ratio:.4f} over {report.requests:,} requests",
+        f"{short(report.trace)}: hit ratio {report.hit_ratio:.4f} over {counted(report.requests, 'request')}",
         parse_math=False,  # A file's name may have dollar signs.
     )
     hits, traffic, latencies = figure.subplots(3, 1)

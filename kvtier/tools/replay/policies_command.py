@@ -14,7 +14,7 @@ from rich.text import Text
 
 from kvtier.errors import ConfigError
 from kvtier.tools.commands import JsonOption, LimitOption, PlotOption, StrictOption, listed
-from kvtier.tools.outputs import bar, check_outputs, plain_table, write_json
+from kvtier.tools.outputs import bar, check_outputs, counted, plain_table, write_json
 from kvtier.tools.replay.study import Extent, Simulation, measure, simulation
 from kvtier.tools.replay.tiered import TierUnder, cascade_named
 from kvtier.tools.replay.traces import Trace
@@ -93,8 +93,9 @@ def policies(
     if writes is not None:
         _show("Blocks written to the tier, for each block asked for", extent, shares, writes, console)
     console.out(
-        f"{extent.requests:,} requests, {extent.block_references:,} block references, "
-        f"{extent.unique_blocks:,} unique blocks; best possible hit ratio {extent.hit_ratio(extent.best_hits):.4f}",
+        f"{counted(extent.requests, 'request')}, {counted(extent.block_references, 'block reference')}, "
+        f"{counted(extent.unique_blocks, 'unique block')}; "
+        f"best possible hit ratio {extent.hit_ratio(extent.best_hits):.4f}",
         highlight=False,
     )
 

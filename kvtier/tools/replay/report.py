@@ -19,7 +19,7 @@ from rich.table import Table
 
 from kvtier import __version__
 from kvtier.config import PRIMARY_NAME, EngineConfig
-from kvtier.tools.outputs import plain_table
+from kvtier.tools.outputs import counted, plain_table
 from kvtier.tools.replay.replay import GPU_NAME, Sample, Tally, TierTotals
 
 COMMAND = "kvtier replay"
@@ -190,7 +190,8 @@ def _warnings(config: EngineConfig, tiers: Mapping[str, TierReport]) -> Iterator
         ):
             chunks = tiers[tier.name].dropped.get(reason) if tier.name in tiers else None
             if chunks:
-                yield f"tier {tier.name}: {chunks:,} chunks were never stored in it; {path} was {limit}: raise it"
+                were = f"{counted(chunks, 'chunk')} {'was' if chunks == 1 else 'were'}"
+                yield f"tier {tier.name}: {were} never stored in it; {path} was {limit}: raise it"
 
 
 def quantiles(seconds: "array[float]") -> Quantiles:
@@ -273,10 +274,11 @@ def print_report(report: Report, console: Console) -> None:
     virtual = "" if report.ttft_s is None else " of virtual time"
     wrong = "[red]" if report.wrong_chunks else "[green]"
     console.print(
-        f"{escape(report.trace)}: {state} {report.requests:,} requests, {report.chunk_references:,} chunk references\n"
+        f"{escape(report.trace)}: {state} {counted(report.requests, 'request')}, "
+        f"{counted(report.chunk_references, 'chunk reference')}\n"
         f"in {report.seconds:,.1f} s{virtual} ({report.requests_per_s:,.0f} requests/s)\n"
         f"hit ratio [bold]{report.hit_ratio:.4f}[/] (best possible {report.best_hit_ratio:.4f}), "
-        f"{wrong}{report.wrong_chunks:,} wrong chunks[/]",
+        f"{wrong}{counted(report.wrong_chunks, 'wrong chunk')}[/]",
         highlight=False,
     )
     if not (report.drained or report.interrupted):

@@ -21,7 +21,7 @@ from kvtier.errors import ConfigError
 from kvtier.settings.units import parse_size
 from kvtier.testing.virtual_time import VirtualTimeLoop
 from kvtier.tools.commands import JsonOption, LimitOption, PlotOption, StrictOption, listed
-from kvtier.tools.outputs import bar, busy, check_outputs, plain_table, write_json
+from kvtier.tools.outputs import bar, busy, check_outputs, counted, plain_table, write_json
 from kvtier.tools.replay.models import kv_bytes_per_token
 from kvtier.tools.replay.replay import GPU_NAME, Tally
 from kvtier.tools.replay.replay_command import (
@@ -428,8 +428,9 @@ def _show(report: SizeReport, console: Console) -> None:
         highlight=False,
     )
     if lost := max(cell.dropped_chunks + cell.failed_chunks for cell in report.sizes):
+        chunks = counted(lost, "chunk")
         console.print(
-            f"[yellow]The disk was too slow: in the worst row {lost:,} chunks were not written or read in time.[/]",
+            f"[yellow]The disk was too slow: in the worst row, {chunks} not written or read in time.[/]",
             highlight=False,
         )
     console.print()

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from kvtier.errors import ConfigError
 from kvtier.tools.commands import JsonOption, LimitOption, StrictOption
-from kvtier.tools.outputs import busy, check_outputs, check_writable, note, plain_table, write_json
+from kvtier.tools.outputs import busy, check_outputs, check_writable, counted, note, plain_table, write_json
 from kvtier.tools.replay.logs import FORMATS, Conversion
 from kvtier.tools.replay.oracle import Saying, future, hinted
 from kvtier.tools.replay.study import measure
@@ -119,8 +119,8 @@ def convert(
         write_trace(output, conversion, meta)
     times = "; without times in it, one request a second is assumed" if conversion.without_times else ""
     note(
-        f"{output}: {conversion.requests:,} requests, {conversion.blocks:,} blocks of "
-        f"{conversion.block_tokens:,} tokens{times}"
+        f"{output}: {counted(conversion.requests, 'request')}, {counted(conversion.blocks, 'block')} of "
+        f"{counted(conversion.block_tokens, 'token')}{times}"
     )
 
 
@@ -164,9 +164,9 @@ def hint(
         meta = {**opened.meta, "block_size": opened.block_tokens, "hints": saying._asdict()}
         write_trace(output, _counted(hinted(opened, known, saying), count), meta)
     note(
-        f"{output}: {count['requests']:,} requests. The hint over on {count['over']:,}; {sum(known.last):,} are their "
-        f"sessions' last. The hint returns_in_s on {count['returns_in_s']:,}; the sessions of "
-        f"{len(known.last) - known.returns_s.count(None):,} return."
+        f"{output}: {counted(count['requests'], 'request')}. The hint over on {count['over']:,}; "
+        f"{sum(known.last):,} are their sessions' last. The hint returns_in_s on {count['returns_in_s']:,}; "
+        f"the sessions of {len(known.last) - known.returns_s.count(None):,} return."
     )
 
 

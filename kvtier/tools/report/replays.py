@@ -7,6 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.filesize import decimal
 
+from kvtier.tools.outputs import counted
 from kvtier.tools.pictures import draw_distributions, draw_hit_ratios, draw_hits, draw_traffic, one_panel
 from kvtier.tools.replay.replay import GPU_NAME
 from kvtier.tools.replay.report import Distribution, Report, TierReport, figure_words
@@ -39,7 +40,7 @@ def replay_page(runs: Runs) -> Page:
     title = f"kvtier replay: {first.trace}" if len(runs) == 1 else f"kvtier replay: {len(runs)} runs"
     virtual = "in virtual time" if first.ttft_s is not None else "with real bytes"
     subtitle = (
-        f"{first.requests:,} requests, {virtual}; written by kvtier {first.kvtier}"
+        f"{counted(first.requests, 'request')}, {virtual}; written by kvtier {first.kvtier}"
         if len(runs) == 1
         else "Changes in brackets are against the first run. Marked rows are not the same in all runs."
     )
@@ -89,7 +90,7 @@ def _warnings(runs: Runs) -> Iterator[str]:
     for name, run in runs.items():
         about = f"{name}: " if name else ""
         if run.wrong_chunks:
-            yield f"{about}{run.wrong_chunks:,} chunks came back with other bytes than were stored."
+            yield f"{about}{counted(run.wrong_chunks, 'chunk')} came back with other bytes than were stored."
         if run.interrupted:
             yield f"{about}The replay was interrupted. Its figures are those of the requests that had ended."
         elif not run.drained:

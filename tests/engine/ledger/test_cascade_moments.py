@@ -489,6 +489,30 @@ def test_what_a_request_keeps_out_at_its_end_it_was_not_promoted_for(evicting, b
     assert sent(engine.step()) == []
 
 
+def test_what_is_retained_after_its_session_was_over_is_written_as_any_other(evicting):
+    engine = evicting(retained_rows_max=4)
+    engine.ledger.hint(engine.request(), {"class": "first"})  # From here on, sessions are known.
+    request = engine.request()
+    engine.store("ab", request)
+    over(engine, request, {"over": True})
+    engine.ledger.retain(keys_of("a"), 100.0, 50)
+    engine.ledger.cascades.end()
+    assert sent(engine.step()) == [(0, "a")]
+
+
+def test_what_is_still_on_its_way_at_a_requests_end_is_kept_out_too(evicting, bench):
+    engine = evicting(tiers=[bench.spec("slow", cascade="evict")])
+    engine.holds("x", tier=1)
+    request = engine.request()
+    assert engine.lookup("x", request) == [PENDING]
+    engine.ledger.touch(keys_of("x"), request)
+    load = engine.step()
+    over(engine, request, NOTHING)
+    engine.finish_all(load)
+    engine.ledger.cascades.end()
+    assert sent(engine.step()) == []
+
+
 def test_what_a_request_keeps_out_at_its_end_counts_as_never_seen(careful):
     request = careful.request("first")
     careful.store("ab", request)

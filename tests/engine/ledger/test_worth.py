@@ -1,6 +1,6 @@
 """Loads that are weighed against computing: what is declined, what is given up, and what is tried again."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -655,6 +655,24 @@ def test_a_tier_that_is_never_chosen_is_tried_now_and_then(both: Callable[..., B
     bench.ledger.finish(request)
     bench.step()
     assert bench.settled()
+
+
+@pytest.mark.parametrize(
+    ("ends", "sent"),
+    [((1, 2, 3, 4, 5, 6), {0: "abcd", 1: "ef"}), ((6, 5, 4, 3, 2, 1), {0: "abcdef"})],
+    ids=["in prefix order", "of which only the last tokens are needed"],
+)
+def test_a_tier_is_tried_beside_another_where_a_leading_part_is_of_use(
+    both: Callable[..., Bench], ends: Sequence[int], sent: dict[int, str]
+) -> None:
+    """As inside vLLM, which says of each key where its chunk ends."""
+    bench = both()
+    bench.takes(0.1, 0.1)
+    bench.takes(0.5, 0.1, tier=1)
+    bench.step(100 * EXPLORED_CHUNKS)
+    places = dict(zip(bench.keys("abcdef"), ends, strict=True))
+    bench.lookup("abcdef", bench.request(position=places.__getitem__))
+    assert loads(bench.step()) == sent
 
 
 def test_without_weighing_the_first_tier_that_has_it_loads(both: Callable[..., Bench]) -> None:
