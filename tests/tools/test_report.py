@@ -13,7 +13,7 @@ from rich.console import Console
 from kvtier.tools.bench.figures import Figures, print_by_chunk
 from kvtier.tools.cli import main
 from kvtier.tools.outputs import as_json
-from kvtier.tools.pictures import write_figures_picture
+from kvtier.tools.pictures import write_figures_picture, write_replay_picture
 from kvtier.tools.replay.replay import Tally
 from kvtier.tools.replay.report import Report, make_report
 from kvtier.tools.replay.traces import Request, write_trace
@@ -93,6 +93,12 @@ def test_no_name_becomes_part_of_a_page(tmp_path: Path, runs: int) -> None:
     assert "script" not in found.tags
     assert found.handlers == []
     assert HOSTILE in "".join(found.words)
+
+
+def test_a_name_in_letters_that_the_pictures_font_lacks_is_no_warning(tmp_path: Path) -> None:
+    report = replay_report(tiers=("磁盘",), trace="跟踪.jsonl")
+    assert "磁盘" in page_of(tmp_path, replay_page({"": report})).text
+    write_replay_picture(str(tmp_path / "replay.png"), report)
 
 
 def test_a_page_leads_nowhere_else(tmp_path: Path) -> None:
