@@ -144,15 +144,13 @@ WORTH = (
 WELL = (
     Panel(
         "Breakers",
-        "The circuit breaker of each tier. An open one has the tier left alone after failures in a row; half open, the "
-        "tier is tried with a few chunks.",
+        "The circuit breaker of each tier; of several engines the worst. An open one has the tier left alone after "
+        "failures in a row; half open, the tier is tried with a few chunks.",
         "none",
         (
             Query(
-                each(
-                    f"2 * {state('kvtier_tier_breaker', 'open')} or {state('kvtier_tier_breaker', 'half_open')}",
-                    "tier",
-                ),
+                "max by (instance, tier) "  # The worst, where an instance is several engines.
+                f"(2 * {state('kvtier_tier_breaker', 'open')} or {state('kvtier_tier_breaker', 'half_open')})",
                 "{{instance}} {{tier}}",
             ),
         ),

@@ -52,6 +52,13 @@ def test_a_panel_asks_the_chosen_data_source(panel: dict[str, Any]) -> None:
     assert asked == {"${datasource}"}
 
 
+def test_states_of_several_engines_at_one_address_are_not_added_up() -> None:
+    """Two breakers that are half open would look like one that is open."""
+    asked = [target["expr"] for panel in PANELS if panel["type"] == "state-timeline" for target in panel["targets"]]
+    assert len(asked) == 2
+    assert [expr for expr in asked if not re.match(r"(max|min) by \(", expr)] == []
+
+
 def test_every_query_goes_by_the_chosen_jobs_and_instances_and_names_the_instance() -> None:
     for query in of_the_board():
         for name, matchers in query.selectors():
