@@ -86,7 +86,7 @@ def test_a_disk_that_is_too_slow_is_told_once_and_not_by_the_minute(
     options = ("--memory", "400KiB", "--disk", "4MiB", "--disk-speed", "100B/s")
     (cell,) = sized(trace, tmp_path, *options)["sizes"]
     lost = cell["dropped_chunks"] + cell["failed_chunks"]
-    assert f"The disk was too slow: in the worst row {lost:,} chunks" in " ".join(capsys.readouterr().out.split())
+    assert f"The disk was too slow: in the worst row, {lost:,} chunks" in " ".join(capsys.readouterr().out.split())
     assert min(cell["dropped_chunks"], cell["failed_chunks"]) > 0
     assert caplog.records == []
 
