@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
@@ -39,10 +40,8 @@ def nothing_left() -> Iterator[None]:
     def left() -> dict[str, set[Any]]:
         return {what: extra for what, now in held().items() if (extra := now - before[what])}
 
-    pause = threading.Event()
-    for _ in range(int(PATIENCE_S / 0.01)):
-        if not left():
-            return
+    pause, ends_at = threading.Event(), time.monotonic() + PATIENCE_S
+    while left() and time.monotonic() < ends_at:
         gc.collect()
         pause.wait(0.01)
     assert not left()
