@@ -115,9 +115,8 @@ class Ledger:
         self.withdrawals = 0  # Requests that must look up again, for what they found is not sent for.
         self._now = 0.0
         self._step = 1
-        self._parked: dict[
-            OffloadKey, list[tuple[Tier, Request]]
-        ] = {}  # Filling keys that request-level tiers will get, too.
+        # Filling keys that request-level tiers will get, too.
+        self._parked: dict[OffloadKey, list[tuple[Tier, Request]]] = {}
         self._request_level = [tier for tier in self.tiers if tier.spec.request_level]
 
     # A step: the time comes in, messages are settled, actions go out.

@@ -86,9 +86,8 @@ class Worth:
             last = index + 1 == len(runs)
             chunks[tier] = before + run.end - run.start
             whole_s = self.load_s(tier, chunks[tier], now)
-            if (
-                slowest_s and whole_s > slowest_s
-            ):  # What comes while another tier loads what is before it costs nothing.
+            # What comes while another tier loads what is before it costs nothing.
+            if slowest_s and whole_s > slowest_s:
                 free = self._within(tier, before, run.end - run.start, slowest_s, now)
                 computing_s = (run.start + free - first) * chunk_s
                 if free and computing_s - slowest_s > most_s:

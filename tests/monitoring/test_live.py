@@ -12,28 +12,16 @@ from urllib.error import URLError
 from urllib.parse import urlencode
 from urllib.request import urlopen
 
-from prometheus_client import CollectorRegistry, start_http_server
-
 from kvtier.config import EngineConfig
 from kvtier.engine.manager import TieringOffloadingManager
 from tests.engine.kit import FAULTY, PATIENCE_S, chunk, describe, key, store
 from tests.monitoring.queries import EXAMPLES, Query, of_the_alerts, of_the_board, of_the_page
 from tests.remote.servers import ServerProcess, free_port, until
+from tests.serving import served
 
 CHUNKS = 24  # In one prompt.
 ROWS = 64
 OFFERED, NEVER_PUT = 1 << 30, 1 << 40  # Numbers of chunks, apart from those of prompts.
-
-
-@contextmanager
-def served(registry: CollectorRegistry) -> Iterator[int]:
-    server, thread = start_http_server(0, "127.0.0.1", registry)
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 @contextmanager

@@ -16,27 +16,16 @@ from typing import Any
 
 import jsonschema
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.exposition import MetricsHandler
 
 from kvtier import EngineConfig, TieringOffloadingManager, make_offload_key
 from kvtier.tools.cli import main
 from kvtier.tools.top import EngineNow, Reading, engine_now
 from tests.docs.schemas import written
+from tests.serving import served
 
 CHUNK_BYTES = 16_384
-
-
-@contextmanager
-def served(registry: CollectorRegistry) -> Iterator[int]:
-    """Serve a registry on a free port, as an engine's owner does."""
-    server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 @contextmanager

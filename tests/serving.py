@@ -1,0 +1,18 @@
+"""Metrics over HTTP, for tests that read them as Prometheus does."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from prometheus_client import CollectorRegistry, start_http_server
+
+
+@contextmanager
+def served(registry: CollectorRegistry) -> Iterator[int]:
+    """Serve a registry on a free port, as an engine's owner does."""
+    server, thread = start_http_server(0, addr="127.0.0.1", registry=registry)
+    try:
+        yield server.server_port
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
