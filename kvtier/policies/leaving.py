@@ -6,8 +6,11 @@ from itertools import filterfalse, islice
 from typing import Any, Generic
 
 from kvtier.policies.hinted import HintedOrder
-from kvtier.policies.numbered import NumberOrder
+from kvtier.policies.numbered import LinkedLRU, NumberOrder
+from kvtier.policies.plain import LRU
 from kvtier.policies.policy import K, Policy
+
+_AT_ANY_TIME = (LRU, LinkedLRU)  # Their victims are the same before what comes is inserted and after: not a subclass's.
 
 
 class Leaving(Generic[K]):
@@ -20,6 +23,7 @@ class Leaving(Generic[K]):
     def __init__(self, order: "NumberOrder | Policy[K]", ahead: int) -> None:
         """`ahead`: who have left and are still there, when one goes and another leaves."""
         self._order: Any = order
+        self._later = type(order) in _AT_ANY_TIME  # Who leaves in place of others is chosen by the next `leave`.
         self._hinted: HintedOrder[K] | None = None  # The same order, from the first hint on.
         self._ahead = ahead
         self.left: OrderedDict[K, None] = OrderedDict()  # Who left first comes first.
@@ -28,7 +32,7 @@ class Leaving(Generic[K]):
     def take_news(self) -> list[K]:
         """Return who has left since the last call and has neither returned nor gone, those that left last first."""
         news, self._news = self._news, []
-        return [key for key in dict.fromkeys(reversed(news)) if key in self.left] if news else news
+        return list(filter(self.left.__contains__, dict.fromkeys(reversed(news)))) if news else news
 
     def leave(self, count: int, keep: Callable[[K], int]) -> bool:
         """Have so many more leave; False, and nothing changed, if fewer may."""
@@ -84,21 +88,27 @@ class Leaving(Generic[K]):
         self._gone([key for key in keys if key in left])
 
     def evict(self, count: int, keep: Callable[[K], int], incoming: Sequence[Any] = ()) -> list[K] | None:
-        """Choose `count` victims: who left first, while as many others leave for those that come."""
-        left = self.left
-        victims = list(islice(filterfalse(keep, left), count))
+        """Choose `count` victims: who left first.
+
+        As many others leave for those that come: now, or if the order does not learn from them, with the next `leave`.
+        """
+        victims = list(islice(filterfalse(keep, self.left), count))
         missing = count - len(victims)
-        more = min(len(victims), max(0, self._ahead - len(left) + len(victims)))
-        chosen = self._chosen(missing + more, keep, incoming)
-        if chosen is None and more:
-            chosen = self._chosen(missing, keep, incoming)
-        if chosen is None:
-            return None
-        self._leave(chosen[missing:])
+        more = 0 if self._later else min(len(victims), max(0, self._ahead - len(self.left) + len(victims)))
+        if missing or more:
+            chosen = self._chosen(missing + more, keep, incoming)
+            if chosen is None and more:
+                chosen = self._chosen(missing, keep, incoming)
+            if chosen is None:
+                return None
+            self._leave(chosen[missing:])
+            others = chosen[:missing]
+        else:
+            others = []
         self._gone(victims)
         if self._hinted is not None:
-            self._hinted.gone(chosen[:missing])
-        return victims + chosen[:missing]
+            self._hinted.gone(others)
+        return victims + others
 
     def grow(self, capacity: int) -> None:
         self._order.grow(capacity)
@@ -114,7 +124,8 @@ class Leaving(Generic[K]):
 
     def _gone(self, left: Sequence[K]) -> None:
         """Forget keys that had left."""
+        there = self.left
         for key in left:
-            del self.left[key]
+            del there[key]
         if self._hinted is not None:
             self._hinted.gone(left)
