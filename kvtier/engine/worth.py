@@ -1,5 +1,7 @@
 """The worth of loads: a request's leading part is loaded as far as that saves most time against computing it.
 
+It is computed here; what follows from it for requests, rows and loads is done by `weighing`.
+
 A load is expected to take what its tier's speed says for its bytes and those ahead of it. Several tiers load side by
 side, so that the slowest of them decides when the leading part is there. What follows it is computed.
 
