@@ -274,14 +274,17 @@ class Outbox:
     def reassign(self, request: Request, runs: Sequence[Run]) -> None:
         """Queue the loads of a request anew, from the tiers that its runs say now; its turn stays the same."""
         keys = [*request.held, *request.hits]
+        had: dict[Tier, int] = {}
         for tier in self._tiers:
-            tier.counters.promoted -= len(self._promotions.pop((tier, request), ()))
+            had[tier] = len(self._promotions.pop((tier, request), ()))
+            tier.counters.promoted -= had[tier]
         for run in runs:
             loaded = keys[run.start : run.end]
             self._promotions.setdefault((run.tier, request), []).extend(loaded)
             request.search.sources.update(dict.fromkeys(loaded, run.tier.index))
             run.tier.counters.promoted += len(loaded)
-            run.tier.breaker.take(len(loaded))
+        for tier, chunks in chunks_before(runs, runs[-1].end).items():
+            tier.breaker.take(max(0, chunks - had[tier]))
 
     def order_loads(self) -> None:
         """Put the loads that are weighed into the order of asking; others come after them."""

@@ -189,8 +189,9 @@ class Weighing:
         """
         run = next(run for run in runs if run.tier is tier)
         for each in self._of_bits(tier.bit | run.others):
-            if chunks := self._worth.explores(each, len(keys), self._queued, self._now):
-                chunks = chunks if each is tier else min(chunks, run.end - run.start)
+            most = len(keys) if each is tier else min(run.end - run.start, each.admits(self._now))
+            if most and (chunks := self._worth.explores(each, len(keys), self._queued, self._now)):
+                chunks = min(chunks, most)
                 self._explore(keys[:chunks], each, request)
                 return keys[chunks:]
         return keys
@@ -206,7 +207,7 @@ class Weighing:
         if request.tokens_found(self._worth.chunk_tokens) is not None:  # A leading part is of no use by itself.
             return
         for tier in self._of_bits(run.others):
-            if self._worth.explores_beside(tier, self._queued, self._now):
+            if tier.admits(self._now) >= EXPLORED_CHUNKS and self._worth.explores_beside(tier, self._queued, self._now):
                 run.end -= EXPLORED_CHUNKS
                 keys = self._outbox.withdraw(run.tier, request, chunks_before(runs, run.end)[run.tier])
                 for key in keys:
