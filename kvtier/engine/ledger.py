@@ -275,11 +275,11 @@ class Ledger:
         return HIT_PENDING
 
     def _miss(self, key: OffloadKey, request: Request, asked: Sequence[Tier]) -> LookupResult:
+        if request.waiting_since is not None:
+            self._hits.note_miss(request)
         missed = request.search.missed
         if key not in missed:
             missed.add(key)
-            if request.waiting_since is not None and not request.waits:  # What it waited for is computed.
-                self._hits.end_wait(request, self._now)
             self.counters.misses += 1
             for tier in asked:
                 tier.counters.misses += 1
