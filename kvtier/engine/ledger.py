@@ -465,6 +465,14 @@ class Ledger:
         if load.tier.speed is not None:
             load.expected_s = self._worth.load_s(load.tier, len(load.keys), self._now)
             load.sizes = self._worth.sizes(load.tier, len(load.keys))
+            load.computing_s = self._computing_s(load)
+
+    def _computing_s(self, load: Transfer) -> float:
+        """Return what the request would take to compute what it waits for; if none waits, what is loaded until then."""
+        request = load.request
+        if request is None or request.late_at == NEVER:
+            return (load.tier.loading + len(load.keys)) * self._worth.chunk_s
+        return self._worth.computing_s(request.late_at - self._now)
 
     # Loading: primary → the LLM engine.
 

@@ -76,10 +76,12 @@ class Transfer:
     """One action that was sent. `rows` is empty for probes and deletes; `request` is set for promotions that have one.
 
     `expected_s` is the time that it was expected to take; 0 if that is not known. `sizes` are the sizes for which the
-    tier's speed gave this time. `given_up`: it was too late for its request.
+    tier's speed gave this time. `computing_s` is what computing it would take, for whoever waits. `given_up`: it was
+    too late for its request.
     """
 
     __slots__ = (
+        "computing_s",
         "epoch",
         "expected_s",
         "forgotten",
@@ -111,6 +113,7 @@ class Transfer:
         self.sent_at = 0.0
         self.expected_s = 0.0
         self.sizes: tuple[int, int] = (0, 0)
+        self.computing_s = 0.0
         self.given_up = False
         self.forgotten = False  # The primary was cleared meanwhile: its pins are gone, its rows are in quarantine.
 

@@ -54,6 +54,10 @@ class Worth:
         """Return how long to wait for what could be computed in so many seconds."""
         return self._late_margin * computing_s
 
+    def computing_s(self, patience_s: float) -> float:
+        """Return the same the other way round."""
+        return patience_s / self._late_margin
+
     def never(self, tier: Tier) -> bool:
         """Say whether no number of chunks of this tier is worth a load: each takes longer than its computing."""
         speed = tier.speed
@@ -66,7 +70,8 @@ class Worth:
         """
         if tier.speed is None:
             return math.inf if tier.loading else 0.0
-        return tier.speed.seconds(*self.sizes(tier, chunks)) * tier.slowdown(now)
+        sizes = self.sizes(tier, chunks)
+        return tier.speed.seconds(*sizes) * tier.slowdown(sizes[0], now)
 
     def sizes(self, tier: Tier, chunks: int) -> tuple[int, int]:
         """Return the bytes of so many chunks with what a tier loads already, and of what it stores meanwhile."""

@@ -328,6 +328,59 @@ def test_a_load_that_failed_at_once_does_not_make_up_for_one_that_was_late(tier:
     assert bench.ledger.tiers[0].late is not None
 
 
+def test_one_load_that_took_longer_than_computing_is_enough_though_it_was_not_given_up(
+    tier: Callable[..., Bench],
+) -> None:
+    bench = tier()
+    bench.takes(0.1, 0.1)
+    bench.lookup("abc")
+    bench.finish_all(bench.step(3.5), seconds=3.5)
+    assert bench.ledger.tiers[0].counters.given_up == 0
+    bench.step(EXPLORE_EVERY_S)
+    request = bench.request("next")
+    bench.lookup("def", request)
+    assert loads(bench.step()) == {0: "de"}
+    assert bench.lookup("def", request) == [MISS] * 3, "these were for nobody"
+
+
+def test_small_loads_that_are_fast_again_are_used_while_large_ones_are_not_known_to_be(
+    tier: Callable[..., Bench],
+) -> None:
+    bench = tier(rows=32)
+    bench.holds("ghijklmnopqrs")
+    bench.takes(0.1, 0.1)
+    bench.lookup("abcdefghijkl")
+    bench.finish_all(bench.step(13.0), seconds=13.0)
+    bench.step(EXPLORE_EVERY_S)
+    bench.lookup("mno")
+    sent = bench.step()
+    assert loads(sent) == {0: "mn"}
+    bench.finish_all(sent, seconds=0.3)
+    bench.lookup("op", bench.request("small"))
+    sent = bench.step()
+    assert loads(sent) == {0: "op"}, "as many as were tried"
+    bench.finish_all(sent, seconds=0.3)
+    large = bench.request("large")
+    bench.lookup("qrs", large)
+    bench.step()
+    assert bench.lookup("qrs", large) == [MISS] * 3
+
+
+def test_a_load_of_its_kind_that_is_faster_than_computing_makes_up_for_a_late_one(tier: Callable[..., Bench]) -> None:
+    bench = tier()
+    bench.holds("ghij")
+    bench.takes(0.1, 0.1)
+    bench.lookup("abcdef")
+    bench.finish_all(bench.step(7.0), seconds=7.0)
+    assert bench.ledger.tiers[0].late is not None
+    bench.step(EXPLORE_EVERY_S)
+    bench.lookup("ghij")
+    bench.finish_all(bench.step(), seconds=1.9)  # Two chunks, for nobody.
+    assert bench.ledger.tiers[0].late is None
+    assert bench.lookup("ij", bench.request("next")) == [HIT_PENDING] * 2
+    assert loads(bench.step()) == {0: "ij"}
+
+
 def test_a_tier_that_is_declined_at_once_is_tried_too(tier: Callable[..., Bench]) -> None:
     bench = tier()
     bench.takes(0.0, 100.0)
