@@ -108,7 +108,7 @@ class Ledger:
         self.weighing = Weighing(self._worth, self.primary, self.leases, self.outbox, self.tiers)
         self.counters = LedgerCounters()
         self.hints_ignored = IgnoredHints()
-        self.prefetches = Prefetches(self.primary, self.leases, self.lookup)
+        self.prefetches = Prefetches(self.primary, self.cascades, self.leases, self.lookup)
         self._forgetting: dict[OffloadKey, None] = {}  # What was to be forgotten and is held.
         self._chunk_tokens = limits.chunk_tokens
         self.promoting = True  # False between a reset and the LLM engine's word that its workers have flushed.
@@ -366,7 +366,9 @@ class Ledger:
         else:
             in_place = not fresh and self.primary.row(last) is not None
         if not (request.use(keys) and in_place):
-            self.primary.rank(self.primary.rows_of(request.used))
+            rows = self.primary.rows_of(request.used)
+            self.primary.rank(rows)
+            self.cascades.wanted(rows)
 
     # Storing: the LLM engine → primary.
 
@@ -405,9 +407,11 @@ class Ledger:
             self._events.add(EventKind.STORED, PRIMARY_NAME, published)
         for tier in self.tiers:
             if not request.allows(tier.spec):
+                self.cascades.not_due(published, tier)
                 continue
             if request.hint is not None and request.keeps_out(tier.spec):
                 tier.counters.skip(NO_STORE, len(published))
+                self.cascades.not_due(published, tier)
                 continue
             due = published if tier.at_once else self.cascades.due(published, tier, request)
             if self.runner_up:
@@ -490,7 +494,9 @@ class Ledger:
             return
         used, hint = list(request.used), request.hint
         request.told = len(used)
-        over = self.primary.end(self.primary.rows_of(used), hint)
+        rows = self.primary.rows_of(used)
+        over = self.primary.end(rows, hint)
+        self.cascades.wanted(rows)
         if over and self.cascades.owes:
             self.cascades.withheld.update(over)
         if hint is not None and hint.no_store:
@@ -522,8 +528,7 @@ class Ledger:
     def _retain(self, keys: Sequence[OffloadKey], seconds: float, priority: int, request: Request | None) -> int:
         self._take_hints()
         rows = self.primary.rows_of(dict.fromkeys(keys))
-        if request is None and self.cascades.owes:
-            self.cascades.wanted(rows)
+        self.cascades.wanted(rows)
         self.primary.end_retentions(self._now)
         retained = self.primary.retain(rows, self._now + min(seconds, RETAIN_S_MAX), priority)
         for tier in self.tiers:
