@@ -165,8 +165,95 @@ def test_layers_that_keep_a_state_take_nothing_for_a_token_and_a_model_that_sees
     tmp_path: Path,
 ) -> None:
     kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
-    text = {"num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 64, "layer_types": kinds, "dtype": "float32"}
-    assert kv_bytes_per_token(config_file(tmp_path, text_config=text)) == 4 * 2 * 8 * 64
+    text = {"num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 64, "layer_types": kinds}
+    assert kv_bytes_per_token(config_file(tmp_path, text_config=text)) == 2 * 2 * 8 * 64
+
+
+A_LAYER = 2 * 2 * 8 * 128  # Bytes: keys and values, of 16 bits, of eight heads with 128 dimensions each.
+
+
+def with_layers(tmp_path: Path, layers: int, **fields: Any) -> int:
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    return kv_bytes_per_token(config_file(tmp_path, num_hidden_layers=layers, **(heads | fields)))
+
+
+@pytest.mark.parametrize(
+    ("layers", "fields", "with_attention"),
+    [
+        (32, {"attn_layer_period": 8, "attn_layer_offset": 4}, 4),  # Jamba.
+        (52, {"hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"}, 4),  # Nemotron-H.
+        (6, {"layers_block_type": ["mamba", "moe", "full_attention", "mlp", "mamba", "attention"]}, 2),
+        (48, {"full_attention_interval": 4}, 12),  # Qwen3-Next.
+        (80, {"attn_type_list": [0, 0, 0, 0, 0, 0, 0, 1] * 10}, 10),  # MiniMax.
+        (32, {"attn_layer_indices": [9, 18, 27]}, 3),  # Bamba.
+        (16, {"full_attn_idxs": [2, 5, 8, 10, 12, 14]}, 6),  # LFM2.
+        (26, {"block_types": ["recurrent", "recurrent", "attention"]}, 8),  # RecurrentGemma: again and again.
+        (27, {"linear_attn_config": {"full_attn_layers": [4, 8, 12, 16, 20, 24, 27]}}, 7),  # Kimi Linear.
+        (35, {"num_kv_shared_layers": 15, "layer_types": ["sliding_attention"] * 35}, 20),  # Gemma 3n.
+        (4, {"layer_types": None, "num_kv_shared_layers": 0}, 4),
+    ],
+)
+def test_only_layers_with_attention_of_their_own_count_however_a_model_says_which(
+    tmp_path: Path, layers: int, fields: dict[str, Any], with_attention: int
+) -> None:
+    assert with_layers(tmp_path, layers, **fields) == with_attention * A_LAYER
+
+
+@pytest.mark.parametrize(
+    ("fields", "kv_heads"),
+    [
+        ({"num_key_value_heads": None, "num_kv_heads": 4}, 4),  # Falcon.
+        ({"num_key_value_heads": None, "num_kv_heads": 4, "multi_query": True, "new_decoder_architecture": True}, 4),
+        ({"num_key_value_heads": None, "multi_query": True}, 1),
+        ({"num_key_value_heads": None, "num_attention_groups": 2}, 2),  # Step.
+        ({"num_key_value_heads": None}, 32),
+    ],
+)
+def test_kv_heads_have_a_name_of_their_own_in_some_models(
+    tmp_path: Path, fields: dict[str, Any], kv_heads: int
+) -> None:
+    assert with_layers(tmp_path, 1, **fields) == A_LAYER * kv_heads // 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "bits"),
+    [
+        ({"torch_dtype": "bfloat16"}, 16),
+        ({"dtype": "float32"}, 16),  # Engines serve such a model with 16 bits.
+        ({"quantization_config": {"quant_method": "awq"}}, 16),
+        ({"quantization_config": {"kv_cache_scheme": None}}, 16),
+        ({"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}}, 8),
+        ({"quantization_config": {"kv_cache_quant_algo": "FP8"}}, 8),
+    ],
+)
+def test_values_have_16_bits_unless_the_model_was_quantized_with_its_kv_cache(
+    tmp_path: Path, fields: dict[str, Any], bits: int
+) -> None:
+    assert with_layers(tmp_path, 2, **fields) == 2 * A_LAYER * bits // 16
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"layer_types": ["full_attention", "wavelet"]}, "wavelet"),
+        ({"block_configs": [{"attention": {"n_heads_in_group": 8}}]}, "block_configs"),  # Layers that differ.
+        ({"swa_num_key_value_heads": 4}, "swa_num_key_value_heads"),
+        ({"global_head_dim": 512}, "global_head_dim"),
+        ({"v_head_dim": 64}, "v_head_dim"),
+        ({"index_topk": 2048}, "index_topk"),  # It keeps keys of an index besides.
+        ({"is_encoder_decoder": True}, "is_encoder_decoder"),
+        ({"quantization_config": {"kv_cache_quant_algo": "NVFP4"}}, "NVFP4"),
+        ({"num_hidden_layers": 10**20, "layer_types": ["full_attention"]}, "10000"),
+        ({"head_dim": 10**20}, "1073741824"),
+        ({"quantization_config": ["FP8"]}, "list"),
+    ],
+)
+def test_a_model_whose_layers_are_not_understood_is_refused_and_not_counted_wrongly(
+    tmp_path: Path, fields: dict[str, Any], named: str
+) -> None:
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    with pytest.raises(ConfigError, match=rf"--model .*{named}.*--kv-bytes-per-token accepted instead"):
+        kv_bytes_per_token(config_file(tmp_path, **(heads | fields)))
 
 
 @pytest.mark.parametrize(

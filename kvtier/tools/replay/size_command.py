@@ -22,7 +22,7 @@ from kvtier.settings.units import parse_size
 from kvtier.testing.virtual_time import VirtualTimeLoop
 from kvtier.tools.commands import JsonOption, LimitOption, PlotOption, StrictOption, listed
 from kvtier.tools.outputs import bar, busy, check_outputs, counted, plain_table, write_json
-from kvtier.tools.replay.models import kv_bytes_per_token
+from kvtier.tools.replay.models import KV_BYTES_MAX, kv_bytes_per_token
 from kvtier.tools.replay.replay import GPU_NAME, Tally
 from kvtier.tools.replay.replay_command import (
     PREFILL_TOKENS_PER_S_MAX,
@@ -38,7 +38,6 @@ from kvtier.tools.replay.traces import Trace
 from kvtier.tools.replay.virtual import DISK_QUEUE_CHUNKS, SSD, WITH_TIERING, Prefill, arrivals_s, without_tiering_s
 from kvtier.tools.replay.workload import GENERATED, GeneratedTrace, Workload, open_trace
 
-KV_BYTES_MAX = 1 << 30
 DAY_S = 86_400.0
 WARRANTY_YEARS = 5  # For which makers state drive writes a day.
 DISK_NAME = "disk"
