@@ -65,6 +65,47 @@ def test_drives_live_as_long_as_their_writes_last(trace: str, tmp_path: Path) ->
     assert cell["drive_life_years"] == pytest.approx(5 * 3 * (4 << 20) / cell["written_bytes_per_day"])
 
 
+def test_every_assumption_stands_under_the_table_whoever_made_it(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("--memory", "400KiB", "--disk", "4MiB,0", "--prefill", "9000")
+    parts = {
+        part["what"]: part
+        for part in sized(trace, tmp_path, *sizes, "--disk-speed", "1.4GB/s", "--slots", "2")["model"]
+    }
+    assert list(parts) == ["prefill", "gpu", "copy to the GPU", "disk"]
+    assert parts["prefill"] == {
+        "what": "prefill",
+        "figures": {"tokens_per_s": 9_000, "slots": 2},
+        "source": "--prefill, --slots",
+    }
+    assert parts["disk"]["figures"] == {
+        "load_bytes_per_s": 1_400_000_000,
+        "store_bytes_per_s": 800_000_000,
+        "latency_s": 100e-6,
+        "concurrency": 64,
+    }
+    assert parts["disk"]["source"] == "--disk-speed; the rest assumed: one NVMe SSD"
+    assert "load 1.4 GB/s, store 800.0 MB/s, latency 0.1 ms" in capsys.readouterr().out
+    both = sized(trace, tmp_path, *sizes, "--disk-speed", "1GB/s", "--disk-write-speed", "2GB/s")["model"][-1]
+    assert both["source"] == "--disk-speed, --disk-write-speed; the rest assumed: one NVMe SSD"
+
+
+@pytest.mark.parametrize("disks", ["0,4MiB", "4MiB,0"])
+def test_the_assumed_disk_is_named_wherever_a_row_has_one(trace: str, tmp_path: Path, disks: str) -> None:
+    model = sized(trace, tmp_path, "--memory", "400KiB", "--disk", disks)["model"]
+    assert [part["source"] for part in model if part["what"] == "disk"] == ["assumed: one NVMe SSD"]
+
+
+def test_a_short_life_of_a_drive_is_not_shown_as_none(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--memory", "400KiB", "--disk", "4MiB", "--drive-writes-per-day", "0.01")
+    (cell,) = sized(trace, tmp_path, *options)["sizes"]
+    assert 0 < cell["drive_life_years"] < 0.05
+    assert f"{cell['drive_life_years']:.2g}" in capsys.readouterr().out
+
+
 def test_a_slow_disk_is_loaded_from_only_where_that_is_faster_unless_asked_always(
     trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -127,7 +168,10 @@ def test_a_picture_is_drawn(trace: str, tmp_path: Path) -> None:
         (("--kv-bytes-per-token", "2", "--model", "Qwen3-8B"), "--kv-bytes-per-token or --model: one of both"),
         (("--model", "absent"), "--model 'absent': neither a config.json nor a known name"),
         (("--kv-bytes-per-token", "2", "--memory", "64"), "--memory '64': expected sizes with units"),
-        (("--kv-bytes-per-token", "2", "--memory", "0"), "--memory 0 bytes: a chunk of this trace has"),
+        (("--kv-bytes-per-token", "2", "--memory", "0"), "--memory '0': expected sizes with units"),
+        (("--kv-bytes-per-token", "2", "--memory", "10B"), "--memory 10 bytes: a chunk of this trace has"),
+        (("--kv-bytes-per-token", "2", "--disk", "2EiB"), "--disk '2EiB': expected sizes with units"),
+        (("--kv-bytes-per-token", "2", "--disk", "1025PiB"), "--disk '1025PiB': expected sizes with units"),
         (("--kv-bytes-per-token", "2", "--disk", "1KiB,10B"), "--disk 10 bytes: a chunk of this trace has"),
         (("--kv-bytes-per-token", "2", "--gpu-cache", "1GiB,2GiB"), "--gpu-cache '1GiB,2GiB': expected one size"),
         (("--kv-bytes-per-token", "2", "--gpu-cache", "40"), "--gpu-cache '40': expected one size with a unit"),
