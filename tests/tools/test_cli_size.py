@@ -65,6 +65,41 @@ def test_drives_live_as_long_as_their_writes_last(trace: str, tmp_path: Path) ->
     assert cell["drive_life_years"] == pytest.approx(5 * 3 * (4 << 20) / cell["written_bytes_per_day"])
 
 
+def test_the_figures_of_a_small_trace_are_those_of_pencil_and_paper(tmp_path: Path) -> None:
+    """One server computes 1,536 tokens, three blocks, a second. Memory holds six chunks, the disk moves ten a second.
+
+    | at | blocks | found | time to first token |
+    |---|---|---|---|
+    | 0 s | 1 2 3 | nothing | 1 s to compute |
+    | 0.5 s | 4 5 6 | nothing | 1.5 s: half a second until the server is free |
+    | 20 s | 7 8 9 | nothing, and memory forgets 1 2 3 | 1 s |
+    | 30 s | 1 2 3 | three on the disk | 0.3 s to load them; one token is always computed |
+    | 40 s | 1 2 10 | two in memory | a third of a second |
+
+    Ten chunks are written, the last of them a tenth of a second after that prompt.
+    """
+    prompts = ((1, 2, 3), (4, 5, 6), (7, 8, 9), (1, 2, 3), (1, 2, 10))
+    path = str(tmp_path / "paper.jsonl")
+    times_ms = (0, 500, 20_000, 30_000, 40_000)
+    write_trace(path, [Request(at_ms, 1_536, 1, blocks) for at_ms, blocks in zip(times_ms, prompts, strict=True)])
+    servers = ("--prefill", "1536", "--slots", "1", "--load-always")
+    disk = ("--memory", "24KiB", "--disk", "1MiB", "--disk-speed", "40960B/s", "--disk-write-speed", "40960B/s")
+    report = sized(path, tmp_path, *servers, *disk)
+    (cell,) = report["sizes"]
+    assert cell["hits"] == pytest.approx({"cpu": 2 / 15, "disk": 3 / 15})
+    assert (cell["hit_ratio"], report["best_hit_ratio"]) == (pytest.approx(5 / 15), pytest.approx(5 / 15))
+    assert cell["gpu_seconds_saved"] == pytest.approx(5 * 512 / 1_536)
+    p99 = 1 + 0.96 * 0.5  # On the line between the fourth and the fifth of five, four hundredths before its end.
+    assert report["without_tiering_ttft_s"] == pytest.approx({"p50": 1, "p99": p99, "mean": 5.5 / 5, "samples": 5})
+    mean = (1 + 1.5 + 1 + (0.3 + 1 / 1_536) + 1 / 3) / 5
+    with_tiers = {"p50": 1, "p99": p99, "mean": mean, "samples": 5}
+    assert cell["ttft_s"] == pytest.approx(with_tiers, abs=0.0001)
+    written_bytes, seconds = 10 * CHUNK_BYTES, 40 + 1 / 3 + 0.1
+    assert cell["written_bytes_per_day"] == pytest.approx(written_bytes / seconds * 86_400, rel=0.0001)
+    assert cell["drive_life_years"] == pytest.approx(5 * (1 << 20) / cell["written_bytes_per_day"])
+    assert report["trace_bytes"] == written_bytes
+
+
 def test_every_assumption_stands_under_the_table_whoever_made_it(
     trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
