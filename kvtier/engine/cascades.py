@@ -6,7 +6,8 @@ primary, and each decides for itself; what one of them evicts goes to no other.
 `evict`: a row is owed to a tier until it was sent there. Some rows have left the primary's order ahead of demand: what
 is owed of them is sent, as far as the tier's limits allow, and while it is under way they are pinned as in any cascade.
 So a store finds rows that wait for nothing. It never waits: what is still owed when its row is needed goes unwritten.
-What a session that is over leaves is withheld, unless it is used again: written last, it would be the newest there.
+What a session that is over leaves is withheld, unless somebody wants it again: written last, it would be the newest
+there.
 
 `second_use`: a key that is stored is only remembered; when it is stored again, or used while it is in the primary, it
 is sent.
@@ -30,6 +31,9 @@ CLOSED = "closed"  # The end's deadline came first.
 RESET = "reset"  # What the primary held was to be forgotten.
 NO_STORE = "no_store"  # A hint said so.
 OVER = "over"  # Its session is, and nobody has used it since.
+
+_NOBODY = 0  # As a request's number: who stored a chunk in its tier is not known.
+_KEPT_OUT = -1  # In its place: the request that stored a chunk keeps its own out of the tier.
 
 Seen = OrderedDict[OffloadKey, int]
 """Keys that were stored once, longest ago first, each with the number of the request that it was first seen with."""
@@ -60,11 +64,12 @@ class Cascades:
         self._seen = {tier: Seen() for tier in self._second_use}
         self._seen_max = max(SEEN_MIN, SEEN_A_ROW * primary.rows)
         self._owed = [0] * primary.rows if self.owes else []  # Bits of the tiers that a row's chunk is owed to.
-        self._owed_for = [0] * len(self._owed)  # The number of the request that it is owed for the sake of.
+        self._owed_for = {tier: [_NOBODY] * primary.rows for tier in self._evict}
+        """For whose sake each row's chunk is owed, or was, or is again: the number of the request that brought it."""
         self.demoted: set[int] = set()
-        """Rows that were demoted, until they are used again or retained: written last, they still go first."""
+        """Rows that were demoted, until they are `wanted` again: written last, they still go first."""
         self.withheld: set[int] = set()
-        """Rows of sessions that are over, until they are used again or retained: what is owed of these is not sent."""
+        """Rows of sessions that are over, until they are `wanted` again: what is owed of these is not sent."""
         self._leaving_rows = self._wanted = leaving_rows
         self._due = {tier: deque[int](maxlen=primary.rows) for tier in self._evict}  # Rows that left, first ones first.
         self._ending = False
@@ -75,7 +80,7 @@ class Cascades:
         """Take note that a request has stored keys for a tier; return those that are sent to it at once."""
         if tier.spec.cascade == WHEN_EVICTED:
             rows = list(map(self._primary.ready.__getitem__, keys))
-            owed, owed_for, bit, number = self._owed, self._owed_for, tier.bit, request.number
+            owed, owed_for, bit, number = self._owed, self._owed_for[tier], tier.bit, request.number
             for row in rows:
                 owed[row] |= bit
                 owed_for[row] = number
@@ -114,27 +119,42 @@ class Cascades:
     def promoted(self, key: OffloadKey, source: TierSpec, request: Request) -> None:
         """Take note that a chunk comes from one tier; the others are owed it, as if it had been stored."""
         row = self._primary.filling[key]
-        for tier in self._evict:
+        for tier, owed_for in self._owed_for.items():
+            owed_for[row] = _NOBODY
             if tier.spec is not source and request.stores_in(tier.spec):
                 self._owed[row] |= tier.bit
-                self._owed_for[row] = request.number
+                owed_for[row] = request.number
 
     def wanted(self, rows: Sequence[int]) -> None:
-        """Take note that rows are used again, or are to be retained: they are as any other."""
-        self.withheld.difference_update(rows)
-        self.demoted.difference_update(rows)
+        """Take note that somebody uses rows again, or will, by what was said of them: they are as any other."""
+        if self.withheld:
+            self.withheld.difference_update(rows)
+        if self.demoted:
+            self.demoted.difference_update(rows)
+
+    def not_due(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
+        """Take note that keys were stored by a request that does not write to a tier; what that one loses is not owed.
+
+        That holds while they stay in the primary: what comes anew is as any other.
+        """
+        if tier.spec.cascade == WHEN_EVICTED:
+            owed_for = self._owed_for[tier]
+            for row in self._primary.rows_of(keys):
+                owed_for[row] = _KEPT_OUT
 
     def keep_out(self, keys: Sequence[OffloadKey], request: Request) -> None:
         """Take note that a request that has used keys keeps its own out of tiers, as its client says at its end.
 
-        What is owed for its sake is not written. What was first seen with it counts as never seen.
+        What is owed for its sake is not written, and not owed again. What was first seen with it counts as never seen.
         """
         row_of = self._primary.row
         rows = [(key, row) for key in keys if (row := row_of(key)) is not None]
-        for tier in self._evict:
+        for tier, owed_for in self._owed_for.items():
             if request.keeps_out(tier.spec):
-                mine = [each for each in rows if self._owed_for[each[1]] == request.number]
+                mine = [each for each in rows if owed_for[each[1]] == request.number]
                 tier.counters.skip(NO_STORE, self._write_off(mine, tier))
+                for _, row in mine:
+                    owed_for[row] = _KEPT_OUT
         for tier in self._second_use:
             if request.keeps_out(tier.spec):
                 seen = self._seen[tier]
@@ -159,10 +179,14 @@ class Cascades:
         return len(self._lacking([key for key, _ in unpaid], tier))
 
     def lost(self, tier: Tier, keys: Iterable[OffloadKey]) -> None:
-        """Take note that a tier holds chunks no more: what the primary has of them is owed to it again."""
+        """Take note that a tier holds chunks no more: what the primary has of them is owed to it again.
+
+        That is for the same request's sake as before. What is kept out of the tier is not owed.
+        """
         if tier.spec.cascade == WHEN_EVICTED:
+            owed_for = self._owed_for[tier]
             for row in map(self._primary.ready.get, keys):
-                if row is not None:
+                if row is not None and owed_for[row] != _KEPT_OUT:
                     self._owed[row] |= tier.bit
 
     def reserved(self, evicted: Sequence[OffloadKey]) -> None:
@@ -175,8 +199,7 @@ class Cascades:
             self._skip(zip(reversed(evicted), rows, strict=False), PRESSURE)  # Free rows come after those.
             for row in rows:  # A free one, too, may be that of a load which failed.
                 owed[row] = 0
-        if self.withheld or self.demoted:
-            self.wanted(rows)
+        self.wanted(rows)
 
     # A step, and the end.
 

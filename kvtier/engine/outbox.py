@@ -76,10 +76,12 @@ class Transfer:
     """One action that was sent. `rows` is empty for probes and deletes; `request` is set for promotions that have one.
 
     `expected_s` is the time that it was expected to take; 0 if that is not known. `sizes` are the sizes for which the
-    tier's speed gave this time. `given_up`: it was too late for its request.
+    tier's speed gave this time. `computing_s` is what computing it would take, for whoever waits. `given_up`: it was
+    too late for its request.
     """
 
     __slots__ = (
+        "computing_s",
         "epoch",
         "expected_s",
         "forgotten",
@@ -111,6 +113,7 @@ class Transfer:
         self.sent_at = 0.0
         self.expected_s = 0.0
         self.sizes: tuple[int, int] = (0, 0)
+        self.computing_s = 0.0
         self.given_up = False
         self.forgotten = False  # The primary was cleared meanwhile: its pins are gone, its rows are in quarantine.
 
@@ -271,14 +274,17 @@ class Outbox:
     def reassign(self, request: Request, runs: Sequence[Run]) -> None:
         """Queue the loads of a request anew, from the tiers that its runs say now; its turn stays the same."""
         keys = [*request.held, *request.hits]
+        had: dict[Tier, int] = {}
         for tier in self._tiers:
-            tier.counters.promoted -= len(self._promotions.pop((tier, request), ()))
+            had[tier] = len(self._promotions.pop((tier, request), ()))
+            tier.counters.promoted -= had[tier]
         for run in runs:
             loaded = keys[run.start : run.end]
             self._promotions.setdefault((run.tier, request), []).extend(loaded)
             request.search.sources.update(dict.fromkeys(loaded, run.tier.index))
             run.tier.counters.promoted += len(loaded)
-            run.tier.breaker.take(len(loaded))
+        for tier, chunks in chunks_before(runs, runs[-1].end).items():
+            tier.breaker.take(max(0, chunks - had[tier]))
 
     def order_loads(self) -> None:
         """Put the loads that are weighed into the order of asking; others come after them."""

@@ -267,6 +267,11 @@ class Primary:
         self._come_back(rows)
         self.take_hints().demote(rows)
 
+    def spare(self, rows: Sequence[int]) -> None:
+        """Have these rows be as any other, if they were demoted; that counts as no access."""
+        self._come_back(rows)
+        self.take_hints().spare(rows)
+
     def retain(self, rows: Sequence[int], until: float, priority: int) -> int:
         """Pass over these rows until then when room is made, as far as the share allows; return how many these are."""
         self._come_back(rows)

@@ -265,6 +265,10 @@ class HintedOrder(Generic[K]):
             self._demoted[key] = None
             self._demoted.move_to_end(key)
 
+    def spare(self, keys: Iterable[K]) -> None:
+        """Take back that these keys were demoted; that counts as no access."""
+        self._use(keys)
+
     def retain(self, keys: Sequence[K], until: float, priority: int) -> None:
         """Pass over these keys until then, as far as the share of what is retained allows."""
         self._use(keys)

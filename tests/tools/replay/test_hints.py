@@ -71,9 +71,18 @@ def test_lies_have_their_share_of_what_is_said() -> None:
     over = said(Saying(over=0.5, lies=0.5, seed=1), KNOWN)
     true, false = (sum(hint == OVER for hint in over[first::2]) for first in (1, 0))
     assert 0.8 < true / false < 1.25
-    returns = said(Saying(returns=1, lies=0.25, seed=1), KNOWN)
-    assert all(returns[::2])
-    assert 0.2 < sum(hint is not None for hint in returns[1::2]) / 1_000 < 0.3
+
+
+@pytest.mark.parametrize("lies", [0.25, 0.5])
+@pytest.mark.parametrize("every", [2, 5])
+def test_lies_about_returns_have_their_share_however_many_sessions_return(lies: float, every: int) -> None:
+    """A returns after its own time, which no other request has; all others never return."""
+    known = Future([False] * 4_000, [None if number % every else number + 1.0 for number in range(4_000)])
+    times = [None if hint is None else hint.returns_in_s for hint in said(Saying(returns=1, lies=lies, seed=1), known)]
+    hinted = [(time, after_s) for time, after_s in zip(times, known.returns_s, strict=True) if time is not None]
+    assert all(times[::every])
+    assert abs(sum(time != after_s for time, after_s in hinted) / len(hinted) - lies) < 0.04
+    assert any(after_s is None for _, after_s in hinted)
 
 
 def test_a_time_is_wrong_by_a_factor_that_is_lognormal() -> None:
