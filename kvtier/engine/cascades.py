@@ -14,7 +14,7 @@ is sent.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from kvtier.backend import OffloadKey
@@ -79,10 +79,11 @@ class Cascades:
     def due(self, keys: Sequence[OffloadKey], tier: Tier, request: Request) -> list[OffloadKey]:
         """Take note that a request has stored keys for a tier; return those that are sent to it at once."""
         if tier.spec.cascade == WHEN_EVICTED:
-            rows, owed_for = self._primary.rows_of(keys), self._owed_for[tier]
+            rows = list(map(self._primary.ready.__getitem__, keys))
+            owed, owed_for, bit, number = self._owed, self._owed_for[tier], tier.bit, request.number
             for row in rows:
-                self._owed[row] |= tier.bit
-                owed_for[row] = request.number
+                owed[row] |= bit
+                owed_for[row] = number
             if self._ending:
                 self._due[tier].extend(rows)
             return []
@@ -157,7 +158,7 @@ class Cascades:
         for tier in self._second_use:
             if request.keeps_out(tier.spec):
                 seen = self._seen[tier]
-                self._unsee([key for key in keys if seen.get(key) == request.number and self._lacks(tier, key)], tier)
+                self._unsee(self._lacking([key for key in keys if seen.get(key) == request.number], tier), tier)
 
     def forget(self, keys: Iterable[OffloadKey]) -> None:
         """Take note that keys are to be forgotten everywhere: so, too, that they were seen."""
@@ -171,12 +172,11 @@ class Cascades:
 
     def _write_off(self, chunks: Iterable[tuple[OffloadKey, int]], tier: Tier) -> int:
         """Owe a tier these chunks no more; return how many of them it lacks."""
-        owed, bit, lacked = self._owed, tier.bit, 0
-        for key, row in chunks:
-            if owed[row] & bit:
-                owed[row] &= ~bit
-                lacked += self._lacks(tier, key)
-        return lacked
+        owed, bit = self._owed, tier.bit
+        unpaid = [(key, row) for key, row in chunks if owed[row] & bit]
+        for _, row in unpaid:
+            owed[row] &= ~bit
+        return len(self._lacking([key for key, _ in unpaid], tier))
 
     def lost(self, tier: Tier, keys: Iterable[OffloadKey]) -> None:
         """Take note that a tier holds chunks no more: what the primary has of them is owed to it again.
@@ -189,15 +189,18 @@ class Cascades:
                 if row is not None and owed_for[row] != _KEPT_OUT:
                     self._owed[row] |= tier.bit
 
-    def reserved(self, keys: Sequence[OffloadKey], evicted: Sequence[OffloadKey]) -> None:
-        """Take note that rows have other keys now: what was owed of the evicted ones is not written any more."""
-        owed = self._owed
-        if evicted:
-            self._skip(zip(evicted, self._primary.evicted_rows, strict=True), PRESSURE)
-        rows = list(map(self._primary.filling.__getitem__, keys))
-        for row in rows:
-            owed[row] = 0
-        self.wanted(rows)
+    def reserved(self, evicted: Sequence[OffloadKey]) -> None:
+        """Take note that rows have other keys now: what was owed of the evicted ones is not written any more.
+
+        This is on the way of every store. Where tiers keep up, nothing is owed.
+        """
+        owed, rows = self._owed, self._primary.reserved_rows
+        if any(map(owed.__getitem__, rows)):
+            self._skip(zip(reversed(evicted), rows, strict=False), PRESSURE)  # Free rows come after those.
+            for row in rows:  # A free one, too, may be that of a load which failed.
+                owed[row] = 0
+        if self.withheld or self.demoted:
+            self.wanted(rows)
 
     # A step, and the end.
 
@@ -210,13 +213,14 @@ class Cascades:
             primary.leave(missing)
         self._wanted = self._leaving_rows
         news = leaving.take_news()
+        keys = primary.keys_of(news)
         for tier, due in self._due.items():
             if news and not self._ending:
-                due.extend(row for row in reversed(news) if self._is_due(row, tier))
+                due.extend(self._owed_of(reversed(news), tier))
             if not runner_up:
                 continue
-            if news:  # What the tier has of them is as recent there as what it is sent.
-                self._outbox.rank([key for row in news if (key := primary.key(row)) is not None], tier)
+            if keys:  # What the tier has of them is as recent there as what it is sent.
+                self._outbox.rank(keys, tier)
             if due:
                 self._send(tier, due, now)
 
@@ -229,8 +233,9 @@ class Cascades:
         primary, leaving = self._primary, self._primary.leaving
         if leaving is None or not any(tier.storing for tier in self._evict):
             return True
-        waiting = sum(primary.pinned(row) or (self._owed[row] > 0 and row not in self.withheld) for row in leaving.left)
-        return rows <= primary.rows_free + len(leaving.left) - waiting
+        missing, owed, withheld = rows - primary.rows_free, self._owed, self.withheld
+        idle = (row for row in leaving.left if not (primary.pinned(row) or (owed[row] and row not in withheld)))
+        return missing <= 0 or len(list(islice(idle, missing))) == missing
 
     @property
     def due_rows(self) -> int:
@@ -242,7 +247,7 @@ class Cascades:
         self._ending = True
         for tier, due in self._due.items():
             due.clear()
-            due.extend(row for row in self._primary.ready.values() if self._is_due(row, tier))
+            due.extend(self._owed_of(self._primary.ready.values(), tier))
 
     def give_up(self, reason: str) -> int:
         """Count what is still owed as not written; return how many chunks were to be."""
@@ -257,47 +262,67 @@ class Cascades:
         self.demoted.clear()
 
     def _send(self, tier: Tier, due: deque[int], now: float) -> None:
-        keys = list(islice(self._sendable(tier, due), self._outbox.places(tier, now)))
+        places, keys = self._outbox.places(tier, now), list[OffloadKey]()
+        while due and len(keys) < places:
+            keys += self._sendable(_taken(due, places - len(keys)), tier)
         size, head_first = self._action_chunks, 1 if self._ending else -1
         for start in range(0, len(keys), size):  # Head first within an action, as a tier expects it.
-            self._outbox.cascade(keys[start : start + size][::head_first], tier, now)
+            self._outbox.store(keys[start : start + size][::head_first], tier)
         row_of = self._primary.ready.__getitem__
         if self.demoted and (demoted := [key for key in keys[::head_first] if row_of(key) in self.demoted]):
             self._outbox.demote(demoted, tier)
 
-    def _sendable(self, tier: Tier, due: deque[int]) -> Iterator[OffloadKey]:
-        """Give the keys that a tier is owed and lacks, who left first first; they are owed no more."""
-        primary, owed = self._primary, self._owed
+    def _sendable(self, rows: Iterable[int], tier: Tier) -> Sequence[OffloadKey]:
+        """Return the keys that a tier is owed of these rows and lacks, in order; it is owed nothing of them any more.
+
+        What was used again, or has gone, is not due.
+        """
+        primary, owed, unpaid = self._primary, self._owed, ~tier.bit
         assert primary.leaving is not None
-        left = primary.leaving.left
-        while due:
-            row = due.popleft()
-            key = primary.key(row)
-            if key is None or key not in primary.ready or not self._is_due(row, tier):
-                continue
-            if not (self._ending or row in left):
-                continue  # It was used again, or has gone.
-            owed[row] &= ~tier.bit
-            if self._lacks(tier, key):
-                yield key
+        each = dict.fromkeys(rows)  # One that left, came back and left again is due twice.
+        here = primary.ready_rows(each) if self._ending else filter(primary.leaving.left.__contains__, each)
+        paid = self._owed_of(here, tier)
+        for row in paid:
+            owed[row] &= unpaid
+        return self._lacking(primary.keys_of(paid), tier)
 
-    def _is_due(self, row: int, tier: Tier) -> bool:
-        return self._owed[row] & tier.bit > 0 and row not in self.withheld
+    def _owed_of(self, rows: Iterable[int], tier: Tier) -> list[int]:
+        """Return those of the rows that are owed to a tier, but for what is withheld."""
+        owed, bit, withheld = self._owed, tier.bit, self.withheld
+        if withheld:
+            return [row for row in rows if owed[row] & bit and row not in withheld]
+        return [row for row in rows if owed[row] & bit]
 
-    def _lacks(self, tier: Tier, key: OffloadKey) -> bool:
-        return not (self._residency.mask.get(key, 0) & tier.bit or key in tier.storing or tier.last_answer(key))
+    def _lacking(self, keys: Sequence[OffloadKey], tier: Tier) -> Sequence[OffloadKey]:
+        """Return those of the keys that a tier neither has, as far as is known, nor is getting."""
+        mask, bit, storing, answered = self._residency.mask, tier.bit, tier.storing, tier.answered
+        if mask.keys().isdisjoint(keys) and storing.isdisjoint(keys) and answered.isdisjoint(keys):
+            return keys  # As most are that leave.
+        return [key for key in keys if not (mask.get(key, 0) & bit or key in storing or key in answered)]
 
     def _skip(self, chunks: Iterable[tuple[OffloadKey, int]], reason: str) -> int:
         """Count what is owed of chunks and lacked, for each tier; nothing of them is owed any more.
 
         What was withheld has a reason of its own. Return how many others there were.
         """
-        owed, withheld, skipped = self._owed, self.withheld, 0
-        for key, row in chunks:
-            if owed[row]:
-                for tier in self._evict:
-                    if owed[row] & tier.bit and self._lacks(tier, key):
-                        tier.counters.skip(OVER if row in withheld else reason, 1)
-                        skipped += row not in withheld
-                owed[row] = 0
+        owed, withheld = self._owed, self.withheld
+        unwritten = [chunk for chunk in chunks if owed[chunk[1]]]
+        self._count_skipped([chunk for chunk in unwritten if chunk[1] in withheld], OVER)
+        return self._count_skipped([chunk for chunk in unwritten if chunk[1] not in withheld], reason)
+
+    def _count_skipped(self, chunks: Sequence[tuple[OffloadKey, int]], reason: str) -> int:
+        skipped = 0
+        for tier in self._evict if chunks else ():
+            if lacked := self._write_off(chunks, tier):
+                tier.counters.skip(reason, lacked)
+                skipped += lacked
         return skipped
+
+
+def _taken(due: deque[int], count: int) -> list[int]:
+    """Take so many of the first rows that are due, or all."""
+    if count < len(due):
+        return [due.popleft() for _ in range(count)]
+    rows = list(due)
+    due.clear()
+    return rows

@@ -428,7 +428,7 @@ class Ledger:
             self.primary.end_retentions(self._now)
         evicted = self.primary.reserve(keys, offered, after)
         if evicted is not None and self.cascades.owes:
-            self.cascades.reserved(keys, evicted)
+            self.cascades.reserved(evicted)
         return evicted
 
     def _give_up(self, keys: Sequence[OffloadKey]) -> None:
