@@ -199,8 +199,7 @@ class Cascades:
             self._skip(zip(reversed(evicted), rows, strict=False), PRESSURE)  # Free rows come after those.
             for row in rows:  # A free one, too, may be that of a load which failed.
                 owed[row] = 0
-        if self.withheld or self.demoted:
-            self.wanted(rows)
+        self.wanted(rows)
 
     # A step, and the end.
 
