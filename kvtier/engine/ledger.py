@@ -24,7 +24,7 @@ from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Request, StepHits, Wa
 from kvtier.engine.tier import WHEN_EVICTED, Residency, Tier, TierSpec
 from kvtier.engine.weighing import Weighing
 from kvtier.engine.worth import Worth
-from kvtier.hints import RETAIN_S_MAX, IgnoredHints, hint_of
+from kvtier.hints import RETAIN_S_MAX, IgnoredHints, hint_of, shortened
 from kvtier.policies import Policy, policy_class
 from kvtier.runner.messages import Action, Gone, LocalMessage, Message, RunnerBack, RunnerGone, RunnerLost, unpack_keys
 
@@ -478,7 +478,7 @@ class Ledger:
         request.hint = hint
         if not isinstance(hint.no_store, bool):
             for name in set(hint.no_store).difference(tier.spec.name for tier in self.tiers):
-                self.hints_ignored.add("tier", f"no_store names {name!r}, which is no tier here")
+                self.hints_ignored.add("tier", f"no_store names {shortened(name)}, which is no tier here")
 
     def finish(self, request: Request) -> None:
         """Rank the request's keys anew, tail first, here and in tiers, and end its leases.
