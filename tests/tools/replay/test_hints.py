@@ -1,9 +1,11 @@
 """What hints are worth to a policy that takes them: said by oracles that know the trace's future, and by liars."""
 
 import os
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import mean
+from typing import NamedTuple
 
 import pytest
 
@@ -12,7 +14,7 @@ from kvtier.policies import Density, policy_class
 from kvtier.tools.replay.oracle import Future, Saying, future, hinted, hints
 from kvtier.tools.replay.study import measure, policy_hits
 from kvtier.tools.replay.traces import Request, Trace, write_trace
-from kvtier.tools.replay.workload import GeneratedTrace
+from kvtier.tools.replay.workload import GeneratedTrace, Workload
 
 CONVERSATION = "mooncake_conversation.jsonl.gz"
 AGENTIC = "agentic_local_b512.jsonl.zst"
@@ -71,9 +73,18 @@ def test_lies_have_their_share_of_what_is_said() -> None:
     over = said(Saying(over=0.5, lies=0.5, seed=1), KNOWN)
     true, false = (sum(hint == OVER for hint in over[first::2]) for first in (1, 0))
     assert 0.8 < true / false < 1.25
-    returns = said(Saying(returns=1, lies=0.25, seed=1), KNOWN)
-    assert all(returns[::2])
-    assert 0.2 < sum(hint is not None for hint in returns[1::2]) / 1_000 < 0.3
+
+
+@pytest.mark.parametrize("lies", [0.25, 0.5])
+@pytest.mark.parametrize("every", [2, 5])
+def test_lies_about_returns_have_their_share_however_many_sessions_return(lies: float, every: int) -> None:
+    """A returns after its own time, which no other request has; all others never return."""
+    known = Future([False] * 4_000, [None if number % every else number + 1.0 for number in range(4_000)])
+    times = [None if hint is None else hint.returns_in_s for hint in said(Saying(returns=1, lies=lies, seed=1), known)]
+    hinted = [(time, after_s) for time, after_s in zip(times, known.returns_s, strict=True) if time is not None]
+    assert all(times[::every])
+    assert abs(sum(time != after_s for time, after_s in hinted) / len(hinted) - lies) < 0.04
+    assert any(after_s is None for _, after_s in hinted)
 
 
 def test_a_time_is_wrong_by_a_factor_that_is_lognormal() -> None:
@@ -117,6 +128,65 @@ def test_the_study_uses_the_hints_of_a_traces_lines(tmp_path: Path) -> None:
     hits = list(policy_hits(Trace(tmp_path / "trace.jsonl"), Density[int](500), 500))
     assert hits == list(policy_hits(trace, Density[int](500), 500, said))
     assert sum(hits) > sum(policy_hits(trace, Density[int](500), 500))
+
+
+# What a class is worth: an opaque name, of which nothing needs to be known.
+
+BUSY, IDLE, OTHER = (Hint(class_=name) for name in ("planner", "title", "search"))
+
+
+class Classed(NamedTuple):
+    """Requests, which of their sessions return, and how much is found of them if nothing is said."""
+
+    requests: Sequence[Request]
+    returns: Sequence[bool]
+    unsaid: Sequence[float]  # Hit ratios, by a thousand requests.
+
+    def gains(self, said: Sequence[Hint | None]) -> list[float]:
+        """Return how much more is found with hints, by a thousand requests."""
+        return [
+            with_hints - without for with_hints, without in zip(found(self.requests, said), self.unsaid, strict=True)
+        ]
+
+
+def found(requests: Sequence[Request], said: Sequence[Hint | None]) -> list[float]:
+    hits = list(policy_hits(requests, Density[int](2_600), 2_600, said))
+    parts = [slice(begin, begin + 1_000) for begin in range(0, len(requests), 1_000)]
+    return [sum(hits[part]) / sum(len(each.hash_ids) for each in requests[part]) for part in parts]
+
+
+@pytest.fixture(scope="module", params=[0, 1])
+def classed(request: pytest.FixtureRequest) -> Classed:
+    """Give a generated trace, of whose first 6,000 requests' blocks the cache holds a twentieth."""
+    requests = list(GeneratedTrace(Workload(requests=10_000, seed=request.param)))
+    returns = [not last for last in future(requests, 512).last]
+    return Classed(requests, returns, found(requests, [None] * len(requests)))
+
+
+def test_a_class_whose_sessions_return_more_often_is_learned_whatever_its_name(classed: Classed) -> None:
+    gains = classed.gains([BUSY if returns else IDLE for returns in classed.returns])
+    assert mean(gains) > 0.02
+    assert min(gains[1:]) > 0
+
+
+def test_classes_that_say_nothing_cost_next_to_nothing(classed: Classed) -> None:
+    dice = random.Random(5)
+    assert mean(classed.gains([dice.choice((BUSY, IDLE, OTHER)) for _ in classed.returns])) > -0.01
+    assert mean(classed.gains([BUSY] * len(classed.returns))) > -0.005
+
+
+@pytest.mark.parametrize("lie", ["noise", "the contrary"])
+def test_a_class_that_begins_to_lie_is_unlearned(classed: Classed, lie: str) -> None:
+    dice = random.Random(5)
+
+    def said(number: int, returns: bool) -> Hint:
+        lied = number >= 2_000 and (lie == "the contrary" or dice.random() < 0.5)
+        return BUSY if returns != lied else IDLE
+
+    gains = classed.gains([said(number, returns) for number, returns in enumerate(classed.returns)])
+    assert mean(gains[:2]) > 0.03  # It was believed,
+    assert mean(gains[2:4]) < 0  # for too long,
+    assert mean(gains[6:]) > -0.01  # and is not any more.
 
 
 @pytest.mark.parametrize("name", ["arc", "fifo", "lfu", "lru", "s3fifo"])

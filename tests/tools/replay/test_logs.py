@@ -71,6 +71,21 @@ def test_csv_may_call_the_ids_as_servers_do(trace_file: Write) -> None:
     assert ids(log, block_tokens=4) == [(0,), (0,)]
 
 
+@pytest.mark.parametrize("header", [b'"token_ids"', b'"timestamp","token_ids"', b"\xef\xbb\xbftoken_ids,x"])
+def test_csv_is_seen_from_a_header_with_quotes_or_a_byte_order_mark_too(trace_file: Write, header: bytes) -> None:
+    cells = b"1,1 2 3 4" if b"timestamp" in header else b"1 2 3 4"
+    assert ids(trace_file(header + b"\n" + cells + b"\n", "log.csv"), block_tokens=4) == [(0,)]
+
+
+@pytest.mark.parametrize(("times", "line"), [((10, None, 20), 2), ((None, 10), 2)])
+def test_times_in_some_lines_only_are_refused_with_the_first_line_that_differs(
+    trace_file: Write, times: tuple[int | None, ...], line: int
+) -> None:
+    log = trace_file(rows(*({"token_ids": [1], "timestamp": time} for time in times)))
+    with pytest.raises(TraceError, match=rf"line {line}: .*; a timestamp in every line or in none accepted"):
+        converted(log)
+
+
 def test_csv_takes_token_ids_as_a_json_list_too(trace_file: Write) -> None:
     log = trace_file(b'token_ids\n"[1, 2, 3, 4]"\n1 2 3 4\n', "log.csv")
     assert ids(log, block_tokens=2) == [(0, 1), (0, 1)]
