@@ -3,6 +3,8 @@
 A prefetch is a request that looks up its keys itself, with a window of keys on their way. It ends when the longest
 leading run that any tier has is in the primary. It holds chunks by leases, as any request that waits. So it never has
 more than the share of leases.
+
+Somebody will come for what a prefetch names: so chunks that hints have put behind others are as any other from then on.
 """
 
 from collections import deque
@@ -11,6 +13,7 @@ from itertools import islice
 
 from kvtier.backend import OffloadKey
 from kvtier.engine.answers import HIT, MISS, LookupResult
+from kvtier.engine.cascades import Cascades
 from kvtier.engine.primary import Primary
 from kvtier.engine.requests import Leases, Request
 
@@ -32,8 +35,15 @@ class Prefetch:
 class Prefetches:
     """All that are not over."""
 
-    def __init__(self, primary: Primary, leases: Leases, lookup: Callable[[OffloadKey, Request], LookupResult]) -> None:
+    def __init__(
+        self,
+        primary: Primary,
+        cascades: Cascades,
+        leases: Leases,
+        lookup: Callable[[OffloadKey, Request], LookupResult],
+    ) -> None:
         self._primary = primary
+        self._cascades = cascades
         self._leases = leases
         self._lookup = lookup
         self.waiting: deque[Prefetch] = deque()
@@ -49,6 +59,10 @@ class Prefetches:
             self.waiting.append(prefetch)
         else:
             prefetch.over = True
+        if self._primary.takes_hints:
+            rows = self._primary.rows_of(dict.fromkeys(keys))
+            self._primary.spare(rows)
+            self._cascades.wanted(rows)
         return prefetch
 
     def give_up(self, prefetch: Prefetch) -> None:
@@ -90,4 +104,6 @@ class Prefetches:
         prefetch.over = True
         prefetch.request.finished = True
         self._leases.end_all(prefetch.request)
-        self._primary.rank(self._primary.rows_of(dict.fromkeys(prefetch.keys[: prefetch.here])))
+        rows = self._primary.rows_of(dict.fromkeys(prefetch.keys[: prefetch.here]))
+        self._primary.rank(rows)
+        self._cascades.wanted(rows)

@@ -4,7 +4,7 @@
 chunk another hundred bytes.
 """
 
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, KeysView, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -211,10 +211,19 @@ class Expected(Protocol):
     sent_at: float
     expected_s: float  # 0: nothing was expected.
     sizes: tuple[int, int]  # Bytes: its own with those of loads before it, and those of stores under way.
+    computing_s: float  # That computing takes instead.
     given_up: bool  # It was too late for its request.
 
     @property
     def request(self) -> object: ...
+
+
+class Late(NamedTuple):
+    """A load that has cost its request more time than computing."""
+
+    sizes: tuple[int, int]  # As of what was expected of it.
+    seconds: float
+    worth_bytes: int = 0  # Loads of no more than this have been faster than computing since.
 
 
 class Explored(NamedTuple):
@@ -241,7 +250,7 @@ class Tier:
         self.loading = 0  # Chunks under way.
         self.loads: dict[int, Expected] = {}  # The same by the action's id, in the order of sending.
         self.speed: Speed | None = None  # As the runner last saw it.
-        self.late: tuple[tuple[int, int], float] | None = None  # Sizes and seconds of a load that was given up.
+        self.late: Late | None = None  # Until a load of its kind is faster than computing.
         self.heard_at = 0.0  # When a load last ended, or was last made to see how fast the tier is.
         self.explored: Explored | None = None  # What the last load for nobody has shown.
         self.tried_in = -1  # The step in which a request's loads were last queued to see how fast the tier is.
@@ -265,16 +274,16 @@ class Tier:
         """
         return self.breaker.admits(now) if self.overdue_rows < self.spec.overdue_rows_max else 0
 
-    def slowdown(self, now: float) -> float:
-        """Return how much slower than its speed the tier is by what it has not done yet; 1: not that anybody knew.
+    def slowdown(self, load_bytes: int, now: float) -> float:
+        """Return how much slower than its speed the tier is for a load of such a size; 1: not that anybody knew.
 
         It shows in the load that was sent first: nothing has come since, for longer than that load should have taken.
-        After a load that was given up it is as slow as that one was, until another one shows that it is not.
+        After a load that was dearer than computing it is as slow as that one was, until others show that it is not.
         """
-        first = next(iter(self.loads.values()), None)
+        first, lag = next(iter(self.loads.values()), None), self._lag(load_bytes)
         if first is None or not first.expected_s:
-            return self._lag
-        return max(self._lag, (now - max(first.sent_at, self.heard_at)) / first.expected_s)
+            return lag
+        return max(lag, (now - max(first.sent_at, self.heard_at)) / first.expected_s)
 
     def give_up(self, request: object) -> None:
         """Take note that loads are too late for the request that they were sent for."""
@@ -283,25 +292,23 @@ class Tier:
             load.given_up = load.given_up or load.request is request
 
     def note_lag(self, load: Expected, seconds: float) -> None:
-        """Remember a load that was given up, until the tier's speed says the same, or a load of its kind is faster.
+        """Remember a load that its request would better have computed, until one of its kind is faster than computing.
 
-        One surprise changes the speed little. But a load that was given up has cost a request its time. What few chunks
-        take says nothing of many: a call may cost what it did, and only its bytes take longer.
+        One surprise changes the speed little. But such a load has cost a request its time. What few chunks take says
+        nothing of many: a call may cost what it did, and only its bytes take longer.
         """
-        if load.given_up:
-            self.late = (load.sizes, seconds)
-        elif self.late is not None and self.speed is not None:
-            (late_bytes, _), late_s = self.late
-            alike = load.sizes[0] * LIKE_TIMES >= late_bytes and seconds * late_bytes < late_s * load.sizes[0] / 2
-            if alike or self.speed.seconds(*self.late[0]) >= late_s / 2:
-                self.late = None
+        size, late = load.sizes[0], self.late
+        if load.given_up or (load.request is not None and seconds > load.computing_s):
+            self.late = Late(load.sizes, seconds)
+        elif late is not None and seconds <= load.computing_s:
+            alike = size * LIKE_TIMES >= late.sizes[0]
+            self.late = None if alike else late._replace(worth_bytes=max(size, late.worth_bytes))
 
-    @property
-    def _lag(self) -> float:
-        if self.late is None or self.speed is None:
+    def _lag(self, load_bytes: int) -> float:
+        late = self.late
+        if late is None or self.speed is None or load_bytes <= late.worth_bytes:
             return 1.0
-        sizes, seconds = self.late
-        return max(1.0, seconds / self.speed.seconds(*sizes))
+        return max(1.0, late.seconds / self.speed.seconds(*late.sizes))
 
     def answer(self, key: OffloadKey, known: bool, now: float) -> bool | None:
         """Say whether the tier has the key; None if it must be asked."""
@@ -318,9 +325,9 @@ class Tier:
         return key in self._present_until
 
     @property
-    def answered(self) -> Container[OffloadKey]:
+    def answered(self) -> KeysView[OffloadKey]:
         """The keys for which `last_answer` is true."""
-        return self._present_until
+        return self._present_until.keys()
 
     def believe(self, key: OffloadKey, *, present: bool, now: float) -> bool:
         """Remember an answer for as long as answers are believed; it overrides the last one, and one on its way.

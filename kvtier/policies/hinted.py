@@ -67,6 +67,8 @@ class Sessions(Generic[K]):
 
     def ended(self, keys: Sequence[K]) -> list[K]:
         """Take note of a request's end; return which of its keys no other session has used."""
+        if not keys:  # All that it used has gone meanwhile.
+            return []
         before = [self._take(key) for key in keys]
         known = next((place for place in range(len(keys) - 1, -1, -1) if before[place] != _NEW), -1)
         if known >= 0:
@@ -264,6 +266,10 @@ class HintedOrder(Generic[K]):
         for key in reversed(keys):
             self._demoted[key] = None
             self._demoted.move_to_end(key)
+
+    def spare(self, keys: Iterable[K]) -> None:
+        """Take back that these keys were demoted; that counts as no access."""
+        self._use(keys)
 
     def retain(self, keys: Sequence[K], until: float, priority: int) -> None:
         """Pass over these keys until then, as far as the share of what is retained allows."""

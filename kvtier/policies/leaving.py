@@ -1,34 +1,46 @@
 """An order whose victims go in two steps: so what they hold can be written away before their room is needed."""
 
-from collections import OrderedDict
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from itertools import filterfalse, islice
 from typing import Any, Generic
 
 from kvtier.policies.hinted import HintedOrder
-from kvtier.policies.numbered import NumberOrder
+from kvtier.policies.numbered import LinkedLRU, NumberOrder
+from kvtier.policies.plain import LRU
 from kvtier.policies.policy import K, Policy
+
+_OVER_MIN = 1_024  # Fewer entries than this that are over are not worth a new line.
+_AT_ANY_TIME = (LRU, LinkedLRU)  # Their victims are the same before what comes is inserted and after: not a subclass's.
 
 
 class Leaving(Generic[K]):
     """An order of numbers or of keys, in front of those that have left it and are still there.
 
     The inner order chooses who leaves; who left first goes first. What is used meanwhile returns to the inner order, as
-    if it were new. So over an LRU, both together are an LRU.
+    if it were new. So over an LRU, both together are an LRU. Who may not go when its turn comes goes once it may.
     """
+
+    # Who has left stands in a line, a list whose beginning is over: most victims are a slice of it. Who came back stays
+    # in the line, and is counted, until its turn comes: then it is passed over as often as it is counted.
 
     def __init__(self, order: "NumberOrder | Policy[K]", ahead: int) -> None:
         """`ahead`: who have left and are still there, when one goes and another leaves."""
         self._order: Any = order
+        self._later = type(order) in _AT_ANY_TIME  # Who leaves in place of others is chosen by the next `leave`.
         self._hinted: HintedOrder[K] | None = None  # The same order, from the first hint on.
         self._ahead = ahead
-        self.left: OrderedDict[K, None] = OrderedDict()  # Who left first comes first.
+        self.left: set[K] = set()
+        """Who have left and are still there."""
+        self._line: list[K] = []  # Who left first comes first.
+        self._over = 0  # How many of the line have had their turn.
+        self._aside = deque[K]()  # Who could not go when they had it.
+        self._returned: Counter[K] = Counter()  # How often each is in the line, or aside, though it came back, or went.
         self._news: list[K] = []
 
     def take_news(self) -> list[K]:
         """Return who has left since the last call and has neither returned nor gone, those that left last first."""
         news, self._news = self._news, []
-        return [key for key in dict.fromkeys(reversed(news)) if key in self.left] if news else news
+        return list(filter(self.left.__contains__, dict.fromkeys(reversed(news)))) if news else news
 
     def leave(self, count: int, keep: Callable[[K], int]) -> bool:
         """Have so many more leave; False, and nothing changed, if fewer may."""
@@ -48,8 +60,7 @@ class Leaving(Generic[K]):
         left = self.left
         back = [key for key in keys if key in left] if left else []
         if back:
-            for key in back:
-                del left[key]
+            self._strike(back)
             if self._hinted is None:
                 self._order.insert(back)
             else:
@@ -84,21 +95,31 @@ class Leaving(Generic[K]):
         self._gone([key for key in keys if key in left])
 
     def evict(self, count: int, keep: Callable[[K], int], incoming: Sequence[Any] = ()) -> list[K] | None:
-        """Choose `count` victims: who left first, while as many others leave for those that come."""
-        left = self.left
-        victims = list(islice(filterfalse(keep, left), count))
+        """Choose `count` victims: who left first.
+
+        As many others leave for those that come: now, or if the order does not learn from them, with the next `leave`.
+        """
+        victims = self._take(count, keep)
         missing = count - len(victims)
-        more = min(len(victims), max(0, self._ahead - len(left) + len(victims)))
-        chosen = self._chosen(missing + more, keep, incoming)
-        if chosen is None and more:
-            chosen = self._chosen(missing, keep, incoming)
-        if chosen is None:
-            return None
-        self._leave(chosen[missing:])
-        self._gone(victims)
+        more = 0 if self._later else min(len(victims), max(0, self._ahead - len(self.left)))
+        others: list[K] = []
+        if missing or more:
+            chosen = self._chosen(missing + more, keep, incoming)
+            if chosen is None and more:
+                chosen = self._chosen(missing, keep, incoming)
+            if chosen is None:  # Among those that are aside there may be more.
+                victims += self._reconsider(missing, len(self._aside), keep)
+                missing = count - len(victims)
+                chosen = self._chosen(missing, keep, incoming)
+            if chosen is None:
+                self._put_back(victims)
+                return None
+            others = chosen[:missing]
+            self._leave(chosen[missing:])
         if self._hinted is not None:
-            self._hinted.gone(chosen[:missing])
-        return victims + chosen[:missing]
+            self._hinted.gone(victims)
+            self._hinted.gone(others)
+        return victims + others
 
     def grow(self, capacity: int) -> None:
         self._order.grow(capacity)
@@ -109,12 +130,77 @@ class Leaving(Generic[K]):
         return (self._order.evict if self._hinted is None else self._hinted.leave)(count, keep, incoming)
 
     def _leave(self, keys: Sequence[K]) -> None:
-        self.left.update(dict.fromkeys(keys))
+        line, left = self._line, self.left
+        if self._over > len(left) + _OVER_MIN:
+            del line[: self._over]
+            self._over = 0
+        if len(line) + len(self._aside) > 3 * (len(left) + _OVER_MIN):
+            self._form_anew()
+        left.update(keys)
+        line += keys
         self._news += keys
+
+    def _take(self, count: int, keep: Callable[[K], int]) -> list[K]:
+        """Take out who may go, so many or fewer: of who is aside the first ones are looked at, and then the line."""
+        victims = self._reconsider(count, count, keep) if self._aside else []
+        over = self._over
+        first = self._line[over : over + count - len(victims)]
+        if any(map(keep, first)) or not self._returned.keys().isdisjoint(first):
+            return self._pick(count, keep, victims)
+        self._over += len(first)
+        self.left.difference_update(first)
+        return victims + first if victims else first
+
+    def _pick(self, count: int, keep: Callable[[K], int], victims: list[K]) -> list[K]:
+        """Go on along the line, one by one, until there are so many victims."""
+        line = self._line
+        while len(victims) < count and self._over < len(line):
+            self._over += 1
+            victims += self._turn(line[self._over - 1], keep)
+        return victims
+
+    def _reconsider(self, count: int, looks: int, keep: Callable[[K], int]) -> list[K]:
+        """Take out who is aside and may go now: so many at most, of so many that are looked at."""
+        victims: list[K] = []
+        for _ in range(min(looks, len(self._aside))):
+            if len(victims) == count:
+                break
+            victims += self._turn(self._aside.popleft(), keep)
+        return victims
+
+    def _turn(self, key: K, keep: Callable[[K], int]) -> Sequence[K]:
+        """Take out one whose turn it is, if it is still there and may go; one that may not is put aside."""
+        if key in self._returned:
+            self._returned[key] -= 1
+            if not self._returned[key]:
+                del self._returned[key]
+        elif keep(key):
+            self._aside.append(key)
+        else:
+            self.left.remove(key)
+            return (key,)
+        return ()
+
+    def _put_back(self, keys: Sequence[K]) -> None:
+        """Put back who was taken out: they are the first to go."""
+        self.left.update(keys)
+        self._aside.extendleft(reversed(keys))
+
+    def _form_anew(self) -> None:
+        """Form the line of those that have left and are still there."""
+        places = dict.fromkeys(reversed([*self._aside, *self._line[self._over :]]))  # The last one of each counts.
+        self._line = [key for key in reversed(places) if key in self.left]
+        self._over = 0
+        self._aside.clear()
+        self._returned.clear()
+
+    def _strike(self, keys: Sequence[K]) -> None:
+        """Note that keys that had left came back, or went out of their turn."""
+        self.left.difference_update(keys)
+        self._returned.update(keys)
 
     def _gone(self, left: Sequence[K]) -> None:
         """Forget keys that had left."""
-        for key in left:
-            del self.left[key]
+        self._strike(left)
         if self._hinted is not None:
             self._hinted.gone(left)

@@ -150,7 +150,8 @@ async def test_a_line_that_has_become_thin_costs_one_request_its_time_and_is_use
 
     assert (await asked(40))[0] == [chunks] * 40
     speed.write_text(str(chunks * CHUNK_BYTES / slow_s))
-    assert sum((await asked(100))[1]) <= 4 * computing_s, "of a hundred requests together"
+    dear = [seconds for seconds in (await asked(100))[1] if seconds > 0.02 * computing_s]
+    assert len(dear) <= 1, "of a hundred requests"
     (tier,) = engine.stats().tiers
     assert tier.given_up <= 1
     speed.unlink()

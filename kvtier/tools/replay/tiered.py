@@ -156,6 +156,7 @@ class TieredCache:
         self._seen: OrderedDict[int, None] = OrderedDict()
         self._seen_max = max(SEEN_MIN, SEEN_A_ROW * capacity)
         self._owed: set[int] = set()  # To be written when they leave.
+        self._not_due: set[int] = set()  # Stored by requests that keep their own out of the tier: never owed.
         self._withheld: set[int] = set()  # Of sessions that are over: what is owed of these is not written.
         self._due: list[int] = []  # To be written when the step ends.
         self._kept_out = False  # Whether the request's blocks are to stay out of the tier.
@@ -218,8 +219,8 @@ class TieredCache:
         if fresh or (missing and run):
             self._order.rank(used)
         if self._kept_out:
-            return
-        if self._cascade == AT_ONCE:
+            self._not_due.update(missing)
+        elif self._cascade == AT_ONCE:
             self._due += missing
         elif self._cascade == WHEN_EVICTED:
             self._owed.update(missing)
@@ -239,6 +240,7 @@ class TieredCache:
                 return False
             self._resident.difference_update(victims)
             self._owed.difference_update(victims)
+            self._not_due.difference_update(victims)
             self._withheld.difference_update(victims)
         self._resident.update(blocks)
         self._order.insert(blocks)
@@ -283,6 +285,7 @@ class TieredCache:
             until_s = self._now_s + min(hint.retain_s, RETAIN_S_MAX)
             self._hinted.retained.expire(self._now_s)
             self._hinted.retain(retained, until_s, hint.priority)
+            self._withheld.difference_update(retained)
             self.tier.retain(self._in_tier(retained), until_s, hint.priority)
 
     def _in_tier(self, blocks: Sequence[int]) -> list[int]:
@@ -300,7 +303,7 @@ class TieredCache:
             batch = due[start : start + self._batch]
             gone = self.tier.write(batch[::-1] if self._ahead else batch, self._now_s)
             if self._ahead:
-                self._owed.update(block for block in gone if block in self._resident)
+                self._owed.update(self._resident.intersection(gone) - self._not_due)
 
     def _leave(self, keep: Collection[int]) -> None:
         left = self._leaving.left

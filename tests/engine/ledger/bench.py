@@ -165,15 +165,22 @@ class Bench:
         """Have a tier report that it has reported everything."""
         self.ledger.apply(Scanned(tier, complete))
 
-    def finish(self, action: Action, failed: Mapping[int, Code] | None = None, *, lent: bool = False) -> None:
+    def finish(
+        self,
+        action: Action,
+        failed: Mapping[int, Code] | None = None,
+        *,
+        lent: bool = False,
+        seconds: float = SECONDS,
+    ) -> None:
         failed = failed or {}
-        self.ledger.apply(Finished(action.id, pack_rows(list(failed)), bytes(failed.values()), SECONDS, lent))
+        self.ledger.apply(Finished(action.id, pack_rows(list(failed)), bytes(failed.values()), seconds, lent))
 
-    def finish_all(self, actions: Sequence[Action]) -> None:
+    def finish_all(self, actions: Sequence[Action], seconds: float = SECONDS) -> None:
         """Have every transfer do all that it was asked to."""
         for action in actions:
             if isinstance(action, Promote | Cascade):
-                self.finish(action)
+                self.finish(action, seconds=seconds)
 
     def fail(self, action: Action, code: Code, *, lent: bool = False) -> None:
         """Have all chunks of an action fail for one reason."""

@@ -580,3 +580,235 @@ def test_what_was_demoted_and_is_used_again_is_as_any_other_in_the_tier(evicting
         writes = engine.step()
         assert told(writes) == []
         engine.finish_all(writes)
+
+
+# What a prefetch names.
+
+
+def stored_for_a_session_that_is_over(engine, names, **more):
+    engine.ledger.hint(engine.request(), {"class": "first"})  # From here on, sessions are known.
+    request = engine.request()
+    engine.store(names, request)
+    over(engine, request, {"over": True, **more})
+
+
+def written_at_the_end(engine):
+    engine.ledger.cascades.end()
+    return "".join(names for _, names in sent(engine.step()))
+
+
+def test_what_is_prefetched_after_its_session_was_over_is_written_as_any_other(evicting):
+    engine = evicting()
+    stored_for_a_session_that_is_over(engine, "abc")
+    engine.ledger.prefetches.begin(keys_of("ab"))
+    engine.step()
+    assert written_at_the_end(engine) == "ab"
+
+
+def test_what_had_left_and_is_prefetched_then_leaves_again_and_is_written(evicting):
+    engine = evicting(leaving_rows=2)
+    stored_for_a_session_that_is_over(engine, "ab")
+    engine.store("cd")
+    assert sent(engine.step()) == []
+    assert set(engine.ledger.primary.leaving.left) == set(map(engine.row, "ab"))
+    engine.ledger.prefetches.begin(keys_of("ab"))
+    engine.finish_all(engine.step())
+    engine.load("cd", engine.request("later"))
+    assert sent(engine.step()) == [(0, "ab")]
+
+
+def test_what_a_prefetch_names_that_waits_for_others_is_as_any_other_from_then_on(evicting):
+    engine = evicting(rows=8)
+    stored_for_a_session_that_is_over(engine, "ab")
+    engine.holds("vwxyz")
+    for name in "vwxyz":
+        engine.ledger.prefetches.begin(keys_of(name))
+    engine.ledger.prefetches.begin(keys_of("ab"))
+    assert written_at_the_end(engine) == "ab"
+
+
+def test_what_is_prefetched_while_its_session_ends_is_as_any_other_when_it_is_here(evicting):
+    engine = evicting()
+    engine.ledger.hint(engine.request(), {"class": "first"})
+    engine.holds("b")
+    request = engine.request()
+    engine.store("a", request)
+    engine.ledger.prefetches.begin(keys_of("ab"))
+    loads = engine.step()
+    over(engine, request, {"over": True})
+    engine.finish_all(loads)
+    engine.step()
+    assert not engine.ledger.prefetches
+    assert written_at_the_end(engine) == "a"
+
+
+def test_what_was_demoted_and_is_prefetched_is_as_any_other_in_the_tier(evicting):
+    engine = evicting(rows=8, leaving_rows=2)
+    engine.store("abcdefgh")
+    engine.ledger.demote(keys_of("ab"))
+    engine.ledger.prefetches.begin(keys_of("ab"))
+    writes = engine.step()
+    assert sent(writes) == [(0, "gh")]
+    engine.finish_all(writes)
+    engine.load("cdef", engine.request("later"))
+    engine.store("xy")
+    writes = engine.step()
+    assert sent(writes) == [(0, "ab")]
+    engine.finish_all(writes)
+    assert told([*writes, *engine.step()]) == []
+
+
+def test_what_was_demoted_and_a_waiting_prefetch_names_goes_no_sooner_than_others(evicting):
+    engine = evicting(rows=8, leaving_rows=2)
+    engine.holds("wxyz")
+    engine.store("abcd")
+    engine.ledger.demote(keys_of("ab"))
+    for name in "wxyz":
+        engine.ledger.prefetches.begin(keys_of(name))
+    engine.ledger.prefetches.begin(keys_of("ab"))
+    engine.step()
+    engine.step()
+    assert not {engine.row("a"), engine.row("b")} & set(engine.ledger.primary.leaving.left)
+
+
+def test_what_another_request_still_uses_when_a_session_is_over_is_as_any_other_at_that_ones_end(evicting):
+    engine = evicting()
+    engine.ledger.hint(engine.request(), {"class": "first"})
+    request, other = engine.request("r"), engine.request("other")
+    engine.store("ab", request)
+    engine.load("a", other)
+    over(engine, request, {"over": True})
+    over(engine, other, None)
+    assert written_at_the_end(engine) == "a"
+
+
+def test_what_was_demoted_while_a_request_uses_it_is_as_any_other_when_that_one_uses_it_again(evicting):
+    engine = evicting(rows=8, leaving_rows=3)
+    engine.store("abcdefgh")
+    request = engine.request()
+    engine.load("ab", request)
+    engine.ledger.demote(keys_of("a"))
+    engine.load("ac", request)
+    engine.load("defgh", engine.request("later"))
+    writes = engine.step()
+    assert sent(writes) == [(0, "abc")]
+    engine.finish_all(writes)
+    assert told([*writes, *engine.step()]) == []
+
+
+# Over, and retained.
+
+
+def test_the_leading_part_that_is_retained_is_written_though_its_session_is_over(evicting):
+    """Somebody will come back for it: another session that begins alike."""
+    engine = evicting(retained_rows_max=4)
+    stored_for_a_session_that_is_over(engine, "abcd", retain_s=60.0, tokens=2)
+    assert written_at_the_end(engine) == "ab"
+    assert engine.ledger.cascades.give_up("closed") == 0
+    assert skipped(engine) == {"over": 2}
+
+
+def test_what_the_share_did_not_retain_is_written_though_its_session_is_over(evicting):
+    engine = evicting(retained_rows_max=1)
+    stored_for_a_session_that_is_over(engine, "abcd", retain_s=60.0)
+    assert written_at_the_end(engine) == "abcd"
+
+
+# Kept out, and lost by the tier.
+
+
+def lose(engine, names, tier=0):
+    engine.ledger.apply(Gone(tier, pack_keys(keys_of(names))))
+
+
+def promoted(engine, names, request):
+    """Have a request load what a tier holds."""
+    engine.lookup(names, request)
+    engine.finish_all(engine.step())
+    engine.load(names, request)
+
+
+def test_what_a_tier_lost_is_kept_out_by_the_request_that_stored_it(evicting):
+    engine = evicting(rows=1)
+    request = engine.request()
+    engine.store("a", request)
+    engine.finish_all(engine.step())
+    lose(engine, "a")
+    over(engine, request, NOTHING)
+    assert written_at_the_end(engine) == ""
+    assert skipped(engine) == {"no_store": 1}
+
+
+def test_what_a_tier_lost_after_its_request_kept_it_out_is_not_written_again(evicting):
+    engine = evicting(rows=1)
+    request = engine.request()
+    engine.store("a", request)
+    engine.finish_all(engine.step())
+    over(engine, request, NOTHING)
+    lose(engine, "a")
+    assert written_at_the_end(engine) == ""
+
+
+def test_what_a_tier_had_before_and_lost_is_not_written_for_a_request_that_keeps_its_own_out(evicting):
+    engine = evicting()
+    engine.holds("a")
+    request = engine.request()
+    request.hint = Hint(no_store=True)
+    engine.store("a", request)
+    lose(engine, "a")
+    assert written_at_the_end(engine) == ""
+
+
+def test_what_a_tier_had_before_and_lost_is_not_written_if_who_stored_it_does_not_allow_the_tier(evicting):
+    engine = evicting()
+    engine.holds("a")
+    engine.stored_alone("a")
+    lose(engine, "a")
+    assert written_at_the_end(engine) == ""
+
+
+def test_what_a_request_used_and_a_tier_lost_is_not_kept_out_by_it(evicting):
+    engine = evicting(rows=1)
+    engine.store("a", engine.request("first"))
+    engine.finish_all(engine.step())
+    request = engine.request("second")
+    engine.load("a", request)
+    lose(engine, "a")
+    over(engine, request, NOTHING)
+    assert written_at_the_end(engine) == "a"
+
+
+def test_a_request_keeps_out_nothing_of_who_has_its_row_now(evicting):
+    engine = evicting(rows=1)
+    request = engine.request()
+    engine.store("a", request)
+    engine.finish_all(engine.step())
+    engine.holds("x")
+    promoted(engine, "x", engine.request("other"))
+    engine.load("x", request)
+    lose(engine, "x")
+    over(engine, request, NOTHING)
+    assert written_at_the_end(engine) == "x"
+
+
+def test_what_comes_from_a_tier_that_loses_it_is_kept_out_of_the_others_alone(evicting, bench):
+    engine = evicting(tiers=[bench.spec("other", cascade="evict")])
+    engine.holds("x")
+    request = engine.request()
+    promoted(engine, "x", request)
+    lose(engine, "x")
+    over(engine, request, NOTHING)
+    engine.ledger.cascades.end()
+    assert sent(engine.step()) == [(0, "x")]
+
+
+def test_what_was_kept_out_and_comes_anew_is_written_as_any_other(evicting):
+    engine = evicting(rows=1)
+    request = engine.request()
+    request.hint = Hint(no_store=True)
+    engine.store("a", request)
+    engine.step()
+    engine.stored_alone("b")
+    engine.store("a", engine.request("second"))
+    assert written_at_the_end(engine) == "a"
+    engine.finish_all(engine.step())
