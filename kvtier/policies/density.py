@@ -47,7 +47,8 @@ _PAUSES = tuple(Branch(pause, 50) for pause in range(2 + _PAUSE_STEPS_MAX))
 _LENGTHS = tuple(Branch(length, 50) for length in range(5))
 _PATH_UNKNOWN = (_KINDS[0], _PAUSES[_PAUSE_UNKNOWN], _LENGTHS[0])
 _PATH_SUPERSEDED = (Branch("superseded", 50, 0.1),)
-_HINT_RUNS = 50
+_CLASS_RUNS = 50
+_FUTURE_RUNS = 10  # What is said of the future tells so much more than the past that few runs outweigh it.
 _FEW = 8  # Runs whose keys are counted one run after the other, which is faster than all at once.
 
 
@@ -207,7 +208,7 @@ class DensityOrder:
         branches = self._branches(hint)
         if branches:
             self._warm_up_requests = min(self._warm_up_requests, _WARM_UP_HINTED_REQUESTS)
-        self._end(keys, branches)
+        self._end(keys, branches, has_future=hint.over or hint.returns_in_s is not None)
 
     def move(self, old: int, new: int, /) -> None:
         run = self._run(self._owner[old])
@@ -323,8 +324,11 @@ class DensityOrder:
 
     # A request's end, and age.
 
-    def _end(self, keys: Sequence[int], hints: Sequence[Branch]) -> None:
-        """Make two runs of what a request has used: what it shares with others, and the rest."""
+    def _end(self, keys: Sequence[int], hints: Sequence[Branch], *, has_future: bool = False) -> None:
+        """Make two runs of what a request has used: what it shares with others, and the rest.
+
+        `has_future`: whether the hints say something of the future. Pause and length would only split such a label.
+        """
         if not keys:
             return
         runs = list(map(self._run, self._owners(keys)))
@@ -335,12 +339,12 @@ class DensityOrder:
         turn, pause = max((run.turn, run.pause) for run in opened or runs)
         shared = max(run.shared for run in opened) if opened else sum(run.live for run in runs if run.shared)
         length = min(len(_LENGTHS) - 1, (len(keys).bit_length() - 1) // 2)
+        past = () if has_future else (_PAUSES[pause], _LENGTHS[length])
         if shared < len(keys):
-            path = (*hints, _KINDS[_KIND_OF_TURN[min(turn, len(_KIND_OF_TURN) - 1)]], _PAUSES[pause], _LENGTHS[length])
-            self._settle(keys[shared:], turn, pause, 0, path)
+            kind = _KINDS[_KIND_OF_TURN[min(turn, len(_KIND_OF_TURN) - 1)]]
+            self._settle(keys[shared:], turn, pause, 0, (*hints, kind, *past))
         if shared:
-            path = (*hints, _KINDS[_SHARED], _PAUSES[pause], _LENGTHS[length])
-            self._settle(keys[:shared], turn, pause, len(keys), path)
+            self._settle(keys[:shared], turn, pause, len(keys), (*hints, _KINDS[_SHARED], *past))
 
     def _settle(self, keys: Sequence[int], turn: int, pause: int, shared: int, path: Sequence[Branch]) -> None:
         """Make the keys a run that ages; the open run that owns just these, if there is one."""
@@ -496,12 +500,13 @@ class DensityOrder:
         if hint.class_:
             number, was_anothers = self._classes.number(hint.class_)
             if number is not None:
-                branches.append(Branch(("class", number), _HINT_RUNS))
+                branches.append(Branch(("class", number), _CLASS_RUNS, is_hint=True))
             if was_anothers:
                 self._returns.forget(branches[0].name)
         if hint.over:
-            branches.append(Branch("over", _HINT_RUNS))
+            branches.append(Branch("over", _FUTURE_RUNS, is_hint=True))
         elif hint.returns_in_s is not None:
             expected_s = min(max(1.0, hint.returns_in_s), _EXPECTED_S_MAX)
-            branches.append(Branch(("returns", round(_BUCKETS_PER_E * math.log(expected_s))), _HINT_RUNS))
+            bucket = round(_BUCKETS_PER_E * math.log(expected_s))
+            branches.append(Branch(("returns", bucket), _FUTURE_RUNS, is_hint=True))
         return branches

@@ -8,8 +8,7 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 STEPS = 17
-PATH_MAX = 3  # Of labels without hints, which are a few hundred at most.
-LABELS_MAX = 2_048  # With hints: some megabytes, and some milliseconds a halving.
+LABELS_MAX = 2_048  # Beyond, none with hints is added: some megabytes, and some milliseconds a halving.
 _WIDTHS = (1, *(1 << step for step in range(STEPS - 1)))  # How many requests a step lasts.
 _PRIOR = 0.05  # The chance of a return in any one step, before anything is known: like an LRU's, 1 / age.
 _PRIOR_RUNS = 500  # How many runs that prior counts for.
@@ -25,6 +24,7 @@ class Branch(NamedTuple):
     name: Hashable
     trust_runs: int  # How many runs the parent's chances count for.
     factor: float = 1.0  # By which the chances are thought to differ from the parent's.
+    is_hint: bool = False  # Labels without hints are a few hundred at most; with hints, clients make them up.
 
 
 class Label:
@@ -57,7 +57,7 @@ class Returns:
         """Return the label at the end of a path from the root, or as far along as there are labels to be had."""
         label = self._root
         for branch in path:
-            if branch.name not in label.children and len(path) > PATH_MAX and len(self._labels) >= LABELS_MAX:
+            if branch.name not in label.children and path[0].is_hint and len(self._labels) >= LABELS_MAX:
                 return label
             label = label.children.get(branch.name) or self._new_label(label, branch)
         return label

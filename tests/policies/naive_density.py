@@ -9,7 +9,7 @@ from kvtier.policies.classes import Classes
 
 STEPS = 17
 WIDTHS = [1] + [2**step for step in range(STEPS - 1)]
-TRUSTS = {"hint": 50, "kind": 100, "pause": 50, "length": 50, "superseded": 50}
+TRUSTS = {"class": 50, "future": 10, "kind": 100, "pause": 50, "length": 50, "superseded": 50}
 FACTORS = {0: 1.0, 1: 2.0, 2: 2.0, 3: 2.0, 4: 2.0, 5: 4.0}
 Path = tuple[tuple[str, Hashable], ...]
 
@@ -169,15 +169,15 @@ class NaiveDensity(Policy[Any]):
 
     def rank_hinted(self, keys: Sequence[Any], hint: Hint) -> None:
         self.warm_up_requests = min(self.warm_up_requests, 128)
-        said: list[Hashable] = []
+        said: list[tuple[str, Hashable]] = []
         number = self.classes.number(hint.class_)[0] if hint.class_ else None
         if number is not None:
             said.append(("class", number))
         if hint.over:
-            said.append("over")
+            said.append(("future", "over"))
         elif hint.returns_in_s is not None:
-            said.append(round(2 * math.log(min(max(1.0, hint.returns_in_s), 1e6))))
-        self.end(keys, tuple(("hint", part) for part in said))
+            said.append(("future", round(2 * math.log(min(max(1.0, hint.returns_in_s), 1e6)))))
+        self.end(keys, tuple(said))
 
     def end(self, keys: Sequence[Any], hints: Path) -> None:
         if not keys:
@@ -194,12 +194,14 @@ class NaiveDensity(Policy[Any]):
         self.take(keys, used=False)
         length = min(4, (len(keys).bit_length() - 1) // 2)
         kind = turn if turn < 3 else 3 if turn < 6 else 4
+        knows_future = any(sort == "future" for sort, _ in hints)
+        past = () if knows_future else (("pause", pause), ("length", length))
         for part, which in ((keys[shared:], kind), (keys[:shared], 5)):
             if part:
                 run = NaiveRun(part, self.statistics.now)
                 run.turn, run.pause, run.shared = turn, pause, int(which == 5)
                 self.give(part, run)
-                self.settle(run, (*hints, ("kind", which), ("pause", pause), ("length", length)))
+                self.settle(run, (*hints, ("kind", which), *past))
 
     def settle(self, run: NaiveRun, path: Path) -> None:
         run.path, run.born = path, self.statistics.now
