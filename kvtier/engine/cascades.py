@@ -212,7 +212,9 @@ class Cascades:
         primary, leaving = self._primary, self._primary.leaving
         assert leaving is not None
         self._count_unwritten()
-        primary.leave(self._wanted - primary.rows_free - len(leaving.left))
+        missing = self._wanted - primary.rows_free - len(leaving.left)
+        if missing > 0 or leaving.aside:
+            primary.leave(missing)
         self._wanted = self._leaving_rows
         news = leaving.take_news()
         keys = primary.keys_of(news)
