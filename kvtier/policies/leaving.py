@@ -187,7 +187,7 @@ class Leaving(Generic[K]):
     def _form_anew(self) -> None:
         """Form the line of those that have left and are still there."""
         places = dict.fromkeys(reversed([*self.aside, *self._line[self._over :]]))  # The last one of each counts.
-        self._line = [key for key in reversed(places) if key in self.left]
+        self._line[:] = [key for key in reversed(places) if key in self.left]
         self._over = 0
         self.aside.clear()
         self._returned.clear()
