@@ -300,6 +300,23 @@ async def test_a_prefetch_of_nothing_and_of_strangers_is_over_at_once(open_engin
     assert await engine.prefetch(keys([0, 1])) == 2
 
 
+@pytest.mark.virtual_time
+async def test_a_prefetch_counts_nothing_that_has_gone_again_before_its_end(open_engine):
+    """Its leases have an end, and a slow tier may take longer than that."""
+    tier = {"type": "dummy", "latency_s": 4.0, "concurrency": 1}
+    engine = await open_engine(4, tier, limits={"lease_s": 0.5, "action_chunks": 1, "lease_share": 1.0})
+    await put(engine, range(3))
+    assert await engine.drain(60.0)
+    assert await engine.reset()
+    call = asyncio.ensure_future(engine.prefetch(keys(range(3))))
+    await until(lambda: here(engine, range(3)) == [0])
+    await asyncio.sleep(1.0)
+    await put(engine, range(10, 12))
+    assert here(engine, range(3)) == []
+    assert await call == 0
+    assert here(engine, range(3)) == [1, 2]
+
+
 async def test_a_prefetch_ends_before_what_fails_on_its_way(open_engine):
     tier = {"type": "dummy", "corruption_rate": 1.0}
     engine = await open_engine(8, tier)
