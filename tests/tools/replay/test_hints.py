@@ -214,7 +214,7 @@ def known_agents(agents: Path) -> Future:
     return future(Trace(agents), 512)
 
 
-@pytest.mark.parametrize(("share", "least"), [(0.5, 0.59), (1.0, 0.655)])
+@pytest.mark.parametrize(("share", "least"), [(0.5, 0.60), (1.0, 0.66)])
 def test_hints_of_when_agents_return_are_worth_more_than_a_policy(
     traces: Traces, agents: Path, known_agents: Future, share: float, least: float
 ) -> None:
