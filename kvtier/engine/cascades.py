@@ -132,7 +132,7 @@ class Cascades:
             self.demoted.difference_update(rows)
 
     def not_due(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
-        """Take note that a tier is owed nothing of keys, nor when it loses them, as long as they stay in the primary."""
+        """Take note that a tier is owed nothing of keys, nor when it loses them, while they stay in the primary."""
         if tier.spec.cascade == WHEN_EVICTED:
             owed_for = self._owed_for[tier]
             for row in self._primary.rows_of(keys):

@@ -576,6 +576,8 @@ class Ledger:
             return None
         if evicted:
             self._events.add(EventKind.REMOVED, PRIMARY_NAME, evicted)
+        if self._forgetting:
+            self._have_gone(absent)
         self._access(present, keys, request)
         if present and self._request_level:
             self._offer_present(present, request)
@@ -742,6 +744,13 @@ class Ledger:
         self._forgetting.update(dict.fromkeys(held))
         return len(keys) - len(held)
 
+    def _have_gone(self, keys: Sequence[OffloadKey]) -> None:
+        """Take note that keys which were to be forgotten, and were held, have gone: what comes from now on is new."""
+        gone = [key for key in keys if key in self._forgetting]
+        self._delete_in_tiers(gone)
+        for key in gone:
+            del self._forgetting[key]
+
     # The whole.
 
     def delete(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
@@ -777,6 +786,7 @@ class Ledger:
             self.cascades.clear()
         gone = self.primary.clear(self.transfers.clear() + self.kept)
         self._events.add(EventKind.REMOVED, PRIMARY_NAME, gone)
+        self._have_gone(list(self._forgetting))
         self.kept.clear()
         self.rows_in_use = 0
         self.promoting = False
