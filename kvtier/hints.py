@@ -18,6 +18,7 @@ PRIORITY_MAX = 99
 RETAIN_S_MAX = 86_400.0  # A longer time counts as this: nothing is kept for ever.
 CLASS_CHARACTERS_MAX = 256
 TIERS_NAMED_MAX = 64
+SAID_CHARACTERS_MAX = 64  # Of a name that a client has sent, in the log.
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -80,6 +81,11 @@ def hint_of(given: object, ignored: IgnoredHints | None = None) -> Hint | None:
     return None
 
 
+def shortened(name: str) -> str:
+    """Return a name that a client has sent as the log says it."""
+    return repr(name if len(name) <= SAID_CHARACTERS_MAX else f"{name[:SAID_CHARACTERS_MAX]}…")
+
+
 class _UnreadableError(Exception):
     """The reason, and what is wrong."""
 
@@ -88,13 +94,16 @@ def _read(given: object) -> Hint:
     sent: object = msgspec.to_builtins(given) if isinstance(given, Hint) else given
     if not _is_table(sent):
         raise _UnreadableError("type", f"{type(given).__name__} given, a table of a hint's fields accepted")
+    if len(sent) > len(_FIELDS):  # A million of them would take a step its time.
+        raise _UnreadableError("field", f"{len(sent):,} fields given, {_ACCEPTED} accepted")
     table = dict(sent)
     if unknown := table.keys() - _FIELDS:
-        raise _UnreadableError("field", f"{min(map(str, unknown))!r} given, {_ACCEPTED} accepted")
+        raise _UnreadableError("field", f"{shortened(min(map(str, unknown)))} given, {_ACCEPTED} accepted")
     hint = msgspec.convert(table, Hint)
     for seconds in (hint.returns_in_s, hint.retain_s):
         if seconds is not None and not math.isfinite(seconds):
             raise _UnreadableError("value", f"{seconds} s given, a finite time accepted")
+    _encoder.encode(hint)  # Raises where it could not be sent to a tier: half a character, more than 64 bits.
     return hint
 
 
@@ -102,5 +111,6 @@ def _is_table(given: object) -> TypeGuard[Mapping[str, object]]:
     return isinstance(given, Mapping)
 
 
+_encoder = msgspec.msgpack.Encoder()
 _FIELDS = frozenset(field.encode_name for field in msgspec.structs.fields(Hint))
 _ACCEPTED = ", ".join(sorted(_FIELDS))

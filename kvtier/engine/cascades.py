@@ -14,7 +14,7 @@ is sent.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 
 from kvtier.backend import OffloadKey
@@ -35,6 +35,8 @@ OVER = "over"  # Its session is, and nobody has used it since.
 _NOBODY = 0  # As a request's number: who stored a chunk in its tier is not known.
 _KEPT_OUT = -1  # In its place: the request that stored a chunk keeps its own out of the tier.
 
+Debt = tuple[OffloadKey, int, bool]
+"""A key, the bits of the tiers that its chunk was owed to, and whether it was withheld."""
 Seen = OrderedDict[OffloadKey, int]
 """Keys that were stored once, longest ago first, each with the number of the request that it was first seen with."""
 
@@ -70,6 +72,7 @@ class Cascades:
         """Rows that were demoted, until they are `wanted` again: written last, they still go first."""
         self.withheld: set[int] = set()
         """Rows of sessions that are over, until they are `wanted` again: what is owed of these is not sent."""
+        self._unwritten: list[Debt] = []  # What went in this step, and was owed.
         self._leaving_rows = self._wanted = leaving_rows
         self._due = {tier: deque[int](maxlen=primary.rows) for tier in self._evict}  # Rows that left, first ones first.
         self._ending = False
@@ -79,10 +82,11 @@ class Cascades:
     def due(self, keys: Sequence[OffloadKey], tier: Tier, request: Request) -> list[OffloadKey]:
         """Take note that a request has stored keys for a tier; return those that are sent to it at once."""
         if tier.spec.cascade == WHEN_EVICTED:
-            rows, owed_for = self._primary.rows_of(keys), self._owed_for[tier]
+            rows = list(map(self._primary.ready.__getitem__, keys))
+            owed, owed_for, bit, number = self._owed, self._owed_for[tier], tier.bit, request.number
             for row in rows:
-                self._owed[row] |= tier.bit
-                owed_for[row] = request.number
+                owed[row] |= bit
+                owed_for[row] = number
             if self._ending:
                 self._due[tier].extend(rows)
             return []
@@ -132,7 +136,7 @@ class Cascades:
             self.demoted.difference_update(rows)
 
     def not_due(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
-        """Take note that a tier is owed nothing of keys, nor when it loses them, while they stay in the primary."""
+        """Take note that a tier is owed nothing of keys, nor if it loses them, as long as they are in the primary."""
         if tier.spec.cascade == WHEN_EVICTED:
             owed_for = self._owed_for[tier]
             for row in self._primary.rows_of(keys):
@@ -155,7 +159,7 @@ class Cascades:
         for tier in self._second_use:
             if request.keeps_out(tier.spec):
                 seen = self._seen[tier]
-                self._unsee([key for key in keys if seen.get(key) == request.number and self._lacks(tier, key)], tier)
+                self._unsee(self._lacking([key for key in keys if seen.get(key) == request.number], tier), tier)
 
     def forget(self, keys: Sequence[OffloadKey]) -> None:
         """Take note that keys are to be forgotten everywhere: so, too, that they were seen.
@@ -174,12 +178,11 @@ class Cascades:
 
     def _write_off(self, chunks: Iterable[tuple[OffloadKey, int]], tier: Tier) -> int:
         """Owe a tier these chunks no more; return how many of them it lacks."""
-        owed, bit, lacked = self._owed, tier.bit, 0
-        for key, row in chunks:
-            if owed[row] & bit:
-                owed[row] &= ~bit
-                lacked += self._lacks(tier, key)
-        return lacked
+        owed, bit = self._owed, tier.bit
+        unpaid = [(key, row) for key, row in chunks if owed[row] & bit]
+        for _, row in unpaid:
+            owed[row] &= ~bit
+        return len(self._lacking([key for key, _ in unpaid], tier))
 
     def lost(self, tier: Tier, keys: Iterable[OffloadKey]) -> None:
         """Take note that a tier holds chunks no more: what the primary has of them is owed to it again.
@@ -192,14 +195,17 @@ class Cascades:
                 if row is not None and owed_for[row] != _KEPT_OUT:
                     self._owed[row] |= tier.bit
 
-    def reserved(self, keys: Sequence[OffloadKey], evicted: Sequence[OffloadKey]) -> None:
-        """Take note that rows have other keys now: what was owed of the evicted ones is not written any more."""
-        owed = self._owed
-        if evicted:
-            self._skip(zip(evicted, self._primary.evicted_rows, strict=True), PRESSURE)
-        rows = list(map(self._primary.filling.__getitem__, keys))
-        for row in rows:
-            owed[row] = 0
+    def reserved(self, evicted: Sequence[OffloadKey]) -> None:
+        """Take note that rows have other keys now: what was owed of the evicted ones is not written any more.
+
+        This is on the way of every store. Where tiers keep up, nothing is owed; else the step's end counts what was.
+        """
+        owed, rows = self._owed, self._primary.reserved_rows
+        bits = list(map(owed.__getitem__, rows))
+        if any(bits):
+            self._unwritten += zip(reversed(evicted), bits, map(self.withheld.__contains__, rows), strict=False)
+            for row in rows:
+                owed[row] = 0
         self.wanted(rows)
 
     # A step, and the end.
@@ -208,18 +214,20 @@ class Cascades:
         """Have rows leave the order ahead of demand, and send what is owed of those that have left."""
         primary, leaving = self._primary, self._primary.leaving
         assert leaving is not None
+        self._count_unwritten()
         missing = self._wanted - primary.rows_free - len(leaving.left)
-        if missing > 0:
+        if missing > 0 or leaving.aside:
             primary.leave(missing)
         self._wanted = self._leaving_rows
         news = leaving.take_news()
+        keys = primary.keys_of(news)
         for tier, due in self._due.items():
             if news and not self._ending:
-                due.extend(row for row in reversed(news) if self._is_due(row, tier))
+                due.extend(self._owed_of(reversed(news), tier))
             if not runner_up:
                 continue
-            if news:  # What the tier has of them is as recent there as what it is sent.
-                self._outbox.rank([key for row in news if (key := primary.key(row)) is not None], tier)
+            if keys:  # What the tier has of them is as recent there as what it is sent.
+                self._outbox.rank(keys, tier)
             if due:
                 self._send(tier, due, now)
 
@@ -232,8 +240,9 @@ class Cascades:
         primary, leaving = self._primary, self._primary.leaving
         if leaving is None or not any(tier.storing for tier in self._evict):
             return True
-        waiting = sum(primary.pinned(row) or (self._owed[row] > 0 and row not in self.withheld) for row in leaving.left)
-        return rows <= primary.rows_free + len(leaving.left) - waiting
+        missing, owed, withheld = rows - primary.rows_free, self._owed, self.withheld
+        idle = (row for row in leaving.left if not (primary.pinned(row) or (owed[row] and row not in withheld)))
+        return missing <= 0 or len(list(islice(idle, missing))) == missing
 
     @property
     def due_rows(self) -> int:
@@ -245,11 +254,17 @@ class Cascades:
         self._ending = True
         for tier, due in self._due.items():
             due.clear()
-            due.extend(row for row in self._primary.ready.values() if self._is_due(row, tier))
+            due.extend(self._owed_of(self._primary.ready.values(), tier))
 
     def give_up(self, reason: str) -> int:
         """Count what is still owed as not written; return how many chunks were to be."""
-        return self._skip(self._primary.ready.items(), reason) if self.owes else 0
+        self._count_unwritten()
+        owed, withheld = self._owed, self.withheld
+        given_up = [(key, row) for key, row in self._primary.ready.items() if owed[row]] if self.owes else []
+        skipped = self._skip([(key, owed[row], row in withheld) for key, row in given_up], reason)
+        for _, row in given_up:
+            owed[row] = 0
+        return skipped
 
     def clear(self) -> None:
         """Forget what is owed: the primary is about to drop every key."""
@@ -260,47 +275,69 @@ class Cascades:
         self.demoted.clear()
 
     def _send(self, tier: Tier, due: deque[int], now: float) -> None:
-        keys = list(islice(self._sendable(tier, due), self._outbox.places(tier, now)))
+        places, keys = self._outbox.places(tier, now), list[OffloadKey]()
+        while due and len(keys) < places:
+            keys += self._sendable(_taken(due, places - len(keys)), tier)
         size, head_first = self._action_chunks, 1 if self._ending else -1
         for start in range(0, len(keys), size):  # Head first within an action, as a tier expects it.
-            self._outbox.cascade(keys[start : start + size][::head_first], tier, now)
+            self._outbox.store(keys[start : start + size][::head_first], tier)
         row_of = self._primary.ready.__getitem__
         if self.demoted and (demoted := [key for key in keys[::head_first] if row_of(key) in self.demoted]):
             self._outbox.demote(demoted, tier)
 
-    def _sendable(self, tier: Tier, due: deque[int]) -> Iterator[OffloadKey]:
-        """Give the keys that a tier is owed and lacks, who left first first; they are owed no more."""
-        primary, owed = self._primary, self._owed
+    def _sendable(self, rows: Iterable[int], tier: Tier) -> Sequence[OffloadKey]:
+        """Return the keys that a tier is owed of these rows and lacks, in order; it is owed nothing of them any more.
+
+        What was used again, or has gone, is not due.
+        """
+        primary, owed, unpaid = self._primary, self._owed, ~tier.bit
         assert primary.leaving is not None
-        left = primary.leaving.left
-        while due:
-            row = due.popleft()
-            key = primary.key(row)
-            if key is None or key not in primary.ready or not self._is_due(row, tier):
-                continue
-            if not (self._ending or row in left):
-                continue  # It was used again, or has gone.
-            owed[row] &= ~tier.bit
-            if self._lacks(tier, key):
-                yield key
+        each = dict.fromkeys(rows)  # One that left, came back and left again is due twice.
+        here = primary.ready_rows(each) if self._ending else filter(primary.leaving.left.__contains__, each)
+        paid = self._owed_of(here, tier)
+        for row in paid:
+            owed[row] &= unpaid
+        return self._lacking(primary.keys_of(paid), tier)
 
-    def _is_due(self, row: int, tier: Tier) -> bool:
-        return self._owed[row] & tier.bit > 0 and row not in self.withheld
+    def _owed_of(self, rows: Iterable[int], tier: Tier) -> list[int]:
+        """Return those of the rows that are owed to a tier, but for what is withheld."""
+        owed, bit, withheld = self._owed, tier.bit, self.withheld
+        if withheld:
+            return [row for row in rows if owed[row] & bit and row not in withheld]
+        return [row for row in rows if owed[row] & bit]
 
-    def _lacks(self, tier: Tier, key: OffloadKey) -> bool:
-        return not (self._residency.mask.get(key, 0) & tier.bit or key in tier.storing or tier.last_answer(key))
+    def _lacking(self, keys: Sequence[OffloadKey], tier: Tier) -> Sequence[OffloadKey]:
+        """Return those of the keys that a tier neither has, as far as is known, nor is getting."""
+        mask, bit, storing, answered = self._residency.mask, tier.bit, tier.storing, tier.answered
+        if mask.keys().isdisjoint(keys) and storing.isdisjoint(keys) and answered.isdisjoint(keys):
+            return keys  # As most are that leave.
+        return [key for key in keys if not (mask.get(key, 0) & bit or key in storing or key in answered)]
 
-    def _skip(self, chunks: Iterable[tuple[OffloadKey, int]], reason: str) -> int:
-        """Count what is owed of chunks and lacked, for each tier; nothing of them is owed any more.
+    def _count_unwritten(self) -> None:
+        """Count what went since the last step's end, and was owed."""
+        if self._unwritten:
+            self._skip(self._unwritten, PRESSURE)
+            self._unwritten.clear()
+
+    def _skip(self, debts: Sequence[Debt], reason: str) -> int:
+        """Count for each tier what it was owed and lacks.
 
         What was withheld has a reason of its own. Return how many others there were.
         """
-        owed, withheld, skipped = self._owed, self.withheld, 0
-        for key, row in chunks:
-            if owed[row]:
-                for tier in self._evict:
-                    if owed[row] & tier.bit and self._lacks(tier, key):
-                        tier.counters.skip(OVER if row in withheld else reason, 1)
-                        skipped += row not in withheld
-                owed[row] = 0
+        skipped = 0
+        for tier in self._evict:
+            for over in (False, True):
+                owed = [key for key, bits, withheld in debts if bits & tier.bit and withheld is over]
+                if lacked := len(self._lacking(owed, tier)):
+                    tier.counters.skip(OVER if over else reason, lacked)
+                    skipped += 0 if over else lacked
         return skipped
+
+
+def _taken(due: deque[int], count: int) -> list[int]:
+    """Take so many of the first rows that are due, or all."""
+    if count < len(due):
+        return [due.popleft() for _ in range(count)]
+    rows = list(due)
+    due.clear()
+    return rows

@@ -2,12 +2,13 @@
 
 No await, no clock, no I/O: the time is an argument, and what is to be done comes out of `end_step` as actions. So every
 change of state is atomic, and a test is a plain call. The ledger answers its caller; `outbox` and `inbox` are its
-traffic with the tiers.
+traffic with the tiers. Three modules decide for it: `weighing` what is loaded and what is computed, `cascades` what is
+written later, and `prefetches` what is looked up before a request asks.
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from itertools import chain
+from collections.abc import Collection, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from kvtier.backend import OffloadKey
@@ -15,14 +16,15 @@ from kvtier.config import PRIMARY_NAME, EngineConfig, TierConfig
 from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, EventKind, EventLog, LookupResult, StorePlan
 from kvtier.engine.cascades import NO_STORE, Cascades
 from kvtier.engine.inbox import Inbox, Observe
-from kvtier.engine.outbox import Outbox, Run, Transfer, Transfers, chunks_before
+from kvtier.engine.outbox import Outbox, Transfers
 from kvtier.engine.prefetches import Prefetches
 from kvtier.engine.prefill import PrefillSpeed
 from kvtier.engine.primary import Primary
-from kvtier.engine.requests import NEVER, PROMOTIONS_MAX, Leases, Request, StepHits, Waited
+from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Request, StepHits, Waited
 from kvtier.engine.tier import WHEN_EVICTED, Residency, Tier, TierSpec
-from kvtier.engine.worth import EXPLORED_CHUNKS, Choice, Worth
-from kvtier.hints import RETAIN_S_MAX, IgnoredHints, hint_of
+from kvtier.engine.weighing import Weighing
+from kvtier.engine.worth import Worth
+from kvtier.hints import RETAIN_S_MAX, IgnoredHints, hint_of, shortened
 from kvtier.policies import Policy, policy_class
 from kvtier.runner.messages import Action, Gone, LocalMessage, Message, RunnerBack, RunnerGone, RunnerLost, unpack_keys
 
@@ -103,6 +105,7 @@ class Ledger:
         self.inbox = Inbox(
             self.primary, self.leases, self.tiers, self.residency, self.transfers, self.outbox, self._events, observe
         )
+        self.weighing = Weighing(self._worth, self.primary, self.leases, self.outbox, self.tiers)
         self.counters = LedgerCounters()
         self.hints_ignored = IgnoredHints()
         self.prefetches = Prefetches(self.primary, self.cascades, self.leases, self.lookup)
@@ -112,7 +115,6 @@ class Ledger:
         self.runner_up = True
         self.rows_in_use = 0  # Given to the LLM engine to read or write, and not yet given back.
         self.kept: Counter[int] = Counter()  # Row -> views of it that are still read, each of them a pin.
-        self.withdrawals = 0  # Requests that must look up again, for what they found is not sent for.
         self._now = 0.0
         self._step = 1
         # Filling keys that request-level tiers will get, too.
@@ -156,7 +158,7 @@ class Ledger:
         """
         worth = self._worth
         if self.outbox.runs:
-            self._weigh()
+            self.weighing.weigh(self._now, self._step)
         if self.prefetches.waiting:  # After that: what is not loaded for a request may be for them.
             self.prefetches.step()
         weighs = worth.token_s > 0
@@ -167,7 +169,7 @@ class Ledger:
             self._cascade_parked()
         if self.cascades.owes:
             self.cascades.step(self._now, runner_up=self.runner_up)
-        actions = self.outbox.flush(self._expect if weighs else None)
+        actions = self.outbox.flush(partial(self.weighing.expect, self._now) if weighs else None)
         if weighs or self.prefill.tokens_per_s:
             worth.begin_step()
         self._step += 1
@@ -190,7 +192,8 @@ class Ledger:
     def _lookup_absent(self, key: OffloadKey, request: Request) -> LookupResult:
         if key in self.primary.filling:
             if self._worth.token_s and (self._now >= request.late_at or request.declined(key)):
-                return self._give_up_on(key, request)
+                self.weighing.give_up(key, request)
+                return self._miss(key, request, ())
             return self._wait_for(key, request)
         search = request.search
         if not (self.promoting and self.runner_up) or search.promotions.get(key, 0) >= PROMOTIONS_MAX:
@@ -210,7 +213,7 @@ class Ledger:
             if answer is None:
                 silent.append(tier)
             elif answer:
-                if not self._weighs(request):
+                if not (request.weighed and self._worth.token_s):
                     return self._promote(key, tier, request)
                 if (self._worth.never(tier) and request not in self.outbox.runs) or search.passed & tier.bit:
                     slow = [*(slow or ()), tier]
@@ -223,9 +226,10 @@ class Ledger:
                 return RETRY
             if slow is None:
                 return self._miss(key, request, asked)
-            source = next((tier for tier in slow if self._may_try(tier, request)), None)
+            source = next((tier for tier in slow if self.weighing.may_try(tier, request, self._now, self._step)), None)
             if source is None:
-                return self._decline_at_once(key, slow[0], request)
+                self.weighing.decline_at_once(key, slow[0], request, self._now)
+                return self._miss(key, request, ())
         others = having & ~(source.bit | search.passed)
         return self._promote(key, source, request, others, unasked=unasked)
 
@@ -271,208 +275,15 @@ class Ledger:
         return HIT_PENDING
 
     def _miss(self, key: OffloadKey, request: Request, asked: Sequence[Tier]) -> LookupResult:
+        if request.waiting_since is not None:
+            self._hits.note_miss(request)
         missed = request.search.missed
         if key not in missed:
             missed.add(key)
-            if request.waiting_since is not None and not request.waits:  # What it waited for is computed.
-                self._hits.end_wait(request, self._now)
             self.counters.misses += 1
             for tier in asked:
                 tier.counters.misses += 1
         return MISS
-
-    # Weighing: what a tier has is loaded, or computed.
-
-    def _weigh(self) -> None:
-        """Take back those of this step's loads that are not worth their time.
-
-        A request that shares chunks with one that was declined, or waits for a tier's word, is weighed when it has
-        looked up again.
-        """
-        queued: dict[Tier, int] = {}  # Chunks that go before those of the next request.
-        withdrawn: set[OffloadKey] = set()
-        reassigned = False
-        for request, found in self.outbox.runs.items():
-            if request.finished:
-                continue
-            if withdrawn and not withdrawn.isdisjoint(chain(request.held, request.hits)):
-                withdrawn.update(self._withdraw(request, found, None, queued))
-                self.withdrawals += 1
-                continue
-            runs, moved = found, False
-            if any(run.others for run in found):
-                runs, moved = self._worth.soonest(found, self.tiers, queued, self._now)
-            if moved:
-                self.outbox.reassign(request, runs)
-                reassigned = True
-            withdrawn.update(self._weigh_one(request, runs, queued))
-        if reassigned:
-            self.outbox.order_loads()
-        self.outbox.runs.clear()
-
-    def _weigh_one(self, request: Request, runs: Sequence[Run], queued: dict[Tier, int]) -> Sequence[OffloadKey]:
-        """Let a request have the loads that save it most time; return the keys that are not on their way any more."""
-        choice, waits = self._choice(request, runs, queued), request.retried_in == self._step
-        computes = not waits and self._worth.computes_anyway(choice, self._now)
-        if computes:
-            choice = Choice(runs[0].start, 0.0, 0.0)
-        gone: Sequence[OffloadKey] = ()
-        if choice.end < runs[-1].end:
-            if waits:
-                return self._withdraw(request, runs, None, queued)
-            # A tier that has yet to say what it has may be faster.
-            passes = not computes and any(run.unasked for run in runs if run.end > choice.end)
-            gone = self._withdraw(request, runs, choice, queued, passes=passes)
-            self.withdrawals += 1
-        elif runs[-1].others:
-            self._explore_beside(request, runs, queued)
-        if choice.computing_s:
-            for tier, chunks in chunks_before(runs, choice.end).items():
-                queued[tier] = queued.get(tier, 0) + chunks
-            late_at = self._now + self._worth.patience_s(choice.computing_s)
-            request.late_at = late_at if request.late_at == NEVER else max(late_at, request.late_at)
-        return gone
-
-    def _weighs(self, request: Request) -> bool:
-        return request.weighed and self._worth.token_s > 0
-
-    def _choice(self, request: Request, runs: Sequence[Run], queued: Mapping[Tier, int]) -> Choice:
-        tokens = request.tokens_found(self._worth.chunk_tokens)
-        if tokens is None:
-            return self._worth.choose(runs, request.found, queued, self._now)
-        return self._worth.choose_all(runs, request.found, tokens, queued, self._now)
-
-    def _withdraw(
-        self,
-        request: Request,
-        runs: Sequence[Run],
-        choice: Choice | None,
-        queued: Mapping[Tier, int],
-        *,
-        passes: bool = False,
-    ) -> list[OffloadKey]:
-        """Take back a request's loads but for its choice; None: all of them, as if it had not looked up.
-
-        `passes`: it only passes over the tiers of these loads, and asks others. Return the keys that are not on their
-        way any more.
-        """
-        end = runs[0].start if choice is None else choice.end
-        left = [run for run in runs if run.end > end]
-        if passes:
-            for run in left:
-                request.search.passed |= run.tier.bit | run.others
-        gone: list[OffloadKey] = []
-        for tier, kept in chunks_before(runs, end).items():
-            keys = self.outbox.withdraw(tier, request, kept)
-            if choice is None or passes:
-                for key in keys:
-                    request.search.undo(key)
-            elif keys:
-                self._decline(keys, tier, request)
-                tier.counters.declined_seconds += self._worth.load_s(tier, queued.get(tier, 0) + len(keys), self._now)
-                if not kept:
-                    keys = self._explore_declined(keys, tier, left, request, queued)
-            gone += keys
-        for key in gone:
-            self.leases.end_row(self.primary.filling[key])
-            self.primary.abandon(key, lent=False)
-        return gone
-
-    def _of_bits(self, bits: int) -> list[Tier]:
-        return [tier for tier in self.tiers if tier.bit & bits]
-
-    def _decline(self, keys: Sequence[OffloadKey], tier: Tier, request: Request) -> None:
-        """Have a request compute these keys of a tier."""
-        for key in keys:
-            request.search.decline(key)
-        tier.counters.declined += len(keys)
-        tier.counters.declined_requests += 1
-
-    def _explore(self, keys: Sequence[OffloadKey], tier: Tier, request: Request) -> None:
-        """Have these reserved keys loaded for nobody, to see how fast the tier is."""
-        request.leased_hits = request.found  # At the step's end, too, it leases none of them.
-        for key in keys:
-            self.leases.end(self.primary.filling[key], request)
-        self.outbox.explore(keys, tier)
-
-    def _may_try(self, tier: Tier, request: Request) -> bool:
-        """Say whether to queue loads that are worth nothing: at the step's end, some of them are explored.
-
-        Of one request a step, so that not all have their rows reserved for it.
-        """
-        if request not in self.outbox.runs:
-            if tier.tried_in == self._step or not self._worth.may_explore(tier, self._now):
-                return False
-            tier.tried_in = self._step
-        return True
-
-    def _explore_declined(
-        self, keys: list[OffloadKey], tier: Tier, runs: Sequence[Run], request: Request, queued: Mapping[Tier, int]
-    ) -> list[OffloadKey]:
-        """Have the first of the keys that were to come from a tier loaded for nobody; return the others.
-
-        From that tier, or from another one that has its first run, too: whichever it is time for.
-        """
-        run = next(run for run in runs if run.tier is tier)
-        for each in self._of_bits(tier.bit | run.others):
-            if chunks := self._worth.explores(each, len(keys), queued, self._now):
-                chunks = chunks if each is tier else min(chunks, run.end - run.start)
-                self._explore(keys[:chunks], each, request)
-                return keys[chunks:]
-        return keys
-
-    def _explore_beside(self, request: Request, runs: Sequence[Run], queued: Mapping[Tier, int]) -> None:
-        """Have the last chunks of a prompt loaded for nobody from a tier that has them and was not heard of for long.
-
-        The request computes them meanwhile. What it found behind them would have to be computed, too: then it is none.
-        """
-        run, goes_on = runs[-1], request.retried_in == self._step or runs[-1].end < request.found
-        if goes_on or run.end - run.start <= EXPLORED_CHUNKS:
-            return
-        if request.tokens_found(self._worth.chunk_tokens) is not None:  # A leading part is of no use by itself.
-            return
-        for tier in self._of_bits(run.others):
-            if self._worth.explores_beside(tier, queued, self._now):
-                run.end -= EXPLORED_CHUNKS
-                keys = self.outbox.withdraw(run.tier, request, chunks_before(runs, run.end)[run.tier])
-                for key in keys:
-                    request.search.decline(key)
-                self._explore(keys, tier, request)
-                return
-
-    def _decline_at_once(self, key: OffloadKey, tier: Tier, request: Request) -> LookupResult:
-        """Decline a key of a tier from which no load is worth its time, however long."""
-        self._decline((key,), tier, request)
-        tier.counters.declined_seconds += self._worth.load_s(tier, 1, self._now)
-        return self._miss(key, request, ())
-
-    def _give_up_on(self, key: OffloadKey, request: Request) -> LookupResult:
-        """Have a request compute a key that is on its way, and what comes after it; its row stays with the transfer."""
-        if not request.declined(key):
-            search, source = request.search, request.sources.get(key)
-            if source is not None and not search.gave_up:
-                search.gave_up = True
-                self.tiers[source].give_up(request)
-            search.decline(key)
-            for row in tuple(request.leased):
-                if self.primary.key(row) in self.primary.filling:
-                    self.leases.end(row, request)
-        return self._miss(key, request, ())
-
-    def _expect(self, load: Transfer) -> None:
-        """Note how long a load that is about to be sent is expected to take."""
-        load.sent_at = self._now
-        if load.tier.speed is not None:
-            load.expected_s = self._worth.load_s(load.tier, len(load.keys), self._now)
-            load.sizes = self._worth.sizes(load.tier, len(load.keys))
-            load.computing_s = self._computing_s(load)
-
-    def _computing_s(self, load: Transfer) -> float:
-        """Return what the request would take to compute what it waits for; if none waits, what is loaded until then."""
-        request = load.request
-        if request is None or request.late_at == NEVER:
-            return (load.tier.loading + len(load.keys)) * self._worth.chunk_s
-        return self._worth.computing_s(request.late_at - self._now)
 
     # Loading: primary → the LLM engine.
 
@@ -619,7 +430,7 @@ class Ledger:
             self.primary.end_retentions(self._now)
         evicted = self.primary.reserve(keys, offered, after)
         if evicted is not None and self.cascades.owes:
-            self.cascades.reserved(keys, evicted)
+            self.cascades.reserved(evicted)
         return evicted
 
     def _give_up(self, keys: Sequence[OffloadKey]) -> None:
@@ -669,7 +480,7 @@ class Ledger:
         request.hint = hint
         if not isinstance(hint.no_store, bool):
             for name in set(hint.no_store).difference(tier.spec.name for tier in self.tiers):
-                self.hints_ignored.add("tier", f"no_store names {name!r}, which is no tier here")
+                self.hints_ignored.add("tier", f"no_store names {shortened(name)}, which is no tier here")
 
     def finish(self, request: Request) -> None:
         """Rank the request's keys anew, tail first, here and in tiers, and end its leases.

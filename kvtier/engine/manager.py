@@ -116,10 +116,7 @@ class TieringOffloadingManager:
             plan = await self._reserve(keys[: self.config.rows], own_id)
             position = dict(zip(keys, range(len(keys)), strict=True)) if plan.keys else {}
             await self._fill(plan, [chunks[position[key]] for key in plan.keys], own_id)
-            stored = 0
-            while stored < len(keys) and self._ledger.primary.row(keys[stored]) is not None:
-                stored += 1
-            return stored
+            return self._leading(keys)
 
     @asynccontextmanager
     async def fetch(
@@ -191,7 +188,7 @@ class TieringOffloadingManager:
         finally:
             self._ledger.prefetches.give_up(prefetch)
             self._progress.stir()
-        return prefetch.here
+        return self._leading(prefetch.keys[: prefetch.here])  # Its leases may have ended before it did.
 
     def demote(self, keys: Sequence[OffloadKey]) -> int:
         """Have keys go before all others when room is made, here and in tiers; see `StepManager.demote`."""
@@ -429,6 +426,11 @@ class TieringOffloadingManager:
         finally:
             if done < len(plan.keys):
                 self.steps.complete_store(plan.keys[done:], request_id, success=False)
+
+    def _leading(self, keys: Sequence[OffloadKey]) -> int:
+        """Return how many leading keys are in the primary, or are being filled there."""
+        row_of = self._ledger.primary.row
+        return next((place for place, key in enumerate(keys) if row_of(key) is None), len(keys))
 
     def _check_chunks(self, keys: Sequence[OffloadKey], chunks: Sequence[Chunk]) -> None:
         if len(keys) != len(chunks):

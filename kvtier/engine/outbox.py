@@ -274,14 +274,17 @@ class Outbox:
     def reassign(self, request: Request, runs: Sequence[Run]) -> None:
         """Queue the loads of a request anew, from the tiers that its runs say now; its turn stays the same."""
         keys = [*request.held, *request.hits]
+        had: dict[Tier, int] = {}
         for tier in self._tiers:
-            tier.counters.promoted -= len(self._promotions.pop((tier, request), ()))
+            had[tier] = len(self._promotions.pop((tier, request), ()))
+            tier.counters.promoted -= had[tier]
         for run in runs:
             loaded = keys[run.start : run.end]
             self._promotions.setdefault((run.tier, request), []).extend(loaded)
             request.search.sources.update(dict.fromkeys(loaded, run.tier.index))
             run.tier.counters.promoted += len(loaded)
-            run.tier.breaker.take(len(loaded))
+        for tier, chunks in chunks_before(runs, runs[-1].end).items():
+            tier.breaker.take(max(0, chunks - had[tier]))
 
     def order_loads(self) -> None:
         """Put the loads that are weighed into the order of asking; others come after them."""
@@ -314,12 +317,15 @@ class Outbox:
         if not lacking:
             return
         queued = self._within_limits(lacking, tier, now)
-        if not queued:
-            return
-        storing.update(queued)
-        self._transfers.pin_cascade([self._primary.ready[key] for key in queued])
-        tier.breaker.take(len(queued))
-        self._cascades.setdefault(tier, []).extend(queued)
+        if queued:
+            self.store(queued, tier)
+
+    def store(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
+        """Queue stores of ready keys that the tier neither has nor is getting: at most as many as it has `places`."""
+        tier.storing.update(keys)
+        self._transfers.pin_cascade(list(map(self._primary.ready.__getitem__, keys)))
+        tier.breaker.take(len(keys))
+        self._cascades.setdefault(tier, []).extend(keys)
 
     def places(self, tier: Tier, now: float) -> int:
         """Return how many chunks can cascade to a tier now without exceeding a limit."""
@@ -441,6 +447,8 @@ class Outbox:
     ) -> None:
         """Tell a tier of those of the keys that it holds."""
         mask, bit, answered, size = self._residency.mask, tier.bit, tier.answered, ADVICE_KEYS_MAX
+        if mask.keys().isdisjoint(keys) and answered.isdisjoint(keys):
+            return
         held = [key for key in keys if mask.get(key, 0) & bit or key in answered]
         if len(held) <= size:  # Most are.
             if held:
@@ -506,7 +514,7 @@ class Outbox:
     def _stores(self) -> Iterator[Action]:
         for tier, queued in self._cascades.items():
             for keys in self._batches(queued):
-                rows = [self._primary.ready[key] for key in keys]
+                rows = list(map(self._primary.ready.__getitem__, keys))
                 id_ = self._transfers.send(Operation.CASCADE, tier, keys, rows)
                 yield Cascade(id_, tier.index, pack_keys(keys), pack_rows(rows))
         self._cascades.clear()

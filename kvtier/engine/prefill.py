@@ -9,9 +9,12 @@ and then a request computes what could be loaded: when nothing has counted for a
 
 import math
 
+from kvtier.config import TOKENS_PER_S_MAX
+
 KEPT = 0.9  # Of what was known, after each average step: the last ten count most.
 HALF_LIFE_S = 10.0  # And of its age: the machine has other work, or less, from one moment to the next.
 SLOW_MAX = 4.0  # Times what was expected: one step that hung says no more than that.
+TOKEN_S_MIN = 1.0 / TOKENS_PER_S_MAX  # As of a speed that is configured.
 TOKENS_MIN = 4_096  # Noted before anything is concluded: the first steps compile, or warm up.
 STEPS_MIN = 16  # As good as that: of prompts that are loaded only the last tokens are computed.
 HALF_LIFE_TOKENS = 500_000  # Of the size of steps.
@@ -50,7 +53,8 @@ class PrefillSpeed:
         self._noted = self._noted * left + tokens
         self._squares = self._squares * left + tokens * tokens
         if tokens >= FULL_STEP_SHARE * self._average_step:
-            self._count(tokens / average if average else 1.0, seconds / tokens, now)
+            token_s = max(TOKEN_S_MIN, seconds / tokens)
+            self._count(tokens / average if average else 1.0, token_s, now)
         if self.tokens_per_s is not None or self._noted >= TOKENS_MIN or self._steps >= STEPS_MIN:
             self.tokens_per_s = 1.0 / self._token_s
 

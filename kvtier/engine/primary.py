@@ -10,7 +10,7 @@ is ready like all others.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 from kvtier.backend import OffloadKey
 from kvtier.hints import Hint
@@ -56,7 +56,7 @@ class Primary:
         self._free = list(range(rows - 1, -1, -1))
         order = number_order(policy, rows, self._keys, self.row)
         self.leaving: Leaving[int] | None = Leaving(order, leaving_rows) if leaving_rows else None
-        self.evicted_rows: Sequence[int] = ()  # Of what `reserve` evicted last, in the order of the keys.
+        self.reserved_rows: Sequence[int] = ()  # By the last `reserve`: of what it evicted, last one first; others.
         self._order: NumberOrder = order if self.leaving is None else self.leaving
         self._hinted: HintedOrder[int] | None = None  # The same order, from the first hint on.
         self._retained_max = retained_max
@@ -83,10 +83,19 @@ class Primary:
     def key(self, row: int) -> OffloadKey | None:
         return self._keys[row]
 
+    def keys_of(self, rows: Iterable[int]) -> list[OffloadKey]:
+        """Return the keys of rows that each have one, in order."""
+        return cast("list[OffloadKey]", list(map(self._keys.__getitem__, rows)))
+
     def rows_of(self, keys: Iterable[OffloadKey]) -> list[int]:
         """Return the rows of those of the keys that are ready or filling, in order."""
         ready, filling = self.ready.get, self.filling.get
         return [row for key in keys if (row := ready(key)) is not None or (row := filling(key)) is not None]
+
+    def ready_rows(self, rows: Iterable[int]) -> list[int]:
+        """Return those of the rows that are ready."""
+        keys, ready = self._keys, self.ready
+        return [row for row in rows if keys[row] in ready]
 
     def own(self, keys: Sequence[OffloadKey]) -> Sequence[OffloadKey]:
         """Return the same keys, as the very objects that are kept here: 80 bytes each are not kept twice."""
@@ -118,6 +127,7 @@ class Primary:
             row_keys[row] = key
             pins[row] = 1
         self.filling.update(zip(keys, rows, strict=True))
+        self.reserved_rows = rows
         self._order.insert(rows, behind)
         return evicted
 
@@ -277,10 +287,18 @@ class Primary:
     # Rows that leave the order ahead of demand.
 
     def leave(self, count: int) -> bool:
-        """Have so many more rows leave the order, or as many as are idle; False if none did."""
+        """Have so many more rows leave the order, or as many as are idle; False if none did.
+
+        Those that have left and could not go before are considered again.
+        """
         assert self.leaving is not None
-        pins = self._pins
-        idle = self._idle - sum(not pins[row] for row in self.leaving.left)
+        pins, left = self._pins, self.leaving.left
+        self.leaving.reconsider(self._keeper(()))
+        if count <= 0:
+            return False
+        idle = self._idle - len(left)
+        if count > idle:  # Some that have left are pinned, and so not idle: these are counted only where it matters.
+            idle += sum(pins[row] > 0 for row in left)
         return idle > 0 and self.leaving.leave(min(count, idle), self._keeper(()))
 
     def _come_back(self, rows: Sequence[int]) -> None:
@@ -324,7 +342,6 @@ class Primary:
             del ready[key]
             evicted.append(key)
         self._free += rows
-        self.evicted_rows = rows
         self._idle -= len(rows)
         self.evictions += len(rows)
         return evicted

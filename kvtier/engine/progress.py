@@ -41,13 +41,13 @@ class Progress:
         `EngineClosed` if the engine is closed, or was meanwhile.
         """
         steps, ledger = self._steps, self._steps._ledger
-        leased, withdrawals = ledger.leases.rows, ledger.withdrawals
+        leased, withdrawals = ledger.leases.rows, ledger.weighing.withdrawals
         looked_up_at = ledger._now
         steps.end_step()
         steps._check_open()
         if for_rows and ledger.leases.rows < leased:
             return
-        if ledger.withdrawals != withdrawals:
+        if ledger.weighing.withdrawals != withdrawals:
             self.stir()
             return
         if self._next is None:

@@ -237,7 +237,8 @@ class Leases:
 
     def room(self, rows: Iterable[int], more: int) -> bool:
         """Say whether these rows, leased or not, and so many others fit into the share."""
-        return len(self._holders) + len(set(rows) - self._holders.keys()) + more <= self.rows_max
+        others = set(rows).difference(self._holders)  # Less a view of the keys, Python would walk them all.
+        return len(self._holders) + len(others) + more <= self.rows_max
 
     def take(self, row: int, request: Request, now: float) -> bool:
         """Lease a row to a request; False if the share is used up."""
@@ -297,6 +298,7 @@ class StepHits:
 
     Invariant: whenever room is made, the row of every key that was noted in this step is held, as long as it is ready.
     For that a request is in `_fresh` just as long as its `hits` are not empty, and in `_held` if its `held` are not.
+    A request that waited and has missed is in `_held`, too: a wait may end in a step that finds nothing.
 
     **A caller may skip the call if the request has found a key before.** While `request.hits` is not empty, a key that
     is ready may be appended to it, in place of `note`. `hold`, `end` and `clear` empty the list. It stays the same
@@ -308,7 +310,7 @@ class StepHits:
         self._leases = leases
         self._waited = waited
         self._fresh: list[Request] = []  # With hits since room was last made.
-        self._held: list[Request] = []  # With hits before that; a request may be in both, and here twice.
+        self._held: list[Request] = []  # With hits before that, or a miss; a request may be in both, and here twice.
 
     def note(self, request: Request, key: OffloadKey) -> None:
         """Note that a request found a key, which is ready or on its way."""
@@ -316,6 +318,11 @@ class StepHits:
         if not hits:
             self._fresh.append(request)
         hits.append(key)
+
+    def note_miss(self, request: Request) -> None:
+        """Note that a request which waited has missed: it does not wait any more, unless something is on its way."""
+        if not self._held or self._held[-1] is not request:
+            self._held.append(request)
 
     def hold(self) -> None:
         """Hold what was found so far: somebody is about to make room."""
@@ -343,7 +350,7 @@ class StepHits:
         `patience_s`: how long a request waits, for each chunk, before it gives up; None: for ever.
         """
         found: Iterable[Request] = self._fresh
-        if self._held:  # Room was made, and rows are held for these. Each is here once: its hits are forgotten below.
+        if self._held:  # Rows may be held for these. Each request is here once: its hits are forgotten below.
             found = dict.fromkeys(chain(self._held, self._fresh))
             self._held.clear()
             self._primary.end_step()

@@ -13,6 +13,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from operator import index
 from types import TracebackType
 from typing import Self
 
@@ -32,7 +33,7 @@ from kvtier.engine.requests import Position, Request, Waited
 from kvtier.engine.tier import TierMatcher, TierSpec
 from kvtier.engine.tier_log import TierLog
 from kvtier.errors import EngineClosed
-from kvtier.hints import PRIORITY_MAX
+from kvtier.hints import PRIORITY_MAX, RETAIN_S_MAX
 from kvtier.memory import LentRow, Region, let_go_in_forks, require_descriptors
 from kvtier.policies import policy_class
 from kvtier.remedies import Remedy
@@ -283,7 +284,7 @@ class StepManager:
         A key that is used again is as any other from then on. A tier hears of it at the step's end.
         """
         self._check_open()
-        return self._ledger.demote(keys)
+        return self._ledger.demote(tuple(keys))
 
     def forget(self, keys: Sequence[OffloadKey]) -> int:
         """Forget keys here and in every tier; return how many are not here any more.
@@ -307,7 +308,7 @@ class StepManager:
             raise ValueError(f"seconds: {seconds} given, a positive, finite time accepted")
         if not 0 <= priority <= PRIORITY_MAX:
             raise ValueError(f"priority: {priority} given, 0 to {PRIORITY_MAX} accepted")
-        return self._ledger.retain(keys, seconds, priority)
+        return self._ledger.retain(tuple(keys), float(min(seconds, RETAIN_S_MAX)), int(index(priority)))
 
     def take_events(self) -> list[Event]:
         """Return the events of chunks since the last call; none unless the configuration says `events`."""
@@ -468,7 +469,7 @@ class StepManager:
 
     def _prefetch(self, keys: Sequence[OffloadKey]) -> Prefetch:
         self._check_open()
-        return self._ledger.prefetches.begin(keys)
+        return self._ledger.prefetches.begin(tuple(keys))
 
     def _finish(self, request: Request) -> None:
         self._ledger.finish(request)

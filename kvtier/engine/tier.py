@@ -4,7 +4,7 @@
 chunk another hundred bytes.
 """
 
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, KeysView, Mapping, Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -325,9 +325,9 @@ class Tier:
         return key in self._present_until
 
     @property
-    def answered(self) -> Container[OffloadKey]:
+    def answered(self) -> KeysView[OffloadKey]:
         """The keys for which `last_answer` is true."""
-        return self._present_until
+        return self._present_until.keys()
 
     def believe(self, key: OffloadKey, *, present: bool, now: float) -> bool:
         """Remember an answer for as long as answers are believed; it overrides the last one, and one on its way.

@@ -1,5 +1,7 @@
 """The worth of loads: a request's leading part is loaded as far as that saves most time against computing it.
 
+It is computed here; what follows from it for requests, rows and loads is done by `weighing`.
+
 A load is expected to take what its tier's speed says for its bytes and those ahead of it. Several tiers load side by
 side, so that the slowest of them decides when the leading part is there. What follows it is computed.
 
@@ -161,26 +163,27 @@ class Worth:
         """
         chunks = dict(queued)
         chosen: list[Run] = []
-        moved = False
+        moved: dict[Tier, int] = {}  # Chunks by the tier that they move to: its breaker does not count them yet.
         for run in runs:
             size = run.end - run.start
-            tier = self._soonest(run, [each for each in tiers if each.bit & run.others], chunks, now)
-            moved = moved or tier is not run.tier
+            others = [each for each in tiers if each.bit & run.others and each.admits(now) >= moved.get(each, 0) + size]
+            tier = self._soonest(run, others, chunks, now)
+            if tier is not run.tier:
+                moved[tier] = moved.get(tier, 0) + size
             chunks[tier] = chunks.get(tier, 0) + size
-            others = (run.tier.bit | run.others) & ~tier.bit
+            bits = (run.tier.bit | run.others) & ~tier.bit
             if chosen and chosen[-1].tier is tier and chosen[-1].end == run.start:
                 last = chosen[-1]
-                last.end, last.others, last.unasked = run.end, last.others & others, last.unasked or run.unasked
+                last.end, last.others, last.unasked = run.end, last.others & bits, last.unasked or run.unasked
             else:
-                chosen.append(Run(tier, run.start, run.end, others, unasked=run.unasked))
-        return chosen, moved
+                chosen.append(Run(tier, run.start, run.end, bits, unasked=run.unasked))
+        return chosen, bool(moved)
 
     def _soonest(self, run: Run, others: Sequence[Tier], chunks: Mapping[Tier, int], now: float) -> Tier:
-        size = run.end - run.start
-        having = [run.tier, *(tier for tier in others if tier.admits(now) >= size)]
-        if len(having) == 1:
+        if not others:
             return run.tier
-        return min(having, key=lambda tier: self._there_s(tier, chunks.get(tier, 0) + size, size, now))
+        size = run.end - run.start
+        return min([run.tier, *others], key=lambda tier: self._there_s(tier, chunks.get(tier, 0) + size, size, now))
 
     def _there_s(self, tier: Tier, chunks: int, size: int, now: float) -> float:
         """Return when so many chunks are there; a tier that was never heard of is taken to be as fast as computing."""

@@ -67,6 +67,8 @@ class Sessions(Generic[K]):
 
     def ended(self, keys: Sequence[K]) -> list[K]:
         """Take note of a request's end; return which of its keys no other session has used."""
+        if not keys:  # All that it used has gone meanwhile.
+            return []
         before = [self._take(key) for key in keys]
         known = next((place for place in range(len(keys) - 1, -1, -1) if before[place] != _NEW), -1)
         if known >= 0:

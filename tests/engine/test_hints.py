@@ -1,15 +1,17 @@
 """Hints, and calls about keys, on whole engines with real tiers: what goes first, what stays, and for how long."""
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvtier import EventKind, Hint
 from kvtier.engine.manager import TieringOffloadingManager
-from tests.engine.kit import CHUNK_BYTES, at_rest, chunk, describe, found, key, ledger_in, put, until
+from tests.engine.kit import CHUNK_BYTES, at_rest, chunk, describe, found, key, ledger_in, put, store, until
 
 OVER = Hint(over=True)
 SLOT_BYTES = CHUNK_BYTES + 4_096
@@ -195,6 +197,64 @@ async def test_a_bad_hint_costs_the_request_nothing_and_is_counted_and_said_once
     assert await found(engine, [0]) == 1
 
 
+class Endless(Mapping[str, Any]):
+    """A table of a billion fields, of which nobody may read one."""
+
+    def __len__(self) -> int:
+        return 1 << 30
+
+    def __iter__(self) -> Iterator[str]:
+        raise AssertionError("it was read")
+
+    def __getitem__(self, name: str) -> Any:
+        raise AssertionError("it was read")
+
+
+class Name(str):
+    """A string that is none to who encodes."""
+
+    __slots__ = ()
+
+
+ODD_HINTS: list[tuple[object, str]] = [  # With the reason for which they are ignored.
+    ({"over": True, "class": "\ud800"}, "value"),  # As JSON has it for half of a pair.
+    ({"class": Name("agent")}, "value"),
+    ({"no_store": ["\udfff"]}, "value"),
+    ({"tokens": 1 << 64}, "value"),
+    ({"tokens": 10**400}, "value"),
+    ({"retain_s": 10**400}, "value"),
+    (Hint(over=True, class_="\ud800"), "value"),
+    (Hint(retain_s=1.0, tokens=1 << 64), "value"),
+    (Hint(priority=1_000), "value"),
+    (Endless(), "field"),
+    ({"x" * 1_000_000: True}, "field"),
+]
+
+
+async def test_no_hint_ends_an_engine_wherever_its_runner_lives(open_engine, tmp_path, runner):
+    """What cannot be sent to a tier is no hint: else a step's transfers would be lost with it, and their rows."""
+    engine = await open_engine(8, fs(tmp_path), runner=runner, eviction_policy="density")
+    await put_hinted(engine, [0], Hint(class_="first"))  # From then on tiers hear of every hint.
+    ignored: dict[str, int] = {}
+    for number, (odd, reason) in enumerate(ODD_HINTS, 1):
+        await put_hinted(engine, [number], odd)
+        ignored[reason] = ignored.get(reason, 0) + 1
+        assert await at_rest(engine)
+        assert engine.stats().hints_ignored == ignored, number
+    assert [await found(engine, [number]) for number in range(len(ODD_HINTS) + 1)] == [1] * (len(ODD_HINTS) + 1)
+    assert engine.stats().tiers[0].stored == len(ODD_HINTS) + 1
+    assert engine.steps.runners_lost == 0
+
+
+async def test_what_a_client_has_sent_fills_no_log(open_engine, caplog):
+    engine = await open_engine(8)
+    for long in ({"x" * 1_000_000: 1}, {"no_store": ["x" * 1_000_000]}, {"class": "x" * 1_000_000}):
+        await put_hinted(engine, [0], long)
+    lines = [record.getMessage() for record in caplog.records if record.name == "kvtier.hints"]
+    assert len(lines) == 3
+    assert max(map(len, lines)) < 1_000
+
+
 @pytest.mark.parametrize("hint", [None, OVER, Hint(retain_s=5.0), Hint(returns_in_s=3.0, class_="agent")])
 async def test_whatever_is_said_every_byte_is_right(open_engine, tmp_path, hint):
     engine = await open_engine(6, fs(tmp_path, capacity_bytes=1 << 20), eviction_policy="density")
@@ -238,6 +298,23 @@ async def test_a_prefetch_of_nothing_and_of_strangers_is_over_at_once(open_engin
     assert await engine.prefetch(keys([77])) == 0
     await put(engine, [0, 1])
     assert await engine.prefetch(keys([0, 1])) == 2
+
+
+@pytest.mark.virtual_time
+async def test_a_prefetch_counts_nothing_that_has_gone_again_before_its_end(open_engine):
+    """Its leases have an end, and a slow tier may take longer than that."""
+    tier = {"type": "dummy", "latency_s": 4.0, "concurrency": 1}
+    engine = await open_engine(4, tier, limits={"lease_s": 0.5, "action_chunks": 1, "lease_share": 1.0})
+    await put(engine, range(3))
+    assert await engine.drain(60.0)
+    assert await engine.reset()
+    call = asyncio.ensure_future(engine.prefetch(keys(range(3))))
+    await until(lambda: here(engine, range(3)) == [0])
+    await asyncio.sleep(1.0)
+    await put(engine, range(10, 12))
+    assert here(engine, range(3)) == []
+    assert await call == 0
+    assert here(engine, range(3)) == [1, 2]
 
 
 async def test_a_prefetch_ends_before_what_fails_on_its_way(open_engine):
@@ -363,6 +440,43 @@ async def test_a_retention_that_cannot_be_is_refused_by_name(open_engine, second
     engine = await open_engine(4)
     with pytest.raises(ValueError, match=r"seconds: |priority: "):
         engine.retain(keys([0]), seconds, priority=priority)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "priority"),
+    [(Fraction(600), 3), (np.float64(600), np.int64(3)), (10**400, True)],
+    ids=["fraction", "numpy", "huge"],
+)
+async def test_a_retention_may_be_said_in_numbers_of_any_kind(open_engine, runner, seconds, priority):
+    """A runner in a process reads two kinds only."""
+    engine = await open_engine(8, {"type": "dummy", "capacity_bytes": "64KiB"}, runner=runner)
+    await put(engine, range(4))
+    assert await at_rest(engine)
+    assert engine.retain(keys(range(2)), seconds, priority=priority) == 2
+    assert await at_rest(engine)
+    assert await engine.reset()
+    assert await found(engine, range(4)) == 4
+    assert engine.steps.runners_lost == 0
+
+
+async def test_a_priority_between_two_is_none(open_engine):
+    engine = await open_engine(4)
+    with pytest.raises(TypeError):
+        engine.retain(keys([0]), 1.0, priority=2.5)  # type: ignore[arg-type]
+
+
+def test_a_list_of_keys_may_be_changed_as_soon_as_the_call_has_returned(start_engine):
+    """The list is the caller's: what the step does with its keys it does with those that it was given."""
+    engine = start_engine(16, {"type": "dummy", "latency_s": 0.05, "capacity_bytes": "1MiB"}, runner="thread")
+    store(engine, range(6))
+    assert engine.drain()
+    assert engine.reset()
+    engine.on_reset_flushed()
+    said = keys(range(6))
+    engine.prefetch(said)
+    said.clear()
+    assert engine.drain()
+    assert [key in ledger_in(engine).primary.ready for key in keys(range(6))] == [True] * 6
 
 
 async def test_what_was_retained_by_call_stays_in_a_tier_too(open_engine, tmp_path):

@@ -58,6 +58,17 @@ def test_a_step_of_no_time_says_nothing(seconds: float) -> None:
     assert speed.tokens_per_s is None
 
 
+def test_no_step_is_so_fast_that_computing_takes_no_time() -> None:
+    """A clock may stand nearly still. Later steps say how fast computing really is."""
+    speed = PrefillSpeed()
+    for _ in range(4):
+        speed.note(FULL, 5e-324, 0.0)
+    assert speed.tokens_per_s == pytest.approx(1e9)
+    for step in range(200):
+        speed.note(FULL, FULL / 20_000, 100.0 + step)
+    assert speed.tokens_per_s == pytest.approx(20_000, rel=0.05)
+
+
 def test_a_step_without_tokens_of_prompts_says_nothing() -> None:
     speed = PrefillSpeed()
     for _ in range(4):

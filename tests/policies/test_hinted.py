@@ -1,5 +1,6 @@
 """Orders that take hints: what goes first, what is passed over for how long, which keys are one session's own."""
 
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
@@ -262,6 +263,18 @@ def test_of_a_session_that_is_over_goes_what_no_other_has_used(policy: str) -> N
     order.end([*head, *first], OVER)
     assert order.evict(3, none_kept) == [4, 3, 2]
     assert not {*head, *other} & set(order.evict(5, none_kept) or ())
+
+
+def test_requests_of_which_nothing_is_left_at_their_end_are_not_remembered() -> None:
+    order = hinted("lru", range(4))
+    order.end(range(4), OVER)
+    tracemalloc.start()
+    try:
+        for _ in range(10_000):
+            order.end([], Hint())
+        assert tracemalloc.get_traced_memory()[0] < 10_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_conversation_that_went_on_for_turns_is_one_session() -> None:

@@ -1,16 +1,22 @@
 """`kvtier size`: what caches of several sizes are worth for a trace."""
 
 import json
+import os
+import signal
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvtier.errors import ConfigError
+from kvtier.hints import Hint
 from kvtier.tools.replay.models import MODELS, kv_bytes_per_token
 from kvtier.tools.replay.study import measure, simulation
 from kvtier.tools.replay.traces import Request, Trace, write_trace
-from tests.tools.test_cli_policies import run
+from tests.tools.test_cli_policies import KVTIER, run
 
 CHUNK_BYTES = 512 * 8  # Of a model that takes eight bytes a token.
 
@@ -65,6 +71,82 @@ def test_drives_live_as_long_as_their_writes_last(trace: str, tmp_path: Path) ->
     assert cell["drive_life_years"] == pytest.approx(5 * 3 * (4 << 20) / cell["written_bytes_per_day"])
 
 
+def test_the_figures_of_a_small_trace_are_those_of_pencil_and_paper(tmp_path: Path) -> None:
+    """One server computes 1,536 tokens, three blocks, a second. Memory holds six chunks, the disk moves ten a second.
+
+    | at | blocks | found | time to first token |
+    |---|---|---|---|
+    | 0 s | 1 2 3 | nothing | 1 s to compute |
+    | 0.5 s | 4 5 6 | nothing | 1.5 s: half a second until the server is free |
+    | 20 s | 7 8 9 | nothing, and memory forgets 1 2 3 | 1 s |
+    | 30 s | 1 2 3 | three on the disk | 0.3 s to load them; one token is always computed |
+    | 40 s | 1 2 10 | two in memory | a third of a second |
+
+    Ten chunks are written, the last of them a tenth of a second after that prompt.
+    """
+    prompts = ((1, 2, 3), (4, 5, 6), (7, 8, 9), (1, 2, 3), (1, 2, 10))
+    path = str(tmp_path / "paper.jsonl")
+    times_ms = (0, 500, 20_000, 30_000, 40_000)
+    write_trace(path, [Request(at_ms, 1_536, 1, blocks) for at_ms, blocks in zip(times_ms, prompts, strict=True)])
+    servers = ("--prefill", "1536", "--slots", "1", "--load-always")
+    disk = ("--memory", "24KiB", "--disk", "1MiB", "--disk-speed", "40960B/s", "--disk-write-speed", "40960B/s")
+    report = sized(path, tmp_path, *servers, *disk)
+    (cell,) = report["sizes"]
+    assert cell["hits"] == pytest.approx({"cpu": 2 / 15, "disk": 3 / 15})
+    assert (cell["hit_ratio"], report["best_hit_ratio"]) == (pytest.approx(5 / 15), pytest.approx(5 / 15))
+    assert cell["gpu_seconds_saved"] == pytest.approx(5 * 512 / 1_536)
+    p99 = 1 + 0.96 * 0.5  # On the line between the fourth and the fifth of five, four hundredths before its end.
+    assert report["without_tiering_ttft_s"] == pytest.approx({"p50": 1, "p99": p99, "mean": 5.5 / 5, "samples": 5})
+    mean = (1 + 1.5 + 1 + (0.3 + 1 / 1_536) + 1 / 3) / 5
+    with_tiers = {"p50": 1, "p99": p99, "mean": mean, "samples": 5}
+    assert cell["ttft_s"] == pytest.approx(with_tiers, abs=0.0001)
+    written_bytes, seconds = 10 * CHUNK_BYTES, 40 + 1 / 3 + 0.1
+    assert cell["written_bytes_per_day"] == pytest.approx(written_bytes / seconds * 86_400, rel=0.0001)
+    assert cell["drive_life_years"] == pytest.approx(5 * (1 << 20) / cell["written_bytes_per_day"])
+    assert report["trace_bytes"] == written_bytes
+
+
+def test_every_assumption_stands_under_the_table_whoever_made_it(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = ("--memory", "400KiB", "--disk", "4MiB,0", "--prefill", "9000")
+    parts = {
+        part["what"]: part
+        for part in sized(trace, tmp_path, *sizes, "--disk-speed", "1.4GB/s", "--slots", "2")["model"]
+    }
+    assert list(parts) == ["prefill", "gpu", "copy to the GPU", "disk"]
+    assert parts["prefill"] == {
+        "what": "prefill",
+        "figures": {"tokens_per_s": 9_000, "slots": 2},
+        "source": "--prefill, --slots",
+    }
+    assert parts["disk"]["figures"] == {
+        "load_bytes_per_s": 1_400_000_000,
+        "store_bytes_per_s": 800_000_000,
+        "latency_s": 100e-6,
+        "concurrency": 64,
+    }
+    assert parts["disk"]["source"] == "--disk-speed; the rest assumed: one NVMe SSD"
+    assert "load 1.4 GB/s, store 800.0 MB/s, latency 0.1 ms" in capsys.readouterr().out
+    both = sized(trace, tmp_path, *sizes, "--disk-speed", "1GB/s", "--disk-write-speed", "2GB/s")["model"][-1]
+    assert both["source"] == "--disk-speed, --disk-write-speed; the rest assumed: one NVMe SSD"
+
+
+@pytest.mark.parametrize("disks", ["0,4MiB", "4MiB,0"])
+def test_the_assumed_disk_is_named_wherever_a_row_has_one(trace: str, tmp_path: Path, disks: str) -> None:
+    model = sized(trace, tmp_path, "--memory", "400KiB", "--disk", disks)["model"]
+    assert [part["source"] for part in model if part["what"] == "disk"] == ["assumed: one NVMe SSD"]
+
+
+def test_a_short_life_of_a_drive_is_not_shown_as_none(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--memory", "400KiB", "--disk", "4MiB", "--drive-writes-per-day", "0.01")
+    (cell,) = sized(trace, tmp_path, *options)["sizes"]
+    assert 0 < cell["drive_life_years"] < 0.05
+    assert f"{cell['drive_life_years']:.2g}" in capsys.readouterr().out
+
+
 def test_a_slow_disk_is_loaded_from_only_where_that_is_faster_unless_asked_always(
     trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,6 +183,13 @@ def test_a_trace_that_cannot_be_true_is_told_once_however_many_sizes_there_are(
     assert capfd.readouterr().err.count("must be chained") == 1
 
 
+def test_the_hints_of_a_trace_are_heard_and_the_disk_is_called_disk(trace: str, tmp_path: Path) -> None:
+    hinted = str(tmp_path / "hinted.jsonl")
+    write_trace(hinted, [replace(each, hint=Hint(no_store=("disk",))) for each in Trace(trace)])
+    (cell,) = sized(hinted, tmp_path, "--memory", "400KiB", "--disk", "4MiB")["sizes"]
+    assert (cell["written_bytes_per_day"], cell["drive_life_years"], cell["hits"]["disk"]) == (0, None, 0)
+
+
 def test_sizes_have_the_ratios_of_the_other_commands(trace: str, tmp_path: Path) -> None:
     """Where no request comes before the one before it has been served, as in this trace."""
     cells = sized(trace, tmp_path, "--memory", "400KiB,1200KiB", "--disk", "0")["sizes"]
@@ -112,6 +201,44 @@ def test_sizes_have_the_ratios_of_the_other_commands(trace: str, tmp_path: Path)
     options = ("--config", str(config), "--virtual-time", "--gpu-cache-blocks", "0", "--json", str(report))
     assert run("replay", trace, *options) == 0
     assert json.loads(report.read_text())["hit_ratio"] == cells[1]["hit_ratio"]
+
+
+@pytest.mark.usefixtures("outside")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor replays in one process")
+@pytest.mark.parametrize("killed_by", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_whoever_ends_the_command_ends_its_processes(tmp_path: Path, killed_by: signal.Signals) -> None:
+    path = str(tmp_path / "long.jsonl")
+    write_trace(
+        path,
+        [
+            Request(1_000 * number, 51_200, 1, tuple(range(100 * number, 100 * number + 100)))
+            for number in range(20_000)
+        ],
+    )
+    sizes = ("--kv-bytes-per-token", "8", "--memory", "8MiB,16MiB", "--disk", "64MiB")
+    command = subprocess.Popen([*KVTIER, "size", path, *sizes], stderr=subprocess.PIPE, start_new_session=True)
+    with command:
+        children = Path(f"/proc/{command.pid}/task/{command.pid}/children")
+        replaying: list[Path] = []
+        while len(replaying) < 2:  # Besides the one that looks after what they share.
+            assert command.poll() is None, command.communicate()
+            found = [Path("/proc", pid, "cmdline") for pid in children.read_text().split()]
+            replaying = [each for each in found if b"spawn_main" in each.read_bytes()]
+            time.sleep(0.01)
+        command.send_signal(killed_by)
+        assert command.wait() == (130 if killed_by == signal.SIGINT else -killed_by)
+        deadline = time.monotonic() + 60
+        while any(map(still_runs, replaying)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def still_runs(cmdline: Path) -> bool:
+    """Say whether a process is there; what has ended and was not waited for has no arguments any more."""
+    try:
+        return bool(cmdline.read_bytes())
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_a_picture_is_drawn(trace: str, tmp_path: Path) -> None:
@@ -127,7 +254,10 @@ def test_a_picture_is_drawn(trace: str, tmp_path: Path) -> None:
         (("--kv-bytes-per-token", "2", "--model", "Qwen3-8B"), "--kv-bytes-per-token or --model: one of both"),
         (("--model", "absent"), "--model 'absent': neither a config.json nor a known name"),
         (("--kv-bytes-per-token", "2", "--memory", "64"), "--memory '64': expected sizes with units"),
-        (("--kv-bytes-per-token", "2", "--memory", "0"), "--memory 0 bytes: a chunk of this trace has"),
+        (("--kv-bytes-per-token", "2", "--memory", "0"), "--memory '0': expected sizes with units"),
+        (("--kv-bytes-per-token", "2", "--memory", "10B"), "--memory 10 bytes: a chunk of this trace has"),
+        (("--kv-bytes-per-token", "2", "--disk", "2EiB"), "--disk '2EiB': expected sizes with units"),
+        (("--kv-bytes-per-token", "2", "--disk", "1025PiB"), "--disk '1025PiB': expected sizes with units"),
         (("--kv-bytes-per-token", "2", "--disk", "1KiB,10B"), "--disk 10 bytes: a chunk of this trace has"),
         (("--kv-bytes-per-token", "2", "--gpu-cache", "1GiB,2GiB"), "--gpu-cache '1GiB,2GiB': expected one size"),
         (("--kv-bytes-per-token", "2", "--gpu-cache", "40"), "--gpu-cache '40': expected one size with a unit"),
@@ -165,8 +295,95 @@ def test_layers_that_keep_a_state_take_nothing_for_a_token_and_a_model_that_sees
     tmp_path: Path,
 ) -> None:
     kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
-    text = {"num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 64, "layer_types": kinds, "dtype": "float32"}
-    assert kv_bytes_per_token(config_file(tmp_path, text_config=text)) == 4 * 2 * 8 * 64
+    text = {"num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 64, "layer_types": kinds}
+    assert kv_bytes_per_token(config_file(tmp_path, text_config=text)) == 2 * 2 * 8 * 64
+
+
+A_LAYER = 2 * 2 * 8 * 128  # Bytes: keys and values, of 16 bits, of eight heads with 128 dimensions each.
+
+
+def with_layers(tmp_path: Path, layers: int, **fields: Any) -> int:
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    return kv_bytes_per_token(config_file(tmp_path, num_hidden_layers=layers, **(heads | fields)))
+
+
+@pytest.mark.parametrize(
+    ("layers", "fields", "with_attention"),
+    [
+        (32, {"attn_layer_period": 8, "attn_layer_offset": 4}, 4),  # Jamba.
+        (52, {"hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"}, 4),  # Nemotron-H.
+        (6, {"layers_block_type": ["mamba", "moe", "full_attention", "mlp", "mamba", "attention"]}, 2),
+        (48, {"full_attention_interval": 4}, 12),  # Qwen3-Next.
+        (80, {"attn_type_list": [0, 0, 0, 0, 0, 0, 0, 1] * 10}, 10),  # MiniMax.
+        (32, {"attn_layer_indices": [9, 18, 27]}, 3),  # Bamba.
+        (16, {"full_attn_idxs": [2, 5, 8, 10, 12, 14]}, 6),  # LFM2.
+        (26, {"block_types": ["recurrent", "recurrent", "attention"]}, 8),  # RecurrentGemma: again and again.
+        (27, {"linear_attn_config": {"full_attn_layers": [4, 8, 12, 16, 20, 24, 27]}}, 7),  # Kimi Linear.
+        (35, {"num_kv_shared_layers": 15, "layer_types": ["sliding_attention"] * 35}, 20),  # Gemma 3n.
+        (4, {"layer_types": None, "num_kv_shared_layers": 0}, 4),
+    ],
+)
+def test_only_layers_with_attention_of_their_own_count_however_a_model_says_which(
+    tmp_path: Path, layers: int, fields: dict[str, Any], with_attention: int
+) -> None:
+    assert with_layers(tmp_path, layers, **fields) == with_attention * A_LAYER
+
+
+@pytest.mark.parametrize(
+    ("fields", "kv_heads"),
+    [
+        ({"num_key_value_heads": None, "num_kv_heads": 4}, 4),  # Falcon.
+        ({"num_key_value_heads": None, "num_kv_heads": 4, "multi_query": True, "new_decoder_architecture": True}, 4),
+        ({"num_key_value_heads": None, "multi_query": True}, 1),
+        ({"num_key_value_heads": None, "num_attention_groups": 2}, 2),  # Step.
+        ({"num_key_value_heads": None}, 32),
+    ],
+)
+def test_kv_heads_have_a_name_of_their_own_in_some_models(
+    tmp_path: Path, fields: dict[str, Any], kv_heads: int
+) -> None:
+    assert with_layers(tmp_path, 1, **fields) == A_LAYER * kv_heads // 8
+
+
+@pytest.mark.parametrize(
+    ("fields", "bits"),
+    [
+        ({"torch_dtype": "bfloat16"}, 16),
+        ({"dtype": "float32"}, 16),  # Engines serve such a model with 16 bits.
+        ({"quantization_config": {"quant_method": "awq"}}, 16),
+        ({"quantization_config": {"kv_cache_scheme": None}}, 16),
+        ({"quantization_config": {"kv_cache_scheme": {"num_bits": 8, "type": "float"}}}, 8),
+        ({"quantization_config": {"kv_cache_quant_algo": "FP8"}}, 8),
+    ],
+)
+def test_values_have_16_bits_unless_the_model_was_quantized_with_its_kv_cache(
+    tmp_path: Path, fields: dict[str, Any], bits: int
+) -> None:
+    assert with_layers(tmp_path, 2, **fields) == 2 * A_LAYER * bits // 16
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"layer_types": ["full_attention", "wavelet"]}, "wavelet"),
+        ({"block_configs": [{"attention": {"n_heads_in_group": 8}}]}, "block_configs"),  # Layers that differ.
+        ({"swa_num_key_value_heads": 4}, "swa_num_key_value_heads"),
+        ({"global_head_dim": 512}, "global_head_dim"),
+        ({"v_head_dim": 64}, "v_head_dim"),
+        ({"index_topk": 2048}, "index_topk"),  # It keeps keys of an index besides.
+        ({"is_encoder_decoder": True}, "is_encoder_decoder"),
+        ({"quantization_config": {"kv_cache_quant_algo": "NVFP4"}}, "NVFP4"),
+        ({"num_hidden_layers": 10**20, "layer_types": ["full_attention"]}, "10000"),
+        ({"head_dim": 10**20}, "1073741824"),
+        ({"quantization_config": ["FP8"]}, "list"),
+    ],
+)
+def test_a_model_whose_layers_are_not_understood_is_refused_and_not_counted_wrongly(
+    tmp_path: Path, fields: dict[str, Any], named: str
+) -> None:
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    with pytest.raises(ConfigError, match=rf"--model .*{named}.*--kv-bytes-per-token accepted instead"):
+        kv_bytes_per_token(config_file(tmp_path, **(heads | fields)))
 
 
 @pytest.mark.parametrize(

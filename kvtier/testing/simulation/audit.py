@@ -153,7 +153,9 @@ def _audit_leaving(ledger: Ledger) -> None:
     assert (leaving is not None) == ledger.cascades.owes
     if leaving is None:
         return
-    assert set(leaving.left) <= set(primary.ready.values()), "a row has left the order and is not ready"
+    assert leaving.left <= set(primary.ready.values()), "a row has left the order and is not ready"
+    turns = Counter([*leaving.aside, *leaving._line[leaving._over :]]) - leaving._returned
+    assert turns == Counter(leaving.left), "a row that has left has no turn to go, or several"
     evicting = sum(tier.bit for tier in ledger.tiers if tier.spec.cascade == WHEN_EVICTED)
     for row in range(primary.rows):
         assert not ledger.cascades._owed[row] & ~evicting, f"row {row} is owed to a tier that wants nothing later"

@@ -78,26 +78,16 @@ class Conversion:
         first = self._open(self._paths[0], block_tokens)
         self.block_tokens = block_tokens or first.block_tokens
         self.without_times = False
+        self._first_ms = self._last_ms = 0.0
         self.requests = self.blocks = 0  # Given so far.
         self._logs = chain((first,), (self._open(path, self.block_tokens) for path in self._paths[1:]))
 
     def __iter__(self) -> Iterator[Request]:
-        last_ms = 0.0
-        first_ms: float | None = None
         for log in self._logs:
             together = self._together(log)
             for logged in log.requests:
-                if logged.timestamp_ms is None:
-                    self.without_times, now_ms = True, self.requests * 1_000.0
-                else:
-                    first_ms = logged.timestamp_ms if first_ms is None else first_ms
-                    now_ms = round(float(logged.timestamp_ms - first_ms), 3)
-                if now_ms < last_ms:
-                    raise TraceError(
-                        f"{log.path}, line {logged.line}: {(last_ms - now_ms) / 1_000:,.3f} s earlier than the request "
-                        "before it; requests in the order in which they came accepted: sort the file, or the files"
-                    )
-                last_ms, ids = now_ms, self._ids(logged.blocks, together)
+                now_ms = self._time(log.path, logged)
+                ids = self._ids(logged.blocks, together)
                 self.requests += 1
                 self.blocks += len(ids)
                 yield Request(
@@ -108,6 +98,23 @@ class Conversion:
                     session_id=logged.session_id,
                     hint=logged.hint,
                 )
+
+    def _time(self, path: str, logged: Logged) -> float:
+        """Return when a request came, in milliseconds since the first; one a second where there are no times."""
+        given_ms = logged.timestamp_ms
+        if not self.requests:
+            self.without_times, self._first_ms = given_ms is None, given_ms or 0.0
+        if self.without_times != (given_ms is None):
+            there = "a timestamp, and none before" if self.without_times else "no timestamp, and one before"
+            raise TraceError(f"{path}, line {logged.line}: {there}; a timestamp in every line or in none accepted")
+        now_ms = self.requests * 1_000.0 if given_ms is None else round(float(given_ms - self._first_ms), 3)
+        if now_ms < self._last_ms:
+            raise TraceError(
+                f"{path}, line {logged.line}: {(self._last_ms - now_ms) / 1_000:,.3f} s earlier than the request "
+                "before it; requests in the order in which they came accepted: sort the file, or the files"
+            )
+        self._last_ms = now_ms
+        return now_ms
 
     def _open(self, path: str, block_tokens: int | None) -> Log:
         begin = list(islice(trace_lines(path), 1))
@@ -139,6 +146,8 @@ def _guessed(path: str, line: bytes) -> str:
     try:
         value = msgspec.json.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        value = None
+    if value is None or isinstance(value, str):  # A header of one name in quotes is JSON, too.
         value = dict.fromkeys(_header(line)) if b"token_ids" in line else None
     if isinstance(value, list):
         return "vllm"

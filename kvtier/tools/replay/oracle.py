@@ -80,12 +80,17 @@ def _overs(known: Future, saying: Saying) -> Iterator[bool]:
 
 
 def _returns(known: Future, saying: Saying) -> Iterator[float | None]:
-    """Say of a share when they return: a lie has the time of any other, and one that never returns gets a lie, too."""
+    """Say of a share when they return: a lie has the time of any other, and one that never returns gets a lie, too.
+
+    So what is said of those is wrong, and lies are rarer than their share: all of them together have that.
+    """
     dice = random.Random(f"{saying.seed} returns")
     times = [after_s for after_s in known.returns_s if after_s is not None]
+    others = len(known.returns_s) - len(times)
+    lies = saying.lies * len(times) / max(1.0, len(known.returns_s) - saying.lies * others)
     for after_s in known.returns_s:
         said = dice.random() < saying.returns
-        lied = dice.random() < saying.lies
+        lied = dice.random() < lies
         another_s = dice.choice(times) if times else 0.0
         error = math.exp(dice.gauss(0.0, saying.error))
         if not said or (after_s is None and not lied):

@@ -4,6 +4,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -18,11 +19,11 @@ from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
 from kvtier.config import EngineConfig, TierConfig, TierLimits
 from kvtier.errors import ConfigError
-from kvtier.settings.units import parse_size
+from kvtier.settings.units import SIZE_BYTES_MAX, parse_size
 from kvtier.testing.virtual_time import VirtualTimeLoop
 from kvtier.tools.commands import JsonOption, LimitOption, PlotOption, StrictOption, listed
 from kvtier.tools.outputs import bar, busy, check_outputs, counted, plain_table, write_json
-from kvtier.tools.replay.models import kv_bytes_per_token
+from kvtier.tools.replay.models import KV_BYTES_MAX, kv_bytes_per_token
 from kvtier.tools.replay.replay import GPU_NAME, Tally
 from kvtier.tools.replay.replay_command import (
     PREFILL_TOKENS_PER_S_MAX,
@@ -31,21 +32,22 @@ from kvtier.tools.replay.replay_command import (
     Prepared,
     modelled_replay,
 )
-from kvtier.tools.replay.report import ModelPart, Quantiles, Report, make_report, model_table, quantiles
+from kvtier.tools.replay.report import Figure, ModelPart, Quantiles, Report, make_report, model_table, quantiles
 from kvtier.tools.replay.study import Extent, measure
 from kvtier.tools.replay.tiered import Cascade, cascade_named
 from kvtier.tools.replay.traces import Trace
 from kvtier.tools.replay.virtual import DISK_QUEUE_CHUNKS, SSD, WITH_TIERING, Prefill, arrivals_s, without_tiering_s
 from kvtier.tools.replay.workload import GENERATED, GeneratedTrace, Workload, open_trace
 
-KV_BYTES_MAX = 1 << 30
 DAY_S = 86_400.0
 WARRANTY_YEARS = 5  # For which makers state drive writes a day.
 DISK_NAME = "disk"
 ROWS_SPARE = 1_024  # For what is under way.
 ROW = "size"  # As a source: the table's own row.
-SIZES = "sizes with units and commas between them, as in 64GiB,1TiB; 0 for none"
-"""What `--memory` and `--disk` take."""
+SIZES = "sizes with units and commas between them, as in 64GiB,1TiB, at most 1024PiB"
+"""What `--memory` takes."""
+SIZES_OR_NONE = f"{SIZES}; 0 for none"
+"""What `--disk` takes."""
 _LOADED = {
     False: "What is faster computed than loaded is computed; --load-always shows the figures without that.",
     True: "Whatever a tier has is loaded, even where computing is faster (--load-always).",
@@ -94,6 +96,7 @@ class Question(msgspec.Struct, frozen=True):
     gpu_cache_blocks: int
     disk_bytes_per_s: int | None
     disk_write_bytes_per_s: int | None
+    disk_source: str | None  # Who says so; None: `bench`, or nobody.
     bench: str | None
     cascade: Cascade
     load_always: bool
@@ -153,7 +156,7 @@ def size(
     """
     check_outputs(json_path, plot_path)
     memories = listed("--memory", memory, _size, SIZES)
-    disks = listed("--disk", disk, _size, SIZES)
+    disks = listed("--disk", disk, _size_or_none, SIZES_OR_NONE)
     gpu_cache_bytes = _one_size("--gpu-cache", gpu_cache)
     per_token = _kv_bytes(kv_bytes, model)
     opened = open_trace(trace, workload=Workload(), limit=limit, strict=strict)
@@ -171,6 +174,7 @@ def size(
         gpu_cache_blocks=gpu_cache_bytes // chunk_bytes,
         disk_bytes_per_s=reads,
         disk_write_bytes_per_s=writes,
+        disk_source=_said_of_the_disk(disk_speed, disk_write_speed),
         bench=bench,
         cascade=cascade_named(cascade),
         load_always=load_always,
@@ -184,7 +188,7 @@ def size(
         _cell(question, sizes, report, drive_writes_per_day)
         for sizes, report in zip(combinations, reports, strict=True)
     ]
-    report = _report(os.path.basename(opened.path), per_token, question, without, cells, reports[-1])
+    report = _report(os.path.basename(opened.path), per_token, question, without, cells, reports)
     console = write_json(json_path, report)
     if plot_path is not None:
         from kvtier.tools.pictures import write_size_picture  # An extra: see `check_picture`.
@@ -194,11 +198,18 @@ def size(
 
 
 def _size(text: str) -> int:
-    return 0 if text == "0" else parse_size(text)
+    size_bytes = parse_size(text)
+    if size_bytes > SIZE_BYTES_MAX:
+        raise ValueError(text)
+    return size_bytes
+
+
+def _size_or_none(text: str) -> int:
+    return 0 if text == "0" else _size(text)
 
 
 def _one_size(option: str, text: str) -> int:
-    sizes = listed(option, text, _size, ONE_SIZE)
+    sizes = listed(option, text, _size_or_none, ONE_SIZE)
     if len(sizes) > 1:
         raise ConfigError(f"{option} {text!r}: expected {ONE_SIZE}")
     return sizes[0]
@@ -220,6 +231,11 @@ def _speeds(reads: str | None, writes: str | None, bench: str | None) -> tuple[i
     return read_bytes, max(1, _rate("--disk-write-speed", writes) if writes is not None else same_share)
 
 
+def _said_of_the_disk(reads: str | None, writes: str | None) -> str | None:
+    given = [name for name, rate in (("--disk-speed", reads), ("--disk-write-speed", writes)) if rate is not None]
+    return f"{', '.join(given)}; the rest {SSD.source}" if given else None
+
+
 def _rate(option: str, text: str) -> int:
     try:
         rate = parse_size(text.removesuffix("/s")) if text.endswith("/s") else 0
@@ -232,7 +248,7 @@ def _rate(option: str, text: str) -> int:
 
 def _check_room(question: Question, memory_bytes: int, disk_bytes: int) -> None:
     for option, given in (("--memory", memory_bytes), ("--disk", disk_bytes)):
-        if 0 < given < question.chunk_bytes or (option == "--memory" and not given):
+        if 0 < given < question.chunk_bytes:
             raise ConfigError(
                 f"{option} {decimal(given)}: a chunk of this trace has {decimal(question.chunk_bytes)}; "
                 "room for at least one accepted"
@@ -337,9 +353,7 @@ def _processes(count: int) -> Generator[ProcessPoolExecutor]:
     """Give processes that end with the block, at once if it raises: a replay that nobody waits for is not finished."""
     before = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(
-        count, mp_context=context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
-    )
+    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_begin_to_work)
     try:
         with pool:
             try:
@@ -353,25 +367,49 @@ def _processes(count: int) -> Generator[ProcessPoolExecutor]:
         pool.shutdown()
 
 
+def _begin_to_work() -> None:
+    """Leave Ctrl-C to the process that started this one, and end when that one ends, whatever ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 def _report(
-    trace: str, per_token: int, question: Question, without: Quantiles, cells: list[SizeCell], first: Report
+    trace: str, per_token: int, question: Question, without: Quantiles, cells: list[SizeCell], reports: Sequence[Report]
 ) -> SizeReport:
-    assert first.model is not None
     return SizeReport(
         trace=trace,
         kv_bytes_per_token=per_token,
         chunk_bytes=question.chunk_bytes,
         trace_bytes=question.extent.unique_blocks * question.chunk_bytes,
-        best_hit_ratio=first.best_hit_ratio,
+        best_hit_ratio=reports[0].best_hit_ratio,
         without_tiering_ttft_s=without,
         load_always=question.load_always,
         sizes=cells,
-        model=[
-            replace(part, source="--gpu-cache") if part.what == GPU_NAME else part
-            for part in first.model
-            if part.source != ROW
-        ],
+        model=_model(question, max(reports, key=lambda report: len(report.tiers))),
     )
+
+
+def _model(question: Question, report: Report) -> list[ModelPart]:
+    """Return what is modelled besides the sizes, of a row that has a disk if any has."""
+    assert report.model is not None
+    sources = {"prefill": "--prefill, --slots", GPU_NAME: "--gpu-cache"}
+    parts = [replace(part, source=sources.get(part.what, part.source)) for part in report.model if part.source != ROW]
+    if question.disk_source is not None and DISK_NAME in report.tiers:
+        figures: dict[str, Figure] = {
+            "load_bytes_per_s": question.disk_bytes_per_s,
+            "store_bytes_per_s": question.disk_write_bytes_per_s,
+            "latency_s": SSD.latency_s,
+            "concurrency": SSD.concurrency,
+        }
+        parts.append(ModelPart(DISK_NAME, figures, question.disk_source))
+    return parts
 
 
 def _cell(question: Question, sizes: tuple[int, int], report: Report, drive_writes_per_day: float) -> SizeCell:
@@ -392,6 +430,10 @@ def _cell(question: Question, sizes: tuple[int, int], report: Report, drive_writ
         dropped_chunks=sum(disk.dropped.values()) if disk is not None else 0,
         failed_chunks=sum(disk.failed.values()) if disk is not None else 0,
     )
+
+
+def _years(years: float) -> str:
+    return f"{years:,.1f}" if years >= 1 else f"{years:.2g}"
 
 
 def _show(report: SizeReport, console: Console) -> None:
@@ -418,7 +460,7 @@ def _show(report: SizeReport, console: Console) -> None:
             f"{cell.ttft_s.p99:.2f}",
             f"{cell.gpu_seconds_saved:,.0f}",
             decimal(round(cell.written_bytes_per_day)) if cell.disk_bytes else "",
-            "" if cell.drive_life_years is None else f"{cell.drive_life_years:,.1f}",
+            "" if cell.drive_life_years is None else _years(cell.drive_life_years),
         )
     console.print(table)
     console.print()

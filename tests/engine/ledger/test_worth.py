@@ -1,6 +1,6 @@
 """Loads that are weighed against computing: what is declined, what is given up, and what is tried again."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
@@ -16,8 +16,9 @@ from tests.engine.ledger.bench import SECONDS, Bench, names_of
 def tier(bench: type[Bench]) -> Callable[..., Bench]:
     """Make a ledger whose tiers hold a to f; computing a chunk takes a second."""
 
-    def make(*, rows: int = 16, tiers: int = 1, **options: object) -> Bench:
-        made = bench(rows, tiers, **{"computing_s": 1.0, **options})
+    def make(*, rows: int = 16, tiers: int = 1, specs: Mapping[str, object] | None = None, **options: object) -> Bench:
+        described = [bench.spec(f"tier{index}", **(specs or {})) for index in range(tiers)]
+        made = bench(rows, described, **{"computing_s": 1.0, **options})
         for index in range(tiers):
             made.knows_all(index)
         made.holds("abcdef")
@@ -252,6 +253,58 @@ def test_a_request_that_waits_for_anothers_load_gives_it_up_in_its_own_time(tier
     bench.step(3.1)
     assert bench.lookup("ab", second) == [MISS] * 2
     assert bench.lookup("abcdef", first) == [HIT_PENDING] * 6
+
+
+DECLINED, LATE, FAILED = "was declined", "was late", "failed"
+
+
+@pytest.mark.parametrize("why", [DECLINED, LATE, FAILED])
+@pytest.mark.parametrize("missed_before", [False, True], ids=["", "missed before"])
+def test_a_request_is_as_patient_as_any_when_it_waits_anew(
+    tier: Callable[..., Bench], why: str, missed_before: bool
+) -> None:
+    """What it waited for before has nothing to do with it, whatever became of that."""
+    bench = tier()
+    bench.takes(0.1, 0.1)
+    request = bench.request()
+    if missed_before:
+        request.search.missed.update(bench.keys("a"))
+    if why is DECLINED:
+        bench.takes(3.0, 0.5)
+    assert bench.lookup("abcd", request) == [HIT_PENDING] * 4
+    sent = bench.step(6.1 if why is LATE else 1.0)
+    if why is FAILED:
+        bench.fail(sent[0], Code.FAILED)
+    assert bench.lookup("abcd", request) == [MISS] * 4
+    bench.step(100.0)
+    if why is LATE:
+        bench.finish_all(sent)
+    bench.takes(0.1, 0.1)
+    other = bench.request("other")
+    bench.holds("gh")
+    assert bench.lookup("gh", other) == [HIT_PENDING] * 2
+    bench.step()
+    assert bench.lookup("gh", request) == [HIT_PENDING] * 2
+    bench.step(2.9)
+    assert bench.lookup("gh", request) == [HIT_PENDING] * 2
+    bench.step(0.2)
+    assert bench.lookup("gh", request) == [MISS] * 2
+    assert len(bench.waited) == 1
+    bench.step()
+    assert len(bench.waited) == 2
+
+
+def test_a_request_that_waits_behind_a_miss_gives_up_in_time(tier: Callable[..., Bench]) -> None:
+    """The miss is of another group: it does not begin the wait anew with every step."""
+    bench = tier()
+    bench.takes(0.1, 0.1)
+    request = bench.request()
+    for seconds in (1.0, 1.0, 1.1):
+        assert bench.lookup("zab", request) == [MISS] + [HIT_PENDING] * 2
+        bench.step(seconds)
+    assert bench.lookup("zab", request) == [MISS] * 3
+    bench.step()
+    assert bench.waited == [pytest.approx(3.1)]
 
 
 def test_a_load_that_waits_longer_than_it_should_take_makes_its_tier_look_slow(tier: Callable[..., Bench]) -> None:
@@ -752,6 +805,81 @@ def test_a_breaker_on_trial_lets_no_more_through_than_its_trial(both: Callable[.
     bench.step(5.0)
     bench.lookup("abcdef")
     assert loads(bench.step()) == {0: "abcdef"}
+
+
+def on_trial(both: Callable[..., Bench], **options: object) -> Bench:
+    """Make a ledger whose second tier's breaker is half open."""
+    bench = both(**options)
+    bench.ledger.tiers[1].breaker.trip(bench.now)
+    bench.step(5.0)
+    return bench
+
+
+def test_all_runs_of_a_request_together_get_no_more_than_a_breakers_trial(both: Callable[..., Bench]) -> None:
+    bench = on_trial(both)
+    bench.takes(0.5, 0.1)
+    bench.takes(0.1, 0.0, tier=1)
+    bench.stored_alone("x")
+    request = bench.request()
+    assert bench.lookup("abxcd", request) == [HIT_PENDING] * 2 + [HIT] + [HIT_PENDING] * 2
+    sent = bench.step()
+    assert loads(sent) == {1: "ab", 0: "cd"}, "each run is as large as the trial"
+    bench.finish_all(sent)
+    assert bench.lookup("abxcd", request) == [HIT] * 5
+
+
+def test_all_requests_of_a_step_together_get_no_more_than_a_breakers_trial(both: Callable[..., Bench]) -> None:
+    bench = on_trial(both)
+    bench.takes(0.5, 0.1)
+    bench.takes(0.1, 0.0, tier=1)
+    bench.lookup("ab", bench.request("first"))
+    bench.lookup("cd", bench.request("second"))
+    assert loads(bench.step()) == {1: "ab", 0: "cd"}
+
+
+def test_what_stays_with_a_tier_on_trial_counts_once_against_its_trial(both: Callable[..., Bench]) -> None:
+    """Though another run of the request has moved to it, or away from it."""
+    bench = both(rows=32, specs={"trial_chunks": 5})
+    bench.holds("gh", tier=1)
+    bench.holds("mn")
+    bench.ledger.tiers[1].breaker.trip(bench.now)
+    bench.step(5.0)
+    bench.takes(0.5, 0.1)
+    bench.takes(0.1, 0.0, tier=1)
+    bench.lookup("abgh", bench.request("first"))
+    assert loads(bench.step()) == {1: "abgh"}
+    assert bench.ledger.tiers[1].breaker.admits(bench.now) == 1
+
+
+def test_a_tier_on_trial_is_not_tried_beside_another_with_more_than_its_trial(both: Callable[..., Bench]) -> None:
+    bench = on_trial(both, specs={"trial_chunks": EXPLORED_CHUNKS - 1})
+    bench.takes(0.1, 0.1)
+    bench.takes(0.5, 0.1, tier=1)
+    bench.step(100 * EXPLORED_CHUNKS)
+    bench.lookup("abcdef")
+    assert loads(bench.step()) == {0: "abcdef"}
+
+
+def test_a_tier_on_trial_is_not_tried_with_more_than_its_trial_where_all_is_declined(
+    both: Callable[..., Bench],
+) -> None:
+    bench = on_trial(both, specs={"trial_chunks": EXPLORED_CHUNKS - 1})
+    bench.takes(50.0, 0.1)
+    bench.takes(100.0, 0.1, tier=1)
+    bench.ledger.tiers[0].heard_at = bench.now
+    bench.lookup("abcdef")
+    assert loads(bench.step()) == {1: "a"}
+
+
+def test_a_tier_whose_breaker_opens_after_the_look_up_is_not_tried(both: Callable[..., Bench]) -> None:
+    bench = both()
+    bench.takes(50.0, 0.1)
+    bench.takes(100.0, 0.1, tier=1)
+    bench.step(EXPLORE_EVERY_S)
+    bench.ledger.tiers[0].heard_at = bench.now
+    bench.lookup("abcdef")
+    bench.ledger.tiers[1].breaker.trip(bench.now)
+    assert loads(bench.step()) == {}
 
 
 def test_a_model_of_several_groups_takes_all_from_the_sooner_tier(both: Callable[..., Bench]) -> None:

@@ -1,7 +1,6 @@
 """The engine with a primary alone has exactly the hits that the policy study says, request by request."""
 
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,6 +13,7 @@ from kvtier.runner.thread import ThreadBridge
 from kvtier.tools.replay.study import measure, simulation
 from kvtier.tools.replay.traces import BLOCK_TOKENS, Request, Trace
 from kvtier.tools.replay.workload import GeneratedTrace
+from tests.tools.replay.real import Traces
 from tests.tools.replay.told import told
 
 CHUNK_BYTES = 4_096
@@ -81,7 +81,7 @@ def test_with_hints_of_all_kinds_under_every_policy(policy: str, share: float) -
 
 @pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("policy", known_policies())
-def test_with_hints_on_real_chats_under_every_policy(traces: Path, policy: str) -> None:
+def test_with_hints_on_real_chats_under_every_policy(traces: Traces, policy: str) -> None:
     trace = Trace(traces / "mooncake_conversation.jsonl.gz", limit=3_000)
     capacity = measure(trace).capacity(0.05)
     requests = told(trace)

@@ -1,21 +1,22 @@
 """What hints are worth to a policy that takes them: said by oracles that know the trace's future, and by liars."""
 
-import os
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import mean
+from typing import NamedTuple
 
 import pytest
 
 from kvtier.hints import Hint
 from kvtier.policies import Density, policy_class
 from kvtier.tools.replay.oracle import Future, Saying, future, hinted, hints
-from kvtier.tools.replay.study import measure, policy_hits
+from kvtier.tools.replay.study import Extent, policy_hits
 from kvtier.tools.replay.traces import Request, Trace, write_trace
-from kvtier.tools.replay.workload import GeneratedTrace
+from kvtier.tools.replay.workload import GeneratedTrace, Workload
+from tests.tools.replay.real import AGENTIC, CONVERSATION, Traces
 
-CONVERSATION = "mooncake_conversation.jsonl.gz"
-AGENTIC = "agentic_local_b512.jsonl.zst"
 SEEDS = (1, 2, 3)
 OVER = Hint(over=True)
 
@@ -71,9 +72,18 @@ def test_lies_have_their_share_of_what_is_said() -> None:
     over = said(Saying(over=0.5, lies=0.5, seed=1), KNOWN)
     true, false = (sum(hint == OVER for hint in over[first::2]) for first in (1, 0))
     assert 0.8 < true / false < 1.25
-    returns = said(Saying(returns=1, lies=0.25, seed=1), KNOWN)
-    assert all(returns[::2])
-    assert 0.2 < sum(hint is not None for hint in returns[1::2]) / 1_000 < 0.3
+
+
+@pytest.mark.parametrize("lies", [0.25, 0.5])
+@pytest.mark.parametrize("every", [2, 5])
+def test_lies_about_returns_have_their_share_however_many_sessions_return(lies: float, every: int) -> None:
+    """A returns after its own time, which no other request has; all others never return."""
+    known = Future([False] * 4_000, [None if number % every else number + 1.0 for number in range(4_000)])
+    times = [None if hint is None else hint.returns_in_s for hint in said(Saying(returns=1, lies=lies, seed=1), known)]
+    hinted = [(time, after_s) for time, after_s in zip(times, known.returns_s, strict=True) if time is not None]
+    assert all(times[::every])
+    assert abs(sum(time != after_s for time, after_s in hinted) / len(hinted) - lies) < 0.04
+    assert any(after_s is None for _, after_s in hinted)
 
 
 def test_a_time_is_wrong_by_a_factor_that_is_lognormal() -> None:
@@ -93,20 +103,17 @@ def test_a_hint_that_is_there_stays() -> None:
 # What it is worth.
 
 
-def hit_ratio(requests: Sequence[Request], share: float, said: Sequence[Hint | None] | None = None) -> float:
-    extent = measure(requests)
+def hit_ratio(requests: Iterable[Request], extent: Extent, share: float, said: Sequence[Hint | None]) -> float:
     capacity = extent.capacity(share)
     return extent.hit_ratio(sum(policy_hits(requests, Density[int](capacity), capacity, said)))
 
 
 @pytest.fixture(scope="module")
-def chats(traces: Path) -> list[Request]:
-    return list(Trace(traces / CONVERSATION))
-
-
-@pytest.fixture(scope="module")
-def nothing_said(chats: list[Request]) -> float:
-    return hit_ratio(chats, 0.05)
+def told_chats(traces: Traces) -> Callable[[Saying], float]:
+    """Return what the hit ratio of real chats is at 5 % when an oracle says this."""
+    chats, extent = list(Trace(traces / CONVERSATION)), traces.extent(CONVERSATION)
+    known = future(chats, 512)
+    return cache(lambda saying: hit_ratio(chats, extent, 0.05, said(saying, known)))
 
 
 def test_the_study_uses_the_hints_of_a_traces_lines(tmp_path: Path) -> None:
@@ -117,6 +124,65 @@ def test_the_study_uses_the_hints_of_a_traces_lines(tmp_path: Path) -> None:
     hits = list(policy_hits(Trace(tmp_path / "trace.jsonl"), Density[int](500), 500))
     assert hits == list(policy_hits(trace, Density[int](500), 500, said))
     assert sum(hits) > sum(policy_hits(trace, Density[int](500), 500))
+
+
+# What a class is worth: an opaque name, of which nothing needs to be known.
+
+BUSY, IDLE, OTHER = (Hint(class_=name) for name in ("planner", "title", "search"))
+
+
+class Classed(NamedTuple):
+    """Requests, which of their sessions return, and how much is found of them if nothing is said."""
+
+    requests: Sequence[Request]
+    returns: Sequence[bool]
+    unsaid: Sequence[float]  # Hit ratios, by a thousand requests.
+
+    def gains(self, said: Sequence[Hint | None]) -> list[float]:
+        """Return how much more is found with hints, by a thousand requests."""
+        return [
+            with_hints - without for with_hints, without in zip(found(self.requests, said), self.unsaid, strict=True)
+        ]
+
+
+def found(requests: Sequence[Request], said: Sequence[Hint | None]) -> list[float]:
+    hits = list(policy_hits(requests, Density[int](2_600), 2_600, said))
+    parts = [slice(begin, begin + 1_000) for begin in range(0, len(requests), 1_000)]
+    return [sum(hits[part]) / sum(len(each.hash_ids) for each in requests[part]) for part in parts]
+
+
+@pytest.fixture(scope="module", params=[0, 1])
+def classed(request: pytest.FixtureRequest) -> Classed:
+    """Give a generated trace, of whose first 6,000 requests' blocks the cache holds a twentieth."""
+    requests = list(GeneratedTrace(Workload(requests=10_000, seed=request.param)))
+    returns = [not last for last in future(requests, 512).last]
+    return Classed(requests, returns, found(requests, [None] * len(requests)))
+
+
+def test_a_class_whose_sessions_return_more_often_is_learned_whatever_its_name(classed: Classed) -> None:
+    gains = classed.gains([BUSY if returns else IDLE for returns in classed.returns])
+    assert mean(gains) > 0.02
+    assert min(gains[1:]) > 0
+
+
+def test_classes_that_say_nothing_cost_next_to_nothing(classed: Classed) -> None:
+    dice = random.Random(5)
+    assert mean(classed.gains([dice.choice((BUSY, IDLE, OTHER)) for _ in classed.returns])) > -0.01
+    assert mean(classed.gains([BUSY] * len(classed.returns))) > -0.005
+
+
+@pytest.mark.parametrize("lie", ["noise", "the contrary"])
+def test_a_class_that_begins_to_lie_is_unlearned(classed: Classed, lie: str) -> None:
+    dice = random.Random(5)
+
+    def said(number: int, returns: bool) -> Hint:
+        lied = number >= 2_000 and (lie == "the contrary" or dice.random() < 0.5)
+        return BUSY if returns != lied else IDLE
+
+    gains = classed.gains([said(number, returns) for number, returns in enumerate(classed.returns)])
+    assert mean(gains[:2]) > 0.03  # It was believed,
+    assert mean(gains[2:4]) < 0  # for too long,
+    assert mean(gains[6:]) > -0.01  # and is not any more.
 
 
 @pytest.mark.parametrize("name", ["arc", "fifo", "lfu", "lru", "s3fifo"])
@@ -130,26 +196,28 @@ def test_what_is_said_of_a_return_changes_nothing_for_a_policy_that_does_not_lea
 @pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize(("share", "least"), [(0.5, 0.25), (0.9, 0.32)])
 def test_hints_that_sessions_are_over_are_worth_more_than_a_policy(
-    chats: list[Request], share: float, least: float
+    told_chats: Callable[[Saying], float], share: float, least: float
 ) -> None:
-    known = future(chats, 512)
-    ratios = [hit_ratio(chats, 0.05, said(Saying(over=share, seed=seed), known)) for seed in SEEDS]
-    assert mean(ratios) >= least
+    assert mean(told_chats(Saying(over=share, seed=seed)) for seed in SEEDS) >= least
 
 
 @pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize(
     "saying", [Saying(over=0.5, lies=0.5), Saying(over=0.9, lies=0.5), Saying(returns=1, lies=0.5)]
 )
-def test_hints_of_which_half_are_lies_do_no_harm(chats: list[Request], nothing_said: float, saying: Saying) -> None:
-    lied_to = hit_ratio(chats, 0.05, said(saying._replace(error=0.5, seed=1), future(chats, 512)))
-    assert lied_to >= nothing_said - 0.005
+def test_hints_of_which_half_are_lies_do_no_harm(told_chats: Callable[[Saying], float], saying: Saying) -> None:
+    assert told_chats(saying._replace(error=0.5, seed=1)) >= told_chats(Saying()) - 0.005
 
 
-@pytest.mark.usefixtures("thorough")
-@pytest.mark.skipif("KVTIER_ALL_TRACES" not in os.environ, reason="takes minutes: make test-traces runs it")
+@pytest.fixture(scope="module")
+def known_agents(agents: Path) -> Future:
+    return future(Trace(agents), 512)
+
+
 @pytest.mark.parametrize(("share", "least"), [(0.5, 0.59), (1.0, 0.655)])
-def test_hints_of_when_agents_return_are_worth_more_than_a_policy(traces: Path, share: float, least: float) -> None:
-    requests = list(Trace(traces / AGENTIC))
-    known = future(requests, 512)
-    assert hit_ratio(requests, 0.01, said(Saying(returns=share, error=0.5, seed=1), known)) >= least
+def test_hints_of_when_agents_return_are_worth_more_than_a_policy(
+    traces: Traces, agents: Path, known_agents: Future, share: float, least: float
+) -> None:
+    saying = Saying(returns=share, error=0.5, seed=1)
+    told = said(saying, known_agents)
+    assert hit_ratio(Trace(agents, checked=True), traces.extent(AGENTIC), 0.01, told) >= least

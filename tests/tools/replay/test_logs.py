@@ -12,6 +12,7 @@ from kvtier.errors import ConfigError, TraceError
 from kvtier.tools.replay.logs import FORMATS, Conversion
 from kvtier.tools.replay.study import measure
 from kvtier.tools.replay.traces import Request, Trace, write_trace
+from tests.tools.replay.real import Traces
 
 Write = Callable[..., str]
 
@@ -69,6 +70,21 @@ def test_csv_with_commas_between_the_ids_and_no_quotes_is_refused(trace_file: Wr
 def test_csv_may_call_the_ids_as_servers_do(trace_file: Write) -> None:
     log = trace_file(b"prompt_token_ids\n1 2 3 4\n1 2 3 4\n", "log.csv")
     assert ids(log, block_tokens=4) == [(0,), (0,)]
+
+
+@pytest.mark.parametrize("header", [b'"token_ids"', b'"timestamp","token_ids"', b"\xef\xbb\xbftoken_ids,x"])
+def test_csv_is_seen_from_a_header_with_quotes_or_a_byte_order_mark_too(trace_file: Write, header: bytes) -> None:
+    cells = b"1,1 2 3 4" if b"timestamp" in header else b"1 2 3 4"
+    assert ids(trace_file(header + b"\n" + cells + b"\n", "log.csv"), block_tokens=4) == [(0,)]
+
+
+@pytest.mark.parametrize(("times", "line"), [((10, None, 20), 2), ((None, 10), 2)])
+def test_times_in_some_lines_only_are_refused_with_the_first_line_that_differs(
+    trace_file: Write, times: tuple[int | None, ...], line: int
+) -> None:
+    log = trace_file(rows(*({"token_ids": [1], "timestamp": time} for time in times)))
+    with pytest.raises(TraceError, match=rf"line {line}: .*; a timestamp in every line or in none accepted"):
+        converted(log)
 
 
 def test_csv_takes_token_ids_as_a_json_list_too(trace_file: Write) -> None:
@@ -186,7 +202,7 @@ def test_blocks_that_follow_themselves_are_refused(trace_file: Write) -> None:
 
 
 @pytest.mark.parametrize("name", ["mooncake_conversation.jsonl.gz", "lmcache_miniswe_b16.jsonl.gz"])
-def test_a_real_trace_converted_has_the_same_hits_as_before(traces: Path, name: str, tmp_path: Path) -> None:
+def test_a_real_trace_converted_has_the_same_hits_as_before(traces: Traces, name: str, tmp_path: Path) -> None:
     before = Trace(traces / name)
     conversion = Conversion([str(traces / name)])
     out = tmp_path / "out.jsonl.zst"
@@ -199,7 +215,7 @@ def test_a_real_trace_converted_has_the_same_hits_as_before(traces: Path, name: 
     assert measure(after) == measure(whole)
 
 
-def test_blocks_of_a_trace_can_be_merged_and_stay_chained(traces: Path) -> None:
+def test_blocks_of_a_trace_can_be_merged_and_stay_chained(traces: Traces) -> None:
     merged = Conversion([str(traces / "lmcache_miniswe_b16.jsonl.gz")], block_tokens=256)
     extent = measure(merged)
     assert extent.hit_ratio(extent.best_hits) == pytest.approx(0.9353, abs=5e-5)
