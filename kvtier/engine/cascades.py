@@ -136,13 +136,11 @@ class Cascades:
             self.demoted.difference_update(rows)
 
     def not_due(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
-        """Take note that keys were stored by a request that does not write to a tier; what that one loses is not owed.
-
-        That holds while they stay in the primary: what comes anew is as any other.
-        """
+        """Take note that a tier is owed nothing of keys, nor if it loses them, as long as they are in the primary."""
         if tier.spec.cascade == WHEN_EVICTED:
             owed_for = self._owed_for[tier]
             for row in self._primary.rows_of(keys):
+                self._owed[row] &= ~tier.bit
                 owed_for[row] = _KEPT_OUT
 
     def keep_out(self, keys: Sequence[OffloadKey], request: Request) -> None:
@@ -163,10 +161,15 @@ class Cascades:
                 seen = self._seen[tier]
                 self._unsee(self._lacking([key for key in keys if seen.get(key) == request.number], tier), tier)
 
-    def forget(self, keys: Iterable[OffloadKey]) -> None:
-        """Take note that keys are to be forgotten everywhere: so, too, that they were seen."""
+    def forget(self, keys: Sequence[OffloadKey]) -> None:
+        """Take note that keys are to be forgotten everywhere: so, too, that they were seen.
+
+        What something still holds is written to no tier meanwhile.
+        """
         for tier in self._second_use:
             self._unsee(keys, tier)
+        for tier in self._evict:
+            self.not_due(keys, tier)
 
     def _unsee(self, keys: Iterable[OffloadKey], tier: Tier) -> None:
         seen = self._seen[tier]
@@ -212,7 +215,9 @@ class Cascades:
         primary, leaving = self._primary, self._primary.leaving
         assert leaving is not None
         self._count_unwritten()
-        primary.leave(self._wanted - primary.rows_free - len(leaving.left))
+        missing = self._wanted - primary.rows_free - len(leaving.left)
+        if missing > 0 or leaving.aside:
+            primary.leave(missing)
         self._wanted = self._leaving_rows
         news = leaving.take_news()
         keys = primary.keys_of(news)

@@ -34,7 +34,8 @@ class Leaving(Generic[K]):
         """Who have left and are still there."""
         self._line: list[K] = []  # Who left first comes first.
         self._over = 0  # How many of the line have had their turn.
-        self._aside: list[K] = []  # Who could not go when they had it.
+        self.aside: list[K] = []
+        """Who could not go when their turn came. Some of them may have come back, or have gone, since."""
         self._returned: Counter[K] = Counter()  # How often each is in the line, or aside, though it came back, or went.
         self._news: list[K] = []
 
@@ -53,9 +54,9 @@ class Leaving(Generic[K]):
 
     def reconsider(self, keep: Callable[[K], int]) -> bool:
         """Give those who are aside another turn, before all others, as far as they may go now; False if none may."""
-        idle = list(filterfalse(keep, self._aside)) if self._aside else []
+        idle = list(filterfalse(keep, self.aside)) if self.aside else []
         if idle:
-            self._aside = list(filter(keep, self._aside))
+            self.aside = list(filter(keep, self.aside))
             self._begin_with(idle)
         return bool(idle)
 
@@ -146,7 +147,7 @@ class Leaving(Generic[K]):
         if self._over > len(left) + _OVER_MIN:
             del line[: self._over]
             self._over = 0
-        if len(line) + len(self._aside) > 3 * (len(left) + _OVER_MIN):
+        if len(line) + len(self.aside) > 3 * (len(left) + _OVER_MIN):
             self._form_anew()
         left.update(keys)
         line += keys
@@ -172,7 +173,7 @@ class Leaving(Generic[K]):
                 if not returned[key]:
                     del returned[key]
             elif keep(key):
-                self._aside.append(key)
+                self.aside.append(key)
             else:
                 self.left.remove(key)
                 victims.append(key)
@@ -185,10 +186,10 @@ class Leaving(Generic[K]):
 
     def _form_anew(self) -> None:
         """Form the line of those that have left and are still there."""
-        places = dict.fromkeys(reversed([*self._aside, *self._line[self._over :]]))  # The last one of each counts.
-        self._line = [key for key in reversed(places) if key in self.left]
+        places = dict.fromkeys(reversed([*self.aside, *self._line[self._over :]]))  # The last one of each counts.
+        self._line[:] = [key for key in reversed(places) if key in self.left]
         self._over = 0
-        self._aside.clear()
+        self.aside.clear()
         self._returned.clear()
 
     def _strike(self, keys: Sequence[K]) -> None:

@@ -185,10 +185,14 @@ def test_whoever_is_aside_and_may_go_counts_for_a_call_that_needs_all(gone_ahead
     assert victims == [996, 997, 998]
 
 
-def test_what_leaves_and_is_used_again_without_end_takes_no_more_memory(gone_ahead: Leaving[int]) -> None:
+def test_what_leaves_and_is_used_again_without_end_takes_no_more_memory_and_keeps_its_place() -> None:
+    plain, leaving = LinkedLRU(1_000), Leaving[int](LinkedLRU(1_000), 500)
+    both(plain, leaving, lambda order: order.insert(range(1_000)))
     for _ in range(200):
-        gone_ahead.touch(list(gone_ahead.left))
-        assert gone_ahead.leave(500, none_kept)
-    assert len(gone_ahead._line) < 6_000
-    assert gone_ahead.evict(1_000, none_kept) is not None
-    assert not gone_ahead.left
+        assert leaving.leave(500 - len(leaving.left), none_kept)
+        used = sorted(leaving.left)[:250]
+        both(plain, leaving, lambda order, used=used: order.touch(used))
+        assert len(leaving._line) < 6_000
+    assert leaving.leave(250, none_kept)
+    assert leaving.evict(1_000, none_kept) == plain.evict(1_000, none_kept)
+    assert not leaving.left

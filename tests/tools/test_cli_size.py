@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvtier.errors import ConfigError
+from kvtier.hints import Hint
 from kvtier.tools.replay.models import MODELS, kv_bytes_per_token
 from kvtier.tools.replay.study import measure, simulation
 from kvtier.tools.replay.traces import Request, Trace, write_trace
@@ -179,6 +181,13 @@ def test_a_trace_that_cannot_be_true_is_told_once_however_many_sizes_there_are(
     write_trace(path, [Request(0, 1_024, 1, (1, 2)), Request(60_000, 1_024, 1, (3, 2))])
     sized(path, tmp_path, "--memory", "400KiB", "--disk", "0,4MiB")
     assert capfd.readouterr().err.count("must be chained") == 1
+
+
+def test_the_hints_of_a_trace_are_heard_and_the_disk_is_called_disk(trace: str, tmp_path: Path) -> None:
+    hinted = str(tmp_path / "hinted.jsonl")
+    write_trace(hinted, [replace(each, hint=Hint(no_store=("disk",))) for each in Trace(trace)])
+    (cell,) = sized(hinted, tmp_path, "--memory", "400KiB", "--disk", "4MiB")["sizes"]
+    assert (cell["written_bytes_per_day"], cell["drive_life_years"], cell["hits"]["disk"]) == (0, None, 0)
 
 
 def test_sizes_have_the_ratios_of_the_other_commands(trace: str, tmp_path: Path) -> None:

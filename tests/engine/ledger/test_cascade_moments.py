@@ -897,3 +897,17 @@ def test_what_was_kept_out_and_comes_anew_is_written_as_any_other(evicting):
     engine.store("a", engine.request("second"))
     assert written_at_the_end(engine) == "a"
     engine.finish_all(engine.step())
+
+
+def test_what_was_forgotten_and_is_held_is_written_to_no_tier_any_more(evicting, bench):
+    engine = evicting(leaving_rows=2, tiers=[bench.spec("busy", cascade="evict", store_chunks_max=1)])
+    engine.store("abcd")
+    first, second = engine.step()
+    assert sent([first, second]) == [(0, "cd"), (1, "d")]
+    assert engine.ledger.forget(keys_of("c")) == 0
+    engine.finish(second)
+    lose(engine, "c", 1)
+    assert sent(engine.step()) == []
+    engine.finish(first)
+    engine.step()
+    assert engine.ready() == "abd"
