@@ -66,8 +66,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadf
 test: $(INSTALLED)  ## run the tests that stay in one process: a minute or two
 	$(PYTEST) -m "not outside"
 
-test-all: test  ## run every test: `test`, then those with processes, kills, mounts, packages, pages and many examples
-	HYPOTHESIS_PROFILE=$(or $(HYPOTHESIS_PROFILE),ci) $(PYTEST) -m "outside or hypothesis"
+test-all: test  ## run every test but those of real traces: `test`, then those with processes, kills, mounts, packages, pages and many examples
+	HYPOTHESIS_PROFILE=$(or $(HYPOTHESIS_PROFILE),ci) $(PYTEST) -m "(outside or hypothesis) and not (traces and outside)"
 
 test-monitoring: $(INSTALLED) $(PROMETHEUS)  ## ask Prometheus about the board and the alerts: Debian's, unpacked, unless PROMETHEUS=/a/folder
 	KVTIER_PROMETHEUS=$(abspath $(PROMETHEUS)) $(BIN)/pytest tests/monitoring
@@ -77,10 +77,9 @@ $(VENV)/prometheus/root/usr/bin:
 	mkdir -p $@
 
 # Real traces are no part of the project: beside it, or where KVTIER_TRACES says. Without them these tests are skipped.
-TRACE_TESTS := tests/tools/replay/test_study.py tests/tools/replay/test_density.py tests/tools/replay/test_hints.py
-
-test-traces: $(INSTALLED)  ## compare policies and hints with their figures on the largest real trace: ten minutes
-	KVTIER_ALL_TRACES=1 $(PYTEST) -o faulthandler_timeout=0 -m outside -k "large_trace or agents" $(TRACE_TESTS)
+# Each by itself to the next worker that is free: most of them are in one file.
+test-traces: $(INSTALLED)  ## compare policies, hints, cascades and sizes with their figures on real traces: three minutes
+	KVTIER_ALL_TRACES=1 $(PYTEST) --dist worksteal -m "traces and outside" tests/tools
 
 # A class of tests stays in one worker: the tests of a class share servers. SERVERS=debian: with Debian's servers instead.
 REMOTE_PYTEST := env OMP_NUM_THREADS=1 LD_LIBRARY_PATH=$(REMOTE_LIBS) KVTIER_MIXED_OPERATIONS=$(OPERATIONS) \

@@ -1,6 +1,7 @@
-"""What every test stands on: two lanes, readable assertions, Hypothesis profiles, and a mark for tests in virtual time.
+"""What every test stands on: its lane, readable assertions, Hypothesis profiles, and a mark for tests in virtual time.
 
 A test of the inner lane (`make test`) lives in this process; whoever starts another one asks for the fixture `outside`.
+Of the others, those that ask for real traces have a lane of their own (`make test-traces`).
 """
 
 import asyncio
@@ -44,6 +45,7 @@ FENCE = Fence()
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "virtual_time: run the test on a VirtualTimeLoop, where sleeping takes no time.")
     config.addinivalue_line("markers", "outside: left to `make test-all`; it follows from the fixtures of a test.")
+    config.addinivalue_line("markers", "traces: left to `make test-traces` if it is outside; it follows likewise.")
     sys.addaudithook(FENCE)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # In a shell's background, and in all that it starts.
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -69,6 +71,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if isinstance(item, pytest.Function) and _is_outside(item):
             item.add_marker("outside")
+        if isinstance(item, pytest.Function) and "traces" in item.fixturenames:
+            item.add_marker("traces")
 
 
 def _is_outside(item: pytest.Function) -> bool:

@@ -1,13 +1,18 @@
 """The two lanes: what stays in one process, and what asks to leave it."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
+from tests.tools.replay.real import AGENTIC, CONVERSATION, MINI_SWE
+
+ROOT = Path(__file__).parents[1]
 REMOTE = ("mooncake", "object", "remote")
 
 
@@ -48,6 +53,41 @@ def test_tests_of_remote_tiers_say_that_they_are_left_out_where_their_servers_ar
         assert f"tests/{folder} is left out" in told
     left = {line.strip() for line in told.splitlines() if line.strip().startswith("<Module")}
     assert left <= {"<Module test_options.py>"}  # What an option may be needs no server.
+
+
+def pytest_told(*options: str, **environment: str) -> str:
+    """Run pytest elsewhere; return what it says. It must be content."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *options]
+    done = subprocess.run(
+        command, check=False, capture_output=True, text=True, cwd=ROOT, env={**os.environ, **environment}
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def marks_of(rule: str) -> str:
+    """Return by which marks a rule of the Makefile chooses its tests."""
+    recipe = re.search(rf'^{rule}:.*\n\t.*\$\(PYTEST\).* -m "(.*)"', (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert recipe
+    return recipe[1]
+
+
+def test_studies_of_real_traces_say_what_they_lack_and_where_it_goes(outside: None, tmp_path: Path) -> None:
+    nowhere = {"KVTIER_TRACES": str(tmp_path), "KVTIER_ALL_TRACES": "1"}
+    told = pytest_told("-rs", "-m", marks_of("test-traces"), "tests/tools", **nowhere)
+    assert re.search(r"\d+ skipped, \d+ deselected in", told)
+    for name in (AGENTIC, CONVERSATION, MINI_SWE):
+        assert f"{name} is not in {tmp_path}: put it there, or name a folder that has it in KVTIER_TRACES" in told
+
+
+def test_each_test_of_real_traces_is_of_one_lane(outside: None) -> None:
+    def chosen(marks: str) -> set[str]:
+        told = pytest_told("--collect-only", "-q", "-m", marks, "tests/tools/replay")
+        return set(re.findall(r"^tests/.*::.*", told, re.MULTILINE))
+
+    lanes = [chosen(marks_of(rule)) for rule in ("test", "test-all", "test-traces")]
+    assert lanes[2]
+    assert {sum(test in lane for lane in lanes) for test in chosen("traces")} == {1}
 
 
 @pytest.fixture

@@ -108,10 +108,11 @@ class Lanes(Executor):
         self._open: set[_Job[Any]] = set()
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[_Job[Any] | None] = queue.SimpleQueue()
+        self._ends: list[Future[None]] = [Future() for _ in range(count)]
         try:
-            for index in range(count):
-                thread = threading.Thread(target=_serve, args=(self._queue,), name=f"{name}-{index}", daemon=True)
-                start_thread(thread)
+            for index, end in enumerate(self._ends):
+                serve = partial(_serve, self._queue, end)
+                start_thread(threading.Thread(target=serve, name=f"{name}-{index}", daemon=True))
         except RuntimeError:  # The process may have no more of them.
             self.shutdown(wait=False)
             raise
@@ -176,6 +177,13 @@ class Lanes(Executor):
             _call_when_ended(jobs, ended.set)
             ended.wait()
 
+    def when_ended(self, call: Callable[[], object]) -> None:
+        """Call it once, when no thread is in a call any more, nor will be: at once if that is so.
+
+        Otherwise the last thread calls it, after its own call has ended. For what must stay open as long as that.
+        """
+        _call_when_ended(self._ends, call)
+
     def _drain(self) -> list["_Job[Any]"]:
         """Take the jobs that wait. A job is ended by the thread that takes it from the queue, and by no other."""
         waiting: list[_Job[Any]] = []
@@ -221,10 +229,11 @@ class _Job(Future[T]):
             self.set_exception(BackendClosed("closed before the call's turn came"))
 
 
-def _serve(jobs: "queue.SimpleQueue[_Job[Any] | None]") -> None:
+def _serve(jobs: "queue.SimpleQueue[_Job[Any] | None]", end: Future[None]) -> None:
     while (job := jobs.get()) is not None:
         job.run()
         del job  # An idle lane must not keep the last call's buffers alive.
+    end.set_result(None)
 
 
 def _when_ended(jobs: Sequence[Future[Any]]) -> asyncio.Event:

@@ -35,6 +35,8 @@ OVER = "over"  # Its session is, and nobody has used it since.
 _NOBODY = 0  # As a request's number: who stored a chunk in its tier is not known.
 _KEPT_OUT = -1  # In its place: the request that stored a chunk keeps its own out of the tier.
 
+Debt = tuple[OffloadKey, int, bool]
+"""A key, the bits of the tiers that its chunk was owed to, and whether it was withheld."""
 Seen = OrderedDict[OffloadKey, int]
 """Keys that were stored once, longest ago first, each with the number of the request that it was first seen with."""
 
@@ -70,6 +72,7 @@ class Cascades:
         """Rows that were demoted, until they are `wanted` again: written last, they still go first."""
         self.withheld: set[int] = set()
         """Rows of sessions that are over, until they are `wanted` again: what is owed of these is not sent."""
+        self._unwritten: list[Debt] = []  # What went in this step, and was owed.
         self._leaving_rows = self._wanted = leaving_rows
         self._due = {tier: deque[int](maxlen=primary.rows) for tier in self._evict}  # Rows that left, first ones first.
         self._ending = False
@@ -133,13 +136,11 @@ class Cascades:
             self.demoted.difference_update(rows)
 
     def not_due(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
-        """Take note that keys were stored by a request that does not write to a tier; what that one loses is not owed.
-
-        That holds while they stay in the primary: what comes anew is as any other.
-        """
+        """Take note that a tier is owed nothing of keys, nor if it loses them, as long as they are in the primary."""
         if tier.spec.cascade == WHEN_EVICTED:
             owed_for = self._owed_for[tier]
             for row in self._primary.rows_of(keys):
+                self._owed[row] &= ~tier.bit
                 owed_for[row] = _KEPT_OUT
 
     def keep_out(self, keys: Sequence[OffloadKey], request: Request) -> None:
@@ -160,10 +161,15 @@ class Cascades:
                 seen = self._seen[tier]
                 self._unsee(self._lacking([key for key in keys if seen.get(key) == request.number], tier), tier)
 
-    def forget(self, keys: Iterable[OffloadKey]) -> None:
-        """Take note that keys are to be forgotten everywhere: so, too, that they were seen."""
+    def forget(self, keys: Sequence[OffloadKey]) -> None:
+        """Take note that keys are to be forgotten everywhere: so, too, that they were seen.
+
+        What something still holds is written to no tier meanwhile.
+        """
         for tier in self._second_use:
             self._unsee(keys, tier)
+        for tier in self._evict:
+            self.not_due(keys, tier)
 
     def _unsee(self, keys: Iterable[OffloadKey], tier: Tier) -> None:
         seen = self._seen[tier]
@@ -192,12 +198,13 @@ class Cascades:
     def reserved(self, evicted: Sequence[OffloadKey]) -> None:
         """Take note that rows have other keys now: what was owed of the evicted ones is not written any more.
 
-        This is on the way of every store. Where tiers keep up, nothing is owed.
+        This is on the way of every store. Where tiers keep up, nothing is owed; else the step's end counts what was.
         """
         owed, rows = self._owed, self._primary.reserved_rows
-        if any(map(owed.__getitem__, rows)):
-            self._skip(zip(reversed(evicted), rows, strict=False), PRESSURE)  # Free rows come after those.
-            for row in rows:  # A free one, too, may be that of a load which failed.
+        bits = list(map(owed.__getitem__, rows))
+        if any(bits):
+            self._unwritten += zip(reversed(evicted), bits, map(self.withheld.__contains__, rows), strict=False)
+            for row in rows:
                 owed[row] = 0
         self.wanted(rows)
 
@@ -207,8 +214,9 @@ class Cascades:
         """Have rows leave the order ahead of demand, and send what is owed of those that have left."""
         primary, leaving = self._primary, self._primary.leaving
         assert leaving is not None
+        self._count_unwritten()
         missing = self._wanted - primary.rows_free - len(leaving.left)
-        if missing > 0:
+        if missing > 0 or leaving.aside:
             primary.leave(missing)
         self._wanted = self._leaving_rows
         news = leaving.take_news()
@@ -250,7 +258,13 @@ class Cascades:
 
     def give_up(self, reason: str) -> int:
         """Count what is still owed as not written; return how many chunks were to be."""
-        return self._skip(self._primary.ready.items(), reason) if self.owes else 0
+        self._count_unwritten()
+        owed, withheld = self._owed, self.withheld
+        given_up = [(key, row) for key, row in self._primary.ready.items() if owed[row]] if self.owes else []
+        skipped = self._skip([(key, owed[row], row in withheld) for key, row in given_up], reason)
+        for _, row in given_up:
+            owed[row] = 0
+        return skipped
 
     def clear(self) -> None:
         """Forget what is owed: the primary is about to drop every key."""
@@ -299,22 +313,24 @@ class Cascades:
             return keys  # As most are that leave.
         return [key for key in keys if not (mask.get(key, 0) & bit or key in storing or key in answered)]
 
-    def _skip(self, chunks: Iterable[tuple[OffloadKey, int]], reason: str) -> int:
-        """Count what is owed of chunks and lacked, for each tier; nothing of them is owed any more.
+    def _count_unwritten(self) -> None:
+        """Count what went since the last step's end, and was owed."""
+        if self._unwritten:
+            self._skip(self._unwritten, PRESSURE)
+            self._unwritten.clear()
+
+    def _skip(self, debts: Sequence[Debt], reason: str) -> int:
+        """Count for each tier what it was owed and lacks.
 
         What was withheld has a reason of its own. Return how many others there were.
         """
-        owed, withheld = self._owed, self.withheld
-        unwritten = [chunk for chunk in chunks if owed[chunk[1]]]
-        self._count_skipped([chunk for chunk in unwritten if chunk[1] in withheld], OVER)
-        return self._count_skipped([chunk for chunk in unwritten if chunk[1] not in withheld], reason)
-
-    def _count_skipped(self, chunks: Sequence[tuple[OffloadKey, int]], reason: str) -> int:
         skipped = 0
-        for tier in self._evict if chunks else ():
-            if lacked := self._write_off(chunks, tier):
-                tier.counters.skip(reason, lacked)
-                skipped += lacked
+        for tier in self._evict:
+            for over in (False, True):
+                owed = [key for key, bits, withheld in debts if bits & tier.bit and withheld is over]
+                if lacked := len(self._lacking(owed, tier)):
+                    tier.counters.skip(OVER if over else reason, lacked)
+                    skipped += 0 if over else lacked
         return skipped
 
 

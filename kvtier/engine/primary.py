@@ -287,9 +287,15 @@ class Primary:
     # Rows that leave the order ahead of demand.
 
     def leave(self, count: int) -> bool:
-        """Have so many more rows leave the order, or as many as are idle; False if none did."""
+        """Have so many more rows leave the order, or as many as are idle; False if none did.
+
+        Those that have left and could not go before are considered again.
+        """
         assert self.leaving is not None
         pins, left = self._pins, self.leaving.left
+        self.leaving.reconsider(self._keeper(()))
+        if count <= 0:
+            return False
         idle = self._idle - len(left)
         if count > idle:  # Some that have left are pinned, and so not idle: these are counted only where it matters.
             idle += sum(pins[row] > 0 for row in left)

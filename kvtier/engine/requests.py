@@ -263,7 +263,8 @@ class Leases:
 
     def room(self, rows: Iterable[int], more: int) -> bool:
         """Say whether these rows, leased or not, and so many others fit into the share."""
-        return len(self._holders) + len(set(rows) - self._holders.keys()) + more <= self.rows_max
+        others = set(rows).difference(self._holders)  # Less a view of the keys, Python would walk them all.
+        return len(self._holders) + len(others) + more <= self.rows_max
 
     def take(self, row: int, request: Request, now: float) -> bool:
         """Lease a row to a request; False if the share is used up."""

@@ -1,7 +1,8 @@
 """An order whose victims go in two steps: so what they hold can be written away before their room is needed."""
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from itertools import filterfalse
 from typing import Any, Generic
 
 from kvtier.policies.hinted import HintedOrder
@@ -17,7 +18,7 @@ class Leaving(Generic[K]):
     """An order of numbers or of keys, in front of those that have left it and are still there.
 
     The inner order chooses who leaves; who left first goes first. What is used meanwhile returns to the inner order, as
-    if it were new. So over an LRU, both together are an LRU. Who may not go when its turn comes goes once it may.
+    if it were new. So over an LRU, both together are an LRU. Who may not go when its turn comes is put aside.
     """
 
     # Who has left stands in a line, a list whose beginning is over: most victims are a slice of it. Who came back stays
@@ -33,7 +34,8 @@ class Leaving(Generic[K]):
         """Who have left and are still there."""
         self._line: list[K] = []  # Who left first comes first.
         self._over = 0  # How many of the line have had their turn.
-        self._aside = deque[K]()  # Who could not go when they had it.
+        self.aside: list[K] = []
+        """Who could not go when their turn came. Some of them may have come back, or have gone, since."""
         self._returned: Counter[K] = Counter()  # How often each is in the line, or aside, though it came back, or went.
         self._news: list[K] = []
 
@@ -49,6 +51,14 @@ class Leaving(Generic[K]):
             return False
         self._leave(chosen)
         return True
+
+    def reconsider(self, keep: Callable[[K], int]) -> bool:
+        """Give those who are aside another turn, before all others, as far as they may go now; False if none may."""
+        idle = list(filterfalse(keep, self.aside)) if self.aside else []
+        if idle:
+            self.aside = list(filter(keep, self.aside))
+            self._begin_with(idle)
+        return bool(idle)
 
     def take_hints(self, retained_max: int) -> HintedOrder[K]:
         """Have the inner order take hints from now on; what gives one has its keys `come_back` first."""
@@ -100,25 +110,13 @@ class Leaving(Generic[K]):
         As many others leave for those that come: now, or if the order does not learn from them, with the next `leave`.
         """
         victims = self._take(count, keep)
-        missing = count - len(victims)
-        more = 0 if self._later else min(len(victims), max(0, self._ahead - len(self.left)))
-        others: list[K] = []
-        if missing or more:
-            chosen = self._chosen(missing + more, keep, incoming)
-            if chosen is None and more:
-                chosen = self._chosen(missing, keep, incoming)
-            if chosen is None:  # Among those that are aside there may be more.
-                victims += self._reconsider(missing, len(self._aside), keep)
-                missing = count - len(victims)
-                chosen = self._chosen(missing, keep, incoming)
-            if chosen is None:
-                self._put_back(victims)
-                return None
-            others = chosen[:missing]
-            self._leave(chosen[missing:])
+        others = self._others(count - len(victims), len(victims), keep, incoming)
+        if others is None:
+            self.left.update(victims)
+            self._begin_with(victims)
+            return self.evict(count, keep, incoming) if self.reconsider(keep) else None
         if self._hinted is not None:
             self._hinted.gone(victims)
-            self._hinted.gone(others)
         return victims + others
 
     def grow(self, capacity: int) -> None:
@@ -129,69 +127,69 @@ class Leaving(Generic[K]):
             return []
         return (self._order.evict if self._hinted is None else self._hinted.leave)(count, keep, incoming)
 
+    def _others(self, missing: int, gone: int, keep: Callable[[K], int], incoming: Sequence[Any]) -> list[K] | None:
+        """Return victims that had not left, so many as are missing; others leave for those that had, if now is when."""
+        more = 0 if self._later else min(gone, max(0, self._ahead - len(self.left)))
+        if not (missing or more):
+            return []
+        chosen = self._chosen(missing + more, keep, incoming)
+        if chosen is None and more:
+            chosen = self._chosen(missing, keep, incoming)
+        if chosen is None:
+            return None
+        self._leave(chosen[missing:])
+        if self._hinted is not None:
+            self._hinted.gone(chosen[:missing])
+        return chosen[:missing]
+
     def _leave(self, keys: Sequence[K]) -> None:
         line, left = self._line, self.left
         if self._over > len(left) + _OVER_MIN:
             del line[: self._over]
             self._over = 0
-        if len(line) + len(self._aside) > 3 * (len(left) + _OVER_MIN):
+        if len(line) + len(self.aside) > 3 * (len(left) + _OVER_MIN):
             self._form_anew()
         left.update(keys)
         line += keys
         self._news += keys
 
     def _take(self, count: int, keep: Callable[[K], int]) -> list[K]:
-        """Take out who may go, so many or fewer: of who is aside the first ones are looked at, and then the line."""
-        victims = self._reconsider(count, count, keep) if self._aside else []
-        over = self._over
-        first = self._line[over : over + count - len(victims)]
+        """Take out who may go, so many or fewer."""
+        first = self._line[self._over : self._over + count]
         if any(map(keep, first)) or not self._returned.keys().isdisjoint(first):
-            return self._pick(count, keep, victims)
+            return self._pick(count, keep)
         self._over += len(first)
         self.left.difference_update(first)
-        return victims + first if victims else first
+        return first
 
-    def _pick(self, count: int, keep: Callable[[K], int], victims: list[K]) -> list[K]:
-        """Go on along the line, one by one, until there are so many victims."""
-        line = self._line
+    def _pick(self, count: int, keep: Callable[[K], int]) -> list[K]:
+        """Do the same one by one."""
+        line, returned, victims = self._line, self._returned, list[K]()
         while len(victims) < count and self._over < len(line):
+            key = line[self._over]
             self._over += 1
-            victims += self._turn(line[self._over - 1], keep)
+            if key in returned:
+                returned[key] -= 1
+                if not returned[key]:
+                    del returned[key]
+            elif keep(key):
+                self.aside.append(key)
+            else:
+                self.left.remove(key)
+                victims.append(key)
         return victims
 
-    def _reconsider(self, count: int, looks: int, keep: Callable[[K], int]) -> list[K]:
-        """Take out who is aside and may go now: so many at most, of so many that are looked at."""
-        victims: list[K] = []
-        for _ in range(min(looks, len(self._aside))):
-            if len(victims) == count:
-                break
-            victims += self._turn(self._aside.popleft(), keep)
-        return victims
-
-    def _turn(self, key: K, keep: Callable[[K], int]) -> Sequence[K]:
-        """Take out one whose turn it is, if it is still there and may go; one that may not is put aside."""
-        if key in self._returned:
-            self._returned[key] -= 1
-            if not self._returned[key]:
-                del self._returned[key]
-        elif keep(key):
-            self._aside.append(key)
-        else:
-            self.left.remove(key)
-            return (key,)
-        return ()
-
-    def _put_back(self, keys: Sequence[K]) -> None:
-        """Put back who was taken out: they are the first to go."""
-        self.left.update(keys)
-        self._aside.extendleft(reversed(keys))
+    def _begin_with(self, keys: Sequence[K]) -> None:
+        """Put keys at the beginning of the line."""
+        self._line[: self._over] = keys
+        self._over = 0
 
     def _form_anew(self) -> None:
         """Form the line of those that have left and are still there."""
-        places = dict.fromkeys(reversed([*self._aside, *self._line[self._over :]]))  # The last one of each counts.
-        self._line = [key for key in reversed(places) if key in self.left]
+        places = dict.fromkeys(reversed([*self.aside, *self._line[self._over :]]))  # The last one of each counts.
+        self._line[:] = [key for key in reversed(places) if key in self.left]
         self._over = 0
-        self._aside.clear()
+        self.aside.clear()
         self._returned.clear()
 
     def _strike(self, keys: Sequence[K]) -> None:

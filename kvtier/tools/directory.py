@@ -325,7 +325,7 @@ def _told(rows: Iterable[ListedChunk]) -> Iterator[ListedChunk]:
         name, group = (row.file, "-") if row.hash is None else (row.hash, row.group)
         size, age = shown_bytes(row.bytes), shown_age(row.age_s)
         line = f"{name}  {group:>3}  {size:>10}  {age:>8}  {row.namespace}"
-        typer.echo(f"{line}  {row.fault}" if row.fault else line)
+        typer.echo(one_line(f"{line}  {row.fault}" if row.fault else line))
         yield row
 
 

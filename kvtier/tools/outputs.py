@@ -14,15 +14,17 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from importlib.util import find_spec
 from types import TracebackType
-from typing import BinaryIO, Literal, NamedTuple, Self
+from typing import Any, BinaryIO, Literal, NamedTuple, Self
 
 import msgspec
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
+from rich.segment import Segment
+from rich.style import StyleType
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.errors import ConfigError, KVTierError
+from kvtier.errors import ConfigError, KVTierError, one_line
 
 STDOUT = "-"  # As the name of a file, in other programs, too.
 COLUMNS_MIN = 20  # Narrower, a table is a column of letters.
@@ -54,6 +56,47 @@ class Wishes(NamedTuple):
 
 NO_WISHES = Wishes()
 _wishes: ContextVar[Wishes] = ContextVar("wishes", default=NO_WISHES)
+
+
+class Screen(Console):
+    """A console that shows what a terminal would obey, and takes no name for an emoji: names come from others."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(emoji=False, **how)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """Yield what is to be written; rich puts its own orders to the terminal around it later."""
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text.isprintable():
+                yield segment
+            else:
+                yield segment._replace(text=_lines(segment.text))
+
+
+class _Words(Table):
+    """A table whose cells are escaped before their columns get a width."""
+
+    def add_row(self, *cells: RenderableType | None, style: StyleType | None = None, end_section: bool = False) -> None:
+        super().add_row(*map(_cell, cells), style=style, end_section=end_section)
+
+
+def _cell(cell: RenderableType | None) -> RenderableType | None:
+    if isinstance(cell, Text):
+        cell = cell.copy()
+        cell.plain = _lines(cell.plain)
+    return _lines(cell) if isinstance(cell, str) else cell
+
+
+class _Format(logging.Formatter):
+    """A log line that a terminal obeys nothing in."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return _lines(super().format(record))
+
+
+def _lines(text: str) -> str:
+    """Escape what cannot be shown, but for the ends of lines."""
+    return "\n".join(map(one_line, text.split("\n")))
 
 
 def counted(count: int, what: str) -> str:
@@ -101,14 +144,13 @@ class _ToStderr(logging.StreamHandler):  # type: ignore[type-arg]
 
 def _handlers(wishes: Wishes) -> list[logging.Handler]:
     """Return where the log goes: to stderr from warnings on, or as was asked for, and to the file."""
-    with_time = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with_time = _Format("%(asctime)s %(levelname)s %(name)s: %(message)s")
     level = logging.ERROR if wishes.quiet else logging.WARNING
     if wishes.verbose:
         level = logging.INFO if wishes.verbose == 1 else logging.DEBUG
     handlers: list[logging.Handler] = [_ToStderr()]
     handlers[0].setLevel(level)
-    if wishes.verbose:
-        handlers[0].setFormatter(with_time)
+    handlers[0].setFormatter(with_time if wishes.verbose else _Format())
     if wishes.log_file is not None:
         to_file = logging.FileHandler(wishes.log_file, encoding="utf-8", errors="backslashreplace")
         to_file.setLevel(min(level, logging.INFO))
@@ -123,13 +165,13 @@ def console(*, stderr: bool = False, quiet: bool = False) -> Console:
     given = os.environ.get("COLUMNS", "")
     columns = int(given) if given.isdecimal() and len(given) < len(str(COLUMNS_MAX)) else 0
     width = max(COLUMNS_MIN, columns) if columns else None if stream.isatty() else COLUMNS_MAX
-    return Console(stderr=stderr, quiet=quiet, width=COLUMNS_MAX if _wishes.get().wide else width)
+    return Screen(stderr=stderr, quiet=quiet, width=COLUMNS_MAX if _wishes.get().wide else width)
 
 
 def plain_table(*headings: str, title: str | None = None, show_header: bool = True) -> Table:
     """Return a table of words alone, without lines around them. Headings that begin with `>` are of numbers."""
-    table = Table(
-        title=None if title is None else Text(title),
+    table = _Words(
+        title=None if title is None else Text(_lines(title)),
         title_justify="left",
         show_header=show_header,
         box=None,
@@ -248,7 +290,7 @@ def as_json(value: object) -> bytes:
 def bar(*columns: ProgressColumn) -> Progress:
     """Return a bar on stderr with these columns behind it, which goes away at its end. Where nobody watches is none."""
     begin = TextColumn("{task.description}"), BarColumn()
-    return Progress(*begin, *columns, console=Console(stderr=True), transient=True, disable=not watched())
+    return Progress(*begin, *columns, console=Screen(stderr=True), transient=True, disable=not watched())
 
 
 @contextmanager

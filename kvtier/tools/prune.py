@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from kvtier.backend import Contents, Kind, Place, State, StoredFile
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, one_line
 from kvtier.settings import AGE_S_MAX, SIZE_BYTES_MAX, parse_duration, parse_size
 from kvtier.tools.commands import JsonOption
 from kvtier.tools.directory import (
@@ -160,7 +160,8 @@ def _parsed(option: str, text: str | None, parse: Callable[[str], T], most: floa
 def _told(rows: Iterator[Removal]) -> Iterator[Removal]:
     """Write each as a line for people, too."""
     for row in rows:
-        typer.echo(f"{shown_bytes(row.bytes):>10}  {shown_age(row.age_s):>8}  {row.why:<9}  {row.file}")
+        line = f"{shown_bytes(row.bytes):>10}  {shown_age(row.age_s):>8}  {row.why:<9}  {row.file}"
+        typer.echo(one_line(line))
         yield row
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import queue
 import subprocess
 import sys
 import threading
@@ -252,6 +253,30 @@ async def test_threads_end_with_their_lanes() -> None:
         if thread.name.startswith("to-be-closed"):
             await asyncio.to_thread(thread.join, DEADLINE_S)
             assert not thread.is_alive()
+
+
+async def test_who_waits_for_the_threads_ends_is_called_once_when_no_call_is_left(gate: Gate) -> None:
+    lanes, ended = Lanes(2, "test"), queue.SimpleQueue[bool]()
+    call = asyncio.create_task(in_thread(lanes, gate))
+    await gate.wait_entered()
+    lanes.when_ended(lambda: ended.put(gate.done))
+    assert await lanes.aclose(0) == 1
+    assert ended.empty()
+    gate.opened.set()
+    assert await asyncio.to_thread(ended.get, timeout=DEADLINE_S)
+    assert await call == "through"
+    assert await lanes.aclose(DEADLINE_S) == 0
+    assert ended.empty()
+
+
+async def test_who_asks_after_the_threads_ends_is_called_at_once() -> None:
+    lanes, ended = Lanes(2, "to-be-closed"), threading.Event()
+    lanes.when_ended(ended.set)
+    await lanes.aclose(0)
+    assert await asyncio.to_thread(ended.wait, DEADLINE_S)
+    called: list[int] = []
+    lanes.when_ended(lambda: called.append(threading.get_ident()))
+    assert called == [threading.get_ident()]
 
 
 async def test_aiofiles_runs_on_the_lanes(lanes: Lanes, tmp_path: object) -> None:

@@ -57,6 +57,27 @@ def parts() -> Parts:
     return Parts(rows=2, leased_max=1)
 
 
+class CountedRow(int):
+    """A row that says how often anybody looked for it."""
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        CountedRow.looks += 1
+        return int(self)
+
+
+def test_whether_more_may_be_leased_is_known_without_a_look_at_what_others_have() -> None:
+    """It is asked for each key that a look-up finds in a tier, and thousands of rows may be leased."""
+    parts = Parts(rows=1_000, leased_max=900)
+    for row in range(800):
+        assert parts.leases.take(CountedRow(row), Request("waiting"), now=0.0)
+    CountedRow.looks = 0
+    assert parts.leases.room([CountedRow(799), CountedRow(900)], 99)
+    assert not parts.leases.room([CountedRow(799), CountedRow(900)], 100)
+    assert CountedRow.looks <= 8
+
+
 def test_what_was_found_stays_until_the_step_ends_and_no_longer(parts):
     assert parts.store("ab")
     parts.find(Request("r"), "ab")

@@ -1,5 +1,8 @@
 """An order whose keys leave before they go: with hints, what leaves and comes back is who it was."""
 
+import random
+from collections.abc import Callable, Iterable
+
 import pytest
 
 from kvtier.policies import Hint, HintedOrder, Leaving, LinkedLRU
@@ -84,3 +87,112 @@ def test_what_had_left_before_the_first_hint_counts_as_used_by_others() -> None:
     order.order.insert([2])
     order.end([0, 1, 2], OVER)
     assert order.order.evict(2, none_kept) == [2, 9]
+
+
+# Without hints.
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_over_an_lru_both_together_are_an_lru(seed: int) -> None:
+    """What leaves, comes back and goes out of its turn is forgotten in time: there are many more turns than keys."""
+    dice, plain, leaving = random.Random(seed), LinkedLRU(60), Leaving[int](LinkedLRU(60), 20)
+    here: list[int] = []
+    for _ in range(4_000):
+        match dice.randrange(6):
+            case 0 | 1 if len(here) < 50:
+                new = dice.sample(sorted(set(range(60)) - set(here)), dice.randint(1, 10))
+                both(plain, leaving, lambda order, new=new: order.insert(new))
+                here += new
+            case 0 | 1 | 2:
+                count = dice.randint(1, 12)
+                expected = plain.evict(count, none_kept)
+                assert leaving.evict(count, none_kept) == expected
+                here = [key for key in here if key not in (expected or ())]
+            case 3:
+                gone = dice.sample(here, min(len(here), dice.randrange(3)))
+                both(plain, leaving, lambda order, gone=gone: order.remove(gone))
+                here = [key for key in here if key not in gone]
+            case 4:
+                used = dice.sample(here, min(len(here), dice.randrange(8)))
+                both(plain, leaving, lambda order, used=used: order.touch(used))
+            case _:
+                leaving.leave(dice.randint(0, 15), none_kept)
+                assert leaving.left <= set(here)
+
+
+def both(one: LinkedLRU, other: Leaving[int], do: Callable[[LinkedLRU | Leaving[int]], None]) -> None:
+    do(one)
+    do(other)
+
+
+class Kept:
+    """Keys that must stay, and how often somebody asked about one."""
+
+    def __init__(self, keys: Iterable[int]) -> None:
+        self.keys = set(keys)
+        self.asked = 0
+
+    def __call__(self, key: int) -> bool:
+        self.asked += 1
+        return key in self.keys
+
+
+@pytest.fixture
+def gone_ahead() -> Leaving[int]:
+    """Make an order of 1,000 numbers, of which 500 to 999 have left: 500 first."""
+    order = Leaving[int](LinkedLRU(1_000), 500)
+    order.insert(range(999, -1, -1))
+    order.touch(range(499, -1, -1))
+    assert order.leave(500, none_kept)
+    return order
+
+
+def test_who_may_not_go_for_long_is_not_asked_about_in_every_call(gone_ahead: Leaving[int]) -> None:
+    """As where a tier has hundreds of writes under way, which it ends slowly."""
+    kept = Kept(range(500, 900))
+    assert [gone_ahead.evict(1, kept) for _ in range(50)] == [[number] for number in range(900, 950)]
+    assert kept.asked < 1_000
+
+
+def test_who_could_not_go_is_considered_again_and_goes_first_once_it_may(gone_ahead: Leaving[int]) -> None:
+    assert gone_ahead.evict(2, Kept(range(500, 510))) == [510, 511]
+    gone_ahead.reconsider(Kept([500]))
+    assert gone_ahead.evict(10, none_kept) == [*range(501, 510), 512]
+    gone_ahead.reconsider(none_kept)
+    assert gone_ahead.evict(2, none_kept) == [500, 513]
+
+
+def test_who_is_used_while_it_is_aside_is_as_any_other(gone_ahead: Leaving[int]) -> None:
+    assert gone_ahead.evict(1, Kept([500, 501])) == [502]
+    gone_ahead.touch([500])
+    assert gone_ahead.leave(500, none_kept)
+    gone_ahead.reconsider(none_kept)
+    assert gone_ahead.evict(997, none_kept) == [501, *range(503, 1_000), *range(499)]
+    assert gone_ahead.evict(2, none_kept) == [499, 500]
+
+
+def test_a_call_for_too_many_changes_nothing(gone_ahead: Leaving[int]) -> None:
+    kept = Kept([*range(500), 500, 700])
+    assert gone_ahead.evict(499, kept) is None
+    assert len(gone_ahead.left) == 500
+    assert gone_ahead.evict(498, kept) == [number for number in range(501, 1_000) if number != 700]
+    assert sorted(gone_ahead.left) == [500, 700]
+
+
+def test_whoever_is_aside_and_may_go_counts_for_a_call_that_needs_all(gone_ahead: Leaving[int]) -> None:
+    assert gone_ahead.evict(1, Kept(range(500, 999))) == [999]
+    victims = gone_ahead.evict(3, Kept([*range(500), *range(500, 996)]))
+    assert victims == [996, 997, 998]
+
+
+def test_what_leaves_and_is_used_again_without_end_takes_no_more_memory_and_keeps_its_place() -> None:
+    plain, leaving = LinkedLRU(1_000), Leaving[int](LinkedLRU(1_000), 500)
+    both(plain, leaving, lambda order: order.insert(range(1_000)))
+    for _ in range(200):
+        assert leaving.leave(500 - len(leaving.left), none_kept)
+        used = sorted(leaving.left)[:250]
+        both(plain, leaving, lambda order, used=used: order.touch(used))
+        assert len(leaving._line) < 6_000
+    assert leaving.leave(250, none_kept)
+    assert leaving.evict(1_000, none_kept) == plain.evict(1_000, none_kept)
+    assert not leaving.left

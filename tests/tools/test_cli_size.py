@@ -1,16 +1,22 @@
 """`kvtier size`: what caches of several sizes are worth for a trace."""
 
 import json
+import os
+import signal
+import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvtier.errors import ConfigError
+from kvtier.hints import Hint
 from kvtier.tools.replay.models import MODELS, kv_bytes_per_token
 from kvtier.tools.replay.study import measure, simulation
 from kvtier.tools.replay.traces import Request, Trace, write_trace
-from tests.tools.test_cli_policies import run
+from tests.tools.test_cli_policies import KVTIER, run
 
 CHUNK_BYTES = 512 * 8  # Of a model that takes eight bytes a token.
 
@@ -177,6 +183,13 @@ def test_a_trace_that_cannot_be_true_is_told_once_however_many_sizes_there_are(
     assert capfd.readouterr().err.count("must be chained") == 1
 
 
+def test_the_hints_of_a_trace_are_heard_and_the_disk_is_called_disk(trace: str, tmp_path: Path) -> None:
+    hinted = str(tmp_path / "hinted.jsonl")
+    write_trace(hinted, [replace(each, hint=Hint(no_store=("disk",))) for each in Trace(trace)])
+    (cell,) = sized(hinted, tmp_path, "--memory", "400KiB", "--disk", "4MiB")["sizes"]
+    assert (cell["written_bytes_per_day"], cell["drive_life_years"], cell["hits"]["disk"]) == (0, None, 0)
+
+
 def test_sizes_have_the_ratios_of_the_other_commands(trace: str, tmp_path: Path) -> None:
     """Where no request comes before the one before it has been served, as in this trace."""
     cells = sized(trace, tmp_path, "--memory", "400KiB,1200KiB", "--disk", "0")["sizes"]
@@ -188,6 +201,44 @@ def test_sizes_have_the_ratios_of_the_other_commands(trace: str, tmp_path: Path)
     options = ("--config", str(config), "--virtual-time", "--gpu-cache-blocks", "0", "--json", str(report))
     assert run("replay", trace, *options) == 0
     assert json.loads(report.read_text())["hit_ratio"] == cells[1]["hit_ratio"]
+
+
+@pytest.mark.usefixtures("outside")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one processor replays in one process")
+@pytest.mark.parametrize("killed_by", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_whoever_ends_the_command_ends_its_processes(tmp_path: Path, killed_by: signal.Signals) -> None:
+    path = str(tmp_path / "long.jsonl")
+    write_trace(
+        path,
+        [
+            Request(1_000 * number, 51_200, 1, tuple(range(100 * number, 100 * number + 100)))
+            for number in range(20_000)
+        ],
+    )
+    sizes = ("--kv-bytes-per-token", "8", "--memory", "8MiB,16MiB", "--disk", "64MiB")
+    command = subprocess.Popen([*KVTIER, "size", path, *sizes], stderr=subprocess.PIPE, start_new_session=True)
+    with command:
+        children = Path(f"/proc/{command.pid}/task/{command.pid}/children")
+        replaying: list[Path] = []
+        while len(replaying) < 2:  # Besides the one that looks after what they share.
+            assert command.poll() is None, command.communicate()
+            found = [Path("/proc", pid, "cmdline") for pid in children.read_text().split()]
+            replaying = [each for each in found if b"spawn_main" in each.read_bytes()]
+            time.sleep(0.01)
+        command.send_signal(killed_by)
+        assert command.wait() == (130 if killed_by == signal.SIGINT else -killed_by)
+        deadline = time.monotonic() + 60
+        while any(map(still_runs, replaying)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+def still_runs(cmdline: Path) -> bool:
+    """Say whether a process is there; what has ended and was not waited for has no arguments any more."""
+    try:
+        return bool(cmdline.read_bytes())
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_a_picture_is_drawn(trace: str, tmp_path: Path) -> None:

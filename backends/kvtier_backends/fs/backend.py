@@ -1,5 +1,6 @@
 """A tier on a file system, the asynchronous shell: it checks calls, and a layout does them."""
 
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Self
@@ -67,6 +68,7 @@ class FsBackend(Backend[FsOptions]):
         self._layout = LAYOUTS[tier.options.layout](tier)
         self._fit = Fit(tier.context.row_bytes, self._layout.key_bytes_max)
         self._closed = False
+        self._closing_files = threading.Lock()
         self._layout.begin()
 
     async def probe(self, keys: Sequence[OffloadKey]) -> Sequence[bool]:
@@ -91,8 +93,10 @@ class FsBackend(Backend[FsOptions]):
         ends_at = time.monotonic() + deadline_s
         await self._stores.close(deadline_s)  # A store may need several hops, and the first look to be over.
         left = await self._layout.aclose(ends_at)
-        if not left.transfers + left.others:
-            self._tier.root.close()
+        if left.transfers + left.others:
+            self._tier.lanes.when_ended(self._close_files)
+        else:
+            self._close_files()
         await self._layout.ended()
         return Abandoned(left.transfers)
 
@@ -139,6 +143,12 @@ class FsBackend(Backend[FsOptions]):
     def counters(self) -> FsCounters:
         """Return what was counted since the tier was opened."""
         return self._tier.counters.totals()
+
+    def _close_files(self) -> None:
+        """Let go of every descriptor, and of the locks; idempotent. No lane may be in a call; any thread may call."""
+        with self._closing_files:  # A second end may come while the last thread is at it.
+            self._layout.close_files()
+            self._tier.root.close()
 
     def _check_open(self) -> None:
         if self._closed:

@@ -175,6 +175,10 @@ class Layout(Protocol):
         """Wait for what is under way, at most until then by the monotonic clock; no call comes any more. Idempotent."""
         ...
 
+    def close_files(self) -> None:
+        """Let go of the chunks' files that are open; idempotent. No thread may be using them. Any thread may call."""
+        ...
+
     async def ended(self) -> None:
         """Wait for what ran beside the calls, and raise what was wrong with it, if anything was."""
         ...

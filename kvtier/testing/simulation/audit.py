@@ -154,7 +154,7 @@ def _audit_leaving(ledger: Ledger) -> None:
     if leaving is None:
         return
     assert leaving.left <= set(primary.ready.values()), "a row has left the order and is not ready"
-    turns = Counter([*leaving._aside, *leaving._line[leaving._over :]]) - leaving._returned
+    turns = Counter([*leaving.aside, *leaving._line[leaving._over :]]) - leaving._returned
     assert turns == Counter(leaving.left), "a row that has left has no turn to go, or several"
     evicting = sum(tier.bit for tier in ledger.tiers if tier.spec.cascade == WHEN_EVICTED)
     for row in range(primary.rows):

@@ -4,6 +4,7 @@ import asyncio
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -352,9 +353,7 @@ def _processes(count: int) -> Generator[ProcessPoolExecutor]:
     """Give processes that end with the block, at once if it raises: a replay that nobody waits for is not finished."""
     before = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(
-        count, mp_context=context, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
-    )
+    pool = ProcessPoolExecutor(count, mp_context=context, initializer=_begin_to_work)
     try:
         with pool:
             try:
@@ -366,6 +365,19 @@ def _processes(count: int) -> Generator[ProcessPoolExecutor]:
                 raise
     finally:
         pool.shutdown()
+
+
+def _begin_to_work() -> None:
+    """Leave Ctrl-C to the process that started this one, and end when that one ends, whatever ends it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _report(

@@ -309,6 +309,7 @@ class TieredCache:
         left = self._leaving.left
         missing = self._ahead - (self._capacity - len(self._resident)) - len(left)
         idle = len(self._resident) - len(keep) - sum(block not in keep for block in left)
+        self._leaving.reconsider(set(keep).__contains__)
         if missing > 0 and idle > 0:
             self._leaving.leave(min(missing, idle), set(keep).__contains__)
         news = self._leaving.take_news()

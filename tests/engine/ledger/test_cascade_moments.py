@@ -1,7 +1,10 @@
 """Tiers that are written later: when a chunk leaves the primary, or when it is used for the second time."""
 
+import sys
+
 import pytest
 
+from kvtier.backend import make_offload_key
 from kvtier.engine.cascades import SEEN_MIN
 from kvtier.engine.ledger import LookupResult
 from kvtier.engine.tier import TierMatcher
@@ -18,7 +21,7 @@ from kvtier.runner.messages import (
     unpack_keys,
     unpack_rows,
 )
-from tests.engine.ledger.bench import keys_of, names_of
+from tests.engine.ledger.bench import Bench, keys_of, names_of
 
 HIT, PENDING, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS
 
@@ -68,8 +71,9 @@ def test_a_row_is_lent_until_its_write_has_ended_and_the_store_takes_another(evi
     plan = engine.store("e")
     assert plan.rows != [lent]
     assert plan.evicted == keys_of("c")
-    assert skipped(engine) == {"pressure": 1}
     engine.finish(write)
+    engine.step()
+    assert skipped(engine) == {"pressure": 1}
     assert engine.store("f").rows == [lent]
 
 
@@ -193,6 +197,7 @@ def test_what_is_over_leaves_unwritten_and_is_counted(evicting):
     engine.ledger.finish(request)
     assert sent(engine.step()) == []
     assert engine.store("ef").evicted == keys_of("dc")
+    engine.step()
     assert skipped(engine) == {"over": 2}
     engine.ledger.cascades.end()
     assert sent(engine.step()) == [(0, "ef")]
@@ -220,6 +225,84 @@ def test_a_row_owes_nothing_of_the_chunk_before(evicting):
     engine.finish_all(engine.step())
     engine.stored_alone("b")
     assert sent(engine.step()) == []
+
+
+def test_a_row_owes_nothing_of_a_chunk_whose_load_failed(evicting, bench):
+    engine = evicting(tiers=[bench.spec("second", cascade="evict")])
+    engine.holds("a", tier=1)
+    assert engine.lookup("a") == [PENDING]
+    (load,) = engine.step()
+    engine.fail(load, Code.FAILED)
+    engine.step()
+    (row,) = unpack_rows(load.rows)
+    assert engine.store("b", engine.request(matchers=[TierMatcher(medium="CPU")])).rows == [row]
+    engine.store("cde")
+    assert "b" not in "".join(names for _, names in sent(engine.step()))
+
+
+def test_what_goes_unwritten_is_counted_chunk_by_chunk(evicting):
+    """Some of what goes was written, some was owed, and some of that belongs to a session that is over."""
+    engine = evicting(rows=6, leaving_rows=3, store_chunks_max=1)
+    over = engine.request("over")
+    engine.ledger.hint(over, Hint(over=True))
+    engine.store("abc")
+    engine.store("d", over)
+    engine.store("ef")
+    engine.ledger.finish(over)
+    writes = engine.step()
+    assert sent(writes) == [(0, "c")]
+    engine.finish_all(writes)
+    assert engine.store("ghij").evicted == keys_of("dcba")
+    engine.step()
+    assert skipped(engine) == {"over": 1, "pressure": 2}
+
+
+def test_a_store_executes_no_more_instructions_where_chunks_are_written_when_they_leave(bench):
+    """Counted in Python's instructions, a step at a time, over a tier that keeps up and over one that takes nothing."""
+    without = instructions_of_stores(bench(200, []), Bench.finish_all)
+    keeps_up = instructions_of_stores(evicting_bench(bench), Bench.finish_all)
+    hung = instructions_of_stores(evicting_bench(bench, store_chunks_max=64), lambda *_: None)
+    assert sum(keeps_up) <= sum(without)
+    assert max(keeps_up) <= max(without)
+    assert sum(hung) <= 1.2 * sum(without)
+    assert max(hung) <= 1.2 * max(without)
+
+
+def evicting_bench(bench, **spec):
+    engine = bench(200, [bench.spec(cascade="evict", **spec)], leaving_rows=64)
+    engine.knows_all()
+    return engine
+
+
+def instructions_of_stores(engine, end_writes):
+    """Store 16 new chunks a step until the rows have been used some times over; count what preparing each takes."""
+    counted = []
+    for step in range(100):
+        request, keys = engine.request(), [make_offload_key(f"{step}-{number}".encode()) for number in range(16)]
+        plan, executed = instructions_of(engine.ledger.prepare_store, keys, request)
+        engine.ledger.complete_store(plan.keys, request)
+        end_writes(engine, engine.step())
+        counted.append(executed)
+    return counted[50:]
+
+
+def instructions_of(call, *arguments):
+    """Return what a call returns, and how many of Python's instructions it executes."""
+    executed = 0
+
+    def trace(frame, event, _):
+        nonlocal executed
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        executed += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        returned = call(*arguments)
+    finally:
+        sys.settrace(before)
+    return returned, executed
 
 
 def test_writing_waits_for_the_tiers_places_and_drops_nothing(evicting):
@@ -255,6 +338,7 @@ def test_a_hung_write_keeps_its_row_and_no_other(evicting):
         for action in engine.step():
             engine.finish(action)
     engine.give_back(write)
+    engine.step()
     rows = {engine.store(name).rows[0] for name in "mnopq"}
     assert lent in rows
 
@@ -275,6 +359,7 @@ def test_without_a_runner_chunks_leave_unwritten(evicting):
     engine.ledger.apply(RunnerLost(0, "killed"))
     assert engine.step() == []
     assert engine.store("ef").evicted == keys_of("dc")
+    engine.step()
     assert skipped(engine) == {"pressure": 2}
 
 
@@ -812,3 +897,17 @@ def test_what_was_kept_out_and_comes_anew_is_written_as_any_other(evicting):
     engine.store("a", engine.request("second"))
     assert written_at_the_end(engine) == "a"
     engine.finish_all(engine.step())
+
+
+def test_what_was_forgotten_and_is_held_is_written_to_no_tier_any_more(evicting, bench):
+    engine = evicting(leaving_rows=2, tiers=[bench.spec("busy", cascade="evict", store_chunks_max=1)])
+    engine.store("abcd")
+    first, second = engine.step()
+    assert sent([first, second]) == [(0, "cd"), (1, "d")]
+    assert engine.ledger.forget(keys_of("c")) == 0
+    engine.finish(second)
+    lose(engine, "c", 1)
+    assert sent(engine.step()) == []
+    engine.finish(first)
+    engine.step()
+    assert engine.ready() == "abd"

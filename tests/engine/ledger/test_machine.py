@@ -14,19 +14,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvtier.backend.keys import OffloadKey
+from kvtier.config import PRIMARY_NAME
+from kvtier.engine.answers import EventKind
 from kvtier.engine.ledger import LookupResult
 from kvtier.engine.metrics import ROW_STATES
 from kvtier.engine.requests import Request
-from kvtier.engine.tier import TierMatcher
+from kvtier.engine.tier import WHEN_EVICTED, Tier, TierMatcher
+from kvtier.hints import Hint
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
     Cascade,
     Code,
+    Demote,
     Gone,
     Probe,
     Promote,
     Rank,
+    Retain,
     RunnerBack,
     RunnerGone,
     RunnerLost,
@@ -44,6 +49,21 @@ names = st.lists(st.sampled_from(NAMES), min_size=1, max_size=4).map("".join)
 tiers = st.integers(0, 1)
 codes = st.sampled_from([Code.MISSING, Code.CORRUPT, Code.NO_SPACE, Code.FAILED, Code.UNAVAILABLE])
 pick = st.integers(0, 1_000)
+hints = st.sampled_from(
+    [
+        None,
+        None,
+        None,
+        Hint(over=True),
+        Hint(over=True),
+        Hint(no_store=True),
+        Hint(no_store=("disk",)),
+        Hint(no_store=("peer", "stranger")),
+        Hint(retain_s=3.0, priority=5),
+        Hint(over=True, retain_s=3.0, tokens=1),
+        Hint(over=True, no_store=("disk",), retain_s=1e9),
+    ]
+)
 seldom = st.integers(0, 3).map(lambda drawn: drawn == 0)  # Or the machine would spend its time in ruins.
 
 
@@ -56,11 +76,72 @@ class Lent(NamedTuple):
     epoch: int
 
 
+class Owed:
+    """What a tier is owed that is written when chunks leave, by what was said and done: no more, and no less.
+
+    A chunk that the tier lacks for certain is owed `surely`. Of another one the tier may have, or have had, a copy: it
+    is owed perhaps, and so is one that was loaded from some tier.
+    """
+
+    def __init__(self, tier: Tier) -> None:
+        self.tier = tier
+        self.surely: dict[OffloadKey, bool] = {}  # Those that are owed, and whether they are for certain.
+        self.stored_by: dict[OffloadKey, int] = {}  # Numbers of requests.
+        self.kept_out: set[OffloadKey] = set()
+        self.skipped_min = 0
+        self.skipped_perhaps = 0
+
+    def stored(self, keys: list[OffloadKey], request: Request, *, had: set[OffloadKey]) -> None:
+        """Take note that a request has stored keys; `had`: those that the tier may have."""
+        self.left(keys)
+        self.stored_by.update(dict.fromkeys(keys, request.number))
+        if request.stores_in(self.tier.spec):
+            self.surely.update((key, key not in had) for key in keys)
+            return
+        self.kept_out.update(keys)
+        self.skipped_min += len(keys) * request.allows(self.tier.spec)
+
+    def promoted(self, keys: list[OffloadKey], request: Request) -> None:
+        self.left(keys)
+        if request.stores_in(self.tier.spec):
+            self.surely.update(dict.fromkeys(keys, False))
+
+    def unsure(self, keys: list[OffloadKey]) -> None:
+        """Take note that the tier may have keys, or that another one had them."""
+        self.surely.update((key, False) for key in keys if key in self.surely)
+
+    def lost(self, keys: list[OffloadKey]) -> None:
+        self.surely.update((key, self.surely.get(key, False)) for key in keys if key not in self.kept_out)
+
+    def keep_out(self, request: Request) -> None:
+        """Take note that a request keeps its own out, as it says at its end."""
+        for key in request.used:
+            if self.stored_by.get(key) == request.number:
+                self.skip(key)
+                self.kept_out.add(key)
+            else:
+                self.skipped_perhaps += 1  # If it was promoted for that one.
+
+    def skip(self, key: OffloadKey) -> None:
+        """Take note that a key will not be written: if it was owed for certain, that is counted."""
+        surely = self.surely.pop(key, None)
+        self.skipped_min += surely is True
+        self.skipped_perhaps += surely is False
+
+    def left(self, keys: list[OffloadKey]) -> None:
+        """Take note that keys are somebody else's now, or nobody's."""
+        for key in keys:
+            self.surely.pop(key, None)
+            self.stored_by.pop(key, None)
+        self.kept_out.difference_update(keys)
+
+
 class Engine(RuleBasedStateMachine):
     """An engine, two tiers (one of them for whole requests) and a runner."""
 
     cascades = ("store", "store")
     whole = True
+    computing_s: float | None = None
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,9 +156,20 @@ class Engine(RuleBasedStateMachine):
             ),
         ]
         self.bench = Bench(
-            ROWS, specs, lease_rows_max=3, cascade_rows_max=3, lease_s=4.0, action_chunks=2, leaving_rows=2
+            ROWS,
+            specs,
+            lease_rows_max=3,
+            cascade_rows_max=3,
+            lease_s=4.0,
+            action_chunks=2,
+            leaving_rows=2,
+            retained_rows_max=2,
+            computing_s=self.computing_s,
         )
         self.ledger = self.bench.ledger
+        self.owed = [Owed(tier) for tier in self.ledger.tiers if tier.spec.cascade == WHEN_EVICTED]
+        self.wanted: set[tuple[int, OffloadKey]] = set()  # By tier, what somebody stored or used who may write to it.
+        self.forgotten: set[OffloadKey] = set()  # And neither stored since, nor reported by a tier.
         self.content: list[OffloadKey | None] = [None] * ROWS
         self.requests = [self.bench.request()]
         self.loads: list[tuple[list[OffloadKey], list[int]]] = []
@@ -99,18 +191,24 @@ class Engine(RuleBasedStateMachine):
     # The engine.
 
     @precondition(lambda self: len(self.requests) < 4)
-    @rule(matchers=st.sampled_from([None, None, (), (TierMatcher(locality="REMOTE"),)]))
-    def new_request(self, matchers: tuple[TierMatcher, ...] | None) -> None:
+    @rule(matchers=st.sampled_from([None, None, (), (TierMatcher(locality="REMOTE"),)]), hint=hints)
+    def new_request(self, matchers: tuple[TierMatcher, ...] | None, hint: Hint | None) -> None:
         self.requests.append(self.bench.request("r", matchers))
+        self.ledger.hint(self.requests[-1], hint)
 
     @rule(names=names, which=pick)
     def look_up(self, names: str, which: int) -> None:
         self.between_steps = False
+        request = self._request(which)
         for key in keys_of(names):
-            if self.ledger.lookup(key, self._request(which)) is LookupResult.HIT:
+            absent = self.ledger.primary.row(key) is None
+            if self.ledger.lookup(key, request) is LookupResult.HIT:
                 row = self.ledger.primary.ready[key]
                 assert self.content[row] == key
                 self.hits[key] = row
+            self._hear()
+            if absent and self.ledger.primary.row(key) is not None:
+                self._promoted([key], request)
 
     @precondition(lambda self: self.hits)
     @rule(which=pick, count=st.integers(1, 3))
@@ -118,6 +216,7 @@ class Engine(RuleBasedStateMachine):
         self._used()
         keys = list(self.hits)[:count]
         self.loads.append((keys, self.ledger.prepare_load(keys, self._request(which))))
+        self._want(keys, self._request(which))
 
     @precondition(lambda self: self.loads)
     @rule(which=pick)
@@ -131,9 +230,13 @@ class Engine(RuleBasedStateMachine):
         self.between_steps = False
         request = self._request(which)
         plan = self.ledger.prepare_store(keys_of(names), request)
-        if plan is not None and plan.keys:
+        if plan is None:
+            return
+        self._want(keys_of(names), request)
+        if plan.keys:
             assert not set(plan.evicted) & set(keys_of(names))
             self.stores.append((request, plan.keys, plan.rows))
+            self.forgotten.difference_update(plan.keys)
 
     @precondition(lambda self: self.stores)
     @rule(which=pick, part=st.integers(1, 6), success=st.booleans())
@@ -142,6 +245,8 @@ class Engine(RuleBasedStateMachine):
         request, keys, rows = self.stores.pop(which % len(self.stores))
         for key, row in zip(keys[:part], rows, strict=False):
             self.content[row] = key
+        if success:
+            self._stored([key for key in keys[:part] if key in self.ledger.primary.filling], request)
         self.ledger.complete_store(keys[:part], request, success=success)
         if keys[part:]:
             self.stores.append((request, keys[part:], rows[part:]))
@@ -150,26 +255,79 @@ class Engine(RuleBasedStateMachine):
     def touch(self, names: str, which: int) -> None:
         self._used()
         self.ledger.touch(keys_of(names), self._request(which))
+        self._want(keys_of(names), self._request(which))
 
     @precondition(lambda self: len(self.requests) > 1)
-    @rule(which=pick)
-    def finish_request(self, which: int) -> None:
+    @rule(which=pick, hint=hints)
+    def finish_request(self, which: int, hint: Hint | None) -> None:
         request = self.requests.pop(which % len(self.requests))
+        self.ledger.hint(request, hint)
+        for owed in self.owed:
+            if request.keeps_out(owed.tier.spec):
+                owed.keep_out(request)
         self.ledger.finish(request)
         assert not request.leased
+        if request.hint is not None and request.hint.retain_s:
+            self._are_as_any_other(request.leading(request.hint.tokens, 1))
+
+    @rule(names=names)
+    def demote(self, names: str) -> None:
+        self.ledger.demote(keys_of(names))
+
+    @rule(names=names, seconds=st.sampled_from([1.0, 1e9]), priority=st.integers(0, 3))
+    def retain(self, names: str, seconds: float, priority: int) -> None:
+        self.ledger.retain(keys_of(names), seconds, priority)
+        self._are_as_any_other(keys_of(names))
+
+    @rule(names=names)
+    def prefetch(self, names: str) -> None:
+        self.ledger.prefetches.begin(keys_of(names))
+        self._are_as_any_other(keys_of(names))
+
+    @precondition(lambda self: self.ledger.prefetches)
+    @rule(which=pick)
+    def give_up_prefetch(self, which: int) -> None:
+        waiting = self.ledger.prefetches.waiting
+        self.ledger.prefetches.give_up(waiting[which % len(waiting)])
+
+    @rule(names=names, sure=seldom)
+    def forget(self, names: str, sure: bool) -> None:
+        if not sure:
+            return
+        self.between_steps = False
+        self._hear()
+        keys = keys_of(names)
+        for owed in self.owed:
+            here = [key for key in keys if self.ledger.primary.row(key) is not None]
+            owed.left(keys)
+            owed.kept_out.update(here)  # What is held is not written any more.
+        self.ledger.forget(keys)
+        for key in keys:
+            if self.ledger.primary.row(key) is None:
+                self.hits.pop(key, None)
+        self.forgotten.update(keys)
 
     @rule(names=names, sure=seldom)
     def delete(self, names: str, sure: bool) -> None:
         if not sure:
             return
         self.between_steps = False
+        self._hear()
         held = self.ledger.delete(keys_of(names))
+        for owed in self.owed:
+            owed.left([key for key in keys_of(names) if key not in held])
         for key in set(keys_of(names)) - set(held):
             self.hits.pop(key, None)
 
     @rule(refused=seldom, seconds=st.sampled_from([0.0, 0.0, 1.0, 6.0]))
     def end_step(self, refused: bool, seconds: float) -> None:
+        prefetched = [prefetch.request for prefetch in self.ledger.prefetches.waiting]
         actions = self.ledger.end_step()
+        self._hear()
+        for request in prefetched:
+            self._promoted([key for key in request.sources if key in self.ledger.primary.filling], request)
+        self._check_writes(actions)
+        self._check_forgotten()
         if refused or not self.runner_up:
             self.ledger.refuse(actions)
         else:
@@ -185,7 +343,9 @@ class Engine(RuleBasedStateMachine):
         """Give up what is under way; the engine's own loads and stores are over by contract."""
         if not sure:
             return
+        self.ledger.prefetches.clear()
         self.ledger.reset()
+        self._hear()
         self.last_before_reset = max([self.last_before_reset, *self.under_way, *self.late])
         self.late |= self.under_way
         self.under_way.clear()
@@ -209,6 +369,7 @@ class Engine(RuleBasedStateMachine):
         lent = self.under_way.pop(list(self.under_way)[which % len(self.under_way)])
         codes = {index: code for index, code in enumerate(failed[: len(lent.keys)]) if code}
         self._work(lent, codes)
+        self._may_have(lent.keys)
         if isinstance(lent.action, Probe):
             self.bench.answer(lent.action, present)
         else:
@@ -227,6 +388,7 @@ class Engine(RuleBasedStateMachine):
     def rows_come_back(self, which: int, finished: bool) -> None:
         lent = self.late.pop(list(self.late)[which % len(self.late)])
         self._end_late(lent)
+        self._may_have(lent.keys)
         if finished:
             self.bench.finish(lent.action)
         else:
@@ -268,10 +430,21 @@ class Engine(RuleBasedStateMachine):
     @rule(names=names, tier=tiers)
     def found(self, names: str, tier: int) -> None:
         self.bench.holds(names, tier)
+        self._may_have(keys_of(names))
+        self.forgotten.difference_update(keys_of(names))
 
     @rule(names=names, tier=tiers)
     def gone(self, names: str, tier: int) -> None:
         self.ledger.apply(Gone(tier, pack_keys(keys_of(names))))
+        for owed in self.owed:
+            if owed.tier.index == tier:
+                owed.lost([key for key in keys_of(names) if key in self.ledger.primary.ready])
+
+    @precondition(lambda self: self.computing_s is not None)
+    @rule(tier=tiers, chunk_s=st.sampled_from([0.01, 0.9, 30.0]))
+    def speed(self, tier: int, chunk_s: float) -> None:
+        """Some loads are worth their time, some are not, and some come too late."""
+        self.bench.takes(0.1, chunk_s, tier)
 
     # What must be true after each of them.
 
@@ -345,6 +518,17 @@ class Engine(RuleBasedStateMachine):
         assert leaving is None or set(leaving.left) <= set(self.ledger.primary.ready.values())
 
     @invariant()
+    def what_is_owed_is_written_or_counted(self) -> None:
+        self._hear()
+        for owed in self.owed:
+            counted = sum(owed.tier.counters.skipped.values())
+            assert owed.skipped_min <= counted <= owed.skipped_min + owed.skipped_perhaps
+
+    @invariant()
+    def no_more_is_retained_than_may_be(self) -> None:
+        assert self.ledger.primary.retained <= 2
+
+    @invariant()
     def a_hit_stays_until_the_step_ends(self) -> None:
         assert self.hits.items() <= self.ledger.primary.ready.items()
 
@@ -362,8 +546,17 @@ class Engine(RuleBasedStateMachine):
             self.ledger.complete_store(keys, request, success=False)
         for request in self.requests:
             self.ledger.finish(request)
-        self.ledger.refuse(self.ledger.end_step())
+        self.ledger.prefetches.clear()
+        actions = self.ledger.end_step()
+        self._hear()
+        self._check_writes(actions)
+        self.ledger.refuse(actions)
         assert self.bench.settled()
+        for owed in self.owed:
+            for key in list(owed.surely):
+                owed.skip(key)
+        self.ledger.cascades.give_up("closed")
+        self.what_is_owed_is_written_or_counted()
 
     # How the machine plays.
 
@@ -371,11 +564,67 @@ class Engine(RuleBasedStateMachine):
         """Take note that chunks are used: a second use may be queued, and sent at the step's end."""
         self.between_steps = self.between_steps and "second_use" not in self.cascades
 
+    def _hear(self) -> None:
+        """Take note of what has left the primary: what was owed of it is not written."""
+        for event in self.bench.events.take():
+            if event.kind is EventKind.REMOVED and event.tier == PRIMARY_NAME:
+                for owed in self.owed:
+                    owed.unsure([key for key in event.keys if key in self.forgotten])  # It may have been for that.
+                    for key in event.keys:
+                        owed.skip(key)
+                    owed.left(list(event.keys))
+
+    def _stored(self, keys: list[OffloadKey], request: Request) -> None:
+        for owed in self.owed:
+            tier, mask = owed.tier, self.ledger.residency.mask
+            had = {k for k in keys if mask.get(k, 0) & tier.bit or tier.last_answer(k) or k in tier.storing}
+            owed.stored(keys, request, had=had)
+
+    def _promoted(self, keys: list[OffloadKey], request: Request) -> None:
+        for owed in self.owed:
+            owed.promoted(keys, request)
+        self._want(keys, request)
+
+    def _want(self, keys: list[OffloadKey], request: Request) -> None:
+        """Take note of who may have keys written."""
+        self.wanted |= {(tier.index, key) for tier in self.ledger.tiers if request.stores_in(tier.spec) for key in keys}
+
+    def _may_have(self, keys: list[OffloadKey]) -> None:
+        for owed in self.owed:
+            owed.unsure(keys)
+
+    def _are_as_any_other(self, keys: list[OffloadKey]) -> None:
+        cascades, rows = self.ledger.cascades, set(self.ledger.primary.rows_of(keys))
+        assert not rows & cascades.withheld
+        assert not rows & cascades.demoted
+
+    def _check_writes(self, actions: list[Action]) -> None:
+        """What is written was wanted there by somebody, and is owed where chunks are written that leave."""
+        for action in actions:
+            if isinstance(action, Cascade):
+                keys = unpack_keys(action.keys)
+                assert {(action.tier, key) for key in keys} <= self.wanted
+                for owed in self.owed:
+                    if owed.tier.index == action.tier:
+                        assert set(keys) <= owed.surely.keys()
+                        for key in keys:
+                            del owed.surely[key]
+
+    def _check_forgotten(self) -> None:
+        """What was forgotten has gone, or is held, and goes with the first step's end at which it is not."""
+        for key in self.forgotten:
+            row = self.ledger.primary.row(key)
+            if row is None:
+                assert key not in self.ledger.residency.mask
+            else:
+                assert self.ledger.primary.pinned(row)
+
     def _request(self, which: int) -> Request:
         return self.requests[which % len(self.requests)]
 
     def _leased(self) -> set[int]:
-        return set().union(*(request.leased for request in self.requests))
+        prefetches = [prefetch.request for prefetch in self.ledger.prefetches.waiting]
+        return set().union(*(request.leased for request in [*self.requests, *prefetches]))
 
     def _cascading(self) -> Counter[int]:
         """Count the cascades that pin each row: those of before a reset pin nothing."""
@@ -383,7 +632,7 @@ class Engine(RuleBasedStateMachine):
         return Counter(row for lent in everything.values() if isinstance(lent.action, Cascade) for row in lent.rows)
 
     def _lend(self, action: Action) -> None:
-        if isinstance(action, Acknowledge | Rank):
+        if isinstance(action, Acknowledge | Rank | Demote | Retain):
             return
         rows = list(unpack_rows(action.rows)) if isinstance(action, Promote | Cascade) else []
         self.under_way[action.id] = Lent(action, unpack_keys(action.keys), rows, self.epoch)
@@ -419,8 +668,18 @@ class TwiceEvictingEngine(Engine):
     whole = False
 
 
+class WeighingEngine(Engine):
+    """An engine that computes what a tier would load too slowly."""
+
+    cascades = ("evict", "second_use")
+    whole = False
+    computing_s = 1.0
+
+
 TestEngine = Engine.TestCase
 TestEvictingEngine = EvictingEngine.TestCase
 TestTwiceEvictingEngine = TwiceEvictingEngine.TestCase
+TestWeighingEngine = WeighingEngine.TestCase
 TestEngine.settings = settings(stateful_step_count=100, max_examples=2 * settings().max_examples)
 TestEvictingEngine.settings = TestTwiceEvictingEngine.settings = TestEngine.settings
+TestWeighingEngine.settings = TestEngine.settings

@@ -7,8 +7,11 @@ import os
 import shutil
 import subprocess
 import threading
+from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from blockbuster import blockbuster_ctx
@@ -50,10 +53,19 @@ def is_empty(root: Path) -> bool:
     return next(root.iterdir(), None) is None
 
 
-def holds(root: Path) -> bool:
-    """Say whether this process has the directory open."""
+def held_below(root: Path) -> list[str]:
+    """Return what this process has open of the directory, itself and what is in it."""
     held = [f"/proc/self/fd/{fd}" for fd in os.listdir("/proc/self/fd")]
-    return str(root) in [os.readlink(fd) for fd in held if os.path.lexists(fd)]
+    paths = [os.readlink(fd) for fd in held if os.path.lexists(fd)]
+    return [path for path in paths if path == str(root) or path.startswith(f"{root}/")]
+
+
+def ended(threads: Iterable[threading.Thread]) -> None:
+    """Wait for threads of the tier's; the loop's own threads for blocking calls go on."""
+    for thread in threads:
+        if thread.name.startswith("kvtier-"):
+            thread.join(DEADLINE_S)
+            assert not thread.is_alive(), thread.name
 
 
 def is_gone(root: Path) -> bool:
@@ -110,12 +122,12 @@ async def test_opening_on_a_mount_that_hangs_can_be_given_up(
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
         await opening
-    assert holds(root)
+    assert str(root) in held_below(root)
     stuck.let_go()
     for thread in threading.enumerate():
         if thread.name.startswith("kvtier-hung"):
             await asyncio.to_thread(thread.join, DEADLINE_S)
-    assert not holds(root)
+    assert held_below(root) == []
 
 
 @pytest.mark.parametrize(
@@ -306,20 +318,49 @@ async def test_closing_fails_what_waits_behind_a_hung_transfer(
     assert list(await hung) == [None]
 
 
-async def test_a_descriptor_is_not_given_up_under_a_thread_that_uses_it(
-    open_tier, lender: Lender, system_call: MakeSystemCall, root: Path
+@pytest.mark.parametrize(
+    ("options", "call"),
+    [
+        ({"layout": "files"}, "pwritev"),
+        ({"layout": "files", "shared": True, "write_budget_bytes_per_day": "1GiB"}, "pwritev"),
+        ({"layout": "segments", "write_budget_bytes_per_day": "1GiB"}, "pwritev"),
+        ({"layout": "segments"}, "posix_fallocate"),  # A segment that is made when its tier has closed.
+    ],
+)
+async def test_a_descriptor_is_given_up_when_the_thread_that_uses_it_has_ended_and_not_before(
+    open_tier, lender: Lender, system_call: MakeSystemCall, root: Path, options: dict[str, Any], call: str
 ) -> None:
     """Its number would be another file's, and the thread would go on there."""
-    tier = await open_tier()
+    others = set(threading.enumerate())
+    tier = await open_tier(**options)
+    stuck = system_call(call, sticks=True)
+    store = asyncio.create_task(tier.store(lender.writes([key_of(0)])))
+    await stuck.wait_entered()
+    await tier.aclose(0)
+    assert str(root) in held_below(root)
+    stuck.let_go()
+    await asyncio.gather(store, return_exceptions=True)
+    await asyncio.to_thread(ended, set(threading.enumerate()) - others)
+    assert held_below(root) == []
+    await tier.aclose(DEADLINE_S)
+
+
+async def test_a_file_that_has_a_given_up_descriptors_number_is_left_alone_by_a_second_end(
+    open_tier, lender: Lender, system_call: MakeSystemCall, root: Path, tmp_path: Path
+) -> None:
+    others = set(threading.enumerate())
+    tier = await open_tier(layout="segments")
     stuck = system_call("pwritev", sticks=True)
     store = asyncio.create_task(tier.store(lender.writes([key_of(0)])))
     await stuck.wait_entered()
     await tier.aclose(0)
-    assert holds(root)
     stuck.let_go()
-    assert list(await store) == [None]
-    await tier.aclose(DEADLINE_S)
-    assert not holds(root)
+    await asyncio.gather(store, return_exceptions=True)
+    await asyncio.to_thread(ended, set(threading.enumerate()) - others)
+    with ExitStack() as files:
+        opened = [files.enter_context((tmp_path / str(number)).open("wb")) for number in range(16)]
+        await tier.aclose(DEADLINE_S)
+        assert [os.fstat(file.fileno()).st_nlink for file in opened] == [1] * 16
 
 
 @pytest.mark.parametrize("error", [errno.EIO, errno.EMFILE, errno.EACCES])

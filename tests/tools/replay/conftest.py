@@ -1,4 +1,4 @@
-"""Real traces, which are never part of the project: beside it, or where KVTIER_TRACES says."""
+"""The real traces: beside the project, or where KVTIER_TRACES says."""
 
 import os
 from collections.abc import Callable
@@ -6,16 +6,23 @@ from pathlib import Path
 
 import pytest
 
+from tests.tools.replay.real import AGENTIC, Traces
+
 BESIDE = Path(__file__).parents[4] / "shared" / "traces"
 
 
 @pytest.fixture(scope="session")
-def traces() -> Path:
-    """Return the folder of the real traces."""
-    folder = Path(os.environ.get("KVTIER_TRACES", BESIDE))
-    if not folder.is_dir():
-        pytest.skip(f"no real traces in {folder}; KVTIER_TRACES names another folder")
-    return folder
+def traces() -> Traces:
+    """Return the real traces. What asks for them and takes seconds is of `make test-traces`."""
+    return Traces(Path(os.environ.get("KVTIER_TRACES") or BESIDE))
+
+
+@pytest.fixture(scope="session")
+def agents(traces: Traces, thorough: None) -> Path:
+    """Return the largest trace's path: it takes minutes, so only `make test-traces` asks for it."""
+    if "KVTIER_ALL_TRACES" not in os.environ:
+        pytest.skip("takes minutes: make test-traces runs it")
+    return traces / AGENTIC
 
 
 @pytest.fixture

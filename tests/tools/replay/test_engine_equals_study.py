@@ -1,11 +1,8 @@
 """The engine with a primary alone has exactly the hits that the policy study says, request by request."""
 
-import json
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
 from kvtier.config import EngineConfig
@@ -14,10 +11,10 @@ from kvtier.engine.steps import StepManager, make_region
 from kvtier.policies import known_policies
 from kvtier.runner.thread import ThreadBridge
 from kvtier.tools.replay.study import measure, simulation
-from kvtier.tools.replay.traces import BLOCK_TOKENS, Request, Trace, write_trace
+from kvtier.tools.replay.traces import BLOCK_TOKENS, Request, Trace
 from kvtier.tools.replay.workload import GeneratedTrace
+from tests.tools.replay.real import Traces
 from tests.tools.replay.told import told
-from tests.tools.test_cli_policies import run
 
 CHUNK_BYTES = 4_096
 
@@ -84,7 +81,7 @@ def test_with_hints_of_all_kinds_under_every_policy(policy: str, share: float) -
 
 @pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("policy", known_policies())
-def test_with_hints_on_real_chats_under_every_policy(traces: Path, policy: str) -> None:
+def test_with_hints_on_real_chats_under_every_policy(traces: Traces, policy: str) -> None:
     trace = Trace(traces / "mooncake_conversation.jsonl.gz", limit=3_000)
     capacity = measure(trace).capacity(0.05)
     requests = told(trace)
@@ -106,17 +103,3 @@ def test_with_requests_that_have_holes_and_blocks_twice() -> None:
     for policy in known_policies():
         for capacity in range(1, 10):
             assert list(engine_hits(trace, policy, capacity)) == list(simulation(policy)(trace, capacity))
-
-
-@pytest.mark.usefixtures("thorough")
-def test_sizes_of_real_chats_a_minute_apart_have_exactly_the_ratio_of_the_study(traces: Path, tmp_path: Path) -> None:
-    """At their own times requests overlap: one may look for what another has not stored yet."""
-    chats = Trace(traces / "mooncake_conversation.jsonl.gz", checked=True)
-    apart, out = str(tmp_path / "apart.jsonl.zst"), tmp_path / "size.json"
-    write_trace(apart, [replace(each, timestamp_ms=60_000 * number) for number, each in enumerate(chats)])
-    extent = measure(chats)
-    capacity = extent.capacity(0.05)
-    sizes = ("--kv-bytes-per-token", "8", "--memory", f"{capacity * CHUNK_BYTES}B", "--disk", "0", "--gpu-cache", "0")
-    assert run("size", apart, *sizes, "--json", str(out)) == 0
-    (cell,) = json.loads(out.read_bytes())["sizes"]
-    assert cell["hit_ratio"] == extent.hit_ratio(sum(simulation("lru")(chats, capacity)))

@@ -1,8 +1,8 @@
 """What hints are worth to a policy that takes them: said by oracles that know the trace's future, and by liars."""
 
-import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import mean
 from typing import NamedTuple
@@ -12,12 +12,11 @@ import pytest
 from kvtier.hints import Hint
 from kvtier.policies import Density, policy_class
 from kvtier.tools.replay.oracle import Future, Saying, future, hinted, hints
-from kvtier.tools.replay.study import measure, policy_hits
+from kvtier.tools.replay.study import Extent, policy_hits
 from kvtier.tools.replay.traces import Request, Trace, write_trace
 from kvtier.tools.replay.workload import GeneratedTrace, Workload
+from tests.tools.replay.real import AGENTIC, CONVERSATION, Traces
 
-CONVERSATION = "mooncake_conversation.jsonl.gz"
-AGENTIC = "agentic_local_b512.jsonl.zst"
 SEEDS = (1, 2, 3)
 OVER = Hint(over=True)
 
@@ -104,20 +103,17 @@ def test_a_hint_that_is_there_stays() -> None:
 # What it is worth.
 
 
-def hit_ratio(requests: Sequence[Request], share: float, said: Sequence[Hint | None] | None = None) -> float:
-    extent = measure(requests)
+def hit_ratio(requests: Iterable[Request], extent: Extent, share: float, said: Sequence[Hint | None]) -> float:
     capacity = extent.capacity(share)
     return extent.hit_ratio(sum(policy_hits(requests, Density[int](capacity), capacity, said)))
 
 
 @pytest.fixture(scope="module")
-def chats(traces: Path) -> list[Request]:
-    return list(Trace(traces / CONVERSATION))
-
-
-@pytest.fixture(scope="module")
-def nothing_said(chats: list[Request]) -> float:
-    return hit_ratio(chats, 0.05)
+def told_chats(traces: Traces) -> Callable[[Saying], float]:
+    """Return what the hit ratio of real chats is at 5 % when an oracle says this."""
+    chats, extent = list(Trace(traces / CONVERSATION)), traces.extent(CONVERSATION)
+    known = future(chats, 512)
+    return cache(lambda saying: hit_ratio(chats, extent, 0.05, said(saying, known)))
 
 
 def test_the_study_uses_the_hints_of_a_traces_lines(tmp_path: Path) -> None:
@@ -200,26 +196,28 @@ def test_what_is_said_of_a_return_changes_nothing_for_a_policy_that_does_not_lea
 @pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize(("share", "least"), [(0.5, 0.25), (0.9, 0.32)])
 def test_hints_that_sessions_are_over_are_worth_more_than_a_policy(
-    chats: list[Request], share: float, least: float
+    told_chats: Callable[[Saying], float], share: float, least: float
 ) -> None:
-    known = future(chats, 512)
-    ratios = [hit_ratio(chats, 0.05, said(Saying(over=share, seed=seed), known)) for seed in SEEDS]
-    assert mean(ratios) >= least
+    assert mean(told_chats(Saying(over=share, seed=seed)) for seed in SEEDS) >= least
 
 
 @pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize(
     "saying", [Saying(over=0.5, lies=0.5), Saying(over=0.9, lies=0.5), Saying(returns=1, lies=0.5)]
 )
-def test_hints_of_which_half_are_lies_do_no_harm(chats: list[Request], nothing_said: float, saying: Saying) -> None:
-    lied_to = hit_ratio(chats, 0.05, said(saying._replace(error=0.5, seed=1), future(chats, 512)))
-    assert lied_to >= nothing_said - 0.005
+def test_hints_of_which_half_are_lies_do_no_harm(told_chats: Callable[[Saying], float], saying: Saying) -> None:
+    assert told_chats(saying._replace(error=0.5, seed=1)) >= told_chats(Saying()) - 0.005
 
 
-@pytest.mark.usefixtures("thorough")
-@pytest.mark.skipif("KVTIER_ALL_TRACES" not in os.environ, reason="takes minutes: make test-traces runs it")
+@pytest.fixture(scope="module")
+def known_agents(agents: Path) -> Future:
+    return future(Trace(agents), 512)
+
+
 @pytest.mark.parametrize(("share", "least"), [(0.5, 0.59), (1.0, 0.655)])
-def test_hints_of_when_agents_return_are_worth_more_than_a_policy(traces: Path, share: float, least: float) -> None:
-    requests = list(Trace(traces / AGENTIC))
-    known = future(requests, 512)
-    assert hit_ratio(requests, 0.01, said(Saying(returns=share, error=0.5, seed=1), known)) >= least
+def test_hints_of_when_agents_return_are_worth_more_than_a_policy(
+    traces: Traces, agents: Path, known_agents: Future, share: float, least: float
+) -> None:
+    saying = Saying(returns=share, error=0.5, seed=1)
+    told = said(saying, known_agents)
+    assert hit_ratio(Trace(agents, checked=True), traces.extent(AGENTIC), 0.01, told) >= least

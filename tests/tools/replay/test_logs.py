@@ -12,6 +12,7 @@ from kvtier.errors import ConfigError, TraceError
 from kvtier.tools.replay.logs import FORMATS, Conversion
 from kvtier.tools.replay.study import measure
 from kvtier.tools.replay.traces import Request, Trace, write_trace
+from tests.tools.replay.real import Traces
 
 Write = Callable[..., str]
 
@@ -201,7 +202,7 @@ def test_blocks_that_follow_themselves_are_refused(trace_file: Write) -> None:
 
 
 @pytest.mark.parametrize("name", ["mooncake_conversation.jsonl.gz", "lmcache_miniswe_b16.jsonl.gz"])
-def test_a_real_trace_converted_has_the_same_hits_as_before(traces: Path, name: str, tmp_path: Path) -> None:
+def test_a_real_trace_converted_has_the_same_hits_as_before(traces: Traces, name: str, tmp_path: Path) -> None:
     before = Trace(traces / name)
     conversion = Conversion([str(traces / name)])
     out = tmp_path / "out.jsonl.zst"
@@ -214,7 +215,7 @@ def test_a_real_trace_converted_has_the_same_hits_as_before(traces: Path, name: 
     assert measure(after) == measure(whole)
 
 
-def test_blocks_of_a_trace_can_be_merged_and_stay_chained(traces: Path) -> None:
+def test_blocks_of_a_trace_can_be_merged_and_stay_chained(traces: Traces) -> None:
     merged = Conversion([str(traces / "lmcache_miniswe_b16.jsonl.gz")], block_tokens=256)
     extent = measure(merged)
     assert extent.hit_ratio(extent.best_hits) == pytest.approx(0.9353, abs=5e-5)

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -30,6 +29,7 @@ from kvtier.tools.replay.virtual import (
 )
 from kvtier.tools.replay.workload import GeneratedTrace, Workload
 from tests.benchmarks.load_or_recompute import Case, replayed
+from tests.tools.replay.real import Traces
 
 BLOCK_TOKENS = 512
 MIB = 1 << 20
@@ -105,7 +105,7 @@ def test_times_that_go_back_are_refused_with_the_request_that_does() -> None:
         arrivals_s(at(0, 5, 4))
 
 
-def test_the_conversation_of_an_hour_arrives_steadily(traces: Path) -> None:
+def test_the_conversation_of_an_hour_arrives_steadily(traces: Traces) -> None:
     arrivals = arrivals_s(Trace(traces / "mooncake_conversation.jsonl.gz"))
     assert len(arrivals) == 12_031
     assert list(arrivals) == sorted(arrivals)
@@ -241,7 +241,7 @@ WEIGHED_REQUESTS = 900  # Of the conversation: four minutes of it, and with them
         *(pytest.param(*case, marks=pytest.mark.outside) for case in ((1.0, False), (7.0, False), (7.0, True))),
     ],
 )
-def test_no_disk_makes_a_conversation_wait_longer_than_none(traces: Path, gb_per_s: float, slow: bool) -> None:
+def test_no_disk_makes_a_conversation_wait_longer_than_none(traces: Traces, gb_per_s: float, slow: bool) -> None:
     trace = str(traces / "mooncake_conversation.jsonl.gz")
     case = Case(trace, WEIGHED_REQUESTS, 64 << 30, gb_per_s, slow, weighed=True)
     found = replayed(case)

@@ -1,9 +1,6 @@
 """The policy study against naive caches, and against the figures that others found for the real traces."""
 
 import json
-import os
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -13,11 +10,8 @@ from kvtier.errors import ConfigError
 from kvtier.policies import FIFO, LFU, LRU
 from kvtier.tools.replay.study import Extent, Simulation, measure, policy_hits, simulation
 from kvtier.tools.replay.traces import Request, Trace
+from tests.tools.replay.real import AGENTIC, CONVERSATION, MINI_SWE, SIZES, Traces
 
-CONVERSATION = "mooncake_conversation.jsonl.gz"
-MINI_SWE = "lmcache_miniswe_b16.jsonl.gz"
-AGENTIC = "agentic_local_b512.jsonl.zst"
-SIZES = ("0.01", "0.05", "0.10", "0.25", "0.50")
 POLICIES = ("fifo", "lru", "arc", "s3fifo", "lfu", "opt")
 TOLERANCE = 0.002
 
@@ -100,18 +94,6 @@ def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
         simulation("lrru")
 
 
-@pytest.fixture(scope="session")
-def extent_of(traces: Path) -> Callable[[str], Extent]:
-    extents: dict[str, Extent] = {}
-
-    def extent(name: str) -> Extent:
-        if name not in extents:
-            extents[name] = measure(Trace(traces / name))
-        return extents[name]
-
-    return extent
-
-
 def reference_simulation(name: str) -> Simulation:
     """Return a policy as the reference has it: its LFU does not age."""
     if name == "lfu":
@@ -119,42 +101,35 @@ def reference_simulation(name: str) -> Simulation:
     return simulation(name)
 
 
-def assert_reference_ratios(traces: Path, name: str, policy: str, extent: Extent, sizes: tuple[str, ...]) -> None:
+def assert_reference_ratios(traces: Traces, name: str, policy: str, sizes: tuple[str, ...]) -> None:
     reference = json.loads((traces / "reference_hit_ratios.json").read_text())[name]
+    extent = traces.extent(name)
+    trace = Trace(traces / name, checked=True)
     for size in sizes:
         capacity = extent.capacity(float(size))
         assert capacity == reference["capacity_blocks"][size]
-        ratio = extent.hit_ratio(sum(reference_simulation(policy)(Trace(traces / name), capacity)))
+        ratio = extent.hit_ratio(sum(reference_simulation(policy)(trace, capacity)))
         assert ratio == pytest.approx(reference["hit_ratio"][policy][size], abs=TOLERANCE), (policy, size)
 
 
 @pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", [CONVERSATION, MINI_SWE])
-def test_the_real_traces_have_the_hit_ratios_that_others_found(
-    traces: Path, extent_of: Callable[[str], Extent], name: str, policy: str
-) -> None:
-    assert_reference_ratios(traces, name, policy, extent_of(name), SIZES)
+def test_the_real_traces_have_the_hit_ratios_that_others_found(traces: Traces, name: str, policy: str) -> None:
+    assert_reference_ratios(traces, name, policy, SIZES)
 
 
-@pytest.mark.usefixtures("thorough")
-def test_the_large_trace_has_the_hit_ratio_that_others_found(traces: Path, extent_of: Callable[[str], Extent]) -> None:
-    assert_reference_ratios(traces, AGENTIC, "lru", extent_of(AGENTIC), ("0.10",))
-
-
-@pytest.mark.usefixtures("thorough")
-@pytest.mark.skipif("KVTIER_ALL_TRACES" not in os.environ, reason="takes minutes: make test-traces runs it")
+@pytest.mark.usefixtures("agents")
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_large_trace_has_all_the_hit_ratios_that_others_found(
-    traces: Path, extent_of: Callable[[str], Extent], policy: str
-) -> None:
-    assert_reference_ratios(traces, AGENTIC, policy, extent_of(AGENTIC), SIZES)
+def test_the_large_trace_has_the_hit_ratios_that_others_found(traces: Traces, policy: str, size: str) -> None:
+    assert_reference_ratios(traces, AGENTIC, policy, (size,))
 
 
 @pytest.mark.usefixtures("thorough")
-def test_ageing_makes_lfu_follow_what_changes(traces: Path, extent_of: Callable[[str], Extent]) -> None:
+def test_ageing_makes_lfu_follow_what_changes(traces: Traces) -> None:
     """On real chats, at a tenth of the blocks: 0.29 with ageing, 0.19 without, 0.28 for LRU."""
-    extent = extent_of(CONVERSATION)
+    extent = traces.extent(CONVERSATION)
     capacity = extent.capacity(0.1)
     aged, plain = (
         extent.hit_ratio(sum(simulate(Trace(traces / CONVERSATION), capacity)))

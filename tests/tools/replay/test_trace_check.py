@@ -14,6 +14,7 @@ from kvtier.hints import Hint
 from kvtier.tools.replay.study import measure
 from kvtier.tools.replay.traces import IDS_MAX, REQUESTS_MIN, Request, Trace, TraceCheck, write_trace
 from kvtier.tools.replay.workload import DEFAULT, GeneratedTrace, generate
+from tests.tools.replay.real import Traces
 
 REAL = ["mooncake_conversation.jsonl.gz", "agentic_local_b512.jsonl.zst", "lmcache_miniswe_b16.jsonl.gz"]
 CHAINED, LENGTHS, TIMES = "hash_ids must be chained", "hash_ids and input_length must fit", "milliseconds"
@@ -50,7 +51,7 @@ def in_seconds(requests: Iterable[Request]) -> list[Request]:
 @pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("name", REAL)
 def test_a_real_trace_gives_no_warning_and_passes_the_strict_check(
-    traces: Path, caplog: pytest.LogCaptureFixture, name: str
+    traces: Traces, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     assert measure(Trace(traces / name, strict=True)).requests > 0
     assert caplog.records == []
@@ -170,7 +171,7 @@ def test_times_in_seconds_are_warned_of_with_the_rate_that_they_would_mean(told:
 
 
 @pytest.mark.parametrize("name", REAL)
-def test_a_real_trace_whose_times_were_in_seconds_is_found(traces: Path, told: Told, name: str) -> None:
+def test_a_real_trace_whose_times_were_in_seconds_is_found(traces: Traces, told: Told, name: str) -> None:
     trace = Trace(traces / name, limit=3_000)
     requests = [Request(each.timestamp_ms / 1_000, each.input_length, 1, ()) for each in trace]
     assert any(TIMES in warning for warning in told(requests))

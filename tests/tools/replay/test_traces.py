@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from kvtier.errors import TraceError
 from kvtier.tools.replay.traces import Request, Trace, write_trace
+from tests.tools.replay.real import Traces
 
 TraceFile = Callable[..., str]
 
@@ -17,6 +18,7 @@ LINES = (
     b'{"timestamp": 0, "input_length": 1030, "output_length": 5, "hash_ids": [0, 1, 2]}\n'
     b'{"timestamp": 2.5, "input_length": 512, "output_length": 0, "hash_ids": [0], "session_id": "a"}\n'
 )
+
 REQUESTS = [Request(0, 1030, 5, (0, 1, 2)), Request(2.5, 512, 0, (0,), "a")]
 META = b'{"meta": {"block_size": 16, "source": "here"}}\n'
 
@@ -232,7 +234,7 @@ def test_any_bytes_are_requests_or_an_error(tmp_path_factory: pytest.TempPathFac
     ],
 )
 def test_the_real_traces_are_read_whole(
-    traces: Path, name: str, count: int, references: int, block_tokens: int
+    traces: Traces, name: str, count: int, references: int, block_tokens: int
 ) -> None:
     trace = Trace(traces / name)
     assert trace.block_tokens == block_tokens

@@ -13,6 +13,7 @@ from kvtier.settings.fields import decode
 from kvtier.tools.replay.study import measure, simulation
 from kvtier.tools.replay.traces import Request, Trace, write_trace
 from kvtier.tools.replay.workload import AGENTS, CHAT, GeneratedTrace, Spread, Workload, generate, open_trace
+from tests.tools.replay.real import Traces
 
 workloads = st.builds(
     Workload,
@@ -76,7 +77,7 @@ def test_sessions_share_system_prompts_and_some_are_more_popular() -> None:
     assert shared[0] > 4 * shared[-1]
 
 
-def test_chats_resemble_the_trace_that_they_are_modelled_on(traces: Path) -> None:
+def test_chats_resemble_the_trace_that_they_are_modelled_on(traces: Traces) -> None:
     real = list(Trace(traces / "mooncake_conversation.jsonl.gz"))
     made = list(generate(Workload(requests=len(real), agent_share=0.0)))
     for length in ("input_length", "output_length"):

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 from kvtier.backend import Lanes
@@ -115,10 +116,20 @@ class TierLanes(NamedTuple):
     evict: Lanes
     loads_first: LoadsFirst
 
+    @property
+    def all(self) -> tuple[Lanes, Lanes, Lanes, Lanes]:
+        return self.load, self.store, self.scan, self.evict
+
     def let_go(self) -> None:
         """Have the threads end when they have done what waits for them."""
-        for lanes in (self.load, self.store, self.scan, self.evict):
+        for lanes in self.all:
             lanes.shutdown(wait=False)
+
+    def when_ended(self, call: Callable[[], object]) -> None:
+        """Call it when the last of the threads has ended, in that thread; at once if that was before."""
+        for lanes in self.all:
+            call = partial(lanes.when_ended, call)
+        call()
 
 
 def start_lanes(options: DiskOptions, name: str) -> TierLanes:

@@ -40,6 +40,7 @@ class SegmentFolder:
         self._fingerprint = fingerprint
         self._fsync = fsync
         self._direct = os.O_DIRECT if folder.direct else 0
+        self._opened: set[Segment] = set()  # Wherever else they are known: a lane may be at one that nobody has yet.
 
     @property
     def root_fd(self) -> int:
@@ -71,7 +72,7 @@ class SegmentFolder:
             if header is None:
                 os.close(fd)
                 return Unusable(name, self._folder.disk.taken_bytes(status))
-            return Segment(name, fd, header, own, self.worst_bytes(header.slots))
+            return self._taken(Segment(name, fd, header, own, self.worst_bytes(header.slots)))
         except BaseException:
             with suppress(OSError):
                 os.close(fd)
@@ -98,7 +99,7 @@ class SegmentFolder:
             with suppress(OSError):
                 os.unlink(aside, dir_fd=self.root_fd)
             raise
-        return Segment(name, fd, header, own=True, allocated_bytes=self.worst_bytes(slots))
+        return self._taken(Segment(name, fd, header, own=True, allocated_bytes=self.worst_bytes(slots)))
 
     def has(self, segment: Segment) -> bool:
         """Say whether the next start will find this very file under its name."""
@@ -112,7 +113,17 @@ class SegmentFolder:
         """Remove a segment of which no slot is in use, if it is there: somebody may have put another in its place."""
         if self.has(segment):
             os.unlink(segment.name, dir_fd=self.root_fd)
+        self.close(segment)
+
+    def close(self, segment: Segment) -> None:
+        """Let go of a segment and of its lock; idempotent. No thread may be using it."""
         segment.close()
+        self._opened.discard(segment)
+
+    def close_all(self) -> None:
+        """Let go of every segment that is open; idempotent. No thread may be using one, or opening or making one."""
+        for segment in list(self._opened):
+            self.close(segment)
 
     def remove_unusable(self, unusable: Unusable) -> bool:
         """Remove a file that nobody writes; say whether it is gone."""
@@ -132,6 +143,10 @@ class SegmentFolder:
         finally:
             os.close(fd)
         return True
+
+    def _taken(self, segment: Segment) -> Segment:
+        self._opened.add(segment)
+        return segment
 
     def _usable(self, fd: int, size_bytes: int) -> Header | None:
         """Return the header of a whole segment of this namespace and row length; None for anything else."""

@@ -32,6 +32,7 @@ class SegmentsLayout:
         tier.capacity.count(catalog.segments)
         row_bytes, fingerprint = tier.context.row_bytes, tier.context.mapper.fingerprint
         folder = SegmentFolder(tier.root, row_bytes=row_bytes, fingerprint=fingerprint, fsync=tier.options.fsync)
+        self._folder = folder
         self._wiping = Wiping(tier, catalog)
         self._room = Room(tier, catalog, folder, self._wiping)
         self._losses = Losses(tier, catalog, folder)
@@ -103,9 +104,10 @@ class SegmentsLayout:
             self._start.write_last_checkpoint()
         scan = await lanes.scan.aclose(left_s(ends_at))
         self._start.done.set()
-        if not loads + stores + wiping + scan:
-            self._close_files()
         return Left(loads + stores, wiping + scan)
+
+    def close_files(self) -> None:
+        self._folder.close_all()
 
     async def ended(self) -> None:
         await self._background.ended()
@@ -117,9 +119,3 @@ class SegmentsLayout:
     async def _is_scanned(self) -> None:
         if not self._start.done.is_set():
             await until(self._start.done.wait(), self._patient_until - time.monotonic())
-
-    def _close_files(self) -> None:
-        """Let go of segments, and of their locks; idempotent. No thread may be using them."""
-        segments = self._catalog.segments
-        for segment in self._start.opened + segments.all + segments.removed:
-            segment.close()

@@ -81,7 +81,7 @@ class Losses:
             if self._catalog.abandon(segment.first_slot, segment.header.slots):
                 self._lost.remove(segment)
                 self._segments.remove(segment)
-                await self._lane.run(segment.close)
+                await self._lane.run(self._folder.close, segment)
 
     def _error(self, segment: Segment) -> OSError | None:
         try:

@@ -59,8 +59,6 @@ class Segments:
 
     def __init__(self) -> None:
         self.all: list[Segment] = []
-        self.removed: list[Segment] = []
-        """Those that the tier has no more. They stay open where they could not be removed."""
         self._first_slots: list[int] = []
 
     @property
@@ -79,7 +77,6 @@ class Segments:
         index = self.all.index(segment)
         del self.all[index]
         del self._first_slots[index]
-        self.removed = [*(each for each in self.removed if not each.closed), segment]
 
     def of(self, slot: int) -> Segment:
         """Return the segment that has a slot."""

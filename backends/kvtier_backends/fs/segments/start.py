@@ -46,11 +46,6 @@ class StartScan:
         """Have the scan end soon."""
         self._recovery.stopped = True
 
-    @property
-    def opened(self) -> list[Segment]:
-        """The segments that were there, as far as they could be opened."""
-        return self._recovery.opened
-
     async def run(self) -> None:
         """Find out what is there, once."""
         recovery, catalog, counters = self._recovery, self._catalog, self._counters

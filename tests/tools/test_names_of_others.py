@@ -1,0 +1,93 @@
+"""Names of traces, files, models and tiers come from others: what a terminal would obey in them is shown, not sent."""
+
+import io
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry, Gauge
+from rich.text import Text
+
+from kvtier.testing.conformance.lender import keys_of
+from kvtier.tools.cli import main
+from kvtier.tools.outputs import NO_WISHES, Screen, granted, plain_table
+from kvtier.tools.replay.traces import Request, write_trace
+from tests.serving import served
+
+TITLE = "\x1b]0;owned\x1b\\"  # Obeyed by every terminal: it is the window's title from then on.
+CLEARED = "\x9b2J"  # The same for one that takes single characters of C1: the screen is empty.
+TURNED = "\u202e"  # What stands behind it is shown from right to left.
+NAME = f"a{TITLE}b{CLEARED}c{TURNED}d"
+SHOWN = r"a\x1b]0;owned\x1b\b\x9b2Jc\u202ed"
+
+
+@pytest.fixture
+def told(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command in this process; return all that it wrote, of which nothing but the ends of lines is obeyed."""
+
+    def told(*args: object) -> str:
+        with pytest.raises(SystemExit):
+            main([str(arg) for arg in args])
+        out, err = capsys.readouterr()
+        assert {letter for letter in out + err if not letter.isprintable()} <= {"\n"}
+        return out + err
+
+    return told
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / f"{NAME}.jsonl"
+    write_trace(path, [Request(timestamp_ms=1, input_length=512, output_length=1, hash_ids=(0,))])
+    return path
+
+
+@pytest.mark.parametrize("command", [("policies",), ("trace", "info")])
+def test_a_traces_name_is_shown_as_it_is(told: Callable[..., str], trace: Path, command: tuple[str, ...]) -> None:
+    assert SHOWN in told(*command, trace)
+
+
+def test_a_replays_report_shows_its_traces_name_as_it_is(outside: None, told: Callable[..., str], trace: Path) -> None:
+    assert SHOWN in told("replay", trace)
+
+
+def test_a_model_and_files_of_a_directory_are_shown_as_they_are(
+    told: Callable[..., str], root: Path, store: Callable[..., list[Path]]
+) -> None:
+    first, second = store(keys_of(2), model=f"org/{NAME}")
+    second.rename(second.with_name(f"{NAME}.bin"))
+    assert f"org/{SHOWN}" in told("du", root)
+    for command in ("ls", "verify"):
+        told(command, root)
+    assert first.name.removesuffix(".bin")[:8] in told("ls", root)
+
+
+def test_what_a_served_engine_says_is_shown_as_it_is(told: Callable[..., str]) -> None:
+    registry = CollectorRegistry()
+    Gauge("kvtier_tier_breaker", "1.", ("tier", "state"), registry=registry).labels(NAME, "closed").set(1)
+    with served(registry) as port:
+        assert SHOWN in told("top", "--once", port)
+
+
+def test_a_terminal_has_the_screens_own_colours_and_none_of_a_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = io.StringIO()
+    screen = Screen(file=stream, force_terminal=True, color_system="standard", width=200)
+    table = plain_table("tier", title=NAME)
+    table.add_row(Text(NAME, "red"))
+    screen.print(table)
+    screen.out(NAME, highlight=False)
+    screen.print(f"[red]{NAME}[/] :smile:", highlight=False)
+    written = stream.getvalue()
+    assert written.count(SHOWN) == 4
+    assert written.count(f"\x1b[31m{SHOWN}\x1b[0m") == 2
+    assert ":smile:" in written
+    assert not any(order in written for order in (TITLE, CLEARED, TURNED))
+
+
+def test_a_log_line_that_quotes_a_name_obeys_nothing_in_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with granted(NO_WISHES._replace(log_file=str(tmp_path / "log"))):
+        logging.getLogger("kvtier").warning("%s: removed", NAME)
+    assert capsys.readouterr().err == f"{SHOWN}: removed\n"
+    assert f"{SHOWN}: removed\n" in (tmp_path / "log").read_text()
