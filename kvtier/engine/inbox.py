@@ -257,6 +257,7 @@ class Inbox:
         transfer = self._transfers.settle(message.id, lent=False)
         if transfer is None:
             return
+        transfer.tier.word_s = message.seconds
         if not message.present:
             transfer.tier.unanswered(message.cause, now)
         self._believe(transfer, message.present, now)

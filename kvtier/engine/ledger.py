@@ -20,7 +20,7 @@ from kvtier.engine.outbox import Outbox, Transfers
 from kvtier.engine.prefetches import Prefetches
 from kvtier.engine.prefill import PrefillSpeed
 from kvtier.engine.primary import Primary
-from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Request, StepHits, Waited
+from kvtier.engine.requests import PROMOTIONS_MAX, Leases, Request, Search, StepHits, Waited
 from kvtier.engine.tier import WHEN_EVICTED, Residency, Tier, TierSpec
 from kvtier.engine.weighing import Weighing
 from kvtier.engine.worth import Worth
@@ -208,8 +208,8 @@ class Ledger:
                 continue
             asked.append(tier)
             answer = tier.answer(key, bool(mask & tier.bit), self._now)
-            if answer is None and (tier.index, key) in search.asked and key not in tier.asking:
-                answer = tier.last_answer(key)  # A request asks once: else answers older than a step keep it waiting.
+            if answer is None and (tier.index, key) in search.asked:
+                answer = self._last_word(key, tier, search)
             if answer is None:
                 silent.append(tier)
             elif answer:
@@ -233,13 +233,30 @@ class Ledger:
         others = having & ~(source.bit | search.passed)
         return self._promote(key, source, request, others, unasked=unasked)
 
+    def _last_word(self, key: OffloadKey, tier: Tier, search: Search) -> bool | None:
+        """Return what a tier has said that a request has asked for a key; None while it is waited for.
+
+        A request asks once: else answers that are older than a step would keep it waiting. What is late is absent.
+        """
+        if key not in tier.asking:
+            return tier.last_answer(key)
+        if search.waits_for_word(self._now):
+            return None
+        if key not in search.missed:
+            tier.counters.drop("asking", 1)
+        return False
+
     def _ask(self, key: OffloadKey, tiers: Sequence[Tier], request: Request) -> bool:
         """Have these tiers asked for a key; False if none of them may be."""
-        asks = False
+        asks, asked, weighs = False, request.search.asked, request.weighed and self._worth.token_s > 0
         for tier in tiers:
             if tier.may_ask(key):
                 tier.ask(key)
-                request.search.asked.add((tier.index, key))
+                if weighs and (tier.index, key) not in asked:
+                    weighs = False
+                    patience_s = self._worth.patience_s(self._worth.chunk_s)
+                    request.search.wait_for_word(self._now, tier.word_s, patience_s)
+                asked.add((tier.index, key))
                 request.retried_in = self._step
                 asks = True
             else:
@@ -387,6 +404,8 @@ class Ledger:
             return None
         if evicted:
             self._events.add(EventKind.REMOVED, PRIMARY_NAME, evicted)
+        if self._forgetting:
+            self._have_gone(absent)
         self._access(present, keys, request)
         if present and self._request_level:
             self._offer_present(present, request)
@@ -553,6 +572,13 @@ class Ledger:
         self._forgetting.update(dict.fromkeys(held))
         return len(keys) - len(held)
 
+    def _have_gone(self, keys: Sequence[OffloadKey]) -> None:
+        """Take note that keys which were to be forgotten, and were held, have gone: what comes from now on is new."""
+        gone = [key for key in keys if key in self._forgetting]
+        self._delete_in_tiers(gone)
+        for key in gone:
+            del self._forgetting[key]
+
     # The whole.
 
     def delete(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
@@ -588,6 +614,7 @@ class Ledger:
             self.cascades.clear()
         gone = self.primary.clear(self.transfers.clear() + self.kept)
         self._events.add(EventKind.REMOVED, PRIMARY_NAME, gone)
+        self._have_gone(list(self._forgetting))
         self.kept.clear()
         self.rows_in_use = 0
         self.promoting = False

@@ -37,8 +37,8 @@ class Progress:
         """Send what was decided, and wait until something came back or was given back.
 
         Who waits `for_rows` also looks again when leases run out: nobody gives these back. Who waits for the loads of
-        a request looks again when they are late. Where loads were declined, all who wait look again at once.
-        `EngineClosed` if the engine is closed, or was meanwhile.
+        a request, or for a tier's word, looks again when they are late. Where loads were declined, all who wait look
+        again at once. `EngineClosed` if the engine is closed, or was meanwhile.
         """
         steps, ledger = self._steps, self._steps._ledger
         leased, withdrawals = ledger.leases.rows, ledger.weighing.withdrawals
@@ -55,8 +55,8 @@ class Progress:
         timeout_s: float | None = None
         if for_rows and ledger.leases.ends_at is not None:
             timeout_s = max(LEASES_EVERY_S, ledger.leases.ends_at - steps._clock())
-        elif loads_of is not None and looked_up_at < loads_of.late_at < NEVER:  # Else it waits for a tier's word.
-            timeout_s = max(0.0, loads_of.late_at - steps._clock())
+        elif loads_of is not None and (late_at := loads_of.late_after(looked_up_at)) < NEVER:
+            timeout_s = max(0.0, late_at - steps._clock())
         await asyncio.wait((self._next,), timeout=timeout_s)
         steps._check_open()
         steps._receive()

@@ -28,7 +28,7 @@ _numbers = count(1)
 class Search:
     """A request's search beyond the primary. Most find all they need there, or are new: these have none."""
 
-    __slots__ = ("asked", "gave_up", "missed", "passed", "promotions", "sources")
+    __slots__ = ("asked", "gave_up", "missed", "passed", "promotions", "sources", "word_at", "word_until")
 
     def __init__(self) -> None:
         self.promotions: dict[OffloadKey, int] = {}
@@ -37,6 +37,27 @@ class Search:
         self.gave_up = False  # A load was late.
         self.passed = 0  # Bits of the tiers that are too slow for it, while others have yet to say what they have.
         self.asked: set[tuple[int, OffloadKey]] = set()  # Tiers, by index, that were asked for a key on its behalf.
+        self.word_at = 0.0  # When their word is expected,
+        self.word_until = NEVER  # and until when it waits for that.
+
+    def wait_for_word(self, now: float, expected_s: float, patience_s: float) -> None:
+        """Wait for a tier's word of one more key, and so for so much longer; it is expected to take its time."""
+        begun = self.word_until == NEVER or self.word_until <= now
+        self.word_until = (now if begun else self.word_until) + patience_s
+        self.word_at = now + expected_s if begun else max(self.word_at, now + expected_s)
+
+    def waits_for_word(self, now: float) -> bool:
+        """Say whether it waits on: neither is the word late, nor is it expected to be. If it does not, that is over."""
+        waits = max(now, self.word_at) < self.word_until
+        if not waits:
+            self.word_until = min(now, self.word_until)
+        return waits
+
+    def word_late_after(self, now: float) -> float:
+        """Return when it gives up a tier's word: at once if that is expected to be late."""
+        if not now < self.word_until < NEVER:
+            return NEVER
+        return self.word_until if self.word_at < self.word_until else now
 
     def give_up(self, key: OffloadKey) -> None:
         """Never promote this key again: it did not come."""
@@ -209,6 +230,11 @@ class Request:
         if self._search is None:
             self._search = Search()
         return self._search
+
+    def late_after(self, now: float) -> float:
+        """Return when the next of what it waits for is given up."""
+        word_late_at = NEVER if self._search is None else self._search.word_late_after(now)
+        return min(word_late_at, self.late_at if self.late_at > now else NEVER)
 
     @property
     def sources(self) -> Mapping[OffloadKey, int]:

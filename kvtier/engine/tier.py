@@ -251,6 +251,7 @@ class Tier:
         self.loads: dict[int, Expected] = {}  # The same by the action's id, in the order of sending.
         self.speed: Speed | None = None  # As the runner last saw it.
         self.late: Late | None = None  # Until a load of its kind is faster than computing.
+        self.word_s = 0.0  # That it took for its last answer to a question.
         self.heard_at = 0.0  # When a load last ended, or was last made to see how fast the tier is.
         self.explored: Explored | None = None  # What the last load for nobody has shown.
         self.tried_in = -1  # The step in which a request's loads were last queued to see how fast the tier is.

@@ -61,6 +61,54 @@ async def test_a_fetch_of_a_late_load_goes_on_after_the_margin(open_engine):
 
 
 @pytest.mark.virtual_time
+async def test_a_tiers_word_is_waited_for_no_longer_than_a_load(open_engine):
+    """One request learns how long that takes; what the tier says late counts for the next one."""
+    tier = {"type": "dummy", "latency_s": 8.0, "shared": True}
+    engine = await open_engine(16, tier, **WEIGHED, late_margin=1.5)
+    assert await found(engine, range(2)) == 0
+    assert now() == 1.5 * 2
+    assert await at_rest(engine)
+    begun = now()
+    assert await found(engine, range(10, 15)) == 0
+    assert now() == begun, "it would come too late"
+    assert engine.stats().tiers[0].dropped == {"asking": 2}
+    assert await at_rest(engine)
+    begun = now()
+    assert await found(engine, range(10, 15)) == 0
+    assert now() == begun, "it has said so by now"
+    assert await found(engine, range(20, 28)) == 0
+    assert now() == begun + 8.0, "it is sooner than computing"
+    assert engine.stats().tiers[0].dropped == {"asking": 2}
+
+
+@pytest.mark.virtual_time
+async def test_a_tier_whose_word_comes_late_for_a_while_is_waited_for_again(open_engine):
+    tier = dummy(0.01, latency_s=0.1, shared=True, slow_at_s=100.0, slow_for_s=100.0, slow_factor=100.0)
+    engine = await open_engine(16, tier, **WEIGHED)
+    await put(engine, range(8))
+    assert await at_rest(engine)
+    waited: list[float] = []
+    while now() < 300.0:
+        assert await engine.drain(deadline_s=100.0)
+        assert await engine.reset()
+        await asyncio.sleep(10.5)  # An answer is believed for ten.
+        begun = now()
+        assert await found(engine, range(4)) in ((4,) if not 90.0 < begun < 240.0 else (0, 4))
+        waited.append(now() - begun)
+    assert max(waited) <= 1.5 * 4
+    assert sum(waited) <= 2 * 1.5 * 4 + 1.0 * len(waited), "two requests were late: for its word, or for its load"
+
+
+@pytest.mark.virtual_time
+async def test_while_no_prefill_speed_is_known_a_tiers_word_is_waited_for(open_engine):
+    engine = await open_engine(16, {"type": "dummy", "latency_s": 8.0, "shared": True})
+    begun = now()
+    assert await found(engine, [0]) == 0
+    assert now() == begun + 8.0
+    assert engine.stats().tiers[0].dropped == {}
+
+
+@pytest.mark.virtual_time
 async def test_a_tier_that_slows_down_for_a_minute_is_left_alone_and_used_again(open_engine):
     engine = await prepared(open_engine, dummy(0.1, slow_at_s=100.0, slow_for_s=60.0), rows=64, chunks=32)
     loaded: dict[int, int] = {}

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from kvtier.backend import SEAL_BYTES, Abandoned, BackendUnavailable, NoSpace, TransferFailed
+from kvtier.engine.tier import CAUSES
+from kvtier.errors import cause_of
 from kvtier.testing.conformance import Lender, key_of, keys_of, label
 from kvtier_backends.mooncake.backend import ASKERS
 from kvtier_backends.mooncake.client import Client
@@ -172,6 +174,8 @@ async def test_a_killed_owner_costs_its_chunks_and_another_one_is_used(own_pool,
     owner.kill()
     assert set(await lender.recall(tier, keys)) <= {"TransferFailed", "ChunkMissing"}  # The latter once it is dropped.
     assert tier.counts()["transfers_failed"] <= 32, "one part each lane was tried, and no other"
+    again = [outcome for outcome in await tier.load(lender.reads(keys)) if isinstance(outcome, TransferFailed)]
+    assert {cause_of(outcome) for outcome in again} <= {"EIO", "ETIMEDOUT"}
     pool.add_owner()
     await recovers(tier, lender, keys)
 
@@ -200,6 +204,7 @@ async def test_an_owner_that_hangs_fails_loads_in_time_and_no_row_is_written_lat
     owner.signal(signal.SIGSTOP)
     outcomes = await tier.load(reads)
     assert {type(outcome) for outcome in outcomes} == {TransferFailed}
+    assert {cause_of(outcome) for outcome in outcomes} == {"ETIMEDOUT"}
     rows = [row for _, row in reads]
     for row in rows:
         row[:] = lender.chunk(key_of(99))
@@ -296,8 +301,9 @@ async def test_a_dead_master_is_an_unavailable_tier_until_it_is_back_and_filled(
     await lender.keep(tier, keys)
     pool.master.kill()
     for call in (tier.delete(keys), tier.probe(keys)):
-        with pytest.raises(BackendUnavailable):
+        with pytest.raises(BackendUnavailable) as failed:
             await call
+        assert cause_of(failed.value) in CAUSES
     assert set(await told(tier, lender, keys)) <= {"BackendUnavailable", "TransferFailed"}
     pool.start_master()
     await recovers(tier, lender, keys)
@@ -309,8 +315,10 @@ async def test_a_master_that_hangs_is_unavailable_in_time_and_used_again(own_poo
     tier = await opened_alone(pool)
     await lender.keep(tier, keys)
     pool.master.signal(signal.SIGSTOP)
-    with pytest.raises(BackendUnavailable):
-        await tier.probe(keys)
+    for call in (tier.probe(keys), tier.delete(keys)):
+        with pytest.raises(BackendUnavailable) as failed:
+            await call
+        assert cause_of(failed.value) == "ETIMEDOUT"
     assert set(await told(tier, lender, keys)) <= {"BackendUnavailable", "TransferFailed"}
     pool.master.signal(signal.SIGCONT)
     await recovers(tier, lender, keys)

@@ -24,7 +24,7 @@ from kvtier.testing.conformance import keys_of, label
 from kvtier_backends.redis import RedisOptions
 from kvtier_backends.redis.link import Link, Refused
 from kvtier_backends.redis.options import Address
-from kvtier_backends.redis.server import Away, Login
+from kvtier_backends.redis.server import Away, Login, Server
 from kvtier_backends.redis.topology import make_topology
 from kvtier_backends.redis.work import target_of
 from tests.redis.servers import PATIENCE_S, Proxy, RedisServer, free_port, until
@@ -295,6 +295,25 @@ async def test_what_a_lying_node_says_of_the_cluster_is_no_topology(opened, clus
         with pytest.raises(BackendUnavailable):
             await opened(proxy.address, topology="cluster", **QUICK)
     proxy.end()
+
+
+def test_a_failure_of_tls_is_not_taken_for_an_error_of_the_systems() -> None:
+    """TLS has numbers of its own: the 1 of any failure is the system's "not permitted"."""
+
+    def answer_in_the_clear(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(b"-ERR there is no TLS here\r\n")
+            connection.recv(1 << 16)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        options = RedisOptions(servers=(f"127.0.0.1:{listener.getsockname()[1]}",), tls=True)
+        answering = threading.Thread(target=answer_in_the_clear, args=(listener,))
+        answering.start()
+        with pytest.raises(Away, match="SSL") as failed:
+            Server(options.addresses()[0], Login(options), options).borrow(time.monotonic() + PATIENCE_S)
+        answering.join()
+    assert failed.value.number == 0
 
 
 async def test_a_server_without_tls_is_no_server_with_it(opened, server) -> None:

@@ -7,6 +7,7 @@ in vain.
 """
 
 import asyncio
+import errno
 import math
 import threading
 import time
@@ -36,7 +37,16 @@ from kvtier.backend import (
     load_each_once,
     store_each_once,
 )
-from kvtier_backends.mooncake.client import Client, Meaning, ZeroCopy, connect, meaning_of, transfer_s_max
+from kvtier_backends.mooncake.client import (
+    Client,
+    Meaning,
+    ZeroCopy,
+    caused,
+    connect,
+    meaning_of,
+    number_of,
+    transfer_s_max,
+)
 from kvtier_backends.mooncake.moving import GivenUp, Lent, Means, Moved, Part, load, store
 from kvtier_backends.mooncake.options import MooncakeOptions
 from kvtier_backends.mooncake.threads import Late, Threads
@@ -60,6 +70,10 @@ class _Lost(NamedTuple):
 
     why: str
     away: bool
+    number: int = errno.ETIMEDOUT  # The system's, for what lies behind it.
+
+    def unavailable(self) -> BackendUnavailable:
+        return caused(BackendUnavailable(self.why), self.number)
 
 
 class Queue:
@@ -160,10 +174,9 @@ class MooncakeBackend(Backend[MooncakeOptions]):
             codes = await self._ask(self._open_client().remove, self._names(self._fit.keys(keys)))
         kept = [code for code in codes if code < 0 and meaning_of(code) is not Meaning.MISSING]
         if kept:
-            raise BackendUnavailable(
-                f"{self._name}: {len(kept)} of {len(codes)} chunks are not deleted: Mooncake answers {kept[0]} "
-                f"({meaning_of(kept[0]).value})"
-            )
+            why = f"Mooncake answers {kept[0]} ({meaning_of(kept[0]).value})"
+            error = BackendUnavailable(f"{self._name}: {len(kept)} of {len(codes)} chunks are not deleted: {why}")
+            raise caused(error, number_of(kept[0]))
 
     async def aclose(self, deadline_s: float) -> Abandoned:
         """Calls that are not over by then fail at once. A client of which a call hangs is left to the process's end."""
@@ -222,22 +235,23 @@ class MooncakeBackend(Backend[MooncakeOptions]):
         found = self._asking.since_now()
         async with self._asking.turns:
             if lost := found():
-                raise BackendUnavailable(lost.why)
+                raise lost.unavailable()
             try:
                 codes = await self._threads.run(partial(_in_batches, call, names), _in(self._options.timeout_s))
             except Late:
                 self._counts["late"] += 1
                 late = _Lost(f"{self._name}: {self._too_late()}", away=False)
                 self._asking.found(late)
-                raise BackendUnavailable(late.why) from None
+                raise late.unavailable()  # noqa: B904  # It has a cause of its own.
             if code := next((code for code in codes if code < 0 and meaning_of(code) is Meaning.AWAY), None):
                 self._counts["unreachable"] += len(names)
-                raise BackendUnavailable(self._found_away(code).why)
+                raise self._found_away(code).unavailable()
         return codes
 
     def _found_away(self, code: int) -> _Lost:
         """Have all waiting calls fail at once; from any thread."""
-        away = _Lost(f"{self._name}: the master {self._options.master} does not answer ({code})", away=True)
+        why = f"{self._name}: the master {self._options.master} does not answer ({code})"
+        away = _Lost(why, away=True, number=number_of(code))
         for queue in self._queues:
             queue.found(away)
         return away
@@ -275,7 +289,9 @@ class MooncakeBackend(Backend[MooncakeOptions]):
                 work = Part(means, whole.names[part.start : part.stop], lent, slots, whole.found)
                 moved = await self._moved(way, whole, work)
         except BackendUnavailable as error:
-            whole.lose(_Lost(str(error), away=True))
+            behind = error.__cause__
+            number = behind.errno if isinstance(behind, OSError) else None
+            whole.lose(_Lost(str(error), away=True, number=number or errno.EIO))
             return
         if moved is not None:
             self._counts += moved.counts
@@ -351,19 +367,19 @@ class _Whole(Generic[Chunk]):
         if moved.wholly(Meaning.AWAY):  # Which its queue has been told.
             self._away += len(part)
         elif moved.wholly(Meaning.FAILED, Meaning.AWAY):
-            self.lose(_Lost("transfers fail", away=False))
+            self.lose(_Lost("transfers fail", away=False, number=errno.EIO))
 
     def outcomes(self) -> list[Outcome]:
         """Return them all. Raises `BackendUnavailable` if there is no answer for any chunk."""
         lost = self.lost()
         if lost is not None and lost.away and self._away == len(self._outcomes):
-            raise BackendUnavailable(lost.why)
+            raise lost.unavailable()
         return [self._outcomes[at] if at in self._outcomes else self._untried(at) for at in range(len(self.chunks))]
 
     def _untried(self, at: int) -> Outcome:
         lost = self.lost()
         assert lost is not None, "every part was tried"
-        return TransferFailed(f"{self.chunks[at].key.hex()}: {lost.why}")
+        return caused(TransferFailed(f"{self.chunks[at].key.hex()}: {lost.why}"), lost.number)
 
 
 def _prepared(options: MooncakeOptions, context: TierContext) -> tuple[Client, Seal]:

@@ -6,14 +6,15 @@ process, so variables are set before it is imported.
 """
 
 import ctypes
+import errno
 import importlib
 import math
 import os
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from kvtier.backend import BackendUnavailable, ConfigError, Limit
+from kvtier.backend import BackendUnavailable, ConfigError, Limit, TransferFailed
 from kvtier_backends.mooncake.options import MooncakeOptions
 
 if TYPE_CHECKING:
@@ -26,6 +27,9 @@ PACKAGE = "mooncake-transfer-engine-non-cuda"
 Move = Callable[[Sequence[str], Sequence[int], int], list[int]]
 
 TORN = -707  # The read's lease ran out: somebody may have written over it meanwhile.
+
+
+E = TypeVar("E", bound=BackendUnavailable | TransferFailed)
 
 
 class Meaning(Enum):
@@ -54,11 +58,24 @@ _MEANINGS = {
     -900: Meaning.AWAY,  # RPC_FAIL
     -901: Meaning.AWAY,  # The master did not answer in time.
 }
+_NUMBERS = {-901: errno.ETIMEDOUT}
+_NUMBERS_BY_MEANING = {Meaning.BUSY: errno.EBUSY, Meaning.FAILED: errno.EIO, Meaning.AWAY: errno.ENOTCONN}
 
 
 def meaning_of(code: int) -> Meaning:
     """Return the meaning of a negative code. An unknown code is a failed transfer: the slot is not used again."""
     return _MEANINGS.get(code, Meaning.FAILED)
+
+
+def number_of(code: int) -> int:
+    """Return the system's error number that comes nearest to a negative code: failures are counted by such names."""
+    return _NUMBERS.get(code) or _NUMBERS_BY_MEANING.get(meaning_of(code), errno.EIO)
+
+
+def caused(error: E, number: int) -> E:
+    """Have an error say what lies behind it."""
+    error.__cause__ = OSError(number, os.strerror(number))
+    return error
 
 
 def has_ended(code: int) -> bool:

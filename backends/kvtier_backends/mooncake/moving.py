@@ -27,7 +27,7 @@ from kvtier.backend import (
     TransferFailed,
     Write,
 )
-from kvtier_backends.mooncake.client import Client, Meaning, Move, has_ended, meaning_of
+from kvtier_backends.mooncake.client import Client, Meaning, Move, caused, has_ended, meaning_of, number_of
 
 Chunk = TypeVar("Chunk", Read, Write)
 T = TypeVar("T")
@@ -151,7 +151,8 @@ class Part(Generic[Chunk]):
     def failed(self, index: int, code: int) -> Outcome:
         """Return the outcome of a code that says nothing of the chunk itself."""
         self.counts["unreachable" if meaning_of(code) is Meaning.AWAY else "transfers_failed"] += 1
-        return TransferFailed(f"{self.lent.keys[index].hex()}: Mooncake answers {code} ({meaning_of(code).value})")
+        why = f"{self.lent.keys[index].hex()}: Mooncake answers {code} ({meaning_of(code).value})"
+        return caused(TransferFailed(why), number_of(code))
 
     def moved(self, outcomes: list[Outcome], codes: Sequence[int]) -> Moved:
         """Return the outcome, and give back the memory of slots that are not used again."""

@@ -1,6 +1,8 @@
 """Threads for calls that may never end. A thread that is late is left to its call, and another takes its place."""
 
 import asyncio
+import errno
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -73,7 +75,8 @@ class Threads:
     def check(self) -> None:
         """Raise `BackendUnavailable` if too many calls are late."""
         if len(self._under_way) - len(self._waiting) >= LATE_MAX:
-            raise BackendUnavailable(f"{self._tier_name}: {LATE_MAX} calls of its client are late, and not over")
+            why = f"{self._tier_name}: {LATE_MAX} calls of its client are late, and not over"
+            raise BackendUnavailable(why) from TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
 
     def give_up(self) -> None:
         """Have nobody wait any more, from now on: each gets `Late`."""

@@ -291,7 +291,14 @@ def _connected_to(family: int, where: Any, ends_at: float) -> socket.socket:
     return opened
 
 
+def number_of(error: OSError) -> int:
+    """Return the system's number for an error, 0 without one: TLS and look-ups of names have numbers of their own."""
+    if isinstance(error, TimeoutError):
+        return errno.ETIMEDOUT
+    return 0 if isinstance(error, ssl.SSLError | socket.gaierror) else error.errno or 0
+
+
 def _lost(error: OSError) -> Lost:
     if isinstance(error, TimeoutError | BlockingIOError):
         return Lost("the server has not answered in time", late=True)
-    return Lost(error.strerror or str(error), number=error.errno or 0)
+    return Lost(error.strerror or str(error), number=number_of(error))

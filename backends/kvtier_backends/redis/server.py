@@ -6,7 +6,7 @@ import threading
 import time
 
 from kvtier.errors import ConfigError
-from kvtier_backends.redis.link import Link, Lost, Names, Refused, connect, request
+from kvtier_backends.redis.link import Link, Lost, Names, Refused, connect, number_of, request
 from kvtier_backends.redis.options import Address, RedisOptions
 
 REPEATED = ", with args"  # What follows it in an error is what was sent.
@@ -179,8 +179,7 @@ class Server:
             why = f"{self.address}: its certificate is refused: {error.verify_message}"
             raise self._away(NotLetIn(why, "tls_ca_file")) from None
         except OSError as error:
-            number = errno.ETIMEDOUT if isinstance(error, TimeoutError) else error.errno or 0
-            raise self._away(Away(f"{self.address}: {error.strerror or error}", number)) from None
+            raise self._away(Away(f"{self.address}: {error.strerror or error}", number_of(error))) from None
         with self._lock:
             self._lent.add(link)
             if self._closed:

@@ -88,6 +88,7 @@ class Owed:
         self.surely: dict[OffloadKey, bool] = {}  # Those that are owed, and whether they are for certain.
         self.stored_by: dict[OffloadKey, int] = {}  # Numbers of requests.
         self.kept_out: set[OffloadKey] = set()
+        self.evicted: list[tuple[OffloadKey, bool]] = []  # In this step, of what was owed: counted when it ends.
         self.skipped_min = 0
         self.skipped_perhaps = 0
 
@@ -109,6 +110,7 @@ class Owed:
     def unsure(self, keys: list[OffloadKey]) -> None:
         """Take note that the tier may have keys, or that another one had them."""
         self.surely.update((key, False) for key in keys if key in self.surely)
+        self.evicted = [(key, surely and key not in keys) for key, surely in self.evicted]
 
     def lost(self, keys: list[OffloadKey]) -> None:
         self.surely.update((key, self.surely.get(key, False)) for key in keys if key not in self.kept_out)
@@ -124,9 +126,19 @@ class Owed:
 
     def skip(self, key: OffloadKey) -> None:
         """Take note that a key will not be written: if it was owed for certain, that is counted."""
-        surely = self.surely.pop(key, None)
-        self.skipped_min += surely is True
-        self.skipped_perhaps += surely is False
+        self.evict(key)
+        self.settle()
+
+    def evict(self, key: OffloadKey) -> None:
+        """Take note that a key has left the primary: if it is owed, that is counted when the step ends."""
+        if key in self.surely:
+            self.evicted.append((key, self.surely.pop(key)))
+
+    def settle(self) -> None:
+        for _, surely in self.evicted:
+            self.skipped_min += surely
+            self.skipped_perhaps += not surely
+        self.evicted.clear()
 
     def left(self, keys: list[OffloadKey]) -> None:
         """Take note that keys are somebody else's now, or nobody's."""
@@ -169,6 +181,7 @@ class Engine(RuleBasedStateMachine):
         self.ledger = self.bench.ledger
         self.owed = [Owed(tier) for tier in self.ledger.tiers if tier.spec.cascade == WHEN_EVICTED]
         self.wanted: set[tuple[int, OffloadKey]] = set()  # By tier, what somebody stored or used who may write to it.
+        self.forgetting: set[OffloadKey] = set()  # And not stored since.
         self.forgotten: set[OffloadKey] = set()  # And neither stored since, nor reported by a tier.
         self.content: list[OffloadKey | None] = [None] * ROWS
         self.requests = [self.bench.request()]
@@ -236,6 +249,7 @@ class Engine(RuleBasedStateMachine):
         if plan.keys:
             assert not set(plan.evicted) & set(keys_of(names))
             self.stores.append((request, plan.keys, plan.rows))
+            self.forgetting.difference_update(plan.keys)
             self.forgotten.difference_update(plan.keys)
 
     @precondition(lambda self: self.stores)
@@ -305,6 +319,7 @@ class Engine(RuleBasedStateMachine):
         for key in keys:
             if self.ledger.primary.row(key) is None:
                 self.hits.pop(key, None)
+        self.forgetting.update(keys)
         self.forgotten.update(keys)
 
     @rule(names=names, sure=seldom)
@@ -327,6 +342,7 @@ class Engine(RuleBasedStateMachine):
         for request in prefetched:
             self._promoted([key for key in request.sources if key in self.ledger.primary.filling], request)
         self._check_writes(actions)
+        self._check_counts()
         self._check_forgotten()
         if refused or not self.runner_up:
             self.ledger.refuse(actions)
@@ -518,9 +534,13 @@ class Engine(RuleBasedStateMachine):
         assert leaving is None or set(leaving.left) <= set(self.ledger.primary.ready.values())
 
     @invariant()
-    def what_is_owed_is_written_or_counted(self) -> None:
+    def what_has_left_is_heard_of(self) -> None:
         self._hear()
+
+    def _check_counts(self) -> None:
+        """What is owed is written, or counted when the step ends."""
         for owed in self.owed:
+            owed.settle()
             counted = sum(owed.tier.counters.skipped.values())
             assert owed.skipped_min <= counted <= owed.skipped_min + owed.skipped_perhaps
 
@@ -556,7 +576,7 @@ class Engine(RuleBasedStateMachine):
             for key in list(owed.surely):
                 owed.skip(key)
         self.ledger.cascades.give_up("closed")
-        self.what_is_owed_is_written_or_counted()
+        self._check_counts()
 
     # How the machine plays.
 
@@ -569,9 +589,9 @@ class Engine(RuleBasedStateMachine):
         for event in self.bench.events.take():
             if event.kind is EventKind.REMOVED and event.tier == PRIMARY_NAME:
                 for owed in self.owed:
-                    owed.unsure([key for key in event.keys if key in self.forgotten])  # It may have been for that.
+                    owed.unsure([key for key in event.keys if key in self.forgetting])  # It may have been for that.
                     for key in event.keys:
-                        owed.skip(key)
+                        owed.evict(key)
                     owed.left(list(event.keys))
 
     def _stored(self, keys: list[OffloadKey], request: Request) -> None:

@@ -39,20 +39,25 @@ def loads(actions: list[Action]) -> dict[int, str]:
 # What is declined.
 
 
+def answer(bench: Bench, names: str, *, tier: int) -> None:
+    """Answer a request whose chunks all come from a tier."""
+    request = bench.request()
+    assert bench.lookup(names, request) == [HIT_PENDING] * len(names)
+    sent = bench.step()
+    assert loads(sent) == {tier: names}
+    bench.finish_all(sent)
+    assert bench.lookup(names, request) == [HIT] * len(names)
+    bench.load(names, request)
+    bench.ledger.finish(request)
+    bench.step()
+    assert bench.settled()
+
+
 def test_loads_that_save_time_are_sent_as_if_nothing_was_weighed(tier: Callable[..., Bench]) -> None:
     weighed, plain = tier(), tier(computing_s=None)
     for each in (weighed, plain):
         each.takes(0.1, 0.01)
-        request = each.request()
-        assert each.lookup("abcdef", request) == [HIT_PENDING] * 6
-        actions = each.step()
-        assert loads(actions) == {0: "abcdef"}
-        each.finish_all(actions)
-        assert each.lookup("abcdef", request) == [HIT] * 6
-        each.load("abcdef", request)
-        each.ledger.finish(request)
-        each.step()
-        assert each.settled()
+        answer(each, "abcdef", tier=0)
         assert each.ledger.counters.misses == 0
         assert each.ledger.tiers[0].counters.hits == 6
 
@@ -498,16 +503,7 @@ def test_of_two_tiers_that_have_it_the_one_loads_that_is_sooner(both: Callable[.
     bench = both()
     bench.takes(1.0, 0.1)
     bench.takes(0.1, 0.1, tier=1)
-    request = bench.request()
-    assert bench.lookup("abcdef", request) == [HIT_PENDING] * 6
-    sent = bench.step()
-    assert loads(sent) == {1: "abcdef"}
-    bench.finish_all(sent)
-    assert bench.lookup("abcdef", request) == [HIT] * 6
-    bench.load("abcdef", request)
-    bench.ledger.finish(request)
-    bench.step()
-    assert bench.settled()
+    answer(bench, "abcdef", tier=1)
     first, second = bench.ledger.tiers
     assert (first.counters.promoted, first.counters.hits, first.counters.declined) == (0, 0, 0)
     assert (second.counters.promoted, second.counters.hits, second.counters.loaded) == (6, 6, 6)

@@ -1,0 +1,45 @@
+"""What is to be forgotten while something holds it: it goes when it is let go, and what is stored anew stays."""
+
+from kvtier.engine.ledger import LookupResult
+from kvtier.runner.messages import Delete, unpack_keys
+
+
+def deleted(actions):
+    return [unpack_keys(action.keys) for action in actions if isinstance(action, Delete)]
+
+
+def test_what_is_stored_anew_after_a_reset_is_not_forgotten(bench):
+    engine = bench()
+    engine.ledger.prepare_store(engine.keys("a"), engine.request())
+    assert engine.ledger.forget(engine.keys("a")) == 0
+    engine.ledger.reset()
+    engine.ledger.promoting = True
+    engine.stored_alone("a")
+    engine.step()
+    assert engine.ready() == "a"
+
+
+def test_tiers_hear_once_more_of_what_was_held_until_a_reset(bench):
+    engine = bench()
+    engine.store("a")
+    engine.step()
+    assert engine.ledger.forget(engine.keys("a")) == 0
+    assert deleted(engine.step()) == [engine.keys("a")]
+    engine.ledger.reset()
+    assert deleted(engine.step()) == [engine.keys("a")]
+
+
+def test_what_is_stored_anew_in_the_step_in_which_it_was_let_go_is_not_forgotten(bench):
+    engine = bench(rows=1)
+    request = engine.request()
+    engine.stored_alone("a")
+    assert engine.lookup("a", request) == [LookupResult.HIT]
+    engine.ledger.prepare_load(engine.keys("a"), request)
+    engine.step()
+    assert engine.ledger.forget(engine.keys("a")) == 0
+    engine.step()
+    engine.ledger.complete_load(engine.keys("a"))
+    engine.stored_alone("b")
+    engine.stored_alone("a")
+    assert deleted(engine.step()) == [engine.keys("a")]
+    assert engine.ready() == "a"
