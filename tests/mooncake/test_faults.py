@@ -380,7 +380,9 @@ async def test_a_call_waits_its_time_for_a_turn_and_then_has_its_time(
 
     monkeypatch.setattr(Client, "get", slow)
     found = await asyncio.gather(*(lender.recall(tier, [key]) for key in keys))
-    assert found == [[label(key)] for key in keys[:2]] + [["TransferFailed"]] * 4
+    in_time = [outcome for outcome in found if outcome != ["TransferFailed"]]  # Which two of them, the threads decide.
+    assert len(in_time) == 2
+    assert all(outcome in ([label(key)], ["TransferFailed"]) for key, outcome in zip(keys, found, strict=True)), found
     assert entered["get"] == 2
     assert tier.counts()["late"] == 4
     monkeypatch.setattr(Client, "get", get)
