@@ -7,6 +7,7 @@ A request is weighed at the step's end, when all that it promotes is known. Only
 time, however long, is declined within the look-up.
 """
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 
@@ -46,8 +47,7 @@ class Weighing:
 
     def decline_at_once(self, key: OffloadKey, tier: Tier, request: Request, now: float) -> None:
         """Decline a key of a tier from which no load is worth its time, however long."""
-        self._decline((key,), tier, request)
-        tier.counters.declined_seconds += self._worth.load_s(tier, 1, now)
+        self._decline((key,), tier, request, self._worth.load_s(tier, 1, now))
 
     def give_up(self, key: OffloadKey, request: Request) -> None:
         """Have a request compute a key that is on its way, and what comes after it; its row stays with the transfer."""
@@ -160,9 +160,8 @@ class Weighing:
                 for key in keys:
                     request.search.undo(key)
             elif keys:
-                before = self._queued.get(tier, 0)
-                self._decline(keys, tier, request)
-                tier.counters.declined_seconds += self._worth.load_s(tier, before + len(keys), self._now)
+                chunks = self._queued.get(tier, 0) + len(keys)
+                self._decline(keys, tier, request, self._worth.load_s(tier, chunks, self._now))
                 if not kept:
                     keys = self._explore_declined(keys, tier, left, request)
             gone += keys
@@ -171,12 +170,14 @@ class Weighing:
             self._primary.abandon(key, lent=False)
         return gone
 
-    def _decline(self, keys: Sequence[OffloadKey], tier: Tier, request: Request) -> None:
-        """Have a request compute these keys of a tier."""
+    def _decline(self, keys: Sequence[OffloadKey], tier: Tier, request: Request, expected_s: float) -> None:
+        """Have a request compute these keys of a tier, whose load is expected to take so long."""
         for key in keys:
             request.search.decline(key)
         tier.counters.declined += len(keys)
         tier.counters.declined_requests += 1
+        if expected_s < math.inf:  # Or nothing is known of the tier yet.
+            tier.counters.declined_seconds += expected_s
 
     # What is loaded for nobody, to see how fast a tier is.
 

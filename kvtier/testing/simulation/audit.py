@@ -7,6 +7,7 @@ one moment between two calls, so `AuditedSteps` makes them whenever a step ends.
 # ruff: noqa: SLF001  See above.
 # pyright: reportPrivateUsage=false
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
@@ -171,6 +172,7 @@ def _audit_tier(ledger: Ledger, tier: Tier) -> None:
     assert set(storing) == tier.storing, f"tier {name}: {len(storing)} chunks storing, {len(tier.storing)} noted"
     assert tier.raced <= tier.storing, f"tier {name}: raced by what is not stored"
     assert len(storing) <= tier.spec.store_chunks_max, f"tier {name}: more chunks storing than may be"
+    assert math.isfinite(tier.counters.declined_seconds), f"tier {name}: loads were declined that take for ever"
     asked = {key for sent in _under_way(ledger, Operation.PROBE) if sent.tier is tier for key in sent.keys}
     assert tier.asking <= asked.union(tier.to_ask), f"tier {name}: waits for answers to questions that nobody asked"
 

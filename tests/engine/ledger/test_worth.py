@@ -75,6 +75,20 @@ def test_a_tier_that_is_slower_than_computing_is_a_miss_in_the_same_look_up(tier
     assert bench.ledger.counters.misses == 1
 
 
+def test_what_is_declined_before_a_tiers_first_load_has_ended_adds_no_time(tier: Callable[..., Bench]) -> None:
+    """It is expected to take for ever, and a sum with that in it would say nothing ever after."""
+    bench = tier()
+    bench.lookup("abc", bench.request("first"))
+    first = bench.step()
+    second = bench.request("second")
+    bench.lookup("def", second)
+    assert loads(bench.step()) == {}
+    assert bench.lookup("def", second) == [MISS] * 3
+    counters = bench.ledger.tiers[0].counters
+    assert (counters.declined, counters.declined_seconds) == (3, 0.0)
+    bench.finish_all(first)
+
+
 def test_what_is_not_worth_its_load_at_the_steps_end_is_a_miss_from_then_on(tier: Callable[..., Bench]) -> None:
     bench = tier()
     bench.takes(3.0, 0.5)
