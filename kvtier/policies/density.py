@@ -23,7 +23,7 @@ WARM_UP_REQUESTS = 512  # For so long it is an LRU: nothing is known yet.
 _WARM_UP_HINTED_REQUESTS = 128  # With hints, something is.
 _GHOST_KEYS = 4  # Times the capacity: how much of what has gone is remembered.
 _OPEN_REQUESTS = 1_024  # A request that did not end while so many did has been given up.
-_OPEN_RUNS = 4_096  # The most that may wait for their requests' ends: an owner need not rank.
+_OPEN_RUNS = 4_096  # The most that may wait for their requests' ends; when as many were given up, time goes on.
 _REST_KEYS = 1  # A conversation goes on without the chunk that was filled in part only.
 _FOUND_KEYS = 64  # In a run of what was there before the start; nobody knows what belonged together.
 _BUCKETS_PER_E = 2  # How finely an expected time is told apart: by a factor of e^0.5.
@@ -161,6 +161,8 @@ class DensityOrder:
         self._runs: list[_Run | None] = [None]
         self._unused: list[int] = []  # Numbers of runs that are no more.
         self._open: OrderedDict[_Run, None] = OrderedDict()  # Oldest first, as all of these.
+        self._given_up = 0  # Since time went on last: an owner need not rank.
+        self._settled: OrderedDict[_Run, None] = OrderedDict()  # Resident runs that age.
         self._cells: dict[int, OrderedDict[_Run, None]] = {}  # Resident runs, by label and step; no cell is empty.
         self._aging: list[deque[_Run]] = [deque() for _ in range(STEPS)]  # Runs and ghosts; some are no more.
         self._ghosts: OrderedDict[Hashable, _Run] = OrderedDict()  # By the name of what went last.
@@ -274,6 +276,8 @@ class DensityOrder:
         self._open[run] = None
         if len(self._open) > _OPEN_RUNS:
             self._give_up_open()
+            if self._given_up >= _OPEN_RUNS:
+                self._tick()
 
     def _owners(self, keys: Sequence[int]) -> Mapping[int, int]:
         """Return how many of the keys belong to which run."""
@@ -318,6 +322,7 @@ class DensityOrder:
             del self._open[run]
         else:
             self._leave_cell(run)
+            del self._settled[run]
         run.keys = ()
         self._runs[run.number] = None
         self._unused.append(run.number)
@@ -363,10 +368,12 @@ class DensityOrder:
         run.label = self._returns.label(path)
         self._returns.began(run.label, run.size)
         self._enter_cell(run)
+        self._settled[run] = None
         self._aging[0].append(run)
 
     def _tick(self) -> None:
         now = self._returns.tick()
+        self._given_up = 0
         self._give_up_open()
         for steps, every in _AGING:
             if now % every == 0:
@@ -396,6 +403,7 @@ class DensityOrder:
         oldest_born = self._returns.now - _OPEN_REQUESTS
         while self._open and (len(self._open) > _OPEN_RUNS or next(iter(self._open)).born < oldest_born):
             run, _ = self._open.popitem(last=False)
+            self._given_up += 1
             run.shared = 0
             self._begin_to_age(run, _PATH_UNKNOWN)
 
@@ -420,8 +428,7 @@ class DensityOrder:
     def _coldest_first(self) -> Iterator[_Run]:
         """Give the runs in the order in which they go, but for open ones."""
         if self._returns.now < self._warm_up_requests:
-            for aging in reversed(self._aging):
-                yield from (run for run in aging if run.label is not None and run.live)
+            yield from self._settled
         else:
             # Equal ones go by number: labels of which nothing was seen yet are worth what their parent is.
             cells = list(zip(map(self._returns.worth.__getitem__, self._cells), self._cells, strict=True))

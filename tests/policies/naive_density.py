@@ -103,6 +103,7 @@ class NaiveDensity(Policy[Any]):
         self.warm_up_requests = warm_up_requests
         self.owner: dict[Any, NaiveRun] = {}
         self.open: list[NaiveRun] = []
+        self.given_up = 0
         self.settled: list[NaiveRun] = []  # In the order in which they began to age, as are ghosts.
         self.ghosts: list[tuple[Any, NaiveRun]] = []
         self.statistics = NaiveStatistics()
@@ -121,6 +122,8 @@ class NaiveDensity(Policy[Any]):
         self.open.append(run)
         if len(self.open) > 4_096:
             self.give_up(self.open[0])
+            if self.given_up >= 4_096:
+                self.tick()
 
     def insert(self, keys: Sequence[Any]) -> None:
         if not keys:
@@ -215,12 +218,14 @@ class NaiveDensity(Policy[Any]):
 
     def give_up(self, run: NaiveRun) -> None:
         self.open.remove(run)
+        self.given_up += 1
         run.shared = 0
         self.settle(run, (("kind", 0), ("pause", 0), ("length", 0)))
 
     def tick(self) -> None:
         self.statistics.tick()
         now = self.statistics.now
+        self.given_up = 0
         for run in list(self.open):
             if run.opened_at < now - 1_024:
                 self.give_up(run)
