@@ -25,6 +25,7 @@ from kvtier.engine.tier import ON_SECOND_USE, PRESSURE, WHEN_EVICTED, Residency,
 
 SEEN_A_ROW = 4  # Keys remembered for each row: what returns later than that is no second use.
 SEEN_MIN = 65_536  # Some megabytes, for a small primary.
+DUE_A_ROW = 2  # Entries of what is due for each row, at most: more are of rows that came back and left again.
 
 FIRST_USE = "first_use"  # Remembered, and not sent.
 CLOSED = "closed"  # The end's deadline came first.
@@ -74,7 +75,7 @@ class Cascades:
         """Rows of sessions that are over, until they are `wanted` again: what is owed of these is not sent."""
         self._unwritten: list[Debt] = []  # What went in this step, and was owed.
         self._leaving_rows = self._wanted = leaving_rows
-        self._due = {tier: deque[int](maxlen=primary.rows) for tier in self._evict}  # Rows that left, first ones first.
+        self._due = {tier: deque[int]() for tier in self._evict}  # Rows that left, first ones first.
         self._ending = False
 
     # What happens to chunks.
@@ -88,7 +89,7 @@ class Cascades:
                 owed[row] |= bit
                 owed_for[row] = number
             if self._ending:
-                self._due[tier].extend(rows)
+                self._have_due(rows, tier)
             return []
         seen = self._seen[tier]
         again = [key for key in keys if key in seen]
@@ -223,7 +224,7 @@ class Cascades:
         keys = primary.keys_of(news)
         for tier, due in self._due.items():
             if news and not self._ending:
-                due.extend(self._owed_of(reversed(news), tier))
+                self._have_due(self._owed_of(reversed(news), tier), tier)
             if not runner_up:
                 continue
             if keys:  # What the tier has of them is as recent there as what it is sent.
@@ -273,6 +274,16 @@ class Cascades:
             due.clear()
         self.withheld.clear()
         self.demoted.clear()
+
+    def _have_due(self, rows: Sequence[int], tier: Tier) -> None:
+        """Have rows sent after those that are due; while a tier takes nothing, some are due again and again."""
+        due = self._due[tier]
+        if len(due) + len(rows) > DUE_A_ROW * self._primary.rows:
+            again = set(rows)
+            still = dict.fromkeys(row for row in self._owed_of(due, tier) if row not in again)
+            due.clear()
+            due.extend(still)
+        due.extend(rows)
 
     def _send(self, tier: Tier, due: deque[int], now: float) -> None:
         places, keys = self._outbox.places(tier, now), list[OffloadKey]()

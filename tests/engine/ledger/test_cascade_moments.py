@@ -316,6 +316,28 @@ def test_writing_waits_for_the_tiers_places_and_drops_nothing(evicting):
     assert engine.ledger.tiers[0].counters.dropped == {}
 
 
+def test_what_waits_to_be_written_is_not_lost_while_others_come_back_and_leave_again(evicting):
+    engine = evicting(rows=6, leaving_rows=3, store_chunks_max=1)
+    engine.store("abcdef")
+    (stuck,) = engine.step()
+    for turn in range(40):
+        name = "bcde"[turn % 4]
+        request = engine.request()
+        engine.lookup(name, request)
+        engine.load(name, request)
+        engine.ledger.finish(request)
+        assert engine.step() == []
+    left = {engine.ledger.primary.key(row) for row in engine.ledger.primary.leaving.left}
+    assert keys_of("a")[0] in left, "it has waited all the time"
+    assert engine.ledger.cascades.due_rows <= 2 * 6
+    written, actions = [], [stuck]
+    while actions:
+        engine.finish_all(actions)
+        actions = engine.step()
+        written += [name for _, names in sent(actions) for name in names]
+    assert left <= {*keys_of("f"), *keys_of("".join(written))}
+
+
 def test_an_open_breaker_costs_writes_and_no_store_a_row(evicting):
     engine = evicting(breaker_failures=1)
     engine.store("abcd")
