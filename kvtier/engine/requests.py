@@ -54,10 +54,10 @@ class Search:
         return waits
 
     def word_late_after(self, now: float) -> float:
-        """Return when it gives up a tier's word: at once if that is expected to be late."""
+        """Return when it gives up a tier's word. One that is expected to be late is given up now, and said so once."""
         if not now < self.word_until < NEVER:
             return NEVER
-        return self.word_until if self.word_at < self.word_until else now
+        return self.word_until if self.waits_for_word(now) else now
 
     def give_up(self, key: OffloadKey) -> None:
         """Never promote this key again: it did not come."""

@@ -1,6 +1,6 @@
 """For how long a request waited for loads: it is said once, when the request does not wait any more."""
 
-from kvtier.engine.answers import HIT, HIT_PENDING, MISS
+from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY
 from kvtier.runner.messages import Code
 from tests.engine.ledger.bench import Bench
 
@@ -129,3 +129,25 @@ def test_a_wait_for_rows_that_others_had_is_one_wait() -> None:
     engine.lookup("abc", request)
     engine.step()
     assert engine.waited == [2.0]
+
+
+def test_a_request_looks_up_again_at_once_for_a_late_word_only_once() -> None:
+    """Found by a storm: the tier's breaker opened meanwhile, so no look-up asked for its word any more."""
+    engine = Bench(8, [Bench.spec("has"), Bench.spec("silent", breaker_failures=1)], computing_s=0.1)
+    engine.knows_all(0)
+    engine.holds("a")
+    engine.takes(0.0, 0.01)
+    assert engine.lookup("z") == [RETRY]
+    (probe,) = engine.step()
+    engine.answer(probe, False)  # It takes longer than computing.
+    assert engine.lookup("y") == [RETRY]
+    (probe,) = engine.step()
+    request = engine.request()
+    assert engine.lookup("ab", request) == [HIT_PENDING, RETRY]
+    engine.step()
+    engine.answer(probe, None)
+    assert engine.lookup("ab", request) == [HIT_PENDING, MISS]
+    engine.step(1e-3)
+    assert request.late_after(engine.now) == engine.now
+    assert engine.lookup("ab", request) == [HIT_PENDING, MISS]
+    assert request.late_after(engine.now) > engine.now
