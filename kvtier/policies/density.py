@@ -277,6 +277,7 @@ class DensityOrder:
         if len(self._open) > _OPEN_RUNS:
             self._give_up_open()
             if self._given_up >= _OPEN_RUNS:
+                self._warm_up_requests += 1  # Nothing was learned of a request.
                 self._tick()
 
     def _owners(self, keys: Sequence[int]) -> Mapping[int, int]:

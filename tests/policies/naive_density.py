@@ -123,6 +123,7 @@ class NaiveDensity(Policy[Any]):
         if len(self.open) > 4_096:
             self.give_up(self.open[0])
             if self.given_up >= 4_096:
+                self.warm_up_requests += 1
                 self.tick()
 
     def insert(self, keys: Sequence[Any]) -> None:

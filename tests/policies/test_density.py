@@ -8,7 +8,7 @@ CALLS = 40_000
 
 def test_an_order_that_nobody_ranks_forgets_what_has_gone_and_stays_an_lru() -> None:
     """A tier that is only written to hears of no request's end. Each store would be remembered for ever."""
-    order = DensityOrder(16, list(range(RESIDENT)), numbers=RESIDENT)
+    order = DensityOrder(16, list(range(RESIDENT)), numbers=RESIDENT, warm_up_requests=1)
     for number in range(RESIDENT):
         order.insert([number])
     for call in range(CALLS):
