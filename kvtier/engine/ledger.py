@@ -108,7 +108,7 @@ class Ledger:
         self.weighing = Weighing(self._worth, self.primary, self.leases, self.outbox, self.tiers)
         self.counters = LedgerCounters()
         self.hints_ignored = IgnoredHints()
-        self.prefetches = Prefetches(self.primary, self.cascades, self.leases, self.lookup)
+        self.prefetches = Prefetches(self.primary, self.cascades, self.leases, self.outbox, self.lookup)
         self._forgetting: dict[OffloadKey, None] = {}  # What was to be forgotten and is held.
         self._chunk_tokens = limits.chunk_tokens
         self.promoting = True  # False between a reset and the LLM engine's word that its workers have flushed.

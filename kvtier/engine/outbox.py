@@ -11,6 +11,7 @@ returned.
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
+from itertools import chain
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
@@ -381,6 +382,11 @@ class Outbox:
             for tier in self._tiers
             if tier.spec.cascade != WHEN_EVICTED
         )
+
+    def loading(self) -> set[OffloadKey]:
+        """Return the keys that are on their way from tiers, or are about to be."""
+        sent = [each.keys for each in self._transfers.under_way.values() if each.operation is Operation.PROMOTION]
+        return set(chain(*self._promotions.values(), *sent))
 
     @property
     def empty(self) -> bool:

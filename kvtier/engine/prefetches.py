@@ -8,12 +8,13 @@ Somebody will come for what a prefetch names: so chunks that hints have put behi
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import islice
 
 from kvtier.backend import OffloadKey
 from kvtier.engine.answers import HIT, MISS, LookupResult
 from kvtier.engine.cascades import Cascades
+from kvtier.engine.outbox import Outbox
 from kvtier.engine.primary import Primary
 from kvtier.engine.requests import Leases, Request
 
@@ -40,11 +41,13 @@ class Prefetches:
         primary: Primary,
         cascades: Cascades,
         leases: Leases,
+        outbox: Outbox,
         lookup: Callable[[OffloadKey, Request], LookupResult],
     ) -> None:
         self._primary = primary
         self._cascades = cascades
         self._leases = leases
+        self._outbox = outbox
         self._lookup = lookup
         self.waiting: deque[Prefetch] = deque()
         """Those that are not over, the oldest first."""
@@ -73,8 +76,9 @@ class Prefetches:
 
     def step(self) -> None:
         """Go on with the oldest ones: before a step's hits are leased."""
+        stored = self._primary.filling.keys() - self._outbox.loading()
         for prefetch in list(islice(self.waiting, AT_ONCE)):
-            self._look(prefetch)
+            self._look(prefetch, stored)
             if prefetch.here >= len(prefetch.keys):
                 self.waiting.remove(prefetch)
                 self._end(prefetch)
@@ -84,13 +88,15 @@ class Prefetches:
         while self.waiting:
             self.give_up(self.waiting[0])
 
-    def _look(self, prefetch: Prefetch) -> None:
-        """Look on to the window's end; what is here before it costs a look-up each, once."""
+    def _look(self, prefetch: Prefetch, stored: Collection[OffloadKey]) -> None:
+        """Look on to the window's end; what is here before it costs a look-up each, once.
+
+        What is being `stored` comes without us, and is not waited for: nobody knows when.
+        """
         request, waits = prefetch.request, False
         for place in range(prefetch.here, len(prefetch.keys)):
             key = prefetch.keys[place]
-            stored = key in self._primary.filling and key not in request.search.promotions
-            result = HIT if stored else self._lookup(key, request)  # What is being stored comes without us.
+            result = HIT if key in stored else self._lookup(key, request)
             if result is MISS:
                 prefetch.keys = prefetch.keys[:place]
                 return

@@ -327,6 +327,22 @@ async def test_a_prefetch_ends_before_what_fails_on_its_way(open_engine):
     assert await at_rest(engine)
 
 
+@pytest.mark.virtual_time
+async def test_a_prefetch_waits_for_what_somebody_else_has_on_its_way(open_engine):
+    engine = await open_engine(16, {"type": "dummy", "latency_s": 1.0})
+    await put(engine, range(4))
+    assert await engine.drain()
+    assert await engine.reset()
+    keys = [key(number) for number in range(4)]
+
+    async def prefetched() -> list[bool]:
+        assert await engine.prefetch(keys) == 4
+        return [each in ledger_in(engine).primary.ready for each in keys]
+
+    assert await asyncio.gather(prefetched(), prefetched()) == [[True] * 4] * 2
+    assert await at_rest(engine)
+
+
 async def test_a_prefetch_loads_what_a_request_would_rather_compute(open_engine):
     """Nobody waits for it: so a load that takes longer than computing is worth its time."""
     tier = {"type": "dummy", "latency_s": 0.05}
