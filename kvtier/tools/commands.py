@@ -236,7 +236,7 @@ def _with_stdout(args: Sequence[str]) -> list[str]:
     return [f"{JSON}=-" if alone else arg for arg, alone in zip(args, bare, strict=True)]
 
 
-def _given(error: typer.BadParameter, args: Sequence[str]) -> str:
+def _given(error: Exception, args: Sequence[str]) -> str:
     """Say which value an option was given, where typer names the option alone."""
     if not isinstance(error, typer.BadParameter) or error.param is None:
         return ""

@@ -130,8 +130,8 @@ def _with_blocks(conversion: Conversion, logs: list[str]) -> Iterator[Request]:
     if not conversion.blocks:
         raise TraceError(
             f"{', '.join(logs)}: of {conversion.requests:,} requests none fills a block of "
-            f"{conversion.block_tokens:,} tokens, so no cache could help them; longer prompts, or fewer --block-tokens, "
-            "accepted"
+            f"{conversion.block_tokens:,} tokens, so the trace would have no blocks; longer prompts, or fewer "
+            "--block-tokens, accepted"
         )
 
 
