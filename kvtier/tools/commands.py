@@ -219,7 +219,8 @@ def run(args: Sequence[str]) -> int:
         return end.exit_code
     except UsageError as error:
         return _refused(
-            error.format_message() + _json_hint(given) + MOVED.get(" ".join(given[:2]), ""), statuses.REFUSED
+            error.format_message() + _given(error, given) + _json_hint(given) + MOVED.get(" ".join(given[:2]), ""),
+            statuses.REFUSED,
         )
     except (ConfigError, TraceError) as error:
         return _refused(str(error), statuses.REFUSED)
@@ -233,6 +234,18 @@ def _with_stdout(args: Sequence[str]) -> list[str]:
     follows = [*args[1:], "--"]
     bare = (arg == JSON and after != "-" and after.startswith("-") for arg, after in zip(args, follows, strict=True))
     return [f"{JSON}=-" if alone else arg for arg, alone in zip(args, bare, strict=True)]
+
+
+def _given(error: Exception, args: Sequence[str]) -> str:
+    """Say which value an option was given, where typer names the option alone."""
+    if not isinstance(error, typer.BadParameter) or error.param is None:
+        return ""
+    for at, arg in reversed(list(enumerate(args))):
+        name, equals, value = arg.partition("=")
+        if name in error.param.opts and (equals or at + 1 < len(args)):
+            value = value if equals else args[at + 1]
+            return "" if repr(value) in error.message else f"; given {value!r}"
+    return ""
 
 
 def _json_hint(args: Sequence[str]) -> str:

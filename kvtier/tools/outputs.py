@@ -17,7 +17,8 @@ from types import TracebackType
 from typing import Any, BinaryIO, Literal, NamedTuple, Self
 
 import msgspec
-from rich.console import Console, ConsoleOptions, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 from rich.segment import Segment
 from rich.style import StyleType
@@ -29,6 +30,11 @@ from kvtier.errors import ConfigError, KVTierError, one_line
 STDOUT = "-"  # As the name of a file, in other programs, too.
 COLUMNS_MIN = 20  # Narrower, a table is a column of letters.
 COLUMNS_MAX = 1 << 16  # No line is longer.
+SIZE_UNITS = {
+    **{f"{prefix}iB": 1_024**power for power, prefix in enumerate("KMGTP", 1)},
+    **{f"{prefix}B": 1_000**power for power, prefix in enumerate("kMGTP", 1)},
+}
+WHOLE_MAX = 10_000  # Of a unit. A larger number is read less easily than one with a decimal point.
 PAGE_SUFFIXES = ("html", "htm")
 LOGGERS = ("kvtier", "kvtier_backends")
 INTERRUPTED_WAIT_S = 0.1  # Enough for what a short run left; a part of the second in which Ctrl-C is to be obeyed.
@@ -74,7 +80,16 @@ class Screen(Console):
 
 
 class _Words(Table):
-    """A table whose cells are escaped before their columns get a width."""
+    """A table whose cells are escaped before their columns get a width, under a heading that may be wider than it."""
+
+    def __init__(self, heading: str | None, **how: Any) -> None:
+        super().__init__(**how)
+        self._heading = heading
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self._heading is not None:
+            yield Text(_lines(self._heading), style="table.title", overflow="fold")
+        yield from super().__rich_console__(console, options)
 
     def add_row(self, *cells: RenderableType | None, style: StyleType | None = None, end_section: bool = False) -> None:
         super().add_row(*map(_cell, cells), style=style, end_section=end_section)
@@ -102,6 +117,13 @@ def _lines(text: str) -> str:
 def counted(count: int, what: str) -> str:
     """Write how many there are of something, whose plural ends in -s."""
     return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
+def round_size(size_bytes: int) -> str:
+    """Write a size as people give it: as a small whole number of some unit, if it is one; else with a decimal point."""
+    whole = [(size_bytes // unit, name) for name, unit in SIZE_UNITS.items() if size_bytes % unit == 0]
+    count, name = min(whole, default=(WHOLE_MAX, ""))
+    return f"{count:,} {name}" if count < WHOLE_MAX else decimal(size_bytes)
 
 
 @contextmanager
@@ -171,8 +193,7 @@ def console(*, stderr: bool = False, quiet: bool = False) -> Console:
 def plain_table(*headings: str, title: str | None = None, show_header: bool = True) -> Table:
     """Return a table of words alone, without lines around them. Headings that begin with `>` are of numbers."""
     table = _Words(
-        title=None if title is None else Text(_lines(title)),
-        title_justify="left",
+        title,
         show_header=show_header,
         box=None,
         pad_edge=False,

@@ -338,9 +338,10 @@ async def test_whoever_waits_for_a_turn_does_not_try_what_another_one_found_dead
         calls = [call for key in keys for call in (tier.load(lender.reads([key])), tier.store(lender.writes([key])))]
         outcomes = await asyncio.gather(*calls, *(tier.probe([key]) for key in keys), return_exceptions=True)
         assert {type(outcome) for outcome in outcomes} == {BackendUnavailable}, outcomes
-        assert 1 <= entered["get"] <= lanes
-        assert 1 <= entered["put"] <= lanes
-        assert 1 <= entered["exist"] <= ASKERS
+        assert any(entered.values())
+        assert entered["get"] <= lanes
+        assert entered["put"] <= lanes
+        assert entered["exist"] <= ASKERS
     assert tier._loads.staging.retired == tier._stores.staging.retired == 0
     pool.start_master()
     await recovers(tier, lender, keys)

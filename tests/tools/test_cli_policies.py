@@ -51,6 +51,16 @@ def test_the_table_shows_each_policy_at_each_size(trace: str, capsys: pytest.Cap
     assert shown.err == ""
 
 
+def test_a_heading_is_one_line_in_a_pipe_however_narrow_its_table(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    long = str(Path(trace).rename(Path(trace).with_name(f"{'a long name ' * 6}.jsonl.gz")))
+    assert run("policies", long, "--policies", "lru", "--sizes", "0.5", "--tier", "0.5") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"Hit ratios, {os.path.basename(long)}"
+    assert lines[4:6] == ["", "Blocks written to the tier, for each block asked for"]
+
+
 def test_ratios_for_standard_output_go_there_alone(
     trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -306,7 +316,7 @@ def test_a_tier_under_the_caches_is_written_nothing_that_hints_keep_out_of_it(tr
         (("--tier", "1.5"), "--tier '1.5': expected shares of the unique blocks"),
         (("--cascades", "evict"), "--cascades evict: accepted with --tier only"),
         (("--tier-name", "disk"), "--tier-name disk: accepted with --tier only"),
-        (("--tier", "0.5", "--cascades", "write"), "cascade 'write' given, store, evict, second_use accepted"),
+        (("--tier", "0.5", "--cascades", "write"), "--cascades 'write': store, evict, second_use accepted"),
         (("--tier", "0.5", "--policies", "opt"), "policy 'opt' given with a tier"),
     ],
 )

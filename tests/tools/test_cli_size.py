@@ -114,7 +114,7 @@ def test_every_assumption_stands_under_the_table_whoever_made_it(
         part["what"]: part
         for part in sized(trace, tmp_path, *sizes, "--disk-speed", "1.4GB/s", "--slots", "2")["model"]
     }
-    assert list(parts) == ["prefill", "gpu", "copy to the GPU", "disk"]
+    assert list(parts) == ["prefill", "gpu", "copy to the GPU", "disk", "stores to the disk"]
     assert parts["prefill"] == {
         "what": "prefill",
         "figures": {"tokens_per_s": 9_000, "slots": 2},
@@ -128,14 +128,41 @@ def test_every_assumption_stands_under_the_table_whoever_made_it(
     }
     assert parts["disk"]["source"] == "--disk-speed; the rest assumed: one NVMe SSD"
     assert "load 1.4 GB/s, store 800.0 MB/s, latency 0.1 ms" in capsys.readouterr().out
-    both = sized(trace, tmp_path, *sizes, "--disk-speed", "1GB/s", "--disk-write-speed", "2GB/s")["model"][-1]
+    both = sized(trace, tmp_path, *sizes, "--disk-speed", "1GB/s", "--disk-write-speed", "2GB/s")["model"][-2]
     assert both["source"] == "--disk-speed, --disk-write-speed; the rest assumed: one NVMe SSD"
+
+
+@pytest.mark.parametrize(("disk", "told"), [("4MiB", ["second_use"]), ("0", [])])
+def test_the_figures_say_when_chunks_were_written_to_the_disk(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], disk: str, told: list[str]
+) -> None:
+    options = ("--memory", "400KiB", "--disk", disk, "--cascade", "second_use")
+    model = sized(trace, tmp_path, *options)["model"]
+    assert [part["figures"]["cascade"] for part in model if part["source"] == "--cascade"] == told
+    assert ("cascade second_use" in capsys.readouterr().out) == bool(told)
 
 
 @pytest.mark.parametrize("disks", ["0,4MiB", "4MiB,0"])
 def test_the_assumed_disk_is_named_wherever_a_row_has_one(trace: str, tmp_path: Path, disks: str) -> None:
     model = sized(trace, tmp_path, "--memory", "400KiB", "--disk", disks)["model"]
     assert [part["source"] for part in model if part["what"] == "disk"] == ["assumed: one NVMe SSD"]
+
+
+def test_the_table_names_sizes_as_they_were_given_and_shows_what_little_is_saved(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (cell,) = sized(trace, tmp_path, "--memory", "1600KiB", "--disk", "4MB", "--prefill", "1000000")["sizes"]
+    assert cell["gpu_seconds_saved"] == pytest.approx(0.4096)
+    row = capsys.readouterr().out.splitlines()[4].split()
+    assert row[:4] == ["1,600", "KiB", "4", "MB"]
+    assert "0.41" in row
+
+
+def test_a_memory_with_no_room_for_a_chunk_is_named_as_it_was_given(
+    trace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("size", trace, "--kv-bytes-per-token", "8", "--memory", "1KiB", "--disk", "0") == 2
+    assert "--memory 1 KiB: a chunk of this trace has 4 KiB; room for at least one" in capsys.readouterr().err
 
 
 def test_a_short_life_of_a_drive_is_not_shown_as_none(

@@ -1,6 +1,7 @@
 """`kvtier trace info` and `kvtier trace convert`."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -45,8 +46,58 @@ def test_a_log_that_is_refused_leaves_what_was_there(log: str, tmp_path: Path) -
 
 def test_a_log_without_times_says_what_is_assumed(log: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path(log).write_text("token_ids\n1\n2\n")
-    assert run("trace", "convert", log, "-o", str(tmp_path / "out.jsonl")) == 0
+    assert run("trace", "convert", log, "--block-tokens", "1", "-o", str(tmp_path / "out.jsonl")) == 0
     assert "one request a second is assumed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "why"),
+    [
+        ("1 2\n3\n", (), "of 2 requests none fills a block of 16 tokens"),
+        ("1 2\n3\n", ("--block-tokens", "1024"), "of 2 requests none fills a block of 1,024 tokens"),
+        ("", (), "of 0 requests none fills a block of 16 tokens"),
+    ],
+)
+def test_a_log_without_one_whole_block_is_refused_and_leaves_no_trace(
+    log: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], lines: str, options: tuple[str, ...], why: str
+) -> None:
+    Path(log).write_text(f"token_ids\n{lines}")
+    out = tmp_path / "out.jsonl"
+    assert run("trace", "convert", log, *options, "-o", str(out)) == 2
+    said = capsys.readouterr().err
+    assert f"{log}: {why}" in said
+    assert "fewer --block-tokens" in said
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("name", ["out.txt", "out", "-", "out.jsonl.bz2", "out.jsonl.zstd"])
+@pytest.mark.parametrize("command", ["convert", "hint"])
+def test_a_trace_is_written_only_under_a_name_that_says_how_it_is_written(
+    log: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    name: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = {"convert": [log, "--block-tokens", "4"], "hint": ["generated", "--limit", "3", "--over", "1"]}[command]
+    assert run("trace", command, *source, "-o", name) == 2
+    assert f"--output {name}: expected a name that ends in .jsonl, .jsonl.gz or .jsonl.zst" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["log.csv"]
+
+
+def test_a_trace_is_written_into_a_pipe_whatever_its_name(
+    log: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert run("trace", "convert", log, "--block-tokens", "4", "-o", str(pipe)) == 0, capsys.readouterr().err
+        assert os.read(reader, 65_536).count(b"hash_ids") == 2
+    finally:
+        os.close(reader)
 
 
 def test_an_unknown_format_is_refused_by_name(log: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -108,6 +159,9 @@ def test_a_traces_requests_are_given_hints_for_study_and_the_trace_says_how(
         (("--over", "1.5"), "--over"),
         (("--over", "1", "--lies", "1"), "--lies"),
         (("--returns", "nan"), "--returns"),
+        (("--over", "50%"), "given '50%'"),
+        (("--over=-1",), "given '-1'"),
+        (("--over", "1", "--error", "0.5"), "--error 0.5: accepted with --returns only"),
     ],
 )
 def test_what_no_oracle_can_say_is_refused(

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.tools.outputs import check_writable, counted, replacing
+from kvtier.tools.outputs import check_writable, counted, replacing, round_size
 
 
 def test_a_file_takes_its_place_when_it_is_whole(tmp_path: Path) -> None:
@@ -88,3 +88,22 @@ def test_a_directory_without_permission_is_refused(tmp_path: Path) -> None:
 )
 def test_one_of_something_has_no_plural(count: int, words: str) -> None:
     assert counted(count, "file") == words
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "words"),
+    [
+        (64 << 30, "64 GiB"),
+        (64 * 10**9, "64 GB"),
+        (3 << 39, "1,536 GiB"),
+        (1_024, "1 KiB"),
+        (1_000_000, "1 MB"),
+        (1 << 60, "1,024 PiB"),
+        (1_000, "1 kB"),
+        (1_500, "1.5 kB"),
+        (123_456_789_000, "123.5 GB"),
+        (999, "999 bytes"),
+    ],
+)
+def test_a_size_is_written_as_people_give_it(size_bytes: int, words: str) -> None:
+    assert round_size(size_bytes) == words

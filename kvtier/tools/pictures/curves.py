@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter, StrMethodFormatter
-from rich.filesize import decimal
 
+from kvtier.tools.outputs import round_size
 from kvtier.tools.pictures.drawing import (
     colour,
     finish,
@@ -80,7 +80,7 @@ def write_size_picture(path: str, report: SizeReport) -> None:
     for number, disk_bytes in enumerate(disks):
         cells = sorted((c for c in report.sizes if c.disk_bytes == disk_bytes), key=lambda cell: cell.memory_bytes)
         memory = [cell.memory_bytes for cell in cells]
-        label = f"{decimal(disk_bytes)} of disk" if disk_bytes else "no disk"
+        label = f"{round_size(disk_bytes)} of disk" if disk_bytes else "no disk"
         for axes, values in (
             (ratios, [cell.hit_ratio for cell in cells]),
             (medians, [1e3 * cell.ttft_s.p50 for cell in cells]),
@@ -106,7 +106,7 @@ def _over_memory(axes: Axes, sizes: Sequence[int]) -> None:
     """Have the x axis be of bytes, with a mark at each size; the y axis begins at 0."""
     marks = sorted(set(sizes))
     axes.set_xscale("log")
-    axes.set_xticks(marks, labels=[decimal(size) for size in marks], fontsize=8)
+    axes.set_xticks(marks, labels=[round_size(size) for size in marks], fontsize=8)
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.minorticks_off()
     if len(marks) > 6:

@@ -91,6 +91,7 @@ def policies(
         write_miss_ratio_curve(plot_path, title, extent, curves, shares.values(), opened.block_tokens)
     _show(f"Hit ratios, {title}", extent, shares, ratios, console)
     if writes is not None:
+        console.print()
         _show("Blocks written to the tier, for each block asked for", extent, shares, writes, console)
     console.out(
         f"{counted(extent.requests, 'request')}, {counted(extent.block_references, 'block reference')}, "
@@ -107,7 +108,9 @@ def _tier(trace: Trace | GeneratedTrace, share: str | None, cascades: str | None
         if name is not None:
             raise ConfigError(f"--tier-name {name}: accepted with --tier only: there is nothing to name")
         return None
-    named = listed("--cascades", "store" if cascades is None else cascades, cascade_named, LISTED)
+    named = listed(
+        "--cascades", "store" if cascades is None else cascades, partial(cascade_named, option="--cascades"), LISTED
+    )
     return TierUnder(trace, _share("--tier", share), named, name or "")
 
 

@@ -144,10 +144,17 @@ def replay(
     """
     if virtual_time and fs is not None:
         raise ConfigError(f"--fs {fs}: nothing is written in virtual time; one of both options accepted")
-    study_only = (("--bench", bench), ("--gpu-cache-blocks", gpu_cache_blocks), ("--load-always", load_always or None))
-    for option, given in study_only:
-        if given is not None and not virtual_time:
-            raise ConfigError(f"{option} {given}: accepted with --virtual-time only: nothing else is modelled")
+    modelled = (
+        ("--bench", bench, None),
+        ("--gpu-cache-blocks", gpu_cache_blocks, None),
+        ("--load-always", load_always, False),
+        ("--prefill-tokens-per-s", prefill_tokens_per_s, Prefill().tokens_per_s),
+        ("--slots", slots, Prefill().slots),
+    )
+    for option, given, default in modelled:
+        if given != default and not virtual_time:
+            value = "" if given is True else f" {given}"
+            raise ConfigError(f"{option}{value}: accepted with --virtual-time only: nothing else is modelled")
     check_outputs(json_path, plot_path, report_path)
     requests = open_trace(trace, workload=Workload(seed=seed), limit=limit, strict=strict)
     options = Options(

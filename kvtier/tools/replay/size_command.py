@@ -22,7 +22,7 @@ from kvtier.errors import ConfigError
 from kvtier.settings.units import SIZE_BYTES_MAX, parse_size
 from kvtier.testing.virtual_time import VirtualTimeLoop
 from kvtier.tools.commands import JsonOption, LimitOption, PlotOption, StrictOption, listed
-from kvtier.tools.outputs import bar, busy, check_outputs, counted, plain_table, write_json
+from kvtier.tools.outputs import bar, busy, check_outputs, counted, plain_table, round_size, write_json
 from kvtier.tools.replay.models import KV_BYTES_MAX, kv_bytes_per_token
 from kvtier.tools.replay.replay import GPU_NAME, Tally
 from kvtier.tools.replay.replay_command import (
@@ -176,7 +176,7 @@ def size(
         disk_write_bytes_per_s=writes,
         disk_source=_said_of_the_disk(disk_speed, disk_write_speed),
         bench=bench,
-        cascade=cascade_named(cascade),
+        cascade=cascade_named(cascade, "--cascade"),
         load_always=load_always,
     )
     combinations = [(primary, capacity) for primary in memories for capacity in disks]
@@ -250,7 +250,7 @@ def _check_room(question: Question, memory_bytes: int, disk_bytes: int) -> None:
     for option, given in (("--memory", memory_bytes), ("--disk", disk_bytes)):
         if 0 < given < question.chunk_bytes:
             raise ConfigError(
-                f"{option} {decimal(given)}: a chunk of this trace has {decimal(question.chunk_bytes)}; "
+                f"{option} {round_size(given)}: a chunk of this trace has {round_size(question.chunk_bytes)}; "
                 "room for at least one accepted"
             )
 
@@ -401,7 +401,9 @@ def _model(question: Question, report: Report) -> list[ModelPart]:
     assert report.model is not None
     sources = {"prefill": "--prefill, --slots", GPU_NAME: "--gpu-cache"}
     parts = [replace(part, source=sources.get(part.what, part.source)) for part in report.model if part.source != ROW]
-    if question.disk_source is not None and DISK_NAME in report.tiers:
+    if DISK_NAME not in report.tiers:
+        return parts
+    if question.disk_source is not None:
         figures: dict[str, Figure] = {
             "load_bytes_per_s": question.disk_bytes_per_s,
             "store_bytes_per_s": question.disk_write_bytes_per_s,
@@ -409,7 +411,7 @@ def _model(question: Question, report: Report) -> list[ModelPart]:
             "concurrency": SSD.concurrency,
         }
         parts.append(ModelPart(DISK_NAME, figures, question.disk_source))
-    return parts
+    return [*parts, ModelPart("stores to the disk", {"cascade": question.cascade}, "--cascade")]
 
 
 def _cell(question: Question, sizes: tuple[int, int], report: Report, drive_writes_per_day: float) -> SizeCell:
@@ -432,8 +434,9 @@ def _cell(question: Question, sizes: tuple[int, int], report: Report, drive_writ
     )
 
 
-def _years(years: float) -> str:
-    return f"{years:,.1f}" if years >= 1 else f"{years:.2g}"
+def _short(number: float) -> str:
+    """Write a number with two digits that count, and what is not nothing never as 0."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def _show(report: SizeReport, console: Console) -> None:
@@ -453,14 +456,14 @@ def _show(report: SizeReport, console: Console) -> None:
     table.add_row("none", "none", "", f"{without.p50:.2f}", f"{without.p99:.2f}")
     for cell in report.sizes:
         table.add_row(
-            decimal(cell.memory_bytes),
-            decimal(cell.disk_bytes) if cell.disk_bytes else "none",
+            round_size(cell.memory_bytes),
+            round_size(cell.disk_bytes) if cell.disk_bytes else "none",
             f"{cell.hit_ratio:.4f}",
             f"{cell.ttft_s.p50:.2f}",
             f"{cell.ttft_s.p99:.2f}",
-            f"{cell.gpu_seconds_saved:,.0f}",
+            _short(cell.gpu_seconds_saved),
             decimal(round(cell.written_bytes_per_day)) if cell.disk_bytes else "",
-            "" if cell.drive_life_years is None else _years(cell.drive_life_years),
+            "" if cell.drive_life_years is None else _short(cell.drive_life_years),
         )
     console.print(table)
     console.print()

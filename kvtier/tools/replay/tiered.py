@@ -40,12 +40,12 @@ class Served(NamedTuple):
     written: int  # To the tier, because of it.
 
 
-def cascade_named(name: str) -> Cascade:
-    """Return a cascade's name; `ConfigError` if there is no such cascade."""
+def cascade_named(name: str, option: str = "cascade") -> Cascade:
+    """Return a cascade's name; `ConfigError`, which names the option, if there is no such cascade."""
     try:
         return CASCADES[name]
     except KeyError:
-        raise ConfigError(f"cascade {name!r} given, {', '.join(CASCADES)} accepted") from None
+        raise ConfigError(f"{option} {name!r}: {', '.join(CASCADES)} accepted") from None
 
 
 class TierOfBlocks:

@@ -11,7 +11,7 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from kvtier.errors import ConfigError
+from kvtier.errors import ConfigError, TraceError
 from kvtier.tools.commands import JsonOption, LimitOption, StrictOption
 from kvtier.tools.outputs import busy, check_outputs, check_writable, counted, note, plain_table, write_json
 from kvtier.tools.replay.logs import FORMATS, Conversion
@@ -20,6 +20,7 @@ from kvtier.tools.replay.study import measure
 from kvtier.tools.replay.traces import Request, write_trace
 from kvtier.tools.replay.workload import GENERATED, open_trace
 
+TRACE_NAMES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 BLOCK_TOKENS_MAX = 1 << 20  # No engine has blocks of a million tokens.
 ERROR_MAX = 10.0  # A factor of twenty thousand, once in three.
 LIES_MAX = 0.99
@@ -112,16 +113,26 @@ def convert(
     """
     if kind is not None and kind not in FORMATS:
         raise ConfigError(f"--from {kind!r}: one of {', '.join(FORMATS)} accepted")
-    check_writable("--output", output)
+    _check_output(output)
     conversion = Conversion(logs, kind=kind, block_tokens=block_tokens)
     with busy(f"reading {', '.join(map(os.path.basename, logs))}"):
         meta = {"block_size": conversion.block_tokens, "source": conversion.kind}
-        write_trace(output, conversion, meta)
+        write_trace(output, _with_blocks(conversion, logs), meta)
     times = "; without times in it, one request a second is assumed" if conversion.without_times else ""
     note(
         f"{output}: {counted(conversion.requests, 'request')}, {counted(conversion.blocks, 'block')} of "
         f"{counted(conversion.block_tokens, 'token')}{times}"
     )
+
+
+def _with_blocks(conversion: Conversion, logs: list[str]) -> Iterator[Request]:
+    yield from conversion
+    if not conversion.blocks:
+        raise TraceError(
+            f"{', '.join(logs)}: of {conversion.requests:,} requests none fills a block of "
+            f"{conversion.block_tokens:,} tokens, so the trace would have no blocks; longer prompts, or fewer "
+            "--block-tokens, accepted"
+        )
 
 
 def hint(
@@ -155,7 +166,9 @@ def hint(
     """Give the requests of a trace hints, true or wrong, from what comes later in it: for study."""
     if not (over or returns):
         raise ConfigError("--over or --returns: one of both is needed, above 0, or there is nothing to say")
-    check_writable("--output", output)
+    if error and not returns:
+        raise ConfigError(f"--error {error}: accepted with --returns only: no other hint says a time")
+    _check_output(output)
     opened = open_trace(trace, limit=limit, strict=strict)
     saying = Saying(over, returns, error, lies, seed)
     count: Counter[str] = Counter()
@@ -168,6 +181,14 @@ def hint(
         f"{sum(known.last):,} are their sessions' last. The hint returns_in_s on {count['returns_in_s']:,}; "
         f"the sessions of {len(known.last) - known.returns_s.count(None):,} return."
     )
+
+
+def _check_output(path: str) -> None:
+    check_writable("--output", path)
+    is_pipe = os.path.exists(path) and not os.path.isfile(path)  # It has whatever name it has.
+    if not path.endswith(TRACE_NAMES) and not is_pipe:
+        *others, last = TRACE_NAMES
+        raise ConfigError(f"--output {path}: expected a name that ends in {', '.join(others)} or {last}")
 
 
 def _counted(requests: Iterable[Request], count: "Counter[str]") -> Iterator[Request]:

@@ -340,13 +340,25 @@ def test_the_report_of_a_real_benchmark_is_read(tmp_path: Path) -> None:
     assert device["store_bytes_per_s"] == int(rows["store, evicting"]["figure"] * 1e6)
 
 
-@pytest.mark.parametrize("option", ["--bench", "--gpu-cache-blocks"])
+@pytest.mark.parametrize("option", ["--bench", "--gpu-cache-blocks", "--slots"])
 def test_what_is_of_the_model_only_is_refused_without_virtual_time(
     capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["replay", option, "1"])
     assert f"kvtier: {option} 1: accepted with --virtual-time only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [(("--load-always",), "--load-always"), (("--prefill-tokens-per-s", "9"), "--prefill-tokens-per-s 9.0")],
+)
+def test_what_is_of_the_model_only_is_named_as_it_was_given(
+    capsys: pytest.CaptureFixture[str], options: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["replay", *options])
+    assert f"kvtier: {said}: accepted with --virtual-time only" in capsys.readouterr().err
 
 
 # What the report says.
