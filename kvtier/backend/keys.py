@@ -49,9 +49,14 @@ def checked_keys(keys: Sequence[OffloadKey]) -> tuple[OffloadKey, ...]:
     if _BYTES.issuperset(map(type, taken)):  # As most are; a subclass is a key, too.
         return taken
     for place, key in enumerate(taken):
-        if not isinstance(key, bytes):
+        if not is_key(key):
             raise TypeError(f"keys[{place}]: {no_key(key)}")
     return taken
+
+
+def is_key(given: object) -> bool:
+    """Say whether it could be a key; its type may promise that, and a program may not keep the promise."""
+    return isinstance(given, bytes)
 
 
 def no_key(given: object) -> str:

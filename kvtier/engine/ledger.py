@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from kvtier.backend import OffloadKey, checked_keys, no_key
+from kvtier.backend import OffloadKey, checked_keys, is_key, no_key
 from kvtier.config import PRIMARY_NAME, EngineConfig, TierConfig
 from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, EventKind, EventLog, LookupResult, StorePlan
 from kvtier.engine.cascades import NO_STORE, Cascades
@@ -248,7 +248,7 @@ class Ledger:
 
     def _ask(self, key: OffloadKey, tiers: Sequence[Tier], request: Request) -> bool:
         """Have these tiers asked for a key; False if none of them may be."""
-        if not isinstance(key, bytes):  # What is in no tier needs no look.
+        if not is_key(key):  # What is in no tier needs no look.
             raise TypeError(f"lookup: {no_key(key)}")
         asks, asked, weighs = False, request.search.asked, request.weighed and self._worth.token_s > 0
         for tier in tiers:
@@ -313,7 +313,7 @@ class Ledger:
             rows = list(map(ready.__getitem__, keys))
         except KeyError as error:
             key = error.args[0]
-            named = key.hex() if isinstance(key, bytes) else repr(key)
+            named = key.hex() if is_key(key) else repr(key)
             raise LookupError(f"prepare_load of {named}, which this step's lookup did not find") from None
         self.primary.pin(rows)
         self.rows_in_use += len(rows)
@@ -397,7 +397,7 @@ class Ledger:
         """Reserve rows for the absent ones of these keys, all or none (None: no room); evict none of these keys."""
         ready, filling = self.primary.ready, self.primary.filling
         absent = [key for key in keys if key not in ready and key not in filling]
-        if absent and not isinstance(absent[0], bytes):  # Looking at each would cost each store; see `Outbox`, too.
+        if absent and not is_key(absent[0]):  # Looking at each would cost each store; see `Outbox`, too.
             checked_keys(keys)
         present: Sequence[OffloadKey] = ()
         if len(absent) < len(keys):

@@ -15,7 +15,7 @@ from enum import Enum
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
-from kvtier.backend import OffloadKey, no_key
+from kvtier.backend import OffloadKey, is_key, no_key
 from kvtier.engine.primary import Rows
 from kvtier.engine.requests import Request
 from kvtier.engine.tier import WHEN_EVICTED, Residency, Tier
@@ -530,13 +530,13 @@ class Outbox:
 
     def _without_no_keys(self, keys: list[OffloadKey], tier: Tier) -> list[OffloadKey]:
         """Let go of what a program has stored under no key among others: it stays in the primary, and nowhere else."""
-        wrong = [key for key in keys if not isinstance(key, bytes)]
+        wrong = [key for key in keys if not is_key(key)]
         tier.storing.difference_update(wrong)
         self._transfers.unpin_cascade(list(map(self._primary.ready.__getitem__, wrong)))
         logger.error(
             "tier %s: %d chunks are not written: %s; see %s", tier.spec.name, len(wrong), no_key(wrong[0]), Remedy.ELSE
         )
-        return [key for key in keys if isinstance(key, bytes)]
+        return [key for key in keys if is_key(key)]
 
     def _batches(self, keys: list[OffloadKey]) -> Iterator[list[OffloadKey]]:
         size = self._action_chunks
