@@ -46,12 +46,17 @@ def checked_keys(keys: Sequence[OffloadKey]) -> tuple[OffloadKey, ...]:
         what = f"one key of {len(keys)} bytes" if isinstance(keys, bytes) else f"{_shown(keys)} (str)"
         raise TypeError(f"keys: {what} given, a sequence of keys accepted: put one key into a list")
     taken = tuple(keys)
-    if _BYTES.issuperset(map(type, taken)):  # As most are; a subclass is a key, too.
-        return taken
-    for place, key in enumerate(taken):
+    check_keys(taken)
+    return taken
+
+
+def check_keys(keys: Sequence[OffloadKey]) -> None:
+    """Raise a TypeError, which names what is no key, and its place, if anything is."""
+    if _BYTES.issuperset(map(type, keys)):  # As most are; a subclass is a key, too.
+        return
+    for place, key in enumerate(keys):
         if not is_key(key):
             raise TypeError(f"keys[{place}]: {no_key(key)}")
-    return taken
 
 
 def is_key(given: object) -> bool:

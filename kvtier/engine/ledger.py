@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from kvtier.backend import OffloadKey, checked_keys, is_key, no_key
+from kvtier.backend import OffloadKey, check_keys, is_key, no_key
 from kvtier.config import PRIMARY_NAME, EngineConfig, TierConfig
 from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, EventKind, EventLog, LookupResult, StorePlan
 from kvtier.engine.cascades import NO_STORE, Cascades
@@ -397,8 +397,7 @@ class Ledger:
         """Reserve rows for the absent ones of these keys, all or none (None: no room); evict none of these keys."""
         ready, filling = self.primary.ready, self.primary.filling
         absent = [key for key in keys if key not in ready and key not in filling]
-        if absent and not is_key(absent[0]):  # Looking at each would cost each store; see `Outbox`, too.
-            checked_keys(keys)
+        check_keys(absent)
         present: Sequence[OffloadKey] = ()
         if len(absent) < len(keys):
             present = [key for key in keys if key in ready or key in filling]
@@ -421,6 +420,7 @@ class Ledger:
 
     def complete_store(self, keys: Sequence[OffloadKey], request: Request, *, success: bool = True) -> None:
         """Make keys of a `StorePlan`, all or some, loadable, and have them cascade; without `success`, forget them."""
+        check_keys(keys)
         published = self.primary.publish(keys) if success else self._give_up(keys)
         request.storing -= len(published)
         self.rows_in_use -= len(published)
@@ -442,8 +442,6 @@ class Ledger:
                 self.outbox.cascade(due, tier, self._now)
             else:
                 tier.counters.drop("runner", len(due))
-        if len(published) < len(keys):
-            checked_keys(keys)
 
     def _reserve(
         self, keys: Sequence[OffloadKey], offered: Collection[OffloadKey] = (), after: OffloadKey | None = None

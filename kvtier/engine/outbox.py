@@ -8,19 +8,17 @@ lent then. Such a transfer is overdue. No LLM engine waits for it, and no other 
 returned.
 """
 
-import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
-from kvtier.backend import OffloadKey, is_key, no_key
+from kvtier.backend import OffloadKey
 from kvtier.engine.primary import Rows
 from kvtier.engine.requests import Request
 from kvtier.engine.tier import WHEN_EVICTED, Residency, Tier
 from kvtier.hints import Hint
-from kvtier.remedies import Remedy
 from kvtier.runner.messages import (
     Acknowledge,
     Action,
@@ -36,8 +34,6 @@ from kvtier.runner.messages import (
     pack_keys,
     pack_rows,
 )
-
-logger = logging.getLogger(__name__)
 
 ADVICE_KEYS_MAX = 4_096  # In one action: some milliseconds of the runner's loop.
 ADVICE_MAX = 64  # In one step. Of more the oldest are dropped: they only say in which order chunks should go.
@@ -518,25 +514,10 @@ class Outbox:
     def _stores(self) -> Iterator[Action]:
         for tier, queued in self._cascades.items():
             for keys in self._batches(queued):
-                try:
-                    packed = pack_keys(keys)
-                except TypeError:
-                    keys = self._without_no_keys(keys, tier)
-                    packed = pack_keys(keys)
                 rows = list(map(self._primary.ready.__getitem__, keys))
                 id_ = self._transfers.send(Operation.CASCADE, tier, keys, rows)
-                yield Cascade(id_, tier.index, packed, pack_rows(rows))
+                yield Cascade(id_, tier.index, pack_keys(keys), pack_rows(rows))
         self._cascades.clear()
-
-    def _without_no_keys(self, keys: list[OffloadKey], tier: Tier) -> list[OffloadKey]:
-        """Let go of what a program has stored under no key among others: it stays in the primary, and nowhere else."""
-        wrong = [key for key in keys if not is_key(key)]
-        tier.storing.difference_update(wrong)
-        self._transfers.unpin_cascade(list(map(self._primary.ready.__getitem__, wrong)))
-        logger.error(
-            "tier %s: %d chunks are not written: %s; see %s", tier.spec.name, len(wrong), no_key(wrong[0]), Remedy.ELSE
-        )
-        return [key for key in keys if is_key(key)]
 
     def _batches(self, keys: list[OffloadKey]) -> Iterator[list[OffloadKey]]:
         size = self._action_chunks

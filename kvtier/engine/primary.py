@@ -132,25 +132,19 @@ class Primary:
         return evicted
 
     def publish(self, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Turn filling rows ready; return the keys for which that was done: no others were filling.
-
-        What cannot be a key at all ends it.
-        """
+        """Turn filling rows ready; return the keys for which that was done (the others were not filling)."""
         filling, ready, pins = self.filling, self.ready, self._pins
         published: list[OffloadKey] = []
         idle = 0
-        try:
-            for key in keys:
-                row = filling.pop(key, None)
-                if row is None:
-                    continue
-                ready[key] = row
-                published.append(key)
-                left = pins[row] = pins[row] - 1
-                if not left:
-                    idle += 1
-        except TypeError:
-            pass  # Which keys these are, the caller finds out.
+        for key in keys:
+            row = filling.pop(key, None)
+            if row is None:
+                continue
+            ready[key] = row
+            published.append(key)
+            left = pins[row] = pins[row] - 1
+            if not left:
+                idle += 1
         self._idle += idle
         return published
 

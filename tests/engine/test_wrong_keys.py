@@ -92,7 +92,7 @@ def test_a_step_meets_what_is_no_key_and_the_engine_goes_on(start_engine, bad, a
     with pytest.raises((TypeError, LookupError)):
         engine.prepare_load([bad], "bad")
     with pytest.raises(TypeError, match=r"bytes|unhashable"):
-        engine.prepare_store([bad, key(20)], "bad")
+        engine.prepare_store([key(20), bad], "bad")
     with pytest.raises((TypeError, LookupError)):
         engine.complete_load([bad], "bad")
     _ignored_or_refused(lambda: engine.complete_store([bad], "bad"))
@@ -101,25 +101,6 @@ def test_a_step_meets_what_is_no_key_and_the_engine_goes_on(start_engine, bad, a
     engine.on_request_finished("bad")
     engine.end_step()
     assert ledger_in(engine).rows_in_use == 0
-    _serves_on(engine)
-
-
-@few
-def test_what_is_stored_under_no_key_among_others_is_not_written_and_the_others_are(start_engine, caplog, asked):
-    """Only the first of many is looked at: a look at each would cost every store."""
-    engine = start_engine(8, tier(asked), runner="thread")
-    _store(engine, [1, 2, 3], "first")
-    engine.on_new_request("mixed")
-    plan = engine.prepare_store([key(20), "a key", key(21)], "mixed")
-    for row, number in zip(plan.rows, (20, 7, 21), strict=True):
-        engine.region.row(row)[:CHUNK_BYTES] = chunk(number)
-    engine.complete_store(plan.keys, "mixed")
-    engine.end_step()
-    engine.on_request_finished("mixed")
-    assert engine.drain()
-    assert "1 chunks are not written: 'a key' (str) given, bytes accepted" in caplog.text
-    audit(ledger_in(engine))
-    assert engine.stats().tiers[0].stored == 5
     _serves_on(engine)
 
 
