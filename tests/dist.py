@@ -3,7 +3,8 @@
     python -m tests.dist DIST
 
 What a reader of the README does is done in each: its sample, `kvtier --version`, and the demo's replay with every byte
-checked. Nothing of the checkout can be imported there.
+checked. Then the extra `report` is installed, and the replay draws its picture and its page. Nothing of the checkout
+can be imported there.
 """
 
 import json
@@ -26,6 +27,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 AT_ONCE = 2  # Environments; each is mostly one process that unpacks.
 # Compiling all that comes would take longer than all else; what is imported is compiled then.
 INSTALL = ("install", "--quiet", "--no-compile")
+PNG = b"\x89PNG\r\n\x1a\n"
 RUNS = "import sys, venv; print('.'.join(map(str, sys.version_info[:2])))"
 WHERE = "import kvtier, kvtier_backends.fs, sys; print(kvtier.__file__, kvtier_backends.fs.__file__)"
 
@@ -102,7 +104,7 @@ def reported(trial: Trial) -> int:
         except Failed as failure:
             print(f"{trial}: FAILED\n{failure}", flush=True)
             return 1
-    print(f"{trial}: installed; the README's sample and the demo ran", flush=True)
+    print(f"{trial}: installed; the README's sample, the demo and its report ran", flush=True)
     return 0
 
 
@@ -128,6 +130,10 @@ def tried(trial: Trial, folder: Path) -> None:
     run([kvtier, "replay", "generated", "--json", "replay.json"], elsewhere)
     report = json.loads((elsewhere / "replay.json").read_text())
     expect(report["hit_ratio"] > 0, "the demo found nothing again")
+    run([*pip, *INSTALL, f"{trial.archive}[report]"], elsewhere)
+    run([kvtier, "replay", "generated", "--plot", "replay.png", "--report", "replay.html"], elsewhere)
+    drawn = (elsewhere / "replay.png").read_bytes().startswith(PNG)
+    expect(drawn and "</html>" in (elsewhere / "replay.html").read_text(), "the picture or the page is none")
 
 
 def run(command: Sequence[str], folder: Path) -> str:

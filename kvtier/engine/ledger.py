@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from kvtier.backend import OffloadKey
+from kvtier.backend import OffloadKey, check_keys, is_key, no_key
 from kvtier.config import PRIMARY_NAME, EngineConfig, TierConfig
 from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, EventKind, EventLog, LookupResult, StorePlan
 from kvtier.engine.cascades import NO_STORE, Cascades
@@ -248,6 +248,8 @@ class Ledger:
 
     def _ask(self, key: OffloadKey, tiers: Sequence[Tier], request: Request) -> bool:
         """Have these tiers asked for a key; False if none of them may be."""
+        if not is_key(key):  # What is in no tier needs no look.
+            raise TypeError(f"lookup: {no_key(key)}")
         asks, asked, weighs = False, request.search.asked, request.weighed and self._worth.token_s > 0
         for tier in tiers:
             if tier.may_ask(key):
@@ -310,7 +312,9 @@ class Ledger:
         try:
             rows = list(map(ready.__getitem__, keys))
         except KeyError as error:
-            raise LookupError(f"prepare_load of {error.args[0].hex()}, which this step's lookup did not find") from None
+            key = error.args[0]
+            named = key.hex() if is_key(key) else repr(key)
+            raise LookupError(f"prepare_load of {named}, which this step's lookup did not find") from None
         self.primary.pin(rows)
         self.rows_in_use += len(rows)
         if request.leased:
@@ -393,6 +397,7 @@ class Ledger:
         """Reserve rows for the absent ones of these keys, all or none (None: no room); evict none of these keys."""
         ready, filling = self.primary.ready, self.primary.filling
         absent = [key for key in keys if key not in ready and key not in filling]
+        check_keys(absent)
         present: Sequence[OffloadKey] = ()
         if len(absent) < len(keys):
             present = [key for key in keys if key in ready or key in filling]
@@ -415,12 +420,12 @@ class Ledger:
 
     def complete_store(self, keys: Sequence[OffloadKey], request: Request, *, success: bool = True) -> None:
         """Make keys of a `StorePlan`, all or some, loadable, and have them cascade; without `success`, forget them."""
-        request.storing -= len(keys)
-        self.rows_in_use -= len(keys)
+        check_keys(keys)
+        published = self.primary.publish(keys) if success else self._give_up(keys)
+        request.storing -= len(published)
+        self.rows_in_use -= len(published)
         if not success:
-            self._give_up(keys)
             return
-        published = self.primary.publish(keys)
         if published:
             self.counters.stores += len(published)
             self._events.add(EventKind.STORED, PRIMARY_NAME, published)
@@ -450,13 +455,14 @@ class Ledger:
             self.cascades.reserved(evicted)
         return evicted
 
-    def _give_up(self, keys: Sequence[OffloadKey]) -> None:
-        """Forget keys that the LLM engine did not store after all."""
+    def _give_up(self, keys: Sequence[OffloadKey]) -> list[OffloadKey]:
+        """Forget keys that the LLM engine did not store after all; return those that were being stored."""
         given_up = [key for key in keys if key in self.primary.filling]
         for key in given_up:
             self.leases.end_row(self.primary.filling[key])
             self.primary.abandon(key, lent=False)
         self._events.add(EventKind.FAILED, PRIMARY_NAME, given_up, "store")
+        return given_up
 
     def _offer_present(self, keys: Sequence[OffloadKey], request: Request) -> None:
         """Give request-level tiers what was there before; what is on its way, once it has come."""

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 from prometheus_client import CollectorRegistry
 from typing_extensions import deprecated
 
-from kvtier.backend import Lanes, OffloadKey, in_thread
+from kvtier.backend import Lanes, OffloadKey, checked_keys, in_thread
 from kvtier.config import EngineConfig
 from kvtier.engine.answers import Event, LookupResult, StorePlan
 from kvtier.engine.inbox import Observe
@@ -111,6 +111,7 @@ class TieringOffloadingManager:
         A cancelled call has stored some leading part. ValueError for a chunk of the wrong length: nothing was stored.
         Do not await this call while the same task holds rows of `fetch`, because the call may wait for these rows.
         """
+        keys = checked_keys(keys)
         self._check_chunks(keys, chunks)
         async with self._one(request_id, hint) as own_id:
             plan = await self._reserve(keys[: self.config.rows], own_id)
@@ -133,6 +134,7 @@ class TieringOffloadingManager:
         slice has gone. A tensor that `torch.frombuffer` makes of a view cannot be seen, and would read the row's next
         chunk. `get` gives copies.
         """
+        keys = checked_keys(keys)
         async with self._one(request_id, hint) as own_id:
             rows: list[int] = []
             lent: list[LentRow] = []

@@ -21,7 +21,7 @@ from prometheus_client import CollectorRegistry
 from typing_extensions import deprecated
 
 from kvtier import __version__
-from kvtier.backend import OffloadKey
+from kvtier.backend import OffloadKey, checked_keys
 from kvtier.config import EngineConfig, settled
 from kvtier.engine.answers import HIT, Event, EventLog, LookupResult, StorePlan
 from kvtier.engine.cascades import CLOSED
@@ -265,7 +265,7 @@ class StepManager:
         end after this call.
         """
         self._check_open()
-        return self._ledger.delete(keys)
+        return self._ledger.delete(checked_keys(keys))
 
     # What is said of keys, without a request.
 
@@ -284,7 +284,7 @@ class StepManager:
         A key that is used again is as any other from then on. A tier hears of it at the step's end.
         """
         self._check_open()
-        return self._ledger.demote(tuple(keys))
+        return self._ledger.demote(checked_keys(keys))
 
     def forget(self, keys: Sequence[OffloadKey]) -> int:
         """Forget keys here and in every tier; return how many are not here any more.
@@ -293,7 +293,7 @@ class StepManager:
         not. A key that is stored again before that goes, too. Tiers hear of it at the step's end.
         """
         self._check_open()
-        return self._ledger.forget(keys)
+        return self._ledger.forget(checked_keys(keys))
 
     def retain(self, keys: Sequence[OffloadKey], seconds: float, *, priority: int = 0) -> int:
         """Let keys, in prefix order, stay for so long when room is made, here and in tiers.
@@ -308,7 +308,7 @@ class StepManager:
             raise ValueError(f"seconds: {seconds} given, a positive, finite time accepted")
         if not 0 <= priority <= PRIORITY_MAX:
             raise ValueError(f"priority: {priority} given, 0 to {PRIORITY_MAX} accepted")
-        return self._ledger.retain(tuple(keys), float(min(seconds, RETAIN_S_MAX)), int(index(priority)))
+        return self._ledger.retain(checked_keys(keys), float(min(seconds, RETAIN_S_MAX)), int(index(priority)))
 
     def take_events(self) -> list[Event]:
         """Return the events of chunks since the last call; none unless the configuration says `events`."""
@@ -469,7 +469,7 @@ class StepManager:
 
     def _prefetch(self, keys: Sequence[OffloadKey]) -> Prefetch:
         self._check_open()
-        return self._ledger.prefetches.begin(tuple(keys))
+        return self._ledger.prefetches.begin(checked_keys(keys))
 
     def _finish(self, request: Request) -> None:
         self._ledger.finish(request)

@@ -31,6 +31,7 @@ from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import keys_of, label
 from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.disk.shared_page import SLOTS, VERSION, SharedPage, read_page
+from kvtier_backends.fs.files import accounts
 
 ROUNDS = int(os.environ.get("KVTIER_SHARED_ROUNDS", "20"))
 SEED = int(os.environ.get("KVTIER_SHARED_SEED", "1"))
@@ -447,3 +448,23 @@ def used_bytes(root: Path, mapper: FileMapper) -> int:
     page = read_page(path.read_bytes())
     assert page is not None
     return page.used_bytes
+
+
+async def test_the_room_of_files_that_somebody_has_removed_is_given_out_after_the_next_count(
+    open_tier, lender: Lender, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody says on the page what went without it: a store that is refused has the directory counted."""
+    monkeypatch.setattr(accounts, "AGAIN_S_LEAST", 0.01)
+    tier = await open_tier(shared=True, capacity_bytes=CAPACITY_BYTES)
+    for start in range(0, 200, 10):
+        await lender.keep(tier, keys_of(10, start=start))
+    for folder, _, names in os.walk(root):
+        for name in names:
+            if name.endswith(".bin"):  # The tier may be faster.
+                Path(folder, name).unlink(missing_ok=True)
+    assert await lender.recall(tier, keys_of(200)) == ["ChunkMissing"] * 200
+    assert tier.occupancy().used_bytes == 0
+    async with asyncio.timeout(DEADLINE_S):
+        while any(await tier.store(lender.writes(keys_of(10, start=300)))):
+            await asyncio.sleep(0.001)
+    assert await lender.recall(tier, keys_of(10, start=300)) == [label(key) for key in keys_of(10, start=300)]

@@ -85,6 +85,10 @@ class Accounts(Protocol):
         """
         ...
 
+    def refused(self) -> None:
+        """Hear that a store found too little room, though all that may go has gone."""
+        ...
+
     def chosen(self, victims: Sequence[Held]) -> None:
         """Hear which files are to go."""
         ...
@@ -137,6 +141,9 @@ class OwnAccounts:
 
     def remove(self, chunks: Chunks, victims: Sequence[Held], removal: Removal) -> None:
         chunks.evict(victims, removal.gone)
+
+    def refused(self) -> None:
+        pass
 
     def chosen(self, victims: Sequence[Held]) -> None:
         pass
@@ -219,6 +226,10 @@ class SharedAccounts:
                 removal.gone.update(gone)
                 removal.reservation.bytes += self._page.exchange(sum(gone.values()), removal.short_bytes)
             self._tell()  # Of the folders that have gone with them.
+
+    def refused(self) -> None:
+        """Have the directory counted: files of others take the room, or it is that of files which somebody removed."""
+        self._scan_wanted.set()
 
     def chosen(self, victims: Sequence[Held]) -> None:
         if any(victim.used_at_ns >= self._scanned_at_ns for victim in victims):

@@ -62,6 +62,8 @@ class Eviction:
         except BaseException:
             self.release(reservation)
             raise
+        if reservation.bytes < least_bytes:
+            self.accounts.refused()
         return reservation
 
     def stored(self, added_bytes: int) -> None:

@@ -66,11 +66,15 @@ class OpenShare:
     def wanted(self) -> Iterator[Wanted]:
         """Open one file after the other, and ask for what is in it."""
         for index, read in enumerate(self._share.reads):
+            if read.key in self._share.leaving:
+                self._outcomes[index] = ChunkMissing(f"{read.key.hex()}: no file any more")
+                continue
             try:
-                if read.key in self._share.leaving:
-                    raise FileNotFoundError  # As good as.
                 self._opened[index] = chunk = self._files.open(read.key)
-            except (FileNotFoundError, NotADirectoryError, ForeignError):
+            except FileNotFoundError:
+                self._outcomes[index] = ChunkMissing(f"{read.key.hex()}: no file")
+                self._files.tidy(read.key)  # Who has removed it may have left its folders.
+            except (NotADirectoryError, ForeignError):
                 self._outcomes[index] = ChunkMissing(f"{read.key.hex()}: no file")
             except OSError as error:
                 self._fail(index, error)
@@ -182,6 +186,7 @@ class Chunks:
             try:
                 found = self._files.look(victim.key)
                 if found is None:
+                    self._files.tidy(victim.key)
                     gone[victim.key] = 0  # Whoever removed it has had the room.
                 elif self._is_used(found, victim, now_ns):
                     used.append(Held(victim.key, found.allocated_bytes, found.used_at_ns))

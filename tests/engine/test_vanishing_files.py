@@ -1,0 +1,153 @@
+"""Files of an fs tier that somebody removes under a running engine: misses, which are stored again.
+
+`find -delete` removes them one by one, and so does `systemd-tmpfiles`.
+"""
+
+import asyncio
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvtier.engine.manager import TieringOffloadingManager as Engine
+from tests.engine.kit import PATIENCE_S, at_rest, children, found, key, put, until
+
+CLIENTS = 4
+REQUESTS = 60  # Of each client, at least.
+REMOVED_MIN = {"files": 200, "segments": 6}  # Files, before the clients may end.
+ROWS = 32
+PREFIXES = 12  # Of up to `LONGEST` chunks: more than the primary holds, and more than the tier holds.
+LONGEST = 10
+SUFFIX = {"files": ".bin", "segments": ".seg"}
+
+TIERS: dict[str, dict[str, Any]] = {
+    "files": {"layout": "files", "capacity_bytes": "768KiB"},
+    "flat names": {"layout": "files", "naming": "flat", "capacity_bytes": "768KiB"},
+    "shared files": {"layout": "files", "shared": True, "capacity_bytes": "1MiB"},
+    "segments": {"layout": "segments", "capacity_bytes": "4MiB"},
+}
+layouts = pytest.mark.parametrize("options", TIERS.values(), ids=TIERS.keys())
+
+
+def tier(root: Path, options: dict[str, Any]) -> dict[str, Any]:
+    limits = {"breaker_failures": 1_000_000}  # A store that meets a removed segment fails by the tier's fault.
+    return {"type": "fs", "name": "disk", "root": str(root), "limits": limits, **options}
+
+
+def files(root: Path, options: dict[str, Any]) -> list[Path]:
+    suffix = SUFFIX[options["layout"]]
+    return [Path(folder, name) for folder, _, names in os.walk(root) for name in names if name.endswith(suffix)]
+
+
+class Tidier:
+    """Somebody who removes files at random, for as long as the block lasts."""
+
+    def __init__(self, root: Path, options: dict[str, Any], seed: int) -> None:
+        self.removed = 0
+        self._root, self._options, self._dice = root, options, random.Random(seed)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="asyncio tidier")
+
+    @contextmanager
+    def at_work(self) -> Iterator[None]:
+        self._thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(self._dice.choice([0.0, 0.001, 0.01])):
+            there = files(self._root, self._options)
+            for path in self._dice.sample(there, min(len(there), self._dice.choice([1, 1, 3, 100]))):
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        try:
+            path.unlink()
+            self.removed += 1
+        except FileNotFoundError:  # The tier was faster.
+            return
+
+
+async def serve(engine: Engine, dice: random.Random) -> None:
+    """Serve one request as a client does, or ask for what may come soon; hold every byte against what was put."""
+    first = dice.randrange(PREFIXES) * 100
+    numbers = range(first, first + dice.randrange(1, LONGEST + 1))
+    if dice.random() < 0.2:
+        await engine.prefetch([key(number) for number in numbers])
+    run = await found(engine, numbers)
+    await put(engine, numbers)
+    if dice.random() < 0.05:
+        await engine.delete([key(number) for number in numbers[run:]])
+
+
+async def client(engine: Engine, dice: random.Random, enough: Callable[[], bool]) -> None:
+    served = 0
+    while served < REQUESTS or not enough():
+        await serve(engine, dice)
+        served += 1
+
+
+async def forget_primary(engine: Engine) -> None:
+    assert await engine.drain()
+    assert await engine.reset()
+
+
+def chunks_held(engine: Engine) -> int:
+    (stats,) = engine.stats().tiers
+    return stats.chunks
+
+
+def open_without_a_name(root: Path) -> int:
+    """Count the removed files of the tier that this process, or a runner of its, still has open."""
+    deleted = 0
+    for pid in {os.getpid(), *children()}:
+        for fd in os.listdir(f"/proc/{pid}/fd"):
+            with suppress(FileNotFoundError):
+                path = os.readlink(f"/proc/{pid}/fd/{fd}")
+                deleted += path.startswith(str(root)) and path.endswith("(deleted)")
+    return deleted
+
+
+@layouts
+async def test_files_that_vanish_under_a_busy_engine_are_misses_that_are_stored_again(
+    open_engine, runner: str, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """No wrong byte comes, no call raises, nothing is left open, and the tier's figures are those of the disk again."""
+    root, dice = tmp_path / "tier", random.Random(7)
+    engine = await open_engine(ROWS, tier(root, options), runner=runner)
+    tidier = Tidier(root, options, seed=8)
+    with tidier.at_work():
+        async with asyncio.timeout(PATIENCE_S):
+            dices = [random.Random(dice.random()) for _ in range(CLIENTS)]
+            enough = REMOVED_MIN[options["layout"]]
+            await asyncio.gather(*(client(engine, each, lambda: tidier.removed >= enough) for each in dices))
+    assert await at_rest(engine)
+
+    async with asyncio.timeout(PATIENCE_S):
+        while not await stored_again(engine):
+            pass
+    await forget_primary(engine)
+    loaded = 0
+    for first in range(0, PREFIXES * 100, 100):  # A tier of files learns of what has vanished when that is asked for.
+        for number in range(first, first + LONGEST):
+            loaded += await found(engine, [number])
+    assert await at_rest(engine)
+    await until(lambda: chunks_held(engine) == loaded and not open_without_a_name(root), engine)
+    assert loaded == len(files(root, options)) or options["layout"] == "segments"
+
+
+async def stored_again(engine: Engine) -> bool:
+    """Offer chunks to the tier; say whether they come back from there."""
+    numbers = range(LONGEST)
+    await found(engine, numbers)
+    await put(engine, numbers)
+    await forget_primary(engine)
+    return await found(engine, numbers) == LONGEST
