@@ -196,6 +196,15 @@ class Cascades:
                 if row is not None and owed_for[row] != _KEPT_OUT:
                     self._owed[row] |= tier.bit
 
+    def unsent(self, keys: Sequence[OffloadKey], tier: Tier) -> None:
+        """Take note that a runner was lost with stores of these keys: at the end they are due once more.
+
+        Before the end they are not: a chunk that kills who writes it would kill one runner after the other.
+        """
+        if self._ending and tier.spec.cascade == WHEN_EVICTED:
+            self.lost(tier, keys)
+            self._have_due(self._owed_of(self._primary.rows_of(keys), tier), tier)
+
     def reserved(self, evicted: Sequence[OffloadKey]) -> None:
         """Take note that rows have other keys now: what was owed of the evicted ones is not written any more.
 

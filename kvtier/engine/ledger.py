@@ -113,6 +113,7 @@ class Ledger:
         self._chunk_tokens = limits.chunk_tokens
         self.promoting = True  # False between a reset and the LLM engine's word that its workers have flushed.
         self.runner_up = True
+        self._awaits_runner = False  # At the end, for what tiers are owed.
         self.rows_in_use = 0  # Given to the LLM engine to read or write, and not yet given back.
         self.kept: Counter[int] = Counter()  # Row -> views of it that are still read, each of them a pin.
         self._now = 0.0
@@ -134,7 +135,10 @@ class Ledger:
         match message:
             case RunnerLost():
                 self.runner_up = False
+                stores = self.transfers.stores_under_way()
                 self.inbox.lose(self._now)
+                for tier, keys in stores:
+                    self.cascades.unsent(keys, tier)
             case RunnerGone():
                 self.inbox.gone(message.epoch)
             case RunnerBack():
@@ -178,7 +182,14 @@ class Ledger:
     @property
     def pending(self) -> bool:
         """Something is queued or under way within its deadline: steps should go on."""
-        return bool(self.transfers.under_way) or not self.outbox.empty or bool(self.prefetches)
+        if self.transfers.under_way or not self.outbox.empty or self.prefetches:
+            return True
+        return self._awaits_runner and not self.runner_up and self.cascades.due_rows > 0
+
+    def end(self, *, runner_returns: bool) -> None:
+        """Have everything sent that tiers are owed; if none is up, to the next runner, if there will be one."""
+        self._awaits_runner = runner_returns
+        self.cascades.end()
 
     # Looking up: where a key is, and having it on its way if a tier has it.
 
@@ -650,12 +661,25 @@ def rows_of_share(share: float, rows: int) -> int:
     return max(1, int(share * rows))
 
 
+def _queued_chunks(config: EngineConfig) -> int:
+    """Return how many chunks may be sent at once to each tier that is written when chunks leave.
+
+    The bridge refuses a step that exceeds its queue. What is owed to these tiers can wait for the next step instead, so
+    all together have half of the queue.
+    """
+    tiers = sum(tier.cascade == WHEN_EVICTED for tier in config.secondary_tiers)
+    return max(1, config.limits.queued_actions // (2 * tiers)) * config.limits.action_chunks
+
+
 def _spec_of(tier: TierConfig, config: EngineConfig) -> TierSpec:
     """Turn a tier's bytes into chunks and its shares into rows."""
     limits = tier.limits
+    store_chunks_max = min(limits.store_chunks_in_flight, limits.store_bytes_in_flight // config.row_bytes)
+    if tier.cascade == WHEN_EVICTED:
+        store_chunks_max = min(store_chunks_max, _queued_chunks(config))
     return TierSpec(
         name=tier.name,
-        store_chunks_max=min(limits.store_chunks_in_flight, limits.store_bytes_in_flight // config.row_bytes),
+        store_chunks_max=store_chunks_max,
         answer_ttl_s=limits.answer_ttl_s,
         asked_keys_max=limits.probe_keys_in_flight,
         breaker_failures=limits.breaker_failures,

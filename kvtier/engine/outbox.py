@@ -191,6 +191,10 @@ class Transfers:
             else:
                 cascades.pop(row)  # A Counter's own `del` is a call in Python.
 
+    def stores_under_way(self) -> list[tuple[Tier, Sequence[OffloadKey]]]:
+        sent = self.under_way.values()
+        return [(each.tier, each.keys) for each in sent if each.operation is Operation.CASCADE]
+
     def pins_overdue(self) -> Counter[int]:
         """Count by row the pins of cascades that ran out of time: nobody knows when these go."""
         pins: Counter[int] = Counter()

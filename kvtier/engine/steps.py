@@ -551,7 +551,7 @@ class StepManager:
     def _begin_end(self) -> None:
         """Have everything sent that tiers are owed."""
         self._receive()
-        self._ledger.cascades.end()
+        self._ledger.end(runner_returns=self._bridge.returns)
 
     def _say_owed(self) -> None:
         """Count and log what was owed to tiers until the end."""

@@ -31,6 +31,8 @@ class Bridge(ABC):
 
     kind: ClassVar[str]
     """The runner's home, as a configuration names it."""
+    returns: ClassVar[bool] = False
+    """Whether a lost runner has a successor."""
 
     def __init__(self) -> None:
         self.mailbox: deque[Message | LocalMessage] = deque()

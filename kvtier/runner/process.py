@@ -140,6 +140,7 @@ class ProcessBridge(Bridge):
     """One runner's process at a time, counted by epoch."""
 
     kind = "process"
+    returns = True
 
     def __init__(self, config: EngineConfig, region: Region) -> None:
         """Start the runner and wait until its tiers are open.

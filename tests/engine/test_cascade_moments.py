@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -10,7 +11,19 @@ import pytest
 from kvtier.config import EngineConfig
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.errors import ConfigError
-from tests.engine.kit import FAULTY, at_rest, describe, found, key, ledger_in, put, store
+from tests.engine.kit import (
+    FAULTY,
+    PATIENCE_S,
+    at_rest,
+    children,
+    describe,
+    found,
+    key,
+    ledger_in,
+    put,
+    store,
+    until,
+)
 
 STORER = """
 import asyncio, ctypes, signal, sys
@@ -64,6 +77,47 @@ async def test_a_clean_end_of_a_synchronous_engine_keeps_everything(disk, runner
             store(engine, [number])
             assert engine.drain()
     assert await kept(disk, range(20)) == [*range(20)]
+
+
+@pytest.mark.usefixtures("outside")
+@pytest.mark.parametrize("delay_s", [0.0, 0.05])
+async def test_a_clean_end_keeps_everything_though_the_runner_is_killed_in_it(open_engine, disk, delay_s):
+    slow = {"type": FAULTY, "inner": disk, "faults": {"delay": 1.0, "delay_s": delay_s}, "cascade": "evict"}
+    engine = await open_engine(64, slow, runner="process", limits={"action_chunks": 2, "close_s": PATIENCE_S})
+    await put(engine, range(40))
+    (runner,) = children()
+    if not delay_s:
+        os.kill(runner, signal.SIGKILL)
+    closing = asyncio.ensure_future(engine.aclose())
+    if delay_s:
+        await until(lambda: engine.stats().tiers[0].storing)
+        os.kill(runner, signal.SIGKILL)
+    await closing
+    counted = engine.stats()
+    assert (counted.runners_lost, counted.tiers[0].skipped) == (1, {})
+    assert await kept(disk, range(40)) == [*range(40)]
+
+
+@pytest.mark.usefixtures("outside")
+def test_a_synchronous_engine_waits_at_its_end_for_a_new_runner(start_engine, disk):
+    engine = start_engine(64, disk | {"cascade": "evict"}, runner="process", limits={"close_s": PATIENCE_S})
+    store(engine, range(40))
+    (runner,) = children()
+    os.kill(runner, signal.SIGKILL)
+    engine.close()
+    counted = engine.stats()
+    assert (counted.runners_lost, counted.tiers[0].skipped) == (1, {})
+    assert asyncio.run(kept(disk, range(40))) == [*range(40)]
+
+
+@pytest.mark.usefixtures("outside")
+async def test_a_clean_end_keeps_more_than_the_runner_takes_at_once(open_engine, disk):
+    limits = {"action_chunks": 1, "queued_actions": 8, "close_s": PATIENCE_S}
+    engine = await open_engine(128, disk | {"cascade": "evict"}, runner="process", limits=limits)
+    await put(engine, range(100))
+    assert await engine.aclose() == 0
+    assert (engine.stats().tiers[0].skipped, engine.stats().tiers[0].dropped) == ({}, {})
+    assert await kept(disk, range(100)) == [*range(100)]
 
 
 async def test_an_end_without_time_counts_what_it_did_not_keep(open_engine, disk, caplog):
