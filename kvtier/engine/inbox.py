@@ -167,6 +167,9 @@ class Inbox:
             case Operation.PROBE:
                 self._believe(transfer, b"", now)
             case Operation.DELETE:  # Of what it is told to forget no tier reports that it has.
+                if failed:
+                    untried = [keys[index] for index, code in failed.items() if code in NOT_TRIED]
+                    transfer.tier.keep_undeleted(untried)
                 self._events.add(EventKind.REMOVED, transfer.tier.spec.name, moved)
 
     def _settle_whole(self, id_: int, code: Code, now: float, *, lent: bool) -> None:

@@ -146,6 +146,7 @@ class Ledger:
                 self.transfers.epoch = message.epoch
                 if self.primary.takes_hints:
                     self.outbox.expect_hints()
+                self._delete_undeleted()
             case _:
                 self.inbox.apply(message, self._now)
                 if self.cascades.owes and isinstance(message, Gone):
@@ -617,6 +618,14 @@ class Ledger:
             for tier in self.tiers:
                 self.residency.remove(tier, keys)
                 tier.forget_answers(keys)
+                self.outbox.delete(keys, tier)
+
+    def _delete_undeleted(self) -> None:
+        """Have a new runner delete what the one before was to, but for what has been stored again since."""
+        for tier in self.tiers:
+            keys = [key for key in tier.take_undeleted() if self.primary.row(key) is None]
+            if keys:
+                self.residency.remove(tier, keys)
                 self.outbox.delete(keys, tier)
 
     def reset(self) -> None:

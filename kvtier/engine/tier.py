@@ -31,6 +31,7 @@ AT_ONCE, WHEN_EVICTED, ON_SECOND_USE = "store", "evict", "second_use"
 PRESSURE = "pressure"  # A chunk was not written because its row was needed before the tier had taken it.
 ALL = 1 << 32  # Chunks: as many as there can be.
 LIKE_TIMES = 4  # So many times as many bytes take about as long for each of them.
+UNDELETED_MAX = 4_096  # Keys; a step's actions for them are far fewer than a bridge takes.
 ANSWERS_MAX = 65_536  # Of each kind a tier: about 10 MB; older ones are asked again.
 
 
@@ -267,6 +268,7 @@ class Tier:
         self._absent_until: dict[OffloadKey, float] = {}
         self._unsure: dict[OffloadKey, None] = {}  # Asked for even though the tier reports what it holds.
         self._doubted: dict[OffloadKey, None] = {}  # Present by the last answer; a call about them has failed since.
+        self._undeleted: dict[OffloadKey, None] = {}  # To be deleted, by a runner that was lost or not there.
 
     def admits(self, now: float) -> int:
         """Return how many chunks may be sent to the tier, or from it, now.
@@ -370,6 +372,17 @@ class Tier:
                 for key in keys:
                     answers.pop(key, None)
 
+    def keep_undeleted(self, keys: Iterable[OffloadKey]) -> None:
+        """Remember keys whose deletion was not tried, or may not have been, for the next runner."""
+        self._undeleted.update(dict.fromkeys(keys))
+        while len(self._undeleted) > UNDELETED_MAX:
+            del self._undeleted[next(iter(self._undeleted))]
+
+    def take_undeleted(self) -> Collection[OffloadKey]:
+        """Return the keys that were to be deleted and are not stored anew; they are remembered no more."""
+        undeleted, self._undeleted = self._undeleted, {}
+        return undeleted
+
     def stored(self, sent: Sequence[OffloadKey], moved: Sequence[OffloadKey], now: float) -> Sequence[OffloadKey]:
         """Take note that a store is over; return the keys that it has put on record as held here.
 
@@ -377,6 +390,9 @@ class Tier:
         """
         self.storing.difference_update(sent)
         self.counters.stored += len(moved)
+        if self._undeleted:
+            for key in moved:
+                self._undeleted.pop(key, None)
         sure = self._settle_raced(sent, moved) if self.raced else moved
         if self.reports:
             self.forget_answers(sure)

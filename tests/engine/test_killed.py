@@ -20,6 +20,7 @@ from tests.engine.kit import (
     children,
     describe,
     found,
+    key,
     ledger_in,
     put,
     settled,
@@ -74,6 +75,24 @@ async def test_a_runner_killed_in_mid_transfer_costs_hits_and_no_byte(open_engin
     assert tier.counters.failures["lost"] > 0
     await until(lambda: settled(engine), engine)
     assert [await found(engine, range(first, first + 8)) for first in range(0, 48, 8)] == [8] * 6
+
+
+@pytest.mark.parametrize("moment", ["before it is noticed", "afterwards"])
+async def test_what_a_killed_runner_was_to_delete_is_deleted_by_the_next_one(open_engine, disk, moment):
+    engine = await open_engine(8, disk, runner="process")
+    await put(engine, range(6))
+    assert await at_rest(engine)
+    (runner,) = children()
+    os.kill(runner, signal.SIGKILL)
+    if moment == "afterwards":
+        await until(lambda: engine.steps.runners_lost, engine)
+    assert engine.forget([key(2), key(3)]) == 2
+    await engine.reset()
+    await until_serving(engine, 0)
+    assert await at_rest(engine)
+    await engine.aclose()
+    after = await open_engine(8, disk)
+    assert [number for number in range(6) if await found(after, [number])] == [0, 1, 4, 5]
 
 
 async def test_what_a_killed_runner_kept_in_memory_is_a_miss(open_engine):

@@ -260,6 +260,7 @@ class Engine(RuleBasedStateMachine):
         for key, row in zip(keys[:part], rows, strict=False):
             self.content[row] = key
         if success:
+            self._want(keys[:part], request)  # Its hint may be another one than when the store began.
             self._stored([key for key in keys[:part] if key in self.ledger.primary.filling], request)
         self.ledger.complete_store(keys[:part], request, success=success)
         if keys[part:]:
@@ -430,6 +431,7 @@ class Engine(RuleBasedStateMachine):
     @precondition(lambda self: not self.runner_up)
     @rule()
     def new_runner(self) -> None:
+        self.between_steps = False  # What the lost one was to delete is due.
         self.epoch += 1
         self.ledger.apply(RunnerBack(self.epoch))
         self.runner_up = True

@@ -1,7 +1,18 @@
 """What a lost runner takes with it, what comes back, and that one runner's outcomes are not another's."""
 
 from kvtier.engine.ledger import LookupResult
-from kvtier.runner.messages import Code, Probe, Promote, RunnerBack, RunnerGone, RunnerLost, Scanned
+from kvtier.runner.messages import (
+    Code,
+    Found,
+    Probe,
+    Promote,
+    RunnerBack,
+    RunnerGone,
+    RunnerLost,
+    Scanned,
+    pack_keys,
+    unpack_keys,
+)
 
 HIT, PENDING, MISS, RETRY = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.RETRY
 
@@ -145,3 +156,36 @@ def test_while_there_is_no_runner_a_look_up_misses_at_once_and_stores_stay_in_th
     assert tier.counters.dropped == {"runner": 1}
     engine.ledger.apply(RunnerBack(1))
     assert engine.lookup("a") == [PENDING]
+
+
+def test_a_new_runner_deletes_what_the_lost_one_was_to(bench):
+    engine = bench(rows=4)
+    engine.holds("ab")
+    engine.ledger.delete(engine.keys("a"))
+    engine.step()
+    lose(engine)
+    engine.ledger.delete(engine.keys("b"))
+    engine.ledger.refuse(engine.step())
+    engine.ledger.apply(RunnerBack(1))
+    engine.ledger.inbox.apply(Found(0, pack_keys(engine.keys("ab"))), engine.now)
+    (delete,) = engine.step()
+    assert unpack_keys(delete.keys) == engine.keys("ab")
+    engine.finish(delete)
+    assert engine.settled()
+    lose(engine, epoch=1)
+    engine.ledger.apply(RunnerBack(2))
+    assert engine.step() == []
+
+
+def test_what_was_stored_again_since_is_not_deleted_by_a_new_runner(bench):
+    engine = bench(rows=4)
+    engine.ledger.delete(engine.keys("ab"))
+    engine.ledger.refuse(engine.step())  # The bridge's queue was full.
+    engine.store("a")
+    engine.finish_all(engine.step())
+    engine.ledger.primary.discard(engine.keys("a")[0])  # The tier has it, and nobody else.
+    lose(engine)
+    engine.store("b")
+    engine.step()
+    engine.ledger.apply(RunnerBack(1))
+    assert engine.step() == []
