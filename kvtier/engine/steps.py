@@ -250,7 +250,8 @@ class StepManager:
         """Take note that the LLM engine computed so many tokens of prompts in a step, and how long the step took.
 
         From it the prefill speed is learned, against which loads are weighed. Nothing happens where the configuration
-        says the speed. Steps that compute no prompt need not be noted.
+        says the speed. Steps that compute no prompt need not be noted. One alone says nothing: it may have
+        compiled.
         """
         if self._forked:
             self._check_owner()
