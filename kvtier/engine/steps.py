@@ -35,7 +35,7 @@ from kvtier.engine.tier_log import TierLog
 from kvtier.errors import EngineClosed
 from kvtier.hints import PRIORITY_MAX, RETAIN_S_MAX
 from kvtier.memory import LentRow, Region, let_go_in_forks, require_descriptors
-from kvtier.policies import policy_class
+from kvtier.policies import require_policy
 from kvtier.remedies import Remedy
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import RunnerBack, RunnerLost
@@ -613,7 +613,7 @@ class Inside:
 
 def checked(config: EngineConfig) -> EngineConfig:
     """Report every mistake that can be known before anything is allocated; settle what relative paths mean."""
-    policy_class(config.eviction_policy)
+    require_policy(config.eviction_policy)
     require_descriptors()
     return settled(config)
 
