@@ -194,7 +194,7 @@ def size(
         from kvtier.tools.pictures import write_size_picture  # An extra: see `check_picture`.
 
         write_size_picture(plot_path, report)
-    _show(report, console)
+    _show(report, console, question.cascade)
 
 
 def _size(text: str) -> int:
@@ -439,7 +439,7 @@ def _short(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
-def _show(report: SizeReport, console: Console) -> None:
+def _show(report: SizeReport, console: Console, cascade: Cascade) -> None:
     table = plain_table(title=f"What a cache is worth, {report.trace}")
     for heading in (
         "memory",
@@ -474,8 +474,10 @@ def _show(report: SizeReport, console: Console) -> None:
     )
     if lost := max(cell.dropped_chunks + cell.failed_chunks for cell in report.sizes):
         chunks = counted(lost, "chunk")
+        remedy = "Ask" if cascade == "second_use" else "Write less (--cascade second_use), or ask"
         console.print(
-            f"[yellow]The disk was too slow: in the worst row, {chunks} not written or read in time.[/]",
+            f"[yellow]The disk was too slow: in the worst row, {chunks} not written or read in time. "
+            f"{remedy} for a faster disk (--disk-speed, --bench).[/]",
             highlight=False,
         )
     console.print()
