@@ -47,6 +47,15 @@ def test_a_memory_without_a_disk_has_the_hits_of_the_study(trace: str, tmp_path:
     assert cell["gpu_seconds_saved"] == pytest.approx(800 * 512 / 20_000)
 
 
+def test_no_more_seconds_are_saved_than_computing_would_take(tmp_path: Path) -> None:
+    """A trace's last block may be partly filled: of a hit in it only the prompt's own tokens count."""
+    trace = str(tmp_path / "short.jsonl")
+    write_trace(trace, [Request(60_000 * number, 700, 1, (0, 1)) for number in range(5)])
+    (cell,) = sized(trace, tmp_path, "--memory", "400KiB", "--disk", "0", "--prefill", "100")["sizes"]
+    assert cell["hits"] == {"cpu": 0.8}
+    assert cell["gpu_seconds_saved"] == pytest.approx(4 * 7.0)
+
+
 @pytest.mark.usefixtures("outside")
 def test_each_combination_of_sizes_is_a_row_and_what_memory_forgets_the_disk_has(
     trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
