@@ -77,7 +77,7 @@ class Weighing:
             if request.finished:
                 continue
             if withdrawn and not withdrawn.isdisjoint(chain(request.held, request.hits)):
-                withdrawn.update(self._withdraw(request, found, None))
+                withdrawn.update(self._undo(request, found, found[0].start))
                 self.withdrawals += 1
                 continue
             runs, moved = found, False
@@ -120,10 +120,10 @@ class Weighing:
         gone: Sequence[OffloadKey] = ()
         if choice.end < runs[-1].end:
             if waits:
-                return self._withdraw(request, runs, None)
+                return self._undo(request, runs, runs[0].start)
             # A tier that has yet to say what it has may be faster.
             passes = not computes and any(run.unasked for run in runs if run.end > choice.end)
-            gone = self._withdraw(request, runs, choice, passes=passes)
+            gone = (self._pass_over if passes else self._decline_from)(request, runs, choice.end)
             self.withdrawals += 1
         elif runs[-1].others and not waits:
             self._explore_beside(request, runs)
@@ -140,35 +140,40 @@ class Weighing:
             return self._worth.choose(runs, request.found, self._queued, self._now)
         return self._worth.choose_all(runs, request.found, tokens, self._queued, self._now)
 
-    def _withdraw(
-        self, request: Request, runs: Sequence[Run], choice: Choice | None, *, passes: bool = False
-    ) -> list[OffloadKey]:
-        """Take back a request's loads but for its choice; None: all of them, as if it had not looked up.
+    def _undo(self, request: Request, runs: Sequence[Run], end: int) -> list[OffloadKey]:
+        """Take back a request's loads from this place on, as if it had not looked up; return their keys."""
+        gone: list[OffloadKey] = []
+        for tier, kept in chunks_before(runs, end).items():
+            gone += self._outbox.withdraw(tier, request, kept)
+        for key in gone:
+            request.search.undo(key)
+        self._abandon(gone)
+        return gone
 
-        `passes`: it only passes over the tiers of these loads, and asks others. Return the keys that are not on their
-        way any more.
-        """
-        end = runs[0].start if choice is None else choice.end
-        left = [run for run in runs if run.end > end]
-        if passes:
-            for run in left:
+    def _pass_over(self, request: Request, runs: Sequence[Run], end: int) -> list[OffloadKey]:
+        """Take loads back, and have the request look in other tiers than those that have shown them."""
+        for run in runs:
+            if run.end > end:
                 request.search.passed |= run.tier.bit | run.others
+        return self._undo(request, runs, end)
+
+    def _decline_from(self, request: Request, runs: Sequence[Run], end: int) -> list[OffloadKey]:
+        """Have a request compute from this place on; return the keys that are not on their way any more."""
+        left = [run for run in runs if run.end > end]
         gone: list[OffloadKey] = []
         for tier, kept in chunks_before(runs, end).items():
             keys = self._outbox.withdraw(tier, request, kept)
-            if choice is None or passes:
-                for key in keys:
-                    request.search.undo(key)
-            elif keys:
+            if keys:
                 chunks = self._queued.get(tier, 0) + len(keys)
                 self._decline(keys, tier, request, self._worth.load_s(tier, chunks, self._now))
-                if not kept:
-                    keys = self._explore_declined(keys, tier, left, request)
-            gone += keys
-        for key in gone:
+                gone += keys if kept else self._explore_declined(keys, tier, left, request)
+        self._abandon(gone)
+        return gone
+
+    def _abandon(self, keys: Sequence[OffloadKey]) -> None:
+        for key in keys:
             self._leases.end_row(self._primary.filling[key])
             self._primary.abandon(key, lent=False)
-        return gone
 
     def _decline(self, keys: Sequence[OffloadKey], tier: Tier, request: Request, expected_s: float) -> None:
         """Have a request compute these keys of a tier, whose load is expected to take so long."""
