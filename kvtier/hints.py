@@ -7,10 +7,13 @@ ignored, counted, and logged once. The same struct serves both faces, traces, an
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from reprlib import Repr
+from types import NoneType
 from typing import Annotated, TypeGuard
 
 import msgspec
+from msgspec.structs import force_setattr
 
 from kvtier.remedies import Remedy
 
@@ -18,6 +21,7 @@ PRIORITY_MAX = 99
 RETAIN_S_MAX = 86_400.0  # A longer time counts as this: nothing is kept for ever.
 CLASS_CHARACTERS_MAX = 256
 TIERS_NAMED_MAX = 64
+SHOWN_CHARACTERS_MAX = 120  # Of a value of any type in a message.
 SAID_CHARACTERS_MAX = 64  # Of a name that a client has sent, in the log.
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
@@ -26,7 +30,11 @@ logger = logging.getLogger(__name__)
 
 
 class Hint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A hint: an application's word on a request, when the request begins or when it ends."""
+    """A hint: an application's word on a request, when the request begins or when it ends.
+
+    To make one with a value of a wrong type raises a TypeError, which names the field. A value out of range is ignored,
+    and counted, when the hint is used.
+    """
 
     over: bool = False  # Its session will not come back.
     returns_in_s: Seconds | None = None  # When its session is expected back, from the request's end on.
@@ -39,6 +47,14 @@ class Hint(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     """The sender, such as an agent, a tool or a tenant. A policy learns what each class is worth."""
     no_store: bool | Annotated[tuple[str, ...], msgspec.Meta(max_length=TIERS_NAMED_MAX)] = False
     """Nothing of the request goes to tiers, or to those of these names."""
+
+    def __post_init__(self) -> None:
+        for attribute, types in _TYPES.items():
+            value = getattr(self, attribute)
+            if type(value) not in types:
+                force_setattr(self, attribute, _plain(attribute, value, types))
+        if not isinstance(self.no_store, bool) and not _all_text(self.no_store):
+            raise TypeError(_refusal("no_store", self.no_store))
 
     def keeps_out(self, tier: str) -> bool:
         """Say whether the request's chunks are to stay out of the tier of this name."""
@@ -81,6 +97,11 @@ def hint_of(given: object, ignored: IgnoredHints | None = None) -> Hint | None:
     return None
 
 
+def shown(value: object) -> str:
+    """Return a value and its type as a message says them: escaped, in one line, and never long."""
+    return f"{_short.repr(value)[:SHOWN_CHARACTERS_MAX]} ({type(value).__name__})"
+
+
 def shortened(name: str) -> str:
     """Return a name that a client has sent as the log says it."""
     return repr(name if len(name) <= SAID_CHARACTERS_MAX else f"{name[:SAID_CHARACTERS_MAX]}…")
@@ -99,10 +120,13 @@ def _read(given: object) -> Hint:
     table = dict(sent)
     if unknown := table.keys() - _FIELDS:
         raise _UnreadableError("field", f"{shortened(min(map(str, unknown)))} given, {_ACCEPTED} accepted")
-    hint = msgspec.convert(table, Hint)
-    for seconds in (hint.returns_in_s, hint.retain_s):
+    try:
+        hint = msgspec.convert(table, Hint)
+    except msgspec.ValidationError:
+        raise _UnreadableError("value", next(filter(None, map(_wrong, table.items())))) from None
+    for name, seconds in (("returns_in_s", hint.returns_in_s), ("retain_s", hint.retain_s)):
         if seconds is not None and not math.isfinite(seconds):
-            raise _UnreadableError("value", f"{seconds} s given, a finite time accepted")
+            raise _UnreadableError("value", _refusal(name, seconds))
     _encoder.encode(hint)  # Raises where it could not be sent to a tier: half a character, more than 64 bits.
     return hint
 
@@ -111,6 +135,56 @@ def _is_table(given: object) -> TypeGuard[Mapping[str, object]]:
     return isinstance(given, Mapping)
 
 
+def _wrong(field: tuple[str, object]) -> str | None:
+    """Say what is wrong with one field, a name and a value; None if nothing is."""
+    try:
+        msgspec.convert(dict([field]), Hint)
+    except msgspec.ValidationError:
+        return _refusal(*field)
+    return None
+
+
+def _refusal(name: str, value: object) -> str:
+    return f"{name}: {shown(value)} given, {_ACCEPTED_OF[name]} accepted"
+
+
+def _all_text(values: Iterable[object]) -> bool:
+    return all(isinstance(value, str) for value in values)
+
+
+def _plain(attribute: str, value: object, types: frozenset[type]) -> object:
+    """Return a value as it is sent, as a float of NumPy's or text of an enum's; TypeError if it is of another type."""
+    if isinstance(value, float) and float in types:
+        return float(value)
+    if isinstance(value, int) and int in types and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, str) and str in types:
+        return str.__str__(value)
+    raise TypeError(_refusal(attribute.rstrip("_"), value))
+
+
+_short = Repr()
+_short.maxstring = _short.maxother = SAID_CHARACTERS_MAX
+
+_SECONDS: frozenset[type] = frozenset((float, int, NoneType))
+_TYPES: dict[str, frozenset[type]] = {
+    "over": frozenset((bool,)),
+    "returns_in_s": _SECONDS,
+    "retain_s": _SECONDS,
+    "priority": frozenset((int,)),
+    "tokens": frozenset((int, NoneType)),
+    "class_": frozenset((str, NoneType)),
+    "no_store": frozenset((bool, tuple, list)),
+}
+_ACCEPTED_OF = {
+    "over": "true or false",
+    "returns_in_s": "a finite number of seconds, at least 0,",
+    "retain_s": "a finite number of seconds, at least 0,",
+    "priority": f"a whole number from 0 to {PRIORITY_MAX}",
+    "tokens": "a whole number, at least 0,",
+    "class": f"text of at most {CLASS_CHARACTERS_MAX} characters",
+    "no_store": f"true, false, or a list of at most {TIERS_NAMED_MAX} tiers' names,",
+}
 _encoder = msgspec.msgpack.Encoder()
 _FIELDS = frozenset(field.encode_name for field in msgspec.structs.fields(Hint))
 _ACCEPTED = ", ".join(sorted(_FIELDS))

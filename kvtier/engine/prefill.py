@@ -15,7 +15,8 @@ KEPT = 0.9  # Of what was known, after each average step: the last ten count mos
 HALF_LIFE_S = 10.0  # And of its age: the machine has other work, or less, from one moment to the next.
 SLOW_MAX = 4.0  # Times what was expected: one step that hung says no more than that.
 TOKEN_S_MIN = 1.0 / TOKENS_PER_S_MAX  # As of a speed that is configured.
-TOKENS_MIN = 4_096  # Noted before anything is concluded: the first steps compile, or warm up.
+TOKENS_MIN = 4_096  # Noted before anything is concluded.
+FIRST_STEPS = 1  # Full ones, that count until a later one is seen: they compile, or warm up.
 STEPS_MIN = 16  # As good as that: of prompts that are loaded only the last tokens are computed.
 HALF_LIFE_TOKENS = 500_000  # Of the size of steps.
 FULL_STEP_SHARE = 0.25  # Of the step in which the average token was computed; less of it is mostly decoding.
@@ -55,7 +56,7 @@ class PrefillSpeed:
         if tokens >= FULL_STEP_SHARE * self._average_step:
             token_s = max(TOKEN_S_MIN, seconds / tokens)
             self._count(tokens / average if average else 1.0, token_s, now)
-        if self.tokens_per_s is not None or self._noted >= TOKENS_MIN or self._steps >= STEPS_MIN:
+        if self._counted > FIRST_STEPS and (self._noted >= TOKENS_MIN or self._steps >= STEPS_MIN):
             self.tokens_per_s = 1.0 / self._token_s
 
     def explores(self, tokens: float, lost_s: float, now: float) -> bool:
@@ -90,6 +91,7 @@ class PrefillSpeed:
         if self._counted and share <= BATCH_GROWTH:
             token_s = min(token_s, SLOW_MAX * self._token_s)
         self._counted += 1
-        self._token_s += max(1.0 - kept, 1.0 / self._counted) * (token_s - self._token_s)
+        newest = 1.0 / max(1, self._counted - FIRST_STEPS)
+        self._token_s += max(1.0 - kept, newest) * (token_s - self._token_s)
         self._counted_at = now
         self._unanswered = 0

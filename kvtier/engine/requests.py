@@ -5,6 +5,7 @@ put off until somebody is about to make room, or to the step's end. Most steps m
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, count
 
@@ -144,19 +145,24 @@ class Request:
         if self.position is None:
             return None
         first, last = (self.held or self.hits)[0], (self.hits or self.held)[-1]
+        several = not of_one_group((first, last))
+        if several:  # Of those that come later only a window may be needed.
+            found = [*self.held, *self.hits]
+            last = found[bisect_left(found, True, key=lambda key: not of_one_group((first, key))) - 1]
         begin, end = self.position(first), self.position(last)
         if begin is None or end is None:
             return None
-        if of_one_group((first, last)):
-            return None if begin <= end else begin
-        return abs(end - begin) + chunk_tokens
+        if begin > end:  # Looked up from the end: a window, for which all before it was computed.
+            return begin
+        return end - begin + chunk_tokens if several else None
 
     def tokens_of(self, keys: Sequence[OffloadKey], chunk_tokens: int) -> int:
         """Return how many tokens these keys span, in any order of groups: all groups stand for the same tokens."""
         if self.position is not None and keys:
-            begin, end = self.position(keys[0]), self.position(keys[-1])
-            if begin is not None and end is not None:
-                return abs(end - begin) + chunk_tokens
+            ends = map(self.position, (keys[0], keys[-1]) if of_one_group(keys) else keys)
+            known = [end for end in ends if end is not None]
+            if known:
+                return max(known) - min(known) + chunk_tokens
         return len(keys) * chunk_tokens
 
     def declined(self, key: OffloadKey) -> bool:

@@ -33,9 +33,9 @@ from kvtier.engine.requests import Position, Request, Waited
 from kvtier.engine.tier import TierMatcher, TierSpec
 from kvtier.engine.tier_log import TierLog
 from kvtier.errors import EngineClosed
-from kvtier.hints import PRIORITY_MAX, RETAIN_S_MAX
+from kvtier.hints import PRIORITY_MAX, RETAIN_S_MAX, shown
 from kvtier.memory import LentRow, Region, let_go_in_forks, require_descriptors
-from kvtier.policies import policy_class
+from kvtier.policies import require_policy
 from kvtier.remedies import Remedy
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.messages import RunnerBack, RunnerLost
@@ -250,7 +250,8 @@ class StepManager:
         """Take note that the LLM engine computed so many tokens of prompts in a step, and how long the step took.
 
         From it the prefill speed is learned, against which loads are weighed. Nothing happens where the configuration
-        says the speed. Steps that compute no prompt need not be noted.
+        says the speed. Steps that compute no prompt need not be noted. One alone says nothing: it may have
+        compiled.
         """
         if self._forked:
             self._check_owner()
@@ -301,14 +302,11 @@ class StepManager:
         Returns how many are retained here. At most `limits.retained_share` of the rows is: the leading part of more
         keys, unless others have a lower `priority` (0 to 99). It is no pin: if there is nothing else to evict, these
         go, too. A day is the longest time. ValueError for a time that is not positive and finite, and for any other
-        priority.
+        priority; TypeError for what is no number.
         """
         self._check_open()
-        if not 0 < seconds < math.inf:
-            raise ValueError(f"seconds: {seconds} given, a positive, finite time accepted")
-        if not 0 <= priority <= PRIORITY_MAX:
-            raise ValueError(f"priority: {priority} given, 0 to {PRIORITY_MAX} accepted")
-        return self._ledger.retain(checked_keys(keys), float(min(seconds, RETAIN_S_MAX)), int(index(priority)))
+        taken = checked_keys(keys)
+        return self._ledger.retain(taken, _retained_s(seconds), _priority(priority))
 
     def take_events(self) -> list[Event]:
         """Return the events of chunks since the last call; none unless the configuration says `events`."""
@@ -610,9 +608,31 @@ class Inside:
         return self._engine._known(request_id).hits
 
 
+def _retained_s(seconds: float) -> float:
+    try:
+        possible = bool(0 < seconds < math.inf)
+    except (ArithmeticError, TypeError, ValueError):  # Of a signalling NaN; of text; of an array.
+        possible = None
+    if not possible:
+        error = TypeError if possible is None else ValueError
+        raise error(f"seconds: {shown(seconds)} given, a positive, finite number accepted, as in retain(keys, 60.0)")
+    return float(min(seconds, RETAIN_S_MAX))
+
+
+def _priority(given: int) -> int:
+    accepted = f"a whole number from 0 to {PRIORITY_MAX} accepted"
+    try:
+        priority = index(given)
+    except TypeError:
+        raise TypeError(f"priority: {shown(given)} given, {accepted}") from None
+    if not 0 <= priority <= PRIORITY_MAX:
+        raise ValueError(f"priority: {shown(given)} given, {accepted}")
+    return int(priority)
+
+
 def checked(config: EngineConfig) -> EngineConfig:
     """Report every mistake that can be known before anything is allocated; settle what relative paths mean."""
-    policy_class(config.eviction_policy)
+    require_policy(config.eviction_policy)
     require_descriptors()
     return settled(config)
 

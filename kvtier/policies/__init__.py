@@ -7,7 +7,7 @@ from kvtier.policies.hinted import HintedOrder, Retained, Sessions
 from kvtier.policies.leaving import Leaving
 from kvtier.policies.numbered import KeyOrder, LinkedLRU, NumberOrder, number_order
 from kvtier.policies.plain import FIFO, LFU, LRU
-from kvtier.policies.policy import Hinted, Policy, known_policies, policy_class
+from kvtier.policies.policy import Hinted, Policy, known_policies, policy_class, require_policy
 
 __all__ = [
     "ARC",
@@ -29,4 +29,5 @@ __all__ = [
     "known_policies",
     "number_order",
     "policy_class",
+    "require_policy",
 ]

@@ -106,5 +106,13 @@ def policy_class(name: str) -> type[Policy[Any]]:
     return found
 
 
+def require_policy(name: str) -> None:
+    """Refuse an option `eviction_policy` that names none: a `ConfigError` that begins with the field to mend."""
+    try:
+        policy_class(name)
+    except ConfigError as error:
+        raise ConfigError(f"eviction_policy: {error}") from error
+
+
 def _is_policy(found: object) -> TypeGuard[type[Policy[Any]]]:
     return isinstance(found, type) and issubclass(found, Policy)

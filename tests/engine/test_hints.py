@@ -1,11 +1,15 @@
 """Hints, and calls about keys, on whole engines with real tiers: what goes first, what stays, and for how long."""
 
 import asyncio
+import re
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import timedelta
 from fractions import Fraction
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -211,14 +215,13 @@ class Endless(Mapping[str, Any]):
 
 
 class Name(str):
-    """A string that is none to who encodes."""
+    """A string of a class of its own, as a member of an enum is."""
 
     __slots__ = ()
 
 
 ODD_HINTS: list[tuple[object, str]] = [  # With the reason for which they are ignored.
     ({"over": True, "class": "\ud800"}, "value"),  # As JSON has it for half of a pair.
-    ({"class": Name("agent")}, "value"),
     ({"no_store": ["\udfff"]}, "value"),
     ({"tokens": 1 << 64}, "value"),
     ({"tokens": 10**400}, "value"),
@@ -475,10 +478,73 @@ async def test_a_retention_may_be_said_in_numbers_of_any_kind(open_engine, runne
     assert engine.steps.runners_lost == 0
 
 
-async def test_a_priority_between_two_is_none(open_engine):
+NO_RETENTIONS: list[tuple[Any, Any, str]] = [  # Seconds, priority, and how the error names what is wrong.
+    ("60", 0, r"seconds: '60' \(str\) given, a positive, finite number accepted, as in retain\(keys, 60\.0\)"),
+    (None, 0, r"seconds: None \(NoneType\) given, a positive, finite number accepted"),
+    (timedelta(minutes=1), 0, r"seconds: datetime\.timedelta\(seconds=60\) \(timedelta\) given, .* accepted"),
+    (np.array([1.0, 2.0]), 0, r"seconds: array.* \(ndarray\) given, a positive, finite number accepted"),
+    ([60.0] * 1_000, 0, r"seconds: \[60\.0, .{1,60}\] \(list\) given"),
+    (60.0, "high", r"priority: 'high' \(str\) given, a whole number from 0 to 99 accepted"),
+    (60.0, 2.5, r"priority: 2\.5 \(float\) given, a whole number from 0 to 99 accepted"),
+    (60.0, None, r"priority: None \(NoneType\) given, a whole number from 0 to 99 accepted"),
+]
+
+
+@pytest.mark.parametrize(("seconds", "priority", "complaint"), NO_RETENTIONS)
+async def test_what_is_no_time_and_no_priority_is_refused_by_name_value_and_remedy(
+    open_engine, seconds, priority, complaint
+):
     engine = await open_engine(4)
-    with pytest.raises(TypeError):
-        engine.retain(keys([0]), 1.0, priority=2.5)  # type: ignore[arg-type]
+    for retain in (engine.retain, engine.steps.retain):
+        with pytest.raises(TypeError, match=complaint):
+            retain(keys([0]), seconds, priority=priority)
+
+
+WRONG_FIELDS: list[tuple[str, Any, str]] = [  # Name, value, and how the error names it.
+    ("over", "yes", r"over: 'yes' \(str\) given, true or false accepted"),
+    ("over", 1, r"over: 1 \(int\) given, true or false accepted"),
+    ("over", None, r"over: None \(NoneType\) given, true or false accepted"),
+    ("returns_in_s", "15", r"returns_in_s: '15' \(str\) given, a finite number of seconds, at least 0, accepted"),
+    ("returns_in_s", True, r"returns_in_s: True \(bool\) given, a finite number of seconds"),
+    ("retain_s", timedelta(minutes=1), r"retain_s: .*timedelta.* given, a finite number of seconds"),
+    ("retain_s", Fraction(60), r"retain_s: Fraction\(60, 1\) \(Fraction\) given, a finite number of seconds"),
+    ("priority", 2.5, r"priority: 2\.5 \(float\) given, a whole number from 0 to 99 accepted"),
+    ("priority", None, r"priority: None \(NoneType\) given, a whole number"),
+    ("tokens", "100", r"tokens: '100' \(str\) given, a whole number, at least 0, accepted"),
+    ("class_", b"coder", r"class: b'coder' \(bytes\) given, text of at most 256 characters accepted"),
+    ("no_store", "disk", r"no_store: 'disk' \(str\) given, true, false, or a list of at most 64 tiers' names"),
+    ("no_store", ("disk", 7), r"no_store: \('disk', 7\) \(tuple\) given, true, false, or a list"),
+    ("no_store", None, r"no_store: None \(NoneType\) given, true, false, or a list"),
+    ("class_", ["\x1b[31m\n" * 1_000], r"class: \['\\x1b.{1,80}'\] \(list\) given"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "complaint"), WRONG_FIELDS)
+def test_a_hint_of_a_wrong_type_is_found_where_a_program_makes_it(field, value, complaint):
+    with pytest.raises(TypeError, match=complaint):
+        Hint(**{field: value})
+
+
+@pytest.mark.parametrize(("field", "value", "complaint"), WRONG_FIELDS)
+async def test_the_log_names_field_and_value_of_what_a_client_sent_wrongly(
+    open_engine, caplog, field, value, complaint
+):
+    """It is ignored all the same: no request fails for it. What a client sends neither fills nor steers the log."""
+    engine = await open_engine(4)
+    await put_hinted(engine, [0], {field.rstrip("_"): value})
+    assert engine.stats().hints_ignored == {"value": 1}
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "kvtier.hints"]
+    assert re.search(complaint, line), line
+    assert line.isprintable()
+    assert len(line) < 500
+
+
+def test_a_hint_that_is_right_is_made_of_whatever_it_may_be_made_of():
+    said = Hint(over=True, returns_in_s=3, retain_s=2.5, priority=99, tokens=0, class_="x", no_store=("disk", "s3"))
+    assert msgspec.json.decode(msgspec.json.encode(said), type=Hint) == said
+    assert Hint(no_store=False, retain_s=None, tokens=None, class_=None) == Hint()
+    as_others = Hint(retain_s=np.float64(2.5), priority=HTTPStatus.OK, class_=Name("agent"), no_store=["disk"])  # type: ignore[arg-type]
+    assert msgspec.json.encode(as_others) == b'{"retain_s":2.5,"priority":200,"class":"agent","no_store":["disk"]}'
 
 
 def test_a_list_of_keys_may_be_changed_as_soon_as_the_call_has_returned(start_engine):

@@ -226,7 +226,8 @@ async def test_a_noted_prefill_speed_has_loads_weighed_from_the_next_step_on(ope
     assert await engine.drain(deadline_s=1_000)
     assert await engine.reset()
     assert await found(engine, range(2)) == 2
-    engine.note_prefill(100_000, 1_000.0)
+    for _ in range(2):  # The first one may have compiled something.
+        engine.note_prefill(50_000, 500.0)
     engine.steps.end_step()
     assert await found(engine, range(2, 8)) == 0
 

@@ -84,6 +84,16 @@ def test_a_step_that_hung_counts_as_one_that_was_slow() -> None:
     assert speed.tokens_per_s > 0.7 * 20_000.0
 
 
+@pytest.mark.parametrize("tokens", [FULL, 16_384])
+def test_what_a_first_step_that_compiled_has_taken_says_nothing(tokens: int) -> None:
+    speed = PrefillSpeed()
+    speed.note(tokens, 60.0, 0.0)
+    assert speed.tokens_per_s is None
+    for _ in range(2):
+        speed.note(tokens, tokens / 20_000.0, 60.0)
+    assert speed.tokens_per_s == pytest.approx(20_000.0)
+
+
 def test_after_a_pause_one_step_says_more_than_all_before_it() -> None:
     speed = known(20_000.0)
     speed.note(FULL, FULL / 40_000.0, 60.0)

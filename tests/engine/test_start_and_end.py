@@ -29,7 +29,7 @@ RUDE = "tests.engine.rude_tiers"
     [
         ({"secondary_tiers": [DUMMY, {"type": "dummy", "latency": 1}]}, r"secondary_tiers\[1\].*latency"),
         ({"secondary_tiers": [{"type": "dumy"}]}, r"secondary_tiers\[0\].type.*'dumy'"),
-        ({"eviction_policy": "lur"}, "lur"),
+        ({"eviction_policy": "lur"}, r"^eviction_policy: 'lur' is no policy; did you mean 'lru'\?"),
         ({"secondary_tiers": [DUMMY, {"type": "fs", "root": "/nowhere/at/all"}]}, "/nowhere/at/all"),
     ],
 )

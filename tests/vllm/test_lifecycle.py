@@ -151,7 +151,7 @@ def test_known_versions_are_taken(version):
     [
         ({"cpu_bytes": "1GiB"}, r"kv_connector_extra_config.cpu_bytes: no such field; did you mean 'cpu_bytes_to_use'"),
         ({"cpu_bytes_to_use": 4096}, r"cpu_bytes_to_use: 4,096 bytes given, which hold 0 rows"),
-        ({"eviction_policy": "lru2"}, r"lru2"),
+        ({"eviction_policy": "lru2"}, r"^kv_connector_extra_config\.eviction_policy: 'lru2' is no policy"),
         ({"secondary_tiers": [{"type": "nfs"}]}, r"secondary_tiers\[0\].type: 'nfs' is no tier type"),
         ({"secondary_tiers": [{"type": "fs", "root": "/no/such/place"}]}, r"/no/such/place"),
         ({"limits": {"lease_s": "soon"}}, r"kv_connector_extra_config.limits.lease_s: 'soon' given"),

@@ -6,7 +6,13 @@ from msgspec.structs import replace
 from kvtier.backend.namespace import Namespace
 from kvtier.config import EngineLimits, TierLimits
 from kvtier.errors import BackendUnavailable, ConfigError
-from kvtier.integrations.vllm.options import ENGINE_ONLY, SecondaryLimits, read_secondary_options, secondary_config
+from kvtier.integrations.vllm.options import (
+    ENGINE_ONLY,
+    SecondaryLimits,
+    read_options,
+    read_secondary_options,
+    secondary_config,
+)
 from kvtier.integrations.vllm.secondary import _start
 from kvtier_backends.dummy import DummyBackend
 from tests.vllm.engines import Engine
@@ -84,6 +90,20 @@ def test_a_limit_of_memory_that_is_vllms_is_refused(name):
 def test_a_bad_limit_is_named(limits, message):
     with pytest.raises(ConfigError, match=message):
         read_secondary_options({"backend": "dummy", "limits": limits})
+
+
+@pytest.mark.parametrize("name", ["prefill_tokens_per_s", "late_margin"])
+def test_loads_are_weighed_behind_the_first_door_alone(name):
+    message = rf'^secondary_tiers\[\]\.{name}: 2 given, none accepted: here vLLM\'s own .*"KVTierOffloadingSpec" puts'
+    with pytest.raises(ConfigError, match=message):
+        read_secondary_options({"backend": "dummy", name: 2})
+
+
+@pytest.mark.parametrize("name", ["dnsity", "no_such_module:Policy"])
+def test_a_policy_that_there_is_not_is_refused_before_anything_is_allocated(name):
+    message = rf"^kv_connector_extra_config\.eviction_policy: .*'{name}'(: there is no module| is no policy; did you)"
+    with pytest.raises(ConfigError, match=message):
+        read_options({"cpu_bytes_to_use": "1GiB", "eviction_policy": name})
 
 
 def test_every_limit_is_the_tiers_or_the_engines():

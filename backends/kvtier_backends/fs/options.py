@@ -7,7 +7,7 @@ from msgspec.structs import asdict, force_setattr
 
 from kvtier.backend import NamingKind, SealOptions
 from kvtier.errors import ConfigError
-from kvtier.policies import policy_class
+from kvtier.policies import require_policy
 from kvtier.settings import Age, Duration, Path, PositiveSize, Share, Size
 
 CHECKPOINT_S_MIN = 0.01  # More often, a tier of a million chunks would do nothing but write down its index.
@@ -67,7 +67,7 @@ class DiskOptions(SealOptions, frozen=True, forbid_unknown_fields=True, kw_only=
     def __post_init__(self) -> None:
         """Refuse a policy that there is not, and an index that would be written down all the time."""
         super().__post_init__()
-        policy_class(self.eviction_policy)
+        require_policy(self.eviction_policy)
         if 0 < self.checkpoint_s < CHECKPOINT_S_MIN:
             raise ConfigError(
                 f"checkpoint_s: {self.checkpoint_s:g} s given, 0 (never) or at least {CHECKPOINT_S_MIN:g} s accepted"

@@ -26,6 +26,7 @@ from kvtier.config import (
 )
 from kvtier.errors import ConfigError
 from kvtier.integrations.vllm.rows import RowPlan
+from kvtier.policies import require_policy
 from kvtier.settings import (
     Checked,
     Count,
@@ -41,6 +42,8 @@ from kvtier.settings import (
 Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 WHERE = "kv_connector_extra_config"
+_FIRST_DOOR = '"spec_name": "KVTierOffloadingSpec" puts kvtier in its place, which can do that'
+_WEIGHING = ("prefill_tokens_per_s", "late_margin")  # Options of the first door alone.
 
 
 class VllmOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -95,6 +98,11 @@ class VllmOptions(Checked, frozen=True, forbid_unknown_fields=True, kw_only=True
     offload_prompt_only: bool = True
     self_describing_kv_events: bool = False
     sync_load_budget_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse a policy that there is not: before vLLM has allocated anything."""
+        super().__post_init__()
+        require_policy(self.eviction_policy)
 
 
 def read_options(extra_config: Mapping[str, Any]) -> VllmOptions:
@@ -180,7 +188,12 @@ def read_secondary_options(given: Mapping[str, Any]) -> SecondaryOptions:
     if (cascade := given.get("cascade", "store")) != "store":
         raise ConfigError(
             f"secondary_tiers[].cascade: {cascade!r} given, 'store' accepted: here vLLM's own manager says what is "
-            'written, and when. "spec_name": "KVTierOffloadingSpec" puts kvtier in its place, which can do that'
+            f"written, and when. {_FIRST_DOOR}"
+        )
+    for name in given.keys() & _WEIGHING:
+        raise ConfigError(
+            f"secondary_tiers[].{name}: {given[name]!r} given, none accepted: here vLLM's own manager says what is "
+            f"loaded. {_FIRST_DOOR}"
         )
     return decode(SecondaryOptions, dict(given), "secondary_tiers[]")
 

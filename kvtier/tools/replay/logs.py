@@ -218,10 +218,11 @@ def _csv_rows(path: str, first: bytes) -> Iterator[tuple[int, _Tokens]]:
     next(text)
     for number, line in text:
         try:
-            yield number, _csv_row(header, next(csv.reader((line,))))
+            yield number, _csv_row(header, next(csv.reader((line,), strict=True)))
         except (csv.Error, msgspec.ValidationError) as error:
             raise TraceError(
-                f"{path}, line {number}: {error}; expected token_ids with spaces between them, and numbers"
+                f"{path}, line {number}: {error}; expected token_ids with spaces between them, and numbers, "
+                "all in one line"
             ) from error
 
 

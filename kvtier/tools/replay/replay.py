@@ -106,6 +106,7 @@ class Tally:
         self.chunk_references = 0
         self.hits = 0
         self.gpu_hits: int | None = None  # Of those, what the LLM engine's own cache had; None: it has none.
+        self.tokens_found = 0  # In tiers, of prompts; in virtual time.
         self.wrong_chunks = 0
         self.wrong_keys: list[OffloadKey] = []
         self.seconds = 0.0

@@ -97,7 +97,7 @@ def replay(
     plot_path: PlotOption = None,
     report_path: ReportOption = None,
     concurrency: Annotated[
-        int, typer.Option(min=1, max=CONCURRENCY_MAX, help="Requests open at once, a task each.")
+        int, typer.Option(min=1, max=CONCURRENCY_MAX, help="Requests open at once, a task each; not in virtual time.")
     ] = CONCURRENCY,
     seed: Annotated[
         int, typer.Option(min=0, max=SEED_MAX, help="Of the chunks' bytes and of the generated workload.")
@@ -155,6 +155,11 @@ def replay(
         if given != default and not virtual_time:
             value = "" if given is True else f" {given}"
             raise ConfigError(f"{option}{value}: accepted with --virtual-time only: nothing else is modelled")
+    if virtual_time and concurrency != CONCURRENCY:
+        raise ConfigError(
+            f"--concurrency {concurrency}: accepted without --virtual-time only: in virtual time, --slots says how "
+            "many requests are served at once"
+        )
     check_outputs(json_path, plot_path, report_path)
     requests = open_trace(trace, workload=Workload(seed=seed), limit=limit, strict=strict)
     options = Options(

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 import typer
@@ -82,6 +82,13 @@ class SizeReport(msgspec.Struct, frozen=True):
     load_always: bool  # Whatever a tier had was loaded; else what was faster computed was.
     sizes: list[SizeCell]
     model: Sequence[ModelPart]  # Without the sizes.
+
+
+class Answer(NamedTuple):
+    """What came of one combination of sizes."""
+
+    report: Report
+    tokens_found: int  # In memory and on the disk.
 
 
 class Question(msgspec.Struct, frozen=True):
@@ -183,18 +190,19 @@ def size(
     for primary, capacity in combinations:
         _check_room(question, primary, capacity)
     without = _without_tiering(question, opened)
-    reports = _replayed(question, combinations)
+    answers = _replayed(question, combinations)
     cells = [
-        _cell(question, sizes, report, drive_writes_per_day)
-        for sizes, report in zip(combinations, reports, strict=True)
+        _cell(question, sizes, each, drive_writes_per_day) for sizes, each in zip(combinations, answers, strict=True)
     ]
-    report = _report(os.path.basename(opened.path), per_token, question, without, cells, reports)
+    report = _report(
+        os.path.basename(opened.path), per_token, question, without, cells, [each.report for each in answers]
+    )
     console = write_json(json_path, report)
     if plot_path is not None:
         from kvtier.tools.pictures import write_size_picture  # An extra: see `check_picture`.
 
         write_size_picture(plot_path, report)
-    _show(report, console)
+    _show(report, console, question.cascade)
 
 
 def _size(text: str) -> int:
@@ -296,7 +304,7 @@ def _without_tiering(question: Question, requests: Trace | GeneratedTrace) -> Qu
     )
 
 
-def answer(question: Question, memory_bytes: int, disk_bytes: int) -> Report:
+def answer(question: Question, memory_bytes: int, disk_bytes: int) -> Answer:
     """Replay the trace through an engine of these sizes."""
     requests = open_trace(question.trace, workload=Workload(), limit=question.limit, checked=True)
     options = Options(
@@ -316,7 +324,7 @@ def answer(question: Question, memory_bytes: int, disk_bytes: int) -> Report:
     prepared: Prepared = modelled_replay(options, config, ROW)
     with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
         tally: Tally = runner.run(prepared.replay.run())
-    return make_report(
+    report = make_report(
         tally,
         trace=os.path.basename(requests.path),
         seed=0,
@@ -327,19 +335,20 @@ def answer(question: Question, memory_bytes: int, disk_bytes: int) -> Report:
         ttft_s=prepared.replay.times_to_first_token_s,
         model=prepared.model,
     )
+    return Answer(report, tally.tokens_found)
 
 
-def _replayed(question: Question, combinations: Sequence[tuple[int, int]]) -> list[Report]:
+def _replayed(question: Question, combinations: Sequence[tuple[int, int]]) -> list[Answer]:
     """Replay each combination, several at once where there are processors for them."""
     workers = min(len(combinations), len(os.sched_getaffinity(0)))
     with bar(MofNCompleteColumn(), TimeElapsedColumn()) as progress:
         task = progress.add_task("replaying", total=len(combinations))
         if workers == 1:
-            reports: list[Report] = []
+            answers: list[Answer] = []
             for combination in combinations:
-                reports.append(answer(question, *combination))
+                answers.append(answer(question, *combination))
                 progress.advance(task)
-            return reports
+            return answers
         with _processes(workers) as pool:
             asked = [pool.submit(answer, question, *combination) for combination in combinations]
             for done in as_completed(asked):
@@ -414,19 +423,19 @@ def _model(question: Question, report: Report) -> list[ModelPart]:
     return [*parts, ModelPart("stores to the disk", {"cascade": question.cascade}, "--cascade")]
 
 
-def _cell(question: Question, sizes: tuple[int, int], report: Report, drive_writes_per_day: float) -> SizeCell:
+def _cell(question: Question, sizes: tuple[int, int], answer: Answer, drive_writes_per_day: float) -> SizeCell:
+    report = answer.report
     assert report.ttft_s is not None
     memory_bytes, disk_bytes = sizes
     disk = report.tiers.get(DISK_NAME)
     written = disk.bytes_stored / report.seconds * DAY_S if disk is not None else 0.0
-    found = sum(tier.hits for name, tier in report.tiers.items() if name != GPU_NAME)
     return SizeCell(
         memory_bytes=memory_bytes,
         disk_bytes=disk_bytes,
         hit_ratio=report.hit_ratio,
         hits={name: question.extent.hit_ratio(tier.hits) for name, tier in report.tiers.items()},
         ttft_s=report.ttft_s[WITH_TIERING].quantiles(),
-        gpu_seconds_saved=found * question.block_tokens / question.prefill.tokens_per_s,
+        gpu_seconds_saved=answer.tokens_found / question.prefill.tokens_per_s,
         written_bytes_per_day=written,
         drive_life_years=WARRANTY_YEARS * drive_writes_per_day * disk_bytes / written if written else None,
         dropped_chunks=sum(disk.dropped.values()) if disk is not None else 0,
@@ -439,7 +448,7 @@ def _short(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
-def _show(report: SizeReport, console: Console) -> None:
+def _show(report: SizeReport, console: Console, cascade: Cascade) -> None:
     table = plain_table(title=f"What a cache is worth, {report.trace}")
     for heading in (
         "memory",
@@ -474,8 +483,10 @@ def _show(report: SizeReport, console: Console) -> None:
     )
     if lost := max(cell.dropped_chunks + cell.failed_chunks for cell in report.sizes):
         chunks = counted(lost, "chunk")
+        remedy = "Ask" if cascade == "second_use" else "Write less (--cascade second_use), or ask"
         console.print(
-            f"[yellow]The disk was too slow: in the worst row, {chunks} not written or read in time.[/]",
+            f"[yellow]The disk was too slow: in the worst row, {chunks} not written or read in time. "
+            f"{remedy} for a faster disk (--disk-speed, --bench).[/]",
             highlight=False,
         )
     console.print()

@@ -150,6 +150,8 @@ class VirtualReplay:
             async with free:
                 keys = keys[self._found_in_gpu(request) :]
                 hits = await client.fetch(keys, request_id) if keys else 0
+                asked = request.input_length - (len(request.hash_ids) - len(keys)) * self._block_tokens
+                self.tally.tokens_found += max(0, min(asked, hits * self._block_tokens))
                 found = len(request.hash_ids) - len(keys) + hits
                 await asyncio.sleep(self._prefill.seconds(request.input_length - found * self._block_tokens))
                 if self._gpu is not None:

@@ -35,6 +35,7 @@ from itertools import accumulate, count, islice
 from typing import Annotated, Any
 
 import msgspec
+from msgspec.structs import replace
 
 from kvtier.settings import Checked, Count
 from kvtier.tools.replay.traces import BLOCK_TOKENS, Request, Trace
@@ -122,13 +123,13 @@ class GeneratedTrace:
     path = GENERATED
 
     def __init__(self, workload: Workload = DEFAULT, *, limit: int | None = None) -> None:
-        self.workload = workload
-        self.limit = limit
+        """`limit`: how many requests it has, fewer or more than the workload says."""
+        self.workload = workload = workload if limit is None else replace(workload, requests=limit)
         self.block_tokens = workload.block_tokens
         self.meta: Mapping[str, Any] = {"block_size": workload.block_tokens, "workload": msgspec.to_builtins(workload)}
 
     def __iter__(self) -> Iterator[Request]:
-        return islice(generate(self.workload), self.limit)
+        return generate(self.workload)
 
 
 def open_trace(

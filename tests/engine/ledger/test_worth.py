@@ -4,11 +4,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
+from kvtier.backend.keys import make_offload_key
 from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY
 from kvtier.engine.requests import Request
 from kvtier.engine.tier import TierMatcher
 from kvtier.engine.worth import EXPLORE_EVERY_S, EXPLORED_CHUNKS
-from kvtier.runner.messages import Action, Code, Probe, Promote, unpack_keys
+from kvtier.runner.messages import Action, Code, Found, Probe, Promote, pack_keys, unpack_keys
 from tests.engine.ledger.bench import SECONDS, Bench, names_of
 
 
@@ -216,6 +217,38 @@ def test_a_model_of_several_groups_needs_all_or_nothing(tier: Callable[..., Benc
     bench.takes(9.0, 0.0)
     bench.lookup(backwards, bench.request("late", position=lambda key: ends[key]))
     assert loads(bench.step()) == {}
+
+
+def test_a_window_that_is_found_stands_for_all_that_was_computed_before_it(tier: Callable[..., Bench]) -> None:
+    """Full attention over six chunks, and a window of three: loading both saves the computing of six."""
+    bench = tier()
+    full, window = ([make_offload_key(name.encode(), group) for name in "abcdef"] for group in (0, 1))
+    bench.ledger.apply(Found(0, pack_keys([*full, *window])))
+    ends = dict(zip([*full, *window], [1, 2, 3, 4, 5, 6] * 2, strict=True))
+    looked_up = [*full, *window[:2:-1]]  # As vLLM does: a window from its end.
+    for fixed_s, loaded in ((5.5, looked_up), (6.5, [])):
+        bench.takes(fixed_s, 0.0)
+        request = bench.request(str(fixed_s), position=lambda key: ends[key])
+        for key in looked_up:
+            bench.ledger.lookup(key, request)
+        sent = [action for action in bench.step() if isinstance(action, Promote)]
+        assert [key for action in sent for key in unpack_keys(action.keys)] == loaded
+        for action in sent:
+            bench.fail(action, Code.MISSING)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_what_several_groups_save_is_what_their_tokens_take(tier: Callable[..., Bench], order: Sequence[int]) -> None:
+    bench = tier()
+    full, window = ([make_offload_key(name.encode(), group) for name in "abcdef"] for group in order)
+    ends = dict(zip([*full, *window], [1, 2, 3, 4, 5, 6] * 2, strict=True))
+    request = bench.request(position=lambda key: ends[key])
+    groups = {order[0]: full, order[1]: window[3:]}
+    keys = [*groups[0], *groups[1]]  # As vLLM loads them.
+    bench.ledger.prepare_store(keys, request)
+    bench.ledger.complete_store(keys, request)
+    bench.ledger.prepare_load(keys, request)
+    assert bench.ledger.counters.saved_s == 6.0
 
 
 # What is late.

@@ -61,6 +61,13 @@ def test_csv_that_cannot_be_read_is_refused_with_its_line(trace_file: Write) -> 
         converted(log)
 
 
+def test_a_quoted_cell_of_csv_that_goes_on_in_the_next_line_is_refused_where_it_begins(trace_file: Write) -> None:
+    """As NumPy's arrays are written: else the first line of it would be taken for a whole prompt."""
+    log = trace_file(b'token_ids,timestamp\n"[1 2\n 3 4]",0\n', "log.csv")
+    with pytest.raises(TraceError, match=r"log\.csv, line 2: .*; expected token_ids .* all in one line"):
+        converted(log, block_tokens=2)
+
+
 def test_csv_with_commas_between_the_ids_and_no_quotes_is_refused(trace_file: Write) -> None:
     log = trace_file(b"timestamp,token_ids\n0,1,2,3,4\n", "log.csv")
     with pytest.raises(TraceError, match=r"log\.csv, line 2: 5 cells, and 2 names.*; expected token_ids with spaces"):

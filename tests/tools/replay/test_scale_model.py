@@ -361,6 +361,15 @@ def test_what_is_of_the_model_only_is_named_as_it_was_given(
     assert f"kvtier: {said}: accepted with --virtual-time only" in capsys.readouterr().err
 
 
+def test_an_option_of_real_time_is_refused_in_virtual_time(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["replay", "--virtual-time", "--limit", "5", "--concurrency", "3"])
+    assert (
+        "kvtier: --concurrency 3: accepted without --virtual-time only: in virtual time, --slots says how many "
+        "requests are served at once" in " ".join(capsys.readouterr().err.split())
+    )
+
+
 # What the report says.
 
 

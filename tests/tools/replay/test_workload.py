@@ -108,6 +108,15 @@ def test_a_generated_trace_is_read_like_one_from_a_file(tmp_path: Path) -> None:
     assert decode(Workload, written.meta["workload"]) == generated.workload
 
 
+def test_a_generated_workload_has_as_many_requests_as_are_asked_for() -> None:
+    """The first ones are the same, however many are asked for."""
+    default, more = list(open_trace("generated")), open_trace("generated", limit=3_200)
+    assert len(default) == Workload().requests < 3_200
+    assert list(more)[: len(default)] == default
+    assert [len(list(open_trace("generated", limit=limit))) for limit in (1, 3_200)] == [1, 3_200]
+    assert more.meta["workload"]["requests"] == 3_200
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [("requests", 0), ("sessions_per_s", 0), ("agent_share", 1.5), ("arrival_cv", -1), ("block_tokens", "many")],
