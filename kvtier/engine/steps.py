@@ -556,7 +556,7 @@ class StepManager:
         if chunks := self._ledger.cascades.give_up(CLOSED):
             logger.warning(
                 "%s chunks were not written to tiers with cascade = 'evict' by the end's deadline: a larger close_s, "
-                "or a faster tier, would have kept them; see %s",
+                "or a faster tier, may keep more; see %s",
                 f"{chunks:,}",
                 Remedy.UNWRITTEN,
             )
