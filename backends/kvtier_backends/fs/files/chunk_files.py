@@ -169,10 +169,7 @@ class ChunkFiles:
         """Remove a chunk's file and the folders that it leaves empty; False if there was none."""
         try:
             os.unlink(self._mapper.name(key), dir_fd=self._root)
-        except NotADirectoryError:
-            return False
-        except FileNotFoundError:
-            self.tidy(key)  # Who has removed it may have left its folders.
+        except (FileNotFoundError, NotADirectoryError):
             return False
         self.tidy(key)
         return True
