@@ -4,7 +4,9 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -335,8 +337,9 @@ TestAccounting.settings = settings(stateful_step_count=60)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["its own", "shared"])
-async def test_folders_that_somebody_has_emptied_go_when_their_chunks_are_evicted(
-    open_tier, lender: Lender, root: Path, shared: bool
+@pytest.mark.parametrize("noticed", ["as it is loaded", "as it is evicted"])
+async def test_folders_that_somebody_has_emptied_go_when_their_chunks_are_found_missing(
+    open_tier, lender: Lender, root: Path, shared: bool, noticed: str
 ) -> None:
     """Each takes a block or more: kept for ever, they would take the room of chunks."""
     tier = await open_tier(layout="files", capacity_bytes=2 << 20, shared=shared)
@@ -344,6 +347,29 @@ async def test_folders_that_somebody_has_emptied_go_when_their_chunks_are_evicte
     emptied = list(root.rglob("*.bin"))
     for path in emptied:
         path.unlink()
-    for start in range(100, 400, 10):
-        await tier.store(lender.writes(keys_of(10, start=start)))
+    if noticed == "as it is loaded":
+        assert await lender.recall(tier, keys_of(40)) == ["ChunkMissing"] * 40
+    else:
+        for start in range(100, 400, 10):
+            await tier.store(lender.writes(keys_of(10, start=start)))
     assert not [path.parent for path in emptied if path.parent.exists() and not any(path.parent.iterdir())]
+
+
+async def test_a_store_makes_folders_anew_that_are_found_empty_while_it_makes_them(
+    open_tier, lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = await open_tier(layout="files")
+    mkdir, vanished = os.mkdir, []
+
+    def contended(path: str, *arguments: Any, dir_fd: int | None = None) -> None:
+        """Make a folder, but for the first times have somebody remove the one above it before."""
+        if len(vanished) < 3:
+            with suppress(OSError):
+                os.rmdir(os.path.dirname(path), dir_fd=dir_fd)
+                vanished.append(path)
+        mkdir(path, *arguments, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "mkdir", contended)
+    await lender.keep(tier, keys_of(1))
+    assert len(vanished) == 3
+    assert await lender.recall(tier, keys_of(1)) == [label(key_of(0))]

@@ -23,6 +23,7 @@ from kvtier_backends.fs.disk.temporaries import temporary_name
 from kvtier_backends.fs.files.discard import Discard, Discarded
 
 CREATE_ATTEMPTS = 8  # Someone may remove a folder between its making and its use, but not for ever.
+VANISHING = "folders vanish as fast as they are made"
 
 
 class OpenChunk:
@@ -169,7 +170,10 @@ class ChunkFiles:
         """Remove a chunk's file and the folders that it leaves empty; False if there was none."""
         try:
             os.unlink(self._mapper.name(key), dir_fd=self._root)
-        except (FileNotFoundError, NotADirectoryError):
+        except NotADirectoryError:
+            return False
+        except FileNotFoundError:
+            self.tidy(key)  # Who has removed it may have left its folders.
             return False
         self.tidy(key)
         return True
@@ -236,7 +240,7 @@ class ChunkFiles:
             except OSError:
                 self._drop(temporary)  # Linux makes the file before it refuses a flag.
                 raise
-        raise OSError(errno.EAGAIN, "folders vanish as fast as they are made")
+        raise OSError(errno.EAGAIN, VANISHING)
 
     def _write_all(self, fd: int, buffers: Sequence[memoryview]) -> None:
         total, done = sum(map(len, buffers)), 0
@@ -256,16 +260,18 @@ class ChunkFiles:
 
     def _make(self, folder: str) -> None:
         parent = os.path.dirname(folder)
-        try:
-            self._mkdir(folder)
-        except FileExistsError:
-            return
-        except FileNotFoundError:
-            if not parent:
-                raise  # The root itself is gone.
-            self._make(parent)
-            with suppress(FileExistsError):
+        for _ in range(CREATE_ATTEMPTS):
+            try:
                 self._mkdir(folder)
+                break
+            except FileExistsError:
+                return
+            except FileNotFoundError:
+                if not parent:
+                    raise  # The root itself is gone.
+                self._make(parent)  # Who finds it empty may remove it before there is a folder in it.
+        else:
+            raise OSError(errno.EAGAIN, VANISHING)
         self._look_at(folder)
         try:
             self._look_at(parent)
@@ -273,7 +279,8 @@ class ChunkFiles:
             os.rmdir(folder, dir_fd=self._root)
             raise
         if self._fsync:
-            sync_folder(self._root, parent or ".")
+            with suppress(FileNotFoundError):  # Removed already: whoever needs it makes it anew.
+                sync_folder(self._root, parent or ".")
 
     def _mkdir(self, folder: str) -> None:
         with self._sizes.making(folder):

@@ -66,11 +66,15 @@ class OpenShare:
     def wanted(self) -> Iterator[Wanted]:
         """Open one file after the other, and ask for what is in it."""
         for index, read in enumerate(self._share.reads):
+            if read.key in self._share.leaving:
+                self._outcomes[index] = ChunkMissing(f"{read.key.hex()}: no file any more")
+                continue
             try:
-                if read.key in self._share.leaving:
-                    raise FileNotFoundError  # As good as.
                 self._opened[index] = chunk = self._files.open(read.key)
-            except (FileNotFoundError, NotADirectoryError, ForeignError):
+            except FileNotFoundError:
+                self._outcomes[index] = ChunkMissing(f"{read.key.hex()}: no file")
+                self._files.tidy(read.key)  # Who has removed it may have left its folders.
+            except (NotADirectoryError, ForeignError):
                 self._outcomes[index] = ChunkMissing(f"{read.key.hex()}: no file")
             except OSError as error:
                 self._fail(index, error)
@@ -172,11 +176,7 @@ class Chunks:
         """Remove victims, and note what each has given back."""
         for victim in victims:
             with suppress(OSError):  # It is there still, and the caller counts it so.
-                if self._files.remove(victim.key):
-                    gone[victim.key] = victim.allocated_bytes
-                else:
-                    self._files.tidy(victim.key)  # Whoever removed it may have left its folders.
-                    gone[victim.key] = 0
+                gone[victim.key] = victim.allocated_bytes if self._files.remove(victim.key) else 0
 
     def evict_unused(
         self, victims: Sequence[Held], gone: dict[OffloadKey, int], used: list[Held], *, now_ns: int
@@ -186,7 +186,7 @@ class Chunks:
             try:
                 found = self._files.look(victim.key)
                 if found is None:
-                    self._files.tidy(victim.key)  # Whoever removed it may have left its folders.
+                    self._files.tidy(victim.key)
                     gone[victim.key] = 0  # Whoever removed it has had the room.
                 elif self._is_used(found, victim, now_ns):
                     used.append(Held(victim.key, found.allocated_bytes, found.used_at_ns))
