@@ -15,11 +15,12 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, NewType
 
+from kvtier.hints import shown
+
 OffloadKey = NewType("OffloadKey", bytes)
 
 GROUP_BYTES = 4  # Big-endian, unsigned, at the end of the key.
 GROUPS = 1 << (8 * GROUP_BYTES)
-SHOWN_MAX = 60  # Characters, of what an error names.
 
 NamingKind = Literal["vllm", "flat"]
 FolderKind = Literal["vllm", "flat", "segments"]
@@ -43,35 +44,21 @@ def make_offload_key(chunk_hash: bytes, group_index: int = 0) -> OffloadKey:
 def checked_keys(keys: Sequence[OffloadKey]) -> tuple[OffloadKey, ...]:
     """Return keys as a tuple. TypeError names what is no key, and its place."""
     if isinstance(keys, bytes | str):  # Each is a sequence, too: of numbers, or of texts.
-        what = f"one key of {len(keys)} bytes" if isinstance(keys, bytes) else f"{_shown(keys)} (str)"
+        what = f"one key of {len(keys)} bytes" if isinstance(keys, bytes) else shown(keys)
         raise TypeError(f"keys: {what} given, a sequence of keys accepted: put one key into a list")
     taken = tuple(keys)
     check_keys(taken)
     return taken
 
 
-def check_keys(keys: Sequence[OffloadKey]) -> None:
+def check_keys(keys: Sequence[object]) -> None:
     """Raise a TypeError, which names what is no key, and its place, if anything is."""
     if _BYTES.issuperset(map(type, keys)):  # As most are; a subclass is a key, too.
         return
     for place, key in enumerate(keys):
-        if not is_key(key):
-            raise TypeError(f"keys[{place}]: {no_key(key)}")
-
-
-def is_key(given: object) -> bool:
-    """Say whether it could be a key; its type may promise that, and a program may not keep the promise."""
-    return isinstance(given, bytes)
-
-
-def no_key(given: object) -> str:
-    """Say what was given in place of a key."""
-    return f"{_shown(given)} ({type(given).__name__}) given, bytes accepted: make_offload_key makes a key of a hash"
-
-
-def _shown(given: object) -> str:
-    text = repr(given)
-    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}…"
+        if not isinstance(key, bytes):
+            accepted = "bytes accepted: make_offload_key makes a key of a hash"
+            raise TypeError(f"keys[{place}]: {shown(key)} given, {accepted}")
 
 
 def chunk_hash(key: OffloadKey) -> bytes:

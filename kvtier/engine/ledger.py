@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from kvtier.backend import OffloadKey, check_keys, is_key, no_key
+from kvtier.backend import OffloadKey, check_keys
 from kvtier.config import PRIMARY_NAME, EngineConfig, TierConfig
 from kvtier.engine.answers import HIT, HIT_PENDING, MISS, RETRY, EventKind, EventLog, LookupResult, StorePlan
 from kvtier.engine.cascades import NO_STORE, Cascades
@@ -260,11 +260,10 @@ class Ledger:
 
     def _ask(self, key: OffloadKey, tiers: Sequence[Tier], request: Request) -> bool:
         """Have these tiers asked for a key; False if none of them may be."""
-        if not is_key(key):  # What is in no tier needs no look.
-            raise TypeError(f"lookup: {no_key(key)}")
         asks, asked, weighs = False, request.search.asked, request.weighed and self._worth.token_s > 0
         for tier in tiers:
             if tier.may_ask(key):
+                check_keys((key,))  # What is in no tier needs no look.
                 tier.ask(key)
                 if weighs and (tier.index, key) not in asked:
                     weighs = False
@@ -324,9 +323,8 @@ class Ledger:
         try:
             rows = list(map(ready.__getitem__, keys))
         except KeyError as error:
-            key = error.args[0]
-            named = key.hex() if is_key(key) else repr(key)
-            raise LookupError(f"prepare_load of {named}, which this step's lookup did not find") from None
+            check_keys(keys)
+            raise LookupError(f"prepare_load of {error.args[0].hex()}, which this step's lookup did not find") from None
         self.primary.pin(rows)
         self.rows_in_use += len(rows)
         if request.leased:

@@ -20,7 +20,7 @@ AGE_S_MAX = 10 * 365 * 86_400.0  # Ten years: no chunk is kept as long.
 
 _UNIT = "kvtier_unit"  # Key in `Meta.extra` under which an annotation says how its text is read.
 
-_SIZE_UNITS: dict[str, Decimal] = {
+SIZE_UNITS: dict[str, Decimal] = {
     "B": Decimal(1),
     "kB": Decimal("1e3"),
     "KB": Decimal("1e3"),
@@ -55,7 +55,7 @@ def parse_size(text: str) -> int:
 
     A letter alone is a power of 1,024, as for coreutils, fio and systemd.
     """
-    return int(_quantity(text, _SIZE_UNITS))
+    return int(_quantity(text, SIZE_UNITS))
 
 
 def parse_duration(text: str) -> float:

@@ -26,14 +26,12 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.errors import ConfigError, KVTierError, one_line
+from kvtier.settings.units import SIZE_UNITS
 
 STDOUT = "-"  # As the name of a file, in other programs, too.
 COLUMNS_MIN = 20  # Narrower, a table is a column of letters.
 COLUMNS_MAX = 1 << 16  # No line is longer.
-SIZE_UNITS = {
-    **{f"{prefix}iB": 1_024**power for power, prefix in enumerate("KMGTP", 1)},
-    **{f"{prefix}B": 1_000**power for power, prefix in enumerate("kMGTP", 1)},
-}
+WRITTEN_UNITS = {name: int(unit) for name, unit in SIZE_UNITS.items() if name.endswith("B") and name not in ("B", "KB")}
 WHOLE_MAX = 10_000  # Of a unit. A larger number is read less easily than one with a decimal point.
 PAGE_SUFFIXES = ("html", "htm")
 LOGGERS = ("kvtier", "kvtier_backends")
@@ -121,7 +119,7 @@ def counted(count: int, what: str) -> str:
 
 def round_size(size_bytes: int) -> str:
     """Write a size as people give it: as a small whole number of some unit, if it is one; else with a decimal point."""
-    whole = [(size_bytes // unit, name) for name, unit in SIZE_UNITS.items() if size_bytes % unit == 0]
+    whole = [(size_bytes // unit, name) for name, unit in WRITTEN_UNITS.items() if size_bytes % unit == 0]
     count, name = min(whole, default=(WHOLE_MAX, ""))
     return f"{count:,} {name}" if count < WHOLE_MAX else decimal(size_bytes)
 
