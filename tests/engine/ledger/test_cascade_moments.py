@@ -1,5 +1,6 @@
 """Tiers that are written later: when a chunk leaves the primary, or when it is used for the second time."""
 
+import gc
 import sys
 
 import pytest
@@ -297,11 +298,13 @@ def instructions_of(call, *arguments):
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # It may run the finalizers of what other tests have left.
     sys.settrace(trace)
     try:
         returned = call(*arguments)
     finally:
         sys.settrace(before)
+        gc.enable()
     return returned, executed
 
 
