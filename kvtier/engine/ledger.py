@@ -260,10 +260,10 @@ class Ledger:
 
     def _ask(self, key: OffloadKey, tiers: Sequence[Tier], request: Request) -> bool:
         """Have these tiers asked for a key; False if none of them may be."""
+        check_keys((key,))  # A look-up that asks no tier needs no check: it finds nothing.
         asks, asked, weighs = False, request.search.asked, request.weighed and self._worth.token_s > 0
         for tier in tiers:
             if tier.may_ask(key):
-                check_keys((key,))  # What is in no tier needs no look.
                 tier.ask(key)
                 if weighs and (tier.index, key) not in asked:
                     weighs = False
