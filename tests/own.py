@@ -3,11 +3,15 @@
 A run gives its name to all that it starts, by the environment; so what its processes leave to nobody is known, too.
 """
 
+import itertools
 import os
 import uuid
 
-RUN = f"KVTIER_TEST_RUN={uuid.uuid4().hex}"
+WORKER = uuid.uuid4().hex  # Of this process: each worker of a parallel run imports this module itself.
+RUN = f"KVTIER_TEST_RUN={WORKER}"
 os.environ.update([RUN.split("=")])
+
+_numbers = itertools.count()
 
 
 def is_ours(pid: int) -> bool:
@@ -25,8 +29,13 @@ def processes() -> list[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
+def new_shared_memory() -> str:
+    """Return the path of a new file in shared memory. It carries the worker's name: no other worker counts it."""
+    return f"/dev/shm/kvtier-test-{WORKER}-{next(_numbers)}"
+
+
 def shared_memory(*words: str) -> set[str]:
-    """Name the files in shared memory whose names hold one of these words, but for what others have mapped."""
+    """Name the files in shared memory whose names hold one of these words, except what other runs have mapped."""
     named = {f"/dev/shm/{name}" for name in os.listdir("/dev/shm") if any(word in name for word in words)}
     return named - _mapped_by_others() if named else set()
 

@@ -4,12 +4,14 @@ import os
 import re
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.own import WORKER, shared_memory
 from tests.tools.replay.real import AGENTIC, CONVERSATION, MINI_SWE
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +28,18 @@ def test_a_test_of_the_inner_lane_that_starts_a_process_fails_and_is_told_what_t
 
 def test_a_test_that_asks_for_it_may_start_processes(outside: None) -> None:
     subprocess.run(["true"], check=True)
+
+
+def test_a_worker_counts_no_shared_memory_of_another_worker() -> None:
+    own, of_another = (f"/dev/shm/kvtier-test-{name}-lanes" for name in (WORKER, uuid.uuid4().hex))
+    try:
+        for path in (own, of_another):
+            Path(path).touch()
+        assert own in shared_memory(WORKER)
+        assert of_another not in shared_memory(WORKER)
+    finally:
+        for path in (own, of_another):
+            Path(path).unlink()
 
 
 def is_outside(request: pytest.FixtureRequest) -> bool:

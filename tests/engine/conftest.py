@@ -14,7 +14,7 @@ import uvloop
 from kvtier.engine.manager import TieringOffloadingManager
 from kvtier.engine.steps import StepManager
 from tests.engine.kit import PATIENCE_S, children, describe
-from tests.own import shared_memory
+from tests.own import WORKER, shared_memory
 
 # libuv makes its two descriptors for signals with a process's first loop, and keeps them.
 uvloop.new_event_loop().close()
@@ -26,7 +26,7 @@ def held() -> dict[str, set[Any]]:
         "threads": {thread for thread in threading.enumerate() if not thread.name.startswith("asyncio")},
         "processes": children(),
         "descriptors": set(os.listdir("/proc/self/fd")),
-        "shared memory": shared_memory("kvtier"),
+        "shared memory": shared_memory(WORKER),
     }
 
 

@@ -1,7 +1,5 @@
 """What an engine that embeds kvtier asks of it beyond the steps themselves."""
 
-import uuid
-
 import pytest
 
 from kvtier.backend.keys import OffloadKey, make_offload_key
@@ -11,6 +9,7 @@ from kvtier.engine.steps import StepManager
 from kvtier.engine.tier import TierMatcher
 from kvtier.errors import ConfigError
 from kvtier.memory.region import Region
+from tests.own import new_shared_memory
 
 PAGE = 4_096
 ROWS = 4
@@ -45,7 +44,7 @@ def forget_primary(engine: StepManager) -> None:
 
 @pytest.mark.parametrize("runner", ["thread", "process"])
 def test_an_engine_runs_on_rows_that_other_processes_share(runner):
-    meeting = {"path": f"/dev/shm/kvtier-test-{uuid.uuid4().hex}", "rows": ROWS, "row_bytes": PAGE, "participants": 2}
+    meeting = {"path": new_shared_memory(), "rows": ROWS, "row_bytes": PAGE, "participants": 2}
     worker, region = (Region.shared(**meeting, participant=number) for number in range(2))
     with worker, StepManager.start(config(runner=runner), region=region) as engine:
         engine.on_new_request("a")

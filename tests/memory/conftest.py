@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import kvtier
+from tests.own import new_shared_memory
 
 Spawn = Callable[..., "subprocess.Popen[str]"]
 
@@ -43,7 +43,7 @@ def shm_path() -> Iterator[str]:
     """A path in a directory of the test's own in /dev/shm. What a test leaves there is removed, and fails the test."""
     if not os.path.isdir("/dev/shm"):
         pytest.skip("there is no /dev/shm")
-    directory = f"/dev/shm/kvtier-test-{uuid.uuid4().hex}"
+    directory = new_shared_memory()
     os.mkdir(directory)
     yield f"{directory}/region"
     left = os.listdir(directory)
