@@ -59,26 +59,6 @@ _NAMES_BY_MODULE = {
     "kvtier.hints": "Hint",
 }
 
-_OLD_NAMES_BY_MODULE = {  # Names that 0.1.0 had here, by where they are now; they go with 0.3.0.
-    "kvtier.backend": (
-        "Abandoned Added Backend Durability FileMapper Inventory InventoryEvent Measured Occupancy Outcome Ranked Read "
-        "Removed ScanDone TierContext Write chunk_hash group_index"
-    ),
-    "kvtier.config": "load_config",
-    "kvtier.errors": (
-        "BackendClosed BackendError BlockCorrupt BlockError BlockMissing NoSpace TraceError TransferFailed"
-    ),
-    "kvtier.policies": "Policy",
-    "kvtier.settings": "decode",
-}
-_RENAMED = {
-    "BlockCorrupt": "ChunkCorrupt",
-    "BlockError": "ChunkError",
-    "BlockMissing": "ChunkMissing",
-    "load_config": "EngineConfig.load",
-}
-
-
 if not TYPE_CHECKING:  # Type checkers would take every name for one that there is.
 
     def __getattr__(name: str) -> object:
@@ -88,20 +68,7 @@ if not TYPE_CHECKING:  # Type checkers would take every name for one that there 
 
                 globals()[name] = getattr(import_module(module_name), name)
                 return globals()[name]
-        for module_name, names in _OLD_NAMES_BY_MODULE.items():
-            if name in names.split():
-                return _deprecated(module_name, name)
         raise AttributeError(f"module 'kvtier' has no attribute {name!r}")
-
-    def _deprecated(module_name: str, name: str) -> object:
-        from importlib import import_module
-        from operator import attrgetter
-        from warnings import warn
-
-        now = _RENAMED.get(name, name)
-        remedy = "kvtier.EngineConfig.from_dict" if name == "decode" else f"{module_name}.{now}"
-        warn(f"kvtier.{name} goes with 0.3.0: use {remedy}", DeprecationWarning, stacklevel=3)
-        return attrgetter(now)(import_module(module_name))
 
 
 def __dir__() -> list[str]:

@@ -10,7 +10,6 @@ address, as a note; `str(error)` does not have it.
 from errno import errorcode
 from functools import cached_property
 from typing import ClassVar
-from warnings import warn
 
 from kvtier.remedies import Remedy
 
@@ -98,18 +97,6 @@ class TransferFailed(ChunkError):
     """The chunk's transfer failed or ran out of time: retry later; what is stored is untouched."""
 
     remedy = Remedy.FAILED
-
-
-TYPE_CHECKING = False
-if not TYPE_CHECKING:  # Type checkers would take every name for one that there is.
-
-    def __getattr__(name: str) -> object:
-        """Return an error by its name of 0.1.0, which goes with 0.3.0."""
-        now = name.replace("Block", "Chunk")
-        if name not in ("BlockCorrupt", "BlockError", "BlockMissing"):
-            raise AttributeError(f"module 'kvtier.errors' has no attribute {name!r}")
-        warn(f"kvtier.errors.{name} goes with 0.3.0: use kvtier.errors.{now}", DeprecationWarning, stacklevel=2)
-        return globals()[now]
 
 
 def one_line(text: str) -> str:

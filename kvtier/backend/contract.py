@@ -26,7 +26,6 @@ from typing import (
 )
 
 import msgspec
-from typing_extensions import deprecated
 
 from kvtier.backend.keys import OffloadKey
 from kvtier.backend.namespace import FileMapper
@@ -76,12 +75,6 @@ class Write(NamedTuple):
 
     key: OffloadKey
     row: memoryview
-
-    @property
-    @deprecated("Write.block goes with 0.3.0: use Write.row")
-    def block(self) -> memoryview:
-        """The row, by its name of 0.1.0."""
-        return self.row
 
 
 Outcome = ChunkError | None  # One chunk's; None: it moved.
@@ -362,8 +355,7 @@ def _checked(type_name: str, found: object) -> type[Backend]:
         )
     options = getattr(found, "options_type", None)
     if not (isinstance(options, type) and issubclass(options, msgspec.Struct)):
-        renamed = ": call it options_type, and no longer Options" if hasattr(found, "Options") else ""
-        raise ConfigError(f"tier type {type_name!r}: {found.__name__}.options_type is no msgspec.Struct{renamed}")
+        raise ConfigError(f"tier type {type_name!r}: {found.__name__}.options_type is no msgspec.Struct")
     if not (options.__struct_config__.frozen and options.__struct_config__.forbid_unknown_fields):
         raise ConfigError(
             f"tier type {type_name!r}: {found.__name__}.options_type is not both frozen and closed to unknown fields"

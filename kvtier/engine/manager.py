@@ -17,7 +17,6 @@ from types import TracebackType
 from typing import Any, ClassVar, Generic, Self, TypeVar
 
 from prometheus_client import CollectorRegistry
-from typing_extensions import deprecated
 
 from kvtier.backend import Lanes, OffloadKey, checked_keys, in_thread
 from kvtier.config import EngineConfig
@@ -254,24 +253,6 @@ class TieringOffloadingManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.aclose()
-
-    # Names of 0.1.0, which go with 0.3.0.
-
-    @classmethod
-    @deprecated("TieringOffloadingManager.start goes with 0.3.0: use StepManager.start")
-    def start(cls, config: EngineConfig, *, observer: Observe | None = None) -> StepManager:
-        """Start the step protocol, as `StepManager.start` does."""
-        return cls.step_manager.start(config, observer=observer)
-
-    @deprecated("areset goes with 0.3.0: use reset")
-    async def areset(self, deadline_s: float | None = None) -> bool:
-        """Clear the primary, as `reset` does."""
-        return await self.reset(deadline_s)
-
-    @deprecated("drained goes with 0.3.0: use drain")
-    async def drained(self, deadline_s: float | None = None) -> bool:
-        """Wait until nothing is under way, as `drain` does."""
-        return await self.drain(deadline_s)
 
     # How it begins and ends.
 

@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import Self
 
 from prometheus_client import CollectorRegistry
-from typing_extensions import deprecated
 
 from kvtier import __version__
 from kvtier.backend import OffloadKey, checked_keys
@@ -408,11 +407,6 @@ class StepManager:
         abandoned = self._bridge.close(self._deadline(deadline_s))
         self._free()
         return abandoned
-
-    @deprecated("shutdown goes with 0.3.0: use close")
-    def shutdown(self, deadline_s: float | None = None) -> int:
-        """End, as `close` does: the name of 0.1.0."""
-        return self.close(deadline_s)
 
     def forked(self) -> None:
         """Stop being an engine in a child that was forked: it has no runner, and its rows would be the owner's.

@@ -198,10 +198,6 @@ GROUPS = {
     "trace": "Look at traces of requests, and make them.",
     "bench": "Measure what this machine can do, and what kvtier makes of it.",
 }
-MOVED = {  # Commands of 0.1.0.
-    f"bench {name}": f" Since 0.2.0 it is `python -m tests.benchmarks.protocol {name}`, in a checkout."
-    for name in ("lookup", "steps")
-}
 HINT = "Exit status: 0 well, 1 the data is not, 2 the call is refused, 3 the machine fails; all are in the reference."
 REMEDIES = f"What to do about a message: {PAGE}"
 
@@ -219,7 +215,7 @@ def run(args: Sequence[str]) -> int:
         return end.exit_code
     except UsageError as error:
         return _refused(
-            error.format_message() + _given(error, given) + _json_hint(given) + MOVED.get(" ".join(given[:2]), ""),
+            error.format_message() + _given(error, given) + _json_hint(given),
             statuses.REFUSED,
         )
     except (ConfigError, TraceError) as error:

@@ -5,7 +5,6 @@ A manager is told of requests and keys. How many tokens a step computes, and whe
 
 import time
 
-from typing_extensions import override
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
@@ -32,13 +31,11 @@ class KVTierConnector(OffloadingConnector):
             self._engine = manager.engine
             self._meter = PrefillMeter(vllm_config.max_concurrent_batches)
 
-    @override
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         if self._meter is not None:
             self._meter.scheduled(step_tokens(scheduler_output), time.monotonic())
         return super().build_connector_meta(scheduler_output)
 
-    @override
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         """Return what has changed: vLLM asks once for every answer of a step, which is how its end is known."""
         if self._meter is not None and (prefill := self._meter.answered(time.monotonic())):

@@ -7,7 +7,6 @@ of the rows, so that is concluded here (`_Flush`).
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
@@ -70,7 +69,6 @@ class VllmManager(OffloadingManager):
 
     # Requests.
 
-    @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._calls += 1
         chosen = req_context.load_tier_filter
@@ -79,7 +77,6 @@ class VllmManager(OffloadingManager):
         wanted = self.engine.on_new_request(req_context.req_id, load_matchers=matchers, position=position, hint=hint)
         return _REQUEST_LEVEL if wanted else _CHUNK_LEVEL
 
-    @override
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._calls += 1
         self._hits_of = None
@@ -87,35 +84,29 @@ class VllmManager(OffloadingManager):
 
     # Looking up, loading, storing.
 
-    @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         if req_context is self._hits_of and key in self._ready:  # Thousands a step, so without a call.
             self._hits.append(key)
             return LOOKUP_HIT
         return self._look_up(key, req_context)
 
-    @override
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
         return self._media.source(self.engine.source(key, req_context.req_id))
 
-    @override
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         self._calls += 1
         rows = self.engine.prepare_load(_keys(keys), req_context.req_id)
         self._flush.outstanding += len(rows)
         return CPULoadStoreSpec(rows)
 
-    @override
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self._calls += 1
         self._completed(len(keys))
         self.engine.complete_load(_keys(keys), req_context.req_id)
 
-    @override
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         self.engine.touch(_keys(keys), req_context.req_id)
 
-    @override
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
         self._calls += 1
         self._hits_of = None  # Room may be made, which empties hits.
@@ -128,30 +119,25 @@ class VllmManager(OffloadingManager):
         self._flush.outstanding += len(plan.keys)
         return PrepareStoreOutput(plan.keys, CPULoadStoreSpec(plan.rows), plan.evicted)
 
-    @override
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
         self._calls += 1
         self._completed(len(keys))
         stored = by_position(_keys(keys), req_context.get_offload_key_position)  # They come as a set.
         self.engine.complete_store(stored, req_context.req_id, success=success)
 
-    @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._hits_of = None
         self.engine.end_step()
 
     # The whole.
 
-    @override
     def has_pending_work(self) -> bool:
         return self.engine.has_pending_work()
 
-    @override
     def take_events(self) -> Iterable[OffloadingEvent]:
         row = self._ledger.primary.row
         return offloading_events(self.engine.take_events(), self._media, absent=lambda key: row(key) is None)
 
-    @override
     def get_stats(self) -> OffloadingConnectorStats | None:
         # Once a step, and most steps change nothing. What a step's end itself changes shows in the one after it.
         seen = self._calls, self._inside.messages_received
@@ -170,7 +156,6 @@ class VllmManager(OffloadingManager):
         """Return one mapping of labels to values for each tier."""
         return config_info(self.engine.config)
 
-    @override
     def reset_cache(self) -> None:
         self._calls += 1
         self._hits_of = None
@@ -183,7 +168,6 @@ class VllmManager(OffloadingManager):
         self._flush.awaited = False
         self.engine.on_reset_flushed()
 
-    @override
     def shutdown(self) -> None:
         self.engine.close()
 

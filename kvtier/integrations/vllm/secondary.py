@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from msgspec.structs import replace
-from typing_extensions import override
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     LookupResult,
@@ -91,13 +90,12 @@ class KVTierSecondaryTier(SecondaryTierManager):
         self._policy = OffloadPolicy.REQUEST_LEVEL if tier.spec.request_level else OffloadPolicy.CHUNK_LEVEL
 
     @classmethod
-    @override
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         unregister_earlier()
         return tier_metric_definitions()
 
     @classmethod
-    def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:  # noqa: ARG003  # vLLM 0.33's.
+    def config_info_keys(cls, tier_config: dict[str, Any]) -> tuple[str, ...]:  # vLLM 0.33's.
         """Return the labels of `config_info`; vLLM adds the tier's own."""
         return tuple(key for key in INFO_KEYS if key != "tier")
 
@@ -106,31 +104,25 @@ class KVTierSecondaryTier(SecondaryTierManager):
         _, facts = config_info(self._config)
         return {key: value for key, value in facts.items() if key != "tier"}
 
-    @override
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         self._client.begin(req_context.req_id, req_context.get_offload_key_position, hint_in(req_context))
         return RequestOffloadingContext(self._policy)
 
-    @override
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._client.finish(req_context.req_id)
 
-    @override
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         answer = self._client.has(key, req_context.req_id)
         if answer is None:
             return LookupResult.RETRY
         return LookupResult.HIT if answer else LookupResult.MISS
 
-    @override
     def submit_store(self, job_metadata: TransferJob) -> None:
         self._client.store(*_unpacked(job_metadata))
 
-    @override
     def submit_load(self, job_metadata: TransferJob) -> None:
         self._client.load(*_unpacked(job_metadata))
 
-    @override
     def get_finished_jobs(self) -> Iterable[JobResult]:
         for done in self._client.finished():
             yield JobResult(
@@ -141,28 +133,22 @@ class KVTierSecondaryTier(SecondaryTierManager):
                 transfer_bytes=len(done.moved) * self._config.row_bytes,
             )
 
-    @override
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         self._client.flush()
 
-    @override
     def has_pending_work(self) -> bool:
         return self._client.pending
 
-    @override
     def take_events(self) -> Iterable[OffloadingEvent]:
         return offloading_events(self._client.take_events(), self._media)
 
-    @override
     def get_stats(self) -> OffloadingConnectorStats | None:
         self._summary.look()
         return self._stats.take()
 
-    @override
     def drain_jobs(self) -> None:
         self._client.drain()
 
-    @override
     def shutdown(self) -> None:
         self._client.close(self._config.limits.close_s)
         self._region.close()

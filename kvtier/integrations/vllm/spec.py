@@ -11,7 +11,6 @@ has a tier fill a row if need be, `prepare_load`, `VllmWorker.submit_load` and `
 
 from typing import Any
 
-from typing_extensions import override
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
     OffloadingCounterMetadata,
@@ -52,7 +51,6 @@ class KVTierOffloadingSpec(OffloadingSpec):
         self._worker: OffloadingWorker | None = None
 
     @classmethod
-    @override
     def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, OffloadingMetricMetadata]:
         unregister_earlier()
         if read_options(extra_config).store_threshold <= 1:
@@ -61,11 +59,10 @@ class KVTierOffloadingSpec(OffloadingSpec):
         return metric_definitions() | {STORES_SKIPPED: skipped}
 
     @classmethod
-    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:  # noqa: ARG003  # vLLM 0.33's.
+    def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:  # vLLM 0.33's.
         """Return the labels of `vllm:kv_offload_config_info`."""
         return INFO_KEYS
 
-    @override
     def get_manager(self) -> OffloadingManager:
         if self._manager is None:
             region = self._region(participant=self.config.parallel.world_size)  # Workers go by their ranks, below it.
@@ -76,7 +73,6 @@ class KVTierOffloadingSpec(OffloadingSpec):
             self._manager = VllmManager(engine, times, self._offers())
         return self._manager
 
-    @override
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
             if self._plan.canonical:

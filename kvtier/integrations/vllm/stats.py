@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import vllm.envs as envs
 from prometheus_client import REGISTRY
-from typing_extensions import override
 from vllm import __version__ as vllm_version
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
@@ -379,7 +378,6 @@ class Summary:
 class ToVllm(logging.Handler):
     """A handler that gives records to whatever handlers vLLM's logger has, now or after it was configured anew."""
 
-    @override
     def emit(self, record: logging.LogRecord) -> None:
         logging.getLogger("vllm").handle(record)
 

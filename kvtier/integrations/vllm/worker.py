@@ -6,7 +6,6 @@ The KV cache is the one that vLLM registers: the same tensors, its mappings tran
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from typing_extensions import override
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCacheRef,
@@ -61,12 +60,10 @@ class VllmWorker(OffloadingWorker):
         self._blocks_per_chunk = blocks_per_chunk
         self._release = release
 
-    @override
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         self._transfers.submit_store(job_id, list(self._groups(src_spec, dst_spec)))
         return True
 
-    @override
     def submit_load(
         self,
         job_id: int,
@@ -77,7 +74,6 @@ class VllmWorker(OffloadingWorker):
         self._transfers.submit_load(job_id, list(self._groups(dst_spec, src_spec)))
         return True
 
-    @override
     def get_finished(self) -> list[TransferResult]:
         """Return what has ended. Raises `TransferFailed` for a copy that failed.
 
@@ -90,11 +86,9 @@ class VllmWorker(OffloadingWorker):
                 raise result.error
         return [TransferResult(result.job_id, True, result.size_bytes, result.seconds) for result in results]
 
-    @override
     def wait(self, job_ids: set[int]) -> None:
         self._transfers.wait(job_ids)
 
-    @override
     def shutdown(self) -> None:
         self._transfers.close()
         self._release()

@@ -29,7 +29,7 @@ KEYS = make_offload_key(b"abc", 1), make_offload_key(b"longer", 2)
 USED_AT_NS = 1_700_000_000_000_000_001, 1_700_000_000_000_000_000
 BOOT = hashlib.sha256(Path("/proc/sys/kernel/random/boot_id").read_bytes()).digest()
 
-# Written by version 0.1.0, but for the checksum, and the boot of its machine.
+# Checkpoints as they lie on the disk, except the checksum and the boot of the machine.
 FILES = (
     b"\x89kvtidx\n" + bytes.fromhex("01000000 0a000000 0020000000000000")
     + bytes.fromhex("f59a25c515236b159b8c17814dd8fb4217954f27161c9405304b29c1d7fcba2b")

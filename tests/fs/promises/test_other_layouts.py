@@ -9,8 +9,6 @@ import pytest
 from kvtier.backend.namespace import FileMapper
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of
-from kvtier.tools import statuses
-from kvtier.tools.commands import run
 from tests.fs.conftest import OpenTier
 
 FILES = {"layout": "files"}
@@ -64,34 +62,4 @@ async def test_other_models_and_empty_folders_are_no_news(
     other.mkdir(parents=True)
     (root / mapper.chunks_folder.replace("_r0", "_r1") / "000").mkdir(parents=True)
     await open_tier(**now)
-    assert warnings(caplog) == []
-
-
-async def test_flat_names_of_the_last_version_are_told_of_until_they_are_removed(
-    open_tier: OpenTier,
-    lender: Lender,
-    root: Path,
-    caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    """0.1.0 had folders of three digits, the first two and the last one of the hash: here in the same place."""
-    old = await open_tier(**FLAT)
-    await lender.keep(old, [key_of(1), key_of(2)])
-    await old.aclose(20)
-    (chunks,) = root.glob("*_flat")
-    for file in [*chunks.rglob("*.bin")]:
-        folder = chunks / f"{file.parent.name}0"
-        folder.mkdir(exist_ok=True)
-        file.rename(folder / file.name)
-    caplog.clear()
-    tier = await open_tier(**FLAT)
-    (said,) = warnings(caplog)
-    assert f"{chunks} holds chunks of this namespace in another layout, the flat names of kvtier 0.1.0" in said
-    assert not any(await tier.probe([key_of(1), key_of(2)]))
-    await tier.aclose(20)
-    remedy = said.partition("`kvtier ")[2].partition("`")[0]
-    assert run(remedy.split()) == statuses.DONE
-    assert "2 files" in capsys.readouterr().out
-    caplog.clear()
-    await open_tier(**FLAT)
     assert warnings(caplog) == []

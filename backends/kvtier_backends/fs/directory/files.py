@@ -1,7 +1,7 @@
 """The directory of a tier as commands see it: every namespace in it, known only by its files.
 
-An engine may be using the directory. A chunk is published by a rename, and a file of 0.1.0 loses its name before it is
-overwritten. So a fault of an open file counts only if the file still has its name. Only then is the file removed.
+An engine may be using the directory. A chunk is published by a rename. So a fault of an open file counts only if the
+file still has its name. Only then is the file removed.
 """
 
 import errno
@@ -322,7 +322,7 @@ class FsContents:
         yield StoredFile(kind, name, key, status.st_size, taken_bytes, used_at_ns, status.st_ino, fault)
 
     def _is_still(self, file: StoredFile, before: os.stat_result) -> bool:
-        """Say whether nobody has written into a file or renamed it since: version 0.1.0 does both to those that go."""
+        """Return True if the file still has its name and was not written since."""
         with suppress(FileNotFoundError, NotADirectoryError):
             now = os.stat(file.name, dir_fd=self._fd, follow_symlinks=False)
             return os.path.samestat(now, before) and now.st_mtime_ns == before.st_mtime_ns

@@ -50,8 +50,6 @@ QUARANTINE = "quarantine"
 _OWN = re.compile(r"[0-9a-f]{2,3}|[0-9]{8}\.seg")  # Folders of chunks, and segments.
 BOOK = re.compile(r"config\.json|(?:index|ledger|write-budget)(_r[0-9]+(?:_flat|_segments)?)")
 
-_OLD_FLAT = re.compile(r"[0-9a-f]{3}")  # Folders of flat names as version 0.1.0 made them, 4,096 at most.
-
 _LAYOUTS = {
     NAMINGS["vllm"].suffix: 'layout = "files"',
     NAMINGS["flat"].suffix: 'layout = "files" and naming = "flat"',
@@ -113,7 +111,6 @@ class Folder:
                 self.reads = self._try_queue()
                 self.sizes = FolderSizes(self._new_folder_bytes())
                 self._warn_of_other_layouts()
-                self._warn_of_old_names()
                 undo.pop_all()
         except ForeignError as error:
             raise refused(root, error) from error
@@ -266,20 +263,6 @@ class Folder:
                     *(self._options.root, name, options, self._options.root, name),
                     Remedy.OTHER_LAYOUT,
                 )
-
-    def _warn_of_old_names(self) -> None:
-        """Say where flat names are those of version 0.1.0: nobody finds their chunks, or removes them for room."""
-        if not self.chunks.endswith(NAMINGS["flat"].suffix):
-            return
-        old = filter(_OLD_FLAT.fullmatch, list_folder(self.root_fd, self.chunks))
-        if any(self._holds_anything(f"{self.chunks}/{name}") for name in old):
-            logger.warning(
-                "%s/%s holds chunks of this namespace in another layout, the flat names of kvtier 0.1.0: this tier "
-                "neither uses nor removes them, and its capacity does not count them; "
-                "`kvtier prune %s --namespace %s --corrupt --yes` removes them; see %s",
-                *(self._options.root, self.chunks, self._options.root, self.chunks),
-                Remedy.OTHER_LAYOUT,
-            )
 
     def _holds_anything(self, name: str) -> bool:
         with suppress(OSError):  # Mostly: there is no such folder.

@@ -14,7 +14,7 @@ has been counted. No room is promised until every live process has repeated its 
 
 The page: magic 8, version u32, flags u32, boot 8, used u64, added u64, removed u64, 64 slots of 8, when it was begun
 u64, its generation u64, a bit for each slot that is still to say what was promised u64, zeros, XXH3-64 of all before
-it; little-endian. Version 0.1.0 has written zeros from the end of the slots on, and its processes may share the page.
+it; little-endian.
 """
 
 import errno
@@ -76,7 +76,7 @@ class Page:
     def __init__(self, *, begun_ns: int = 0, untold: int = 0) -> None:
         """Know nothing."""
         self.begun_ns = begun_ns
-        """When it was last begun anew; no two lives of a page have the same. 0: by 0.1.0, which does not say."""
+        """When it was last begun anew; no two lives of a page have the same."""
         self.generation = 0
         """How often it was written since then."""
         self.untold = untold

@@ -141,7 +141,7 @@ class Room:
 class Leftovers:
     """Files that take room and hold no chunk, which go before any chunk. Belongs to the loop's thread.
 
-    They are unusable ones in the segments' place, and corrupt ones that a tier of files, or version 0.1.0, has kept.
+    Unusable files in the place of segments, and corrupt files that a tier of files has kept.
     """
 
     def __init__(self, tier: OpenTier[SegmentsOptions], folder: SegmentFolder) -> None:
