@@ -53,7 +53,7 @@ def main(trace_name: str = "generated") -> None:
     print(f"{extent.requests:,} requests, a cache of {capacity:,} of {extent.unique_blocks:,} blocks")
     compared: list[type[Policy[int]]] = [
         AnyOfThem,
-        *map(policy_class, ("fifo", "lru", "lfu", "s3fifo", "arc", "density")),
+        *map(policy_class, ("fifo", "lru", "s3fifo", "arc", "density")),
     ]
     for cls in compared:
         hits = sum(policy_hits(trace, cls(capacity), capacity))

@@ -6,13 +6,12 @@ from kvtier.policies.ghosts import ARC, S3FIFO
 from kvtier.policies.hinted import HintedOrder, Retained, Sessions
 from kvtier.policies.leaving import Leaving
 from kvtier.policies.numbered import KeyOrder, LinkedLRU, NumberOrder, number_order
-from kvtier.policies.plain import FIFO, LFU, LRU
+from kvtier.policies.plain import FIFO, LRU
 from kvtier.policies.policy import Hinted, Policy, known_policies, policy_class, require_policy
 
 __all__ = [
     "ARC",
     "FIFO",
-    "LFU",
     "LRU",
     "S3FIFO",
     "Density",

@@ -24,7 +24,6 @@ _BUILT_IN = {
     "arc": "kvtier.policies.ghosts:ARC",
     "density": "kvtier.policies.density:Density",
     "fifo": "kvtier.policies.plain:FIFO",
-    "lfu": "kvtier.policies.plain:LFU",
     "lru": "kvtier.policies.plain:LRU",
     "s3fifo": "kvtier.policies.ghosts:S3FIFO",
 }

@@ -287,7 +287,7 @@ CASES: dict[str, Case] = {
     "decode outcomes": Case(decode_outcomes),
     **{
         f"{kind}: {action}": Case(partial(policy, kind, call))
-        for kind in ("fifo", "lru", "lfu", "arc", "s3fifo")
+        for kind in ("fifo", "lru", "arc", "s3fifo")
         for action, call in (("touch", touch), ("evict and insert", evict_and_insert))
     },
     "fs index: stored": Case(index_stores),

@@ -66,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", nargs="?", default=GENERATED)
     parser.add_argument("--share", type=float, default=0.05)
-    parser.add_argument("--policies", default="lru,arc,s3fifo,lfu,density")
+    parser.add_argument("--policies", default="lru,arc,s3fifo,density")
     parser.add_argument("--limit", type=int)
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()

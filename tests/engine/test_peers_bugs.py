@@ -14,7 +14,7 @@ pytestmark = pytest.mark.virtual_time
 HIT, PENDING, MISS, RETRY = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS, LookupResult.RETRY
 
 SLOW = {"type": "dummy", "latency_s": 1.0}
-BUILT_IN = ("arc", "density", "fifo", "lfu", "lru", "s3fifo")
+BUILT_IN = ("arc", "density", "fifo", "lru", "s3fifo")
 
 
 class Miser(LRU):

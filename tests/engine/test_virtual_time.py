@@ -122,7 +122,7 @@ def configuration(dice: random.Random) -> EngineConfig:
         "cascade_share": dice.choice([0.3, 1.0]),
     }
     return describe(
-        rows, *tiers, limits=limits, eviction_policy=dice.choice(["lru", "s3fifo", "arc", "fifo", "lfu", "density"])
+        rows, *tiers, limits=limits, eviction_policy=dice.choice(["lru", "s3fifo", "arc", "fifo", "density"])
     )
 
 

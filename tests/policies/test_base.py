@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from kvtier.policies import ARC, FIFO, LFU, LRU, S3FIFO, Density, Hint, Hinted, LinkedLRU, Policy
+from kvtier.policies import ARC, FIFO, LRU, S3FIFO, Density, Hint, Hinted, LinkedLRU, Policy
 from tests.policies.naive_density import NaiveDensity, NumberedDensity
 
 CAPACITY = 12
@@ -164,10 +164,6 @@ class S3FIFOMachine(PolicyMachine):
     types = (S3FIFO,)
 
 
-class LFUMachine(PolicyMachine):
-    types = (LFU,)
-
-
 class DensityMachine(PolicyMachine):
     """After its first requests; it has been an LRU until then."""
 
@@ -202,9 +198,8 @@ TestFIFO = FIFOMachine.TestCase
 TestLRU = LRUMachine.TestCase
 TestARC = ARCMachine.TestCase
 TestS3FIFO = S3FIFOMachine.TestCase
-TestLFU = LFUMachine.TestCase
 TestDensity = DensityMachine.TestCase
-for machine in (FIFOMachine, LRUMachine, ARCMachine, S3FIFOMachine, LFUMachine, DensityMachine):
+for machine in (FIFOMachine, LRUMachine, ARCMachine, S3FIFOMachine, DensityMachine):
     machine.TestCase.settings = settings(stateful_step_count=30, max_examples=max(25, settings().max_examples // 2))
 
 
@@ -215,7 +210,7 @@ def test_a_prefix_outlives_its_continuation(policy_type: type[Policy[str]]) -> N
     assert drained(policy) == ["tail", "middle", "head"]
 
 
-@pytest.mark.parametrize("policy_type", [ARC, LFU, LRU, Density])  # The others do not order by recency.
+@pytest.mark.parametrize("policy_type", [ARC, LRU, Density])  # The others do not order by recency.
 def test_pieces_that_came_apart_are_ranked_in_prefix_order(policy_type: type[Policy[str]]) -> None:
     policy = policy_type(4)
     policy.insert(["head"])
@@ -225,7 +220,7 @@ def test_pieces_that_came_apart_are_ranked_in_prefix_order(policy_type: type[Pol
     assert drained(policy) == ["tail", "middle", "head"]
 
 
-@pytest.mark.parametrize("policy_type", [ARC, LFU, S3FIFO])  # The others do not count accesses.
+@pytest.mark.parametrize("policy_type", [ARC, S3FIFO])  # The others do not count accesses.
 def test_ranking_counts_no_access(policy_type: type[Policy[int]]) -> None:
     policy = policy_type(20)
     policy.insert([1, 2])

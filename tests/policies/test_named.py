@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvtier.errors import ConfigError
-from kvtier.policies import ARC, FIFO, LFU, LRU, S3FIFO, known_policies, policy_class
+from kvtier.policies import ARC, FIFO, LRU, S3FIFO, known_policies, policy_class
 
 OWN_POLICY = """
 from kvtier.policies import FIFO, Policy
@@ -39,8 +39,8 @@ def own_policies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_the_built_in_policies_are_found_by_name() -> None:
-    found = {name: policy_class(name) for name in ("arc", "fifo", "lfu", "lru", "s3fifo")}
-    assert found == {"arc": ARC, "fifo": FIFO, "lfu": LFU, "lru": LRU, "s3fifo": S3FIFO}
+    found = {name: policy_class(name) for name in ("arc", "fifo", "lru", "s3fifo")}
+    assert found == {"arc": ARC, "fifo": FIFO, "lru": LRU, "s3fifo": S3FIFO}
 
 
 def test_a_policy_of_ones_own_is_found_by_module_and_class(own_policies: str) -> None:
@@ -56,7 +56,7 @@ def test_a_distribution_brings_policies_and_takes_no_built_in_name(own_policies:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("lrru", "'lrru' is no policy; did you mean 'lru'? Known: arc, density, fifo, gone, lfu, lru, own, s3fifo"),
+        ("lrru", "'lrru' is no policy; did you mean 'lru'? Known: arc, density, fifo, gone, lru, own, s3fifo"),
         ("", "'' is no policy; Known: arc"),
         ("gone", "module 'own_policies' has no 'Gone'"),
         ("own_policies:Gone", "module 'own_policies' has no 'Gone'"),

@@ -92,7 +92,7 @@ def test_by_default_all_policies_are_compared_at_five_sizes(trace: str, tmp_path
     out = tmp_path / "out.json"
     assert run("policies", trace, "--json", str(out)) == 0
     ratios = json.loads(out.read_text())
-    assert list(ratios) == ["fifo", "lru", "lfu", "arc", "s3fifo", "density", "opt"]
+    assert list(ratios) == ["fifo", "lru", "arc", "s3fifo", "density", "opt"]
     assert all(list(row) == ["0.01", "0.05", "0.10", "0.25", "0.50"] for row in ratios.values())
 
 

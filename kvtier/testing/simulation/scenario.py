@@ -14,7 +14,7 @@ from kvtier.testing.simulation.witness import WITNESS
 ROW_BYTES = 4_096
 DOCUMENT_CHUNKS_MAX = 9
 # Listed here: what is installed beside kvtier changes no seed.
-POLICIES = ("arc", "density", "fifo", "lfu", "lru", "s3fifo")
+POLICIES = ("arc", "density", "fifo", "lru", "s3fifo")
 
 Ending = Literal["crash", "close", "calm"]
 """The end of a life: everything stops at once; the engine is closed in mid-use; everybody finishes, nothing fails."""

@@ -25,7 +25,7 @@ BENDS_MAX = 8  # Further sizes of a curve that is drawn. Each is a simulation of
 BEND_MIN = 0.004  # Of the hit ratio: what a picture shows as a line, is one.
 _PROGRESS_REQUESTS = 256  # Between two steps of the bar: some ten milliseconds.
 
-POLICIES, TIERED_POLICIES = "fifo,lru,lfu,arc,s3fifo,density,opt", "fifo,lru,lfu,arc,s3fifo,density"
+POLICIES, TIERED_POLICIES = "fifo,lru,arc,s3fifo,density,opt", "fifo,lru,arc,s3fifo,density"
 
 Ratios = Mapping[str, Mapping[str, float]]
 """Policy -> size as it was given -> hit ratio."""

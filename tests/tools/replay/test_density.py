@@ -49,7 +49,7 @@ def hit_ratio(traces: Traces, name: str, size: str) -> float:
 def test_a_small_cache_of_real_chats_has_more_hits_than_with_any_other_policy(
     traces: Traces, size: str, least: float
 ) -> None:
-    """Of the other policies, the best have 0.075 (S3-FIFO), 0.210 and 0.286 (LFU), as the policy study says."""
+    """Of the other policies, the best have 0.075 (S3-FIFO), 0.210 and 0.284 (ARC), as the policy study says."""
     assert hit_ratio(traces, CONVERSATION, size) >= least
 
 

@@ -185,7 +185,7 @@ def test_a_class_that_begins_to_lie_is_unlearned(classed: Classed, lie: str) -> 
     assert mean(gains[6:]) > -0.01  # and is not any more.
 
 
-@pytest.mark.parametrize("name", ["arc", "fifo", "lfu", "lru", "s3fifo"])
+@pytest.mark.parametrize("name", ["arc", "fifo", "lru", "s3fifo"])
 def test_what_is_said_of_a_return_changes_nothing_for_a_policy_that_does_not_learn(name: str) -> None:
     trace = GeneratedTrace(limit=200)
     told = [Hint(returns_in_s=5.0)] * 200

@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvtier.errors import ConfigError
-from kvtier.policies import FIFO, LFU, LRU
-from kvtier.tools.replay.study import Extent, Simulation, measure, policy_hits, simulation
+from kvtier.policies import FIFO, LRU
+from kvtier.tools.replay.study import Extent, measure, policy_hits, simulation
 from kvtier.tools.replay.traces import Request, Trace
 from tests.tools.replay.real import AGENTIC, CONVERSATION, MINI_SWE, SIZES, Traces
 
-POLICIES = ("fifo", "lru", "arc", "s3fifo", "lfu", "opt")
+POLICIES = ("fifo", "lru", "arc", "s3fifo", "opt")
 TOLERANCE = 0.002
 
 
@@ -54,7 +54,7 @@ def test_lru_and_fifo_have_the_hits_of_naive_caches_request_by_request(requests:
 @given(
     requests=any_requests,
     capacity=st.integers(1, 8),
-    name=st.sampled_from(["arc", "density", "fifo", "lfu", "lru", "s3fifo"]),
+    name=st.sampled_from(["arc", "density", "fifo", "lru", "s3fifo"]),
 )
 def test_no_policy_has_more_hits_than_a_cache_that_keeps_everything(
     requests: list[Request], capacity: int, name: str
@@ -67,13 +67,13 @@ def test_no_policy_has_more_hits_than_a_cache_that_keeps_everything(
 
 def test_a_request_larger_than_the_cache_keeps_its_head() -> None:
     requests = requests_of((1, 2, 3, 4), (1, 2, 3, 4))
-    for name in ("arc", "density", "fifo", "lfu", "lru", "s3fifo", "opt"):
+    for name in ("arc", "density", "fifo", "lru", "s3fifo", "opt"):
         assert list(simulation(name)(requests, 2)) == [0, 2]
 
 
 def test_a_prefix_outlives_its_continuation() -> None:
     requests = requests_of((1, 2, 3), (4,), (1, 2, 3))
-    for name in ("arc", "density", "fifo", "lfu", "lru", "s3fifo"):
+    for name in ("arc", "density", "fifo", "lru", "s3fifo"):
         assert list(simulation(name)(requests, 3)) == [0, 0, 2]
 
 
@@ -94,13 +94,6 @@ def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
         simulation("lrru")
 
 
-def reference_simulation(name: str) -> Simulation:
-    """Return a policy as the reference has it: its LFU does not age."""
-    if name == "lfu":
-        return lambda requests, capacity: policy_hits(requests, LFU(capacity, ageing=False), capacity)
-    return simulation(name)
-
-
 def assert_reference_ratios(traces: Traces, name: str, policy: str, sizes: tuple[str, ...]) -> None:
     reference = json.loads((traces / "reference_hit_ratios.json").read_text())[name]
     extent = traces.extent(name)
@@ -108,7 +101,7 @@ def assert_reference_ratios(traces: Traces, name: str, policy: str, sizes: tuple
     for size in sizes:
         capacity = extent.capacity(float(size))
         assert capacity == reference["capacity_blocks"][size]
-        ratio = extent.hit_ratio(sum(reference_simulation(policy)(trace, capacity)))
+        ratio = extent.hit_ratio(sum(simulation(policy)(trace, capacity)))
         assert ratio == pytest.approx(reference["hit_ratio"][policy][size], abs=TOLERANCE), (policy, size)
 
 
@@ -124,15 +117,3 @@ def test_the_real_traces_have_the_hit_ratios_that_others_found(traces: Traces, n
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_large_trace_has_the_hit_ratios_that_others_found(traces: Traces, policy: str, size: str) -> None:
     assert_reference_ratios(traces, AGENTIC, policy, (size,))
-
-
-@pytest.mark.usefixtures("thorough")
-def test_ageing_makes_lfu_follow_what_changes(traces: Traces) -> None:
-    """On real chats, at a tenth of the blocks: 0.29 with ageing, 0.19 without, 0.28 for LRU."""
-    extent = traces.extent(CONVERSATION)
-    capacity = extent.capacity(0.1)
-    aged, plain = (
-        extent.hit_ratio(sum(simulate(Trace(traces / CONVERSATION), capacity)))
-        for simulate in (simulation("lfu"), reference_simulation("lfu"))
-    )
-    assert aged > plain + 0.08
