@@ -57,7 +57,6 @@ class Remedy(Enum):
 
     # Traces.
     TRACE = "trace-refused-or-doubted"
-    LEFT_OUT = "events-left-out"
 
     ELSE = "anything-else"
 

@@ -148,14 +148,8 @@ COMMANDS = {
     "trace convert": Command(
         "kvtier.tools.replay.trace_commands",
         "convert",
-        "Make a trace from token ids, or from what others log.",
+        "Make a trace from token ids.",
         ("kvtier trace convert tokens.jsonl --output converted.jsonl --block-tokens 16",),
-    ),
-    "trace hint": Command(
-        "kvtier.tools.replay.trace_commands",
-        "hint",
-        "Give a trace's requests hints, true or wrong, for study.",
-        ("kvtier trace hint trace.jsonl --over 0.5 --seed 1 --output hinted.jsonl",),
     ),
     "bench cpu": Command(
         "kvtier.tools.bench.commands",

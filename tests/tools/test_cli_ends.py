@@ -90,7 +90,6 @@ def whole(name: str) -> list[str]:
         "completion": ["bash"],
         "trace info": ["trace.jsonl"],
         "trace convert": ["trace.jsonl", "--output", "out.jsonl"],
-        "trace hint": ["trace.jsonl", "--over", "1", "--output", "out.jsonl"],
     }
     return [*name.split(), *(["root"] if name in DIRECTORY_COMMANDS else extra.get(name, []))]
 
@@ -148,7 +147,7 @@ def calls() -> Iterator[list[str]]:
     yield from (["trace", "convert", bad, "--output", "out.jsonl"] for bad in TRACES)
     yield from ([*whole("trace convert"), "--block-tokens", bad] for bad in NUMBERS)
     yield from (["trace", "convert", "trace.jsonl", "--output", bad] for bad in OUTPUTS)
-    yield from (["trace", "convert", "trace.jsonl"], [*whole("trace convert"), "--from", "absent"])
+    yield from (["trace", "convert", "trace.jsonl"],)
 
 
 def options(name: str) -> Iterator[Any]:

@@ -8,9 +8,7 @@ import pytest
 from msgspec import structs
 
 from kvtier.hints import Hint
-from kvtier.tools.replay.oracle import Saying, future, hinted
 from kvtier.tools.replay.traces import Request, Trace, write_trace
-from kvtier.tools.replay.workload import GeneratedTrace
 from tests.tools.test_cli_policies import run
 
 
@@ -28,7 +26,7 @@ def test_a_log_of_token_ids_becomes_a_trace_that_the_other_commands_read(
     assert run("trace", "convert", log, "--block-tokens", "4", "--output", out) == 0
     assert "2 requests, 3 blocks of 4 tokens" in capsys.readouterr().err
     trace = Trace(out, strict=True)
-    assert (trace.block_tokens, dict(trace.meta)) == (4, {"block_size": 4, "source": "tokens"})
+    assert (trace.block_tokens, dict(trace.meta)) == (4, {"block_size": 4})
     assert list(trace) == [
         Request(timestamp_ms=0, input_length=5, output_length=5, hash_ids=(0,)),
         Request(timestamp_ms=40, input_length=8, output_length=7, hash_ids=(0, 1)),
@@ -71,18 +69,15 @@ def test_a_log_without_one_whole_block_is_refused_and_leaves_no_trace(
 
 
 @pytest.mark.parametrize("name", ["out.txt", "out", "-", "out.jsonl.bz2", "out.jsonl.zstd"])
-@pytest.mark.parametrize("command", ["convert", "hint"])
 def test_a_trace_is_written_only_under_a_name_that_says_how_it_is_written(
     log: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
-    command: str,
     name: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    source = {"convert": [log, "--block-tokens", "4"], "hint": ["generated", "--limit", "3", "--over", "1"]}[command]
-    assert run("trace", command, *source, "-o", name) == 2
+    assert run("trace", "convert", log, "--block-tokens", "4", "-o", name) == 2
     assert f"--output {name}: expected a name that ends in .jsonl, .jsonl.gz or .jsonl.zst" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["log.csv"]
 
@@ -98,11 +93,6 @@ def test_a_trace_is_written_into_a_pipe_whatever_its_name(
         assert os.read(reader, 65_536).count(b"hash_ids") == 2
     finally:
         os.close(reader)
-
-
-def test_an_unknown_format_is_refused_by_name(log: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("trace", "convert", log, "-o", str(tmp_path / "out.jsonl"), "--from", "nsys") == 2
-    assert "--from 'nsys': one of tokens, bailian, lmcache, vllm, mooncake accepted" in capsys.readouterr().err
 
 
 def test_the_info_counts_what_is_in_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,48 +119,11 @@ def test_the_info_counts_what_is_in_a_trace(tmp_path: Path, capsys: pytest.Captu
     assert shown.err == ""
 
 
-def test_hints_survive_a_conversion(log: str, tmp_path: Path) -> None:
-    tokens = tmp_path / "log.jsonl"
-    tokens.write_text('{"token_ids": [1, 2], "kvtier": {"over": true}}\n{"token_ids": [1, 3], "kvtier": 5}\n')
-    first, second = str(tmp_path / "first.jsonl"), str(tmp_path / "second.jsonl")
-    assert run("trace", "convert", str(tokens), "--block-tokens", "2", "-o", first) == 0
-    assert run("trace", "convert", first, "-o", second) == 0
-    assert [[request.hint for request in Trace(path)] for path in (first, second)] == [[Hint(over=True), None]] * 2
-
-
-def test_a_traces_requests_are_given_hints_for_study_and_the_trace_says_how(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = str(tmp_path / "hinted.jsonl.zst")
-    options = ("--over", "0.5", "--returns", "1", "--error", "0.5", "--lies", "0.25", "--seed", "1")
-    assert run("trace", "hint", "generated", "--limit", "300", *options, "-o", out) == 0
-    generated, saying = GeneratedTrace(limit=300), Saying(0.5, 1.0, 0.5, 0.25, 1)
-    trace = Trace(out, strict=True)
-    assert list(trace) == list(hinted(generated, future(generated, 512), saying))
-    assert trace.meta["hints"] == saying._asdict()
-    over = sum(request.hint is not None and request.hint.over for request in trace)
-    assert f"300 requests. The hint over on {over}; " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ((), "--over or --returns: one of both is needed"),
-        (("--over", "1.5"), "--over"),
-        (("--over", "1", "--lies", "1"), "--lies"),
-        (("--returns", "nan"), "--returns"),
-        (("--over", "50%"), "given '50%'"),
-        (("--over=-1",), "given '-1'"),
-        (("--over", "1", "--error", "0.5"), "--error 0.5: accepted with --returns only"),
-    ],
-)
-def test_what_no_oracle_can_say_is_refused(
-    tmp_path: Path, options: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = tmp_path / "hinted.jsonl"
-    assert run("trace", "hint", "generated", "--limit", "3", *options, "-o", str(out)) == 2
-    assert message in capsys.readouterr().err
-    assert not out.exists()
+def test_hints_survive_a_conversion(tmp_path: Path) -> None:
+    log, out = tmp_path / "log.jsonl", str(tmp_path / "out.jsonl")
+    log.write_text('{"token_ids": [1, 2], "kvtier": {"over": true}}\n{"token_ids": [1, 3], "kvtier": 5}\n')
+    assert run("trace", "convert", str(log), "--block-tokens", "2", "-o", out) == 0
+    assert [request.hint for request in Trace(out)] == [Hint(over=True), None]
 
 
 def test_the_info_of_a_generated_trace_needs_no_file(capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,7 +122,7 @@ def size(
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(help="The model whose tokens take them: a known name, its config.json, or a folder that has one."),
+        typer.Option(help="The model whose tokens take them: its config.json, or a folder that has one."),
     ] = None,
     memory: Annotated[str, typer.Option(help="Sizes of the primary, in host memory.")] = "64GiB,256GiB",
     disk: Annotated[str, typer.Option(help="Capacities of a disk tier under it; 0 for none.")] = "1TiB,4TiB",

@@ -1,4 +1,4 @@
-"""`kvtier trace`: what is in a trace, and traces made from what others log."""
+"""`kvtier trace`: the contents of a trace, and traces made from logs of token ids."""
 
 import os
 from array import array
@@ -14,17 +14,13 @@ from rich.console import Console
 from kvtier.errors import ConfigError, TraceError
 from kvtier.tools.commands import JsonOption, LimitOption, StrictOption
 from kvtier.tools.outputs import busy, check_outputs, check_writable, counted, note, plain_table, write_json
-from kvtier.tools.replay.logs import FORMATS, Conversion
-from kvtier.tools.replay.oracle import Saying, future, hinted
+from kvtier.tools.replay.logs import Conversion
 from kvtier.tools.replay.study import measure
 from kvtier.tools.replay.traces import Request, write_trace
 from kvtier.tools.replay.workload import GENERATED, open_trace
 
 TRACE_NAMES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 BLOCK_TOKENS_MAX = 1 << 20  # No engine has blocks of a million tokens.
-ERROR_MAX = 10.0  # A factor of twenty thousand, once in three.
-LIES_MAX = 0.99
-SEED_MAX = (1 << 63) - 1  # Readers of JSON take no more.
 
 
 class Lengths(msgspec.Struct):
@@ -94,93 +90,31 @@ def convert(
         str,
         typer.Option("--output", "-o", metavar="OUT", help="The trace to write: .jsonl, .jsonl.gz or .jsonl.zst."),
     ],
-    kind: Annotated[
-        str | None,
-        typer.Option("--from", help=f"The format: {', '.join(FORMATS)}. Without it, seen from the first line."),
-    ] = None,
-    block_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=BLOCK_TOKENS_MAX,
-            help="Tokens of a block: a multiple of those that the logs have. Without it, theirs; 16 for token ids.",
-        ),
-    ] = None,
+    block_tokens: Annotated[int, typer.Option(min=1, max=BLOCK_TOKENS_MAX, help="Tokens of a block.")] = 16,
 ) -> None:
-    """Make a trace from token ids, from logs of LMCache or vLLM, or from traces of others.
+    """Make a trace from prompts that were logged as token ids.
 
-    Ids are made anew, each for its block and all blocks before it. The last partial block of a prompt is dropped.
+    Each id stands for its block and all blocks before it. The last partial block of a prompt is dropped.
     """
-    if kind is not None and kind not in FORMATS:
-        raise ConfigError(f"--from {kind!r}: one of {', '.join(FORMATS)} accepted")
     _check_output(output)
-    conversion = Conversion(logs, kind=kind, block_tokens=block_tokens)
+    conversion = Conversion(logs, block_tokens)
     with busy(f"reading {', '.join(map(os.path.basename, logs))}"):
-        meta = {"block_size": conversion.block_tokens, "source": conversion.kind}
-        write_trace(output, _with_blocks(conversion, logs), meta)
+        write_trace(output, _with_blocks(conversion, logs, block_tokens), {"block_size": block_tokens})
     times = "; without times in it, one request a second is assumed" if conversion.without_times else ""
     note(
         f"{output}: {counted(conversion.requests, 'request')}, {counted(conversion.blocks, 'block')} of "
-        f"{counted(conversion.block_tokens, 'token')}{times}"
+        f"{counted(block_tokens, 'token')}{times}"
     )
 
 
-def _with_blocks(conversion: Conversion, logs: list[str]) -> Iterator[Request]:
+def _with_blocks(conversion: Conversion, logs: list[str], block_tokens: int) -> Iterator[Request]:
     yield from conversion
     if not conversion.blocks:
         raise TraceError(
             f"{', '.join(logs)}: of {conversion.requests:,} requests none fills a block of "
-            f"{conversion.block_tokens:,} tokens, so the trace would have no blocks; longer prompts, or fewer "
+            f"{block_tokens:,} tokens, so the trace would have no blocks; longer prompts, or fewer "
             "--block-tokens, accepted"
         )
-
-
-def hint(
-    trace: Annotated[
-        str,
-        typer.Argument(
-            metavar="TRACE", help=f"A file in Mooncake's format (.jsonl, .jsonl.gz, .jsonl.zst), or {GENERATED!r}."
-        ),
-    ],
-    output: Annotated[
-        str,
-        typer.Option("--output", "-o", metavar="OUT", help="The trace to write: .jsonl, .jsonl.gz or .jsonl.zst."),
-    ],
-    over: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the sessions' last requests that are said to be.")
-    ] = 0.0,
-    returns: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the requests that return of which it is said when.")
-    ] = 0.0,
-    error: Annotated[
-        float,
-        typer.Option(min=0, max=ERROR_MAX, help="That time is wrong by a factor e^x, x normal with this deviation."),
-    ] = 0.0,
-    lies: Annotated[
-        float, typer.Option(min=0, max=LIES_MAX, help="Share of the hints that are said of the wrong requests.")
-    ] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, max=SEED_MAX, help="Of what is said.")] = 0,
-    limit: LimitOption = None,
-    strict: StrictOption = False,
-) -> None:
-    """Give the requests of a trace hints, true or wrong, from what comes later in it: for study."""
-    if not (over or returns):
-        raise ConfigError("--over or --returns: one of both is needed, above 0, or there is nothing to say")
-    if error and not returns:
-        raise ConfigError(f"--error {error}: accepted with --returns only: no other hint says a time")
-    _check_output(output)
-    opened = open_trace(trace, limit=limit, strict=strict)
-    saying = Saying(over, returns, error, lies, seed)
-    count: Counter[str] = Counter()
-    with busy(f"reading {os.path.basename(opened.path)}"):
-        known = future(opened, opened.block_tokens)
-        meta = {**opened.meta, "block_size": opened.block_tokens, "hints": saying._asdict()}
-        write_trace(output, _counted(hinted(opened, known, saying), count), meta)
-    note(
-        f"{output}: {counted(count['requests'], 'request')}. The hint over on {count['over']:,}; "
-        f"{sum(known.last):,} are their sessions' last. The hint returns_in_s on {count['returns_in_s']:,}; "
-        f"the sessions of {len(known.last) - known.returns_s.count(None):,} return."
-    )
 
 
 def _check_output(path: str) -> None:
@@ -189,14 +123,6 @@ def _check_output(path: str) -> None:
     if not path.endswith(TRACE_NAMES) and not is_pipe:
         *others, last = TRACE_NAMES
         raise ConfigError(f"--output {path}: expected a name that ends in {', '.join(others)} or {last}")
-
-
-def _counted(requests: Iterable[Request], count: "Counter[str]") -> Iterator[Request]:
-    for request in requests:
-        count["requests"] += 1
-        if request.hint is not None:
-            count.update(msgspec.to_builtins(request.hint).keys())
-        yield request
 
 
 class _Tally:

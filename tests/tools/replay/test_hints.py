@@ -11,10 +11,10 @@ import pytest
 
 from kvtier.hints import Hint
 from kvtier.policies import Density, policy_class
-from kvtier.tools.replay.oracle import Future, Saying, future, hinted, hints
 from kvtier.tools.replay.study import Extent, policy_hits
 from kvtier.tools.replay.traces import Request, Trace, write_trace
 from kvtier.tools.replay.workload import GeneratedTrace, Workload
+from tests.tools.replay.oracle import Future, Saying, future, hinted, hints
 from tests.tools.replay.real import AGENTIC, CONVERSATION, Traces
 
 SEEDS = (1, 2, 3)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from msgspec import structs
 
 from kvtier.hints import Hint
-from kvtier.tools.replay.oracle import Saying, future, hinted
 from kvtier.tools.replay.traces import Request, Trace
 from kvtier.tools.replay.workload import GeneratedTrace
+from tests.tools.replay.oracle import Saying, future, hinted
 
 SAYING = Saying(over=0.6, returns=0.5, error=0.5, lies=0.2, seed=14)
 KINDS = ("over", "returns_in_s", "retain_s", "class", "no_store")
