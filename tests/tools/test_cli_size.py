@@ -47,6 +47,14 @@ def test_a_memory_without_a_disk_has_the_hits_of_the_study(trace: str, tmp_path:
     assert cell["gpu_seconds_saved"] == pytest.approx(800 * 512 / 20_000)
 
 
+def test_a_memory_that_is_shorter_than_a_request_is_said(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (said,) = sized(trace, tmp_path, "--memory", "1600KiB,36KiB", "--disk", "0")["warnings"]
+    assert said.startswith("--memory 36 KiB: a primary of 9 chunks is shorter than ")
+    assert said in capsys.readouterr().out
+
+
 def test_no_more_seconds_are_saved_than_computing_would_take(tmp_path: Path) -> None:
     """A trace's last block may be partly filled: of a hit in it only the prompt's own tokens count."""
     trace = str(tmp_path / "short.jsonl")

@@ -21,6 +21,7 @@ from kvtier import __version__
 from kvtier.config import PRIMARY_NAME, EngineConfig
 from kvtier.tools.outputs import counted, plain_table
 from kvtier.tools.replay.replay import GPU_NAME, Sample, Tally, TierTotals
+from kvtier.tools.replay.study import Extent, too_long
 
 COMMAND = "kvtier replay"
 FORMAT = 1  # Of the JSON. Another number is for fields that mean something else.
@@ -95,6 +96,7 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     dropped: Mapping[str, int]  # Cascades that were never sent, by reason.
     failed: Mapping[str, int]  # Chunks that did not move, by what was wrong.
     skipped: Mapping[str, int]  # Chunks that were not to be sent, or not any more, by reason.
+    refused: Mapping[str, int]  # Chunks that found no row in the primary: `stores` and `promotions`.
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,7 +140,7 @@ def make_report(
     *,
     trace: str,
     seed: int,
-    best_hit_ratio: float,
+    extent: Extent,
     config: EngineConfig,
     engine: Mapping[str, Any],
     interrupted: bool,
@@ -156,7 +158,7 @@ def make_report(
         requests=tally.requests,
         chunk_references=tally.chunk_references,
         hit_ratio=tally.hit_ratio,
-        best_hit_ratio=best_hit_ratio,
+        best_hit_ratio=extent.hit_ratio(extent.best_hits),
         hits={name: tier.hits for name, tier in tiers.items()},
         bytes_moved={name: tier.bytes_loaded + tier.bytes_stored for name, tier in tiers.items()},
         wrong_chunks=tally.wrong_chunks,
@@ -174,7 +176,7 @@ def make_report(
         engine=engine,
         ttft_s=None if ttft_s is None else {name: distribution(samples) for name, samples in ttft_s.items()},
         model=model,
-        warnings=list(_warnings(config, tiers)),
+        warnings=[*too_long(extent, config.rows, "the primary"), *_warnings(config, tiers)],
     )
 
 
@@ -265,6 +267,7 @@ def _tier_report(totals: TierTotals, row_bytes: int) -> TierReport:
         dropped=totals.dropped,
         failed=totals.failed,
         skipped=totals.skipped,
+        refused=totals.refused,
     )
 
 
@@ -301,7 +304,7 @@ def _tables(report: Report) -> Iterator[Table]:
 
 def _tier_table(report: Report) -> Table:
     table = plain_table("tier")
-    for heading in ("hits", "share", "read", "written", "dropped", "failed"):
+    for heading in ("hits", "share", "read", "written", "refused", "dropped", "failed"):
         table.add_column(heading, justify="right")
     for name, tier in report.tiers.items():
         share = tier.hits / report.chunk_references if report.chunk_references else 0.0
@@ -311,6 +314,7 @@ def _tier_table(report: Report) -> Table:
             f"{share:.4f}",
             decimal(tier.bytes_loaded),
             decimal(tier.bytes_stored),
+            _reasons(tier.refused) if name == PRIMARY_NAME else "",
             _reasons(tier.dropped),
             _reasons(tier.failed),
         )

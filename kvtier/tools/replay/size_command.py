@@ -33,7 +33,7 @@ from kvtier.tools.replay.replay_command import (
     modelled_replay,
 )
 from kvtier.tools.replay.report import Figure, ModelPart, Quantiles, Report, make_report, model_table, quantiles
-from kvtier.tools.replay.study import Extent, measure
+from kvtier.tools.replay.study import Extent, measure, too_long
 from kvtier.tools.replay.tiered import Cascade, cascade_named
 from kvtier.tools.replay.traces import Trace
 from kvtier.tools.replay.virtual import DISK_QUEUE_CHUNKS, SSD, WITH_TIERING, Prefill, arrivals_s, without_tiering_s
@@ -81,6 +81,7 @@ class SizeReport(msgspec.Struct, frozen=True):
     without_tiering_ttft_s: Quantiles
     load_always: bool  # Whatever a tier had was loaded; else what was faster computed was.
     sizes: list[SizeCell]
+    warnings: list[str]  # Requests that are longer than the smallest primary.
     model: Sequence[ModelPart]  # Without the sizes.
 
 
@@ -328,7 +329,7 @@ def answer(question: Question, memory_bytes: int, disk_bytes: int) -> Answer:
         tally,
         trace=os.path.basename(requests.path),
         seed=0,
-        best_hit_ratio=question.extent.hit_ratio(question.extent.best_hits),
+        extent=question.extent,
         config=config,
         engine=prepared.engine,
         interrupted=False,
@@ -401,8 +402,14 @@ def _report(
         without_tiering_ttft_s=without,
         load_always=question.load_always,
         sizes=cells,
+        warnings=_too_long(question, min(cell.memory_bytes for cell in cells)),
         model=_model(question, max(reports, key=lambda report: len(report.tiers))),
     )
+
+
+def _too_long(question: Question, memory_bytes: int) -> list[str]:
+    chunks = memory_bytes // question.chunk_bytes
+    return too_long(question.extent, chunks, f"--memory {round_size(memory_bytes)}: a primary")
 
 
 def _model(question: Question, report: Report) -> list[ModelPart]:
@@ -489,5 +496,7 @@ def _show(report: SizeReport, console: Console, cascade: Cascade) -> None:
             f"{remedy} for a faster disk (--disk-speed, --bench).[/]",
             highlight=False,
         )
+    for warning in report.warnings:
+        console.print(f"[yellow]{warning}[/]", highlight=False)
     console.print()
     console.print(model_table(report.model))

@@ -27,6 +27,7 @@ from kvtier.tools.replay.report import (
     quantiles,
 )
 from kvtier.tools.replay.setup import settings_of
+from kvtier.tools.replay.study import Extent
 
 ROW_BYTES = 4_096
 CONFIG = EngineConfig.from_dict(
@@ -61,7 +62,13 @@ def tally_of(samples: int) -> Tally:
 
 
 def report_of(tally: Tally, **given: object) -> Report:
-    fixed = {"trace": "a $trace$ [bold]", "seed": 3, "best_hit_ratio": 0.75, "config": CONFIG, "engine": {}}
+    fixed = {
+        "trace": "a $trace$ [bold]",
+        "seed": 3,
+        "extent": Extent(100, 4, 100, 3, {}),
+        "config": CONFIG,
+        "engine": {},
+    }
     return make_report(tally, **({**fixed, "interrupted": False, "ttft_s": None, **given}))  # type: ignore[arg-type]
 
 
