@@ -57,13 +57,18 @@ class Reports:
         """Let the next batch of keys be sent."""
         self._acknowledged.set()
 
-    def usage(self) -> None:
-        """Say how full the tier is, at most once in `USAGE_EVERY_S`: now, or when that is over."""
-        if self._closed or self._usage_due is not None or not isinstance(self._backend, Measured):
+    def usage(self, *, now: bool = False) -> None:
+        """Say how full the tier is: `now`, or at most once in `USAGE_EVERY_S`."""
+        if self._closed or not isinstance(self._backend, Measured):
             return
-        loop = asyncio.get_running_loop()
-        due_at = max(loop.time(), self._usage_at + USAGE_EVERY_S)
-        self._usage_due = loop.call_at(due_at, self._post_usage, self._backend)
+        if now:
+            if self._usage_due is not None:
+                self._usage_due.cancel()
+            self._post_usage(self._backend)
+        elif self._usage_due is None:
+            loop = asyncio.get_running_loop()
+            due_at = max(loop.time(), self._usage_at + USAGE_EVERY_S)
+            self._usage_due = loop.call_at(due_at, self._post_usage, self._backend)
 
     def speed(self) -> None:
         """Say how fast the tier was seen to be: now, or when `SPEED_EVERY_S` are over since it was last said."""
