@@ -320,7 +320,8 @@ class CallLog:
             level = logging.DEBUG
         else:
             self._again_at[words] = now + LINES_EVERY_S
-        logger.log(level, "tier %s: " + words, self._name, *args, exc_info=error, stacklevel=2)
+        line = f"tier %s: {words}"
+        logger.log(level, line, self._name, *args, exc_info=error, stacklevel=2)
 
 
 def _completed(task: "asyncio.Task[Any]", log: CallLog) -> bool:
