@@ -182,9 +182,7 @@ class Inbox:
             if code is Code.REFUSED and transfer.operation is Operation.CASCADE:
                 tier.counters.drop("bridge", len(indices))
                 continue
-            if (
-                code is Code.MISSING and transfer.operation is Operation.PROMOTION
-            ):  # The tier has removed the chunk since it was known to hold it.
+            if code is Code.MISSING and transfer.operation is Operation.PROMOTION:  # It has gone since it was found.
                 tier.counters.misses += len(indices)
                 continue
             tier.counters.fail(code.name.lower(), len(indices))

@@ -15,6 +15,7 @@ from kvtier.backend import Added, Backend, Counted, Described, Inventory, Measur
 from kvtier.remedies import Remedy
 from kvtier.runner.messages import Found, Gone, Message, Scanned, TierSpeed, TierUsage, pack_keys
 from kvtier.runner.speed import SpeedMeter
+from kvtier.settings import shown_bytes
 
 SPEED_EVERY_S = 0.01  # Decisions are made by it: a change must be known before the next request is weighed.
 USAGE_EVERY_S = 1.0  # A gauge for people; more often only costs messages.
@@ -143,7 +144,7 @@ class Reports:
         holds = self._told("occupancy", tier.occupancy, Occupancy) if isinstance(tier, Measured) else None
         if holds is None:
             return f"all that it holds is known after {seconds:.2f} s"
-        return f"found {holds.chunks:,} chunks of {holds.used_bytes:,} bytes in {seconds:.2f} s"
+        return f"found {holds.chunks:,} chunks of {shown_bytes(holds.used_bytes)} in {seconds:.2f} s"
 
     def _say_start(self, finding: str) -> None:
         tier = self._backend

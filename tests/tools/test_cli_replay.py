@@ -294,7 +294,7 @@ def test_a_study_says_how_many_chunks_a_limit_kept_from_a_tier_and_which_limit_t
     dropped = told["tiers"]["0:fs"]["dropped"]["budget"]
     assert told["warnings"] == [
         f"tier 0:fs: {dropped:,} chunks were never stored in it; secondary_tiers[0].limits.store_bytes_in_flight was "
-        "268,435,456: raise it"
+        "256.0 MiB: raise it"
     ]
     assert f"{dropped:,} chunks were never stored in it" in capsys.readouterr().out
 

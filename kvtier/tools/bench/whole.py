@@ -23,6 +23,7 @@ from kvtier.engine.answers import LookupResult
 from kvtier.engine.steps import StepManager
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory import Region
+from kvtier.settings import shown_bytes
 from kvtier.tools.bench.figures import Pair, Row, Setting, Side, measured_rows, row_of, steps_of
 from kvtier.tools.bench.memory import plain_copies, rate_of
 from kvtier.tools.bench.raw import RawFile, takes_direct
@@ -60,8 +61,8 @@ class Drive:
         )
         if self.chunks < 2 * KEYS_A_WAIT:
             raise ConfigError(
-                f"cpu_bytes_to_use: {config.cpu_bytes_to_use:,} bytes given, at least "
-                f"{8 * KEYS_A_WAIT * config.row_bytes:,} accepted: fewer rows are no load to measure"
+                f"cpu_bytes_to_use: {shown_bytes(config.cpu_bytes_to_use)} given, at least "
+                f"{shown_bytes(8 * KEYS_A_WAIT * config.row_bytes)} accepted: fewer rows are no load to measure"
             )
         self.moved_bytes = self.chunks * config.row_bytes
         self.manager = StepManager.start(config)

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from kvtier import __version__
 from kvtier.config import PRIMARY_NAME, EngineConfig
+from kvtier.settings import shown_bytes
 from kvtier.tools.outputs import counted, plain_table
 from kvtier.tools.replay.replay import GPU_NAME, Sample, Tally, TierTotals
 from kvtier.tools.replay.study import Extent, too_long
@@ -186,8 +187,9 @@ def _warnings(config: EngineConfig, tiers: Mapping[str, TierReport]) -> Iterator
         limits = tier.limits
         by_bytes = limits.store_bytes_in_flight // config.row_bytes <= limits.store_chunks_in_flight
         field = "store_bytes_in_flight" if by_bytes else "store_chunks_in_flight"
+        was = shown_bytes(limits.store_bytes_in_flight) if by_bytes else f"{limits.store_chunks_in_flight:,}"
         for reason, path, limit in (
-            ("budget", f"secondary_tiers[{index}].limits.{field}", f"{getattr(limits, field):,}"),
+            ("budget", f"secondary_tiers[{index}].limits.{field}", was),
             ("pinned", "limits.cascade_share", f"{config.limits.cascade_share:g}"),
         ):
             chunks = tiers[tier.name].dropped.get(reason) if tier.name in tiers else None
@@ -312,8 +314,8 @@ def _tier_table(report: Report) -> Table:
             escape(name),
             f"{tier.hits:,}",
             f"{share:.4f}",
-            decimal(tier.bytes_loaded),
-            decimal(tier.bytes_stored),
+            shown_bytes(tier.bytes_loaded),
+            shown_bytes(tier.bytes_stored),
             _reasons(tier.refused) if name == PRIMARY_NAME else "",
             _reasons(tier.dropped),
             _reasons(tier.failed),
@@ -352,7 +354,7 @@ def figure_words(name: str, value: Figure) -> tuple[str, str]:
     if value is None:
         shown, per = "no limit", ""
     elif "_bytes" in name and isinstance(value, int | float):
-        shown = decimal(int(value))
+        shown = decimal(int(value)) if per else shown_bytes(int(value))  # Rates as drives' and links' makers give them.
     elif name.endswith("_s") and not per:
         words, shown = name.removesuffix("_s"), f"{value * 1_000:,.4g} ms" if isinstance(value, float) else str(value)
     elif isinstance(value, int | float):

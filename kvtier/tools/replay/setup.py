@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from kvtier.config import EngineConfig, TierConfig, TierLimits, tier_options
 from kvtier.errors import ConfigError
+from kvtier.settings import shown_bytes
 from kvtier.tools.outputs import check_directory
 from kvtier.tools.replay.study import Extent
 
@@ -93,8 +94,8 @@ def check_room(config: EngineConfig, extent: Extent, directory: str) -> None:
     free = disk_usage(directory).free
     if needed > free:
         raise ConfigError(
-            f"{directory}: the trace's chunks take about {needed:,} bytes, {free:,} are free; a directory elsewhere "
-            "(--fs DIR), or fewer requests (--limit N), accepted"
+            f"{directory}: the trace's chunks take about {shown_bytes(needed)}, {shown_bytes(free)} are free; "
+            "a directory elsewhere (--fs DIR), or fewer requests (--limit N), accepted"
         )
 
 

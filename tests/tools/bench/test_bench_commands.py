@@ -220,7 +220,7 @@ def test_json_and_picture_are_written_as_asked(tmp_path: Path) -> None:
         (["cpu", "--device", "tpu"], "--device 'tpu': expected one or more of cpu, cuda"),
         (["fs", "{tmp}/absent"], "DIR '{tmp}/absent': no such directory"),
         (["fs", "{tmp}", "--size", "lots"], "--size 'lots': expected sizes with commas between them"),
-        pytest.param(["fs", "{tmp}", "--size", "16GiB"], "bytes are needed", marks=pytest.mark.outside),
+        pytest.param(["fs", "{tmp}", "--size", "16GiB"], "GiB are needed", marks=pytest.mark.outside),
         (["fs", "{tmp}", "--layouts", "piles"], "--layouts 'piles': expected one or more of files"),
         (["fs", "{tmp}", "--io", "psychic"], "--io 'psychic': expected one or more of auto, direct, buffered"),
         (["tiers", "{tmp}/absent.toml"], "{tmp}/absent.toml: cannot be read"),
@@ -260,7 +260,7 @@ def test_an_engine_too_small_to_measure_is_refused(tmp_path: Path, capsys: pytes
     config = tmp_path / "engine.toml"
     config.write_text('cpu_bytes_to_use = "64KiB"\nchunk_bytes = "4KiB"\n[[secondary_tiers]]\ntype = "dummy"\n')
     assert run("tiers", config) == 2
-    assert "cpu_bytes_to_use: 65,536 bytes given, at least 262,144 accepted" in capsys.readouterr().err
+    assert "cpu_bytes_to_use: 64.0 KiB given, at least 256.0 KiB accepted" in capsys.readouterr().err
 
 
 def test_a_disk_that_fills_up_is_said_so_in_one_line() -> None:

@@ -138,8 +138,8 @@ def test_chunks_that_a_limit_kept_from_a_tier_are_said_with_their_number_and_the
 ) -> None:
     report = report_of(tally_of(10))
     assert report.warnings == [
-        "tier disk [1]: 7 chunks were never stored in it; secondary_tiers[0].limits.store_bytes_in_flight was 65,536: "
-        "raise it"
+        "tier disk [1]: 7 chunks were never stored in it; secondary_tiers[0].limits.store_bytes_in_flight was "
+        "64.0 KiB: raise it"
     ]
     print_report(report, Console(width=200))
     assert report.warnings[0] in capsys.readouterr().out

@@ -95,7 +95,7 @@ def test_a_directory_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -
 def test_a_trace_that_would_fill_the_disk_of_a_temporary_directory_is_refused(tmp_path: Path) -> None:
     check_room(engine({"type": "fs"}), Extent(1, 1, 1, 0, {1: 1}), str(tmp_path))
     check_room(engine({"type": "dummy"}), Extent(1, 1 << 40, 1 << 40, 0, {1: 1}), str(tmp_path))
-    with pytest.raises(ConfigError, match=r"the trace's chunks take about .* bytes, .* are free"):
+    with pytest.raises(ConfigError, match=r"the trace's chunks take about .* PiB, .* are free"):
         check_room(engine({"type": "fs"}), Extent(1, 1 << 40, 1 << 40, 0, {1: 1}), str(tmp_path))
 
 
