@@ -240,8 +240,10 @@ class Runner:
         task = asyncio.ensure_future(call)
         in_time, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
         if not in_time:
-            words = "%s ran out of time (%g s); see %s"
-            self._logs[tier.name].say(logging.WARNING, words, what, tier.deadline_s, Remedy.OVERDUE)
+            level = self._logs[tier.name].level(logging.WARNING, Remedy.OVERDUE)
+            logger.log(
+                level, "tier %s: %s ran out of time (%g s); see %s", tier.name, what, tier.deadline_s, Remedy.OVERDUE
+            )
         return task, bool(in_time)
 
     async def _ended(self, tier: RunnerTier, task: "asyncio.Task[Any]", *, in_time: bool) -> None:
@@ -310,34 +312,38 @@ class CallLog:
     """The log of one tier's calls: at most one line of each kind a minute. The owner's line of losses counts all."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
         self._again_at: dict[str, float] = {}
 
-    def say(self, level: int, words: str, *args: object, error: BaseException | None = None) -> None:
-        """Log a line that begins with the tier; at level DEBUG if its `words` were logged within the last minute."""
+    def level(self, level: int, kind: str) -> int:
+        """Return the level of a line; DEBUG if one of its kind was logged within the last minute."""
         now = asyncio.get_running_loop().time()
-        if now < self._again_at.get(words, -math.inf):
-            level = logging.DEBUG
-        else:
-            self._again_at[words] = now + LINES_EVERY_S
-        line = f"tier %s: {words}"
-        logger.log(level, line, self._name, *args, exc_info=error, stacklevel=2)
+        if now < self._again_at.get(kind, -math.inf):
+            return logging.DEBUG
+        self._again_at[kind] = now + LINES_EVERY_S
+        return level
 
 
 def _completed(task: "asyncio.Task[Any]", log: CallLog) -> bool:
     """Say whether an ended call returned; log it if not."""
     if task.cancelled():
-        log.say(logging.ERROR, "its call was cancelled from within; see %s", Remedy.CONTRACT)
+        level = log.level(logging.ERROR, "cancelled")
+        logger.log(level, "tier %s: its call was cancelled from within; see %s", log.name, Remedy.CONTRACT)
         return False
     error = task.exception()
     if error is None:
         return True
     if isinstance(error, BackendClosed):  # It is we who close: what was still queued is given up, and nobody's fault.
-        log.say(logging.INFO, "%s", error)
+        if log.level(logging.INFO, "closed") == logging.INFO:
+            logger.info("tier %s: %s", log.name, error)
     elif isinstance(error, BackendError):
-        log.say(logging.WARNING, "%s; see %s", error, Remedy.UNAVAILABLE)
+        level = log.level(logging.WARNING, Remedy.UNAVAILABLE)
+        logger.log(level, "tier %s: %s; see %s", log.name, error, Remedy.UNAVAILABLE)
     else:  # The supervisor's edge: a bug in a tier costs its hits, not the others'.
-        log.say(logging.ERROR, "its call raised what no tier may raise; see %s", Remedy.CONTRACT, error=error)
+        level = log.level(logging.ERROR, "raised")
+        logger.log(
+            level, "tier %s: its call raised what no tier may raise; see %s", log.name, Remedy.CONTRACT, exc_info=error
+        )
     return False
 
 
@@ -353,7 +359,10 @@ def _outcome(task: "asyncio.Task[Sequence[Outcome]]", chunks: int, log: CallLog)
         return _all(Code.UNAVAILABLE, chunks), _cause(task)
     outcomes = task.result()
     if len(outcomes) != chunks:
-        log.say(logging.ERROR, "%d outcomes for %d chunks; see %s", len(outcomes), chunks, Remedy.CONTRACT)
+        level = log.level(logging.ERROR, "outcomes")
+        logger.log(
+            level, "tier %s: %d outcomes for %d chunks; see %s", log.name, len(outcomes), chunks, Remedy.CONTRACT
+        )
         return _all(Code.FAILED, chunks), ""
     failed = {index: code_of(outcome) for index, outcome in enumerate(outcomes) if outcome is not None}
     if not failed:
