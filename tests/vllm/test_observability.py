@@ -234,4 +234,4 @@ def test_a_tier_behind_vllms_own_manager_says_how_it_goes(vllm_log, monkeypatch)
     for _ in range(4):
         summary.look()
     (line,) = vllm_log.getvalue().splitlines()
-    assert line == "kvtier: loaded 2.00 GiB, stored 3.00 GiB, disk holds 0.00 GiB of 8.00 GiB, 5 chunks dropped"
+    assert line == "kvtier: loaded 2.0 GiB, stored 3.0 GiB, disk holds 0 B of 8.0 GiB, 5 chunks dropped"
