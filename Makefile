@@ -52,10 +52,10 @@ $(INSTALLED): pyproject.toml .constraints.txt
 	PIP_CONSTRAINT=$(CURDIR)/.constraints.txt $(BIN)/python -m pip install --quiet --editable '.[dev,docs]'
 	touch $@
 
-demo: $(INSTALLED)  ## replay a generated workload with real bytes; figures, a picture and a page land in demo/
+demo: $(INSTALLED)  ## replay a generated workload with real bytes; figures and a picture land in demo/
 	mkdir -p $(DEMO)
-	$(BIN)/kvtier replay generated --json $(DEMO)/replay.json --plot $(DEMO)/replay.png --report $(DEMO)/replay.html
-	@echo "The figures are in $(DEMO)/replay.json, the picture in $(DEMO)/replay.png, a page with both in $(DEMO)/replay.html."
+	$(BIN)/kvtier replay generated --json $(DEMO)/replay.json --plot $(DEMO)/replay.png
+	@echo "The figures are in $(DEMO)/replay.json, the picture in $(DEMO)/replay.png."
 
 # What a test asks for says where it belongs (tests/conftest.py). Hypothesis tries 25 examples in `test`, 200 in `test-all`.
 # One worker more than there are cores, up to four: tests wait, too.

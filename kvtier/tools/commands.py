@@ -35,9 +35,6 @@ JsonOption = Annotated[
 PlotOption = Annotated[
     str | None, typer.Option("--plot", metavar="OUT", help="Draw the figures there: .png, .pdf or .svg.")
 ]
-ReportOption = Annotated[
-    str | None, typer.Option("--report", metavar="OUT", help="Write a page to look at there: .html, without links.")
-]
 LimitOption = Annotated[int | None, typer.Option(min=1, max=REQUESTS_MAX, help="Read at most this many requests.")]
 StrictOption = Annotated[
     bool, typer.Option("--strict", help="Refuse a trace that cannot be true, instead of warning of it.")
@@ -129,7 +126,6 @@ COMMANDS = {
         (
             "kvtier replay generated --limit 100",
             "kvtier replay trace.jsonl --config kvtier.toml --json report.json",
-            "kvtier replay generated --limit 100 --report replay.html",
             "kvtier replay trace.jsonl --virtual-time",
         ),
     ),
@@ -168,12 +164,6 @@ COMMANDS = {
         "tiers",
         "Measure the tiers of a configuration, end to end.",
         ("kvtier bench tiers kvtier.toml --size 1M --rounds 1 --json bench.json",),
-    ),
-    "report": Command(
-        "kvtier.tools.report.command",
-        "report",
-        "Make a page of up to five reports, beside each other.",
-        ("kvtier report before.json after.json", "kvtier report replay.json --output replay.html"),
     ),
     "completion": Command(
         "kvtier.tools.completion",

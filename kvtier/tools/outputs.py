@@ -12,7 +12,6 @@ import tempfile
 from collections.abc import Generator, Iterable
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
-from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, BinaryIO, Literal, NamedTuple, Self
 
@@ -218,14 +217,12 @@ def watched() -> bool:
     return Console(stderr=True).is_terminal and not _wishes.get().quiet
 
 
-def check_outputs(json_path: str | None, plot_path: str | None, report_path: str | None = None) -> None:
-    """Raise `ConfigError` before any work if what `--json`, `--plot` and `--report` ask for could not be written."""
+def check_outputs(json_path: str | None, plot_path: str | None = None) -> None:
+    """Raise `ConfigError` before any work if what `--json` and `--plot` ask for could not be written."""
     if json_path not in (None, STDOUT):
         check_writable("--json", json_path)
     if plot_path is not None:
         check_picture("--plot", plot_path)
-    if report_path is not None:
-        check_page("--report", report_path)
 
 
 def check_writable(option: str, path: str | os.PathLike[str]) -> None:
@@ -251,20 +248,10 @@ def check_picture(option: str, path: str) -> None:
     try:
         from matplotlib.figure import Figure  # An extra: most machines that serve have no use for pictures.
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{option} {path}: {error.name} is not installed; pip install 'kvtier[report]'") from error
+        raise ConfigError(f"{option} {path}: {error.name} is not installed; pip install 'kvtier[plot]'") from error
     known = Figure().canvas.get_supported_filetypes()
     if picture_format(path) not in known:
         raise ConfigError(f"{option} {path}: expected a name that ends in one of {', '.join(sorted(known))}")
-
-
-def check_page(option: str, path: str) -> None:
-    """Raise `ConfigError`, naming the command's option, if no page could be written there. Leaves nothing behind."""
-    check_writable(option, path)
-    for needed in ("jinja2", "matplotlib"):
-        if find_spec(needed) is None:
-            raise ConfigError(f"{option} {path}: {needed} is not installed; pip install 'kvtier[report]'")
-    if picture_format(path) not in PAGE_SUFFIXES:
-        raise ConfigError(f"{option} {path}: expected a name that ends in .html or .htm")
 
 
 def picture_format(path: str) -> str:

@@ -3,16 +3,10 @@
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
-
-from kvtier.tools.report.benches import bench_page
-from kvtier.tools.report.page import write_page
-from kvtier.tools.report.replays import replay_page
-from tests.tools.reports import bench_report, replay_report
 
 ROOT = Path(__file__).parents[2]
 SITE = ROOT / "site"
@@ -88,35 +82,3 @@ def test_a_page_leads_to_the_next_one_and_back(page: Page) -> None:
     page.wait_for_url("**/tutorial/first-steps.html")
     page.locator(".md-footer__link--prev").click()
     page.wait_for_url("**/index.html")
-
-
-# Reports, which are pages, too.
-
-LONG = "a-name-that-never-ends-" * 20
-REPORTS = {
-    "a replay": lambda: replay_page({"": replay_report()}),
-    "a replay with long names": lambda: replay_page({"": replay_report(tiers=(LONG, "<b>disk</b>"), trace=LONG)}),
-    "five replays": lambda: replay_page({f"{LONG}{run}": replay_report(samples=20 + run) for run in range(5)}),
-    "a benchmark": lambda: bench_page({"": bench_report(sizes=8, lines=6)}),
-    "five benchmarks": lambda: bench_page({f"{LONG}{run}": bench_report() for run in range(5)}),
-}
-NOT_DRAWN = "[...document.images].filter(image => !image.complete || image.naturalWidth === 0).length"
-
-
-@pytest.mark.parametrize("name", REPORTS)
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_report_fits_its_window_and_its_paper_and_asks_no_network(
-    page: Page, tmp_path: Path, name: str, scheme: Literal["light", "dark"]
-) -> None:
-    write_page(str(tmp_path / "report.html"), REPORTS[name]())
-    errors = told(page)
-    page.emulate_media(color_scheme=scheme)
-    page.goto((tmp_path / "report.html").as_uri(), wait_until="load")
-    assert page.locator("img").count() > 0
-    assert page.evaluate(NOT_DRAWN) == 0
-    for width in (LAPTOP, TELEPHONE):
-        page.set_viewport_size({"width": width, "height": HEIGHT})
-        assert page.evaluate(BEYOND_THE_WINDOW) == 0
-    page.emulate_media(media="print")
-    page.set_viewport_size({"width": PAPER, "height": HEIGHT})
-    assert (page.evaluate(BEYOND_THE_WINDOW), errors) == (0, [])

@@ -17,9 +17,7 @@ from hypothesis import strategies as st
 from kvtier.errors import BackendUnavailable
 from kvtier.tools.cli import main
 from kvtier.tools.commands import COMMANDS, JSON, command_line
-from kvtier.tools.outputs import as_json
 from kvtier.tools.replay.traces import Request, write_trace
-from tests.tools.reports import replay_report
 
 PROGRAM = "from kvtier.tools.cli import main; main()"
 DIRECTORY_COMMANDS = ("verify", "du", "ls", "prune")
@@ -83,7 +81,6 @@ def whole(name: str) -> list[str]:
         "bench tiers": ["good.toml"],
         "policies": ["trace.jsonl"],
         "replay": ["trace.jsonl"],
-        "report": ["good.json"],
         "selftest": ["--device", "cpu", "--parts", "bytes"],
         "size": ["trace.jsonl", "--kv-bytes-per-token", "8"],
         "top": ["1", "--once"],
@@ -119,12 +116,10 @@ def calls() -> Iterator[list[str]]:
         ("prune", "--to-size"),
     ):
         yield from ([*whole(name), option, bad] for bad in LISTS)
-    yield from ([*whole(name), "--report", bad] for name in ("replay", *BENCHES) for bad in (*OUTPUTS, "-", "out.png"))
-    yield from (["report", "good.json", "--output", bad] for bad in (*OUTPUTS, "-", "good.json"))
-    yield from (["report", bad] for bad in (*PLACES, *CONFIGS))
-    yield from (["report"], ["report", *["good.json"] * 6], ["report", "good.json", "absent"])
+    for name in ("policies", "replay", "size"):
+        yield from ([*whole(name), "--plot", bad] for bad in OUTPUTS)
     for name in ("policies", "replay", "size", *BENCHES):
-        yield from ([*whole(name), option, bad] for option in ("--json", "--plot") for bad in OUTPUTS)
+        yield from ([*whole(name), "--json", bad] for bad in OUTPUTS)
     yield from (["verify", "root", "--sample", bad] for bad in (*LISTS, "0", "0%", "101%", "1.5", "nan", "inf", "-1%"))
     yield from (["prune", "root", "--to-size", bad] for bad in ("0%", "101%", "-5%", "%", "nan%", "10", "10g"))
     yield from (["top", "1", "--once", "--interval", bad] for bad in (*NUMBERS, "10ms", "2h", "2d", "1m"))
@@ -194,7 +189,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "good.toml").write_text(
         'cpu_bytes_to_use = "1MiB"\nchunk_bytes = "4KiB"\n[[secondary_tiers]]\ntype = "dummy"'
     )
-    (folder / "good.json").write_bytes(as_json(replay_report()))
     for name, text in CONFIGS.items():
         (folder / name).write_text(text, encoding="latin-1")
     write_trace(

@@ -210,7 +210,7 @@ def test_without_matplotlib_a_picture_is_refused_with_the_remedy(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     monkeypatch.delitem(sys.modules, "kvtier.tools.pictures", raising=False)
     assert run("policies", trace, "--plot", str(tmp_path / "curve.png")) == 2
-    assert "pip install 'kvtier[report]'" in capsys.readouterr().err
+    assert "pip install 'kvtier[plot]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("args", [["policies"], ["policies", "generated", "--limit", "0"], ["polices"], ["--bad"]])

@@ -19,10 +19,8 @@ import pytest
 from kvtier.testing.conformance.lender import keys_of
 from kvtier.tools.cli import main
 from kvtier.tools.commands import COMMANDS, GROUPS, JSON
-from kvtier.tools.outputs import as_json
 from kvtier.tools.replay.traces import Request, write_trace
 from tests.docs.schemas import REPORTS, written
-from tests.tools.reports import replay_report
 
 CONFIG = """
 cpu_bytes_to_use = "1MiB"
@@ -47,8 +45,6 @@ def place(root: Path, store: Callable[..., list[Path]], monkeypatch: pytest.Monk
         root.parent / "trace.jsonl",
         [Request(1_000 * turn, 512 * turn, 1, tuple(range(turn))) for turn in range(1, 6)],
     )
-    for name in ("before", "after", "replay"):
-        (root.parent / f"{name}.json").write_bytes(as_json(replay_report()))
     return root.parent
 
 

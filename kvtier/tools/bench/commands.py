@@ -33,7 +33,7 @@ from kvtier.tools.bench.figures import (
 )
 from kvtier.tools.bench.files import LAYOUTS, Plan, TierCase, check_room, io_modes
 from kvtier.tools.bench.raw import fio_path
-from kvtier.tools.commands import JsonOption, PlotOption, ReportOption, listed
+from kvtier.tools.commands import JsonOption, listed
 from kvtier.tools.outputs import Scratch, bar, check_outputs, write_json
 
 SizeOption = Annotated[str, typer.Option(help="Bytes that one measurement moves.")]
@@ -57,22 +57,18 @@ def cpu(
     device: Annotated[str, typer.Option(help="Where the KV caches are: cpu, or cuda.")] = "cpu",
     rounds: RoundsOption = DEFAULT_ROUNDS,
     json_path: JsonOption = None,
-    plot_path: PlotOption = None,
-    report_path: ReportOption = None,
 ) -> None:
     """Measure memory copies and checksums, beside a plain memcpy."""
     found = _chunk_sizes(chunk_sizes)
     (place, *_) = names("--device", device, ("cpu", "cuda"))
     pages_on = place if pages else None
-    check_outputs(json_path, plot_path, report_path)
+    check_outputs(json_path)
     memory.check_pages(pages_on)
     run_bench(
         "kvtier bench cpu",
         lambda step: memory.measure_memory(found, rounds, step, pages_on=pages_on),
         memory.memory_steps(found, rounds, pages_on=pages_on),
         json_path=json_path,
-        plot_path=plot_path,
-        report_path=report_path,
     )
 
 
@@ -93,8 +89,6 @@ def fs(
     fsync: Annotated[bool, typer.Option("--fsync", help="Measure synced stores, too.")] = False,
     rounds: RoundsOption = DEFAULT_ROUNDS,
     json_path: JsonOption = None,
-    plot_path: PlotOption = None,
-    report_path: ReportOption = None,
 ) -> None:
     """Measure loads and stores of an fs tier, beside what plain threads (and fio, if installed) do on the same disk.
 
@@ -114,7 +108,7 @@ def fs(
         for depth in counts
         for synced in ((False, True) if fsync else (False,))
     ]
-    check_outputs(json_path, plot_path, report_path)
+    check_outputs(json_path)
     with ExitStack() as stack:
         plan = Plan(scratch_in(directory, stack), cases, size_bytes, rounds, fio_path())
         check_room(plan, found)
@@ -123,8 +117,6 @@ def fs(
             lambda step: files.measure_files(plan, found, step),
             len(found) * plan.steps(),
             json_path=json_path,
-            plot_path=plot_path,
-            report_path=report_path,
             directory=directory,
             show=print_by_chunk,
         )
@@ -135,8 +127,6 @@ def tiers(
     size: SizeOption = "64MiB",
     rounds: RoundsOption = DEFAULT_ROUNDS,
     json_path: JsonOption = None,
-    plot_path: PlotOption = None,
-    report_path: ReportOption = None,
 ) -> None:
     """Measure each tier of a configuration through a whole engine: loads, stores, waits and steps, at rest and busy.
 
@@ -147,7 +137,7 @@ def tiers(
     engine = EngineConfig.load(config)
     if not engine.secondary_tiers:
         raise ConfigError(f"{config}: secondary_tiers: none given, at least one accepted: there is nothing to measure")
-    check_outputs(json_path, plot_path, report_path)
+    check_outputs(json_path)
     with ExitStack() as stack:
         placed, directory = _placed(engine, stack)
         run_bench(
@@ -155,8 +145,6 @@ def tiers(
             lambda step: whole.measure_tiers(placed, size_bytes, rounds, step),
             whole.whole_steps(placed, rounds),
             json_path=json_path,
-            plot_path=plot_path,
-            report_path=report_path,
             directory=directory,
         )
 
@@ -167,8 +155,6 @@ def run_bench(
     steps: int,
     *,
     json_path: str | None,
-    plot_path: str | None,
-    report_path: str | None = None,
     directory: str | None = None,
     show: Callable[[Figures, Console], None] = print_figures,
 ) -> None:
@@ -190,15 +176,6 @@ def run_bench(
     machine, seconds = this_machine(before, directory), time.perf_counter() - begun
     figures = Figures(command=command, machine=machine, seconds=seconds, complete=failure is None, rows=rows)
     console = write_json(json_path, figures)
-    if plot_path is not None:
-        from kvtier.tools.pictures import write_figures_picture  # An extra: see `check_picture`.
-
-        write_figures_picture(plot_path, figures)
-    if report_path is not None:
-        from kvtier.tools.report.benches import bench_page  # Likewise.
-        from kvtier.tools.report.page import write_page
-
-        write_page(report_path, bench_page({"": figures}))
     show(figures, console)
     if failure is not None:
         raise failure

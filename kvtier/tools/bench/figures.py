@@ -280,24 +280,6 @@ def by_chunk(rows: Iterable[Row]) -> dict[str, dict[str, dict[int | None, Row]]]
     return found
 
 
-def beside_each_other(runs: Mapping[str, Figures]) -> dict[str, dict[str, dict[str, Row]]]:
-    """Return rows by limit, label and run: what differs by its chunk size alone stands together."""
-    label = told_apart([row for figures in runs.values() for row in figures.rows])
-    found: dict[str, dict[str, dict[int | None, dict[str, Row]]]] = {}
-    for name, figures in runs.items():
-        for row in figures.rows:
-            sizes = found.setdefault(row.limit_is, {}).setdefault(label(row), {})
-            sizes.setdefault(row.chunk_bytes, {})[name] = row
-    return {
-        limit: {
-            words if size is None else f"{words}, {shown_chunk(size)}": rows
-            for words, sizes in lines.items()
-            for size, rows in sizes.items()
-        }
-        for limit, lines in found.items()
-    }
-
-
 def _limit_cell(lines: Mapping[str, Mapping[int | None, Row]], size: int) -> str:
     """Return what the limit itself reached. Where it differs from line to line, there is no one figure."""
     limits = {shown(rows[size].limit) for rows in lines.values() if size in rows}

@@ -1,14 +1,12 @@
-"""What all pictures share: colours, axes with units, labels at the ends of lines, files and SVG."""
+"""What all pictures share: colours, axes with units, labels at the ends of lines, and files."""
 
 # matplotlib leaves the types of its keyword arguments out:
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
-import io
 import warnings
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
-from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, NullFormatter, StrMethodFormatter
@@ -18,11 +16,6 @@ from kvtier.tools.outputs import picture_format, replacing
 DOTS_PER_INCH = 150
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#888888")
 """Okabe and Ito's: told apart by people who do not see all colours, on white and on black."""
-BLACK = b"#000000"
-INK = (
-    b"<style>svg { color: #1b1f24; fill: currentColor; } "
-    b"@media screen and (prefers-color-scheme: dark) { svg { color: #e6edf3; } }</style>"
-)
 LABEL_GAP = 0.05  # Between two labels at the ends of lines, as a share of the picture's height.
 LABEL_CHARACTERS_MAX = 24  # Of a name beside a line or a bar. The tables have the whole.
 LEGEND_CHARACTERS = 80  # In a row above a picture of full width.
@@ -110,17 +103,6 @@ def save(figure: Figure, path: str) -> None:
     """Write a picture in the format that the file's name asks for."""
     with replacing(path) as file, _any_letters():
         figure.savefig(file, format=picture_format(path), dpi=DOTS_PER_INCH)
-
-
-def svg(figure: Figure) -> bytes:
-    """Return a picture as SVG with shapes for letters, so that it looks the same everywhere. It names no date.
-
-    What is black is light where whoever looks wants dark pages.
-    """
-    file = io.BytesIO()
-    with rc_context({"svg.fonttype": "path", "svg.hashsalt": "kvtier"}), _any_letters():
-        figure.savefig(file, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    return file.getvalue().replace(BLACK, b"currentColor").replace(b"<style", INK + b"<style", 1)
 
 
 @contextmanager

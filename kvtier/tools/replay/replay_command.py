@@ -16,7 +16,7 @@ from kvtier.config import EngineConfig
 from kvtier.errors import ConfigError
 from kvtier.testing.virtual_time import VirtualTimeLoop
 from kvtier.tools import statuses
-from kvtier.tools.commands import JsonOption, LimitOption, PlotOption, ReportOption, StrictOption
+from kvtier.tools.commands import JsonOption, LimitOption, PlotOption, StrictOption
 from kvtier.tools.outputs import bar, busy, check_directory, check_outputs, temporary_directory, write_json
 from kvtier.tools.replay.replay import CONCURRENCY, CONCURRENCY_MAX, GPU_NAME, ChunkSource, Replay, Tally
 from kvtier.tools.replay.report import ModelPart, Report, make_report, print_report
@@ -96,7 +96,6 @@ def replay(
     strict: StrictOption = False,
     json_path: JsonOption = None,
     plot_path: PlotOption = None,
-    report_path: ReportOption = None,
     concurrency: Annotated[
         int, typer.Option(min=1, max=CONCURRENCY_MAX, help="Requests open at once, a task each; not in virtual time.")
     ] = CONCURRENCY,
@@ -161,7 +160,7 @@ def replay(
             f"--concurrency {concurrency}: accepted without --virtual-time only: in virtual time, --slots says how "
             "many requests are served at once"
         )
-    check_outputs(json_path, plot_path, report_path)
+    check_outputs(json_path, plot_path)
     requests = open_trace(trace, workload=Workload(seed=seed), limit=limit, strict=strict)
     options = Options(
         requests,
@@ -180,7 +179,7 @@ def replay(
         report = _run(prepared, options)
         console = write_json(json_path, report)
         if not report.interrupted:  # Drawing takes a second, and that long nobody waits.
-            _draw(report, plot_path, report_path)
+            _draw(report, plot_path)
         print_report(report, console)
         if report.interrupted:
             raise typer.Exit(statuses.INTERRUPTED)
@@ -188,16 +187,11 @@ def replay(
         raise typer.Exit(statuses.DATA_WRONG)
 
 
-def _draw(report: Report, plot_path: str | None, report_path: str | None) -> None:
+def _draw(report: Report, plot_path: str | None) -> None:
     if plot_path is not None:
         from kvtier.tools.pictures import write_replay_picture  # An extra: see `check_picture`.
 
         write_replay_picture(plot_path, report)
-    if report_path is not None:
-        from kvtier.tools.report.page import write_page  # Likewise.
-        from kvtier.tools.report.replays import replay_page
-
-        write_page(report_path, replay_page({"": report}))
 
 
 def _measured(requests: Trace | GeneratedTrace) -> Extent:

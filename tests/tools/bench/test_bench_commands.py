@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.tools.bench.commands import run_bench
-from kvtier.tools.bench.figures import Row
+from kvtier.tools.bench.figures import Figures, Row, load, print_by_chunk, this_machine
 from kvtier.tools.bench.files import LAYOUTS
 from kvtier.tools.cli import main
 from kvtier.tools.commands import COMMANDS
-from tests.tools.reports import bench_report
 
 ROOT = Path(__file__).parents[3]
 KVTIER = [sys.executable, "-c", "from kvtier.tools.cli import main; main()"]
@@ -197,15 +197,51 @@ def test_figures_for_standard_output_go_there_alone(
     assert shown.err == ""
 
 
-def test_json_and_picture_are_written_as_asked(tmp_path: Path) -> None:
-    out, picture = tmp_path / "out.json", tmp_path / "out.svg"
-    assert run(*CPU, "--json", out, "--plot", picture) == 0
+def test_json_is_written_as_asked(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert run(*CPU, "--json", out) == 0
     assert [row["operation"] for row in json.loads(out.read_text())["rows"]] == [
         "write rows",
         "read rows",
         "checksum",
     ]
-    assert picture.read_bytes().startswith(b"<?xml")
+
+
+def figures_of_three_operations() -> Figures:
+    """Return figures of three operations beside two limits, for two chunk sizes."""
+    rows = [
+        Row(
+            operation=f"store {line}",
+            chunk_bytes=(128 << 10) << size,
+            settings={"layout": "files" if line % 2 else "segments", "depth": 4},
+            unit="MB/s",
+            figure=100.0 * (line + 1),
+            limit=250.0,
+            limit_is=limit,
+            ratio=0.4 * (line + 1),
+            spread=(0.3 * (line + 1), (0.9 if line == 1 else 0.5) * (line + 1)),
+            figure_spread=(90.0, 110.0),
+            limit_spread=(240.0, 260.0),
+            rounds=3,
+        )
+        for limit in ("pwritev of one file", "preadv <of> one file")
+        for line in range(3)
+        for size in range(2)
+    ]
+    return Figures(command="kvtier bench fs", machine=this_machine(load(), "/"), seconds=1.0, rows=rows)
+
+
+def test_the_screen_has_a_column_for_each_chunk_size_and_marks_what_is_unsure(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    print_by_chunk(figures_of_three_operations(), Console(width=200))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == ["operation", "128", "KiB", "256", "KiB"]
+    assert lines[1] == ["pwritev", "of", "one", "file", "250", "250"]
+    assert lines[2] == ["store", "0,", "segments", "100", "0.40", "100", "0.40"]
+    assert lines[3] == ["store", "1,", "files", "200", "0.80~", "200", "0.80~"]
+    assert [*filter(None, lines)][9][:6] == ["MB/s", "and", "ratio", "by", "chunk", "size;"]
+    assert "All: depth 4." in " ".join(" ".join(line) for line in lines)
 
 
 # What is refused.
@@ -268,7 +304,7 @@ def test_a_disk_that_fills_up_is_said_so_in_one_line() -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(ConfigError, match="/somewhere: No space left on device; a smaller --size accepted"):
-        run_bench("bench", work, 1, json_path=None, plot_path=None, directory="/somewhere")
+        run_bench("bench", work, 1, json_path=None, directory="/somewhere")
 
 
 # How it ends.
@@ -278,14 +314,14 @@ def test_a_disk_that_fills_up_is_said_so_in_one_line() -> None:
 def test_what_was_measured_is_written_though_the_run_ends_early(
     end: BaseException, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out, (row, *_) = tmp_path / "out.json", bench_report().rows
+    out, (row, *_) = tmp_path / "out.json", figures_of_three_operations().rows
 
     def work(step: Callable[[], None]) -> Iterator[Row]:
         yield row
         raise end
 
     with pytest.raises(type(end)):
-        run_bench("bench", work, 1, json_path=str(out), plot_path=None)
+        run_bench("bench", work, 1, json_path=str(out))
     told = json.loads(out.read_text())
     assert (len(told["rows"]), told["complete"]) == (1, False)
     shown = capsys.readouterr().out

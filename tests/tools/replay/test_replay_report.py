@@ -94,6 +94,10 @@ def test_the_json_has_every_figure_under_its_name() -> None:
     assert told["tiers"]["disk [1]"]["dropped"] == {"budget": 7}
 
 
+def test_a_name_in_letters_that_the_pictures_font_lacks_is_no_warning(tmp_path: Path) -> None:
+    write_replay_picture(str(tmp_path / "replay.png"), report_of(tally_of(20), trace="跟踪.jsonl"))
+
+
 def test_nothing_replayed_is_a_report_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     report = report_of(Tally(100), interrupted=True)
     told = json.loads(as_json(report))
