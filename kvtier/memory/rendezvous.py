@@ -38,7 +38,7 @@ class Apart(ConfigError):
 
     def __init__(self, path: str, missing: Sequence[int], participants: int) -> None:
         """Name those that are missing."""
-        self.missing = missing
+        self.path, self.missing = path, missing
         super().__init__(
             f"{path}: participants {ranges(missing)} of {participants} have not mapped it on {socket.gethostname()}:"
             " run all of them on one host, with one shared memory"
