@@ -103,7 +103,8 @@ class StepManager:
         seconds for which a request waited for loads.
 
         Raises:
-            ConfigError: the configuration cannot be used; nothing was left behind.
+            ConfigError: the configuration cannot be used, or not all participants have mapped the region; nothing was
+                left behind.
             BackendUnavailable: a tier cannot be opened now.
         """
         if config.runner == "inline":
@@ -116,6 +117,8 @@ class StepManager:
         bridge_class = ThreadBridge if config.runner == "thread" else ProcessBridge
         try:
             config = checked(config)
+            if region is not None:
+                region.require_met()
             region = region or make_region(config)
             bridge = bridge_class(config, region)
         except BaseException:

@@ -16,6 +16,7 @@ from kvtier.testing.conformance.lender import keys_of, label
 from kvtier.tools.cli import main
 from kvtier_backends.fs import FsBackend, FsOptions
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
+from kvtier_backends.fs.segments.segment import read_header
 
 ROW_BYTES = 8_192
 SLOT_BYTES = ROW_BYTES + FOOTER_BYTES
@@ -171,6 +172,25 @@ def test_a_segment_with_a_damaged_first_page_goes_when_its_engine_has_gone(
     assert (status, json.loads(out)["files"]) == (0, 1)
     assert run("verify", root)[0] == 0
     assert not list(root.glob("*_segments/*.seg"))
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "slots"),
+    [(ROW_BYTES, 1 << 60), (ROW_BYTES, 1 << 27), (1 << 62, 1), (1 << 44, 2), (0, 1 << 30), (ROW_BYTES, 0), (100, 5)],
+)
+def test_a_first_page_that_speaks_of_more_than_a_segment_can_hold_is_not_believed(
+    root: Path, store: Callable[..., list[Path]], run: Callable[..., tuple[int, str]], row_bytes: int, slots: int
+) -> None:
+    """Its checksum is right: whoever may write there has made it. The file itself is empty but for some pages."""
+    (segment,) = store(keys_of(2), layout="segments")
+    header = read_header(segment.read_bytes()[:HEADER_BYTES])
+    overwrite(segment, 0, header._replace(row_bytes=row_bytes, slots=slots).written())
+    os.truncate(segment, 1 << 41)
+    status, out = run("verify", root, "--json")
+    assert (status, json.loads(out)["corrupt"]) == (1, {"header": 1})
+    assert run("ls", root)[0] == 0
+    assert run("du", root)[0] == 0
+    assert recalled(root, 2) == ["ChunkMissing"] * 2
 
 
 def test_a_segment_of_a_later_format_is_not_corrupt(

@@ -29,7 +29,7 @@ from kvtier_backends.fs.files.layout import FilesLayout
 from kvtier_backends.fs.layout import Layout, OpenTier, open_tier
 from kvtier_backends.fs.options import FsOptions, LayoutOptions
 from kvtier_backends.fs.segments.layout import SegmentsLayout
-from kvtier_backends.fs.segments.segment import HEADER_BYTES
+from kvtier_backends.fs.segments.segment import HEADER_BYTES, SEGMENT_BYTES_MOST
 
 LAYOUTS: dict[str, Callable[[OpenTier[Any]], Layout]] = {"files": FilesLayout, "segments": SegmentsLayout}
 
@@ -176,4 +176,9 @@ def _require_room_for_a_chunk(options: LayoutOptions, row_bytes: int) -> None:
                 f"{name}: {given_bytes:,} bytes given, at least one chunk's {chunk_bytes:,} (its row and a footer)"
                 " accepted: nothing could ever be stored"
             )
+    if options.layout == "segments" and chunk_bytes > SEGMENT_BYTES_MOST:
+        raise ConfigError(
+            f"chunk_bytes: chunks of {chunk_bytes:,} bytes with their footers given, at most {SEGMENT_BYTES_MOST:,} "
+            'accepted with layout = "segments": a segment is no longer'
+        )
     require_file_bytes(chunk_bytes + (HEADER_BYTES if options.layout == "segments" else 0))

@@ -35,6 +35,15 @@ class Address(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+def told_address(host: str, port: str) -> Address | None:
+    """Return the address that a server names; None if it is no host with a port from 1 to 65,535.
+
+    A server never names a path: that would send us, and our password, to any socket of this machine.
+    """
+    is_port = port.isascii() and port.isdecimal() and len(port) <= len(str(PORT_MAX)) and 1 <= int(port) <= PORT_MAX
+    return Address(host, int(port)) if is_port and host != "?" and _is_host(host) else None
+
+
 class RedisOptions(SealOptions, frozen=True, kw_only=True):
     """Servers and how they are used. How much they hold, and what goes for room, is the servers' own configuration."""
 
@@ -203,12 +212,12 @@ def _address(text: str, where: str, port: int) -> Address:
     if not colon or text.endswith("]") or (text.count(":") > 1 and not text.startswith("[")):
         host, number = text, str(port)
     name = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not number.isdecimal() or not 1 <= int(number) <= PORT_MAX or not _is_host(name):
+    if (address := told_address(name, number)) is None:
         raise ConfigError(f"{where}: {text!r} given, 'host:port' or 'unix:/path' accepted")
-    return Address(name, int(number))
+    return address
 
 
 def _is_host(name: str) -> bool:
     with suppress(UnicodeError):  # A part of it is empty, or too long.
-        return bool(name.encode("idna")) and not any(mark.isspace() or mark in "[]" for mark in name)
+        return bool(name.encode("idna")) and name.isprintable() and not set(name) & set(" []/@")
     return False

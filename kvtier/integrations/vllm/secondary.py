@@ -33,6 +33,7 @@ from kvtier.engine.requests import by_position
 from kvtier.engine.steps import say_start
 from kvtier.errors import ConfigError
 from kvtier.integrations.vllm.events import INFO_KEYS, Media, config_info, offloading_events
+from kvtier.integrations.vllm.hosts import require_rows_of_all, rows_fd
 from kvtier.integrations.vllm.manager import hint_in
 from kvtier.integrations.vllm.options import SecondaryOptions, read_secondary_options, secondary_config
 from kvtier.integrations.vllm.rows import namespace_of, plan_rows
@@ -68,6 +69,7 @@ class KVTierSecondaryTier(SecondaryTierManager):
         log_as_vllm()
         options = read_secondary_options(given)
         config = _engine_config(offloading_spec, primary_kv_view, options)
+        require_rows_of_all(offloading_spec)
         bridge, self._region = _start(offloading_spec, primary_kv_view, config)
         events = offloading_spec.kv_events_config.enable_kv_cache_events and options.enable_kv_events
         self._config = config
@@ -209,8 +211,8 @@ def _check_thread(config: EngineConfig) -> None:
 
 def _rows_fd(spec: OffloadingSpec, size_bytes: int) -> int | None:
     """Return the descriptor of vLLM's rows; None if they are not in one file (as vLLM 0.33 has them from 1 GiB on)."""
-    fd = getattr(getattr(spec, "_scheduler_mmap", None), "fd", None)
-    return fd if isinstance(fd, int) and os.fstat(fd).st_size == size_bytes else None
+    fd = rows_fd(spec)
+    return fd if fd is not None and os.fstat(fd).st_size == size_bytes else None
 
 
 def _unpacked(job: TransferJob) -> tuple[int, Sequence[OffloadKey], list[int], str]:

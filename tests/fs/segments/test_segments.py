@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from kvtier.backend import Kind
 from kvtier.backend.contract import Added, Removed, ScanDone, TierContext
 from kvtier.backend.keys import OffloadKey
-from kvtier.backend.namespace import FileMapper
+from kvtier.backend.namespace import FileMapper, Namespace
 from kvtier.errors import BackendClosed, BackendUnavailable, ConfigError, NoSpace, TransferFailed, cause_of
 from kvtier.testing.conformance import Lender
 from kvtier.testing.conformance.lender import key_of, keys_of, label
@@ -277,9 +277,15 @@ def test_what_segments_cannot_do_is_refused(options: dict[str, object], message:
         FsOptions(root="x", layout="segments", **options)  # type: ignore[arg-type]
 
 
-@given(st.integers(0, 2**63), st.integers(0, 2**63), st.binary(min_size=32, max_size=32))
-def test_a_header_is_read_as_it_was_written(row_bytes: int, slots: int, fingerprint: bytes) -> None:
-    header = Header(row_bytes, slots, fingerprint)
+async def test_a_chunk_that_is_longer_than_any_segment_is_refused(root: Path) -> None:
+    context = TierContext("0:fs", FileMapper(Namespace(model_name="org/model")), 8 << 30)
+    with pytest.raises(ConfigError, match=r"^chunk_bytes: .* at most 8,589,934,592 accepted with layout"):
+        await FsBackend.open(FsOptions(root=str(root), layout="segments"), context)
+
+
+@given(st.integers(1, 1_000), st.integers(1, 2_000), st.binary(min_size=32, max_size=32))
+def test_a_header_is_read_as_it_was_written(pages: int, slots: int, fingerprint: bytes) -> None:
+    header = Header(4_096 * pages, slots, fingerprint)
     page = header.written()
     assert read_header(page) == header
     assert read_header(page[:-1]) is None

@@ -19,13 +19,12 @@ from kvtier_backends.fs.options import SegmentsOptions
 from kvtier_backends.fs.segments.catalog import Catalog
 from kvtier_backends.fs.segments.checkpoint import RECORD_BYTES_MAX
 from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
-from kvtier_backends.fs.segments.segment import HEADER_BYTES, Segment
+from kvtier_backends.fs.segments.segment import HEADER_BYTES, SEGMENT_BYTES_MOST, Segment
 from kvtier_backends.fs.segments.wiping import Wiping
 
 logger = logging.getLogger(__name__)
 
-SEGMENT_BYTES_LEAST = 16 << 20  # The first one's; each makes the tier twice as large,
-SEGMENT_BYTES_MOST = 8 << 30  # up to this: 10 TiB are then some 1,300 open files.
+SEGMENT_BYTES_LEAST = 16 << 20  # The first one's; each makes the tier twice as large, up to `SEGMENT_BYTES_MOST`.
 SYNCED_BYTES_MOST = 64 << 20  # With fsync they are written all over first, for which stores wait.
 FULL_PAUSE_S = 10.0  # A full disk is asked again after so long.
 TICK_S = 10.0

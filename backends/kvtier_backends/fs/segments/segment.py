@@ -26,6 +26,7 @@ HEADER_BYTES = PAGE_BYTES
 MAGIC = b"\x89kvtseg\n"
 VERSION = 1
 WIPED = memoryview(mmap.mmap(-1, FOOTER_BYTES))  # Aligned zeros, which nobody changes.
+SEGMENT_BYTES_MOST = 8 << 30  # All slots; 10 TiB are then some 1,300 open files.
 AHEAD_SLOTS = 256  # Footers that are asked for before the first of them is read.
 
 _HEAD = struct.Struct("<8sIIQQ32s")
@@ -63,14 +64,19 @@ class Header(NamedTuple):
 
 
 def read_header(page: bytes) -> Header | None:
-    """Read a segment's first page; None if it is damaged, of another version, or no first page."""
+    """Read a segment's first page; None if it is damaged, of another version, or no first page.
+
+    One that speaks of more than a segment can hold is damaged, too: its checksum keeps no secret.
+    """
     if len(page) != HEADER_BYTES:
         return None
     magic, version, _, row_bytes, slots, fingerprint = _HEAD.unpack_from(page)
     (checksum,) = _CHECKSUM.unpack_from(page, _CHECKSUM_AT)
     if (magic, version) != (MAGIC, VERSION) or checksum != xxh3_64_intdigest(page[:_CHECKSUM_AT]):
         return None
-    return Header(row_bytes, slots, fingerprint)
+    header = Header(row_bytes, slots, fingerprint)
+    whole = slots and row_bytes and not row_bytes % PAGE_BYTES
+    return header if whole and header.file_bytes <= HEADER_BYTES + SEGMENT_BYTES_MOST else None
 
 
 def is_later(page: bytes) -> bool:
