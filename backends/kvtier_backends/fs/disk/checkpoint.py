@@ -58,13 +58,13 @@ class Records(NamedTuple):
 
     content: bytes
     begin: int  # Of the first, in the content.
-    count: int
+    chunks: int
     key_bytes: int  # To which each key is padded.
     form: struct.Struct
 
     def batches(self) -> Iterator[list[Record]]:
         """Yield them decoded."""
-        packed = memoryview(self.content)[self.begin : self.begin + self.count * self.form.size]
+        packed = memoryview(self.content)[self.begin : self.begin + self.chunks * self.form.size]
         records = self.form.iter_unpack(packed)
         while batch := [
             (OffloadKey(key[:key_bytes]), *said) for key_bytes, key, *said in islice(records, INVENTORY_BATCH_KEYS)
@@ -130,7 +130,7 @@ class CheckpointFile:
             self._counters.count("checkpoints_ignored")
             logger.info("%s: no checkpoint of this namespace and version, or torn; ignored", self._name)
         else:
-            self._counters.count("checkpoint_chunks", found[1].count)
+            self._counters.count("checkpoint_chunks", found[1].chunks)
         return found
 
     def _written(
@@ -151,9 +151,7 @@ class CheckpointFile:
             yield part
         yield _CHECKSUM.pack(total.intdigest())
 
-    def _found(
-        self, content: bytes, preamble: Callable[[memoryview], tuple[T, int]]
-    ) -> tuple[T, Records] | None:
+    def _found(self, content: bytes, preamble: Callable[[memoryview], tuple[T, int]]) -> tuple[T, Records] | None:
         end = len(content) - _CHECKSUM.size
         if end < _HEAD.size or len(content) > self._format.bytes_max:
             return None
@@ -171,8 +169,8 @@ class CheckpointFile:
         except (OSError, ValueError, struct.error):  # Whoever has made it knew the checksum, and nothing else.
             return None
         form, begin = self._format.record(longest), _HEAD.size + size
-        count, rest = divmod(end - begin, form.size)
-        return None if rest or count < 0 else (said, Records(content, begin, count, longest, form))
+        chunks, rest = divmod(end - begin, form.size)
+        return None if rest or chunks < 0 else (said, Records(content, begin, chunks, longest, form))
 
 
 class CheckpointSchedule:

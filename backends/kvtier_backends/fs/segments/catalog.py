@@ -67,6 +67,11 @@ class Catalog:
         """Return True if the checkpoint alone says what a slot holds."""
         return self._slots.is_candidate(slot)
 
+    def has_candidate(self, keys: Iterable[OffloadKey]) -> bool:
+        """Return True if the checkpoint alone says where the chunk of one of these keys is."""
+        slots = map(self._slots.of.get, keys) if self.scanning else ()
+        return any(slot is not None and self.is_candidate(slot) for slot in slots)
+
     def unsettled(self) -> list[int]:
         """Return the slots of which a footer may say something else than this."""
         return [*self._under_way, *self.outdated.slots()]
@@ -201,7 +206,7 @@ class Catalog:
         for key in added:
             self.inventory.added(key)
         for index in others:
-            if not chunks.candidates[index]:
+            if not chunks.candidates[index] and self._slots.keys[chunks.slots[index]] is None:
                 self.found(chunks.held(index))
 
     def looked(self, first: int, count: int, chunks: Iterable[Held]) -> None:

@@ -55,19 +55,14 @@ class Chunks(NamedTuple):
     sequences: NDArray[np.uint64]
     used_at_ns: NDArray[np.uint64]
     lengths: NDArray[np.uint8]
-    records: Records | None
+    records: Records
 
     def keys(self, chosen: NDArray[np.intp]) -> list[OffloadKey]:
         """Return the keys of chosen chunks."""
-        if self.records is None:
-            return []
         content, begin, _, _, form = self.records
         places = begin + _LENGTH_BYTES + chosen * form.size
         ends = places + self.lengths[chosen]
         return [OffloadKey(content[at:end]) for at, end in zip(places.tolist(), ends.tolist(), strict=True)]
-
-
-NO_CHUNKS = Chunks(*(np.zeros(0, np.uint64),) * 3, np.zeros(0, np.uint8), None)
 
 
 class Memory(NamedTuple):
@@ -99,11 +94,11 @@ class SlotCheckpoint:
         lengths = Counter(len(key) for key in snapshot.keys if key is not None)
         self._file.write(lengths, snapshot.held(), lambda whole: _preamble(segments, whole=whole))
 
-    def read(self) -> Memory:
-        """Return the content of the last checkpoint; nothing if no checkpoint can be used."""
+    def read(self) -> Memory | None:
+        """Return the content of the last checkpoint; None if no checkpoint can be used."""
         found = self._file.read(_read_preamble)
         if found is None:
-            return Memory(same_boot=False, segments=[], chunks=NO_CHUNKS)
+            return None
         (same_boot, segments), records = found
         return Memory(same_boot, segments, _columns(records))
 
@@ -139,7 +134,7 @@ def _columns(records: Records) -> Chunks:
             "itemsize": records.form.size,
         }
     )
-    table = np.frombuffer(records.content, row, records.count, records.begin)
+    table = np.frombuffer(records.content, row, records.chunks, records.begin)
     lengths = np.minimum(table["length"], records.key_bytes).astype(np.uint8)
     return Chunks(table["slot"], table["sequence"], table["used_at_ns"], lengths, records)
 

@@ -18,7 +18,9 @@ from kvtier_backends.fs.segments.storing import SlotStoring
 from kvtier_backends.fs.segments.wiping import Wiping
 
 SCAN_PATIENCE_S = 0.5  # So long after the start a call waits for the scan of what it needs, if it needs it.
-RECALL_PATIENCE_S = 5.0  # And for the checkpoint: ten million chunks at 2 million a second. A miss now would be believed
+RECALL_PATIENCE_S = (
+    5.0  # And for the checkpoint: ten million chunks at 2 million a second. A miss now would be believed
+)
 # for `answer_ttl_s`, and computing a prefix takes as long.
 
 
@@ -54,7 +56,10 @@ class SegmentsLayout:
         return [key in self._catalog for key in keys]
 
     async def load(self, reads: Sequence[Read]) -> tuple[list[Outcome], int]:
-        await self._are_known([read.key for read in reads])
+        keys = [read.key for read in reads]
+        await self._are_known(keys)
+        if self._catalog.has_candidate(keys):  # A later chunk of the key may lie where nobody has looked yet.
+            await self._is_scanned()
         try:
             return await self._loading(reads)
         finally:

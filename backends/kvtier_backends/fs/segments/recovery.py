@@ -16,7 +16,7 @@ from kvtier_backends.fs.disk.footer import FOOTER_BYTES, Fault, Footer, read_foo
 from kvtier_backends.fs.disk.temporaries import Sweep
 from kvtier_backends.fs.layout import OpenTier
 from kvtier_backends.fs.options import SegmentsOptions
-from kvtier_backends.fs.segments.checkpoint import Chunks, Memory, Remembered, SlotCheckpoint
+from kvtier_backends.fs.segments.checkpoint import Chunks, Remembered, SlotCheckpoint
 from kvtier_backends.fs.segments.folder import SegmentFolder, Unusable
 from kvtier_backends.fs.segments.segment import Segment
 from kvtier_backends.fs.segments.slots import Held, Recalled
@@ -126,8 +126,11 @@ class Recovery:
     def recalled(self) -> Iterator[Recalled]:
         """Yield the chunks of the last checkpoint that lie in opened segments, which have their first slots."""
         memory = self._checkpoint.read()
+        if memory is None:
+            return
         segments = {segment.name: segment for segment in self.opened}
-        there = sorted((each for each in memory.segments if _is_there(segments, each)), key=lambda each: each.first_slot)
+        there = [each for each in memory.segments if _is_there(segments, each)]
+        there.sort(key=lambda each: each.first_slot)
         for each in there:
             if memory.same_boot and _is_untouched(segments[each.name], each):
                 self._untouched[segments[each.name]] = np.zeros(each.slots, np.uint8)
@@ -164,7 +167,7 @@ class _Places:
         self._counts = np.array([each.slots for each in there], np.uint64)
         self._firsts_now = np.array([segment.first_slot for segment in segments], np.int64)
         self._certain = np.array([segment in untouched for segment in segments])
-        self._taken = [untouched.get(segment) for segment in segments]
+        self._taken: list[NDArray[np.uint8] | None] = [untouched.get(segment) for segment in segments]
 
     def recalled(self, chunks: Chunks, now_ns: int) -> Iterator[Recalled]:
         """Yield the chunks that have a place, in batches, and record the places that are taken."""
@@ -175,17 +178,17 @@ class _Places:
             sequences = chunks.sequences[start : start + INVENTORY_BATCH_KEYS]
             good = np.flatnonzero((index >= 0) & (places < self._counts[index]) & (sequences <= SEQUENCE_MAX))
             index, places = index[good], places[good].astype(np.int64)
-            for each in np.unique(index).tolist():
+            for each in set(index.tolist()):
                 if (taken := self._taken[each]) is not None:
                     taken[places[index == each]] = 1
             used_at_ns = chunks.used_at_ns[start + good]
-            used_at_ns = np.where(used_at_ns > now_ns + AHEAD_NS, now_ns, used_at_ns).astype(np.int64)
+            used_at_ns[used_at_ns > now_ns + AHEAD_NS] = now_ns
             if len(good):
                 yield Recalled(
                     chunks.keys(start + good),
                     self._firsts_now[index] + places,
                     sequences[good],
-                    used_at_ns,
+                    used_at_ns.astype(np.int64),
                     (~self._certain[index]).astype(np.uint8),
                 )
 

@@ -120,6 +120,8 @@ class Slots:
 
     def end_candidates(self, first: int, count: int) -> dict[int, OffloadKey]:
         """Return the candidates in a range of slots, whose footers are known now. None of them is one any more."""
+        if not count:
+            return {}
         flags = np.frombuffer(self._candidates, np.uint8)[first : first + count]
         slots = (np.flatnonzero(flags) + first).tolist()
         flags[:] = 0
