@@ -63,7 +63,8 @@ class Recovery:
         self.failed = 0
         """Segments that could not be opened, and folders that could not be listed."""
         self.stopped = False
-        self._untouched: dict[Segment, NDArray[np.uint8]] = {}  # As the checkpoint says; by place: 1 if it is taken.
+        self._untouched: list[Segment] = []  # As the checkpoint says.
+        self._taken = np.zeros(0, np.uint8)  # By slot: 1 if the checkpoint names a chunk there.
         self._folder = tier.root
         self._mapper = tier.context.mapper
         self._segment_folder = segment_folder
@@ -131,20 +132,23 @@ class Recovery:
         segments = {segment.name: segment for segment in self.opened}
         there = [each for each in memory.segments if _is_there(segments, each)]
         there.sort(key=lambda each: each.first_slot)
-        for each in there:
-            if memory.same_boot and _is_untouched(segments[each.name], each):
-                self._untouched[segments[each.name]] = np.zeros(each.slots, np.uint8)
-        if there:
-            places = _Places(there, [segments[each.name] for each in there], self._untouched)
-            for batch in places.recalled(memory.chunks, self._now_ns):
-                if self.stopped:
-                    return
-                yield batch
+        if not there:
+            return
+        if memory.same_boot:
+            self._untouched = [segments[each.name] for each in there if _is_untouched(segments[each.name], each)]
+        self._taken = np.zeros(max(segment.first_slot + segment.header.slots for segment in self.opened), np.uint8)
+        places = _Places(there, [segments[each.name] for each in there], set(self._untouched))
+        for batch in places.recalled(memory.chunks, self._now_ns):
+            if self.stopped:
+                return
+            self._taken[batch.slots] = 1
+            yield batch
 
     def recovered(self) -> Iterator[Seen]:
         """Yield the free slots of segments that nobody has written to since, then what other segments' footers say."""
-        for segment, taken in self._untouched.items():
-            yield Seen(free=_runs(segment.first_slot, taken))
+        for segment in self._untouched:
+            first = segment.first_slot
+            yield Seen(free=_runs(first, self._taken[first : first + segment.header.slots]))
         for segment in self.opened:
             if segment not in self._untouched:
                 for seen in _footers_of(segment, self._folder.root_fd, self._now_ns):
@@ -156,21 +160,15 @@ class Recovery:
 class _Places:
     """The slots of a checkpoint's segments, where they are today."""
 
-    def __init__(
-        self,
-        there: Sequence[Remembered],
-        segments: Sequence[Segment],
-        untouched: dict[Segment, NDArray[np.uint8]],
-    ) -> None:
+    def __init__(self, there: Sequence[Remembered], segments: Sequence[Segment], untouched: set[Segment]) -> None:
         """`there`: in the order of their first slots, `segments` in the same."""
         self._firsts = np.array([each.first_slot for each in there], np.uint64)
         self._counts = np.array([each.slots for each in there], np.uint64)
         self._firsts_now = np.array([segment.first_slot for segment in segments], np.int64)
-        self._certain = np.array([segment in untouched for segment in segments])
-        self._taken: list[NDArray[np.uint8] | None] = [untouched.get(segment) for segment in segments]
+        self._candidates = np.array([segment not in untouched for segment in segments], np.uint8)
 
     def recalled(self, chunks: Chunks, now_ns: int) -> Iterator[Recalled]:
-        """Yield the chunks that have a place, in batches, and record the places that are taken."""
+        """Yield the chunks that have a place, in batches."""
         for start in range(0, len(chunks.slots), INVENTORY_BATCH_KEYS):
             slots = chunks.slots[start : start + INVENTORY_BATCH_KEYS]
             index = np.searchsorted(self._firsts, slots, side="right").astype(np.intp) - 1
@@ -178,9 +176,6 @@ class _Places:
             sequences = chunks.sequences[start : start + INVENTORY_BATCH_KEYS]
             good = np.flatnonzero((index >= 0) & (places < self._counts[index]) & (sequences <= SEQUENCE_MAX))
             index, places = index[good], places[good].astype(np.int64)
-            for each in set(index.tolist()):
-                if (taken := self._taken[each]) is not None:
-                    taken[places[index == each]] = 1
             used_at_ns = chunks.used_at_ns[start + good]
             used_at_ns[used_at_ns > now_ns + AHEAD_NS] = now_ns
             if len(good):
@@ -189,7 +184,7 @@ class _Places:
                     self._firsts_now[index] + places,
                     sequences[good],
                     used_at_ns.astype(np.int64),
-                    (~self._certain[index]).astype(np.uint8),
+                    self._candidates[index],
                 )
 
 
