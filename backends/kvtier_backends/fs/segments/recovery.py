@@ -147,6 +147,8 @@ class Recovery:
     def recovered(self) -> Iterator[Seen]:
         """Yield the free slots of segments that nobody has written to since, then what other segments' footers say."""
         for segment in self._untouched:
+            if self.stopped:
+                return  # The chunks may not all have been recalled: what looks free may not be.
             first = segment.first_slot
             yield Seen(free=_runs(first, self._taken[first : first + segment.header.slots]))
         for segment in self.opened:
