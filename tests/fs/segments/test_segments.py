@@ -73,7 +73,8 @@ async def test_a_footer_that_is_damaged_at_the_start_is_counted_and_its_slot_is_
     await first.aclose(DEADLINE_S)
     place_of(KEY).overwrite(ROW_BYTES + 70, b"\xff")
     tier = await open_tier(layout="segments", capacity_bytes=10 * SLOT_BYTES + 65_536)
-    assert await scanned(tier) == {key_of(0), key_of(2)}
+    await scanned(tier)
+    assert list(await tier.probe(keys_of(3))) == [True, False, True]
     assert tier.counters().corrupt == {"footer": 1}
     assert await lender.recall(tier, keys_of(3)) == [label(key_of(0)), "ChunkMissing", label(key_of(2))]
 
@@ -111,7 +112,8 @@ async def test_what_was_written_since_the_checkpoint_is_looked_at(
     await second.aclose(DEADLINE_S)
     index.write_bytes(old)
     tier = await open_tier(layout="segments", capacity_bytes=SMALL)
-    assert await scanned(tier) == {*keys_of(3, start=2), *keys_of(3, start=10)}
+    assert await scanned(tier) >= {*keys_of(3, start=2), *keys_of(3, start=10)}
+    assert list(await tier.probe(keys_of(2))) == [False, False]
     expected = ["ChunkMissing"] * 2 + [label(key, 1) for key in keys_of(3, start=2)]
     assert await lender.recall(tier, keys_of(5)) == expected
 

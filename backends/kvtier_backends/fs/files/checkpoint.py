@@ -41,6 +41,6 @@ class Checkpoint:
 
     def read(self) -> Iterator[list[Held]]:
         """Yield the last checkpoint's chunks, newest first, in batches; nothing if no checkpoint can be used."""
-        _, batches = self._file.read(lambda _: (None, 0)) or (None, ())
-        for batch in batches:
+        found = self._file.read(lambda _: (None, 0))
+        for batch in () if found is None else found[1].batches():
             yield [Held(key, sectors * SECTOR_BYTES, used_at_ns) for key, sectors, used_at_ns in batch]

@@ -1,6 +1,7 @@
 """The start-up scan of segments, and their checkpoints: the part on the loop's thread, which notes what was read.
 
-Until a slot has been read, no key has it. Blocking work runs in a lane of its own: see `recovery`.
+The chunks of the last checkpoint are known first, and the footers correct them. Blocking work runs in a lane of its
+own: see `recovery`.
 """
 
 import asyncio
@@ -25,6 +26,8 @@ class StartScan:
         """Scan in the lane for that."""
         self.done = asyncio.Event()
         """Set once everything that was there at the start is known."""
+        self.recalled = asyncio.Event()
+        """Set once everything that the last checkpoint names is known."""
         self._checkpoint = SlotCheckpoint(tier.root, tier.context.mapper, tier.counters, tier.context.row_bytes)
         tier.capacity.count(self._checkpoint)
         self._recovery = Recovery(tier, folder, self._checkpoint)
@@ -45,6 +48,7 @@ class StartScan:
     def stop(self) -> None:
         """Have the scan end soon."""
         self._recovery.stopped = True
+        self.recalled.set()
 
     async def run(self) -> None:
         """Find out what is there, once."""
@@ -57,7 +61,11 @@ class StartScan:
         self._capacity.other_bytes += around.taken_bytes + sum(each.allocated_bytes for each in recovery.unusable)
         self._capacity.unseen_bytes = 0
         self._room.begin(recovery.unusable)
-        found = recovery.recovered(recall=self._checkpoint_s > 0)
+        recalled = recovery.recalled() if self._checkpoint_s else iter(())
+        while (chunks := await self._lane.run(next, recalled, None)) is not None:
+            catalog.recall(chunks)
+        self.recalled.set()
+        found = recovery.recovered()
         while (seen := await self._lane.run(next, found, None)) is not None:
             self._note(seen)
         counters.count("scan_skipped", len(recovery.unusable))
@@ -99,8 +107,11 @@ class StartScan:
         return self._checkpoint.bytes_worst(len(self._catalog), len(self._segments.all))
 
     def _note(self, seen: Seen) -> None:
-        for chunk in seen.held:
-            self._catalog.found(chunk, foreign=seen.foreign)
+        if seen.foreign:
+            for chunk in seen.held:
+                self._catalog.found(chunk, foreign=True)
+        else:
+            self._catalog.looked(*seen.looked, seen.held)
         for first, count in seen.free:
             self._catalog.free.add(first, count)
         for slot, fault in seen.torn:
