@@ -240,7 +240,7 @@ class Runner:
         task = asyncio.ensure_future(call)
         in_time, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
         if not in_time:
-            level = self._logs[tier.name].level(logging.WARNING, Remedy.OVERDUE)
+            level = self._logs[tier.name].level(logging.WARNING, "overdue")
             logger.log(
                 level, "tier %s: %s ran out of time (%g s); see %s", tier.name, what, tier.deadline_s, Remedy.OVERDUE
             )
@@ -337,7 +337,7 @@ def _completed(task: "asyncio.Task[Any]", log: CallLog) -> bool:
         if log.level(logging.INFO, "closed") == logging.INFO:
             logger.info("tier %s: %s", log.name, error)
     elif isinstance(error, BackendError):
-        level = log.level(logging.WARNING, Remedy.UNAVAILABLE)
+        level = log.level(logging.WARNING, "unavailable")
         logger.log(level, "tier %s: %s; see %s", log.name, error, Remedy.UNAVAILABLE)
     else:  # The supervisor's edge: a bug in a tier costs its hits, not the others'.
         level = log.level(logging.ERROR, "raised")
