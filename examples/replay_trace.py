@@ -11,7 +11,7 @@ import sys
 import tempfile
 
 from kvtier import EngineConfig, TierConfig
-from kvtier.tools.replay.replay import ChunkSource, Replay, Tally
+from kvtier.tools.replay.replay import CONCURRENCY, ChunkSource, Replay, Tally
 from kvtier.tools.replay.study import measure
 from kvtier.tools.replay.workload import open_trace
 
@@ -23,9 +23,10 @@ REQUESTS = 200
 async def main(trace_name: str = "generated") -> None:
     trace = open_trace(trace_name, limit=REQUESTS)
     extent = measure(trace)
+    rows = max(extent.capacity(PRIMARY_SHARE), CONCURRENCY * extent.longest)  # Each open request fits.
     with tempfile.TemporaryDirectory() as directory:
         config = EngineConfig(
-            cpu_bytes_to_use=extent.capacity(PRIMARY_SHARE) * CHUNK_BYTES,
+            cpu_bytes_to_use=rows * CHUNK_BYTES,
             chunk_bytes=CHUNK_BYTES,
             secondary_tiers=(TierConfig(type="fs", options={"root": directory}),),
         )

@@ -182,6 +182,9 @@ class Inbox:
             if code is Code.REFUSED and transfer.operation is Operation.CASCADE:
                 tier.counters.drop("bridge", len(indices))
                 continue
+            if code is Code.MISSING and transfer.operation is Operation.PROMOTION:  # It has gone since it was found.
+                tier.counters.misses += len(indices)
+                continue
             tier.counters.fail(code.name.lower(), len(indices))
             keys = [transfer.keys[index] for index in indices]
             self._events.add(EventKind.FAILED, tier.spec.name, keys, code.name.lower())

@@ -67,6 +67,7 @@ class StepManager:
         self._clock = clock
         self._observer = observer
         self._waited = waited
+        self._bug_level = logging.ERROR
         self._bridge = bridge
         self._mailbox = bridge.mailbox
         self._messages_received = 0  # By which who reports figures knows that some may have changed.
@@ -529,7 +530,15 @@ class StepManager:
             try:
                 self._observer(tier, operation, seconds)
             except Exception:  # The supervisor's edge: a bug in an observer costs no transfer its outcome.
-                logger.exception("the observer raised for a %s of tier %s; see %s", operation, tier, Remedy.OBSERVER)
+                level = self._level_of_bug()
+                logger.log(
+                    level,
+                    "the observer raised for a %s of tier %s; see %s",
+                    operation,
+                    tier,
+                    Remedy.OBSERVER,
+                    exc_info=True,
+                )
 
     def _observe_wait(self, seconds: float) -> None:
         self._metrics.observe_wait(seconds)
@@ -537,7 +546,15 @@ class StepManager:
             try:
                 self._waited(seconds)
             except Exception:  # The supervisor's edge: a bug in an observer costs no request its chunks.
-                logger.exception("the observer raised for a wait of %.3f s; see %s", seconds, Remedy.OBSERVER)
+                level = self._level_of_bug()
+                logger.log(
+                    level, "the observer raised for a wait of %.3f s; see %s", seconds, Remedy.OBSERVER, exc_info=True
+                )
+
+    def _level_of_bug(self) -> int:
+        """Return the level for an observer's bug: it may raise for every transfer, so only the first is an error."""
+        level, self._bug_level = self._bug_level, logging.DEBUG
+        return level
 
     # The end, of all or of what it holds.
 

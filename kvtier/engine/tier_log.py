@@ -45,6 +45,7 @@ class _Told:
         self._dropped: dict[str, int] = {}
         self._failed: dict[str, int] = {}
         self._unwritten = 0
+        self._unanswered = 0
         self._losses_at = -math.inf
 
     def breaker(self, now: float) -> None:
@@ -64,8 +65,9 @@ class _Told:
         if now < self._losses_at and not last:
             return
         counters = self._tier.counters
-        unwritten = counters.skipped.get(PRESSURE, 0)
-        if (counters.dropped, counters.failures, unwritten) == (self._dropped, self._failed, self._unwritten):
+        unwritten, unanswered = counters.skipped.get(PRESSURE, 0), counters.probes_failed
+        told = (self._dropped, self._failed, self._unwritten, self._unanswered)
+        if (counters.dropped, counters.failures, unwritten, unanswered) == told:
             return
         if losses := self._losses(now):
             logger.warning("tier %s: since the last line %s; see %s", self._name, losses, Remedy.LOSSES)
@@ -83,18 +85,20 @@ class _Told:
         )
 
     def _losses(self, now: float, *, cause: bool = True) -> str:
-        """Say what was lost since this was last asked; a chunk that the tier does not have is no loss."""
+        """Say what was lost since this was last asked."""
         counters = self._tier.counters
         dropped, self._dropped = _grown(self._dropped, counters.dropped), dict(counters.dropped)
         failed, self._failed = _grown(self._failed, counters.failures), dict(counters.failures)
-        failed.pop("missing", None)
         unwritten = counters.skipped.get(PRESSURE, 0)
         skipped, self._unwritten = {PRESSURE: unwritten - self._unwritten}, unwritten
         losses = ((dropped, "were dropped"), (skipped, "left the primary unwritten"), (failed, "failed"))
         parts = [_counted(chunks, verb) for chunks, verb in losses if any(chunks.values())]
+        unanswered, self._unanswered = counters.probes_failed - self._unanswered, counters.probes_failed
+        if unanswered:
+            parts.append(f"questions not answered: {unanswered:,}")
         if parts:
             self._losses_at = now + LOSSES_EVERY_S
-        if failed and cause and counters.last_cause:
+        if (failed or unanswered) and cause and counters.last_cause:
             parts.append(f"the last cause is {_in_words(counters.last_cause)}")
         return "; ".join(parts)
 
@@ -104,7 +108,8 @@ def _grown(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
 
 
 def _counted(chunks: Mapping[str, int], verb: str) -> str:
-    return f"{sum(chunks.values())} chunks {verb} ({', '.join(f'{name} {count}' for name, count in chunks.items())})"
+    reasons = ", ".join(f"{name} {count:,}" for name, count in chunks.items())
+    return f"{sum(chunks.values()):,} chunks {verb} ({reasons})"
 
 
 def _in_words(cause: str) -> str:

@@ -15,6 +15,7 @@ from kvtier.backend import Added, Backend, Counted, Described, Inventory, Measur
 from kvtier.remedies import Remedy
 from kvtier.runner.messages import Found, Gone, Message, Scanned, TierSpeed, TierUsage, pack_keys
 from kvtier.runner.speed import SpeedMeter
+from kvtier.settings import shown_bytes
 
 SPEED_EVERY_S = 0.01  # Decisions are made by it: a change must be known before the next request is weighed.
 USAGE_EVERY_S = 1.0  # A gauge for people; more often only costs messages.
@@ -57,13 +58,18 @@ class Reports:
         """Let the next batch of keys be sent."""
         self._acknowledged.set()
 
-    def usage(self) -> None:
-        """Say how full the tier is, at most once in `USAGE_EVERY_S`: now, or when that is over."""
-        if self._closed or self._usage_due is not None or not isinstance(self._backend, Measured):
+    def usage(self, *, now: bool = False) -> None:
+        """Say how full the tier is: `now`, or at most once in `USAGE_EVERY_S`."""
+        if self._closed or not isinstance(self._backend, Measured):
             return
-        loop = asyncio.get_running_loop()
-        due_at = max(loop.time(), self._usage_at + USAGE_EVERY_S)
-        self._usage_due = loop.call_at(due_at, self._post_usage, self._backend)
+        if now:
+            if self._usage_due is not None:
+                self._usage_due.cancel()
+            self._post_usage(self._backend)
+        elif self._usage_due is None:
+            loop = asyncio.get_running_loop()
+            due_at = max(loop.time(), self._usage_at + USAGE_EVERY_S)
+            self._usage_due = loop.call_at(due_at, self._post_usage, self._backend)
 
     def speed(self) -> None:
         """Say how fast the tier was seen to be: now, or when `SPEED_EVERY_S` are over since it was last said."""
@@ -138,7 +144,7 @@ class Reports:
         holds = self._told("occupancy", tier.occupancy, Occupancy) if isinstance(tier, Measured) else None
         if holds is None:
             return f"all that it holds is known after {seconds:.2f} s"
-        return f"found {holds.chunks:,} chunks of {holds.used_bytes:,} bytes in {seconds:.2f} s"
+        return f"found {holds.chunks:,} chunks of {shown_bytes(holds.used_bytes)} in {seconds:.2f} s"
 
     def _say_start(self, finding: str) -> None:
         tier = self._backend

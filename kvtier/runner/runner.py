@@ -7,6 +7,7 @@ as returned when the call has really ended.
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from functools import partial
@@ -43,6 +44,7 @@ from kvtier.runner.speed import SpeedMeter
 from kvtier.runner.tiers import Budget, RunnerTier
 
 TURNS_S = 0.05  # A call that has ended leaves its task a few turns of the loop from its own end.
+LINES_EVERY_S = 60.0  # Between two lines of one kind about a tier's calls; the owner counts them all.
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +71,8 @@ class Runner:
         self._post = post
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
+        self._logs = {tier.name: CallLog(tier.name) for tier in tiers}
+        self._changing = [0] * len(tiers)  # Stores and deletions in flight; the last one says how full the tier is.
         self._meters = [SpeedMeter() for _ in tiers]
         self._reports = [
             Reports(index, tier.name, tier.backend, meter, post)
@@ -113,7 +117,7 @@ class Runner:
             if not closing.done():
                 logger.error("tier %s does not close; see %s", tier.name, Remedy.CLOSING)
             else:
-                _completed(closing, tier.name)
+                _completed(closing, self._logs[tier.name])
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=max(TURNS_S, ends_at - loop.time()))
         return self.under_way + silent.count(False)
@@ -154,9 +158,11 @@ class Runner:
         writes = [Write(key, row) for key, row in self._lent(action)]
         size_bytes = len(writes) * self._region.row_bytes
         meter.begin_store(size_bytes)
+        self._changing[action.tier] += 1
         try:
             await self._transfer(action, len(writes), tier.stores, partial(tier.backend.store, writes))
         finally:
+            self._changing[action.tier] -= 1
             meter.end_store(size_bytes)
 
     def _lent(self, action: Promote | Cascade) -> Iterable[tuple[OffloadKey, memoryview]]:
@@ -185,14 +191,15 @@ class Runner:
         task, in_time = await self._begun(tier, _listed(call), f"{chunks} chunks")
         budget.release(size_bytes, chunks)
         if in_time:
-            failed, cause = _outcome(task, chunks, tier.name)
+            failed, cause = _outcome(task, chunks, self._logs[tier.name])
+            self._reports[action.tier].usage(now=isinstance(action, Cascade) and self._changing[action.tier] == 1)
             self._post(Finished.of(action.id, failed, self._clock() - begun, cause=cause))
             ended(not failed)
         else:
             self._post(Finished.of(action.id, _all(Code.DEADLINE, chunks), self._clock() - begun, lent=True))
             ended(True)
             await asyncio.wait({task})
-            failed, _ = _outcome(task, chunks, tier.name)
+            failed, _ = _outcome(task, chunks, self._logs[tier.name])
             self._post(Returned(action.id, pack_rows([index for index in range(chunks) if index not in failed])))
         self._reports[action.tier].usage()
 
@@ -202,7 +209,7 @@ class Runner:
         begun = self._clock()
         call = _told(partial(tier.backend.probe, keys))
         task, in_time = await self._begun(tier, call, f"a question about {len(keys)} chunks")
-        present, cause = _answers(task, len(keys), tier.name) if in_time else (b"", "deadline")
+        present, cause = _answers(task, len(keys), self._logs[tier.name]) if in_time else (b"", "deadline")
         self._post(Answered(action.id, present, self._clock() - begun, cause))
         await self._ended(tier, task, in_time=in_time)
 
@@ -210,10 +217,18 @@ class Runner:
         tier, keys = self._tiers[action.tier], unpack_keys(action.keys)
         begun = self._clock()
         call = _awaited(partial(tier.backend.delete, keys))
-        task, in_time = await self._begun(tier, call, f"a deletion of {len(keys)} chunks")
-        failed, cause = _deletion(task, len(keys), tier.name) if in_time else (_all(Code.DEADLINE, len(keys)), "")
-        self._post(Finished.of(action.id, failed, self._clock() - begun, cause=cause))
-        await self._ended(tier, task, in_time=in_time)
+        self._changing[action.tier] += 1
+        try:
+            task, in_time = await self._begun(tier, call, f"a deletion of {len(keys)} chunks")
+            if in_time:
+                failed, cause = _deletion(task, len(keys), self._logs[tier.name])
+            else:
+                failed, cause = _all(Code.DEADLINE, len(keys)), ""
+            self._reports[action.tier].usage(now=self._changing[action.tier] == 1)
+            self._post(Finished.of(action.id, failed, self._clock() - begun, cause=cause))
+            await self._ended(tier, task, in_time=in_time)
+        finally:
+            self._changing[action.tier] -= 1
         self._reports[action.tier].usage()
 
     async def _begun(self, tier: RunnerTier, call: Coroutine[Any, Any, T], what: str) -> "tuple[asyncio.Task[T], bool]":
@@ -225,8 +240,9 @@ class Runner:
         task = asyncio.ensure_future(call)
         in_time, _ = await asyncio.wait({task}, timeout=tier.deadline_s)
         if not in_time:
-            logger.warning(
-                "tier %s: %s ran out of time (%g s); see %s", tier.name, what, tier.deadline_s, Remedy.OVERDUE
+            level = self._logs[tier.name].level(logging.WARNING, "overdue")
+            logger.log(
+                level, "tier %s: %s ran out of time (%g s); see %s", tier.name, what, tier.deadline_s, Remedy.OVERDUE
             )
         return task, bool(in_time)
 
@@ -234,7 +250,7 @@ class Runner:
         """Wait for a call that was reported late; of what came of it only a failure is logged."""
         if not in_time:
             await asyncio.wait({task})
-            _completed(task, tier.name)
+            _completed(task, self._logs[tier.name])
 
     def _tell(self, action: Advice | Acknowledge) -> None:
         """Tell a tier what nobody waits for an answer to."""
@@ -292,20 +308,42 @@ async def _told(call: Callable[[], Awaitable[Sequence[bool]]]) -> bytes:
     return bytes(map(bool, await _awaited(call)))
 
 
-def _completed(task: "asyncio.Task[Any]", name: str) -> bool:
+class CallLog:
+    """The log of one tier's calls: at most one line of each kind a minute. The owner's line of losses counts all."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._again_at: dict[str, float] = {}
+
+    def level(self, level: int, kind: str) -> int:
+        """Return the level of a line; DEBUG if one of its kind was logged within the last minute."""
+        now = asyncio.get_running_loop().time()
+        if now < self._again_at.get(kind, -math.inf):
+            return logging.DEBUG
+        self._again_at[kind] = now + LINES_EVERY_S
+        return level
+
+
+def _completed(task: "asyncio.Task[Any]", log: CallLog) -> bool:
     """Say whether an ended call returned; log it if not."""
     if task.cancelled():
-        logger.error("tier %s: its call was cancelled from within; see %s", name, Remedy.CONTRACT)
+        level = log.level(logging.ERROR, "cancelled")
+        logger.log(level, "tier %s: its call was cancelled from within; see %s", log.name, Remedy.CONTRACT)
         return False
     error = task.exception()
     if error is None:
         return True
     if isinstance(error, BackendClosed):  # It is we who close: what was still queued is given up, and nobody's fault.
-        logger.info("tier %s: %s", name, error)
+        if log.level(logging.INFO, "closed") == logging.INFO:
+            logger.info("tier %s: %s", log.name, error)
     elif isinstance(error, BackendError):
-        logger.warning("tier %s: %s; see %s", name, error, Remedy.UNAVAILABLE)
+        level = log.level(logging.WARNING, "unavailable")
+        logger.log(level, "tier %s: %s; see %s", log.name, error, Remedy.UNAVAILABLE)
     else:  # The supervisor's edge: a bug in a tier costs its hits, not the others'.
-        logger.error("tier %s: its call raised what no tier may raise; see %s", name, Remedy.CONTRACT, exc_info=error)
+        level = log.level(logging.ERROR, "raised")
+        logger.log(
+            level, "tier %s: its call raised what no tier may raise; see %s", log.name, Remedy.CONTRACT, exc_info=error
+        )
     return False
 
 
@@ -315,13 +353,16 @@ def _cause(task: "asyncio.Task[Any]") -> str:
     return "" if error is None else cause_of(error)
 
 
-def _outcome(task: "asyncio.Task[Sequence[Outcome]]", chunks: int, name: str) -> tuple[dict[int, Code], str]:
+def _outcome(task: "asyncio.Task[Sequence[Outcome]]", chunks: int, log: CallLog) -> tuple[dict[int, Code], str]:
     """Return index → code of the chunks that did not move, and what lies behind the worst of these failures."""
-    if not _completed(task, name):
+    if not _completed(task, log):
         return _all(Code.UNAVAILABLE, chunks), _cause(task)
     outcomes = task.result()
     if len(outcomes) != chunks:
-        logger.error("tier %s: %d outcomes for %d chunks; see %s", name, len(outcomes), chunks, Remedy.CONTRACT)
+        level = log.level(logging.ERROR, "outcomes")
+        logger.log(
+            level, "tier %s: %d outcomes for %d chunks; see %s", log.name, len(outcomes), chunks, Remedy.CONTRACT
+        )
         return _all(Code.FAILED, chunks), ""
     failed = {index: code_of(outcome) for index, outcome in enumerate(outcomes) if outcome is not None}
     if not failed:
@@ -329,17 +370,17 @@ def _outcome(task: "asyncio.Task[Sequence[Outcome]]", chunks: int, name: str) ->
     return failed, cause_of(max(filter(None, outcomes), key=code_of))
 
 
-def _answers(task: "asyncio.Task[bytes]", keys: int, name: str) -> tuple[bytes, str]:
+def _answers(task: "asyncio.Task[bytes]", keys: int, log: CallLog) -> tuple[bytes, str]:
     """Return a probe's answers, none if it failed or their number is wrong, and what lies behind its failure."""
-    if not _completed(task, name):
+    if not _completed(task, log):
         return b"", _cause(task)
     present = task.result()
     return present if len(present) == keys else b"", ""
 
 
-def _deletion(task: "asyncio.Task[None]", keys: int, name: str) -> tuple[dict[int, Code], str]:
+def _deletion(task: "asyncio.Task[None]", keys: int, log: CallLog) -> tuple[dict[int, Code], str]:
     """Return index → code of the keys that a deletion failed for, all or none, and what lies behind it."""
-    if _completed(task, name):
+    if _completed(task, log):
         return {}, ""
     return _all(Code.UNAVAILABLE, keys), _cause(task)
 

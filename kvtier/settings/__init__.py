@@ -17,6 +17,8 @@ from kvtier.settings.units import (
     SlowDuration,
     parse_duration,
     parse_size,
+    shown_age,
+    shown_bytes,
 )
 from kvtier.settings.words import names_a_path
 
@@ -40,5 +42,7 @@ __all__ = [
     "names_a_path",
     "parse_duration",
     "parse_size",
+    "shown_age",
+    "shown_bytes",
     "struct_fields",
 ]

@@ -125,6 +125,24 @@ def unit_of(meta: msgspec.Meta) -> Unit | None:
     return found if isinstance(found, Unit) else None
 
 
+def shown_bytes(size_bytes: int) -> str:
+    """Write a size for people, in binary units."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1_024:
+            return f"{size_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1_024
+    return f"{size:.1f} PiB"
+
+
+def shown_age(age_s: float) -> str:
+    """Write a time for people, in the largest unit that fits."""
+    for unit, seconds in (("y", 365 * 86_400), ("d", 86_400), ("h", 3_600), ("min", 60)):
+        if age_s >= seconds:
+            return f"{age_s / seconds:.1f} {unit}"
+    return f"{age_s:.0f} s"
+
+
 def _working_directory() -> str:
     try:
         return os.getcwd()

@@ -19,6 +19,7 @@ from rich.text import Text
 from kvtier.backend import Contents, Finding, Kind, Place, State, StoredFile, chunk_hash, group_index
 from kvtier.config import EngineConfig, tier_options
 from kvtier.errors import ConfigError, one_line
+from kvtier.settings import shown_age, shown_bytes
 from kvtier.tools import statuses
 from kvtier.tools.commands import JsonOption
 from kvtier.tools.outputs import (
@@ -182,16 +183,6 @@ def share_of(option: str, text: str) -> float:
     return share
 
 
-def shown_bytes(size_bytes: int) -> str:
-    """Write a size for people, in binary units."""
-    size = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1_024:
-            return f"{size_bytes} B" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1_024
-    return f"{size:.1f} TiB"
-
-
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """The room that one namespace takes, or all of them. Bytes are those that the file system has allocated."""
 
@@ -327,14 +318,6 @@ def _told(rows: Iterable[ListedChunk]) -> Iterator[ListedChunk]:
         line = f"{name}  {group:>3}  {size:>10}  {age:>8}  {row.namespace}"
         typer.echo(one_line(f"{line}  {row.fault}" if row.fault else line))
         yield row
-
-
-def shown_age(age_s: float) -> str:
-    """Write a time for people, in the largest unit that fits."""
-    for unit, seconds in (("d", 86_400), ("h", 3_600), ("min", 60)):
-        if age_s >= seconds:
-            return f"{age_s / seconds:.1f} {unit}"
-    return f"{age_s:.0f} s"
 
 
 class Unwell(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ import typer
 
 from kvtier.backend import Contents, Kind, Place, State, StoredFile
 from kvtier.errors import ConfigError, one_line
-from kvtier.settings import AGE_S_MAX, SIZE_BYTES_MAX, parse_duration, parse_size
+from kvtier.settings import AGE_S_MAX, SIZE_BYTES_MAX, parse_duration, parse_size, shown_age, shown_bytes
 from kvtier.tools.commands import JsonOption
 from kvtier.tools.directory import (
     DirectoryArgument,
@@ -20,8 +20,6 @@ from kvtier.tools.directory import (
     opened,
     readable,
     share_of,
-    shown_age,
-    shown_bytes,
     side_by_side,
 )
 from kvtier.tools.outputs import STDOUT, check_outputs, counted, json_array, json_output

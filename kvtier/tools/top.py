@@ -22,9 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from kvtier.errors import BackendUnavailable, ConfigError
-from kvtier.settings import parse_duration
+from kvtier.settings import parse_duration, shown_bytes
 from kvtier.tools.commands import JsonOption
-from kvtier.tools.directory import shown_bytes
 from kvtier.tools.outputs import busy, check_outputs, console, plain_table, write_json
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8000/metrics"  # Where `vllm serve` has it.

@@ -319,7 +319,7 @@ def test_the_metrics_page_names_every_metric_with_its_kind_and_labels() -> None:
             for counters in (tier.counters for tier in Inside(engine.steps).ledger.tiers):
                 counters.drop("budget", 1)
                 counters.skip("no_store", 1)
-                counters.fail("missing", 1)
+                counters.fail("corrupt", 1)
                 counters.blame("EIO")
                 counters.note({"corrupt_payload": 1})
             engine.steps.on_new_request("bad", hint="no table")

@@ -215,6 +215,23 @@ async def test_a_deletion_that_hangs_is_counted_and_logged(open_engine, caplog):
 
 
 @pytest.mark.virtual_time
+@pytest.mark.parametrize(("fault", "said"), [("hang", "ran out of time"), ("unavailable", "cannot be reached")])
+async def test_a_tier_that_fails_call_after_call_says_each_kind_of_failure_once_a_minute(
+    open_engine, caplog, fault, said
+):
+    limits = {"deadline_s": 0.5, "breaker_failures": 1_000}
+    faulty = {"type": FAULTY, "inner": {"type": "dummy"}, "script": {"delete": [fault] * 100}, "limits": limits}
+    engine = await open_engine(4, faulty)
+    begun = asyncio.get_running_loop().time()
+    for number in range(100):
+        engine.forget([key(number)])
+        await engine.drain()
+    minutes = int((asyncio.get_running_loop().time() - begun) // 60)
+    assert len([line for line in caplog.messages if said in line]) == 1 + minutes
+    assert ledger_in(engine).tiers[0].counters.transfers_failed == 100
+
+
+@pytest.mark.virtual_time
 async def test_waiting_for_a_budget_that_hung_loads_hold_ends_at_the_deadline(open_engine):
     limits = {"deadline_s": 5, "load_chunks_in_flight": 1, "breaker_failures": 100}
     tier = {"type": FAULTY, "inner": {"type": "dummy"}, "script": {"load": ["hang", "hang"]}, "limits": limits}

@@ -54,14 +54,14 @@ async def test_an_fs_tier_says_what_it_is_and_what_it_has_found(open_engine, log
     await until(lambda: lines(log, "tier disk"), engine)
     (line,) = lines(log, "tier disk")
     naming = ", naming vllm" if layout == "files" else ""
-    said = f"tier disk: root {tmp_path}/tier, layout {layout}{naming}, capacity 67,108,864 bytes; found 3 chunks"
-    assert re.fullmatch(re.escape(said) + r" of [\d,]+ bytes in \d+\.\d\d s", line), line
+    said = f"tier disk: root {tmp_path}/tier, layout {layout}{naming}, capacity 64.0 MiB; found 3 chunks"
+    assert re.fullmatch(re.escape(said) + r" of \d+\.\d [KM]iB in \d+\.\d\d s", line), line
 
 
 async def test_a_tier_that_says_nothing_of_itself_is_told_all_the_same(open_engine, log, runner):
     engine = await open_engine(8, {"type": FAULTY, "name": "own", "inner": {"type": "dummy"}}, runner=runner)
     await until(lambda: lines(log, "tier own"), engine)
-    assert re.fullmatch(r"tier own: found 0 chunks of 0 bytes in \d+\.\d\d s", lines(log, "tier own")[0])
+    assert re.fullmatch(r"tier own: found 0 chunks of 0 B in \d+\.\d\d s", lines(log, "tier own")[0])
 
 
 async def test_a_wrapped_tier_says_what_the_inner_one_says(open_engine, log, tmp_path):

@@ -49,6 +49,16 @@ async def test_a_run_that_lies_in_a_tier_and_exceeds_the_primary_gives_its_leadi
     assert await at_rest(engine)
 
 
+async def test_after_a_drain_the_statistics_have_what_each_tier_holds(open_engine, runner, tier):
+    engine = await open_engine(16, tier, runner=runner)
+    for held in (6, 12):
+        await put(engine, range(held - 6, held))
+        assert await engine.drain()
+        assert [each.chunks for each in engine.stats().tiers] == [held]
+    assert await engine.delete([key(0), key(1)])
+    assert [each.chunks for each in engine.stats().tiers] == [10]
+
+
 async def test_a_primary_of_one_row_works(open_engine, runner, tier):
     engine = await open_engine(1, tier, runner=runner)
     for number in range(5):

@@ -75,7 +75,6 @@ QUIET = [
     Story("KvtierRunnerKeepsEnding", {UP: "1x120", LOST: "0+1x2 3x117"}),  # Long ago.
     Story("KvtierBreakerOpen", breaker({"closed": "1x100 0x5 1x13", "open": "0x100 1x5 0x13"})),  # It mended itself.
     Story("KvtierTransfersFail", {FAILED: "0+10x120", **MOVED}),
-    Story("KvtierTransfersFail", {tier("failed_total", 'reason="missing"'): "0+900x120", **MOVED}),  # Evicted.
     Story("KvtierTransfersFail", {FAILED: "900x120", tier("loaded_total"): "0x120", tier("stored_total"): "0x120"}),
     Story("KvtierChunksCorrupt", {CORRUPT: "0+1x40 40x79", **MOVED}),  # More than an hour ago.
     Story("KvtierTierRefuses", {NO_SPACE: "0x100 1x19", **MOVED}),  # Once.

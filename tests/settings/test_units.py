@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtier.settings.units import parse_duration, parse_path, parse_size
+from kvtier.settings.units import parse_duration, parse_path, parse_size, shown_age, shown_bytes
 
 
 @pytest.mark.parametrize(
@@ -89,3 +89,23 @@ def test_a_path_is_absolute_from_where_it_was_first_read(tmp_path, monkeypatch):
 def test_what_is_no_path_is_refused(text):
     with pytest.raises(ValueError, match="no path"):
         parse_path(text)
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "shown"),
+    [
+        (0, "0 B"),
+        (1_023, "1023 B"),
+        (4_096, "4.0 KiB"),
+        (1 << 27, "128.0 MiB"),
+        (3 << 29, "1.5 GiB"),
+        (1 << 50, "1.0 PiB"),
+    ],
+)
+def test_a_size_is_written_in_its_largest_unit(size_bytes: int, shown: str) -> None:
+    assert shown_bytes(size_bytes) == shown
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [(9.0, "9 s"), (600_000.0, "6.9 d"), (7.4 * 365 * 86_400, "7.4 y")])
+def test_a_time_is_written_in_its_largest_unit(seconds: float, shown: str) -> None:
+    assert shown_age(seconds) == shown

@@ -7,6 +7,7 @@ from kvtier.config import EngineConfig
 from kvtier.tools.bench.figures import Figures, Row, load, this_machine
 from kvtier.tools.replay.replay import Sample, Tally, TierTotals
 from kvtier.tools.replay.report import ModelPart, Report, distribution, make_report
+from kvtier.tools.replay.study import Extent
 
 ROW_BYTES = 4_096
 
@@ -39,7 +40,7 @@ def replay_report(
     tally.seconds = float(samples)
     fixed: dict[str, Any] = {
         "seed": 0,
-        "best_hit_ratio": 0.75,
+        "extent": Extent(100, 4, 100, 3, {}),
         "config": config_of(*tiers),
         "engine": {
             "rows": 256,

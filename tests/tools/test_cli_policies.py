@@ -51,6 +51,12 @@ def test_the_table_shows_each_policy_at_each_size(trace: str, capsys: pytest.Cap
     assert shown.err == ""
 
 
+def test_a_cache_that_is_shorter_than_a_request_is_said(trace: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("policies", trace, "--policies", "lru", "--sizes", "0.4,1") == 0
+    line = "--sizes 0.4: a cache of 4 chunks is shorter than 10 requests of 30, the longest of 5 chunks"
+    assert line in capsys.readouterr().out
+
+
 def test_a_heading_is_one_line_in_a_pipe_however_narrow_its_table(
     trace: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -198,6 +198,37 @@ def test_any_engine_ends_with_right_bytes_and_a_true_report(
         assert told["hit_ratio"] == told["best_hit_ratio"]
 
 
+@pytest.mark.usefixtures("outside")
+@pytest.mark.parametrize("way", [(), ("--virtual-time", "--gpu-cache-blocks", "0")], ids=["real", "virtual"])
+def test_the_default_primary_holds_long_requests_so_that_nothing_is_lost(tmp_path: Path, way: tuple[str, ...]) -> None:
+    """Agents' prompts have thousands of blocks, of which most are in every one: a share of these is less than one."""
+    sessions = [(*range(600), *range(1_000 * each, 1_000 * each + 100)) for each in (1, 2, 3, 4)]
+    trace, out = str(tmp_path / "agents.jsonl"), tmp_path / "out.json"
+    write_trace(trace, [Request(60_000 * at, 512 * 700, 9, sessions[at % 4]) for at in range(12)])
+    assert run("replay", trace, *way, "--json", str(out)) == 0
+    told = report(out)
+    assert told["hit_ratio"] == told["best_hit_ratio"]
+    assert (told["warnings"], told["tiers"]["cpu"]["refused"]) == ([], {})
+
+
+@pytest.mark.parametrize("way", [(), ("--virtual-time", "--gpu-cache-blocks", "0")], ids=["real", "virtual"])
+def test_requests_longer_than_the_primary_are_counted_and_so_is_what_it_refused(
+    tmp_path: Path, way: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace, out = str(tmp_path / "trace.jsonl"), tmp_path / "out.json"
+    prompts = [tuple(range(8 * (at % 2), 8 * (at % 2) + 6)) for at in range(6)] + [tuple(range(20, 27))]
+    write_trace(trace, [Request(60_000 * at, 512 * len(ids), 9, ids) for at, ids in enumerate(prompts)])
+    config = config_file(tmp_path, '[[secondary_tiers]]\ntype = "dummy"', rows=4)
+    assert run("replay", trace, "--config", config, *way, "--json", str(out)) == 0
+    told, shown = report(out), capsys.readouterr().out
+    line = "the primary of 4 chunks is shorter than 7 requests of 7, the longest of 7 chunks"
+    assert line in told["warnings"][0]
+    assert line in shown
+    refused = told["tiers"]["cpu"]["refused"]
+    assert refused["promotions"] > 0
+    assert f"promotions {refused['promotions']}" in shown
+
+
 def test_wrong_bytes_end_the_command_with_1(
     trace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,7 +294,7 @@ def test_a_study_says_how_many_chunks_a_limit_kept_from_a_tier_and_which_limit_t
     dropped = told["tiers"]["0:fs"]["dropped"]["budget"]
     assert told["warnings"] == [
         f"tier 0:fs: {dropped:,} chunks were never stored in it; secondary_tiers[0].limits.store_bytes_in_flight was "
-        "268,435,456: raise it"
+        "256.0 MiB: raise it"
     ]
     assert f"{dropped:,} chunks were never stored in it" in capsys.readouterr().out
 

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from kvtier.errors import ConfigError
 from kvtier.hints import Hint
+from kvtier.settings import shown_age
 from kvtier.tools.replay.models import MODELS, kv_bytes_per_token
 from kvtier.tools.replay.study import measure, simulation
 from kvtier.tools.replay.traces import Request, Trace, write_trace
@@ -45,6 +46,14 @@ def test_a_memory_without_a_disk_has_the_hits_of_the_study(trace: str, tmp_path:
     assert cell["hits"] == {"cpu": cell["hit_ratio"]}
     assert (cell["written_bytes_per_day"], cell["drive_life_years"]) == (0.0, None)
     assert cell["gpu_seconds_saved"] == pytest.approx(800 * 512 / 20_000)
+
+
+def test_a_memory_that_is_shorter_than_a_request_is_said(
+    trace: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (said,) = sized(trace, tmp_path, "--memory", "1600KiB,36KiB", "--disk", "0")["warnings"]
+    assert said.startswith("--memory 36 KiB: a primary of 9 chunks is shorter than ")
+    assert said in capsys.readouterr().out
 
 
 def test_no_more_seconds_are_saved_than_computing_would_take(tmp_path: Path) -> None:
@@ -180,7 +189,7 @@ def test_a_short_life_of_a_drive_is_not_shown_as_none(
     options = ("--memory", "400KiB", "--disk", "4MiB", "--drive-writes-per-day", "0.01")
     (cell,) = sized(trace, tmp_path, *options)["sizes"]
     assert 0 < cell["drive_life_years"] < 0.05
-    assert f"{cell['drive_life_years']:.2g}" in capsys.readouterr().out
+    assert shown_age(365 * 86_400 * cell["drive_life_years"]) in capsys.readouterr().out
 
 
 def test_a_slow_disk_is_loaded_from_only_where_that_is_faster_unless_asked_always(

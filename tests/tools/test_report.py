@@ -16,6 +16,7 @@ from kvtier.tools.outputs import as_json
 from kvtier.tools.pictures import write_figures_picture, write_replay_picture
 from kvtier.tools.replay.replay import Tally
 from kvtier.tools.replay.report import Report, make_report
+from kvtier.tools.replay.study import Extent
 from kvtier.tools.replay.traces import Request, write_trace
 from kvtier.tools.report.benches import bench_page
 from kvtier.tools.report.command import run_names
@@ -127,7 +128,7 @@ def test_a_replay_of_nothing_has_a_page(tmp_path: Path, interrupted: bool) -> No
         Tally(1),
         trace="empty",
         seed=0,
-        best_hit_ratio=0.0,
+        extent=Extent(0, 0, 0, 0, {}),
         config=config_of("disk"),
         engine={},
         interrupted=interrupted,

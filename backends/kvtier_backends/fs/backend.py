@@ -23,6 +23,7 @@ from kvtier.backend import (
 )
 from kvtier.errors import BackendClosed, BackendUnavailable, ConfigError
 from kvtier.memory import require_file_bytes
+from kvtier.settings import shown_bytes
 from kvtier_backends.fs.counters import FsCounters, by_name
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.files.layout import FilesLayout
@@ -135,7 +136,7 @@ class FsBackend(Backend[FsOptions]):
         if options.layout == "files":
             about["naming"] = options.naming
         if options.capacity_bytes is not None:
-            about["capacity"] = f"{options.capacity_bytes:,} bytes"
+            about["capacity"] = shown_bytes(options.capacity_bytes)
         if options.shared:
             about["shared"] = "with others"
         return about

@@ -51,6 +51,7 @@ from kvtier.engine.steps import Inside, StepManager
 from kvtier.engine.tier import Breaker, BreakerState, Tier
 from kvtier.integrations.vllm.second_door import TierClient
 from kvtier.runner.wire import LOGGERS
+from kvtier.settings import shown_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -353,7 +354,7 @@ class Summary:
             count - before for count, before in zip(counts, self._before, strict=True)
         )
         self._before = counts
-        parts = [f"loaded {_gib(loaded * self._row_bytes)}", f"stored {_gib(stored * self._row_bytes)}"]
+        parts = [f"loaded {shown_bytes(loaded * self._row_bytes)}", f"stored {shown_bytes(stored * self._row_bytes)}"]
         if self._primary is not None:
             if hits + misses:
                 parts.insert(0, f"hit ratio {hits / (hits + misses):.1%}")
@@ -410,9 +411,5 @@ def _is_in(breaker: Breaker, state: BreakerState) -> float:
 
 
 def _holds(tier: Tier) -> str:
-    limit = "" if tier.capacity_bytes is None else f" of {_gib(tier.capacity_bytes)}"
-    return f"{tier.spec.name} holds {_gib(tier.used_bytes)}{limit}"
-
-
-def _gib(size_bytes: int) -> str:
-    return f"{size_bytes / (1 << 30):.2f} GiB"
+    limit = "" if tier.capacity_bytes is None else f" of {shown_bytes(tier.capacity_bytes)}"
+    return f"{tier.spec.name} holds {shown_bytes(tier.used_bytes)}{limit}"

@@ -172,18 +172,23 @@ def run_bench(
     directory: str | None = None,
     show: Callable[[Figures, Console], None] = print_figures,
 ) -> None:
-    """Measure and write down what was found. `directory` is what the machine's file system is looked up for."""
+    """Measure and write down what was found, also if an error or Ctrl-C ends it, which is raised after that.
+
+    `directory` is what the machine's file system is looked up for.
+    """
     before, begun = load(), time.perf_counter()
+    rows: list[Row] = []
+    failure: BaseException | None = None
     try:
         with bar(TimeElapsedColumn(), TimeRemainingColumn()) as progress:
             task = progress.add_task(command, total=steps)
-            rows = list(work(lambda: progress.advance(task)))
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        raise ConfigError(f"{directory}: {error.strerror}; a smaller --size accepted") from error
-    machine = this_machine(before, directory)
-    figures = Figures(command=command, machine=machine, seconds=time.perf_counter() - begun, rows=rows)
+            rows.extend(work(lambda: progress.advance(task)))
+    except BaseException as error:  # Ctrl-C, too: it is raised when what was measured is written down.
+        failure = _said(error, directory)
+        if not rows:
+            raise failure from error
+    machine, seconds = this_machine(before, directory), time.perf_counter() - begun
+    figures = Figures(command=command, machine=machine, seconds=seconds, complete=failure is None, rows=rows)
     console = write_json(json_path, figures)
     if plot_path is not None:
         from kvtier.tools.pictures import write_figures_picture  # An extra: see `check_picture`.
@@ -195,6 +200,15 @@ def run_bench(
 
         write_page(report_path, bench_page({"": figures}))
     show(figures, console)
+    if failure is not None:
+        raise failure
+
+
+def _said(error: BaseException, directory: str | None) -> BaseException:
+    """Return what is raised for an error: a full disk has a remedy."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ConfigError(f"{directory}: {error.strerror}; a smaller --size accepted")
+    return error
 
 
 def scratch_in(directory: str, stack: ExitStack) -> str:

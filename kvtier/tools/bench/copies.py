@@ -7,8 +7,9 @@ allocation of its own, which is the hardest case.
 
 import ctypes
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from itertools import count
 from typing import Any, NamedTuple, cast
 
@@ -28,7 +29,7 @@ from kvtier.kvcache.layout.axes import KV_JOINED_NHD
 from kvtier.kvcache.transfer import CopiersOf, GroupBlocks, TransferWorker, slot_layout
 from kvtier.memory import Region, RowLayout
 from kvtier.settings import find_class
-from kvtier.tools.bench.figures import Pair, Row, Setting, Side, interleaved, row_of, steps_of
+from kvtier.tools.bench.figures import Pair, Row, Setting, Side, measured_rows, row_of, steps_of
 from kvtier.tools.bench.memory import rate_of
 
 MOVED_BYTES = 64 << 20
@@ -86,20 +87,23 @@ def measure_copies(cases: list[Case], rounds: int, step: Callable[[], None]) -> 
                 for name, copy in each._asdict().items()
                 if copy is not None
             ]
-            measured = interleaved(sides, rounds, step=step)
-        settings: dict[str, Setting] = {
-            "page_bytes": case.page_bytes,
-            "layers": case.layers,
-            "place": case.place,
-            "device": case.device,
-        }
-        chunk_bytes = case.page_bytes * case.layers
-        for side in sides:
-            if not side.name.startswith("memcpy"):
-                operation = f"{side.name.replace('_', ' ')} KV pages"
-                limit = "memcpy_to_device" if side.name == "load" and case.device == "cuda" else "memcpy"
-                limit_is = LIMIT_IS[case.device]
-                yield row_of(Pair(operation, chunk_bytes, settings, "MB/s", side.name, limit, limit_is), measured)
+            yield from measured_rows(sides, rounds, partial(_rows, case, sides), step)
+
+
+def _rows(case: Case, sides: Sequence[Side], measured: Mapping[str, Sequence[float]]) -> Iterator[Row]:
+    settings: dict[str, Setting] = {
+        "page_bytes": case.page_bytes,
+        "layers": case.layers,
+        "place": case.place,
+        "device": case.device,
+    }
+    chunk_bytes = case.page_bytes * case.layers
+    for side in sides:
+        if not side.name.startswith("memcpy"):
+            operation = f"{side.name.replace('_', ' ')} KV pages"
+            limit = "memcpy_to_device" if side.name == "load" and case.device == "cuda" else "memcpy"
+            limit_is = LIMIT_IS[case.device]
+            yield row_of(Pair(operation, chunk_bytes, settings, "MB/s", side.name, limit, limit_is), measured)
 
 
 def cases_for(device: str) -> list[Case]:

@@ -10,7 +10,7 @@ import os
 import platform
 import random
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -108,25 +108,51 @@ class Side(NamedTuple):
 
 
 def interleaved(
-    sides: list[Side], rounds: int, *, seed: int = 0, step: Callable[[], None] = lambda: None
+    sides: list[Side],
+    rounds: int,
+    *,
+    seed: int = 0,
+    step: Callable[[], None] = lambda: None,
+    measured: dict[str, list[float]] | None = None,
 ) -> dict[str, list[float]]:
     """Measure each side once a round and return its figures in order of rounds.
 
     A first round is not counted: it touches memory, starts threads and fills caches. `step` is called after each side.
+    `measured` gets the figures of each round that was completed, also if a later one raises.
     """
     dice = random.Random(seed)
-    measured: dict[str, list[float]] = {side.name: [] for side in sides}
+    measured = {} if measured is None else measured
     for number in range(rounds + 1):
+        figures: dict[str, float] = {}
         for side in dice.sample(sides, len(sides)):
             side.prepare()
             try:
-                figure = side.measure()
+                figures[side.name] = side.measure()
             finally:
                 side.tidy()
-            if number:
-                measured[side.name].append(figure)
             step()
+        for side in sides if number else ():
+            measured.setdefault(side.name, []).append(figures[side.name])
     return measured
+
+
+def measured_rows(
+    sides: list[Side],
+    rounds: int,
+    rows: Callable[[Mapping[str, Sequence[float]]], Iterable["Row"]],
+    step: Callable[[], None],
+) -> Iterator["Row"]:
+    """Measure, and yield the rows of the completed rounds; an error, or Ctrl-C, is raised after them."""
+    measured: dict[str, list[float]] = {}
+    failure: BaseException | None = None
+    try:
+        interleaved(sides, rounds, step=step, measured=measured)
+    except BaseException as error:  # noqa: BLE001  # It is raised below.
+        failure = error
+    if measured:
+        yield from rows(measured)
+    if failure is not None:
+        raise failure
 
 
 def steps_of(sides: int, rounds: int) -> int:
@@ -160,6 +186,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
     machine: Machine
     seconds: float
+    complete: bool = True  # False: an error or Ctrl-C ended it; the rows are those of the rounds before.
     rows: list[Row]
 
 
@@ -195,6 +222,11 @@ def row_of(pair: Pair, measured: Mapping[str, Sequence[float]], times: Mapping[s
         figure_times=None if times is None else times.get(pair.figure),
         limit_times=None if times is None else times.get(pair.limit),
     )
+
+
+def rows_of(pairs: Iterable[Pair], measured: Mapping[str, Sequence[float]]) -> Iterator[Row]:
+    """Make a row of each pair."""
+    return (row_of(pair, measured) for pair in pairs)
 
 
 def ratio_of(figure: float, limit: float, unit: str) -> float:
@@ -313,6 +345,8 @@ def footnotes(figures: Figures, spread_is: str = SPREAD_IS) -> list[str]:
         f"load of the machine {machine.load_before[0]:.2f} before, {machine.load_after[0]:.2f} after; "
         f"{figures.seconds:.0f} s",
     ]
+    if not figures.complete:
+        lines.append("[yellow]This run was cut short: the figures are those of the rounds before.[/]")
     if is_busy(machine):
         lines.append("[yellow]The machine was busy before this began: others may have taken what is missing.[/]")
     return lines

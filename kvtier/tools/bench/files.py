@@ -31,8 +31,8 @@ from kvtier.backend import (
 )
 from kvtier.errors import ConfigError, NoSpace
 from kvtier.memory import Region
-from kvtier.settings import decode
-from kvtier.tools.bench.figures import Measure, Pair, Row, Setting, Side, interleaved, row_of, steps_of
+from kvtier.settings import decode, shown_bytes
+from kvtier.tools.bench.figures import Measure, Pair, Row, Setting, Side, measured_rows, rows_of, steps_of
 from kvtier.tools.bench.memory import rate_of
 from kvtier.tools.bench.raw import Fio, NewFiles, RawFile, Way, takes_direct
 from kvtier.tools.outputs import check_directory
@@ -185,7 +185,7 @@ def check_room(plan: Plan, chunk_sizes: Sequence[int]) -> None:
     free = shutil.disk_usage(plan.directory).free
     if needed > free:
         raise ConfigError(
-            f"{plan.directory}: about {needed:,} bytes are needed, {free:,} are free; "
+            f"{plan.directory}: about {shown_bytes(needed)} are needed, {shown_bytes(free)} are free; "
             "a smaller --size, or fewer --rounds, accepted"
         )
 
@@ -197,8 +197,7 @@ def measure_files(plan: Plan, chunk_sizes: Sequence[int], step: Callable[[], Non
         os.mkdir(folder)
         with ExitStack() as stack:
             bench = _ChunkSize(plan, chunk_bytes, folder, stack)
-            measured = interleaved(bench.sides, plan.rounds, step=step)
-        yield from (row_of(pair, measured) for pair in bench.pairs)
+            yield from measured_rows(bench.sides, plan.rounds, partial(rows_of, bench.pairs), step)
 
 
 class _ChunkSize:

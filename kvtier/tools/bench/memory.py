@@ -4,12 +4,13 @@ import ctypes
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import cast
 
 from kvtier.errors import ConfigError
 from kvtier.memory import Region
 from kvtier.settings import find_class
-from kvtier.tools.bench.figures import Pair, Row, Side, interleaved, row_of, steps_of
+from kvtier.tools.bench.figures import Pair, Row, Side, measured_rows, rows_of, steps_of
 
 MOVED_BYTES = 64 << 20  # A round of one side: more than any cache holds, a hundredth of a second.
 SIDES = 4  # For each chunk size.
@@ -28,9 +29,11 @@ def measure_memory(
     for chunk_bytes in chunk_sizes:
         chunks = max(1, MOVED_BYTES // chunk_bytes)
         with _sides(chunk_bytes, chunks) as sides:
-            measured = interleaved(sides, rounds, step=step)
-        for operation in ("write rows", "read rows", "checksum"):
-            yield row_of(Pair(operation, chunk_bytes, {}, "MB/s", operation, "memcpy", LIMIT_IS), measured)
+            pairs = [
+                Pair(operation, chunk_bytes, {}, "MB/s", operation, "memcpy", LIMIT_IS)
+                for operation in ("write rows", "read rows", "checksum")
+            ]
+            yield from measured_rows(sides, rounds, partial(rows_of, pairs), step)
     if pages_on is not None:
         from kvtier.tools.bench import copies  # Importing torch takes longer than all of the above.
 

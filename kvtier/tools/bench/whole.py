@@ -23,7 +23,8 @@ from kvtier.engine.answers import LookupResult
 from kvtier.engine.steps import StepManager
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory import Region
-from kvtier.tools.bench.figures import Pair, Row, Setting, Side, interleaved, row_of, steps_of
+from kvtier.settings import shown_bytes
+from kvtier.tools.bench.figures import Pair, Row, Setting, Side, measured_rows, row_of, steps_of
 from kvtier.tools.bench.memory import plain_copies, rate_of
 from kvtier.tools.bench.raw import RawFile, takes_direct
 from kvtier.tools.replay.report import Distribution, distribution
@@ -35,6 +36,7 @@ KEYS_A_WAIT = 8
 STORED_A_STEP = 16
 HOT_REQUESTS = 8  # Looked up in every timed step.
 HOT_KEYS = 32
+DELETED_AT_ONCE = 256  # Four calls.
 DRAIN_S = 60.0
 
 Between = Callable[["Drive"], None]
@@ -59,8 +61,8 @@ class Drive:
         )
         if self.chunks < 2 * KEYS_A_WAIT:
             raise ConfigError(
-                f"cpu_bytes_to_use: {config.cpu_bytes_to_use:,} bytes given, at least "
-                f"{8 * KEYS_A_WAIT * config.row_bytes:,} accepted: fewer rows are no load to measure"
+                f"cpu_bytes_to_use: {shown_bytes(config.cpu_bytes_to_use)} given, at least "
+                f"{shown_bytes(8 * KEYS_A_WAIT * config.row_bytes)} accepted: fewer rows are no load to measure"
             )
         self.moved_bytes = self.chunks * config.row_bytes
         self.manager = StepManager.start(config)
@@ -224,10 +226,17 @@ class Drive:
         self.manager.on_request_finished(request)
 
     def _delete(self, keys: Sequence[OffloadKey]) -> None:
-        left: Sequence[OffloadKey] = keys
-        while left := self.manager.delete(left):
-            self.manager.drain(STEP_S)
-        self.manager.drain(DRAIN_S)
+        """Delete some at a time: a slow tier would answer few of thousands within its deadline."""
+        for start in range(0, len(keys), DELETED_AT_ONCE):
+            left: Sequence[OffloadKey] = keys[start : start + DELETED_AT_ONCE]
+            while left := self.manager.delete(left):
+                self.manager.drain(STEP_S)
+            if not self.manager.drain(DRAIN_S):
+                (tier,) = self.manager.config.secondary_tiers
+                raise BackendUnavailable(
+                    f"tier {tier.name}: deletions did not end within {DRAIN_S:g} s; up to {len(keys) - start:,} chunks "
+                    "of this run are left in it"
+                )
 
 
 def new_keys(number: int) -> list[OffloadKey]:
@@ -257,8 +266,7 @@ def measure_tiers(config: EngineConfig, size_bytes: int, rounds: int, step: Call
         times = Times()
         with ExitStack() as stack:
             sides, moved_as = _sides(alone, size_bytes, times, stack)
-            measured = interleaved(sides, rounds, step=step)
-        yield from _rows(alone, moved_as, measured, times.distributions())
+            yield from measured_rows(sides, rounds, partial(_rows, alone, moved_as, times), step)
 
 
 def whole_steps(config: EngineConfig, rounds: int) -> int:
@@ -334,12 +342,10 @@ def _limits(
     return (measure, measure), "memcpy"
 
 
-def _rows(
-    config: EngineConfig, moved_as: str, measured: Mapping[str, Sequence[float]], times: Mapping[str, Distribution]
-) -> Iterator[Row]:
+def _rows(config: EngineConfig, moved_as: str, times: Times, measured: Mapping[str, Sequence[float]]) -> Iterator[Row]:
     (tier,) = config.secondary_tiers
     settings: dict[str, Setting] = {"tier": tier.name, "runner": config.runner}
-    alone = "the same with nothing beside it"
+    alone, distributions = "the same with nothing beside it", times.distributions()
     for operation, unit, figure, limit, limit_is in (
         ("store", "MB/s", "store", "write limit", moved_as),
         ("load", "MB/s", "load", "read limit", moved_as),
@@ -347,4 +353,5 @@ def _rows(
         ("p99 of waits for a load beside stores", "ms", "wait, flooded", "wait", alone),
         ("p99 of steps beside transfers", "ms", "step, busy", "step", alone),
     ):
-        yield row_of(Pair(operation, config.row_bytes, settings, unit, figure, limit, limit_is), measured, times)
+        pair = Pair(operation, config.row_bytes, settings, unit, figure, limit, limit_is)
+        yield row_of(pair, measured, distributions)

@@ -5,17 +5,19 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
+from operator import itemgetter
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import TimeRemainingColumn
 from rich.text import Text
 
 from kvtier.errors import ConfigError
 from kvtier.tools.commands import JsonOption, LimitOption, PlotOption, StrictOption, listed
 from kvtier.tools.outputs import bar, check_outputs, counted, plain_table, write_json
-from kvtier.tools.replay.study import Extent, Simulation, measure, simulation
+from kvtier.tools.replay.study import Extent, Simulation, measure, simulation, too_long
 from kvtier.tools.replay.tiered import TierUnder, cascade_named
 from kvtier.tools.replay.traces import Trace
 from kvtier.tools.replay.workload import GENERATED, GeneratedTrace, open_trace
@@ -99,6 +101,9 @@ def policies(
         f"best possible hit ratio {extent.hit_ratio(extent.best_hits):.4f}",
         highlight=False,
     )
+    size, share = min(shares.items(), key=itemgetter(1))
+    for warning in too_long(extent, extent.capacity(share), f"--sizes {size}: a cache"):
+        console.print(f"[yellow]{escape(warning)}[/]", highlight=False)
 
 
 def _tier(trace: Trace | GeneratedTrace, share: str | None, cascades: str | None, name: str | None) -> TierUnder | None:

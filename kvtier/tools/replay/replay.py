@@ -87,6 +87,7 @@ class TierTotals(NamedTuple):
     dropped: Mapping[str, int] = {}  # Cascades that were never sent, by reason.
     failed: Mapping[str, int] = {}  # Chunks that did not move, by what was wrong.
     skipped: Mapping[str, int] = {}  # Chunks that were not to be sent, or not any more, by reason.
+    refused: Mapping[str, int] = {}  # Chunks that found no row in the primary: stores and promotions.
 
 
 class Sample(NamedTuple):
@@ -160,7 +161,9 @@ def totals(stats: EngineStats) -> dict[str, TierTotals]:
     """Return every tier's totals, the primary first: loaded are its rows that were read, by whoever asked."""
     primary = stats.primary
     read = primary.hits + sum(tier.hits for tier in stats.tiers)
-    found = {PRIMARY_NAME: TierTotals(primary.hits, read, primary.stores)}
+    refused = {"stores": primary.stores_refused, "promotions": primary.promotions_refused}
+    refused = {what: chunks for what, chunks in refused.items() if chunks}
+    found = {PRIMARY_NAME: TierTotals(primary.hits, read, primary.stores, refused=refused)}
     for tier in stats.tiers:
         found[tier.name] = TierTotals(tier.hits, tier.loaded, tier.stored, tier.dropped, tier.failed, tier.skipped)
     return found

@@ -80,7 +80,8 @@ def replay(
         str | None,
         typer.Option(
             metavar="FILE",
-            help="The engine, in TOML or JSON; else a primary of 5 % of the unique blocks over an fs tier.",
+            help="The engine, in TOML or JSON; else a primary of 5 % of the unique blocks, or more for long requests, "
+            "over an fs tier.",
         ),
     ] = None,
     fs: Annotated[
@@ -221,7 +222,7 @@ def _run(prepared: Prepared, options: Options) -> Report:
         replay.tally,
         trace=os.path.basename(options.requests.path),
         seed=options.seed,
-        best_hit_ratio=options.extent.hit_ratio(options.extent.best_hits),
+        extent=options.extent,
         config=prepared.config,
         engine=prepared.engine,
         interrupted=interrupted,
@@ -247,7 +248,10 @@ def replay_bar(tally: Tally, requests: int) -> Generator[Callable[[], None]]:
 
 def real_replay(options: Options, stack: ExitStack) -> Prepared:
     """Prepare a replay with real bytes. A temporary directory that tiers need goes away with the stack."""
-    config = default_config(options.extent) if options.config_path is None else EngineConfig.load(options.config_path)
+    if options.config_path is None:
+        config = default_config(options.extent, options.concurrency)
+    else:
+        config = EngineConfig.load(options.config_path)
     if options.fs is not None:
         check_directory("--fs", options.fs)
         config = rooted(config, options.fs, override=True)
@@ -271,7 +275,8 @@ def real_replay(options: Options, stack: ExitStack) -> Prepared:
 def virtual_replay(options: Options) -> Prepared:
     """Prepare a replay in virtual time."""
     if options.config_path is None:
-        return modelled_replay(options, default_model(options.extent, options.requests.block_tokens), DEFAULT_SOURCE)
+        config = default_model(options.extent, options.requests.block_tokens, options.prefill.slots)
+        return modelled_replay(options, config, DEFAULT_SOURCE)
     return modelled_replay(options, EngineConfig.load(options.config_path), os.path.basename(options.config_path))
 
 

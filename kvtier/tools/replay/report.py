@@ -19,8 +19,10 @@ from rich.table import Table
 
 from kvtier import __version__
 from kvtier.config import PRIMARY_NAME, EngineConfig
+from kvtier.settings import shown_bytes
 from kvtier.tools.outputs import counted, plain_table
 from kvtier.tools.replay.replay import GPU_NAME, Sample, Tally, TierTotals
+from kvtier.tools.replay.study import Extent, too_long
 
 COMMAND = "kvtier replay"
 FORMAT = 1  # Of the JSON. Another number is for fields that mean something else.
@@ -95,6 +97,7 @@ class TierReport(msgspec.Struct, frozen=True, kw_only=True):
     dropped: Mapping[str, int]  # Cascades that were never sent, by reason.
     failed: Mapping[str, int]  # Chunks that did not move, by what was wrong.
     skipped: Mapping[str, int]  # Chunks that were not to be sent, or not any more, by reason.
+    refused: Mapping[str, int]  # Chunks that found no row in the primary: `stores` and `promotions`.
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,7 +141,7 @@ def make_report(
     *,
     trace: str,
     seed: int,
-    best_hit_ratio: float,
+    extent: Extent,
     config: EngineConfig,
     engine: Mapping[str, Any],
     interrupted: bool,
@@ -156,7 +159,7 @@ def make_report(
         requests=tally.requests,
         chunk_references=tally.chunk_references,
         hit_ratio=tally.hit_ratio,
-        best_hit_ratio=best_hit_ratio,
+        best_hit_ratio=extent.hit_ratio(extent.best_hits),
         hits={name: tier.hits for name, tier in tiers.items()},
         bytes_moved={name: tier.bytes_loaded + tier.bytes_stored for name, tier in tiers.items()},
         wrong_chunks=tally.wrong_chunks,
@@ -174,7 +177,7 @@ def make_report(
         engine=engine,
         ttft_s=None if ttft_s is None else {name: distribution(samples) for name, samples in ttft_s.items()},
         model=model,
-        warnings=list(_warnings(config, tiers)),
+        warnings=[*too_long(extent, config.rows, "the primary"), *_warnings(config, tiers)],
     )
 
 
@@ -184,8 +187,9 @@ def _warnings(config: EngineConfig, tiers: Mapping[str, TierReport]) -> Iterator
         limits = tier.limits
         by_bytes = limits.store_bytes_in_flight // config.row_bytes <= limits.store_chunks_in_flight
         field = "store_bytes_in_flight" if by_bytes else "store_chunks_in_flight"
+        was = shown_bytes(limits.store_bytes_in_flight) if by_bytes else f"{limits.store_chunks_in_flight:,}"
         for reason, path, limit in (
-            ("budget", f"secondary_tiers[{index}].limits.{field}", f"{getattr(limits, field):,}"),
+            ("budget", f"secondary_tiers[{index}].limits.{field}", was),
             ("pinned", "limits.cascade_share", f"{config.limits.cascade_share:g}"),
         ):
             chunks = tiers[tier.name].dropped.get(reason) if tier.name in tiers else None
@@ -265,6 +269,7 @@ def _tier_report(totals: TierTotals, row_bytes: int) -> TierReport:
         dropped=totals.dropped,
         failed=totals.failed,
         skipped=totals.skipped,
+        refused=totals.refused,
     )
 
 
@@ -301,7 +306,7 @@ def _tables(report: Report) -> Iterator[Table]:
 
 def _tier_table(report: Report) -> Table:
     table = plain_table("tier")
-    for heading in ("hits", "share", "read", "written", "dropped", "failed"):
+    for heading in ("hits", "share", "read", "written", "refused", "dropped", "failed"):
         table.add_column(heading, justify="right")
     for name, tier in report.tiers.items():
         share = tier.hits / report.chunk_references if report.chunk_references else 0.0
@@ -309,8 +314,9 @@ def _tier_table(report: Report) -> Table:
             escape(name),
             f"{tier.hits:,}",
             f"{share:.4f}",
-            decimal(tier.bytes_loaded),
-            decimal(tier.bytes_stored),
+            shown_bytes(tier.bytes_loaded),
+            shown_bytes(tier.bytes_stored),
+            _reasons(tier.refused) if name == PRIMARY_NAME else "",
             _reasons(tier.dropped),
             _reasons(tier.failed),
         )
@@ -348,7 +354,7 @@ def figure_words(name: str, value: Figure) -> tuple[str, str]:
     if value is None:
         shown, per = "no limit", ""
     elif "_bytes" in name and isinstance(value, int | float):
-        shown = decimal(int(value))
+        shown = decimal(int(value)) if per else shown_bytes(int(value))  # Rates as drives' and links' makers give them.
     elif name.endswith("_s") and not per:
         words, shown = name.removesuffix("_s"), f"{value * 1_000:,.4g} ms" if isinstance(value, float) else str(value)
     elif isinstance(value, int | float):

@@ -12,12 +12,13 @@ from msgspec.structs import replace
 
 from kvtier.config import EngineConfig, TierConfig, TierLimits, tier_options
 from kvtier.errors import ConfigError
+from kvtier.settings import shown_bytes
 from kvtier.tools.outputs import check_directory
 from kvtier.tools.replay.study import Extent
 
 CHUNK_BYTES = 16 << 10
 PRIMARY_SHARE = 0.05  # Of the trace's unique blocks: small, so that much of what returns comes from the tier below.
-PRIMARY_ROWS_MIN = 512  # Twice the longest prompt of 128 Ki tokens: half of the rows at most wait for a tier.
+PRIMARY_ROWS_MIN = 512  # A short trace's primary: 8 MiB.
 STORE_CHUNKS = 256  # Keeps the lanes busy. What waits pins its row: more would take the primary away from hits.
 FOOTER_BYTES = 4_096  # Of each chunk of an fs tier.
 FOLDER_BYTES = 4_096
@@ -25,10 +26,10 @@ SEGMENT_BYTES_MIN, SEGMENT_BYTES_MAX = 16 << 20, 8 << 30  # The sizes between wh
 SYNCED_SEGMENT_BYTES_MAX = 64 << 20  # With fsync.
 
 
-def default_config(extent: Extent) -> EngineConfig:
+def default_config(extent: Extent, concurrency: int) -> EngineConfig:
     """Put a small primary over one fs tier, with the runner in a process."""
     return EngineConfig(
-        cpu_bytes_to_use=primary_rows(extent) * CHUNK_BYTES,
+        cpu_bytes_to_use=primary_rows(extent, concurrency) * CHUNK_BYTES,
         chunk_bytes=CHUNK_BYTES,
         runner="process",
         secondary_tiers=(
@@ -40,9 +41,13 @@ def default_config(extent: Extent) -> EngineConfig:
     )
 
 
-def primary_rows(extent: Extent) -> int:
-    """Return the size of a small primary for a trace."""
-    return max(PRIMARY_ROWS_MIN, extent.capacity(PRIMARY_SHARE))
+def primary_rows(extent: Extent, concurrency: int) -> int:
+    """Return the size of a small primary that holds the longest request for each of the concurrent ones.
+
+    At least two of them, and at most the trace twice: half of the rows may be leased, or wait for a tier.
+    """
+    open_rows = min(max(2, concurrency) * extent.longest, 2 * extent.unique_blocks)
+    return max(PRIMARY_ROWS_MIN, extent.capacity(PRIMARY_SHARE), open_rows)
 
 
 def check_roots(config: EngineConfig) -> None:
@@ -89,8 +94,8 @@ def check_room(config: EngineConfig, extent: Extent, directory: str) -> None:
     free = disk_usage(directory).free
     if needed > free:
         raise ConfigError(
-            f"{directory}: the trace's chunks take about {needed:,} bytes, {free:,} are free; a directory elsewhere "
-            "(--fs DIR), or fewer requests (--limit N), accepted"
+            f"{directory}: the trace's chunks take about {shown_bytes(needed)}, {shown_bytes(free)} are free; "
+            "a directory elsewhere (--fs DIR), or fewer requests (--limit N), accepted"
         )
 
 

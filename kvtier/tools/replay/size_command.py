@@ -14,12 +14,11 @@ import msgspec
 import typer
 from msgspec.structs import replace
 from rich.console import Console
-from rich.filesize import decimal
 from rich.progress import MofNCompleteColumn, TimeElapsedColumn
 
 from kvtier.config import EngineConfig, TierConfig, TierLimits
 from kvtier.errors import ConfigError
-from kvtier.settings.units import SIZE_BYTES_MAX, parse_size
+from kvtier.settings import SIZE_BYTES_MAX, parse_size, shown_age, shown_bytes
 from kvtier.testing.virtual_time import VirtualTimeLoop
 from kvtier.tools.commands import JsonOption, LimitOption, PlotOption, StrictOption, listed
 from kvtier.tools.outputs import bar, busy, check_outputs, counted, plain_table, round_size, write_json
@@ -33,13 +32,13 @@ from kvtier.tools.replay.replay_command import (
     modelled_replay,
 )
 from kvtier.tools.replay.report import Figure, ModelPart, Quantiles, Report, make_report, model_table, quantiles
-from kvtier.tools.replay.study import Extent, measure
+from kvtier.tools.replay.study import Extent, measure, too_long
 from kvtier.tools.replay.tiered import Cascade, cascade_named
 from kvtier.tools.replay.traces import Trace
 from kvtier.tools.replay.virtual import DISK_QUEUE_CHUNKS, SSD, WITH_TIERING, Prefill, arrivals_s, without_tiering_s
 from kvtier.tools.replay.workload import GENERATED, GeneratedTrace, Workload, open_trace
 
-DAY_S = 86_400.0
+DAY_S, YEAR_S = 86_400.0, 365 * 86_400.0
 WARRANTY_YEARS = 5  # For which makers state drive writes a day.
 DISK_NAME = "disk"
 ROWS_SPARE = 1_024  # For what is under way.
@@ -81,6 +80,7 @@ class SizeReport(msgspec.Struct, frozen=True):
     without_tiering_ttft_s: Quantiles
     load_always: bool  # Whatever a tier had was loaded; else what was faster computed was.
     sizes: list[SizeCell]
+    warnings: list[str]  # Requests that are longer than the smallest primary.
     model: Sequence[ModelPart]  # Without the sizes.
 
 
@@ -328,7 +328,7 @@ def answer(question: Question, memory_bytes: int, disk_bytes: int) -> Answer:
         tally,
         trace=os.path.basename(requests.path),
         seed=0,
-        best_hit_ratio=question.extent.hit_ratio(question.extent.best_hits),
+        extent=question.extent,
         config=config,
         engine=prepared.engine,
         interrupted=False,
@@ -401,8 +401,14 @@ def _report(
         without_tiering_ttft_s=without,
         load_always=question.load_always,
         sizes=cells,
+        warnings=_too_long(question, min(cell.memory_bytes for cell in cells)),
         model=_model(question, max(reports, key=lambda report: len(report.tiers))),
     )
+
+
+def _too_long(question: Question, memory_bytes: int) -> list[str]:
+    chunks = memory_bytes // question.chunk_bytes
+    return too_long(question.extent, chunks, f"--memory {round_size(memory_bytes)}: a primary")
 
 
 def _model(question: Question, report: Report) -> list[ModelPart]:
@@ -458,7 +464,7 @@ def _show(report: SizeReport, console: Console, cascade: Cascade) -> None:
         "p99\ns",
         "GPU s\nsaved",
         "written\na day",
-        "drive\nyears",
+        "drive\nlife",
     ):
         table.add_column(heading, justify="right")
     without = report.without_tiering_ttft_s
@@ -471,13 +477,13 @@ def _show(report: SizeReport, console: Console, cascade: Cascade) -> None:
             f"{cell.ttft_s.p50:.2f}",
             f"{cell.ttft_s.p99:.2f}",
             _short(cell.gpu_seconds_saved),
-            decimal(round(cell.written_bytes_per_day)) if cell.disk_bytes else "",
-            "" if cell.drive_life_years is None else _short(cell.drive_life_years),
+            shown_bytes(round(cell.written_bytes_per_day)) if cell.disk_bytes else "",
+            "" if cell.drive_life_years is None else shown_age(YEAR_S * cell.drive_life_years),
         )
     console.print(table)
     console.print()
     console.print(
-        f"All blocks of the trace take {decimal(report.trace_bytes)}. The best possible hit ratio is "
+        f"All blocks of the trace take {shown_bytes(report.trace_bytes)}. The best possible hit ratio is "
         f"{report.best_hit_ratio:.4f}. p50 and p99 are times to the first token. {_LOADED[report.load_always]}",
         highlight=False,
     )
@@ -489,5 +495,7 @@ def _show(report: SizeReport, console: Console, cascade: Cascade) -> None:
             f"{remedy} for a faster disk (--disk-speed, --bench).[/]",
             highlight=False,
         )
+    for warning in report.warnings:
+        console.print(f"[yellow]{warning}[/]", highlight=False)
     console.print()
     console.print(model_table(report.model))

@@ -8,7 +8,8 @@ alone has exactly these hits, request by request.
 """
 
 from array import array
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from heapq import heapify, heappop, heappush
 from itertools import filterfalse, repeat, takewhile
@@ -18,6 +19,7 @@ from kvtier.config import EngineLimits
 from kvtier.errors import ConfigError
 from kvtier.hints import RETAIN_S_MAX, Hint
 from kvtier.policies import HintedOrder, Policy, policy_class
+from kvtier.tools.outputs import counted
 from kvtier.tools.replay.traces import BLOCK_TOKENS, Request
 
 OPT = "opt"
@@ -36,6 +38,16 @@ class Extent(NamedTuple):
     block_references: int
     unique_blocks: int
     best_hits: int  # Of a cache that keeps everything.
+    lengths: Mapping[int, int]  # Requests by their number of blocks.
+
+    @property
+    def longest(self) -> int:
+        """The blocks of the longest request."""
+        return max(self.lengths, default=0)
+
+    def longer(self, capacity: int) -> int:
+        """Return how many requests have more blocks than this capacity."""
+        return sum(requests for blocks, requests in self.lengths.items() if blocks > capacity)
 
     def capacity(self, share: float) -> int:
         """Return the size of a cache that holds this share of the unique blocks: rounded, at least one."""
@@ -49,13 +61,25 @@ class Extent(NamedTuple):
 def measure(requests: Iterable[Request]) -> Extent:
     """Read all requests once and count what is in them."""
     seen: set[int] = set()
-    count = references = best_hits = 0
+    lengths: Counter[int] = Counter()
+    best_hits = 0
     for request in requests:
-        count += 1
-        references += len(request.hash_ids)
+        lengths[len(request.hash_ids)] += 1
         best_hits += _leading_run(request.hash_ids, seen)
         seen.update(request.hash_ids)
-    return Extent(count, references, len(seen), best_hits)
+    references = sum(blocks * count for blocks, count in lengths.items())
+    return Extent(lengths.total(), references, len(seen), best_hits, lengths)
+
+
+def too_long(extent: Extent, capacity: int, of: str) -> list[str]:
+    """Say how many requests are longer than a cache: only their leading blocks can be stored or found."""
+    longer = extent.longer(capacity)
+    if not longer:
+        return []
+    return [
+        f"{of} of {capacity:,} chunks is shorter than {counted(longer, 'request')} of {extent.requests:,}, the longest "
+        f"of {extent.longest:,} chunks: what exceeds it is neither stored nor found; a larger one holds them"
+    ]
 
 
 def simulation(name: str, block_tokens: int = BLOCK_TOKENS) -> Simulation:

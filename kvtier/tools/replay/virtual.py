@@ -341,7 +341,7 @@ class ScaleModel(NamedTuple):
     parts: tuple[ModelPart, ...]
 
 
-def default_model(extent: Extent, block_tokens: int) -> EngineConfig:
+def default_model(extent: Extent, block_tokens: int, slots: int) -> EngineConfig:
     """Put a small primary over SSDs, for chunks of the trace's blocks as an 8B model has them."""
     chunk_bytes = block_tokens * KV_BYTES_PER_TOKEN
     in_flight = DISK_QUEUE_CHUNKS * chunk_bytes
@@ -354,7 +354,7 @@ def default_model(extent: Extent, block_tokens: int) -> EngineConfig:
         "loads_first": True,
     }
     return EngineConfig(
-        cpu_bytes_to_use=primary_rows(extent) * chunk_bytes,
+        cpu_bytes_to_use=primary_rows(extent, slots) * chunk_bytes,
         chunk_bytes=chunk_bytes,
         secondary_tiers=(TierConfig(type="dummy", name="ssds", limits=limits, options=options),),
     )

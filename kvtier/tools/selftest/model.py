@@ -28,6 +28,7 @@ from kvtier.kvcache.layout import FullAttentionSpec, allocate_tensors, canonical
 from kvtier.kvcache.layout.axes import KV_JOINED_NHD
 from kvtier.kvcache.transfer import Direction, GroupBlocks, TransferWorker, slot_layout
 from kvtier.memory import Region
+from kvtier.settings import shown_bytes
 from kvtier.tools.bench.copies import Case, host_memory, plain_copy
 from kvtier.tools.bench.raw import RawFile, takes_direct
 from kvtier.tools.selftest.checks import WAIT_S, see_through
@@ -295,7 +296,8 @@ def measure(device: Device, shape: Shape, folder: str) -> Iterator[FirstToken]:
         torch.cuda.empty_cache()  # Of other sizes than are needed now.
     needed, free = int(ROOM * max(shape.prompts) * shape.token_bytes), shutil.disk_usage(folder).free
     if free < needed:
-        raise NotHere(f"{free:,} bytes are free in {os.path.dirname(folder)}, {needed:,} needed: --dir names another")
+        room = f"{shown_bytes(free)} are free in {os.path.dirname(folder)}, {shown_bytes(needed)} needed"
+        raise NotHere(f"{room}: --dir names another")
     blocks = 2 * -(-(max(shape.prompts) + TOKENS_AFTER) // BLOCK_TOKENS)
     model, cache = Transformer(shape, device.place), PagedCache(shape, blocks, device.place)
     with ExitStack() as stack:

@@ -5,6 +5,7 @@ from itertools import groupby
 
 import msgspec
 
+from kvtier.settings import shown_bytes
 from kvtier.tools.bench.figures import Machine, Row, shown, shown_chunk
 
 KEPT, BROKEN, SKIPPED = "kept", "broken", "skipped"
@@ -120,7 +121,7 @@ def _head(report: Report) -> str:
     dry = "\n\nThis was a dry run on the CPU: its figures say nothing of a device." if report.dry_run else ""
     return (
         f"# kvtier {machine.kvtier} on {report.device.get('name', report.device['device'])}\n\n{device}. "
-        f"{machine.processor}, {machine.processors} processors, {machine.memory_bytes:,} bytes of memory, "
+        f"{machine.processor}, {machine.processors} processors, {shown_bytes(machine.memory_bytes)} of memory, "
         f"{machine.kernel}, Python {machine.python}; "
         f"load {machine.load_before[0]:.2f} before, {machine.load_after[0]:.2f} after; {report.seconds:.0f} s.{dry}"
     )

@@ -120,7 +120,23 @@ def test_a_chunk_that_is_gone_alarms_nobody(engine: Bench, log: TierLog, heard: 
     engine.fail(load, Code.MISSING)
     log.look(1.0)
     assert heard.messages == []
-    assert engine.ledger.tiers[0].counters.causes == {}
+    counters = engine.ledger.tiers[0].counters
+    assert (counters.causes, counters.failures, counters.misses) == ({}, {}, 1)
+
+
+def test_questions_that_a_tier_does_not_answer_are_told_once_a_minute(heard: pytest.LogCaptureFixture) -> None:
+    engine = Bench(rows=8, tiers=[Bench.spec("peer", breaker_failures=99)])
+    log = TierLog(engine.ledger.tiers)
+    for number, name in enumerate("abc"):
+        engine.lookup(name)
+        (probe,) = engine.step()
+        engine.ledger.apply(Answered(probe.id, b"", SECONDS, "deadline"))
+        log.look(float(number))
+    assert heard.messages == [
+        f"tier peer: since the last line questions not answered: 1; the last cause is deadline; see {Remedy.LOSSES}"
+    ]
+    log.look(60.0)
+    assert "since the last line questions not answered: 2" in heard.messages[-1]
 
 
 @pytest.mark.parametrize(

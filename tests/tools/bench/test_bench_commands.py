@@ -13,17 +13,31 @@ from typing import Any
 
 import pytest
 
-from kvtier.errors import ConfigError
+from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.tools.bench.commands import run_bench
 from kvtier.tools.bench.figures import Row
 from kvtier.tools.bench.files import LAYOUTS
 from kvtier.tools.cli import main
 from kvtier.tools.commands import COMMANDS
+from tests.tools.reports import bench_report
 
 ROOT = Path(__file__).parents[3]
 KVTIER = [sys.executable, "-c", "from kvtier.tools.cli import main; main()"]
 FAKE_FIO = """#!/bin/sh
 echo '{"jobs": [{"read": {"bw_bytes": 2500000}, "write": {"bw_bytes": 1250000}}]}'
+"""
+COUNTING = """
+import asyncio
+from kvtier_backends.dummy import DummyBackend
+class Counting(DummyBackend):
+    deletions = at_once = most_at_once = 0
+    async def delete(self, keys):
+        Counting.deletions += 1
+        Counting.at_once += 1
+        Counting.most_at_once = max(Counting.most_at_once, Counting.at_once)
+        await asyncio.sleep(0)
+        await super().delete(keys)
+        Counting.at_once -= 1
 """
 CPU = ["cpu", "--no-pages", "--chunk-sizes", "64KiB", "--rounds", 1]
 FS = ["--chunk-sizes", "8KiB", "--size", "64KiB", "--rounds", "2"]
@@ -206,7 +220,7 @@ def test_json_and_picture_are_written_as_asked(tmp_path: Path) -> None:
         (["cpu", "--device", "tpu"], "--device 'tpu': expected one or more of cpu, cuda"),
         (["fs", "{tmp}/absent"], "DIR '{tmp}/absent': no such directory"),
         (["fs", "{tmp}", "--size", "lots"], "--size 'lots': expected sizes with commas between them"),
-        pytest.param(["fs", "{tmp}", "--size", "16GiB"], "bytes are needed", marks=pytest.mark.outside),
+        pytest.param(["fs", "{tmp}", "--size", "16GiB"], "GiB are needed", marks=pytest.mark.outside),
         (["fs", "{tmp}", "--layouts", "piles"], "--layouts 'piles': expected one or more of files"),
         (["fs", "{tmp}", "--io", "psychic"], "--io 'psychic': expected one or more of auto, direct, buffered"),
         (["tiers", "{tmp}/absent.toml"], "{tmp}/absent.toml: cannot be read"),
@@ -246,7 +260,7 @@ def test_an_engine_too_small_to_measure_is_refused(tmp_path: Path, capsys: pytes
     config = tmp_path / "engine.toml"
     config.write_text('cpu_bytes_to_use = "64KiB"\nchunk_bytes = "4KiB"\n[[secondary_tiers]]\ntype = "dummy"\n')
     assert run("tiers", config) == 2
-    assert "cpu_bytes_to_use: 65,536 bytes given, at least 262,144 accepted" in capsys.readouterr().err
+    assert "cpu_bytes_to_use: 64.0 KiB given, at least 256.0 KiB accepted" in capsys.readouterr().err
 
 
 def test_a_disk_that_fills_up_is_said_so_in_one_line() -> None:
@@ -258,6 +272,45 @@ def test_a_disk_that_fills_up_is_said_so_in_one_line() -> None:
 
 
 # How it ends.
+
+
+@pytest.mark.parametrize("end", [BackendUnavailable("the tier is away"), KeyboardInterrupt()], ids=["error", "Ctrl-C"])
+def test_what_was_measured_is_written_though_the_run_ends_early(
+    end: BaseException, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, (row, *_) = tmp_path / "out.json", bench_report().rows
+
+    def work(step: Callable[[], None]) -> Iterator[Row]:
+        yield row
+        raise end
+
+    with pytest.raises(type(end)):
+        run_bench("bench", work, 1, json_path=str(out), plot_path=None)
+    told = json.loads(out.read_text())
+    assert (len(told["rows"]), told["complete"]) == (1, False)
+    shown = capsys.readouterr().out
+    assert row.operation in shown
+    assert "This run was cut short" in shown
+
+
+def test_chunks_are_deleted_a_few_calls_at_a_time(
+    tmp_path: Path, measured: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slow tier answers few of thousands of deletions within its deadline."""
+    monkeypatch.setattr("kvtier.tools.bench.whole.WAITS", 100)
+    monkeypatch.setattr("kvtier.tools.bench.whole.STEPS", 3)
+    (tmp_path / "counting_tier.py").write_text(COUNTING)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = tmp_path / "engine.toml"
+    config.write_text(
+        'cpu_bytes_to_use = "4MiB"\nchunk_bytes = "8KiB"\nrunner = "thread"\n'
+        '[[secondary_tiers]]\ntype = "counting_tier:Counting"\n'
+    )
+    assert measured("tiers", config, "--size", "256KiB", "--rounds", 1)["complete"]
+    from counting_tier import Counting  # type: ignore[import-not-found]
+
+    assert Counting.deletions > 8
+    assert 1 <= Counting.most_at_once <= 4
 
 
 @pytest.mark.usefixtures("outside")

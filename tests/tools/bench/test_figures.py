@@ -1,8 +1,21 @@
 """Rows of figures, and how sides are measured in turn."""
 
+from functools import partial
+
 import pytest
 
-from kvtier.tools.bench.figures import Pair, Side, interleaved, mounted_at, ratio_of, row_of, steps_of, this_machine
+from kvtier.tools.bench.figures import (
+    Pair,
+    Side,
+    interleaved,
+    measured_rows,
+    mounted_at,
+    ratio_of,
+    row_of,
+    rows_of,
+    steps_of,
+    this_machine,
+)
 
 MOUNTS = [
     "22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw",
@@ -58,6 +71,16 @@ def test_a_side_that_fails_is_tidied_up_after() -> None:
     with pytest.raises(OSError, match="no"):
         interleaved([side], 1)
     assert done == ["prepared", "tidied"]
+
+
+def test_what_fails_in_a_late_round_costs_no_row_of_the_rounds_before() -> None:
+    figures = iter([1.0, 2.0, 3.0, 4.0, 5.0])
+    sides = [Side("tier", lambda: next(figures))]
+    pair = Pair("load", None, {}, "MB/s", "tier", "tier", "itself")
+    rows = measured_rows(sides, 20, partial(rows_of, [pair]), lambda: None)
+    assert next(rows).rounds == 4  # The first one is not counted.
+    with pytest.raises(RuntimeError):
+        next(rows)
 
 
 def test_a_path_is_on_the_mount_that_is_nearest_above_it() -> None:

@@ -27,6 +27,7 @@ from kvtier.tools.replay.report import (
     quantiles,
 )
 from kvtier.tools.replay.setup import settings_of
+from kvtier.tools.replay.study import Extent
 
 ROW_BYTES = 4_096
 CONFIG = EngineConfig.from_dict(
@@ -61,7 +62,13 @@ def tally_of(samples: int) -> Tally:
 
 
 def report_of(tally: Tally, **given: object) -> Report:
-    fixed = {"trace": "a $trace$ [bold]", "seed": 3, "best_hit_ratio": 0.75, "config": CONFIG, "engine": {}}
+    fixed = {
+        "trace": "a $trace$ [bold]",
+        "seed": 3,
+        "extent": Extent(100, 4, 100, 3, {}),
+        "config": CONFIG,
+        "engine": {},
+    }
     return make_report(tally, **({**fixed, "interrupted": False, "ttft_s": None, **given}))  # type: ignore[arg-type]
 
 
@@ -131,8 +138,8 @@ def test_chunks_that_a_limit_kept_from_a_tier_are_said_with_their_number_and_the
 ) -> None:
     report = report_of(tally_of(10))
     assert report.warnings == [
-        "tier disk [1]: 7 chunks were never stored in it; secondary_tiers[0].limits.store_bytes_in_flight was 65,536: "
-        "raise it"
+        "tier disk [1]: 7 chunks were never stored in it; secondary_tiers[0].limits.store_bytes_in_flight was "
+        "64.0 KiB: raise it"
     ]
     print_report(report, Console(width=200))
     assert report.warnings[0] in capsys.readouterr().out

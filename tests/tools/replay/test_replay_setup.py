@@ -17,6 +17,7 @@ from kvtier.tools.replay.setup import (
     check_roots,
     default_config,
     fs_options,
+    primary_rows,
     rooted,
     taken_bytes,
     without_root,
@@ -24,7 +25,7 @@ from kvtier.tools.replay.setup import (
 from kvtier.tools.replay.study import Extent
 from kvtier_backends.fs import FsBackend
 
-HOUR = Extent(requests=12_031, block_references=288_500, unique_blocks=182_790, best_hits=105_710)
+HOUR = Extent(requests=12_031, block_references=288_500, unique_blocks=182_790, best_hits=105_710, lengths={247: 1})
 
 
 def engine(*tiers: dict[str, Any]) -> EngineConfig:
@@ -36,14 +37,23 @@ def roots(config: EngineConfig) -> list[object]:
 
 
 def test_by_default_a_small_primary_stands_over_files_without_a_place() -> None:
-    config = default_config(HOUR)
+    config = default_config(HOUR, 8)
     assert (config.rows, config.chunk_bytes) == (9_140, 16 << 10)
     assert [tier.type for tier in config.secondary_tiers] == ["fs"]
     assert without_root(config)
 
 
 def test_however_short_the_trace_the_default_primary_holds_a_long_prompt() -> None:
-    assert default_config(Extent(1, 10, 10, 0)).rows == PRIMARY_ROWS_MIN
+    assert default_config(Extent(1, 10, 10, 0, {10: 1}), 8).rows == PRIMARY_ROWS_MIN
+
+
+def test_the_default_primary_holds_the_longest_request_for_each_concurrent_one_but_no_more_than_the_trace_twice() -> (
+    None
+):
+    agents = Extent(
+        requests=402, block_references=196_744, unique_blocks=12_626, best_hits=0, lengths={311: 401, 3_570: 1}
+    )
+    assert [primary_rows(agents, concurrency) for concurrency in (1, 2, 3, 8)] == [7_140, 7_140, 10_710, 25_252]
 
 
 def test_the_only_fs_tier_gets_the_directory_itself() -> None:
@@ -83,15 +93,15 @@ def test_a_directory_that_is_not_there_is_refused_and_not_made(tmp_path: Path) -
 
 
 def test_a_trace_that_would_fill_the_disk_of_a_temporary_directory_is_refused(tmp_path: Path) -> None:
-    check_room(engine({"type": "fs"}), Extent(1, 1, 1, 0), str(tmp_path))
-    check_room(engine({"type": "dummy"}), Extent(1, 1 << 40, 1 << 40, 0), str(tmp_path))
-    with pytest.raises(ConfigError, match=r"the trace's chunks take about .* bytes, .* are free"):
-        check_room(engine({"type": "fs"}), Extent(1, 1 << 40, 1 << 40, 0), str(tmp_path))
+    check_room(engine({"type": "fs"}), Extent(1, 1, 1, 0, {1: 1}), str(tmp_path))
+    check_room(engine({"type": "dummy"}), Extent(1, 1 << 40, 1 << 40, 0, {1: 1}), str(tmp_path))
+    with pytest.raises(ConfigError, match=r"the trace's chunks take about .* PiB, .* are free"):
+        check_room(engine({"type": "fs"}), Extent(1, 1 << 40, 1 << 40, 0, {1: 1}), str(tmp_path))
 
 
 def test_a_tier_with_a_root_of_its_own_takes_nothing_of_a_temporary_directory(tmp_path: Path) -> None:
     config = engine({"type": "fs", "root": str(tmp_path)}, {"type": "fs", "capacity_bytes": "1MiB"})
-    check_room(config, Extent(1, 1 << 40, 1 << 40, 0), str(tmp_path))
+    check_room(config, Extent(1, 1 << 40, 1 << 40, 0, {1: 1}), str(tmp_path))
 
 
 @pytest.mark.parametrize("chunks", [40, 260, 520])

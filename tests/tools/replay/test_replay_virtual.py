@@ -165,7 +165,7 @@ def test_an_hour_of_chat_has_its_first_tokens_earlier_and_the_same_story_every_t
     extent = measure(requests)
 
     def story() -> tuple[bytes, list[float], list[float]]:
-        replay = replay_of(tuple(requests), default_model(extent, BLOCK_TOKENS), Prefill())
+        replay = replay_of(tuple(requests), default_model(extent, BLOCK_TOKENS, Prefill().slots), Prefill())
         tally = run(replay.run())
         assert tally.wrong_chunks == 0
         assert tally.drained

@@ -79,13 +79,13 @@ def test_a_prefix_outlives_its_continuation() -> None:
 
 def test_the_extent_counts_what_is_there() -> None:
     extent = measure(requests_of((1, 2, 3), (1, 2, 4), (), (5, 1)))
-    assert extent == Extent(requests=4, block_references=8, unique_blocks=5, best_hits=2)
+    assert extent == Extent(requests=4, block_references=8, unique_blocks=5, best_hits=2, lengths={0: 1, 2: 1, 3: 2})
     assert extent.hit_ratio(2) == 0.25
     assert measure([]).hit_ratio(0) == 0.0
 
 
 def test_a_share_of_the_unique_blocks_is_rounded_to_at_least_one() -> None:
-    extent = Extent(requests=1, block_references=1, unique_blocks=182_790, best_hits=0)
+    extent = Extent(requests=1, block_references=1, unique_blocks=182_790, best_hits=0, lengths={1: 1})
     assert [extent.capacity(share) for share in (1e-9, 0.01, 0.05, 1.0)] == [1, 1_828, 9_140, 182_790]
 
 

@@ -16,6 +16,7 @@ from xxhash import xxh3_64_intdigest
 from kvtier.backend import Lanes, in_thread
 from kvtier.memory import let_go_in_forks
 from kvtier.remedies import Remedy
+from kvtier.settings import shown_bytes
 from kvtier_backends.fs.disk.below import lock_file, open_file, unlock_file
 
 logger = logging.getLogger(__name__)
@@ -77,8 +78,8 @@ class WriteBudget:
             self._draw(-self._advance_left)
         except OSError as error:
             logger.warning(
-                "%s bytes of the write budget could not be put back: %s; see %s",
-                self._advance_left,
+                "%s of the write budget could not be put back: %s; see %s",
+                shown_bytes(self._advance_left),
                 error.strerror,
                 Remedy.WRITE_BUDGET,
             )
