@@ -51,9 +51,15 @@ class Prefetches:
         self._lookup = lookup
         self.waiting: deque[Prefetch] = deque()
         """Those that are not over, the oldest first."""
+        self._ended_some = False  # In the last step.
 
     def __bool__(self) -> bool:
         return bool(self.waiting)
+
+    @property
+    def more(self) -> bool:
+        """Whether the next step goes on though nothing may come before it: some have ended, and others wait."""
+        return self._ended_some and bool(self.waiting)
 
     def begin(self, keys: Sequence[OffloadKey]) -> Prefetch:
         """Begin one, with the next step; one too many is over at once."""
@@ -77,11 +83,13 @@ class Prefetches:
     def step(self) -> None:
         """Go on with the oldest ones: before a step's hits are leased."""
         stored = self._primary.filling.keys() - self._outbox.loading()
+        self._ended_some = False
         for prefetch in list(islice(self.waiting, AT_ONCE)):
             self._look(prefetch, stored)
             if prefetch.here >= len(prefetch.keys):
                 self.waiting.remove(prefetch)
                 self._end(prefetch)
+                self._ended_some = True
 
     def clear(self) -> None:
         """Give up all: the primary is about to drop every key."""

@@ -212,7 +212,10 @@ class StepManager:
 
     def prepare_load(self, keys: Sequence[OffloadKey], request_id: str) -> list[int]:
         """Pin the rows of keys that were HIT in this step and return them, in order; LookupError for any other key."""
-        return self._ledger.prepare_load(keys, self._request(request_id))
+        rows = self._ledger.prepare_load(keys, self._request(request_id))
+        if self._given_back is not None:  # A share of leases.
+            self._given_back()
+        return rows
 
     def complete_load(self, keys: Sequence[OffloadKey], request_id: str) -> None:  # noqa: ARG002  # Part of the protocol.
         """Say that the LLM engine has read these rows."""
@@ -324,6 +327,8 @@ class StepManager:
             refused = self._bridge.send(actions)
             if refused:
                 self._ledger.refuse(refused)
+                if self._given_back is not None:
+                    self._given_back()
         if self._ledger.transfers.overdue:
             self._watch_quarantine()
 
@@ -361,7 +366,8 @@ class StepManager:
         until = time.monotonic() + self._deadline(deadline_s)
         self.end_step()
         while self._ledger.pending and (left := until - time.monotonic()) > 0:
-            self._bridge.wait(left)
+            if not self._ledger.prefetches.more:
+                self._bridge.wait(left)
             self.end_step()
         return not self._ledger.pending
 
@@ -509,6 +515,8 @@ class StepManager:
                 self._ledger.let_go(each.row)
             else:
                 self._kept.append(each)
+        if len(self._kept) < len(kept) and self._given_back is not None:
+            self._given_back()
 
     def _watch_quarantine(self) -> None:
         """Have the runner replaced when hung transfers hold more rows than we can spare."""
