@@ -51,15 +51,11 @@ class Prefetches:
         self._lookup = lookup
         self.waiting: deque[Prefetch] = deque()
         """Those that are not over, the oldest first."""
-        self._ended_some = False  # In the last step.
+        self.ended = 0
+        """How many are over: while this grows, a further step goes on, whether anything comes before it or not."""
 
     def __bool__(self) -> bool:
         return bool(self.waiting)
-
-    @property
-    def more(self) -> bool:
-        """Whether the next step goes on though nothing may come before it: some have ended, and others wait."""
-        return self._ended_some and bool(self.waiting)
 
     def begin(self, keys: Sequence[OffloadKey]) -> Prefetch:
         """Begin one, with the next step; one too many is over at once."""
@@ -83,13 +79,11 @@ class Prefetches:
     def step(self) -> None:
         """Go on with the oldest ones: before a step's hits are leased."""
         stored = self._primary.filling.keys() - self._outbox.loading()
-        self._ended_some = False
         for prefetch in list(islice(self.waiting, AT_ONCE)):
             self._look(prefetch, stored)
             if prefetch.here >= len(prefetch.keys):
                 self.waiting.remove(prefetch)
                 self._end(prefetch)
-                self._ended_some = True
 
     def clear(self) -> None:
         """Give up all: the primary is about to drop every key."""
@@ -116,6 +110,7 @@ class Prefetches:
 
     def _end(self, prefetch: Prefetch) -> None:
         prefetch.over = True
+        self.ended += 1
         prefetch.request.finished = True
         self._leases.end_all(prefetch.request)
         rows = self._primary.rows_of(dict.fromkeys(prefetch.keys[: prefetch.here]))

@@ -66,18 +66,18 @@ class Progress:
         """Send what was decided, and wait until something came back or was given back; the loop turns in any case.
 
         Who waits `for_rows` also looks again when leases run out: nobody gives these back. Who waits for the loads of
-        a request, or for a tier's word, looks again when they are late. Where loads were declined, all who wait look
-        again at once. `until` ends the wait. `EngineClosed` if the engine is closed, or was meanwhile.
+        a request, or for a tier's word, looks again when they are late. Where the step itself gave something back, all
+        who wait look again at once. `until` ends the wait. `EngineClosed` if the engine is closed, or was meanwhile.
         """
         steps, ledger = self._steps, self._steps._ledger
-        leased, withdrawals, stirred = ledger.leases.rows, ledger.weighing.withdrawals, self._stirred
-        looked_up_at = ledger._now
+        leased, looked_up_at = ledger.leases.rows, ledger._now
+        before = self._stirred, ledger.weighing.withdrawals, ledger.prefetches.ended
         steps.end_step()
         steps._check_open()
-        declined = ledger.weighing.withdrawals != withdrawals
-        if declined:
+        if before != (self._stirred, ledger.weighing.withdrawals, ledger.prefetches.ended):
             self.stir()
-        if declined or stirred != self._stirred or ledger.prefetches.more or (for_rows and ledger.leases.rows < leased):
+            await asyncio.sleep(0)
+        elif for_rows and ledger.leases.rows < leased:
             await asyncio.sleep(0)
         else:
             if self._next is None:

@@ -364,12 +364,14 @@ class StepManager:
     def drain(self, deadline_s: float | None = None) -> bool:
         """Send all queued actions, and wait until nothing is under way; False if the deadline came first. Blocks."""
         until = time.monotonic() + self._deadline(deadline_s)
-        self.end_step()
-        while self._ledger.pending and (left := until - time.monotonic()) > 0:
-            if not self._ledger.prefetches.more:
-                self._bridge.wait(left)
+        while True:
+            ended = self._ledger.prefetches.ended
             self.end_step()
-        return not self._ledger.pending
+            left = until - time.monotonic()
+            if not self._ledger.pending or left <= 0:
+                return not self._ledger.pending
+            if ended == self._ledger.prefetches.ended:
+                self._bridge.wait(left)
 
     def reset(self, deadline_s: float | None = None) -> bool:
         """Clear the primary; tiers keep their chunks. Blocks until nothing is under way or the deadline comes.
