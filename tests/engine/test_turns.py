@@ -81,7 +81,12 @@ async def test_a_call_alone_in_its_turn_costs_no_turn(open_engine):
 
 @pytest.mark.virtual_time
 async def test_puts_that_hung_stores_keep_from_their_tier_let_timers_fire(open_engine):
-    tier = {"type": FAULTY, "inner": {"type": "dummy"}, "script": {"store": ["hang", "hang"]}, "limits": {"deadline_s": 1}}
+    tier = {
+        "type": FAULTY,
+        "inner": {"type": "dummy"},
+        "script": {"store": ["hang", "hang"]},
+        "limits": {"deadline_s": 1},
+    }
     engine = await open_engine(4, tier | {"faults": {"hang_s": 100.0}})
     await put(engine, [1, 2])
     await engine.drain()
@@ -129,11 +134,14 @@ async def test_put_does_not_wait_for_hung_rows_while_others_keep_tiers_busy(open
     assert await found(engine, [1, 2]) == 0
     assert len(ledger_in(engine).primary.quarantined) == 2
 
-    async def ask_for_ever():
+    async def ask_for_ever(number):
+        await asyncio.sleep(0.3 * number)
         while True:
-            await found(engine, [404])
+            await found(engine, [404 + number])
 
-    asking = [asyncio.ensure_future(ask_for_ever()) for _ in range(3)]
+    asking = [asyncio.ensure_future(ask_for_ever(number)) for number in range(3)]
+    await asyncio.sleep(0.5)
+    assert ledger_in(engine).pending
     async with asyncio.timeout(100):
         assert await put(engine, range(10, 14)) == 2
     for task in asking:
@@ -151,11 +159,14 @@ async def test_put_does_not_wait_for_hung_stores_while_others_keep_tiers_busy(op
     await asyncio.sleep(10)
     assert len(ledger_in(engine).transfers.cascade_rows) == 2
 
-    async def ask_for_ever():
+    async def ask_for_ever(number):
+        await asyncio.sleep(0.3 * number)
         while True:
-            await found(engine, [404])
+            await found(engine, [404 + number])
 
-    asking = [asyncio.ensure_future(ask_for_ever()) for _ in range(3)]
+    asking = [asyncio.ensure_future(ask_for_ever(number)) for number in range(3)]
+    await asyncio.sleep(0.5)
+    assert ledger_in(engine).pending
     async with asyncio.timeout(100):
         assert await put(engine, range(10, 14)) == 4
     for task in asking:
@@ -203,25 +214,14 @@ def test_a_synchronous_drain_does_not_wait_for_prefetches_of_what_is_here(start_
     assert time.monotonic() - begun < 300
 
 
-@pytest.mark.usefixtures("outside")
-async def test_a_delete_that_no_runner_takes_waits_for_nothing(open_engine):
-    engine = await open_engine(8, {"type": "dummy"}, runner="process")
-    await put(engine, [1])
-    assert await engine.drain()
-    assert engine.steps._bridge.replace()
-    while ledger_in(engine).runner_up:
-        await asyncio.sleep(0.01)
-        engine.steps.end_step()
-    begun = time.monotonic()
-    assert await engine.delete(ABSENT, deadline_s=600)
-    assert time.monotonic() - begun < 300
-
-
 def test_calls_on_another_loop_are_refused_by_name():
     with asyncio.Runner() as first:
         opened = first.run(opening())
         for call in (*CALLS.values(), lambda engine: engine.aclose()):
-            with asyncio.Runner() as second, pytest.raises(WrongLoop, match="loop that opened it, which is another one"):
+            with (
+                asyncio.Runner() as second,
+                pytest.raises(WrongLoop, match="loop that opened it, which is another one"),
+            ):
                 second.run(_awaited(call, opened))
         first.run(opened.aclose())
     with pytest.raises(WrongLoop, match="which is closed"):
@@ -248,5 +248,3 @@ def test_after_closing_a_loop_of_calls_is_told_so_and_starves_nobody():
         assert turned.done()
 
     asyncio.run(main())
-
-
