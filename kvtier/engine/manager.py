@@ -28,6 +28,7 @@ from kvtier.engine.metrics import EngineStats
 from kvtier.engine.progress import Progress
 from kvtier.engine.steps import StepManager, checked, make_region
 from kvtier.errors import RowsStillRead
+from kvtier.hints import shown
 from kvtier.memory import LentRow, Region, fill_standard_streams
 from kvtier.remedies import Remedy
 from kvtier.runner.bridge import InlineBridge
@@ -84,6 +85,9 @@ class TieringOffloadingManager:
 
         return Opening(begin)
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}{self.steps.described}>"
+
     @property
     def metrics(self) -> CollectorRegistry:
         """A Prometheus registry with everything that this kvtier engine counts."""
@@ -111,12 +115,13 @@ class TieringOffloadingManager:
         primary cannot hold more. Keys that are present keep their chunk. Without a `request_id` the call is a request
         of its own. `hint` is the application's word on the request, as `StepManager.on_new_request` takes it.
 
-        A cancelled call has stored some leading part. ValueError for a chunk of the wrong length: nothing was stored.
+        A cancelled call has stored some leading part. ValueError for a chunk of the wrong length, and for a key that is
+        given twice with different bytes; TypeError for what is no chunk or no key: nothing was stored.
         Do not await this call while the same task holds rows of `fetch`, because the call may wait for these rows.
         """
         await self._progress.turn()
         keys = checked_keys(keys)
-        self._check_chunks(keys, chunks)
+        chunks = self._checked_chunks(keys, chunks)
         with self._one(request_id, hint) as own_id:
             plan = await self._reserve(keys[: self.config.rows], own_id)
             position = dict(zip(keys, range(len(keys)), strict=True)) if plan.keys else {}
@@ -309,7 +314,7 @@ class TieringOffloadingManager:
         fill_standard_streams()
         region = await cls._region(config, loop)
         try:
-            bridge = InlineBridge(await open_tiers(config), region)
+            bridge = InlineBridge(await open_tiers(config), region, config.limits.close_s)
         except BaseException:
             region.close()
             raise
@@ -467,12 +472,34 @@ class TieringOffloadingManager:
         row_of = self._ledger.primary.row
         return next((place for place, key in enumerate(keys) if row_of(key) is None), len(keys))
 
-    def _check_chunks(self, keys: Sequence[OffloadKey], chunks: Sequence[Chunk]) -> None:
+    def _checked_chunks(self, keys: Sequence[OffloadKey], chunks: Sequence[Chunk]) -> list[Chunk]:
+        """Return what `put` may write; raise, with the key and the type, for anything that it may not."""
         if len(keys) != len(chunks):
             raise ValueError(f"{len(keys)} keys but {len(chunks)} chunks")
-        for key, chunk in zip(keys, chunks, strict=True):
+        taken: list[Chunk] = [
+            each if type(each) is bytes else _as_bytes(key, each) for key, each in zip(keys, chunks, strict=True)
+        ]
+        for key, chunk in zip(keys, taken, strict=True):
             if len(chunk) != self.config.chunk_bytes:
                 raise ValueError(f"{key.hex()}: a chunk of {len(chunk):,} bytes, not {self.config.chunk_bytes:,}")
+        first = dict(zip(reversed(keys), reversed(taken), strict=True))
+        if len(first) < len(keys):
+            for key, chunk in zip(keys, taken, strict=True):
+                if first[key] != chunk:
+                    raise ValueError(f"{key.hex()}: given twice, with different bytes: a key stands for one chunk")
+        return taken
+
+
+def _as_bytes(key: OffloadKey, chunk: object) -> memoryview:
+    """Return a view of a chunk's bytes."""
+    try:
+        view = memoryview(chunk)  # type: ignore[arg-type]
+        if view.itemsize == 1 and view.c_contiguous:
+            return view.cast("B")
+        given = f"a {type(chunk).__name__} with {'gaps' if view.itemsize == 1 else f'items of {view.itemsize} bytes'}"
+    except TypeError:
+        given = shown(chunk)
+    raise TypeError(f"{key.hex()}: {given} given, bytes or a contiguous buffer of them accepted")
 
 
 class Opening(Generic[M]):

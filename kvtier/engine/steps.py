@@ -10,12 +10,14 @@ wake-up. The answers wait in the bridge's mailbox. They are applied before look-
 import logging
 import math
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from operator import index
 from types import TracebackType
 from typing import Self
+from warnings import warn
 
 from prometheus_client import CollectorRegistry
 from typing_extensions import deprecated
@@ -131,6 +133,27 @@ class StepManager:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}{self.described}>"
+
+    @property
+    def described(self) -> str:
+        """What it is, in few words: whether it is closed, its rows, and each tier's name, type and breaker."""
+        primary, closed = self._ledger.primary, " (closed)" * self._closed
+        types = [tier.type for tier in self.config.secondary_tiers]
+        tiers = [
+            f"{tier.spec.name} ({kind}, breaker {tier.breaker.state.value})"
+            for tier, kind in zip(self._ledger.tiers, types, strict=True)
+        ]
+        return f"{closed}: {len(primary.ready):,} of {primary.rows:,} rows ready; tiers: {', '.join(tiers) or 'none'}"
+
+    def __del__(self) -> None:
+        if getattr(self, "_closed", True) or sys.is_finalizing():
+            return
+        what, self._closed = repr(self), True
+        self._bridge.drop()
+        warn(f"{what} was dropped, and never closed; see {Remedy.DROPPED}", ResourceWarning, stacklevel=2, source=self)
 
     # Requests.
 

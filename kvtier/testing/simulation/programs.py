@@ -1,4 +1,4 @@
-"""Asyncio programs that use one engine at once: they put, fetch, stream, hold, cancel, delete and reset, as their seed says.
+"""Asyncio programs that use one engine at once: they put, fetch, stream, hold, cancel, delete and reset by their seed.
 
 Now and then one calls many times in a row, without a pause, or awaits a fetch while it holds the rows of another.
 """
