@@ -272,12 +272,11 @@ class TieringOffloadingManager:
         Takes at most the deadline for the transfers and once more for the closing. Once begun it goes on, even if
         cancelled. Idempotent.
         """
-        await self._progress.turn()
-        if self._closing is None:
-            if self.steps._closed:
-                return 0
+        self._progress.check_loop()
+        if self._closing is None and not self.steps._closed:
             self._closing = asyncio.ensure_future(self._close(deadline_s))
-        return await asyncio.shield(self._closing)
+        await self._progress.turn()
+        return 0 if self._closing is None else await asyncio.shield(self._closing)
 
     async def __aenter__(self) -> Self:
         return self

@@ -407,6 +407,19 @@ async def test_a_cancelled_closing_goes_on():
     assert now() == 1.0
 
 
+async def test_a_closing_that_is_cancelled_at_once_goes_on():
+    engine = await TieringOffloadingManager.open(describe(4, SLOW))
+    await put(engine, [1])
+    closing = asyncio.ensure_future(engine.aclose())
+    asyncio.get_running_loop().call_soon(closing.cancel)  # In the turn in which it begins.
+    await put(engine, [2])
+    await asyncio.wait([closing])
+    assert closing.cancelled()
+    await asyncio.sleep(10)
+    with pytest.raises(EngineClosed):
+        await put(engine, [3])
+
+
 async def test_an_inline_engine_cannot_be_shut_down_without_its_loop_but_it_can_be_closed_then():
     engine = await TieringOffloadingManager.open(describe(4, SLOW))
     await put(engine, [1])
