@@ -86,7 +86,7 @@ class TieringOffloadingManager:
         return Opening(begin)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}{self.steps.described}>"
+        return f"<{type(self).__name__}{self.steps._described}>"
 
     @property
     def metrics(self) -> CollectorRegistry:
@@ -272,11 +272,14 @@ class TieringOffloadingManager:
         Takes at most the deadline for the transfers and once more for the closing. Once begun it goes on, even if
         cancelled. Idempotent.
         """
-        self._progress.check_loop()
         if self._closing is None and not self.steps._closed:
+            self._progress.check_loop()
             self._closing = asyncio.ensure_future(self._close(deadline_s))
-        await self._progress.turn()
-        return 0 if self._closing is None else await asyncio.shield(self._closing)
+        if self._closing is None or self._closing.done():
+            await asyncio.sleep(0)
+            return 0 if self._closing is None else self._closing.result()
+        self._progress.check_loop()
+        return await asyncio.shield(self._closing)
 
     async def __aenter__(self) -> Self:
         return self

@@ -35,8 +35,9 @@ class Progress:
         self._wake()
 
     def check_loop(self) -> None:
-        """Raise `WrongLoop` on any loop but the engine's own."""
+        """Raise `WrongLoop` on any loop but the engine's own, or `EngineClosed` if it is that, too."""
         if asyncio.get_running_loop() is not self._loop:
+            self._steps._check_open()
             state = "closed" if self._loop.is_closed() else "another one"
             raise WrongLoop(
                 f"this kvtier engine belongs to the event loop that opened it, which is {state}: open an engine on "

@@ -135,10 +135,10 @@ class StepManager:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}{self.described}>"
+        return f"<{type(self).__name__}{self._described}>"
 
     @property
-    def described(self) -> str:
+    def _described(self) -> str:
         """What it is, in few words: whether it is closed, its rows, and each tier's name, type and breaker."""
         primary, closed = self._ledger.primary, " (closed)" * self._closed
         types = [tier.type for tier in self.config.secondary_tiers]

@@ -224,7 +224,15 @@ def test_calls_on_another_loop_are_refused_by_name():
             ):
                 second.run(_awaited(call, opened))
         first.run(opened.aclose())
+    assert asyncio.run(_awaited(lambda engine: engine.aclose(), opened)) is None
+
+
+def test_an_engine_whose_loop_is_closed_can_be_closed_by_its_steps():
+    opened = asyncio.run(opening(runner="thread"))
     with pytest.raises(WrongLoop, match="which is closed"):
+        asyncio.run(found(opened, [1]))
+    assert opened.steps.close() == 0
+    with pytest.raises(EngineClosed):
         asyncio.run(found(opened, [1]))
 
 
@@ -232,8 +240,8 @@ async def _awaited(call, engine):
     await call(engine)
 
 
-async def opening():
-    return await TieringOffloadingManager.open(describe(4))
+async def opening(**fields):
+    return await TieringOffloadingManager.open(describe(4, **fields))
 
 
 def test_after_closing_a_loop_of_calls_is_told_so_and_starves_nobody():
