@@ -46,6 +46,12 @@ class EngineClosed(KVTierError):
     remedy = Remedy.CLOSED
 
 
+class WrongLoop(KVTierError, RuntimeError):
+    """The call was made on another event loop than the engine's: open an engine on each loop."""
+
+    remedy = Remedy.LOOP
+
+
 class RowsStillRead(KVTierError):
     """Something still reads rows that were lent: copy the bytes, or drop it before the block ends."""
 

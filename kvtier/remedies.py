@@ -51,7 +51,10 @@ class Remedy(Enum):
 
     # The program that calls.
     CLOSED = "engine-closed"
+    LOOP = "another-event-loop"
+    CUT = "run-cut-short"
     LENT = "rows-still-read"
+    DROPPED = "engine-not-closed"
     OBSERVER = "observer-raised"
     HINT = "hint-ignored"
 

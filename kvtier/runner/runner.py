@@ -109,18 +109,21 @@ class Runner:
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + deadline_s
         silent = await asyncio.gather(*(reports.aclose(max(TURNS_S, deadline_s / 2)) for reports in self._reports))
-        left_s = max(0.0, ends_at - loop.time())
-        closings = [asyncio.ensure_future(_awaited(partial(tier.backend.aclose, left_s))) for tier in self._tiers]
+        await self.close_tiers(max(0.0, ends_at - loop.time()))
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=max(TURNS_S, ends_at - loop.time()))
+        return self.under_way + silent.count(False)
+
+    async def close_tiers(self, deadline_s: float) -> None:
+        """Close the tiers alone; if the runner's loop has been closed, on another one."""
+        closings = [asyncio.ensure_future(_awaited(partial(tier.backend.aclose, deadline_s))) for tier in self._tiers]
         if closings:
-            await asyncio.wait(closings, timeout=left_s + TURNS_S)
+            await asyncio.wait(closings, timeout=deadline_s + TURNS_S)
         for tier, closing in zip(self._tiers, closings, strict=True):
             if not closing.done():
                 logger.error("tier %s does not close; see %s", tier.name, Remedy.CLOSING)
             else:
                 _completed(closing, self._logs[tier.name])
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=max(TURNS_S, ends_at - loop.time()))
-        return self.under_way + silent.count(False)
 
     def _spawn(self, action: _Answerable, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(self._see_through(action, work))
