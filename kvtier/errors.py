@@ -15,6 +15,7 @@ from warnings import warn
 from kvtier.remedies import Remedy
 
 CAUSES_MAX = 16  # Errors behind one another; a ring of them has no end.
+MESSAGE_HEAD_MAX, MESSAGE_TAIL_MAX = 1_200, 600  # Characters: the path stands in front, the remedy at the end.
 
 
 class KVTierError(Exception):
@@ -28,13 +29,20 @@ class KVTierError(Exception):
         return [f"see {self.remedy}"]
 
 
-class ConfigError(KVTierError):
+class _InputError(KVTierError):
+    """An error that quotes what others have written: its message is one line, escaped and never long."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
+
+
+class ConfigError(_InputError):
     """A configuration that cannot be used: mend the field that the message names."""
 
     remedy = Remedy.CONFIGURATION
 
 
-class TraceError(KVTierError):
+class TraceError(_InputError):
     """A trace that cannot be read: mend the line that the message names."""
 
     remedy = Remedy.TRACE
@@ -113,7 +121,16 @@ if not TYPE_CHECKING:  # Type checkers would take every name for one that there 
 
 
 def one_line(text: str) -> str:
-    """Write what a message quotes so that it stays on its line: names of files may hold anything."""
+    """Return a message with control characters escaped and its middle cut if it is long: it may quote anything."""
+    if len(text) > MESSAGE_HEAD_MAX + MESSAGE_TAIL_MAX:
+        text = f"{text[:MESSAGE_HEAD_MAX]}…{text[-MESSAGE_TAIL_MAX:]}"
+    return escaped(text)
+
+
+def escaped(text: str) -> str:
+    """Return text with everything escaped that a terminal might obey, such as ESC, U+009B or a change of direction."""
+    if text.isprintable():
+        return text
     return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 

@@ -25,7 +25,7 @@ from rich.style import StyleType
 from rich.table import Table
 from rich.text import Text
 
-from kvtier.errors import ConfigError, KVTierError, one_line
+from kvtier.errors import ConfigError, KVTierError, escaped
 from kvtier.settings.units import SIZE_UNITS
 
 STDOUT = "-"  # As the name of a file, in other programs, too.
@@ -109,7 +109,7 @@ class _Format(logging.Formatter):
 
 def _lines(text: str) -> str:
     """Escape what cannot be shown, but for the ends of lines."""
-    return "\n".join(map(one_line, text.split("\n")))
+    return "\n".join(map(escaped, text.split("\n")))
 
 
 def counted(count: int, what: str) -> str:
