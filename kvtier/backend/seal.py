@@ -15,6 +15,7 @@ import binascii
 import importlib
 import struct
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Literal, NamedTuple
 
@@ -102,6 +103,14 @@ class SealOptions(Options, frozen=True, kw_only=True):
                 "seal: 'aes-256-gcm' given, which needs either seal_key_file or seal_key_env"
                 + (", not both" if given else "")
             )
+
+    def doubts(self) -> Iterable[str]:
+        """Yield why the keys cannot be read."""
+        try:
+            if self.seal != "xxh3":
+                self._secrets()
+        except ConfigError as error:
+            yield str(error)
 
     def make_seal(self, fingerprint: bytes, row_bytes: int) -> "Seal":
         """Return the seal of a tier with these rows. It reads the keys: not for the loop. Raises `ConfigError`."""

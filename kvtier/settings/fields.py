@@ -274,7 +274,8 @@ def _unknown(error: _UnknownFieldError, places: list[str]) -> str:
     index = (re.findall(r"\[\d+\]", error.path) or ["[0]"])[-1]
     elsewhere = {place.replace("[]", index) for place in places if place.rpartition(".")[2] == key} - {error.path}
     nearest = max(sorted(elsewhere), key=lambda place: _levels_shared(place, error.path), default=None)
-    close = difflib.get_close_matches(key, error.known, n=1)
+    leaves = [place.rpartition(".")[2] for place in places]
+    close = difflib.get_close_matches(key, error.known, n=1) or difflib.get_close_matches(key, leaves, n=1)
     guess = error.meant or (quoted(nearest) if nearest else repr(close[0]) if close else None)
     hint = f"did you mean {guess}? " if guess else ""
     return f"{error}; {hint}Known here: {', '.join(error.known)}"

@@ -81,10 +81,15 @@ def shown(given: object) -> str:
 
 
 def quoted(text: str) -> str:
-    """Return text in quotes, escaped and cut. What precedes an `@` may be a user and a password: it is left out."""
-    head, at, rest = text.rpartition("@")
-    text = repr(f"…@{rest}" if at and ":" in head else text)
+    """Return text in quotes, escaped, cut, and without a user and a password."""
+    text = repr(without_login(text))
     return text if len(text) <= SHOWN_CHARACTERS_MAX else text[: SHOWN_CHARACTERS_MAX - 1] + "…"
+
+
+def without_login(text: str) -> str:
+    """Return an address without what precedes its `@`, which may be a user and a password."""
+    head, at, rest = text.rpartition("@")
+    return f"…@{rest}" if at and ":" in head else text
 
 
 def sort_of(given: object) -> str:

@@ -17,7 +17,7 @@ from rich.progress import DownloadColumn, TimeRemainingColumn, TransferSpeedColu
 from rich.text import Text
 
 from kvtier.backend import Contents, Finding, Kind, Place, State, StoredFile, chunk_hash, group_index
-from kvtier.config import EngineConfig, tier_options
+from kvtier.config import read_config, tier_options
 from kvtier.errors import ConfigError, one_line
 from kvtier.tools import statuses
 from kvtier.tools.commands import JsonOption
@@ -101,7 +101,7 @@ def _contents(where: str) -> Contents:
         return _kind("object").open(where)
     if not path.endswith((".toml", ".json")) or os.path.isdir(where):
         return _kind("fs").open(where)
-    tiers = [(tier, index) for index, tier in enumerate(EngineConfig.load(path).secondary_tiers) if tier.type in _KINDS]
+    tiers = [(tier, index) for index, tier in enumerate(read_config(path).secondary_tiers) if tier.type in _KINDS]
     named = [(tier, index) for tier, index in tiers if name in ("", tier.name)]
     if len(named) != 1:
         names = ", ".join(f"{path}#{tier.name}" for tier, _ in tiers) or "none"

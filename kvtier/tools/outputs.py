@@ -360,6 +360,18 @@ def check_directory(what: str, path: str) -> None:
         raise ConfigError(f"{what} {path!r}: no such directory; one that is there accepted")
 
 
+def make_directory(what: str, path: str) -> None:
+    """Make a directory for the user alone, if its parent is there; raise `ConfigError` if it is none in the end."""
+    try:
+        with suppress(FileExistsError):
+            os.mkdir(path, 0o700)
+    except (OSError, ValueError) as error:
+        missing = isinstance(error, FileNotFoundError) and path != ""
+        why = "parent directory does not exist" if missing else getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{what}: cannot create {path!r}: {why}") from error
+    check_directory(what, path)
+
+
 @contextmanager
 def temporary_directory() -> Generator[str]:
     """Give a directory that is removed at the end: while one waits, or in the background if that takes long."""

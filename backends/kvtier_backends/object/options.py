@@ -1,7 +1,7 @@
 """An object tier's options: its bucket, the chunks that it believes, and the number of requests at once."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, ClassVar, Literal, NamedTuple
 from urllib.parse import urlsplit
 
@@ -9,7 +9,7 @@ import msgspec
 
 from kvtier.backend import SealOptions
 from kvtier.errors import ConfigError
-from kvtier.settings import Duration, Index, PositiveDuration, PositiveSize, SecretPath
+from kvtier.settings import Duration, Index, PositiveDuration, PositiveSize, SecretPath, check_secret
 
 REQUESTS_MAX = 1_024  # Each is a connection: more of them meet the limits of the process before those of a store.
 PREFIX_BYTES_MAX = 256  # Of the 1,024 that a name may have.
@@ -112,6 +112,15 @@ class ObjectOptions(SealOptions, frozen=True, kw_only=True):
             raise ConfigError(
                 f"unverified: 'accept' given with seal = {self.seal!r}, which is there to refuse what nobody has sealed"
             )
+
+    def doubts(self) -> Iterable[str]:
+        """Yield why the seal's keys or the credentials cannot be read."""
+        yield from super().doubts()
+        try:
+            if self.credentials_file is not None:
+                check_secret("credentials_file", self.credentials_file)
+        except ConfigError as error:
+            yield str(error)
 
     def target(self) -> Target:
         """Return the bucket that the URL names. Raises `ConfigError`."""

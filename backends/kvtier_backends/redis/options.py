@@ -2,7 +2,7 @@
 
 import os
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
@@ -155,6 +155,15 @@ class RedisOptions(SealOptions, frozen=True, kw_only=True):
             raise ConfigError(f"{given[0]}: no use without tls = true")
         if self.tls_key_file is not None and self.tls_cert_file is None:
             raise ConfigError("tls_key_file: given without tls_cert_file")
+
+    def doubts(self) -> Iterable[str]:
+        """Yield why the seal's keys, the password or the files for TLS cannot be read."""
+        yield from super().doubts()
+        for read in (self.password, self.tls_context):
+            try:
+                read()
+            except ConfigError as error:
+                yield str(error)
 
     def addresses(self) -> tuple[Address, ...]:
         """Return where `servers` are."""

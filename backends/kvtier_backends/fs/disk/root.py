@@ -115,6 +115,8 @@ class Folder:
                 self.sizes = FolderSizes(self._new_folder_bytes())
                 self._warn_of_other_layouts()
                 self._warn_of_old_names()
+                for doubt in self._options.doubts():
+                    logger.warning("%s: %s; see %s", root, doubt, Remedy.CONFIGURATION)
                 undo.pop_all()
         except ForeignError as error:
             raise refused(root, error) from error
