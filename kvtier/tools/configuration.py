@@ -17,7 +17,7 @@ from kvtier.settings import foreign
 from kvtier.settings.words import secret_in, without_login
 from kvtier.tools import statuses
 from kvtier.tools.commands import JsonOption
-from kvtier.tools.outputs import STDOUT, check_outputs, plain_table, write_json
+from kvtier.tools.outputs import STDOUT, check_outputs, encoded, plain_table, write_json
 
 HIDDEN = "(not shown)"
 SECRET_NAME = re.compile(r"(?i)pass|secret|token|credential|(?:^|_)key(?:$|_)")  # Options of tiers that are not ours.
@@ -41,7 +41,7 @@ def check(
     check_outputs(json_path, None)
     config = _read(path)
     doubts = list(_doubts(config))
-    told = _told(config)
+    told = _told({"secondary_tiers": config} if isinstance(config, tuple) else config)
     table = plain_table("field", "value")
     for name, value in _flat(told, ""):
         table.add_row(name, value)
@@ -91,6 +91,8 @@ def _doubts(config: object) -> Iterator[str]:
 
 def _told(value: Any) -> Any:
     """Return a value as plain data, without secrets; a tier's own options stand beside its other fields."""
+    if isinstance(value, dict):
+        return {name: _told(inner) for name, inner in value.items()}
     if isinstance(value, tuple | list):
         return [_told(element) for element in value]
     if not isinstance(value, msgspec.Struct):
@@ -118,4 +120,4 @@ def _flat(value: Any, path: str) -> Iterator[tuple[str, str]]:
         for index, inner in enumerate(value):
             yield from _flat(inner, f"{path}[{index}]")
     else:
-        yield path, msgspec.json.encode(value).decode()
+        yield path, encoded(value).decode()

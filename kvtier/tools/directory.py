@@ -27,6 +27,7 @@ from kvtier.tools.outputs import (
     check_outputs,
     console,
     counted,
+    encoded,
     json_array,
     json_output,
     plain_table,
@@ -425,7 +426,7 @@ def verify(
         else:
             file.write(b'{"files": ')
             json_array(file, unwell)
-            file.write(b",\n " + msgspec.json.encode(tally.summed())[1:] + b"\n")
+            file.write(b",\n " + encoded(tally.summed())[1:] + b"\n")
     found = tally.summed()
     if json_path != STDOUT:
         _show_findings(shown, found)

@@ -4,6 +4,7 @@ A screen's lines are as long as the terminal is wide, or as `COLUMNS` says. In a
 there is a program.
 """
 
+import json
 import logging
 import os
 import subprocess
@@ -297,13 +298,23 @@ def json_output(path: str | None) -> Generator[BinaryIO | None]:
 def json_array(file: BinaryIO, rows: Iterable[object]) -> None:
     """Write one array, a row a line, as they come: a million of them are not kept in memory."""
     file.write(b"[")
-    file.writelines((b",\n " if number else b"") + msgspec.json.encode(row) for number, row in enumerate(rows))
+    file.writelines((b",\n " if number else b"") + encoded(row) for number, row in enumerate(rows))
     file.write(b"]")
 
 
 def as_json(value: object) -> bytes:
     """Return a value as indented JSON, which ends with a line's end."""
-    return msgspec.json.format(msgspec.json.encode(value), indent=1) + b"\n"
+    return msgspec.json.format(encoded(value), indent=1) + b"\n"
+
+
+def encoded(value: object) -> bytes:
+    """Return a value as JSON on one line, in which a terminal obeys nothing: such as C1 is escaped as C0 is."""
+    text = msgspec.json.encode(value).decode()
+    return (text if text.isprintable() else "".join(map(_escaped_in_json, text))).encode()
+
+
+def _escaped_in_json(letter: str) -> str:
+    return letter if letter.isprintable() else json.dumps(letter)[1:-1] if letter != "\x7f" else r"\u007f"
 
 
 def bar(*columns: ProgressColumn) -> Progress:
