@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
@@ -284,7 +284,7 @@ def _find_modules_beside(config: EngineConfig, path: str | os.PathLike[str]) -> 
 
 
 @contextmanager
-def _named_in_errors(path: str | os.PathLike[str]) -> Iterator[None]:
+def _named_in_errors(path: str | os.PathLike[str]) -> Generator[None]:
     try:
         yield
     except ConfigError as error:

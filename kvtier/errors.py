@@ -29,23 +29,22 @@ class KVTierError(Exception):
         return [f"see {self.remedy}"]
 
 
-class _InputError(KVTierError):
-    """An error that quotes what others have written: its message is one line, escaped and never long."""
-
-    def __init__(self, message: str) -> None:
-        super().__init__(one_line(message))
-
-
-class ConfigError(_InputError):
-    """A configuration that cannot be used: mend the field that the message names."""
+class ConfigError(KVTierError):
+    """A configuration that cannot be used: mend the field that the message names. The message is one line."""
 
     remedy = Remedy.CONFIGURATION
 
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))  # It may quote anything.
 
-class TraceError(_InputError):
-    """A trace that cannot be read: mend the line that the message names."""
+
+class TraceError(KVTierError):
+    """A trace that cannot be read: mend the line that the message names. The message is one line."""
 
     remedy = Remedy.TRACE
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class EngineClosed(KVTierError):

@@ -38,7 +38,7 @@ from kvtier.settings import (
     decode,
     struct_fields,
 )
-from kvtier.settings.words import shown
+from kvtier.settings.words import is_list, is_table, shown
 
 if TYPE_CHECKING:  # It imports vLLM, without which options can be checked.
     from kvtier.integrations.vllm.rows import RowPlan
@@ -47,6 +47,7 @@ Text = Annotated[str, msgspec.Meta(min_length=1)]
 
 WHERE = "kv_connector_extra_config"
 PACKAGE = "kvtier.integrations.vllm"
+SECOND = "KVTierSecondaryTier"
 _FIRST_DOOR = '"spec_name": "KVTierOffloadingSpec" puts kvtier in its place, which can do that'
 _WEIGHING = ("prefill_tokens_per_s", "late_margin")  # Options of the first door alone.
 
@@ -117,23 +118,23 @@ def read_options(extra_config: Mapping[str, Any]) -> VllmOptions:
 
 def is_line(given: object) -> bool:
     """Return True for the value of vLLM's `--kv-transfer-config`, False for a configuration of kvtier's own."""
-    return isinstance(given, Mapping) and not {"kv_connector", WHERE}.isdisjoint(given)
+    return is_table(given) and not {"kv_connector", WHERE}.isdisjoint(given)
 
 
 def read_line(given: Any) -> "VllmOptions | tuple[SecondaryOptions, ...]":
     """Check the value of vLLM's `--kv-transfer-config`; return the options of its door. Raises `ConfigError`."""
     for name in sorted(given.keys() & struct_fields(VllmOptions).keys()):
         raise ConfigError(f"{name}: no such field; did you mean '{WHERE}.{name}'?")
-    extra = given.get(WHERE)
-    if not isinstance(extra, Mapping):
+    extra: Any = given.get(WHERE)
+    if not is_table(extra):
         raise ConfigError(f"{WHERE}: missing, a table of fields required")
     if extra.get("spec_name") == "KVTierOffloadingSpec":
         if given.get("kv_connector") == "KVTierConnector":
             _require_module(given, "kv_connector_module_path", "")
         _require_module(extra, "spec_module_path", f"{WHERE}.")
         return _checked_options(read_options(extra))
-    tiers = [tier for tier in extra.get("secondary_tiers", ()) if isinstance(tier, Mapping)]
-    ours = [tier for tier in tiers if tier.get("type") == "KVTierSecondaryTier"]
+    tiers: Any = extra.get("secondary_tiers")
+    ours = [one for one in tiers if is_table(one) and one.get("type") == SECOND] if is_list(tiers) else []
     if not ours:
         raise ConfigError(f"{WHERE}.spec_name: nothing of kvtier's given, 'KVTierOffloadingSpec' accepted")
     for tier in ours:

@@ -58,14 +58,15 @@ class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self.__rich_repr__())})"
 
-    def __rich_repr__(self) -> Iterator[tuple[str, object]]:
-        """Yield the fields without secrets: of what others decode, such as a tier's options, the names alone."""
-        for field in struct_fields(type(self)).values():
-            value = getattr(self, field.name)
-            if field.name == self.rest:
-                yield field.name, _Verbatim(f"<{', '.join(map(repr, value))}>")
-            else:
-                yield field.name, _Verbatim("<not shown>") if value is not None and secret_in(field.type) else value
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        """Return the fields without secrets: of what others decode, such as a tier's options, the names alone."""
+        return [(field.name, self._shown(field)) for field in struct_fields(type(self)).values()]
+
+    def _shown(self, field: FieldInfo) -> Any:
+        value = getattr(self, field.name)
+        if field.name == self.rest:
+            return _Verbatim(f"<{', '.join(map(repr, value))}>")
+        return _Verbatim("<not shown>") if value is not None and secret_in(field.type) else value
 
     def __post_init__(self) -> None:
         for name, field in struct_fields(type(self)).items():

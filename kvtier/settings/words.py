@@ -96,8 +96,9 @@ def sort_of(given: object) -> str:
     """Say in words what kind of value was given, and nothing of the value."""
     if is_table(given) or is_list(given) or isinstance(given, bool | NoneType):
         return shown(given)
-    sorts = {str: "text", int: "a number", float: "a number"}
-    return sorts.get(type(given), f"a value of type {type(given).__name__}")
+    if isinstance(given, str):
+        return "text"
+    return "a number" if isinstance(given, int | float) else f"a value of type {type(given).__name__}"
 
 
 def accepted(kind: Any) -> str:

@@ -3,7 +3,7 @@
 import re
 import sys
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -14,19 +14,20 @@ from kvtier.config import EngineConfig, TierConfig, read_json, read_tables, tier
 from kvtier.errors import ConfigError, one_line
 from kvtier.integrations.vllm_options import SecondaryOptions, VllmOptions, is_line, read_line
 from kvtier.settings import foreign
-from kvtier.settings.words import secret_in, without_login
+from kvtier.settings.words import is_list, is_table, secret_in, without_login
 from kvtier.tools import statuses
 from kvtier.tools.commands import JsonOption
 from kvtier.tools.outputs import STDOUT, check_outputs, encoded, plain_table, write_json
 
 HIDDEN = "(not shown)"
+Config = EngineConfig | VllmOptions | tuple[SecondaryOptions, ...]
 SECRET_NAME = re.compile(r"(?i)pass|secret|token|credential|(?:^|_)key(?:$|_)")  # Options of tiers that are not ours.
 
 
-class Checked(msgspec.Struct, frozen=True):
-    """The answer as JSON."""
+class CheckedConfig(msgspec.Struct, frozen=True):
+    """A configuration in the end, with defaults and without secrets."""
 
-    configuration: Any
+    configuration: dict[str, Any]
     doubts: list[str]  # What this machine will not bear out.
 
 
@@ -45,14 +46,14 @@ def check(
     table = plain_table("field", "value")
     for name, value in _flat(told, ""):
         table.add_row(name, value)
-    write_json(json_path, Checked(told, doubts)).print(table)
+    write_json(json_path, CheckedConfig(told, doubts)).print(table)
     for doubt in doubts:
         typer.echo(one_line(f"kvtier: {path}: {doubt}"), err=True)
     if doubts:
         raise typer.Exit(statuses.DATA_WRONG)
 
 
-def _read(path: str) -> EngineConfig | VllmOptions | tuple[SecondaryOptions, ...]:
+def _read(path: str) -> Config:
     try:
         tables = _stdin() if path == STDOUT else read_tables(path)
         if is_line(tables):
@@ -71,9 +72,9 @@ def _stdin() -> object:
         raise ConfigError(f"is malformed: {error}") from error
 
 
-def _tiers(config: object) -> Iterator[tuple[str, Any]]:
+def _tiers(config: Config) -> Iterator[tuple[str, Any]]:
     """Yield the path of each tier, and its options, decoded."""
-    tiers = config if isinstance(config, tuple) else getattr(config, "secondary_tiers", ())
+    tiers = config if isinstance(config, tuple) else config.secondary_tiers
     for index, tier in enumerate(tiers):
         where = f"secondary_tiers[{index}]"
         yield where, tier_options(_tier(tier), where)
@@ -83,7 +84,7 @@ def _tier(tier: TierConfig | SecondaryOptions) -> TierConfig:
     return tier if isinstance(tier, TierConfig) else TierConfig(type=tier.backend, options=tier.options)
 
 
-def _doubts(config: object) -> Iterator[str]:
+def _doubts(config: Config) -> Iterator[str]:
     for where, options in _tiers(config):
         if isinstance(options, Options):
             yield from (f"{where}.{doubt}" for doubt in options.doubts())
@@ -91,9 +92,9 @@ def _doubts(config: object) -> Iterator[str]:
 
 def _told(value: Any) -> Any:
     """Return a value as plain data, without secrets; a tier's own options stand beside its other fields."""
-    if isinstance(value, dict):
+    if is_table(value):
         return {name: _told(inner) for name, inner in value.items()}
-    if isinstance(value, tuple | list):
+    if is_list(value):
         return [_told(element) for element in value]
     if not isinstance(value, msgspec.Struct):
         return value
@@ -113,10 +114,10 @@ def _shown(field: msgspec.structs.FieldInfo, value: Any) -> Any:
 
 
 def _flat(value: Any, path: str) -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping) and value:
+    if is_table(value) and value:
         for name, inner in value.items():
-            yield from _flat(inner, f"{path}.{name}" if path else str(name))
-    elif isinstance(value, list) and any(isinstance(element, Mapping) for element in value):
+            yield from _flat(inner, f"{path}.{name}" if path else name)
+    elif is_list(value) and any(map(is_table, value)):
         for index, inner in enumerate(value):
             yield from _flat(inner, f"{path}[{index}]")
     else:

@@ -71,7 +71,7 @@ def test_what_holds_in_the_end_is_shown_with_defaults_and_without_secrets(
 def test_what_this_machine_will_not_bear_out_is_said_with_a_status_of_its_own(run: Run, tmp_path: Path) -> None:
     path = tmp_path / "kvtier.toml"
     path.write_text(TOML.format(folder=tmp_path / "absent", capacity="1MiB"))
-    status, out, err = run(path)
+    status, _, err = run(path)
     assert status == 1
     assert "secondary_tiers[0].root: cannot create" in err
     assert "secondary_tiers[1].password_env: the environment has no variable" in err
