@@ -88,7 +88,7 @@ COMMANDS = {
         "kvtier.tools.configuration",
         "check",
         "Check a configuration, and show what holds in the end.",
-        ("kvtier config check kvtier.toml", "kvtier config check connector.json --json"),
+        ("kvtier config check kvtier.toml", "kvtier config check kvtier.toml --json"),
     ),
     "verify": Command(
         "kvtier.tools.directory",

@@ -3,7 +3,7 @@
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -74,7 +74,7 @@ def _stdin() -> object:
 
 def _tiers(config: Config) -> Iterator[tuple[str, Any]]:
     """Yield the path of each tier, and its options, decoded."""
-    tiers = config if isinstance(config, tuple) else config.secondary_tiers
+    tiers: Sequence[TierConfig | SecondaryOptions] = config if isinstance(config, tuple) else config.secondary_tiers
     for index, tier in enumerate(tiers):
         where = f"secondary_tiers[{index}]"
         yield where, tier_options(_tier(tier), where)
