@@ -35,10 +35,7 @@ def check(
     path: Annotated[str, typer.Argument(metavar="FILE|-", help="TOML, JSON, or vLLM's --kv-transfer-config.")],
     json_path: JsonOption = None,
 ) -> None:
-    """Check a configuration, and show its effective fields: defaults filled in, without secrets.
-
-    Exit status 1: this machine will not bear it out, for example the disk is smaller than the capacity.
-    """
+    """Check a configuration, and show its fields with defaults, without secrets. Status 1: not for this machine."""
     check_outputs(json_path, None)
     config = _read(path)
     doubts = list(_doubts(config))
@@ -59,17 +56,16 @@ def _read(path: str) -> Config:
         if is_line(tables):
             return read_line(tables)
         return EngineConfig.from_dict(tables) if path == STDOUT else EngineConfig.load(path)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise ConfigError(f"{path}: is malformed: {error}") from error
     except ConfigError as error:
-        message = str(error)
-        raise ConfigError(message if message.startswith(f"{path}: ") else f"{path}: {message}") from error
+        named = str(error).startswith(f"{path}: ")
+        raise ConfigError(f"{'' if named else f'{path}: '}{error}") from error
 
 
 def _stdin() -> object:
     text = sys.stdin.read()
-    try:
-        return read_json(text) if text.lstrip().startswith("{") else foreign(tomllib.loads, text)
-    except ValueError as error:
-        raise ConfigError(f"is malformed: {error}") from error
+    return read_json(text) if text.lstrip().startswith("{") else foreign(tomllib.loads, text)
 
 
 def _tiers(config: Config) -> Iterator[tuple[str, Any]]:
