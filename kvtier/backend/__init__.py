@@ -1,6 +1,7 @@
 """The contract of a tier, and all that its author needs: `from kvtier.backend import …`, and nothing else."""
 
 from kvtier.backend.contract import (
+    BUILT_IN_TYPES,
     INVENTORY_BATCH_KEYS,
     OPTIONAL,
     Abandoned,
@@ -63,6 +64,7 @@ from kvtier.hints import Hint
 from kvtier.settings import Count, Duration, Index, Path, PositiveDuration, PositiveSize, Share, Size
 
 __all__ = [
+    "BUILT_IN_TYPES",
     "INVENTORY_BATCH_KEYS",
     "MISPLACED",
     "NAME_BYTES_MAX",

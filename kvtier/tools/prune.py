@@ -22,7 +22,7 @@ from kvtier.tools.directory import (
     share_of,
     side_by_side,
 )
-from kvtier.tools.outputs import STDOUT, check_outputs, counted, json_array, json_output
+from kvtier.tools.outputs import STDOUT, check_outputs, counted, encoded, json_array, json_output
 
 T = TypeVar("T", int, float)
 
@@ -130,7 +130,7 @@ def prune(
             json_array(file, rows)
             file.write(b",\n ")
         if file is not None:
-            file.write(msgspec.json.encode(sweep.report())[1 if show else 0 :] + b"\n")
+            file.write(encoded(sweep.report())[1 if show else 0 :] + b"\n")
     if json_path != STDOUT:
         typer.echo(sweep.told())
     sweep.left_out.say()

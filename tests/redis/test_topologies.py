@@ -240,6 +240,7 @@ def certified(tmp_path: Path) -> ssl.SSLContext:
     plain = serialization.NoEncryption()
     (tmp_path / "ca.pem").write_bytes(certificate.public_bytes(pem))
     (tmp_path / "key.pem").write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
+    (tmp_path / "key.pem").chmod(0o600)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(tmp_path / "ca.pem", tmp_path / "key.pem")
     return context

@@ -6,14 +6,14 @@ from msgspec.structs import replace
 from kvtier.backend.namespace import Namespace
 from kvtier.config import EngineLimits, TierLimits
 from kvtier.errors import BackendUnavailable, ConfigError
-from kvtier.integrations.vllm.options import (
+from kvtier.integrations.vllm.secondary import _start
+from kvtier.integrations.vllm_options import (
     ENGINE_ONLY,
     SecondaryLimits,
     read_options,
     read_secondary_options,
     secondary_config,
 )
-from kvtier.integrations.vllm.secondary import _start
 from kvtier_backends.dummy import DummyBackend
 from tests.vllm.engines import Engine
 from tests.vllm.test_secondary import behind_vllm

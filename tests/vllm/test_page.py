@@ -9,7 +9,7 @@ import msgspec
 from kvtier.config import TierLimits
 from kvtier.hints import IgnoredHints, hint_of
 from kvtier.integrations.vllm import KVTierConnector
-from kvtier.integrations.vllm.options import (
+from kvtier.integrations.vllm_options import (
     SecondaryLimits,
     SecondaryOptions,
     VllmOptions,

@@ -35,7 +35,6 @@ from kvtier.errors import ConfigError
 from kvtier.integrations.vllm.events import INFO_KEYS, Media, config_info, offloading_events
 from kvtier.integrations.vllm.hosts import require_rows_of_all, rows_fd
 from kvtier.integrations.vllm.manager import hint_in
-from kvtier.integrations.vllm.options import SecondaryOptions, read_secondary_options, secondary_config
 from kvtier.integrations.vllm.rows import namespace_of, plan_rows
 from kvtier.integrations.vllm.second_door import TierClient
 from kvtier.integrations.vllm.stats import (
@@ -47,6 +46,7 @@ from kvtier.integrations.vllm.stats import (
     tier_metric_definitions,
     unregister_earlier,
 )
+from kvtier.integrations.vllm_options import SecondaryOptions, read_secondary_options, secondary_config
 from kvtier.memory import Region
 from kvtier.runner.bridge import Bridge
 from kvtier.runner.process import ProcessBridge

@@ -30,10 +30,10 @@ from kvtier.errors import ConfigError
 from kvtier.integrations.vllm.events import INFO_KEYS
 from kvtier.integrations.vllm.hosts import MET_S, one_host, require_met
 from kvtier.integrations.vllm.manager import STORES_SKIPPED, Offers, VllmManager
-from kvtier.integrations.vllm.options import engine_config, read_options
 from kvtier.integrations.vllm.rows import namespace_of, plan_rows
 from kvtier.integrations.vllm.stats import TransferTimes, log_as_vllm, metric_definitions, unregister_earlier
 from kvtier.integrations.vllm.worker import make_worker
+from kvtier.integrations.vllm_options import engine_config, read_options
 from kvtier.memory import Region
 
 

@@ -28,6 +28,7 @@ import xxhash
 from kvtier.errors import ConfigError, TraceError
 from kvtier.hints import Hint, IgnoredHints, hint_of
 from kvtier.remedies import Remedy
+from kvtier.settings import foreign
 from kvtier.tools.replay.traces import Request, Trace, trace_lines
 
 logger = logging.getLogger(__name__)
@@ -144,8 +145,8 @@ class Conversion:
 
 def _guessed(path: str, line: bytes) -> str:
     try:
-        value = msgspec.json.decode(line)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        value = foreign(msgspec.json.decode, line)
+    except ValueError:
         value = None
     if value is None or isinstance(value, str):  # A header of one name in quotes is JSON, too.
         value = dict.fromkeys(_header(line)) if b"token_ids" in line else None
@@ -176,8 +177,8 @@ def _decoded(path: str, line_type: type[_T]) -> Iterator[tuple[int, _T]]:
     decode = msgspec.json.Decoder(line_type).decode
     for number, line in trace_lines(path):
         try:
-            yield number, decode(line)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            yield number, foreign(decode, line)
+        except ValueError as error:
             raise TraceError(f"{path}, line {number}: {error}; given {line[:60].decode(errors='replace')!r}") from error
 
 
@@ -276,8 +277,8 @@ class _LookUp(msgspec.Struct):
 
 def _lmcache(path: str, first: bytes, _block_tokens: int | None) -> Log:
     try:
-        size = msgspec.json.decode(first, type=_LookUp).chunk_size
-    except msgspec.DecodeError as error:
+        size = foreign(msgspec.json.Decoder(_LookUp).decode, first).chunk_size
+    except ValueError as error:
         raise TraceError(f"{path}, line 1: {error}; expected a look-up of LMCache's") from error
     return Log(path, size, _look_ups(path, size))
 
@@ -335,11 +336,11 @@ def _stored_events(path: str) -> Iterator[tuple[int, float, _Stored]]:
     for number, line in trace_lines(path):
         try:
             kind: type[_Batch] = _ArrayBatch if line.lstrip().startswith(b"[") else _Batch
-            batch = msgspec.json.decode(line, type=kind)
+            batch = foreign(msgspec.json.Decoder(kind).decode, line)
             for event in map(_as_object, batch.events):
                 if event.get("type") == "BlockStored" and (stored := msgspec.convert(event, _Stored)).computed:
                     yield number, batch.ts, stored
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except ValueError as error:
             raise TraceError(
                 f"{path}, line {number}: {error}; expected a batch of vLLM's KV events, as JSON: "
                 '{"ts": seconds, "events": [{"type": "BlockStored", ...}]}'

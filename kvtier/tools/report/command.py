@@ -8,6 +8,7 @@ import msgspec
 import typer
 
 from kvtier.errors import ConfigError
+from kvtier.settings import foreign
 from kvtier.tools.bench.figures import FORMAT as BENCH_FORMAT
 from kvtier.tools.bench.figures import Figures
 from kvtier.tools.outputs import check_page, note
@@ -122,6 +123,6 @@ def _read(path: str) -> bytes:
 
 def _decoded(path: str, text: bytes, kind: type[msgspec.Struct]) -> Any:
     try:
-        return msgspec.json.decode(text, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        return foreign(msgspec.json.Decoder(kind).decode, text)
+    except ValueError as error:
         raise ConfigError(f"{path}: {error}; {ACCEPTED}") from error

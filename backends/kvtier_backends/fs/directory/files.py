@@ -31,6 +31,7 @@ from kvtier.backend import (
     read_folder,
 )
 from kvtier.errors import ConfigError
+from kvtier.settings import foreign
 from kvtier_backends.fs.directory.slots import SlotContents, is_segment, is_slot, reason, unreadable
 from kvtier_backends.fs.disk.below import ForeignError, believable_ns, open_file, open_folder
 from kvtier_backends.fs.disk.capacity import taken_bytes
@@ -251,9 +252,10 @@ class FsContents:
     def _model(self, folder: str) -> str:
         try:
             with open(open_file(self._fd, f"{folder}/config.json"), "rb") as file:
-                return str(json.loads(file.read(CONFIG_BYTES_MAX))["model_name"])
+                name = foreign(json.loads, file.read(CONFIG_BYTES_MAX))["model_name"]
         except (OSError, ValueError, KeyError, TypeError):
             return ""
+        return name if isinstance(name, str) else ""
 
     def _listed(self, name: str) -> dict[str, bool]:
         """Return a folder's names, and whether each is a folder; nothing if it is gone, or none."""

@@ -22,6 +22,7 @@ from kvtier.backend import NAME_BYTES_MAX, NAMINGS, SEGMENTS_SUFFIX, FileMapper,
 from kvtier.errors import BackendUnavailable, ConfigError
 from kvtier.memory import PAGE_BYTES, let_go_in_forks, reason
 from kvtier.remedies import Remedy
+from kvtier.settings import foreign
 from kvtier_backends.fs.disk.below import (
     NO_LINK,
     ForeignError,
@@ -114,6 +115,8 @@ class Folder:
                 self.sizes = FolderSizes(self._new_folder_bytes())
                 self._warn_of_other_layouts()
                 self._warn_of_old_names()
+                for doubt in self._options.doubts():
+                    logger.warning("%s: %s; see %s", root, doubt, Remedy.CONFIGURATION)
                 undo.pop_all()
         except ForeignError as error:
             raise refused(root, error) from error
@@ -314,7 +317,7 @@ class Folder:
             undo.callback(_quietly, os.unlink, name, dir_fd=self.root_fd)
             return
         try:
-            same = json.loads(there) == json.loads(ours)
+            same = foreign(json.loads, there) == json.loads(ours)
         except ValueError:  # vLLM writes in place: this may be the half that a killed one left.
             logger.warning("%s/%s: not JSON; written anew; see %s", self._options.root, name, Remedy.REWRITTEN)
             self.publish(name, [ours])
