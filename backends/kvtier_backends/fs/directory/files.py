@@ -180,7 +180,7 @@ class FsContents:
         if is_slot(file.name) or is_segment(file.name):
             return self._slots.remove(file)
         folder = os.path.dirname(file.name)
-        aside = f"{folder}/{temporary_name(self._writer)}"
+        aside = os.path.join(folder, temporary_name(self._writer))
         try:
             status = below.look(self._fd, file.name)
             if status.st_ino != file.identity or not take_aside(self._fd, file.name, status, aside):

@@ -19,14 +19,24 @@ NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK  # A pipe or a device opens at once, or 
 AHEAD_NS = 3_600_000_000_000  # As much as an hour, two machines' clocks may differ.
 
 _OPENAT2 = 437  # On every machine. Linux has it since 5.6; some containers refuse it.
-_HOW = struct.Struct("=QQQ")  # struct open_how of linux/openat2.h: flags, mode, resolve.
 _BENEATH = 0x08 | 0x04  # RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS
 _NO_CALL = {errno.ENOSYS, errno.EPERM}  # The answers of an older kernel, and of a container.
+FILE_MODE = 0o644
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW  # To reach what is in it.
 
-_syscall = ctypes.CDLL(None, use_errno=True).syscall
-_syscall.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_size_t)
-_syscall.restype = ctypes.c_long
+_syscall = ctypes.CDLL(None, use_errno=True).syscall  # Without `argtypes`, which cost a microsecond a call.
+
+
+class _Hows(dict[int, bytes]):
+    """By flags, struct open_how of linux/openat2.h: flags, mode, resolve. Made once, since each load needs one."""
+
+    def __missing__(self, flags: int) -> bytes:
+        mode = FILE_MODE if flags & os.O_CREAT else 0
+        self[flags] = how = struct.pack("=QQQ", flags | os.O_CLOEXEC, mode, _BENEATH)
+        return how
+
+
+_hows = _Hows()
 
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -64,54 +74,47 @@ class Reached:
             os.close(self.fd)
 
 
-def open_below(root_fd: int, name: str, flags: int, kind: int | None = stat.S_IFREG, mode: int = 0o644) -> int:
+def open_below(root_fd: int, name: str, flags: int, kind: int | None = stat.S_IFREG) -> int:
     """Open what has this name, if no part of it is a link. `kind`: the kind that is expected; None: any.
 
     Raises `ForeignError` instead of the `OSError` of `os.open` if the reason is another kind, there or on the way.
     """
+    flags |= os.O_NOFOLLOW
     try:
-        return _open(root_fd, name, flags | os.O_NOFOLLOW, mode)
+        if "/" in name:
+            return open_beneath(root_fd, name, flags)
+        return os.open(name, flags, FILE_MODE, dir_fd=root_fd)
     except (FileNotFoundError, FileExistsError):
         raise
-    except OSError:
+    except OSError as error:
+        if error.errno in _NO_CALL and "/" in name:
+            return open_by_parts(root_fd, name, flags)
         refuse_others(root_fd, name, kind)
         raise
 
 
-def open_beneath(root_fd: int, name: str, flags: int, mode: int) -> int:
+def open_beneath(root_fd: int, name: str, flags: int) -> int:
     """Open a name of several parts in one call. Raises OSError of ENOSYS or EPERM where there is no such call."""
-    path = os.fsencode(name)
-    assert b"\0" not in path, name
-    how = _HOW.pack(flags | os.O_CLOEXEC, mode if flags & os.O_CREAT else 0, _BENEATH)
-    while (fd := int(_syscall(_OPENAT2, root_fd, path, how, len(how)))) < 0:
-        number = ctypes.get_errno()
-        if number != errno.EINTR:
+    path = name.encode("utf-8", "surrogateescape")
+    while True:
+        fd: int = _syscall(_OPENAT2, root_fd, path, _hows[flags], 24)
+        if fd >= 0:
+            return fd
+        if (number := ctypes.get_errno()) != errno.EINTR:
             raise OSError(number, os.strerror(number), name)
-    return fd
 
 
-def open_by_parts(root_fd: int, name: str, flags: int, mode: int) -> int:
+def open_by_parts(root_fd: int, name: str, flags: int) -> int:
     """Open it folder by folder, on any kernel. Raises likewise."""
-    *folders, base = filter(None, name.split("/"))
+    *folders, base = filter(None, name.split("/")) if "/" in name else [name]
     opened = [root_fd]
     try:
         for folder in folders:
             opened.append(os.open(folder, _FOLDER, dir_fd=opened[-1]))
-        return os.open(base, flags, mode, dir_fd=opened[-1])
+        return os.open(base, flags, FILE_MODE, dir_fd=opened[-1])
     finally:
         for fd in opened[1:]:
             os.close(fd)
-
-
-def _open(root_fd: int, name: str, flags: int, mode: int) -> int:
-    if "/" not in name:
-        return os.open(name, flags, mode, dir_fd=root_fd)
-    try:
-        return open_beneath(root_fd, name, flags, mode)
-    except OSError as error:
-        if error.errno not in _NO_CALL:
-            raise
-    return open_by_parts(root_fd, name, flags, mode)
 
 
 def open_file(root_fd: int, name: str, flags: int = os.O_RDONLY) -> int:
@@ -221,7 +224,7 @@ def unlock_file(fd: int) -> None:
 
 def refuse_others(root_fd: int, name: str, kind: int | None) -> None:
     """Raise `ForeignError` if something of another kind lies there, or anything but folders on the way."""
-    parts = name.split("/")
+    parts = [part for part in name.split("/") if part]
     for count in range(1, len(parts)):
         _refuse_others(root_fd, "/".join(parts[:count]), stat.S_IFDIR)
     if kind is not None:
@@ -230,7 +233,7 @@ def refuse_others(root_fd: int, name: str, kind: int | None) -> None:
 
 def _refuse_others(root_fd: int, name: str, kind: int) -> None:
     try:
-        fd = _open(root_fd, name, os.O_PATH | os.O_NOFOLLOW, 0)
+        fd = open_by_parts(root_fd, name, os.O_PATH | os.O_NOFOLLOW)
     except OSError:
         return  # There is none, or no telling.
     try:

@@ -184,7 +184,9 @@ class Folder:
     def taken_bytes(self, name: str) -> int:
         """Return a file's room on the disk; 0 without a file."""
         try:
-            return self.disk.taken_bytes(below.look(self.root_fd, name))
+            folder, _, base = name.rpartition("/")
+            at = (self._used_fd, base) if folder == self.chunks else (self.root_fd, name)
+            return self.disk.taken_bytes(below.look(*at))  # By the first, also when no descriptor is free.
         except FileNotFoundError:
             return 0
 
@@ -250,9 +252,9 @@ class Folder:
         """Raise `ForeignError` if there is a link in the place of quarantine, or of something that has chunks."""
         with suppress(FileNotFoundError):
             os.close(open_folder(self.root_fd, quarantine))
-        for name in filter(_OWN.fullmatch, list_folder(self.root_fd, self.chunks)):  # 4,096 at most, or all segments.
+        for name in filter(_OWN.fullmatch, os.listdir(self._used_fd)):  # 4,096 at most, or all segments.
             with suppress(FileNotFoundError):
-                status = below.look(self.root_fd, f"{self.chunks}/{name}")
+                status = below.look(self._used_fd, name)
                 if stat.S_ISLNK(status.st_mode):
                     kind = stat.S_IFREG if name.endswith(".seg") else stat.S_IFDIR
                     refuse_others(self.root_fd, f"{self.chunks}/{name}", kind)
@@ -364,12 +366,13 @@ class Folder:
         return ONE_BY_ONE
 
     def _trial(self, flag: int) -> bool:
-        name = f"{self._mapper.folder}/{temporary_name(self.writer)}"
+        name = temporary_name(self.writer)
         try:
             with ExitStack() as stack:
-                stack.callback(_quietly, below.unlink, self.root_fd, name)
+                folder_fd = stack.enter_context(Reached(self.root_fd, self._mapper.folder))
+                stack.callback(_quietly, below.unlink, folder_fd, name)
                 # Linux makes the file before it refuses the flag.
-                fd = open_below(self.root_fd, name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flag)
+                fd = open_below(folder_fd, name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flag)
                 stack.callback(os.close, fd)
                 page = memoryview(mmap.mmap(-1, PAGE_BYTES))
                 page[:] = os.urandom(len(page))

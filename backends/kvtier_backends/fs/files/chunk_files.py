@@ -6,7 +6,6 @@ and any thread may call. A failure raises the `OSError` of the system call.
 
 import errno
 import os
-import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import TracebackType
@@ -29,6 +28,8 @@ VANISHING = "folders vanish as fast as they are made"
 
 class OpenChunk:
     """A chunk's file while it is open: reading and discarding mean the same file, whatever its name."""
+
+    __slots__ = ("_discard", "_disk", "_fd", "_name")
 
     def __init__(self, name: str, fd: int, disk: Disk, discard: Discard) -> None:
         """Take over an open descriptor."""
@@ -214,11 +215,13 @@ class ChunkFiles:
 
     def _create(self, parent: str) -> Temporary:
         for _ in range(CREATE_ATTEMPTS):
-            with suppress(FileExistsError):  # A process of the same id in another container: the next number is ours.
-                try:
-                    return self._create_in(Reached(self._root, parent))
-                except FileNotFoundError:
-                    self._make(parent)  # Only now: most stores find their folder, and save the call.
+            try:
+                return self._create_in(self._reach(parent))
+            except FileExistsError:
+                continue  # A process of the same id in another container: the next number is ours.
+            except FileNotFoundError:
+                if not os.fstat(self._root).st_nlink:
+                    raise  # The root itself is gone. Else who finds a folder empty has removed it.
         raise OSError(errno.EAGAIN, VANISHING)
 
     def _create_in(self, folder: Reached) -> Temporary:
@@ -244,35 +247,33 @@ class ChunkFiles:
                 raise OSError(errno.EIO, f"wrote {done} of {total} bytes and then none")
             done += wrote
 
-    def _make(self, folder: str) -> None:
+    def _reach(self, folder: str) -> Reached:
+        """Open a folder, and make it if there is none: most stores find theirs, and save the call."""
+        with suppress(FileNotFoundError):
+            return Reached(self._root, folder)
         parent, base = os.path.split(folder)
-        for _ in range(CREATE_ATTEMPTS):
-            try:
-                with Reached(self._root, parent) as parent_fd:
-                    self._make_in(parent_fd, parent, base)
-                return
-            except FileExistsError:
-                return
-            except FileNotFoundError:
-                if not parent:
-                    raise  # The root itself is gone.
-                self._make(parent)  # Who finds it empty may remove it before there is a folder in it.
-        raise OSError(errno.EAGAIN, VANISHING)
+        with self._reach(parent) as parent_fd:
+            return self._make(parent_fd, parent, base)
 
-    def _make_in(self, parent_fd: int, parent: str, base: str) -> None:
+    def _make(self, parent_fd: int, parent: str, base: str) -> Reached:
         folder = f"{parent}/{base}" if parent else base
-        with self._sizes.making(folder):
+        with suppress(FileExistsError), self._sizes.making(folder):
             below.mkdir(parent_fd, base)
-        with suppress(FileNotFoundError):  # Removed already: whoever needs it makes it anew.
-            self._count(folder, below.look(parent_fd, base))
-            if parent:
-                self._count(parent, os.fstat(parent_fd))
+        made = Reached(parent_fd, base)
+        self._count(folder, os.fstat(made.fd))
+        if parent:
+            self._count(parent, os.fstat(parent_fd))
+        try:
             if self._fsync:
                 sync_folder(parent_fd, ".")
+        except BaseException:
+            made.close()
+            raise
+        return made
 
     def _count(self, folder: str, status: os.stat_result) -> None:
-        """Count the room of a folder, unless somebody has removed it, or put something else in its place."""
-        if stat.S_ISDIR(status.st_mode) and status.st_nlink:
+        """Count the room of a folder, unless somebody has removed it."""
+        if status.st_nlink:
             self._sizes.looked_at(folder, status)
 
 
