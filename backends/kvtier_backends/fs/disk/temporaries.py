@@ -11,12 +11,17 @@ import os
 import re
 from typing import NamedTuple, Self
 
+from kvtier_backends.fs.disk import below
+
 logger = logging.getLogger(__name__)
 
 SUFFIX = ".tmp"
 ABANDONED_S = 600.0  # Twenty times a batch's deadline. A file under way is younger: a chunk is written in one call.
 
 _NAME = re.compile(r"\.([0-9a-f]{8})-([0-9]{1,10})-([0-9]{1,20})-[0-9]{1,20}\.tmp")
+
+_KEPT = re.compile(rf".*\.[a-z]+{_NAME.pattern}", re.DOTALL)
+_VLLMS = re.compile(r"(.+\.bin)_[0-9]{1,19}\.tmp", re.DOTALL)
 
 _numbers = itertools.count()  # The process's own, not a tier's: two tiers may have one directory.
 
@@ -64,6 +69,17 @@ def writer_of(name: str) -> Writer | None:
     return match and Writer(match[1], int(match[2]), int(match[3]))
 
 
+def is_kept(name: str) -> bool:
+    """Say whether a file of this name is a corrupt one that a tier keeps: its name, its fault, and a temporary's."""
+    return _KEPT.fullmatch(name) is not None
+
+
+def chunk_of_vllms(name: str) -> str:
+    """Return the name of the chunk that vLLM writes under this one; empty for any other name."""
+    match = _VLLMS.fullmatch(name)
+    return match[1] if match else ""
+
+
 class Sweep:
     """Removes temporaries that killed processes left, and none of live ones. Blocks; one thread at a time.
 
@@ -86,9 +102,9 @@ class Sweep:
             return False
         path = f"{folder}/{name}"
         try:
-            status = os.stat(path, dir_fd=self._root, follow_symlinks=False)
+            status = below.look(self._root, path)
             if self.is_abandoned(name, status.st_mtime):
-                os.unlink(path, dir_fd=self._root)
+                below.unlink(self._root, path)
                 self.removed += 1
         except OSError as error:  # Mostly: its writer has just ended, well or not.
             logger.debug("%s: cannot be swept: %s", path, error.strerror)
