@@ -273,7 +273,12 @@ class FaultyDisk:
 
     def __init__(self, folder: Path, mountpoint: Path) -> None:
         self.path = mountpoint
-        command = [sys.executable, os.path.join(os.path.dirname(__file__), "faulty_disk.py"), str(folder), str(mountpoint)]
+        command = [
+            sys.executable,
+            os.path.join(os.path.dirname(__file__), "faulty_disk.py"),
+            str(folder),
+            str(mountpoint),
+        ]
         self._server = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )

@@ -160,7 +160,9 @@ class Disk:
 
     def _open_folder(self, node: int, body: bytes) -> bytes:
         listing = max(self._listed, default=0) + 1
-        self._listed[listing] = sorted(os.listdir(self._paths[node]))  # At once: no name goes missing between two parts.
+        self._listed[listing] = sorted(
+            os.listdir(self._paths[node])
+        )  # At once: no name goes missing between two parts.
         return struct.pack("<QII", listing, 0, 0)
 
     def _list(self, node: int, body: bytes) -> bytes:

@@ -4,6 +4,7 @@ The file system's allocation counts: of chunks' files, whole or not, of director
 reservation is for the most that a chunk can take. The real allocation is known when the chunk is there.
 """
 
+import errno
 import os
 import threading
 from collections.abc import Generator
@@ -78,21 +79,29 @@ class FolderSizes:
         self.scanned_bytes = 0
         """Of those, what the scan has found."""
         self._other: dict[str, int] = {}
+        self._doubtful: dict[str, bool] = {}  # Whether the name counts, and no longer does when it is proved absent.
+        self._unlooked: dict[str, int] = {}  # The room by which each may have grown since it could be looked at.
         self._seen: set[str] | None = set()  # While the scan runs: it must not count again what a store has counted.
         self._lock = threading.Lock()
 
     @contextmanager
     def making(self, name: str) -> Generator[None]:
-        """Count a directory that is made in the block, from before it is there."""
+        """Count a directory that is made in the block, from before it is there. After an error it is in doubt."""
         with self._lock:
             self.used_bytes += self.new_bytes
         try:
             yield
-        except BaseException:
+        except FileExistsError:
             with self._lock:
                 self.used_bytes -= self.new_bytes
             raise
+        except BaseException:
+            with self._lock:
+                self.used_bytes -= self.new_bytes * self._doubtful.get(name, False)
+                self._doubtful[name] = True
+            raise
         with self._lock:
+            self.used_bytes -= self.new_bytes * self._doubtful.pop(name, False)
             self._other.pop(name, None)
             if self._seen is not None:
                 self._seen.add(name)
@@ -100,6 +109,14 @@ class FolderSizes:
     def looked_at(self, name: str, status: os.stat_result) -> None:
         """Count the bytes that a directory has grown by since the last look."""
         self._settle(name, status)
+        with self._lock:
+            self.used_bytes -= self._unlooked.pop(name, 0)
+
+    def not_looked_at(self, name: str, grown_bytes: int) -> None:
+        """Count bytes by which a directory may have grown, as it could not be looked at."""
+        with self._lock:
+            self.used_bytes += grown_bytes
+            self._unlooked[name] = self._unlooked.get(name, 0) + grown_bytes
 
     def scanned(self, name: str, status: os.stat_result) -> None:
         """Count a directory that the scan has come to."""
@@ -108,12 +125,37 @@ class FolderSizes:
     def removed(self, name: str) -> None:
         """Give back what a directory took."""
         with self._lock:
+            self._doubtful.pop(name, None)
+            self.used_bytes -= self._unlooked.pop(name, 0)
             taken = self._other.pop(name, self.new_bytes)
             if self._seen is None:
                 self.used_bytes -= taken
             elif name in self._seen:
                 self._seen.discard(name)
                 self.used_bytes -= taken
+
+    def not_removed(self, name: str, error: OSError) -> None:
+        """Hear that removing a directory has failed: it may be gone all the same, or should go later."""
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return
+        with self._lock:
+            # Another lane, or another process, may have removed it before: then it counts no longer.
+            self._doubtful.setdefault(name, error.errno != errno.ENOENT)
+
+    @property
+    def doubtful(self) -> list[str]:
+        """Directories that may be there or not, or should go; and those to be looked at."""
+        with self._lock:
+            return [*self._doubtful, *self._unlooked]
+
+    def proved(self, name: str, *, absent: bool) -> None:
+        """Hear that a directory in doubt is in use, or absent."""
+        if absent and self._doubtful.get(name):
+            self.removed(name)
+        with self._lock:
+            self._doubtful.pop(name, None)
+            if absent:
+                self.used_bytes -= self._unlooked.pop(name, 0)
 
     def scan_ended(self) -> None:
         """From now on every directory has been counted."""
@@ -144,9 +186,14 @@ class Used(Protocol):
 
 def chunk_bytes_worst(file_bytes: int, block_bytes: int, folder_bytes: int) -> int:
     """Return the most that a chunk's file can take: as fragmented as can be, and the first one in its folders."""
+    return file_bytes_worst(file_bytes, block_bytes) + FOLDERS_GROWN * block_bytes + FOLDERS_NEW * folder_bytes
+
+
+def file_bytes_worst(file_bytes: int, block_bytes: int) -> int:
+    """Return the most that a file can take: as fragmented as can be."""
     blocks = -(-file_bytes // block_bytes)
     maps = 0 if blocks <= EXTENTS_INLINE else -(-blocks // EXTENTS_PER_BLOCK)
-    return (blocks + maps + FOLDERS_GROWN) * block_bytes + FOLDERS_NEW * folder_bytes
+    return (blocks + maps) * block_bytes
 
 
 class Reservation:

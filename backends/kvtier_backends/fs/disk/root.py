@@ -16,6 +16,7 @@ import stat
 import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Literal
 
 from kvtier.backend import NAME_BYTES_MAX, NAMINGS, SEGMENTS_SUFFIX, FileMapper, Lanes
@@ -32,12 +33,13 @@ from kvtier_backends.fs.disk.below import (
     refused,
     unlock_file,
 )
-from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk, FolderSizes
+from kvtier_backends.fs.disk.capacity import SECTOR_BYTES, Disk, FolderSizes, file_bytes_worst
 from kvtier_backends.fs.disk.footer import FOOTER_BYTES
 from kvtier_backends.fs.disk.quarantine import Quarantine
 from kvtier_backends.fs.disk.reads import ONE_BY_ONE, QueuedReads, Reads, takes_queued
+from kvtier_backends.fs.disk.remains import Beside, Remains, is_absent, listed
 from kvtier_backends.fs.disk.shared_page import SharedPage
-from kvtier_backends.fs.disk.temporaries import Writer, temporary_name, writer_of
+from kvtier_backends.fs.disk.temporaries import Sweep, Writer, next_number, temporary_name, writer_of
 from kvtier_backends.fs.disk.write_budget import WriteBudget
 from kvtier_backends.fs.options import LayoutOptions
 
@@ -67,7 +69,9 @@ class Folder:
     """An open root, and where this namespace's files are in it."""
 
     writer: Writer
-    """Who we are in the names of unfinished files; there from `open` on, as are the next four."""
+    """Who we are in the names of unfinished files; there from `open` on, as are the next six."""
+    remains: Remains
+    beside: Beside
     quarantine: Quarantine
     sizes: FolderSizes
     disk: Disk
@@ -81,6 +85,7 @@ class Folder:
         """As the options want it; as is the next."""
         self.write_budget: WriteBudget | None = None
         self._used_fd = -1
+        self._own_from = 0
         self.chunks = mapper.chunks_folder + (SEGMENTS_SUFFIX if options.layout == "segments" else "")
         self.direct = False
         self.reads: Reads = ONE_BY_ONE
@@ -100,6 +105,8 @@ class Folder:
                 self._make_root(root, undo)
                 self.root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
                 undo.callback(self.close)
+                self.remains, self.beside = Remains(self.root_fd), Beside(self.beside_bytes)
+                self._own_from = 0 if self._options.shared else next_number()
                 self.disk = Disk(self.root_fd)
                 self.name_bytes_max = _name_bytes_max(self.root_fd)
                 quarantine, keeps = f"{self._mapper.folder}/{QUARANTINE}", self._options.corrupt == "quarantine"
@@ -107,8 +114,8 @@ class Folder:
                     self._make(name, undo)
                 self._say_it_is_used()
                 self._refuse_links(quarantine)
-                self._settle_config(undo)
                 self.quarantine = Quarantine(self.root_fd, quarantine, self.disk, keeps=keeps)
+                self._settle_config(undo)
                 self.direct = self._try_io(self._options.io)
                 self.reads = self._try_queue()
                 self.sizes = FolderSizes(self._new_folder_bytes())
@@ -178,12 +185,9 @@ class Folder:
         with open(fd, "rb") as file:
             return file.read(min(bytes_max, os.fstat(fd).st_size))  # As much memory is taken as is asked for.
 
-    def taken_bytes(self, name: str) -> int:
-        """Return a file's room on the disk; 0 without a file."""
-        try:
-            return self.disk.taken_bytes(os.stat(name, dir_fd=self.root_fd, follow_symlinks=False))
-        except FileNotFoundError:
-            return 0
+    def sweep(self, now_s: float) -> Sweep:
+        """Return what removes abandoned temporaries at this time."""
+        return Sweep(self.root_fd, self.writer, now_s, self.remains, self._own_from)
 
     def beside_bytes(self) -> int:
         """Return the room of a tier's files beside the chunks: its books, unfinished files, and quarantine.
@@ -196,19 +200,30 @@ class Folder:
         """Return the room of unfinished files among the chunks, with their folder. Raises OSError."""
         return self._measured(self.chunks, lambda _: False)
 
+    def taken_bytes(self, name: str) -> int:
+        """Return a file's room on the disk, 0 if it is proved absent; raises OSError otherwise."""
+        try:
+            status = os.stat(name, dir_fd=self.root_fd, follow_symlinks=False)
+        except FileNotFoundError as error:
+            if is_absent(self.root_fd, name):
+                return 0
+            raise listed(error) from error
+        return 0 if stat.S_ISDIR(status.st_mode) else self.disk.taken_bytes(status)
+
     def _measured(self, folder: str, is_ours: Callable[[str], object]) -> int:
         try:
             fd = open_folder(self.root_fd, folder)
-        except FileNotFoundError:
-            return 0
+        except FileNotFoundError as error:
+            if is_absent(self.root_fd, folder):
+                return 0
+            raise listed(error) from error
         try:
             total = os.fstat(fd).st_blocks * SECTOR_BYTES
+            sweep = self.sweep(0.0)
             for name in os.listdir(fd):
-                unfinished = writer_of(name)
-                if unfinished != self.writer and (unfinished or is_ours(name)):
-                    with suppress(FileNotFoundError):
-                        status = os.stat(name, dir_fd=fd, follow_symlinks=False)
-                        total += 0 if stat.S_ISDIR(status.st_mode) else self.disk.taken_bytes(status)
+                counts = not sweep.is_own(name) and f"{folder}/{name}" not in self.remains
+                if counts and (writer_of(name) or is_ours(name)):
+                    total += self.taken_bytes(f"{folder}/{name}")
         finally:
             os.close(fd)
         return total
@@ -216,14 +231,25 @@ class Folder:
     def publish(self, name: str, pieces: Iterable[bytes]) -> None:
         """Put a file of these bytes beside the chunks, in place of what was there, whole or not at all."""
         temporary = f"{self._mapper.folder}/{temporary_name(self.writer)}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        flags, written_bytes = os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0
         try:
             with open(os.open(temporary, flags, 0o644, dir_fd=self.root_fd), "wb") as file:
-                file.writelines(pieces)
+                for piece in pieces:
+                    written_bytes += len(piece)
+                    file.write(piece)
             os.rename(temporary, name, src_dir_fd=self.root_fd, dst_dir_fd=self.root_fd)
         except BaseException:
-            _quietly(os.unlink, temporary, dir_fd=self.root_fd)
+            self.remains.remove(temporary, file_bytes_worst(written_bytes, self.disk.block_bytes))
+            self._look_beside(written_bytes)
             raise
+        self._look_beside(written_bytes)
+
+    def _look_beside(self, added_bytes: int) -> None:
+        """Measure the room beside the chunks; if that fails, so many more bytes count until the next look."""
+        try:
+            self.beside.look()
+        except OSError:
+            self.beside.added(file_bytes_worst(added_bytes, self.disk.block_bytes))
 
     def _make_root(self, root: str, undo: ExitStack) -> None:
         with suppress(FileExistsError):
@@ -303,7 +329,14 @@ class Folder:
         try:
             return os.stat(name, dir_fd=self.root_fd).st_blocks * SECTOR_BYTES
         finally:
-            _quietly(os.rmdir, name, dir_fd=self.root_fd)
+            self.remains.remove(name, self.disk.block_bytes, partial(self._remove_folder, name))
+
+    def _remove_folder(self, name: str) -> None:
+        try:
+            os.rmdir(name, dir_fd=self.root_fd)
+        except OSError:
+            if not is_absent(self.root_fd, name):
+                raise
 
     def _settle_config(self, undo: ExitStack) -> None:
         """Leave the names' meaning beside the chunks, as vLLM does, or see that what is there says the same."""
@@ -363,7 +396,7 @@ class Folder:
         name = f"{self._mapper.folder}/{temporary_name(self.writer)}"
         try:
             with ExitStack() as stack:
-                stack.callback(_quietly, os.unlink, name, dir_fd=self.root_fd)
+                stack.callback(self.remains.remove, name, self.disk.block_bytes * 2)
                 # Linux makes the file before it refuses the flag.
                 fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | flag, 0o644, dir_fd=self.root_fd)
                 stack.callback(os.close, fd)

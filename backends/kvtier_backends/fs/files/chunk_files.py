@@ -14,10 +14,11 @@ from typing import NamedTuple, Self
 
 from kvtier.backend import FileMapper, OffloadKey
 from kvtier_backends.fs.disk.below import NO_LINK, ForeignError, refuse_others, sync_folder
-from kvtier_backends.fs.disk.capacity import Disk
+from kvtier_backends.fs.disk.capacity import Disk, file_bytes_worst
 from kvtier_backends.fs.disk.footer import Fault
 from kvtier_backends.fs.disk.lanes import LoadsFirst
 from kvtier_backends.fs.disk.reads import Wanted
+from kvtier_backends.fs.disk.remains import is_absent, listed, remove_file
 from kvtier_backends.fs.disk.root import Folder
 from kvtier_backends.fs.disk.temporaries import temporary_name
 from kvtier_backends.fs.files.discard import Discard, Discarded
@@ -68,7 +69,7 @@ class OpenChunk:
 
     def discard(self, fault: Fault) -> Discarded:
         """Take this very file out of the way, not one that has replaced it meanwhile."""
-        return self._discard(self._name, self._fd, fault)
+        return self._discard(self._name, self._fd, fault, self.allocated_bytes())
 
 
 def part_of(buffers: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
@@ -87,6 +88,15 @@ class Found(NamedTuple):
     allocated_bytes: int
     used_at_ns: int
     file_bytes: int
+
+
+class DoubtError(OSError):
+    """A store that has failed, after which the chunk's file may be the new one."""
+
+    def __init__(self, error: OSError, allocated_bytes: int) -> None:
+        """`allocated_bytes`: what the new file takes."""
+        super().__init__(error.errno, error.strerror)
+        self.allocated_bytes = allocated_bytes
 
 
 class Temporary(NamedTuple):
@@ -115,6 +125,7 @@ class ChunkFiles:
         self._root = folder.root_fd
         self._mapper = mapper
         self._writer = folder.writer
+        self._remains = folder.remains
         self._fsync = fsync
         self._sizes = folder.sizes
         self._disk = folder.disk
@@ -137,26 +148,27 @@ class ChunkFiles:
         """Put a file of these bytes in place of what was there, and return the bytes that it takes on the disk.
 
         `used_at_ns` becomes the file's time, by which files are ordered after a restart. Until it has returned, readers
-        find what was there before; a failure leaves that. (But for a failed sync of the folder: then the new file may
-        be in place, whole.)
+        find what was there before; a failure leaves that. Raises `DoubtError` if the new file may be in place, whole.
         """
         name = self._mapper.name(key)
         parent = os.path.dirname(name)
         temporary, fd = self._create(parent)
+        file_bytes = sum(map(len, buffers))
         try:
             try:
                 self._write_all(fd, buffers)
                 os.utime(fd, ns=(used_at_ns, used_at_ns))
                 if self._fsync:
                     os.fsync(fd)
-                allocated_bytes = self._disk.taken_bytes(os.fstat(fd))
+                status = os.fstat(fd)
             finally:
                 os.close(fd)  # Network file systems report a full disk here.
-            # rename last: a reader sees the old chunk or the new one, never half of each.
-            self._publish(temporary, name)
         except BaseException:
-            self._drop(temporary)
+            self._remains.remove(temporary, file_bytes_worst(file_bytes, self._disk.block_bytes))
             raise
+        allocated_bytes = self._disk.taken_bytes(status)
+        # rename last: a reader sees the old chunk or the new one, never half of each.
+        self._publish(temporary, name, status)
         try:
             if self._fsync:
                 sync_folder(self._root, parent)
@@ -164,28 +176,53 @@ class ChunkFiles:
         except ForeignError:
             os.unlink(name, dir_fd=self._root)  # It is elsewhere, where nobody would look for it.
             raise
+        except OSError as error:
+            raise DoubtError(error, allocated_bytes) from error
         return allocated_bytes
 
     def remove(self, key: OffloadKey) -> bool:
         """Remove a chunk's file and the folders that it leaves empty; False if there was none."""
-        try:
-            os.unlink(self._mapper.name(key), dir_fd=self._root)
-        except NotADirectoryError:
-            return False
-        except FileNotFoundError:
-            self.tidy(key)  # Who has removed it may have left its folders.
-            return False
-        self.tidy(key)
-        return True
+        was_there = remove_file(self._root, self._mapper.name(key))
+        self.tidy(key)  # Whoever has removed it may have left its folders, too.
+        return was_there
+
+    def is_absent(self, key: OffloadKey) -> bool:
+        """Return True if there is proof that a chunk has no file; raises OSError if it may have one."""
+        name = self._mapper.name(key)
+        if is_absent(self._root, name):
+            return True
+        raise listed(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name))
 
     def tidy(self, key: OffloadKey) -> None:
         """Remove the folders above a file that is gone, as far as they are empty: they take room, too."""
         folder = os.path.dirname(self._mapper.name(key))
-        with suppress(OSError):  # Mostly because it is not empty.
-            while folder != self._chunks:
+        while folder != self._chunks:
+            try:
                 os.rmdir(folder, dir_fd=self._root)
+            except OSError as error:  # Mostly because it is not empty.
+                self._sizes.not_removed(folder, error)
+                return
+            self._sizes.removed(folder)
+            folder = os.path.dirname(folder)
+
+    def settle_folders(self) -> bool:
+        """Remove folders that should have gone, and look at those in doubt; return True if none is left."""
+        for folder in self._sizes.doubtful:
+            try:
+                os.rmdir(folder, dir_fd=self._root)
+            except OSError as error:
+                with suppress(OSError):  # Then it is still in doubt.
+                    self._settle_folder(folder, error)
+            else:
                 self._sizes.removed(folder)
-                folder = os.path.dirname(folder)
+        return not self._sizes.doubtful
+
+    def _settle_folder(self, folder: str, error: OSError) -> None:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            self._sizes.looked_at(folder, os.stat(folder, dir_fd=self._root, follow_symlinks=False))
+            self._sizes.proved(folder, absent=False)
+        elif is_absent(self._root, folder):
+            self._sizes.proved(folder, absent=True)
 
     def stamp(self, key: OffloadKey, used_at_ns: int) -> None:
         """Have a chunk's file, if there is one, say that it was used then."""
@@ -219,13 +256,25 @@ class ChunkFiles:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def _publish(self, temporary: str, name: str) -> None:
+    def _publish(self, temporary: str, name: str, file: os.stat_result) -> None:
         """Rename a file; its new folder may be missing if it was made in another one."""
         try:
-            os.rename(temporary, name, src_dir_fd=self._root, dst_dir_fd=self._root)
-        except FileNotFoundError:
-            self._make(os.path.dirname(name))
-            os.rename(temporary, name, src_dir_fd=self._root, dst_dir_fd=self._root)
+            try:
+                os.rename(temporary, name, src_dir_fd=self._root, dst_dir_fd=self._root)
+            except FileNotFoundError:
+                self._make(os.path.dirname(name))
+                os.rename(temporary, name, src_dir_fd=self._root, dst_dir_fd=self._root)
+        except OSError as error:
+            with suppress(OSError):
+                if os.path.samestat(os.stat(name, dir_fd=self._root, follow_symlinks=False), file):
+                    return  # It is done, whatever was reported.
+            allocated_bytes = self._disk.taken_bytes(file)
+            try:
+                os.unlink(temporary, dir_fd=self._root)
+            except OSError:
+                self._remains.remove(temporary, allocated_bytes)
+                raise DoubtError(error, allocated_bytes) from error
+            raise
 
     def _create(self, parent: str) -> Temporary:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | self._direct
@@ -234,11 +283,14 @@ class ChunkFiles:
             try:
                 return Temporary(temporary, os.open(temporary, flags, 0o644, dir_fd=self._root))
             except FileNotFoundError:
-                self._make(parent)  # Only now: most stores find their folder, and save the call.
+                # Only now: most stores find their folder, and save the call.
+                if not self._make(parent):
+                    self._remains.remove(temporary, self._disk.block_bytes)  # It may have been made all the same.
             except FileExistsError:
                 continue  # A process of the same id in another container: the next number is ours.
             except OSError:
-                self._drop(temporary)  # Linux makes the file before it refuses a flag.
+                # Linux makes the file before it refuses a flag.
+                self._remains.remove(temporary, self._disk.block_bytes)
                 raise
         raise OSError(errno.EAGAIN, VANISHING)
 
@@ -254,18 +306,15 @@ class ChunkFiles:
                 raise OSError(errno.EIO, f"wrote {done} of {total} bytes and then none")
             done += wrote
 
-    def _drop(self, temporary: str) -> None:
-        with suppress(OSError):  # The error that led here is the one to report.
-            os.unlink(temporary, dir_fd=self._root)
-
-    def _make(self, folder: str) -> None:
+    def _make(self, folder: str) -> bool:
+        """Make a folder; False if it was there."""
         parent = os.path.dirname(folder)
         for _ in range(CREATE_ATTEMPTS):
             try:
                 self._mkdir(folder)
                 break
             except FileExistsError:
-                return
+                return False
             except FileNotFoundError:
                 if not parent:
                     raise  # The root itself is gone.
@@ -281,6 +330,7 @@ class ChunkFiles:
         if self._fsync:
             with suppress(FileNotFoundError):  # Removed already: whoever needs it makes it anew.
                 sync_folder(self._root, parent or ".")
+        return True
 
     def _mkdir(self, folder: str) -> None:
         with self._sizes.making(folder):
@@ -288,8 +338,11 @@ class ChunkFiles:
 
     def _look_at(self, folder: str) -> None:
         """Count the room of a folder. Raises `ForeignError` if a link is in its place."""
-        with suppress(FileNotFoundError):
+        try:
             status = os.stat(folder, dir_fd=self._root, follow_symlinks=False)
-            if not stat.S_ISDIR(status.st_mode):
-                refuse_others(self._root, folder, stat.S_IFDIR)
-            self._sizes.looked_at(folder, status)
+        except OSError:  # It may have been removed again, or have grown.
+            self._sizes.not_looked_at(folder, self._disk.block_bytes)
+            return
+        if not stat.S_ISDIR(status.st_mode):
+            refuse_others(self._root, folder, stat.S_IFDIR)
+        self._sizes.looked_at(folder, status)

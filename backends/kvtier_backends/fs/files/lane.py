@@ -19,7 +19,7 @@ from kvtier_backends.fs.disk.footer import FOOTER_BYTES, GONE, LEFT_ALONE, Fault
 from kvtier_backends.fs.disk.lanes import Pages, share_chunks
 from kvtier_backends.fs.disk.packing import Packing
 from kvtier_backends.fs.disk.reads import Wanted
-from kvtier_backends.fs.files.chunk_files import ChunkFiles, Found, OpenChunk
+from kvtier_backends.fs.files.chunk_files import ChunkFiles, DoubtError, Found, OpenChunk
 from kvtier_backends.fs.files.discard import Discarded
 from kvtier_backends.fs.files.index import Held, is_later
 from kvtier_backends.fs.layout import OpenTier
@@ -40,7 +40,7 @@ class LoadShare:
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
     allocated_bytes: list[int | None] = field(default_factory=list[int | None])  # None: not loaded, or not measured.
     left: set[OffloadKey] = field(default_factory=set[OffloadKey])  # Keys whose files are of no use here, and stay.
-    kept_bytes: int = 0  # Of corrupt files that are there still: quarantined, or not to be moved.
+    kept_bytes: int = 0  # Of corrupt files that were quarantined.
     gone: int = 0  # Failures that say that the whole file system is away.
 
 
@@ -72,8 +72,7 @@ class OpenShare:
             try:
                 self._opened[index] = chunk = self._files.open(read.key)
             except FileNotFoundError:
-                self._outcomes[index] = ChunkMissing(f"{read.key.hex()}: no file")
-                self._files.tidy(read.key)  # Who has removed it may have left its folders.
+                self._missing(index)
             except (NotADirectoryError, ForeignError):
                 self._outcomes[index] = ChunkMissing(f"{read.key.hex()}: no file")
             except OSError as error:
@@ -104,10 +103,20 @@ class OpenShare:
             except OSError as error:
                 self._fail(index, error, opened=True)
 
+    def _missing(self, index: int) -> None:
+        key = self._share.reads[index].key
+        try:
+            self._files.is_absent(key)
+        except OSError as error:  # It may be there, and then takes room.
+            self._fail(index, error)
+            return
+        self._outcomes[index] = ChunkMissing(f"{key.hex()}: no file")
+        self._files.tidy(key)  # Whoever has removed it may have left its folders.
+
     def _fail(self, index: int, error: OSError, *, opened: bool = False) -> None:
         key = self._share.reads[index].key
         if opened and error.errno == errno.ESTALE:  # Another host has removed it: a file server keeps no open file.
-            self._outcomes[index] = ChunkMissing(f"{key.hex()}: removed as it was read")
+            self._missing(index)
             return
         self._outcomes[index] = failure(key, error)
         self._share.gone += error.errno in GONE
@@ -124,6 +133,7 @@ class StoreShare:
     used_at_ns: int  # The head's time; each of the others is a little older, so that it goes before the head.
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
     allocated_bytes: list[int | None] = field(default_factory=list[int | None])  # None: not stored.
+    doubtful: set[OffloadKey] = field(default_factory=set[OffloadKey])  # Keys of failed stores that may be in place.
     gone: int = 0
 
 
@@ -185,15 +195,30 @@ class Chunks:
         for victim in victims:
             try:
                 found = self._files.look(victim.key)
-                if found is None:
+                if found is None and self._files.is_absent(victim.key):
                     self._files.tidy(victim.key)
                     gone[victim.key] = 0  # Whoever removed it has had the room.
-                elif self._is_used(found, victim, now_ns):
+                elif found is not None and self._is_used(found, victim, now_ns):
                     used.append(Held(victim.key, found.allocated_bytes, found.used_at_ns))
                 else:
-                    gone[victim.key] = found.allocated_bytes if self._files.remove(victim.key) else 0
+                    there_bytes = victim.allocated_bytes if found is None else found.allocated_bytes
+                    gone[victim.key] = there_bytes if self._files.remove(victim.key) else 0
             except OSError:
                 continue  # As above.
+
+    def look(self, keys: Sequence[OffloadKey]) -> dict[OffloadKey, int]:
+        """Return the room of each key's file, 0 without a file; keys of which neither is sure are left out."""
+        sure: dict[OffloadKey, int] = {}
+        for key in keys:
+            with suppress(OSError):
+                found = self._files.look(key)
+                if found is not None or self._files.is_absent(key):
+                    sure[key] = 0 if found is None else found.allocated_bytes
+        return sure
+
+    def settle_folders(self) -> bool:
+        """See `ChunkFiles`."""
+        return self._files.settle_folders()
 
     def stamp(self, used_at_ns: Mapping[OffloadKey, int]) -> None:
         """Have files say when they were used."""
@@ -229,8 +254,10 @@ class Chunks:
         try:
             allocated_bytes = self._files.write(key, self._packing.places(row, beside), used_at_ns)
         except OSError as error:
+            if isinstance(error, DoubtError):
+                share.doubtful.add(key)
             share.gone += error.errno in GONE
-            share.allocated_bytes.append(None)
+            share.allocated_bytes.append(error.allocated_bytes if isinstance(error, DoubtError) else None)
             share.outcomes.append(failure(key, error))
         else:
             share.allocated_bytes.append(allocated_bytes)
@@ -253,7 +280,10 @@ class Chunks:
         discarded = chunk.discard(fault)
         if counter := _COUNTED.get(discarded):
             self._counters.count(counter)
+        if discarded is Discarded.QUARANTINED:
             share.kept_bytes += chunk.allocated_bytes()
+        elif discarded is Discarded.LEFT:
+            share.left.add(key)
         self._files.tidy(key)
         return ChunkCorrupt(f"{key.hex()}: {fault}: a file of {file_bytes:,} bytes for a row of {self._row_bytes:,}")
 

@@ -80,6 +80,7 @@ class FilesLayout:
                 )
                 note = self._index.removed
             finally:
+                self._eviction.doubt(key for key in keys if key in self._index and key not in removed)
                 self._eviction.stored(-sum(map(self._index.taken_bytes, removed)))
                 for key in unchanged.intersection(removed):
                     note(key)
