@@ -77,7 +77,10 @@ class Storm:
                     for key in batch:
                         lender.chunk(key)  # So that the lender knows it.
                     for key, told in zip(batch, await lender.recall(self._tier, batch), strict=True):
-                        assert told in (label(key), "ChunkMissing", "TransferFailed", "ChunkCorrupt"), (key, told)
+                        assert told in (label(key), "ChunkMissing", "TransferFailed", "ChunkCorrupt", "NoSpace"), (
+                            key,
+                            told,
+                        )
                 else:
                     await self._tier.delete(batch[:2])
             await asyncio.sleep(0)

@@ -198,6 +198,7 @@ class Settling:
         """`settle`: settles what else is in doubt, in the lane, and returns True if nothing is left."""
         self._tier = tier
         self._settle = settle
+        self._failed = False
         self._pause_s = 0.0
         self._due_s = time.monotonic() + LOOK_S
 
@@ -207,6 +208,7 @@ class Settling:
 
     def wanted(self) -> bool:
         """Hear that something is in doubt; return True if it is due sooner than before."""
+        self._failed = True
         due_s = time.monotonic() + max(PAUSE_S_LEAST, self._pause_s)
         sooner, self._due_s = due_s < self._due_s, min(self._due_s, due_s)
         return sooner
@@ -216,9 +218,9 @@ class Settling:
         if self.left_s():
             return
         self._due_s = time.monotonic() + LOOK_S  # For calls that come meanwhile.
-        well = await self._tier.lanes.evict.run(self._work)
-        remains = self._tier.root.remains
-        self._tier.counters.count("evictions_failed", remains.take_failed())
+        failed, self._failed = self._failed, False
+        well = await self._tier.lanes.evict.run(self._work) and not failed
+        self._tier.counters.count("evictions_failed", self._tier.root.remains.take_failed())
         self._pause_s = 0.0 if well else min(PAUSE_S_MOST, max(PAUSE_S_LEAST, 2 * self._pause_s))
         self._due_s = time.monotonic() + (self._pause_s or LOOK_S)
 

@@ -17,6 +17,8 @@ SECTOR_BYTES = 512  # The unit of st_blocks, whatever the file system's own.
 FRAGMENT_BYTES_MOST = 64 << 10  # No local file system has larger ones; a file server's are no blocks.
 EXTENTS_INLINE = 4  # Of a file on ext4; more of them take blocks of their own,
 EXTENTS_PER_BLOCK = 340  # each with so many.
+STRIPES = 64
+GONE_MAX = 4_096  # Another lane finds a directory gone within milliseconds.
 FOLDERS_NEW = 2  # Above a chunk's file,
 FOLDERS_GROWN = 2  # and above these some that grow by a block, also where a new one takes nothing (XFS).
 
@@ -72,8 +74,10 @@ class FolderSizes:
     any thread.
     """
 
-    def __init__(self, new_bytes: int) -> None:
-        """`new_bytes`: the room of an empty directory there."""
+    def __init__(self, new_bytes: int, *, shared: bool = False) -> None:
+        """`new_bytes`: the room of an empty directory there; `shared`: others make and remove directories, too."""
+        self._shared = shared
+        self._gone: dict[str, None] = {}  # The last that were removed.
         self.new_bytes = new_bytes
         self.used_bytes = 0
         self.scanned_bytes = 0
@@ -83,28 +87,35 @@ class FolderSizes:
         self._unlooked: dict[str, int] = {}  # The room by which each may have grown since it could be looked at.
         self._seen: set[str] | None = set()  # While the scan runs: it must not count again what a store has counted.
         self._lock = threading.Lock()
+        self._changing = [threading.Lock() for _ in range(STRIPES)]  # By names: what is done with one is in order.
 
     @contextmanager
     def making(self, name: str) -> Generator[None]:
         """Count a directory that is made in the block, from before it is there. After an error it is in doubt."""
-        with self._lock:
-            self.used_bytes += self.new_bytes
-        try:
-            yield
-        except FileExistsError:
+        with self.changing(name):
             with self._lock:
-                self.used_bytes -= self.new_bytes
-            raise
-        except BaseException:
+                self.used_bytes += self.new_bytes
+            try:
+                yield
+            except FileExistsError:
+                with self._lock:
+                    self.used_bytes -= self.new_bytes
+                raise
+            except BaseException:
+                with self._lock:
+                    self.used_bytes -= self.new_bytes * self._doubtful.get(name, False)
+                    self._doubtful[name] = True
+                raise
             with self._lock:
-                self.used_bytes -= self.new_bytes * self._doubtful.get(name, False)
-                self._doubtful[name] = True
-            raise
-        with self._lock:
-            self.used_bytes -= self.new_bytes * self._doubtful.pop(name, False)
-            self._other.pop(name, None)
-            if self._seen is not None:
-                self._seen.add(name)
+                self.used_bytes -= self.new_bytes * self._doubtful.pop(name, False)
+                self._gone.pop(name, None)
+                self._other.pop(name, None)
+                if self._seen is not None:
+                    self._seen.add(name)
+
+    def changing(self, name: str) -> threading.Lock:
+        """Return the lock under which a directory is made or removed, and that is counted."""
+        return self._changing[hash(name) % STRIPES]
 
     def looked_at(self, name: str, status: os.stat_result) -> None:
         """Count the bytes that a directory has grown by since the last look."""
@@ -126,6 +137,9 @@ class FolderSizes:
         """Give back what a directory took."""
         with self._lock:
             self._doubtful.pop(name, None)
+            self._gone[name] = None
+            if len(self._gone) > GONE_MAX:
+                del self._gone[next(iter(self._gone))]
             self.used_bytes -= self._unlooked.pop(name, 0)
             taken = self._other.pop(name, self.new_bytes)
             if self._seen is None:
@@ -134,13 +148,17 @@ class FolderSizes:
                 self._seen.discard(name)
                 self.used_bytes -= taken
 
-    def not_removed(self, name: str, error: OSError) -> None:
-        """Hear that removing a directory has failed: it may be gone all the same, or should go later."""
+    def not_removed(self, name: str, error: OSError, *, was_there: bool) -> None:
+        """Hear that removing a directory has failed: it may be gone all the same, or should go later.
+
+        `was_there`: just before, unless another lane or process has removed it. Then it counts no longer.
+        """
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             return
         with self._lock:
-            # Another lane, or another process, may have removed it before: then it counts no longer.
-            self._doubtful.setdefault(name, error.errno != errno.ENOENT)
+            counts = error.errno != errno.ENOENT or (was_there and not self._shared and name not in self._gone)
+            if counts or len(self._doubtful) < GONE_MAX:
+                self._doubtful[name] = self._doubtful.get(name, False) or counts
 
     @property
     def doubtful(self) -> list[str]:

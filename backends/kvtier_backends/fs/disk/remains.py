@@ -4,9 +4,11 @@ A disk that errs may have done what it reports as failed, and may report a file 
 proves nothing. Proof is a removal that succeeds, or a listing of the folder without the name.
 """
 
+import ctypes
 import errno
 import logging
 import os
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from functools import partial
 from typing import NamedTuple
 
 from kvtier.remedies import Remedy
-from kvtier_backends.fs.disk.below import ForeignError, list_folder
+from kvtier_backends.fs.disk.below import ForeignError, open_folder
 
 logger = logging.getLogger(__name__)
 
@@ -23,18 +25,42 @@ PAUSE_S_MOST = 10.0  # up to this.
 NAMES_MAX = 65_536  # Ten megabytes. Further ones keep their room, and are left to the next start.
 LOG_EVERY_S = 60.0
 
+_LISTING_BYTES = 32 << 10
+_ENTRY = struct.Struct("=QqHB")  # Of struct linux_dirent64; its name follows.
+_getdents = getattr(ctypes.CDLL(None, use_errno=True), "getdents64", None)
+
 
 def is_absent(root_fd: int, name: str) -> bool:
     """Return True if a listing proves that a name is not there, False if one has it; raises OSError for no listing."""
     folder, _, last = name.rpartition("/")
     try:
-        return last not in list_folder(root_fd, folder or ".")
+        return last not in _listing(root_fd, folder or ".")
     except (ForeignError, NotADirectoryError):
         return True  # Something else lies in the place of its folder.
     except FileNotFoundError as error:
         if is_absent(root_fd, folder) if folder else os.fstat(root_fd).st_nlink == 0:
             return True
         raise listed(error) from error
+
+
+def _listing(root_fd: int, folder: str) -> set[str]:
+    """Return the names in a folder. A C library takes ENOENT for the end of a listing, and would leave out the rest."""
+    fd = open_folder(root_fd, folder)
+    try:
+        if _getdents is None:
+            return set(os.listdir(fd))
+        names, buffer = set[str](), ctypes.create_string_buffer(_LISTING_BYTES)
+        while (length := _getdents(fd, buffer, _LISTING_BYTES)) > 0:
+            at = 0
+            while at < length:
+                _, _, entry_bytes, _ = _ENTRY.unpack_from(buffer, at)
+                names.add(os.fsdecode(buffer.raw[at + _ENTRY.size : at + entry_bytes].split(b"\0", 1)[0]))
+                at += entry_bytes
+        if length < 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        return names
+    finally:
+        os.close(fd)
 
 
 def remove_file(root_fd: int, name: str) -> bool:
@@ -141,6 +167,7 @@ class Beside:
         self._measure = measure
         self._since_bytes = 0
         self._lock = threading.Lock()
+        self._looking = threading.Lock()  # Or an older measure would replace a newer one.
 
     def added(self, added_bytes: int) -> None:
         """Count bytes that have come or, below 0, gone since the last look."""
@@ -150,8 +177,9 @@ class Beside:
 
     def look(self) -> None:
         """Measure it. Blocks; raises OSError, and then nothing has changed."""
-        with self._lock:
-            self._since_bytes = 0
-        measured_bytes = self._measure()
-        with self._lock:
-            self.used_bytes = measured_bytes + self._since_bytes  # Counted twice until the next look, or not at all.
+        with self._looking:
+            with self._lock:
+                self._since_bytes = 0
+            measured_bytes = self._measure()
+            with self._lock:
+                self.used_bytes = measured_bytes + self._since_bytes  # Some perhaps twice, until the next look.

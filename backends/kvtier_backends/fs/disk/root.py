@@ -106,7 +106,7 @@ class Folder:
                 self.root_fd = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
                 undo.callback(self.close)
                 self.remains, self.beside = Remains(self.root_fd), Beside(self.beside_bytes)
-                self._own_from = 0 if self._options.shared else next_number()
+                self._own_from = next_number()
                 self.disk = Disk(self.root_fd)
                 self.name_bytes_max = _name_bytes_max(self.root_fd)
                 quarantine, keeps = f"{self._mapper.folder}/{QUARANTINE}", self._options.corrupt == "quarantine"
@@ -118,7 +118,7 @@ class Folder:
                 self._settle_config(undo)
                 self.direct = self._try_io(self._options.io)
                 self.reads = self._try_queue()
-                self.sizes = FolderSizes(self._new_folder_bytes())
+                self.sizes = FolderSizes(self._new_folder_bytes(), shared=self._options.shared)
                 self._warn_of_other_layouts()
                 self._warn_of_old_names()
                 undo.pop_all()

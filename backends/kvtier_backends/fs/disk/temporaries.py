@@ -90,7 +90,7 @@ class Sweep:
     ) -> None:
         """`here`: who we are; `now_s`: the time, since the epoch; `remains`: counts what cannot be removed.
 
-        `own_from`: temporaries of this process with smaller numbers are abandoned.
+        `own_from`: temporaries of this process with smaller numbers are another tier's, live or closed.
         """
         self.removed = 0
         self._remains = remains
@@ -124,10 +124,10 @@ class Sweep:
     def is_abandoned(self, name: str, changed_s: float) -> bool:
         """Say whether nobody is writing a temporary of this name, which may be another program's."""
         writer = writer_of(name)
-        if writer is None or writer.boot != self._here.boot:
+        if self.is_own(name):
+            return False
+        if writer is None or writer.boot != self._here.boot or writer == self._here:
             return abs(self._now_s - changed_s) > ABANDONED_S
-        if writer == self._here:
-            return _number_of(name) < self._own_from
         if writer not in self._alive:
             self._alive[writer] = started_at(writer.pid) == writer.started
         return not self._alive[writer]

@@ -69,7 +69,7 @@ class OpenChunk:
 
     def discard(self, fault: Fault) -> Discarded:
         """Take this very file out of the way, not one that has replaced it meanwhile."""
-        return self._discard(self._name, self._fd, fault, self.allocated_bytes())
+        return self._discard(self._name, self._fd, fault)
 
 
 def part_of(buffers: Sequence[memoryview], start: int, end: int) -> list[memoryview]:
@@ -183,7 +183,7 @@ class ChunkFiles:
     def remove(self, key: OffloadKey) -> bool:
         """Remove a chunk's file and the folders that it leaves empty; False if there was none."""
         was_there = remove_file(self._root, self._mapper.name(key))
-        self.tidy(key)  # Whoever has removed it may have left its folders, too.
+        self.tidy(key, was_there=was_there)  # Whoever has removed it may have left its folders, too.
         return was_there
 
     def is_absent(self, key: OffloadKey) -> bool:
@@ -193,36 +193,38 @@ class ChunkFiles:
             return True
         raise listed(FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name))
 
-    def tidy(self, key: OffloadKey) -> None:
+    def tidy(self, key: OffloadKey, *, was_there: bool = False) -> None:
         """Remove the folders above a file that is gone, as far as they are empty: they take room, too."""
         folder = os.path.dirname(self._mapper.name(key))
         while folder != self._chunks:
-            try:
-                os.rmdir(folder, dir_fd=self._root)
-            except OSError as error:  # Mostly because it is not empty.
-                self._sizes.not_removed(folder, error)
-                return
-            self._sizes.removed(folder)
+            with self._sizes.changing(folder):
+                try:
+                    os.rmdir(folder, dir_fd=self._root)
+                except OSError as error:  # Mostly because it is not empty.
+                    self._sizes.not_removed(folder, error, was_there=was_there)
+                    return
+                self._sizes.removed(folder)
+            was_there = True
             folder = os.path.dirname(folder)
 
     def settle_folders(self) -> bool:
         """Remove folders that should have gone, and look at those in doubt; return True if none is left."""
         for folder in self._sizes.doubtful:
-            try:
-                os.rmdir(folder, dir_fd=self._root)
-            except OSError as error:
-                with suppress(OSError):  # Then it is still in doubt.
-                    self._settle_folder(folder, error)
-            else:
-                self._sizes.removed(folder)
+            with self._sizes.changing(folder), suppress(OSError):  # Then it is still in doubt.
+                self._settle_folder(folder)
         return not self._sizes.doubtful
 
-    def _settle_folder(self, folder: str, error: OSError) -> None:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-            self._sizes.looked_at(folder, os.stat(folder, dir_fd=self._root, follow_symlinks=False))
-            self._sizes.proved(folder, absent=False)
-        elif is_absent(self._root, folder):
-            self._sizes.proved(folder, absent=True)
+    def _settle_folder(self, folder: str) -> None:
+        try:
+            os.rmdir(folder, dir_fd=self._root)
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                self._sizes.looked_at(folder, os.stat(folder, dir_fd=self._root, follow_symlinks=False))
+                self._sizes.proved(folder, absent=False)
+            elif is_absent(self._root, folder):
+                self._sizes.proved(folder, absent=True)
+        else:
+            self._sizes.removed(folder)
 
     def stamp(self, key: OffloadKey, used_at_ns: int) -> None:
         """Have a chunk's file, if there is one, say that it was used then."""
@@ -284,8 +286,12 @@ class ChunkFiles:
                 return Temporary(temporary, os.open(temporary, flags, 0o644, dir_fd=self._root))
             except FileNotFoundError:
                 # Only now: most stores find their folder, and save the call.
-                if not self._make(parent):
-                    self._remains.remove(temporary, self._disk.block_bytes)  # It may have been made all the same.
+                made = False
+                try:
+                    made = self._make(parent)
+                finally:
+                    if not made:
+                        self._remains.remove(temporary, self._disk.block_bytes)  # It may be there all the same.
             except FileExistsError:
                 continue  # A process of the same id in another container: the next number is ours.
             except OSError:

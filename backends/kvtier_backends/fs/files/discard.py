@@ -37,19 +37,22 @@ class Discard:
     def __init__(self, folder: Folder) -> None:
         """Discard in an opened folder, as its options say."""
         self._root = folder.root_fd
+        self._disk = folder.disk
         self._writer = folder.writer
         self._quarantine = folder.quarantine
         self._beside, self._remains = folder.beside, folder.remains
         self._warned: set[Fault] = set()
 
-    def __call__(self, name: str, fd: int, fault: Fault, taken_bytes: int) -> Discarded:
-        """Discard the file that is open as `fd`, takes so much, and was found under `name`."""
+    def __call__(self, name: str, fd: int, fault: Fault) -> Discarded:
+        """Discard the file that is open as `fd` and was found under `name`. Raises what `fstat` does."""
+        file = os.fstat(fd)
+        taken_bytes = self._disk.taken_bytes(file)
         if self._quarantine.admit():
             stem = os.path.basename(name).removesuffix(".bin")[:NAME_CHARACTERS_MAX]
             kept = f"{self._quarantine.name}/{stem}.{fault}{temporary_name(self._writer)}"
             try:
                 os.close(open_folder(self._root, self._quarantine.name))
-                if not take_aside(self._root, name, os.fstat(fd), kept):
+                if not take_aside(self._root, name, file, kept):
                     return Discarded.REPLACED
             except OSError:  # Such as a user's tidying away the folder, or a link. Then it is deleted.
                 self._beside.added(taken_bytes)  # It may have been moved: the next look tells.
@@ -58,7 +61,7 @@ class Discard:
                 return Discarded.QUARANTINED
         aside = f"{os.path.dirname(name)}/{temporary_name(self._writer)}"
         try:
-            if not take_aside(self._root, name, os.fstat(fd), aside):
+            if not take_aside(self._root, name, file, aside):
                 return Discarded.REPLACED
         except OSError as error:
             self._remains.remove(aside, taken_bytes)

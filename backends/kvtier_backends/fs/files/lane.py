@@ -116,7 +116,7 @@ class OpenShare:
     def _fail(self, index: int, error: OSError, *, opened: bool = False) -> None:
         key = self._share.reads[index].key
         if opened and error.errno == errno.ESTALE:  # Another host has removed it: a file server keeps no open file.
-            self._missing(index)
+            self._outcomes[index] = ChunkMissing(f"{key.hex()}: removed as it was read")
             return
         self._outcomes[index] = failure(key, error)
         self._share.gone += error.errno in GONE

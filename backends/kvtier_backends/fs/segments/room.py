@@ -130,7 +130,9 @@ class Room:
     def _remove_file(self, segment: Segment) -> None:
         """Remove a segment that nobody uses, now or later. Blocks, in a lane; only one at a time."""
         remove = partial(self._folder.remove, segment)
-        self._tier.root.remains.remove(segment.name, segment.allocated_bytes, remove)
+        remains = self._tier.root.remains
+        remains.remove(segment.name, segment.allocated_bytes, remove)
+        self._counters.count("evictions_failed", remains.take_failed())
 
 
 class Leftovers:

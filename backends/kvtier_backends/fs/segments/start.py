@@ -17,7 +17,6 @@ from kvtier_backends.fs.segments.room import Room
 from kvtier_backends.fs.segments.segment import Segment
 from kvtier_backends.fs.segments.slots import Snapshot
 
-
 AGAIN_S = 5.0  # After so long, what could not be seen at the start is looked at again.
 
 
