@@ -156,7 +156,7 @@ class FolderSizes:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             return
         with self._lock:
-            counts = error.errno != errno.ENOENT or (was_there and not self._shared and name not in self._gone)
+            counts = was_there and not self._shared and name not in self._gone
             if counts or len(self._doubtful) < GONE_MAX:
                 self._doubtful[name] = self._doubtful.get(name, False) or counts
 

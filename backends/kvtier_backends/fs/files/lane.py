@@ -40,6 +40,7 @@ class LoadShare:
     outcomes: list[Outcome] = field(default_factory=list[Outcome])
     allocated_bytes: list[int | None] = field(default_factory=list[int | None])  # None: not loaded, or not measured.
     left: set[OffloadKey] = field(default_factory=set[OffloadKey])  # Keys whose files are of no use here, and stay.
+    irremovable: set[OffloadKey] = field(default_factory=set[OffloadKey])  # Keys of corrupt files that stay for now.
     kept_bytes: int = 0  # Of corrupt files that were quarantined.
     gone: int = 0  # Failures that say that the whole file system is away.
 
@@ -283,7 +284,7 @@ class Chunks:
         if discarded is Discarded.QUARANTINED:
             share.kept_bytes += chunk.allocated_bytes()
         elif discarded is Discarded.LEFT:
-            share.left.add(key)
+            share.irremovable.add(key)
         self._files.tidy(key)
         return ChunkCorrupt(f"{key.hex()}: {fault}: a file of {file_bytes:,} bytes for a row of {self._row_bytes:,}")
 

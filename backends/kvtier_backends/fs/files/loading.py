@@ -55,7 +55,7 @@ class Loading:
                 # One that was never known may have a file all the same: one that is refused, and takes room.
                 if isinstance(outcome, ChunkCorrupt) or (isinstance(outcome, ChunkMissing) and key in self._index):
                     if key in unchanged and key not in share.left:  # What is left takes its room, until it goes for it.
-                        self._index.lost(key)
+                        self._lost(key, is_there=key in share.irremovable)
                 elif outcome is None and key in self._index:
                     self._index.used(key)
                     used.append(key)
@@ -64,3 +64,10 @@ class Loading:
                     used.append(key)
         self._eviction.used(used[::-1])
         self._eviction.check()
+
+    def _lost(self, key: OffloadKey, *, is_there: bool) -> None:
+        taken_bytes = self._index.taken_bytes(key)
+        self._index.lost(key)
+        if is_there:
+            self._index.stays(Held(key, taken_bytes, loadable=False))
+            self._eviction.doubt([key])
