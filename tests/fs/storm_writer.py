@@ -7,6 +7,7 @@ answered with a line when it is done. A chunk that loads with wrong bytes ends t
 
 import asyncio
 import json
+import os
 import random
 import sys
 from contextlib import suppress
@@ -21,6 +22,10 @@ from kvtier_backends.fs import FsBackend, FsOptions
 
 WORKERS = 4
 BATCH_CHUNKS_MAX = 12
+
+
+def say(*words: object) -> None:
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
 
 
 class Storm:
@@ -89,10 +94,10 @@ class Storm:
 async def main(given: str) -> None:
     storm, loop = Storm(json.loads(given)), asyncio.get_running_loop()
     await storm.open()
-    print("ready", flush=True)
+    say("ready")
     while line := (await loop.run_in_executor(None, sys.stdin.readline)).strip():
         answer = await getattr(storm, line)()
-        print(line, answer or 0, flush=True)
+        say(line, answer or 0)
 
 
 asyncio.run(main(sys.argv[1]))

@@ -93,8 +93,10 @@ class OpenTier(Generic[OptionsT_co]):
         """
         lanes, budget = self.lanes, self.root.write_budget
         loads, stores = await asyncio.gather(lanes.load.aclose(left_s(ends_at)), lanes.store.aclose(left_s(ends_at)))
-        if budget is not None and not stores:
-            with suppress(BackendClosed):  # Closed before.
+        with suppress(BackendClosed):  # Closed before.
+            if len(self.root.remains):
+                lanes.evict.submit(self.root.remains.again)
+            if budget is not None and not stores:
                 lanes.evict.submit(budget.put_back)
         return loads, stores
 

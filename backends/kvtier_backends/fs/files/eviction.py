@@ -126,10 +126,10 @@ class Eviction:
                     await self._wake.wait()
             self._wake.clear()
             with suppress(BackendUnavailable):  # The shared page is away: it is asked again after a pause.
+                await self._settle()
                 await self._remove_surplus()
                 self._choose_expired()
                 await self._remove_chosen()
-            await self._settle()
             await self.stamps.write()
 
     def _pause_s(self) -> float:

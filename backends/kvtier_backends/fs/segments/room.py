@@ -86,10 +86,10 @@ class Room:
     async def run(self) -> None:
         """Give back what is too much, and let go what was not used for long, until cancelled."""
         while True:
+            await self._settling()
             await self.shrink()
             self._expire()
             await asyncio.sleep(min(self._tick_s, self._settling.left_s()))
-            await self._settling()
 
     async def shrink(self) -> None:
         """Remove segments as long as they take more than they may."""
