@@ -52,7 +52,7 @@ class Disk:
             26: self._begin,
             27: self._open_folder,
             28: self._list,
-            29: lambda _, body: b"" if self._listed.pop(*struct.unpack_from("<Q", body)) else b"",
+            29: self._close_folder,
             30: lambda _, __: b"",
             34: lambda _, __: b"",
             35: self._create,
@@ -164,6 +164,10 @@ class Disk:
             os.listdir(self._paths[node])
         )  # At once: no name goes missing between two parts.
         return struct.pack("<QII", listing, 0, 0)
+
+    def _close_folder(self, node: int, body: bytes) -> bytes:
+        del self._listed[struct.unpack_from("<Q", body)[0]]
+        return b""
 
     def _list(self, node: int, body: bytes) -> bytes:
         listing, offset, size = struct.unpack_from("<QQI", body)

@@ -18,7 +18,7 @@ FRAGMENT_BYTES_MOST = 64 << 10  # No local file system has larger ones; a file s
 EXTENTS_INLINE = 4  # Of a file on ext4; more of them take blocks of their own,
 EXTENTS_PER_BLOCK = 340  # each with so many.
 STRIPES = 64
-GONE_MAX = 4_096  # Another lane finds a directory gone within milliseconds.
+KNOWN_MAX = 4_096  # Half a megabyte. Another lane finds a directory made or gone within milliseconds.
 FOLDERS_NEW = 2  # Above a chunk's file,
 FOLDERS_GROWN = 2  # and above these some that grow by a block, also where a new one takes nothing (XFS).
 
@@ -77,7 +77,7 @@ class FolderSizes:
     def __init__(self, new_bytes: int, *, shared: bool = False) -> None:
         """`new_bytes`: the room of an empty directory there; `shared`: others make and remove directories, too."""
         self._shared = shared
-        self._gone: dict[str, None] = {}  # The last that were removed.
+        self._known: dict[str, bool] = {}  # The last that were made, looked at or removed: whether they are there.
         self.new_bytes = new_bytes
         self.used_bytes = 0
         self.scanned_bytes = 0
@@ -100,15 +100,18 @@ class FolderSizes:
             except FileExistsError:
                 with self._lock:
                     self.used_bytes -= self.new_bytes
+                    self._know(name, there=True)
                 raise
             except BaseException:
                 with self._lock:
-                    self.used_bytes -= self.new_bytes * self._doubtful.get(name, False)
+                    counts = self._doubtful.get(name, False) or self._known.get(name, False)
+                    self.used_bytes -= self.new_bytes * counts
                     self._doubtful[name] = True
+                    self._know(name, there=True)
                 raise
             with self._lock:
                 self.used_bytes -= self.new_bytes * self._doubtful.pop(name, False)
-                self._gone.pop(name, None)
+                self._know(name, there=True)
                 self._other.pop(name, None)
                 if self._seen is not None:
                     self._seen.add(name)
@@ -137,9 +140,7 @@ class FolderSizes:
         """Give back what a directory took."""
         with self._lock:
             self._doubtful.pop(name, None)
-            self._gone[name] = None
-            if len(self._gone) > GONE_MAX:
-                del self._gone[next(iter(self._gone))]
+            self._know(name, there=False)
             self.used_bytes -= self._unlooked.pop(name, 0)
             taken = self._other.pop(name, self.new_bytes)
             if self._seen is None:
@@ -156,8 +157,8 @@ class FolderSizes:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             return
         with self._lock:
-            counts = was_there and not self._shared and name not in self._gone
-            if counts or len(self._doubtful) < GONE_MAX:
+            counts = was_there and not self._shared and self._known.get(name, True)
+            if counts or len(self._doubtful) < KNOWN_MAX:
                 self._doubtful[name] = self._doubtful.get(name, False) or counts
 
     @property
@@ -179,6 +180,12 @@ class FolderSizes:
         """From now on every directory has been counted."""
         with self._lock:
             self._seen = None
+
+    def _know(self, name: str, *, there: bool) -> None:
+        self._known.pop(name, None)
+        self._known[name] = there
+        if len(self._known) > KNOWN_MAX:
+            del self._known[next(iter(self._known))]
 
     def _settle(self, name: str, status: os.stat_result) -> int:
         taken = status.st_blocks * SECTOR_BYTES

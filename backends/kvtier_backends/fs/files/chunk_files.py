@@ -9,6 +9,7 @@ import os
 import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -164,7 +165,7 @@ class ChunkFiles:
             finally:
                 os.close(fd)  # Network file systems report a full disk here.
         except BaseException:
-            self._remains.remove(temporary, file_bytes_worst(file_bytes, self._disk.block_bytes))
+            self._drop(temporary, file_bytes_worst(file_bytes, self._disk.block_bytes))
             raise
         allocated_bytes = self._disk.taken_bytes(status)
         # rename last: a reader sees the old chunk or the new one, never half of each.
@@ -180,10 +181,13 @@ class ChunkFiles:
             raise DoubtError(error, allocated_bytes) from error
         return allocated_bytes
 
-    def remove(self, key: OffloadKey) -> bool:
-        """Remove a chunk's file and the folders that it leaves empty; False if there was none."""
+    def remove(self, key: OffloadKey, *, known: bool = False) -> bool:
+        """Remove a chunk's file and the folders that it leaves empty; False if there was none.
+
+        `known`: its folders count.
+        """
         was_there = remove_file(self._root, self._mapper.name(key))
-        self.tidy(key, was_there=was_there)  # Whoever has removed it may have left its folders, too.
+        self.tidy(key, was_there=was_there or known)  # Whoever has removed it may have left its folders, too.
         return was_there
 
     def is_absent(self, key: OffloadKey) -> bool:
@@ -195,7 +199,16 @@ class ChunkFiles:
 
     def tidy(self, key: OffloadKey, *, was_there: bool = False) -> None:
         """Remove the folders above a file that is gone, as far as they are empty: they take room, too."""
-        folder = os.path.dirname(self._mapper.name(key))
+        self._tidy(os.path.dirname(self._mapper.name(key)), was_there=was_there)
+
+    def _drop(self, temporary: str, taken_bytes: int) -> None:
+        """Remove an unfinished file, and folders that were made for it, now or later."""
+        self._remains.remove(temporary, taken_bytes, partial(self._remove_temporary, temporary))
+
+    def _remove_temporary(self, temporary: str) -> None:
+        self._tidy(os.path.dirname(temporary), was_there=remove_file(self._root, temporary))
+
+    def _tidy(self, folder: str, *, was_there: bool) -> None:
         while folder != self._chunks:
             with self._sizes.changing(folder):
                 try:
@@ -274,8 +287,9 @@ class ChunkFiles:
             try:
                 os.unlink(temporary, dir_fd=self._root)
             except OSError:
-                self._remains.remove(temporary, allocated_bytes)
+                self._drop(temporary, allocated_bytes)
                 raise DoubtError(error, allocated_bytes) from error
+            self._tidy(os.path.dirname(temporary), was_there=True)
             raise
 
     def _create(self, parent: str) -> Temporary:
@@ -291,12 +305,12 @@ class ChunkFiles:
                     made = self._make(parent)
                 finally:
                     if not made:
-                        self._remains.remove(temporary, self._disk.block_bytes)  # It may be there all the same.
+                        self._drop(temporary, self._disk.block_bytes)  # It may be there all the same.
             except FileExistsError:
                 continue  # A process of the same id in another container: the next number is ours.
             except OSError:
                 # Linux makes the file before it refuses a flag.
-                self._remains.remove(temporary, self._disk.block_bytes)
+                self._drop(temporary, self._disk.block_bytes)
                 raise
         raise OSError(errno.EAGAIN, VANISHING)
 

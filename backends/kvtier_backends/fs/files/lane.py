@@ -187,7 +187,7 @@ class Chunks:
         """Remove victims, and note what each has given back."""
         for victim in victims:
             with suppress(OSError):  # It is there still, and the caller counts it so.
-                gone[victim.key] = victim.allocated_bytes if self._files.remove(victim.key) else 0
+                gone[victim.key] = victim.allocated_bytes if self._files.remove(victim.key, known=True) else 0
 
     def evict_unused(
         self, victims: Sequence[Held], gone: dict[OffloadKey, int], used: list[Held], *, now_ns: int
